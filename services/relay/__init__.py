@@ -1,0 +1,1 @@
+"""The relay: outbox, sweep and intake around the rows."""

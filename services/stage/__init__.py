@@ -1,0 +1,1 @@
+"""A stage: a Celery worker pinned to one device, with a resident engine that runs one shard."""

@@ -1,0 +1,1 @@
+"""The engine: scheduler, KV blocks, shard, attention, sampling. Knows neither Celery, Redis nor Postgres."""

@@ -1,0 +1,102 @@
+"""The StepPlan: one scheduling decision as a message for every stage, and the tail's answer. Knows no torch.
+
+A stage keeps for each open sequence its known ids and its block table; `rows` extend both. The same record restores a
+tail that was restarted: `opens` carries the whole history.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from shardline.errors import ProtocolError
+from shardline.job import SamplingParams, TokenLogprob
+
+
+class Open(msgspec.Struct, frozen=True, array_like=True):
+    """A sequence's first appearance in this epoch."""
+
+    seq: int
+    ids: tuple[int, ...]
+    """All known ids: prompt, then generated."""
+    num_prompt: int
+    params: SamplingParams
+    seed: int
+    num_blocks: int
+    """Most blocks it can ever hold: the width of its block table."""
+
+
+class Row(msgspec.Struct, frozen=True, array_like=True):
+    """`length` tokens of one sequence from position `start`: a decode (length 1) or a prefill chunk.
+
+    `ids` are tokens that the stages do not know yet (the token sampled last), appended to the known ids before the row
+    runs. `blocks` are appended to its block table. `wants`: sample a token from the last position.
+    """
+
+    seq: int
+    start: int
+    length: int
+    ids: tuple[int, ...]
+    blocks: tuple[int, ...]
+    wants: bool
+
+
+class StepPlan(msgspec.Struct, frozen=True, array_like=True):
+    """One step: what to open, compute and close, in this order. Steps are numbered from 0 in each epoch.
+
+    Rows are packed in their order: decode rows first, then prefill chunks.
+    """
+
+    step: int
+    opens: tuple[Open, ...]
+    rows: tuple[Row, ...]
+    closes: tuple[int, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        """Packed rows of the micro-batch."""
+        return sum(row.length for row in self.rows)
+
+    @property
+    def num_wanted(self) -> int:
+        """Tokens that the tail samples."""
+        return sum(row.wants for row in self.rows)
+
+
+class StepResult(msgspec.Struct, frozen=True, array_like=True):
+    """The tail's answer to every step: one token for each row that wants one, in the order of the rows.
+
+    `logprobs` has an entry per token (None where not asked for). `bad` names the sequences whose logits were not
+    finite: they fail, their neighbours go on.
+    """
+
+    step: int
+    tokens: tuple[int, ...]
+    logprobs: tuple[TokenLogprob | None, ...] = ()
+    bad: tuple[int, ...] = ()
+    compute_s: float = 0.0
+
+
+_encoder = msgspec.msgpack.Encoder()
+_plan_decoder = msgspec.msgpack.Decoder(StepPlan)
+_result_decoder = msgspec.msgpack.Decoder(StepResult)
+
+
+def encode(message: StepPlan | StepResult) -> bytes:
+    """The message as msgpack."""
+    return _encoder.encode(message)
+
+
+def decode_plan(data: bytes | memoryview) -> StepPlan:
+    """Raises ProtocolError on anything that is no StepPlan."""
+    try:
+        return _plan_decoder.decode(data)
+    except msgspec.DecodeError as error:
+        raise ProtocolError(f"not a StepPlan: {error}") from error
+
+
+def decode_result(data: bytes | memoryview) -> StepResult:
+    """Raises ProtocolError on anything that is no StepResult."""
+    try:
+        return _result_decoder.decode(data)
+    except msgspec.DecodeError as error:
+        raise ProtocolError(f"not a StepResult: {error}") from error

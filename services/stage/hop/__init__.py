@@ -1,0 +1,1 @@
+"""Hops: how activations travel from stage to stage."""

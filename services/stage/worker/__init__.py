@@ -1,0 +1,1 @@
+"""The Celery side of a stage: pool, claims, registry, control."""

@@ -1,0 +1,1 @@
+"""Everything on one machine without Docker: embedded servers, supervisor, demo."""

@@ -1,0 +1,91 @@
+"""The error tree, drawn once. Knows no service and no transport.
+
+ShardlineError
+├── Invalid            a request or a setting that can never succeed: field, limit and remedy
+│   └── UnknownModel
+├── NotFound           no such job
+├── Conflict           the id or the idempotency key belongs to another request
+├── Overloaded         a door is full: try again later
+├── JobEnded           the job ended without a completion (base of what a waiter sees)
+│   ├── JobFailed
+│   ├── JobCancelled
+│   └── JobExpired
+├── Unavailable        a server we depend on is away
+└── ProtocolError      a frame, a message or a peer that breaks the protocol
+    └── LinkLost       a hop or control link is gone: new epoch
+"""
+
+from __future__ import annotations
+
+
+class ShardlineError(Exception):
+    """Base of every error that Shardline raises on purpose."""
+
+
+class Invalid(ShardlineError):
+    """A request or setting that can never succeed as it stands.
+
+    `field` names what is wrong, `problem` states it with the limit, `remedy` says what to do.
+    """
+
+    def __init__(self, field: str, problem: str, remedy: str) -> None:
+        super().__init__(f"{field}: {problem}. {remedy}")
+        self.field = field
+        self.problem = problem
+        self.remedy = remedy
+
+    def as_dict(self) -> dict[str, str]:
+        """The form stored in `jobs.error` and sent in HTTP error bodies."""
+        return {"code": "invalid_request", "field": self.field, "problem": self.problem, "remedy": self.remedy}
+
+
+class UnknownModel(Invalid):
+    """No stage has registered a model of this name."""
+
+    def __init__(self, name: str, known: list[str]) -> None:
+        names = ", ".join(sorted(known)) or "none yet"
+        super().__init__("model", f"no model named {name!r} is registered", f"Use one of: {names}")
+
+
+class NotFound(ShardlineError):
+    """No job has this id."""
+
+
+class Conflict(ShardlineError):
+    """The id or idempotency key already belongs to a different request."""
+
+
+class Overloaded(ShardlineError):
+    """A door is full. `retry_after_s` says when to come back."""
+
+    def __init__(self, problem: str, retry_after_s: float) -> None:
+        super().__init__(problem)
+        self.retry_after_s = retry_after_s
+
+
+class JobEnded(ShardlineError):
+    """The job ended without a completion."""
+
+
+class JobFailed(JobEnded):
+    """State `failed`; the message is the recorded reason."""
+
+
+class JobCancelled(JobEnded):
+    """State `cancelled`."""
+
+
+class JobExpired(JobEnded):
+    """State `expired`: the deadline passed."""
+
+
+class Unavailable(ShardlineError):
+    """Postgres, Redis or a stage cannot be reached now."""
+
+
+class ProtocolError(ShardlineError):
+    """A peer sent what the protocol forbids; the link is dropped, the process lives."""
+
+
+class LinkLost(ProtocolError):
+    """A hop or control link closed, stalled or skipped a step; the head takes a new epoch."""

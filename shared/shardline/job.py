@@ -1,0 +1,196 @@
+"""The job: what a producer asks for, the states it passes, what comes back. Knows no database and no transport."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from enum import StrEnum
+from typing import Annotated, Any
+from uuid import UUID
+
+import msgspec
+from msgspec import Meta
+
+from shardline.errors import Invalid
+
+PRIORITIES = range(10)
+"""0 is served first."""
+
+DEFAULT_PRIORITY = 5
+DEFAULT_TENANT = "default"
+MAX_STOPS = 16
+MAX_LOGPROBS = 20
+
+
+class JobState(StrEnum):
+    """queued → running → succeeded | failed | cancelled | expired, and running → queued."""
+
+    QUEUED = "queued"
+    RUNNING = "running"
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+    EXPIRED = "expired"
+
+    @property
+    def terminal(self) -> bool:
+        """True when the state never changes again."""
+        return self not in (JobState.QUEUED, JobState.RUNNING)
+
+
+class FinishReason(StrEnum):
+    """Why a completion is as long as it is."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    CANCELLED = "cancelled"
+    EXPIRED = "expired"
+
+
+Probability = Annotated[float, Meta(ge=0.0, le=1.0)]
+Penalty = Annotated[float, Meta(ge=-2.0, le=2.0)]
+TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """How a completion is generated. Stored as `jobs.params`, sent to the tail in the StepPlan's opens.
+
+    temperature 0 is greedy. top_k 0 and top_p 1 mean no limit. `seed` is drawn when the job is stored if absent.
+    `logprobs` is the number of alternatives for each output token; None means no logprobs at all.
+    """
+
+    max_tokens: Annotated[int, Meta(ge=1, le=1_000_000)] | None = None
+    min_tokens: Annotated[int, Meta(ge=0, le=1_000_000)] = 0
+    temperature: Annotated[float, Meta(ge=0.0, le=2.0)] = 1.0
+    top_k: Annotated[int, Meta(ge=0)] = 0
+    top_p: Annotated[float, Meta(gt=0.0, le=1.0)] = 1.0
+    min_p: Probability = 0.0
+    repetition_penalty: Annotated[float, Meta(gt=0.0, le=10.0)] = 1.0
+    presence_penalty: Penalty = 0.0
+    frequency_penalty: Penalty = 0.0
+    stop: Annotated[tuple[Annotated[str, Meta(min_length=1, max_length=256)], ...], Meta(max_length=MAX_STOPS)] = ()
+    stop_token_ids: Annotated[tuple[TokenId, ...], Meta(max_length=64)] = ()
+    ignore_eos: bool = False
+    logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    seed: Annotated[int, Meta(ge=0, lt=2**63)] | None = None
+
+
+class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """One chat message."""
+
+    role: str
+    content: str
+    name: str | None = None
+
+
+Prompt = str | tuple[TokenId, ...]
+
+
+class JobRequest(SamplingParams, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """What every door accepts, as one flat JSON object: a prompt (text or token ids) or messages, and how to run it.
+
+    `deadline_s` and `delay_s` count from acceptance, by Postgres's clock.
+    """
+
+    model: Annotated[str, Meta(min_length=1, max_length=256)]
+    prompt: Prompt | None = None
+    messages: tuple[Message, ...] | None = None
+    id: UUID | None = None
+    idempotency_key: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
+    priority: Annotated[int, Meta(ge=0, le=9)] = DEFAULT_PRIORITY
+    deadline_s: Annotated[float, Meta(gt=0, le=31_536_000)] | None = None
+    delay_s: Annotated[float, Meta(ge=0, le=31_536_000)] = 0.0
+    max_crashes: Annotated[int, Meta(ge=0, le=100)] = 3
+    metadata: dict[str, Any] = {}
+    tenant: Annotated[str, Meta(min_length=1, max_length=64)] = DEFAULT_TENANT
+    traceparent: str | None = None
+
+    def params(self) -> SamplingParams:
+        """The sampling part alone."""
+        return SamplingParams(**{name: getattr(self, name) for name in SamplingParams.__struct_fields__})
+
+
+def check_request(request: JobRequest) -> JobRequest:
+    """The rules that types cannot say. Raises Invalid."""
+    if (request.prompt is None) == (request.messages is None):
+        raise Invalid("prompt", "exactly one of prompt and messages is needed", "Send one of the two")
+    if request.prompt is not None and len(request.prompt) == 0:
+        raise Invalid("prompt", "it is empty; at least one token is needed", "Send some text or token ids")
+    if request.messages is not None and not request.messages:
+        raise Invalid("messages", "the list is empty", "Send at least one message")
+    if request.max_tokens is not None and request.min_tokens > request.max_tokens:
+        raise Invalid("min_tokens", f"it is above max_tokens ({request.max_tokens})", "Lower it or raise max_tokens")
+    return request
+
+
+def parse_request(document: object) -> JobRequest:
+    """A JSON-like object from any door as a checked request. Raises Invalid, naming the field."""
+    try:
+        return check_request(msgspec.convert(document, JobRequest))
+    except msgspec.ValidationError as error:
+        raise invalid_from(error) from error
+
+
+def invalid_from(error: msgspec.ValidationError) -> Invalid:
+    """msgspec's message, which names the limit and the path (`… - at `$.top_p``), as our error."""
+    problem, _, path = str(error).partition(" - at `")
+    field = path.rstrip("`").removeprefix("$").removeprefix(".")
+    if problem.startswith(("Object contains unknown field", "Object missing required field")):
+        name = problem.split("`")[1]
+        field = f"{field}.{name}" if field else name
+    return Invalid(field or "request", problem[:1].lower() + problem[1:], "See docs/jobs.md for fields and limits")
+
+
+class Usage(msgspec.Struct, frozen=True, kw_only=True):
+    """Token counts of one job."""
+
+    prompt_tokens: int
+    completion_tokens: int
+
+    @property
+    def total_tokens(self) -> int:
+        """Prompt and completion together."""
+        return self.prompt_tokens + self.completion_tokens
+
+
+class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
+    """Natural-log probability of one output token, and the most likely alternatives (id, logprob), best first."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class Result(msgspec.Struct, frozen=True, kw_only=True):
+    """A completion with its usage, finish reason, timings (seconds) and provenance: one row of `results`."""
+
+    job_id: UUID
+    text: str
+    token_ids: tuple[int, ...]
+    usage: Usage
+    finish_reason: FinishReason
+    exact: bool
+    logprobs: tuple[TokenLogprob, ...] | None = None
+    timings: dict[str, float] = {}
+    provenance: dict[str, Any] = {}
+
+
+class Job(msgspec.Struct, frozen=True, kw_only=True):
+    """One job as a reader sees it: its row, with its result once that is committed."""
+
+    id: UUID
+    tenant: str
+    model: str
+    state: JobState
+    priority: int
+    created_at: datetime
+    prompt: str | None = None
+    prompt_token_ids: tuple[int, ...] | None = None
+    params: SamplingParams = SamplingParams()
+    seed: int = 0
+    metadata: dict[str, Any] = {}
+    finished_at: datetime | None = None
+    cancel_requested: bool = False
+    crashes: int = 0
+    fence: int = 0
+    error: dict[str, Any] | None = None
+    result: Result | None = None

@@ -1,0 +1,54 @@
+"""Celery's names and settings, one truth for every service. Imports no Celery: producers may not have it."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from shardline.config import Settings
+from shardline.job import PRIORITIES
+
+INTAKE_QUEUE = "shardline.intake"
+SUBMIT_TASK = "shardline.submit"
+GENERATE_TASK = "shardline.generate"
+
+
+def generate_queue(model: str) -> str:
+    """The queue from which the heads of `model` take job ids."""
+    return "shardline.generate." + re.sub(r"[^A-Za-z0-9_.-]", "-", model)
+
+
+def stage_queue(name: str) -> str:
+    """The queue of a stage that is no head: nothing is ever sent there; it keeps the worker addressable."""
+    return f"shardline.stage.{name}"
+
+
+def celery_settings(settings: Settings) -> dict[str, Any]:
+    """Celery configuration shared by relays, stages and Flower. JSON only; late acks bound what a worker lets in."""
+    return {
+        "broker_url": settings.redis_url,
+        "result_backend": settings.result_backend or "disabled://",
+        "task_serializer": "json",
+        "result_serializer": "json",
+        "accept_content": ["json"],
+        "task_default_queue": INTAKE_QUEUE,
+        "task_create_missing_queues": True,
+        "task_acks_late": True,
+        "task_reject_on_worker_lost": False,
+        "worker_prefetch_multiplier": 1,
+        "worker_send_task_events": True,
+        "task_send_sent_event": False,
+        "worker_hijack_root_logger": False,
+        "worker_cancel_long_running_tasks_on_connection_loss": False,
+        "broker_connection_retry_on_startup": True,
+        "broker_connection_max_retries": None,
+        "broker_transport_options": {
+            "priority_steps": list(PRIORITIES),
+            "queue_order_strategy": "priority",
+            # Longer than any lease: the relay re-sends lost messages, Redis's own redelivery only adds duplicates.
+            "visibility_timeout": 7 * 24 * 3600,
+            "socket_connect_timeout": 5,
+            "socket_keepalive": True,
+            "health_check_interval": 10,
+        },
+    }
