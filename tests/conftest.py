@@ -1,0 +1,132 @@
+"""Real servers: one Postgres and one Valkey per session, a fresh database and an empty Redis per test."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from uuid import uuid4
+
+import psycopg
+import pytest
+import redis
+from psycopg import sql
+
+from services.standalone.servers import FAST, Postgres, Valkey
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+TEMPLATE = "shardline_template"
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _no_foreign_settings() -> None:
+    """Tests use their own servers only: what the caller's shell says of SHARDLINE_* must not reach them."""
+    for name in [name for name in os.environ if name.startswith("SHARDLINE_")]:
+        del os.environ[name]
+
+
+@pytest.fixture(scope="session")
+def server_home() -> Iterator[Path]:
+    """A folder of this session alone, with a path short enough for sockets."""
+    home = Path(tempfile.mkdtemp(prefix="shardline-test-"))
+    yield home
+    shutil.rmtree(home, ignore_errors=True)
+
+
+@pytest.fixture(scope="session")
+def postgres_server(server_home: Path) -> Iterator[Postgres]:
+    """This session's Postgres. A test that kills it starts it again before it ends."""
+    server = Postgres(server_home, settings=FAST)
+    try:
+        server.start()
+        yield server
+    finally:
+        server.abandon()
+
+
+@pytest.fixture(scope="session")
+def postgres_url(postgres_server: Postgres) -> str:
+    """The server's maintenance database: for tests that make databases themselves."""
+    return postgres_server.url("postgres")
+
+
+@pytest.fixture(scope="session")
+def template_database(postgres_server: Postgres, postgres_url: str) -> str:
+    """A database migrated once by Alembic; each test gets a copy, which costs a tenth of a migration."""
+    _execute(postgres_url, sql.SQL("CREATE DATABASE {}").format(sql.Identifier(TEMPLATE)))
+    if (REPOSITORY / "migrations" / "env.py").exists():
+        migrate(postgres_server.url(TEMPLATE))
+    return TEMPLATE
+
+
+@pytest.fixture
+def empty_database_url(postgres_server: Postgres, postgres_url: str) -> Iterator[str]:
+    """A fresh database without any table: for tests of the migrations themselves."""
+    yield from _database(postgres_server, postgres_url, template="template0")
+
+
+@pytest.fixture
+def database_url(postgres_server: Postgres, postgres_url: str, template_database: str) -> Iterator[str]:
+    """A fresh, migrated database for one test."""
+    yield from _database(postgres_server, postgres_url, template=template_database)
+
+
+@pytest.fixture(scope="session")
+def _session_redis(server_home: Path) -> Iterator[Valkey]:
+    server = Valkey(server_home)
+    try:
+        server.start()
+        yield server
+    finally:
+        server.kill()
+
+
+@pytest.fixture
+def redis_server(_session_redis: Valkey) -> Iterator[Valkey]:
+    """This session's Valkey, empty: `kill()`, `pause()`, `resume()`, `restart()` (empty, same port). It is repaired
+    after a test that leaves it dead or paused."""
+    _empty(_session_redis)
+    yield _session_redis
+    if _session_redis.is_running():
+        _session_redis.resume()
+    else:
+        _session_redis.restart()
+
+
+@pytest.fixture
+def redis_url(redis_server: Valkey) -> str:
+    """An empty Redis for one test."""
+    return redis_server.url
+
+
+def migrate(database_url: str) -> None:
+    """Bring a database to the newest version, in a process of its own as operators do."""
+    subprocess.run(
+        [sys.executable, "-m", "alembic", "upgrade", "head"],
+        cwd=REPOSITORY,
+        env={**os.environ, "SHARDLINE_DATABASE_URL": database_url},
+        check=True,
+        capture_output=True,
+    )
+
+
+def _database(server: Postgres, maintenance_url: str, *, template: str) -> Iterator[str]:
+    name = f"test_{uuid4().hex}"
+    fresh, original = sql.Identifier(name), sql.Identifier(template)
+    _execute(maintenance_url, sql.SQL("CREATE DATABASE {} TEMPLATE {} STRATEGY file_copy").format(fresh, original))
+    yield server.url(name)
+    _execute(maintenance_url, sql.SQL("DROP DATABASE {} WITH (FORCE)").format(fresh))
+
+
+def _execute(url: str, statement: sql.Composed) -> None:
+    with psycopg.connect(url, autocommit=True) as connection:
+        connection.execute(statement)
+
+
+def _empty(server: Valkey) -> None:
+    with redis.Redis.from_url(server.url) as client:
+        client.flushall()
