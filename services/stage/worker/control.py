@@ -1,0 +1,175 @@
+"""Control messages between a head and the stages of its pipeline, and their bytes. Knows no socket and no state.
+
+    head → stage    HELLO, START, PING, EXIT, BYE
+    stage → head    WELCOME or REFUSE, READY, PONG
+
+An envelope (magic, protocol version) stands before the msgpack, so that peers of two versions can still refuse each
+other by name. `docs/wire-format.md` tells the story of a binding.
+"""
+
+from __future__ import annotations
+
+import struct
+from enum import StrEnum
+from typing import Annotated, TypeAlias, TypeVar
+from uuid import UUID
+
+import msgspec
+from msgspec import Meta
+
+from shardline.errors import ProtocolError
+from shardline.wire import PROTOCOL_VERSION
+
+MAX_CONTROL_BYTES = 64 << 10
+
+Decoded = TypeVar("Decoded")
+
+_ENVELOPE = struct.Struct("<2sH")
+_MAGIC = b"SC"
+
+Epoch: TypeAlias = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+Count: TypeAlias = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+Small: TypeAlias = Annotated[int, Meta(ge=0, le=1 << 16)]
+Name: TypeAlias = Annotated[str, Meta(max_length=256)]
+Text: TypeAlias = Annotated[str, Meta(max_length=2048)]
+Address: TypeAlias = Annotated[str, Meta(max_length=256, pattern=r"^(tcp|ipc)://.")]
+
+
+class RefusalCode(StrEnum):
+    """Why a stage does not join."""
+
+    PROTOCOL = "protocol"
+    """Another protocol version."""
+    MODEL = "model"
+    WEIGHTS = "weights"
+    """Another weights fingerprint under the same name."""
+    DTYPE = "dtype"
+    LAYERS = "layers"
+    BUSY = "busy"
+    """Bound to another pipeline whose head is alive."""
+    STALE = "stale"
+    """An epoch that is not above the one it knows."""
+    FAILED = "failed"
+    """It cannot open its hop."""
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=True):
+    """Base of all control messages. Answers repeat pipeline and epoch: whoever has gone on ignores them."""
+
+    pipeline: UUID
+    epoch: Epoch
+
+
+class Hello(Message, frozen=True, kw_only=True, array_like=True, tag=1):
+    """Join me. The stage gives up lower epochs of this pipeline at once."""
+
+    head: Name
+    model: Name
+    fingerprint: Name
+    dtype: Name
+    first_layer: Small
+    last_layer: Small
+    num_lanes: Small
+
+
+class Welcome(Message, frozen=True, kw_only=True, array_like=True, tag=2):
+    """Bound. `address` receives plans, for this epoch only."""
+
+    incarnation: Name
+    address: Address
+    num_blocks: Count
+    exactness: Name
+    exact: bool
+
+
+class Refuse(Message, frozen=True, kw_only=True, array_like=True, tag=3):
+    """Not bound."""
+
+    code: RefusalCode
+    reason: Text
+
+
+class Start(Message, frozen=True, kw_only=True, array_like=True, tag=4):
+    """The whole chain is bound: connect to `next_address` and take your place."""
+
+    place: Small
+    num_stages: Small
+    num_blocks: Count
+    next_address: Address
+
+
+class Ready(Message, frozen=True, kw_only=True, array_like=True, tag=5):
+    """Connected; plans may come."""
+
+
+class Ping(Message, frozen=True, kw_only=True, array_like=True, tag=6):
+    """The head is alive."""
+
+    seq: Count
+
+
+class Pong(Message, frozen=True, kw_only=True, array_like=True, tag=7):
+    """The stage is alive; unasked for (seq 0) when an error must be told at once."""
+
+    seq: Count
+    num_steps: Count
+    """Finished in this epoch."""
+    num_sequences: Count
+    num_blocks_used: Count
+    compute_us: Count
+    """Of the last step."""
+    hop_us: Count
+    """Time the last step's frame took to be read and sent on."""
+    error: Text | None = None
+    """Set: this epoch is over for the stage."""
+
+
+class Exit(Message, frozen=True, kw_only=True, array_like=True, tag=8):
+    """You hang: leave with a non-zero status, so that the supervisor starts you anew."""
+
+    reason: Text
+
+
+class Bye(Message, frozen=True, kw_only=True, array_like=True, tag=9):
+    """Released; the stage is free."""
+
+
+ToStage: TypeAlias = Hello | Start | Ping | Exit | Bye
+ToHead: TypeAlias = Welcome | Refuse | Ready | Pong
+
+_encoder = msgspec.msgpack.Encoder()
+_to_stage = msgspec.msgpack.Decoder(ToStage)
+_to_head = msgspec.msgpack.Decoder(ToHead)
+
+
+class OtherVersion(ProtocolError):
+    """The peer speaks another version of this protocol."""
+
+
+def encode(message: ToStage | ToHead) -> bytes:
+    """Envelope and msgpack."""
+    return _ENVELOPE.pack(_MAGIC, PROTOCOL_VERSION) + _encoder.encode(message)
+
+
+def decode_to_stage(data: bytes) -> ToStage:
+    """Raises OtherVersion, or ProtocolError on anything else that no head of this version sends."""
+    return _decode(data, _to_stage)
+
+
+def decode_to_head(data: bytes) -> ToHead:
+    """Raises OtherVersion, or ProtocolError on anything else that no stage of this version sends."""
+    return _decode(data, _to_head)
+
+
+def _decode(data: bytes, decoder: msgspec.msgpack.Decoder[Decoded]) -> Decoded:
+    if not _ENVELOPE.size <= len(data) <= MAX_CONTROL_BYTES:
+        raise ProtocolError(f"a control message has {_ENVELOPE.size} to {MAX_CONTROL_BYTES} bytes, not {len(data)}")
+    magic, version = _ENVELOPE.unpack_from(data)
+    if magic != _MAGIC:
+        raise ProtocolError("not a control message of Shardline")
+    if version != PROTOCOL_VERSION:
+        raise OtherVersion(f"the peer speaks protocol version {version}, we speak {PROTOCOL_VERSION}")
+    try:
+        return decoder.decode(memoryview(data)[_ENVELOPE.size :])
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ProtocolError(f"malformed control message: {error}") from error
