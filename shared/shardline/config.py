@@ -82,7 +82,7 @@ class Settings(BaseSettings):
         init_settings: PydanticBaseSettingsSource,
         env_settings: PydanticBaseSettingsSource,
         dotenv_settings: PydanticBaseSettingsSource,  # noqa: ARG003 (base's signature)
-        file_secret_settings: PydanticBaseSettingsSource,  # noqa: ARG003
+        file_secret_settings: PydanticBaseSettingsSource,  # noqa: ARG003 (base's signature)
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         """Arguments, then the environment, then `*_FILE`."""
         return init_settings, env_settings, FileSecrets(settings_cls)

@@ -1,0 +1,81 @@
+# Every task of this repository. `make help` lists them.
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+MAKEFLAGS += --no-print-directory
+
+PYTHON ?= python3
+VENV := .venv
+PY := $(VENV)/bin/python
+PIP := $(PY) -m pip --disable-pip-version-check
+# Where the CPU build of torch is found, if pip's configuration does not say: make setup TORCH_INDEX=<address>
+TORCH_INDEX ?=
+TORCH := $(shell sed -n 's/^torch==/torch==/p' constraints.txt)
+TORCH_FROM := $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
+SOURCES := services shared tests migrations
+TEST_OPTIONS ?=
+
+.PHONY: help setup demo up down status test check bench chaos test-compose clean lint format types imports unit
+
+help: ## Show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: $(VENV)/.installed $(VENV)/.kernel ## Install everything into .venv and build the attention kernel
+
+# torch first and alone: the resolver must not trade its CPU build for another one.
+$(VENV)/.installed: pyproject.toml constraints.txt
+	@test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	$(PIP) install -q -c constraints.txt $(TORCH_FROM) $(TORCH)
+	$(PIP) install -q -c constraints.txt -e '.[dev]'
+	@touch $@
+
+# Without a compiler it says so, and attention runs through torch's own kernels.
+$(VENV)/.kernel: $(VENV)/.installed $(wildcard services/stage/engine/*.cpp services/stage/engine/*.h services/stage/engine/kernel.py)
+	$(PY) -m services.stage.engine.kernel
+	@touch $@
+
+demo: setup ## 300 prompts through all five doors of a stack of its own, with figures
+	@$(PY) -m services.standalone demo
+
+up: setup ## Start everything on this machine and follow it; Ctrl-C stops it
+	@$(PY) -m services.standalone up
+
+down: ## Stop what `make up` started, also after it was killed
+	@$(PY) -m services.standalone down
+
+status: ## Show what `make up` runs
+	@$(PY) -m services.standalone status
+
+test: setup ## All tests but benchmarks and Compose, with real servers
+	$(PY) -m pytest tests --ignore=tests/benchmarks --ignore=tests/compose $(TEST_OPTIONS)
+
+check: setup ## Lint, types, import rules, unit tests: under a minute
+	@$(MAKE) -j4 --output-sync=target lint types imports unit
+
+lint:
+	@$(VENV)/bin/ruff check $(SOURCES) && $(VENV)/bin/ruff format --check $(SOURCES)
+
+types:
+	@$(VENV)/bin/mypy
+
+imports:
+	@$(VENV)/bin/lint-imports
+
+unit:
+	@$(PY) -m pytest tests/unit tests/test_tidy.py
+
+format: ## Let ruff rewrite the sources
+	@$(VENV)/bin/ruff check --fix $(SOURCES); $(VENV)/bin/ruff format $(SOURCES)
+
+bench: setup ## Run the benchmarks; figures in tests/benchmarks/results/latest.json
+	$(PY) -m tests.benchmarks
+
+chaos: setup ## Kill services under load and compare the results with a calm run
+	$(PY) -m pytest tests/faults $(TEST_OPTIONS)
+
+test-compose: setup ## docker compose up, scale, scale back: needs a Docker engine
+	$(PY) -m pytest tests/compose $(TEST_OPTIONS)
+
+clean: ## Remove caches, builds and runtime data; keep .venv
+	rm -rf .local .build .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis build
+	find services shared tests migrations -name __pycache__ -prune -exec rm -rf {} +
