@@ -1,0 +1,206 @@
+"""The CPU attention kernel: builds attention.cpp, loads the variant that this processor runs, calls it.
+
+Knows no model and no scheduler. `python -m services.stage.engine.kernel` builds every variant; a library that was built
+before is used without a compiler. The file's name holds a hash of source and flags, so an old build is never loaded.
+Its bits do not hang on the compiler: fused multiply-adds are spelled out and contraction is off.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from ctypes import POINTER, c_float, c_int32, c_int64, c_void_p
+from pathlib import Path
+from typing import Literal
+
+import structlog
+import torch
+from pydantic import Field
+from pydantic_settings import BaseSettings, SettingsConfigDict
+from torch import Tensor
+
+from services.stage.engine.paged import Batch, PagedKv, Rule
+from shardline.errors import ProtocolError
+
+_log = structlog.get_logger(__name__)
+
+_SOURCE = Path(__file__).with_name("attention.cpp")
+_MARCH = {"avx512": "x86-64-v4", "avx2": "x86-64-v3"}
+_FLAGS = ("-O3", "-std=c++17", "-fPIC", "-fopenmp", "-ffp-contract=off", "-fno-math-errno", "-Wno-maybe-uninitialized")
+_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+
+
+class KernelSettings(BaseSettings):
+    """Where the kernel lies, and whether it is wanted."""
+
+    model_config = SettingsConfigDict(env_prefix="SHARDLINE_", frozen=True, extra="ignore")
+
+    kernel: Literal["auto", "off"] = Field("auto", description="off: attention through torch's SDPA, exact=false")
+    kernel_dir: Path = Field(
+        Path(__file__).parents[3] / ".build", description="folder of the built attention kernel libraries"
+    )
+
+
+class _Strides(ctypes.Structure):
+    _fields_ = (("head", c_int64), ("row", c_int64))
+
+
+class _Call(ctypes.Structure):
+    """attention.cpp's `Call`, field by field."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("query", "key", "value", "out", "keys", "values")),
+        *((name, c_void_p) for name in ("sequence", "position", "table", "sinks")),
+        *((name, _Strides) for name in ("query_strides", "key_strides", "value_strides")),
+        *((name, c_int32) for name in ("num_rows", "num_sequences", "table_width", "num_blocks")),
+        *((name, c_int32) for name in ("num_heads", "num_kv_heads", "dim", "value_dim")),
+        *((name, c_int32) for name in ("window", "dtype", "num_threads")),
+        *((name, c_float) for name in ("scale", "softcap")),
+    )
+
+
+class Kernel:
+    """One loaded variant. OpenMP comes from torch's own runtime: the library links none."""
+
+    __slots__ = ("_attend", "isa", "path")
+
+    def __init__(self, path: Path, isa: str) -> None:
+        library = ctypes.CDLL(str(path))
+        if library.shardline_call_bytes() != ctypes.sizeof(_Call):
+            raise OSError(f"{path} expects another call layout: delete it and build again")
+        self._attend = library.shardline_attend
+        self._attend.argtypes = (POINTER(_Call),)
+        self._attend.restype = c_int32
+        self.isa = isa
+        self.path = path
+
+    def attend(
+        self, kv: PagedKv, layer: int, batch: Batch, query: Tensor, key: Tensor, value: Tensor, rule: Rule
+    ) -> Tensor:
+        """Writes this step's keys and values, then attends. query [H, T, D], key and value [Hk, T, D] -> [T, H, D]."""
+        shape = kv.shapes[layer]
+        num_rows, num_heads = batch.num_rows, query.shape[0]
+        assert query.shape == (num_heads, num_rows, shape.head_dim), f"query of layer {layer}: {tuple(query.shape)}"
+        assert key.shape == (shape.num_kv_heads, num_rows, shape.head_dim), f"key of layer {layer}: {tuple(key.shape)}"
+        assert value.shape == (shape.num_kv_heads, num_rows, shape.value_dim), f"value of layer {layer}: {value.shape}"
+        tensors = [_dense(query.to(kv.dtype)), _dense(key), _dense(value)]
+        sinks = None if rule.sinks is None else rule.sinks.float().contiguous()
+        out = torch.empty(num_rows, num_heads, shape.value_dim, dtype=kv.dtype)
+        call = _Call(
+            *(tensor.data_ptr() for tensor in tensors),
+            out.data_ptr(),
+            kv.keys[layer].data_ptr(),
+            kv.values[layer].data_ptr(),
+            batch.sequence.data_ptr(),
+            batch.position.data_ptr(),
+            batch.table.data_ptr(),
+            None if sinks is None else sinks.data_ptr(),
+            *((tensor.stride(0), tensor.stride(1)) for tensor in tensors),
+            num_rows,
+            *batch.table.shape,
+            kv.num_blocks,
+            num_heads,
+            shape.num_kv_heads,
+            shape.head_dim,
+            shape.value_dim,
+            rule.window or 0,
+            _DTYPES[kv.dtype],
+            torch.get_num_threads(),
+            rule.scale,
+            rule.softcap or 0.0,
+        )
+        if (status := self._attend(call)) != 0:
+            raise _refused(status, kv, batch)
+        return out.to(query.dtype)
+
+
+def _dense(tensor: Tensor) -> Tensor:
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+def _refused(status: int, kv: PagedKv, batch: Batch) -> ProtocolError:
+    row = status - 1
+    assert row >= 0, "the kernel was called with shapes that cannot be"
+    return ProtocolError(
+        f"packed row {row}: sequence {int(batch.sequence[row])}, position {int(batch.position[row])} lies outside the"
+        f" block table {tuple(batch.table.shape)}, or its table outside the {kv.num_blocks} KV blocks of this stage"
+    )
+
+
+def supported_isa() -> str | None:
+    """The widest variant that this processor (and torch on it) runs."""
+    if platform.machine() not in {"x86_64", "AMD64"}:
+        return None
+    capability = torch.backends.cpu.get_cpu_capability().lower()
+    return capability if capability in _MARCH else None
+
+
+def library_path(isa: str, folder: Path) -> Path:
+    """Where the library of this source and these flags lies once built."""
+    flags = " ".join((*_FLAGS, _MARCH[isa]))
+    digest = hashlib.sha256(_SOURCE.read_bytes() + flags.encode()).hexdigest()[:16]
+    return folder / f"attention-{isa}-{digest}.so"
+
+
+def build(isa: str, folder: Path) -> Path:
+    """Compiles one variant unless it is there. Several processes may call this at once: one builds, the others wait."""
+    path = library_path(isa, folder)
+    if path.exists():
+        return path
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "attention.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not path.exists():
+            _compile(isa, path)
+    return path
+
+
+def _compile(isa: str, path: Path) -> None:
+    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++")
+    if compiler is None:
+        raise OSError("no C++ compiler: install g++, or put a built library into SHARDLINE_KERNEL_DIR")
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        compiled, linked = Path(folder, "attention.o"), Path(folder, path.name)
+        _run(compiler, *_FLAGS, f"-march={_MARCH[isa]}", "-c", str(_SOURCE), "-o", str(compiled))
+        # Linked without -fopenmp: the symbols must resolve to the OpenMP runtime that torch has loaded, now or not at all.
+        _run(compiler, "-shared", "-Wl,-z,now", str(compiled), "-o", str(linked))
+        linked.replace(path)
+
+
+def _run(*command: str) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise OSError(f"{' '.join(command)} failed: {done.stderr.strip()[-2000:]}")
+
+
+def load() -> Kernel | None:
+    """The kernel for this processor, built first if need be; None, with the reason in the log, where there is none."""
+    settings = KernelSettings()
+    isa = supported_isa()
+    if settings.kernel == "off" or isa is None:
+        reason = "SHARDLINE_KERNEL=off" if settings.kernel == "off" else "needs x86-64 with AVX2"
+        _log.warning("attention falls back to SDPA: rows are not exact", reason=reason)
+        return None
+    try:
+        return Kernel(build(isa, settings.kernel_dir), isa)
+    except OSError as error:
+        _log.warning("attention falls back to SDPA: rows are not exact", reason=str(error))
+        return None
+
+
+def main() -> None:
+    """Builds every variant, so that an image runs on any x86-64 processor."""
+    folder = KernelSettings().kernel_dir
+    for isa in _MARCH:
+        sys.stdout.write(f"{build(isa, folder)}\n")
+
+
+if __name__ == "__main__":
+    main()
