@@ -1,0 +1,199 @@
+"""From output tokens to text, and the rules by which a completion ends. Owns no ids; knows no scheduler and no model.
+
+A pure function of the tokens pushed so far: pushing a checkpoint again gives the same state and the same text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import partial
+
+from tokenizers import Tokenizer
+
+from services.stage.engine.sequence import stop_ids_of
+from shardline.job import FinishReason, SamplingParams
+
+BROKEN = "\ufffd"
+"""How decoders show bytes that are no character, or not yet."""
+
+MAX_PENDING_CHARS = 3
+"""A character has at most four bytes, so no more than three of them can wait for the last one."""
+
+WINDOW_TOKENS = 12
+"""Decoded again with each token; longer ones are cut where no character is split."""
+
+MAX_WINDOW_TOKENS = 64
+"""Cut anyway: only long runs of broken bytes have no better place."""
+
+CONTEXT_TOKENS = 4
+"""At least so many are left in the window by a cut: decoders treat the first token of a text differently."""
+
+
+class Vocabulary:
+    """A tokenizer as completions use it. One per model."""
+
+    def __init__(self, tokenizer: Tokenizer, eos_ids: Iterable[int]) -> None:
+        self.eos_ids = frozenset(eos_ids)
+        self.special_ids = frozenset(
+            token_id for token_id, token in tokenizer.get_added_tokens_decoder().items() if token.special
+        )
+        self.decode = partial(tokenizer.decode, skip_special_tokens=False)
+
+
+class Detokeniser:
+    """Text by token, never a part of a character. All deltas and the flush together are the decoded whole."""
+
+    __slots__ = ("_num_settled", "_num_whole", "_vocabulary", "_window")
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._vocabulary = vocabulary
+        self._window: list[int] = []
+        self._num_settled = 0
+        """Characters of the window's text that are given out."""
+        self._num_whole = 0
+        """Tokens of the window that a cut may drop without splitting a character; 0: no such cut yet."""
+
+    def push(self, token_id: int) -> str:
+        """The characters that this token completes. Special tokens have no text."""
+        if token_id in self._vocabulary.special_ids:
+            return ""
+        self._window.append(token_id)
+        text: str = self._vocabulary.decode(self._window)
+        pending = text[-MAX_PENDING_CHARS:]
+        num_whole = len(text) - len(pending) + len(pending.rstrip(BROKEN))
+        delta = text[self._num_settled : num_whole]
+        self._num_settled = max(self._num_settled, num_whole)
+        self._slide(len(text), is_whole=num_whole == len(text))
+        return delta
+
+    def flush(self) -> str:
+        """What is left: bytes whose character never became whole."""
+        text: str = self._vocabulary.decode(self._window)
+        rest = text[self._num_settled :]
+        self._num_settled = len(text)
+        return rest
+
+    def _slide(self, num_chars: int, *, is_whole: bool) -> None:
+        size = len(self._window)
+        if is_whole and self._num_whole == 0:
+            self._num_whole = size
+        elif is_whole and size >= max(WINDOW_TOKENS, self._num_whole + CONTEXT_TOKENS):
+            self._cut(self._num_whole, num_chars)
+            self._num_whole = len(self._window)
+        elif size > MAX_WINDOW_TOKENS:
+            self._cut(size - WINDOW_TOKENS, num_chars)
+            self._num_whole = 0
+
+    def _cut(self, num_tokens: int, num_chars: int) -> None:
+        num_unsettled = num_chars - self._num_settled
+        del self._window[:num_tokens]
+        self._num_settled = len(self._vocabulary.decode(self._window)) - num_unsettled
+
+
+class StopFinder:
+    """Finds the stop string that is complete first, however tokens cut the text. Linear in the text (KMP)."""
+
+    __slots__ = ("_borders", "_held", "_matched", "_stops")
+
+    def __init__(self, stops: tuple[str, ...]) -> None:
+        self._stops = stops
+        self._borders = [_borders(stop) for stop in stops]
+        self._matched = [0] * len(stops)
+        """For each stop string, how much of its beginning ends the text."""
+        self._held = ""
+
+    def push(self, delta: str, *, may_stop: bool) -> tuple[str, bool]:
+        """Text that can be no part of a stop string, and whether one is complete: then the text before it."""
+        if not self._stops:
+            return delta, False
+        text = self._held + delta
+        for position in range(len(self._held), len(text)):
+            length = self._advance(text[position])
+            if length and may_stop:
+                self._held = ""
+                return text[: position + 1 - length], True
+        num_held = max(self._matched)
+        self._held = text[len(text) - num_held :]
+        return text[: len(text) - num_held], False
+
+    def flush(self) -> str:
+        """The text held back."""
+        held, self._held = self._held, ""
+        return held
+
+    def _advance(self, char: str) -> int:
+        """Length of the longest stop string that this character completes, or 0."""
+        completed = 0
+        for index, (stop, borders) in enumerate(zip(self._stops, self._borders, strict=True)):
+            matched = self._matched[index]
+            while matched and (matched == len(stop) or stop[matched] != char):
+                matched = borders[matched - 1]
+            matched += stop[matched] == char
+            if matched == len(stop):
+                completed = max(completed, matched)
+            self._matched[index] = matched
+        return completed
+
+
+def _borders(stop: str) -> list[int]:
+    """For each prefix, its longest proper prefix that is also its suffix."""
+    borders = [0] * len(stop)
+    length = 0
+    for position in range(1, len(stop)):
+        while length and stop[length] != stop[position]:
+            length = borders[length - 1]
+        length += stop[length] == stop[position]
+        borders[position] = length
+    return borders
+
+
+class Completion:
+    """One job's text and end. `room` is what the context leaves after the prompt.
+
+    The EOS or stop token is an output token like any other, but has no text. A stop string is not part of the text.
+    """
+
+    __slots__ = ("_detokeniser", "_finder", "_is_cut", "_limit", "_min_tokens", "_num_tokens", "_parts", "_stop_ids")
+
+    def __init__(self, vocabulary: Vocabulary, params: SamplingParams, *, room: int) -> None:
+        self._detokeniser = Detokeniser(vocabulary)
+        self._finder = StopFinder(params.stop)
+        self._limit = room if params.max_tokens is None else min(params.max_tokens, room)
+        self._min_tokens = params.min_tokens
+        self._stop_ids = stop_ids_of(params, vocabulary.eos_ids)
+        self._num_tokens = 0
+        self._is_cut = False
+        """A stop string ended the text: what follows is dropped."""
+        self._parts: list[str] = []
+
+    @property
+    def text(self) -> str:
+        """All text given out so far."""
+        return "".join(self._parts)
+
+    def push(self, token_id: int) -> tuple[str, FinishReason | None]:
+        """The text that this token settles, and the reason if it is the last."""
+        self._num_tokens += 1
+        text, reason = "", None
+        if token_id in self._stop_ids and self._num_tokens > self._min_tokens:
+            reason = FinishReason.STOP
+        else:
+            text = self._settle(self._detokeniser.push(token_id))
+            if self._is_cut:
+                reason = FinishReason.STOP
+            elif self._num_tokens >= self._limit:
+                reason = FinishReason.LENGTH
+        self._parts.append(text)
+        return text, reason
+
+    def flush(self) -> str:
+        """The text still held back. Nothing follows, so the second call has nothing."""
+        if self._is_cut:
+            return ""
+        text = self._settle(self._detokeniser.flush()) + self._finder.flush()
+        self._parts.append(text)
+        return text
+
+    def _settle(self, delta: str) -> str:
+        text, self._is_cut = self._finder.push(delta, may_stop=self._num_tokens >= self._min_tokens)
+        return text

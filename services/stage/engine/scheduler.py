@@ -1,0 +1,350 @@
+"""The scheduler: cuts steps, owns the KV of every stage, decides who runs. Knows no torch, Redis, Celery or tokenizer.
+
+Pure and single-threaded: the same calls in the same order give the same plans, so a simulation tests all of it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field, replace
+from itertools import count, islice, repeat
+
+import msgspec
+
+from services.stage.engine.kv_cache import BLOCK_TOKENS, BlockPool, blocks_for
+from services.stage.engine.sequence import Key, Request, Sequence, State, TokenSink, Waiting, ranked_last
+from services.stage.engine.step import Open, Row, StepPlan, StepResult
+from shardline.errors import ProtocolError
+from shardline.job import FinishReason, TokenLogprob
+
+RUNNING_PER_SPARE_BLOCK = 8
+"""Admission leaves one block free for so many running sequences: a full pool would preempt what it just admitted."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerConfig:
+    """`num_blocks` is the minimum over stages, `max_len` the context length, `num_lanes` the steps in flight."""
+
+    num_blocks: int
+    max_seats: int
+    token_budget: int
+    num_lanes: int
+    max_len: int
+
+    def __post_init__(self) -> None:
+        assert min(self.max_seats, self.token_budget, self.num_lanes, self.max_len) >= 1, self
+
+
+class Tokens(msgspec.Struct, frozen=True, kw_only=True):
+    """New output tokens of a job from output index `start`, and the text they settle."""
+
+    key: Key
+    start: int
+    ids: tuple[int, ...]
+    text: str
+    logprobs: tuple[TokenLogprob, ...] = ()
+
+
+class Finished(msgspec.Struct, frozen=True, kw_only=True):
+    """A completion ended: all of its output, checkpointed tokens included."""
+
+    key: Key
+    reason: FinishReason
+    output_ids: tuple[int, ...]
+    text: str
+    logprobs: tuple[TokenLogprob, ...] | None
+
+
+class Failed(msgspec.Struct, frozen=True, kw_only=True):
+    """A job that cannot go on, here or elsewhere."""
+
+    key: Key
+    reason: str
+
+
+Event = Tokens | Finished | Failed
+
+
+@dataclass(slots=True)
+class _Draft:
+    """A step while it is cut. `sequences` are those of `rows`, in the same order."""
+
+    budget: int
+    opens: list[Open] = field(default_factory=list)
+    rows: list[Row] = field(default_factory=list)
+    sequences: list[Sequence] = field(default_factory=list)
+
+    def add(self, sequence: Sequence, length: int, ids: tuple[int, ...], blocks: tuple[int, ...]) -> None:
+        start = sequence.num_computed
+        end = start + length
+        self.rows.append(Row(sequence.number, start, length, ids, blocks, end == len(sequence.ids)))
+        self.sequences.append(sequence)
+        self.budget -= length
+        sequence.num_computed = end
+        sequence.num_in_flight += 1
+
+
+class Scheduler:
+    """The hot loop is `schedule` → stages → `apply`. A sequence that leaves gets one close, in the next plan."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self.config = config
+        self._by_key: dict[Key, Sequence] = {}
+        self._waiting = Waiting()
+        self._arrivals = count()
+        self._numbers = count()
+        self._clear(config.num_blocks)
+
+    def _clear(self, num_blocks: int) -> None:
+        self._pool = BlockPool(num_blocks)
+        self._next_step = 0
+        self._flights: deque[tuple[StepPlan, list[Sequence]]] = deque()
+        self._closes: list[int] = []
+        self._running: dict[int, Sequence] = {}
+        self._prefilling: dict[int, Sequence] = {}
+        self._ready: dict[int, Sequence] = {}
+        """Decodes whose token has come back, longest ago first."""
+        self._leaving: dict[int, Sequence] = {}
+        """Out of the batch, while steps in flight still use their blocks."""
+        self._suspect: Sequence | None = None
+
+    # What the engine asks for.
+
+    def add(self, request: Request, sink: TokenSink) -> list[Event]:
+        """Takes a request in. The events follow at once: it can never run, or its checkpoint is complete."""
+        assert request.key not in self._by_key, f"{request.key} was added twice"
+        sequence = Sequence(request, sink, arrival=next(self._arrivals), max_len=self.config.max_len)
+        self._by_key[request.key] = sequence
+        self._waiting.push(sequence)
+        if (refusal := self._refusal(sequence)) is not None:
+            return [self._fail(sequence, refusal)]
+        reason = sequence.replay()
+        return [] if reason is None else [self._finish(sequence, reason)]
+
+    def abort(self, key: Key, reason: FinishReason = FinishReason.CANCELLED) -> Finished | None:
+        """Drops a job; what it has so far. None: it is not here (any more)."""
+        sequence = self._by_key.get(key)
+        if sequence is None:
+            return None
+        sequence.sink.flush()
+        return self._finish(sequence, reason)
+
+    def has(self, key: Key) -> bool:
+        """Whether this attempt waits or runs here."""
+        return key in self._by_key
+
+    def schedule(self) -> StepPlan | None:
+        """The next step, to be sent to every stage. None: nothing can run before a result, or nothing is left."""
+        if len(self._flights) == self.config.num_lanes:
+            return None
+        draft = _Draft(self.config.token_budget)
+        self._add_decodes(draft)
+        self._add_chunks(draft)
+        self._admit(draft)
+        if not draft.rows and (self._flights or not self._closes):
+            return None
+        plan = StepPlan(self._next_step, tuple(draft.opens), tuple(draft.rows), tuple(self._closes))
+        self._next_step += 1
+        self._closes.clear()
+        self._flights.append((plan, draft.sequences))
+        return plan
+
+    def apply(self, result: StepResult) -> list[Event]:
+        """The tail's answer to the oldest step in flight. Raises ProtocolError on any other."""
+        plan, sequences = self._land(result)
+        answers = zip(result.tokens, result.logprobs or repeat(None), strict=False)
+        events: list[Event] = []
+        for row, sequence in zip(plan.rows, sequences, strict=True):
+            sequence.num_in_flight -= 1
+            if row.wants:
+                token, logprob = next(answers)
+                if sequence.state is State.ENDED:
+                    pass
+                elif row.seq in result.bad:
+                    events.append(self._fail(sequence, "the model's logits were not finite"))
+                else:
+                    self._take(sequence, token, logprob, events)
+            if sequence.num_in_flight == 0 and row.seq in self._leaving:
+                self._settle(sequence)
+        return events
+
+    def rebuild(self, num_blocks: int, num_lanes: int | None = None) -> list[Event]:
+        """A new epoch: stages know nothing, steps in flight are lost, every sequence waits again with its tokens."""
+        self.config = replace(self.config, num_blocks=num_blocks, num_lanes=num_lanes or self.config.num_lanes)
+        displaced = [*self._running.values(), *self._leaving.values()]
+        self._clear(num_blocks)
+        for sequence in displaced:
+            if sequence.state is not State.ENDED:
+                self._requeue(sequence)
+        refusals = [(sequence, self._refusal(sequence)) for sequence in self._by_key.values()]
+        return [self._fail(sequence, refusal) for sequence, refusal in refusals if refusal is not None]
+
+    @property
+    def num_running(self) -> int:
+        """Seats taken."""
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests without a seat."""
+        return len(self._by_key) - len(self._running)
+
+    @property
+    def num_in_flight(self) -> int:
+        """Steps sent and not answered."""
+        return len(self._flights)
+
+    @property
+    def blocks_used(self) -> int:
+        """KV blocks held, those included that steps in flight still use."""
+        return self._pool.num_used
+
+    @property
+    def idle(self) -> bool:
+        """Nothing waits, runs, is in flight or is still to be closed."""
+        return not (self._by_key or self._flights or self._closes)
+
+    # Cutting a step.
+
+    def _add_decodes(self, draft: _Draft) -> None:
+        num_decoding = len(self._running) - len(self._prefilling)
+        share = -(-num_decoding // self.config.num_lanes)
+        for sequence in list(islice(self._ready.values(), min(share, draft.budget))):
+            if sequence.state is not State.RUNNING:
+                continue
+            blocks = self._next_block(sequence) if sequence.num_computed == len(sequence.blocks) * BLOCK_TOKENS else ()
+            if blocks is not None:
+                del self._ready[sequence.number]
+                draft.add(sequence, 1, (sequence.ids[-1],), blocks)
+
+    def _add_chunks(self, draft: _Draft) -> None:
+        for sequence in list(self._prefilling.values()):
+            if draft.budget == 0:
+                return
+            self._add_chunk(draft, sequence, ())
+
+    def _add_chunk(self, draft: _Draft, sequence: Sequence, blocks: tuple[int, ...]) -> None:
+        length = min(draft.budget, len(sequence.ids) - sequence.num_computed)
+        draft.add(sequence, length, (), blocks)
+        if sequence.num_computed == len(sequence.ids):
+            self._prefilling.pop(sequence.number, None)
+
+    def _admit(self, draft: _Draft) -> None:
+        while draft.budget > 0 and len(self._running) < self.config.max_seats:
+            sequence = self._waiting.first(with_suspects=self._suspect is None)
+            spare = len(self._running) // RUNNING_PER_SPARE_BLOCK
+            if sequence is None or not self._pool.can_allocate(blocks_for(len(sequence.ids)) + spare):
+                return
+            self._start(sequence, draft)
+
+    def _start(self, sequence: Sequence, draft: _Draft) -> None:
+        request = sequence.request
+        self._waiting.remove(sequence)
+        sequence.number = next(self._numbers)
+        sequence.state = State.RUNNING
+        blocks = self._pool.allocate(blocks_for(len(sequence.ids)))
+        sequence.blocks.extend(blocks)
+        self._running[sequence.number] = self._prefilling[sequence.number] = sequence
+        if request.suspect:
+            self._suspect = sequence
+        draft.opens.append(
+            Open(
+                seq=sequence.number,
+                ids=tuple(sequence.ids),
+                num_prompt=len(request.prompt_ids),
+                params=request.params,
+                seed=request.seed,
+                num_blocks=sequence.most_blocks,
+            )
+        )
+        self._add_chunk(draft, sequence, blocks)
+
+    def _next_block(self, sequence: Sequence) -> tuple[int, ...] | None:
+        """One more block, if need be from the sequence ranked last. None: not in this step."""
+        while not self._pool.can_allocate(1):
+            if any(leaver.blocks for leaver in self._leaving.values()):
+                return None  # Blocks come back with a step in flight: preempting more would only waste a prefill.
+            victim = ranked_last(self._running.values())
+            self._leave(victim, State.PREEMPTED)
+            if victim is sequence:
+                return None
+        blocks = self._pool.allocate(1)
+        sequence.blocks.extend(blocks)
+        return blocks
+
+    # What becomes of a sequence.
+
+    def _land(self, result: StepResult) -> tuple[StepPlan, list[Sequence]]:
+        expected = self._flights[0][0] if self._flights else None
+        if expected is None or result.step != expected.step:
+            raise ProtocolError(f"result of step {result.step}, expected {expected.step if expected else 'none'}")
+        if len(result.tokens) != expected.num_wanted or len(result.logprobs) not in (0, len(result.tokens)):
+            raise ProtocolError(f"step {result.step} wants {expected.num_wanted} tokens, got {len(result.tokens)}")
+        return self._flights.popleft()
+
+    def _take(self, sequence: Sequence, token: int, logprob: TokenLogprob | None, events: list[Event]) -> None:
+        start = sequence.num_outputs
+        text, reason = sequence.accept(token, logprob)
+        logprobs = () if logprob is None else (logprob,)
+        events.append(Tokens(key=sequence.request.key, start=start, ids=(token,), text=text, logprobs=logprobs))
+        if reason is not None:
+            events.append(self._finish(sequence, reason))
+        elif sequence.state is State.RUNNING:
+            self._ready[sequence.number] = sequence
+
+    def _refusal(self, sequence: Sequence) -> str | None:
+        num_prompt, config = len(sequence.request.prompt_ids), self.config
+        if not 0 < num_prompt < config.max_len:
+            return f"prompt: {num_prompt} tokens; it must be 1 to {config.max_len - 1}, the context less one"
+        if sequence.most_blocks > config.num_blocks:
+            return (
+                f"max_tokens: prompt and completion may need {sequence.most_blocks} blocks of {BLOCK_TOKENS} tokens, "
+                f"the pipeline has {config.num_blocks} in all. Lower max_tokens or give the stages more KV memory"
+            )
+        return None
+
+    def _finish(self, sequence: Sequence, reason: FinishReason) -> Finished:
+        self._end(sequence)
+        return Finished(
+            key=sequence.request.key,
+            reason=reason,
+            output_ids=sequence.output_ids,
+            text=sequence.sink.text,
+            logprobs=None if sequence.request.params.logprobs is None else tuple(sequence.logprobs),
+        )
+
+    def _fail(self, sequence: Sequence, reason: str) -> Failed:
+        self._end(sequence)
+        return Failed(key=sequence.request.key, reason=reason)
+
+    def _end(self, sequence: Sequence) -> None:
+        del self._by_key[sequence.request.key]
+        if sequence.state is State.RUNNING:
+            self._leave(sequence, State.ENDED)
+        elif sequence.state is State.WAITING:
+            self._waiting.remove(sequence)
+        sequence.state = State.ENDED
+
+    def _leave(self, sequence: Sequence, state: State) -> None:
+        number = sequence.number
+        sequence.state = state
+        del self._running[number]
+        self._prefilling.pop(number, None)
+        self._ready.pop(number, None)
+        self._closes.append(number)
+        self._leaving[number] = sequence
+        if sequence.num_in_flight == 0:
+            self._settle(sequence)
+
+    def _settle(self, sequence: Sequence) -> None:
+        del self._leaving[sequence.number]
+        self._pool.free(sequence.blocks)
+        if self._suspect is sequence:
+            self._suspect = None
+        if sequence.state is State.PREEMPTED:
+            self._requeue(sequence)
+
+    def _requeue(self, sequence: Sequence) -> None:
+        sequence.forget_kv()
+        sequence.state = State.WAITING
+        self._waiting.push(sequence)
