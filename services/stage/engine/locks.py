@@ -1,0 +1,53 @@
+"""One lock file per core or GPU, in a folder that containers may share. The kernel frees a lock when its holder dies.
+
+Knows nothing of what a device is.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+from collections.abc import Iterable
+from pathlib import Path
+
+from shardline.errors import Invalid
+
+HOLDER_MAX_BYTES = 256
+
+
+class DeviceLocks:
+    """All of the named locks, or none. Exclusive, unless every holder agrees to share."""
+
+    def __init__(self, folder: Path, names: Iterable[str], *, worker: str, shared: bool = False) -> None:
+        self._files: list[int] = []
+        try:
+            folder.mkdir(mode=0o777, parents=True, exist_ok=True)
+            for name in sorted(names):
+                self._take(folder / f"{name}.lock", worker, shared)
+        except OSError as error:
+            self.release()
+            raise Invalid("SHARDLINE_LOCK_DIR", f"{folder}: {error.strerror}", "Give a folder to write in") from error
+        except Invalid:
+            self.release()
+            raise
+
+    def release(self) -> None:
+        """Gives them back. The files stay: removing them would let two holders in."""
+        while self._files:
+            os.close(self._files.pop())
+
+    def _take(self, path: Path, worker: str, shared: bool) -> None:
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        self._files.append(file)
+        try:
+            fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            holder = os.pread(file, HOLDER_MAX_BYTES, 0).decode("utf-8", "replace").strip() or "another process"
+            raise Invalid(
+                "SHARDLINE_DEVICE",
+                f"{path.stem} is held by {holder}",
+                "Give this worker another device, stop that one, or let both share it (SHARDLINE_DEVICE_SHARED=1)",
+            ) from error
+        os.ftruncate(file, 0)
+        os.pwrite(file, f"{worker} (pid {os.getpid()} on {socket.gethostname()})\n".encode()[:HOLDER_MAX_BYTES], 0)

@@ -1,0 +1,75 @@
+"""Tiny random causal LMs on disk, one folder per architecture. Owns their configs; knows no engine.
+
+Weights are drawn wide, so that greedy outputs vary instead of repeating one token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers as tf
+
+VOCAB_SIZE = 96
+COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+MIXTURE: dict[str, Any] = {**COMMON, "num_experts_per_tok": 2}
+WINDOW = 24
+"""Shorter than the prompts of the tests, so that windows matter."""
+
+CONFIGS: dict[str, Callable[[], Any]] = {
+    "llama": lambda: tf.LlamaConfig(**COMMON, tie_word_embeddings=False),
+    "llama-tied": lambda: tf.LlamaConfig(**COMMON, tie_word_embeddings=True),
+    "qwen2": lambda: tf.Qwen2Config(**COMMON),
+    "qwen3": lambda: tf.Qwen3Config(**COMMON, head_dim=16),
+    "mistral": lambda: tf.MistralConfig(**COMMON, head_dim=8, sliding_window=WINDOW),
+    "gemma": lambda: tf.GemmaConfig(**COMMON, head_dim=16),
+    "gemma2": lambda: tf.Gemma2Config(**COMMON, head_dim=16, sliding_window=WINDOW, attn_logit_softcapping=3.0),
+    "gemma3": lambda: tf.Gemma3TextConfig(**COMMON, head_dim=16, sliding_window=WINDOW),
+    "phi": lambda: tf.PhiConfig(**COMMON),
+    "phi3": lambda: tf.Phi3Config(**COMMON),
+    "gpt-neox": lambda: tf.GPTNeoXConfig(**{k: v for k, v in COMMON.items() if k != "num_key_value_heads"}),
+    "olmo2": lambda: tf.Olmo2Config(**COMMON),
+    "granite": lambda: tf.GraniteConfig(
+        **COMMON, embedding_multiplier=3.0, logits_scaling=4.0, residual_multiplier=0.5, attention_multiplier=0.2
+    ),
+    "cohere": lambda: tf.CohereConfig(**COMMON, logit_scale=0.25),
+    "cohere2": lambda: tf.Cohere2Config(**COMMON, sliding_window=WINDOW),
+    "starcoder2": lambda: tf.Starcoder2Config(**COMMON, sliding_window=WINDOW),
+    "smollm3": lambda: tf.SmolLM3Config(**COMMON),
+    "glm4": lambda: tf.Glm4Config(**COMMON, head_dim=16),
+    "exaone4": lambda: tf.Exaone4Config(**COMMON, sliding_window=WINDOW),
+    "mixtral": lambda: tf.MixtralConfig(**MIXTURE, num_local_experts=4),
+    "qwen3-moe": lambda: tf.Qwen3MoeConfig(**MIXTURE, num_experts=4, moe_intermediate_size=24),
+    "gpt-oss": lambda: tf.GptOssConfig(**MIXTURE, head_dim=16, num_local_experts=4, sliding_window=WINDOW),
+}
+
+
+def save_model(folder: Path, name: str = "llama", *, dtype: torch.dtype = torch.float32, **changes: Any) -> Path:
+    """Saves the named tiny model, the same weights every time, with `changes` to its config. Returns its folder."""
+    config = CONFIGS[name]()
+    for key, value in changes.items():
+        setattr(config, key, value)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(7)
+        model = tf.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                torch.nn.init.normal_(parameter, std=0.25)
+            else:
+                parameter.data.add_(torch.randn_like(parameter), alpha=0.1)
+    path = folder / name
+    model.to(dtype).save_pretrained(path)
+    return path
