@@ -56,7 +56,7 @@ class FileSecrets(PydanticBaseSettingsSource):
 class Settings(BaseSettings):
     """What every service shares. Services extend it with their own fields."""
 
-    model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, frozen=True, extra="ignore")
+    model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, frozen=True, extra="ignore", env_ignore_empty=True)
 
     database_url: SecretStr = Field(
         SecretStr("postgresql://shardline@localhost/shardline"), description="Postgres, the truth"

@@ -25,24 +25,22 @@ def even_split(num_layers: int, num_stages: int) -> list[range]:
     return [range(a, b) for a, b in pairwise(bounds)]
 
 
+def parse_range(text: str, field: str = FIELD) -> range:
+    """`0-5` (inclusive, as people count) or `7` as a half-open range. Raises Invalid, naming `field`."""
+    match = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", text)
+    if match is None or int(match[2] or match[1]) < int(match[1]):
+        raise Invalid(field, f"{text!r} is no range of layers", "Write for example 0-5")
+    return range(int(match[1]), int(match[2] or match[1]) + 1)
+
+
 def parse_split(text: str, num_layers: int) -> list[range]:
-    """`0-5,6-7` (inclusive, as people count) as half-open ranges that cover all layers in order. Raises Invalid."""
-    stages: list[range] = []
-    for part in text.split(","):
-        match = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", part)
-        if match is None:
-            raise Invalid(FIELD, f"{part!r} is no range of layers", "Write for example 0-5,6-7")
-        first, last = int(match[1]), int(match[2] or match[1])
-        stages.append(range(first, last + 1))
+    """`0-5,6-7` as half-open ranges that cover all layers in order. Raises Invalid."""
+    stages = [parse_range(part) for part in text.split(",")]
     expected = 0
     for stage in stages:
-        if stage.start != expected or len(stage) == 0:
-            raise Invalid(
-                FIELD, f"layer {expected} must come next, not {stage.start}", "Give contiguous ranges in order"
-            )
+        if stage.start != expected:
+            raise Invalid(FIELD, f"layer {expected} must come next, not {stage.start}", "Give contiguous ranges in order")
         expected = stage.stop
     if expected != num_layers:
-        raise Invalid(
-            FIELD, f"it ends at layer {expected - 1}, the model has 0-{num_layers - 1}", "Cover every layer once"
-        )
+        raise Invalid(FIELD, f"it ends at layer {expected - 1}, the model has 0-{num_layers - 1}", "Cover every layer once")
     return stages
