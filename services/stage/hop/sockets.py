@@ -1,0 +1,150 @@
+"""Makes ZeroMQ sockets: where they bind, what they advertise, CURVE, and when a peer is gone. Knows no message.
+
+A socket is used by one thread at a time; handing it to another through a queue or a thread's start is allowed.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from uuid import uuid4
+
+import zmq
+from zmq.auth.thread import ThreadAuthenticator
+
+from shardline.errors import Invalid, LinkLost, Unavailable
+
+BIND_FIELD = "SHARDLINE_BIND"
+MAX_IPC_PATH_BYTES = 107
+"""Of a unix socket's address on Linux."""
+
+_FAILED = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CurveKeys:
+    """One key pair (Z85) that all stages of an installation share: who does not hold it is turned away."""
+
+    public: bytes
+    secret: bytes
+
+    def __repr__(self) -> str:
+        return "CurveKeys(…)"
+
+    def callback(self, domain: str, key: bytes) -> bool:  # noqa: ARG002 (pyzmq's credentials provider)
+        """True when a client that proved to hold `key` may connect."""
+        return key == self.public
+
+
+class Sockets:
+    """`bind` is `tcp://HOST` (0.0.0.0 for all) or `ipc:///FOLDER`; `advertise` the host that peers shall call."""
+
+    def __init__(self, *, bind: str, advertise: str | None = None, curve: CurveKeys | None = None) -> None:
+        self._scheme, self._host = _parse_bind(bind)
+        self._advertise = advertise or self._host
+        self._curve = curve
+        self._context = zmq.Context()
+        self._authenticator = self._authenticate(curve) if curve else None
+
+    def bind(self, kind: int, options: Mapping[int, int]) -> tuple[zmq.Socket[bytes], str]:
+        """A bound socket on a free port or path, and the address that peers use."""
+        socket = self._open(kind, options)
+        if self._curve:
+            socket.curve_server = True
+            socket.zap_domain = b"shardline"
+        endpoint = f"tcp://{self._host}:*" if self._scheme == "tcp" else f"ipc://{self._host}/{uuid4().hex[:12]}"
+        try:
+            socket.bind(endpoint)
+        except zmq.ZMQError as error:
+            socket.close()
+            raise Unavailable(f"cannot bind {endpoint}: {error}") from error
+        bound = socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
+        return socket, bound if self._scheme == "ipc" else f"tcp://{self._advertise}:{bound.rpartition(':')[2]}"
+
+    def connect(self, kind: int, address: str, options: Mapping[int, int]) -> zmq.Socket[bytes]:
+        """A socket that is connecting. It never reconnects: what was queued in a broken connection is lost."""
+        socket = self._open(kind, options)
+        socket.setsockopt(zmq.RECONNECT_IVL, -1)
+        socket.setsockopt(zmq.IMMEDIATE, 1)
+        if self._curve:
+            socket.curve_serverkey = self._curve.public
+        try:
+            socket.connect(address)
+        except zmq.ZMQError as error:
+            socket.close()
+            raise LinkLost(f"cannot connect to {address}: {error}") from error
+        return socket
+
+    def close(self) -> None:
+        """When no thread uses a socket any more."""
+        if self._authenticator:
+            self._authenticator.stop()
+        self._context.destroy(linger=0)
+
+    def _open(self, kind: int, options: Mapping[int, int]) -> zmq.Socket[bytes]:
+        socket = self._context.socket(kind)
+        socket.setsockopt(zmq.LINGER, 0)
+        if self._curve:
+            socket.curve_publickey, socket.curve_secretkey = self._curve.public, self._curve.secret
+        for option, value in options.items():
+            socket.setsockopt(option, value)
+        return socket
+
+    def _authenticate(self, curve: CurveKeys) -> ThreadAuthenticator:
+        authenticator = ThreadAuthenticator(self._context)
+        authenticator.start()
+        authenticator.configure_curve_callback(domain="*", credentials_provider=curve)
+        return authenticator
+
+
+class Watch:
+    """Tells when a socket's peer has gone: the connection broke, was refused, or never came about."""
+
+    def __init__(self, socket: zmq.Socket[bytes]) -> None:
+        self._socket = socket
+        self._was_stranger = False
+        address = f"inproc://watch-{uuid4().hex}"
+        socket.monitor(address, _FAILED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED)
+        self.events = socket.context.socket(zmq.PAIR)
+        """To poll for reading."""
+        self.events.setsockopt(zmq.LINGER, 0)
+        self.events.connect(address)
+
+    def lost(self) -> str | None:
+        """Why a peer is gone, if one is. A stranger who failed the handshake was none."""
+        while self.events.poll(0):
+            event = struct.unpack_from("=H", self.events.recv_multipart()[0])[0]
+            if event & _FAILED:
+                self._was_stranger = True
+            elif event == zmq.EVENT_CLOSED:
+                return "the connection was refused"
+            elif self._was_stranger:
+                self._was_stranger = False
+            else:
+                return "the connection was closed"
+        return None
+
+    def close(self) -> None:
+        """Before the socket itself."""
+        self._socket.disable_monitor()
+        self.events.close()
+
+
+def _parse_bind(bind: str) -> tuple[str, str]:
+    match = re.fullmatch(r"(tcp)://([^:/\s]+)|(ipc)://(/\S+)", bind)
+    if match is None:
+        raise Invalid(BIND_FIELD, f"{bind!r} is no place to bind", "Use tcp://HOST (no port) or ipc:///FOLDER")
+    if match[1]:
+        return match[1], match[2]
+    folder = match[4].rstrip("/")
+    if len(folder.encode()) + 13 > MAX_IPC_PATH_BYTES:
+        raise Invalid(
+            BIND_FIELD,
+            f"{folder!r} leaves no room for a socket's name in the {MAX_IPC_PATH_BYTES} bytes of a unix socket's path",
+            "Use a shorter folder",
+        )
+    Path(folder).mkdir(parents=True, exist_ok=True, mode=0o700)
+    return match[3], folder
