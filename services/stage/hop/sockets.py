@@ -17,11 +17,14 @@ from zmq.auth.thread import ThreadAuthenticator
 
 from shardline.errors import Invalid, LinkLost, Unavailable
 
+ZAP_DOMAIN = "shardline"
 BIND_FIELD = "SHARDLINE_BIND"
 MAX_IPC_PATH_BYTES = 107
 """Of a unix socket's address on Linux."""
 
-_FAILED = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+_MET = zmq.EVENT_ACCEPTED | zmq.EVENT_HANDSHAKE_SUCCEEDED
+_GONE = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
+_CALLERS = (zmq.PUSH, zmq.DEALER)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +57,7 @@ class Sockets:
         socket = self._open(kind, options)
         if self._curve:
             socket.curve_server = True
-            socket.zap_domain = b"shardline"
+            socket.zap_domain = ZAP_DOMAIN.encode()
         endpoint = f"tcp://{self._host}:*" if self._scheme == "tcp" else f"ipc://{self._host}/{uuid4().hex[:12]}"
         try:
             socket.bind(endpoint)
@@ -64,19 +67,21 @@ class Sockets:
         bound = socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
         return socket, bound if self._scheme == "ipc" else f"tcp://{self._advertise}:{bound.rpartition(':')[2]}"
 
-    def connect(self, kind: int, address: str, options: Mapping[int, int]) -> zmq.Socket[bytes]:
+    def connect(self, kind: int, address: str, options: Mapping[int, int]) -> tuple[zmq.Socket[bytes], Watch]:
         """A socket that is connecting. It never reconnects: what was queued in a broken connection is lost."""
         socket = self._open(kind, options)
         socket.setsockopt(zmq.RECONNECT_IVL, -1)
         socket.setsockopt(zmq.IMMEDIATE, 1)
         if self._curve:
             socket.curve_serverkey = self._curve.public
+        watch = Watch(socket)  # Before connecting: over ipc a refusal comes at once.
         try:
             socket.connect(address)
         except zmq.ZMQError as error:
+            watch.close()
             socket.close()
             raise LinkLost(f"cannot connect to {address}: {error}") from error
-        return socket
+        return socket, watch
 
     def close(self) -> None:
         """When no thread uses a socket any more."""
@@ -96,35 +101,39 @@ class Sockets:
     def _authenticate(self, curve: CurveKeys) -> ThreadAuthenticator:
         authenticator = ThreadAuthenticator(self._context)
         authenticator.start()
-        authenticator.configure_curve_callback(domain="*", credentials_provider=curve)
+        authenticator.configure_curve_callback(domain=ZAP_DOMAIN, credentials_provider=curve)
         return authenticator
 
 
 class Watch:
-    """Tells when a socket's peer has gone: the connection broke, was refused, or never came about."""
+    """Tells when a socket's one peer has gone: the connection broke, was refused, or never came about."""
 
     def __init__(self, socket: zmq.Socket[bytes]) -> None:
         self._socket = socket
-        self._was_stranger = False
+        self._candidates: set[int] = set()
+        self._is_met = False
         address = f"inproc://watch-{uuid4().hex}"
-        socket.monitor(address, _FAILED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED)
+        socket.monitor(address, _MET | _GONE)
         self.events = socket.context.socket(zmq.PAIR)
         """To poll for reading."""
         self.events.setsockopt(zmq.LINGER, 0)
         self.events.connect(address)
 
     def lost(self) -> str | None:
-        """Why a peer is gone, if one is. A stranger who failed the handshake was none."""
+        """Why the peer is gone, if it is. A stranger who failed the handshake, or came later, was not it."""
         while self.events.poll(0):
-            event = struct.unpack_from("=H", self.events.recv_multipart()[0])[0]
-            if event & _FAILED:
-                self._was_stranger = True
+            event, connection = struct.unpack_from("=Hi", self.events.recv_multipart()[0])
+            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self._is_met = True
+            elif event == zmq.EVENT_ACCEPTED and not self._is_met:
+                self._candidates.add(connection)
             elif event == zmq.EVENT_CLOSED:
                 return "the connection was refused"
-            elif self._was_stranger:
-                self._was_stranger = False
-            else:
-                return "the connection was closed"
+            elif event == zmq.EVENT_DISCONNECTED:
+                was_candidate = connection in self._candidates
+                self._candidates.discard(connection)
+                if self._socket.type in _CALLERS or (self._is_met and was_candidate):
+                    return "the connection was closed"
         return None
 
     def close(self) -> None:

@@ -36,8 +36,7 @@ class ZeroMqHop:
 
     def open_sender(self, channel: Channel, address: str, timeout_s: float) -> Sender:
         """Connects a PUSH and waits for its peer."""
-        socket = self._sockets.connect(zmq.PUSH, address, self._options(channel, zmq.SNDHWM))
-        watch = Watch(socket)
+        socket, watch = self._sockets.connect(zmq.PUSH, address, self._options(channel, zmq.SNDHWM))
         if not _connected(socket, watch, timeout_s):
             problem = watch.lost() or f"no answer in {timeout_s:.1f} s"
             watch.close()
