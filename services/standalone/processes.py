@@ -9,9 +9,74 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import psutil
+from tenacity import Retrying, retry_if_result, stop_after_delay, wait_fixed
+
 LOG_MAX_BYTES = 20 * 2**20
+TAIL_LINES = 15
 UNPRIVILEGED = "65534"
 """The uid and gid of `nobody`: Postgres refuses to run as root."""
+
+
+class StartFailed(RuntimeError):
+    """A child did not come up; the message says why and ends with its log."""
+
+
+class Child:
+    """One child process under a name, with its log. Subclasses say how it starts; it may start again after its end."""
+
+    def __init__(self, name: str, home: Path) -> None:
+        self.name = name
+        self.home = home.resolve()
+        self.log = self.home / "logs" / f"{name}.log"
+        self.process: subprocess.Popen[bytes] | None = None
+        self.stop_signal = signal.SIGTERM
+
+    def start(self) -> None:
+        """Start the process; a server returns when it answers."""
+        raise NotImplementedError
+
+    @property
+    def pid(self) -> int:
+        """The process that was started last."""
+        assert self.process is not None, f"{self.name} was never started"
+        return self.process.pid
+
+    def is_running(self) -> bool:
+        """Whether the process lives."""
+        return self.process is not None and self.process.poll() is None
+
+    def how_it_ended(self) -> str:
+        """The exit status in words."""
+        status = None if self.process is None else self.process.poll()
+        if status is None:
+            return "still running"
+        return f"exit status {status}" if status >= 0 else f"killed by {signal.Signals(-status).name}"
+
+    def ask_to_end(self) -> None:
+        """Send the signal that ends it in good order. `stop` also waits."""
+        if self.process is not None and self.is_running():
+            self.process.send_signal(self.stop_signal)
+
+    def stop(self, *, grace_s: float = 10.0) -> None:
+        """Ask it to end, and kill it if it has not within `grace_s`."""
+        self.ask_to_end()
+        if self.process is not None:
+            try:
+                self.process.wait(grace_s)
+            except subprocess.TimeoutExpired:
+                self.kill()
+
+    def kill(self) -> None:
+        """SIGKILL to its whole process group, and wait until it is gone."""
+        if self.process is not None:
+            if self.is_running():
+                os.killpg(self.pid, signal.SIGKILL)
+            self.process.wait()
+
+    def log_tail(self) -> str:
+        """The last lines it wrote."""
+        return tail(self.log)
 
 
 def spawn(
@@ -42,6 +107,37 @@ def spawn(
         )
 
 
+def run(
+    argv: Sequence[str],
+    *,
+    log: Path,
+    env: Mapping[str, str] | None = None,
+    cwd: Path | None = None,
+    unprivileged: bool = False,
+) -> int:
+    """Run a command to its end; its output goes to `log`. Returns the exit status."""
+    return spawn(argv, log=log, env=env, cwd=cwd, unprivileged=unprivileged).wait()
+
+
+def is_alive(process: psutil.Process) -> bool:
+    """Whether it still runs: neither gone, nor replaced by another one of the same pid, nor a zombie."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def wait_until_gone(process: psutil.Process, *, timeout_s: float) -> bool:
+    """Wait for a process that need not be our child. False if it still runs after `timeout_s`."""
+    retrying = Retrying(
+        wait=wait_fixed(0.05),
+        stop=stop_after_delay(timeout_s),
+        retry=retry_if_result(bool),
+        retry_error_callback=lambda _: True,
+    )
+    return not retrying(is_alive, process)
+
+
 def _privileges(death_signal: str, *, unprivileged: bool) -> list[str]:
     """The `setpriv` prefix (util-linux). Elsewhere there is none, and the recorded pids have to do."""
     setpriv = shutil.which("setpriv")
@@ -55,26 +151,9 @@ def _privileges(death_signal: str, *, unprivileged: bool) -> list[str]:
     return prefix
 
 
-def run(argv: Sequence[str], *, log: Path, env: Mapping[str, str] | None = None, unprivileged: bool = False) -> int:
-    """Run a command to its end; its output goes to `log`. Returns the exit status."""
-    return spawn(argv, log=log, env=env, unprivileged=unprivileged).wait()
-
-
-def end(child: subprocess.Popen[bytes], *, first: signal.Signals = signal.SIGTERM, grace_s: float = 10.0) -> None:
-    """Ask a child to end, and kill its whole process group if it has not within `grace_s`."""
-    if child.poll() is None:
-        child.send_signal(first)
-        try:
-            child.wait(grace_s)
-        except subprocess.TimeoutExpired:
-            kill(child)
-
-
-def kill(child: subprocess.Popen[bytes]) -> None:
-    """SIGKILL to the child's process group, and wait until the child is gone."""
-    if child.poll() is None:
-        os.killpg(child.pid, signal.SIGKILL)
-    child.wait()
+def tail(log: Path) -> str:
+    """The last lines of a log."""
+    return "\n".join(log.read_text(errors="replace").splitlines()[-TAIL_LINES:]) if log.exists() else ""
 
 
 def bound_log(log: Path, *, max_bytes: int = LOG_MAX_BYTES) -> None:

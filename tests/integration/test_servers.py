@@ -16,7 +16,8 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from services.standalone.ports import free_port
-from services.standalone.servers import FAST, Postgres, ServerFailed, Valkey, socket_folder
+from services.standalone.processes import StartFailed
+from services.standalone.servers import FAST, Postgres, Valkey, socket_folder
 
 
 def test_given_a_database_when_asked_for_its_encoding_then_it_is_utf8(database_url: str) -> None:
@@ -51,7 +52,7 @@ def test_given_redis_when_asked_without_the_password_then_it_refuses(redis_serve
 
 def test_given_a_fixed_port_that_is_taken_when_started_then_it_says_so(tmp_path: Path, redis_server: Valkey) -> None:
     second = Valkey(tmp_path, port=redis_server.port)
-    with pytest.raises(ServerFailed):
+    with pytest.raises(StartFailed):
         second.start()
     assert not second.is_running()
 

@@ -1,0 +1,75 @@
+"""`python -m services.standalone up | down | status | demo`: the command line, and how it speaks. Knows no process."""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+from pydantic import ValidationError
+from rich.console import Console
+from rich.table import Table
+
+from services.standalone.demo import run_demo
+from services.standalone.down import StillRunning, stop_stack
+from services.standalone.home import SUPERVISOR, AlreadyUp, Home
+from services.standalone.processes import StartFailed
+from services.standalone.settings import StandaloneSettings
+from services.standalone.supervisor import Supervisor
+from shardline.errors import ShardlineError
+
+cli = typer.Typer(add_completion=False, no_args_is_help=True, help="A whole Shardline stack on this machine.")
+console = Console(highlight=False)
+
+
+@cli.command()
+def up() -> None:
+    """Start everything and follow it; Ctrl-C stops it."""
+    Supervisor(StandaloneSettings(), say=_say).run()
+
+
+@cli.command()
+def down() -> None:
+    """Stop the stack of this folder, also what a killed supervisor left behind."""
+    settings = StandaloneSettings()
+    for name in stop_stack(Home(settings.home), drain_s=settings.times.drain_s):
+        _say(f"ended {name}")
+    _say("nothing runs any more")
+
+
+@cli.command()
+def status() -> None:
+    """Show what runs in this folder."""
+    home = Home(StandaloneSettings().home)
+    alive = home.alive()
+    ready = home.published() is not None and SUPERVISOR in alive
+    table = Table("process", "pid", "state", title=f"{home.folder}: {'ready' if ready else 'not ready'}")
+    for name, entry in home.recorded().items():
+        table.add_row(name, str(entry.pid), "running" if name in alive else "gone")
+    console.print(table if home.recorded() else f"nothing runs in {home.folder}")
+    raise typer.Exit(0 if ready else 1)
+
+
+@cli.command()
+def demo() -> None:
+    """300 prompts with known answers through all five doors of a stack of its own."""
+    raise typer.Exit(0 if run_demo(console) else 1)
+
+
+def _say(line: str) -> None:
+    console.print(line, markup=False, soft_wrap=True)
+
+
+def main() -> int:
+    """Mistakes that a person can mend are told in one line each, not as a traceback."""
+    try:
+        cli()
+    except ValidationError as error:
+        for each in error.errors():
+            _say(f"SHARDLINE_{'_'.join(map(str, each['loc'])).upper()}: {each['msg']}, not {each['input']!r}")
+    except (ShardlineError, StartFailed, AlreadyUp, StillRunning) as error:
+        _say(str(error))
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

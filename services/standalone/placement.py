@@ -1,0 +1,102 @@
+"""Layers → stages and stages → cores, for one machine. Knows no process; reads only the model's config.json."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import msgspec
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+from services.standalone.settings import StandaloneSettings
+from shardline.errors import Invalid
+from shardline.split import even_split, parse_split
+
+LAYER_COUNTS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StagePlace:
+    """One stage: its place in one replica, its layers, its cores."""
+
+    replica: int
+    place: int
+    layers: range
+    cores: tuple[int, ...]
+    shared: bool
+    """Whether another stage, of this stack or another one, works on some of these cores too."""
+
+    @property
+    def name(self) -> str:
+        """`stage-0`, and in further replicas `stage-0.1`."""
+        return f"stage-{self.place}" + (f".{self.replica}" if self.replica else "")
+
+    @property
+    def layers_text(self) -> str:
+        """As people count: both ends included."""
+        return f"{self.layers.start}-{self.layers.stop - 1}"
+
+    @property
+    def device(self) -> str:
+        """The stage's SHARDLINE_DEVICE."""
+        return "cpu:" + ",".join(map(str, self.cores))
+
+
+def places(
+    settings: StandaloneSettings, num_layers: int, cores: list[int], taken: frozenset[int] = frozenset()
+) -> list[StagePlace]:
+    """Every stage of every replica; cores `taken` by others come last. Raises Invalid for an impossible split."""
+    split = parse_split(settings.split, num_layers) if settings.split else even_split(num_layers, settings.stages)
+    if len(split) != settings.stages:
+        raise Invalid("SHARDLINE_SPLIT", f"it has {len(split)} parts for {settings.stages} stages", "Make them agree")
+    groups = core_groups(settings.stages * settings.replicas, settings.stage_cores, cores, taken)
+    num_users = Counter(core for group in groups for core in group)
+    return [
+        StagePlace(
+            replica=index // settings.stages,
+            place=index % settings.stages,
+            layers=split[index % settings.stages],
+            cores=group,
+            shared=any(num_users[core] > 1 or core in taken for core in group),
+        )
+        for index, group in enumerate(groups)
+    ]
+
+
+def core_groups(num: int, size: int | None, cores: list[int], taken: frozenset[int]) -> list[tuple[int, ...]]:
+    """`num` groups of `size` cores (default: an equal share), free cores first. With too few, groups overlap."""
+    size = size or max(1, len(cores) // num)
+    if size > len(cores):
+        raise Invalid("SHARDLINE_STAGE_CORES", f"{size} is more than the {len(cores)} cores here", "Ask for fewer")
+    ordered = sorted(cores, key=lambda core: (core in taken, core))
+    return [
+        tuple(sorted(ordered[(index * size + offset) % len(ordered)] for offset in range(size))) for index in range(num)
+    ]
+
+
+def count_layers(settings: StandaloneSettings) -> int:
+    """The layer count that the model's config.json gives. Raises Invalid, saying where a model must be."""
+    config: dict[str, Any] = msgspec.json.decode(_config_file(settings).read_bytes())
+    for scope in (config, config.get("text_config") or {}):
+        for name in LAYER_COUNTS:
+            if isinstance(scope.get(name), int):
+                return int(scope[name])
+    raise Invalid("SHARDLINE_MODEL", f"config.json of {settings.model} counts no layers", "Use a causal language model")
+
+
+def _config_file(settings: StandaloneSettings) -> Path:
+    if settings.folder is not None:
+        config = settings.folder / "config.json"
+        if not config.is_file():
+            raise Invalid(
+                "SHARDLINE_MODEL", f"{settings.folder} has no config.json", "Give a transformers model folder"
+            )
+        return config
+    try:
+        return Path(huggingface_hub.hf_hub_download(settings.model, "config.json"))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        problem = f"{settings.model!r} is neither a folder here nor a model that the hub gives us"
+        raise Invalid("SHARDLINE_MODEL", problem, "Check the path or the id, and the network") from error

@@ -1,0 +1,146 @@
+"""Which processes a stack has, their command lines and their environment. Pure: starts nothing, reads no server."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from services.standalone import processes
+from services.standalone.placement import StagePlace
+from services.standalone.ports import LOOPBACK
+from services.standalone.processes import Child
+from services.standalone.servers import socket_folder
+from services.standalone.settings import REPOSITORY, StandaloneSettings
+
+FLOWER_USER = "shardline"
+PRELOAD = "SHARDLINE_STAGE_PRELOAD"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Addresses:
+    """Where a stack is reached. Database, Redis and Flower hold passwords: never log them whole."""
+
+    http_port: int
+    flower_port: int
+    flower_password: str
+    database: str
+    redis: str
+
+    @property
+    def gateway(self) -> str:
+        """The HTTP door."""
+        return f"http://{LOOPBACK}:{self.http_port}"
+
+    @property
+    def flower(self) -> str:
+        """Flower without its credentials, for people to see."""
+        return f"http://{LOOPBACK}:{self.flower_port}"
+
+    @property
+    def flower_with_credentials(self) -> str:
+        """For programs: works as it is in an HTTP client."""
+        return f"http://{FLOWER_USER}:{self.flower_password}@{LOOPBACK}:{self.flower_port}"
+
+
+class Service(Child):
+    """A child that is one command line with its own environment."""
+
+    def __init__(self, name: str, home: Path, *, argv: Sequence[str], env: Mapping[str, str]) -> None:
+        super().__init__(name, home)
+        self.argv = tuple(argv)
+        self.env = dict(env)
+
+    def start(self) -> None:
+        """Start the process; whether it works shows later."""
+        self.process: subprocess.Popen[bytes] | None = processes.spawn(
+            self.argv, log=self.log, env=self.env, cwd=REPOSITORY
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """The services of a stack, by their role. Servers are not among them: their addresses must be known first."""
+
+    gateway: Service
+    relay: Service
+    heads: tuple[Service, ...]
+    others: tuple[Service, ...]
+    flower: Service
+
+    @property
+    def all(self) -> tuple[Service, ...]:
+        """In start order: what loads longest first."""
+        return (*self.heads, *self.others, self.relay, self.gateway, self.flower)
+
+    @property
+    def stop_order(self) -> list[list[Child]]:
+        """The door first; then heads, which drain and need the stages behind them; then everything else."""
+        return [[self.gateway], [*self.heads], [*self.others, self.relay, self.flower]]
+
+
+def new_password() -> str:
+    """A password that fits in a URL and in Flower's comma-separated option."""
+    return secrets.token_urlsafe(24)
+
+
+def make_plan(settings: StandaloneSettings, addresses: Addresses, stages: Sequence[StagePlace], home: Path) -> Plan:
+    """All services of one stack in `home`."""
+    common = {
+        **{name: value for name, value in os.environ.items() if not name.startswith("FLOWER_")},
+        "PYTHONUNBUFFERED": "1",
+        "SHARDLINE_DATABASE_URL": addresses.database,
+        "SHARDLINE_REDIS_URL": addresses.redis,
+        "SHARDLINE_HOME": str(home),
+    }
+    services = {place.name: _stage(settings, place, common, home) for place in stages}
+    return Plan(
+        gateway=_service(
+            "gateway", home, common, SHARDLINE_HTTP_HOST=LOOPBACK, SHARDLINE_HTTP_PORT=addresses.http_port
+        ),
+        relay=_service("relay", home, common),
+        heads=tuple(services[place.name] for place in stages if place.place == 0),
+        others=tuple(services[place.name] for place in stages if place.place != 0),
+        flower=_flower(addresses, common, home),
+    )
+
+
+def _service(name: str, home: Path, common: Mapping[str, str], module: str | None = None, **own: object) -> Service:
+    env = {**common, **{key: str(value) for key, value in own.items()}}
+    return Service(name, home, argv=[sys.executable, "-m", module or f"services.{name}"], env=env)
+
+
+def _stage(settings: StandaloneSettings, place: StagePlace, common: Mapping[str, str], home: Path) -> Service:
+    preload = {"LD_PRELOAD": common[PRELOAD]} if common.get(PRELOAD) else {}
+    own = {
+        "SHARDLINE_MODEL": settings.folder or settings.model,
+        "SHARDLINE_MODEL_NAME": settings.name,
+        "SHARDLINE_LAYERS": place.layers_text,
+        "SHARDLINE_PLACE": place.place,
+        "SHARDLINE_NUM_STAGES": settings.stages,
+        "SHARDLINE_DTYPE": settings.dtype,
+        "SHARDLINE_DEVICE": place.device,
+        "SHARDLINE_DEVICE_SHARED": int(place.shared),
+        "SHARDLINE_PIPELINE": f"{home.name.lstrip('.')}-{place.replica}",
+        "SHARDLINE_LOCK_DIR": home / "locks",
+        "SHARDLINE_RUN_DIR": socket_folder(home),
+        **preload,
+    }
+    return _service(place.name, home, common, "services.stage", **own)
+
+
+def _flower(addresses: Addresses, common: Mapping[str, str], home: Path) -> Service:
+    """The password travels in the environment: a command line is visible to every user of the machine."""
+    env = {
+        **common,
+        "FLOWER_BASIC_AUTH": f"{FLOWER_USER}:{addresses.flower_password}",
+        "FLOWER_ADDRESS": LOOPBACK,
+        "FLOWER_PORT": str(addresses.flower_port),
+        "FLOWER_PERSISTENT": "false",
+    }
+    argv = [sys.executable, "-m", "celery", "-A", "services.standalone.flower_app", "flower"]
+    return Service("flower", home, argv=argv, env=env)

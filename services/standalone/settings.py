@@ -1,0 +1,44 @@
+"""What the standalone stack reads from the environment. Knows no process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+
+from shardline.config import Settings
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+CLERK = Path(__file__).resolve().parent / "clerk" / "model"
+
+
+class StandaloneSettings(Settings):
+    """One stack on one machine."""
+
+    model: str = Field(str(CLERK), description="folder or hub id of a causal LM; default: the demo model clerk")
+    model_name: str | None = Field(None, description="name that requests use; default: the folder's name or the hub id")
+    stages: int = Field(2, ge=1, le=256, description="stages of a pipeline")
+    replicas: int = Field(1, ge=1, le=64, description="pipelines on the same queue")
+    split: str | None = Field(None, description="layers of the stages by hand, such as 0-5,6-7; default: even")
+    stage_cores: int | None = Field(None, ge=1, description="cores of each stage; default: an equal share of all")
+    dtype: Literal["float32", "bfloat16", "float16"] = Field("float32", description="of weights, activations and KV")
+    http_port: int = Field(8000, ge=0, le=65535, description="the gateway's port; 0 takes a free one")
+    flower_port: int = Field(5555, ge=0, le=65535, description="Flower's port; 0 takes a free one")
+    home: Path = Field(Path(".local"), description="runtime folder: logs, server data, sockets, up.json")
+    start_s: float = Field(900, gt=0, description="time for all stages to load and answer the first prompt")
+
+    @property
+    def folder(self) -> Path | None:
+        """The model's folder, or None for a hub id."""
+        path = Path(self.model).expanduser()
+        return path.resolve() if path.is_dir() else None
+
+    @property
+    def name(self) -> str:
+        """The model's name in requests."""
+        if self.model_name is not None:
+            return self.model_name
+        if self.folder is None:
+            return self.model
+        return "clerk" if self.folder == CLERK else self.folder.name

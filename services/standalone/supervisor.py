@@ -1,0 +1,188 @@
+"""A whole stack on one machine, from empty folder to ready and back to nothing. Knows no job and no tensor."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+from services.standalone import processes
+from services.standalone.cores import CoreClaims, usable_cores
+from services.standalone.crew import Crew
+from services.standalone.home import SUPERVISOR, Home
+from services.standalone.placement import StagePlace, count_layers, places
+from services.standalone.plan import Addresses, Plan, make_plan, new_password
+from services.standalone.ports import free_port, is_taken
+from services.standalone.processes import Child, StartFailed
+from services.standalone.readiness import Question, Watcher
+from services.standalone.servers import Postgres, Valkey
+from services.standalone.settings import REPOSITORY, StandaloneSettings
+from services.standalone.signals import SignalInbox
+from shardline.errors import Invalid
+
+MAX_DEATHS_BEFORE_READY = 3
+SAY_MISSING_EVERY_S = 15.0
+DRAIN_MARGIN_S = 5.0
+
+
+class Stopped(Exception):
+    """Somebody asked to stop before the stack was ready."""
+
+
+class Supervisor:
+    """Runs one stack in this process's main thread. `say` shows a line to the person who started it."""
+
+    def __init__(self, settings: StandaloneSettings, say: Callable[[str], None]) -> None:
+        self._settings = settings
+        self._say = say
+        self._home = Home(settings.home)
+        self._servers: list[Child] = []
+        self._plan: Plan | None = None
+        self._document: dict[str, Any] = {}
+
+    def run(self) -> None:
+        """Start, say where it is, keep it running until somebody asks to stop, stop. Raises when it cannot start."""
+        with ExitStack() as stack:
+            stack.enter_context(self._home.lock())
+            self._inbox = stack.enter_context(SignalInbox())
+            self._crew = Crew(self._inbox, say=self._say, changed=self._record)
+            if left := self._home.end_leftovers():
+                self._say(f"ended what an earlier supervisor left behind: {', '.join(left)}")
+            addresses = self._reserve()
+            stages = self._place(stack.enter_context(CoreClaims()))
+            stack.callback(self._stop)
+            try:
+                self._start(addresses, stages)
+                self._follow()
+            except Stopped:
+                self._say("stopped before it was ready")
+
+    def _reserve(self) -> Addresses:
+        """Ports and password; refuses a taken port before anything is started."""
+        wanted = {"SHARDLINE_HTTP_PORT": self._settings.http_port, "SHARDLINE_FLOWER_PORT": self._settings.flower_port}
+        for variable, port in wanted.items():
+            if port and is_taken(port):
+                raise Invalid(variable, f"port {port} is taken by another program", "Choose another port, or 0")
+        if self._settings.http_port and self._settings.http_port == self._settings.flower_port:
+            raise Invalid("SHARDLINE_FLOWER_PORT", "it is the gateway's port too", "Choose another port, or 0")
+        return Addresses(
+            http_port=self._settings.http_port or free_port(),
+            flower_port=self._settings.flower_port or free_port(),
+            flower_password=new_password(),
+            database=self._settings.database_url.get_secret_value(),
+            redis=self._settings.redis_url,
+        )
+
+    def _place(self, claims: CoreClaims) -> list[StagePlace]:
+        cores = usable_cores()
+        taken = claims.claim(cores)
+        stages = places(self._settings, count_layers(self._settings), cores, taken)
+        claims.keep(core for place in stages for core in place.cores)
+        for place in stages:
+            if place.shared:
+                self._say(f"{place.name} shares {place.device} with another stage: they take turns")
+        return stages
+
+    def _start(self, addresses: Addresses, stages: list[StagePlace]) -> None:
+        self._home.record({SUPERVISOR: os.getpid()})
+        addresses = self._start_servers(addresses)
+        self._migrate(addresses)
+        self._plan = make_plan(self._settings, addresses, stages, self._home.folder)
+        for service in self._plan.all:
+            self._crew.start(service)
+        self._wait_until_ready(addresses)
+        self._document = {
+            "urls": {
+                "gateway": addresses.gateway,
+                "flower": addresses.flower_with_credentials,
+                "database": addresses.database,
+                "redis": addresses.redis,
+            },
+            "model": self._settings.name,
+            "stages": self._settings.stages,
+            "replicas": self._settings.replicas,
+        }
+        self._record(self._crew.pids)
+        self._greet(addresses, stages)
+
+    def _start_servers(self, addresses: Addresses) -> Addresses:
+        """Our own servers, unless the environment names others."""
+        given = self._settings.model_fields_set
+        database, redis = addresses.database, addresses.redis
+        if "database_url" not in given:
+            postgres = Postgres(self._home.folder)
+            self._servers.append(postgres)
+            self._crew.start(postgres)
+            database = postgres.url()
+        if "redis_url" not in given:
+            valkey = Valkey(self._home.folder)
+            self._servers.append(valkey)
+            self._crew.start(valkey)
+            redis = valkey.url
+        return Addresses(
+            http_port=addresses.http_port,
+            flower_port=addresses.flower_port,
+            flower_password=addresses.flower_password,
+            database=database,
+            redis=redis,
+        )
+
+    def _migrate(self, addresses: Addresses) -> None:
+        log = self._home.folder / "logs" / "migrate.log"
+        env = {**os.environ, "SHARDLINE_DATABASE_URL": addresses.database}
+        argv = [sys.executable, "-m", "alembic", "upgrade", "head"]
+        if processes.run(argv, log=log, env=env, cwd=REPOSITORY) != 0:
+            raise StartFailed(f"the database could not be migrated:\n{processes.tail(log)}")
+
+    def _wait_until_ready(self, addresses: Addresses) -> None:
+        question = Question(
+            addresses=addresses,
+            model=self._settings.name,
+            num_pipelines=self._settings.replicas,
+            canary_timeout_s=60.0,
+        )
+        watcher = Watcher(question)
+        begun = said = time.monotonic()
+        try:
+            while not watcher.ready.is_set():
+                self._crew.tend(max_deaths=MAX_DEATHS_BEFORE_READY)
+                now = time.monotonic()
+                if self._inbox.num_stops:
+                    raise Stopped
+                if now - begun > self._settings.start_s:
+                    raise StartFailed(f"not ready after {self._settings.start_s:g} s: {watcher.missing}")
+                if now - said > SAY_MISSING_EVERY_S:
+                    said = now
+                    self._say(f"still starting: {watcher.missing}. Logs: {self._home.folder / 'logs'}")
+        finally:
+            watcher.stop()
+
+    def _record(self, pids: dict[str, int]) -> None:
+        """Keep the pid record, and up.json once there is one, true."""
+        self._home.record({SUPERVISOR: os.getpid(), **pids})
+        if self._document:
+            self._home.publish({**self._document, "processes": {SUPERVISOR: os.getpid(), **pids}})
+
+    def _greet(self, addresses: Addresses, stages: list[StagePlace]) -> None:
+        for place in stages:
+            self._say(f"  {place.name}: layers {place.layers_text} on {place.device}")
+        self._say(f"ready: {self._settings.name} at {addresses.gateway}/v1")
+        self._say(f"Flower: {addresses.flower} (user and password: {self._home.up_file})")
+        self._say("Ctrl-C or `make down` stops it")
+
+    def _follow(self) -> None:
+        while not self._inbox.num_stops:
+            self._crew.tend()
+
+    def _stop(self) -> None:
+        order: list[list[Child]] = self._plan.stop_order if self._plan else []
+        drain_s = self._settings.times.drain_s
+        if self._plan is not None:
+            self._say(f"stopping: running jobs get {drain_s:g} s to finish; Ctrl-C again does not wait")
+        self._home.up_file.unlink(missing_ok=True)
+        self._crew.stop([*order, *([server] for server in reversed(self._servers))], grace_s=drain_s + DRAIN_MARGIN_S)
+        self._home.forget()
+        self._say("stopped")

@@ -1,0 +1,145 @@
+"""A crew of real child processes: restarted when they die, stopped in order, never left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from services.standalone.crew import MAX_DELAY_S, Crew, backoff_s
+from services.standalone.plan import Service
+from services.standalone.processes import StartFailed, bound_log, wait_until_gone
+from services.standalone.signals import SignalInbox
+
+READY = "print('ready', flush=True); import signal; "
+
+
+class Stage:
+    """A crew with what it said and recorded, in a folder of its own."""
+
+    def __init__(self, home: Path, inbox: SignalInbox) -> None:
+        self.home = home
+        self.inbox = inbox
+        self.said: list[str] = []
+        self.recorded: list[dict[str, int]] = []
+        self.crew = Crew(inbox, say=self.said.append, changed=self.recorded.append)
+
+    def child(self, name: str, program: str) -> Service:
+        child = Service(name, self.home, argv=[sys.executable, "-c", program], env=os.environ)
+        self.crew.start(child)
+        return child
+
+    def tend_until(self, condition: Callable[[], bool], max_deaths: int | None = None) -> None:
+        while not condition():
+            self.crew.tend(max_deaths=max_deaths)
+
+
+@pytest.fixture
+def stage(tmp_path: Path) -> Iterator[Stage]:
+    with SignalInbox() as inbox:
+        yield Stage(tmp_path, inbox)
+
+
+def test_given_a_child_that_is_killed_when_tended_then_it_runs_again_and_that_is_said(stage: Stage) -> None:
+    child = stage.child("relay", READY + "signal.pause()")
+    first = child.pid
+    os.kill(first, signal.SIGKILL)
+    stage.tend_until(lambda: len(stage.recorded) == 2)
+    assert child.is_running()
+    assert child.pid != first
+    assert stage.recorded[-1] == {"relay": child.pid}
+    assert "killed by SIGKILL" in stage.said[0]
+    assert "started again" in stage.said[1]
+    stage.crew.stop([[child]], grace_s=30)
+
+
+def test_given_a_child_that_cannot_work_when_it_keeps_ending_then_the_start_fails_with_its_log(stage: Stage) -> None:
+    stage.child("gateway", "print('no such model'); raise SystemExit(3)")
+    with pytest.raises(StartFailed, match="no such model"):
+        stage.tend_until(lambda: False, max_deaths=1)
+    assert "exit status 3" in stage.said[0]
+
+
+def test_given_more_and_more_deaths_when_delays_grow_then_they_stay_bounded() -> None:
+    delays = [backoff_s(num_deaths) for num_deaths in range(1, 200)]
+    assert delays == sorted(delays)
+    assert delays[0] < 1
+    assert delays[-1] == MAX_DELAY_S
+
+
+def test_given_groups_when_stopped_then_each_group_ends_before_the_next_is_asked(stage: Stage, tmp_path: Path) -> None:
+    order = tmp_path / "order"
+    program = (
+        "import signal, sys\n"
+        "def end(number, frame):\n"
+        f"    open({str(order)!r}, 'a').write(sys.argv[1] + ' ')\n"
+        "    raise SystemExit\n"
+        "signal.signal(signal.SIGTERM, end)\n"
+        "open(sys.argv[2], 'w').close()\n"
+        "while True: signal.pause()\n"
+    )
+    children = []
+    for name in ("gateway", "head", "tail"):
+        flag = tmp_path / f"{name}.up"
+        child = Service(name, tmp_path, argv=[sys.executable, "-c", program, name, str(flag)], env=os.environ)
+        stage.crew.start(child)
+        stage.tend_until(flag.exists)
+        children.append(child)
+    stage.crew.stop([[child] for child in children], grace_s=30)
+    assert order.read_text().split() == ["gateway", "head", "tail"]
+
+
+def test_given_a_child_that_ignores_the_request_when_its_grace_is_over_then_it_and_its_children_are_killed(
+    stage: Stage, tmp_path: Path
+) -> None:
+    flag = tmp_path / "grandchild"
+    program = (
+        "import os, signal, subprocess, sys\n"
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "grandchild = subprocess.Popen([sys.executable, '-c', 'import signal; signal.pause()'])\n"
+        f"open({str(flag)!r} + '.new', 'w').write(str(grandchild.pid))\n"
+        f"os.rename({str(flag)!r} + '.new', {str(flag)!r})\n"
+        "signal.pause()\n"
+    )
+    child = stage.child("stage-0", program)
+    stage.tend_until(flag.exists)
+    grandchild = psutil.Process(int(flag.read_text()))
+    stage.crew.stop([[child]], grace_s=0)
+    assert not child.is_running()
+    assert wait_until_gone(grandchild, timeout_s=30)
+
+
+def test_given_a_stop_under_way_when_asked_again_then_nothing_is_waited_for(stage: Stage, tmp_path: Path) -> None:
+    flag = tmp_path / "asked"
+    program = (
+        "import signal\n"
+        f"signal.signal(signal.SIGTERM, lambda number, frame: open({str(flag)!r}, 'w').close())\n"
+        f"open({str(flag)!r} + '.up', 'w').close()\n"
+        "while True: signal.pause()\n"
+    )
+    child = stage.child("stage-0", program)
+    stage.tend_until((tmp_path / "asked.up").exists)
+    program = (
+        "import os, pathlib\n"
+        f"while not pathlib.Path({str(flag)!r}).exists(): os.sched_yield()\n"
+        "os.kill(os.getppid(), 15)\n"
+    )
+    impatient = Service("impatient", tmp_path, argv=[sys.executable, "-c", program], env=os.environ)
+    impatient.start()
+    stage.crew.stop([[child]], grace_s=3600)
+    assert not child.is_running()
+    assert stage.inbox.num_stops == 1
+    impatient.kill()
+
+
+def test_given_a_log_that_outgrew_its_limit_when_bounded_then_one_older_copy_is_kept(tmp_path: Path) -> None:
+    log = tmp_path / "relay.log"
+    log.write_text("x" * 11)
+    bound_log(log, max_bytes=10)
+    assert log.stat().st_size == 0
+    assert (tmp_path / "relay.log.1").read_text() == "x" * 11

@@ -1,0 +1,91 @@
+"""The runtime folder: one owner, a true record of processes, up.json that only its owner reads."""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from services.standalone.cores import CoreClaims
+from services.standalone.down import stop_stack
+from services.standalone.home import AlreadyUp, Home, Recorded, write_private
+
+
+@pytest.fixture
+def stranger() -> Iterator[subprocess.Popen[bytes]]:
+    """A process that runs until it is told to end."""
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    yield process
+    process.kill()
+    process.communicate()
+
+
+def test_given_a_stack_in_a_folder_when_another_starts_there_then_it_is_refused(tmp_path: Path) -> None:
+    with Home(tmp_path).lock(), pytest.raises(AlreadyUp, match="make down"), Home(tmp_path).lock():
+        pass
+    with Home(tmp_path).lock():
+        pass
+
+
+def test_given_a_recorded_process_when_its_supervisor_is_gone_then_down_ends_it(
+    tmp_path: Path, stranger: subprocess.Popen[bytes]
+) -> None:
+    home = Home(tmp_path)
+    home.record({"relay": stranger.pid})
+    home.publish({"model": "clerk"})
+    assert stop_stack(home, drain_s=1) == ["relay"]
+    assert stranger.wait(30) == -15
+    assert home.published() is None
+    assert stop_stack(home, drain_s=1) == []
+
+
+def test_given_a_pid_that_belongs_to_another_process_now_when_down_then_that_one_lives(
+    tmp_path: Path, stranger: subprocess.Popen[bytes]
+) -> None:
+    home = Home(tmp_path)
+    home.record({"relay": stranger.pid})
+    entry = home.recorded()["relay"]
+    earlier = Recorded(pid=entry.pid, started_at=entry.started_at - 100)
+    assert entry.find() is not None
+    assert earlier.find() is None
+
+
+def test_given_a_record_when_a_process_is_added_then_the_others_keep_their_start_times(
+    tmp_path: Path, stranger: subprocess.Popen[bytes]
+) -> None:
+    home = Home(tmp_path)
+    home.record({"one": os.getpid()})
+    before = home.recorded()["one"]
+    home.record({"one": os.getpid(), "two": stranger.pid})
+    assert home.recorded()["one"] == before
+    assert set(home.alive()) == {"one", "two"}
+
+
+def test_given_up_json_when_published_then_only_its_owner_reads_it_and_it_is_replaced_whole(tmp_path: Path) -> None:
+    home = Home(tmp_path)
+    home.publish({"stages": 1})
+    home.publish({"stages": 2})
+    assert stat.S_IMODE(home.up_file.stat().st_mode) == 0o600
+    assert home.published() == {"stages": 2}
+    assert [path.name for path in tmp_path.iterdir()] == ["up.json"]
+
+
+def test_given_a_file_that_others_can_read_when_replaced_then_they_cannot(tmp_path: Path) -> None:
+    path = tmp_path / "secret"
+    path.touch(mode=0o644)
+    write_private(path, b"new")
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+def test_given_a_stack_on_some_cores_when_another_claims_all_then_it_learns_which_are_taken(tmp_path: Path) -> None:
+    with CoreClaims(tmp_path) as first, CoreClaims(tmp_path) as second:
+        assert first.claim([0, 1, 2]) == frozenset()
+        first.keep([1])
+        assert second.claim([0, 1, 2]) == {1}
+    with CoreClaims(tmp_path) as third:
+        assert third.claim([0, 1, 2]) == frozenset()
