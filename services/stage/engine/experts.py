@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers.integrations.moe import ExpertsInterface
 
+from services.stage.engine.padding import padded_rows
+
 EXPERTS = "shardline_padded"
 MIN_ROWS = 16
 """Fewer rows would take other matrix kernels, with other bits. The probe at start checks that this is enough."""
@@ -20,12 +22,15 @@ MIN_ROWS = 16
 def padded_experts(module: Any, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """Each chosen expert over its rows, padded to MIN_ROWS; sums in order of the experts' numbers, in float32."""
     total = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device)
+    sizes = {module.down_proj.shape[-2], module.down_proj.shape[-1]}
+    widths, num_threads = frozenset(int(size) for size in sizes), torch.get_num_threads()
     for expert in torch.unique(top_k_index).tolist():
         if expert >= module.num_experts:
             continue
         rows, place = torch.where(top_k_index == expert)
         num = rows.numel()
-        states = hidden.new_zeros((max(num, MIN_ROWS), hidden.shape[-1]))
+        padded = padded_rows(num, min_rows=MIN_ROWS, widths=widths, num_threads=num_threads)
+        states = hidden.new_zeros(padded, hidden.shape[-1])
         states[:num] = hidden[rows]
         out = _one_expert(module, expert, states)[:num]
         total.index_add_(0, rows, (out * top_k_weights[rows, place, None]).float())

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from services.stage.engine.model_info import refuse
 from services.stage.engine.paged import HeadShape
+from services.stage.engine.refusal import refuse
 from services.stage.engine.shard import Shard
 
 PROBE = "shardline_probe"

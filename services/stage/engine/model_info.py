@@ -9,16 +9,16 @@ import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Never
+from typing import Any
 
 import transformers as tf
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
-from shardline.errors import Invalid, Unavailable
+from services.stage.engine.refusal import refuse
+from services.stage.engine.weights import weight_files
+from shardline.errors import Unavailable
 
-FIELD = "SHARDLINE_MODEL"
 HUB_FILES = ("*.json", "model*.safetensors", "tokenizer*", "*.jinja", "*.model", "*.txt")
 ATTENTION_TYPES = frozenset({"full_attention", "sliding_attention"})
 
@@ -53,11 +53,6 @@ class ModelInfo:
         )
 
 
-def refuse(problem: str, remedy: str = "Choose another model") -> Never:
-    """This model can never work here."""
-    raise Invalid(FIELD, problem, remedy)
-
-
 def local_folder(model: str | Path) -> Path:
     """The folder of a model; a hub id is downloaded (safetensors and text files only) into the hub's own cache."""
     path = Path(model).expanduser()
@@ -68,31 +63,9 @@ def local_folder(model: str | Path) -> Path:
     try:
         return Path(snapshot_download(str(model), allow_patterns=list(HUB_FILES)))
     except (RepositoryNotFoundError, HFValidationError) as error:
-        raise Invalid(
-            FIELD, f"the hub has no model {str(model)!r}", "Check the name, or HF_TOKEN if it is private"
-        ) from error
+        refuse(f"the hub has no model {str(model)!r}", "Check the name, or HF_TOKEN if it is private", error)
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         raise Unavailable(f"cannot fetch {str(model)!r} from the hub: {error}") from error
-
-
-def weight_files(path: Path) -> list[Path]:
-    """The safetensors files that hold the weights, in order of their names. Raises Invalid if any is missing."""
-    index = path / SAFE_WEIGHTS_INDEX_NAME
-    if (path / SAFE_WEIGHTS_NAME).is_file():
-        return [path / SAFE_WEIGHTS_NAME]
-    if not index.is_file():
-        others = sorted(file.name for file in path.glob("*.bin"))
-        found = f"only {others[0]}" if others else "no weights"
-        refuse(f"{path} has {found}, no {SAFE_WEIGHTS_NAME}", "Save the model with save_pretrained (safetensors)")
-    try:
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
-        raise Invalid(FIELD, f"{index} is not a safetensors index: {error!r}", "Copy the model again") from error
-    files = [path / name for name in names if Path(name).name == name]
-    missing = [name for name in names if not (path / name).is_file()]
-    if missing or not files:
-        refuse(f"{path} lacks {', '.join(missing) or 'any weights'}", "Copy the model again, with all its files")
-    return files
 
 
 def _read_config(path: Path) -> Any:
@@ -103,14 +76,14 @@ def _read_config(path: Path) -> Any:
         raw = json.loads(file.read_text(encoding="utf-8"))
         model_type = raw["model_type"]
     except (ValueError, KeyError, TypeError) as error:
-        raise Invalid(FIELD, f"{file} is no model's config: {error!r}", "Copy the model again") from error
+        refuse(f"{file} is no model's config: {error!r}", "Copy the model again", error)
     if model_type not in tf.CONFIG_MAPPING:
         why = "needs remote code, which is never run" if "auto_map" in raw else "is unknown to this transformers"
         refuse(f"model type {model_type!r} {why} ({tf.__version__})", "Choose a model that transformers has built in")
     try:
         return tf.AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=True)
     except (ValueError, TypeError, KeyError, OSError) as error:
-        raise Invalid(FIELD, f"transformers refuses {file}: {error}", "Correct the config") from error
+        refuse(f"transformers refuses {file}: {error}", "Correct the config", error)
 
 
 def _check_can_be_sharded(config: Any) -> None:

@@ -19,7 +19,9 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from services.stage.engine.experts import EXPERTS
-from services.stage.engine.model_info import ModelInfo, model_class, refuse
+from services.stage.engine.model_info import ModelInfo, model_class
+from services.stage.engine.refusal import refuse
+from services.stage.engine.weights import check_file, weight_files
 from shardline.errors import Invalid
 
 REPORTS = ("missing_keys", "mismatched_keys", "error_msgs")
@@ -96,6 +98,9 @@ class Shard:
         self.device: torch.device = model.device
         stack = getattr(self.decoder, Pieces.of(model, info.num_layers).layers)
         self.blocks: dict[int, nn.Module] = {number: stack[number] for number in layers}
+        sizes = {int(p.shape[-2]) for block in self.blocks.values() for p in block.parameters() if p.dim() > 1}
+        self.widths = frozenset(sizes | {size // 2 for size in sizes if size % 2 == 0})
+        """Row lengths of elementwise operations: what linears give, or half of it where two are fused."""
         self._received: Tensor | None = None
         if not self.is_first:  # whatever the model did before its layers gives way to what the stage before sent
             self.blocks[layers.start].register_forward_pre_hook(self._take_received, with_kwargs=True)
@@ -117,6 +122,8 @@ class Shard:
             raise Invalid(
                 "SHARDLINE_SPLIT", f"the model has layers 0-{info.num_layers - 1}, not {layers}", "Correct it"
             )
+        for file in weight_files(info.path):
+            check_file(file)
         kind = shard_class(info, layers, check_bytes)
         with _quiet_loader():
             try:
@@ -131,7 +138,7 @@ class Shard:
                     output_loading_info=True,
                 )
             except (SafetensorError, RuntimeError, OSError, ValueError) as error:
-                raise Invalid("SHARDLINE_MODEL", f"{info.path} cannot be loaded: {error}", "Copy it again") from error
+                refuse(f"{info.path} cannot be loaded: {error}", "Copy the model again", error)
         for name in REPORTS:
             if report[name]:
                 refuse(f"its weights have {name} {_some(report[name])}", "Copy the model again, or correct its config")
