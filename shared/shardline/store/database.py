@@ -1,0 +1,82 @@
+"""Connections to Postgres: one place for driver, pool and timeouts. Knows no table."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sqlalchemy import URL, Engine, create_engine, make_url
+from sqlalchemy.exc import ArgumentError
+from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
+
+from shardline.errors import Invalid
+
+CONNECT_TIMEOUT_S = 5
+STATEMENT_TIMEOUT_S = 30.0
+LOCK_TIMEOUT_S = 10.0
+IDLE_TIMEOUT_S = 60.0
+"""A transaction left open by a frozen process is ended by the server, so that its locks go."""
+
+POOL_SIZE = 5
+POOL_TIMEOUT_S = 10.0
+POOL_RECYCLE_S = 1800
+SCHEMES = ("postgresql", "postgres", "postgresql+psycopg", "postgresql+psycopg_async")
+
+
+def connect(url: str, **options: Any) -> Engine:
+    """A pool of connections. Connects lazily. `options`: the timeouts of `connect_arguments`, else create_engine's."""
+    return create_engine(normalise(url), **_engine_options(options))
+
+
+def connect_async(url: str, **options: Any) -> AsyncEngine:
+    """The same for asyncio."""
+    return create_async_engine(normalise(url), **_engine_options(options))
+
+
+def normalise(url: str) -> URL:
+    """Any Postgres URL, also of a unix socket, with the psycopg 3 driver. Raises Invalid without repeating the URL."""
+    try:
+        parsed = make_url(url)
+    except ArgumentError as error:
+        raise Invalid("database_url", "it is no URL", "Write postgresql://user:password@host/database") from error
+    if parsed.drivername not in SCHEMES:
+        raise Invalid("database_url", f"its scheme is {parsed.drivername!r}", "Write postgresql://…")
+    return parsed.set(drivername="postgresql+psycopg")
+
+
+def connect_arguments(
+    *,
+    application_name: str = "shardline",
+    connect_timeout_s: int = CONNECT_TIMEOUT_S,
+    statement_timeout_s: float = STATEMENT_TIMEOUT_S,
+    lock_timeout_s: float = LOCK_TIMEOUT_S,
+    idle_timeout_s: float = IDLE_TIMEOUT_S,
+) -> dict[str, Any]:
+    """libpq's settings: nothing waits for ever, and a peer that vanished is noticed."""
+    server_settings = {
+        "statement_timeout": statement_timeout_s,
+        "lock_timeout": lock_timeout_s,
+        "idle_in_transaction_session_timeout": idle_timeout_s,
+    }
+    return {
+        "application_name": application_name,
+        "connect_timeout": connect_timeout_s,
+        "options": " ".join(f"-c {name}={int(value_s * 1000)}" for name, value_s in server_settings.items()),
+        "keepalives_idle": 10,
+        "keepalives_interval": 5,
+        "keepalives_count": 3,
+        "tcp_user_timeout": 30_000,
+    }
+
+
+def _engine_options(options: dict[str, Any]) -> dict[str, Any]:
+    names = connect_arguments.__kwdefaults__ or {}
+    arguments = {name: options.pop(name) for name in list(options) if name in names}
+    pool: dict[str, Any] = {"pool_pre_ping": True}
+    if "poolclass" not in options:
+        pool |= {
+            "pool_size": POOL_SIZE,
+            "max_overflow": 0,
+            "pool_timeout": POOL_TIMEOUT_S,
+            "pool_recycle": POOL_RECYCLE_S,
+        }
+    return {**pool, "connect_args": connect_arguments(**arguments), **options}

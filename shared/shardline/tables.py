@@ -1,0 +1,218 @@
+"""The tables: one truth for queries and for Alembic. Owns columns, constraints and indexes; knows no query.
+
+The states and who writes them: docs/job-lifecycle.md. Triggers and storage settings are in the migrations.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sqlalchemy import (
+    TIMESTAMP,
+    BigInteger,
+    Boolean,
+    CheckConstraint,
+    Column,
+    ForeignKey,
+    Index,
+    Integer,
+    MetaData,
+    SmallInteger,
+    Table,
+    Text,
+    UniqueConstraint,
+    false,
+    text,
+    true,
+)
+from sqlalchemy.dialects.postgresql import ARRAY, JSONB, UUID
+
+from shardline.job import DEFAULT_PRIORITY, DEFAULT_TENANT, PRIORITIES, FinishReason, JobState
+
+JOBS_CHANNEL = "shardline_jobs"
+"""NOTIFY, empty payload: rows for the relay were inserted, requeued or asked to cancel."""
+
+DONE_CHANNEL = "shardline_done"
+"""NOTIFY, empty payload, once a transaction: jobs ended."""
+
+MAX_PROMPT_BYTES = 16 << 20
+
+RANDOM_SEED = "(floor((random() * ('9007199254740992'::bigint)::double precision)))::bigint"
+"""Spelled as Postgres spells it back, so that `alembic check` can compare."""
+
+OUTCOMES = ("succeeded", "failed", "cancelled", "expired", "released", "lost", "crashed")
+"""How an attempt ended: as its job did, given back, or its lease expired with and without a token of its own."""
+
+metadata = MetaData(
+    naming_convention={
+        "pk": "%(table_name)s_pkey",
+        "fk": "%(table_name)s_%(column_0_name)s_fkey",
+        "uq": "%(table_name)s_%(column_0_N_name)s_key",
+        "ck": "%(table_name)s_%(constraint_name)s",
+    }
+)
+
+
+def _one_of(column: str, values: tuple[str, ...]) -> str:
+    return f"{column} IN ({', '.join(repr(str(value)) for value in values)})"
+
+
+def _time(name: str, **options: Any) -> Column[Any]:
+    return Column(name, TIMESTAMP(timezone=True), **options)
+
+
+def _created(name: str) -> Column[Any]:
+    return _time(name, nullable=False, server_default=text("now()"))
+
+
+def _object(name: str) -> Column[Any]:
+    return Column(name, JSONB, nullable=False, server_default=text("'{}'"))
+
+
+tenants = Table("tenants", metadata, Column("id", Text, primary_key=True), _created("created_at"))
+
+models = Table(
+    "models",
+    metadata,
+    Column("name", Text, primary_key=True),
+    Column("revision", Text),
+    Column("context_length", Integer, nullable=False),
+    Column("vocab_size", Integer, nullable=False),
+    Column("eos_token_ids", ARRAY(Integer), nullable=False, server_default=text("'{}'")),
+    Column("tokenizer", Text, nullable=False),
+    Column("chat_template", Text),
+    _object("special_tokens"),
+    Column("fingerprint", Text, nullable=False),
+    _created("updated_at"),
+    CheckConstraint("length(name) BETWEEN 1 AND 256", name="name_is_1_to_256_characters"),
+    CheckConstraint("context_length > 0 AND vocab_size > 0", name="sizes_are_positive"),
+)
+
+jobs = Table(
+    "jobs",
+    metadata,
+    Column("id", UUID(as_uuid=True), primary_key=True, server_default=text("gen_random_uuid()")),
+    Column("tenant_id", Text, ForeignKey("tenants.id"), nullable=False, server_default=text(f"'{DEFAULT_TENANT}'")),
+    Column("model", Text, nullable=False),
+    # What to complete: one of the first two, or prompt_ids alone.
+    Column("prompt", Text),
+    Column("messages", JSONB(none_as_null=True)),
+    Column("prompt_ids", ARRAY(Integer)),
+    _object("params"),
+    Column("seed", BigInteger, nullable=False, server_default=text(RANDOM_SEED)),
+    Column("priority", SmallInteger, nullable=False, server_default=text(str(DEFAULT_PRIORITY))),
+    Column("idempotency_key", Text),
+    _object("metadata"),
+    Column("traceparent", Text),
+    Column("replay_of", UUID(as_uuid=True), ForeignKey("jobs.id", ondelete="SET NULL")),
+    # When it may run.
+    _created("created_at"),
+    _time("not_before", nullable=False, server_default=text("now()")),
+    _time("deadline_at"),
+    _time("cancel_requested_at"),
+    # Preparation and sending, by relays.
+    _time("prepared_at"),
+    Column("max_tokens", Integer),
+    _time("sent_at"),
+    Column("num_sends", Integer, nullable=False, server_default=text("0")),
+    # Running.
+    Column("state", Text, nullable=False, server_default=text(f"'{JobState.QUEUED}'")),
+    Column("fence", BigInteger, nullable=False, server_default=text("0")),
+    _time("lease_until"),
+    Column("worker", Text),
+    Column("pipeline", Text),
+    _time("requeued_at"),
+    Column("crashes", Integer, nullable=False, server_default=text("0")),
+    Column("max_crashes", Integer, nullable=False, server_default=text("3")),
+    Column("exactness", Text),
+    Column("exact", Boolean, nullable=False, server_default=true()),
+    # The end.
+    Column("error", JSONB(none_as_null=True)),
+    _time("finished_at"),
+    UniqueConstraint("tenant_id", "idempotency_key"),
+    CheckConstraint(_one_of("state", tuple(JobState)), name="state_is_known"),
+    CheckConstraint(
+        "state = 'failed' OR (num_nonnulls(prompt, messages) <= 1 AND num_nonnulls(prompt, messages, prompt_ids) >= 1)",
+        name="needs_a_prompt_or_messages_or_prompt_ids",
+    ),
+    CheckConstraint(f"octet_length(prompt) <= {MAX_PROMPT_BYTES}", name="prompt_is_too_long"),
+    CheckConstraint("length(model) BETWEEN 1 AND 256", name="model_is_1_to_256_characters"),
+    CheckConstraint("jsonb_typeof(messages) = 'array'", name="messages_is_an_array"),
+    CheckConstraint("jsonb_typeof(params) = 'object'", name="params_is_an_object"),
+    CheckConstraint("jsonb_typeof(metadata) = 'object'", name="metadata_is_an_object"),
+    CheckConstraint("seed >= 0", name="seed_is_not_negative"),
+    CheckConstraint(f"priority BETWEEN {PRIORITIES[0]} AND {PRIORITIES[-1]}", name="priority_is_0_to_9"),
+    CheckConstraint("length(idempotency_key) BETWEEN 1 AND 256", name="idempotency_key_is_1_to_256_characters"),
+    CheckConstraint("max_crashes BETWEEN 0 AND 100", name="max_crashes_is_0_to_100"),
+    CheckConstraint("crashes >= 0 AND fence >= 0 AND num_sends >= 0", name="counters_are_not_negative"),
+    CheckConstraint("(state = 'running') = (lease_until IS NOT NULL)", name="a_lease_belongs_to_running"),
+    CheckConstraint("(state IN ('queued', 'running')) = (finished_at IS NULL)", name="finished_at_belongs_to_an_end"),
+    CheckConstraint(
+        "prepared_at IS NULL OR (prompt_ids IS NOT NULL AND max_tokens >= 1 AND cardinality(prompt_ids) >= 1)",
+        name="prepared_means_tokenised",
+    ),
+    CheckConstraint("state <> 'running' OR (fence > 0 AND prepared_at IS NOT NULL)", name="running_means_claimed"),
+)
+
+_WAITING = "state = 'queued' AND sent_at IS NULL AND prepared_at IS NOT NULL"
+Index("jobs_to_prepare", jobs.c.created_at, postgresql_where=text("state = 'queued' AND prepared_at IS NULL"))
+Index("jobs_to_send", *(jobs.c[n] for n in ("model", "priority", "created_at", "id")), postgresql_where=text(_WAITING))
+Index("jobs_sent", jobs.c.model, jobs.c.priority, postgresql_where=text("state = 'queued' AND sent_at IS NOT NULL"))
+# Not on lease_until: a heartbeat must not touch an index.
+Index("jobs_running", jobs.c.pipeline, postgresql_where=text("state = 'running'"))
+Index("jobs_deadlines", jobs.c.deadline_at, postgresql_where=text("state = 'queued' AND deadline_at IS NOT NULL"))
+Index("jobs_cancels", jobs.c.id, postgresql_where=text("state = 'queued' AND cancel_requested_at IS NOT NULL"))
+Index("jobs_listing", jobs.c.created_at, jobs.c.id)
+
+attempts = Table(
+    "attempts",
+    metadata,
+    Column("job_id", UUID(as_uuid=True), ForeignKey("jobs.id", ondelete="CASCADE"), primary_key=True),
+    Column("fence", BigInteger, primary_key=True, autoincrement=False),
+    Column("pipeline", Text, nullable=False),
+    Column("epoch", BigInteger, nullable=False),
+    Column("worker", Text, nullable=False),
+    Column("fingerprint", Text, nullable=False),
+    Column("exactness", Text, nullable=False),
+    _created("started_at"),
+    _created("heartbeat_at"),
+    _time("ended_at"),
+    Column("outcome", Text),
+    Column("num_resumed", Integer, nullable=False, server_default=text("0")),
+    Column("tokens", ARRAY(Integer), nullable=False, server_default=text("'{}'")),
+    Column("logprobs", JSONB(none_as_null=True)),
+    CheckConstraint(_one_of("outcome", OUTCOMES), name="outcome_is_known"),
+)
+
+results = Table(
+    "results",
+    metadata,
+    Column("job_id", UUID(as_uuid=True), ForeignKey("jobs.id", ondelete="CASCADE"), primary_key=True),
+    Column("fence", BigInteger, nullable=False),
+    Column("text", Text, nullable=False),
+    Column("token_ids", ARRAY(Integer), nullable=False),
+    Column("prompt_tokens", Integer, nullable=False),
+    Column("completion_tokens", Integer, nullable=False),
+    Column("finish_reason", Text, nullable=False),
+    Column("logprobs", JSONB(none_as_null=True)),
+    Column("exact", Boolean, nullable=False),
+    _object("timings"),
+    _object("provenance"),
+    _created("created_at"),
+    CheckConstraint(_one_of("finish_reason", tuple(FinishReason)), name="finish_reason_is_known"),
+)
+
+pipelines = Table(
+    "pipelines",
+    metadata,
+    Column("id", Text, primary_key=True),
+    Column("model", Text, nullable=False),
+    Column("fingerprint", Text, nullable=False),
+    Column("epoch", BigInteger, nullable=False, server_default=text("1")),
+    Column("head", Text, nullable=False),
+    _time("lease_until", nullable=False),
+    _time("ready_at"),
+    Column("seats", Integer, nullable=False, server_default=text("0")),
+    Column("stages", JSONB, nullable=False, server_default=text("'[]'")),
+    Column("exact", Boolean, nullable=False, server_default=false()),
+)
