@@ -1,0 +1,88 @@
+"""Every metric's name, labels and meaning, in one place. Owns no endpoint and measures nothing itself.
+
+Needs prometheus-client (extra `observe`): services have it, producers need not. Each service makes its own set once,
+on its own registry.
+"""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
+
+SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+STEP_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12)
+BATCH = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+
+
+def serve(port: int, registry: CollectorRegistry, *, host: str = "0.0.0.0") -> None:  # noqa: S104 scraped from outside
+    """Answer GET /metrics on `port`, on a thread of its own, until the process ends."""
+    start_http_server(port, addr=host, registry=registry)
+
+
+class GatewayMetrics:
+    """What the HTTP door sees."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.requests = Counter(
+            "shardline_http_requests", "Requests answered", ["route", "method", "status"], registry=registry
+        )
+        self.seconds = Histogram(
+            "shardline_http_request_seconds",
+            "Time to the end of the answer",
+            ["route"],
+            buckets=SECONDS,
+            registry=registry,
+        )
+        self.first_token_seconds = Histogram(
+            "shardline_http_first_token_seconds",
+            "Time from a streaming request to its first token",
+            buckets=SECONDS,
+            registry=registry,
+        )
+        self.accepted = Counter("shardline_jobs_accepted", "Jobs committed by this door", ["model"], registry=registry)
+        self.refused = Counter("shardline_jobs_refused", "Requests refused", ["code"], registry=registry)
+        self.abandoned = Counter(
+            "shardline_http_disconnects", "Completions cancelled because the caller left", registry=registry
+        )
+        self.in_flight = Gauge("shardline_http_in_flight", "Requests admitted and not yet answered", registry=registry)
+        self.insert_batch = Histogram(
+            "shardline_insert_batch_jobs", "Jobs committed by one transaction", buckets=BATCH, registry=registry
+        )
+
+
+class RelayMetrics:
+    """What a relay did."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.sent = Counter("shardline_relay_sent", "Celery messages sent", ["model"], registry=registry)
+        self.resent = Counter("shardline_relay_resent", "Messages sent again, the first seems lost", registry=registry)
+        self.swept = Counter("shardline_relay_swept", "Rows that a sweep moved", ["outcome"], registry=registry)
+        self.prepared = Counter("shardline_relay_prepared", "Rows tokenised by the relay", registry=registry)
+        self.refused = Counter("shardline_relay_refused", "Rows failed as invalid by the relay", registry=registry)
+        self.intake = Counter(
+            "shardline_intake_entries", "Intake stream entries, by what became of them", ["outcome"], registry=registry
+        )
+        self.jobs = Gauge("shardline_jobs", "Jobs not yet ended", ["model", "state"], registry=registry)
+        self.errors = Counter("shardline_relay_errors", "Turns cut short by a server", ["server"], registry=registry)
+
+
+class StageMetrics:
+    """What a stage did. The head alone knows of sequences and tokens; every stage knows its steps and its KV."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.steps = Counter("shardline_steps", "Steps done by this stage", registry=registry)
+        self.step_seconds = Histogram(
+            "shardline_step_seconds", "Time of one step in this stage", buckets=STEP_SECONDS, registry=registry
+        )
+        self.prompt_tokens = Counter("shardline_prompt_tokens", "Prompt tokens computed", registry=registry)
+        self.output_tokens = Counter("shardline_output_tokens", "Tokens generated", registry=registry)
+        self.running = Gauge("shardline_sequences_running", "Sequences in the batch", registry=registry)
+        self.waiting = Gauge("shardline_sequences_waiting", "Sequences claimed and waiting", registry=registry)
+        self.preempted = Counter("shardline_preemptions", "Sequences stopped for want of KV", registry=registry)
+        self.kv_blocks = Gauge("shardline_kv_blocks", "KV blocks of this stage", ["state"], registry=registry)
+        self.ended = Counter("shardline_jobs_ended", "Jobs ended by this head", ["state"], registry=registry)
+        self.epoch = Gauge("shardline_pipeline_epoch", "Epoch of this stage's pipeline", registry=registry)
+        self.ready = Gauge("shardline_pipeline_ready", "1 while the pipeline can generate", registry=registry)
+        self.exact = Gauge("shardline_exact", "1 if outputs never depend on the batch or a restart", registry=registry)
+        self.dropped_deltas = Counter(
+            "shardline_stream_deltas_dropped", "Deltas not written because Redis was away", registry=registry
+        )

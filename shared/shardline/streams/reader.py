@@ -1,0 +1,161 @@
+"""Many streams followed over one connection. Hands deltas out as they come; knows no order and no Postgres."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+from uuid import UUID
+
+import redis.asyncio
+import structlog
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import RedisError
+
+from shardline.errors import ProtocolError
+from shardline.keys import job_stream
+from shardline.wire import DELTA_FIELD, Delta, decode_delta
+
+log = structlog.get_logger(__name__)
+
+BLOCK_MS = 50
+"""A stream that is watched from now on waits at most so long for its first read."""
+
+PAUSE_S = 0.004
+"""Between reads, so that many streams' deltas travel together."""
+
+RETRY_S = 0.5
+TIMEOUT_S = 5.0
+MAX_ENTRIES_PER_READ = 1_000
+MAX_UNREAD = 4_096
+"""Of one slow reader; older ones are dropped, and it fills the gap from Postgres."""
+
+
+class Mailbox:
+    """What waits for one follower: deltas, and a bell that rings for anything it should look at."""
+
+    def __init__(self) -> None:
+        self.bell = asyncio.Event()
+        self.ended = False
+        """Set by whoever learns that the job has ended."""
+        self._deltas: deque[Delta] = deque(maxlen=MAX_UNREAD)
+
+    def put(self, delta: Delta) -> None:
+        """From the reader's task."""
+        self._deltas.append(delta)
+        self.bell.set()
+
+    def end(self) -> None:
+        """The job has ended: Postgres has all of it."""
+        self.ended = True
+        self.bell.set()
+
+    async def wait(self, timeout_s: float) -> list[Delta]:
+        """The deltas that came, at the latest after `timeout_s`."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self.bell.wait()
+        self.bell.clear()
+        deltas = list(self._deltas)
+        self._deltas.clear()
+        return deltas
+
+
+class DeltaReader:
+    """One task and one connection for all watched streams. While Redis is away, `is_away` says so."""
+
+    def __init__(self, redis_url: str) -> None:
+        self._redis = redis.asyncio.Redis.from_url(
+            redis_url,
+            socket_timeout=TIMEOUT_S,
+            socket_connect_timeout=TIMEOUT_S,
+            retry=Retry(NoBackoff(), 0),
+        )
+        self.is_away = False
+        self._watched: dict[bytes, list[Mailbox]] = {}
+        self._last_ids: dict[bytes, bytes] = {}
+        self._any_watched = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Begin to read, in a task of its own."""
+        self._task = asyncio.create_task(self._run(), name="deltas")
+
+    async def close(self) -> None:
+        """End the task and the connection."""
+        if self._task is not None:
+            self._task.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._task
+        await self._redis.aclose()
+
+    @contextmanager
+    def watch(self, job_id: UUID, mailbox: Mailbox) -> Iterator[None]:
+        """While inside, the job's deltas go to `mailbox`: all that its stream holds, then new ones."""
+        key = job_stream(job_id).encode()
+        self._watched.setdefault(key, []).append(mailbox)
+        # A second watcher of the same stream has it read again from its beginning; the first ignores repeats.
+        self._last_ids[key] = b"0"
+        self._any_watched.set()
+        try:
+            yield
+        finally:
+            self._watched[key].remove(mailbox)
+            if not self._watched[key]:
+                del self._watched[key], self._last_ids[key]
+            if not self._watched:
+                self._any_watched.clear()
+
+    async def _run(self) -> None:
+        while True:
+            await self._any_watched.wait()
+            try:
+                await self._read()
+            except (RedisError, OSError, TimeoutError) as error:
+                self._note_away(error)
+                await asyncio.sleep(RETRY_S)
+            else:
+                self.is_away = False
+                await asyncio.sleep(PAUSE_S)
+
+    async def _read(self) -> None:
+        asked = dict(self._last_ids)
+        streams: Any = asked
+        reply: Any = await self._redis.xread(streams, count=MAX_ENTRIES_PER_READ, block=BLOCK_MS)
+        for key, entries in _entries(reply):
+            if self._last_ids.get(key) == asked[key]:
+                self._last_ids[key] = entries[-1][0]
+            for delta in deltas_of(entries):
+                for mailbox in self._watched.get(key, ()):
+                    mailbox.put(delta)
+
+    def _note_away(self, error: Exception) -> None:
+        """After an outage the server may be another one, with other entry ids: read every stream from its beginning."""
+        if not self.is_away:
+            log.warning("Redis is away: streams go on from Postgres", error=str(error)[:200])
+        self.is_away = True
+        self._last_ids = dict.fromkeys(self._last_ids, b"0")
+        for mailboxes in self._watched.values():
+            for mailbox in mailboxes:
+                mailbox.bell.set()
+
+
+def _entries(reply: Any) -> Iterator[tuple[bytes, list[tuple[bytes, dict[bytes, bytes]]]]]:
+    """XREAD's reply in either protocol version: RESP3 has one more list around the entries."""
+    if isinstance(reply, dict):
+        for key, lists in reply.items():
+            yield key, [entry for entries in lists for entry in entries]
+    else:
+        yield from reply or ()
+
+
+def deltas_of(entries: list[tuple[bytes, dict[bytes, bytes]]]) -> Iterator[Delta]:
+    """Entries that are no delta are passed over: what they held is in Postgres."""
+    for _, fields in entries:
+        try:
+            yield decode_delta(fields.get(DELTA_FIELD.encode(), b""))
+        except ProtocolError as error:
+            log.warning("a stream holds an entry that is no delta", error=str(error)[:200])

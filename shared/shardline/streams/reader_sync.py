@@ -1,0 +1,50 @@
+"""One stream followed by one thread: for the synchronous client. Knows no order and no Postgres."""
+
+from __future__ import annotations
+
+from typing import Any
+from uuid import UUID
+
+import redis
+from redis.backoff import NoBackoff
+from redis.exceptions import RedisError
+from redis.retry import Retry
+
+from shardline.keys import job_stream
+from shardline.streams.reader import MAX_ENTRIES_PER_READ, TIMEOUT_S, deltas_of
+from shardline.wire import Delta
+
+
+class SyncDeltaReader:
+    """A job's stream from its beginning. While Redis is away it has nothing, and `is_away` says so."""
+
+    def __init__(self, client: redis.Redis, job_id: UUID) -> None:
+        self.is_away = False
+        self._redis = client
+        self._key = job_stream(job_id)
+        self._last_id: bytes | str = "0"
+
+    @staticmethod
+    def connect(redis_url: str) -> redis.Redis:
+        """A connection whose reads may block for up to TIMEOUT_S."""
+        return redis.Redis.from_url(
+            redis_url,
+            socket_timeout=TIMEOUT_S,
+            socket_connect_timeout=TIMEOUT_S,
+            retry=Retry(NoBackoff(), 0),
+            protocol=2,
+        )
+
+    def read(self, block_s: float) -> list[Delta]:
+        """The deltas that came, at the latest after `block_s`."""
+        block_ms = max(1, int(min(block_s, TIMEOUT_S / 2) * 1_000))
+        try:
+            reply: Any = self._redis.xread({self._key: self._last_id}, count=MAX_ENTRIES_PER_READ, block=block_ms)
+        except (RedisError, OSError):
+            self.is_away, self._last_id = True, "0"
+            return []
+        self.is_away = False
+        entries = reply[0][1] if reply else []
+        if entries:
+            self._last_id = entries[-1][0]
+        return list(deltas_of(entries))

@@ -1,0 +1,46 @@
+"""The head's side of the streams: many jobs' deltas in one round trip. Keeps nothing; knows no reader."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from uuid import UUID
+
+import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+
+from shardline.keys import STREAM_TTL_S, job_stream
+from shardline.wire import DELTA_FIELD, Delta, encode_delta
+
+MAX_ENTRIES = 16_384
+"""Of one stream, about: a reader that is further behind than that goes on from Postgres."""
+
+TIMEOUT_S = 1.0
+
+
+class DeltaWriter:
+    """One connection of one thread. `write` never blocks for long, and what it could not write is dropped."""
+
+    def __init__(self, redis_url: str, *, timeout_s: float = TIMEOUT_S) -> None:
+        self._redis = redis.Redis.from_url(
+            redis_url,
+            socket_timeout=timeout_s,
+            socket_connect_timeout=timeout_s,
+            # Once more at once, for a connection that died while idle. A delta written twice is read once.
+            retry=Retry(NoBackoff(), 1),
+        )
+
+    def write(self, batch: Sequence[tuple[UUID, Delta]]) -> None:
+        """Append each delta to its job's stream. Raises redis.RedisError: the whole batch is then forgotten."""
+        if not batch:
+            return
+        pipeline = self._redis.pipeline(transaction=False)
+        for job_id, delta in batch:
+            pipeline.xadd(job_stream(job_id), {DELTA_FIELD: encode_delta(delta)}, maxlen=MAX_ENTRIES, approximate=True)
+        for job_id in {job_id for job_id, _ in batch}:
+            pipeline.expire(job_stream(job_id), STREAM_TTL_S)
+        pipeline.execute()
+
+    def close(self) -> None:
+        """Give the connection back."""
+        self._redis.close()

@@ -1,0 +1,176 @@
+"""Prompts to token ids and back, by a model's own tokenizer and chat template. Owns the limits that depend on a model.
+
+Knows no database: a `models` row arrives as a mapping.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+
+from shardline.errors import Invalid
+from shardline.job import Message, Prompt, SamplingParams
+from shardline.tokenise.chat import ChatTemplate
+
+MAX_CHARS_PER_TOKEN = 128
+"""No tokenizer in use has longer tokens: text of more than that times the context is refused unread."""
+
+MAX_CACHED_MODELS = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """A request as an engine takes it: ids, and the number of tokens it may generate."""
+
+    prompt_ids: tuple[int, ...]
+    max_tokens: int
+
+
+class Tokens:
+    """One model's tokenizer, chat template and limits. Without a tokenizer it takes token ids only."""
+
+    def __init__(
+        self,
+        *,
+        model: str,
+        tokenizer_json: str,
+        chat_template: str | None,
+        special_tokens: Mapping[str, str],
+        context_length: int,
+        vocab_size: int,
+        eos_ids: Sequence[int],
+    ) -> None:
+        self.model = model
+        self.context_length = context_length
+        self.vocab_size = vocab_size
+        self.eos_ids = tuple(eos_ids)
+        self.has_tokenizer = bool(tokenizer_json)
+        self.tokenizer = _load(tokenizer_json)
+        self._template = ChatTemplate(chat_template, special_tokens) if chat_template else None
+
+    @classmethod
+    def from_row(cls, row: Mapping[str, Any]) -> Tokens:
+        """Of a row of `models`."""
+        return cls(
+            model=row["name"],
+            tokenizer_json=row["tokenizer"],
+            chat_template=row["chat_template"],
+            special_tokens=row["special_tokens"],
+            context_length=row["context_length"],
+            vocab_size=row["vocab_size"],
+            eos_ids=row["eos_token_ids"],
+        )
+
+    def prepare(
+        self, *, prompt: Prompt | None = None, messages: Sequence[Message] | None = None, params: SamplingParams
+    ) -> Prepared:
+        """Token ids within every limit of the model. Raises Invalid, naming the field, the limit and the remedy."""
+        if messages is not None:
+            field, ids = "messages", self._encode(self.render(messages), field="messages", add_special_tokens=False)
+        elif isinstance(prompt, str):
+            field, ids = "prompt", self._encode(prompt, field="prompt", add_special_tokens=True)
+        else:
+            field, ids = "prompt", self._checked("prompt", prompt or ())
+        if not ids:
+            raise Invalid(field, "it is empty; at least one token is needed", "Send some text or token ids")
+        self._checked("stop_token_ids", params.stop_token_ids)
+        return Prepared(prompt_ids=ids, max_tokens=self._max_tokens(field, len(ids), params))
+
+    def render(self, messages: Sequence[Message]) -> str:
+        """Messages as the text that the model was trained on. Raises Invalid."""
+        if self._template is None:
+            raise Invalid("messages", f"{self.model} has no chat template", "Send a prompt to /v1/completions instead")
+        return self._template.render(msgspec.to_builtins(messages), limit_chars=self._limit_chars)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of token ids; special tokens have none."""
+        return str(self.tokenizer.decode(list(ids), skip_special_tokens=True))
+
+    def token_text(self, token_id: int) -> str:
+        """One token as text, for log-probabilities; special tokens show their name."""
+        return str(self.tokenizer.decode([token_id], skip_special_tokens=False))
+
+    @property
+    def _limit_chars(self) -> int:
+        return self.context_length * MAX_CHARS_PER_TOKEN
+
+    def _encode(self, text: str, *, field: str, add_special_tokens: bool) -> tuple[int, ...]:
+        if not self.has_tokenizer:
+            raise Invalid(field, f"{self.model} has no tokenizer", "Send the prompt as a list of token ids")
+        if len(text) > self._limit_chars:
+            raise Invalid(
+                field,
+                f"{len(text)} characters cannot fit the context of {self.context_length} tokens",
+                f"Send at most {self._limit_chars} characters",
+            )
+        try:
+            return tuple(self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
+        except TypeError as error:
+            raise Invalid(field, "it holds characters that are not valid Unicode", "Remove lone surrogates") from error
+
+    def _checked(self, field: str, ids: Sequence[int]) -> tuple[int, ...]:
+        for place, token_id in enumerate(ids):
+            if not 0 <= token_id < self.vocab_size:
+                raise Invalid(
+                    f"{field}[{place}]",
+                    f"token id {token_id} is not in the vocabulary of {self.vocab_size}",
+                    f"Use ids from 0 to {self.vocab_size - 1}",
+                )
+        return tuple(ids)
+
+    def _max_tokens(self, field: str, num_prompt: int, params: SamplingParams) -> int:
+        room = self.context_length - num_prompt
+        if room < 1:
+            raise Invalid(
+                field,
+                f"{num_prompt} tokens leave no room in the context of {self.context_length}",
+                f"Shorten it to at most {self.context_length - 1} tokens",
+            )
+        max_tokens = room if params.max_tokens is None else params.max_tokens
+        if max_tokens > room:
+            raise Invalid(
+                "max_tokens",
+                f"{num_prompt} prompt tokens + {max_tokens} are over the context of {self.context_length}",
+                f"Use at most {room}, or shorten the prompt",
+            )
+        if params.min_tokens > max_tokens:
+            raise Invalid(
+                "min_tokens", f"{params.min_tokens} is above the {max_tokens} that fit", f"Use at most {max_tokens}"
+            )
+        return max_tokens
+
+
+class TokensCache:
+    """The models in use, loaded once each. A changed fingerprint is another model."""
+
+    def __init__(self, *, size: int = MAX_CACHED_MODELS) -> None:
+        self._size = size
+        self._tokens: OrderedDict[tuple[str, str], Tokens] = OrderedDict()
+
+    def get(self, row: Mapping[str, Any]) -> Tokens:
+        """Of a row of `models`."""
+        key = (row["name"], row["fingerprint"])
+        tokens = self._tokens.pop(key, None) or Tokens.from_row(row)
+        self._tokens[key] = tokens
+        while len(self._tokens) > self._size:
+            self._tokens.popitem(last=False)
+        return tokens
+
+
+def _load(tokenizer_json: str) -> Tokenizer:
+    """Padding and truncation that a file may ask for are never wanted here: they would change prompts silently."""
+    if not tokenizer_json:
+        return Tokenizer(WordLevel({}, unk_token=""))
+    try:
+        tokenizer = Tokenizer.from_str(tokenizer_json)
+    except Exception as error:
+        raise Invalid("tokenizer", f"tokenizer.json cannot be read: {error}", "Copy the model again") from error
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
