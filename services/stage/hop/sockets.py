@@ -5,6 +5,7 @@ A socket is used by one thread at a time; handing it to another through a queue 
 
 from __future__ import annotations
 
+import math
 import re
 import struct
 from collections.abc import Mapping
@@ -67,21 +68,24 @@ class Sockets:
         bound = socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
         return socket, bound if self._scheme == "ipc" else f"tcp://{self._advertise}:{bound.rpartition(':')[2]}"
 
-    def connect(self, kind: int, address: str, options: Mapping[int, int]) -> tuple[zmq.Socket[bytes], Watch]:
-        """A socket that is connecting. It never reconnects: what was queued in a broken connection is lost."""
-        socket = self._open(kind, options)
-        socket.setsockopt(zmq.RECONNECT_IVL, -1)
-        socket.setsockopt(zmq.IMMEDIATE, 1)
+    def connect(
+        self, kind: int, address: str, options: Mapping[int, int], timeout_s: float
+    ) -> tuple[zmq.Socket[bytes], Watch]:
+        """A connected socket. It never reconnects: what was queued in a broken connection is lost. Raises LinkLost."""
+        socket = self._open(kind, {zmq.RECONNECT_IVL: -1, zmq.IMMEDIATE: 1, **options})
         if self._curve:
             socket.curve_serverkey = self._curve.public
         watch = Watch(socket)  # Before connecting: over ipc a refusal comes at once.
         try:
             socket.connect(address)
+            if watch.writable(timeout_s):
+                return socket, watch
+            problem = watch.lost() or f"no answer in {timeout_s:.1f} s"
         except zmq.ZMQError as error:
-            watch.close()
-            socket.close()
-            raise LinkLost(f"cannot connect to {address}: {error}") from error
-        return socket, watch
+            problem = str(error)
+        watch.close()
+        socket.close()
+        raise LinkLost(f"no link to {address}: {problem}")
 
     def close(self) -> None:
         """When no thread uses a socket any more."""
@@ -135,6 +139,13 @@ class Watch:
                 if self._socket.type in _CALLERS or (self._is_met and was_candidate):
                     return "the connection was closed"
         return None
+
+    def writable(self, timeout_s: float) -> bool:
+        """Waits until the socket takes a message; False when it does not, or the peer is gone."""
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLOUT)
+        poller.register(self.events, zmq.POLLIN)
+        return self._socket in dict(poller.poll(math.ceil(timeout_s * 1000)))
 
     def close(self) -> None:
         """Before the socket itself."""

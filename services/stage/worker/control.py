@@ -69,7 +69,8 @@ class Hello(Message, frozen=True, kw_only=True, array_like=True, tag=1):
     dtype: Name
     first_layer: Small
     last_layer: Small
-    num_lanes: Small
+    max_lanes: Small
+    """What the stage's queues must hold at least."""
 
 
 class Welcome(Message, frozen=True, kw_only=True, array_like=True, tag=2):
@@ -94,7 +95,9 @@ class Start(Message, frozen=True, kw_only=True, array_like=True, tag=4):
 
     place: Small
     num_stages: Small
+    num_lanes: Small
     num_blocks: Count
+    """Of every stage: the minimum over them."""
     next_address: Address
 
 
@@ -159,6 +162,11 @@ def decode_to_stage(data: bytes) -> ToStage:
 def decode_to_head(data: bytes) -> ToHead:
     """Raises OtherVersion, or ProtocolError on anything else that no stage of this version sends."""
     return _decode(data, _to_head)
+
+
+def refusal_of_version(reason: str) -> Refuse:
+    """The answer to a peer of another version; all that it can read of it is the envelope."""
+    return Refuse(pipeline=UUID(int=0), epoch=0, code=RefusalCode.PROTOCOL, reason=reason)
 
 
 def _decode(data: bytes, decoder: msgspec.msgpack.Decoder[Decoded]) -> Decoded:

@@ -1,0 +1,41 @@
+"""What stages say of themselves to each other's threads. Knows neither sockets nor the engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capacity:
+    """What a loaded stage can do."""
+
+    num_blocks: int
+    """KV blocks that its memory holds."""
+    exactness: str
+    exact: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageStatus:
+    """What a stage's engine has done in one epoch. Of another epoch than the link's, it is not told."""
+
+    epoch: int
+    num_steps: int = 0
+    """Finished."""
+    num_sequences: int = 0
+    num_blocks_used: int = 0
+    compute_us: int = 0
+    hop_us: int = 0
+    error: str | None = None
+    """Set: the epoch is over for this stage, for example because its hop was lost."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """What a head's engine has done in one epoch."""
+
+    epoch: int
+    num_steps: int = 0
+    """Whose results are back."""
+    num_outstanding: int = 0
+    """Sent, not yet back."""

@@ -1,0 +1,114 @@
+"""How stages find each other: cards in Redis. Owns the keys' life; proves nothing: a missing card never means death."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import islice
+
+import redis
+import structlog
+
+from shardline import keys
+from shardline.errors import ProtocolError, Unavailable
+from shardline.wire import StageCard, decode_card, encode_card
+
+MAX_CARDS = 4096
+RENEW_S = keys.REGISTRY_TTL_S / 5
+TIMEOUT_S = 1.0
+"""Of one Redis call: a paused Redis must not hold up a pipeline for long."""
+
+log = structlog.get_logger(__name__)
+
+
+class Registry:
+    """The cards of live stages. Used by any thread."""
+
+    def __init__(self, redis_url: str) -> None:
+        self._redis = redis.Redis.from_url(redis_url, socket_timeout=TIMEOUT_S, socket_connect_timeout=TIMEOUT_S)
+
+    def announce(self, card: StageCard) -> None:
+        """Puts the card up for REGISTRY_TTL_S. Raises Unavailable."""
+        with _redis_errors():
+            self._redis.set(keys.stage_entry(card.incarnation), encode_card(card), ex=keys.REGISTRY_TTL_S)
+
+    def withdraw(self, incarnation: str) -> None:
+        """Takes the card down. Raises Unavailable."""
+        with _redis_errors():
+            self._redis.delete(keys.stage_entry(incarnation))
+
+    def cards(self, model: str | None = None) -> list[StageCard]:
+        """The cards that are up (of one model), at most MAX_CARDS, by worker name. Raises Unavailable."""
+        with _redis_errors():
+            names = list(islice(self._redis.scan_iter(keys.STAGE_ENTRIES, count=500), MAX_CARDS))
+            values = self._redis.mget(names) if names else []
+        cards = [card for card in map(_read_card, values) if card is not None]
+        return sorted((card for card in cards if model in (None, card.model)), key=lambda card: card.worker)
+
+    def close(self) -> None:
+        """Closes the connections."""
+        self._redis.close()
+
+
+class Announcer:
+    """A thread that keeps this stage's card up. Redis away is no error: it says so once and goes on."""
+
+    def __init__(self, registry: Registry, card: Callable[[], StageCard]) -> None:
+        self._registry = registry
+        self._card = card
+        self._stopping = False
+        self._due = threading.Event()
+        self._problem: str | None = None
+        self._thread = threading.Thread(target=self._run, name="announcer", daemon=True)
+
+    def start(self) -> None:
+        """Puts the card up, and again every RENEW_S."""
+        self._thread.start()
+
+    def touch(self) -> None:
+        """From any thread: the card has changed, put it up now."""
+        self._due.set()
+
+    def stop(self) -> None:
+        """Takes the card down."""
+        self._stopping = True
+        self._due.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _run(self) -> None:
+        while not self._stopping:
+            self._try(lambda: self._registry.announce(self._card()))
+            self._due.wait(RENEW_S)
+            self._due.clear()
+        self._try(lambda: self._registry.withdraw(self._card().incarnation))
+
+    def _try(self, call: Callable[[], None]) -> None:
+        problem = None
+        try:
+            call()
+        except Unavailable as error:
+            problem = str(error)
+        if (problem is None) != (self._problem is None):
+            log.warning("registry", state="away" if problem else "back", problem=problem)
+        self._problem = problem
+
+
+@contextmanager
+def _redis_errors() -> Iterator[None]:
+    try:
+        yield
+    except (redis.RedisError, OSError) as error:
+        raise Unavailable(f"Redis is away: {error}") from error
+
+
+def _read_card(value: bytes | str | None) -> StageCard | None:
+    """None for a card that expired meanwhile or that is none of ours."""
+    if value is None:
+        return None
+    try:
+        return decode_card(value.encode() if isinstance(value, str) else value)
+    except ProtocolError as error:
+        log.warning("unreadable stage card", problem=str(error))
+        return None

@@ -1,0 +1,103 @@
+"""Judges whether a formed pipeline lives: pings, silence, errors, hung stages. Owns no thread and no socket of its own.
+
+`look` is called on every tick and whenever something arrives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import structlog
+
+from services.stage.worker import control
+from services.stage.worker.call import Call
+from services.stage.worker.facts import Progress
+from services.stage.worker.forming import Formed
+from shardline.config import Times
+from shardline.errors import LinkLost
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(slots=True)
+class Pulse:
+    """One stage's signs of life."""
+
+    call: Call
+    pong: control.Pong | None = None
+    """The last one."""
+    round_trip_us: int = 0
+    seq: int = 0
+    asked_s: float = 0.0
+    """When the last PING left."""
+    is_waiting: bool = False
+    """That PING has no answer yet."""
+
+
+class Vigil:
+    """Over one formed pipeline. Times are the caller's monotonic seconds."""
+
+    def __init__(self, formed: Formed, times: Times, progress: Callable[[], Progress], now_s: float) -> None:
+        self._wiring = formed.wiring
+        self._times = times
+        self._progress = progress
+        self._num_steps = 0
+        self._moved_s = now_s
+        self.pulses = tuple(Pulse(call) for call in formed.calls)
+
+    def look(self, now_s: float) -> None:
+        """Raises LinkLost or Refused with the reason when the pipeline is lost.
+
+        Answers are read before silence is judged: after a pause of this process they all wait in the sockets.
+        """
+        for pulse in self.pulses:
+            self._listen(pulse, now_s)
+        for pulse in self.pulses:
+            self._ask(pulse, now_s)
+        self._check_steps(now_s)
+
+    def _listen(self, pulse: Pulse, now_s: float) -> None:
+        while (message := pulse.call.heard()) is not None:
+            if not isinstance(message, control.Pong) or self._is_foreign(message):
+                continue
+            pulse.pong = message
+            if message.error is not None:
+                raise LinkLost(f"{pulse.call.card.worker}: {message.error}")
+            if pulse.is_waiting and message.seq == pulse.seq:
+                pulse.is_waiting = False
+                pulse.round_trip_us = round((now_s - pulse.asked_s) * 1e6)
+
+    def _is_foreign(self, message: control.Pong) -> bool:
+        return (message.pipeline, message.epoch) != (self._wiring.pipeline, self._wiring.epoch)
+
+    def _ask(self, pulse: Pulse, now_s: float) -> None:
+        waited_s = now_s - pulse.asked_s
+        if pulse.is_waiting:
+            if waited_s > self._times.link_dead_s:
+                raise LinkLost(f"{pulse.call.card.worker}: silent for {waited_s:.1f} s")
+        elif waited_s >= self._times.heartbeat_s / 3:
+            pulse.seq += 1
+            pulse.asked_s, pulse.is_waiting = now_s, True
+            pulse.call.say(control.Ping(pipeline=self._wiring.pipeline, epoch=self._wiring.epoch, seq=pulse.seq))
+
+    def _check_steps(self, now_s: float) -> None:
+        """Heartbeats without a finished step while steps are outstanding: somebody hangs."""
+        progress = self._progress()
+        is_idle = progress.epoch != self._wiring.epoch or progress.num_outstanding == 0
+        if is_idle or progress.num_steps != self._num_steps:
+            self._num_steps = 0 if progress.epoch != self._wiring.epoch else progress.num_steps
+            self._moved_s = now_s
+        elif now_s - self._moved_s > self._times.stall_s:
+            self._end_stall(now_s - self._moved_s, progress)
+
+    def _end_stall(self, stalled_s: float, progress: Progress) -> None:
+        """The first stage that is behind is the one that hangs; if none is, the results are lost on their way."""
+        num_due = progress.num_steps + progress.num_outstanding
+        for pulse in self.pulses:
+            if pulse.pong is not None and pulse.pong.num_steps < num_due:
+                reason = f"no step finished for {stalled_s:.1f} s, {pulse.pong.num_steps} of {num_due} done"
+                log.error("stage hangs", stage=pulse.call.card.worker, reason=reason)
+                pulse.call.say(control.Exit(pipeline=self._wiring.pipeline, epoch=self._wiring.epoch, reason=reason))
+                raise LinkLost(f"{pulse.call.card.worker} hangs: {reason}")
+        raise LinkLost(f"no result for {stalled_s:.1f} s, though every stage has done its steps")
