@@ -16,22 +16,28 @@ def model_row(folder: Path, *, name: str, fingerprint: str, revision: str | None
     """The fields of the model in `folder`. Without tokenizer.json it takes token ids only. Raises Invalid."""
     config = _read(folder / "config.json")
     text_config = config.get("text_config") or config
-    generation = _read(folder / "generation_config.json")
     tokenizer_config = _read(folder / "tokenizer_config.json")
-    eos = generation.get("eos_token_id")
-    if eos is None:
-        eos = text_config.get("eos_token_id")
     return {
         "name": name,
         "revision": revision,
         "fingerprint": fingerprint,
         "context_length": _context_length(text_config),
         "vocab_size": _number(text_config, "vocab_size"),
-        "eos_token_ids": [] if eos is None else [int(token_id) for token_id in (eos if isinstance(eos, list) else [eos])],
+        "eos_token_ids": _eos_ids(_read(folder / "generation_config.json"), text_config),
         "tokenizer": _text(folder / "tokenizer.json") or "",
         "chat_template": _chat_template(folder, tokenizer_config),
         "special_tokens": _special_tokens({**_read(folder / "special_tokens_map.json"), **tokenizer_config}),
     }
+
+
+def _eos_ids(generation: Mapping[str, Any], config: Mapping[str, Any]) -> list[int]:
+    """generation_config.json is the word on end of sequence; config.json where that says nothing."""
+    eos = generation.get("eos_token_id")
+    if eos is None:
+        eos = config.get("eos_token_id")
+    if eos is None:
+        return []
+    return [int(token_id) for token_id in (eos if isinstance(eos, list) else [eos])]
 
 
 def _context_length(config: Mapping[str, Any]) -> int:

@@ -71,7 +71,9 @@ class Tokens:
         self, *, prompt: Prompt | None = None, messages: Sequence[Message] | None = None, params: SamplingParams
     ) -> Prepared:
         """Token ids within every limit of the model. Raises Invalid, naming the field, the limit and the remedy."""
-        if messages is not None:
+        if not prompt and not messages:
+            raise Invalid("prompt", "it is empty; at least one token is needed", "Send some text or token ids")
+        if messages:
             field, ids = "messages", self._encode(self.render(messages), field="messages", add_special_tokens=False)
         elif isinstance(prompt, str):
             field, ids = "prompt", self._encode(prompt, field="prompt", add_special_tokens=True)

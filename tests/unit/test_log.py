@@ -1,0 +1,74 @@
+"""Log lines: machines get one JSON object each, with the job's id and without passwords."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from typing import Any
+from uuid import UUID
+
+import pytest
+import structlog
+
+from shardline import log
+
+JOB = UUID(int=7)
+
+
+@pytest.fixture(autouse=True)
+def _restored() -> Iterator[None]:
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield
+    root.handlers[:], root.level = handlers, level
+    structlog.reset_defaults()
+
+
+def lines(capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in capsys.readouterr().err.splitlines()]
+
+
+def test_given_json_when_a_job_is_worked_on_then_each_line_carries_its_id(capsys: pytest.CaptureFixture[str]) -> None:
+    log.configure(service="gateway", form="json")
+    with log.job_context(JOB, attempt=2):
+        structlog.get_logger("one").info("accepted", tokens=3)
+    structlog.get_logger("one").warning("later")
+
+    first, second = lines(capsys)
+
+    assert (first["event"], first["job_id"], first["attempt"], first["tokens"]) == ("accepted", str(JOB), 2, 3)
+    assert (first["service"], first["level"], first["logger"]) == ("gateway", "info", "one")
+    assert "job_id" not in second
+
+
+def test_given_a_library_when_it_logs_then_its_lines_look_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+    log.configure(service="relay", form="json")
+    logging.getLogger("kombu").info("too much")
+    logging.getLogger("celery").warning("lost %s", "redis://:secret@host:6379/0")
+
+    (line,) = lines(capsys)
+
+    assert (line["event"], line["service"]) == ("lost redis://:***@host:6379/0", "relay")
+
+
+def test_given_an_exception_when_logged_then_it_is_part_of_the_object(capsys: pytest.CaptureFixture[str]) -> None:
+    log.configure(service="stage", form="json")
+    try:
+        int("x")
+    except ValueError:
+        structlog.get_logger("one").exception("broken", url="postgresql://me:secret@host/db")
+
+    (line,) = lines(capsys)
+
+    assert line["exception"][0]["exc_type"] == "ValueError"
+    assert line["url"] == "postgresql://me:***@host/db"
+
+
+def test_given_a_level_when_configured_then_lesser_lines_are_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+    log.configure(service="stage", form="console", level="warning")
+    structlog.get_logger("one").info("quiet")
+    structlog.get_logger("one").error("loud")
+    text = capsys.readouterr().err
+    assert "quiet" not in text
+    assert "loud" in text

@@ -1,0 +1,150 @@
+"""Tokenising: the same ids as transformers, and every limit refused by name. The demo model's folder is the example."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from shardline.errors import Invalid
+from shardline.job import Message, SamplingParams
+from shardline.tokenise import ChatTemplate, Tokens, TokensCache, model_row
+
+CLERK = Path(__file__).resolve().parents[2] / "services/standalone/clerk/model"
+NO_LIMITS = SamplingParams()
+CHATML = (
+    "{% for message in messages %}\n"
+    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' }}\n"
+    "{% if loop.index > 8 %}{% break %}{% endif %}\n"
+    "{% endfor %}\n"
+    "{% if add_generation_prompt %}{% generation %}<|im_start|>assistant\n{% endgeneration %}{% endif %}"
+    "{{ messages | tojson }}{{ eos_token }}"
+)
+
+
+@pytest.fixture(scope="module")
+def row() -> dict[str, Any]:
+    return model_row(CLERK, name="clerk", fingerprint="f1")
+
+
+@pytest.fixture(scope="module")
+def clerk(row: dict[str, Any]) -> Tokens:
+    return Tokens.from_row(row)
+
+
+def test_given_a_models_folder_when_read_then_the_row_has_its_limits(row: dict[str, Any]) -> None:
+    assert (row["context_length"], row["vocab_size"], row["eos_token_ids"]) == (512, 896, [2])
+    assert row["special_tokens"] == {"bos_token": "<bos>", "eos_token": "<eos>", "pad_token": "<pad>"}
+    assert "raise_exception" in row["chat_template"]
+
+
+def test_given_a_folder_without_tokenizer_when_read_then_only_token_ids_are_taken(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"max_position_embeddings": 64, "vocab_size": 96, "eos_token_id": [2, 3]}')
+    row = model_row(tmp_path, name="tiny", fingerprint="f2")
+    tokens = Tokens.from_row(row)
+
+    assert row["eos_token_ids"] == [2, 3]
+    assert tokens.prepare(prompt=(5, 6), params=NO_LIMITS).prompt_ids == (5, 6)
+    assert tokens.decode([5, 6]) == ""
+    with pytest.raises(Invalid, match="list of token ids"):
+        tokens.prepare(prompt="text", params=NO_LIMITS)
+
+
+def test_given_text_when_prepared_then_the_ids_are_those_of_transformers(clerk: Tokens) -> None:
+    reference = AutoTokenizer.from_pretrained(CLERK)
+    for text in ("date: 3 March 2024 =", "Grüße, 北京 🎉", " spaces  and\nlines "):
+        assert list(clerk.prepare(prompt=text, params=NO_LIMITS).prompt_ids) == reference(text)["input_ids"]
+
+
+@pytest.mark.parametrize("template", [None, CHATML])
+def test_given_messages_when_rendered_then_the_ids_are_those_of_transformers(
+    row: dict[str, Any], template: str | None
+) -> None:
+    reference = AutoTokenizer.from_pretrained(CLERK)
+    source = template or row["chat_template"]
+    messages = [Message("system", "Be <brief> & right."), Message("user", "date: 3 März 2024")]
+    expected = reference.apply_chat_template(
+        [{"role": message.role, "content": message.content} for message in messages],
+        chat_template=source,
+        add_generation_prompt=True,
+        return_dict=False,
+    )
+
+    ids = Tokens.from_row({**row, "chat_template": source}).prepare(messages=messages, params=NO_LIMITS).prompt_ids
+
+    assert list(ids) == expected
+
+
+def test_given_ids_when_decoded_then_special_tokens_have_no_text(clerk: Tokens) -> None:
+    ids = clerk.prepare(prompt="sum: 1 + 2 =", params=NO_LIMITS).prompt_ids
+    assert clerk.decode(ids) == "sum: 1 + 2 ="
+    assert clerk.token_text(2) == "<eos>"
+
+
+def test_given_no_max_tokens_when_prepared_then_it_is_what_the_context_leaves(clerk: Tokens) -> None:
+    prepared = clerk.prepare(prompt=(5,) * 500, params=NO_LIMITS)
+    assert prepared.max_tokens == 12
+
+
+@pytest.mark.parametrize(
+    ("request_fields", "params", "field", "limit", "remedy"),
+    [
+        ({"prompt": ""}, {}, "prompt", "empty", "Send some text"),
+        ({"prompt": (5,) * 512}, {}, "prompt", "512", "at most 511"),
+        ({"prompt": (5,) * 500}, {"max_tokens": 13}, "max_tokens", "context of 512", "at most 12"),
+        ({"prompt": (5,) * 500}, {"min_tokens": 13}, "min_tokens", "12 that fit", "at most 12"),
+        ({"prompt": (5, 896)}, {}, "prompt[1]", "vocabulary of 896", "0 to 895"),
+        ({"prompt": "a"}, {"stop_token_ids": (900,)}, "stop_token_ids[0]", "vocabulary of 896", "0 to 895"),
+        ({"prompt": "x" * 70_000}, {}, "prompt", "context of 512", "at most 65536"),
+        ({"prompt": "\ud800"}, {}, "prompt", "Unicode", "surrogates"),
+        ({"messages": [Message("system", "x")]}, {}, "messages", "no user message", "roles"),
+    ],
+)
+def test_given_a_request_over_a_limit_when_prepared_then_field_limit_and_remedy_are_named(
+    clerk: Tokens, *, request_fields: dict[str, Any], params: dict[str, Any], field: str, limit: str, remedy: str
+) -> None:
+    with pytest.raises(Invalid) as caught:
+        clerk.prepare(**request_fields, params=SamplingParams(**params))
+    assert caught.value.field == field
+    assert limit in caught.value.problem
+    assert remedy in caught.value.remedy
+
+
+def test_given_a_model_without_template_when_messages_come_then_the_other_door_is_named(row: dict[str, Any]) -> None:
+    with pytest.raises(Invalid, match="/v1/completions"):
+        Tokens.from_row({**row, "chat_template": None}).prepare(messages=[Message("user", "x")], params=NO_LIMITS)
+
+
+@pytest.mark.parametrize(
+    ("source", "problem"),
+    [
+        ("{{ ''.__class__.__mro__ }}", "refuses them"),
+        ("{{ messages.clear() }}", "refuses them"),
+        ("{{ 1 / 0 }}", "refuses them"),
+        ("{% for a in range(90000) %}{{ 'xxxxxxxx' }}{% endfor %}", "more than 1000 characters"),
+    ],
+)
+def test_given_a_hostile_template_when_rendered_then_it_is_refused(source: str, problem: str) -> None:
+    template = ChatTemplate(source, {})
+    with pytest.raises(Invalid, match=problem):
+        template.render([{"role": "user", "content": "x"}], limit_chars=1_000)
+
+
+def test_given_a_broken_template_when_loaded_then_its_line_is_named() -> None:
+    with pytest.raises(Invalid, match="line 2"):
+        ChatTemplate("{{ a }}\n{% if %}", {})
+
+
+def test_given_a_broken_tokenizer_when_loaded_then_it_is_refused(row: dict[str, Any]) -> None:
+    with pytest.raises(Invalid, match=r"tokenizer\.json cannot be read"):
+        Tokens.from_row({**row, "tokenizer": "{}"})
+
+
+def test_given_a_model_in_use_when_asked_again_then_it_is_loaded_once_per_fingerprint(row: dict[str, Any]) -> None:
+    cache = TokensCache(size=1)
+    first = cache.get(row)
+    assert cache.get(row) is first
+    assert cache.get({**row, "fingerprint": "other"}) is not first
+    assert cache.get(row) is not first
