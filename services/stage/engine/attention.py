@@ -7,31 +7,26 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from services.stage.engine import sdpa
 from services.stage.engine.kernel import Kernel
+from services.stage.engine.kernel_backend import KernelBackend
 from services.stage.engine.kv_cache import BLOCK_TOKENS
-from services.stage.engine.paged import Batch, HeadShape, PagedKv, Rule, Span
+from services.stage.engine.paged import Backend, Batch, HeadShape, Packed, PagedKv, Rule, Span
+from services.stage.engine.sdpa import SdpaBackend
 from shardline.errors import Invalid
 
 __all__ = ["BLOCK_TOKENS", "Attention", "Batch", "HeadShape", "PagedKv", "Span"]
-
-_FROM_MODULE = -1
-"""No `sliding_window` was passed: some models (Qwen2-MoE) keep it on the module and rely on their mask."""
 
 
 class Attention:
     """One per engine. Pass `name` as `attn_implementation`: transformers builds no mask for a name it does not know."""
 
-    __slots__ = ("_batch", "_kernel", "_kv", "exact", "kind", "name")
+    __slots__ = ("_backend", "exact", "kind", "name")
 
     def __init__(self, kernel: Kernel | None) -> None:
-        self._kernel = kernel
-        self._kv: PagedKv | None = None
-        self._batch: Batch | None = None
+        self._backend: Backend = SdpaBackend() if kernel is None else KernelBackend(kernel)
         self.name = f"shardline-{id(self):x}"
         self.exact = kernel is not None
         self.kind = "sdpa" if kernel is None else f"kernel-{kernel.isa}"
@@ -39,11 +34,11 @@ class Attention:
 
     def bind(self, kv: PagedKv) -> None:
         """From now on rows are written to and read from `kv`."""
-        self._kv = kv
+        self._backend.bind(kv)
 
     def use(self, batch: Batch) -> None:
-        """The next forward's rows."""
-        self._batch = batch
+        """The next forward's rows. Here or in the forward: ProtocolError where they point outside the KV."""
+        self._backend.use(batch)
 
     def attend(
         self,
@@ -52,27 +47,27 @@ class Attention:
         key: Tensor,
         value: Tensor,
         attention_mask: Tensor | None,
-        scaling: float | None = None,
-        sliding_window: int | None = _FROM_MODULE,
-        softcap: float | None = None,
-        s_aux: Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
         """transformers' attention function: query [1, H, T, D], key and value [1, Hk, T, D] -> [1, T, H, D]."""
-        kv, batch = self._kv, self._batch
-        assert kv is not None, "bind(kv) comes before the first forward"
-        assert batch is not None, "use(batch) comes before each forward"
         if attention_mask is not None or kwargs.get("position_bias") is not None or kwargs.get("is_causal") is False:
             raise _unsupported(module)
-        rule = Rule(
-            scale=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
-            window=getattr(module, "sliding_window", None) if sliding_window == _FROM_MODULE else sliding_window,
-            softcap=softcap,
-            sinks=s_aux,
-        )
-        attend = sdpa.attend if self._kernel is None else self._kernel.attend
-        packed = (query[0], key[0].to(kv.dtype), value[0].to(kv.dtype))
-        return attend(kv, int(module.layer_idx), batch, *packed, rule)[None], None
+        rows = Packed(query=query, key=key, value=value)
+        layer = module.layer_idx
+        assert isinstance(layer, int), f"{type(module).__name__} has no layer index"
+        return self._backend.attend(layer, rows, _rule(module, query.shape[-1], kwargs)), None
+
+
+def _rule(module: nn.Module, head_dim: int, options: dict[str, Any]) -> Rule:
+    """What the model asks for. Qwen2-MoE passes no window: it keeps it on the module and relies on its mask."""
+    scaling = options.get("scaling")
+    window = options["sliding_window"] if "sliding_window" in options else getattr(module, "sliding_window", None)
+    return Rule(
+        scale=head_dim**-0.5 if scaling is None else float(scaling),
+        window=window,
+        softcap=options.get("softcap"),
+        sinks=options.get("s_aux"),
+    )
 
 
 def _unsupported(module: nn.Module) -> Invalid:

@@ -1,6 +1,6 @@
-"""The CPU attention kernel: builds attention.cpp, loads the variant that this processor runs, calls it.
+"""The CPU attention kernel: builds attention.cpp, loads the variant that this processor runs.
 
-Knows no model and no scheduler. `python -m services.stage.engine.kernel` builds every variant; a library that was built
+Knows no tensor and no model. `python -m services.stage.engine.kernel` builds every variant; a library that was built
 before is used without a compiler. The file's name holds a hash of source and flags, so an old build is never loaded.
 Its bits do not hang on the compiler: fused multiply-adds are spelled out and contraction is off.
 """
@@ -24,17 +24,12 @@ import structlog
 import torch
 from pydantic import Field
 from pydantic_settings import BaseSettings, SettingsConfigDict
-from torch import Tensor
-
-from services.stage.engine.paged import Batch, PagedKv, Rule
-from shardline.errors import ProtocolError
 
 _log = structlog.get_logger(__name__)
 
 _SOURCE = Path(__file__).with_name("attention.cpp")
 _MARCH = {"avx512": "x86-64-v4", "avx2": "x86-64-v3"}
 _FLAGS = ("-O3", "-std=c++17", "-fPIC", "-fopenmp", "-ffp-contract=off", "-fno-math-errno", "-Wno-maybe-uninitialized")
-_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
 class KernelSettings(BaseSettings):
@@ -52,7 +47,7 @@ class _Strides(ctypes.Structure):
     _fields_ = (("head", c_int64), ("row", c_int64))
 
 
-class _Call(ctypes.Structure):
+class Call(ctypes.Structure):
     """attention.cpp's `Call`, field by field."""
 
     _fields_ = (
@@ -69,69 +64,17 @@ class _Call(ctypes.Structure):
 class Kernel:
     """One loaded variant. OpenMP comes from torch's own runtime: the library links none."""
 
-    __slots__ = ("_attend", "isa", "path")
+    __slots__ = ("attend", "isa", "path")
 
     def __init__(self, path: Path, isa: str) -> None:
         library = ctypes.CDLL(str(path))
-        if library.shardline_call_bytes() != ctypes.sizeof(_Call):
+        if library.shardline_call_bytes() != ctypes.sizeof(Call):
             raise OSError(f"{path} expects another call layout: delete it and build again")
-        self._attend = library.shardline_attend
-        self._attend.argtypes = (POINTER(_Call),)
-        self._attend.restype = c_int32
+        self.attend = library.shardline_attend
+        self.attend.argtypes = (POINTER(Call),)
+        self.attend.restype = c_int32
         self.isa = isa
         self.path = path
-
-    def attend(
-        self, kv: PagedKv, layer: int, batch: Batch, query: Tensor, key: Tensor, value: Tensor, rule: Rule
-    ) -> Tensor:
-        """Writes this step's keys and values, then attends. query [H, T, D], key and value [Hk, T, D] -> [T, H, D]."""
-        shape = kv.shapes[layer]
-        num_rows, num_heads = batch.num_rows, query.shape[0]
-        assert query.shape == (num_heads, num_rows, shape.head_dim), f"query of layer {layer}: {tuple(query.shape)}"
-        assert key.shape == (shape.num_kv_heads, num_rows, shape.head_dim), f"key of layer {layer}: {tuple(key.shape)}"
-        assert value.shape == (shape.num_kv_heads, num_rows, shape.value_dim), f"value of layer {layer}: {value.shape}"
-        tensors = [_dense(query.to(kv.dtype)), _dense(key), _dense(value)]
-        sinks = None if rule.sinks is None else rule.sinks.float().contiguous()
-        out = torch.empty(num_rows, num_heads, shape.value_dim, dtype=kv.dtype)
-        call = _Call(
-            *(tensor.data_ptr() for tensor in tensors),
-            out.data_ptr(),
-            kv.keys[layer].data_ptr(),
-            kv.values[layer].data_ptr(),
-            batch.sequence.data_ptr(),
-            batch.position.data_ptr(),
-            batch.table.data_ptr(),
-            None if sinks is None else sinks.data_ptr(),
-            *((tensor.stride(0), tensor.stride(1)) for tensor in tensors),
-            num_rows,
-            *batch.table.shape,
-            kv.num_blocks,
-            num_heads,
-            shape.num_kv_heads,
-            shape.head_dim,
-            shape.value_dim,
-            rule.window or 0,
-            _DTYPES[kv.dtype],
-            torch.get_num_threads(),
-            rule.scale,
-            rule.softcap or 0.0,
-        )
-        if (status := self._attend(call)) != 0:
-            raise _refused(status, kv, batch)
-        return out.to(query.dtype)
-
-
-def _dense(tensor: Tensor) -> Tensor:
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
-
-
-def _refused(status: int, kv: PagedKv, batch: Batch) -> ProtocolError:
-    row = status - 1
-    assert row >= 0, "the kernel was called with shapes that cannot be"
-    return ProtocolError(
-        f"packed row {row}: sequence {int(batch.sequence[row])}, position {int(batch.position[row])} lies outside the"
-        f" block table {tuple(batch.table.shape)}, or its table outside the {kv.num_blocks} KV blocks of this stage"
-    )
 
 
 def supported_isa() -> str | None:
@@ -169,7 +112,7 @@ def _compile(isa: str, path: Path) -> None:
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         compiled, linked = Path(folder, "attention.o"), Path(folder, path.name)
         _run(compiler, *_FLAGS, f"-march={_MARCH[isa]}", "-c", str(_SOURCE), "-o", str(compiled))
-        # Linked without -fopenmp: the symbols must resolve to the OpenMP runtime that torch has loaded, now or not at all.
+        # Linked without -fopenmp: the symbols must resolve to the OpenMP runtime that torch loaded.
         _run(compiler, "-shared", "-Wl,-z,now", str(compiled), "-o", str(linked))
         linked.replace(path)
 

@@ -1,4 +1,4 @@
-"""Paged KV and the description of a packed micro-batch. Owns their memory layout; knows no model and no attention maths.
+"""Paged KV and the description of a packed micro-batch. Owns their memory layout; knows no model.
 
 Keys lie in the kernel's order, values token by token; both backends read the same storage, each in its own view.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -103,6 +104,28 @@ class Rule:
     softcap: float | None = None
     sinks: Tensor | None = None
     """[heads]: a score per head that takes part in the softmax and has no value."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Packed:
+    """One layer's new rows: query [1, H, T, D], key [1, Hk, T, D], value [1, Hk, T, Dv], in any strides."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+
+
+class Backend(Protocol):
+    """Writes a layer's new keys and values, then attends: [1, T, H, Dv]."""
+
+    def bind(self, kv: PagedKv) -> None:
+        """From now on rows are written to and read from `kv`."""
+
+    def use(self, batch: Batch) -> None:
+        """The next rows; raises ProtocolError where they point outside the KV."""
+
+    def attend(self, layer: int, rows: Packed, rule: Rule) -> Tensor:
+        """One layer. Raises ProtocolError where rows point outside the KV."""
 
 
 class PagedKv:
