@@ -1,0 +1,230 @@
+"""A pipeline without a model: it obeys StepPlans to the letter and asserts that they make sense.
+
+Its cells hold token ids where KV would be, and the next token is a hash of the cells that a sequence's block table
+reaches: a wrong table, a block used twice or a lost token changes the output.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import deque
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from services.stage.engine.kv_cache import BLOCK_TOKENS, blocks_for
+from services.stage.engine.scheduler import Event, Failed, Finished, Scheduler, SchedulerConfig, Tokens
+from services.stage.engine.sequence import Key, Request
+from services.stage.engine.step import Open, Row, StepPlan, StepResult, decode_plan, encode
+from shardline.job import FinishReason, SamplingParams, TokenLogprob
+
+NUM_TOKENS = 100
+"""Size of the vocabulary."""
+
+EOS = 0
+
+
+class Numbers:
+    """A token sink: a token's text is its number. Ends at EOS or after `limit` tokens."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.num_tokens = 0
+        self.parts: list[str] = []
+
+    @property
+    def text(self) -> str:
+        return "".join(self.parts)
+
+    def push(self, token_id: int) -> tuple[str, FinishReason | None]:
+        self.num_tokens += 1
+        self.parts.append(f"{token_id} ")
+        if token_id == EOS:
+            return self.parts[-1], FinishReason.STOP
+        return self.parts[-1], FinishReason.LENGTH if self.num_tokens >= self.limit else None
+
+    def flush(self) -> str:
+        return ""
+
+
+def next_token(ids: list[int], seed: int) -> int:
+    """The model."""
+    return zlib.crc32(np.array(ids, dtype=np.int32).tobytes(), seed) % NUM_TOKENS
+
+
+def expected_output(request: Request, limit: int) -> list[int]:
+    """What an undisturbed run gives."""
+    ids = list(request.prompt_ids)
+    while len(ids) - len(request.prompt_ids) < limit:
+        ids.append(next_token(ids, request.seed))
+        if ids[-1] == EOS:
+            break
+    return ids[len(request.prompt_ids) :]
+
+
+def config(
+    *, num_blocks: int = 100, max_seats: int = 8, token_budget: int = 256, num_lanes: int = 1, max_len: int = 512
+) -> SchedulerConfig:
+    """A roomy scheduler, except for what a test names."""
+    return SchedulerConfig(
+        num_blocks=num_blocks, max_seats=max_seats, token_budget=token_budget, num_lanes=num_lanes, max_len=max_len
+    )
+
+
+def request(
+    name: str = "a",
+    *,
+    num_prompt: int = 5,
+    max_tokens: int = 1000,
+    priority: int = 5,
+    suspect: bool = False,
+    output_ids: tuple[int, ...] = (),
+    logprobs: int | None = None,
+) -> Request:
+    """A request whose prompt and seed follow from its name."""
+    seed = zlib.crc32(name.encode())
+    return Request(
+        key=(name, 1),
+        prompt_ids=tuple((seed + place) % NUM_TOKENS for place in range(num_prompt)),
+        params=SamplingParams(max_tokens=max_tokens, logprobs=logprobs),
+        seed=seed,
+        output_ids=output_ids,
+        priority=priority,
+        suspect=suspect,
+    )
+
+
+@dataclass(slots=True)
+class Table:
+    """What a stage knows of an open sequence."""
+
+    record: Open
+    ids: list[int]
+    blocks: list[int] = field(default_factory=list)
+    num_computed: int = 0
+
+
+class Stages:
+    """All stages of one epoch as one."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.cells = np.full((num_blocks, BLOCK_TOKENS), -1, dtype=np.int32)
+        self.tables: dict[int, Table] = {}
+        self.num_steps = 0
+        self.num_opened = 0
+
+    def run(self, plan: StepPlan, bad: tuple[int, ...] = ()) -> StepResult:
+        """One step: opens, rows, closes."""
+        plan = decode_plan(encode(plan))
+        assert plan.step == self.num_steps, "step numbers are contiguous"
+        self.num_steps += 1
+        for record in plan.opens:
+            self._open(record)
+        assert len({row.seq for row in plan.rows}) == len(plan.rows), "one row per sequence and step"
+        tokens = [token for row in plan.rows if (token := self._compute(row)) is not None]
+        for seq in plan.closes:
+            del self.tables[seq]
+        return StepResult(
+            step=plan.step,
+            tokens=tuple(tokens),
+            logprobs=tuple(TokenLogprob(token, -1.0) for token in tokens),
+            bad=tuple(row.seq for row in plan.rows if row.wants and row.seq in bad),
+        )
+
+    def _open(self, record: Open) -> None:
+        assert record.seq >= self.num_opened, "a sequence number is used once"
+        self.num_opened = record.seq + 1
+        self.tables[record.seq] = Table(record, list(record.ids))
+
+    def _compute(self, row: Row) -> int | None:
+        table = self.tables[row.seq]
+        table.ids.extend(row.ids)
+        table.blocks.extend(row.blocks)
+        end = row.start + row.length
+        assert row.length >= 1
+        assert row.start == table.num_computed, "rows of a sequence are contiguous"
+        assert blocks_for(end) <= len(table.blocks) <= table.record.num_blocks, "a block for every place, within bounds"
+        assert row.wants == (end == len(table.ids)), "a token is wanted from the last known place"
+        for place in range(row.start, end):
+            self.cells[table.blocks[place // BLOCK_TOKENS], place % BLOCK_TOKENS] = table.ids[place]
+        table.num_computed = end
+        return next_token(list(self.cells[table.blocks].ravel()[:end]), table.record.seed) if row.wants else None
+
+
+class Pipeline:
+    """A scheduler with its stages, and what it told about each job. Steps are answered when `deliver` is called."""
+
+    def __init__(self, settings: SchedulerConfig) -> None:
+        self.scheduler = Scheduler(settings)
+        self.stages = Stages(settings.num_blocks)
+        self.flights: deque[tuple[StepPlan, StepResult, frozenset[int]]] = deque()
+        self.outputs: dict[Key, list[int]] = {}
+        self.texts: dict[Key, str] = {}
+        self.ends: dict[Key, Finished | Failed] = {}
+
+    def add(self, job: Request) -> None:
+        """Adds a request."""
+        self.outputs[job.key] = list(job.output_ids)
+        self.texts[job.key] = "".join(f"{token} " for token in job.output_ids)
+        self.hear(self.scheduler.add(job, Numbers(job.params.max_tokens or 1)))
+
+    def schedule(self, bad: tuple[int, ...] = ()) -> StepPlan | None:
+        """One step, run by the stages at once; its answer waits."""
+        plan = self.scheduler.schedule()
+        if plan is not None:
+            busy = frozenset[int]().union(*(blocks for _, _, blocks in self.flights))
+            assert busy.isdisjoint(block for row in plan.rows for block in row.blocks), "a block in use is given away"
+            before = {row.seq: self.stages.tables.get(row.seq) for row in plan.rows}
+            result = self.stages.run(plan, bad)
+            tables = [before[row.seq] or self.stages.tables.get(row.seq) for row in plan.rows]
+            used = frozenset(block for table in tables if table is not None for block in table.blocks)
+            self.flights.append((plan, result, used))
+        return plan
+
+    def deliver(self) -> list[Event]:
+        """The answer to the oldest step in flight."""
+        events = self.scheduler.apply(self.flights.popleft()[1])
+        self.hear(events)
+        return events
+
+    def abort(self, key: Key) -> Finished | None:
+        """Cancels a job."""
+        finished = self.scheduler.abort(key)
+        if finished is not None:
+            self.hear([finished])
+        return finished
+
+    def rebuild(self, num_blocks: int, num_lanes: int | None = None) -> None:
+        """A new epoch with new stages."""
+        self.flights.clear()
+        self.stages = Stages(num_blocks)
+        self.hear(self.scheduler.rebuild(num_blocks, num_lanes))
+
+    def turn(self) -> None:
+        """A step, and an answer once no further step can go out."""
+        if self.schedule() is None:
+            self.deliver()
+
+    def drain(self) -> None:
+        """Runs until everything ended."""
+        while not self.scheduler.idle:
+            self.turn()
+        assert self.scheduler.schedule() is None
+        assert not self.stages.tables, "every sequence was closed"
+        assert self.scheduler.blocks_used == 0
+        assert (self.scheduler.num_running, self.scheduler.num_waiting, self.scheduler.num_in_flight) == (0, 0, 0)
+
+    def hear(self, events: list[Event]) -> None:
+        """Checks that what is told of each job fits together."""
+        for event in events:
+            assert event.key not in self.ends, "nothing follows the end"
+            if isinstance(event, Tokens):
+                assert event.start == len(self.outputs[event.key])
+                self.outputs[event.key].extend(event.ids)
+                self.texts[event.key] += event.text
+                continue
+            self.ends[event.key] = event
+            assert not self.scheduler.has(event.key)
+            if isinstance(event, Finished):
+                assert list(event.output_ids) == self.outputs[event.key]
+                assert event.text == self.texts[event.key]

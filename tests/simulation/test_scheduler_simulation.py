@@ -1,0 +1,146 @@
+"""Random adds, aborts, answers, bad rows and new epochs: outputs never change, no block leaks, nothing is stuck."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from services.stage.engine.kv_cache import blocks_for
+from services.stage.engine.scheduler import Failed, Finished, SchedulerConfig
+from services.stage.engine.sequence import Key, Request
+from shardline.job import FinishReason
+from tests.simulation.pipeline import Pipeline, config, expected_output, request
+
+MAX_LEN = 256
+"""Four blocks."""
+
+lanes = st.integers(1, 3)
+pools = st.one_of(st.integers(4, 7), st.integers(2, 16))
+"""Mostly too small for what runs."""
+
+configs = st.builds(
+    config,
+    num_blocks=pools,
+    max_seats=st.sampled_from([1, 2, 4, 8, 8, 8]),
+    token_budget=st.one_of(st.integers(1, 300), st.just(150)),
+    num_lanes=lanes,
+    max_len=st.just(MAX_LEN),
+)
+lengths = st.one_of(st.integers(1, 8), st.sampled_from([60, 63, 64, 65, 127, 128, 129]), st.integers(1, MAX_LEN - 1))
+limits = st.one_of(st.just(MAX_LEN), st.integers(1, 8), st.integers(1, MAX_LEN))
+
+
+def check_end(pipeline: Pipeline, job: Request, limit: int) -> None:
+    """The job ended, and its output is that of an undisturbed run or, if it was stopped, the beginning of it."""
+    end, output, expected = pipeline.ends[job.key], pipeline.outputs[job.key], expected_output(job, limit)
+    assert output == expected[: len(output)]
+    if isinstance(end, Finished) and end.reason is not FinishReason.CANCELLED:
+        assert output == expected
+
+
+class Life(RuleBasedStateMachine):
+    """One head's life. Steps are answered when the machine says so."""
+
+    @initialize(chosen=configs)
+    def start(self, chosen: SchedulerConfig) -> None:
+        self.pipeline = Pipeline(chosen)
+        self.jobs: dict[Key, tuple[Request, int]] = {}
+
+    @rule(prompts=st.lists(lengths, min_size=2, max_size=8))
+    def add_many(self, prompts: list[int]) -> None:
+        for num_prompt in prompts:
+            self.add_one(num_prompt, MAX_LEN, priority=1, suspect=False, num_resumed=0)
+
+    @rule(
+        num_prompt=lengths,
+        limit=limits,
+        priority=st.integers(0, 2),
+        suspect=st.booleans(),
+        num_resumed=st.one_of(st.just(0), limits),
+    )
+    def add_one(self, num_prompt: int, limit: int, priority: int, suspect: bool, num_resumed: int) -> None:
+        limit = min(limit, MAX_LEN - num_prompt)
+        fresh = request(
+            f"job {len(self.jobs)}", num_prompt=num_prompt, max_tokens=limit, priority=priority, suspect=suspect
+        )
+        job = replace(fresh, output_ids=tuple(expected_output(fresh, limit)[:num_resumed]))
+        self.jobs[job.key] = (job, limit)
+        self.pipeline.add(job)
+
+    @rule(times=st.integers(1, 4), bad=st.one_of(st.none(), st.integers(0, 12)))
+    def schedule(self, times: int, bad: int | None) -> None:
+        for _ in range(times):
+            self.pipeline.schedule(bad=() if bad is None else (bad,))
+
+    @precondition(lambda self: self.pipeline.flights)
+    @rule()
+    def deliver(self) -> None:
+        self.pipeline.deliver()
+
+    @rule(times=st.integers(1, 40))
+    def run(self, times: int) -> None:
+        for _ in range(times):
+            if not self.pipeline.scheduler.idle:
+                self.pipeline.turn()
+
+    @precondition(lambda self: self.jobs)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        key = data.draw(st.sampled_from(sorted(self.jobs.keys() - self.pipeline.ends.keys()) or sorted(self.jobs)))
+        has_ended = key in self.pipeline.ends
+        assert (self.pipeline.abort(key) is None) == has_ended
+
+    @rule(num_blocks=pools, num_lanes=st.one_of(st.none(), lanes))
+    def rebuild(self, num_blocks: int, num_lanes: int | None) -> None:
+        self.pipeline.rebuild(num_blocks, num_lanes)
+
+    @invariant()
+    def limits_hold(self) -> None:
+        scheduler = self.pipeline.scheduler
+        running = list(scheduler._running.values())
+        assert scheduler.num_running <= scheduler.config.max_seats
+        assert scheduler.num_in_flight == len(self.pipeline.flights) <= scheduler.config.num_lanes
+        assert sum(sequence.request.suspect for sequence in running) <= 1
+        held = [block for sequence in [*running, *scheduler._leaving.values()] for block in sequence.blocks]
+        assert len(held) == len(set(held)) == scheduler.blocks_used
+        for plan, _, _ in self.pipeline.flights:
+            assert plan.num_tokens <= scheduler.config.token_budget
+            assert plan.rows or plan.closes
+
+    def teardown(self) -> None:
+        if not hasattr(self, "pipeline"):
+            return
+        self.pipeline.drain()
+        assert self.pipeline.ends.keys() == self.jobs.keys()
+        for job, limit in self.jobs.values():
+            check_end(self.pipeline, job, limit)
+
+
+TestLife = Life.TestCase
+TestLife.settings = settings(
+    max_examples=50, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
+)
+
+
+@settings(max_examples=30, deadline=None)
+@given(chosen=configs, shapes=st.lists(st.tuples(lengths, limits, st.integers(0, 2)), min_size=1, max_size=16))
+def test_any_budget_lanes_and_blocks_give_the_same_outputs(
+    chosen: SchedulerConfig, shapes: list[tuple[int, int, int]]
+) -> None:
+    pipeline = Pipeline(replace(chosen, num_blocks=max(chosen.num_blocks, blocks_for(MAX_LEN))))
+    jobs = {
+        request(f"job {number}", num_prompt=num_prompt, max_tokens=limit, priority=priority): limit
+        for number, (num_prompt, asked, priority) in enumerate(shapes)
+        for limit in (min(asked, MAX_LEN - num_prompt),)
+    }
+
+    for job in jobs:
+        pipeline.add(job)
+    pipeline.drain()
+
+    for job, limit in jobs.items():
+        assert not isinstance(pipeline.ends[job.key], Failed)
+        check_end(pipeline, job, limit)
