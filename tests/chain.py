@@ -1,0 +1,110 @@
+"""Stages chained in one process and driven by the real scheduler: what a pipeline computes, without hops."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import torch
+
+from services.stage.engine.device import Device
+from services.stage.engine.executor import Executor
+from services.stage.engine.model_info import ModelInfo
+from services.stage.engine.scheduler import Failed, Finished, Scheduler, SchedulerConfig
+from services.stage.engine.sequence import Request
+from services.stage.engine.step import StepPlan, StepResult, decode_plan, encode
+from shardline.job import FinishReason, SamplingParams
+from shardline.split import even_split
+
+KV_BYTES = 16 * 2**20
+MAX_OPEN = 64
+MAX_BUDGET = 512
+
+
+class CountingSink:
+    """Ends a completion after so many tokens; makes no text."""
+
+    def __init__(self, num_tokens: int) -> None:
+        self._left = num_tokens
+        self.text = ""
+
+    def push(self, _token: int, /) -> tuple[str, FinishReason | None]:
+        """One token more."""
+        self._left -= 1
+        return "", FinishReason.LENGTH if self._left == 0 else None
+
+    def flush(self) -> str:
+        """Nothing is held back."""
+        return ""
+
+
+def load_chain(
+    path: Path, num_stages: int, device: Device, cache_folder: Path, *, dtype: str = "float32", kv_bytes: int = KV_BYTES
+) -> list[Executor]:
+    """A whole model as so many stages, evenly split."""
+    info = ModelInfo.read(path)
+    return [
+        Executor.load(
+            model=info,
+            layers=layers,
+            device=device,
+            dtype=dtype,
+            kv_bytes=kv_bytes,
+            token_budget=MAX_BUDGET,
+            max_open=MAX_OPEN,
+            cache_folder=cache_folder,
+        )
+        for layers in even_split(info.num_layers, num_stages)
+    ]
+
+
+def requests(
+    prompts: Iterable[Sequence[int]], params: SamplingParams, *, output_ids: tuple[int, ...] = ()
+) -> list[Request]:
+    """One request per prompt, with its place as its seed."""
+    return [
+        Request(key=(str(place), 1), prompt_ids=tuple(prompt), params=params, seed=place, output_ids=output_ids)
+        for place, prompt in enumerate(prompts)
+    ]
+
+
+def generate(
+    stages: Sequence[Executor], wanted: Sequence[Request], *, budget: int, seats: int = 32
+) -> list[tuple[int, ...]]:
+    """The output ids of each request, all of them run together. Leaves every stage without open sequences."""
+    scheduler = Scheduler(
+        SchedulerConfig(
+            num_blocks=min(stage.num_blocks for stage in stages),
+            max_seats=seats,
+            token_budget=budget,
+            num_lanes=len(stages),
+            max_len=stages[0].info.context_length,
+        )
+    )
+    for stage in stages:
+        stage.reset()
+    for request in wanted:
+        assert request.params.max_tokens is not None
+        assert not scheduler.add(request, CountingSink(request.params.max_tokens)), "it ended before it began"
+    done: dict[str, tuple[int, ...]] = {}
+    in_flight: deque[StepPlan] = deque()
+    while not scheduler.idle:
+        while (plan := scheduler.schedule()) is not None:
+            in_flight.append(plan)
+        for event in scheduler.apply(run(stages, in_flight.popleft())):
+            assert not isinstance(event, Failed), event.reason
+            if isinstance(event, Finished):
+                done[event.key[0]] = event.output_ids
+    assert [stage.blocks_used for stage in stages] == [0] * len(stages)
+    return [done[request.key[0]] for request in wanted]
+
+
+def run(stages: Sequence[Executor], plan: StepPlan) -> StepResult:
+    """One step through all stages, the plan encoded and decoded on the way as hops do."""
+    hidden: torch.Tensor | StepResult | None = None
+    for stage in stages:
+        assert not isinstance(hidden, StepResult)
+        hidden = stage.run(decode_plan(encode(plan)), hidden)
+    assert isinstance(hidden, StepResult)
+    return hidden

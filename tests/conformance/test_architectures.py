@@ -1,0 +1,61 @@
+"""Pipelines of 1, 2 and 3 stages give token for token what transformers' `generate` gives, in every architecture."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+import transformers as tf
+
+from services.stage.engine.device import Device
+from shardline.job import SamplingParams
+from tests.chain import generate, load_chain, requests
+from tests.models import CONFIGS, VOCAB_SIZE, save_model
+
+NUM_NEW = 12
+BUDGET = 32
+"""Below most prompts, so that these take several chunks."""
+LENGTHS = (1, 3, 17, 70, 41, 130)
+"""The longest spans three KV blocks and several sliding windows."""
+
+
+def prompts() -> list[list[int]]:
+    """The same every time."""
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(3, VOCAB_SIZE, (length,), generator=generator).tolist() for length in LENGTHS]
+
+
+@cache
+def reference(path: Path) -> list[tuple[int, ...]]:
+    """Each prompt alone through transformers' greedy `generate` in float32."""
+    model = tf.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, experts_implementation="eager").eval()
+    model.generation_config.eos_token_id = None
+    outputs = []
+    for prompt in prompts():
+        ids = torch.tensor([prompt])
+        out = model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=NUM_NEW, do_sample=False, pad_token_id=0
+        )
+        outputs.append(tuple(out[0, len(prompt) :].tolist()))
+    return outputs
+
+
+@pytest.mark.parametrize("num_stages", [1, 2, 3])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_given_mixed_prompts_when_a_pipeline_generates_then_tokens_equal_generate(
+    name: str, num_stages: int, model_folder: Path, device: Device
+) -> None:
+    path = model_folder / name
+    if not path.exists():
+        save_model(model_folder, name)
+    expected = reference(path)
+    stages = load_chain(path, num_stages, device, model_folder)
+    greedy = SamplingParams(max_tokens=NUM_NEW, temperature=0.0)
+
+    together = generate(stages, requests(prompts(), greedy), budget=BUDGET)
+
+    assert together == expected
+    assert len({token for output in expected for token in output}) > len(LENGTHS), "outputs too dull to tell"
+    assert all(stage.exact for stage in stages)

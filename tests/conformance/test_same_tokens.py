@@ -1,0 +1,114 @@
+"""The same prompt and seed give the same tokens however they run: alone, crowded, cut otherwise, resumed, sharded."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+from services.stage.engine.device import Device
+from services.stage.engine.executor import Executor
+from services.stage.engine.sequence import Request
+from shardline.job import SamplingParams
+from tests.chain import generate, load_chain, requests
+from tests.models import VOCAB_SIZE, save_model
+
+NUM_NEW = 24
+NUM_PROMPTS = 32
+BUDGET = 200
+WARM = SamplingParams(max_tokens=NUM_NEW, temperature=0.8)
+MODELS = ("llama", "gemma2", "qwen3-moe")
+"""Dense; sliding window with softcaps; experts."""
+
+pytestmark = [pytest.mark.parametrize("dtype", ["float32", "bfloat16"]), pytest.mark.parametrize("name", MODELS)]
+
+
+@cache
+def batch() -> list[Request]:
+    """32 prompts of 1 to 156 tokens, each with its own seed."""
+    generator = torch.Generator().manual_seed(2)
+    lengths = range(1, 5 * NUM_PROMPTS, 5)
+    return requests((torch.randint(3, VOCAB_SIZE, (n,), generator=generator).tolist() for n in lengths), WARM)
+
+
+@pytest.fixture(scope="session")
+def chains(model_folder: Path, device: Device) -> dict[tuple[str, str, int], list[Executor]]:
+    """Every model, dtype and number of stages, loaded once."""
+    paths = {name: save_model(model_folder / "same", name) for name in MODELS}
+    return {
+        (name, dtype, num_stages): load_chain(paths[name], num_stages, device, model_folder, dtype=dtype)
+        for name in MODELS
+        for dtype in ("float32", "bfloat16")
+        for num_stages in (1, 3)
+    }
+
+
+Chains = dict[tuple[str, str, int], list[Executor]]
+
+
+@pytest.fixture
+def one(chains: Chains, name: str, dtype: str) -> list[Executor]:
+    """The model in one stage."""
+    return chains[name, dtype, 1]
+
+
+@pytest.fixture(scope="session")
+def outputs() -> dict[tuple[str, str], list[tuple[int, ...]]]:
+    """What each model gave in each dtype, once asked."""
+    return {}
+
+
+@pytest.fixture
+def expected(
+    one: list[Executor], name: str, dtype: str, outputs: dict[tuple[str, str], list[tuple[int, ...]]]
+) -> list[tuple[int, ...]]:
+    """All prompts in a batch of 32."""
+    if (name, dtype) not in outputs:
+        outputs[name, dtype] = generate(one, batch(), budget=BUDGET)
+    return outputs[name, dtype]
+
+
+def test_given_a_batch_when_each_prompt_runs_alone_then_tokens_are_the_same(
+    one: list[Executor], expected: list[tuple[int, ...]]
+) -> None:
+    assert [generate(one, [request], budget=BUDGET)[0] for request in batch()[::4]] == expected[::4]
+
+
+@pytest.mark.parametrize(("budget", "seats"), [(16, 3), (37, 32), (512, 7)])
+def test_given_other_budgets_and_seats_when_the_batch_runs_then_tokens_are_the_same(
+    budget: int, seats: int, one: list[Executor], expected: list[tuple[int, ...]]
+) -> None:
+    assert generate(one, batch(), budget=budget, seats=seats) == expected
+
+
+@pytest.mark.parametrize("num_kept", [1, 11, NUM_NEW - 1])
+def test_given_emitted_tokens_when_jobs_resume_then_the_rest_is_the_same(
+    num_kept: int, one: list[Executor], expected: list[tuple[int, ...]]
+) -> None:
+    resumed = [
+        Request(key=r.key, prompt_ids=r.prompt_ids, params=r.params, seed=r.seed, output_ids=output[:num_kept])
+        for r, output in zip(batch(), expected, strict=True)
+    ]
+
+    assert generate(one, resumed, budget=BUDGET) == expected
+
+
+def test_given_three_stages_when_the_batch_runs_then_tokens_are_the_same(
+    chains: Chains, name: str, dtype: str, expected: list[tuple[int, ...]]
+) -> None:
+    three = chains[name, dtype, 3]
+
+    assert generate(three, batch(), budget=64) == expected
+    assert all(stage.exact for stage in three)
+    assert len({stage.fingerprint for stage in (*three, *chains[name, dtype, 1])}) == 1
+
+
+def test_given_warm_sampling_when_seeds_differ_then_tokens_differ(
+    one: list[Executor], expected: list[tuple[int, ...]]
+) -> None:
+    request = batch()[8]
+    other = Request(key=request.key, prompt_ids=request.prompt_ids, params=request.params, seed=request.seed + 1)
+
+    assert generate(one, [other], budget=BUDGET) != [expected[8]]
