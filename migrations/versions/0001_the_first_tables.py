@@ -13,7 +13,9 @@ depends_on = None
 
 JOB_CHECKS = {
     "a_lease_belongs_to_running": "(state = 'running') = (lease_until IS NOT NULL)",
-    "finished_at_belongs_to_an_end": "(state IN ('queued', 'running')) = (finished_at IS NULL)",
+    "finished_at_belongs_to_an_end": (
+        "(state IN ('succeeded', 'failed', 'cancelled', 'expired')) = (finished_at IS NOT NULL)"
+    ),
     "messages_is_an_array": "jsonb_typeof(messages) = 'array'",
     "metadata_is_an_object": "jsonb_typeof(metadata) = 'object'",
     "params_is_an_object": "jsonb_typeof(params) = 'object'",

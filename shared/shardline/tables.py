@@ -37,6 +37,8 @@ DONE_CHANNEL = "shardline_done"
 
 MAX_PROMPT_BYTES = 16 << 20
 
+TERMINAL = tuple(state for state in JobState if state.terminal)
+
 RANDOM_SEED = "(floor((random() * ('9007199254740992'::bigint)::double precision)))::bigint"
 """Spelled as Postgres spells it back, so that `alembic check` can compare."""
 
@@ -146,7 +148,10 @@ jobs = Table(
     CheckConstraint("max_crashes BETWEEN 0 AND 100", name="max_crashes_is_0_to_100"),
     CheckConstraint("crashes >= 0 AND fence >= 0 AND num_sends >= 0", name="counters_are_not_negative"),
     CheckConstraint("(state = 'running') = (lease_until IS NOT NULL)", name="a_lease_belongs_to_running"),
-    CheckConstraint("(state IN ('queued', 'running')) = (finished_at IS NULL)", name="finished_at_belongs_to_an_end"),
+    CheckConstraint(
+        f"({_one_of('state', TERMINAL)}) = (finished_at IS NOT NULL)",
+        name="finished_at_belongs_to_an_end",
+    ),
     CheckConstraint(
         "prepared_at IS NULL OR (prompt_ids IS NOT NULL AND max_tokens >= 1 AND cardinality(prompt_ids) >= 1)",
         name="prepared_means_tokenised",

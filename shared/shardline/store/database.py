@@ -71,7 +71,7 @@ def connect_arguments(
 def _engine_options(options: dict[str, Any]) -> dict[str, Any]:
     names = connect_arguments.__kwdefaults__ or {}
     arguments = {name: options.pop(name) for name in list(options) if name in names}
-    pool: dict[str, Any] = {"pool_pre_ping": True}
+    pool: dict[str, Any] = {"pool_pre_ping": True, "hide_parameters": True}
     if "poolclass" not in options:
         pool |= {
             "pool_size": POOL_SIZE,

@@ -1,0 +1,137 @@
+"""Values that cross into Postgres as JSON, and rows as contracts. Owns what Postgres's JSON and text cannot hold."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
+from uuid import UUID
+
+import msgspec
+from sqlalchemy import ARRAY, Column, ColumnElement, RowMapping, Uuid, any_, literal
+
+from shardline.job import FinishReason, Job, JobState, Result, SamplingParams, TokenLogprob, Usage
+
+NO_PROBABILITY = -9999.0
+"""Stands for minus infinity, which JSON has not."""
+
+
+def dump(rows: object) -> str:
+    """Rows for `jsonb_to_recordset`: one parameter, whatever their number and however ragged their arrays."""
+    return msgspec.json.encode(rows).decode()
+
+
+def is_any(column: Column[Any], ids: Collection[UUID]) -> ColumnElement[bool]:
+    """`column` is one of `ids`, as one parameter: any number of them."""
+    return column == any_(literal(list(ids), ARRAY(Uuid())))
+
+
+def storable(text: str) -> str:
+    """Generated text with the two things replaced that Postgres refuses: NUL and lone surrogates."""
+    return text.replace("\0", "\ufffd").encode("utf-8", "replace").decode("utf-8")
+
+
+def dump_logprobs(logprobs: Iterable[TokenLogprob]) -> list[Any]:
+    """As nested arrays `[token_id, logprob, [[token_id, logprob], …]]`."""
+    return [
+        [entry.token_id, _finite(entry.logprob), [[token_id, _finite(value)] for token_id, value in entry.top]]
+        for entry in logprobs
+    ]
+
+
+def load_logprobs(document: object) -> tuple[TokenLogprob, ...] | None:
+    """The reverse of `dump_logprobs`; None stays None."""
+    return None if document is None else msgspec.convert(document, tuple[TokenLogprob, ...], strict=False)
+
+
+def load_params(document: object) -> SamplingParams:
+    """Of a prepared row: they were checked then."""
+    return msgspec.convert(document, SamplingParams)
+
+
+def dump_result(result: Result) -> dict[str, Any]:
+    """The columns of `results`, without job and fence."""
+    return {
+        "text": storable(result.text),
+        "token_ids": result.token_ids,
+        "prompt_tokens": result.usage.prompt_tokens,
+        "completion_tokens": result.usage.completion_tokens,
+        "finish_reason": result.finish_reason,
+        "logprobs": None if result.logprobs is None else dump_logprobs(result.logprobs),
+        "exact": result.exact,
+        "timings": result.timings,
+        "provenance": result.provenance,
+    }
+
+
+def load_result(row: RowMapping, prefix: str = "") -> Result:
+    """A row of `results`, whose columns may carry a prefix."""
+    return Result(
+        job_id=row[f"{prefix}job_id"],
+        text=row[f"{prefix}text"],
+        token_ids=tuple(row[f"{prefix}token_ids"]),
+        usage=Usage(prompt_tokens=row[f"{prefix}prompt_tokens"], completion_tokens=row[f"{prefix}completion_tokens"]),
+        finish_reason=FinishReason(row[f"{prefix}finish_reason"]),
+        exact=row[f"{prefix}exact"],
+        logprobs=load_logprobs(row[f"{prefix}logprobs"]),
+        timings=row[f"{prefix}timings"],
+        provenance=row[f"{prefix}provenance"],
+    )
+
+
+def load_job(row: RowMapping) -> Job:
+    """A row of `jobs` with the columns of its result under the prefix `result_`, null without one."""
+    return Job(
+        id=row["id"],
+        tenant=row["tenant_id"],
+        model=row["model"],
+        state=JobState(row["state"]),
+        priority=row["priority"],
+        created_at=row["created_at"],
+        prompt=row["prompt"],
+        prompt_token_ids=None if row["prompt_ids"] is None else tuple(row["prompt_ids"]),
+        params=_readable_params(row["params"]),
+        seed=row["seed"],
+        metadata=row["metadata"],
+        finished_at=row["finished_at"],
+        cancel_requested=row["cancel_requested_at"] is not None,
+        crashes=row["crashes"],
+        fence=row["fence"],
+        error=row["error"],
+        result=None if row["result_job_id"] is None else load_result(row, "result_"),
+    )
+
+
+def unstorable(values: Sequence[object]) -> bool:
+    """Whether Postgres refuses a string in here: a NUL or a lone surrogate."""
+    return any(_has_unstorable(value) for value in values)
+
+
+def _has_unstorable(value: object) -> bool:
+    if isinstance(value, str):
+        return not (value.isascii() or _encodes(value)) or "\0" in value
+    if isinstance(value, Mapping):
+        return unstorable([*value.keys(), *value.values()])
+    if isinstance(value, list | tuple):
+        return unstorable(value)
+    return False
+
+
+def _encodes(text: str) -> bool:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _readable_params(document: object) -> SamplingParams:
+    """A row written by hand may hold parameters that fail it; it must stay readable."""
+    try:
+        return load_params(document)
+    except msgspec.ValidationError:
+        return SamplingParams()
+
+
+def _finite(value: float) -> float:
+    return value if math.isfinite(value) else NO_PROBABILITY

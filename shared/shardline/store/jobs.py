@@ -1,0 +1,153 @@
+"""What doors do with jobs: insert, read, list, cancel. Knows no head and no relay, and checks no prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+from uuid import UUID
+
+from sqlalchemy import Connection, Row, Select, select, text, tuple_
+
+from shardline.job import FinishReason, Job, JobState, TokenLogprob
+from shardline.store.bells import ring
+from shardline.store.encoding import is_any, load_job, load_logprobs
+from shardline.store.inserts import FailedRequest, insert_failed, insert_jobs
+from shardline.tables import DONE_CHANNEL, JOBS_CHANNEL, TERMINAL, attempts, jobs, results
+
+__all__ = [
+    "FailedRequest",
+    "Progress",
+    "ended",
+    "get_job",
+    "get_jobs",
+    "insert_failed",
+    "insert_jobs",
+    "job_progress",
+    "list_jobs",
+    "request_cancel",
+]
+
+MAX_LISTED = 1_000
+
+CANCEL = text("""
+WITH locked AS (
+    SELECT id FROM jobs WHERE id = ANY(CAST(:ids AS uuid[])) AND (state = 'queued' OR (state = 'running' AND :running))
+    ORDER BY id FOR UPDATE
+), changed AS (
+    UPDATE jobs SET
+        cancel_requested_at = coalesce(cancel_requested_at, now()),
+        state = CASE WHEN state = 'queued' AND fence = 0 THEN 'cancelled' ELSE state END,
+        finished_at = CASE WHEN state = 'queued' AND fence = 0 THEN now() END
+    FROM locked WHERE jobs.id = locked.id AND jobs.state IN ('queued', 'running')
+    RETURNING jobs.id, jobs.state
+)
+SELECT id, state FROM changed
+""")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """A job as its stream shows it: what Postgres has of its tokens. `text` is set once a result is committed."""
+
+    state: JobState
+    fence: int
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...] | None
+    text: str | None
+    finish_reason: FinishReason | None
+    error: dict[str, Any] | None
+
+
+def get_job(connection: Connection, job_id: UUID) -> Job | None:
+    """One job with its result; None when there is none of this id."""
+    return next(iter(get_jobs(connection, [job_id])), None)
+
+
+def get_jobs(connection: Connection, ids: Collection[UUID]) -> list[Job]:
+    """Those that exist, in the order of `ids`."""
+    found = {row["id"]: load_job(row) for row in connection.execute(_jobs().where(is_any(jobs.c.id, ids))).mappings()}
+    return [found[job_id] for job_id in ids if job_id in found]
+
+
+def list_jobs(
+    connection: Connection,
+    *,
+    state: JobState | None = None,
+    model: str | None = None,
+    limit: int = 100,
+    after: UUID | None = None,
+) -> list[Job]:
+    """Newest first, at most `limit`; `after` is the last id of the page before."""
+    query = _jobs().order_by(jobs.c.created_at.desc(), jobs.c.id.desc()).limit(min(limit, MAX_LISTED))
+    if state is not None:
+        query = query.where(jobs.c.state == state)
+    if model is not None:
+        query = query.where(jobs.c.model == model)
+    if after is not None:
+        place = select(jobs.c.created_at, jobs.c.id).where(jobs.c.id == after).scalar_subquery()
+        query = query.where(tuple_(jobs.c.created_at, jobs.c.id) < place)
+    return [load_job(row) for row in connection.execute(query).mappings()]
+
+
+def request_cancel(connection: Connection, ids: Collection[UUID], *, running: bool = True) -> dict[UUID, JobState]:
+    """Ask for the end of jobs; returns the state of those that exist, afterwards.
+
+    A job never claimed is `cancelled` at once. A requeued one, whose tokens become a result, is ended by a relay, a
+    running one by its head (left alone if `running` is false).
+    """
+    wanted = {"ids": list(ids), "running": running}
+    changed = {row.id: JobState(row.state) for row in connection.execute(CANCEL, wanted)}
+    if changed:
+        ring(connection, DONE_CHANNEL if JobState.CANCELLED in changed.values() else JOBS_CHANNEL)
+    others = [job_id for job_id in ids if job_id not in changed]
+    known = connection.execute(select(jobs.c.id, jobs.c.state).where(is_any(jobs.c.id, others))) if others else ()
+    return changed | {row.id: JobState(row.state) for row in known}
+
+
+def job_progress(connection: Connection, job_id: UUID) -> Progress | None:
+    """The committed tokens of a job, whatever its state: enough to re-join its stream."""
+    row = connection.execute(_progress().where(jobs.c.id == job_id)).one_or_none()
+    return None if row is None else _load_progress(row)
+
+
+def ended(connection: Connection, ids: Collection[UUID]) -> set[UUID]:
+    """Those in a terminal state."""
+    return set(connection.scalars(select(jobs.c.id).where(is_any(jobs.c.id, ids), jobs.c.state.in_(TERMINAL))))
+
+
+def _jobs() -> Select[Any]:
+    columns = [column.label(f"result_{column.name}") for column in results.columns]
+    return select(jobs, *columns).outerjoin_from(jobs, results, results.c.job_id == jobs.c.id)
+
+
+def _progress() -> Select[Any]:
+    newest = (attempts.c.job_id == jobs.c.id) & (attempts.c.fence == jobs.c.fence)
+    return (
+        select(
+            jobs.c.state,
+            jobs.c.fence,
+            jobs.c.error,
+            attempts.c.tokens,
+            attempts.c.logprobs.label("attempt_logprobs"),
+            results.c.token_ids,
+            results.c.logprobs,
+            results.c.text,
+            results.c.finish_reason,
+        )
+        .outerjoin_from(jobs, attempts, newest)
+        .outerjoin(results, results.c.job_id == jobs.c.id)
+    )
+
+
+def _load_progress(row: Row[Any]) -> Progress:
+    has_result = row.token_ids is not None
+    return Progress(
+        state=JobState(row.state),
+        fence=row.fence,
+        token_ids=tuple(row.token_ids if has_result else row.tokens or ()),
+        logprobs=load_logprobs(row.logprobs if has_result else row.attempt_logprobs),
+        text=row.text,
+        finish_reason=FinishReason(row.finish_reason) if has_result else None,
+        error=row.error,
+    )

@@ -1,0 +1,37 @@
+"""Models that stages have registered, so that every door can tokenise and refuse. Knows no tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from sqlalchemy import Connection, RowMapping, func, select
+from sqlalchemy.dialects.postgresql import insert
+
+from shardline.tables import models
+
+WRITABLE = tuple(column.name for column in models.columns if column.name != "updated_at")
+
+
+def register_model(connection: Connection, row: Mapping[str, Any]) -> None:
+    """A head says what it serves, with the fields of `models`. The newest word counts."""
+    new = insert(models).values({name: row.get(name) for name in WRITABLE})
+    changed = {name: new.excluded[name] for name in WRITABLE if name != "name"}
+    connection.execute(
+        new.on_conflict_do_update(index_elements=[models.c.name], set_={**changed, "updated_at": func.now()})
+    )
+
+
+def get_model(connection: Connection, name: str) -> RowMapping | None:
+    """The row of one model; None when no stage has registered it."""
+    return connection.execute(select(models).where(models.c.name == name)).mappings().one_or_none()
+
+
+def get_models(connection: Connection) -> list[RowMapping]:
+    """All rows, by name."""
+    return list(connection.execute(select(models).order_by(models.c.name)).mappings())
+
+
+def model_names(connection: Connection) -> list[str]:
+    """All names, sorted: for the remedy of an unknown one."""
+    return list(connection.scalars(select(models.c.name).order_by(models.c.name)))
