@@ -163,8 +163,8 @@ class StageLink:
         try:
             self._receiver = self._hop.open_receiver(channel)
         except Unavailable as error:
-            self._refuse(identity, hello, control.RefusalCode.FAILED, str(error))
             self._unbind(str(error))
+            self._refuse(identity, hello, control.RefusalCode.FAILED, str(error))
             return
         log.info("bound", pipeline=str(hello.pipeline), epoch=hello.epoch, head=hello.head)
         self._on_card()
@@ -195,8 +195,8 @@ class StageLink:
         try:
             sender = self._hop.open_sender(channel, start.next_address, self._times.link_dead_s / 2)
         except LinkLost as error:
-            self._refuse(identity, start, control.RefusalCode.FAILED, str(error))
             self._unbind(str(error))
+            self._refuse(identity, start, control.RefusalCode.FAILED, str(error))
             return
         self._receiver = None
         self._on_wiring(

@@ -1,0 +1,132 @@
+"""Control messages survive the trip; anything else is refused, never a crash."""
+
+from __future__ import annotations
+
+import struct
+from uuid import UUID
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.stage.worker import control
+from shardline.errors import ProtocolError
+from shardline.wire import PROTOCOL_VERSION
+
+PIPELINE = UUID(int=9)
+HELLO = control.Hello(
+    pipeline=PIPELINE,
+    epoch=4,
+    head="head@here",
+    model="tiny",
+    fingerprint="f" * 64,
+    dtype="float32",
+    first_layer=4,
+    last_layer=8,
+    max_lanes=3,
+)
+START = control.Start(
+    pipeline=PIPELINE,
+    epoch=4,
+    place=1,
+    num_stages=2,
+    num_lanes=2,
+    num_blocks=10,
+    next_address="tcp://there:1",
+)
+WELCOME = control.Welcome(
+    pipeline=PIPELINE,
+    epoch=4,
+    incarnation="i",
+    address="ipc:///run/x",
+    num_blocks=10,
+    exactness="e",
+    exact=True,
+)
+PONG = control.Pong(
+    pipeline=PIPELINE, epoch=4, seq=1, num_steps=2, num_sequences=3, num_blocks_used=4, compute_us=5, hop_us=6
+)
+TO_STAGE: list[control.ToStage] = [
+    HELLO,
+    START,
+    control.Ping(pipeline=PIPELINE, epoch=4, seq=1),
+    control.Exit(pipeline=PIPELINE, epoch=4, reason="you hang"),
+    control.Bye(pipeline=PIPELINE, epoch=4),
+]
+TO_HEAD: list[control.ToHead] = [
+    WELCOME,
+    PONG,
+    control.Ready(pipeline=PIPELINE, epoch=4),
+    control.Refuse(pipeline=PIPELINE, epoch=4, code=control.RefusalCode.BUSY, reason="bound"),
+]
+
+
+def enveloped(payload: bytes, version: int = PROTOCOL_VERSION) -> bytes:
+    return struct.pack("<2sH", b"SC", version) + payload
+
+
+@pytest.mark.parametrize("message", TO_STAGE, ids=lambda message: type(message).__name__)
+def test_messages_to_a_stage_survive_the_trip(message: control.ToStage) -> None:
+    assert control.decode_to_stage(control.encode(message)) == message
+
+
+@pytest.mark.parametrize("message", TO_HEAD, ids=lambda message: type(message).__name__)
+def test_messages_to_a_head_survive_the_trip(message: control.ToHead) -> None:
+    assert control.decode_to_head(control.encode(message)) == message
+
+
+def test_a_message_in_the_wrong_direction_is_refused() -> None:
+    with pytest.raises(ProtocolError, match="malformed"):
+        control.decode_to_stage(control.encode(WELCOME))
+
+
+def test_another_version_is_told_apart_whatever_follows() -> None:
+    with pytest.raises(control.OtherVersion, match="protocol version 2, we speak 1"):
+        control.decode_to_stage(enveloped(b"\xc1 something new", version=2))
+
+
+def test_a_message_over_the_limit_is_refused_unread() -> None:
+    with pytest.raises(ProtocolError, match="has 4 to 65536 bytes, not 65537"):
+        control.decode_to_stage(enveloped(b"\0" * (control.MAX_CONTROL_BYTES - 3)))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"epoch": -1},
+        {"epoch": 1 << 63},
+        {"next_address": "inproc://engine"},
+        {"next_address": "tcp://" + "x" * 300},
+        {"place": 1 << 17},
+        {"num_blocks": -1},
+    ],
+    ids=str,
+)
+def test_a_field_out_of_bounds_is_refused(change: dict[str, object]) -> None:
+    with pytest.raises(ProtocolError, match="malformed"):
+        control.decode_to_stage(control.encode(msgspec.structs.replace(START, **change)))
+
+
+@settings(max_examples=1000)
+@given(st.binary(max_size=200), st.booleans())
+def test_random_bytes_never_crash_the_decoder(data: bytes, is_enveloped: bool) -> None:
+    for decode in (control.decode_to_stage, control.decode_to_head):
+        with pytest.raises(ProtocolError):
+            decode(enveloped(data) if is_enveloped else data)
+
+
+@settings(max_examples=1000)
+@given(st.sampled_from([*TO_STAGE, *TO_HEAD]), st.data())
+def test_mutated_messages_are_refused_or_within_bounds(
+    message: control.ToStage | control.ToHead, data: st.DataObject
+) -> None:
+    raw = bytearray(control.encode(message))
+    for _ in range(data.draw(st.integers(1, 4))):
+        raw[data.draw(st.integers(0, len(raw) - 1))] = data.draw(st.integers(0, 255))
+    for decode in (control.decode_to_stage, control.decode_to_head):
+        try:
+            decoded = decode(bytes(raw))
+        except ProtocolError:
+            continue
+        assert decode(control.encode(decoded)) == decoded
