@@ -43,13 +43,13 @@ class Vocabulary:
 class Detokeniser:
     """Text by token, never a part of a character. All deltas and the flush together are the decoded whole."""
 
-    __slots__ = ("_num_settled", "_num_whole", "_vocabulary", "_window")
+    __slots__ = ("_given", "_num_whole", "_vocabulary", "_window")
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
         self._window: list[int] = []
-        self._num_settled = 0
-        """Characters of the window's text that are given out."""
+        self._given = ""
+        """The part of the window's text that is given out."""
         self._num_whole = 0
         """Tokens of the window that a cut may drop without splitting a character; 0: no such cut yet."""
 
@@ -60,34 +60,39 @@ class Detokeniser:
         self._window.append(token_id)
         text: str = self._vocabulary.decode(self._window)
         pending = text[-MAX_PENDING_CHARS:]
-        num_whole = len(text) - len(pending) + len(pending.rstrip(BROKEN))
-        delta = text[self._num_settled : num_whole]
-        self._num_settled = max(self._num_settled, num_whole)
-        self._slide(len(text), is_whole=num_whole == len(text))
+        end = len(text) - len(pending) + len(pending.rstrip(BROKEN))
+        is_whole, is_full = end == len(text), len(self._window) > MAX_WINDOW_TOKENS
+        if not (is_whole or is_full or text.startswith(self._given)):
+            return ""  # Some decoders show a whole run of bytes as broken until its last character is complete.
+        delta = text[len(self._given) : end]
+        self._given = text[: max(end, len(self._given))]
+        if is_whole:
+            self._mark_cut(text)
+        elif is_full:
+            self._cut(len(self._window) - WINDOW_TOKENS, text)
         return delta
 
     def flush(self) -> str:
         """What is left: bytes whose character never became whole."""
         text: str = self._vocabulary.decode(self._window)
-        rest = text[self._num_settled :]
-        self._num_settled = len(text)
+        rest = text[len(self._given) :]
+        self._given = text
         return rest
 
-    def _slide(self, num_chars: int, *, is_whole: bool) -> None:
+    def _mark_cut(self, text: str) -> None:
         size = len(self._window)
-        if is_whole and self._num_whole == 0:
-            self._num_whole = size
-        elif is_whole and size >= max(WINDOW_TOKENS, self._num_whole + CONTEXT_TOKENS):
-            self._cut(self._num_whole, num_chars)
+        if size >= WINDOW_TOKENS and size >= self._num_whole + CONTEXT_TOKENS and self._num_whole:
+            self._cut(self._num_whole, text)
             self._num_whole = len(self._window)
-        elif size > MAX_WINDOW_TOKENS:
-            self._cut(size - WINDOW_TOKENS, num_chars)
-            self._num_whole = 0
+        elif self._num_whole == 0:
+            self._num_whole = size
 
-    def _cut(self, num_tokens: int, num_chars: int) -> None:
-        num_unsettled = num_chars - self._num_settled
+    def _cut(self, num_tokens: int, text: str) -> None:
+        num_pending = len(text) - len(self._given)
         del self._window[:num_tokens]
-        self._num_settled = len(self._vocabulary.decode(self._window)) - num_unsettled
+        self._num_whole = 0
+        rest: str = self._vocabulary.decode(self._window)
+        self._given = rest[: len(rest) - num_pending]
 
 
 class StopFinder:

@@ -1,0 +1,96 @@
+"""The waiting line, the replay of a checkpoint, and what a sequence may hold at most."""
+
+from __future__ import annotations
+
+import pytest
+
+from services.stage.engine.sequence import Request, Sequence, Waiting, ranked_last, stop_ids_of
+from shardline.job import FinishReason, SamplingParams, TokenLogprob
+from tests.simulation.pipeline import EOS, Numbers, request
+
+
+def sequence(job: Request, arrival: int = 0, max_len: int = 512) -> Sequence:
+    return Sequence(job, Numbers(job.params.max_tokens or 1), arrival=arrival, max_len=max_len)
+
+
+@pytest.mark.parametrize(
+    ("num_prompt", "max_tokens", "max_len", "most_blocks"), [(60, 4, 512, 1), (60, 5, 512, 2), (60, 1000, 256, 4)]
+)
+def test_a_sequence_never_holds_more_than_its_limits_need(
+    num_prompt: int, max_tokens: int, max_len: int, most_blocks: int
+) -> None:
+    job = request(num_prompt=num_prompt, max_tokens=max_tokens)
+
+    assert sequence(job, max_len=max_len).most_blocks == most_blocks
+
+
+def test_a_replay_stops_at_the_token_that_ends_the_completion() -> None:
+    replayed = sequence(request(output_ids=(3, EOS, 4)))
+
+    assert replayed.replay() is FinishReason.STOP
+    assert replayed.output_ids == (3, EOS)
+
+
+def test_a_replay_restores_logprobs() -> None:
+    logprobs = (TokenLogprob(3, -0.5), TokenLogprob(4, -0.25))
+    plain = request(output_ids=(3, 4), logprobs=0)
+    replayed = sequence(
+        Request(
+            key=plain.key,
+            prompt_ids=plain.prompt_ids,
+            params=plain.params,
+            seed=plain.seed,
+            output_ids=plain.output_ids,
+            output_logprobs=logprobs,
+        )
+    )
+
+    assert replayed.replay() is None
+    assert tuple(replayed.logprobs) == logprobs
+
+
+def test_the_line_is_kept_by_priority_then_arrival() -> None:
+    waiting = Waiting()
+    line = [sequence(request(priority=priority), arrival) for arrival, priority in enumerate([5, 3, 5, 0])]
+    for one in line:
+        waiting.push(one)
+
+    order = []
+    while (first := waiting.first(with_suspects=True)) is not None:
+        waiting.remove(first)
+        order.append(first.rank)
+
+    assert order == [(0, 3), (3, 1), (5, 0), (5, 2)]
+
+
+def test_anyone_can_leave_the_line() -> None:
+    waiting = Waiting()
+    line = [sequence(request(), arrival) for arrival in range(5)]
+    for one in line:
+        waiting.push(one)
+
+    waiting.remove(line[3])
+    waiting.remove(line[0])
+
+    assert waiting.first(with_suspects=False) is line[1]
+
+
+def test_a_suspect_waits_aside() -> None:
+    waiting = Waiting()
+    suspect, other = sequence(request(suspect=True), 0), sequence(request(), 1)
+    waiting.push(suspect)
+    waiting.push(other)
+
+    assert waiting.first(with_suspects=True) is suspect
+    assert waiting.first(with_suspects=False) is other
+
+
+def test_the_youngest_of_the_lowest_priority_ranks_last() -> None:
+    line = [sequence(request(priority=priority), arrival) for arrival, priority in enumerate([5, 7, 7, 6])]
+
+    assert ranked_last(line) is line[2]
+
+
+def test_eos_ends_a_completion_unless_it_is_ignored() -> None:
+    assert stop_ids_of(SamplingParams(stop_token_ids=(9,)), frozenset({2})) == {2, 9}
+    assert stop_ids_of(SamplingParams(stop_token_ids=(9,), ignore_eos=True), frozenset({2})) == {9}
