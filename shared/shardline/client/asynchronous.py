@@ -1,0 +1,224 @@
+"""The client for asyncio: one object for a whole service, safe for any number of tasks of one event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Collection, Iterable, Sequence
+from types import TracebackType
+from typing import Any, Self, overload
+from uuid import UUID
+
+import structlog
+from sqlalchemy.exc import DBAPIError
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, AsyncSession
+
+from shardline.client.database import AWAY, MAX_IDS_PER_QUERY, listen_address, reachable
+from shardline.client.ends import Ends
+from shardline.client.requests import AnyRequest, checked, error_of, request_of, settings_with, succeeded
+from shardline.errors import NotFound
+from shardline.job import Job, JobRequest, JobState
+from shardline.store import jobs
+from shardline.store.database import connect_async
+from shardline.store.inserts import Tokenised
+from shardline.streams import Cursor, DeltaReader, Mailbox
+from shardline.streams.cursor import TextOf
+from shardline.wire import Delta
+
+log = structlog.get_logger(__name__)
+
+# Names for annotations: inside the classes `list` is the method.
+Ids = list[UUID]
+Jobs = list[Job]
+Deltas = list[Delta]
+
+
+class AsyncClient:
+    """`async with AsyncClient() as client:`; addresses come from the environment (SHARDLINE_*) where not given.
+
+    A job is accepted when `submit` returns, or, with `session=`, when the caller's transaction commits.
+    """
+
+    def __init__(
+        self,
+        *,
+        database_url: str | None = None,
+        redis_url: str | None = None,
+        tenant: str = "default",
+        database: AsyncEngine | None = None,
+    ) -> None:
+        settings = settings_with(database_url=database_url, redis_url=redis_url)
+        self.tenant = tenant
+        self.database = database or connect_async(settings.database_url.get_secret_value())
+        self._owns_database = database is None
+        self._poll_s = settings.times.poll_s
+        self._reader = DeltaReader(settings.redis_url)
+        address = self.database.url if database is not None else settings.database_url.get_secret_value()
+        self._ends = Ends(self.database, listen_address(address), poll_s=self._poll_s)
+        self._started = False
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """End the tasks and give back the connections. Jobs go on."""
+        if self._started:
+            await self._ends.close()
+        await self._reader.close()
+        if self._owns_database:
+            await self.database.dispose()
+
+    async def submit(
+        self,
+        model: str,
+        prompt: str | Sequence[int] | None = None,
+        *,
+        session: AsyncSession | AsyncConnection | None = None,
+        **fields: Any,
+    ) -> UUID:
+        """Store one job and return its id. `fields` are in docs/jobs.md. Raises Invalid, Conflict, Unavailable."""
+        request = request_of(model, prompt, fields, self.tenant)
+        return (await self.insert([request], session=session))[0]
+
+    async def submit_many(
+        self, requests: Iterable[AnyRequest], *, session: AsyncSession | AsyncConnection | None = None
+    ) -> Ids:
+        """Store all of them in one transaction, or none; ids in the same order."""
+        return await self.insert(checked(requests, self.tenant), session=session)
+
+    async def insert(
+        self,
+        requests: Sequence[JobRequest],
+        *,
+        prepared: Sequence[Tokenised | None] | None = None,
+        session: AsyncSession | AsyncConnection | None = None,
+    ) -> Ids:
+        """Like `submit_many`, for a door that has checked and perhaps tokenised the requests."""
+        if session is not None:
+            connection = session if isinstance(session, AsyncConnection) else await session.connection()
+            return await connection.run_sync(jobs.insert_jobs, requests, prepared=prepared)
+        with reachable():
+            async with self.database.begin() as connection:
+                return await connection.run_sync(jobs.insert_jobs, requests, prepared=prepared)
+
+    async def get(self, job_id: UUID) -> Job:
+        """The job, with its result if it has one. Raises NotFound."""
+        found = await self.get_many([job_id])
+        if not found:
+            raise NotFound(f"no job has the id {job_id}")
+        return found[0]
+
+    async def get_many(self, ids: Sequence[UUID]) -> Jobs:
+        """Those that exist, in the order of `ids`."""
+        found: Jobs = []
+        with reachable():
+            async with self.database.connect() as connection:
+                for start in range(0, len(ids), MAX_IDS_PER_QUERY):
+                    found += await connection.run_sync(jobs.get_jobs, ids[start : start + MAX_IDS_PER_QUERY])
+        return found
+
+    async def list(
+        self, *, state: JobState | None = None, model: str | None = None, limit: int = 100, after: UUID | None = None
+    ) -> Jobs:
+        """Newest first; `after` is the last id of the page before."""
+        with reachable():
+            async with self.database.connect() as connection:
+                return await connection.run_sync(jobs.list_jobs, state=state, model=model, limit=limit, after=after)
+
+    async def cancel(self, ids: UUID | Collection[UUID]) -> dict[UUID, JobState]:
+        """Ask for the end of jobs. Their states afterwards: a running one is `cancelled` a little later."""
+        wanted = [ids] if isinstance(ids, UUID) else list(ids)
+        with reachable():
+            async with self.database.begin() as connection:
+                return await connection.run_sync(jobs.request_cancel, wanted)
+
+    @overload
+    async def wait(self, ids: UUID, timeout_s: float | None = None, *, must_succeed: bool = True) -> Job: ...
+
+    @overload
+    async def wait(
+        self, ids: Collection[UUID], timeout_s: float | None = None, *, must_succeed: bool = True
+    ) -> Jobs: ...
+
+    async def wait(
+        self, ids: UUID | Collection[UUID], timeout_s: float | None = None, *, must_succeed: bool = True
+    ) -> Job | Jobs:
+        """Until all have ended. Raises TimeoutError, NotFound, and for a job that did not succeed its end,
+        unless `must_succeed` is False."""
+        self._start()
+        wanted = [ids] if isinstance(ids, UUID) else list(ids)
+        async with asyncio.timeout(timeout_s):
+            if len(await self.get_many(wanted)) < len(set(wanted)):
+                raise NotFound("a job to wait for does not exist")
+            await asyncio.gather(*(self._ended(job_id) for job_id in set(wanted)))
+        found = await self.get_many(wanted)
+        if must_succeed:
+            found = [succeeded(job) for job in found]
+        return found[0] if isinstance(ids, UUID) else found
+
+    async def stream(self, job_id: UUID) -> AsyncIterator[Delta]:
+        """The job's new tokens as they come, each once, the last with its state. Raises as `wait` does at the end.
+
+        Text of tokens that did not come through Redis is in the last delta.
+        """
+        await self.get(job_id)
+        async for deltas in self.follow(job_id):
+            for delta in deltas:
+                yield delta
+                if delta.state is not None and delta.state != JobState.SUCCEEDED:
+                    raise error_of(JobState(delta.state), f"job {job_id}", (await self.get(job_id)).error)
+
+    async def follow(
+        self, job_id: UUID, *, after: int = 0, text_of: TextOf | None = None, tick_s: float | None = None
+    ) -> AsyncIterator[Deltas]:
+        """What `stream` is made of: joins `after` so many tokens, yields an empty list at every tick without news.
+
+        With `text_of` the text of tokens read from Postgres comes at once. Ends after the delta that has a state.
+        """
+        self._start()
+        cursor, mailbox = Cursor(after=after, text_of=text_of), Mailbox()
+        wait_s = min(self._poll_s, tick_s or self._poll_s)
+        with self._ends.watch(job_id, mailbox), self._reader.watch(job_id, mailbox):
+            if after or self._reader.is_away:
+                await self._catch_up(job_id, cursor)
+            while not cursor.ended:
+                for delta in await mailbox.wait(wait_s):
+                    cursor.push(delta)
+                if mailbox.ended or cursor.has_gap or self._reader.is_away:
+                    await self._catch_up(job_id, cursor)
+                yield cursor.take()
+
+    async def _catch_up(self, job_id: UUID, cursor: Cursor) -> None:
+        """While Postgres is away too, the stream alone must do."""
+        try:
+            async with self.database.connect() as connection:
+                progress = await connection.run_sync(jobs.job_progress, job_id)
+        except (DBAPIError, *AWAY) as error:
+            log.warning("Postgres is away: a stream waits", job_id=str(job_id), error=str(error)[:200])
+            return
+        if progress is None:
+            raise NotFound(f"no job has the id {job_id}")
+        cursor.catch_up(
+            progress.token_ids,
+            fence=progress.fence,
+            logprobs=progress.logprobs,
+            text=progress.text,
+            state=progress.state if progress.state.terminal else None,
+            finish_reason=progress.finish_reason,
+        )
+
+    async def _ended(self, job_id: UUID) -> None:
+        mailbox = Mailbox()
+        with self._ends.watch(job_id, mailbox):
+            while not mailbox.ended:
+                await mailbox.bell.wait()
+
+    def _start(self) -> None:
+        if not self._started:
+            self._started = True
+            self._ends.start()
+            self._reader.start()

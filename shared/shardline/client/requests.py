@@ -1,0 +1,70 @@
+"""From what a caller passes to checked requests, and from an ended job to its error. Knows no database."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from shardline.config import Settings
+from shardline.errors import Invalid, JobCancelled, JobEnded, JobExpired, JobFailed
+from shardline.job import DEFAULT_TENANT, Job, JobRequest, JobState, check_request, parse_request
+
+MAX_REQUESTS = 100_000
+"""Of one call, which is one transaction."""
+
+AnyRequest = JobRequest | Mapping[str, Any]
+
+
+def request_of(model: str, prompt: str | Sequence[int] | None, fields: Mapping[str, Any], tenant: str) -> JobRequest:
+    """One request from keyword arguments. Raises Invalid, naming the field."""
+    document: dict[str, Any] = {"tenant": tenant, **fields, "model": model}
+    if prompt is not None:
+        document["prompt"] = prompt if isinstance(prompt, str) else list(prompt)
+    return parse_request(document)
+
+
+def checked(requests: Iterable[AnyRequest], tenant: str) -> list[JobRequest]:
+    """Many requests, each a JobRequest or its fields. Raises Invalid, naming the place of the first wrong one."""
+    found: list[JobRequest] = []
+    for place, request in enumerate(requests):
+        if place == MAX_REQUESTS:
+            raise Invalid("requests", f"there are more than {MAX_REQUESTS}", "Send them in several calls")
+        try:
+            found.append(_checked(request, tenant))
+        except Invalid as error:
+            raise Invalid(f"requests[{place}].{error.field}", error.problem, error.remedy) from error
+    return found
+
+
+def _checked(request: AnyRequest, tenant: str) -> JobRequest:
+    if not isinstance(request, JobRequest):
+        return parse_request({"tenant": tenant, **request})
+    if request.tenant == DEFAULT_TENANT != tenant:
+        request = msgspec.structs.replace(request, tenant=tenant)
+    return check_request(request)
+
+
+def succeeded(job: Job) -> Job:
+    """The job, if it succeeded. Raises JobFailed, JobCancelled or JobExpired with the recorded reason."""
+    if job.state is not JobState.SUCCEEDED:
+        raise error_of(job.state, f"job {job.id}", job.error)
+    return job
+
+
+def error_of(state: JobState, name: str, error: Mapping[str, Any] | None) -> JobEnded:
+    """Why a job has no completion, as the error that a waiter gets."""
+    if state is JobState.CANCELLED:
+        return JobCancelled(f"{name} was cancelled")
+    if state is JobState.EXPIRED:
+        return JobExpired(f"{name} expired: its deadline passed before it was done")
+    reason = error or {}
+    words = [str(reason[key]) for key in ("field", "problem", "remedy", "message") if reason.get(key)]
+    return JobFailed(f"{name} failed: {': '.join(words) or 'no reason was recorded'}")
+
+
+def settings_with(**given: str | None) -> Settings:
+    """The environment's settings; what is given comes first."""
+    values: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    return Settings(**values)

@@ -1,0 +1,207 @@
+"""The client for ordinary threads. Each call uses connections of its own from one pool, so threads may share it."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import closing, suppress
+from types import TracebackType
+from typing import Any, Concatenate, ParamSpec, Self, TypeVar, overload
+from uuid import UUID
+
+from sqlalchemy import Connection, Engine
+from sqlalchemy.orm import Session
+
+from shardline.client.bell import Bell
+from shardline.client.database import MAX_IDS_PER_QUERY, connection_of, listen_address, reachable
+from shardline.client.requests import AnyRequest, checked, error_of, request_of, settings_with, succeeded
+from shardline.errors import NotFound, Unavailable
+from shardline.job import Job, JobRequest, JobState
+from shardline.store import jobs
+from shardline.store.database import connect
+from shardline.streams import Cursor, SyncDeltaReader
+from shardline.wire import Delta
+
+RETRY_S = 0.2
+PAUSE_S = 0.02
+
+# Names for annotations: inside the classes `list` is the method.
+Ids = list[UUID]
+Jobs = list[Job]
+
+Answer = TypeVar("Answer")
+Parameters = ParamSpec("Parameters")
+
+
+class Client:
+    """`with Client() as client:`; addresses come from the environment (SHARDLINE_*) where not given.
+
+    A job is accepted when `submit` returns, or, with `session=`, when the caller's transaction commits.
+    """
+
+    def __init__(
+        self,
+        *,
+        database_url: str | None = None,
+        redis_url: str | None = None,
+        tenant: str = "default",
+        database: Engine | None = None,
+    ) -> None:
+        settings = settings_with(database_url=database_url, redis_url=redis_url)
+        self.tenant = tenant
+        self.database = database or connect(settings.database_url.get_secret_value())
+        self._owns_database = database is None
+        self._poll_s = settings.times.poll_s
+        address = self.database.url if database is not None else settings.database_url.get_secret_value()
+        self._address = listen_address(address)
+        self._redis = SyncDeltaReader.connect(settings.redis_url)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Give back the connections. Jobs go on."""
+        self._redis.close()
+        if self._owns_database:
+            self.database.dispose()
+
+    def submit(
+        self,
+        model: str,
+        prompt: str | Sequence[int] | None = None,
+        *,
+        session: Session | Connection | None = None,
+        **fields: Any,
+    ) -> UUID:
+        """Store one job and return its id. `fields` are in docs/jobs.md. Raises Invalid, Conflict, Unavailable."""
+        return self._insert([request_of(model, prompt, fields, self.tenant)], session)[0]
+
+    def submit_many(self, requests: Iterable[AnyRequest], *, session: Session | Connection | None = None) -> Ids:
+        """Store all of them in one transaction, or none; ids in the same order."""
+        return self._insert(checked(requests, self.tenant), session)
+
+    def get(self, job_id: UUID) -> Job:
+        """The job, with its result if it has one. Raises NotFound."""
+        found = self.get_many([job_id])
+        if not found:
+            raise NotFound(f"no job has the id {job_id}")
+        return found[0]
+
+    def get_many(self, ids: Sequence[UUID]) -> Jobs:
+        """Those that exist, in the order of `ids`."""
+        return [job for some in _chunks(ids) for job in self._read(jobs.get_jobs, some)]
+
+    def list(
+        self, *, state: JobState | None = None, model: str | None = None, limit: int = 100, after: UUID | None = None
+    ) -> Jobs:
+        """Newest first; `after` is the last id of the page before."""
+        return self._read(jobs.list_jobs, state=state, model=model, limit=limit, after=after)
+
+    def cancel(self, ids: UUID | Collection[UUID]) -> dict[UUID, JobState]:
+        """Ask for the end of jobs. Their states afterwards: a running one is `cancelled` a little later."""
+        wanted = [ids] if isinstance(ids, UUID) else list(ids)
+        with reachable(), self.database.begin() as connection:
+            return jobs.request_cancel(connection, wanted)
+
+    @overload
+    def wait(self, ids: UUID, timeout_s: float | None = None, *, must_succeed: bool = True) -> Job: ...
+
+    @overload
+    def wait(self, ids: Collection[UUID], timeout_s: float | None = None, *, must_succeed: bool = True) -> Jobs: ...
+
+    def wait(
+        self, ids: UUID | Collection[UUID], timeout_s: float | None = None, *, must_succeed: bool = True
+    ) -> Job | Jobs:
+        """Until all have ended. Raises TimeoutError, NotFound, and for a job that did not succeed its end,
+        unless `must_succeed` is False."""
+        wanted = [ids] if isinstance(ids, UUID) else list(ids)
+        if len(self.get_many(wanted)) < len(set(wanted)):
+            raise NotFound("a job to wait for does not exist")
+        self._wait_until_ended(set(wanted), timeout_s)
+        found = self.get_many(wanted)
+        if must_succeed:
+            found = [succeeded(job) for job in found]
+        return found[0] if isinstance(ids, UUID) else found
+
+    def stream(self, job_id: UUID) -> Iterator[Delta]:
+        """The job's new tokens as they come, each once, the last with its state. Raises as `wait` does at the end.
+
+        Text of tokens that did not come through Redis is in the last delta.
+        """
+        cursor, reader = Cursor(), SyncDeltaReader(self._redis, job_id)
+        is_quiet = True
+        while not cursor.ended:
+            if is_quiet or cursor.has_gap:
+                self._catch_up(job_id, cursor, only_its_end=not (reader.is_away or cursor.has_gap))
+            for delta in cursor.take():
+                yield delta
+                if delta.state is not None and delta.state != JobState.SUCCEEDED:
+                    raise error_of(JobState(delta.state), f"job {job_id}", self.get(job_id).error)
+            deltas = () if cursor.ended else reader.read(self._poll_s)
+            for delta in deltas:
+                cursor.push(delta)
+            is_quiet = not deltas
+            if reader.is_away:
+                time.sleep(min(RETRY_S, self._poll_s))
+        yield from cursor.take()
+
+    def _catch_up(self, job_id: UUID, cursor: Cursor, *, only_its_end: bool) -> None:
+        """While the stream is whole it is ahead of Postgres, which then knows nothing but the end."""
+        try:
+            progress = self._read(jobs.job_progress, job_id)
+        except Unavailable:
+            return
+        if progress is None:
+            raise NotFound(f"no job has the id {job_id}")
+        if progress.state.terminal or not only_its_end:
+            cursor.catch_up(
+                progress.token_ids,
+                fence=progress.fence,
+                logprobs=progress.logprobs,
+                text=progress.text,
+                state=progress.state if progress.state.terminal else None,
+                finish_reason=progress.finish_reason,
+            )
+
+    def _wait_until_ended(self, pending: set[UUID], timeout_s: float | None) -> None:
+        deadline_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        with closing(Bell(self._address)) as bell:
+            while True:
+                began_s = time.monotonic()
+                with suppress(Unavailable):
+                    for some in _chunks(list(pending)):
+                        pending -= self._read(jobs.ended, some)
+                if not pending:
+                    return
+                now_s = time.monotonic()
+                if now_s >= deadline_s:
+                    raise TimeoutError(f"{len(pending)} jobs have not ended within {timeout_s} s")
+                bell.wait(min(self._poll_s, deadline_s - now_s))
+                # Looking never takes more than a quarter of the time.
+                time.sleep(min(PAUSE_S + 3 * (now_s - began_s), max(0.0, deadline_s - time.monotonic())))
+
+    def _insert(self, requests: Sequence[JobRequest], session: Session | Connection | None) -> Ids:
+        if session is not None:
+            return jobs.insert_jobs(connection_of(session), requests)
+        with reachable(), self.database.begin() as connection:
+            return jobs.insert_jobs(connection, requests)
+
+    def _read(
+        self,
+        query: Callable[Concatenate[Connection, Parameters], Answer],
+        *arguments: Parameters.args,
+        **options: Parameters.kwargs,
+    ) -> Answer:
+        with reachable(), self.database.connect() as connection:
+            return query(connection, *arguments, **options)
+
+
+def _chunks(ids: Sequence[UUID]) -> Iterator[Sequence[UUID]]:
+    for start in range(0, len(ids), MAX_IDS_PER_QUERY):
+        yield ids[start : start + MAX_IDS_PER_QUERY]

@@ -1,0 +1,224 @@
+"""A head without a model, for tests of doors: it plays the protocol through real rows and streams, and echoes prompts.
+
+Owns the clerk's registration and one pipeline. Completions are the prompt's own tokens, so that tests know them.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from uuid import UUID
+
+import msgspec
+import psycopg
+from sqlalchemy import text
+
+from shardline.job import FinishReason, JobState, Message, Result, SamplingParams, TokenLogprob, Usage
+from shardline.store import claims, models, pipelines
+from shardline.store.claims import Beat, Claimed, End
+from shardline.store.database import connect
+from shardline.streams import DeltaWriter
+from shardline.tables import JOBS_CHANNEL
+from shardline.tokenise import Tokens, model_row
+from shardline.wire import Delta
+
+CLERK = Path(__file__).resolve().parents[1] / "services/standalone/clerk/model"
+LEASE_S = 60.0
+UNPREPARED = text(
+    "SELECT id, prompt, messages, prompt_ids, params FROM jobs WHERE prepared_at IS NULL AND state = 'queued'"
+)
+PREPARE = text("UPDATE jobs SET prompt_ids = :ids, max_tokens = :max_tokens, prepared_at = now() WHERE id = :id")
+QUEUED = text("SELECT id FROM jobs WHERE state = 'queued' ORDER BY priority, created_at, id")
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Sequence:
+    """One claimed job: what it will say, and how much of it was said."""
+
+    claimed: Claimed
+    output_ids: tuple[int, ...]
+    reason: FinishReason
+    num_said: int
+    num_saved: int
+    logprobs: tuple[TokenLogprob, ...] = field(default=())
+
+
+class TinyHead:
+    """Each step is a call, so that a test decides what has happened when; `serving` runs all by itself."""
+
+    def __init__(self, database_url: str, redis_url: str | None = None) -> None:
+        self._url = database_url
+        self.database = connect(database_url)
+        self._writer = DeltaWriter(redis_url) if redis_url else None
+        row = model_row(CLERK, name="clerk", fingerprint="f1")
+        self.tokens = Tokens.from_row(row)
+        with self.database.begin() as connection:
+            models.register_model(connection, row)
+            self._epoch = pipelines.take_epoch(
+                connection, "tiny", model="clerk", fingerprint="f1", head="tiny", lease_s=LEASE_S
+            )
+
+    def close(self) -> None:
+        """Give back the connections."""
+        if self._writer is not None:
+            self._writer.close()
+        self.database.dispose()
+
+    def ready(self) -> None:
+        """From now on the pipeline can generate."""
+        with self.database.begin() as connection:
+            pipelines.ready(connection, "tiny", self._epoch, seats=8, stages=[{"layers": "0-7"}], exact=True)
+
+    def claim_all(self) -> list[Sequence]:
+        """Prepare and claim every queued job."""
+        with self.database.begin() as connection:
+            for row in connection.execute(UNPREPARED).all():
+                prepared = self.tokens.prepare(
+                    prompt=row.prompt if row.prompt is not None else tuple(row.prompt_ids or ()),
+                    messages=row.messages and msgspec.convert(row.messages, list[Message]),
+                    params=msgspec.convert(row.params, SamplingParams),
+                )
+                values = {"ids": list(prepared.prompt_ids), "max_tokens": prepared.max_tokens, "id": row.id}
+                connection.execute(PREPARE, values)
+        with self.database.begin() as connection:
+            claimed = claims.claim(
+                connection,
+                list(connection.scalars(QUEUED)),
+                worker="tiny",
+                pipeline="tiny",
+                epoch=self._epoch,
+                fingerprint="f1",
+                exactness="e1",
+                lease_s=LEASE_S,
+                exact_wait_s=0.0,
+            )
+        return [self._sequence(row) for row in claimed]
+
+    def claim(self) -> Sequence:
+        """The only queued job."""
+        (sequence,) = self.claim_all()
+        return sequence
+
+    def say(self, sequence: Sequence, num_tokens: int = 1, *, to_stream: bool = True) -> None:
+        """Generate so many tokens more, one delta each."""
+        for _ in range(num_tokens):
+            start, sequence.num_said = sequence.num_said, sequence.num_said + 1
+            delta = Delta(
+                fence=sequence.claimed.fence,
+                start=start,
+                ids=sequence.output_ids[start : start + 1],
+                text=self._text(sequence, start, start + 1),
+                logprobs=sequence.logprobs[start : start + 1] or None,
+            )
+            if to_stream and self._writer is not None:
+                self._writer.write([(sequence.claimed.job_id, delta)])
+
+    def beat(self, sequence: Sequence) -> bool:
+        """Heartbeat and checkpoint; whether the job is to be cancelled."""
+        claimed = sequence.claimed
+        beat = Beat(
+            job_id=claimed.job_id,
+            fence=claimed.fence,
+            start=sequence.num_saved,
+            ids=sequence.output_ids[sequence.num_saved : sequence.num_said],
+            logprobs=sequence.logprobs[sequence.num_saved : sequence.num_said],
+        )
+        with self.database.begin() as connection:
+            reply = claims.heartbeat(connection, [beat], lease_s=LEASE_S)[claimed.job_id, claimed.fence]
+        sequence.num_saved = sequence.num_said
+        return reply.cancel_requested
+
+    def end(self, sequence: Sequence, state: JobState = JobState.SUCCEEDED, *, to_stream: bool = True) -> None:
+        """Commit the result of what was said, or a failure, and tell the stream."""
+        claimed, num_said = sequence.claimed, sequence.num_said
+        reason = sequence.reason if state is JobState.SUCCEEDED else FinishReason.CANCELLED
+        result = Result(
+            job_id=claimed.job_id,
+            text=self._text(sequence, 0, num_said),
+            token_ids=sequence.output_ids[:num_said],
+            usage=Usage(prompt_tokens=len(claimed.prompt_ids), completion_tokens=num_said),
+            finish_reason=reason,
+            exact=True,
+            logprobs=sequence.logprobs[:num_said] or None,
+            timings={"running_s": 0.1},
+            provenance={"fingerprint": "f1"},
+        )
+        failed = state is JobState.FAILED
+        end = End(
+            job_id=claimed.job_id,
+            fence=claimed.fence,
+            state=state,
+            result=None if failed else result,
+            error={"code": "poison", "message": "it broke the engine"} if failed else None,
+        )
+        with self.database.begin() as connection:
+            assert claims.end(connection, [end])
+        if to_stream and self._writer is not None:
+            last = Delta(fence=claimed.fence, start=num_said, state=state, finish_reason=None if failed else reason)
+            self._writer.write([(claimed.job_id, last)])
+
+    def finish(self, sequence: Sequence) -> None:
+        """Say all that is left, and end."""
+        self.say(sequence, len(sequence.output_ids) - sequence.num_said)
+        self.end(sequence)
+
+    @contextmanager
+    def serving(self) -> Iterator[None]:
+        """While inside, every job runs to its end as soon as it is there."""
+        stopped = threading.Event()
+        thread = threading.Thread(target=self._serve, args=(stopped,), name="tiny-head")
+        thread.start()
+        try:
+            yield
+        finally:
+            stopped.set()
+            thread.join()
+
+    def _serve(self, stopped: threading.Event) -> None:
+        with psycopg.connect(self._url, autocommit=True) as listener:
+            listener.execute(f"LISTEN {JOBS_CHANNEL}")
+            while not stopped.is_set():
+                for sequence in self.claim_all():
+                    self.finish(sequence)
+                for _ in listener.notifies(timeout=0.1, stop_after=1):
+                    pass
+
+    def _sequence(self, claimed: Claimed) -> Sequence:
+        """The prompt without its first token, then the end of sequence, cut at max_tokens."""
+        whole = (*claimed.prompt_ids[1:], *self.tokens.eos_ids)
+        ids = whole[: claimed.max_tokens]
+        logprobs: tuple[TokenLogprob, ...] = ()
+        if claimed.params.logprobs is not None:
+            top = tuple((token_id, -0.5 - token_id) for token_id in range(claimed.params.logprobs))
+            logprobs = tuple(TokenLogprob(token_id, -0.25, top) for token_id in ids)
+        return Sequence(
+            claimed=claimed,
+            output_ids=ids,
+            reason=FinishReason.STOP if len(ids) == len(whole) else FinishReason.LENGTH,
+            num_said=len(claimed.output_ids),
+            num_saved=len(claimed.output_ids),
+            logprobs=logprobs,
+        )
+
+    def _text(self, sequence: Sequence, start: int, stop: int) -> str:
+        decode, ids = self.tokens.decode, sequence.output_ids
+        return decode(ids[:stop])[len(decode(ids[:start])) :]
+
+
+@contextmanager
+def tiny_head(database_url: str, redis_url: str | None = None) -> Iterator[TinyHead]:
+    """A head that is ready, closed at the end."""
+    head = TinyHead(database_url, redis_url)
+    head.ready()
+    try:
+        yield head
+    finally:
+        head.close()
+
+
+def job_ids(sequences: list[Sequence]) -> list[UUID]:
+    """Of claimed jobs."""
+    return [sequence.claimed.job_id for sequence in sequences]
