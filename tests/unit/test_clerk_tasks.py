@@ -81,6 +81,16 @@ def test_a_negative_number_of_examples_is_refused() -> None:
         examples(0, -1)
 
 
+def test_a_task_named_twice_comes_twice_as_often() -> None:
+    drawn = [example.task for example in examples(0, 6, turns=("sum", "date", "sum"))]
+    assert drawn == ["sum", "date", "sum", "sum", "date", "sum"]
+
+
+def test_an_unknown_task_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(ValueError, match=r"turns names \['poem'\]; clerk's tasks are \['date'"):
+        examples(0, 6, turns=("poem",))
+
+
 def test_no_prompt_is_in_both_splits() -> None:
     trained = {example.prompt for example in examples(0, 6000)}
     unseen = {example.prompt for example in examples(0, 6000, "unseen")}

@@ -3,7 +3,7 @@
 Knows no tensor and no tokenizer. The answer is exactly the completion that the model must give, before its end token.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import date, timedelta
 from hashlib import sha256
@@ -38,11 +38,16 @@ class Example:
     answer: str
 
 
-def examples(seed: int, num: int, split: Split = "train") -> list[Example]:
-    """`num` examples, tasks taking turns; the same seed gives the same list, and no prompt is in both splits."""
+def examples(seed: int, num: int, split: Split = "train", turns: Sequence[str] = ()) -> list[Example]:
+    """`num` examples; the same seed gives the same list, and no prompt is in both splits.
+
+    Tasks take turns in the order of `turns` (a task named twice comes twice as often), else once each.
+    """
     if num < 0:
         raise ValueError(f"num is {num}; ask for 0 or more examples")
-    return list(islice(_endless(Random(f"clerk-{split}-{seed}"), split), num))
+    if unknown := set(turns) - set(TASKS):
+        raise ValueError(f"turns names {sorted(unknown)}; clerk's tasks are {list(TASKS)}")
+    return list(islice(_endless(Random(f"clerk-{split}-{seed}"), split, turns or tuple(TASKS)), num))
 
 
 def is_unseen(prompt: str) -> bool:
@@ -50,15 +55,15 @@ def is_unseen(prompt: str) -> bool:
     return sha256(prompt.encode()).digest()[0] % UNSEEN_SHARE == 0
 
 
-def _endless(rng: Random, split: Split) -> Iterator[Example]:
+def _endless(rng: Random, split: Split, turns: Sequence[str]) -> Iterator[Example]:
     while True:
-        for task, write in TASKS.items():
-            yield _draw(rng, split, task, write)
+        for task in turns:
+            yield _draw(rng, split, task)
 
 
-def _draw(rng: Random, split: Split, task: str, write: Callable[[Random], tuple[str, str]]) -> Example:
+def _draw(rng: Random, split: Split, task: str) -> Example:
     while True:
-        question, answer = write(rng)
+        question, answer = TASKS[task](rng)
         prompt = f"{task}: {question} ="
         if is_unseen(prompt) == (split == "unseen"):
             return Example(task=task, prompt=prompt, answer=answer)
