@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 import tempfile
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,6 +44,7 @@ class Device:
     def take(cls, name: str, *, worker: str, lock_folder: Path = LOCK_FOLDER, shared: bool = False) -> Device:
         """Locks the device, pins this process to it. Raises Invalid, naming the holder, if another worker has it."""
         cores = parse_cores(name)
+        _check_usable(cores)
         gpu = None if cores else _find_gpu(name)
         names = [f"core-{core}" for core in cores] if gpu is None else [f"gpu-{gpu[1]}"]
         locks = DeviceLocks(lock_folder, names, worker=worker, shared=shared)
@@ -113,14 +115,18 @@ def show_cores(cores: tuple[int, ...]) -> str:
     return ",".join(str(part[0]) if len(part) == 1 else f"{part[0]}-{part[-1]}" for part in parts)
 
 
-def _pin(cores: tuple[int, ...]) -> None:
-    """Every thread of this process, those of libraries too, and as many compute threads as cores."""
+def _check_usable(cores: tuple[int, ...]) -> None:
     usable = _usable_cores()
     absent = tuple(core for core in cores if core not in usable)
     if absent:
         raise Invalid(FIELD, f"no core {show_cores(absent)} here", f"Use cores among {show_cores(usable)}")
+
+
+def _pin(cores: tuple[int, ...]) -> None:
+    """Every thread of this process, those of libraries too, and as many compute threads as cores."""
     for thread in Path("/proc/self/task").iterdir():
-        os.sched_setaffinity(int(thread.name), cores)
+        with suppress(ProcessLookupError):  # it ended meanwhile
+            os.sched_setaffinity(int(thread.name), cores)
     torch.set_num_threads(len(cores))
 
 

@@ -13,7 +13,13 @@ from typing import Any
 
 import transformers as tf
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
+from huggingface_hub.errors import (
+    HfHubHTTPError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+    StrictDataclassError,
+)
 
 from services.stage.engine.refusal import refuse
 from services.stage.engine.weights import weight_files
@@ -82,7 +88,7 @@ def _read_config(path: Path) -> Any:
         refuse(f"model type {model_type!r} {why} ({tf.__version__})", "Choose a model that transformers has built in")
     try:
         return tf.AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=True)
-    except (ValueError, TypeError, KeyError, OSError) as error:
+    except (ValueError, TypeError, KeyError, OSError, StrictDataclassError) as error:
         refuse(f"transformers refuses {file}: {error}", "Correct the config", error)
 
 

@@ -136,6 +136,7 @@ class Shard:
                     local_files_only=True,
                     trust_remote_code=False,
                     output_loading_info=True,
+                    ignore_mismatched_sizes=True,  # the report below names them; the loader's own error does not
                 )
             except (SafetensorError, RuntimeError, OSError, ValueError) as error:
                 refuse(f"{info.path} cannot be loaded: {error}", "Copy the model again", error)

@@ -1,0 +1,154 @@
+"""Devices: names, locks between processes, pinning, dtypes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from services.stage.engine.device import Device, parse_cores, show_cores
+from services.stage.engine.locks import DeviceLocks
+from shardline.errors import Invalid
+
+CORE = min(os.sched_getaffinity(0))
+
+
+@pytest.fixture(autouse=True)
+def _unpinned_afterwards() -> Iterator[None]:
+    cores, num_threads = os.sched_getaffinity(0), torch.get_num_threads()
+    yield
+    for thread in Path("/proc/self/task").iterdir():
+        os.sched_setaffinity(int(thread.name), cores)
+    torch.set_num_threads(num_threads)
+
+
+def take(folder: Path, *, worker: str = "first", shared: bool = False) -> Device:
+    """One core, the same for all tests."""
+    return Device.take(f"cpu:{CORE}", worker=worker, lock_folder=folder, shared=shared)
+
+
+@pytest.mark.parametrize(
+    ("name", "cores"),
+    [
+        ("cpu:0", (0,)),
+        ("cpu:0-3", (0, 1, 2, 3)),
+        ("cpu:0,2", (0, 2)),
+        ("cpu:4-5,0,4", (0, 4, 5)),
+        ("cuda:1", ()),
+        ("GPU-8c1b1b6e-1f0c-4a53-9f57-0d5c8f5b8f11", ()),
+        ("8c1b1b6e-1f0c-4a53-9f57-0d5c8f5b8f11", ()),
+    ],
+)
+def test_given_a_device_name_when_parsed_then_its_cores_are_known(name: str, cores: tuple[int, ...]) -> None:
+    assert parse_cores(name) == cores
+
+
+@pytest.mark.parametrize(
+    "name", ["", "cpu", "cpu:", "cpu:a", "cpu:3-1", "cpu:0,,1", "gpu:0", "cuda", "0-3", "cpu:-1", "cpu:9999"]
+)
+def test_given_a_wrong_name_when_parsed_then_the_forms_are_named(name: str) -> None:
+    with pytest.raises(Invalid, match=r"SHARDLINE_DEVICE: .*cuda:0") as caught:
+        parse_cores(name)
+
+    assert caught.value.field == "SHARDLINE_DEVICE"
+
+
+def test_given_cores_when_shown_then_runs_are_short() -> None:
+    assert show_cores((0, 1, 2, 5)) == "0-2,5"
+
+
+def test_given_a_core_when_taken_then_every_thread_is_pinned_to_it(tmp_path: Path) -> None:
+    device = take(tmp_path)
+
+    assert device.is_cpu
+    assert device.cores == (CORE,)
+    assert device.num_threads == torch.get_num_threads() == 1
+    assert {tuple(os.sched_getaffinity(int(thread.name))) for thread in Path("/proc/self/task").iterdir()} == {(CORE,)}
+    assert device.available_bytes() > 0
+    device.release()
+
+
+def test_given_a_held_core_when_another_worker_takes_it_then_the_holder_is_named(tmp_path: Path) -> None:
+    device = take(tmp_path)
+
+    with pytest.raises(Invalid, match=rf"core-{CORE} is held by first \(pid {os.getpid()} on "):
+        take(tmp_path, worker="second")
+
+    device.release()
+    take(tmp_path, worker="second").release()
+
+
+def test_given_two_workers_that_agree_to_share_when_both_take_a_core_then_an_exclusive_one_is_refused(
+    tmp_path: Path,
+) -> None:
+    first, second = take(tmp_path, shared=True), take(tmp_path, worker="second", shared=True)
+
+    with pytest.raises(Invalid, match="is held by second"):
+        take(tmp_path, worker="third")
+
+    first.release()
+    second.release()
+    take(tmp_path, worker="third").release()
+
+
+def test_given_a_holder_that_is_killed_when_its_core_is_taken_then_the_kernel_has_freed_it(tmp_path: Path) -> None:
+    script = (
+        "import sys; from pathlib import Path; from services.stage.engine.device import Device;"
+        f"device = Device.take('cpu:{CORE}', worker='victim', lock_folder=Path(sys.argv[1]));"
+        "print('held', flush=True); sys.stdin.read()"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", script, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment) as victim:
+        assert victim.stdout is not None
+        assert victim.stdout.readline() == "held\n"
+        with pytest.raises(Invalid, match=rf"held by victim \(pid {victim.pid} "):
+            take(tmp_path)
+
+        victim.kill()
+        victim.wait()
+
+        take(tmp_path).release()
+
+
+def test_given_a_core_that_is_not_here_when_taken_then_nothing_stays_locked(tmp_path: Path) -> None:
+    with pytest.raises(Invalid, match="no core 4000 here"):
+        Device.take(f"cpu:{CORE},4000", worker="first", lock_folder=tmp_path)
+
+    take(tmp_path).release()
+
+
+def test_given_one_of_two_locks_held_when_both_are_taken_then_neither_stays(tmp_path: Path) -> None:
+    held = DeviceLocks(tmp_path, ["core-1"], worker="first")
+
+    with pytest.raises(Invalid, match="core-1 is held by first"):
+        DeviceLocks(tmp_path, ["core-1", "core-0"], worker="second")
+
+    DeviceLocks(tmp_path, ["core-0"], worker="third").release()
+    held.release()
+
+
+def test_given_no_such_gpu_when_taken_then_it_is_said(tmp_path: Path) -> None:
+    with pytest.raises(Invalid, match="no GPU cuda:99 here"):
+        Device.take("cuda:99", worker="first", lock_folder=tmp_path)
+
+
+def test_given_a_lock_folder_that_is_a_file_when_a_device_is_taken_then_the_setting_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+
+    with pytest.raises(Invalid, match="SHARDLINE_LOCK_DIR"):
+        take(tmp_path / "file")
+
+
+def test_given_a_cpu_when_float16_is_asked_for_then_the_served_dtypes_are_named(tmp_path: Path) -> None:
+    device = take(tmp_path)
+
+    assert device.dtype("bfloat16") is torch.bfloat16
+    with pytest.raises(Invalid, match="Use float32 or bfloat16"):
+        device.dtype("float16")
+    device.release()

@@ -1,0 +1,123 @@
+"""The start-up probe and the fingerprint."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from services.stage.engine.exactness import Probe, exactness_fingerprint
+from services.stage.engine.padding import padded_rows
+from services.stage.engine.paged import Span
+
+SIZE = 4
+
+
+def inputs(num_rows: int, generator: torch.Generator) -> Tensor:
+    """Random rows."""
+    return torch.randn(num_rows, SIZE, generator=generator)
+
+
+def by_row(_spans: Sequence[Span], x: Tensor, wanted: list[int]) -> Tensor:
+    """Each row by itself."""
+    return x[wanted] * 3
+
+
+def test_given_rows_that_depend_on_themselves_when_probed_then_it_is_exact() -> None:
+    assert Probe(by_row, inputs, num_blocks=8).passes()
+
+
+@pytest.mark.parametrize(
+    "disturb",
+    [
+        pytest.param(lambda spans, _: spans[0].length == 1, id="alone is not as in a prefill"),
+        pytest.param(lambda spans, _: len(spans) > 3, id="many beside"),
+        pytest.param(lambda spans, _: spans[-1].length > 1 and len(spans) > 1, id="a prefill beside"),
+        pytest.param(lambda spans, _: spans[0].start == 37, id="one chunk"),
+    ],
+)
+def test_given_one_bit_that_depends_on_the_batch_when_probed_then_it_is_not_exact(disturb: Any) -> None:
+    def forward(spans: Sequence[Span], x: Tensor, wanted: list[int]) -> Tensor:
+        rows = by_row(spans, x, wanted)
+        if disturb(spans, x):
+            rows[0, 0] = torch.nextafter(rows[0, 0], torch.tensor(9.0))
+        return rows
+
+    assert not Probe(forward, inputs, num_blocks=8).passes()
+
+
+@pytest.mark.parametrize("num_blocks", [1, 2, 3, 200])
+def test_given_any_pool_when_probed_then_blocks_stay_inside_and_are_not_shared(num_blocks: int) -> None:
+    used: set[int] = set()
+
+    def forward(spans: Sequence[Span], x: Tensor, wanted: list[int]) -> Tensor:
+        blocks = [block for span in spans for block in span.blocks]
+        assert len(blocks) == len(set(blocks))
+        assert len(x) == sum(span.length for span in spans)
+        used.update(blocks)
+        return by_row(spans, x, wanted)
+
+    assert Probe(forward, inputs, num_blocks=num_blocks).passes()
+    assert used <= set(range(num_blocks))
+
+
+FACTS: dict[str, Any] = {
+    "weights": "a" * 64,
+    "dtype": torch.float32,
+    "kernel": "kernel-avx512",
+    "packed": True,
+    "min_rows": 2,
+    "num_threads": 1,
+    "device": torch.device("cpu"),
+}
+
+
+def test_given_the_same_facts_when_fingerprinted_then_it_is_the_same() -> None:
+    assert exactness_fingerprint(**FACTS) == exactness_fingerprint(**FACTS)
+    assert len(exactness_fingerprint(**FACTS)) == 64
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("weights", "b" * 64),
+        ("dtype", torch.bfloat16),
+        ("kernel", "sdpa"),
+        ("packed", False),
+        ("min_rows", 8),
+        ("num_threads", 2),
+    ],
+)
+def test_given_another_fact_when_fingerprinted_then_it_differs(name: str, value: Any) -> None:
+    assert exactness_fingerprint(**{**FACTS, name: value}) != exactness_fingerprint(**FACTS)
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "width", "num_threads", "expected"),
+    [
+        (1, 64, 1, 2),  # the fewest rows
+        (17, 64, 1, 17),
+        (17, 48, 1, 20),  # 20 x 48 is a whole number of vectors, 17 x 48 is not
+        (33, 1376, 2, 36),  # two runs, each whole
+        (40, 1536, 2, 40),
+        (200, 512, 3, 201),  # three runs
+    ],
+)
+def test_given_rows_when_padded_then_every_run_is_whole(
+    num_rows: int, width: int, num_threads: int, expected: int
+) -> None:
+    padded = padded_rows(num_rows, min_rows=2, widths=frozenset({width}), num_threads=num_threads)
+
+    assert padded == expected
+
+
+def test_given_padded_rows_when_silu_runs_then_bits_do_not_depend_on_their_number() -> None:
+    x = torch.randn(600, 48, generator=torch.Generator().manual_seed(3))
+    whole = torch.nn.functional.silu(x[:576])
+
+    for num_rows in range(1, 500, 7):
+        padded = padded_rows(num_rows, min_rows=2, widths=frozenset({48}), num_threads=torch.get_num_threads())
+        assert torch.equal(torch.nn.functional.silu(x[:padded])[:num_rows], whole[:num_rows]), num_rows

@@ -1,0 +1,121 @@
+"""The files of a model: whole, broken, fingerprinted."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from services.stage.engine.weights import check_file, fingerprint, weight_files
+from shardline.errors import Invalid
+from tests.models import save_model
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A small Llama of its own."""
+    return save_model(tmp_path, "llama")
+
+
+def cut(path: Path, num_bytes: int) -> None:
+    """Shortens a file from its end, or with a negative number prolongs it."""
+    data = path.read_bytes()
+    path.write_bytes(data[:-num_bytes] if num_bytes > 0 else data + bytes(-num_bytes))
+
+
+def test_given_a_model_when_fingerprinted_twice_then_the_second_reads_the_cache(model: Path, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    first = fingerprint(model, cache)
+    (cached,) = cache.iterdir()
+    cached.write_text("f" * 64)
+
+    assert first == fingerprint(model, tmp_path / "other")
+    assert first != fingerprint(model, cache), "the cache was not read"
+
+
+def test_given_one_changed_weight_when_fingerprinted_then_it_differs(model: Path, tmp_path: Path) -> None:
+    first = fingerprint(model, tmp_path / "cache")
+    file = model / "model.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    os.utime(file, ns=(1, 1))
+
+    assert fingerprint(model, tmp_path / "cache") != first
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "tokenizer.json"])
+def test_given_a_changed_text_file_when_fingerprinted_then_it_differs(name: str, model: Path, tmp_path: Path) -> None:
+    (model / name).touch()
+    first = fingerprint(model, tmp_path / "cache")
+    (model / name).write_text((model / name).read_text() + " ")
+
+    assert fingerprint(model, tmp_path / "cache") != first
+
+
+def test_given_a_cache_that_cannot_be_written_when_fingerprinted_then_it_still_works(
+    model: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "cache").write_text("a file")
+
+    assert fingerprint(model, tmp_path / "cache") == fingerprint(model, tmp_path / "other")
+
+
+@pytest.mark.parametrize(("num_bytes", "what"), [(1, "cut short"), (4000, "cut short"), (-3, "too long")])
+def test_given_a_file_of_the_wrong_length_when_checked_then_both_lengths_are_named(
+    num_bytes: int, what: str, model: Path
+) -> None:
+    file = model / "model.safetensors"
+    whole = file.stat().st_size
+    cut(file, num_bytes)
+
+    with pytest.raises(Invalid, match=rf"{what}: {whole - num_bytes:,} bytes, its header says {whole:,}"):
+        check_file(file)
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"PK\x03\x04", bytes([255] * 8), b"\x02" + bytes(7) + b"{x", b"\x02" + bytes(7) + b"[]"]
+)
+def test_given_a_file_that_is_no_safetensors_when_checked_then_it_is_refused(data: bytes, tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(data)
+
+    with pytest.raises(Invalid, match="safetensors"):
+        check_file(file)
+
+
+def test_given_a_header_whose_shape_needs_other_bytes_when_checked_then_the_tensor_is_named(tmp_path: Path) -> None:
+    header = json.dumps({"embed": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 20]}}).encode()
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(len(header).to_bytes(8, "little") + header + bytes(20))
+
+    with pytest.raises(Invalid, match=r"embed has 20 bytes for the shape \[2, 3\] of F32"):
+        check_file(file)
+
+
+def test_given_only_a_pickle_when_weights_are_looked_for_then_safetensors_are_asked_for(tmp_path: Path) -> None:
+    (tmp_path / "pytorch_model.bin").touch()
+
+    with pytest.raises(Invalid, match=r"only pytorch_model\.bin, no model\.safetensors.*save_pretrained"):
+        weight_files(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("index", "problem"),
+    [
+        ({"weight_map": {"a": "one.safetensors"}}, "lacks one.safetensors"),
+        ({"weight_map": {"a": "../one.safetensors"}}, "lacks ../one.safetensors"),
+        ({"weight_map": {}}, "lacks weights"),
+        ({}, "no safetensors index"),
+        ({"weight_map": [1]}, "no safetensors index"),
+    ],
+)
+def test_given_a_broken_index_when_weights_are_looked_for_then_it_is_said(
+    index: object, problem: str, tmp_path: Path
+) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+
+    with pytest.raises(Invalid, match=problem):
+        weight_files(tmp_path)
