@@ -1,0 +1,266 @@
+"""The sampler: the right distribution, and nothing but a row's own logits, parameters, seed and history decides."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from services.stage.engine.sampler import Sample, SampledSequence, Sampler, uniform
+from services.stage.engine.step import Open
+from shardline.job import SamplingParams
+
+VOCAB = 1003
+"""No multiple of a tile."""
+
+EOS = 7
+GREEDY = SamplingParams(temperature=0.0)
+MIXED = [
+    GREEDY,
+    SamplingParams(temperature=0.8),
+    SamplingParams(temperature=0.8, top_p=0.95, logprobs=3),
+    SamplingParams(temperature=1.5, top_k=20, top_p=0.5),
+    SamplingParams(min_p=0.1),
+    SamplingParams(temperature=0.0, repetition_penalty=1.3, logprobs=0),
+    SamplingParams(temperature=0.7, presence_penalty=0.5, frequency_penalty=-0.3, repetition_penalty=0.8),
+    SamplingParams(min_tokens=100, stop_token_ids=(3, 2**30)),
+]
+
+
+def sampler(vocab: int = VOCAB) -> Sampler:
+    return Sampler(vocab_size=vocab, eos_ids=[EOS])
+
+
+def sequence(
+    params: SamplingParams, *, seed: int = 1, outputs: tuple[int, ...] = (), vocab: int = VOCAB, number: int = 0
+) -> SampledSequence:
+    prompt = (1, 2, 3, 4)
+    return sampler(vocab).open(Open(number, (*prompt, *outputs), len(prompt), params, seed, 4))
+
+
+def logits(num_rows: int, *, dtype: torch.dtype = torch.float32, vocab: int = VOCAB, scale: float = 2.0) -> Tensor:
+    generator = torch.Generator().manual_seed(num_rows)
+    return (torch.randn(num_rows, vocab, generator=generator) * scale).to(dtype)
+
+
+def draws(row: Tensor, params: SamplingParams, num: int) -> Tensor:
+    """How often each token came at output indices 0 … num - 1."""
+    one, state = sampler(len(row)), sequence(params, vocab=len(row))
+    counts = torch.zeros(len(row))
+    for _ in range(num):
+        (token,) = one.sample(row.unsqueeze(0), [state]).tokens
+        counts[token] += 1
+        state.extend((token,))
+    return counts
+
+
+def allowed(row: Tensor, params: SamplingParams) -> Tensor:
+    """The textbook: sort, sum, cut. Probabilities in float64 of the tokens that may be drawn."""
+    row = row.double() / params.temperature
+    if params.top_k:
+        row = row.masked_fill(row < row.sort(descending=True).values[min(params.top_k, len(row)) - 1], -math.inf)
+    weights = row.softmax(0)
+    heavier = torch.stack([weights[weights > weight].sum() for weight in weights])
+    kept = torch.where((heavier < params.top_p) & (weights >= params.min_p * weights.max()), weights, 0.0)
+    return kept / kept.sum()
+
+
+def assert_fits(counts: Tensor, expected: Tensor) -> None:
+    """Chi-square, four standard deviations wide. The draws are keyed, so the outcome never changes."""
+    expected = expected * counts.sum()
+    possible = expected > 0
+    assert counts[~possible].sum() == 0
+    chi_square = float(((counts - expected)[possible] ** 2 / expected[possible]).sum())
+    freedom = int(possible.sum()) - 1
+    assert chi_square < freedom + 4 * math.sqrt(2 * freedom) + 1
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(),
+        SamplingParams(temperature=0.5),
+        SamplingParams(top_k=5),
+        SamplingParams(top_p=0.7),
+        SamplingParams(top_k=12, top_p=0.6, temperature=1.7),
+        SamplingParams(min_p=0.2),
+        SamplingParams(top_p=0.9, min_p=0.1, top_k=15),
+    ],
+)
+@pytest.mark.parametrize("vocab", [20, 300])
+def test_tokens_come_as_often_as_they_should(params: SamplingParams, vocab: int) -> None:
+    row = logits(1, vocab=vocab, scale=1.0)[0]
+
+    assert_fits(draws(row, params, 2000), allowed(row, params))
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    values=st.lists(st.integers(-6, 6), min_size=1, max_size=300),
+    top_k=st.integers(0, 40),
+    top_p=st.sampled_from([1e-6, 0.1, 0.503, 0.9, 1.0]),
+    min_p=st.sampled_from([0.0, 0.013, 0.51, 1.0]),
+)
+def test_only_tokens_within_the_limits_are_drawn(values: list[int], top_k: int, top_p: float, min_p: float) -> None:
+    row = torch.tensor(values, dtype=torch.float32)
+    params = SamplingParams(top_k=top_k, top_p=top_p, min_p=min_p)
+
+    counts = draws(row, params, 8)
+
+    assert counts[allowed(row, params) == 0].sum() == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_row_is_the_same_alone_in_any_batch_and_in_any_order(dtype: torch.dtype) -> None:
+    rows = logits(32, dtype=dtype)
+    states = [sequence(MIXED[row % len(MIXED)], seed=row, outputs=(9,) * (row % 5)) for row in range(32)]
+    order = torch.randperm(32, generator=torch.Generator().manual_seed(0)).tolist()
+
+    whole = sampler().sample(rows, states)
+    alone = [sampler().sample(rows[row : row + 1].clone(), [state]) for row, state in enumerate(states)]
+    mixed = sampler().sample(rows[order], [states[row] for row in order])
+
+    assert whole.tokens == tuple(one.tokens[0] for one in alone)
+    assert whole.logprobs == tuple(one.logprobs[0] if one.logprobs else None for one in alone)
+    assert mixed.tokens == tuple(whole.tokens[row] for row in order)
+    assert mixed.logprobs == tuple(whole.logprobs[row] for row in order)
+
+
+@pytest.mark.parametrize("params", MIXED)
+@pytest.mark.parametrize("cut", [0, 1, 7, 19])
+def test_a_restored_sequence_draws_the_same_token(params: SamplingParams, cut: int) -> None:
+    rows = logits(20)
+    one, state, outputs = sampler(), sequence(params), []
+    for row in rows:
+        (token,) = one.sample(row.unsqueeze(0), [state]).tokens
+        outputs.append(token)
+        state.extend((token,))
+
+    restored = sequence(params, outputs=tuple(outputs[:cut]), number=5)
+
+    assert restored.index == cut
+    assert sampler().sample(rows[cut : cut + 1], [restored]).tokens == (outputs[cut],)
+
+
+def test_random_numbers_are_a_part_of_the_contract() -> None:
+    assert [uniform(0, 0, 0), uniform(2**63 - 1, 5, 1)] == [0.156742553465558, 0.22339000263672004]
+    mean = sum(uniform(3, index, 0) for index in range(4000)) / 4000
+    assert abs(mean - 0.5) < 0.02
+
+
+def test_another_seed_index_or_attempt_gives_another_number() -> None:
+    keys = [(seed, index, attempt) for seed in range(10) for index in range(10) for attempt in range(10)]
+
+    assert len({uniform(*key) for key in keys}) == len(keys)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_greedy_takes_the_first_of_the_largest(dtype: torch.dtype) -> None:
+    rows = logits(3, dtype=dtype)
+    rows[0, [40, 41, 900]] = 100.0
+
+    sample = sampler().sample(rows, [sequence(GREEDY)] * 3)
+
+    assert sample == Sample((40, *rows[1:].float().argmax(1).tolist()), (), ())
+
+
+@pytest.mark.parametrize(
+    "params", [SamplingParams(temperature=1e-6), SamplingParams(top_p=1e-9), SamplingParams(top_k=1)]
+)
+def test_the_narrowest_limits_are_greedy(params: SamplingParams) -> None:
+    rows = logits(8)
+
+    assert sampler().sample(rows, [sequence(params)] * 8).tokens == tuple(rows.argmax(1).tolist())
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("params", [GREEDY, SamplingParams(top_p=0.9, logprobs=2)])
+def test_a_row_that_is_no_distribution_is_bad_and_the_others_go_on(value: float, params: SamplingParams) -> None:
+    rows = logits(3)
+    states = [sequence(params, number=number) for number in (4, 5, 6)]
+    undisturbed = sampler().sample(rows, states)
+    rows[1, 17] = value
+
+    sample = sampler().sample(rows, states)
+
+    assert sample.bad == (5,)
+    assert sample.tokens == (undisturbed.tokens[0], 0, undisturbed.tokens[2])
+    assert sample.logprobs == (undisturbed.logprobs and (undisturbed.logprobs[0], None, undisturbed.logprobs[2]))
+
+
+def test_a_row_without_any_possible_token_is_bad() -> None:
+    assert sampler().sample(torch.full((1, VOCAB), -math.inf), [sequence(SamplingParams(), number=3)]).bad == (3,)
+
+
+def test_no_rows_give_no_tokens() -> None:
+    assert sampler().sample(torch.empty(0, VOCAB), []) == Sample((), (), ())
+
+
+def test_penalties_are_those_of_the_textbook() -> None:
+    params = SamplingParams(repetition_penalty=1.5, presence_penalty=0.25, frequency_penalty=0.5, min_tokens=0)
+    row = torch.zeros(VOCAB)
+    row[[1, 2, 9, 10]] = torch.tensor([3.0, -3.0, 3.0, -3.0])
+
+    adjusted = sequence(params, outputs=(9, 9, 10)).adjusted(row)
+
+    expected = torch.zeros(VOCAB)
+    expected[[1, 2, 9, 10]] = torch.tensor([2.0, -4.5, 2.0 - 0.25 - 1.0, -4.5 - 0.25 - 0.5])
+    assert torch.equal(adjusted, expected)
+    assert row[1] == 3.0
+
+
+def test_penalties_of_a_restored_sequence_are_bit_equal() -> None:
+    params = SamplingParams(repetition_penalty=1.1, presence_penalty=0.1, frequency_penalty=0.3)
+    outputs = tuple(token % 17 for token in range(100))
+    grown = sequence(params)
+    for token in outputs:
+        grown.extend((token,))
+    row = logits(1)[0]
+
+    assert torch.equal(grown.adjusted(row), sequence(params, outputs=outputs).adjusted(row))
+
+
+def test_no_stop_token_comes_before_min_tokens() -> None:
+    params = SamplingParams(temperature=0.0, min_tokens=2, stop_token_ids=(3, 2**30))
+    row = logits(1)
+    row[0, EOS], row[0, 3] = 90.0, 80.0
+    first = int(row[0].masked_fill(row[0] > 50, 0.0).argmax())
+
+    tokens = [sampler().sample(row, [sequence(params, outputs=(5,) * num)]).tokens[0] for num in range(4)]
+
+    assert tokens == [first, first, EOS, EOS]
+
+
+def test_an_ignored_eos_is_never_masked() -> None:
+    row = logits(1)
+    row[0, EOS] = 90.0
+    params = SamplingParams(temperature=0.0, min_tokens=5, ignore_eos=True)
+
+    assert sampler().sample(row, [sequence(params)]).tokens == (EOS,)
+
+
+def test_logprobs_are_those_of_the_raw_logits() -> None:
+    rows = logits(2, dtype=torch.bfloat16)
+    params = SamplingParams(temperature=0.3, top_k=2, repetition_penalty=2.0, logprobs=4)
+    expected = rows[0].float().log_softmax(0)
+
+    sample = sampler().sample(rows, [sequence(params), sequence(GREEDY)])
+
+    first, second = sample.logprobs
+    assert second is None
+    assert first is not None
+    assert first.token_id == sample.tokens[0]
+    assert first.logprob == float(expected[first.token_id])
+    assert [value for _, value in first.top] == expected.topk(4).values.tolist()
+    assert [float(expected[token]) for token, _ in first.top] == [value for _, value in first.top]
+
+
+def test_logprobs_0_gives_the_chosen_token_alone() -> None:
+    (entry,) = sampler().sample(logits(1), [sequence(SamplingParams(logprobs=0))]).logprobs
+
+    assert entry is not None
+    assert entry.top == ()
