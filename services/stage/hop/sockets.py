@@ -11,6 +11,7 @@ import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from socket import gethostname
 from uuid import uuid4
 
 import zmq
@@ -20,6 +21,7 @@ from shardline.errors import Invalid, LinkLost, Unavailable
 
 ZAP_DOMAIN = "shardline"
 BIND_FIELD = "SHARDLINE_BIND"
+KEY_BYTES = 40
 MAX_IPC_PATH_BYTES = 107
 """Of a unix socket's address on Linux."""
 
@@ -35,6 +37,15 @@ class CurveKeys:
     public: bytes
     secret: bytes
 
+    def __post_init__(self) -> None:
+        for name, key in (("SHARDLINE_CURVE_PUBLIC", self.public), ("SHARDLINE_CURVE_SECRET", self.secret)):
+            if len(key) != KEY_BYTES:
+                raise Invalid(
+                    name,
+                    f"a CURVE key has {KEY_BYTES} characters (Z85), not {len(key)}",
+                    'Make a pair: python -c "import zmq; print(zmq.curve_keypair())"',
+                )
+
     def __repr__(self) -> str:
         return "CurveKeys(…)"
 
@@ -44,11 +55,14 @@ class CurveKeys:
 
 
 class Sockets:
-    """`bind` is `tcp://HOST` (0.0.0.0 for all) or `ipc:///FOLDER`; `advertise` the host that peers shall call."""
+    """`bind` is `tcp://HOST` (0.0.0.0 for all) or `ipc:///FOLDER`; `advertise` the host that peers shall call.
+
+    Without it that is the bound host, or this machine's own name when all are bound.
+    """
 
     def __init__(self, *, bind: str, advertise: str | None = None, curve: CurveKeys | None = None) -> None:
         self._scheme, self._host = _parse_bind(bind)
-        self._advertise = advertise or self._host
+        self._advertise = advertise or (gethostname() if self._host in ("0.0.0.0", "*") else self._host)  # noqa: S104 (compared)
         self._curve = curve
         self._context = zmq.Context()
         self._authenticator = self._authenticate(curve) if curve else None

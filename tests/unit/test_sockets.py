@@ -1,0 +1,57 @@
+"""Where sockets bind and what they tell others; bad settings are refused with field, limit and remedy."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+import zmq
+
+from services.stage.hop.sockets import CurveKeys, Sockets
+from shardline.errors import Invalid, Unavailable
+
+
+@pytest.mark.parametrize(
+    ("bind", "advertise", "host"),
+    [
+        ("tcp://127.0.0.1", None, "127.0.0.1"),
+        ("tcp://0.0.0.0", None, socket.gethostname()),
+        ("tcp://0.0.0.0", "stage-1", "stage-1"),
+    ],
+)
+def test_peers_are_told_a_host_that_they_can_call(bind: str, advertise: str | None, host: str) -> None:
+    sockets = Sockets(bind=bind, advertise=advertise)
+
+    end, address = sockets.bind(zmq.PULL, {})
+
+    assert address.rpartition(":")[0] == f"tcp://{host}"
+    assert int(address.rpartition(":")[2]) > 0
+    end.close()
+    sockets.close()
+
+
+@pytest.mark.parametrize("bind", ["tcp://127.0.0.1:5000", "inproc://x", "ipc://relative", "127.0.0.1", ""])
+def test_a_bad_place_to_bind_is_refused(bind: str) -> None:
+    with pytest.raises(Invalid, match=r"SHARDLINE_BIND: .* is no place to bind\. Use tcp://HOST"):
+        Sockets(bind=bind)
+
+
+def test_a_folder_too_long_for_unix_sockets_is_refused() -> None:
+    with pytest.raises(Invalid, match="no room for a socket's name in the 107 bytes"):
+        Sockets(bind="ipc:///" + "x" * 100)
+
+
+def test_an_address_that_is_not_ours_is_unavailable() -> None:
+    sockets = Sockets(bind="tcp://192.0.2.1")
+
+    with pytest.raises(Unavailable, match=r"cannot bind tcp://192\.0\.2\.1"):
+        sockets.bind(zmq.PULL, {})
+    sockets.close()
+
+
+def test_a_key_of_the_wrong_length_is_refused_and_never_shown() -> None:
+    with pytest.raises(Invalid, match="SHARDLINE_CURVE_SECRET: a CURVE key has 40 characters") as caught:
+        CurveKeys(public=b"p" * 40, secret=b"hunter2")
+
+    assert "hunter2" not in str(caught.value)
+    assert "p" * 40 not in repr(CurveKeys(public=b"p" * 40, secret=b"s" * 40))
