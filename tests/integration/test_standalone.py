@@ -1,0 +1,226 @@
+"""A whole stack as `make up` runs it: ready, true to its record, hard to start twice, gone when told to go."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+from tenacity import retry, retry_if_result, stop_after_delay, wait_fixed
+
+from services.standalone.home import SUPERVISOR, Home
+from services.standalone.processes import wait_until_gone
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+START_S = 240
+NAMES = {"supervisor", "postgres", "redis", "gateway", "relay", "stage-0", "stage-1", "flower"}
+
+
+class Stack:
+    """One `python -m services.standalone up` in a folder of its own, on free ports."""
+
+    def __init__(self, folder: Path, **settings: str) -> None:
+        self.home = Home(folder)
+        self.output = folder / "output"
+        self.settings = {"SHARDLINE_HOME": str(folder), "SHARDLINE_HTTP_PORT": "0", "SHARDLINE_FLOWER_PORT": "0"}
+        self.settings |= settings
+        self.seen: set[psutil.Process] = set()
+
+    def command(self, verb: str) -> subprocess.CompletedProcess[str]:
+        """Run a command of the standalone stack to its end."""
+        return subprocess.run(self._argv(verb), **self._options(), capture_output=True, text=True, check=False)
+
+    def start(self) -> None:
+        """Start it and wait until it says that it is ready."""
+        with self.output.open("ab") as output:
+            self.process = subprocess.Popen(self._argv("up"), **self._options(), stdout=output, stderr=output)
+        until(lambda: self.process.poll() is not None or self.home.published() is not None)
+        assert self.process.poll() is None, self.output.read_text()
+        self.look()
+
+    def look(self) -> dict[str, Any]:
+        """up.json; every process in it is remembered."""
+        up = self.home.published()
+        assert up is not None
+        self.seen |= {psutil.Process(pid) for pid in up["processes"].values() if psutil.pid_exists(pid)}
+        return up
+
+    def complete(self) -> httpx.Response:
+        """One completion through the gateway."""
+        request = {"model": "clerk", "prompt": "sort: 3, 1, 2 =", "temperature": 0, "max_tokens": 16}
+        return httpx.post(f"{self.look()['urls']['gateway']}/v1/completions", json=request, timeout=60)
+
+    def left(self) -> list[psutil.Process]:
+        """Processes ever seen that do not end."""
+        return [process for process in self.seen if not wait_until_gone(process, timeout_s=30)]
+
+    def end(self) -> None:
+        """Whatever a test left."""
+        if self.process.poll() is None:
+            self.process.terminate()
+            self.process.wait()
+
+    def _argv(self, verb: str) -> list[str]:
+        return [sys.executable, "-m", "services.standalone", verb]
+
+    def _options(self) -> dict[str, Any]:
+        return {"cwd": REPOSITORY, "env": {**os.environ, **self.settings}, "stdin": subprocess.DEVNULL}
+
+
+@retry(wait=wait_fixed(0.1), stop=stop_after_delay(START_S), retry=retry_if_result(lambda holds: not holds))
+def until(condition: Callable[[], bool]) -> bool:
+    """Wait until the condition holds."""
+    return condition()
+
+
+@pytest.fixture(scope="module")
+def folder() -> Iterator[Path]:
+    path = Path(tempfile.mkdtemp(prefix="shardline-stack-"))
+    yield path
+    shutil.rmtree(path, ignore_errors=True)
+
+
+@pytest.fixture(scope="module")
+def stack(folder: Path) -> Iterator[Stack]:
+    """One stack for the tests that leave it as they found it."""
+    stack = Stack(folder)
+    stack.start()
+    yield stack
+    stack.end()
+    assert stack.left() == []
+
+
+@pytest.fixture
+def own_stack(tmp_path: Path) -> Iterator[Stack]:
+    """A stack for one test that ends it."""
+    stack = Stack(tmp_path)
+    stack.start()
+    yield stack
+    stack.end()
+
+
+def test_given_a_ready_stack_when_its_record_is_read_then_all_of_it_is_true(stack: Stack) -> None:
+    up = stack.look()
+    assert stat.S_IMODE(stack.home.up_file.stat().st_mode) == 0o600
+    assert (up["model"], up["stages"]) == ("clerk", 2)
+    assert set(up["processes"]) == NAMES
+    assert all(psutil.pid_exists(pid) for pid in up["processes"].values())
+    assert up["processes"][SUPERVISOR] == stack.process.pid
+    assert httpx.get(f"{up['urls']['gateway']}/ready").status_code == 200
+    assert {path.stem for path in (stack.home.folder / "logs").glob("*.log")} >= NAMES - {"supervisor"}
+
+
+def test_given_a_ready_stack_when_asked_then_it_answers(stack: Stack) -> None:
+    answer = stack.complete()
+    assert answer.status_code == 200
+    assert answer.json()["choices"][0]["text"]
+
+
+def test_given_flower_when_asked_without_the_password_then_it_refuses(stack: Stack) -> None:
+    flower = stack.look()["urls"]["flower"]
+    assert httpx.get(f"{flower}/api/workers").status_code == 200
+    bare = httpx.URL(flower).copy_with(userinfo=b"")
+    assert httpx.get(bare.join("/api/workers")).status_code == 401
+    assert httpx.get(bare.join("/")).status_code == 401
+
+
+def test_given_a_stack_when_another_is_started_in_its_folder_then_it_is_refused(stack: Stack) -> None:
+    second = stack.command("up")
+    assert second.returncode == 1
+    assert "already runs" in second.stdout
+    assert stack.complete().status_code == 200
+
+
+@pytest.mark.parametrize("name", ["stage-1", "relay", "gateway", "flower"])
+def test_given_a_service_that_is_killed_when_it_was_restarted_then_the_record_says_so_and_it_works(
+    stack: Stack, name: str
+) -> None:
+    before = stack.look()["processes"][name]
+    os.kill(before, signal.SIGKILL)
+    until(lambda: stack.look()["processes"].get(name, before) != before)
+    until(lambda: is_ready(stack))
+    assert stack.complete().status_code == 200
+    assert f"{name} ended (killed by SIGKILL)" in stack.output.read_text()
+
+
+def test_given_a_stack_when_its_status_is_asked_then_every_process_is_listed(stack: Stack) -> None:
+    status = stack.command("status")
+    assert status.returncode == 0
+    assert all(name in status.stdout for name in NAMES)
+
+
+def test_given_two_stacks_when_they_share_cores_then_they_say_so_and_both_answer(
+    stack: Stack, own_stack: Stack
+) -> None:
+    assert "shares cpu:" in own_stack.output.read_text()
+    assert stack.complete().status_code == own_stack.complete().status_code == 200
+    assert own_stack.command("down").returncode == 0
+    assert own_stack.process.wait(60) == 0
+    assert own_stack.left() == []
+    assert own_stack.home.published() is None
+    assert stack.complete().status_code == 200
+
+
+def test_given_a_supervisor_that_is_killed_when_down_is_called_then_nothing_is_left(own_stack: Stack) -> None:
+    own_stack.process.kill()
+    own_stack.process.wait()
+    assert own_stack.command("down").returncode == 0
+    assert own_stack.left() == []
+    assert own_stack.home.published() is None
+
+
+def test_given_a_stack_when_ctrl_c_is_pressed_then_it_ends_in_order(own_stack: Stack) -> None:
+    own_stack.process.send_signal(signal.SIGINT)
+    assert own_stack.process.wait(120) == 0
+    assert own_stack.left() == []
+    assert own_stack.output.read_text().rstrip().endswith("stopped")
+
+
+def test_given_a_taken_port_when_started_then_it_is_refused_and_the_setting_is_named(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        refused = Stack(tmp_path, SHARDLINE_HTTP_PORT=str(port)).command("up")
+    assert refused.returncode == 1
+    assert f"SHARDLINE_HTTP_PORT: port {port} is taken" in refused.stdout
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("SHARDLINE_STAGES", "0"),
+        ("SHARDLINE_STAGES", "9"),
+        ("SHARDLINE_DTYPE", "int8"),
+        ("SHARDLINE_SPLIT", "0-5"),
+        ("SHARDLINE_MODEL", "/no/such/model"),
+    ],
+)
+def test_given_an_impossible_setting_when_started_then_one_line_names_it(
+    tmp_path: Path, setting: str, value: str
+) -> None:
+    refused = Stack(tmp_path, **{setting: value}).command("up")
+    assert refused.returncode == 1
+    assert setting in refused.stdout
+    assert "Traceback" not in refused.stdout + refused.stderr
+
+
+def test_given_nothing_that_runs_when_down_is_called_then_that_is_fine(tmp_path: Path) -> None:
+    assert Stack(tmp_path / "nowhere").command("down").returncode == 0
+
+
+def is_ready(stack: Stack) -> bool:
+    """Whether a completion can pass through every stage now."""
+    try:
+        return httpx.get(f"{stack.look()['urls']['gateway']}/ready", timeout=5).status_code == 200
+    except httpx.TransportError:
+        return False
