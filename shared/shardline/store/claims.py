@@ -33,7 +33,9 @@ CLAIM = text("""
 WITH claimed AS (
     UPDATE jobs SET state = 'running', fence = fence + 1, lease_until = now() + make_interval(secs => :lease_s),
         worker = :worker, pipeline = :pipeline,
-        exact = exact AND (exactness IS NULL OR exactness = :exactness), exactness = coalesce(exactness, :exactness)
+        exact = jobs.exact AND coalesce(exactness = :exactness, true)
+            AND (SELECT pipelines.exact FROM pipelines WHERE pipelines.id = :pipeline),
+        exactness = coalesce(exactness, :exactness)
     WHERE id = ANY(CAST(:ids AS uuid[])) AND state = 'queued'
     RETURNING *
 ), attempt AS (
@@ -117,23 +119,23 @@ FROM jobs JOIN jsonb_to_recordset(CAST(:keys AS jsonb)) AS keys(job_id uuid, fen
 WHERE jobs.state NOT IN ('queued', 'running')
 """)
 
-RELEASE = text("""
+REQUEUE = text("""
 WITH keys AS (
     SELECT * FROM jsonb_to_recordset(CAST(:keys AS jsonb)) AS keys(job_id uuid, fence bigint)
 ), locked AS (
     SELECT jobs.id FROM jobs JOIN keys ON keys.job_id = jobs.id AND keys.fence = jobs.fence
     WHERE jobs.state = 'running' ORDER BY jobs.id FOR UPDATE OF jobs
-), released AS (
-    UPDATE jobs SET state = 'queued', lease_until = NULL, worker = NULL, pipeline = NULL, requeued_at = now(),
-        sent_at = NULL, num_sends = 0
+), requeued AS (
+    UPDATE jobs SET state = 'queued', crashes = crashes + :crashes, lease_until = NULL, worker = NULL, pipeline = NULL,
+        requeued_at = now(), sent_at = NULL, num_sends = 0
     FROM locked, keys
     WHERE jobs.id = locked.id AND keys.job_id = jobs.id AND keys.fence = jobs.fence AND jobs.state = 'running'
     RETURNING jobs.id, jobs.fence
 ), attempt AS (
-    UPDATE attempts SET ended_at = now(), outcome = 'released'
-    FROM released WHERE attempts.job_id = released.id AND attempts.fence = released.fence
+    UPDATE attempts SET ended_at = now(), outcome = :outcome
+    FROM requeued WHERE attempts.job_id = requeued.id AND attempts.fence = requeued.fence
 )
-SELECT id FROM released
+SELECT id FROM requeued
 """)
 
 
@@ -152,7 +154,7 @@ class Claimed:
     priority: int
     crashes: int
     exact: bool
-    """False once heads of different exactness had it."""
+    """False once a head that is not exact, or heads of different exactness, had it."""
     created_at: Any
     deadline_at: Any
     queued_s: float
@@ -254,11 +256,18 @@ def end_from(connection: Connection, ends: Sequence[End], *, held: JobState) -> 
 
 def release(connection: Connection, keys: Collection[Key]) -> set[UUID]:
     """Give jobs back: `queued`, no crash counted, sent again at once."""
+    return requeue(connection, keys, outcome="released")
+
+
+def requeue(connection: Connection, keys: Collection[Key], *, outcome: str, crashes: int = 0) -> set[UUID]:
+    """`running` → `queued` under the fence; `outcome` is that of the attempt, `crashes` is added to the job's."""
     rows = [{"job_id": job_id, "fence": fence} for job_id, fence in keys]
-    released = set(connection.scalars(RELEASE, {"keys": dump(rows)})) if rows else set()
-    if released:
+    if not rows:
+        return set()
+    requeued = set(connection.scalars(REQUEUE, {"keys": dump(rows), "outcome": outcome, "crashes": crashes}))
+    if requeued:
         ring(connection, JOBS_CHANNEL)
-    return released
+    return requeued
 
 
 def _claimed(row: Row[Any]) -> Claimed:

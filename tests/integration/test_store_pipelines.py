@@ -1,0 +1,69 @@
+"""Pipelines and models on a real Postgres: epochs, readiness, registration."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from sqlalchemy import Engine
+
+from shardline.store import models, pipelines
+from tests.integration.store_world import LONG_S, MODEL, model_row, world
+
+
+@pytest.fixture
+def engine(database_url: str) -> Iterator[Engine]:
+    """A world whose pipeline `p` is in epoch 1."""
+    with world(database_url) as engine:
+        yield engine
+
+
+def take(engine: Engine, pipeline: str, lease_s: float = LONG_S) -> int:
+    """A head takes an epoch."""
+    with engine.begin() as connection:
+        return pipelines.take_epoch(connection, pipeline, model=MODEL, fingerprint="w", head="h2", lease_s=lease_s)
+
+
+def test_given_a_pipeline_when_an_epoch_is_taken_then_it_grows_and_the_old_head_can_change_nothing(
+    engine: Engine,
+) -> None:
+    assert [take(engine, "p"), take(engine, "p"), take(engine, "q")] == [2, 3, 1]
+    with engine.begin() as connection:
+        assert not pipelines.renew(connection, "p", 1, LONG_S)
+        assert not pipelines.ready(connection, "p", 2, seats=4, stages=[], exact=True)
+        assert not pipelines.unready(connection, "p", 2)
+        assert not pipelines.release(connection, "p", 2)
+        assert pipelines.renew(connection, "p", 3, LONG_S)
+
+
+def test_given_stages_bound_when_a_head_says_ready_then_doors_see_it_until_it_is_not(engine: Engine) -> None:
+    with engine.begin() as connection:
+        assert pipelines.ready(connection, "p", 1, seats=8, stages=[{"worker": "h"}], exact=True)
+        (live,) = pipelines.live_pipelines(connection, MODEL)
+        assert (live.id, live.ready, live.seats, live.exact, live.stages) == ("p", True, 8, True, ({"worker": "h"},))
+        assert pipelines.live_pipelines(connection, "another") == []
+        pipelines.unready(connection, "p", 1)
+        assert [live.ready for live in pipelines.live_pipelines(connection)] == [False]
+        pipelines.ready(connection, "p", 1, seats=8, stages=[], exact=True)
+    take(engine, "p")
+    with engine.begin() as connection:
+        assert [live.ready for live in pipelines.live_pipelines(connection)] == [False]
+
+
+def test_given_a_head_that_goes_or_is_silent_when_asked_then_its_pipeline_does_not_live(engine: Engine) -> None:
+    take(engine, "silent", lease_s=-1)
+    with engine.begin() as connection:
+        pipelines.release(connection, "p", 1)
+    with engine.begin() as connection:
+        assert pipelines.live_pipelines(connection) == []
+
+
+def test_given_a_model_when_registered_again_then_the_newest_row_counts(engine: Engine) -> None:
+    with engine.begin() as connection:
+        models.register_model(connection, {**model_row(MODEL), "context_length": 64, "chat_template": "t"})
+        row = models.get_model(connection, MODEL)
+        assert row is not None
+        assert (row["context_length"], row["chat_template"]) == (64, "t")
+        assert models.get_model(connection, "n") is None
+        models.register_model(connection, model_row("n"))
+        assert models.model_names(connection) == [row["name"] for row in models.get_models(connection)] == [MODEL, "n"]

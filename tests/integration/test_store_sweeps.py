@@ -1,0 +1,208 @@
+"""What relays repair, on a real Postgres: leases, deadlines, cancels, poison jobs. Time is moved in rows."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from uuid import UUID
+
+import pytest
+from sqlalchemy import Engine
+
+from shardline.job import Job, JobState
+from shardline.store import claims, jobs, sweeps
+from shardline.store.claims import Beat, Claimed
+from tests.integration.store_world import (
+    LONG_S,
+    cell,
+    change,
+    claim,
+    end,
+    pass_time,
+    running,
+    state,
+    submit,
+    success,
+    world,
+)
+
+LEASE_S = 0.001
+
+
+@pytest.fixture
+def engine(database_url: str) -> Iterator[Engine]:
+    """A fresh world."""
+    with world(database_url) as engine:
+        yield engine
+
+
+def spell(model: str, ids: Sequence[int]) -> str:
+    """Stands for the model's tokenizer."""
+    return f"{model}:{','.join(map(str, ids))}"
+
+
+def sweep(engine: Engine) -> Counter[str]:
+    """Both sweeps, in a transaction each."""
+    with engine.begin() as connection:
+        moved = sweeps.sweep_leases(connection, spell, lease_s=LEASE_S)
+    with engine.begin() as connection:
+        return moved + sweeps.sweep_waiting(connection, spell)
+
+
+def expire(engine: Engine, claimed: Claimed, *ids: int) -> None:
+    """The head saved these tokens, then was heard no more."""
+    with engine.begin() as connection:
+        start = len(claimed.output_ids)
+        beat = Beat(job_id=claimed.job_id, fence=claimed.fence, start=start, ids=ids)
+        claims.heartbeat(connection, [beat], lease_s=LONG_S)
+        pass_time(connection, claimed.job_id, "lease_until")
+
+
+def read(engine: Engine, job_id: UUID) -> Job:
+    """The job as a door sees it."""
+    with engine.begin() as connection:
+        job = jobs.get_job(connection, job_id)
+    assert job is not None
+    return job
+
+
+def test_given_a_lease_that_runs_when_swept_then_nothing_moves(engine: Engine) -> None:
+    claimed = running(engine)
+    assert sweep(engine) == Counter()
+    assert state(engine, claimed.job_id) is JobState.RUNNING
+
+
+def test_given_an_expired_lease_with_new_tokens_when_swept_then_it_is_queued_and_no_crash_counts(
+    engine: Engine,
+) -> None:
+    claimed = running(engine)
+    expire(engine, claimed, 7)
+    assert sweep(engine) == {"lost": 1}
+    job = read(engine, claimed.job_id)
+    assert (job.state, job.crashes) == (JobState.QUEUED, 0)
+    (again,) = claim(engine, [claimed.job_id])
+    assert again.output_ids == (7,)
+
+
+def test_given_attempts_without_a_token_of_their_own_when_swept_then_crashes_end_in_a_dead_letter(
+    engine: Engine,
+) -> None:
+    (job_id,) = submit(engine, max_crashes=3)
+    for num_crashes in (1, 2):
+        (claimed,) = claim(engine, [job_id])
+        expire(engine, claimed)
+        assert sweep(engine) == {"crashed": 1}
+        assert read(engine, job_id).crashes == num_crashes
+    (claimed,) = claim(engine, [job_id])
+    assert claimed.crashes == 2
+    expire(engine, claimed)
+    assert sweep(engine) == {"failed": 1}
+    error = read(engine, job_id).error or {}
+    assert (error["code"], error["crashes"], [attempt["fence"] for attempt in error["attempts"]]) == (
+        "crashed",
+        3,
+        [3, 2, 1],
+    )
+
+
+def test_given_resumed_tokens_only_when_the_lease_expires_then_it_is_a_crash(engine: Engine) -> None:
+    claimed = running(engine)
+    expire(engine, claimed, 7)
+    sweep(engine)
+    (again,) = claim(engine, [claimed.job_id])
+    expire(engine, again)
+    assert sweep(engine) == {"crashed": 1}
+
+
+@pytest.mark.parametrize(
+    ("column", "end_state"),
+    [("cancel_requested_at", "cancelled"), ("deadline_at", "expired")],
+    ids=["cancel", "deadline"],
+)
+def test_given_a_lost_head_when_the_job_was_to_stop_then_its_saved_tokens_become_the_result(
+    engine: Engine, column: str, end_state: str
+) -> None:
+    claimed = running(engine)
+    expire(engine, claimed, 7, 8)
+    change(engine, f"UPDATE jobs SET {column} = now() - interval '1 second'")
+    assert sweep(engine) == {end_state: 1}
+    job = read(engine, claimed.job_id)
+    assert job.state == end_state
+    assert job.result is not None
+    assert (job.result.text, job.result.token_ids, job.result.finish_reason) == ("m:7,8", (7, 8), end_state)
+
+
+def test_given_a_requeued_job_when_cancelled_then_a_sweep_ends_it_with_its_tokens(engine: Engine) -> None:
+    claimed = running(engine)
+    expire(engine, claimed, 7)
+    sweep(engine)
+    with engine.begin() as connection:
+        assert jobs.request_cancel(connection, [claimed.job_id]) == {claimed.job_id: JobState.QUEUED}
+    assert sweep(engine) == {"cancelled": 1}
+    result = read(engine, claimed.job_id).result
+    assert result is not None
+    assert result.text == "m:7"
+    assert cell(engine, "SELECT outcome FROM attempts") == "lost"
+
+
+def test_given_queued_jobs_past_their_deadline_when_swept_then_they_expire_without_a_result(engine: Engine) -> None:
+    late, timely = submit(engine, deadline_s=100) + submit(engine, deadline_s=100)
+    with engine.begin() as connection:
+        pass_time(connection, late, "deadline_at")
+    assert sweep(engine) == {"expired": 1}
+    assert (read(engine, late).state, read(engine, late).result) == (JobState.EXPIRED, None)
+    assert state(engine, timely) is JobState.QUEUED
+
+
+def test_given_a_cancel_by_plain_sql_when_swept_then_the_job_ends(engine: Engine) -> None:
+    change(engine, "INSERT INTO jobs (model, prompt) VALUES ('m', 'text')")
+    change(engine, "UPDATE jobs SET cancel_requested_at = now()")
+    assert sweep(engine) == {"cancelled": 1}
+
+
+def test_given_postgres_just_restarted_when_swept_then_heads_have_one_lease_to_beat_again(engine: Engine) -> None:
+    claimed = running(engine)
+    expire(engine, claimed, 7)
+    with engine.begin() as connection:
+        assert sweeps.sweep_leases(connection, spell, lease_s=LONG_S) == Counter()
+    assert state(engine, claimed.job_id) is JobState.RUNNING
+
+
+def test_given_heads_and_relays_at_once_when_leases_ran_out_then_the_first_write_wins(engine: Engine) -> None:
+    claimed = claim(engine, submit(engine, 40))
+    for one in claimed:
+        expire(engine, one, 7)
+    gate = threading.Barrier(3)
+
+    def finish() -> dict[UUID, JobState]:
+        gate.wait()
+        return {job_id: ended for one in claimed for job_id, ended in end(engine, success(one)).items()}
+
+    def rescue() -> int:
+        gate.wait()
+        return sum(_sweep_few(engine) for _ in range(20))
+
+    with ThreadPoolExecutor(3) as threads:
+        finishing, *rescuing = threads.submit(finish), threads.submit(rescue), threads.submit(rescue)
+        finished = finishing.result()
+        num_rescued = sum(future.result() for future in rescuing)
+    assert len(finished) + num_rescued == 40
+    assert cell(engine, "SELECT count(*) FROM results") == len(finished)
+    for one in claimed:
+        assert state(engine, one.job_id) is (JobState.SUCCEEDED if one.job_id in finished else JobState.QUEUED)
+
+
+def test_given_jobs_in_all_states_when_counted_then_only_those_that_have_not_ended_count(engine: Engine) -> None:
+    claimed = running(engine)
+    submit(engine, 2)
+    end(engine, success(running(engine)))
+    with engine.begin() as connection:
+        assert sweeps.counts(connection) == {("m", "queued"): 2, ("m", "running"): 1}
+    assert claimed.fence == 1
+
+
+def _sweep_few(engine: Engine) -> int:
+    with engine.begin() as connection:
+        return sweeps.sweep_leases(connection, spell, lease_s=LEASE_S, max_batch=3).total()
