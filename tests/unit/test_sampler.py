@@ -169,7 +169,13 @@ def test_greedy_takes_the_first_of_the_largest(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize(
-    "params", [SamplingParams(temperature=1e-6), SamplingParams(top_p=1e-9), SamplingParams(top_k=1)]
+    "params",
+    [
+        SamplingParams(temperature=1e-300),
+        SamplingParams(temperature=1e-6),
+        SamplingParams(top_p=1e-9),
+        SamplingParams(top_k=1),
+    ],
 )
 def test_the_narrowest_limits_are_greedy(params: SamplingParams) -> None:
     rows = logits(8)

@@ -28,6 +28,11 @@ TILE = 128
 """Weights are summed by tiles, then tiles one by one in float64: ten times faster than a running sum, and ordered."""
 
 
+LOG2_E = math.log2(math.e)
+LEAST_TEMPERATURE = 1e-5
+"""Lower ones, 0 apart, draw as this one does: nothing but ties is left to chance, and no scale overflows."""
+
+
 class Sample(NamedTuple):
     """What a StepResult needs. A bad row has token 0; `logprobs` is empty if nobody asked for them."""
 
@@ -154,11 +159,13 @@ class Sampler:
         ones stay for the next draw, so the draw is exact and soon over.
         """
         params = want.params
-        weights = self._weigh(row, params)
+        weights = self._weigh(row, params.temperature)
+        if 0 < params.top_k < self._vocab_size:
+            weights = _at_least(_kth_largest(weights, params.top_k), weights)
         tiles = _tile_sums(weights)
         nucleus = tiles[-1] * params.top_p
         if params.min_p > 0:
-            weights = _at_least(float(weights.max()) * params.min_p, weights, 0.0)
+            weights = _at_least(params.min_p, weights)
             tiles = _tile_sums(weights)
         for attempt in count():
             token, weight = _pick(weights, tiles, uniform(want.seed, want.index, attempt))
@@ -171,12 +178,10 @@ class Sampler:
             weights = heavier
         return token
 
-    def _weigh(self, row: Tensor, params: SamplingParams) -> Tensor:
-        """Probabilities, padded with zeros to whole tiles."""
-        if 0 < params.top_k < self._vocab_size:
-            row = _at_least(float(row.topk(params.top_k).values[-1]), row, -math.inf)
-        scaled = (row - row.max()).div_(params.temperature)
-        torch.softmax(scaled, 0, out=self._weights[: self._vocab_size])
+    def _weigh(self, row: Tensor, temperature: float) -> Tensor:
+        """Probabilities relative to the best one's, padded with zeros to whole tiles."""
+        scale = LOG2_E / max(temperature, LEAST_TEMPERATURE)
+        torch.exp2((row - row.max()).mul_(scale), out=self._weights[: self._vocab_size])
         return self._weights
 
 
@@ -202,10 +207,19 @@ def _is_plain_greedy(want: SampledSequence) -> bool:
     return want.params.temperature == 0 and not want.is_adjusted
 
 
-def _at_least(least: float, values: Tensor, otherwise: float) -> Tensor:
-    """The values from `least` up. `threshold` is many times faster than a mask, but keeps only what is above."""
-    below = float(np.nextafter(np.float32(least), np.float32(-math.inf)))
-    return functional.threshold(values, below, otherwise)
+def _at_least(least: float, weights: Tensor) -> Tensor:
+    """The weights from `least` up, else 0. `threshold` is many times as fast as a mask, but keeps what is above."""
+    return functional.threshold(weights, float(np.nextafter(np.float32(least), np.float32(-1.0))), 0.0)
+
+
+def _kth_largest(weights: Tensor, k: int) -> float:
+    """What is below the k-th best tile's maximum is none of the k largest, which leaves few to sort."""
+    best = weights.view(-1, TILE).amax(1)
+    if k > len(best) or weights.device.type != "cpu":
+        return float(weights.topk(k).values[-1])
+    values = weights.numpy()
+    candidates = values[values >= float(best.topk(k).values[-1])]
+    return float(np.partition(candidates, -k)[-k])
 
 
 def _tile_sums(weights: Tensor) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
