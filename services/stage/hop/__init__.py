@@ -52,6 +52,7 @@ class Receiver(Protocol):
     def receive(self, timeout_s: float) -> Frame | None:
         """The next frame; None after `timeout_s` or `wake`. Checks pipeline, kind, epoch, and that steps are 0, 1, 2 …
 
+        The tensor's memory may start at any address: copy it before kernels that care for alignment.
         Raises LinkLost (skipped, repeated or reordered step; peer gone) or ProtocolError (no valid frame): either way
         this end is of no more use.
         """
