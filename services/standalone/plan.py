@@ -18,7 +18,6 @@ from services.standalone.servers import socket_folder
 from services.standalone.settings import REPOSITORY, StandaloneSettings
 
 FLOWER_USER = "shardline"
-PRELOAD = "SHARDLINE_STAGE_PRELOAD"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,7 +114,7 @@ def _service(name: str, home: Path, common: Mapping[str, str], module: str | Non
 
 
 def _stage(settings: StandaloneSettings, place: StagePlace, common: Mapping[str, str], home: Path) -> Service:
-    preload = {"LD_PRELOAD": common[PRELOAD]} if common.get(PRELOAD) else {}
+    preload = {"LD_PRELOAD": settings.stage_preload} if settings.stage_preload else {}
     own = {
         "SHARDLINE_MODEL": settings.folder or settings.model,
         "SHARDLINE_MODEL_NAME": settings.name,

@@ -1,0 +1,49 @@
+"""The producers' side of each door: what arrives in Postgres or Redis when a producer has pushed its prompts."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import redis
+
+from services.standalone.doors import DOORS, Producer, submit
+from services.standalone.figures import Asked, rows, states, summarise
+from shardline import keys
+from shardline.queues import INTAKE_QUEUE
+
+PROMPTS = ["sort: 2, 1 =", "sort: 4, 3 ="]
+
+
+@pytest.fixture
+def producer(database_url: str, redis_url: str) -> Producer:
+    return Producer(urls={"database": database_url, "redis": redis_url}, model="clerk")
+
+
+@pytest.mark.parametrize("door", ["client", "sql"])
+def test_given_a_door_into_postgres_when_it_returns_then_the_rows_are_there(producer: Producer, door: str) -> None:
+    ids = submit(producer, door, PROMPTS)
+    assert states(producer.urls["database"], ids) == dict.fromkeys(ids, "queued")
+    found = {row["id"]: row["prompt"] for row in rows(producer.urls["database"], ids)}
+    assert [found[each] for each in ids] == PROMPTS
+    asked = [Asked(id=each, door=door, task="sort", answer="1") for each in ids]
+    assert summarise(asked, rows(producer.urls["database"], ids), flower_tasks_seen=0).result_rows == 0
+
+
+def test_given_the_stream_door_when_it_returns_then_each_entry_is_one_request(producer: Producer) -> None:
+    ids = submit(producer, "redis", PROMPTS)
+    entries = redis.Redis.from_url(producer.urls["redis"]).xrange(keys.INTAKE)
+    requests = [json.loads((fields or {})[b"request"]) for _, fields in entries]
+    assert [request["id"] for request in requests] == [str(each) for each in ids]
+    assert [request["prompt"] for request in requests] == PROMPTS
+
+
+def test_given_the_celery_door_when_it_returns_then_relays_find_the_tasks_in_their_queue(producer: Producer) -> None:
+    ids = submit(producer, "celery", PROMPTS)
+    messages = redis.Redis.from_url(producer.urls["redis"]).lrange(INTAKE_QUEUE, 0, -1)
+    assert isinstance(messages, list)
+    assert {json.loads(message)["headers"]["id"] for message in messages} == {str(each) for each in ids}
+
+
+def test_given_all_doors_when_counted_then_there_are_five() -> None:
+    assert list(DOORS) == ["client", "celery", "redis", "sql", "http"]
