@@ -32,7 +32,7 @@ def test_given_a_door_into_postgres_when_it_returns_then_the_rows_are_there(prod
 
 def test_given_the_stream_door_when_it_returns_then_each_entry_is_one_request(producer: Producer) -> None:
     ids = submit(producer, "redis", PROMPTS)
-    entries = redis.Redis.from_url(producer.urls["redis"]).xrange(keys.INTAKE)
+    entries = redis.Redis.from_url(producer.urls["redis"]).xrange(keys.INTAKE) or []
     requests = [json.loads((fields or {})[b"request"]) for _, fields in entries]
     assert [request["id"] for request in requests] == [str(each) for each in ids]
     assert [request["prompt"] for request in requests] == PROMPTS
