@@ -70,8 +70,8 @@ class Crew:
         now = time.monotonic()
         if watched.restart_at is None:
             self._count_death(watched, now, watched.child.how_it_ended())
-            if max_deaths is not None and watched.num_deaths > max_deaths:
-                raise StartFailed(f"{watched.child.name} keeps ending:\n{watched.child.log_tail()}")
+            if max_deaths is not None and (watched.num_deaths > max_deaths or watched.child.refused()):
+                raise StartFailed(f"{watched.child.name} cannot start:\n{watched.child.log_tail()}")
         elif now >= watched.restart_at:
             self._restart(watched)
 

@@ -87,8 +87,10 @@ def new_password() -> str:
     return secrets.token_urlsafe(24)
 
 
-def make_plan(settings: StandaloneSettings, addresses: Addresses, stages: Sequence[StagePlace], home: Path) -> Plan:
-    """All services of one stack in `home`."""
+def make_plan(
+    settings: StandaloneSettings, addresses: Addresses, stages: Sequence[StagePlace], home: Path, preload: str = ""
+) -> Plan:
+    """All services of one stack in `home`; stages preload these libraries."""
     common = {
         **{name: value for name, value in os.environ.items() if not name.startswith("FLOWER_")},
         "PYTHONUNBUFFERED": "1",
@@ -96,7 +98,8 @@ def make_plan(settings: StandaloneSettings, addresses: Addresses, stages: Sequen
         "SHARDLINE_REDIS_URL": addresses.redis,
         "SHARDLINE_HOME": str(home),
     }
-    services = {place.name: _stage(settings, place, common, home) for place in stages}
+    for_stages = {**common, "LD_PRELOAD": preload} if preload else common
+    services = {place.name: _stage(settings, place, for_stages, home) for place in stages}
     return Plan(
         gateway=_service(
             "gateway", home, common, SHARDLINE_HTTP_HOST=LOOPBACK, SHARDLINE_HTTP_PORT=addresses.http_port
@@ -114,7 +117,6 @@ def _service(name: str, home: Path, common: Mapping[str, str], module: str | Non
 
 
 def _stage(settings: StandaloneSettings, place: StagePlace, common: Mapping[str, str], home: Path) -> Service:
-    preload = {"LD_PRELOAD": settings.stage_preload} if settings.stage_preload else {}
     own = {
         "SHARDLINE_MODEL": settings.folder or settings.model,
         "SHARDLINE_MODEL_NAME": settings.name,
@@ -127,7 +129,6 @@ def _stage(settings: StandaloneSettings, place: StagePlace, common: Mapping[str,
         "SHARDLINE_PIPELINE": f"{home.name.lstrip('.')}-{place.replica}",
         "SHARDLINE_LOCK_DIR": home / "locks",
         "SHARDLINE_RUN_DIR": socket_folder(home),
-        **preload,
     }
     return _service(place.name, home, common, "services.stage", **own)
 

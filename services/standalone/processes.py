@@ -14,6 +14,9 @@ from tenacity import Retrying, retry_if_result, stop_after_delay, wait_fixed
 
 LOG_MAX_BYTES = 20 * 2**20
 TAIL_LINES = 15
+REFUSED_STATUS = 2
+"""Exit status of a service that refuses its settings."""
+
 UNPRIVILEGED = "65534"
 """The uid and gid of `nobody`: Postgres refuses to run as root."""
 
@@ -52,6 +55,10 @@ class Child:
         if status is None:
             return "still running"
         return f"exit status {status}" if status >= 0 else f"killed by {signal.Signals(-status).name}"
+
+    def refused(self) -> bool:
+        """Whether it ended because a setting can never work: starting it again does not help."""
+        return self.process is not None and self.process.poll() == REFUSED_STATUS
 
     def ask_to_end(self) -> None:
         """Send the signal that ends it in good order. `stop` also waits."""

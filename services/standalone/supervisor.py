@@ -16,6 +16,7 @@ from services.standalone.home import SUPERVISOR, Home
 from services.standalone.placement import StagePlace, count_layers, places
 from services.standalone.plan import Addresses, Plan, make_plan, new_password
 from services.standalone.ports import free_port, is_taken
+from services.standalone.preload import preload
 from services.standalone.processes import Child, StartFailed
 from services.standalone.readiness import Question, Watcher
 from services.standalone.servers import Postgres, Valkey
@@ -90,7 +91,7 @@ class Supervisor:
         self._home.record({SUPERVISOR: os.getpid()})
         addresses = self._start_servers(addresses)
         self._migrate(addresses)
-        self._plan = make_plan(self._settings, addresses, stages, self._home.folder)
+        self._plan = make_plan(self._settings, addresses, stages, self._home.folder, preload(self._settings))
         for service in self._plan.all:
             self._crew.start(service)
         self._wait_until_ready(addresses)

@@ -65,6 +65,13 @@ def test_given_a_child_that_cannot_work_when_it_keeps_ending_then_the_start_fail
     assert "exit status 3" in stage.said[0]
 
 
+def test_given_a_child_that_refuses_its_settings_when_it_ends_then_it_is_not_tried_again(stage: Stage) -> None:
+    stage.child("stage-0", "print('cpu:0 is held'); raise SystemExit(2)")
+    with pytest.raises(StartFailed, match="cpu:0 is held"):
+        stage.tend_until(lambda: False, max_deaths=3)
+    assert len(stage.recorded) == 1
+
+
 def test_given_more_and_more_deaths_when_delays_grow_then_they_stay_bounded() -> None:
     delays = [backoff_s(num_deaths) for num_deaths in range(1, 200)]
     assert delays == sorted(delays)

@@ -8,6 +8,7 @@ import pytest
 
 from services.standalone.placement import places
 from services.standalone.plan import Addresses, Plan, make_plan, new_password
+from services.standalone.preload import preload
 from services.standalone.settings import StandaloneSettings
 
 ADDRESSES = Addresses(
@@ -58,6 +59,13 @@ def test_given_flower_settings_in_the_shell_when_planned_then_flower_keeps_its_p
     assert "FLOWER_UNAUTHENTICATED_API" not in env
     assert env["FLOWER_BASIC_AUTH"].endswith(":secret-of-flower")
     assert env["FLOWER_ADDRESS"] == "127.0.0.1"
+
+
+def test_given_a_library_to_preload_when_planned_then_only_stages_get_it(tmp_path: Path) -> None:
+    settings = StandaloneSettings(model=str(tmp_path), stage_preload="liballocator.so")
+    made = make_plan(settings, ADDRESSES, places(settings, 8, [0, 1]), tmp_path, preload(settings))
+    assert [each.name for each in made.all if each.env.get("LD_PRELOAD") == "liballocator.so"] == ["stage-0", "stage-1"]
+    assert preload(StandaloneSettings(stage_preload="")) == ""
 
 
 def test_given_many_passwords_when_made_then_none_breaks_a_url_or_flowers_list() -> None:
