@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import zmq
 from msgspec.structs import replace
 
 from services.stage.hop.sockets import Sockets
@@ -15,7 +16,7 @@ from services.stage.hop.wiring import Wiring
 from services.stage.worker.facts import Progress, StageStatus
 from shardline.errors import Unavailable
 from shardline.wire import StageCard
-from tests.unit.links import NUM_LAYERS, PATIENCE_S, TIMES, Pipes, open_pipes, pass_a_step
+from tests.unit.links import NUM_LAYERS, PATIENCE_S, TIMES, Pipes, make_card, open_pipes, pass_a_step
 
 
 @pytest.fixture
@@ -279,3 +280,38 @@ def test_of_two_heads_and_one_chain_one_waits_for_the_other(pipes: Pipes) -> Non
     first.close()
 
     assert other.ready().num_stages == 3
+
+
+def test_two_heads_build_two_chains_of_three_without_deadlock(pipes: Pipes) -> None:
+    for first_layer, last_layer in [(4, 8), (8, NUM_LAYERS)] * 2:
+        pipes.stage(first_layer, last_layer)
+    heads = [pipes.head(4), pipes.head(4)]
+
+    wirings = [head.ready() for head in heads]
+
+    assert len({member.incarnation for wiring in wirings for member in wiring.members}) == 6
+
+
+def test_an_attempt_that_fails_releases_what_it_bound(pipes: Pipes) -> None:
+    deaf, address = pipes.sockets.bind(zmq.ROUTER, {})
+    deaf_card = make_card(8, NUM_LAYERS, control=address)
+    middle = pipes.stage(4, 8)
+    head = pipes.head(4, TIMES.model_copy(update={"link_dead_s": 0.3}), cards=lambda: [*pipes.cards(), deaf_card])
+
+    middle.unbinds.get(timeout=PATIENCE_S)
+
+    assert f"{deaf_card.worker} [8, 12): {deaf_card.worker}: no WELCOME in 0.3 s" in pipes.reason(head, "layer 8")
+    assert head.readies.empty()
+    deaf.close()
+
+
+def test_a_pipeline_that_stops_releases_its_stages(pipes: Pipes) -> None:
+    tail = pipes.stage(8, NUM_LAYERS)
+    head = pipes.head(8)
+    head.ready()
+
+    head.close()
+
+    tail.unbinds.get(timeout=PATIENCE_S)
+    assert tail.link.card().bound_to is None
+    assert head.losses.empty()

@@ -31,8 +31,7 @@ class Sender(Protocol):
     def send(self, frame: Frame) -> None:
         """Never blocks: raises LinkLost when the peer is gone or does not take its credit's worth.
 
-        The tensor's memory may be reused once the step's result is back at the head, or never: the checksum
-        would catch it.
+        The tensor's memory must stay as it is until the step's result is back at the head.
         """
         ...
 

@@ -82,7 +82,8 @@ class StageLink:
         """Closes the link; a bound head sees that at once. The engine's wiring stays the engine's."""
         self._stopping = True
         self._wakeup.wake()
-        self._thread.join()
+        if self._thread.is_alive():
+            self._thread.join()
 
     def card(self) -> StageCard:
         """From any thread: the card with the control address and the pipeline that holds the stage."""

@@ -118,7 +118,8 @@ class Pipeline:
         """Releases the stages. The engine's wiring stays the engine's; `on_lost` is not called."""
         self._stopping = True
         self._wakeup.wake()
-        self._thread.join()
+        if self._thread.is_alive():
+            self._thread.join()
 
     def lost(self, epoch: int, reason: str) -> None:
         """From any thread: the engine has lost a hop in this epoch. Repeats and older epochs do nothing."""

@@ -9,6 +9,8 @@ from itertools import islice
 
 import redis
 import structlog
+from redis.backoff import NoBackoff
+from redis.retry import Retry
 
 from shardline import keys
 from shardline.errors import ProtocolError, Unavailable
@@ -26,7 +28,12 @@ class Registry:
     """The cards of live stages. Used by any thread."""
 
     def __init__(self, redis_url: str) -> None:
-        self._redis = redis.Redis.from_url(redis_url, socket_timeout=TIMEOUT_S, socket_connect_timeout=TIMEOUT_S)
+        self._redis = redis.Redis.from_url(
+            redis_url,
+            socket_timeout=TIMEOUT_S,
+            socket_connect_timeout=TIMEOUT_S,
+            retry=Retry(NoBackoff(), 1),  # Once: a connection that broke while idle is opened anew.
+        )
 
     def announce(self, card: StageCard) -> None:
         """Puts the card up for REGISTRY_TTL_S. Raises Unavailable."""
