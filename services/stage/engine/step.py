@@ -86,7 +86,7 @@ def encode(message: StepPlan | StepResult) -> bytes:
     return _encoder.encode(message)
 
 
-def decode_plan(data: bytes | memoryview) -> StepPlan:
+def decode_plan(data: bytes | bytearray | memoryview) -> StepPlan:
     """Raises ProtocolError on anything that is no StepPlan."""
     try:
         return _plan_decoder.decode(data)
@@ -94,7 +94,7 @@ def decode_plan(data: bytes | memoryview) -> StepPlan:
         raise ProtocolError(f"not a StepPlan: {error}") from error
 
 
-def decode_result(data: bytes | memoryview) -> StepResult:
+def decode_result(data: bytes | bytearray | memoryview) -> StepResult:
     """Raises ProtocolError on anything that is no StepResult."""
     try:
         return _result_decoder.decode(data)

@@ -1,0 +1,68 @@
+"""`python -m services.stage`: one stage in this process, configured by SHARDLINE_* (docs/operating.md)."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import threading
+from types import TracebackType
+
+import structlog
+from pydantic import ValidationError
+
+from services.stage.worker.app import make_app, serve
+from services.stage.worker.head import Head
+from services.stage.worker.later import Later
+from services.stage.worker.runtime import die, load
+from services.stage.worker.settings import StageSettings
+from shardline import log, metrics
+from shardline.errors import Invalid, Unavailable
+
+logger = structlog.get_logger(__name__)
+
+REFUSED_STATUS = 2
+"""Exit status for a setting that can never work: restarting does not help."""
+
+
+def main() -> int:
+    """Loads, serves until told to stop, gives everything back. Returns the exit status."""
+    try:
+        settings = StageSettings()
+    except ValidationError as error:
+        print(error, file=sys.stderr)  # noqa: T201 (logging is not configured yet)
+        return REFUSED_STATUS
+    log.configure(service="stage", level=settings.log_level, form=settings.log_format)
+    threading.excepthook = _die_with_thread
+    try:
+        loaded = load(settings)
+        app = make_app(settings)
+        stage = Head(loaded, app) if loaded.is_head else Later(loaded)
+        stage.start()
+    except Invalid as error:
+        logger.error("refused", field=error.field, problem=error.problem, remedy=error.remedy)  # noqa: TRY400
+        return REFUSED_STATUS
+    except Unavailable as error:
+        logger.error("cannot start", problem=str(error))  # noqa: TRY400
+        return 1
+    if settings.metrics_port is not None:
+        metrics.serve(settings.metrics_port, stage.meter.registry)
+    # What is loaded lives as long as the process: the collector need not look at it again in the hot loop.
+    gc.collect()
+    gc.freeze()
+    serve(app, stage, settings)
+    stage.stop()
+    return 0
+
+
+def _die_with_thread(args: threading.ExceptHookArgs) -> None:
+    """A stage that lost a thread must not live on, deaf or dumb."""
+    error: BaseException | None = args.exc_value
+    trace: TracebackType | None = args.exc_traceback
+    logger.critical(
+        "a thread failed", thread=args.thread.name if args.thread else "", exc_info=(args.exc_type, error, trace)
+    )
+    die("a thread failed")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

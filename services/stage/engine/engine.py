@@ -1,0 +1,229 @@
+"""The resident engine: the hot loops of a head and of the later stages. Owns its thread; knows no Celery, Redis or SQL.
+
+A head schedules, runs its own layers, sends the step down the chain and applies the tail's answers. A later stage
+receives, runs its layers and passes on. A one-stage pipeline is the head alone, without hops.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import structlog
+from torch import Tensor
+
+from services.stage.engine.executor import Executor
+from services.stage.engine.inbox import Inbox
+from services.stage.engine.scheduler import Event, Scheduler
+from services.stage.engine.sequence import Key, Request, TokenSink
+from services.stage.engine.step import StepPlan, StepResult, decode_plan, decode_result, encode
+from services.stage.engine.tensors import name_of, tensor_of, view_of
+from services.stage.hop import Frame, Kind, Receiver
+from services.stage.hop.frame import Buffer
+from services.stage.hop.wiring import Wiring
+from shardline.errors import LinkLost, ProtocolError
+from shardline.job import FinishReason
+
+log = structlog.get_logger(__name__)
+
+IDLE_WAIT_S = 0.5
+"""A wait for work ends at least this often; every real event wakes the engine at once."""
+
+
+OnLost = Callable[[int, str], None]
+"""(epoch, reason), in the engine's thread: this epoch is over."""
+
+OnStep = Callable[[StepPlan, float], None]
+"""(plan, seconds of compute), in the engine's thread, after every step."""
+
+
+def _ignore(_plan: StepPlan, _seconds: float) -> None:
+    """No meter is attached."""
+
+
+@dataclass(slots=True)
+class Pulse:
+    """What the engine has done in one epoch, for other threads to read."""
+
+    epoch: int
+    num_steps: int = 0
+    """Computed here."""
+    compute_s: float = 0.0
+    error: str | None = None
+
+
+class Engine(threading.Thread):
+    """What both kinds share: the inbox, the wiring of the current epoch, and counters that other threads read."""
+
+    def __init__(
+        self, executor: Executor, *, on_lost: OnLost, on_step: OnStep = _ignore, name: str = "engine"
+    ) -> None:
+        super().__init__(name=name, daemon=True)
+        self.executor = executor
+        self.inbox = Inbox()
+        self.pulse = Pulse(epoch=-1)
+        self._on_lost = on_lost
+        self._on_step = on_step
+        self._wiring: Wiring | None = None
+        self._running = True
+
+    def wire(self, wiring: Wiring) -> None:
+        """From any thread: a new epoch. All KV is dropped."""
+        self.inbox.put(lambda: self._rewire(wiring))
+
+    def unwire(self) -> None:
+        """From any thread: the epoch is over."""
+        self.inbox.put(self._unwire)
+
+    def stop(self) -> None:
+        """From any thread: end the loop after the step in hand."""
+        self.inbox.put(self._stop)
+
+    def run(self) -> None:
+        """The thread. Anything wrong with a link or a frame ends the epoch, never the process."""
+        while self._running:
+            self.inbox.take()
+            try:
+                self._turn()
+            except ProtocolError as error:
+                self._lose(str(error))
+        self._unwire()
+
+    def _turn(self) -> None:
+        raise NotImplementedError
+
+    def _rewire(self, wiring: Wiring) -> None:
+        self._unwire()
+        self.pulse = Pulse(epoch=wiring.epoch)
+        self._wiring = wiring
+        self.inbox.wake_by(wiring.receiver.wake if wiring.receiver else None)
+
+    def _unwire(self) -> None:
+        self.inbox.wake_by(None)
+        if self._wiring is not None:
+            self._wiring.close()
+            self._wiring = None
+            self.executor.reset()
+
+    def _stop(self) -> None:
+        self._running = False
+
+    def _lose(self, reason: str) -> None:
+        log.warning("epoch lost", reason=reason, epoch=self.pulse.epoch)
+        self.pulse.error = reason
+        self._unwire()
+        self._on_lost(self.pulse.epoch, reason)
+
+    def _run_step(self, plan: StepPlan, hidden: Tensor | None) -> Tensor | StepResult:
+        began_s = time.perf_counter()
+        out = self.executor.run(plan, hidden)
+        compute_s = time.perf_counter() - began_s
+        self.pulse.num_steps += 1
+        self.pulse.compute_s += compute_s
+        self._on_step(plan, compute_s)
+        return out
+
+
+class HeadEngine(Engine):
+    """The head's loop. `emit` receives events in order, in the engine's thread, and must not block."""
+
+    def __init__(
+        self,
+        executor: Executor,
+        scheduler: Scheduler,
+        *,
+        emit: Callable[[Sequence[Event]], None],
+        on_lost: OnLost,
+        on_step: OnStep = _ignore,
+    ) -> None:
+        super().__init__(executor, on_lost=on_lost, on_step=on_step)
+        self.scheduler = scheduler
+        self.may_run_until_s = float("inf")
+        """Self-fencing, monotonic: past this moment nothing is scheduled and nothing is emitted."""
+        self.fenced = False
+        """The loop turns, held back by `may_run_until_s` alone."""
+        self._emit = emit
+
+    def add(self, request: Request, sink: TokenSink) -> None:
+        """From any thread: a claimed job."""
+        self.inbox.put(lambda: self._emit(self.scheduler.add(request, sink)))
+
+    def end(self, key: Key, reason: FinishReason) -> None:
+        """From any thread: end a job with what it has; `emit` gets its Finished, unless it ended already."""
+        self.inbox.put(lambda: self._end(key, reason))
+
+    def forget(self, key: Key) -> None:
+        """From any thread: drop a job without an event. Its KV is freed on every stage by the next plan."""
+        self.inbox.put(lambda: self._forget(key))
+
+    def _rewire(self, wiring: Wiring) -> None:
+        super()._rewire(wiring)
+        self._emit(self.scheduler.rebuild(wiring.num_blocks, wiring.num_lanes))
+
+    def _forget(self, key: Key) -> None:
+        self.scheduler.abort(key)
+
+    def _end(self, key: Key, reason: FinishReason) -> None:
+        finished = self.scheduler.abort(key, reason)
+        if finished is not None:
+            self._emit([finished])
+
+    def _turn(self) -> None:
+        wiring = self._wiring
+        self.fenced = time.monotonic() >= self.may_run_until_s
+        if wiring is None or self.fenced:
+            self.inbox.wait(IDLE_WAIT_S)
+            return
+        plan = self.scheduler.schedule()
+        if plan is not None:
+            self._launch(wiring, plan)
+        if wiring.receiver is not None:
+            self._collect(wiring.receiver, wait_s=0.0 if plan is not None else IDLE_WAIT_S)
+        elif plan is None:
+            self.inbox.wait(IDLE_WAIT_S)
+
+    def _launch(self, wiring: Wiring, plan: StepPlan) -> None:
+        out = self._run_step(plan, None)
+        if isinstance(out, StepResult):
+            self._emit(self.scheduler.apply(out))
+            return
+        assert wiring.sender is not None
+        wiring.sender.send(_frame(wiring, plan, encode(plan), out))
+
+    def _collect(self, receiver: Receiver, wait_s: float) -> None:
+        while (frame := receiver.receive(wait_s)) is not None:
+            self._emit(self.scheduler.apply(decode_result(frame.message)))
+            wait_s = 0.0
+
+
+class LaterEngine(Engine):
+    """The loop of a middle or tail: receive a step, run it, pass on the activations or the tail's answer."""
+
+    def _turn(self) -> None:
+        wiring = self._wiring
+        if wiring is None:
+            self.inbox.wait(IDLE_WAIT_S)
+            return
+        if wiring.receiver is None or wiring.sender is None:
+            raise LinkLost("a later stage needs both hops")
+        frame = wiring.receiver.receive(IDLE_WAIT_S)
+        if frame is None:
+            return
+        plan = decode_plan(frame.message)
+        out = self._run_step(plan, tensor_of(frame, self.executor.dtype) if plan.rows else None)
+        wiring.sender.send(_frame(wiring, plan, frame.message, out))
+
+
+def _frame(wiring: Wiring, plan: StepPlan, message: Buffer, out: Tensor | StepResult) -> Frame:
+    """The plan with its activations for the next stage, or the tail's answer for the head."""
+    of_step = partial(Frame, pipeline=wiring.pipeline, epoch=wiring.epoch, step=plan.step)
+    if isinstance(out, StepResult):
+        return of_step(kind=Kind.RESULT, message=encode(out))
+    if not plan.rows:
+        return of_step(kind=Kind.PLAN, message=message)
+    return of_step(
+        kind=Kind.PLAN, message=message, tensor=view_of(out), dtype=name_of(out.dtype), shape=tuple(out.shape)
+    )

@@ -1,0 +1,94 @@
+"""How a live job ended: its row in Postgres, its last stream entry, Celery's verdict. Talks to none of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from services.stage.engine.scheduler import Failed, Finished
+from services.stage.worker.live import LiveJob
+from shardline.job import FinishReason, JobState, Result, Usage
+from shardline.store.claims import End
+from shardline.wire import Delta
+
+STATES = {
+    FinishReason.STOP: JobState.SUCCEEDED,
+    FinishReason.LENGTH: JobState.SUCCEEDED,
+    FinishReason.CANCELLED: JobState.CANCELLED,
+    FinishReason.EXPIRED: JobState.EXPIRED,
+}
+
+CELERY_STATES = {
+    JobState.SUCCEEDED: "SUCCESS",
+    JobState.FAILED: "FAILURE",
+    JobState.CANCELLED: "REVOKED",
+    JobState.EXPIRED: "REVOKED",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Ending:
+    """The engine's last event of a live job."""
+
+    job: LiveJob
+    event: Finished | Failed
+
+    @property
+    def state(self) -> JobState:
+        """The row's terminal state."""
+        return STATES[self.event.reason] if isinstance(self.event, Finished) else JobState.FAILED
+
+    @property
+    def celery_state(self) -> str:
+        """What a Celery result backend calls it."""
+        return CELERY_STATES[self.state]
+
+    def row(self) -> End:
+        """What is committed: a result with the completion, whole or partial, or the reason of a failure."""
+        job, event = self.job, self.event
+        claimed = job.claimed
+        if isinstance(event, Failed):
+            error = {"code": "engine", "problem": event.reason}
+            return End(job_id=claimed.job_id, fence=claimed.fence, state=self.state, error=error)
+        result = Result(
+            job_id=claimed.job_id,
+            text=event.text,
+            token_ids=event.output_ids,
+            usage=Usage(prompt_tokens=len(claimed.prompt_ids), completion_tokens=len(event.output_ids)),
+            finish_reason=event.reason,
+            exact=job.exact,
+            logprobs=event.logprobs,
+            timings=job.timings(),
+            provenance=job.identity.provenance(),
+        )
+        return End(job_id=claimed.job_id, fence=claimed.fence, state=self.state, result=result)
+
+    def last_delta(self) -> Delta:
+        """Tells readers of the stream that the row is committed."""
+        reason = self.event.reason if isinstance(self.event, Finished) else None
+        return Delta(fence=self.job.claimed.fence, start=len(self.job.ids), state=self.state, finish_reason=reason)
+
+    def value(self) -> Any:
+        """What `AsyncResult.get()` returns, or raises."""
+        if isinstance(self.event, Failed):
+            return RuntimeError(self.event.reason)
+        return {
+            "id": str(self.job.job_id),
+            "text": self.event.text,
+            "token_ids": list(self.event.output_ids),
+            "finish_reason": str(self.event.reason),
+            "usage": {
+                "prompt_tokens": len(self.job.claimed.prompt_ids),
+                "completion_tokens": len(self.event.output_ids),
+            },
+        }
+
+    def settle(self) -> None:
+        """Celery's verdict, after COMMIT."""
+        ticket = self.job.ticket
+        if self.state is JobState.SUCCEEDED:
+            ticket.succeed({"id": str(self.job.job_id), "completion_tokens": len(self.job.ids)})
+        elif isinstance(self.event, Failed):
+            ticket.fail(self.event.reason)
+        else:
+            ticket.revoke()

@@ -1,0 +1,193 @@
+"""A head stage: scheduler and engine, its pipeline, the ledger of its jobs. The only stage that takes jobs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+from uuid import NAMESPACE_URL, uuid5
+
+from celery import Celery
+from sqlalchemy.exc import DBAPIError
+
+from services.stage.engine.engine import HeadEngine
+from services.stage.engine.scheduler import Event, Scheduler, SchedulerConfig
+from services.stage.hop.wiring import Wiring
+from services.stage.hop.zeromq import ZeroMqHop
+from services.stage.worker.facts import Progress
+from services.stage.worker.identity import identity_of
+from services.stage.worker.intake import Intake
+from services.stage.worker.ledger import Ledger
+from services.stage.worker.mailbox import Mailbox
+from services.stage.worker.metering import Meter
+from services.stage.worker.pipeline import Pipeline
+from services.stage.worker.publisher import Publisher
+from services.stage.worker.registry import Registry
+from services.stage.worker.requests import Requests
+from services.stage.worker.runtime import Loaded, die, software
+from shardline.errors import Unavailable
+from shardline.queues import generate_queue
+from shardline.store import pipelines
+from shardline.store.database import connect
+from shardline.store.models import register_model
+from shardline.streams import DeltaWriter
+from shardline.tokenise import Tokens, model_row
+
+
+class Head:
+    """The parts of a head, and the order in which they start and stop."""
+
+    def __init__(self, loaded: Loaded, app: Celery) -> None:
+        settings, executor = loaded.settings, loaded.executor
+        times = settings.times
+        self._loaded = loaded
+        self.worker = loaded.worker
+        self.drain_s = times.drain_s
+        self.mailbox = Mailbox()
+        self.meter = Meter(loaded)
+        self._name = settings.pipeline or f"{settings.name}:{loaded.worker.partition('@')[2]}:{loaded.device.name}"
+        self._database = connect(
+            settings.database_url.get_secret_value(), application_name=f"shardline {loaded.worker}"
+        )
+        row = model_row(loaded.info.path, name=settings.name, fingerprint=loaded.weights)
+        self._row = row
+        self._tokens = Tokens.from_row(row)
+        self._scheduler = Scheduler(
+            SchedulerConfig(
+                num_blocks=executor.num_blocks,
+                max_seats=settings.seats,
+                token_budget=settings.token_budget,
+                num_lanes=1,
+                max_len=loaded.info.context_length,
+            )
+        )
+        self._engine = HeadEngine(
+            executor,
+            self._scheduler,
+            emit=self._report,
+            on_lost=self._lose,
+            on_step=self.meter.step,
+        )
+        self._publisher = Publisher(
+            DeltaWriter(settings.redis_url), app.backend.store_result if settings.result_backend else None
+        )
+        self._intake = Intake(generate_queue(settings.name), self.mailbox)
+        self.desk = Ledger(
+            database=self._database,
+            engine=self._engine,
+            requests=Requests(
+                tokenizer=self._tokens.tokenizer,
+                eos_ids=loaded.info.eos_ids,
+                context_length=loaded.info.context_length,
+            ),
+            publisher=self._publisher,
+            on_announced=self._intake.open,
+            on_superseded=self._superseded,
+            seats=settings.seats,
+            times=times,
+        )
+        self._registry = Registry(settings.redis_url)
+        self._pipeline = Pipeline(
+            pipeline=uuid5(NAMESPACE_URL, f"shardline:{self._name}"),
+            card=loaded.card,
+            capacity=loaded.capacity,
+            sockets=loaded.sockets,
+            hop=ZeroMqHop(loaded.sockets, times),
+            times=times,
+            cards=lambda: self._registry.cards(settings.name),
+            next_epoch=self._next_epoch,
+            on_ready=self._on_ready,
+            on_lost=self._on_lost,
+            on_exit=die,
+            progress=self._progress,
+            num_lanes=settings.lanes,
+        )
+        self.meter.watch(self._scheduler, self._pipeline)
+
+    def start(self) -> None:
+        """Registers the model, then forms the pipeline. Raises Unavailable when Postgres cannot be reached."""
+        try:
+            with self._database.begin() as connection:
+                register_model(connection, self._row)
+        except DBAPIError as error:
+            raise Unavailable(
+                f"Postgres cannot be used: {error.orig}. Check SHARDLINE_DATABASE_URL and migrate"
+            ) from error
+        self._publisher.start()
+        self.desk.start()
+        self._engine.start()
+        self._pipeline.start()
+
+    def attach(self, consumer: Any) -> None:
+        """Celery's consumer is up: the intake acts on it."""
+        self._intake.attach(consumer)
+
+    def describe(self) -> Mapping[str, Any]:
+        """For `inspect stage`."""
+        status = asdict(self._pipeline.status())
+        return {
+            **self._loaded.describe(),
+            "role": "head",
+            "steps": self._engine.pulse.num_steps,
+            "running": self._scheduler.num_running,
+            "waiting": self._scheduler.num_waiting,
+            "pipeline": {**status, "name": self._name},
+        }
+
+    def stop(self) -> None:
+        """Leases are given back, then the stages are released."""
+        self.desk.stop()
+        self.desk.join()
+        self._pipeline.stop()
+        self._engine.stop()
+        self._engine.join()
+        self._publisher.stop()
+        self._publisher.join()
+        self._registry.close()
+        self._database.dispose()
+        self._loaded.device.release()
+
+    def _report(self, events: Sequence[Event]) -> None:
+        self.desk.report(events)
+
+    def _lose(self, epoch: int, reason: str) -> None:
+        self._pipeline.lost(epoch, reason)
+
+    def _superseded(self, epoch: int) -> None:
+        self._lose(epoch, "another head took this pipeline: give each head its own SHARDLINE_PIPELINE")
+
+    def _next_epoch(self) -> int:
+        try:
+            with self._database.begin() as connection:
+                return pipelines.take_epoch(
+                    connection,
+                    self._name,
+                    model=self._loaded.settings.name,
+                    fingerprint=self._loaded.weights,
+                    head=self.worker,
+                    lease_s=self._loaded.settings.times.lease_s,
+                )
+        except DBAPIError as error:
+            raise Unavailable(f"Postgres is away: {error.orig}") from error
+
+    def _on_ready(self, wiring: Wiring) -> None:
+        self._engine.wire(wiring)
+        self.desk.ready(
+            identity_of(
+                wiring,
+                worker=self.worker,
+                pipeline=self._name,
+                fingerprint=self._loaded.weights,
+                dtype=self._loaded.settings.dtype,
+                software=software(),
+            )
+        )
+
+    def _on_lost(self, reason: str) -> None:  # noqa: ARG002 (the pipeline has logged it)
+        self._intake.close()
+        self._engine.unwire()
+        self.desk.lost()
+
+    def _progress(self) -> Progress:
+        pulse, in_flight = self._engine.pulse, self._scheduler.num_in_flight
+        return Progress(epoch=pulse.epoch, num_steps=pulse.num_steps - in_flight, num_outstanding=in_flight)

@@ -1,0 +1,60 @@
+"""Who this head is in the present epoch: what claims, results and rows name. Knows no transport."""
+
+from __future__ import annotations
+
+import platform
+from dataclasses import dataclass
+from typing import Any
+
+from services.stage.hop.wiring import Wiring
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Identity:
+    """Written into attempts and results: the provenance of a completion."""
+
+    worker: str
+    pipeline: str
+    epoch: int
+    fingerprint: str
+    """Of the weights."""
+    exactness: str
+    exact: bool
+    stages: tuple[dict[str, Any], ...]
+    software: dict[str, str]
+
+    def provenance(self) -> dict[str, Any]:
+        """As stored with a result."""
+        return {
+            "worker": self.worker,
+            "pipeline": self.pipeline,
+            "epoch": self.epoch,
+            "weights": self.fingerprint,
+            "exactness": self.exactness,
+            "stages": list(self.stages),
+            **self.software,
+        }
+
+
+def identity_of(
+    wiring: Wiring, *, worker: str, pipeline: str, fingerprint: str, dtype: str, software: dict[str, str]
+) -> Identity:
+    """The head's identity for one epoch."""
+    return Identity(
+        worker=worker,
+        pipeline=pipeline,
+        epoch=wiring.epoch,
+        fingerprint=fingerprint,
+        exactness=wiring.exactness,
+        exact=wiring.exact,
+        stages=tuple(
+            {
+                "worker": member.worker,
+                "layers": [member.first_layer, member.last_layer],
+                "device": member.device,
+                "kv_blocks": member.num_blocks,
+            }
+            for member in wiring.members
+        ),
+        software={"dtype": dtype, "machine": platform.machine(), **software},
+    )

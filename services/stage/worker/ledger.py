@@ -1,0 +1,338 @@
+"""The ledger: the head's one thread that talks to Postgres. Claims rows, saves heartbeats and tokens, commits ends.
+
+Engine and Celery hand over through queues and never wait for it. While Postgres is away nothing new is claimed, what
+ended waits here, and the engine stops by itself before a lease can run out (self-fencing).
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import structlog
+from sqlalchemy import Engine as Database
+from sqlalchemy.exc import DBAPIError
+
+from services.stage.engine.engine import HeadEngine
+from services.stage.engine.scheduler import Event, Tokens
+from services.stage.worker.ending import Ending
+from services.stage.worker.identity import Identity
+from services.stage.worker.live import LiveJob
+from services.stage.worker.publisher import Publisher
+from services.stage.worker.requests import Requests
+from services.stage.worker.ticket import Ticket
+from shardline.config import Times
+from shardline.job import FinishReason
+from shardline.store import claims, pipelines
+from shardline.store.claims import Claimed
+from shardline.wire import Delta
+
+log = structlog.get_logger(__name__)
+
+CLAIM_BATCH = 64
+
+
+class Ledger(threading.Thread):
+    """The pool's desk on a head. Every live job and its ticket pass through here exactly once."""
+
+    def __init__(
+        self,
+        *,
+        database: Database,
+        engine: HeadEngine,
+        requests: Requests,
+        publisher: Publisher,
+        on_announced: Callable[[], None],
+        on_superseded: Callable[[int], None],
+        seats: int,
+        times: Times,
+    ) -> None:
+        super().__init__(name="ledger", daemon=True)
+        self._database = database
+        self._engine = engine
+        self._requests = requests
+        self._publisher = publisher
+        self._on_announced = on_announced
+        self._on_superseded = on_superseded
+        self._seats = seats
+        self._times = times
+        self._identity: Identity | None = None
+        self._announced: Identity | None = None
+        """The epoch whose readiness is in Postgres."""
+        self._offers: deque[Ticket] = deque()
+        self._events: deque[Event] = deque()
+        self._cancels: deque[str] = deque()
+        self._live: dict[tuple[str, int], LiveJob] = {}
+        self._ended: dict[tuple[str, int], Ending] = {}
+        self._woken = threading.Event()
+        self._open = True
+        self._releasing = False
+        self._running = True
+        self._recovering_since_s: float | None = None
+        self._last_step = -1
+        self._last_move_s = time.monotonic()
+        self._away_since_s: float | None = None
+
+    # From other threads -----------------------------------------------------------------------------------------
+
+    def offer(self, ticket: Ticket) -> None:
+        """Celery's thread: claim this row, soon."""
+        self._offers.append(ticket)
+        self._woken.set()
+
+    def report(self, events: Sequence[Event]) -> None:
+        """The engine's thread: tokens and ends, in order."""
+        if events:
+            self._events.extend(events)
+            self._woken.set()
+
+    def cancel(self, job_ids: Sequence[str]) -> int:
+        """Celery's thread: stop those that run here; how many did."""
+        here = {job_id for job_id, _ in list(self._live)}.intersection(job_ids)
+        self._cancels.extend(here)
+        self._woken.set()
+        return len(here)
+
+    def ready(self, identity: Identity) -> None:
+        """The pipeline's thread: a generation can pass through every stage; as `identity` from now on."""
+        self._identity, self._recovering_since_s = identity, None
+        self._woken.set()
+
+    def lost(self) -> None:
+        """The pipeline's thread: a stage is gone. Leases are kept for `recover_s`."""
+        self._identity, self._recovering_since_s = None, time.monotonic()
+        self._woken.set()
+
+    def close(self) -> None:
+        """Celery's thread, at shutdown: no new claims; what waits goes back unread."""
+        self._open = False
+        self._woken.set()
+
+    def release(self) -> None:
+        """Celery's thread: checkpoint and give back every lease."""
+        self._releasing = True
+        self._woken.set()
+
+    def stop(self) -> None:
+        """End the thread; what is live is given back first."""
+        self._open, self._releasing, self._running = False, True, False
+        self._woken.set()
+
+    def stats(self) -> Mapping[str, Any]:
+        """For `inspect stats`."""
+        return {
+            "live": len(self._live),
+            "uncommitted": len(self._ended),
+            "database_away": self._away_since_s is not None,
+        }
+
+    # The thread ---------------------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Until stopped and empty. Each turn does all that waits, in batches."""
+        next_beat_s = time.monotonic() + self._times.heartbeat_s
+        while self._running or ((self._live or self._ended) and self._away_since_s is None):
+            self._woken.wait(max(0.0, next_beat_s - time.monotonic()))
+            self._woken.clear()
+            self._note_events()
+            try:
+                self._announce()
+                self._commit_ends()
+                self._claim_offers()
+                if self._releasing or self._recovery_is_over():
+                    self._release_all()
+                if time.monotonic() >= next_beat_s:
+                    next_beat_s = time.monotonic() + self._times.heartbeat_s
+                    self._beat()
+                self._database_is_back()
+            except DBAPIError as error:
+                self._database_is_away(error)
+                next_beat_s = time.monotonic() + self._times.heartbeat_s
+
+    def _note_events(self) -> None:
+        while self._cancels:
+            job_id = self._cancels.popleft()
+            for key in [key for key in self._live if key[0] == job_id]:
+                self._engine.end(key, FinishReason.CANCELLED)
+        while self._events:
+            event = self._events.popleft()
+            job = self._live.get(event.key)
+            if job is None:
+                continue
+            if isinstance(event, Tokens):
+                self._publish(job, job.take(event))
+            else:
+                del self._live[event.key]
+                self._ended[event.key] = Ending(job=job, event=event)
+
+    def _publish(self, job: LiveJob, delta: Delta) -> None:
+        """At once on an exact pipeline: a resume gives the same tokens. Else after the commit that holds them."""
+        if job.exact:
+            self._publisher.delta(job.job_id, delta)
+        else:
+            job.held.append(delta)
+
+    def _announce(self) -> None:
+        """What Postgres says of the pipeline follows what is so."""
+        identity, announced = self._identity, self._announced
+        if identity is announced:
+            return
+        with self._database.begin() as connection:
+            if announced is not None:
+                pipelines.unready(connection, announced.pipeline, announced.epoch)
+            if identity is not None:
+                pipelines.ready(
+                    connection,
+                    identity.pipeline,
+                    identity.epoch,
+                    seats=self._seats,
+                    stages=identity.stages,
+                    exact=identity.exact,
+                )
+        self._announced = identity
+        if identity is not None:
+            self._on_announced()
+
+    def _claim_offers(self) -> None:
+        """While the pipeline forms anew, offers wait; at shutdown they go back unread."""
+        if not self._open:
+            while self._offers:
+                self._offers.popleft().drop()
+        identity = self._identity
+        while self._offers and identity is not None:
+            tickets = [self._offers.popleft() for _ in range(min(len(self._offers), CLAIM_BATCH))]
+            try:
+                self._claim(tickets, identity)
+            except DBAPIError:
+                self._offers.extendleft(reversed(tickets))
+                raise
+
+    def _claim(self, tickets: list[Ticket], identity: Identity) -> None:
+        sent_s = time.monotonic()
+        waiting = {ticket.job_id: ticket for ticket in tickets}
+        with self._database.begin() as connection:
+            claimed = claims.claim(
+                connection,
+                list(waiting),
+                worker=identity.worker,
+                pipeline=identity.pipeline,
+                epoch=identity.epoch,
+                fingerprint=identity.fingerprint,
+                exactness=identity.exactness,
+                lease_s=self._times.lease_s,
+                exact_wait_s=self._times.exact_wait_s,
+            )
+        if not self._live:
+            self._renew_fence(sent_s)
+        for row in claimed:
+            self._start(row, waiting.pop(str(row.job_id)), identity)
+        started = {id(job.ticket) for job in self._live.values()}
+        for ticket in tickets:
+            if id(ticket) not in started:
+                ticket.drop()
+
+    def _start(self, row: Claimed, ticket: Ticket, identity: Identity) -> None:
+        job = LiveJob.from_claim(row, ticket, identity)
+        self._live[job.key] = job
+        ticket.accept()
+        self._engine.add(*self._requests.build(row))
+
+    def _beat(self) -> None:
+        """Renews the leases and saves new tokens. A hung engine's leases are left to run out."""
+        now_s = time.monotonic()
+        self._renew_pipeline()
+        if not self._live:
+            self._renew_fence(now_s)
+            return
+        if (
+            self._engine.pulse.num_steps != self._last_step
+            or self._engine.fenced
+            or self._recovering_since_s is not None
+        ):
+            self._last_step, self._last_move_s = self._engine.pulse.num_steps, now_s
+        elif now_s - self._last_move_s > self._times.stall_s:
+            return
+        jobs = list(self._live.values())
+        beats = [job.beat() for job in jobs]
+        with self._database.begin() as connection:
+            replies = claims.heartbeat(connection, beats, lease_s=self._times.lease_s)
+        self._renew_fence(now_s)
+        for job, beat in zip(jobs, beats, strict=True):
+            reply = replies.get((beat.job_id, beat.fence))
+            if reply is None:
+                self._lose(job)
+                continue
+            job.num_saved = beat.start + len(beat.ids)
+            self._publish_held(job)
+            if reply.cancel_requested or reply.expired:
+                self._engine.end(job.key, FinishReason.CANCELLED if reply.cancel_requested else FinishReason.EXPIRED)
+
+    def _renew_pipeline(self) -> None:
+        announced = self._announced
+        if announced is None:
+            return
+        with self._database.begin() as connection:
+            held = pipelines.renew(connection, announced.pipeline, announced.epoch, self._times.lease_s)
+        if not held and announced is self._identity:
+            self._on_superseded(announced.epoch)
+
+    def _commit_ends(self) -> None:
+        """Every end that waits, in one transaction. A COMMIT whose outcome is unknown is simply done again."""
+        if not self._ended:
+            return
+        endings = list(self._ended.values())
+        with self._database.begin() as connection:
+            committed = claims.end(connection, [ending.row() for ending in endings])
+        for ending in endings:
+            job = ending.job
+            del self._ended[job.key]
+            if committed.get(job.job_id) is not ending.state:
+                job.ticket.drop()
+                continue
+            self._publish_held(job)
+            self._publisher.delta(job.job_id, ending.last_delta())
+            self._publisher.result(job.job_id, ending.value(), ending.celery_state)
+            ending.settle()
+
+    def _release_all(self) -> None:
+        """Checkpoint and give back: the jobs go on elsewhere, or here later. No crash is counted."""
+        jobs = list(self._live.values())
+        if jobs:
+            with self._database.begin() as connection:
+                claims.heartbeat(connection, [job.beat() for job in jobs], lease_s=self._times.lease_s)
+                claims.release(connection, [(job.job_id, job.claimed.fence) for job in jobs])
+            log.info("leases given back", jobs=len(jobs))
+        for job in jobs:
+            self._lose(job)
+
+    def _lose(self, job: LiveJob) -> None:
+        """Not ours any more: forget it without a trace."""
+        del self._live[job.key]
+        self._engine.forget(job.key)
+        job.ticket.drop()
+
+    def _publish_held(self, job: LiveJob) -> None:
+        for delta in job.held:
+            self._publisher.delta(job.job_id, delta)
+        job.held.clear()
+
+    def _renew_fence(self, sent_s: float) -> None:
+        self._engine.may_run_until_s = sent_s + self._times.lease_s - self._times.fence_margin_s
+
+    def _recovery_is_over(self) -> bool:
+        since_s = self._recovering_since_s
+        return since_s is not None and time.monotonic() - since_s > self._times.recover_s and bool(self._live)
+
+    def _database_is_away(self, error: DBAPIError) -> None:
+        if self._away_since_s is None:
+            self._away_since_s = time.monotonic()
+            log.warning("Postgres is away: nothing is claimed, ends wait", error=str(error.orig)[:200])
+        self._woken.wait(min(1.0, self._times.poll_s))
+
+    def _database_is_back(self) -> None:
+        if self._away_since_s is not None:
+            log.info("Postgres is back", away_s=round(time.monotonic() - self._away_since_s, 1))
+            self._away_since_s = None

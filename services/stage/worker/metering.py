@@ -1,0 +1,39 @@
+"""A stage's metrics: counted by the engine, or read from its parts when scraped. Knows no HTTP."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry
+
+from services.stage.engine.scheduler import Scheduler
+from services.stage.engine.step import StepPlan
+from services.stage.worker.pipeline import Pipeline
+from services.stage.worker.runtime import Loaded
+from shardline.metrics import StageMetrics
+
+
+class Meter:
+    """One per process."""
+
+    def __init__(self, loaded: Loaded) -> None:
+        self.registry = CollectorRegistry()
+        self._metrics = StageMetrics(self.registry)
+        executor = loaded.executor
+        self._metrics.exact.set(executor.exact)
+        self._metrics.kv_blocks.labels("used").set_function(lambda: executor.blocks_used)
+        self._metrics.kv_blocks.labels("all").set(executor.num_blocks)
+
+    def step(self, plan: StepPlan, seconds: float) -> None:
+        """The engine's thread, after each step."""
+        metrics = self._metrics
+        metrics.steps.inc()
+        metrics.step_seconds.observe(seconds)
+        metrics.output_tokens.inc(plan.num_wanted)
+        metrics.prompt_tokens.inc(plan.num_tokens - plan.num_wanted)
+
+    def watch(self, scheduler: Scheduler, pipeline: Pipeline) -> None:
+        """On a head."""
+        metrics = self._metrics
+        metrics.running.set_function(lambda: scheduler.num_running)
+        metrics.waiting.set_function(lambda: scheduler.num_waiting)
+        metrics.ready.set_function(lambda: pipeline.status().is_ready)
+        metrics.epoch.set_function(lambda: pipeline.status().epoch or 0)

@@ -1,0 +1,71 @@
+"""The publisher: the head's one thread that writes streams and Celery results to Redis. Nothing waits for it.
+
+What it drops while Redis is away is in Postgres: streams and results in Redis are never truth.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+from uuid import UUID
+
+import structlog
+from redis.exceptions import RedisError
+
+from shardline.streams import DeltaWriter
+from shardline.wire import Delta
+
+log = structlog.get_logger(__name__)
+
+MAX_WAITING = 20_000
+"""Deltas; a Redis that is away or slow makes readers fall back to Postgres."""
+
+
+class Publisher(threading.Thread):
+    """`store_result` puts a finished job's value into Celery's result backend; None without one."""
+
+    def __init__(self, writer: DeltaWriter, store_result: Callable[[str, Any, str], None] | None) -> None:
+        super().__init__(name="publisher", daemon=True)
+        self._writer = writer
+        self._store_result = store_result
+        self._deltas: deque[tuple[UUID, Delta]] = deque(maxlen=MAX_WAITING)
+        self._results: deque[tuple[UUID, Any, str]] = deque(maxlen=MAX_WAITING)
+        self._woken = threading.Event()
+        self._running = True
+
+    def delta(self, job_id: UUID, delta: Delta) -> None:
+        """From the ledger's thread: for the readers of this job's stream, soon."""
+        self._deltas.append((job_id, delta))
+        self._woken.set()
+
+    def result(self, job_id: UUID, value: Any, state: str) -> None:
+        """From the ledger's thread, after COMMIT. `state` is Celery's."""
+        if self._store_result is not None:
+            self._results.append((job_id, value, state))
+            self._woken.set()
+
+    def stop(self) -> None:
+        """End the thread after what waits is written, or given up."""
+        self._running = False
+        self._woken.set()
+
+    def run(self) -> None:
+        """Until stopped. Everything that waits travels in one round trip."""
+        while self._running or self._deltas or self._results:
+            self._woken.wait(1.0)
+            self._woken.clear()
+            try:
+                self._write()
+            except RedisError as error:
+                log.warning("Redis is away: stream entries are dropped", error=str(error)[:200])
+
+    def _write(self) -> None:
+        batch = [self._deltas.popleft() for _ in range(len(self._deltas))]
+        if batch:
+            self._writer.write(batch)
+        while self._results:
+            job_id, value, state = self._results.popleft()
+            if self._store_result is not None:
+                self._store_result(str(job_id), value, state)

@@ -1,0 +1,185 @@
+"""A stage at run time: what its process is made of, started and stopped in order. Knows no Celery worker.
+
+`Head` and `Later` put the parts together; `Stage` is what Celery's side sees of either.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+from uuid import uuid4
+
+import structlog
+import torch
+import transformers
+
+from services.stage.engine.device import Device
+from services.stage.engine.executor import Executor
+from services.stage.engine.model_info import ModelInfo
+from services.stage.engine.weights import fingerprint
+from services.stage.hop.sockets import CurveKeys, Sockets
+from services.stage.worker.facts import Capacity
+from services.stage.worker.layers import layers_of
+from services.stage.worker.mailbox import Mailbox
+from services.stage.worker.pool import Desk
+from services.stage.worker.settings import StageSettings
+from shardline.wire import StageCard
+
+log = structlog.get_logger(__name__)
+
+HUNG_STATUS = 70
+"""Exit status of a stage that was told to exit or lost a thread; the supervisor restarts it."""
+
+MIB = 1 << 20
+
+
+class Stage(Protocol):
+    """What the Celery app carries as `app.shardline`."""
+
+    worker: str
+    drain_s: float
+    mailbox: Mailbox
+
+    @property
+    def desk(self) -> Desk:
+        """Where the pool's tickets go."""
+
+    def start(self) -> None:
+        """Start the threads."""
+
+    def attach(self, consumer: Any) -> None:
+        """Celery's consumer is up, in Celery's thread."""
+
+    def describe(self) -> Mapping[str, Any]:
+        """For `inspect stage`."""
+
+    def stop(self) -> None:
+        """After Celery has stopped: end the threads, give the device back."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loaded:
+    """The parts that heads and later stages share: a loaded shard on its device, and how it is reached."""
+
+    settings: StageSettings
+    info: ModelInfo
+    layers: range
+    device: Device
+    executor: Executor
+    weights: str
+    card: StageCard
+    sockets: Sockets
+    worker: str
+
+    @property
+    def capacity(self) -> Capacity:
+        """What it tells the head."""
+        executor = self.executor
+        return Capacity(num_blocks=executor.num_blocks, exactness=executor.fingerprint, exact=executor.exact)
+
+    @property
+    def is_head(self) -> bool:
+        """It holds the first layer."""
+        return self.layers.start == 0
+
+    def describe(self) -> dict[str, Any]:
+        """For people and tests."""
+        executor = self.executor
+        return {
+            "model": self.settings.name,
+            "layers": [self.layers.start, self.layers.stop],
+            "num_layers": self.info.num_layers,
+            "device": self.device.name,
+            "dtype": self.settings.dtype,
+            "attention": executor.attention_kind,
+            "exact": executor.exact,
+            "kv_blocks": executor.num_blocks,
+            "kv_blocks_used": executor.blocks_used,
+            "sequences": executor.num_open,
+        }
+
+
+def load(settings: StageSettings) -> Loaded:
+    """Device, weights, sockets: whatever can be refused is refused here, before Celery starts. Raises Invalid."""
+    info = ModelInfo.read(settings.model)
+    layers = layers_of(settings, info.num_layers)
+    name = settings.worker_name or f"{settings.pipeline or settings.name}.{settings.place}"
+    worker = f"{name}@{socket.gethostname()}"
+    device = Device.take(settings.device, worker=worker, lock_folder=settings.lock_dir, shared=settings.device_shared)
+    executor = Executor.load(
+        model=info,
+        layers=layers,
+        device=device,
+        dtype=settings.dtype,
+        kv_bytes=settings.kv_mib * MIB if settings.kv_mib else None,
+        token_budget=settings.token_budget,
+        max_open=2 * settings.seats,
+        cache_folder=settings.cache_dir,
+    )
+    weights = fingerprint(info.path, settings.cache_dir)
+    log.info(
+        "shard loaded",
+        worker=worker,
+        layers=f"{layers.start}-{layers.stop - 1}",
+        device=device.name,
+        attention=executor.attention_kind,
+        exact=executor.exact,
+        kv_blocks=executor.num_blocks,
+    )
+    card = StageCard(
+        incarnation=uuid4().hex,
+        worker=worker,
+        model=settings.name,
+        fingerprint=weights,
+        dtype=settings.dtype,
+        first_layer=layers.start,
+        last_layer=layers.stop,
+        num_layers=info.num_layers,
+        control="",
+        device=device.name,
+        pid=os.getpid(),
+    )
+    return Loaded(
+        settings=settings,
+        info=info,
+        layers=layers,
+        device=device,
+        executor=executor,
+        weights=weights,
+        card=card,
+        sockets=_sockets(settings),
+        worker=worker,
+    )
+
+
+def software() -> dict[str, str]:
+    """What computed a result."""
+    return {
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def die(reason: str) -> None:
+    """The process cannot go on: leave at once, so that a supervisor starts a new one."""
+    log.critical("this stage exits", reason=reason)
+    os._exit(HUNG_STATUS)
+
+
+def _sockets(settings: StageSettings) -> Sockets:
+    curve = None
+    if settings.hop_public_key and settings.hop_secret_key:
+        curve = CurveKeys(
+            public=settings.hop_public_key.encode(), secret=settings.hop_secret_key.get_secret_value().encode()
+        )
+    if settings.hop_transport == "tcp":
+        return Sockets(bind="tcp://0.0.0.0", advertise=settings.hop_host, curve=curve)
+    folder = Path(settings.run_dir)
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    return Sockets(bind=f"ipc://{folder}", curve=curve)

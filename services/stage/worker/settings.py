@@ -1,0 +1,62 @@
+"""A stage's settings from the environment. Knows no server."""
+
+from __future__ import annotations
+
+import socket
+import tempfile
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, SecretStr
+
+from shardline.config import Settings
+
+
+class StageSettings(Settings):
+    """One stage: which model, which layers, on which device."""
+
+    model: str = Field(description="folder or hub id of a causal LM, safetensors only")
+    model_name: str | None = Field(
+        None, description="name that requests use; default: the folder's or the id's last part"
+    )
+    layers: str | None = Field(
+        None, description="this stage's layers such as 0-3, counted as people count; default: by place"
+    )
+    place: int = Field(0, ge=0, description="place in the chain, 0 is the head; used when layers is not set")
+    num_stages: int = Field(1, ge=1, description="stages of the pipeline; used when layers is not set")
+    split: str | None = Field(
+        None, description="layers of all stages by hand, such as 0-5,6-7; used when layers is not set"
+    )
+    pipeline: str | None = Field(
+        None, description="name of this head's pipeline; default: made from the host and the device"
+    )
+    worker_name: str | None = Field(None, description="Celery worker name before the @; default: pipeline.place")
+    device: str = Field("cpu:0", description="cuda:0, a GPU UUID, cpu:0, cpu:0-3: each core or GPU is one lock")
+    device_shared: bool = Field(False, description="let stages share cores (more stages than cores)")
+    dtype: Literal["float32", "bfloat16", "float16"] = Field("float32", description="of weights, activations and KV")
+    seats: int = Field(64, ge=1, le=4096, description="places in the batch: Celery's -c")
+    token_budget: int = Field(512, ge=16, le=65536, description="packed rows of one step at most")
+    kv_mib: int | None = Field(
+        None,
+        ge=1,
+        description="KV memory of this stage, MiB; default: seats times context, at most 40 % of what is free",
+    )
+    lanes: int | None = Field(None, ge=1, le=16, description="steps in flight; default: the number of stages")
+    lock_dir: Path = Field(
+        Path(tempfile.gettempdir()) / "shardline-locks", description="device locks; containers may share it"
+    )
+    run_dir: Path = Field(Path(tempfile.gettempdir()) / "shardline-run", description="ipc sockets")
+    cache_dir: Path = Field(Path.home() / ".cache" / "shardline", description="checksums of weights")
+    hop_transport: Literal["ipc", "tcp"] = Field("ipc", description="ipc on one host, tcp between hosts")
+    hop_host: str = Field(
+        default_factory=socket.gethostname, description="name or address under which other stages reach this one"
+    )
+    hop_secret_key: SecretStr | None = Field(
+        None, description="CURVE secret key (Z85); hops across hosts are then encrypted"
+    )
+    hop_public_key: str | None = Field(None, description="CURVE public key that belongs to it, the same on all stages")
+
+    @property
+    def name(self) -> str:
+        """The model's name in requests and queues."""
+        return self.model_name or Path(self.model).name
