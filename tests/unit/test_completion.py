@@ -88,7 +88,7 @@ def test_no_delta_splits_a_character(text: str) -> None:
 @given(
     st.lists(
         st.one_of(
-            st.sampled_from([[257], [258], [259], [260]]),
+            st.sampled_from([[257], [258], [259], [260], [999]]),
             st.characters().map(lambda char: [byte + 1 for byte in char.encode()]),
         ),
         max_size=60,

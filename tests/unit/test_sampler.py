@@ -152,6 +152,15 @@ def test_random_numbers_are_a_part_of_the_contract() -> None:
     assert abs(mean - 0.5) < 0.02
 
 
+@pytest.mark.parametrize(("number", "token"), [(0.0, 200), (1 - 2.0**-53, 700)])
+def test_no_number_leads_to_a_token_without_weight(monkeypatch: pytest.MonkeyPatch, number: float, token: int) -> None:
+    monkeypatch.setattr("services.stage.engine.sampler.uniform", lambda *_: number)
+    row = torch.full((1, VOCAB), -math.inf)
+    row[0, [200, 700]] = 1.0
+
+    assert sampler().sample(row, [sequence(SamplingParams(top_p=0.999))]).tokens == (token,)
+
+
 def test_another_seed_index_or_attempt_gives_another_number() -> None:
     keys = [(seed, index, attempt) for seed in range(10) for index in range(10) for attempt in range(10)]
 

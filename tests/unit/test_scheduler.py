@@ -274,6 +274,18 @@ def test_a_new_epoch_prefills_prompt_and_emitted_tokens_again_from_step_0() -> N
     assert [record.ids[5:] for record in plan.opens] == [(pipeline.outputs[name, 1][0],) for name in "ab"]
 
 
+def test_a_new_epoch_does_not_bring_back_what_was_aborted_in_flight() -> None:
+    pipeline = Pipeline(config())
+    pipeline.add(request(num_prompt=20))
+    pipeline.schedule()
+    pipeline.abort(("a", 1))
+
+    pipeline.rebuild(num_blocks=50)
+
+    assert pipeline.scheduler.idle
+    assert pipeline.scheduler.schedule() is None
+
+
 def test_a_new_epoch_with_too_little_memory_fails_what_cannot_fit() -> None:
     pipeline = Pipeline(config())
     decoding(pipeline, "a")

@@ -25,9 +25,6 @@ WINDOW_TOKENS = 12
 MAX_WINDOW_TOKENS = 64
 """Cut anyway: only long runs of broken bytes have no better place."""
 
-CONTEXT_TOKENS = 4
-"""At least so many are left in the window by a cut: decoders treat the first token of a text differently."""
-
 
 class Vocabulary:
     """A tokenizer as completions use it. One per model."""
@@ -37,7 +34,12 @@ class Vocabulary:
         self.special_ids = frozenset(
             token_id for token_id, token in tokenizer.get_added_tokens_decoder().items() if token.special
         )
+        self.num_ids = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
         self.decode = partial(tokenizer.decode, skip_special_tokens=False)
+
+    def has_text(self, token_id: int) -> bool:
+        """False for special tokens, and for the places by which models round up their vocabulary."""
+        return token_id < self.num_ids and token_id not in self.special_ids
 
 
 class Detokeniser:
@@ -54,8 +56,8 @@ class Detokeniser:
         """Tokens of the window that a cut may drop without splitting a character; 0: no such cut yet."""
 
     def push(self, token_id: int) -> str:
-        """The characters that this token completes. Special tokens have no text."""
-        if token_id in self._vocabulary.special_ids:
+        """The characters that this token completes."""
+        if not self._vocabulary.has_text(token_id):
             return ""
         self._window.append(token_id)
         text: str = self._vocabulary.decode(self._window)
@@ -81,11 +83,13 @@ class Detokeniser:
 
     def _mark_cut(self, text: str) -> None:
         size = len(self._window)
-        if size >= WINDOW_TOKENS and size >= self._num_whole + CONTEXT_TOKENS and self._num_whole:
-            self._cut(self._num_whole, text)
-            self._num_whole = len(self._window)
-        elif self._num_whole == 0:
+        if self._num_whole == 0:
             self._num_whole = size
+        elif size >= WINDOW_TOKENS:
+            self._cut(
+                self._num_whole, text
+            )  # At least one token stays: decoders treat the first of a text differently.
+            self._num_whole = len(self._window)
 
     def _cut(self, num_tokens: int, text: str) -> None:
         num_pending = len(text) - len(self._given)
