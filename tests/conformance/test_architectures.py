@@ -29,8 +29,9 @@ def prompts() -> list[list[int]]:
 
 @cache
 def reference(path: Path) -> list[tuple[int, ...]]:
-    """Each prompt alone through transformers' greedy `generate` in float32."""
-    model = tf.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, experts_implementation="eager").eval()
+    """Each prompt alone through transformers' greedy `generate` in float32, by its plainest code."""
+    plain = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    model = tf.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, **plain).eval()
     model.generation_config.eos_token_id = None
     outputs = []
     for prompt in prompts():
