@@ -140,8 +140,8 @@ template <class T> struct Tile {
   float* out;              // [M][value_dim]
 };
 
-// Few rows are bound by memory: fetch the place of the next column while this one is computed.
-template <int M, class T> inline void prefetch(const T* p) { if constexpr (M < 4) __builtin_prefetch(p); }
+// Into the second cache, well ahead: the next blocks are too much for the first, and lie where no hardware would guess.
+inline void prefetch(const void* p) { __builtin_prefetch(p, 0, 2); }
 
 template <class T, int M, int W>
 inline void score_columns(const float* query, int dim, const T* keys, const T* next, float* scores, int64_t stride) {
@@ -150,7 +150,7 @@ inline void score_columns(const float* query, int dim, const T* keys, const T* n
 #pragma GCC unroll 4
     for (int w = 0; w < W; w++) {
       Floats k = load(keys + (w * dim + d) * kLanes);
-      prefetch<M>(next + (w * dim + d) * kLanes);
+      prefetch(next + (w * dim + d) * kLanes);
 #pragma GCC unroll 8
       for (int m = 0; m < M; m++) sum[m][w] = fma(broadcast(query[m * dim + d]), k, sum[m][w]);
     }
@@ -162,7 +162,8 @@ template <class T, int M> void score(const Tile<T>& t) {
   constexpr int W = registers_wide(M);
   for (int first = 0; first < t.num_keys; first += kBlock) {
     const T* keys = t.keys + t.table[first / kBlock] * t.key_block;
-    const T* next_block = first + kBlock < t.num_keys ? t.keys + t.table[first / kBlock + 1] * t.key_block : keys;
+    const bool is_last = first + kBlock >= t.num_keys;
+    const T* next_block = is_last ? t.values + t.table[0] * t.value_block : t.keys + t.table[first / kBlock + 1] * t.key_block;
     const int columns = round_up(std::min(kBlock, t.num_keys - first), kLanes) / kLanes;
     auto columns_from = [&](auto wide, int c) {
       const T* from = keys + (int64_t)c * t.dim * kLanes;
@@ -220,7 +221,7 @@ inline void add_values(const Tile<T>& t, int first, int count, int d, const T* v
 #pragma GCC unroll 4
     for (int w = 0; w < W; w++) {
       Floats v = load(values + at + w * kLanes);
-      prefetch<M>(next + at + w * kLanes);
+      prefetch(next + at + w * kLanes);
 #pragma GCC unroll 8
       for (int m = 0; m < M; m++) sum[m][w] = fma(broadcast(weights[m * t.stride + j]), v, sum[m][w]);
     }
