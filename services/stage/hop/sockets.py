@@ -20,7 +20,7 @@ from zmq.auth.thread import ThreadAuthenticator
 from shardline.errors import Invalid, LinkLost, Unavailable
 
 ZAP_DOMAIN = "shardline"
-BIND_FIELD = "SHARDLINE_BIND"
+FOLDER_FIELD = "SHARDLINE_RUN_DIR"
 KEY_BYTES = 40
 MAX_IPC_PATH_BYTES = 107
 """Of a unix socket's address on Linux."""
@@ -38,7 +38,7 @@ class CurveKeys:
     secret: bytes
 
     def __post_init__(self) -> None:
-        for name, key in (("SHARDLINE_CURVE_PUBLIC", self.public), ("SHARDLINE_CURVE_SECRET", self.secret)):
+        for name, key in (("SHARDLINE_HOP_PUBLIC_KEY", self.public), ("SHARDLINE_HOP_SECRET_KEY", self.secret)):
             if len(key) != KEY_BYTES:
                 raise Invalid(
                     name,
@@ -170,13 +170,17 @@ class Watch:
 def _parse_bind(bind: str) -> tuple[str, str]:
     match = re.fullmatch(r"(tcp)://([^:/\s]+)|(ipc)://(/\S+)", bind)
     if match is None:
-        raise Invalid(BIND_FIELD, f"{bind!r} is no place to bind", "Use tcp://HOST (no port) or ipc:///FOLDER")
+        raise Invalid(
+            FOLDER_FIELD if bind.startswith("ipc:") else "bind",
+            f"{bind!r} is no place to bind",
+            "Use tcp://HOST (no port) or ipc:///FOLDER (absolute, no blanks)",
+        )
     if match[1]:
         return match[1], match[2]
     folder = match[4].rstrip("/")
     if len(folder.encode()) + 13 > MAX_IPC_PATH_BYTES:
         raise Invalid(
-            BIND_FIELD,
+            FOLDER_FIELD,
             f"{folder!r} leaves no room for a socket's name in the {MAX_IPC_PATH_BYTES} bytes of a unix socket's path",
             "Use a shorter folder",
         )
