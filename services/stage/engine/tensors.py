@@ -1,4 +1,4 @@
-"""Tensors as bytes and back, for hops: they know no torch. Owns no memory."""
+"""Tensors as bytes and back, for hops: they know no torch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def view_of(tensor: Tensor) -> memoryview:
 
 
 def tensor_of(frame: Frame, dtype: torch.dtype) -> Tensor:
-    """The frame's activations, sharing its memory. Raises ProtocolError when they are missing or of another dtype."""
+    """The frame's activations, copied: received bytes start at any address, kernels want aligned rows. Raises ProtocolError when they are missing or of another dtype."""
     if frame.tensor is None or frame.dtype != name_of(dtype):
         raise ProtocolError(f"activations of {name_of(dtype)} are needed, the frame has {frame.dtype or 'none'}")
-    return torch.frombuffer(frame.tensor, dtype=dtype).reshape(frame.shape)
+    return torch.frombuffer(frame.tensor, dtype=torch.uint8).clone().view(dtype).reshape(frame.shape)

@@ -10,7 +10,6 @@ import platform
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol
 from uuid import uuid4
 
@@ -28,6 +27,7 @@ from services.stage.worker.layers import layers_of
 from services.stage.worker.mailbox import Mailbox
 from services.stage.worker.pool import Desk
 from services.stage.worker.settings import StageSettings
+from shardline.errors import Invalid
 from shardline.wire import StageCard
 
 log = structlog.get_logger(__name__)
@@ -160,7 +160,7 @@ def load(settings: StageSettings) -> Loaded:
 def software() -> dict[str, str]:
     """What computed a result."""
     return {
-        "torch": torch.__version__,
+        "torch": str(torch.__version__),
         "transformers": transformers.__version__,
         "python": platform.python_version(),
     }
@@ -174,12 +174,14 @@ def die(reason: str) -> None:
 
 def _sockets(settings: StageSettings) -> Sockets:
     curve = None
+    if bool(settings.hop_public_key) != bool(settings.hop_secret_key):
+        raise Invalid("SHARDLINE_HOP_SECRET_KEY", "only one key of the pair is set", "Set both keys, or none")
     if settings.hop_public_key and settings.hop_secret_key:
         curve = CurveKeys(
             public=settings.hop_public_key.encode(), secret=settings.hop_secret_key.get_secret_value().encode()
         )
     if settings.hop_transport == "tcp":
         return Sockets(bind="tcp://0.0.0.0", advertise=settings.hop_host, curve=curve)
-    folder = Path(settings.run_dir)
+    folder = settings.run_dir.resolve()
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     return Sockets(bind=f"ipc://{folder}", curve=curve)
