@@ -19,6 +19,7 @@ from services.stage.engine.exactness import Probe, exactness_fingerprint
 from services.stage.engine.forward import Forward
 from services.stage.engine.heads import probe_heads
 from services.stage.engine.model_info import ModelInfo
+from services.stage.engine.resident import own
 from services.stage.engine.roster import Roster
 from services.stage.engine.sampler import SampledSequence, Sampler
 from services.stage.engine.shard import Shard
@@ -70,6 +71,7 @@ class Executor:
                 device=device.torch_device,
                 check_bytes=lambda num: memory.check_fits(num, kv_bytes, device),
             )
+            own(shard.model)
             heads = probe_heads(shard)
             num_blocks = memory.num_blocks(
                 heads, shard.dtype, kv_bytes, context=info.context_length, max_open=max_open, device=device
@@ -136,6 +138,8 @@ class Executor:
         if self.is_first:
             return torch.tensor(ids, dtype=torch.long).to(self._device)
         expected = (len(ids), self.info.hidden_size)
+        if not ids:  # a step that only closes sequences travels without activations
+            return torch.empty(expected, dtype=self.dtype)
         if hidden is None or hidden.shape != expected or hidden.dtype != self.dtype:
             shown = "none" if hidden is None else f"{tuple(hidden.shape)} of {hidden.dtype}"
             raise ProtocolError(f"activations {expected} of {self.dtype} are needed, not {shown}")
