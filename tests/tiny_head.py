@@ -16,6 +16,7 @@ import msgspec
 import psycopg
 from sqlalchemy import text
 
+from shardline.errors import Invalid
 from shardline.job import FinishReason, JobState, Message, Result, SamplingParams, TokenLogprob, Usage
 from shardline.store import claims, models, pipelines
 from shardline.store.claims import Beat, Claimed, End
@@ -164,6 +165,20 @@ class TinyHead:
         """Say all that is left, and end."""
         self.say(sequence, len(sequence.output_ids) - sequence.num_said)
         self.end(sequence)
+
+    def refuse(self, sequence: Sequence, *, field: str) -> None:
+        """End it as a relay ends what it finds invalid."""
+        error = Invalid(field, "it is wrong", "Send another").as_dict()
+        end = End(job_id=sequence.claimed.job_id, fence=sequence.claimed.fence, state=JobState.FAILED, error=error)
+        with self.database.begin() as connection:
+            assert claims.end(connection, [end])
+
+    def wait_for_bell(self) -> None:
+        """Until rows were inserted or cancelled; at most a moment, since a bell may have rung before."""
+        with psycopg.connect(self._url, autocommit=True) as listener:
+            listener.execute(f"LISTEN {JOBS_CHANNEL}")
+            for _ in listener.notifies(timeout=0.1, stop_after=1):
+                pass
 
     @contextmanager
     def serving(self) -> Iterator[None]:

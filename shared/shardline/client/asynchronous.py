@@ -154,11 +154,17 @@ class AsyncClient:
         async with asyncio.timeout(timeout_s):
             if len(await self.get_many(wanted)) < len(set(wanted)):
                 raise NotFound("a job to wait for does not exist")
-            await asyncio.gather(*(self._ended(job_id) for job_id in set(wanted)))
+            await asyncio.gather(*(self._until_ended(job_id) for job_id in set(wanted)))
         found = await self.get_many(wanted)
         if must_succeed:
             found = [succeeded(job) for job in found]
         return found[0] if isinstance(ids, UUID) else found
+
+    async def until_ended(self, job_id: UUID) -> Job:
+        """Like `wait` for a job that is known to exist and may end in any way."""
+        self._start()
+        await self._until_ended(job_id)
+        return await self.get(job_id)
 
     async def stream(self, job_id: UUID) -> AsyncIterator[Delta]:
         """The job's new tokens as they come, each once, the last with its state. Raises as `wait` does at the end.
@@ -211,7 +217,7 @@ class AsyncClient:
             finish_reason=progress.finish_reason,
         )
 
-    async def _ended(self, job_id: UUID) -> None:
+    async def _until_ended(self, job_id: UUID) -> None:
         mailbox = Mailbox()
         with self._ends.watch(job_id, mailbox):
             while not mailbox.ended:

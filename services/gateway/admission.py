@@ -1,0 +1,75 @@
+"""How much this process takes on at a time: requests in flight and bytes of bodies. Knows no job."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from fastapi import Request
+from prometheus_client import Gauge
+
+from services.gateway.errors import TooLarge
+from shardline.errors import Invalid, Overloaded
+
+RETRY_AFTER_S = 1.0
+
+
+class Admission:
+    """Counts, never waits: who does not fit is told when to come back."""
+
+    def __init__(self, *, max_in_flight: int, max_body_bytes: int, max_buffered_bytes: int, gauge: Gauge) -> None:
+        self._max_in_flight = max_in_flight
+        self._max_body_bytes = max_body_bytes
+        self._max_buffered_bytes = max_buffered_bytes
+        self._gauge = gauge
+        self._num_in_flight = 0
+        self._num_buffered_bytes = 0
+
+    def enter(self) -> None:
+        """One more request, which must `leave`. Raises Overloaded."""
+        if self._num_in_flight >= self._max_in_flight:
+            raise Overloaded(f"{self._max_in_flight} requests are in flight, which is the limit", RETRY_AFTER_S)
+        self._num_in_flight += 1
+        self._gauge.set(self._num_in_flight)
+
+    def leave(self) -> None:
+        """One request less."""
+        self._num_in_flight -= 1
+        self._gauge.set(self._num_in_flight)
+
+    @contextmanager
+    def buffered(self, num_bytes: int) -> Iterator[None]:
+        """Room for a body while it is read and checked. Raises Overloaded."""
+        if self._num_buffered_bytes + num_bytes > self._max_buffered_bytes:
+            raise Overloaded("too many large requests are being read", RETRY_AFTER_S)
+        self._num_buffered_bytes += num_bytes
+        try:
+            yield
+        finally:
+            self._num_buffered_bytes -= num_bytes
+
+    def announced_bytes(self, request: Request) -> int:
+        """What the body may take: its Content-Length, or the limit when it is sent in chunks. Raises TooLarge."""
+        length = request.headers.get("content-length")
+        if length is None:
+            return self._max_body_bytes
+        if not length.isdecimal():
+            raise Invalid("content-length", f"{length[:32]!r} is no number", "Send the body's size in bytes")
+        self._check(int(length))
+        return int(length)
+
+    async def read(self, request: Request) -> bytes:
+        """The whole body. Raises TooLarge as soon as it is over the limit."""
+        chunks: list[bytes] = []
+        num_bytes = 0
+        async for chunk in request.stream():
+            num_bytes += len(chunk)
+            self._check(num_bytes)
+            chunks.append(chunk)
+        return b"".join(chunks)
+
+    def _check(self, num_bytes: int) -> None:
+        if num_bytes > self._max_body_bytes:
+            raise TooLarge(
+                "body", f"it is over {self._max_body_bytes} bytes", "Send shorter prompts or several requests"
+            )

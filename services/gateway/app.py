@@ -1,0 +1,86 @@
+"""The application: routes, errors, admission and figures put together. Knows how, the routes know what."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from fastapi import FastAPI
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from services.gateway import errors
+from services.gateway.routes import completions, health, jobs
+from services.gateway.settings import GatewaySettings
+from services.gateway.state import Gateway
+from shardline import __version__
+from shardline.errors import Overloaded
+
+ADMITTED = "/v1/"
+"""Probes and figures are answered however full the door is."""
+
+
+def create_app(settings: GatewaySettings) -> FastAPI:
+    """One gateway. It connects when it is started."""
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        gateway = Gateway.make(settings)
+        app.state.gateway = gateway
+        gateway.start()
+        try:
+            yield
+        finally:
+            await gateway.close()
+
+    app = FastAPI(title="Shardline", version=__version__, lifespan=lifespan)
+    errors.install(app)
+    for router in (completions.router, jobs.router, health.router):
+        app.include_router(router)
+    app.add_middleware(Doorkeeper)
+    return app
+
+
+class Doorkeeper:
+    """Around every request, to the last byte of its answer: admits it, times it, counts it."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Plain ASGI: a streamed answer passes through untouched."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        gateway: Gateway = scope["app"].state.gateway
+        is_admitted = scope["path"].startswith(ADMITTED)
+        if is_admitted:
+            try:
+                gateway.admission.enter()
+            except Overloaded as error:
+                gateway.metrics.refused.labels("overloaded").inc()
+                await errors.respond(error)(scope, receive, send)
+                return
+        try:
+            await self._count(gateway, scope, receive, send)
+        finally:
+            if is_admitted:
+                gateway.admission.leave()
+
+    async def _count(self, gateway: Gateway, scope: Scope, receive: Receive, send: Send) -> None:
+        began_s = time.monotonic()
+        status = "none"
+
+        async def noting(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = str(message["status"])
+            await send(message)
+
+        try:
+            await self._app(scope, receive, noting)
+        finally:
+            # The template, not the path: paths are endless, labels must not be.
+            route = getattr(scope.get("route"), "path", "unknown")
+            gateway.metrics.requests.labels(route, scope["method"], status).inc()
+            gateway.metrics.seconds.labels(route).observe(time.monotonic() - began_s)

@@ -1,0 +1,77 @@
+"""From a body to a committed row: read, parse, tokenise, insert. One path for all three doors that take jobs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+from uuid import UUID
+
+import msgspec
+from fastapi import Request
+
+from services.gateway.catalogue import Model
+from services.gateway.openai import Document, Wanted, read_object
+from services.gateway.state import Gateway
+from shardline.errors import Invalid
+from shardline.ids import new_id
+from shardline.job import JobRequest, parse_request
+from shardline.tokenise import Prepared
+
+Parse = Callable[[Document], tuple[JobRequest, Wanted]]
+
+LARGE_BYTES = 32 << 10
+"""A body from this size on is parsed and tokenised beside the event loop."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Accepted:
+    """A job that is committed. `is_new` is False when an earlier request had the same id or key."""
+
+    job_id: UUID
+    is_new: bool
+    request: JobRequest
+    prepared: Prepared
+    model: Model
+    wanted: Wanted
+
+
+async def accept(gateway: Gateway, request: Request, parse: Parse) -> Accepted:
+    """Raises Invalid, Conflict, Overloaded, Unavailable; then nothing was stored, or a repeat with its id is safe."""
+    admission = gateway.admission
+    with admission.buffered(admission.announced_bytes(request)):
+        body = await admission.read(request)
+        job, wanted = await _aside(len(body), _parse, body, request, parse)
+        model = await gateway.catalogue.get(job.model)
+        prepared = await _aside(len(body), _prepare, model, job)
+        job_id = await gateway.inserter.insert(job, prepared)
+    is_new = job_id == job.id
+    return Accepted(job_id=job_id, is_new=is_new, request=job, prepared=prepared, model=model, wanted=wanted)
+
+
+def native_request(document: Document) -> tuple[JobRequest, Wanted]:
+    """`POST /v1/jobs`: the flat request as every other door takes it."""
+    return parse_request(document), Wanted()
+
+
+def _parse(body: bytes, request: Request, parse: Parse) -> tuple[JobRequest, Wanted]:
+    document = read_object(body)
+    _take_header(document, "idempotency_key", request.headers.get("idempotency-key"))
+    job, wanted = parse(document)
+    traceparent = job.traceparent or request.headers.get("traceparent")
+    return msgspec.structs.replace(job, id=job.id or new_id(), traceparent=traceparent), wanted
+
+
+def _prepare(model: Model, job: JobRequest) -> Prepared:
+    return model.tokens.prepare(prompt=job.prompt, messages=job.messages, params=job.params())
+
+
+def _take_header(document: Document, name: str, value: str | None) -> None:
+    if value is not None and document.setdefault(name, value) != value:
+        raise Invalid(name, "it differs from the Idempotency-Key header", "Send one of the two")
+
+
+async def _aside(num_bytes: int, work: Callable[..., Any], *arguments: Any) -> Any:
+    """A short piece of work at once; a long one on a thread, so that other requests go on."""
+    return await asyncio.to_thread(work, *arguments) if num_bytes >= LARGE_BYTES else work(*arguments)

@@ -1,0 +1,118 @@
+"""Errors as OpenAI's error bodies with their status codes. Knows no route."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+import structlog
+from fastapi import FastAPI, Request, Response
+from starlette.exceptions import HTTPException
+
+from shardline.errors import (
+    Conflict,
+    Invalid,
+    JobCancelled,
+    JobEnded,
+    JobExpired,
+    NotFound,
+    Overloaded,
+    ShardlineError,
+    Unavailable,
+    UnknownModel,
+)
+from shardline.job import Job, JobState
+
+log = structlog.get_logger(__name__)
+
+
+class TooLarge(Invalid):
+    """A body over the limit."""
+
+
+class Rejected(JobEnded):
+    """A relay or a head found the request invalid after it was stored: the recorded reason."""
+
+    def __init__(self, error: Mapping[str, Any]) -> None:
+        super().__init__(f"{error.get('field')}: {error.get('problem')}. {error.get('remedy')}")
+        self.field = str(error.get("field"))
+
+
+KINDS: tuple[tuple[type[ShardlineError], int, str, str], ...] = (
+    (TooLarge, 413, "invalid_request_error", "request_too_large"),
+    (UnknownModel, 404, "invalid_request_error", "model_not_found"),
+    (Invalid, 400, "invalid_request_error", "invalid_value"),
+    (Rejected, 400, "invalid_request_error", "invalid_value"),
+    (NotFound, 404, "invalid_request_error", "not_found"),
+    (Conflict, 409, "invalid_request_error", "conflict"),
+    (Overloaded, 429, "rate_limit_error", "overloaded"),
+    (Unavailable, 503, "server_error", "unavailable"),
+    (JobCancelled, 409, "job_ended", "job_cancelled"),
+    (JobExpired, 504, "job_ended", "job_expired"),
+    (JobEnded, 500, "job_ended", "job_failed"),
+)
+"""The first that fits: error, status, OpenAI's type, code."""
+
+
+def status_of(error: ShardlineError) -> int:
+    """The HTTP status that says it."""
+    return next((status for kind, status, _, _ in KINDS if isinstance(error, kind)), 500)
+
+
+def body_of(error: ShardlineError) -> dict[str, Any]:
+    """OpenAI's error object; `param` names the field."""
+    for kind, _, name, code in KINDS:
+        if isinstance(error, kind):
+            return _body(str(error), name, code, param=getattr(error, "field", None))
+    return _body(str(error), "server_error", "internal_error")
+
+
+def error_of_job(job: Job, ended: JobEnded) -> JobEnded:
+    """A request that only a relay could refuse is the caller's mistake, not the server's."""
+    if job.state is JobState.FAILED and job.error is not None and job.error.get("code") == "invalid_request":
+        return Rejected(job.error)
+    return ended
+
+
+def respond(error: ShardlineError) -> Response:
+    """The answer to a request that raised this."""
+    headers = {}
+    if isinstance(error, Overloaded):
+        headers["Retry-After"] = str(math.ceil(error.retry_after_s))
+    elif isinstance(error, Unavailable):
+        headers["Retry-After"] = "1"
+    return json_response(body_of(error), status=status_of(error), headers=headers)
+
+
+def json_response(document: Any, *, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    """Any document of builtins and contracts."""
+    content = msgspec.json.encode(document)
+    return Response(content, status_code=status, headers=dict(headers or {}), media_type="application/json")
+
+
+def install(app: FastAPI) -> None:
+    """Every error of this app leaves in OpenAI's form."""
+
+    async def ours(request: Request, error: Exception) -> Response:
+        assert isinstance(error, ShardlineError)
+        request.app.state.gateway.metrics.refused.labels(body_of(error)["error"]["code"]).inc()
+        return respond(error)
+
+    async def http(_request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        body = _body(str(error.detail), "invalid_request_error", "not_found" if error.status_code == 404 else "http")
+        return json_response(body, status=error.status_code, headers=error.headers)
+
+    async def unexpected(request: Request, error: Exception) -> Response:
+        log.error("a request failed", path=request.url.path, exc_info=error)
+        return json_response(_body("The server failed; see its log", "server_error", "internal_error"), status=500)
+
+    app.add_exception_handler(ShardlineError, ours)
+    app.add_exception_handler(HTTPException, http)
+    app.add_exception_handler(Exception, unexpected)
+
+
+def _body(message: str, kind: str, code: str, *, param: str | None = None) -> dict[str, Any]:
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}

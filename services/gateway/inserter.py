@@ -1,0 +1,96 @@
+"""Groups the jobs of concurrent requests into one transaction each. A slow COMMIT makes larger groups, not a queue."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from uuid import UUID
+
+from sqlalchemy.exc import DataError
+
+from shardline.client import AsyncClient
+from shardline.errors import Conflict, Invalid, Unavailable
+from shardline.job import JobRequest
+from shardline.metrics import GatewayMetrics
+from shardline.tokenise import Prepared
+
+MAX_BATCH = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Waiting:
+    """One request on its way to its row."""
+
+    request: JobRequest
+    prepared: Prepared
+    stored: asyncio.Future[UUID] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+
+
+class Inserter:
+    """One task; bounded by admission, which counts everyone who waits here."""
+
+    def __init__(self, client: AsyncClient, metrics: GatewayMetrics) -> None:
+        self._client = client
+        self._metrics = metrics
+        self._waiting: deque[Waiting] = deque()
+        self._bell = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Begin to store."""
+        self._task = asyncio.create_task(self._run(), name="inserter")
+
+    async def close(self) -> None:
+        """End the task. Nobody waits any more when a server stops in good order."""
+        if self._task is not None:
+            self._task.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._task
+
+    async def insert(self, request: JobRequest, prepared: Prepared) -> UUID:
+        """The id of the row, once it is committed. Raises Invalid, Conflict, Unavailable."""
+        waiting = Waiting(request=request, prepared=prepared)
+        self._waiting.append(waiting)
+        self._bell.set()
+        return await waiting.stored
+
+    async def _run(self) -> None:
+        while True:
+            await self._bell.wait()
+            self._bell.clear()
+            while self._waiting:
+                await self._store([self._waiting.popleft() for _ in range(min(len(self._waiting), MAX_BATCH))])
+
+    async def _store(self, batch: Sequence[Waiting]) -> None:
+        try:
+            ids = await self._client.insert(
+                [one.request for one in batch],
+                prepared=[(one.prepared.prompt_ids, one.prepared.max_tokens) for one in batch],
+            )
+        except (Invalid, Conflict, DataError) as error:
+            if len(batch) == 1:
+                _fail(batch, error)
+                return
+            # One of them is wrong: the others must not suffer for it.
+            for one in batch:
+                await self._store([one])
+        except asyncio.CancelledError:
+            _fail(batch, Unavailable("the gateway is stopping"))
+            raise
+        except Exception as error:  # noqa: BLE001 whatever it is, those who wait must hear it and others be served
+            _fail(batch, error)
+        else:
+            self._metrics.insert_batch.observe(len(batch))
+            for one, job_id in zip(batch, ids, strict=True):
+                self._metrics.accepted.labels(one.request.model).inc()
+                if not one.stored.done():
+                    one.stored.set_result(job_id)
+
+
+def _fail(batch: Sequence[Waiting], error: Exception) -> None:
+    for one in batch:
+        if not one.stored.done():
+            one.stored.set_exception(error)

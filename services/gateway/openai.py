@@ -1,0 +1,192 @@
+"""OpenAI's request bodies as ours: renamed, or refused by name where a field would change the answer.
+
+What is left over goes to `parse_request`, which knows every field of ours and refuses the rest. Knows no server.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from shardline.errors import Invalid
+from shardline.job import JobRequest, parse_request
+
+Document = dict[str, Any]
+
+ANY_TEXT = "any text"
+COMMON_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "n": (1,),
+    "logit_bias": ({},),
+    "store": (False,),
+    "service_tier": ("auto", "default"),
+    "user": (ANY_TEXT,),
+    "safety_identifier": (ANY_TEXT,),
+    "prompt_cache_key": (ANY_TEXT,),
+}
+COMPLETION_NEUTRAL = {**COMMON_NEUTRAL, "best_of": (1,), "echo": (False,), "suffix": ("",)}
+CHAT_NEUTRAL = {
+    **COMMON_NEUTRAL,
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "parallel_tool_calls": (True, False),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "audio": (),
+    "prediction": (),
+    "web_search_options": (),
+    "reasoning_effort": ("none",),
+    "verbosity": ("medium",),
+}
+MESSAGE_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "refusal": (),
+    "audio": (),
+    "tool_calls": ([],),
+    "function_call": (),
+    "annotations": ([],),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """How the caller wants the answer; the job knows nothing of it."""
+
+    stream: bool = False
+    include_usage: bool = False
+    return_token_ids: bool = False
+
+
+def read_object(body: bytes) -> Document:
+    """The JSON object in a body. Raises Invalid."""
+    try:
+        return msgspec.json.decode(body, type=dict[str, Any])
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise Invalid("body", f"it is not a JSON object: {error}", "Send one JSON object in UTF-8") from error
+
+
+def completion_request(document: Document) -> tuple[JobRequest, Wanted]:
+    """`POST /v1/completions`. Raises Invalid."""
+    return _request(document, COMPLETION_NEUTRAL, _completion_fields)
+
+
+def chat_request(document: Document) -> tuple[JobRequest, Wanted]:
+    """`POST /v1/chat/completions`. Raises Invalid."""
+    return _request(document, CHAT_NEUTRAL, _chat_fields)
+
+
+def _request(
+    document: Document, neutral: Mapping[str, tuple[Any, ...]], rename: Callable[[Document], None]
+) -> tuple[JobRequest, Wanted]:
+    fields = {name: value for name, value in document.items() if value is not None}
+    _drop_neutral(fields, neutral)
+    wanted = _wanted(fields)
+    if isinstance(fields.get("stop"), str):
+        fields["stop"] = [fields["stop"]]
+    rename(fields)
+    return parse_request(fields), wanted
+
+
+def _drop_neutral(fields: Document, neutral: Mapping[str, tuple[Any, ...]], prefix: str = "") -> None:
+    for name, values in neutral.items():
+        if name not in fields:
+            continue
+        value = fields.pop(name)
+        if any(value == one and type(value) is type(one) for one in values):
+            continue
+        if ANY_TEXT in values and isinstance(value, str):
+            continue
+        raise Invalid(prefix + name, f"{_short(value)} is not supported", _remedy(values))
+
+
+def _remedy(values: tuple[Any, ...]) -> str:
+    allowed = " or ".join(one if one is ANY_TEXT else _short(one) for one in values)
+    return f"Leave it out, or send {allowed}" if allowed else "Leave it out"
+
+
+def _short(value: Any) -> str:
+    return msgspec.json.encode(value).decode()[:64]
+
+
+def _wanted(fields: Document) -> Wanted:
+    stream = _flag(fields, "stream")
+    options = fields.pop("stream_options", None)
+    if options is None:
+        return Wanted(stream=stream, return_token_ids=_flag(fields, "return_token_ids"))
+    if not isinstance(options, dict):
+        raise Invalid("stream_options", "it is not an object", 'Send {"include_usage": true}')
+    if not stream:
+        raise Invalid("stream_options", "it is only for streams", "Set stream to true, or leave it out")
+    options = {name: value for name, value in options.items() if value is not None}
+    include_usage = _flag(options, "include_usage", prefix="stream_options.")
+    _drop_neutral(options, {"include_obfuscation": (False,)}, "stream_options.")
+    for name in options:
+        raise Invalid(f"stream_options.{name}", "there is no such option", "Send include_usage or nothing")
+    return Wanted(stream=stream, include_usage=include_usage, return_token_ids=_flag(fields, "return_token_ids"))
+
+
+def _flag(fields: Document, name: str, prefix: str = "") -> bool:
+    value = fields.pop(name, False)
+    if not isinstance(value, bool):
+        raise Invalid(prefix + name, f"{_short(value)} is no boolean", "Send true or false")
+    return value
+
+
+def _completion_fields(fields: Document) -> None:
+    """A list of one prompt is that prompt; several are several requests."""
+    _one_of_two(fields, "max_completion_tokens", "max_tokens")
+    prompt = fields.get("prompt")
+    if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
+        if len(prompt) > 1:
+            raise Invalid(
+                "prompt", f"it holds {len(prompt)} prompts; one is the limit", "Send one request for each prompt"
+            )
+        fields["prompt"] = prompt[0]
+    if "messages" in fields:
+        raise Invalid("messages", "completions take a prompt", "Send prompt, or use /v1/chat/completions")
+
+
+def _chat_fields(fields: Document) -> None:
+    _one_of_two(fields, "max_completion_tokens", "max_tokens")
+    if "prompt" in fields:
+        raise Invalid("prompt", "chat completions take messages", "Send messages, or use /v1/completions")
+    if "messages" not in fields:
+        raise Invalid("messages", "it is missing", "Send a list of messages")
+    logprobs, num_top = _flag(fields, "logprobs"), fields.pop("top_logprobs", None)
+    if num_top is not None and not logprobs:
+        raise Invalid("top_logprobs", "it needs logprobs", "Set logprobs to true, or leave it out")
+    if logprobs:
+        fields["logprobs"] = 0 if num_top is None else num_top
+    if isinstance(fields["messages"], list):
+        fields["messages"] = [_message(message, place) for place, message in enumerate(fields["messages"])]
+
+
+def _message(message: Any, place: int) -> Any:
+    """Content in parts of text is their text; what is no object is left to `parse_request` to refuse."""
+    if not isinstance(message, dict):
+        return message
+    fields = {name: value for name, value in message.items() if value is not None}
+    _drop_neutral(fields, MESSAGE_NEUTRAL, f"messages[{place}].")
+    parts = fields.get("content")
+    if isinstance(parts, list):
+        fields["content"] = "".join(
+            _text_part(part, f"messages[{place}].content[{index}]") for index, part in enumerate(parts)
+        )
+    return fields
+
+
+def _text_part(part: Any, field: str) -> str:
+    if isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str):
+        return str(part["text"])
+    raise Invalid(field, "only parts of type text are supported", 'Send {"type": "text", "text": …} or a string')
+
+
+def _one_of_two(fields: Document, alias: str, name: str) -> None:
+    if alias not in fields:
+        return
+    value = fields.pop(alias)
+    if fields.setdefault(name, value) != value:
+        raise Invalid(alias, f"it differs from {name}", f"Send one of {alias} and {name}")

@@ -1,0 +1,24 @@
+"""OpenAI's two doors: `POST /v1/completions` and `POST /v1/chat/completions`."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Request, Response
+
+from services.gateway.completing import complete
+from services.gateway.door import accept
+from services.gateway.openai import chat_request, completion_request
+from services.gateway.state import Here
+
+router = APIRouter(tags=["OpenAI"])
+
+
+@router.post("/v1/completions")
+async def create_completion(request: Request, gateway: Here) -> Response:
+    """Complete a prompt (text or token ids), whole or as a stream."""
+    return await complete(gateway, request, await accept(gateway, request, completion_request), is_chat=False)
+
+
+@router.post("/v1/chat/completions")
+async def create_chat_completion(request: Request, gateway: Here) -> Response:
+    """Answer messages, whole or as a stream."""
+    return await complete(gateway, request, await accept(gateway, request, chat_request), is_chat=True)

@@ -1,0 +1,132 @@
+"""The native door: jobs that outlive their caller, and event streams that can be joined again."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+from uuid import UUID
+
+from fastapi import APIRouter, Request, Response
+
+from services.gateway.answers import job_document
+from services.gateway.completing import merged
+from services.gateway.door import accept, native_request
+from services.gateway.errors import json_response
+from services.gateway.settled import settled_text
+from services.gateway.state import Gateway, Here
+from services.gateway.stream import KEEP_ALIVE, EventStream, event
+from shardline.errors import Invalid, NotFound, UnknownModel
+from shardline.ids import parse_id
+from shardline.job import Job, JobState
+from shardline.streams import TextOf
+
+router = APIRouter(tags=["jobs"])
+
+RETRY = b"retry: 1000\n\n"
+MAX_LISTED = 1_000
+MAX_AFTER = 2**31
+
+
+@router.post("/v1/jobs")
+async def create_job(request: Request, gateway: Here) -> Response:
+    """Store a job and return at once: 202, or 200 when a request with the same id or key was there first."""
+    accepted = await accept(gateway, request, native_request)
+    state = JobState.QUEUED if accepted.is_new else (await gateway.client.get(accepted.job_id)).state
+    document = {"id": accepted.job_id, "object": "job", "model": accepted.model.name, "state": state}
+    headers = {"Location": f"/v1/jobs/{accepted.job_id}", "x-request-id": str(accepted.job_id)}
+    return json_response(document, status=202 if accepted.is_new else 200, headers=headers)
+
+
+@router.get("/v1/jobs")
+async def list_jobs(request: Request, gateway: Here) -> Response:
+    """Newest first. `state`, `model`, `limit`, and `after`: the last id of the page before."""
+    query = request.query_params
+    limit = _number("limit", query.get("limit", "100"), minimum=1, maximum=MAX_LISTED)
+    after = query.get("after")
+    found = await gateway.client.list(
+        state=_state(query.get("state")),
+        model=query.get("model"),
+        limit=limit,
+        after=None if after is None else _job_id(after, "after"),
+    )
+    return json_response(
+        {"object": "list", "data": [job_document(job) for job in found], "has_more": len(found) == limit}
+    )
+
+
+@router.get("/v1/jobs/{job_id}")
+async def get_job(job_id: str, gateway: Here) -> Response:
+    """The job, with its result once it has one."""
+    return json_response(job_document(await gateway.client.get(_job_id(job_id))))
+
+
+@router.delete("/v1/jobs/{job_id}")
+async def cancel_job(job_id: str, gateway: Here) -> Response:
+    """Ask for its end. A running job is `cancelled` a little later, with the tokens it has; an ended one stays."""
+    wanted = _job_id(job_id)
+    state = (await gateway.client.cancel(wanted)).get(wanted)
+    if state is None:
+        raise NotFound(f"no job has the id {wanted}")
+    requested = state in (JobState.QUEUED, JobState.RUNNING, JobState.CANCELLED)
+    return json_response({"id": wanted, "object": "job", "state": state, "cancel_requested": requested})
+
+
+@router.get("/v1/jobs/{job_id}/events")
+async def follow_job(job_id: str, request: Request, gateway: Here) -> Response:
+    """Its tokens as server-sent events. `id:` is the number of tokens so far: send it back as Last-Event-ID, or as
+    `?after=`, to go on where a connection was cut, without a gap or a repeat."""
+    job = await gateway.client.get(_job_id(job_id))
+    text = request.headers.get("last-event-id") or request.query_params.get("after", "0")
+    after = _number("after", text, minimum=0, maximum=MAX_AFTER)
+    return EventStream(job_events(gateway, job, after), headers={"x-request-id": str(job.id)})
+
+
+async def job_events(gateway: Gateway, job: Job, after: int) -> AsyncIterator[bytes]:
+    """Events `delta` for tokens, then one event `end` with the whole job."""
+    keep_alive_s = gateway.settings.http_keep_alive_s
+    sent_s = time.monotonic()
+    num_tokens = after
+    yield RETRY
+    text_of = await _text_of(gateway, job)
+    async for deltas in gateway.client.follow(job.id, after=after, text_of=text_of, tick_s=keep_alive_s):
+        now_s = time.monotonic()
+        if deltas:
+            sent_s, delta = now_s, merged(deltas)
+            num_tokens = max(num_tokens, delta.next)
+            if delta.ids or delta.text:
+                document = {"start": delta.start, "token_ids": delta.ids, "text": delta.text}
+                if delta.logprobs is not None:
+                    document["logprobs"] = delta.logprobs
+                yield event(document, name="delta", event_id=num_tokens)
+            if delta.state is not None:
+                yield event(job_document(await gateway.client.get(job.id)), name="end", event_id=num_tokens)
+        elif now_s - sent_s >= keep_alive_s:
+            sent_s = now_s
+            yield KEEP_ALIVE
+
+
+async def _text_of(gateway: Gateway, job: Job) -> TextOf | None:
+    try:
+        return settled_text((await gateway.catalogue.get(job.model)).tokens, job.params)
+    except UnknownModel:
+        return None
+
+
+def _job_id(text: str, field: str = "id") -> UUID:
+    """Completions carry their job's id behind a prefix."""
+    return parse_id(text.removeprefix("chatcmpl-").removeprefix("cmpl-"), field)
+
+
+def _state(text: str | None) -> JobState | None:
+    if text is None:
+        return None
+    try:
+        return JobState(text)
+    except ValueError as error:
+        raise Invalid("state", f"{text[:32]!r} is no state", f"Use one of: {', '.join(JobState)}") from error
+
+
+def _number(field: str, text: str, *, minimum: int, maximum: int) -> int:
+    if not (text.isascii() and text.isdecimal()) or not minimum <= int(text[:12]) <= maximum:
+        raise Invalid(field, f"{text[:32]!r} is no number from {minimum} to {maximum}", "Send one, or leave it out")
+    return int(text)

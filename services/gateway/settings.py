@@ -1,0 +1,20 @@
+"""The gateway's settings from the environment. Knows no server."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from shardline.config import Settings
+
+
+class GatewaySettings(Settings):
+    """One gateway process."""
+
+    http_host: str = Field("127.0.0.1", description="address to listen on; 0.0.0.0 for all")
+    http_port: int = Field(8000, ge=0, le=65535, description="the gateway's port; 0 takes a free one")
+    http_max_in_flight: int = Field(1024, ge=1, description="requests answered at a time; more get 429 and Retry-After")
+    http_max_body_bytes: int = Field(8 << 20, ge=1024, description="size of one request's body; larger ones get 413")
+    http_max_buffered_bytes: int = Field(
+        256 << 20, ge=1024, description="bodies read and not yet stored, all together; more get 429"
+    )
+    http_keep_alive_s: float = Field(15.0, gt=0, description="a comment is sent on a silent event stream so often")

@@ -1,0 +1,70 @@
+"""What every route of one gateway process shares. Owns its making and its end."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from fastapi import Depends, Request
+from prometheus_client import CollectorRegistry
+
+from services.gateway.admission import Admission
+from services.gateway.catalogue import Catalogue
+from services.gateway.inserter import Inserter
+from services.gateway.settings import GatewaySettings
+from shardline.client import AsyncClient
+from shardline.metrics import GatewayMetrics
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gateway:
+    """Made once for each process, before the first request."""
+
+    settings: GatewaySettings
+    client: AsyncClient
+    catalogue: Catalogue
+    inserter: Inserter
+    admission: Admission
+    metrics: GatewayMetrics
+    registry: CollectorRegistry
+
+    @classmethod
+    def make(cls, settings: GatewaySettings) -> Gateway:
+        """Connects to nothing yet."""
+        registry = CollectorRegistry()
+        metrics = GatewayMetrics(registry)
+        client = AsyncClient(database_url=settings.database_url.get_secret_value(), redis_url=settings.redis_url)
+        return cls(
+            settings=settings,
+            client=client,
+            catalogue=Catalogue(client.database),
+            inserter=Inserter(client, metrics),
+            admission=Admission(
+                max_in_flight=settings.http_max_in_flight,
+                max_body_bytes=settings.http_max_body_bytes,
+                max_buffered_bytes=settings.http_max_buffered_bytes,
+                gauge=metrics.in_flight,
+            ),
+            metrics=metrics,
+            registry=registry,
+        )
+
+    def start(self) -> None:
+        """Begin the tasks of this process."""
+        self.inserter.start()
+
+    async def close(self) -> None:
+        """End them and give back the connections. Jobs go on."""
+        await self.inserter.close()
+        await self.client.close()
+
+
+def gateway_of(request: Request) -> Gateway:
+    """The gateway that answers this request."""
+    gateway = request.app.state.gateway
+    assert isinstance(gateway, Gateway)
+    return gateway
+
+
+Here = Annotated[Gateway, Depends(gateway_of)]
+"""A route's parameter."""

@@ -1,0 +1,144 @@
+"""OpenAI's bodies: each field is taken, dropped because it changes nothing, or refused by its name with a remedy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from services.gateway.openai import Wanted, chat_request, completion_request, read_object
+from services.gateway.settled import settled_text
+from shardline.errors import Invalid
+from shardline.job import Message, SamplingParams
+from shardline.tokenise import Tokens
+
+TEXT: dict[str, Any] = {"model": "clerk", "prompt": "a"}
+CHAT: dict[str, Any] = {"model": "clerk", "messages": [{"role": "user", "content": "a"}]}
+
+
+def test_given_a_completion_when_read_then_ours_has_its_fields() -> None:
+    fields = {"max_tokens": 3, "stop": "x", "temperature": 0, "logprobs": 2, "seed": 5, "stream": True}
+    request, wanted = completion_request({**TEXT, **fields, "stream_options": {"include_usage": True}})
+    assert (request.prompt, request.max_tokens, request.stop, request.temperature) == ("a", 3, ("x",), 0)
+    assert (request.logprobs, request.seed) == (2, 5)
+    assert wanted == Wanted(stream=True, include_usage=True)
+
+
+def test_given_a_chat_when_read_then_ours_has_its_messages() -> None:
+    messages = [
+        {"role": "system", "content": [{"type": "text", "text": "b"}, {"type": "text", "text": "c"}]},
+        {"role": "assistant", "content": "d", "tool_calls": None, "refusal": None},
+        {"role": "user", "content": "e", "name": "me"},
+    ]
+    request, _ = chat_request({**CHAT, "messages": messages, "max_completion_tokens": 4, "logprobs": True})
+    assert request.messages == (Message("system", "bc"), Message("assistant", "d"), Message("user", "e", "me"))
+    assert (request.max_tokens, request.logprobs) == (4, 0)
+
+
+@pytest.mark.parametrize(
+    ("fields", "field", "remedy"),
+    [
+        ({"n": 2}, "n", "send 1"),
+        ({"n": True}, "n", "send 1"),
+        ({"best_of": 3}, "best_of", "send 1"),
+        ({"echo": True}, "echo", "send false"),
+        ({"suffix": "x"}, "suffix", "Leave it out"),
+        ({"logit_bias": {"5": 1}}, "logit_bias", "send {}"),
+        ({"user": 5}, "user", "any text"),
+        ({"prompt": ["a", "b"]}, "prompt", "one request for each"),
+        ({"prompt": []}, "prompt", "Send some text"),
+        ({"prompt": None}, "prompt", "Send one of the two"),
+        ({"prompt": [1, "a"]}, "prompt[1]", "docs/jobs.md"),
+        ({"prompt": 5}, "prompt", "docs/jobs.md"),
+        ({"messages": []}, "messages", "/v1/chat/completions"),
+        ({"stream": "yes"}, "stream", "true or false"),
+        ({"stream_options": {}}, "stream_options", "Set stream"),
+        ({"stream": True, "stream_options": {"x": 1}}, "stream_options.x", "include_usage"),
+        ({"stream": True, "stream_options": 3}, "stream_options", "include_usage"),
+        ({"return_token_ids": 1}, "return_token_ids", "true or false"),
+        ({"max_tokens": 3, "max_completion_tokens": 4}, "max_completion_tokens", "one of"),
+        ({"temperature": 3}, "temperature", "docs/jobs.md"),
+        ({"top_p": 0}, "top_p", "docs/jobs.md"),
+        ({"stop": ["a"] * 17}, "stop", "docs/jobs.md"),
+        ({"logprobs": 21}, "logprobs", "docs/jobs.md"),
+        ({"max_token": 3}, "max_token", "docs/jobs.md"),
+        ({"priority": 10}, "priority", "docs/jobs.md"),
+        ({"model": None}, "model", "docs/jobs.md"),
+    ],
+)
+def test_given_a_wrong_completion_when_read_then_the_field_and_the_remedy_are_named(
+    fields: dict[str, Any], field: str, remedy: str
+) -> None:
+    with pytest.raises(Invalid) as caught:
+        completion_request({**TEXT, **fields})
+    assert caught.value.field == field
+    assert remedy in caught.value.remedy
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"tools": [{}]}, "tools"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"audio": {}}, "audio"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"logprobs": 2}, "logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "logprobs"),
+        ({"prompt": "a"}, "prompt"),
+        ({"messages": None}, "messages"),
+        ({"messages": "a"}, "messages"),
+        ({"messages": []}, "messages"),
+        ({"messages": ["a"]}, "messages[0]"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": "a", "mood": "b"}]}, "messages[0].mood"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0]"),
+        ({"messages": [{"role": "assistant", "content": "a", "tool_calls": [{}]}]}, "messages[0].tool_calls"),
+    ],
+)
+def test_given_a_wrong_chat_when_read_then_the_field_is_named(fields: dict[str, Any], field: str) -> None:
+    with pytest.raises(Invalid) as caught:
+        chat_request({**CHAT, **fields})
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize("body", [b"", b"[]", b"{", b'"a"', b"\xff{}"])
+def test_given_a_body_that_is_no_object_when_read_then_it_is_refused(body: bytes) -> None:
+    with pytest.raises(Invalid) as caught:
+        read_object(body)
+    assert caught.value.field == "body"
+
+
+@pytest.fixture(scope="module")
+def tokens() -> Tokens:
+    return Tokens(
+        model="letters",
+        tokenizer_json=(
+            '{"version":"1.0","added_tokens":[],"model":{"type":"WordLevel","unk_token":"a",'
+            '"vocab":{"a":0,"b":1,"c":2,"\ufffd":3,"e":4}},"decoder":{"type":"Fuse"}}'
+        ),
+        chat_template=None,
+        special_tokens={},
+        context_length=8,
+        vocab_size=5,
+        eos_ids=[4],
+    )
+
+
+@pytest.mark.parametrize(
+    ("ids", "stops", "text"),
+    [
+        ([0, 1], (), "ab"),
+        ([0, 1, 3], (), "ab"),
+        ([0, 1, 4], (), "ab"),
+        ([0, 1], ("bc",), "a"),
+        ([0, 1, 2], ("bb", "x"), "abc"),
+        ([0, 1, 1], ("bbc", "bca"), "a"),
+        ([], ("a",), ""),
+    ],
+)
+def test_given_tokens_so_far_when_asked_for_their_text_then_it_is_what_a_head_has_given_out(
+    tokens: Tokens, ids: list[int], stops: tuple[str, ...], text: str
+) -> None:
+    assert settled_text(tokens, SamplingParams(stop=stops))(ids) == text
