@@ -11,7 +11,7 @@ import mmap
 from torch import Tensor, nn
 
 MADV_PAGEOUT = 21
-"""Non-destructive: clean pages of a file leave memory; all others stay. Kernels before 5.4 refuse it, which is no harm."""
+"""Non-destructive: clean pages of a file leave memory, others stay. Kernels before 5.4 refuse it, without harm."""
 
 _libc = ctypes.CDLL(None)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
