@@ -1,1 +1,1 @@
-"""The relay: outbox, sweep and intake around the rows."""
+"""The relay: a Celery worker that sends jobs to heads, takes requests in, and repairs. Touches no tensor."""

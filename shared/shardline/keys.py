@@ -15,6 +15,9 @@ INTAKE_GROUP = "relays"
 INTAKE_DEAD = f"{PREFIX}intake:dead"
 """Stream, capped: requests that can never become a row, with the reason. Fields `request`, `reason`, `entry`."""
 
+OUTBOX_MARK = f"{PREFIX}outbox:mark"
+"""String: set by relays. A missing mark says that Redis lost its messages: the window is sent again at once."""
+
 INTAKE_DEAD_MAX = 10_000
 STREAM_TTL_S = 3_600
 REGISTRY_TTL_S = 5

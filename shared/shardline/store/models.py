@@ -35,3 +35,8 @@ def get_models(connection: Connection) -> list[RowMapping]:
 def model_names(connection: Connection) -> list[str]:
     """All names, sorted: for the remedy of an unknown one."""
     return list(connection.scalars(select(models.c.name).order_by(models.c.name)))
+
+
+def versions(connection: Connection) -> dict[str, str]:
+    """Fingerprints by name, without the large columns."""
+    return {row.name: row.fingerprint for row in connection.execute(select(models.c.name, models.c.fingerprint))}

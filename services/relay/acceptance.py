@@ -1,0 +1,121 @@
+"""Requests from Celery and Redis become rows: valid ones queued, invalid ones `failed` with the reason.
+
+Owns what happens to a request that no row can hold; knows no transport.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+from uuid import UUID
+
+import msgspec
+import structlog
+from sqlalchemy import Engine
+from sqlalchemy.exc import DataError, IntegrityError
+
+from shardline.errors import Conflict, Invalid
+from shardline.ids import parse_id
+from shardline.job import JobRequest, parse_request
+from shardline.store.jobs import FailedRequest, insert_failed, insert_jobs
+
+log = structlog.get_logger(__name__)
+
+Fate = Literal["accepted", "failed", "dead"]
+REFUSED_BY_ROW = (Invalid, Conflict, DataError, IntegrityError)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arrival:
+    """A request as it came. `id` is its job's unless it names one; the same arrival always has the same."""
+
+    id: UUID
+    document: object
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """What became of an arrival; `reason` says why it is not `accepted`. A `dead` one has no row."""
+
+    fate: Fate
+    reason: dict[str, str] | None = None
+
+
+def accept(database: Engine, arrivals: Sequence[Arrival]) -> list[Verdict]:
+    """One verdict each, in order; what they say is committed. Raises only when Postgres is away."""
+    parsed = [_parse(arrival) for arrival in arrivals]
+    requests = [one for one in parsed if isinstance(one, JobRequest)]
+    try:
+        with database.begin() as connection:
+            insert_jobs(connection, requests)
+    except REFUSED_BY_ROW:
+        # Somebody in the batch; one by one, so that nobody else suffers.
+        return [_accept_alone(database, *pair) for pair in zip(arrivals, parsed, strict=True)]
+    return [
+        Verdict(fate="accepted") if isinstance(one, JobRequest) else _refuse(database, arrival, one)
+        for arrival, one in zip(arrivals, parsed, strict=True)
+    ]
+
+
+def _parse(arrival: Arrival) -> JobRequest | Invalid:
+    try:
+        request = parse_request(arrival.document)
+    except Invalid as error:
+        return error
+    return request if request.id is not None else msgspec.structs.replace(request, id=arrival.id)
+
+
+def _accept_alone(database: Engine, arrival: Arrival, parsed: JobRequest | Invalid) -> Verdict:
+    if isinstance(parsed, Invalid):
+        return _refuse(database, arrival, parsed)
+    try:
+        with database.begin() as connection:
+            insert_jobs(connection, [parsed])
+    except Conflict as error:
+        return Verdict(fate="dead", reason={"code": "conflict", "problem": str(error)})
+    except Invalid as error:
+        return _refuse(database, arrival, error)
+    except (DataError, IntegrityError) as error:
+        problem = str(error.orig).partition("\n")[0]
+        return _refuse(database, arrival, Invalid("request", problem, "See docs/jobs.md for fields and limits"))
+    return Verdict(fate="accepted")
+
+
+def _refuse(database: Engine, arrival: Arrival, error: Invalid) -> Verdict:
+    """A `failed` row where id and model can be told, else dead."""
+    reason = error.as_dict()
+    failed = _failed_row(arrival, reason)
+    if failed is None:
+        return Verdict(fate="dead", reason=reason)
+    with database.begin() as connection:
+        insert_failed(connection, [failed])
+    return Verdict(fate="failed", reason=reason)
+
+
+def _failed_row(arrival: Arrival, reason: dict[str, str]) -> FailedRequest | None:
+    document = arrival.document
+    if not isinstance(document, dict):
+        return None
+    model, prompt, metadata = (document.get(name) for name in ("model", "prompt", "metadata"))
+    job_id = _told_id(document, arrival.id)
+    if job_id is None or not isinstance(model, str) or not 1 <= len(model) <= 256:
+        return None
+    return FailedRequest(
+        id=job_id,
+        model=model,
+        error=reason,
+        prompt=prompt if isinstance(prompt, str) else None,
+        metadata=metadata if isinstance(metadata, dict) else None,
+    )
+
+
+def _told_id(document: dict[str, Any], default: UUID) -> UUID | None:
+    """None when the request names an id that is none: its producer could not find the row."""
+    told = document.get("id")
+    if told is None:
+        return default
+    try:
+        return parse_id(str(told))
+    except Invalid:
+        return None

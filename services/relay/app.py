@@ -1,0 +1,71 @@
+"""The relay's Celery app: the `shardline.submit` task, the bootstep that runs the loops, and the revoke override."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from celery import Celery, Task, bootsteps
+from celery.exceptions import Reject
+from celery.worker.control import control_command, ok
+from kombu.utils.functional import maybe_list
+from tenacity import RetryError
+
+from services.relay.relay import Relay
+from services.relay.settings import RelaySettings
+from shardline.queues import SUBMIT_TASK
+
+
+class RelayStep(bootsteps.StartStopStep):
+    """Runs beside Celery's consumer, also while its broker is away; stops before the pool waits for its tasks."""
+
+    requires = ("celery.worker.components:Pool",)
+
+    def start(self, parent: Any) -> None:
+        """The worker starts."""
+        parent.app.relay.start()
+
+    def stop(self, parent: Any) -> None:
+        """Warm shutdown."""
+        parent.app.relay.stop()
+
+    def terminate(self, parent: Any) -> None:
+        """Cold shutdown: the loops are daemons."""
+        parent.app.relay.close()
+
+
+@control_command(name="revoke", variadic="task_id", signature="[id1 [id2 [... [idN]]]]")
+def revoke(state: Any, task_id: Any, terminate: bool = False, **_: Any) -> dict[str, Any]:
+    """Instead of Celery's: a cancel goes through the row. A running job ends only with `terminate`."""
+    num_jobs = state.app.relay.cancel(maybe_list(task_id) or [], running=terminate)
+    return ok(f"{num_jobs} jobs asked to end")
+
+
+@control_command(
+    name="terminate", variadic="task_id", args=[("signal", str)], signature="<signal> [id1 [id2 [... [idN]]]]"
+)
+def terminate(state: Any, signal: str, task_id: Any, **_: Any) -> dict[str, Any]:  # noqa: ARG001 (Celery's signature)
+    """Running jobs too."""
+    return revoke(state, task_id, terminate=True)
+
+
+def make_app(settings: RelaySettings) -> Celery:
+    """Connects to nothing until its worker starts."""
+    app = Celery("shardline.relay", set_as_current=False)
+    app.conf.update(settings.celery())
+    app.relay = Relay(settings)
+    app.steps["worker"].add(RelayStep)
+
+    # No events and no result: Flower must show the id as the job, not as this task.
+    @app.task(name=SUBMIT_TASK, bind=True, typing=False, ignore_result=True, send_events=False, acks_late=True)
+    def submit(task: Task, *args: object, **request: object) -> None:
+        document = {**request, "args": args} if args else request
+        try:
+            app.relay.submit(task.request.id, document)
+        except RetryError as error:
+            raise Reject(error, requeue=True) from error
+
+    return app
+
+
+app = make_app(RelaySettings())
+"""For `celery -A services.relay.app`."""

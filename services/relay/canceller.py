@@ -1,0 +1,70 @@
+"""Celery's revoke and terminate, as cancels of rows. An id that has no row yet is remembered for a while."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from uuid import UUID
+
+from sqlalchemy import Engine
+
+from services.relay.loop import Loop
+from shardline.config import Times
+from shardline.metrics import RelayMetrics
+from shardline.store import jobs
+
+MAX_REMEMBERED = 10_000
+REMEMBER_TURNS = 60
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wish:
+    """To end a job; a running one only if `running`."""
+
+    running: bool
+    until_s: float
+
+
+class Canceller(Loop):
+    """`cancel` is called on Celery's thread, which must not wait for Postgres."""
+
+    def __init__(self, *, database: Engine, times: Times, metrics: RelayMetrics) -> None:
+        super().__init__("canceller", metrics.errors)
+        self._database = database
+        self._times = times
+        self._lock = threading.Lock()
+        self._wishes: dict[UUID, Wish] = {}
+
+    def cancel(self, ids: Iterable[UUID], *, running: bool) -> None:
+        """Soon, and again until the row exists: a revoke may overtake the request that it is for."""
+        until_s = time.monotonic() + REMEMBER_TURNS * self._times.poll_s
+        with self._lock:
+            for job_id in ids:
+                earlier = self._wishes.pop(job_id, None)
+                also_running = running or (earlier is not None and earlier.running)
+                self._wishes[job_id] = Wish(running=also_running, until_s=until_s)
+            while len(self._wishes) > MAX_REMEMBERED:
+                del self._wishes[next(iter(self._wishes))]
+        self.wake()
+
+    def turn(self) -> float:
+        """All that wait, in two statements."""
+        with self._lock:
+            wishes = dict(self._wishes)
+        for running in (True, False):
+            ids = [job_id for job_id, wish in wishes.items() if wish.running is running]
+            if ids:
+                with self._database.begin() as connection:
+                    found = jobs.request_cancel(connection, ids, running=running)
+                self._forget(wishes, found)
+        return self._times.poll_s
+
+    def _forget(self, wishes: dict[UUID, Wish], found: Iterable[UUID]) -> None:
+        now_s = time.monotonic()
+        done = {*found, *(job_id for job_id, wish in wishes.items() if wish.until_s < now_s)}
+        with self._lock:
+            for job_id in done:
+                if self._wishes.get(job_id) is wishes[job_id]:
+                    del self._wishes[job_id]

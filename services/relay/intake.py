@@ -1,0 +1,139 @@
+"""The Redis door: entries of the intake stream become rows, and are acknowledged after COMMIT.
+
+Delivery is at least once; an entry's job id is made from the entry, so that a second delivery inserts nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import secrets
+import socket
+import time
+from collections.abc import Iterable
+from typing import Any
+from uuid import UUID, uuid5
+
+import structlog
+from redis import Redis
+from redis.exceptions import ResponseError
+from sqlalchemy import Engine
+
+from services.relay.acceptance import Arrival, accept
+from services.relay.dead_letters import bury
+from services.relay.loop import Loop
+from shardline.config import Times
+from shardline.keys import INTAKE, INTAKE_GROUP
+from shardline.metrics import RelayMetrics
+
+log = structlog.get_logger(__name__)
+
+ENTRY_IDS = UUID("6f0f0c1e-53a5-4f43-9c0b-7a8f0f2d4b11")
+"""Namespace of the job ids of entries that name none."""
+
+FIELD = b"request"
+CONSUMER_IDLE_S = 600.0
+
+Entry = tuple[str, str | None]
+"""Its id in the stream and its document; None when the field is missing."""
+
+
+class Intake(Loop):
+    """`redis` may block longer than `poll_s` and answers in bytes."""
+
+    def __init__(self, *, database: Engine, redis: Redis, times: Times, batch: int, metrics: RelayMetrics) -> None:
+        super().__init__("intake", metrics.errors)
+        self._database = database
+        self._redis = redis
+        self._times = times
+        self._batch = batch
+        self._metrics = metrics
+        self._consumer = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
+        self._next_rescue_s = 0.0
+
+    def turn(self) -> float:
+        """One batch: entries of dead relays first, then new ones, waiting for them up to `poll_s`."""
+        try:
+            entries = self._abandoned() or self._new()
+        except ResponseError as error:
+            if not str(error).startswith("NOGROUP"):
+                raise
+            self._create_group()
+            return 0.0
+        if entries:
+            self._take(entries)
+        return 0.0
+
+    def _create_group(self) -> None:
+        """From the stream's beginning: what was added before the group was lost is still wanted."""
+        try:
+            self._redis.xgroup_create(INTAKE, INTAKE_GROUP, id="0", mkstream=True)
+        except ResponseError as error:
+            if not str(error).startswith("BUSYGROUP"):
+                raise
+
+    def _new(self) -> list[Entry]:
+        block_ms = max(1, int(self._times.poll_s * 1000))
+        reply = self._redis.xreadgroup(INTAKE_GROUP, self._consumer, {INTAKE: ">"}, count=self._batch, block=block_ms)
+        return [entry for _, entries in _streams(reply) for entry in _decoded(entries)]
+
+    def _abandoned(self) -> list[Entry]:
+        """What another relay took and did not acknowledge within a lease."""
+        now_s = time.monotonic()
+        if now_s < self._next_rescue_s:
+            return []
+        idle_ms = int(self._times.lease_s * 1000)
+        reply = self._redis.xautoclaim(INTAKE, INTAKE_GROUP, self._consumer, min_idle_time=idle_ms, count=self._batch)
+        entries = _decoded(reply[1])
+        if len(entries) < self._batch:
+            self._next_rescue_s = now_s + self._times.lease_s / 2
+            self._forget_dead_consumers()
+        return entries
+
+    def _forget_dead_consumers(self) -> None:
+        for consumer in self._redis.xinfo_consumers(INTAKE, INTAKE_GROUP):
+            if consumer["pending"] == 0 and consumer["idle"] > CONSUMER_IDLE_S * 1000:
+                self._redis.xgroup_delconsumer(INTAKE, INTAKE_GROUP, consumer["name"])
+
+    def _take(self, entries: list[Entry]) -> None:
+        verdicts = accept(self._database, [_arrival(entry) for entry in entries])
+        for (entry_id, document), verdict in zip(entries, verdicts, strict=True):
+            if verdict.fate == "dead":
+                bury(self._redis, entry=entry_id, request=document or "", reason=verdict.reason)
+            self._metrics.intake.labels(outcome=verdict.fate).inc()
+        ids = [entry_id for entry_id, _ in entries]
+        with self._redis.pipeline(transaction=False) as pipeline:
+            pipeline.xack(INTAKE, INTAKE_GROUP, *ids)
+            pipeline.xdel(INTAKE, *ids)
+            pipeline.execute()
+
+
+def _streams(reply: Any) -> Iterable[tuple[bytes, list[Any]]]:
+    """RESP2 answers with pairs, RESP3 with a map whose values are wrapped in one more list."""
+    if isinstance(reply, dict):
+        return ((name, entries[0] if entries else []) for name, entries in reply.items())
+    return reply or ()
+
+
+def _decoded(entries: Iterable[Any]) -> list[Entry]:
+    """An entry that was deleted meanwhile has no fields."""
+    decoded = []
+    for entry_id, fields in entries:
+        document = dict(fields or {}).get(FIELD)
+        decoded.append((entry_id.decode(), None if document is None else document.decode("utf-8", "replace")))
+    return decoded
+
+
+def _arrival(entry: Entry) -> Arrival:
+    entry_id, text = entry
+    digest = hashlib.sha256((text or "").encode()).hexdigest()
+    return Arrival(id=uuid5(ENTRY_IDS, f"{entry_id}:{digest}"), document=_document(text))
+
+
+def _document(text: str | None) -> object:
+    """What is no JSON becomes a text, which is no request: it is refused like any other."""
+    try:
+        return json.loads(text or "null")
+    except (ValueError, RecursionError):
+        return text

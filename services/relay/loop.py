@@ -1,0 +1,88 @@
+"""A thread that does its turn again and again, whatever fails. Owns waiting, waking, backing off and stopping."""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+
+import structlog
+from kombu.exceptions import OperationalError as BrokerError
+from prometheus_client import Counter
+from psycopg import Error as PsycopgError
+from redis.exceptions import RedisError
+from sqlalchemy.exc import DBAPIError
+from sqlalchemy.exc import TimeoutError as PoolTimeout
+from tenacity import (
+    RetryCallState,
+    RetryError,
+    Retrying,
+    retry_if_exception_type,
+    sleep_using_event,
+    stop_when_event_set,
+    wait_random_exponential,
+)
+
+log = structlog.get_logger(__name__)
+
+MIN_PAUSE_S = 0.01
+"""Between turns, however often the bell rings: what arrives meanwhile goes in one batch."""
+
+MAX_BACKOFF_S = 2.0
+
+POSTGRES_ERRORS = (DBAPIError, PoolTimeout, PsycopgError)
+REDIS_ERRORS = (RedisError, BrokerError)
+
+
+class Loop(threading.Thread, ABC):
+    """One duty of the relay."""
+
+    def __init__(self, name: str, errors: Counter) -> None:
+        super().__init__(name=name, daemon=True)
+        self._errors = errors
+        self._woken = threading.Event()
+        self._stopped = threading.Event()
+        self._patient = Retrying(
+            retry=retry_if_exception_type(Exception),
+            wait=wait_random_exponential(multiplier=0.1, max=MAX_BACKOFF_S),
+            stop=stop_when_event_set(self._stopped),
+            sleep=sleep_using_event(self._stopped),
+            before_sleep=self._note,
+        )
+
+    @abstractmethod
+    def turn(self) -> float:
+        """Do what is due; returns the seconds until the next turn, unless woken. May raise anything."""
+
+    def wake(self) -> None:
+        """From any thread: there may be something to do."""
+        self._woken.set()
+
+    def stop(self) -> None:
+        """From any thread: end after this turn."""
+        self._stopped.set()
+        self._woken.set()
+
+    def run(self) -> None:
+        """Until stopped. A turn that fails is tried again, ever more rarely."""
+        while not self._stopped.is_set():
+            try:
+                pause_s = self._patient(self.turn)
+            except RetryError:
+                return
+            self._woken.wait(pause_s)
+            self._stopped.wait(MIN_PAUSE_S)
+            self._woken.clear()
+
+    def _note(self, state: RetryCallState) -> None:
+        error = state.outcome.exception() if state.outcome else None
+        server = (
+            "postgres" if isinstance(error, POSTGRES_ERRORS) else "redis" if isinstance(error, REDIS_ERRORS) else None
+        )
+        self._errors.labels(server=server or "none").inc()
+        if server:
+            cause = getattr(error, "orig", None) or error
+            log.warning(
+                "server is away", loop=self.name, server=server, error=str(cause)[:200], tries=state.attempt_number
+            )
+        else:
+            log.error("turn failed", loop=self.name, exc_info=error)

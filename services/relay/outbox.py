@@ -1,0 +1,89 @@
+"""The outbox: rows that are due become Celery messages, after COMMIT. No transaction is open across a Redis call."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import structlog
+from celery import Celery
+from redis import Redis
+from sqlalchemy import Engine
+
+from services.relay.loop import REDIS_ERRORS, Loop
+from shardline.config import Times
+from shardline.keys import OUTBOX_MARK
+from shardline.metrics import RelayMetrics
+from shardline.queues import GENERATE_TASK, generate_queue
+from shardline.store import outbox
+from shardline.store.outbox import Send
+
+log = structlog.get_logger(__name__)
+
+BUSY_TURNS = 50
+"""After a send, so many turns come ten times as often: heads make room in the window as they claim."""
+
+
+class Outbox(Loop):
+    """`publisher` is a Celery app whose connections time out soon."""
+
+    def __init__(
+        self, *, database: Engine, publisher: Celery, redis: Redis, times: Times, metrics: RelayMetrics
+    ) -> None:
+        super().__init__("outbox", metrics.errors)
+        self._database = database
+        self._publisher = publisher
+        self._redis = redis
+        self._times = times
+        self._metrics = metrics
+        self._busy_until_s = 0.0
+
+    def turn(self) -> float:
+        """One batch."""
+        self._notice_empty_redis()
+        with self._database.begin() as connection:
+            sends = outbox.stamp(connection, resend_s=self._times.resend_s)
+        self._publish(sends)
+        if sends:
+            self._busy_until_s = time.monotonic() + BUSY_TURNS * self._times.poll_s / 10
+        if len(sends) == outbox.MAX_BATCH:
+            return 0.0
+        return self._times.poll_s / 10 if time.monotonic() < self._busy_until_s else self._times.poll_s
+
+    def _notice_empty_redis(self) -> None:
+        """A missing mark means that Redis lost its messages too: all of the window is sent again now."""
+        if self._redis.exists(OUTBOX_MARK):
+            return
+        with self._database.begin() as connection:
+            num_lost = outbox.unstamp_all(connection)
+        self._redis.set(OUTBOX_MARK, "1")
+        if num_lost:
+            log.warning("Redis is empty: sending the window again", jobs=num_lost)
+
+    def _publish(self, sends: Sequence[Send]) -> None:
+        num_sent = 0
+        try:
+            if sends:
+                with self._publisher.producer_pool.acquire(block=True, timeout=self._times.poll_s) as producer:
+                    for send in sends:
+                        self._send(send, producer)
+                        num_sent += 1
+        except REDIS_ERRORS:
+            with self._database.begin() as connection:
+                outbox.unstamp(connection, [send.job_id for send in sends[num_sent:]])
+            raise
+
+    def _send(self, send: Send, producer: object) -> None:
+        self._publisher.send_task(
+            GENERATE_TASK,
+            args=[str(send.job_id)],
+            task_id=str(send.job_id),
+            queue=generate_queue(send.model),
+            priority=send.priority,
+            headers={"traceparent": send.traceparent} if send.traceparent else None,
+            producer=producer,
+            retry=False,
+        )
+        self._metrics.sent.labels(model=send.model).inc()
+        if send.num_sends > 1:
+            self._metrics.resent.inc()

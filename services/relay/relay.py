@@ -1,0 +1,133 @@
+"""The relay's parts, made and joined once. Knows no Celery worker: `app` starts and stops it."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterable
+from typing import Any
+from uuid import UUID, uuid5
+
+import structlog
+from celery import Celery
+from prometheus_client import CollectorRegistry
+from redis import Redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+from tenacity import Retrying, retry_if_exception_type, sleep_using_event, stop_when_event_set, wait_random_exponential
+
+from services.relay.acceptance import Arrival, Verdict, accept
+from services.relay.canceller import Canceller
+from services.relay.dead_letters import bury
+from services.relay.doorbell import Doorbell
+from services.relay.intake import ENTRY_IDS, Intake
+from services.relay.loop import MAX_BACKOFF_S, POSTGRES_ERRORS, REDIS_ERRORS, Loop
+from services.relay.outbox import Outbox
+from services.relay.preparer import Preparer
+from services.relay.settings import RelaySettings
+from services.relay.sweeper import Sweeper
+from shardline import metrics
+from shardline.errors import Invalid
+from shardline.ids import parse_id
+from shardline.metrics import RelayMetrics
+from shardline.store.database import connect
+
+log = structlog.get_logger(__name__)
+
+REDIS_TIMEOUT_S = 2.0
+NUM_LOOPS = 8
+"""Connections that the loops may hold at once, at most."""
+
+JOIN_S = 10.0
+
+
+class Relay:
+    """All loops of one relay, and the two things that its Celery worker asks of it."""
+
+    def __init__(self, settings: RelaySettings) -> None:
+        self._settings = settings
+        self._registry = CollectorRegistry()
+        self._metrics = RelayMetrics(self._registry)
+        url = settings.database_url.get_secret_value()
+        self._database = connect(url, application_name="shardline-relay", pool_size=settings.concurrency + NUM_LOOPS)
+        self._redis = _redis(settings.redis_url, timeout_s=REDIS_TIMEOUT_S)
+        self._closing = threading.Event()
+        parts: dict[str, Any] = {"database": self._database, "times": settings.times, "metrics": self._metrics}
+        outbox = Outbox(publisher=_publisher(settings), redis=self._redis, **parts)
+        preparer = Preparer(outbox=outbox, **parts)
+        blocking = _redis(settings.redis_url, timeout_s=settings.times.poll_s + REDIS_TIMEOUT_S)
+        self._canceller = Canceller(**parts)
+        self._loops: tuple[Loop, ...] = (
+            outbox,
+            preparer,
+            Sweeper(**parts),
+            self._canceller,
+            Intake(redis=blocking, batch=settings.intake_batch, **parts),
+            Doorbell(database_url=url, wakes=(outbox, preparer), times=settings.times, metrics=self._metrics),
+        )
+
+    def start(self) -> None:
+        """Begin to work."""
+        if self._settings.metrics_port is not None:
+            metrics.serve(self._settings.metrics_port, self._registry)
+        for loop in self._loops:
+            loop.start()
+
+    def close(self) -> None:
+        """Submissions that wait for Postgres give up: their messages go back."""
+        self._closing.set()
+
+    def stop(self) -> None:
+        """End every loop after its turn. What was not done is found by the next relay."""
+        self.close()
+        for loop in self._loops:
+            loop.stop()
+        for loop in self._loops:
+            loop.join(JOIN_S)
+        self._database.dispose()
+
+    def submit(self, task_id: str, document: dict[str, Any]) -> Verdict:
+        """The Celery door: committed when this returns. Raises RetryError when the relay closes while a server is
+        away."""
+        patient = Retrying(
+            retry=retry_if_exception_type((*POSTGRES_ERRORS, *REDIS_ERRORS)),
+            wait=wait_random_exponential(multiplier=0.1, max=MAX_BACKOFF_S),
+            stop=stop_when_event_set(self._closing),
+            sleep=sleep_using_event(self._closing),
+        )
+        return patient(self._submit, task_id, document)
+
+    def cancel(self, task_ids: Iterable[str], *, running: bool) -> int:
+        """Celery's revoke: soon. Ids that are no job's are passed over."""
+        ids = [job_id for task_id in task_ids if (job_id := _uuid(task_id)) is not None]
+        self._canceller.cancel(ids, running=running)
+        return len(ids)
+
+    def _submit(self, task_id: str, document: dict[str, Any]) -> Verdict:
+        job_id = _uuid(task_id) or uuid5(ENTRY_IDS, task_id)
+        (verdict,) = accept(self._database, [Arrival(id=job_id, document=document)])
+        if verdict.fate == "dead":
+            bury(self._redis, entry=task_id, request=json.dumps(document, default=str), reason=verdict.reason)
+        self._metrics.intake.labels(outcome=verdict.fate).inc()
+        return verdict
+
+
+def _uuid(text: str) -> UUID | None:
+    try:
+        return parse_id(text)
+    except Invalid:
+        return None
+
+
+def _redis(url: str, *, timeout_s: float) -> Redis:
+    """Fails soon: the loops do the retrying."""
+    return Redis.from_url(url, socket_timeout=timeout_s, socket_connect_timeout=timeout_s, retry=Retry(NoBackoff(), 0))
+
+
+def _publisher(settings: RelaySettings) -> Celery:
+    """An app for sending only: its connections must not block for long, the worker's must."""
+    app = Celery("shardline.outbox", set_as_current=False)
+    app.conf.update(settings.celery())
+    app.conf.broker_transport_options["socket_timeout"] = REDIS_TIMEOUT_S
+    app.conf.broker_transport_options["socket_connect_timeout"] = REDIS_TIMEOUT_S
+    return app

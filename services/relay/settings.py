@@ -1,0 +1,37 @@
+"""A relay's settings from the environment. Knows no server."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import Field
+
+from shardline.config import Settings
+from shardline.queues import celery_settings
+
+
+class RelaySettings(Settings):
+    """Run as many relays as you like; they share the work."""
+
+    concurrency: int = Field(4, ge=1, le=64, description="requests of the Celery door accepted at once by this relay")
+    intake_batch: int = Field(256, ge=1, le=2000, description="entries of the intake stream per transaction")
+
+    def celery(self) -> dict[str, Any]:
+        """Celery's configuration of a relay's worker.
+
+        Its unacknowledged messages are kept apart from those of heads and come back soon: a request that a dead relay
+        had taken but not committed exists nowhere else.
+        """
+        shared = celery_settings(self)
+        apart = {
+            "unacked_key": "shardline:relay:unacked",
+            "unacked_index_key": "shardline:relay:unacked_index",
+            "unacked_mutex_key": "shardline:relay:unacked_mutex",
+            "visibility_timeout": max(5.0, 3 * self.times.lease_s),
+        }
+        return {
+            **shared,
+            "worker_pool": "threads",
+            "worker_concurrency": self.concurrency,
+            "broker_transport_options": {**shared["broker_transport_options"], **apart},
+        }

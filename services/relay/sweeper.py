@@ -1,0 +1,69 @@
+"""The sweeper: expired leases, passed deadlines, cancels of waiting jobs. The rules are in shardline.store.sweeps."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter
+
+import structlog
+from sqlalchemy import Engine
+
+from services.relay.loop import POSTGRES_ERRORS, Loop
+from services.relay.models import Decoder
+from shardline.config import Times
+from shardline.metrics import RelayMetrics
+from shardline.store import sweeps
+
+log = structlog.get_logger(__name__)
+
+COUNT_EVERY = 10
+"""Turns between two counts of the jobs that wait and run."""
+
+
+class Sweeper(Loop):
+    """After Postgres was away, heads have one lease to beat again before the first rescue."""
+
+    def __init__(self, *, database: Engine, times: Times, metrics: RelayMetrics) -> None:
+        super().__init__("sweeper", metrics.errors)
+        self._database = database
+        self._times = times
+        self._metrics = metrics
+        self._decode = Decoder(database)
+        self._rescue_after_s = 0.0
+        self._num_turns = 0
+
+    def turn(self) -> float:
+        """Both sweeps."""
+        try:
+            moved = self._sweep()
+        except POSTGRES_ERRORS:
+            self._rescue_after_s = math.inf
+            raise
+        for outcome, number in moved.items():
+            self._metrics.swept.labels(outcome=outcome).inc(number)
+        if moved:
+            log.info("swept", **moved)
+        return 0.0 if moved.total() >= sweeps.MAX_BATCH else self._times.poll_s
+
+    def _sweep(self) -> Counter[str]:
+        with self._database.begin() as connection:
+            moved = sweeps.sweep_waiting(connection, self._decode)
+        now_s = time.monotonic()
+        if self._rescue_after_s == math.inf:
+            self._rescue_after_s = now_s + self._times.lease_s
+        if now_s >= self._rescue_after_s:
+            with self._database.begin() as connection:
+                moved += sweeps.sweep_leases(connection, self._decode, lease_s=self._times.lease_s)
+        self._count()
+        return moved
+
+    def _count(self) -> None:
+        self._num_turns += 1
+        if self._num_turns % COUNT_EVERY != 1:
+            return
+        with self._database.begin() as connection:
+            counts = sweeps.counts(connection)
+        self._metrics.jobs.clear()
+        for (model, state), number in counts.items():
+            self._metrics.jobs.labels(model=model, state=state).set(number)
