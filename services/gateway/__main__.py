@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import signal
+import sys
 
 import structlog
 import uvicorn
@@ -12,8 +14,14 @@ from services.gateway.settings import GatewaySettings
 from shardline import log
 
 
+def _stopped(_signal: int, _frame: object) -> None:
+    sys.exit(0)
+
+
 def main() -> None:
     """Serve until told to stop."""
+    # uvicorn raises the signal again after its graceful end: that end is a success.
+    signal.signal(signal.SIGTERM, _stopped)
     settings = GatewaySettings()
     log.configure(service="gateway", level=settings.log_level, form=settings.log_format)
     structlog.get_logger(__name__).info("gateway starts", host=settings.http_host, port=settings.http_port)

@@ -74,9 +74,10 @@ class Inserter:
             if len(batch) == 1:
                 _fail(batch, error)
                 return
-            # One of them is wrong: the others must not suffer for it.
-            for one in batch:
-                await self._store([one])
+            # One of them is wrong: the others must not suffer for it, and halving finds it soon.
+            half = len(batch) // 2
+            await self._store(batch[:half])
+            await self._store(batch[half:])
         except asyncio.CancelledError:
             _fail(batch, Unavailable("the gateway is stopping"))
             raise

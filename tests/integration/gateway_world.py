@@ -23,7 +23,8 @@ PROMPT = "sum: 1 + 2 ="
 async def running_gateway(database_url: str, redis_url: str, **settings: Any) -> AsyncIterator[httpx.AsyncClient]:
     """A client of a gateway that answers."""
     values = {"database_url": database_url, "redis_url": redis_url, **settings}
-    config = uvicorn.Config(create_app(GatewaySettings(**values)), port=free_port(), log_config=None, access_log=False)
+    app = create_app(GatewaySettings(**values))
+    config = uvicorn.Config(app, port=free_port(), log_config=None, access_log=False, timeout_graceful_shutdown=5)
     server = uvicorn.Server(config)
     task = asyncio.create_task(server.serve())
     address = f"http://127.0.0.1:{config.port}"
@@ -32,7 +33,7 @@ async def running_gateway(database_url: str, redis_url: str, **settings: Any) ->
             await _until_it_answers(client, task)
             yield client
     finally:
-        server.should_exit = server.force_exit = True
+        server.should_exit = True
         await task
 
 

@@ -191,12 +191,14 @@ class AsyncClient:
         with self._ends.watch(job_id, mailbox), self._reader.watch(job_id, mailbox):
             if after or self._reader.is_away:
                 await self._catch_up(job_id, cursor)
-            while not cursor.ended:
+            while True:
+                yield cursor.take()
+                if cursor.ended:
+                    return
                 for delta in await mailbox.wait(wait_s):
                     cursor.push(delta)
                 if mailbox.ended or cursor.has_gap or self._reader.is_away:
                     await self._catch_up(job_id, cursor)
-                yield cursor.take()
 
     async def _catch_up(self, job_id: UUID, cursor: Cursor) -> None:
         """While Postgres is away too, the stream alone must do."""

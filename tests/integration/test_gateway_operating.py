@@ -1,0 +1,161 @@
+"""The gateway as operators see it: readiness, figures, limits, batches, and an end in good order."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from services.standalone.ports import free_port
+from services.standalone.servers import Postgres
+from tests.integration.gateway_world import PROMPT, events_of, running_gateway
+from tests.tiny_head import TinyHead, tiny_head
+
+JOBS = "/v1/jobs"
+REPOSITORY = Path(__file__).resolve().parents[2]
+BODY = {"model": "clerk", "prompt": PROMPT}
+
+
+@pytest.fixture
+def head(database_url: str, redis_url: str) -> Iterator[TinyHead]:
+    head = TinyHead(database_url, redis_url)
+    yield head
+    head.close()
+
+
+@pytest.fixture
+async def http(database_url: str, redis_url: str, head: TinyHead) -> AsyncIterator[httpx.AsyncClient]:
+    async with running_gateway(database_url, redis_url) as http:
+        yield http
+
+
+async def test_given_a_pipeline_when_it_becomes_ready_then_so_does_the_gateway(
+    http: httpx.AsyncClient, head: TinyHead
+) -> None:
+    reply = await http.get("/ready")
+    assert (reply.status_code, reply.json()["ready"]) == (503, False)
+    assert reply.json()["models"]["clerk"]["ready"] is False
+    head.ready()
+    reply = await http.get("/ready")
+    assert (reply.status_code, reply.json()["ready"]) == (200, True)
+    assert reply.json()["models"]["clerk"]["pipelines"][0]["stages"] == [{"layers": "0-7"}]
+    assert (await http.get("/health")).json() == {"status": "ok"}
+
+
+async def test_given_registered_models_when_listed_then_each_says_its_limit(
+    http: httpx.AsyncClient, head: TinyHead
+) -> None:
+    (model,) = (await http.get("/v1/models")).json()["data"]
+    assert (model["id"], model["object"], model["max_model_len"], model["ready"]) == ("clerk", "model", 512, False)
+    assert (await http.get("/v1/models/clerk")).json() == model
+
+
+async def test_given_requests_when_scraped_then_figures_count_routes_not_paths(http: httpx.AsyncClient) -> None:
+    await http.post(JOBS, json=BODY)
+    await http.get(f"{JOBS}/x")
+    text = (await http.get("/metrics")).text
+    assert 'shardline_http_requests_total{method="POST",route="/v1/jobs",status="202"} 1.0' in text
+    assert 'route="/v1/jobs/{job_id}",status="400"' in text
+    assert 'shardline_jobs_accepted_total{model="clerk"} 1.0' in text
+    assert 'shardline_jobs_refused_total{code="invalid_value"} 1.0' in text
+
+
+async def test_given_many_callers_at_once_when_they_submit_then_one_wrong_request_harms_nobody(
+    http: httpx.AsyncClient,
+) -> None:
+    bodies = [{**BODY, "tenant": "nobody"} if place % 10 == 3 else BODY for place in range(60)]
+    replies = await asyncio.gather(*(http.post(JOBS, json=body) for body in bodies))
+    assert [reply.status_code for reply in replies] == [400 if place % 10 == 3 else 202 for place in range(60)]
+    assert len({reply.json()["id"] for reply in replies if reply.status_code == 202}) == 54
+
+
+async def test_given_a_full_door_when_one_more_comes_then_it_is_told_when_to_come_back(
+    database_url: str, redis_url: str, head: TinyHead
+) -> None:
+    async with running_gateway(database_url, redis_url, http_max_in_flight=1) as http:
+        fields = {**BODY, "stream": True, "return_token_ids": True}
+        async with http.stream("POST", "/v1/completions", json=fields) as stream:
+            await anext(events_of(stream))
+            reply = await http.post(JOBS, json=BODY)
+            assert (reply.status_code, reply.headers["retry-after"]) == (429, "1")
+            assert reply.json()["error"]["code"] == "overloaded"
+            assert (await http.get("/health")).status_code == 200
+
+
+async def test_given_a_body_over_the_limit_when_sent_then_it_is_refused(
+    database_url: str, redis_url: str, head: TinyHead
+) -> None:
+    async def chunks() -> AsyncIterator[bytes]:
+        for _ in range(4):
+            yield b" " * 600
+
+    async with running_gateway(database_url, redis_url, http_max_body_bytes=1024) as http:
+        for content in (b" " * 1025, chunks()):
+            reply = await http.post(JOBS, content=content)
+            assert (reply.status_code, reply.json()["error"]["code"]) == (413, "request_too_large")
+        assert (await http.post(JOBS, json=BODY)).status_code == 202
+
+
+async def test_given_postgres_away_when_a_job_comes_then_it_is_told_to_come_back(
+    http: httpx.AsyncClient, head: TinyHead, postgres_server: Postgres
+) -> None:
+    assert (await http.post(JOBS, json=BODY)).status_code == 202
+    postgres_server.kill()
+    try:
+        reply = await http.post(JOBS, json=BODY)
+        assert (reply.status_code, reply.json()["error"]["code"]) == (503, "unavailable")
+        assert (await http.get("/ready")).status_code == 503
+        assert (await http.get("/health")).status_code == 200
+    finally:
+        postgres_server.restart()
+    async with asyncio.timeout(60):
+        while (await http.post(JOBS, json=BODY)).status_code != 202:
+            await asyncio.to_thread(head.wait_for_bell)
+
+
+async def test_given_a_waiting_caller_when_told_to_stop_then_the_gateway_answers_first(
+    database_url: str, redis_url: str
+) -> None:
+    with tiny_head(database_url, redis_url) as head:
+        async with gateway_process(database_url, redis_url) as (process, http):
+            async with http.stream("POST", "/v1/completions", json={**BODY, "stream": True}) as stream:
+                sequence = head.claim()
+                head.say(sequence)
+                events = events_of(stream)
+                first = (await anext(events)).data
+                process.send_signal(signal.SIGTERM)
+                head.finish(sequence)
+                *rest, closing, done = [event.data async for event in events]
+            assert await asyncio.to_thread(process.wait, 60) == 0
+        text = "".join(chunk["choices"][0]["text"] for chunk in (first, *rest))
+        assert (text, closing["choices"][0]["finish_reason"], done) == (PROMPT, "stop", "[DONE]")
+
+
+@asynccontextmanager
+async def gateway_process(
+    database_url: str, redis_url: str
+) -> AsyncIterator[tuple[subprocess.Popen[bytes], httpx.AsyncClient]]:
+    """`python -m services.gateway` as operators run it."""
+    port = free_port()
+    settings = {"DATABASE_URL": database_url, "REDIS_URL": redis_url, "HTTP_PORT": str(port)}
+    environment = {**os.environ, **{f"SHARDLINE_{name}": value for name, value in settings.items()}}
+    environment["PYTHONPATH"] = f"{REPOSITORY}:{REPOSITORY / 'shared'}"
+    command = [sys.executable, "-m", "services.gateway"]
+    process = await asyncio.to_thread(subprocess.Popen, command, env=environment, cwd=REPOSITORY)
+    try:
+        retries = httpx.AsyncHTTPTransport(retries=10)
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", transport=retries, timeout=60) as http:
+            async with asyncio.timeout(60):
+                await http.get("/health")
+            yield process, http
+    finally:
+        process.kill()
+        process.wait()
