@@ -1,0 +1,183 @@
+"""The commands. Each reads its arguments, asks the client, and shows the answer; none holds logic of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Annotated, TypeVar
+from uuid import UUID
+
+import typer
+from sqlalchemy import Connection
+
+from shardline import log
+from shardline.cli import show
+from shardline.cli.exits import HELP, Reporting
+from shardline.cli.fields import parse_fields, prompt_fields, read_prompt
+from shardline.client import Client
+from shardline.client.database import reachable
+from shardline.client.requests import succeeded
+from shardline.errors import Invalid
+from shardline.job import JobState
+from shardline.store.models import get_models, model_names
+from shardline.store.pipelines import live_pipelines
+
+cli = typer.Typer(
+    cls=Reporting,
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help="Prompts in, completions out, over Postgres (SHARDLINE_DATABASE_URL) and Redis (SHARDLINE_REDIS_URL).",
+    epilog=HELP,
+)
+
+Json = Annotated[bool, typer.Option("--json", help="One JSON document a line.")]
+JobId = Annotated[UUID, typer.Argument(metavar="JOB", help="The job's id.")]
+JobIds = Annotated[list[UUID], typer.Argument(metavar="JOB...", help="Ids of jobs.")]
+
+Answer = TypeVar("Answer")
+Document = TypeVar("Document")
+
+
+def main() -> None:
+    """The `shardline` command."""
+    log.configure(service="cli", level="WARNING")
+    cli()
+
+
+@cli.command()
+def submit(
+    prompt: Annotated[str | None, typer.Argument(help="The prompt; from standard input if absent or -.")] = None,
+    *,
+    model: Annotated[str | None, typer.Option("--model", "-m", help="Default: the only registered one.")] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="The prompt is a user's message.")] = False,
+    system: Annotated[str | None, typer.Option(help="A system message before it; implies --chat.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(help="Longest completion.")] = None,
+    temperature: Annotated[float | None, typer.Option(help="0 is greedy.")] = None,
+    seed: Annotated[int | None, typer.Option(help="The same seed gives the same tokens.")] = None,
+    priority: Annotated[int | None, typer.Option(help="0 is served first, 9 last.")] = None,
+    field: Annotated[
+        list[str] | None, typer.Option("--field", "-f", help="Any other field: -f top_p=0.9 -f 'stop=[\"\\n\"]'.")
+    ] = None,
+    wait: Annotated[bool, typer.Option("--wait", help="Print the completion when it is done.")] = False,
+    stream: Annotated[bool, typer.Option("--stream", help="Print the completion as it grows.")] = False,
+    json: Json = False,
+) -> None:
+    """Store one job and print its id, or wait for its completion."""
+    common = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed, "priority": priority}
+    given = {name: value for name, value in common.items() if value is not None}
+    fields = {**prompt_fields(read_prompt(prompt), chat=chat, system=system), **given, **parse_fields(field or ())}
+    with Client() as client:
+        job_id = client.submit(model or _only_model(client), **fields)
+        if stream or wait:
+            typer.echo(f"job {job_id}", err=True)
+            _stream(client, job_id, json=json) if stream else _wait(client, [job_id], None, json=json)
+        elif json:
+            show.as_json({"id": job_id})
+        else:
+            typer.echo(str(job_id))
+
+
+@cli.command()
+def wait(
+    jobs: JobIds,
+    timeout_s: Annotated[float | None, typer.Option(help="Give up after so many seconds; the jobs go on.")] = None,
+    json: Json = False,
+) -> None:
+    """Wait until jobs have ended and print their completions."""
+    with Client() as client:
+        _wait(client, jobs, timeout_s, json=json)
+
+
+@cli.command()
+def stream(job: JobId, json: Json = False) -> None:
+    """Print a job's completion from its beginning as it grows."""
+    with Client() as client:
+        _stream(client, job, json=json)
+
+
+@cli.command()
+def get(jobs: JobIds, json: Json = False) -> None:
+    """Show jobs with their results."""
+    with Client() as client:
+        for job in map(client.get, jobs):
+            show.as_json(job) if json else show.job_details(job)
+
+
+@cli.command("list")
+def list_jobs(
+    state: Annotated[JobState | None, typer.Option(help="Only jobs in this state.")] = None,
+    model: Annotated[str | None, typer.Option("--model", "-m", help="Only jobs of this model.")] = None,
+    limit: Annotated[int, typer.Option(min=1, max=1000, help="At most so many.")] = 20,
+    after: Annotated[UUID | None, typer.Option(help="The last id of the page before.")] = None,
+    json: Json = False,
+) -> None:
+    """List jobs, newest first."""
+    with Client() as client:
+        jobs = client.list(state=state, model=model, limit=limit, after=after)
+    _show_each(jobs, json=json, table=show.jobs_table)
+
+
+@cli.command()
+def cancel(jobs: JobIds, json: Json = False) -> None:
+    """Ask for the end of jobs: a queued one ends at once, a running one a little later."""
+    with Client() as client:
+        states = client.cancel(jobs)
+        for job_id in jobs:
+            state = states.get(job_id) or client.get(job_id).state
+            show.as_json({"id": job_id, "state": state}) if json else typer.echo(f"{job_id} {state}")
+
+
+@cli.command()
+def pipelines(json: Json = False) -> None:
+    """Show the live pipelines: which stage holds which layers on which device."""
+    with Client() as client:
+        found = _read(client, live_pipelines)
+    _show_each(found, json=json, table=show.pipelines_table)
+
+
+@cli.command()
+def models(json: Json = False) -> None:
+    """Show the models that stages have registered."""
+    names = ("name", "revision", "context_length", "vocab_size", "fingerprint", "updated_at")
+    with Client() as client:
+        rows, live = _read(client, get_models), _read(client, live_pipelines)
+    ready = {pipeline.model for pipeline in live if pipeline.ready}
+    found = [{**{name: row[name] for name in names}, "ready": row["name"] in ready} for row in rows]
+    _show_each(found, json=json, table=show.models_table)
+
+
+def _wait(client: Client, ids: list[UUID], timeout_s: float | None, *, json: bool) -> None:
+    jobs = client.wait(ids, timeout_s, must_succeed=False)
+    for job in jobs:
+        if json:
+            show.as_json(job)
+        elif job.result is not None:
+            typer.echo(job.result.text)
+    for job in jobs:
+        succeeded(job)
+
+
+def _stream(client: Client, job_id: UUID, *, json: bool) -> None:
+    for delta in client.stream(job_id):
+        show.as_json(delta) if json else typer.echo(delta.text, nl=delta.state is not None)
+
+
+def _only_model(client: Client) -> str:
+    names = _read(client, model_names)
+    if len(names) != 1:
+        known = ", ".join(names) or "none yet"
+        raise Invalid("--model", f"{len(names)} models are registered, so it must be named", f"Use one of: {known}")
+    return names[0]
+
+
+def _read(client: Client, query: Callable[[Connection], Answer]) -> Answer:
+    with reachable(), client.database.connect() as connection:
+        return query(connection)
+
+
+def _show_each(documents: Sequence[Document], *, json: bool, table: Callable[[Sequence[Document]], None]) -> None:
+    if not json:
+        table(documents)
+        return
+    for document in documents:
+        show.as_json(document)

@@ -1,0 +1,51 @@
+"""Errors as one line on standard error and an exit status that scripts can act on. Knows no command."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import typer
+from pydantic import ValidationError
+from sqlalchemy.exc import ProgrammingError
+from typer.core import TyperGroup
+from typing_extensions import override
+
+from shardline.config import ENV_PREFIX
+from shardline.errors import Conflict, Invalid, JobEnded, NotFound, Unavailable
+
+STATUSES: tuple[tuple[type[Exception], int], ...] = (
+    (JobEnded, 1),
+    (Invalid, 2),
+    (Conflict, 2),
+    (NotFound, 3),
+    (Unavailable, 4),
+    (TimeoutError, 124),
+)
+
+HELP = (
+    "Exit status: 0 done, 1 a job ended without a completion, 2 wrong request or setting, 3 no such job, "
+    "4 a server cannot be reached, 124 time is over."
+)
+
+
+class Reporting(TyperGroup):
+    """A group of commands whose foreseeable errors are told, not traced."""
+
+    @override
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except ValidationError as error:
+            for each in error.errors():
+                name = ENV_PREFIX + "_".join(map(str, each["loc"])).upper()
+                typer.echo(f"{name}: {each['msg']}", err=True)
+            raise typer.Exit(2) from error
+        except ProgrammingError as error:
+            _leave(f"This database lacks Shardline's tables: run `alembic upgrade head` ({error.orig})", 4, error)
+        except tuple(kind for kind, _ in STATUSES) as error:
+            _leave(str(error), next(status for kind, status in STATUSES if isinstance(error, kind)), error)
+
+
+def _leave(message: str, status: int, cause: Exception) -> NoReturn:
+    typer.echo(message.strip(), err=True)
+    raise typer.Exit(status) from cause

@@ -1,0 +1,48 @@
+"""From what is typed to the fields of a request. Knows no field by name: the request itself checks them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+
+from shardline.errors import Invalid
+
+
+def read_prompt(argument: str | None) -> str:
+    """The argument, or standard input without its last line break."""
+    if argument is not None and argument != "-":
+        return argument
+    if sys.stdin.isatty():
+        raise Invalid("prompt", "there is none", "Give it as an argument or on standard input")
+    return sys.stdin.read().removesuffix("\n")
+
+
+def parse_fields(assignments: Iterable[str]) -> dict[str, Any]:
+    """`top_p=0.9` → {"top_p": 0.9}. What is no JSON is a string."""
+    fields: dict[str, Any] = {}
+    for assignment in assignments:
+        name, equals, value = assignment.partition("=")
+        if not (name and equals):
+            raise Invalid("--field", f"{assignment!r} is no name=value", "Write for example --field top_p=0.9")
+        fields[name] = _value(value)
+    return fields
+
+
+def prompt_fields(prompt: str, *, chat: bool, system: str | None) -> dict[str, Any]:
+    """The prompt as it is, or as the user's message of a chat."""
+    if not chat and system is None:
+        return {"prompt": prompt}
+    messages = [{"role": "user", "content": prompt}]
+    if system is not None:
+        messages.insert(0, {"role": "system", "content": system})
+    return {"messages": messages}
+
+
+def _value(text: str) -> Any:
+    try:
+        return msgspec.json.decode(text)
+    except msgspec.DecodeError:
+        return text

@@ -1,0 +1,135 @@
+"""How jobs, models and pipelines look: tables and text for people, one JSON document a line for programs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from datetime import datetime
+from typing import Any
+
+import msgspec
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from shardline.job import Job, JobState
+from shardline.store.pipelines import LivePipeline
+
+PROMPT_CHARS = 48
+COLOURS = {
+    JobState.SUCCEEDED: "green",
+    JobState.RUNNING: "cyan",
+    JobState.FAILED: "red",
+    JobState.CANCELLED: "yellow",
+    JobState.EXPIRED: "yellow",
+}
+
+
+def as_json(document: object) -> None:
+    """One line."""
+    typer.echo(msgspec.json.encode(document).decode())
+
+
+def jobs_table(jobs: Iterable[Job]) -> None:
+    """One job a row."""
+    table = _table("job", "state", "model", "created", "tokens", "prompt")
+    for job in jobs:
+        tokens = str(job.result.usage.completion_tokens) if job.result else ""
+        table.add_row(str(job.id), _state(job.state), job.model, _time(job.created_at), tokens, _short(job.prompt))
+    _print(table)
+
+
+def job_details(job: Job) -> None:
+    """All that a person asks about one job, its completion last."""
+    facts: dict[str, object] = {
+        "job": job.id,
+        "state": _state(job.state),
+        "model": job.model,
+        "priority": job.priority,
+        "created": _time(job.created_at),
+        "finished": _time(job.finished_at),
+        "attempts": job.fence,
+        "crashes": job.crashes or None,
+        "prompt": _short(job.prompt),
+        **_reasons(job.error or {}),
+        **_result(job),
+    }
+    table = Table.grid(padding=(0, 2))
+    for name, value in facts.items():
+        if value is not None and value != "":
+            table.add_row(Text(name, style="bold"), value if isinstance(value, Text) else Text(str(value)))
+    _print(table)
+    if job.result is not None:
+        typer.echo(f"\n{job.result.text}")
+
+
+def pipelines_table(pipelines: Iterable[LivePipeline]) -> None:
+    """One stage a row, under its pipeline."""
+    table = _table("pipeline", "model", "state", "epoch", "seats", "exact", "layers", "device", "worker")
+    for pipeline in pipelines:
+        state = Text("ready", style="green") if pipeline.ready else Text("not ready", style="red")
+        exact = "yes" if pipeline.exact else "no"
+        row: list[str | Text] = [pipeline.id, pipeline.model, state, str(pipeline.epoch), str(pipeline.seats), exact]
+        for stage in pipeline.stages or [{}]:
+            table.add_row(*row, _layers(stage), str(stage.get("device", "")), str(stage.get("worker", "")))
+            row = ["" for _ in row]
+    _print(table)
+
+
+def models_table(models: Iterable[Mapping[str, Any]]) -> None:
+    """One model a row."""
+    table = _table("model", "context", "vocabulary", "ready", "weights")
+    for model in models:
+        sizes = str(model["context_length"]), str(model["vocab_size"])
+        table.add_row(model["name"], *sizes, "yes" if model["ready"] else "no", model["fingerprint"][:12])
+    _print(table)
+
+
+def _result(job: Job) -> dict[str, object]:
+    result = job.result
+    if result is None:
+        return {}
+    return {
+        "finish reason": result.finish_reason,
+        "tokens": f"{result.usage.prompt_tokens} in, {result.usage.completion_tokens} out",
+        "exact": "yes" if result.exact else "no",
+        "worker": result.provenance.get("worker"),
+        "timings": ", ".join(f"{name.removesuffix('_s')} {value:.3f} s" for name, value in result.timings.items()),
+    }
+
+
+def _reasons(error: Mapping[str, Any]) -> dict[str, object]:
+    return {name: error.get(name) for name in ("field", "problem", "remedy", "message")}
+
+
+def _layers(stage: Mapping[str, Any]) -> str:
+    """Stored as [first, one past the last]; shown as people count."""
+    layers = stage.get("layers")
+    return f"{layers[0]}-{layers[1] - 1}" if isinstance(layers, list) and len(layers) == 2 else str(layers or "")
+
+
+def _state(state: JobState) -> Text:
+    return Text(state, style=COLOURS.get(state, ""))
+
+
+def _time(time: datetime | None) -> str:
+    return "" if time is None else time.astimezone().strftime("%Y-%m-%d %H:%M:%S")
+
+
+def _short(prompt: str | None) -> Text:
+    """In one line; markup in it is shown, not obeyed."""
+    line = " ".join((prompt or "").split())
+    return Text(line if len(line) <= PROMPT_CHARS else line[: PROMPT_CHARS - 1] + "…")
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in columns:
+        table.add_column(column, no_wrap=True)
+    return table
+
+
+def _print(table: Table) -> None:
+    """Through a pipe whole, however wide: ids must not be cut."""
+    console = Console(highlight=False)
+    console.print(table, width=None if console.is_terminal else 240)
