@@ -1,0 +1,143 @@
+"""The asyncio client against real Postgres and Valkey: many waiters on one connection, and outages of both servers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from uuid import UUID, uuid4
+
+import pytest
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from services.standalone.servers import Postgres, Valkey
+from shardline.client import AsyncClient
+from shardline.errors import Invalid, JobCancelled, JobFailed, NotFound
+from shardline.job import JobState
+from shardline.wire import Delta
+from tests.tiny_head import TinyHead, tiny_head
+
+PROMPT = "sum: 1 + 2 ="
+
+
+@pytest.fixture
+def head(database_url: str, redis_url: str) -> Iterator[TinyHead]:
+    with tiny_head(database_url, redis_url) as head:
+        yield head
+
+
+@pytest.fixture
+async def client(database_url: str, redis_url: str) -> AsyncIterator[AsyncClient]:
+    async with AsyncClient(database_url=database_url, redis_url=redis_url) as client:
+        yield client
+
+
+async def test_given_many_jobs_when_waited_for_at_once_then_each_waiter_gets_its_own(
+    client: AsyncClient, head: TinyHead
+) -> None:
+    prompts = [f"sum: {number} + 1 =" for number in range(40)]
+    ids = await client.submit_many({"model": "clerk", "prompt": prompt} for prompt in prompts)
+    with head.serving():
+        together = await client.wait(ids, 60)
+        alone = await asyncio.gather(*(client.wait(job_id, 60) for job_id in ids))
+    assert [job.result and job.result.text for job in together] == prompts
+    assert alone == together
+
+
+async def test_given_the_callers_transaction_when_it_rolls_back_then_no_job_is_left(client: AsyncClient) -> None:
+    async with AsyncSession(client.database) as session:
+        await client.submit("clerk", PROMPT, session=session)
+        await session.rollback()
+    assert await client.list() == []
+
+    async with AsyncSession(client.database) as session, session.begin():
+        job_id = await client.submit("clerk", PROMPT, session=session)
+    assert [job.id for job in await client.list()] == [job_id]
+
+
+async def test_given_wrong_requests_when_submitted_then_the_field_is_named(client: AsyncClient) -> None:
+    with pytest.raises(Invalid, match=r"requests\[0\].temperature"):
+        await client.submit_many([{"model": "clerk", "prompt": "a", "temperature": 9}])
+    with pytest.raises(Invalid, match="prompt"):
+        await client.submit("clerk")
+
+
+async def test_given_no_such_job_when_asked_for_then_it_is_not_found(client: AsyncClient) -> None:
+    for ask in (client.get, client.wait):
+        with pytest.raises(NotFound):
+            await ask(uuid4())
+    with pytest.raises(NotFound):
+        await anext(client.stream(uuid4()))
+    with pytest.raises(NotFound):
+        await anext(client.follow(uuid4(), after=1))
+
+
+async def test_given_a_job_that_never_ends_when_waited_for_then_the_time_is_kept(client: AsyncClient) -> None:
+    job_id = await client.submit("clerk", PROMPT)
+    with pytest.raises(TimeoutError):
+        await client.wait(job_id, 0.05)
+
+
+async def test_given_ends_without_completion_when_waited_for_then_each_has_its_error(
+    client: AsyncClient, head: TinyHead
+) -> None:
+    failing = await client.submit("clerk", PROMPT)
+    head.end(head.claim(), JobState.FAILED)
+    cancelled = await client.submit("clerk", PROMPT)
+    assert await client.cancel(cancelled) == {cancelled: JobState.CANCELLED}
+    with pytest.raises(JobFailed, match="it broke the engine"):
+        await client.wait(failing, 60)
+    with pytest.raises(JobCancelled):
+        await client.wait(cancelled, 60)
+    with pytest.raises(JobCancelled):
+        _ = [delta async for delta in client.stream(cancelled)]
+    jobs = await client.wait([failing, cancelled], 60, must_succeed=False)
+    assert [job.state for job in jobs] == [JobState.FAILED, JobState.CANCELLED]
+
+
+async def test_given_two_readers_of_one_job_when_streamed_then_both_get_every_token_once(
+    client: AsyncClient, head: TinyHead
+) -> None:
+    job_id = await client.submit("clerk", PROMPT)
+    sequence = head.claim()
+    head.say(sequence, 2)
+    early = client.stream(job_id)
+    deltas = [await anext(early)]
+    late = asyncio.create_task(_collect(client, job_id))
+    head.finish(sequence)
+    deltas += [delta async for delta in early]
+    for found in (deltas, await late):
+        assert [token_id for delta in found for token_id in delta.ids] == list(sequence.output_ids)
+        assert "".join(delta.text for delta in found) == PROMPT
+
+
+async def test_given_redis_lost_in_the_middle_when_streamed_then_every_token_comes_once(
+    client: AsyncClient, head: TinyHead, redis_server: Valkey
+) -> None:
+    job_id = await client.submit("clerk", PROMPT)
+    sequence = head.claim()
+    stream = client.stream(job_id)
+    head.say(sequence, 3)
+    deltas = [await anext(stream)]
+    redis_server.restart()
+    head.say(sequence, 2, to_stream=False)
+    head.beat(sequence)
+    head.finish(sequence)
+    deltas += [delta async for delta in stream]
+    assert [token_id for delta in deltas for token_id in delta.ids] == list(sequence.output_ids)
+    assert "".join(delta.text for delta in deltas) == PROMPT
+
+
+async def test_given_postgres_restarted_when_waited_for_then_waiting_goes_on(
+    client: AsyncClient, head: TinyHead, postgres_server: Postgres
+) -> None:
+    job_id = await client.submit("clerk", PROMPT)
+    waiting = asyncio.create_task(client.wait(job_id, 60))
+    await anext(client.follow(job_id))
+    postgres_server.restart()
+    head.database.dispose()
+    head.finish(head.claim())
+    assert (await waiting).state is JobState.SUCCEEDED
+
+
+async def _collect(client: AsyncClient, job_id: UUID) -> list[Delta]:
+    return [delta async for delta in client.stream(job_id)]
