@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from shardline.client.database import reachable
 from shardline.errors import UnknownModel
 from shardline.store import models
-from shardline.tokenise import Tokens, TokensCache
+from shardline.tokenise import Tokens
 
 FRESH_S = 10.0
 """A model that is registered anew, with other weights, is seen at the latest after this."""
@@ -25,7 +28,6 @@ class Model:
     fingerprint: str
     tokens: Tokens
     created: int
-    loaded_s: float
 
     @property
     def system_fingerprint(self) -> str:
@@ -38,16 +40,17 @@ class Catalogue:
 
     def __init__(self, database: AsyncEngine) -> None:
         self._database = database
-        self._tokens = TokensCache()
         self._models: dict[str, Model] = {}
+        self._versions: dict[str, str] = {}
+        self._read_s = -math.inf
         self._lock = asyncio.Lock()
 
     async def get(self, name: str) -> Model:
-        """Raises UnknownModel, naming those that exist, and Unavailable when a model is asked for the first time."""
-        model = self._fresh(name)
+        """Raises UnknownModel, naming those that exist, and Unavailable."""
+        model = self._known(name)
         if model is None:
             async with self._lock:
-                model = self._fresh(name) or await self._load(name)
+                model = self._known(name) or await self._look_up(name)
         return model
 
     async def names(self) -> list[str]:
@@ -56,26 +59,33 @@ class Catalogue:
             async with self._database.connect() as connection:
                 return await connection.run_sync(models.model_names)
 
-    def _fresh(self, name: str) -> Model | None:
+    def _known(self, name: str) -> Model | None:
+        """Loaded, of the version that Postgres had a short while ago."""
         model = self._models.get(name)
-        return model if model is not None and time.monotonic() - model.loaded_s < FRESH_S else None
+        is_fresh = time.monotonic() - self._read_s < FRESH_S
+        return model if is_fresh and model and self._versions.get(name) == model.fingerprint else None
 
-    async def _load(self, name: str) -> Model:
+    async def _look_up(self, name: str) -> Model:
+        """A tokenizer may have many megabytes: it is read only when it is another one."""
         with reachable():
             async with self._database.connect() as connection:
-                row = await connection.run_sync(models.get_model, name)
-                known = [] if row is not None else await connection.run_sync(models.model_names)
-        if row is None:
-            self._models.pop(name, None)
-            raise UnknownModel(name, known)
-        # A large tokenizer takes a second to parse: not on the event loop.
-        tokens = await asyncio.to_thread(self._tokens.get, dict(row))
-        model = Model(
-            name=name,
-            fingerprint=row["fingerprint"],
-            tokens=tokens,
-            created=int(row["updated_at"].timestamp()),
-            loaded_s=time.monotonic(),
-        )
-        self._models[name] = model
+                versions = await connection.run_sync(models.versions)
+                model = self._models.get(name)
+                is_other = name in versions and (model is None or model.fingerprint != versions[name])
+                row = await connection.run_sync(models.get_model, name) if is_other else None
+        self._versions, self._read_s = versions, time.monotonic()
+        self._models = {name: model for name, model in self._models.items() if name in versions}
+        if row is not None:
+            model = self._models[name] = await asyncio.to_thread(_load, dict(row))
+        if model is None or name not in versions:
+            raise UnknownModel(name, list(versions))
         return model
+
+
+def _load(row: Mapping[str, Any]) -> Model:
+    return Model(
+        name=row["name"],
+        fingerprint=row["fingerprint"],
+        tokens=Tokens.from_row(row),
+        created=int(row["updated_at"].timestamp()),
+    )

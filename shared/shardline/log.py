@@ -66,7 +66,8 @@ def _renderers(*, console: bool) -> list[Processor]:
     if console:
         return [structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())]
     return [
-        structlog.processors.dict_tracebacks,
+        # Without locals: they would put prompts and completions into the log.
+        structlog.processors.ExceptionRenderer(structlog.tracebacks.ExceptionDictTransformer(show_locals=False)),
         structlog.processors.JSONRenderer(default=str, ensure_ascii=False),
     ]
 

@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 
 from shardline.errors import Invalid
 from shardline.job import Message, SamplingParams
-from shardline.tokenise import ChatTemplate, Tokens, TokensCache, model_row
+from shardline.tokenise import ChatTemplate, Tokens, model_row
 
 CLERK = Path(__file__).resolve().parents[2] / "services/standalone/clerk/model"
 NO_LIMITS = SamplingParams()
@@ -140,11 +140,3 @@ def test_given_a_broken_template_when_loaded_then_its_line_is_named() -> None:
 def test_given_a_broken_tokenizer_when_loaded_then_it_is_refused(row: dict[str, Any]) -> None:
     with pytest.raises(Invalid, match=r"tokenizer\.json cannot be read"):
         Tokens.from_row({**row, "tokenizer": "{}"})
-
-
-def test_given_a_model_in_use_when_asked_again_then_it_is_loaded_once_per_fingerprint(row: dict[str, Any]) -> None:
-    cache = TokensCache(size=1)
-    first = cache.get(row)
-    assert cache.get(row) is first
-    assert cache.get({**row, "fingerprint": "other"}) is not first
-    assert cache.get(row) is not first

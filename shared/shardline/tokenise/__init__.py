@@ -2,6 +2,6 @@
 
 from shardline.tokenise.chat import ChatTemplate
 from shardline.tokenise.folder import model_row
-from shardline.tokenise.tokens import Prepared, Tokens, TokensCache
+from shardline.tokenise.tokens import Prepared, Tokens
 
-__all__ = ["ChatTemplate", "Prepared", "Tokens", "TokensCache", "model_row"]
+__all__ = ["ChatTemplate", "Prepared", "Tokens", "model_row"]

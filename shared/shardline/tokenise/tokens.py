@@ -5,7 +5,6 @@ Knows no database: a `models` row arrives as a mapping.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,8 +19,6 @@ from shardline.tokenise.chat import ChatTemplate
 
 MAX_CHARS_PER_TOKEN = 128
 """No tokenizer in use has longer tokens: text of more than that times the context is refused unread."""
-
-MAX_CACHED_MODELS = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,23 +143,6 @@ class Tokens:
                 "min_tokens", f"{params.min_tokens} is above the {max_tokens} that fit", f"Use at most {max_tokens}"
             )
         return max_tokens
-
-
-class TokensCache:
-    """The models in use, loaded once each. A changed fingerprint is another model."""
-
-    def __init__(self, *, size: int = MAX_CACHED_MODELS) -> None:
-        self._size = size
-        self._tokens: OrderedDict[tuple[str, str], Tokens] = OrderedDict()
-
-    def get(self, row: Mapping[str, Any]) -> Tokens:
-        """Of a row of `models`."""
-        key = (row["name"], row["fingerprint"])
-        tokens = self._tokens.pop(key, None) or Tokens.from_row(row)
-        self._tokens[key] = tokens
-        while len(self._tokens) > self._size:
-            self._tokens.popitem(last=False)
-        return tokens
 
 
 def _load(tokenizer_json: str) -> Tokenizer:
