@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping
 from datetime import datetime
 from typing import Any
@@ -16,6 +17,8 @@ from shardline.job import Job, JobState
 from shardline.store.pipelines import LivePipeline
 
 PROMPT_CHARS = 48
+UUID_CHARS = 36
+PIPE_CHARS = 300
 COLOURS = {
     JobState.SUCCEEDED: "green",
     JobState.RUNNING: "cyan",
@@ -125,11 +128,11 @@ def _short(prompt: str | None) -> Text:
 def _table(*columns: str) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in columns:
-        table.add_column(column, no_wrap=True)
+        table.add_column(column, no_wrap=True, min_width=UUID_CHARS if column == "job" else None)
     return table
 
 
 def _print(table: Table) -> None:
-    """Through a pipe whole, however wide: ids must not be cut."""
-    console = Console(highlight=False)
-    console.print(table, width=None if console.is_terminal else 240)
+    """Through a pipe nothing is cut to fit."""
+    is_terminal = sys.stdout.isatty()
+    Console(highlight=False, width=None if is_terminal else PIPE_CHARS).print(table)
