@@ -20,7 +20,7 @@ from services.stage.engine.kv_cache import BLOCK_TOKENS
 from services.stage.engine.paged import Span
 
 RULES_VERSION = 1
-MAX_LENGTH = 3 * BLOCK_TOKENS // 2 + 1
+MAX_LENGTH = BLOCK_TOKENS + 9
 """The tested sequence crosses a block's edge."""
 CHUNK = 37
 MAX_BESIDE = 30

@@ -71,8 +71,8 @@ class Executor:
                 device=device.torch_device,
                 check_bytes=lambda num: memory.check_fits(num, kv_bytes, device),
             )
-            own(shard.model)
             heads = probe_heads(shard)
+            own(shard.model)
             num_blocks = memory.num_blocks(
                 heads, shard.dtype, kv_bytes, context=info.context_length, max_open=max_open, device=device
             )
