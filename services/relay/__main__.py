@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import logging
 import os
 
-from services.relay.app import make_app
+from services.relay.app import app
 from services.relay.settings import RelaySettings
 from shardline.log import configure
 from shardline.queues import INTAKE_QUEUE
+
+PROMPT_LOGGERS = ("celery.worker.strategy", "celery.app.trace")
+"""They write a line with all arguments for each task: prompts do not belong into logs."""
 
 
 def main() -> None:
     """Celery's worker in the form that a relay needs."""
     settings = RelaySettings()
     configure(service="relay", level=settings.log_level, form=settings.log_format)
-    make_app(settings).worker_main(
+    for name in PROMPT_LOGGERS:
+        logging.getLogger(name).setLevel(logging.WARNING)
+    app.worker_main(
         [
             "worker",
             f"--hostname=relay-{os.getpid()}@%h",

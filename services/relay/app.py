@@ -56,7 +56,9 @@ def make_app(settings: RelaySettings) -> Celery:
     app.steps["worker"].add(RelayStep)
 
     # No events and no result: Flower must show the id as the job, not as this task.
-    @app.task(name=SUBMIT_TASK, bind=True, typing=False, ignore_result=True, send_events=False, acks_late=True)
+    @app.task(
+        name=SUBMIT_TASK, shared=False, bind=True, typing=False, ignore_result=True, send_events=False, acks_late=True
+    )
     def submit(task: Task, *args: object, **request: object) -> None:
         document = {**request, "args": args} if args else request
         try:

@@ -24,7 +24,7 @@ from tokenizers.pre_tokenizers import Whitespace
 from shardline.config import Settings
 from shardline.job import Job
 from shardline.keys import INTAKE_DEAD
-from shardline.queues import GENERATE_TASK, celery_settings, generate_queue
+from shardline.queues import INTAKE_QUEUE, SUBMIT_TASK, celery_settings, generate_queue
 from shardline.store import jobs, models
 from shardline.store.bells import listening
 from shardline.tables import DONE_CHANNEL
@@ -94,8 +94,13 @@ class RelayWorld:
         self.relays.append(relay)
         if wait:
             name = f"relay-{process.pid}@"
-            eventually(lambda: any(name in answer for reply in self.app.control.ping(timeout=0.3) for answer in reply))
+            eventually(lambda: any(name in answer for answer in self._pings()))
         return relay
+
+    def _pings(self) -> list[str]:
+        """Names of the workers that answer. On a fresh connection: Celery's pools outlive the servers of a test."""
+        with self.app.connection_for_write() as connection:
+            return [name for reply in self.app.control.ping(timeout=0.3, connection=connection) for name in reply]
 
     def submit(self, document: dict[str, Any], task_id: str | None = None) -> str:
         """As another service does."""
@@ -185,6 +190,3 @@ def words_tokenizer() -> str:
     tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="?"))
     tokenizer.pre_tokenizer = Whitespace()
     return str(tokenizer.to_str())
-
-
-__all__ = ["GENERATE_TASK", "PATIENCE_S", "RelayProcess", "RelayWorld", "eventually", "relay_world"]
