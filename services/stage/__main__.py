@@ -29,7 +29,7 @@ def main() -> int:
     try:
         settings = StageSettings()
     except ValidationError as error:
-        print(error, file=sys.stderr)  # noqa: T201 (logging is not configured yet)
+        sys.stderr.write(f"{error}\n")
         return REFUSED_STATUS
     log.configure(service="stage", level=settings.log_level, form=settings.log_format)
     threading.excepthook = _die_with_thread
@@ -39,10 +39,10 @@ def main() -> int:
         stage = Head(loaded, app) if loaded.is_head else Later(loaded)
         stage.start()
     except Invalid as error:
-        logger.error("refused", field=error.field, problem=error.problem, remedy=error.remedy)  # noqa: TRY400
+        logger.critical("refused", field=error.field, problem=error.problem, remedy=error.remedy)
         return REFUSED_STATUS
     except Unavailable as error:
-        logger.error("cannot start", problem=str(error))  # noqa: TRY400
+        logger.critical("cannot start", problem=str(error))
         return 1
     if settings.metrics_port is not None:
         metrics.serve(settings.metrics_port, stage.meter.registry)

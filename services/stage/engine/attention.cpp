@@ -1,5 +1,5 @@
 // Attention over paged KV for one packed micro-batch: one call per layer writes the new keys and values, then attends,
-// decode rows and prefill chunks alike. Plain C ABI at the end of the file; kernel.py builds it once per instruction set.
+// decode rows and prefill chunks alike. Plain C ABI at the end of the file; kernel.py builds it per instruction set.
 //
 // The promise: a row's bits depend on its query, its position and its own sequence's keys and values. Nothing else: not
 // the batch, the chunking, the tile it shares, the number of threads, the instruction set. It holds because
@@ -10,108 +10,21 @@
 // Memory: a KV block holds 64 tokens. Keys lie as [block][kv head][64 / lanes][dim][lanes]: one register holds the same
 // dimension of neighbouring keys, so scores need no sum across lanes. Values lie as [block][kv head][64][padded dim].
 
-#include <immintrin.h>
-#include <omp.h>
-
 #include <algorithm>
-#include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <limits>
 #include <type_traits>
 #include <vector>
 
+#include "lanes.h"
+
 namespace {
-
-// ---------------------------------------------------------------- vectors: sixteen lanes or eight, same results
-
-#ifdef __AVX512F__
-constexpr int kLanes = 16, kRegisters = 32;
-using Floats = __m512;
-using Words = __m512i;
-using Halves = __m256i;
-inline Floats broadcast(float x) { return _mm512_set1_ps(x); }
-inline Floats fma(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c); }
-inline Words widen(Halves h) { return _mm512_cvtepu16_epi32(h); }
-inline Halves narrow(Words w) { return _mm512_cvtepi32_epi16(w); }
-inline Floats from_half(Halves h) { return _mm512_cvtph_ps(h); }
-inline Halves to_half(Floats x) { return _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT); }
-#else
-constexpr int kLanes = 8, kRegisters = 16;
-using Floats = __m256;
-using Words = __m256i;
-using Halves = __m128i;
-inline Floats broadcast(float x) { return _mm256_set1_ps(x); }
-inline Floats fma(Floats a, Floats b, Floats c) { return _mm256_fmadd_ps(a, b, c); }
-inline Words widen(Halves h) { return _mm256_cvtepu16_epi32(h); }
-inline Halves narrow(Words w) {
-  return _mm_packus_epi32(_mm256_castsi256_si128(w), _mm256_extracti128_si256(w, 1));
-}
-inline Floats from_half(Halves h) { return _mm256_cvtph_ps(h); }
-inline Halves to_half(Floats x) { return _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT); }
-#endif
-
-// GCC's element-wise operators need to know the lanes.
-typedef uint32_t Bits __attribute__((vector_size(4 * kLanes)));
-
-struct BFloat16 { uint16_t bits; };
-struct Float16 { uint16_t bits; };
-
-template <class To, class From> inline To read(const From* from) { To to; std::memcpy(&to, from, sizeof(To)); return to; }
-
-inline Floats load(const float* p) { return read<Floats>(p); }
-inline Floats load(const BFloat16* p) { return (Floats)((Bits)widen(read<Halves>(p)) << 16); }
-inline Floats load(const Float16* p) { return from_half(read<Halves>(p)); }
-
-inline void store(float* p, Floats x) { std::memcpy(p, &x, sizeof x); }
-inline void store(BFloat16* p, Floats x) {
-  Bits u = (Bits)x, rounded = u + 0x7fff + ((u >> 16) & 1);  // to nearest even
-  rounded = x == x ? rounded : (u | 0x400000);               // rounding up must not turn a NaN into -0
-  Halves h = narrow((Words)(rounded >> 16));
-  std::memcpy(p, &h, sizeof h);
-}
-inline void store(Float16* p, Floats x) { Halves h = to_half(x); std::memcpy(p, &h, sizeof h); }
-
-template <class T> inline void store_first(T* p, Floats x, int count) {
-  if (count >= kLanes) return store(p, x);
-  T all[kLanes];
-  store(all, x);
-  std::memcpy(p, all, count * sizeof(T));
-}
-
-// Reads `count` elements and fills the other lanes with zeros.
-template <class T> inline Floats load_first(const T* p, int count) {
-  if (count >= kLanes) return load(p);
-  T all[kLanes] = {};
-  std::memcpy(all, p, count * sizeof(T));
-  return load(all);
-}
-
-inline Floats larger(Floats a, Floats b) { return a > b ? a : b; }
-
-// e^x for x <= 0, within 2e-7; exactly 0 below -87, so -infinity masks.
-inline Floats exp_negative(Floats x) {
-  const Floats low = broadcast(-87.f), to_integer = broadcast(12582912.f);
-  Floats clamped = x < low ? low : x;
-  Floats n = fma(clamped, broadcast(1.44269504f), to_integer) - to_integer;
-  Floats r = fma(n, broadcast(-0.693359375f), clamped);
-  r = fma(n, broadcast(2.12194440e-4f), r);
-  Floats p = broadcast(1.9875691e-4f);
-  for (float c : {1.3981999e-3f, 8.3334519e-3f, 4.1665796e-2f, 1.6666665e-1f, 5.0000001e-1f}) p = fma(p, r, broadcast(c));
-  p = fma(p * r, r, r) + 1.f;
-  Bits power = ((Bits)(n + to_integer) - (Bits)to_integer + 127u) << 23;
-  return x < low ? broadcast(0.f) : p * (Floats)power;
-}
-
-inline Floats tanh(Floats x) {
-  const Bits sign = (Bits)x & 0x80000000u;
-  Floats e = exp_negative((Floats)((Bits)x | 0x80000000u) * 2.f);
-  return (Floats)((Bits)((1.f - e) / (1.f + e)) | sign);
-}
 
 // ---------------------------------------------------------------- a tile: up to eight query vectors over one KV head
 
 constexpr int kBlock = 64, kTile = 8;
+constexpr int kPadding = 16;  // stored values fill whole registers
 constexpr int kColumns = 16;  // keys per softmax stride, whatever the lanes
 constexpr float kNothing = -std::numeric_limits<float>::infinity();
 
@@ -163,7 +76,8 @@ template <class T, int M> void score(const Tile<T>& t) {
   for (int first = 0; first < t.num_keys; first += kBlock) {
     const T* keys = t.keys + t.table[first / kBlock] * t.key_block;
     const bool is_last = first + kBlock >= t.num_keys;
-    const T* next_block = is_last ? t.values + t.table[0] * t.value_block : t.keys + t.table[first / kBlock + 1] * t.key_block;
+    const T* next_block =
+        is_last ? t.values + t.table[0] * t.value_block : t.keys + t.table[first / kBlock + 1] * t.key_block;
     const int columns = round_up(std::min(kBlock, t.num_keys - first), kLanes) / kLanes;
     auto columns_from = [&](auto wide, int c) {
       const T* from = keys + (int64_t)c * t.dim * kLanes;
@@ -310,13 +224,13 @@ int first_bad_row(const Call& c, const std::vector<Run>& runs) {
 }
 
 template <class T> void write_token(const Call& c, int row, int head) {
-  const int position = c.position[row], place = position % kBlock, value_dim = round_up(c.value_dim, 16);
+  const int position = c.position[row], place = position % kBlock, value_dim = round_up(c.value_dim, kPadding);
   const int64_t block = c.table[(int64_t)c.sequence[row] * c.table_width + position / kBlock];
   const T* key = (const T*)c.key + head * c.key_strides.head + row * c.key_strides.row;
   const T* value = (const T*)c.value + head * c.value_strides.head + row * c.value_strides.row;
   const int64_t token = (block * c.num_kv_heads + head) * kBlock;
   T* keys = (T*)c.keys + (token + place / kLanes * kLanes) * c.dim + place % kLanes;
-  for (int d = 0; d < c.dim; d++) __builtin_prefetch(keys + d * kLanes, 1);  // dim stores to dim lines: fetch them side by side
+  for (int d = 0; d < c.dim; d++) __builtin_prefetch(keys + d * kLanes, 1);  // dim stores to dim lines: fetch at once
   for (int d = 0; d < c.dim; d++) keys[d * kLanes] = key[d];
   std::memcpy((T*)c.values + (token + place) * value_dim, value, c.value_dim * sizeof(T));
 }
@@ -325,7 +239,8 @@ template <class T> void write_token(const Call& c, int row, int head) {
 struct Scratch { std::vector<float> query, out, scores; };
 
 template <class T> void attend_run(const Call& c, Run run, int head, Scratch& scratch) {
-  const int group = c.num_heads / c.num_kv_heads, num_queries = run.count * group, value_dim = round_up(c.value_dim, 16);
+  const int group = c.num_heads / c.num_kv_heads, num_queries = run.count * group;
+  const int value_dim = round_up(c.value_dim, kPadding);
   const int passes = (num_queries + kTile - 1) / kTile;
   const int last = c.position[run.row] + run.count - 1;
   const int oldest = c.window ? std::max(0, c.position[run.row] - c.window + 1) : 0;
@@ -351,7 +266,8 @@ template <class T> void attend_run(const Call& c, Run run, int head, Scratch& sc
   for (int pass = 0, done = 0; pass < passes; pass++) {
     const int count = (num_queries - done) / (passes - pass);
     for (int m = 0; m < count; m++) {
-      const int row = run.row + (done + m) / group, query_head = head * group + (done + m) % group, position = c.position[row];
+      const int row = run.row + (done + m) / group, query_head = head * group + (done + m) % group;
+      const int position = c.position[row];
       const T* query = (const T*)c.query + query_head * c.query_strides.head + row * c.query_strides.row;
       for (int d = 0; d < c.dim; d += kLanes)
         store_first(scratch.query.data() + m * c.dim + d, load_first(query + d, c.dim - d), c.dim - d);
@@ -370,6 +286,11 @@ template <class T> void attend_run(const Call& c, Run run, int head, Scratch& sc
   }
 }
 
+template <class T> void clear_run(const Call& c, Run run) {
+  const int64_t row_size = (int64_t)c.num_heads * c.value_dim;
+  std::memset((T*)c.out + run.row * row_size, 0, run.count * row_size * sizeof(T));
+}
+
 template <class T> int attend(const Call& c) {
   const std::vector<Run> runs = runs_of(c);
   if (int bad = first_bad_row(c, runs); bad >= 0) return 1 + bad;
@@ -383,9 +304,9 @@ template <class T> int attend(const Call& c) {
 #pragma omp for schedule(dynamic, 4)
     for (int64_t item = 0; item < (int64_t)runs.size() * c.num_kv_heads; item++) {
       const Run run = runs[item / c.num_kv_heads];
-      const int64_t row_size = (int64_t)c.num_heads * c.value_dim;
-      if (c.sequence[run.row] >= 0) attend_run<T>(c, run, item % c.num_kv_heads, scratch);
-      else if (item % c.num_kv_heads == 0) std::memset((T*)c.out + run.row * row_size, 0, run.count * row_size * sizeof(T));
+      const int head = item % c.num_kv_heads;
+      if (c.sequence[run.row] >= 0) attend_run<T>(c, run, head, scratch);
+      else if (head == 0) clear_run<T>(c, run);
     }
   }
   return 0;

@@ -28,6 +28,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 _log = structlog.get_logger(__name__)
 
 _SOURCE = Path(__file__).with_name("attention.cpp")
+_HEADER = Path(__file__).with_name("lanes.h")
 _MARCH = {"avx512": "x86-64-v4", "avx2": "x86-64-v3"}
 _FLAGS = ("-O3", "-std=c++17", "-fPIC", "-fopenmp", "-ffp-contract=off", "-fno-math-errno", "-Wno-maybe-uninitialized")
 
@@ -88,7 +89,7 @@ def supported_isa() -> str | None:
 def library_path(isa: str, folder: Path) -> Path:
     """Where the library of this source and these flags lies once built."""
     flags = " ".join((*_FLAGS, _MARCH[isa]))
-    digest = hashlib.sha256(_SOURCE.read_bytes() + flags.encode()).hexdigest()[:16]
+    digest = hashlib.sha256(_SOURCE.read_bytes() + _HEADER.read_bytes() + flags.encode()).hexdigest()[:16]
     return folder / f"attention-{isa}-{digest}.so"
 
 

@@ -23,7 +23,10 @@ def view_of(tensor: Tensor) -> memoryview:
 
 
 def tensor_of(frame: Frame, dtype: torch.dtype) -> Tensor:
-    """The frame's activations, copied: received bytes start at any address, kernels want aligned rows. Raises ProtocolError when they are missing or of another dtype."""
+    """The frame's activations, copied: received bytes start at any address, kernels want aligned rows.
+
+    Raises ProtocolError when they are missing or of another dtype.
+    """
     if frame.tensor is None or frame.dtype != name_of(dtype):
         raise ProtocolError(f"activations of {name_of(dtype)} are needed, the frame has {frame.dtype or 'none'}")
     return torch.frombuffer(frame.tensor, dtype=torch.uint8).clone().view(dtype).reshape(frame.shape)

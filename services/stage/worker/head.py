@@ -38,23 +38,26 @@ class Head:
     """The parts of a head, and the order in which they start and stop."""
 
     def __init__(self, loaded: Loaded, app: Celery) -> None:
-        settings, executor = loaded.settings, loaded.executor
-        times = settings.times
+        settings = loaded.settings
         self._loaded = loaded
+        self._settings = settings
         self.worker = loaded.worker
-        self.drain_s = times.drain_s
+        self.drain_s = settings.times.drain_s
         self.mailbox = Mailbox()
         self.meter = Meter(loaded)
         self._name = settings.pipeline or f"{settings.name}:{loaded.worker.partition('@')[2]}:{loaded.device.name}"
         self._database = connect(
             settings.database_url.get_secret_value(), application_name=f"shardline {loaded.worker}"
         )
-        row = model_row(loaded.info.path, name=settings.name, fingerprint=loaded.weights)
-        self._row = row
-        self._tokens = Tokens.from_row(row)
+        self._model_row = model_row(loaded.info.path, name=settings.name, fingerprint=loaded.weights)
+        self._publisher = Publisher(
+            DeltaWriter(settings.redis_url), app.backend.store_result if settings.result_backend else None
+        )
+        self._registry = Registry(settings.redis_url)
+        self._intake = Intake(generate_queue(settings.name), self.mailbox)
         self._scheduler = Scheduler(
             SchedulerConfig(
-                num_blocks=executor.num_blocks,
+                num_blocks=loaded.executor.num_blocks,
                 max_seats=settings.seats,
                 token_budget=settings.token_budget,
                 num_lanes=1,
@@ -62,38 +65,38 @@ class Head:
             )
         )
         self._engine = HeadEngine(
-            executor,
-            self._scheduler,
-            emit=self._report,
-            on_lost=self._lose,
-            on_step=self.meter.step,
+            loaded.executor, self._scheduler, emit=self._report, on_lost=self._lose, on_step=self.meter.step
         )
-        self._publisher = Publisher(
-            DeltaWriter(settings.redis_url), app.backend.store_result if settings.result_backend else None
-        )
-        self._intake = Intake(generate_queue(settings.name), self.mailbox)
-        self.desk = Ledger(
+        self.desk = self._make_ledger()
+        self._pipeline = self._make_pipeline()
+        self.meter.watch(self._scheduler, self._pipeline)
+
+    def _make_ledger(self) -> Ledger:
+        info = self._loaded.info
+        return Ledger(
             database=self._database,
             engine=self._engine,
             requests=Requests(
-                tokenizer=self._tokens.tokenizer,
-                eos_ids=loaded.info.eos_ids,
-                context_length=loaded.info.context_length,
+                tokenizer=Tokens.from_row(self._model_row).tokenizer,
+                eos_ids=info.eos_ids,
+                context_length=info.context_length,
             ),
             publisher=self._publisher,
             on_announced=self._intake.open,
             on_superseded=self._superseded,
-            seats=settings.seats,
-            times=times,
+            seats=self._settings.seats,
+            times=self._settings.times,
         )
-        self._registry = Registry(settings.redis_url)
-        self._pipeline = Pipeline(
+
+    def _make_pipeline(self) -> Pipeline:
+        loaded, settings = self._loaded, self._settings
+        return Pipeline(
             pipeline=uuid5(NAMESPACE_URL, f"shardline:{self._name}"),
             card=loaded.card,
             capacity=loaded.capacity,
             sockets=loaded.sockets,
-            hop=ZeroMqHop(loaded.sockets, times),
-            times=times,
+            hop=ZeroMqHop(loaded.sockets, settings.times),
+            times=settings.times,
             cards=lambda: self._registry.cards(settings.name),
             next_epoch=self._next_epoch,
             on_ready=self._on_ready,
@@ -102,13 +105,12 @@ class Head:
             progress=self._progress,
             num_lanes=settings.lanes,
         )
-        self.meter.watch(self._scheduler, self._pipeline)
 
     def start(self) -> None:
         """Registers the model, then forms the pipeline. Raises Unavailable when Postgres cannot be reached."""
         try:
             with self._database.begin() as connection:
-                register_model(connection, self._row)
+                register_model(connection, self._model_row)
         except DBAPIError as error:
             raise Unavailable(
                 f"Postgres cannot be used: {error.orig}. Check SHARDLINE_DATABASE_URL and migrate"
@@ -162,10 +164,10 @@ class Head:
                 return pipelines.take_epoch(
                     connection,
                     self._name,
-                    model=self._loaded.settings.name,
+                    model=self._settings.name,
                     fingerprint=self._loaded.weights,
                     head=self.worker,
-                    lease_s=self._loaded.settings.times.lease_s,
+                    lease_s=self._settings.times.lease_s,
                 )
         except DBAPIError as error:
             raise Unavailable(f"Postgres is away: {error.orig}") from error
@@ -178,7 +180,7 @@ class Head:
                 worker=self.worker,
                 pipeline=self._name,
                 fingerprint=self._loaded.weights,
-                dtype=self._loaded.settings.dtype,
+                dtype=self._settings.dtype,
                 software=software(),
             )
         )

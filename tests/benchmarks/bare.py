@@ -1,0 +1,190 @@
+"""The bare engine: the stages of one pipeline as processes wired by hand, without Celery, Redis, Postgres or HTTP.
+
+python -m tests.benchmarks.bare --model DIR --dtype bfloat16 --device cpu:0 --device cpu:1 --prompts 64 --seats 64
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import tempfile
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+from uuid import UUID, uuid4
+
+from tokenizers import Tokenizer
+
+from services.stage.engine.completion import Completion, Vocabulary
+from services.stage.engine.device import Device
+from services.stage.engine.engine import Engine, HeadEngine, LaterEngine
+from services.stage.engine.executor import Executor
+from services.stage.engine.model_info import ModelInfo
+from services.stage.engine.scheduler import Finished, Scheduler, SchedulerConfig
+from services.stage.engine.sequence import Request
+from services.stage.hop import Channel, Hop, Kind, Receiver, Sender
+from services.stage.hop.sockets import Sockets
+from services.stage.hop.wiring import Wiring
+from services.stage.hop.zeromq import ZeroMqHop
+from shardline.config import Times
+from shardline.split import even_split
+from tests.benchmarks.workload import PARAMS, Workload, workload
+
+TOKEN_BUDGET = 512
+CONNECT_S = 60.0
+
+
+def main() -> None:
+    """Prints output tokens/s of each run as one JSON line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--device", action="append", required=True, help="one for each stage, in order")
+    parser.add_argument("--prompts", type=int, default=64)
+    parser.add_argument("--seats", type=int, default=64)
+    parser.add_argument("--runs", type=int, default=3)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="shardline-bare-") as folder:
+        pipeline = Pipeline(Path(folder), options)
+        try:
+            speeds = [pipeline.run(workload(options.prompts)) for _ in range(options.runs + 1)][1:]
+        finally:
+            pipeline.close()
+    print(json.dumps({"tokens_per_s": speeds, "devices": options.device, "seats": options.seats}))
+
+
+class Pipeline:
+    """The head runs in this process, the later stages in their own."""
+
+    def __init__(self, folder: Path, options: argparse.Namespace) -> None:
+        self.identity, num_stages = uuid4(), len(options.device)
+        spawn = multiprocessing.get_context("spawn")
+        self._later = []
+        for place in range(1, num_stages):
+            ours, theirs = spawn.Pipe()
+            process = spawn.Process(
+                target=serve_later, args=(theirs, folder, options, place, self.identity), daemon=True
+            )
+            process.start()
+            self._later.append((process, ours))
+        executor = load(options, 0, folder)
+        num_blocks = min([executor.num_blocks, *(pipe.recv() for _, pipe in self._later)])
+        self._scheduler = Scheduler(
+            SchedulerConfig(
+                num_blocks=num_blocks,
+                max_seats=options.seats,
+                token_budget=TOKEN_BUDGET,
+                num_lanes=num_stages,
+                max_len=executor.info.context_length,
+            )
+        )
+        self._ended: multiprocessing.queues.SimpleQueue[str] = spawn.SimpleQueue()
+        self._engine = HeadEngine(executor, self._scheduler, emit=self._emit, on_lost=_abort)
+        self._vocabulary = Vocabulary(Tokenizer.from_file(f"{options.model}/tokenizer.json"), executor.info.eos_ids)
+        self._engine.wire(self._wire(folder, num_stages, num_blocks))
+        self._engine.start()
+
+    def run(self, work: Workload) -> float:
+        """Output tokens/s of one workload."""
+        began_s = time.perf_counter()
+        for index, prompt in enumerate(work.prompts):
+            request = Request(key=(str(index), 0), prompt_ids=prompt, params=PARAMS, seed=index)
+            self._engine.add(request, Completion(self._vocabulary, PARAMS, room=512))
+        for _ in work.prompts:
+            self._ended.get()
+        return work.num_output_tokens / (time.perf_counter() - began_s)
+
+    def close(self) -> None:
+        """Ends the head's engine, then the later stages."""
+        self._engine.stop()
+        self._engine.join()
+        for process, _ in self._later:
+            process.kill()
+            process.join()
+
+    def _emit(self, events: object) -> None:
+        assert isinstance(events, list)
+        for event in events:
+            if isinstance(event, Finished):
+                self._ended.put(event.key[0])
+
+    def _wire(self, folder: Path, num_stages: int, num_blocks: int) -> Wiring:
+        sender: Sender | None = None
+        receiver: Receiver | None = None
+        if num_stages > 1:
+            hop = hop_in(folder)
+            receiver = hop.open_receiver(channel(self.identity, Kind.RESULT, num_stages))
+            addresses = [*(pipe.recv() for _, pipe in self._later), receiver.address]
+            for (_, pipe), address in zip(self._later, addresses[1:], strict=True):
+                pipe.send((address, num_blocks))
+            sender = hop.open_sender(channel(self.identity, Kind.PLAN, num_stages), addresses[0], CONNECT_S)
+        return wiring(self.identity, 0, num_stages, num_blocks, receiver, sender)
+
+
+def serve_later(pipe: Connection, folder: Path, options: argparse.Namespace, place: int, identity: UUID) -> None:
+    """A later stage's process: load, bind, connect, run until killed."""
+    num_stages = len(options.device)
+    executor = load(options, place, folder)
+    pipe.send(executor.num_blocks)
+    hop = hop_in(folder)
+    receiver = hop.open_receiver(channel(identity, Kind.PLAN, num_stages))
+    pipe.send(receiver.address)
+    address, num_blocks = pipe.recv()
+    kind = Kind.RESULT if place == num_stages - 1 else Kind.PLAN
+    sender = hop.open_sender(channel(identity, kind, num_stages), address, CONNECT_S)
+    engine: Engine = LaterEngine(executor, on_lost=_abort, name=f"stage-{place}")
+    engine.wire(wiring(identity, place, num_stages, num_blocks, receiver, sender))
+    engine.run()
+
+
+def load(options: argparse.Namespace, place: int, folder: Path) -> Executor:
+    """The executor of one stage, on its device, locked as in production."""
+    device = Device.take(options.device[place], worker=f"bare-{place}", lock_folder=folder / "locks")
+    info = ModelInfo.read(options.model)
+    return Executor.load(
+        model=info,
+        layers=even_split(info.num_layers, len(options.device))[place],
+        device=device,
+        dtype=options.dtype,
+        kv_bytes=None,
+        token_budget=TOKEN_BUDGET,
+        max_open=2 * options.seats,
+        cache_folder=Path(options.model),
+    )
+
+
+def hop_in(folder: Path) -> Hop:
+    """Over ipc, as two stages of one host use it."""
+    return ZeroMqHop(Sockets(bind=f"ipc://{folder}"), Times())
+
+
+def channel(pipeline: UUID, kind: Kind, num_stages: int) -> Channel:
+    """Epoch 1 of a pipeline."""
+    return Channel(pipeline=pipeline, epoch=1, kind=kind, num_lanes=num_stages)
+
+
+def wiring(
+    pipeline: UUID, place: int, num_stages: int, num_blocks: int, receiver: Receiver | None, sender: Sender | None
+) -> Wiring:
+    """As the control links would make it."""
+    return Wiring(
+        pipeline=pipeline,
+        epoch=1,
+        place=place,
+        num_stages=num_stages,
+        num_lanes=num_stages,
+        num_blocks=num_blocks,
+        receiver=receiver,
+        sender=sender,
+    )
+
+
+def _abort(epoch: int, reason: str) -> None:
+    print(f"bare pipeline broken in epoch {epoch}: {reason}")
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    main()

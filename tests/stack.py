@@ -1,0 +1,77 @@
+"""A whole stack as `make up` runs it, for tests: started, looked at, hurt and ended."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+from tenacity import retry, retry_if_result, stop_after_delay, wait_fixed
+
+from services.standalone.home import Home
+from services.standalone.processes import wait_until_gone
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+START_S = 240
+
+
+class Stack:
+    """One `python -m services.standalone up` in a folder of its own, on free ports."""
+
+    def __init__(self, folder: Path, **settings: str) -> None:
+        self.home = Home(folder)
+        self.output = folder / "output"
+        self.settings = {"SHARDLINE_HOME": str(folder), "SHARDLINE_HTTP_PORT": "0", "SHARDLINE_FLOWER_PORT": "0"}
+        self.settings |= settings
+        self.seen: set[psutil.Process] = set()
+
+    def command(self, verb: str) -> subprocess.CompletedProcess[str]:
+        """Run a command of the standalone stack to its end."""
+        return subprocess.run(self._argv(verb), **self._options(), capture_output=True, text=True, check=False)
+
+    def start(self) -> None:
+        """Start it and wait until it says that it is ready."""
+        with self.output.open("ab") as output:
+            self.process = subprocess.Popen(self._argv("up"), **self._options(), stdout=output, stderr=output)
+        until(lambda: self.process.poll() is not None or self.home.published() is not None)
+        assert self.process.poll() is None, self.output.read_text()
+        self.look()
+
+    def look(self) -> dict[str, Any]:
+        """up.json; every process in it is remembered."""
+        up = self.home.published()
+        assert up is not None
+        self.seen |= {psutil.Process(pid) for pid in up["processes"].values() if psutil.pid_exists(pid)}
+        return up
+
+    def complete(self) -> httpx.Response:
+        """One completion through the gateway."""
+        request = {"model": "clerk", "prompt": "sort: 3, 1, 2 =", "temperature": 0, "max_tokens": 16}
+        return httpx.post(f"{self.look()['urls']['gateway']}/v1/completions", json=request, timeout=60)
+
+    def left(self) -> list[psutil.Process]:
+        """Processes ever seen that do not end."""
+        return [process for process in self.seen if not wait_until_gone(process, timeout_s=30)]
+
+    def end(self) -> None:
+        """Whatever a test left."""
+        if self.process.poll() is None:
+            self.process.terminate()
+            self.process.wait()
+
+    def _argv(self, verb: str) -> list[str]:
+        return [sys.executable, "-m", "services.standalone", verb]
+
+    def _options(self) -> dict[str, Any]:
+        return {"cwd": REPOSITORY, "env": {**os.environ, **self.settings}, "stdin": subprocess.DEVNULL}
+
+
+@retry(wait=wait_fixed(0.1), stop=stop_after_delay(START_S), retry=retry_if_result(lambda holds: not holds))
+def until(condition: Callable[[], bool]) -> bool:
+    """Wait until the condition holds."""
+    return condition()
