@@ -104,9 +104,11 @@ class RelayWorld:
 
     def submit(self, document: dict[str, Any], task_id: str | None = None) -> str:
         """As another service does."""
-        return str(
-            self.app.send_task("shardline.submit", kwargs=document, task_id=task_id, queue="shardline.intake").id
-        )
+        with self.app.connection_for_write() as connection:
+            sent = self.app.send_task(
+                SUBMIT_TASK, kwargs=document, task_id=task_id, queue=INTAKE_QUEUE, connection=connection
+            )
+        return str(sent.id)
 
     def dead_letters(self) -> list[tuple[bytes, dict[bytes, bytes]]]:
         """Entries of the dead-letter stream."""
