@@ -56,7 +56,7 @@ def run_demo(console: Console) -> bool:
     home = Home(HOME)
     started: list[psutil.Process] = []
     console.print(f"[bold]Starting a stack in {HOME}[/bold] (logs: {home.folder / 'logs'})")
-    with _stack(home, started) as up:
+    with _stack(home, started, console) as up:
         producer = Producer(urls=up["urls"], model=up["model"])
         asked = _ask(producer, examples(SEED, NUM_PROMPTS, split="unseen"), console)
         ids = [each.id for each in asked]
@@ -73,7 +73,7 @@ def run_demo(console: Console) -> bool:
 
 
 @contextmanager
-def _stack(home: Home, started: list[psutil.Process]) -> Iterator[dict[str, Any]]:
+def _stack(home: Home, started: list[psutil.Process], console: Console) -> Iterator[dict[str, Any]]:
     """`make up` in the demo's own folder, on free ports; yields up.json, and stops it whatever happens."""
     log = home.folder / "logs" / "supervisor.log"
     with home.lock():
@@ -84,7 +84,9 @@ def _stack(home: Home, started: list[psutil.Process]) -> Iterator[dict[str, Any]
     supervisor = processes.spawn(argv, log=log, env=_environment(home), cwd=REPOSITORY, death_signal="TERM")
     started.append(psutil.Process(supervisor.pid))
     try:
-        yield _wait_until_up(home, supervisor, log)
+        with console.status("waiting until a completion has passed through every stage"):
+            up = _wait_until_up(home, supervisor, log)
+        yield up
     finally:
         supervisor.send_signal(signal.SIGTERM)
         supervisor.wait(STOP_S)

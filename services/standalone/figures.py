@@ -28,6 +28,7 @@ FROM jobs JOIN results ON results.job_id = jobs.id
 WHERE jobs.id = ANY(%s) ORDER BY random() LIMIT 6
 """
 FLOWER_TASKS = 10_000
+CELL_MAX = 44
 
 
 class Asked(msgspec.Struct, frozen=True, kw_only=True):
@@ -168,7 +169,9 @@ def figures_table(figures: Figures) -> Table:
 
 def sample_table(sample: Sequence[Mapping[str, Any]]) -> Table:
     """A few rows as SQL gave them."""
-    table = Table(*sample[0].keys() if sample else (), title="Straight from SQL")
+    table = Table(title="Straight from SQL")
+    for name in sample[0] if sample else ():
+        table.add_column(name, no_wrap=True, overflow="ellipsis", max_width=CELL_MAX)
     for row in sample:
         table.add_row(*(str(value) for value in row.values()))
     return table
