@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from fastapi import Request
 from prometheus_client import Gauge
 
-from services.gateway.errors import TooLarge
+from services.gateway.errors import TooLarge, TooSlow
 from shardline.errors import Invalid, Overloaded
 
 RETRY_AFTER_S = 1.0
@@ -17,10 +18,19 @@ RETRY_AFTER_S = 1.0
 class Admission:
     """Counts, never waits: who does not fit is told when to come back."""
 
-    def __init__(self, *, max_in_flight: int, max_body_bytes: int, max_buffered_bytes: int, gauge: Gauge) -> None:
+    def __init__(
+        self,
+        *,
+        max_in_flight: int,
+        max_body_bytes: int,
+        max_buffered_bytes: int,
+        body_timeout_s: float,
+        gauge: Gauge,
+    ) -> None:
         self._max_in_flight = max_in_flight
         self._max_body_bytes = max_body_bytes
         self._max_buffered_bytes = max_buffered_bytes
+        self._body_timeout_s = body_timeout_s
         self._gauge = gauge
         self._num_in_flight = 0
         self._num_buffered_bytes = 0
@@ -59,13 +69,17 @@ class Admission:
         return int(length)
 
     async def read(self, request: Request) -> bytes:
-        """The whole body. Raises TooLarge as soon as it is over the limit."""
+        """The whole body. Raises TooLarge as soon as it is over the limit, TooSlow when it does not come."""
         chunks: list[bytes] = []
         num_bytes = 0
-        async for chunk in request.stream():
-            num_bytes += len(chunk)
-            self._check(num_bytes)
-            chunks.append(chunk)
+        try:
+            async with asyncio.timeout(self._body_timeout_s):
+                async for chunk in request.stream():
+                    num_bytes += len(chunk)
+                    self._check(num_bytes)
+                    chunks.append(chunk)
+        except TimeoutError as error:
+            raise TooSlow("body", f"it has not come within {self._body_timeout_s:g} s", "Send it again") from error
         return b"".join(chunks)
 
     def _check(self, num_bytes: int) -> None:

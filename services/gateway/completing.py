@@ -13,7 +13,7 @@ from fastapi import Request, Response
 
 from services.gateway.answers import Shape
 from services.gateway.door import Accepted
-from services.gateway.errors import body_of, error_of_job, json_response, respond
+from services.gateway.errors import CLIENT_CLOSED_REQUEST, body_of, error_of_job, json_response, respond
 from services.gateway.settled import settled_text
 from services.gateway.state import Gateway
 from services.gateway.stream import DONE, KEEP_ALIVE, EventStream, disconnected, event
@@ -24,8 +24,6 @@ from shardline.log import job_context
 from shardline.wire import Delta
 
 log = structlog.get_logger(__name__)
-
-CLIENT_CLOSED_REQUEST = 499
 
 
 async def complete(gateway: Gateway, request: Request, accepted: Accepted, *, is_chat: bool) -> Response:

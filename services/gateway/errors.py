@@ -10,6 +10,7 @@ import msgspec
 import structlog
 from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from shardline.errors import (
     Conflict,
@@ -27,9 +28,16 @@ from shardline.job import Job, JobState
 
 log = structlog.get_logger(__name__)
 
+CLIENT_CLOSED_REQUEST = 499
+"""Nobody reads it; the figures count it."""
+
 
 class TooLarge(Invalid):
     """A body over the limit."""
+
+
+class TooSlow(Invalid):
+    """A body that does not come."""
 
 
 class Rejected(JobEnded):
@@ -42,6 +50,7 @@ class Rejected(JobEnded):
 
 KINDS: tuple[tuple[type[ShardlineError], int, str, str], ...] = (
     (TooLarge, 413, "invalid_request_error", "request_too_large"),
+    (TooSlow, 408, "invalid_request_error", "request_timeout"),
     (UnknownModel, 404, "invalid_request_error", "model_not_found"),
     (Invalid, 400, "invalid_request_error", "invalid_value"),
     (Rejected, 400, "invalid_request_error", "invalid_value"),
@@ -105,12 +114,16 @@ def install(app: FastAPI) -> None:
         body = _body(str(error.detail), "invalid_request_error", "not_found" if error.status_code == 404 else "http")
         return json_response(body, status=error.status_code, headers=error.headers)
 
+    async def gone(_request: Request, _error: Exception) -> Response:
+        return Response(status_code=CLIENT_CLOSED_REQUEST)
+
     async def unexpected(request: Request, error: Exception) -> Response:
         log.error("a request failed", path=request.url.path, exc_info=error)
         return json_response(_body("The server failed; see its log", "server_error", "internal_error"), status=500)
 
     app.add_exception_handler(ShardlineError, ours)
     app.add_exception_handler(HTTPException, http)
+    app.add_exception_handler(ClientDisconnect, gone)
     app.add_exception_handler(Exception, unexpected)
 
 

@@ -9,10 +9,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from uuid import UUID
 
-from sqlalchemy.exc import DataError
-
 from shardline.client import AsyncClient
-from shardline.errors import Conflict, Invalid, Unavailable
+from shardline.errors import Unavailable
 from shardline.job import JobRequest
 from shardline.metrics import GatewayMetrics
 from shardline.tokenise import Prepared
@@ -70,7 +68,12 @@ class Inserter:
                 [one.request for one in batch],
                 prepared=[(one.prepared.prompt_ids, one.prepared.max_tokens) for one in batch],
             )
-        except (Invalid, Conflict, DataError) as error:
+        except Unavailable as error:
+            _fail(batch, error)
+        except asyncio.CancelledError:
+            _fail(batch, Unavailable("the gateway is stopping"))
+            raise
+        except Exception as error:  # noqa: BLE001 whatever it is, those who wait must hear it and others be served
             if len(batch) == 1:
                 _fail(batch, error)
                 return
@@ -78,11 +81,6 @@ class Inserter:
             half = len(batch) // 2
             await self._store(batch[:half])
             await self._store(batch[half:])
-        except asyncio.CancelledError:
-            _fail(batch, Unavailable("the gateway is stopping"))
-            raise
-        except Exception as error:  # noqa: BLE001 whatever it is, those who wait must hear it and others be served
-            _fail(batch, error)
         else:
             self._metrics.insert_batch.observe(len(batch))
             for one, job_id in zip(batch, ids, strict=True):

@@ -64,7 +64,7 @@ def read_object(body: bytes) -> Document:
     """The JSON object in a body. Raises Invalid."""
     try:
         return msgspec.json.decode(body, type=dict[str, Any])
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise Invalid("body", f"it is not a JSON object: {error}", "Send one JSON object in UTF-8") from error
 
 

@@ -18,3 +18,4 @@ class GatewaySettings(Settings):
         256 << 20, ge=1024, description="bodies read and not yet stored, all together; more get 429"
     )
     http_keep_alive_s: float = Field(15.0, gt=0, description="a comment is sent on a silent event stream so often")
+    http_body_timeout_s: float = Field(30.0, gt=0, description="time for a request's body to come; later ones get 408")

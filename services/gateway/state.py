@@ -43,6 +43,7 @@ class Gateway:
                 max_in_flight=settings.http_max_in_flight,
                 max_body_bytes=settings.http_max_body_bytes,
                 max_buffered_bytes=settings.http_max_buffered_bytes,
+                body_timeout_s=settings.http_body_timeout_s,
                 gauge=metrics.in_flight,
             ),
             metrics=metrics,

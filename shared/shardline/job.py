@@ -19,6 +19,7 @@ DEFAULT_PRIORITY = 5
 DEFAULT_TENANT = "default"
 MAX_STOPS = 16
 MAX_LOGPROBS = 20
+MAX_METADATA_DEPTH = 32
 
 
 class JobState(StrEnum):
@@ -119,7 +120,18 @@ def check_request(request: JobRequest) -> JobRequest:
         raise Invalid("messages", "the list is empty", "Send at least one message")
     if request.max_tokens is not None and request.min_tokens > request.max_tokens:
         raise Invalid("min_tokens", f"it is above max_tokens ({request.max_tokens})", "Lower it or raise max_tokens")
+    if _is_deeper(request.metadata, MAX_METADATA_DEPTH):
+        raise Invalid("metadata", f"it is nested deeper than {MAX_METADATA_DEPTH} levels", "Store a flatter object")
     return request
+
+
+def _is_deeper(document: object, limit: int) -> bool:
+    """Without recursion: that is what deep nesting would exhaust."""
+    level = [document]
+    for _ in range(limit):
+        containers = [one.values() if isinstance(one, dict) else one for one in level if isinstance(one, dict | list)]
+        level = [inner for container in containers for inner in container]
+    return any(isinstance(one, dict | list) for one in level)
 
 
 def parse_request(document: object) -> JobRequest:
@@ -128,6 +140,8 @@ def parse_request(document: object) -> JobRequest:
         return check_request(msgspec.convert(document, JobRequest))
     except msgspec.ValidationError as error:
         raise invalid_from(error) from error
+    except RecursionError as error:
+        raise Invalid("request", "it is nested too deeply", "Send a flatter object") from error
 
 
 def invalid_from(error: msgspec.ValidationError) -> Invalid:

@@ -104,6 +104,26 @@ async def test_given_a_body_over_the_limit_when_sent_then_it_is_refused(
         assert (await http.post(JOBS, json=BODY)).status_code == 202
 
 
+async def test_given_a_body_that_never_comes_when_its_time_is_over_then_the_caller_is_told(
+    database_url: str, redis_url: str, head: TinyHead
+) -> None:
+    async with running_gateway(database_url, redis_url, http_body_timeout_s=0.05) as http:
+        reader, writer = await asyncio.open_connection("127.0.0.1", http.base_url.port)
+        writer.write(b"POST /v1/jobs HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{")
+        assert b" 408 " in await reader.readline()
+        writer.close()
+
+
+@pytest.mark.parametrize("depth", [40, 400, 4_000])
+async def test_given_deep_nesting_when_sent_then_it_is_refused_like_any_wrong_field(
+    http: httpx.AsyncClient, depth: int
+) -> None:
+    nested = b"[" * depth + b"]" * depth
+    content = b'{"model": "clerk", "prompt": "a", "metadata": {"a": ' + nested + b"}}"
+    reply = await http.post(JOBS, content=content)
+    assert reply.status_code == 400, reply.text
+
+
 async def test_given_postgres_away_when_a_job_comes_then_it_is_told_to_come_back(
     http: httpx.AsyncClient, head: TinyHead, postgres_server: Postgres
 ) -> None:
