@@ -22,13 +22,13 @@ WHERE jobs.id = ANY(%s) ORDER BY jobs.created_at, jobs.id
 """
 STATES = "SELECT id, state FROM jobs WHERE id = ANY(%s)"
 SAMPLE = """
-SELECT jobs.id, jobs.state, jobs.prompt, results.text, results.completion_tokens AS tokens,
+SELECT jobs.id, jobs.prompt, results.text, results.completion_tokens AS tokens,
        round(extract(epoch FROM jobs.finished_at - jobs.created_at)::numeric, 2) AS seconds
 FROM jobs JOIN results ON results.job_id = jobs.id
 WHERE jobs.id = ANY(%s) ORDER BY random() LIMIT 6
 """
 FLOWER_TASKS = 10_000
-CELL_MAX = 44
+CELL_MAX = 19
 
 
 class Asked(msgspec.Struct, frozen=True, kw_only=True):
@@ -171,7 +171,13 @@ def sample_table(sample: Sequence[Mapping[str, Any]]) -> Table:
     """A few rows as SQL gave them."""
     table = Table(title="Straight from SQL")
     for name in sample[0] if sample else ():
-        table.add_column(name, no_wrap=True, overflow="ellipsis", max_width=CELL_MAX)
+        table.add_column(name, no_wrap=True)
     for row in sample:
-        table.add_row(*(str(value) for value in row.values()))
+        table.add_row(*(_short(str(value)) for value in row.values()))
     return table
+
+
+def _short(text: str) -> str:
+    """One line of a fixed length, so that the table fits on a terminal."""
+    line = " ".join(text.split())
+    return line if len(line) <= CELL_MAX else line[: CELL_MAX - 1] + "…"
