@@ -23,13 +23,15 @@ __all__ = ["BLOCK_TOKENS", "Attention", "Batch", "HeadShape", "PagedKv", "Span"]
 class Attention:
     """One per engine. Pass `name` as `attn_implementation`: transformers builds no mask for a name it does not know."""
 
-    __slots__ = ("_backend", "exact", "kind", "name")
+    __slots__ = ("_backend", "exact", "kind", "name", "version")
 
     def __init__(self, kernel: Kernel | None) -> None:
         self._backend: Backend = SdpaBackend() if kernel is None else KernelBackend(kernel)
         self.name = f"shardline-{id(self):x}"
         self.exact = kernel is not None
         self.kind = "sdpa" if kernel is None else f"kernel-{kernel.isa}"
+        self.version = "sdpa" if kernel is None else kernel.path.stem
+        """Changes whenever row bits may: part of the exactness fingerprint."""
         AttentionInterface.register(self.name, self.attend)
 
     def bind(self, kv: PagedKv) -> None:

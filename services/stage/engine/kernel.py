@@ -12,6 +12,7 @@ import fcntl
 import hashlib
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import sys
@@ -107,14 +108,14 @@ def build(isa: str, folder: Path) -> Path:
 
 
 def _compile(isa: str, path: Path) -> None:
-    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++")
-    if compiler is None:
+    compiler = shlex.split(os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++") or "")
+    if not compiler:
         raise OSError("no C++ compiler: install g++, or put a built library into SHARDLINE_KERNEL_DIR")
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         compiled, linked = Path(folder, "attention.o"), Path(folder, path.name)
-        _run(compiler, *_FLAGS, f"-march={_MARCH[isa]}", "-c", str(_SOURCE), "-o", str(compiled))
+        _run(*compiler, *_FLAGS, f"-march={_MARCH[isa]}", "-c", str(_SOURCE), "-o", str(compiled))
         # Linked without -fopenmp: the symbols must resolve to the OpenMP runtime that torch loaded.
-        _run(compiler, "-shared", "-Wl,-z,now", str(compiled), "-o", str(linked))
+        _run(*compiler, "-shared", "-Wl,-z,now", str(compiled), "-o", str(linked))
         linked.replace(path)
 
 

@@ -31,7 +31,7 @@ class NoDesk:
     def close(self) -> None:
         """Nothing to close."""
 
-    def release(self) -> None:
+    def give_back(self) -> None:
         """Nothing to give back."""
 
     def stats(self) -> Mapping[str, Any]:

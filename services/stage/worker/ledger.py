@@ -69,7 +69,7 @@ class Ledger(threading.Thread):
         self._ended: dict[tuple[str, int], Ending] = {}
         self._woken = threading.Event()
         self._open = True
-        self._releasing = False
+        self._giving_back = False
         self._running = True
         self._recovering_since_s: float | None = None
         self._last_step = -1
@@ -111,14 +111,14 @@ class Ledger(threading.Thread):
         self._open = False
         self._woken.set()
 
-    def release(self) -> None:
-        """Celery's thread: checkpoint and give back every lease."""
-        self._releasing = True
+    def give_back(self) -> None:
+        """Celery's thread: checkpoint and give back every lease, once."""
+        self._giving_back = True
         self._woken.set()
 
     def stop(self) -> None:
         """End the thread; what is live is given back first."""
-        self._open, self._releasing, self._running = False, True, False
+        self._open, self._giving_back, self._running = False, True, False
         self._woken.set()
 
     def stats(self) -> Mapping[str, Any]:
@@ -142,7 +142,7 @@ class Ledger(threading.Thread):
                 self._announce()
                 self._commit_ends()
                 self._claim_offers()
-                if self._releasing or self._recovery_is_over():
+                if self._giving_back or self._recovery_is_over():
                     self._release_all()
                 if time.monotonic() >= next_beat_s:
                     next_beat_s = time.monotonic() + self._times.heartbeat_s
@@ -307,6 +307,7 @@ class Ledger(threading.Thread):
             log.info("leases given back", jobs=len(jobs))
         for job in jobs:
             self._lose(job)
+        self._giving_back = False
 
     def _lose(self, job: LiveJob) -> None:
         """Not ours any more: forget it without a trace."""

@@ -33,7 +33,7 @@ class Desk(Protocol):
     def close(self) -> None:
         """Take no new work; give back at once what is not claimed yet."""
 
-    def release(self) -> None:
+    def give_back(self) -> None:
         """Checkpoint, give back every lease, and give a verdict on every ticket."""
 
     def cancel(self, job_ids: Sequence[str]) -> int:
@@ -108,12 +108,12 @@ class EnginePool(BasePool):
         self._settle_until(time.monotonic() + self._drain_s)
         if self._tickets:
             log.info("drain time is over: leases are given back", jobs=len(self._tickets))
-            self._desk.release()
+            self._desk.give_back()
             self._settle_until(time.monotonic() + self._drain_s / 3)
 
     def on_terminate(self) -> None:
         """Cold shutdown: leases expire, or are given back if Postgres answers at once."""
-        self._desk.release()
+        self._desk.give_back()
 
     def _settle_until(self, deadline_s: float) -> None:
         while self._tickets and time.monotonic() < deadline_s:

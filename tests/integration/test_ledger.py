@@ -1,0 +1,317 @@
+"""A head's ledger between a real Postgres, a real engine on a tiny model, and tickets that a test reads."""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+from uuid import UUID, uuid4
+
+import pytest
+import torch
+from celery.exceptions import Ignore, Terminated
+from sqlalchemy import Engine as Database
+from tenacity import retry, retry_if_result, stop_after_delay, wait_fixed
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+
+from services.stage.engine.device import Device
+from services.stage.engine.engine import HeadEngine
+from services.stage.engine.executor import Executor
+from services.stage.engine.scheduler import Event, Scheduler, SchedulerConfig
+from services.stage.hop.wiring import Member, Wiring
+from services.stage.worker.identity import Identity, identity_of
+from services.stage.worker.ledger import Ledger
+from services.stage.worker.mailbox import Mailbox
+from services.stage.worker.publisher import Publisher
+from services.stage.worker.requests import Requests
+from services.stage.worker.ticket import Ticket
+from shardline.config import Times
+from shardline.job import JobState
+from shardline.store import jobs
+from shardline.streams import DeltaWriter
+from tests.integration.store_world import cell, change, request, state, world
+from tests.models import VOCAB_SIZE, save_model
+
+TIMES = Times().scaled(0.2)
+LONG = 2_000
+"""More tokens than a test lets a job reach."""
+
+
+@retry(wait=wait_fixed(0.02), stop=stop_after_delay(30), retry=retry_if_result(lambda holds: not holds))
+def until(condition: Callable[[], Any]) -> Any:
+    """Wait until the condition holds."""
+    return condition()
+
+
+@pytest.fixture(scope="module")
+def executor(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Executor]:
+    """A tiny Llama with a long context, whole, on core 0."""
+    folder = tmp_path_factory.mktemp("ledger")
+    cores, num_threads = os.sched_getaffinity(0), torch.get_num_threads()
+    device = Device.take("cpu:0", worker="tests", lock_folder=folder / "locks")
+    yield Executor.load(
+        model=save_model(folder, max_position_embeddings=4096),
+        layers=range(4),
+        device=device,
+        dtype="float32",
+        kv_bytes=64 << 20,
+        token_budget=64,
+        max_open=16,
+        cache_folder=folder / "cache",
+    )
+    device.release()
+    os.sched_setaffinity(0, cores)
+    torch.set_num_threads(num_threads)
+
+
+@dataclass(slots=True, kw_only=True)
+class Desk:
+    """One ledger with its engine; the test's thread plays Celery's."""
+
+    database: Database
+    ledger: Ledger
+    engine: HeadEngine
+    executor: Executor
+    mailbox: Mailbox
+    verdicts: queue.Queue[tuple[UUID, str]]
+    numbers: Iterator[int]
+
+    def offer(self, job_id: UUID) -> None:
+        """One delivery of a job."""
+        self.ledger.offer(
+            Ticket(
+                number=next(self.numbers),
+                job_id=str(job_id),
+                mailbox=self.mailbox,
+                on_accepted=lambda _number, _began_s: self.verdicts.put((job_id, "started")),
+                on_ended=lambda outcome: self.verdicts.put((job_id, _name(outcome))),
+                forget=lambda _number: True,
+            )
+        )
+
+    def verdict(self) -> tuple[UUID, str]:
+        """The next thing that Celery is told."""
+        until(self._has_verdict)
+        return self.verdicts.get_nowait()
+
+    def _has_verdict(self) -> bool:
+        self.mailbox.take()
+        return not self.verdicts.empty()
+
+
+def _name(outcome: tuple[int, Any, float]) -> str:
+    failed, value, _ = outcome
+    return type(value.exception.exc).__name__ if failed else "succeeded"
+
+
+@pytest.fixture
+def database(database_url: str) -> Iterator[Database]:
+    with world(database_url) as engine:
+        yield engine
+
+
+@pytest.fixture
+def desk(database: Database, executor: Executor, redis_url: str) -> Iterator[Desk]:
+    """Ready to take jobs."""
+    scheduler = Scheduler(
+        SchedulerConfig(num_blocks=executor.num_blocks, max_seats=8, token_budget=64, num_lanes=1, max_len=4096)
+    )
+
+    def report(events: Sequence[Event]) -> None:
+        ledger.report(events)
+
+    engine = HeadEngine(executor, scheduler, emit=report, on_lost=lambda *_: None)
+    publisher = Publisher(DeltaWriter(redis_url), None)
+    announced = threading.Event()
+    tokenizer = Tokenizer(WordLevel({f"<{number}>": number for number in range(VOCAB_SIZE)}, unk_token="<0>"))
+    ledger = Ledger(
+        database=database,
+        engine=engine,
+        requests=Requests(tokenizer=tokenizer, eos_ids=(2,), context_length=4096),
+        publisher=publisher,
+        on_announced=announced.set,
+        on_superseded=lambda _epoch: None,
+        seats=8,
+        times=TIMES,
+    )
+    for thread in (publisher, engine, ledger):
+        thread.start()
+    engine.wire(_wiring(executor))
+    ledger.ready(_identity(executor))
+    assert announced.wait(30)
+    yield Desk(
+        database=database,
+        ledger=ledger,
+        engine=engine,
+        executor=executor,
+        mailbox=Mailbox(),
+        verdicts=queue.Queue(),
+        numbers=count(1),
+    )
+    for thread in (ledger, engine, publisher):
+        thread.stop()
+        thread.join()
+
+
+def _wiring(executor: Executor) -> Wiring:
+    member = Member(
+        incarnation="i",
+        worker="h",
+        device="cpu:0",
+        first_layer=0,
+        last_layer=4,
+        num_blocks=executor.num_blocks,
+        exactness="x",
+        exact=True,
+    )
+    return Wiring(
+        pipeline=uuid4(),
+        epoch=1,
+        place=0,
+        num_stages=1,
+        num_lanes=1,
+        num_blocks=executor.num_blocks,
+        receiver=None,
+        sender=None,
+        members=(member,),
+    )
+
+
+def _identity(executor: Executor) -> Identity:
+    return identity_of(
+        _wiring(executor), worker="h", pipeline="p", fingerprint="w", dtype="float32", software={"torch": "any"}
+    )
+
+
+def submit(database: Database, max_tokens: int, **fields: Any) -> UUID:
+    """One prepared job that runs to its limit."""
+    wanted = request(max_tokens=max_tokens, ignore_eos=True, seed=5, **fields)
+    with database.begin() as connection:
+        return jobs.insert_jobs(connection, [wanted], prepared=[((5, 6), max_tokens)])[0]
+
+
+def saved_tokens(database: Database, job_id: UUID) -> int:
+    """Checkpointed tokens of the newest attempt."""
+    return int(
+        cell(database, "SELECT coalesce(max(cardinality(tokens)), 0) FROM attempts WHERE job_id = :id", id=job_id)
+    )
+
+
+def test_given_a_queued_job_when_it_is_offered_then_it_is_claimed_run_committed_and_settled(desk: Desk) -> None:
+    job_id = submit(desk.database, 12)
+
+    desk.offer(job_id)
+
+    assert desk.verdict() == (job_id, "started")
+    assert desk.verdict() == (job_id, "succeeded")
+    with desk.database.begin() as connection:
+        job = jobs.get_job(connection, job_id)
+    assert job is not None
+    assert job.result is not None
+    assert (job.state, len(job.result.token_ids), job.result.exact) == (JobState.SUCCEEDED, 12, True)
+    assert job.result.provenance["pipeline"] == "p"
+
+
+def test_given_a_running_job_when_it_is_delivered_again_then_the_copy_is_dropped_and_the_job_goes_on(
+    desk: Desk,
+) -> None:
+    job_id = submit(desk.database, LONG)
+    desk.offer(job_id)
+    assert desk.verdict() == (job_id, "started")
+
+    desk.offer(job_id)
+
+    assert desk.verdict() == (job_id, Ignore.__name__)
+    assert state(desk.database, job_id) is JobState.RUNNING
+    assert desk.ledger.cancel([str(job_id)]) == 1
+    assert desk.verdict() == (job_id, Terminated.__name__)
+    assert state(desk.database, job_id) is JobState.CANCELLED
+
+
+def test_given_a_cancel_in_the_row_when_the_heartbeat_reads_it_then_the_partial_tokens_are_kept(desk: Desk) -> None:
+    job_id = submit(desk.database, LONG)
+    desk.offer(job_id)
+    assert desk.verdict() == (job_id, "started")
+    until(lambda: saved_tokens(desk.database, job_id) > 0)
+
+    change(desk.database, "UPDATE jobs SET cancel_requested_at = now() WHERE id = :id", id=job_id)
+
+    assert desk.verdict() == (job_id, Terminated.__name__)
+    assert cell(desk.database, "SELECT finish_reason FROM results WHERE job_id = :id", id=job_id) == "cancelled"
+    assert cell(desk.database, "SELECT completion_tokens FROM results WHERE job_id = :id", id=job_id) > 0
+    until(lambda: desk.executor.blocks_used == 0)
+
+
+def test_given_a_deadline_that_passes_when_the_heartbeat_reads_it_then_the_job_expires(desk: Desk) -> None:
+    job_id = submit(desk.database, LONG)
+    desk.offer(job_id)
+    assert desk.verdict() == (job_id, "started")
+
+    change(desk.database, "UPDATE jobs SET deadline_at = now() WHERE id = :id", id=job_id)
+
+    assert desk.verdict() == (job_id, Terminated.__name__)
+    assert state(desk.database, job_id) is JobState.EXPIRED
+
+
+def test_given_another_holder_of_the_fence_when_the_heartbeat_finds_out_then_nothing_more_is_written(
+    desk: Desk,
+) -> None:
+    job_id = submit(desk.database, LONG)
+    desk.offer(job_id)
+    assert desk.verdict() == (job_id, "started")
+
+    change(desk.database, "UPDATE jobs SET fence = fence + 1, worker = 'other' WHERE id = :id", id=job_id)
+
+    assert desk.verdict() == (job_id, Ignore.__name__)
+    assert cell(desk.database, "SELECT worker FROM jobs WHERE id = :id", id=job_id) == "other"
+    until(lambda: desk.executor.blocks_used == 0)
+
+
+def test_given_half_a_job_when_its_lease_is_given_back_then_another_claim_ends_it_with_the_same_tokens(
+    desk: Desk,
+) -> None:
+    whole, interrupted = (submit(desk.database, 400, temperature=0.8) for _ in range(2))
+    desk.offer(whole)
+    assert [desk.verdict(), desk.verdict()] == [(whole, "started"), (whole, "succeeded")]
+    desk.offer(interrupted)
+    assert desk.verdict() == (interrupted, "started")
+    until(lambda: saved_tokens(desk.database, interrupted) > 0)
+
+    desk.ledger.give_back()
+
+    assert desk.verdict() == (interrupted, Ignore.__name__)
+    assert state(desk.database, interrupted) is JobState.QUEUED
+    desk.offer(interrupted)
+    assert [desk.verdict(), desk.verdict()] == [(interrupted, "started"), (interrupted, "succeeded")]
+    tokens = "SELECT token_ids FROM results WHERE job_id = :id"
+    assert cell(desk.database, tokens, id=interrupted) == cell(desk.database, tokens, id=whole)
+    assert cell(desk.database, "SELECT crashes FROM jobs WHERE id = :id", id=interrupted) == 0
+
+
+def test_given_a_pipeline_that_forms_when_jobs_are_offered_then_they_wait_unclaimed_until_it_is_ready(
+    desk: Desk,
+) -> None:
+    desk.ledger.lost()
+    until(lambda: cell(desk.database, "SELECT ready_at IS NULL FROM pipelines WHERE id = 'p'"))
+    job_id = submit(desk.database, 4)
+    desk.offer(job_id)
+    assert state(desk.database, job_id) is JobState.QUEUED
+
+    desk.ledger.ready(_identity(desk.executor))
+
+    assert [desk.verdict(), desk.verdict()] == [(job_id, "started"), (job_id, "succeeded")]
+
+
+def test_given_shutdown_when_jobs_are_offered_then_they_go_back_unread(desk: Desk) -> None:
+    desk.ledger.close()
+    job_id = submit(desk.database, 4)
+
+    desk.offer(job_id)
+
+    assert desk.verdict() == (job_id, Ignore.__name__)
+    assert state(desk.database, job_id) is JobState.QUEUED
