@@ -28,7 +28,7 @@ FROM jobs JOIN results ON results.job_id = jobs.id
 WHERE jobs.id = ANY(%s) ORDER BY random() LIMIT 6
 """
 FLOWER_TASKS = 10_000
-CELL_MAX = 19
+CELL_MAX = 17
 
 
 class Asked(msgspec.Struct, frozen=True, kw_only=True):

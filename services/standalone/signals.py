@@ -22,7 +22,9 @@ class SignalInbox:
 
     def __enter__(self) -> Self:
         self._previous_fd = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
-        self._previous = {number: signal.signal(number, self._count) for number in (*STOP, signal.SIGCHLD)}
+        # `nohup make up` means it.
+        heard = [number for number in STOP if not _is_ignored_hangup(number)]
+        self._previous = {number: signal.signal(number, self._count) for number in (*heard, signal.SIGCHLD)}
         return self
 
     def __exit__(
@@ -42,3 +44,7 @@ class SignalInbox:
     def _count(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002 (a handler's signature)
         if number in STOP:
             self.num_stops += 1
+
+
+def _is_ignored_hangup(number: signal.Signals) -> bool:
+    return number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN
