@@ -11,6 +11,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from services.gateway import errors
 from services.gateway.routes import completions, health, jobs
+from services.gateway.schemas import Described
 from services.gateway.settings import GatewaySettings
 from services.gateway.state import Gateway
 from shardline import __version__
@@ -33,7 +34,7 @@ def create_app(settings: GatewaySettings) -> FastAPI:
         finally:
             await gateway.close()
 
-    app = FastAPI(title="Shardline", version=__version__, lifespan=lifespan)
+    app = Described(title="Shardline", version=__version__, lifespan=lifespan)
     errors.install(app)
     for router in (completions.router, jobs.router, health.router):
         app.include_router(router)

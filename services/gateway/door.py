@@ -43,9 +43,11 @@ async def accept(gateway: Gateway, request: Request, parse: Parse) -> Accepted:
     with admission.buffered(admission.announced_bytes(request)):
         body = await admission.read(request)
         job, wanted = await _aside(len(body), _parse, body, request, parse)
-        model = await gateway.catalogue.get(job.model)
-        prepared = await _aside(len(body), _prepare, model, job)
-        job_id = await gateway.inserter.insert(job, prepared)
+        with gateway.tracer.phase("accept", traceparent=job.traceparent, model=job.model) as traceparent:
+            job = msgspec.structs.replace(job, traceparent=traceparent)
+            model = await gateway.catalogue.get(job.model)
+            prepared = await _aside(len(body), _prepare, model, job)
+            job_id = await gateway.inserter.insert(job, prepared)
     is_new = job_id == job.id
     return Accepted(job_id=job_id, is_new=is_new, request=job, prepared=prepared, model=model, wanted=wanted)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -14,6 +15,7 @@ from services.gateway.inserter import Inserter
 from services.gateway.settings import GatewaySettings
 from shardline.client import AsyncClient
 from shardline.metrics import GatewayMetrics
+from shardline.tracing import Tracer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +29,7 @@ class Gateway:
     admission: Admission
     metrics: GatewayMetrics
     registry: CollectorRegistry
+    tracer: Tracer
 
     @classmethod
     def make(cls, settings: GatewaySettings) -> Gateway:
@@ -48,6 +51,7 @@ class Gateway:
             ),
             metrics=metrics,
             registry=registry,
+            tracer=Tracer.from_environment("gateway"),
         )
 
     def start(self) -> None:
@@ -58,6 +62,7 @@ class Gateway:
         """End them and give back the connections. Jobs go on."""
         await self.inserter.close()
         await self.client.close()
+        await asyncio.to_thread(self.tracer.close)
 
 
 def gateway_of(request: Request) -> Gateway:

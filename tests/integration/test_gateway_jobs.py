@@ -76,6 +76,14 @@ async def test_given_a_job_when_submitted_then_the_answer_comes_at_once_and_the_
     )
 
 
+async def test_given_a_callers_trace_when_submitted_then_it_travels_with_the_row(
+    http: httpx.AsyncClient, head: TinyHead
+) -> None:
+    traceparent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+    await http.post(JOBS, json={"model": "clerk", "prompt": PROMPT}, headers={"traceparent": traceparent})
+    assert head.claim().claimed.traceparent == traceparent
+
+
 async def test_given_a_repeat_when_submitted_then_it_is_the_same_job(http: httpx.AsyncClient) -> None:
     fields = {"model": "clerk", "prompt": PROMPT, "idempotency_key": "k"}
     first, second = [await http.post(JOBS, json=fields) for _ in "ab"]

@@ -58,6 +58,17 @@ async def test_given_registered_models_when_listed_then_each_says_its_limit(
     assert (await http.get("/v1/models/clerk")).json() == model
 
 
+async def test_given_the_api_description_when_read_then_it_knows_every_field(http: httpx.AsyncClient) -> None:
+    document = (await http.get("/openapi.json")).json()
+    schemas = document["components"]["schemas"]
+    for route, name in (("/v1/completions", "CompletionRequest"), (JOBS, "JobRequest")):
+        content = document["paths"][route]["post"]["requestBody"]["content"]
+        assert content["application/json"]["schema"] == {"$ref": f"#/components/schemas/{name}"}
+        assert {"model", "prompt", "temperature", "deadline_s"} <= set(schemas[name]["properties"])
+    assert "messages" in schemas["ChatCompletionRequest"]["required"]
+    assert (await http.get("/docs")).status_code == 200
+
+
 async def test_given_requests_when_scraped_then_figures_count_routes_not_paths(http: httpx.AsyncClient) -> None:
     await http.post(JOBS, json=BODY)
     await http.get(f"{JOBS}/x")

@@ -12,6 +12,7 @@ from services.gateway.answers import job_document
 from services.gateway.completing import merged
 from services.gateway.door import accept, native_request
 from services.gateway.errors import json_response
+from services.gateway.schemas import body
 from services.gateway.settled import settled_text
 from services.gateway.state import Gateway, Here
 from services.gateway.stream import KEEP_ALIVE, EventStream, event
@@ -27,7 +28,7 @@ MAX_LISTED = 1_000
 MAX_AFTER = 2**31
 
 
-@router.post("/v1/jobs")
+@router.post("/v1/jobs", status_code=202, openapi_extra=body("JobRequest"))
 async def create_job(request: Request, gateway: Here) -> Response:
     """Store a job and return at once: 202, or 200 when a request with the same id or key was there first."""
     accepted = await accept(gateway, request, native_request)

@@ -1,0 +1,49 @@
+"""Traces: phases of one job, in any process, belong to one trace; without an endpoint nothing happens."""
+
+from __future__ import annotations
+
+import pytest
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+from shardline.tracing import ENDPOINT, Tracer
+
+CALLER = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+
+
+def test_given_a_callers_trace_when_phases_pass_it_on_then_all_are_in_it() -> None:
+    exporter = InMemorySpanExporter()
+    gateway, head = (Tracer(name, SimpleSpanProcessor(exporter)) for name in ("gateway", "head"))
+    with gateway.phase("accept", traceparent=CALLER, model="clerk") as passed_on:
+        pass
+    head.record("run", traceparent=passed_on, began_ns=5, ended_ns=9, attributes={"num_tokens": 3})
+
+    accept, run = exporter.get_finished_spans()
+
+    assert f"{accept.context.trace_id:032x}" == f"{run.context.trace_id:032x}" == CALLER.split("-")[1]
+    assert accept.parent is not None
+    assert f"{accept.parent.span_id:016x}" == CALLER.split("-")[2]
+    assert run.parent is not None
+    assert run.parent.span_id == accept.context.span_id
+    assert (run.start_time, run.end_time, dict(run.attributes or {})) == (5, 9, {"num_tokens": 3})
+    assert accept.resource.attributes["service.name"] == "shardline-gateway"
+
+
+@pytest.mark.parametrize("traceparent", [None, "nonsense"])
+def test_given_no_trace_when_a_phase_begins_then_it_begins_one(traceparent: str | None) -> None:
+    exporter = InMemorySpanExporter()
+    with Tracer("gateway", SimpleSpanProcessor(exporter)).phase("accept", traceparent=traceparent) as passed_on:
+        pass
+    (span,) = exporter.get_finished_spans()
+    assert span.parent is None
+    assert passed_on is not None
+    assert f"{span.context.span_id:016x}" in passed_on
+
+
+def test_given_no_endpoint_when_traced_then_the_callers_trace_passes_through(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(ENDPOINT, raising=False)
+    tracer = Tracer.from_environment("gateway")
+    with tracer.phase("accept", traceparent=CALLER) as passed_on:
+        assert passed_on == CALLER
+    tracer.record("run", traceparent=CALLER, began_ns=1, ended_ns=2, attributes={})
+    tracer.close()
