@@ -1,0 +1,98 @@
+// Vectors of floats, sixteen lanes with AVX-512 or eight with AVX2, that give the same bits either way; loads and stores
+// of the stored types; e^x and tanh in a fixed order of operations.
+
+#pragma once
+
+#include <immintrin.h>
+
+#include <cstdint>
+#include <cstring>
+
+namespace {
+
+#ifdef __AVX512F__
+constexpr int kLanes = 16, kRegisters = 32;
+using Floats = __m512;
+using Words = __m512i;
+using Halves = __m256i;
+inline Floats broadcast(float x) { return _mm512_set1_ps(x); }
+inline Floats fma(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c); }
+inline Words widen(Halves h) { return _mm512_cvtepu16_epi32(h); }
+inline Halves narrow(Words w) { return _mm512_cvtepi32_epi16(w); }
+inline Floats from_half(Halves h) { return _mm512_cvtph_ps(h); }
+inline Halves to_half(Floats x) { return _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT); }
+#else
+constexpr int kLanes = 8, kRegisters = 16;
+using Floats = __m256;
+using Words = __m256i;
+using Halves = __m128i;
+inline Floats broadcast(float x) { return _mm256_set1_ps(x); }
+inline Floats fma(Floats a, Floats b, Floats c) { return _mm256_fmadd_ps(a, b, c); }
+inline Words widen(Halves h) { return _mm256_cvtepu16_epi32(h); }
+inline Halves narrow(Words w) {
+  return _mm_packus_epi32(_mm256_castsi256_si128(w), _mm256_extracti128_si256(w, 1));
+}
+inline Floats from_half(Halves h) { return _mm256_cvtph_ps(h); }
+inline Halves to_half(Floats x) { return _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT); }
+#endif
+
+// GCC's element-wise operators need to know the lanes.
+typedef uint32_t Bits __attribute__((vector_size(4 * kLanes)));
+
+struct BFloat16 { uint16_t bits; };
+struct Float16 { uint16_t bits; };
+
+template <class To> inline To read(const void* from) { To to; std::memcpy(&to, from, sizeof to); return to; }
+
+inline Floats load(const float* p) { return read<Floats>(p); }
+inline Floats load(const BFloat16* p) { return (Floats)((Bits)widen(read<Halves>(p)) << 16); }
+inline Floats load(const Float16* p) { return from_half(read<Halves>(p)); }
+
+inline void store(float* p, Floats x) { std::memcpy(p, &x, sizeof x); }
+inline void store(BFloat16* p, Floats x) {
+  Bits u = (Bits)x, rounded = u + 0x7fff + ((u >> 16) & 1);  // to nearest even
+  rounded = x == x ? rounded : (u | 0x400000);               // rounding up must not turn a NaN into -0
+  Halves h = narrow((Words)(rounded >> 16));
+  std::memcpy(p, &h, sizeof h);
+}
+inline void store(Float16* p, Floats x) { Halves h = to_half(x); std::memcpy(p, &h, sizeof h); }
+
+template <class T> inline void store_first(T* p, Floats x, int count) {
+  if (count >= kLanes) return store(p, x);
+  T all[kLanes];
+  store(all, x);
+  std::memcpy(p, all, count * sizeof(T));
+}
+
+// Reads `count` elements and fills the other lanes with zeros.
+template <class T> inline Floats load_first(const T* p, int count) {
+  if (count >= kLanes) return load(p);
+  T all[kLanes] = {};
+  std::memcpy(all, p, count * sizeof(T));
+  return load(all);
+}
+
+inline Floats larger(Floats a, Floats b) { return a > b ? a : b; }
+
+// e^x for x <= 0, within 2e-7; exactly 0 below -87, so -infinity masks.
+inline Floats exp_negative(Floats x) {
+  const Floats low = broadcast(-87.f), to_integer = broadcast(12582912.f);
+  Floats clamped = x < low ? low : x;
+  Floats n = fma(clamped, broadcast(1.44269504f), to_integer) - to_integer;
+  Floats r = fma(n, broadcast(-0.693359375f), clamped);
+  r = fma(n, broadcast(2.12194440e-4f), r);
+  Floats p = broadcast(1.9875691e-4f);
+  for (float c : {1.3981999e-3f, 8.3334519e-3f, 4.1665796e-2f, 1.6666665e-1f, 5.0000001e-1f})
+    p = fma(p, r, broadcast(c));
+  p = fma(p * r, r, r) + 1.f;
+  Bits power = ((Bits)(n + to_integer) - (Bits)to_integer + 127u) << 23;
+  return x < low ? broadcast(0.f) : p * (Floats)power;
+}
+
+inline Floats tanh(Floats x) {
+  const Bits sign = (Bits)x & 0x80000000u;
+  Floats e = exp_negative((Floats)((Bits)x | 0x80000000u) * 2.f);
+  return (Floats)((Bits)((1.f - e) / (1.f + e)) | sign);
+}
+
+}  // namespace
