@@ -12,15 +12,18 @@ from uuid import UUID
 
 import msgspec
 import structlog
-from sqlalchemy import Engine
+from sqlalchemy import Connection, Engine
 from sqlalchemy.exc import DataError, IntegrityError
 
 from shardline.errors import Conflict, Invalid
 from shardline.ids import parse_id
 from shardline.job import JobRequest, parse_request
-from shardline.store.jobs import FailedRequest, insert_failed, insert_jobs
+from shardline.store.jobs import FailedRequest, get_job, insert_failed, insert_jobs
 
 log = structlog.get_logger(__name__)
+
+CONFLICT = "conflict"
+"""Code of a reason: the id belongs to a job that this request must not touch."""
 
 Fate = Literal["accepted", "failed", "dead"]
 REFUSED_BY_ROW = (Invalid, Conflict, DataError, IntegrityError)
@@ -73,7 +76,7 @@ def _accept_alone(database: Engine, arrival: Arrival, parsed: JobRequest | Inval
         with database.begin() as connection:
             insert_jobs(connection, [parsed])
     except Conflict as error:
-        return Verdict(fate="dead", reason={"code": "conflict", "problem": str(error)})
+        return _conflict(str(error))
     except Invalid as error:
         return _refuse(database, arrival, error)
     except (DataError, IntegrityError) as error:
@@ -89,8 +92,19 @@ def _refuse(database: Engine, arrival: Arrival, error: Invalid) -> Verdict:
     if failed is None:
         return Verdict(fate="dead", reason=reason)
     with database.begin() as connection:
-        insert_failed(connection, [failed])
+        if not insert_failed(connection, [failed]) and not _is_repeat(connection, failed):
+            return _conflict(f"job {failed.id} is there already; {error}")
     return Verdict(fate="failed", reason=reason)
+
+
+def _is_repeat(connection: Connection, failed: FailedRequest) -> bool:
+    """Whether the row is there because this request came before."""
+    job = get_job(connection, failed.id)
+    return job is not None and job.error == failed.error
+
+
+def _conflict(problem: str) -> Verdict:
+    return Verdict(fate="dead", reason={"code": CONFLICT, "problem": problem})
 
 
 def _failed_row(arrival: Arrival, reason: dict[str, str]) -> FailedRequest | None:

@@ -11,6 +11,7 @@ from uuid import UUID
 from sqlalchemy import Engine
 
 from services.relay.loop import Loop
+from services.relay.results import Results
 from shardline.config import Times
 from shardline.metrics import RelayMetrics
 from shardline.store import jobs
@@ -30,9 +31,10 @@ class Wish:
 class Canceller(Loop):
     """`cancel` is called on Celery's thread, which must not wait for Postgres."""
 
-    def __init__(self, *, database: Engine, times: Times, metrics: RelayMetrics) -> None:
+    def __init__(self, *, database: Engine, results: Results, times: Times, metrics: RelayMetrics) -> None:
         super().__init__("canceller", metrics.errors)
         self._database = database
+        self._results = results
         self._times = times
         self._lock = threading.Lock()
         self._wishes: dict[UUID, Wish] = {}
@@ -58,6 +60,7 @@ class Canceller(Loop):
             if ids:
                 with self._database.begin() as connection:
                     found = jobs.request_cancel(connection, ids, running=running)
+                self._results.note(found)
                 self._forget(wishes, found)
         return self._times.poll_s
 

@@ -12,9 +12,10 @@ from sqlalchemy import Connection, Engine
 from services.relay.loop import Loop
 from services.relay.models import KnownModels
 from services.relay.outbox import Outbox
+from services.relay.results import Results
 from shardline.config import Times
 from shardline.errors import Invalid
-from shardline.job import Message, Prompt, SamplingParams, TokenId, invalid_from
+from shardline.job import JobState, Message, Prompt, SamplingParams, TokenId, invalid_from
 from shardline.metrics import RelayMetrics
 from shardline.store import preparation
 from shardline.store.preparation import Ready, Unprepared
@@ -28,10 +29,13 @@ Converted = TypeVar("Converted")
 class Preparer(Loop):
     """`outbox` is woken when there is something to send."""
 
-    def __init__(self, *, database: Engine, outbox: Outbox, times: Times, metrics: RelayMetrics) -> None:
+    def __init__(
+        self, *, database: Engine, outbox: Outbox, results: Results, times: Times, metrics: RelayMetrics
+    ) -> None:
         super().__init__("preparer", metrics.errors)
         self._database = database
         self._outbox = outbox
+        self._results = results
         self._times = times
         self._metrics = metrics
         self._models = KnownModels()
@@ -56,6 +60,8 @@ class Preparer(Loop):
         self._metrics.refused.inc(len(refused))
         if ready:
             self._outbox.wake()
+        for job_id, error in refused.items():
+            self._results.note({job_id: JobState.FAILED}, f"{error['field']}: {error['problem']}. {error['remedy']}")
         return 0.0 if len(rows) == preparation.MAX_BATCH else self._times.poll_s
 
     def _prepare(self, connection: Connection, row: Unprepared) -> Ready | dict[str, str]:

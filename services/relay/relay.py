@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Iterable
 from typing import Any
 from uuid import UUID, uuid5
@@ -16,7 +17,7 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 from tenacity import Retrying, retry_if_exception_type, sleep_using_event, stop_when_event_set, wait_random_exponential
 
-from services.relay.acceptance import Arrival, Verdict, accept
+from services.relay.acceptance import CONFLICT, Arrival, Verdict, accept
 from services.relay.canceller import Canceller
 from services.relay.dead_letters import bury
 from services.relay.doorbell import Doorbell
@@ -24,11 +25,13 @@ from services.relay.intake import ENTRY_IDS, Intake
 from services.relay.loop import MAX_BACKOFF_S, POSTGRES_ERRORS, REDIS_ERRORS, Loop
 from services.relay.outbox import Outbox
 from services.relay.preparer import Preparer
+from services.relay.results import Results
 from services.relay.settings import RelaySettings
 from services.relay.sweeper import Sweeper
 from shardline import metrics
 from shardline.errors import Invalid
 from shardline.ids import parse_id
+from shardline.job import JobState
 from shardline.metrics import RelayMetrics
 from shardline.store.database import connect
 
@@ -39,6 +42,7 @@ NUM_LOOPS = 8
 """Connections that the loops may hold at once, at most."""
 
 JOIN_S = 10.0
+"""For all loops together; one that hangs in a frozen server is left behind, its transaction is undone."""
 
 
 class Relay:
@@ -53,15 +57,20 @@ class Relay:
         self._redis = _redis(settings.redis_url, timeout_s=REDIS_TIMEOUT_S)
         self._closing = threading.Event()
         parts: dict[str, Any] = {"database": self._database, "times": settings.times, "metrics": self._metrics}
-        outbox = Outbox(publisher=_publisher(settings), redis=self._redis, **parts)
-        preparer = Preparer(outbox=outbox, **parts)
+        publisher = _publisher(settings)
+        self._results = Results(
+            backend_app=publisher if settings.result_backend else None, times=settings.times, metrics=self._metrics
+        )
+        outbox = Outbox(publisher=publisher, redis=self._redis, **parts)
+        preparer = Preparer(outbox=outbox, results=self._results, **parts)
         blocking = _redis(settings.redis_url, timeout_s=settings.times.poll_s + REDIS_TIMEOUT_S)
-        self._canceller = Canceller(**parts)
+        self._canceller = Canceller(results=self._results, **parts)
         self._loops: tuple[Loop, ...] = (
             outbox,
             preparer,
-            Sweeper(**parts),
+            Sweeper(results=self._results, **parts),
             self._canceller,
+            self._results,
             Intake(redis=blocking, batch=settings.intake_batch, **parts),
             Doorbell(database_url=url, wakes=(outbox, preparer), times=settings.times, metrics=self._metrics),
         )
@@ -82,8 +91,9 @@ class Relay:
         self.close()
         for loop in self._loops:
             loop.stop()
+        deadline_s = time.monotonic() + JOIN_S
         for loop in self._loops:
-            loop.join(JOIN_S)
+            loop.join(max(0.0, deadline_s - time.monotonic()))
         self._database.dispose()
 
     def submit(self, task_id: str, document: dict[str, Any]) -> Verdict:
@@ -108,6 +118,8 @@ class Relay:
         (verdict,) = accept(self._database, [Arrival(id=job_id, document=document)])
         if verdict.fate == "dead":
             bury(self._redis, entry=task_id, request=json.dumps(document, default=str), reason=verdict.reason)
+        if verdict.reason is not None and verdict.reason["code"] != CONFLICT:
+            self._results.note({job_id: JobState.FAILED}, json.dumps(verdict.reason))
         self._metrics.intake.labels(outcome=verdict.fate).inc()
         return verdict
 
@@ -130,4 +142,5 @@ def _publisher(settings: RelaySettings) -> Celery:
     app.conf.update(settings.celery())
     app.conf.broker_transport_options["socket_timeout"] = REDIS_TIMEOUT_S
     app.conf.broker_transport_options["socket_connect_timeout"] = REDIS_TIMEOUT_S
+    app.conf.redis_socket_timeout = app.conf.redis_socket_connect_timeout = REDIS_TIMEOUT_S
     return app

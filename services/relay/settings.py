@@ -7,6 +7,7 @@ from typing import Any
 from pydantic import Field
 
 from shardline.config import Settings
+from shardline.keys import RELAY_UNACKED
 from shardline.queues import celery_settings
 
 
@@ -24,9 +25,9 @@ class RelaySettings(Settings):
         """
         shared = celery_settings(self)
         apart = {
-            "unacked_key": "shardline:relay:unacked",
-            "unacked_index_key": "shardline:relay:unacked_index",
-            "unacked_mutex_key": "shardline:relay:unacked_mutex",
+            "unacked_key": RELAY_UNACKED,
+            "unacked_index_key": f"{RELAY_UNACKED}_index",
+            "unacked_mutex_key": f"{RELAY_UNACKED}_mutex",
             "visibility_timeout": max(5.0, 3 * self.times.lease_s),
         }
         return {

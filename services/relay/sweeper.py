@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
+from uuid import UUID
 
 import structlog
 from sqlalchemy import Engine
 
 from services.relay.loop import POSTGRES_ERRORS, Loop
 from services.relay.models import Decoder
+from services.relay.results import Results
 from shardline.config import Times
 from shardline.metrics import RelayMetrics
 from shardline.store import sweeps
@@ -24,8 +26,9 @@ COUNT_EVERY = 10
 class Sweeper(Loop):
     """After Postgres was away, heads have one lease to beat again before the first rescue."""
 
-    def __init__(self, *, database: Engine, times: Times, metrics: RelayMetrics) -> None:
+    def __init__(self, *, database: Engine, results: Results, times: Times, metrics: RelayMetrics) -> None:
         super().__init__("sweeper", metrics.errors)
+        self._results = results
         self._database = database
         self._times = times
         self._metrics = metrics
@@ -40,13 +43,15 @@ class Sweeper(Loop):
         except POSTGRES_ERRORS:
             self._rescue_after_s = math.inf
             raise
-        for outcome, number in moved.items():
+        self._results.note(moved)
+        counts = Counter(map(str, moved.values()))
+        for outcome, number in counts.items():
             self._metrics.swept.labels(outcome=outcome).inc(number)
-        if moved:
-            log.info("swept", **moved)
-        return 0.0 if moved.total() >= sweeps.MAX_BATCH else self._times.poll_s
+        if counts:
+            log.info("swept", **counts)
+        return 0.0 if len(moved) >= sweeps.MAX_BATCH else self._times.poll_s
 
-    def _sweep(self) -> Counter[str]:
+    def _sweep(self) -> dict[UUID, str]:
         with self._database.begin() as connection:
             moved = sweeps.sweep_waiting(connection, self._decode)
         now_s = time.monotonic()
@@ -54,7 +59,7 @@ class Sweeper(Loop):
             self._rescue_after_s = now_s + self._times.lease_s
         if now_s >= self._rescue_after_s:
             with self._database.begin() as connection:
-                moved += sweeps.sweep_leases(connection, self._decode, lease_s=self._times.lease_s)
+                moved |= sweeps.sweep_leases(connection, self._decode, lease_s=self._times.lease_s)
         self._count()
         return moved
 

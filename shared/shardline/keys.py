@@ -18,6 +18,10 @@ INTAKE_DEAD = f"{PREFIX}intake:dead"
 OUTBOX_MARK = f"{PREFIX}outbox:mark"
 """String: set by relays. A missing mark says that Redis lost its messages: the window is sent again at once."""
 
+RELAY_UNACKED = f"{PREFIX}relay:unacked"
+"""Hash, with `_index` and `_mutex` beside it: Celery messages that relays took and have not acknowledged, kept apart
+from those of heads because they come back sooner."""
+
 INTAKE_DEAD_MAX = 10_000
 STREAM_TTL_S = 3_600
 REGISTRY_TTL_S = 5

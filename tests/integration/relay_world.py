@@ -83,6 +83,7 @@ class RelayWorld:
             "PYTHONPATH": f"{REPOSITORY}:{REPOSITORY / 'shared'}",
             "SHARDLINE_DATABASE_URL": self.database_url,
             "SHARDLINE_REDIS_URL": self.redis_url,
+            "SHARDLINE_RESULT_BACKEND": self.redis_url,
             "SHARDLINE_TIME_SCALE": str(TIME_SCALE),
             "SHARDLINE_LOG_FORMAT": "json",
         }
@@ -162,7 +163,7 @@ class RelayWorld:
 @contextmanager
 def relay_world(database_url: str, redis_url: str, folder: Path) -> Iterator[RelayWorld]:
     """Everything but a relay; ends the relays that the test started."""
-    settings = Settings(redis_url=redis_url)
+    settings = Settings(redis_url=redis_url, result_backend=redis_url)
     app = Celery("producer", set_as_current=False)
     app.conf.update(celery_settings(settings))
     app.conf.broker_transport_options["socket_timeout"] = 10

@@ -8,11 +8,12 @@ from pathlib import Path
 from uuid import uuid4
 
 import pytest
+from celery.exceptions import TaskRevokedError
 from sqlalchemy import text
 
 from shardline.job import JobState
 from shardline.keys import INTAKE, INTAKE_DEAD, INTAKE_GROUP
-from tests.integration.relay_world import RelayWorld, eventually, relay_world
+from tests.integration.relay_world import PATIENCE_S, RelayWorld, eventually, relay_world
 from tests.integration.store_world import MODEL, cell, change
 
 
@@ -163,3 +164,28 @@ def test_given_a_celery_submission_when_it_is_done_then_no_event_and_no_result_c
         while len(seen) == num_before or seen[-1]["type"] != "worker-heartbeat":
             next(capture)
     assert not [event for event in seen if event.get("uuid") == task_id]
+    assert here.app.AsyncResult(task_id).state == "PENDING"
+
+
+def test_given_a_result_backend_when_a_job_ends_without_a_head_then_its_producer_is_not_left_waiting(
+    here: RelayWorld,
+) -> None:
+    bad_request = here.submit({"model": MODEL, "prompt": "one", "top_p": 9})
+    bad_model = here.submit({"model": "nobody", "prompt": "one"})
+    no_row = here.submit({"prompt": "one"})
+    late = here.submit({"model": MODEL, "prompt": "one", "deadline_s": 0.01, "delay_s": 100})
+    revoked = here.submit({"model": MODEL, "prompt": "one", "delay_s": 100})
+    here.wait_for(revoked, lambda job: job.state is JobState.QUEUED)
+    here.app.control.revoke(revoked)
+    for task_id, word in [(bad_request, "top_p"), (bad_model, "nobody"), (no_row, "model")]:
+        with pytest.raises(Exception, match=word) as caught:
+            here.app.AsyncResult(task_id).get(timeout=PATIENCE_S)
+        assert type(caught.value).__name__ == "JobFailed"
+    for task_id, word in [(late, "expired"), (revoked, "cancelled")]:
+        with pytest.raises(TaskRevokedError, match=word):
+            here.app.AsyncResult(task_id).get(timeout=PATIENCE_S)
+    # An invalid request under the id of a job that lives must not end it for its producer.
+    alive = here.submit({"model": MODEL, "prompt": "one", "delay_s": 100})
+    here.submit({"model": MODEL, "prompt": ""}, task_id=alive)
+    eventually(lambda: len(here.dead_letters()) == 2)
+    assert here.app.AsyncResult(alive).state == "PENDING"

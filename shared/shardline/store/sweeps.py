@@ -3,7 +3,6 @@ a function that the relay gives."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 from uuid import UUID
@@ -45,17 +44,18 @@ WHERE jobs.id = ANY(CAST(:ids AS uuid[]))
 """)
 
 
-def sweep_waiting(connection: Connection, decode: Decode, *, max_batch: int = MAX_BATCH) -> Counter[str]:
-    """End queued jobs that were cancelled or whose deadline passed. Returns how many became what."""
+def sweep_waiting(connection: Connection, decode: Decode, *, max_batch: int = MAX_BATCH) -> dict[UUID, str]:
+    """End queued jobs that were cancelled or whose deadline passed. Returns their states."""
     over = _locked(connection, LOCK_OVER, max_batch=max_batch)
-    ended = end_from(connection, [_stopped(row, decode) for row in over], held=JobState.QUEUED)
-    return Counter(str(state) for state in ended.values())
+    return {**end_from(connection, [_stopped(row, decode) for row in over], held=JobState.QUEUED)}
 
 
-def sweep_leases(connection: Connection, decode: Decode, *, lease_s: float, max_batch: int = MAX_BATCH) -> Counter[str]:
+def sweep_leases(
+    connection: Connection, decode: Decode, *, lease_s: float, max_batch: int = MAX_BATCH
+) -> dict[UUID, str]:
     """Move running jobs whose lease expired: stopped as asked, else requeued, or `failed` once their crashes reach
-    max_crashes. Only an attempt that saved no token of its own counts as a crash."""
-    counts: Counter[str] = Counter()
+    max_crashes. Only an attempt that saved no token of its own counts as a crash. Returns the state of those that
+    ended, and `lost` or `crashed` for those that were requeued."""
     ends: list[End] = []
     lost: list[Key] = []
     crashed: list[Key] = []
@@ -68,10 +68,11 @@ def sweep_leases(connection: Connection, decode: Decode, *, lease_s: float, max_
             crashed.append((row.id, row.fence))
         else:
             ends.append(_dead_letter(connection, row))
-    counts["lost"] = len(requeue(connection, lost, outcome="lost"))
-    counts["crashed"] = len(requeue(connection, crashed, outcome="crashed", crashes=1))
-    counts.update(str(state) for state in end_from(connection, ends, held=JobState.RUNNING).values())
-    return +counts
+    return {
+        **dict.fromkeys(requeue(connection, lost, outcome="lost"), "lost"),
+        **dict.fromkeys(requeue(connection, crashed, outcome="crashed", crashes=1), "crashed"),
+        **end_from(connection, ends, held=JobState.RUNNING),
+    }
 
 
 def counts(connection: Connection) -> dict[tuple[str, str], int]:
