@@ -109,17 +109,20 @@ class Shape:
     def _text_logprobs(self, logprobs: Sequence[TokenLogprob], offset: int) -> dict[str, Any]:
         texts = [self.tokens.token_text(entry.token_id) for entry in logprobs]
         offsets = [offset + sum(map(len, texts[:place])) for place in range(len(texts))]
-        top = [
-            # Reversed, so that of tokens with equal text the likeliest stays.
-            {self.tokens.token_text(token_id): value for token_id, value in reversed(entry.top)}
-            for entry in logprobs
-        ]
+        top = [self._likeliest(entry) for entry in logprobs]
         return {
             "tokens": texts,
             "token_logprobs": [entry.logprob for entry in logprobs],
             "top_logprobs": top,
             "text_offset": offsets,
         }
+
+    def _likeliest(self, entry: TokenLogprob) -> dict[str, float]:
+        """By text, best first; of tokens with equal text the likeliest stays."""
+        found: dict[str, float] = {}
+        for token_id, logprob in entry.top:
+            found.setdefault(self.tokens.token_text(token_id), logprob)
+        return found
 
 
 def usage_of(usage: Usage) -> dict[str, int]:

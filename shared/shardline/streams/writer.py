@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from uuid import UUID
 
@@ -16,12 +17,17 @@ MAX_ENTRIES = 16_384
 """Of one stream, about: a reader that is further behind than that goes on from Postgres."""
 
 TIMEOUT_S = 1.0
+PAUSE_S = 0.5
+"""After a failure nothing is tried for so long: a head makes hundreds of deltas in that time."""
 
 
 class DeltaWriter:
     """One connection of one thread. `write` never blocks for long, and what it could not write is dropped."""
 
     def __init__(self, redis_url: str, *, timeout_s: float = TIMEOUT_S) -> None:
+        self.num_dropped = 0
+        """Deltas that no stream has."""
+        self._paused_until_s = 0.0
         self._redis = redis.Redis.from_url(
             redis_url,
             socket_timeout=timeout_s,
@@ -31,16 +37,28 @@ class DeltaWriter:
         )
 
     def write(self, batch: Sequence[tuple[UUID, Delta]]) -> None:
-        """Append each delta to its job's stream. Raises redis.RedisError: the whole batch is then forgotten."""
+        """Append each delta to its job's stream. Raises redis.RedisError: this batch is then forgotten, and those that
+        follow soon are too, without an error for each."""
         if not batch:
             return
+        if time.monotonic() < self._paused_until_s:
+            self.num_dropped += len(batch)
+            return
+        try:
+            self._append(batch)
+        except redis.RedisError:
+            self.num_dropped += len(batch)
+            self._paused_until_s = time.monotonic() + PAUSE_S
+            raise
+
+    def close(self) -> None:
+        """Give the connection back."""
+        self._redis.close()
+
+    def _append(self, batch: Sequence[tuple[UUID, Delta]]) -> None:
         pipeline = self._redis.pipeline(transaction=False)
         for job_id, delta in batch:
             pipeline.xadd(job_stream(job_id), {DELTA_FIELD: encode_delta(delta)}, maxlen=MAX_ENTRIES, approximate=True)
         for job_id in {job_id for job_id, _ in batch}:
             pipeline.expire(job_stream(job_id), STREAM_TTL_S)
         pipeline.execute()
-
-    def close(self) -> None:
-        """Give the connection back."""
-        self._redis.close()

@@ -1,0 +1,108 @@
+"""The streams against a real Valkey: what the writer leaves, what readers make of it, what an outage costs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from uuid import uuid4
+
+import pytest
+import redis
+
+from services.standalone.servers import Valkey
+from shardline.keys import STREAM_TTL_S, job_stream
+from shardline.streams import DeltaReader, DeltaWriter, Mailbox, SyncDeltaReader
+from shardline.streams.writer import MAX_ENTRIES
+from shardline.wire import Delta
+
+JOB = uuid4()
+OTHER = uuid4()
+
+
+def delta(start: int) -> Delta:
+    return Delta(fence=1, start=start, ids=(start,), text="ä")
+
+
+@pytest.fixture
+def writer(redis_url: str) -> Iterator[DeltaWriter]:
+    writer = DeltaWriter(redis_url)
+    yield writer
+    writer.close()
+
+
+@pytest.fixture
+def server(redis_url: str) -> Iterator[redis.Redis]:
+    with redis.Redis.from_url(redis_url) as server:
+        yield server
+
+
+def test_given_deltas_of_many_jobs_when_written_then_each_stream_has_its_own_and_expires(
+    writer: DeltaWriter, server: redis.Redis
+) -> None:
+    writer.write([(JOB, delta(0)), (OTHER, delta(0)), (JOB, delta(1))])
+    writer.write([])
+    assert (server.xlen(job_stream(JOB)), server.xlen(job_stream(OTHER))) == (2, 1)
+    assert 0 < int(str(server.ttl(job_stream(JOB)))) <= STREAM_TTL_S
+
+
+def test_given_an_endless_job_when_written_then_its_stream_stays_bounded(
+    writer: DeltaWriter, server: redis.Redis
+) -> None:
+    for first in range(0, MAX_ENTRIES + 4_000, 2_000):
+        writer.write([(JOB, delta(first + place)) for place in range(2_000)])
+    assert int(str(server.xlen(job_stream(JOB)))) <= MAX_ENTRIES + 200
+
+
+def test_given_redis_away_when_written_then_one_error_stands_for_many_and_nothing_blocks() -> None:
+    writer = DeltaWriter("redis://127.0.0.1:1/0")
+    with pytest.raises(redis.ConnectionError):
+        writer.write([(JOB, delta(0))])
+    writer.write([(JOB, delta(1)), (JOB, delta(2))])
+    assert writer.num_dropped == 3
+
+
+def test_given_a_stream_when_read_then_every_delta_comes_and_strange_entries_are_passed_over(
+    writer: DeltaWriter, server: redis.Redis
+) -> None:
+    writer.write([(JOB, delta(0))])
+    server.xadd(job_stream(JOB), {"d": b"{"})
+    server.xadd(job_stream(JOB), {"x": b"1"})
+    writer.write([(JOB, delta(1))])
+    reader = SyncDeltaReader(server, JOB)
+    assert reader.read(0.01) == [delta(0), delta(1)]
+    assert reader.read(0.01) == []
+    writer.write([(JOB, delta(2))])
+    assert reader.read(1.0) == [delta(2)]
+
+
+def test_given_an_outage_when_over_then_the_stream_is_read_from_its_beginning(
+    writer: DeltaWriter, redis_server: Valkey
+) -> None:
+    connection = SyncDeltaReader.connect(redis_server.url)
+    reader = SyncDeltaReader(connection, JOB)
+    writer.write([(JOB, delta(0))])
+    assert reader.read(0.01) == [delta(0)]
+    redis_server.kill()
+    assert (reader.read(0.01), reader.is_away) == ([], True)
+    redis_server.restart()
+    writer.write([(JOB, delta(1))])
+    assert (reader.read(1.0), reader.is_away) == ([delta(1)], False)
+    connection.close()
+
+
+async def test_given_many_readers_when_deltas_come_then_one_connection_serves_them_all(
+    writer: DeltaWriter, redis_url: str, server: redis.Redis
+) -> None:
+    reader = DeltaReader(redis_url)
+    reader.start()
+    jobs = [uuid4() for _ in range(50)]
+    mailboxes = [Mailbox() for _ in jobs]
+    with ExitStack() as watching:
+        for job, mailbox in zip(jobs, mailboxes, strict=True):
+            watching.enter_context(reader.watch(job, mailbox))
+        writer.write([(job, delta(0)) for job in jobs])
+        found = [await mailbox.wait(30) for mailbox in mailboxes]
+        num_connections = sum(client["cmd"] == "xread" for client in server.client_list())
+    await reader.close()
+    assert found == [[delta(0)]] * 50
+    assert num_connections == 1
