@@ -1,0 +1,27 @@
+#!/bin/sh
+# Makes the secret files of compose.yaml in a folder, once: what is there stays. Usage: docker/secrets.sh FOLDER
+#
+# The folder is closed to other users of the host (0700). The files in it can be read by all: Compose mounts each one
+# into containers as it is, and their users have other ids than yours.
+set -eu
+folder=${1:?usage: docker/secrets.sh FOLDER}
+umask 077
+mkdir -p "$folder"
+chmod 0700 "$folder"
+
+random() { head -c 24 /dev/urandom | base64 | tr '+/' '-_'; }
+
+write() {
+  if [ -s "$folder/$1" ]; then
+    echo "kept $folder/$1"
+    return
+  fi
+  printf '%s' "$2" >"$folder/$1.new"
+  chmod 0444 "$folder/$1.new"
+  mv "$folder/$1.new" "$folder/$1"
+  echo "made $folder/$1"
+}
+
+write postgres_password "$(random)"
+write database_url "postgresql://shardline:$(cat "$folder/postgres_password")@postgres:5432/shardline"
+write flower_auth "admin:$(random)"

@@ -1,0 +1,33 @@
+"""One engine and one stack for all Compose tests; both are removed at the end, however they went."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.compose.docker import Docker, find_or_start
+from tests.compose.stack import OWN, Stack, until
+
+
+@pytest.fixture(scope="session")
+def docker() -> Iterator[Docker]:
+    """An engine that runs."""
+    docker = find_or_start()
+    yield docker
+    docker.stop()
+
+
+@pytest.fixture(scope="session")
+def stack(docker: Docker, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Stack]:
+    """`docker compose up -d --wait`, with one replica of everything, ready to generate."""
+    stack = Stack(docker, tmp_path_factory.mktemp("compose"))
+    stack.build()
+    try:
+        stack.up()
+        until(lambda: stack.number("SELECT count(*) FROM pipelines WHERE ready_at IS NOT NULL") == 1)
+        yield stack
+        if request.session.testsfailed:
+            print(stack.compose("logs", "--tail", "200", *(name for name in OWN[:3]), "stage-0", "stage-1"))
+    finally:
+        stack.remove()

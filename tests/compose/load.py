@@ -1,0 +1,73 @@
+"""A producer that never stops pushing jobs through the gateways, however they come and go. Knows no row."""
+
+from __future__ import annotations
+
+import random
+import threading
+from types import TracebackType
+from typing import Self
+from uuid import UUID, uuid4
+
+import httpx
+from tenacity import Retrying, retry_if_exception_type, stop_after_delay, wait_random
+
+from tests.compose.stack import MODEL, PATIENCE_S
+
+PACE_S = 0.3
+MAX_TOKENS = (8, 24)
+
+
+class Refused(Exception):
+    """An answer that says to try again."""
+
+
+class Load:
+    """Jobs with ids of our own, so that a request repeated after a lost answer is no second job."""
+
+    def __init__(self, gateways: list[str], *, seed: int) -> None:
+        self.gateways = gateways
+        self.accepted: dict[UUID, int] = {}
+        """Job → tokens that it must have."""
+        self._random = random.Random(seed)
+        self._ending = threading.Event()
+        self._thread = threading.Thread(target=self._push, name="load", daemon=True)
+        self._error: BaseException | None = None
+
+    def push(self, max_tokens: int) -> None:
+        """One job: back when a gateway has said that it is committed."""
+        job_id = uuid4()
+        patient = Retrying(
+            retry=retry_if_exception_type((httpx.TransportError, Refused)),
+            wait=wait_random(0, 0.5),
+            stop=stop_after_delay(PATIENCE_S),
+            reraise=True,
+        )
+        patient(self._post, job_id, max_tokens)
+        self.accepted[job_id] = max_tokens
+
+    def _post(self, job_id: UUID, max_tokens: int) -> None:
+        prompt = f"sort: {self._random.randrange(100)}, {self._random.randrange(100)} ="
+        request = {"id": str(job_id), "model": MODEL, "prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True}
+        answer = httpx.post(f"{self._random.choice(self.gateways)}/v1/jobs", json=request, timeout=10)
+        if answer.status_code in {429, 502, 503, 504}:
+            raise Refused(answer.text)
+        assert answer.status_code in {200, 202}, answer.text
+
+    def _push(self) -> None:
+        try:
+            while not self._ending.wait(PACE_S):
+                self.push(self._random.randint(*MAX_TOKENS))
+        except (httpx.HTTPError, Refused, AssertionError) as error:
+            self._error = error
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._ending.set()
+        self._thread.join()
+        if self._error is not None and error is None:
+            raise self._error

@@ -1,0 +1,106 @@
+"""Shardline under Compose, as a project of its own: built, started, scaled, asked and removed. Knows no test's aim."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+from tenacity import retry, retry_if_result, stop_after_delay, wait_fixed
+
+from tests.compose.docker import REPOSITORY, Docker, run
+
+PROJECT = "shardline-test"
+MODEL = "clerk"
+OWN = ("migrate", "gateway", "relay", "stage", "flower")
+"""Services with an image built from docker/Dockerfile."""
+PATIENCE_S = 300
+
+
+@retry(retry=retry_if_result(lambda result: not result), wait=wait_fixed(0.5), stop=stop_after_delay(PATIENCE_S))
+def until(holds: Callable[[], object]) -> object:
+    """Ask until it holds."""
+    return holds()
+
+
+class Stack:
+    """One Compose project on one engine."""
+
+    def __init__(self, docker: Docker, folder: Path) -> None:
+        self.secrets = folder / "secrets"
+        self.docker = docker
+        settings = {
+            "SHARDLINE_MODEL_DIR": str(REPOSITORY / "services" / "standalone" / "clerk" / "model"),
+            "SHARDLINE_MODEL_NAME": MODEL,
+            "SHARDLINE_SECRETS_DIR": str(self.secrets),
+            # Replicas on one machine: more stages than cores.
+            "SHARDLINE_DEVICE_SHARED": "true",
+            # Any free ports.
+            "SHARDLINE_HTTP_PORTS": "0",
+            "SHARDLINE_FLOWER_PORT": "0",
+            **{f"SHARDLINE_{name.upper()}_IMAGE": image(name) for name in OWN},
+        }
+        self._environment = {**docker.environment, **settings}
+
+    def compose(self, *arguments: str) -> str:
+        """`docker compose …`. Returns what it printed."""
+        files = [part for file in ("compose.yaml", *self.docker.overlays) for part in ("-f", file)]
+        command = ("docker", "compose", "-p", PROJECT, "--progress", "quiet", *files, *arguments)
+        return run(*command, env=self._environment).stdout.strip()
+
+    def build(self) -> None:
+        """The images, and the secrets."""
+        run(str(REPOSITORY / "docker" / "secrets.sh"), str(self.secrets))
+        self.compose("build")
+
+    def up(self, **replicas: int) -> None:
+        """Start what is missing, end what is too many, and wait until all is healthy."""
+        scale = [f"--scale={name.replace('_', '-')}={number}" for name, number in replicas.items()]
+        self.compose("up", "-d", "--wait", "--wait-timeout", str(PATIENCE_S), "--no-build", *scale)
+
+    def remove(self) -> None:
+        """Containers, networks, volumes and images."""
+        self.compose("down", "--volumes", "--remove-orphans")
+        self.docker.run("image", "rm", *(image(name) for name in OWN))
+
+    def containers(self) -> list[Mapping[str, Any]]:
+        """Each with `Service`, `Name`, `State`, `Health`, `ExitCode`."""
+        return [json.loads(line) for line in self.compose("ps", "--all", "--format", "json").splitlines()]
+
+    def exits(self, *, since_s: float) -> list[str]:
+        """The exit status of every container that ended since then; 137 was killed."""
+        options = (f"--since={since_s:.3f}", f"--until={time.time():.3f}", "--filter=event=die")
+        ours = f"--filter=label=com.docker.compose.project={PROJECT}"
+        return self.docker.run("events", *options, ours, "--format={{.Actor.Attributes.exitCode}}").stdout.split()
+
+    def gateways(self) -> list[str]:
+        """A URL for each."""
+        names = [each["Name"] for each in self.containers() if each["Service"] == "gateway"]
+        ports = [self.docker.run("port", name, "8000/tcp").stdout.split()[0] for name in names]
+        return [f"http://{port}" for port in ports]
+
+    def flower(self) -> httpx.Client:
+        """Flower's API. It is asked without credentials when `auth=None` is given with a request."""
+        user, _, password = (self.secrets / "flower_auth").read_text().partition(":")
+        return httpx.Client(base_url=f"http://{self.compose('port', 'flower', '5555')}", auth=(user, password))
+
+    def inside(self, service: str, *command: str) -> str:
+        """Run in the service's first container."""
+        return self.compose("exec", "-T", service, *command)
+
+    def sql(self, query: str) -> list[Sequence[str]]:
+        """Rows straight from Postgres."""
+        answer = self.inside("postgres", "psql", "-U", "shardline", "-d", "shardline", "-AtF", "|", "-c", query)
+        return [line.split("|") for line in answer.splitlines()]
+
+    def number(self, query: str) -> int:
+        """The only number of a query."""
+        return int(self.sql(query)[0][0])
+
+
+def image(name: str) -> str:
+    """The image of one of our services in this project: another tag than a user's."""
+    return f"{PROJECT}-{name}"

@@ -1,0 +1,118 @@
+"""Shardline under Docker Compose: images, health, users, secrets, a completion, and scaling out and back under load."""
+
+from __future__ import annotations
+
+import time
+
+import httpx
+import pytest
+
+from tests.compose.load import Load
+from tests.compose.stack import MODEL, OWN, Stack, image, until
+
+pytestmark = pytest.mark.timeout(3600)
+
+APP_USER = "10001"
+FIND_COMPILERS = "for name in cc c++ gcc g++ clang; do command -v $name; done; true"
+LONG_TOKENS = 400
+NUM_LONG = 16
+NUM_SHORT = 5
+LIVE = "lease_until > now() AND ready_at IS NOT NULL"
+
+
+def test_given_the_gateways_image_when_its_packages_are_listed_then_torch_and_celery_are_not_there(
+    stack: Stack,
+) -> None:
+    listed = stack.docker.run(
+        "run", "--rm", "--network=none", image("gateway"), "pip", "list", "--format=freeze"
+    ).stdout
+    names = {line.partition("==")[0].lower() for line in listed.splitlines()}
+    assert {"fastapi", "shardline"} <= names
+    assert not {"torch", "transformers", "celery", "numpy"} & names
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_given_an_image_when_searched_for_a_compiler_then_there_is_none(stack: Stack, name: str) -> None:
+    assert stack.docker.once(image(name), "sh", "-c", FIND_COMPILERS) == ""
+
+
+def test_given_the_stack_when_up_then_all_is_healthy_and_the_migration_has_ended(stack: Stack) -> None:
+    states = {each["Service"]: (each["State"], each["Health"], each["ExitCode"]) for each in stack.containers()}
+    assert states.pop("migrate") == ("exited", "", 0)
+    assert set(states) == {"redis", "postgres", "gateway", "relay", "stage-0", "stage-1", "flower"}
+    assert set(states.values()) == {("running", "healthy", 0)}
+
+
+@pytest.mark.parametrize("service", ["gateway", "relay", "stage-0", "stage-1", "flower"])
+def test_given_a_service_when_it_runs_then_it_is_not_root_and_can_read_its_secret(stack: Stack, service: str) -> None:
+    assert stack.inside(service, "id", "-u") == APP_USER
+    secret = "flower_auth" if service == "flower" else "database_url"
+    assert stack.inside(service, "ls", "/run/secrets") == secret
+    assert stack.inside(service, "cat", f"/run/secrets/{secret}") == (stack.secrets / secret).read_text()
+
+
+def test_given_the_containers_when_inspected_then_no_secret_is_in_their_settings(stack: Stack) -> None:
+    shown = stack.docker.run("inspect", *(each["Name"] for each in stack.containers())).stdout
+    secrets = [path.read_text() for path in stack.secrets.iterdir()]
+    assert len(secrets) == 3
+    assert [secret for secret in secrets if secret in shown] == []
+
+
+def test_given_a_prompt_when_sent_over_http_then_it_is_answered_through_both_stages(stack: Stack) -> None:
+    (gateway,) = stack.gateways()
+    request = {"model": MODEL, "prompt": "sort: 3, 1, 2 =", "max_tokens": 16, "temperature": 0, "ignore_eos": True}
+    answer = httpx.post(f"{gateway}/v1/completions", json=request, timeout=60)
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["usage"]["completion_tokens"] == 16
+    ((provenance,),) = stack.sql("SELECT provenance -> 'stages' -> 1 ->> 'device' FROM results")
+    assert provenance == "cpu:1"
+
+
+def test_given_flower_when_asked_then_it_shows_every_worker_and_only_to_those_with_the_password(stack: Stack) -> None:
+    with stack.flower() as flower:
+        assert flower.get("/api/workers", auth=None).status_code == 401
+        until(lambda: len(flower.get("/api/workers", params={"refresh": "1"}, timeout=30).json()) == 3)
+
+
+def test_given_load_when_scaled_out_and_back_then_every_accepted_job_succeeds_exactly_once(stack: Stack) -> None:
+    began_s = time.time()
+    with Load(stack.gateways(), seed=7) as load:
+        push_on(load)
+        stack.up(gateway=2, relay=2)
+        load.gateways = stack.gateways()
+        assert len(load.gateways) == 2
+        push_on(load)
+        stack.up(gateway=2, relay=2, stage_0=2, stage_1=2)
+        # Nobody told the new stages to make a pipeline.
+        until(lambda: stack.number(f"SELECT count(*) FROM pipelines WHERE {LIVE}") == 2)
+        for _ in range(NUM_LONG):
+            load.push(LONG_TOKENS)
+        until(lambda: stack.number("SELECT count(DISTINCT pipeline) FROM jobs WHERE state = 'running'") == 2)
+        stack.up(gateway=1, relay=1, stage_0=1, stage_1=1)
+        push_on(load)
+        load.gateways = stack.gateways()
+        assert len(load.gateways) == 1
+        push_on(load)
+    until(lambda: stack.number("SELECT count(*) FROM jobs WHERE state IN ('queued', 'running')") == 0)
+    assert ends(stack, load) == {str(job): ("succeeded", str(tokens), "1") for job, tokens in load.accepted.items()}
+    assert stack.number(f"SELECT count(*) FROM pipelines WHERE {LIVE}") == 1
+    assert stack.number("SELECT count(DISTINCT pipeline) FROM attempts") == 2
+    # Each replica that was too many ended by itself within its grace period, as the migrations did.
+    assert set(stack.exits(since_s=began_s)) == {"0"}
+
+
+def push_on(load: Load) -> None:
+    """Until some more jobs were accepted."""
+    wanted = len(load.accepted) + NUM_SHORT
+    until(lambda: len(load.accepted) >= wanted)
+
+
+def ends(stack: Stack, load: Load) -> dict[str, tuple[str, ...]]:
+    """Job → state, tokens of its result, attempts that succeeded."""
+    rows = stack.sql(
+        "SELECT jobs.id, state, completion_tokens, count(*) FILTER (WHERE outcome = 'succeeded')"
+        " FROM jobs LEFT JOIN results ON results.job_id = jobs.id LEFT JOIN attempts ON attempts.job_id = jobs.id"
+        " GROUP BY jobs.id, state, completion_tokens"
+    )
+    accepted = {str(job) for job in load.accepted}
+    return {job: tuple(rest) for job, *rest in rows if job in accepted}
