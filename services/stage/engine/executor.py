@@ -12,14 +12,14 @@ import structlog
 import torch
 from torch import Tensor
 
-from services.stage.engine import kernel, memory
+from services.stage.engine import kernel, linear, memory
 from services.stage.engine.attention import Attention, PagedKv, Span
 from services.stage.engine.device import Device
 from services.stage.engine.exactness import Probe, exactness_fingerprint
 from services.stage.engine.forward import Forward
 from services.stage.engine.heads import probe_heads
 from services.stage.engine.model_info import ModelInfo
-from services.stage.engine.resident import own
+from services.stage.engine.resident import give_back, own
 from services.stage.engine.roster import Roster
 from services.stage.engine.sampler import SampledSequence, Sampler
 from services.stage.engine.shard import Shard
@@ -29,7 +29,8 @@ from shardline.errors import ProtocolError
 
 log = structlog.get_logger(__name__)
 
-MIN_ROWS = 16
+MIXTURE_MIN_ROWS = 16
+"""For models with stacked experts, whose own rows are padded elsewhere. The probe at start checks that it is enough."""
 
 
 class Executor:
@@ -72,12 +73,12 @@ class Executor:
                 check_bytes=lambda num: memory.check_fits(num, kv_bytes, device),
             )
             heads = probe_heads(shard)
-            own(shard.model)
+            packed = _settle(shard)
             num_blocks = memory.num_blocks(
                 heads, shard.dtype, kv_bytes, context=info.context_length, max_open=max_open, device=device
             )
             kv = PagedKv(layers=heads, num_blocks=num_blocks, dtype=shard.dtype, device=device.torch_device)
-            forward = Forward(shard, attention, kv, min_rows=MIN_ROWS)
+            forward = Forward(shard, attention, kv, min_rows=linear.min_rows(shard.model) or MIXTURE_MIN_ROWS)
             exact = attention.exact and Probe(forward.wanted, forward.random_inputs, num_blocks).passes()
         if not exact:
             log.warning("rows are not exact on this device: outputs may differ after a resume", kernel=attention.kind)
@@ -85,7 +86,7 @@ class Executor:
             weights=fingerprint(info.path, cache_folder),
             dtype=shard.dtype,
             kernel=attention.kind,
-            packed=False,
+            packed=packed,
             min_rows=forward.min_rows,
             num_threads=device.num_threads,
             device=device.torch_device,
@@ -171,3 +172,19 @@ class Executor:
                 wanted.append(end - 1)
                 wants.append(sampled)
         return wanted, wants
+
+
+def _settle(shard: Shard) -> bool:
+    """Packs a shard on the CPU and takes its weights out of the loader's files; True if packed. Layer by layer: memory
+    never holds more than one layer twice."""
+    if shard.device.type != "cpu":
+        return False
+    pieces = [*shard.blocks.values(), shard.model] if shard.is_last else list(shard.blocks.values())
+    packed = False
+    for piece in pieces:
+        originals = [parameter.data for parameter in piece.parameters()]
+        packed = linear.pack(piece, uses_embedding=shard.is_first) or packed
+        for original in originals:
+            give_back(original)
+    own(shard.model)
+    return packed
