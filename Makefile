@@ -15,7 +15,7 @@ TORCH_FROM := $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
 SOURCES := services shared tests migrations
 TEST_OPTIONS ?=
 
-.PHONY: help setup demo up down status test check bench chaos test-compose clean lint format types imports unit
+.PHONY: help setup demo up down status test check bench chaos secrets test-compose clean lint format types imports unit
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -72,6 +72,9 @@ bench: setup ## Run the benchmarks; figures in tests/benchmarks/results/latest.j
 
 chaos: setup ## Kill services under load and compare the results with a calm run
 	$(PY) -m pytest tests/faults $(TEST_OPTIONS)
+
+secrets: ## Make the secret files that compose.yaml mounts, where .env says
+	@docker/secrets.sh "$(or $(SHARDLINE_SECRETS_DIR),$(shell sed -n 's/^SHARDLINE_SECRETS_DIR=//p' .env 2>/dev/null),secrets)"
 
 test-compose: setup ## docker compose up, scale, scale back: needs a Docker engine
 	$(PY) -m pytest tests/compose $(TEST_OPTIONS)
