@@ -1,0 +1,133 @@
+"""For attention tests: sequences, a float64 reference, and a driver that feeds them to an Attention in any chunks."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import cycle
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from services.stage.engine.attention import Attention, Batch, HeadShape, PagedKv, Span
+from services.stage.engine.kernel import Kernel, KernelSettings, build, supported_isa
+from services.stage.engine.kv_cache import blocks_for
+
+LAYER = 3
+
+
+class Layer(nn.Module):
+    """What an attention module shows of itself."""
+
+    def __init__(self, layer_idx: int) -> None:
+        super().__init__()
+        self.layer_idx = layer_idx
+
+
+def kernels() -> list[Kernel]:
+    """Every variant that this processor runs."""
+    isas = {"avx512": ("avx512", "avx2"), "avx2": ("avx2",), None: ()}[supported_isa()]
+    return [Kernel(build(isa, KernelSettings().kernel_dir), isa) for isa in isas]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """Sequences of one layer; `options` are what the model passes to its attention function."""
+
+    lengths: Sequence[int]
+    num_kv_heads: int = 2
+    group: int = 2
+    head_dim: int = 64
+    value_dim: int | None = None
+    dtype: torch.dtype = torch.float32
+    options: dict[str, Any] = field(default_factory=dict)
+    seed: int = 0
+
+    @property
+    def shape(self) -> HeadShape:
+        """The layer's KV."""
+        return HeadShape(num_kv_heads=self.num_kv_heads, head_dim=self.head_dim, value_head_dim=self.value_dim)
+
+    def rows(self) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """Query [H, n, D], key and value [Hk, n, D] of each sequence."""
+        generator = torch.Generator().manual_seed(self.seed)
+
+        def draw(num_rows: int, num_heads: int, dim: int) -> Tensor:
+            return torch.randn(num_rows, num_heads, dim, generator=generator).to(self.dtype).transpose(0, 1)
+
+        num_heads, num_kv_heads = self.num_kv_heads * self.group, self.num_kv_heads
+        return [
+            (
+                draw(n, num_heads, self.head_dim),
+                draw(n, num_kv_heads, self.head_dim),
+                draw(n, num_kv_heads, self.shape.value_dim),
+            )
+            for n in self.lengths
+        ]
+
+
+def reference(case: Case) -> list[Tensor]:
+    """Attention of each sequence as the textbook writes it, in float64: [n, H, D]."""
+    return [_attend_in_float64(q.double(), k.double(), v.double(), case) for q, k, v in case.rows()]
+
+
+def _attend_in_float64(query: Tensor, key: Tensor, value: Tensor, case: Case) -> Tensor:
+    key, value = key.repeat_interleave(case.group, 0), value.repeat_interleave(case.group, 0)
+    options, num = case.options, query.shape[1]
+    scores = query @ key.transpose(1, 2) * options.get("scaling", case.head_dim**-0.5)
+    if cap := options.get("softcap"):
+        scores = cap * torch.tanh(scores / cap)
+    age = torch.arange(num)[:, None] - torch.arange(num)[None]
+    scores = scores.masked_fill((age < 0) | (age >= (options.get("sliding_window") or num)), float("-inf"))
+    if (sinks := options.get("s_aux")) is not None:
+        scores = torch.cat([scores, sinks.double().view(-1, 1, 1).expand(-1, num, 1)], -1)
+    return (scores.softmax(-1)[..., :num] @ value).transpose(0, 1)
+
+
+def attend(kernel: Kernel | None, case: Case, chunks: Sequence[int], *, min_rows: int = 1) -> list[Tensor]:
+    """Each sequence's rows [n, H, D], fed in steps in which every unfinished sequence takes its next chunk."""
+    attention = Attention(kernel)
+    num_blocks = sum(blocks_for(n) for n in case.lengths) + 1
+    kv = PagedKv(layers={LAYER: case.shape}, num_blocks=num_blocks, dtype=case.dtype)
+    kv.keys[LAYER].fill_(float("nan"))  # what was never written must never count
+    attention.bind(kv)
+    rows, tables = case.rows(), shuffled_tables(case.lengths, num_blocks)
+    outputs: list[list[Tensor]] = [[] for _ in case.lengths]
+    for step in _steps(case.lengths, chunks):
+        spans = [Span(start=start, length=count, blocks=tables[index]) for index, start, count in step]
+        batch = Batch.of(spans, min_rows=min_rows)
+        attention.use(batch)
+        query, key, value = (
+            _pack([rows[index][part][:, start : start + count] for index, start, count in step], batch)
+            for part in range(3)
+        )
+        out, _ = attention.attend(Layer(LAYER), query, key, value, None, **case.options)
+        places = out[0].split([count for _, _, count in step] + [batch.num_rows - sum(count for _, _, count in step)])
+        assert not places[-1].any()
+        for (index, _, _), place in zip(step, places, strict=False):
+            outputs[index].append(place)
+    return [torch.cat(parts) for parts in outputs]
+
+
+def shuffled_tables(lengths: Sequence[int], num_blocks: int) -> list[list[int]]:
+    """Blocks for each sequence, scattered over the pool."""
+    free = random.Random(7).sample(range(num_blocks), num_blocks)
+    return [[free.pop() for _ in range(blocks_for(n))] for n in lengths]
+
+
+def _steps(lengths: Sequence[int], chunks: Sequence[int]) -> Iterator[list[tuple[int, int, int]]]:
+    done, sizes = [0] * len(lengths), cycle(chunks)
+    while any(start < n for start, n in zip(done, lengths, strict=True)):
+        step = [(i, done[i], min(next(sizes), n - done[i])) for i, n in enumerate(lengths) if done[i] < n]
+        for index, _, count in step:
+            done[index] += count
+        yield step
+
+
+def _pack(parts: list[Tensor], batch: Batch) -> Tensor:
+    """[1, heads, rows, D], with rubbish in the padding rows."""
+    packed = torch.cat(parts, dim=1)
+    padding = packed.new_full((packed.shape[0], batch.num_rows - packed.shape[1], packed.shape[2]), float("nan"))
+    return torch.cat([packed, padding], dim=1)[None]

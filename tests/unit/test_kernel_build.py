@@ -1,0 +1,83 @@
+"""The kernel's build: once per source and instruction set, reused without a compiler, one OpenMP runtime."""
+
+from __future__ import annotations
+
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from structlog.testing import capture_logs
+
+from services.stage.engine.kernel import KernelSettings, build, library_path, load, supported_isa
+
+COUNTING_COMPILER = """#!/bin/sh
+echo "$*" >> {log}
+while [ "$1" != -o ]; do shift; done
+echo built > "$2"
+"""
+
+
+@pytest.fixture
+def no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+
+
+def test_workers_that_start_together_build_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Given a compiler that notes each call
+    log, compiler = tmp_path / "log", tmp_path / "compiler"
+    compiler.write_text(COUNTING_COMPILER.format(log=log))
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+
+    # When several workers ask for the same variant
+    with ThreadPoolExecutor(4) as pool:
+        paths = set(pool.map(lambda _: build("avx2", tmp_path / "kernels"), range(8)))
+
+    # Then it was compiled and linked once, and only the finished library lies there
+    assert len(log.read_text().splitlines()) == 2
+    assert {path.read_text() for path in paths} == {"built\n"}
+    assert {path.suffix for path in (tmp_path / "kernels").iterdir()} == {".so", ".lock"}
+
+
+@pytest.mark.usefixtures("no_compiler")
+def test_a_built_library_needs_no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    isa = supported_isa()
+    assert isa is not None, "these tests need x86-64 with AVX2"
+    built = library_path(isa, KernelSettings().kernel_dir)
+    shutil.copy(built, tmp_path)
+    monkeypatch.setenv("SHARDLINE_KERNEL_DIR", str(tmp_path))
+    kernel = load()
+    assert kernel is not None
+    assert kernel.path.parent == tmp_path
+
+
+@pytest.mark.usefixtures("no_compiler")
+def test_without_a_compiler_sdpa_serves_and_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHARDLINE_KERNEL_DIR", str(tmp_path / "empty"))
+    with capture_logs() as logs:
+        assert load() is None
+    assert "install g++" in logs[0]["reason"]
+
+
+def test_a_failing_compiler_is_quoted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "sh -c 'echo no such flag >&2; exit 1'")
+    with pytest.raises(OSError, match="no such flag"):
+        build("avx2", tmp_path)
+
+
+def test_it_can_be_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHARDLINE_KERNEL", "off")
+    with capture_logs() as logs:
+        assert load() is None
+    assert logs[0]["reason"] == "SHARDLINE_KERNEL=off"
+
+
+def test_it_shares_the_openmp_runtime_of_torch() -> None:
+    assert load() is not None
+    mapped = {line.split(maxsplit=5)[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "omp" in line}
+    runtimes = {Path(path) for path in mapped if Path(path).name.startswith(("libgomp", "libiomp", "libomp"))}
+    assert {path.parent for path in runtimes} == {Path(torch.__file__).parent / "lib"}
+    assert len(runtimes) == 1
