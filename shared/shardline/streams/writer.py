@@ -16,6 +16,8 @@ from shardline.wire import DELTA_FIELD, Delta, encode_delta
 MAX_ENTRIES = 16_384
 """Of one stream, about: a reader that is further behind than that goes on from Postgres."""
 
+EXPIRY_EVERY_TOKENS = 256
+MAX_EXPIRING = 10_000
 TIMEOUT_S = 1.0
 PAUSE_S = 0.5
 """After a failure nothing is tried for so long: a head makes hundreds of deltas in that time."""
@@ -28,6 +30,7 @@ class DeltaWriter:
         self.num_dropped = 0
         """Deltas that no stream has."""
         self._paused_until_s = 0.0
+        self._expiring: set[UUID] = set()
         self._redis = redis.Redis.from_url(
             redis_url,
             socket_timeout=timeout_s,
@@ -49,6 +52,8 @@ class DeltaWriter:
         except redis.RedisError:
             self.num_dropped += len(batch)
             self._paused_until_s = time.monotonic() + PAUSE_S
+            # The server may come back empty.
+            self._expiring.clear()
             raise
 
     def close(self) -> None:
@@ -58,7 +63,23 @@ class DeltaWriter:
     def _append(self, batch: Sequence[tuple[UUID, Delta]]) -> None:
         pipeline = self._redis.pipeline(transaction=False)
         for job_id, delta in batch:
-            pipeline.xadd(job_stream(job_id), {DELTA_FIELD: encode_delta(delta)}, maxlen=MAX_ENTRIES, approximate=True)
-        for job_id in {job_id for job_id, _ in batch}:
-            pipeline.expire(job_stream(job_id), STREAM_TTL_S)
+            key = job_stream(job_id)
+            if delta.start < MAX_ENTRIES:
+                pipeline.xadd(key, {DELTA_FIELD: encode_delta(delta)})
+            else:
+                pipeline.xadd(key, {DELTA_FIELD: encode_delta(delta)}, maxlen=MAX_ENTRIES, approximate=True)
+            if self._needs_expiry(job_id, delta):
+                pipeline.expire(key, STREAM_TTL_S)
         pipeline.execute()
+
+    def _needs_expiry(self, job_id: UUID, delta: Delta) -> bool:
+        """At this writer's first entry, now and then, and at the last one: it costs as much as an entry."""
+        if delta.state is not None:
+            self._expiring.discard(job_id)
+            return True
+        if job_id in self._expiring and delta.start % EXPIRY_EVERY_TOKENS:
+            return False
+        if len(self._expiring) >= MAX_EXPIRING:
+            self._expiring.clear()
+        self._expiring.add(job_id)
+        return True
