@@ -1,0 +1,150 @@
+"""What README and docs/examples show, run as written: a real gateway and relay, and a head that echoes prompts.
+
+Only the addresses are put in: documents name those of a stack on its usual ports.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+from uuid import UUID
+
+import httpx
+import psycopg
+import pytest_asyncio
+
+from shardline.client import AsyncClient
+from shardline.job import JobState
+from tests.integration.gateway_world import running_gateway
+from tests.integration.relay_world import relay_world
+from tests.tiny_head import tiny_head
+
+ROOT = Path(__file__).resolve().parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+EXAMPLES = sorted((ROOT / "docs/examples").glob("*.py"))
+JOB_ID = re.compile(r"\b[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}\b")
+PATIENCE_S = 60.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stack:
+    """Addresses of everything that a producer meets."""
+
+    database_url: str
+    redis_url: str
+    gateway: httpx.AsyncClient
+    client: AsyncClient
+
+    def addressed(self, text: str) -> str:
+        """The text with this stack's addresses."""
+        usual = {
+            "postgresql://shardline@localhost/shardline": self.database_url,
+            "redis://localhost:6379/0": self.redis_url,
+            "http://localhost:8000": str(self.gateway.base_url).rstrip("/"),
+        }
+        for address, own in usual.items():
+            text = text.replace(address, own)
+        return text
+
+    async def python(self, *arguments: str) -> str:
+        """What a program of a producer prints. It has Shardline's library and nothing of its services."""
+        environment = {
+            **os.environ,
+            "PYTHONPATH": str(ROOT / "shared"),
+            "SHARDLINE_DATABASE_URL": self.database_url,
+            "SHARDLINE_REDIS_URL": self.redis_url,
+        }
+        command = [sys.executable, *arguments]
+        ran = await asyncio.to_thread(
+            subprocess.run, command, env=environment, capture_output=True, text=True, timeout=PATIENCE_S
+        )
+        assert ran.returncode == 0, f"{arguments}\n{ran.stderr}"
+        return str(ran.stdout)
+
+    async def until_succeeded(self, job_id: str) -> None:
+        """A job that a relay may not have stored yet."""
+        async with asyncio.timeout(PATIENCE_S):
+            while not await self.client.get_many([UUID(job_id)]):
+                await asyncio.to_thread(self._wait_for_any_end)
+            job = await self.client.wait(UUID(job_id))
+        assert job.state is JobState.SUCCEEDED
+
+    def _wait_for_any_end(self) -> None:
+        with psycopg.connect(self.database_url, autocommit=True) as connection:
+            connection.execute("LISTEN shardline_done")
+            for _ in connection.notifies(timeout=0.2, stop_after=1):
+                return
+
+
+@pytest_asyncio.fixture
+async def stack(database_url: str, redis_url: str, tmp_path: Path) -> AsyncIterator[Stack]:
+    with (
+        tiny_head(database_url, redis_url) as head,
+        head.serving(),
+        relay_world(database_url, redis_url, tmp_path) as world,
+    ):
+        world.start_relay()
+        async with (
+            running_gateway(database_url, redis_url) as gateway,
+            AsyncClient(database_url=database_url, redis_url=redis_url) as client,
+        ):
+            yield Stack(database_url=database_url, redis_url=redis_url, gateway=gateway, client=client)
+
+
+def blocks(language: str) -> list[str]:
+    """README's code in one language."""
+    return re.findall(rf"^```{language}\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+
+
+async def test_given_a_stack_when_each_example_runs_then_its_jobs_succeed(stack: Stack) -> None:
+    assert len(EXAMPLES) == 6
+    for example in EXAMPLES:
+        printed = await stack.python(str(example), stack.addressed("http://localhost:8000"))
+        found = JOB_ID.findall(printed)
+        assert found, f"{example.name} names no job: {printed}"
+        for job_id in found:
+            await stack.until_succeeded(job_id)
+
+
+async def test_given_readme_when_its_python_runs_as_written_then_its_jobs_succeed(stack: Stack) -> None:
+    programs = blocks("python")
+    assert len(programs) == 3
+    for program in programs:
+        printed = await stack.python("-c", stack.addressed(program))
+        for job_id in JOB_ID.findall(printed):
+            await stack.until_succeeded(job_id)
+    assert [job.state for job in await stack.client.list()] == [JobState.SUCCEEDED] * len(programs)
+
+
+async def test_given_readme_when_its_sql_runs_as_written_then_the_row_is_there(stack: Stack) -> None:
+    (block,) = blocks("sql")
+    insert, read = block.strip().splitlines()
+    async with await psycopg.AsyncConnection.connect(stack.database_url, autocommit=True) as connection:
+        row = await (await connection.execute(insert)).fetchone()
+        assert row is not None
+        await stack.until_succeeded(str(row[0]))
+        assert await (await connection.execute(read)).fetchone() == ("succeeded", "sort: 31, 4, 15 =")
+
+
+async def test_given_readme_when_its_http_request_is_sent_then_the_completion_comes(stack: Stack) -> None:
+    (command,) = [block for block in blocks("sh") if block.startswith("curl")]
+    words = shlex.split(stack.addressed(command))
+    options = {word: words[place + 1] for place, word in enumerate(words) if word in {"-H", "-d"}}
+    (url,) = [word for word in words if word.startswith("http")]
+    name, _, value = options["-H"].partition(": ")
+    answer = await stack.gateway.post(url, content=options["-d"], headers={name: value})
+    assert (answer.status_code, answer.json()["choices"][0]["text"]) == (200, "date: 3 March 2021 =")
+
+
+async def test_given_readme_when_its_commands_run_as_written_then_they_work(stack: Stack) -> None:
+    (block,) = [block for block in blocks("sh") if block.startswith("shardline")]
+    printed = [await stack.python("-m", "shardline.cli", *shlex.split(line)[1:]) for line in block.splitlines()]
+    assert printed[0] == "date: 3 March 2021 =\n"
+    assert "tiny" in printed[2]
