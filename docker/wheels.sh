@@ -1,6 +1,7 @@
 #!/bin/sh
 # Fills a folder with every wheel that the images need, for docker/compose.wheels.yaml. Run it where a package index is,
 # with the images' version of Python. Usage: docker/wheels.sh FOLDER [arguments of pip download]
+# Such as --extra-index-url and the address of PyTorch's CPU builds: without them torch and CUDA take gigabytes.
 set -eu
 folder=${1:?usage: docker/wheels.sh FOLDER [arguments of pip download]}
 shift
