@@ -179,7 +179,13 @@ def _create_job_indexes() -> None:
         postgresql_where=sa.text("state = 'queued' AND deadline_at IS NOT NULL"),
     )
     op.create_index("jobs_listing", "jobs", ["created_at", "id"], unique=False)
-    op.create_index("jobs_running", "jobs", ["pipeline"], unique=False, postgresql_where=sa.text("state = 'running'"))
+    op.create_index(
+        "jobs_active",
+        "jobs",
+        ["state", "model"],
+        unique=False,
+        postgresql_where=sa.text("state IN ('queued', 'running')"),
+    )
     op.create_index(
         "jobs_sent",
         "jobs",
@@ -197,7 +203,7 @@ def _create_job_indexes() -> None:
     op.create_index(
         "jobs_to_send",
         "jobs",
-        ["model", "priority", "created_at", "id"],
+        ["model", "priority", "created_at", "id", "not_before"],
         unique=False,
         postgresql_where=sa.text("state = 'queued' AND sent_at IS NULL AND prepared_at IS NOT NULL"),
     )

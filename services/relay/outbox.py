@@ -46,7 +46,7 @@ class Outbox(Loop):
         self._publish(sends)
         if sends:
             self._busy_until_s = time.monotonic() + BUSY_TURNS * self._times.poll_s / 10
-        if len(sends) == outbox.MAX_BATCH:
+        if len(sends) >= outbox.MAX_BATCH:
             return 0.0
         return self._times.poll_s / 10 if time.monotonic() < self._busy_until_s else self._times.poll_s
 

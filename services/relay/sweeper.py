@@ -19,7 +19,7 @@ from shardline.store import sweeps
 
 log = structlog.get_logger(__name__)
 
-COUNT_EVERY = 10
+COUNT_EVERY = 30
 """Turns between two counts of the jobs that wait and run."""
 
 

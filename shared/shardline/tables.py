@@ -37,6 +37,7 @@ DONE_CHANNEL = "shardline_done"
 
 MAX_PROMPT_BYTES = 16 << 20
 
+ACTIVE = tuple(state for state in JobState if not state.terminal)
 TERMINAL = tuple(state for state in JobState if state.terminal)
 
 RANDOM_SEED = "(floor((random() * ('9007199254740992'::bigint)::double precision)))::bigint"
@@ -161,10 +162,12 @@ jobs = Table(
 
 _WAITING = "state = 'queued' AND sent_at IS NULL AND prepared_at IS NOT NULL"
 Index("jobs_to_prepare", jobs.c.created_at, postgresql_where=text("state = 'queued' AND prepared_at IS NULL"))
-Index("jobs_to_send", *(jobs.c[n] for n in ("model", "priority", "created_at", "id")), postgresql_where=text(_WAITING))
+# not_before last: delayed jobs are passed over inside the index.
+_TO_SEND = ("model", "priority", "created_at", "id", "not_before")
+Index("jobs_to_send", *(jobs.c[name] for name in _TO_SEND), postgresql_where=text(_WAITING))
 Index("jobs_sent", jobs.c.model, jobs.c.priority, postgresql_where=text("state = 'queued' AND sent_at IS NOT NULL"))
-# Not on lease_until: a heartbeat must not touch an index.
-Index("jobs_running", jobs.c.pipeline, postgresql_where=text("state = 'running'"))
+# Without lease_until: a heartbeat must not touch an index.
+Index("jobs_active", jobs.c.state, jobs.c.model, postgresql_where=text(_one_of("state", ACTIVE)))
 Index("jobs_deadlines", jobs.c.deadline_at, postgresql_where=text("state = 'queued' AND deadline_at IS NOT NULL"))
 Index("jobs_cancels", jobs.c.id, postgresql_where=text("state = 'queued' AND cancel_requested_at IS NOT NULL"))
 Index("jobs_listing", jobs.c.created_at, jobs.c.id)

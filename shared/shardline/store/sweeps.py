@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 from uuid import UUID
 
-from sqlalchemy import Connection, Row, func, select, text
+from sqlalchemy import Connection, Row, select, text
 
 from shardline.job import FinishReason, JobState, Result, Usage
 from shardline.store.claims import End, Key, end_from, requeue
 from shardline.store.encoding import load_logprobs
-from shardline.tables import attempts, jobs
+from shardline.tables import attempts
 
 MAX_BATCH = 256
 MAX_HISTORY = 10
@@ -25,13 +25,20 @@ LOCK_EXPIRED = text("""
 SELECT id FROM jobs
 WHERE state = 'running' AND lease_until < now()
     AND pg_postmaster_start_time() < now() - make_interval(secs => :lease_s)
-ORDER BY id LIMIT :max_batch FOR UPDATE SKIP LOCKED
+ORDER BY lease_until LIMIT :max_batch FOR UPDATE SKIP LOCKED
 """)
 
+# Each half walks its own partial index: a table of finished jobs is never read.
 LOCK_OVER = text("""
+WITH over AS (
+    (SELECT id FROM jobs WHERE state = 'queued' AND cancel_requested_at IS NOT NULL ORDER BY id LIMIT :max_batch)
+    UNION
+    (SELECT id FROM jobs WHERE state = 'queued' AND deadline_at <= now() ORDER BY deadline_at LIMIT :max_batch)
+)
 SELECT id FROM jobs
-WHERE state = 'queued' AND (cancel_requested_at IS NOT NULL OR deadline_at <= now())
-ORDER BY id LIMIT :max_batch FOR UPDATE SKIP LOCKED
+WHERE id = ANY(ARRAY(SELECT id FROM over)) AND state = 'queued'
+    AND (cancel_requested_at IS NOT NULL OR deadline_at <= now())
+ORDER BY id FOR UPDATE SKIP LOCKED
 """)
 
 # In a statement of its own: it must see the tokens that the last holder committed before we got the lock.
@@ -42,6 +49,10 @@ SELECT jobs.id, jobs.fence, model, crashes, max_crashes, coalesce(cardinality(pr
 FROM jobs LEFT JOIN attempts ON attempts.job_id = jobs.id AND attempts.fence = jobs.fence
 WHERE jobs.id = ANY(CAST(:ids AS uuid[]))
 """)
+
+COUNTS = text(
+    "SELECT model, state, count(*) AS number FROM jobs WHERE state IN ('queued', 'running') GROUP BY model, state"
+)
 
 
 def sweep_waiting(connection: Connection, decode: Decode, *, max_batch: int = MAX_BATCH) -> dict[UUID, str]:
@@ -77,9 +88,7 @@ def sweep_leases(
 
 def counts(connection: Connection) -> dict[tuple[str, str], int]:
     """Jobs that have not ended, by model and state."""
-    waiting = jobs.c.state.in_([JobState.QUEUED, JobState.RUNNING])
-    query = select(jobs.c.model, jobs.c.state, func.count()).where(waiting).group_by(jobs.c.model, jobs.c.state)
-    return {(model, state): number for model, state, number in connection.execute(query)}
+    return {(row.model, row.state): row.number for row in connection.execute(COUNTS)}
 
 
 def _locked(connection: Connection, lock: Any, **values: Any) -> Iterable[Row[Any]]:
