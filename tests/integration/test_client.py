@@ -146,6 +146,14 @@ def test_given_no_such_job_when_asked_for_then_it_is_not_found(client: Client) -
             ask(uuid4())
 
 
+def test_given_one_id_twice_and_one_unknown_when_waited_for_then_the_unknown_is_named(client: Client) -> None:
+    job_id, unknown = client.submit("clerk", PROMPT), uuid4()
+    with pytest.raises(NotFound, match=str(unknown)):
+        client.wait([job_id, job_id, unknown], 60)
+    client.cancel(job_id)
+    assert [job.id for job in client.wait([job_id, job_id], 60, must_succeed=False)] == [job_id, job_id]
+
+
 def test_given_jobs_when_listed_then_the_newest_come_first_by_pages(client: Client) -> None:
     ids = [client.submit("clerk", PROMPT) for _ in range(5)]
     client.cancel(ids[0])

@@ -24,7 +24,7 @@ from shardline.streams import TextOf
 router = APIRouter(tags=["jobs"])
 
 RETRY = b"retry: 1000\n\n"
-MAX_LISTED = 1_000
+MAX_LISTED = 200
 MAX_AFTER = 2**31
 
 

@@ -14,7 +14,15 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, AsyncSession
 
 from shardline.client.database import AWAY, MAX_IDS_PER_QUERY, listen_address, reachable
 from shardline.client.ends import Ends
-from shardline.client.requests import AnyRequest, checked, error_of, request_of, settings_with, succeeded
+from shardline.client.requests import (
+    AnyRequest,
+    check_all_exist,
+    checked,
+    error_of,
+    request_of,
+    settings_with,
+    succeeded,
+)
 from shardline.errors import NotFound
 from shardline.job import Job, JobRequest, JobState
 from shardline.store import jobs
@@ -152,8 +160,7 @@ class AsyncClient:
         self._start()
         wanted = [ids] if isinstance(ids, UUID) else list(ids)
         async with asyncio.timeout(timeout_s):
-            if len(await self.get_many(wanted)) < len(set(wanted)):
-                raise NotFound("a job to wait for does not exist")
+            check_all_exist(wanted, await self.get_many(wanted))
             await asyncio.gather(*(self._until_ended(job_id) for job_id in set(wanted)))
         found = await self.get_many(wanted)
         if must_succeed:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
+from uuid import UUID
 
 import msgspec
 
 from shardline.config import Settings
-from shardline.errors import Invalid, JobCancelled, JobEnded, JobExpired, JobFailed
+from shardline.errors import Invalid, JobCancelled, JobEnded, JobExpired, JobFailed, NotFound
 from shardline.job import DEFAULT_TENANT, Job, JobRequest, JobState, check_request, parse_request
 
 MAX_REQUESTS = 100_000
@@ -44,6 +45,13 @@ def _checked(request: AnyRequest, tenant: str) -> JobRequest:
     if request.tenant == DEFAULT_TENANT != tenant:
         request = msgspec.structs.replace(request, tenant=tenant)
     return check_request(request)
+
+
+def check_all_exist(wanted: Iterable[UUID], found: Iterable[Job]) -> None:
+    """Nobody waits for a job that is not there. Raises NotFound, naming one."""
+    missing = set(wanted) - {job.id for job in found}
+    if missing:
+        raise NotFound(f"no job has the id {min(missing)}")
 
 
 def succeeded(job: Job) -> Job:

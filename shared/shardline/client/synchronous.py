@@ -15,7 +15,15 @@ from sqlalchemy.orm import Session
 
 from shardline.client.bell import Bell
 from shardline.client.database import MAX_IDS_PER_QUERY, connection_of, listen_address, reachable
-from shardline.client.requests import AnyRequest, checked, error_of, request_of, settings_with, succeeded
+from shardline.client.requests import (
+    AnyRequest,
+    check_all_exist,
+    checked,
+    error_of,
+    request_of,
+    settings_with,
+    succeeded,
+)
 from shardline.errors import NotFound, Unavailable
 from shardline.job import Job, JobRequest, JobState
 from shardline.store import jobs
@@ -121,8 +129,7 @@ class Client:
         """Until all have ended. Raises TimeoutError, NotFound, and for a job that did not succeed its end,
         unless `must_succeed` is False."""
         wanted = [ids] if isinstance(ids, UUID) else list(ids)
-        if len(self.get_many(wanted)) < len(set(wanted)):
-            raise NotFound("a job to wait for does not exist")
+        check_all_exist(wanted, self.get_many(wanted))
         self._wait_until_ended(set(wanted), timeout_s)
         found = self.get_many(wanted)
         if must_succeed:
