@@ -120,7 +120,9 @@ class Pipeline:
             for (_, pipe), address in zip(self._later, addresses[1:], strict=True):
                 pipe.send((address, num_blocks))
             sender = hop.open_sender(channel(self.identity, Kind.PLAN, num_stages), addresses[0], CONNECT_S)
-        return wiring(self.identity, 0, num_stages, num_blocks, receiver, sender)
+        return wiring(
+            self.identity, place=0, num_stages=num_stages, num_blocks=num_blocks, receiver=receiver, sender=sender
+        )
 
 
 def serve_later(pipe: Connection, folder: Path, options: argparse.Namespace, place: int, identity: UUID) -> None:
@@ -135,7 +137,9 @@ def serve_later(pipe: Connection, folder: Path, options: argparse.Namespace, pla
     kind = Kind.RESULT if place == num_stages - 1 else Kind.PLAN
     sender = hop.open_sender(channel(identity, kind, num_stages), address, CONNECT_S)
     engine: Engine = LaterEngine(executor, on_lost=_abort, name=f"stage-{place}")
-    engine.wire(wiring(identity, place, num_stages, num_blocks, receiver, sender))
+    engine.wire(
+        wiring(identity, place=place, num_stages=num_stages, num_blocks=num_blocks, receiver=receiver, sender=sender)
+    )
     engine.run()
 
 
@@ -166,7 +170,13 @@ def channel(pipeline: UUID, kind: Kind, num_stages: int) -> Channel:
 
 
 def wiring(
-    pipeline: UUID, place: int, num_stages: int, num_blocks: int, receiver: Receiver | None, sender: Sender | None
+    pipeline: UUID,
+    *,
+    place: int,
+    num_stages: int,
+    num_blocks: int,
+    receiver: Receiver | None,
+    sender: Sender | None,
 ) -> Wiring:
     """As the control links would make it."""
     return Wiring(

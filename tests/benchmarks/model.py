@@ -1,9 +1,10 @@
-"""The benchmark's model: a 182 M Llama with random weights, made once per dtype. Speed does not depend on the weights."""
+"""The benchmark's model: a 174 M Llama with random weights, made once per dtype. Speed does not depend on them."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers as tf
@@ -12,7 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 VOCABULARY = 32_000
 SEED = 20
 
-CONFIG = {
+CONFIG: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 1024,
     "intermediate_size": 2816,
@@ -28,7 +29,7 @@ CONFIG = {
 
 def make(folder: Path, dtype: str) -> Path:
     """The model's folder, made if it is not there. Weights are drawn once in fp32, then stored in `dtype`."""
-    path = folder / f"llama-182m-{dtype}"
+    path = folder / f"llama-174m-{dtype}"
     if (path / "config.json").exists():
         return path
     torch.manual_seed(SEED)

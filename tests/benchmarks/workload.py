@@ -1,4 +1,4 @@
-"""Workload W: prompts of 64–256 random tokens, 64 new tokens each, greedy, no early end."""
+"""Workload W: prompts of 64 to 256 random tokens, 64 new tokens each, greedy, no early end."""
 
 from __future__ import annotations
 
