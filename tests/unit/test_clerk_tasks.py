@@ -64,11 +64,11 @@ def test_the_same_seed_gives_the_same_examples_in_every_version() -> None:
         ("words: 72624 =", "seventy-two thousand six hundred and twenty-four"),
         ("number: nine hundred and sixty =", "960"),
         (
-            "order: Carlos orders five pallets of large keys by Tuesday =",
-            '{"customer": "Carlos", "quantity": 5, "unit": "pallet", "item": "large keys", "due": "Tuesday"}',
+            "order: ship five pallets of long cups to Farid by Friday =",
+            '{"customer": "Farid", "quantity": 5, "unit": "pallet", "item": "long cups", "due": "Friday"}',
         ),
-        ("sort: 7, 7, 56, 47 =", "7, 7, 47, 56"),
-        ("sum: 595 + 649 =", "5+9+0=14, 9+4+1=14, 5+6+1=12: 1244"),
+        ("sort: 92, 62, 75 =", "62, 75, 92"),
+        ("sum: 323 + 158 =", "3+8+0=11, 2+5+1=8, 3+1+0=4: 481"),
     ]
 
 

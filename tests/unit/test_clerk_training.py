@@ -7,10 +7,11 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from services.standalone.clerk.batches import IGNORED, pack
+from services.standalone.clerk.evaluate import Clerk
 from services.standalone.clerk.model import build_model
 from services.standalone.clerk.tasks import examples
 from services.standalone.clerk.tokenizer import build_tokenizer
-from services.standalone.clerk.train import Plan, Trainer, load_checkpoint, save_checkpoint
+from services.standalone.clerk.train import Plan, Trainer, load_checkpoint, save_checkpoint, train
 
 _ROW_TOKENS = 96
 
@@ -61,3 +62,19 @@ def test_a_run_that_goes_on_from_a_checkpoint_ends_as_an_undisturbed_one(
     assert resumed.step == 1
     assert undisturbed.train_step() == resumed.train_step()
     assert undisturbed.train_step() == resumed.train_step()
+
+
+def test_a_whole_run_leaves_a_model_that_answers_and_no_checkpoint(tmp_path: Path) -> None:
+    train(Plan(out=tmp_path, num_steps=1, limit_s=600.0, batch_examples=6))
+    assert not (tmp_path / "checkpoint.safetensors").exists()
+    assert len(Clerk(tmp_path, "bfloat16").answer(["words: 12 ="])) == 1
+
+
+def test_a_run_that_goes_on_keeps_the_tokenizer_it_began_with(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    tokenizer.save_pretrained(tmp_path)
+    save_checkpoint(Trainer(_plan(tmp_path), tokenizer), tmp_path / "checkpoint.safetensors")
+    train(Plan(out=tmp_path, num_steps=1, limit_s=600.0, batch_examples=6))
+    kept = PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    assert kept.get_vocab() == tokenizer.get_vocab()

@@ -41,7 +41,7 @@ def write_order(rng: Random) -> tuple[str, str]:
     """One order line and the JSON text it means."""
     quantity, said = _quantity(rng)
     unit = rng.choice(["piece", *_UNITS])
-    item = rng.choice(_ITEMS) if rng.random() < 0.25 else f"{rng.choice(_KINDS)} {rng.choice(_ITEMS)}"
+    item = f"{rng.choice(_KINDS)} {rng.choice(_ITEMS)}"
     day = rng.choice([None, *_DAYS])
     customer = rng.choice(_CUSTOMERS)
     packed = "" if unit == "piece" else f"{unit if quantity == 1 else _UNITS[unit]} of "

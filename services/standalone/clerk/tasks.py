@@ -100,7 +100,7 @@ def _digits(rng: Random) -> tuple[str, str]:
 
 
 def _sort(rng: Random) -> tuple[str, str]:
-    numbers = [rng.randrange(100) for _ in range(rng.randint(3, 6))]
+    numbers = [rng.randrange(100) for _ in range(rng.randint(3, 5))]
     return ", ".join(map(str, numbers)), ", ".join(map(str, sorted(numbers)))
 
 

@@ -132,11 +132,11 @@ def load_checkpoint(trainer: Trainer, path: Path) -> None:
 def train(plan: Plan) -> None:
     """Go on from the folder's checkpoint, if it has one, to the end of the plan; leave the model in the folder."""
     plan.out.mkdir(parents=True, exist_ok=True)
-    drawn = examples(_SEED, _TOKENIZER_EXAMPLES)
-    tokenizer = build_tokenizer(f"{example.prompt}{example.answer}" for example in drawn)
-    trainer = Trainer(plan, tokenizer)
     checkpoint = plan.out / "checkpoint.safetensors"
-    if checkpoint.exists():
+    resumes = checkpoint.exists()
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(plan.out) if resumes else _new_tokenizer(plan.out)
+    trainer = Trainer(plan, tokenizer)
+    if resumes:
         load_checkpoint(trainer, checkpoint)
     while trainer.progress < 1.0:
         loss = trainer.train_step()
@@ -146,6 +146,14 @@ def train(plan: Plan) -> None:
             save_checkpoint(trainer, checkpoint)
     save_model(trainer.model, tokenizer, plan.out)
     checkpoint.unlink(missing_ok=True)
+
+
+def _new_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
+    """Saved at once: a run that goes on must read the ids it began with, even if the tasks' code has changed."""
+    drawn = examples(_SEED, _TOKENIZER_EXAMPLES)
+    tokenizer = build_tokenizer(f"{example.prompt}{example.answer}" for example in drawn)
+    tokenizer.save_pretrained(folder)
+    return tokenizer
 
 
 def main() -> None:
