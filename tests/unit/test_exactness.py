@@ -69,7 +69,6 @@ FACTS: dict[str, Any] = {
     "dtype": torch.float32,
     "kernel": "kernel-avx512",
     "packed": True,
-    "min_rows": 2,
     "num_threads": 1,
     "device": torch.device("cpu"),
 }
@@ -87,7 +86,6 @@ def test_given_the_same_facts_when_fingerprinted_then_it_is_the_same() -> None:
         ("dtype", torch.bfloat16),
         ("kernel", "sdpa"),
         ("packed", False),
-        ("min_rows", 8),
         ("num_threads", 2),
     ],
 )

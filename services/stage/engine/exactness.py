@@ -82,7 +82,6 @@ def exactness_fingerprint(
     dtype: torch.dtype,
     kernel: str,
     packed: bool,
-    min_rows: int,
     num_threads: int,
     device: torch.device,
 ) -> str:
@@ -93,7 +92,6 @@ def exactness_fingerprint(
         "dtype": str(dtype),
         "kernel": kernel,
         "packed": packed,
-        "min_rows": min_rows,
         "threads": num_threads,
         "transformers": transformers.__version__,
         "torch": torch.__version__,

@@ -87,7 +87,6 @@ class Executor:
             dtype=shard.dtype,
             kernel=attention.kind,
             packed=packed,
-            min_rows=forward.min_rows,
             num_threads=device.num_threads,
             device=device.torch_device,
         )
@@ -179,6 +178,10 @@ def _settle(shard: Shard) -> bool:
     never holds more than one layer twice."""
     if shard.device.type != "cpu":
         return False
+    if shard.is_first and shard.is_last:
+        # A tied output layer is packed in every split, so that one stage and three give the same bits.
+        embedding = shard.model.get_input_embeddings()
+        embedding.weight = torch.nn.Parameter(embedding.weight.detach().clone(), requires_grad=False)
     pieces = [*shard.blocks.values(), shard.model] if shard.is_last else list(shard.blocks.values())
     packed = False
     for piece in pieces:
