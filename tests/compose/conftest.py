@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.compose.docker import Docker, find_or_start
-from tests.compose.stack import OWN, Stack, until
+from tests.compose.engine import Docker, find_or_start
+from tests.compose.stack import Stack, until
 
 
 @pytest.fixture(scope="session")
@@ -19,7 +19,7 @@ def docker() -> Iterator[Docker]:
 
 
 @pytest.fixture(scope="session")
-def stack(docker: Docker, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Stack]:
+def stack(docker: Docker, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     """`docker compose up -d --wait`, with one replica of everything, ready to generate."""
     stack = Stack(docker, tmp_path_factory.mktemp("compose"))
     stack.build()
@@ -27,7 +27,7 @@ def stack(docker: Docker, tmp_path_factory: pytest.TempPathFactory, request: pyt
         stack.up()
         until(lambda: stack.number("SELECT count(*) FROM pipelines WHERE ready_at IS NOT NULL") == 1)
         yield stack
-        if request.session.testsfailed:
-            print(stack.compose("logs", "--tail", "200", *(name for name in OWN[:3]), "stage-0", "stage-1"))
     finally:
+        # Shown beside a failure.
+        print(stack.compose("logs", "--tail=100"))
         stack.remove()

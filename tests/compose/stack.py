@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 from tenacity import retry, retry_if_result, stop_after_delay, wait_fixed
 
-from tests.compose.docker import REPOSITORY, Docker, run
+from tests.compose.engine import REPOSITORY, Docker, run
 
 PROJECT = "shardline-test"
 MODEL = "clerk"
@@ -52,8 +52,9 @@ class Stack:
         return run(*command, env=self._environment).stdout.strip()
 
     def build(self) -> None:
-        """The images, and the secrets."""
+        """The images, and the secrets. What a killed run left behind is removed first: its secrets were others."""
         run(str(REPOSITORY / "docker" / "secrets.sh"), str(self.secrets))
+        self.compose("down", "--volumes", "--remove-orphans")
         self.compose("build")
 
     def up(self, **replicas: int) -> None:
@@ -90,6 +91,16 @@ class Stack:
     def inside(self, service: str, *command: str) -> str:
         """Run in the service's first container."""
         return self.compose("exec", "-T", service, *command)
+
+    def crash(self, service: str) -> None:
+        """Kill whatever runs in the service's container, and wait until Docker has started it again."""
+        (name,) = [each["Name"] for each in self.containers() if each["Service"] == service]
+        before = self._num_restarts(name)
+        self.docker.run("exec", name, "sh", "-c", "kill -9 -1", check=False)
+        until(lambda: self._num_restarts(name) > before)
+
+    def _num_restarts(self, container: str) -> int:
+        return int(self.docker.run("inspect", "--format={{.RestartCount}}", container).stdout)
 
     def sql(self, query: str) -> list[Sequence[str]]:
         """Rows straight from Postgres."""

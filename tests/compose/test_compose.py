@@ -74,6 +74,16 @@ def test_given_flower_when_asked_then_it_shows_every_worker_and_only_to_those_wi
         until(lambda: len(flower.get("/api/workers", params={"refresh": "1"}, timeout=30).json()) == 3)
 
 
+def test_given_running_jobs_when_a_stage_crashes_then_it_is_restarted_and_they_succeed(stack: Stack) -> None:
+    load = Load(stack.gateways(), seed=5)
+    for _ in range(NUM_LONG):
+        load.push(LONG_TOKENS)
+    until(lambda: stack.number("SELECT count(*) FROM jobs WHERE state = 'running'") > 0)
+    stack.crash("stage-1")
+    until(lambda: num_unfinished(stack) == 0)
+    assert ends(stack, load) == once_each(load)
+
+
 def test_given_load_when_scaled_out_and_back_then_every_accepted_job_succeeds_exactly_once(stack: Stack) -> None:
     began_s = time.time()
     with Load(stack.gateways(), seed=7) as load:
@@ -93,8 +103,8 @@ def test_given_load_when_scaled_out_and_back_then_every_accepted_job_succeeds_ex
         load.gateways = stack.gateways()
         assert len(load.gateways) == 1
         push_on(load)
-    until(lambda: stack.number("SELECT count(*) FROM jobs WHERE state IN ('queued', 'running')") == 0)
-    assert ends(stack, load) == {str(job): ("succeeded", str(tokens), "1") for job, tokens in load.accepted.items()}
+    until(lambda: num_unfinished(stack) == 0)
+    assert ends(stack, load) == once_each(load)
     assert stack.number(f"SELECT count(*) FROM pipelines WHERE {LIVE}") == 1
     assert stack.number("SELECT count(DISTINCT pipeline) FROM attempts") == 2
     # Each replica that was too many ended by itself within its grace period, as the migrations did.
@@ -105,6 +115,16 @@ def push_on(load: Load) -> None:
     """Until some more jobs were accepted."""
     wanted = len(load.accepted) + NUM_SHORT
     until(lambda: len(load.accepted) >= wanted)
+
+
+def num_unfinished(stack: Stack) -> int:
+    """Jobs that wait or run."""
+    return stack.number("SELECT count(*) FROM jobs WHERE state IN ('queued', 'running')")
+
+
+def once_each(load: Load) -> dict[str, tuple[str, ...]]:
+    """What `ends` must be."""
+    return {str(job): ("succeeded", str(num_tokens), "1") for job, num_tokens in load.accepted.items()}
 
 
 def ends(stack: Stack, load: Load) -> dict[str, tuple[str, ...]]:
