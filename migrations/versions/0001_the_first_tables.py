@@ -32,6 +32,7 @@ JOB_CHECKS = {
     "prepared_means_tokenised": (
         "prepared_at IS NULL OR (prompt_ids IS NOT NULL AND max_tokens >= 1 AND cardinality(prompt_ids) >= 1)"
     ),
+    "traceparent_is_at_most_256_characters": "length(traceparent) <= 256",
     "priority_is_0_to_9": "priority BETWEEN 0 AND 9",
     "seed_is_not_negative": "seed >= 0",
 }

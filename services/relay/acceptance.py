@@ -26,7 +26,8 @@ CONFLICT = "conflict"
 """Code of a reason: the id belongs to a job that this request must not touch."""
 
 Fate = Literal["accepted", "failed", "dead"]
-REFUSED_BY_ROW = (Invalid, Conflict, DataError, IntegrityError)
+DOCUMENT_ERRORS = (DataError, IntegrityError, TypeError, ValueError, RecursionError, OverflowError)
+"""What a document can cause that is stranger than any rule foresees."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +53,7 @@ def accept(database: Engine, arrivals: Sequence[Arrival]) -> list[Verdict]:
     try:
         with database.begin() as connection:
             insert_jobs(connection, requests)
-    except REFUSED_BY_ROW:
+    except (Invalid, Conflict, *DOCUMENT_ERRORS):
         # Somebody in the batch; one by one, so that nobody else suffers.
         return [_accept_alone(database, *pair) for pair in zip(arrivals, parsed, strict=True)]
     return [
@@ -66,6 +67,8 @@ def _parse(arrival: Arrival) -> JobRequest | Invalid:
         request = parse_request(arrival.document)
     except Invalid as error:
         return error
+    except DOCUMENT_ERRORS as error:
+        return Invalid("request", f"it cannot be read: {error}", "See docs/jobs.md for fields and limits")
     return request if request.id is not None else msgspec.structs.replace(request, id=arrival.id)
 
 
@@ -79,8 +82,8 @@ def _accept_alone(database: Engine, arrival: Arrival, parsed: JobRequest | Inval
         return _conflict(str(error))
     except Invalid as error:
         return _refuse(database, arrival, error)
-    except (DataError, IntegrityError) as error:
-        problem = str(error.orig).partition("\n")[0]
+    except DOCUMENT_ERRORS as error:
+        problem = str(getattr(error, "orig", error)).partition("\n")[0]
         return _refuse(database, arrival, Invalid("request", problem, "See docs/jobs.md for fields and limits"))
     return Verdict(fate="accepted")
 

@@ -146,6 +146,7 @@ jobs = Table(
     CheckConstraint("seed >= 0", name="seed_is_not_negative"),
     CheckConstraint(f"priority BETWEEN {PRIORITIES[0]} AND {PRIORITIES[-1]}", name="priority_is_0_to_9"),
     CheckConstraint("length(idempotency_key) BETWEEN 1 AND 256", name="idempotency_key_is_1_to_256_characters"),
+    CheckConstraint("length(traceparent) <= 256", name="traceparent_is_at_most_256_characters"),
     CheckConstraint("max_crashes BETWEEN 0 AND 100", name="max_crashes_is_0_to_100"),
     CheckConstraint("crashes >= 0 AND fence >= 0 AND num_sends >= 0", name="counters_are_not_negative"),
     CheckConstraint("(state = 'running') = (lease_until IS NOT NULL)", name="a_lease_belongs_to_running"),

@@ -37,17 +37,24 @@ def test_given_no_logprobs_when_read_then_there_are_none() -> None:
 
 @given(st.text(st.characters()))
 def test_given_any_generated_text_when_made_storable_then_postgres_can_hold_it(text: str) -> None:
-    assert not unstorable([storable(text)])
+    assert not unstorable(storable(text))
 
 
 @pytest.mark.parametrize("value", ["a\0", "\ud800", {"a": ["\0"]}, {"\0": 1}, ({"deep": {"er": "\udfff"}},)])
 def test_given_a_nul_or_a_surrogate_anywhere_when_checked_then_it_is_found(value: object) -> None:
-    assert unstorable([value])
+    assert unstorable(value)
 
 
 @pytest.mark.parametrize("value", ["", "ä\n", "\\u0000", {"a": [1, None, 2.5, True]}, 7])
 def test_given_anything_else_when_checked_then_it_passes(value: object) -> None:
-    assert not unstorable([value])
+    assert not unstorable(value)
+
+
+def test_given_values_nested_without_end_when_checked_then_they_are_refused() -> None:
+    value: object = 1
+    for _ in range(10_000):
+        value = {"a": value}
+    assert unstorable(value)
 
 
 @pytest.mark.parametrize(

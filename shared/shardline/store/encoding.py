@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 from uuid import UUID
 
@@ -11,6 +11,9 @@ import msgspec
 from sqlalchemy import ARRAY, Column, ColumnElement, RowMapping, Uuid, any_, literal
 
 from shardline.job import FinishReason, Job, JobState, Result, SamplingParams, TokenLogprob, Usage
+
+MAX_DEPTH = 100
+"""Of nested values in metadata and the like."""
 
 NO_PROBABILITY = -9999.0
 """Stands for minus infinity, which JSON has not."""
@@ -102,19 +105,26 @@ def load_job(row: RowMapping) -> Job:
     )
 
 
-def unstorable(values: Sequence[object]) -> bool:
-    """Whether Postgres refuses a string in here: a NUL or a lone surrogate."""
-    return any(_has_unstorable(value) for value in values)
+def unstorable(value: object) -> bool:
+    """Whether Postgres refuses something in here: a NUL, a lone surrogate, or nesting deeper than MAX_DEPTH."""
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        if not level:
+            return False
+        if any(isinstance(one, str) and _is_refused(one) for one in level):
+            return True
+        level = [inner for one in level for inner in _inside(one)]
+    return True
 
 
-def _has_unstorable(value: object) -> bool:
-    if isinstance(value, str):
-        return not (value.isascii() or _encodes(value)) or "\0" in value
+def _inside(value: object) -> Iterable[object]:
     if isinstance(value, Mapping):
-        return unstorable([*value.keys(), *value.values()])
-    if isinstance(value, list | tuple):
-        return unstorable(value)
-    return False
+        return [*value.keys(), *value.values()]
+    return value if isinstance(value, list | tuple) else ()
+
+
+def _is_refused(text: str) -> bool:
+    return "\0" in text or not (text.isascii() or _encodes(text))
 
 
 def _encodes(text: str) -> bool:

@@ -15,7 +15,7 @@ from sqlalchemy.exc import IntegrityError
 from shardline.errors import Conflict, Invalid
 from shardline.ids import new_id
 from shardline.job import DEFAULT_TENANT, JobRequest
-from shardline.store.encoding import dump, is_any, storable, unstorable
+from shardline.store.encoding import MAX_DEPTH, dump, is_any, storable, unstorable
 from shardline.tables import MAX_PROMPT_BYTES, RANDOM_SEED, jobs
 
 MAX_ROWS = 2_000
@@ -89,7 +89,7 @@ def insert_failed(connection: Connection, requests: Sequence[FailedRequest]) -> 
             "id": request.id,
             "model": storable(request.model),
             "prompt": None if request.prompt is None else storable(request.prompt)[: MAX_PROMPT_BYTES // 4],
-            "metadata": {} if request.metadata is None or unstorable([request.metadata]) else request.metadata,
+            "metadata": {} if request.metadata is None or unstorable(request.metadata) else request.metadata,
             "error": {name: storable(str(value)) for name, value in request.error.items()},
         }
         for request in requests
@@ -139,8 +139,9 @@ def _row(request: JobRequest, tokenised: Tokenised | None) -> dict[str, Any]:
 
 def _check_storable(row: Mapping[str, Any]) -> None:
     for name, value in row.items():
-        if not isinstance(value, int | float | None) and name not in ("id", "prompt_ids") and unstorable([value]):
-            raise Invalid(name, "it holds a NUL character or a lone surrogate", "Remove it: Postgres cannot store it")
+        if not isinstance(value, int | float | None) and name not in ("id", "prompt_ids") and unstorable(value):
+            problem = f"it holds a NUL character or a lone surrogate, or is nested more than {MAX_DEPTH} deep"
+            raise Invalid(name, problem, "Change it: Postgres cannot store it")
 
 
 def _chunks(rows: Sequence[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
