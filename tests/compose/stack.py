@@ -14,6 +14,7 @@ from tenacity import retry, retry_if_result, stop_after_delay, wait_fixed
 from tests.compose.engine import REPOSITORY, Docker, run
 
 PROJECT = "shardline-test"
+LABEL = f"com.docker.compose.project={PROJECT}"
 MODEL = "clerk"
 OWN = ("migrate", "gateway", "relay", "stage", "flower")
 """Services with an image built from docker/Dockerfile."""
@@ -66,6 +67,7 @@ class Stack:
         """Containers, networks, volumes and images."""
         self.compose("down", "--volumes", "--remove-orphans")
         self.docker.run("image", "rm", *(image(name) for name in OWN))
+        self.docker.run("image", "prune", "--force", f"--filter=label={LABEL}")
 
     def containers(self) -> list[Mapping[str, Any]]:
         """Each with `Service`, `Name`, `State`, `Health`, `ExitCode`."""
@@ -74,8 +76,8 @@ class Stack:
     def exits(self, *, since_s: float) -> list[str]:
         """The exit status of every container that ended since then; 137 was killed."""
         options = (f"--since={since_s:.3f}", f"--until={time.time():.3f}", "--filter=event=die")
-        ours = f"--filter=label=com.docker.compose.project={PROJECT}"
-        return self.docker.run("events", *options, ours, "--format={{.Actor.Attributes.exitCode}}").stdout.split()
+        ours = (f"--filter=label={LABEL}", "--format={{.Actor.Attributes.exitCode}}")
+        return self.docker.run("events", *options, *ours).stdout.split()
 
     def gateways(self) -> list[str]:
         """A URL for each."""

@@ -104,6 +104,7 @@ def test_given_load_when_scaled_out_and_back_then_every_accepted_job_succeeds_ex
         assert len(load.gateways) == 1
         push_on(load)
     until(lambda: num_unfinished(stack) == 0)
+    print(f"{len(load.accepted)} jobs accepted while scaling")
     assert ends(stack, load) == once_each(load)
     assert stack.number(f"SELECT count(*) FROM pipelines WHERE {LIVE}") == 1
     assert stack.number("SELECT count(DISTINCT pipeline) FROM attempts") == 2
