@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from typing import Any
+from zlib import crc32
 
 from shardline.config import Settings
 from shardline.job import PRIORITIES
@@ -15,7 +16,11 @@ GENERATE_TASK = "shardline.generate"
 
 def generate_queue(model: str) -> str:
     """The queue from which the heads of `model` take job ids."""
-    return "shardline.generate." + re.sub(r"[^A-Za-z0-9_.-]", "-", model)
+    plain = re.sub(r"[^A-Za-z0-9_.-]", "-", model)
+    # `a/b` and `a-b` are two models: what was replaced is told apart by a checksum.
+    return (
+        f"shardline.generate.{plain}" if plain == model else f"shardline.generate.{plain}.{crc32(model.encode()):08x}"
+    )
 
 
 def stage_queue(name: str) -> str:
@@ -45,8 +50,8 @@ def celery_settings(settings: Settings) -> dict[str, Any]:
         "broker_transport_options": {
             "priority_steps": list(PRIORITIES),
             "queue_order_strategy": "priority",
-            # Longer than any lease: the relay re-sends lost messages, Redis's own redelivery only adds duplicates.
-            "visibility_timeout": 7 * 24 * 3600,
+            # Much longer than any lease: relays send lost messages again, Redis's own redelivery only tidies up.
+            "visibility_timeout": 3600,
             "socket_connect_timeout": 5,
             "socket_keepalive": True,
             "health_check_interval": 10,

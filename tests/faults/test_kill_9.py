@@ -93,14 +93,15 @@ def test_given_jobs_in_the_act_when_a_process_is_killed_then_each_ends_once_with
     with Client(database_url=urls["database"]) as client:
         ids = client.submit_many(requests())
         until(lambda: count(urls["database"], STARTED, ids) > NUM_JOBS // 2)
-        pid = stack.look()["processes"][victim]
-        os.kill(pid, signal.SIGKILL)
+        before = stack.look()["processes"]
+        os.kill(before[victim], signal.SIGKILL)
 
         jobs = client.wait(ids, timeout_s=240)
 
     assert [tokens_of(job) for job in jobs] == undisturbed
     assert count(urls["database"], "SELECT count(*) FROM results WHERE job_id = ANY(:ids)", ids) == NUM_JOBS
-    until(lambda: is_whole_again(stack, victim, pid))
+    until(lambda: is_whole_again(stack, victim, before[victim]))
+    assert {**stack.look()["processes"], victim: before[victim]} == before, "another process died with it"
 
 
 def is_whole_again(stack: Stack, victim: str, dead_pid: int) -> bool:

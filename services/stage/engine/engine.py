@@ -58,9 +58,7 @@ class Pulse:
 class Engine(threading.Thread):
     """What both kinds share: the inbox, the wiring of the current epoch, and counters that other threads read."""
 
-    def __init__(
-        self, executor: Executor, *, on_lost: OnLost, on_step: OnStep = _ignore, name: str = "engine"
-    ) -> None:
+    def __init__(self, executor: Executor, *, on_lost: OnLost, on_step: OnStep = _ignore, name: str = "engine") -> None:
         super().__init__(name=name, daemon=True)
         self.executor = executor
         self.inbox = Inbox()

@@ -53,6 +53,8 @@ class Finished(msgspec.Struct, frozen=True, kw_only=True):
     output_ids: tuple[int, ...]
     text: str
     logprobs: tuple[TokenLogprob, ...] | None
+    tail: str = ""
+    """The end of `text` that no Tokens held: it was held back when the job was aborted."""
 
 
 class Failed(msgspec.Struct, frozen=True, kw_only=True):
@@ -126,8 +128,8 @@ class Scheduler:
         sequence = self._by_key.get(key)
         if sequence is None:
             return None
-        sequence.sink.flush()
-        return self._finish(sequence, reason)
+        tail = sequence.sink.flush()
+        return self._finish(sequence, reason, tail)
 
     def has(self, key: Key) -> bool:
         """Whether this attempt waits or runs here."""
@@ -303,7 +305,7 @@ class Scheduler:
             )
         return None
 
-    def _finish(self, sequence: Sequence, reason: FinishReason) -> Finished:
+    def _finish(self, sequence: Sequence, reason: FinishReason, tail: str = "") -> Finished:
         self._end(sequence)
         return Finished(
             key=sequence.request.key,
@@ -311,6 +313,7 @@ class Scheduler:
             output_ids=sequence.output_ids,
             text=sequence.sink.text,
             logprobs=None if sequence.request.params.logprobs is None else tuple(sequence.logprobs),
+            tail=tail,
         )
 
     def _fail(self, sequence: Sequence, reason: str) -> Failed:

@@ -65,8 +65,10 @@ class Ending:
 
     def last_delta(self) -> Delta:
         """Tells readers of the stream that the row is committed."""
-        reason = self.event.reason if isinstance(self.event, Finished) else None
-        return Delta(fence=self.job.claimed.fence, start=len(self.job.ids), state=self.state, finish_reason=reason)
+        fence, start = self.job.claimed.fence, len(self.job.ids)
+        if isinstance(self.event, Failed):
+            return Delta(fence=fence, start=start, state=self.state)
+        return Delta(fence=fence, start=start, text=self.event.tail, state=self.state, finish_reason=self.event.reason)
 
     def value(self) -> Any:
         """What `AsyncResult.get()` returns, or raises."""

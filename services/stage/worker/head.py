@@ -91,7 +91,7 @@ class Head:
     def _make_pipeline(self) -> Pipeline:
         loaded, settings = self._loaded, self._settings
         return Pipeline(
-            pipeline=uuid5(NAMESPACE_URL, f"shardline:{self._name}"),
+            pipeline=uuid5(NAMESPACE_URL, f"pipeline {self._name}"),
             card=loaded.card,
             capacity=loaded.capacity,
             sockets=loaded.sockets,

@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+from uuid import UUID
 
 import structlog
 from sqlalchemy import Engine as Database
@@ -25,8 +26,8 @@ from services.stage.worker.publisher import Publisher
 from services.stage.worker.requests import Requests
 from services.stage.worker.ticket import Ticket
 from shardline.config import Times
-from shardline.job import FinishReason
-from shardline.store import claims, pipelines
+from shardline.job import FinishReason, JobState
+from shardline.store import claims, outbox, pipelines
 from shardline.store.claims import Claimed
 from shardline.wire import Delta
 
@@ -197,10 +198,13 @@ class Ledger(threading.Thread):
             self._on_announced()
 
     def _claim_offers(self) -> None:
-        """While the pipeline forms anew, offers wait; at shutdown they go back unread."""
-        if not self._open:
-            while self._offers:
-                self._offers.popleft().drop()
+        """While the pipeline forms anew, offers wait; at shutdown they go back unread, to be sent again at once."""
+        if not self._open and self._offers:
+            tickets = [self._offers.popleft() for _ in range(len(self._offers))]
+            with self._database.begin() as connection:
+                outbox.unstamp(connection, [UUID(ticket.job_id) for ticket in tickets])
+            for ticket in tickets:
+                ticket.drop()
         identity = self._identity
         while self._offers and identity is not None:
             tickets = [self._offers.popleft() for _ in range(min(len(self._offers), CLAIM_BATCH))]
@@ -289,8 +293,10 @@ class Ledger(threading.Thread):
         for ending in endings:
             job = ending.job
             del self._ended[job.key]
-            if committed.get(job.job_id) is not ending.state:
-                job.ticket.drop()
+            state = committed.get(job.job_id)
+            if state is not ending.state:
+                # A relay was first: lease lost, or cancelled or expired under the same fence.
+                job.ticket.revoke() if state in (JobState.CANCELLED, JobState.EXPIRED) else job.ticket.drop()
                 continue
             self._publish_held(job)
             self._publisher.delta(job.job_id, ending.last_delta())

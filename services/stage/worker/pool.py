@@ -10,6 +10,7 @@ import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
+from uuid import UUID
 
 import structlog
 from celery.concurrency.base import BasePool
@@ -77,17 +78,20 @@ class EnginePool(BasePool):
         assert callback is not None
         assert accept_callback is not None
         _, task_id, _, body, content_type, content_encoding = args
-        positional, _, _ = loads(body, content_type, content_encoding, accept={"application/json"})
         ticket = Ticket(
             number=next(self._numbers),
-            job_id=str(positional[0]) if positional else str(task_id),
+            job_id=str(task_id),
             mailbox=self._mailbox,
             on_accepted=accept_callback,
             on_ended=callback,
             forget=lambda number: self._tickets.pop(number, None) is not None,
         )
         self._tickets[ticket.number] = ticket
-        self._desk.offer(ticket)
+        if _names_a_job(task_id, loads(body, content_type, content_encoding, accept={"application/json"})):
+            self._desk.offer(ticket)
+        else:
+            log.warning("a message without a job's id is dropped", task_id=str(task_id)[:64])
+            ticket.drop()
         return ticket
 
     @override
@@ -122,3 +126,12 @@ class EnginePool(BasePool):
 
     def _get_info(self) -> dict[str, Any]:
         return {**super()._get_info(), "seats_taken": len(self._tickets), **self._desk.stats()}
+
+
+def _names_a_job(task_id: object, payload: Any) -> bool:
+    """The relay sends one argument, the job's id, which is also the task's."""
+    try:
+        (argument,), _, _ = payload
+        return UUID(str(task_id)) == UUID(str(argument))
+    except (TypeError, ValueError):
+        return False

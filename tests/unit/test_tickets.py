@@ -1,0 +1,153 @@
+"""Tickets, the mailbox and the pool that keeps them: Celery's side of a job, without a broker."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
+from uuid import uuid4
+
+import pytest
+from celery.exceptions import Ignore, Terminated
+from kombu.serialization import dumps
+
+from services.stage.worker.mailbox import Mailbox
+from services.stage.worker.pool import EnginePool
+from services.stage.worker.ticket import Ticket
+from shardline.errors import JobFailed
+
+
+class NotedDesk:
+    """Notes what the pool asks of it."""
+
+    def __init__(self) -> None:
+        self.offered: list[Ticket] = []
+        self.calls: list[str] = []
+
+    def offer(self, ticket: Ticket) -> None:
+        self.offered.append(ticket)
+
+    def cancel(self, job_ids: Sequence[str]) -> int:
+        return len(job_ids)
+
+    def close(self) -> None:
+        self.calls.append("close")
+
+    def give_back(self) -> None:
+        self.calls.append("give_back")
+        for ticket in self.offered:
+            ticket.drop()
+
+    def stats(self) -> Mapping[str, Any]:
+        return {"live": len(self.offered)}
+
+
+@pytest.fixture
+def desk() -> NotedDesk:
+    return NotedDesk()
+
+
+@pytest.fixture
+def pool(desk: NotedDesk) -> EnginePool:
+    """A started pool that drains for no time at all."""
+    stage = SimpleNamespace(desk=desk, mailbox=Mailbox(), drain_s=0.0)
+    pool = EnginePool(limit=4, app=SimpleNamespace(shardline=stage))
+    pool.on_start()
+    return pool
+
+
+def deliver(pool: EnginePool, task_id: str, *arguments: object) -> list[Any]:
+    """One message, as Celery hands it to a pool; what Celery is told goes into the list."""
+    content_type, content_encoding, body = dumps((list(arguments), {}, {}), "json")
+    told: list[Any] = []
+    pool.on_apply(
+        lambda: None,
+        ("shardline.generate", task_id, {}, body, content_type, content_encoding),
+        callback=lambda outcome: told.append(outcome),
+        accept_callback=lambda number, began_s: told.append("started"),
+    )
+    return told
+
+
+def settle(pool: EnginePool) -> None:
+    """What Celery's event loop does when the mailbox is readable."""
+    pool.app.shardline.mailbox.take()
+
+
+def ending(told: list[Any]) -> type[BaseException]:
+    """The exception that ended a task."""
+    _, value, _ = told[-1]
+    return type(value.exception.exc)
+
+
+def test_given_a_message_when_its_job_succeeds_then_celery_hears_started_and_the_value(
+    pool: EnginePool, desk: NotedDesk
+) -> None:
+    job_id = str(uuid4())
+    told = deliver(pool, job_id, job_id)
+    (ticket,) = desk.offered
+
+    ticket.accept()
+    worker = threading.Thread(target=ticket.succeed, args=({"completion_tokens": 3},))
+    worker.start()
+    worker.join()
+    assert told == [], "nothing is said outside Celery's thread"
+    settle(pool)
+
+    started, (failed, value, _) = told
+    assert (started, failed, value) == ("started", 0, {"completion_tokens": 3})
+
+
+@pytest.mark.parametrize(
+    ("verdict", "error"),
+    [(Ticket.drop, Ignore), (Ticket.revoke, Terminated), (lambda ticket: ticket.fail("why"), JobFailed)],
+)
+def test_given_a_verdict_when_it_is_settled_then_celery_gets_its_exception(
+    verdict: Any, error: type[BaseException], pool: EnginePool, desk: NotedDesk
+) -> None:
+    job_id = str(uuid4())
+    told = deliver(pool, job_id, job_id)
+
+    verdict(desk.offered[0])
+    settle(pool)
+
+    assert ending(told) is error
+
+
+def test_given_two_final_verdicts_when_they_are_settled_then_the_first_counts(
+    pool: EnginePool, desk: NotedDesk
+) -> None:
+    job_id = str(uuid4())
+    told = deliver(pool, job_id, job_id)
+
+    desk.offered[0].revoke()
+    desk.offered[0].succeed({})
+    settle(pool)
+
+    assert len(told) == 1
+    assert ending(told) is Terminated
+
+
+@pytest.mark.parametrize("arguments", [(), ("nonsense",), (None,), (str(uuid4()),), (str(uuid4()), 2)])
+def test_given_a_message_without_its_jobs_id_when_it_arrives_then_it_is_dropped_unread(
+    arguments: tuple[object, ...], pool: EnginePool, desk: NotedDesk
+) -> None:
+    told = deliver(pool, str(uuid4()), *arguments)
+    settle(pool)
+
+    assert desk.offered == []
+    assert ending(told) is Ignore
+
+
+def test_given_jobs_that_outlast_the_drain_when_the_pool_stops_then_they_are_given_back(
+    pool: EnginePool, desk: NotedDesk
+) -> None:
+    pool._drain_s = 0.5
+    job_id = str(uuid4())
+    told = deliver(pool, job_id, job_id)
+
+    pool.on_stop()
+
+    assert desk.calls == ["close", "give_back"]
+    assert ending(told) is Ignore
