@@ -62,7 +62,7 @@ imports:
 	@$(VENV)/bin/lint-imports
 
 unit:
-	@$(PY) -m pytest tests/unit tests/test_tidy.py
+	@$(PY) -m pytest tests/unit tests/test_tidy.py -n 2
 
 format: ## Let ruff rewrite the sources
 	@$(VENV)/bin/ruff check --fix $(SOURCES); $(VENV)/bin/ruff format $(SOURCES)

@@ -1,1 +1,1 @@
-"""Shardline's processes: gateway, relay, stage and standalone. README.md beside this file follows a prompt through them."""
+"""Shardline's processes: gateway, relay, stage, standalone. README.md beside this file follows a prompt through."""

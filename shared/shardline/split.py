@@ -39,8 +39,12 @@ def parse_split(text: str, num_layers: int) -> list[range]:
     expected = 0
     for stage in stages:
         if stage.start != expected:
-            raise Invalid(FIELD, f"layer {expected} must come next, not {stage.start}", "Give contiguous ranges in order")
+            raise Invalid(
+                FIELD, f"layer {expected} must come next, not {stage.start}", "Give contiguous ranges in order"
+            )
         expected = stage.stop
     if expected != num_layers:
-        raise Invalid(FIELD, f"it ends at layer {expected - 1}, the model has 0-{num_layers - 1}", "Cover every layer once")
+        raise Invalid(
+            FIELD, f"it ends at layer {expected - 1}, the model has 0-{num_layers - 1}", "Cover every layer once"
+        )
     return stages

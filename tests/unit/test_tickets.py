@@ -61,11 +61,15 @@ def deliver(pool: EnginePool, task_id: str, *arguments: object) -> list[Any]:
     """One message, as Celery hands it to a pool; what Celery is told goes into the list."""
     content_type, content_encoding, body = dumps((list(arguments), {}, {}), "json")
     told: list[Any] = []
+
+    def on_accepted(_number: int, _began_s: float) -> None:
+        told.append("started")
+
     pool.on_apply(
         lambda: None,
         ("shardline.generate", task_id, {}, body, content_type, content_encoding),
-        callback=lambda outcome: told.append(outcome),
-        accept_callback=lambda number, began_s: told.append("started"),
+        callback=told.append,
+        accept_callback=on_accepted,
     )
     return told
 
