@@ -34,6 +34,8 @@ class Stack:
         self.secrets = folder / "secrets"
         self.docker = docker
         settings = {
+            # A user's .env is for the user's own stack.
+            "COMPOSE_DISABLE_ENV_FILE": "1",
             "SHARDLINE_MODEL_DIR": str(REPOSITORY / "services" / "standalone" / "clerk" / "model"),
             "SHARDLINE_MODEL_NAME": MODEL,
             "SHARDLINE_SECRETS_DIR": str(self.secrets),
