@@ -1,0 +1,166 @@
+"""Flower on a whole stack: every worker, every job under its id, Terminate and revoke that reach rows and KV."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from uuid import UUID, uuid4
+
+import httpx
+import pytest
+import redis
+from celery import Celery
+
+from shardline.client import Client
+from shardline.config import Settings
+from shardline.job import JobState
+from shardline.queues import GENERATE_TASK, INTAKE_QUEUE, SUBMIT_TASK, celery_settings, generate_queue
+from tests.stack import Stack, until
+
+MODEL = "clerk"
+LONG: dict[str, Any] = {
+    "model": MODEL,
+    "prompt": "sort: 3, 1, 2 =",
+    "max_tokens": 490,
+    "ignore_eos": True,
+    "temperature": 0.8,
+}
+
+
+@pytest.fixture(scope="module")
+def stack() -> Iterator[Stack]:
+    folder = Path(tempfile.mkdtemp(prefix="shardline-flower-"))
+    stack = Stack(folder)
+    stack.start()
+    yield stack
+    stack.end()
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture
+def producer(stack: Stack) -> Celery:
+    """Another service's Celery app: it knows task names and the broker, nothing more."""
+    app = Celery("producer")
+    app.conf.update(celery_settings(Settings(redis_url=stack.look()["urls"]["redis"])))
+    return app
+
+
+@pytest.fixture
+def client(stack: Stack) -> Iterator[Client]:
+    urls = stack.look()["urls"]
+    with Client(database_url=urls["database"], redis_url=urls["redis"]) as client:
+        yield client
+
+
+class Flower:
+    """Flower's API."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+
+    def get(self, path: str) -> Any:
+        """The JSON, or None while Flower knows nothing of it."""
+        answer = httpx.get(f"{self.url}/api/{path}", timeout=10)
+        return answer.json() if answer.status_code == 200 else None
+
+    def state(self, job_id: UUID) -> str | None:
+        """The task's state as Flower shows it."""
+        task = self.get(f"task/info/{job_id}")
+        return task and task["state"]
+
+    def revoke(self, job_id: UUID, *, terminate: bool) -> None:
+        """What its buttons do."""
+        parameters = {"terminate": "true"} if terminate else {}
+        httpx.post(f"{self.url}/api/task/revoke/{job_id}", params=parameters, timeout=10).raise_for_status()
+
+
+@pytest.fixture
+def flower(stack: Stack) -> Flower:
+    return Flower(stack.look()["urls"]["flower"])
+
+
+def blocks_used(producer: Celery) -> list[int]:
+    """Each stage's own counter; relays do not know the command."""
+    answers = producer.control.inspect(timeout=5)._request("stage") or {}
+    return [answer["kv_blocks_used"] for answer in answers.values() if "kv_blocks_used" in answer]
+
+
+def is_taken(stack: Stack) -> bool:
+    """No message waits for a head."""
+    with redis.Redis.from_url(stack.look()["urls"]["redis"]) as connection:
+        return connection.keys(f"{generate_queue(MODEL)}*") == []
+
+
+def state(client: Client, job_id: UUID) -> JobState:
+    """The committed state."""
+    return client.get(job_id).state
+
+
+def test_given_a_stack_when_flower_is_asked_then_it_shows_every_worker_and_remote_control_answers(
+    flower: Flower, producer: Celery
+) -> None:
+    until(lambda: len(flower.get("workers?refresh=1") or {}) == 3)
+    inspect = producer.control.inspect(timeout=5)
+
+    for answers in (inspect.ping(), inspect.active(), inspect.stats()):
+        assert len(answers) == 3, answers
+    page = httpx.get(f"{flower.url}/workers", timeout=10).text
+    assert all(worker in page for worker in inspect.ping())
+    anybody = httpx.URL(flower.url).copy_with(username=None, password=None)
+    assert httpx.get(anybody, timeout=10).status_code == 401
+
+
+def test_given_a_running_job_of_the_celery_door_when_it_is_terminated_in_flower_then_its_kv_is_free_on_every_stage(
+    flower: Flower, producer: Celery, client: Client
+) -> None:
+    job_id = uuid4()
+    producer.send_task(SUBMIT_TASK, kwargs=LONG, task_id=str(job_id), queue=INTAKE_QUEUE)
+    until(lambda: flower.state(job_id) == "STARTED")
+    until(lambda: min(blocks_used(producer), default=0) > 0)
+
+    flower.revoke(job_id, terminate=True)
+
+    until(lambda: state(client, job_id) is JobState.CANCELLED)
+    until(lambda: blocks_used(producer) == [0, 0])
+    until(lambda: flower.state(job_id) == "REVOKED")
+
+
+def test_given_a_duplicate_delivery_when_the_job_is_terminated_in_flower_then_it_still_ends_cancelled(
+    stack: Stack, flower: Flower, producer: Celery, client: Client
+) -> None:
+    job_id = client.submit(**LONG)
+    until(lambda: flower.state(job_id) == "STARTED")
+    producer.send_task(GENERATE_TASK, args=[str(job_id)], task_id=str(job_id), queue=generate_queue(MODEL))
+    until(lambda: is_taken(stack))
+
+    flower.revoke(job_id, terminate=True)
+
+    until(lambda: state(client, job_id) is JobState.CANCELLED)
+    until(lambda: blocks_used(producer) == [0, 0])
+
+
+def test_given_a_queued_job_when_it_is_revoked_in_flower_then_its_row_ends_cancelled(
+    flower: Flower, client: Client
+) -> None:
+    job_id = client.submit(**LONG, delay_s=3600)
+
+    flower.revoke(job_id, terminate=False)
+
+    until(lambda: state(client, job_id) is JobState.CANCELLED)
+
+
+def test_given_a_finished_job_when_flower_is_asked_then_it_shows_success_and_its_run_time(
+    flower: Flower, client: Client
+) -> None:
+    job_id = client.submit(MODEL, "sort: 3, 1, 2 =", max_tokens=16, temperature=0)
+    assert client.wait(job_id, timeout_s=60).state is JobState.SUCCEEDED
+
+    until(lambda: flower.state(job_id) == "SUCCESS")
+
+    task = flower.get(f"task/info/{job_id}")
+    assert task["name"] == GENERATE_TASK
+    assert task["runtime"] > 0
+    assert task["worker"].partition(".")[2].startswith("0@"), "a head ran it"
