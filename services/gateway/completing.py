@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
-from contextlib import suppress
 from uuid import UUID
 
 import structlog
@@ -21,6 +20,7 @@ from shardline.client.requests import succeeded
 from shardline.errors import JobEnded, ShardlineError, Unavailable
 from shardline.job import Job, JobState
 from shardline.log import job_context
+from shardline.tasks import end_task
 from shardline.wire import Delta
 
 log = structlog.get_logger(__name__)
@@ -128,9 +128,7 @@ async def _wait(gateway: Gateway, request: Request, accepted: Accepted) -> Job |
         return None
     finally:
         for task in (waiting, leaving):
-            task.cancel()
-            with suppress(asyncio.CancelledError, ShardlineError):
-                await task
+            await end_task(task)
 
 
 async def _abandon(gateway: Gateway, accepted: Accepted) -> None:

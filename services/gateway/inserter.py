@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from uuid import UUID
 
@@ -13,6 +12,7 @@ from shardline.client import AsyncClient
 from shardline.errors import Unavailable
 from shardline.job import JobRequest
 from shardline.metrics import GatewayMetrics
+from shardline.tasks import end_task
 from shardline.tokenise import Prepared
 
 MAX_BATCH = 256
@@ -44,9 +44,7 @@ class Inserter:
     async def close(self) -> None:
         """End the task. Nobody waits any more when a server stops in good order."""
         if self._task is not None:
-            self._task.cancel()
-            with suppress(asyncio.CancelledError):
-                await self._task
+            await end_task(self._task)
 
     async def insert(self, request: JobRequest, prepared: Prepared) -> UUID:
         """The id of the row, once it is committed. Raises Invalid, Conflict, Unavailable."""

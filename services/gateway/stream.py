@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import suppress
 from typing import Any
 
 import msgspec
 from fastapi import Request, Response
 from starlette.types import Receive, Scope, Send
+
+from shardline.tasks import end_task
 
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
@@ -59,9 +60,7 @@ class EventStream(Response):
                 await self._on_disconnect()
         finally:
             for task in (sending, leaving):
-                task.cancel()
-                with suppress(asyncio.CancelledError, OSError):
-                    await task
+                await end_task(task)
 
     async def _send_all(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})

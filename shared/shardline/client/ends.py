@@ -20,6 +20,7 @@ from shardline.client.database import AWAY, MAX_IDS_PER_QUERY
 from shardline.store import jobs
 from shardline.streams import Mailbox
 from shardline.tables import DONE_CHANNEL
+from shardline.tasks import end_task
 
 log = structlog.get_logger(__name__)
 
@@ -50,10 +51,7 @@ class Ends:
     async def close(self) -> None:
         """End both tasks."""
         for task in self._tasks:
-            task.cancel()
-        for task in self._tasks:
-            with suppress(asyncio.CancelledError):
-                await task
+            await end_task(task)
 
     @contextmanager
     def watch(self, job_id: UUID, mailbox: Mailbox) -> Iterator[None]:

@@ -17,6 +17,7 @@ from redis.exceptions import RedisError
 
 from shardline.errors import ProtocolError
 from shardline.keys import job_stream
+from shardline.tasks import end_task
 from shardline.wire import DELTA_FIELD, Delta, decode_delta
 
 log = structlog.get_logger(__name__)
@@ -87,9 +88,7 @@ class DeltaReader:
     async def close(self) -> None:
         """End the task and the connection."""
         if self._task is not None:
-            self._task.cancel()
-            with suppress(asyncio.CancelledError):
-                await self._task
+            await end_task(self._task)
         await self._redis.aclose()
 
     @contextmanager

@@ -1,0 +1,41 @@
+"""Ending tasks that do not want to end."""
+
+from __future__ import annotations
+
+import asyncio
+
+from shardline.tasks import end_task
+
+
+async def test_given_a_loop_that_takes_a_cancellation_for_a_timeout_when_it_is_ended_then_it_ends() -> None:
+    swallowed = 0
+
+    async def stubborn() -> None:
+        nonlocal swallowed
+        while True:
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                if swallowed == 2:
+                    raise
+                swallowed += 1
+
+    task = asyncio.create_task(stubborn())
+    await asyncio.sleep(0)
+
+    await end_task(task)
+
+    assert task.cancelled()
+    assert swallowed == 2
+
+
+async def test_given_a_task_that_failed_when_it_is_ended_then_nothing_is_raised() -> None:
+    async def broken() -> None:
+        raise OSError("gone")
+
+    task = asyncio.create_task(broken())
+    await asyncio.wait({task})
+
+    await end_task(task)
+
+    assert task.done()
