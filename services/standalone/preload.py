@@ -3,15 +3,27 @@
 from __future__ import annotations
 
 import ctypes.util
+from importlib import metadata
 
 from services.standalone.settings import StandaloneSettings
 
-ALLOCATORS = ("tcmalloc_minimal", "tcmalloc")
-"""A stage allocates the same few shapes for ever: tcmalloc hands them back where glibc maps and faults pages anew."""
+PACKAGE, LIBRARY = "cmeel-mimalloc", "libmimalloc.so"
+"""A stage allocates the same few shapes for ever: mimalloc hands them back where glibc maps and faults pages anew."""
+
+ELSE = ("tcmalloc_minimal", "tcmalloc")
 
 
 def preload(settings: StandaloneSettings) -> str:
     """The value of LD_PRELOAD for stages: what the settings say, else an allocator that is installed, else nothing."""
     if settings.stage_preload is not None:
         return settings.stage_preload
-    return next((found for name in ALLOCATORS if (found := ctypes.util.find_library(name))), "")
+    return mimalloc() or next((found for name in ELSE if (found := ctypes.util.find_library(name))), "")
+
+
+def mimalloc() -> str:
+    """The path of mimalloc where its wheel is installed, else nothing."""
+    try:
+        files = metadata.files(PACKAGE) or []
+    except metadata.PackageNotFoundError:
+        return ""
+    return next((str(file.locate()) for file in files if file.name == LIBRARY and file.locate().exists()), "")

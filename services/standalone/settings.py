@@ -23,7 +23,7 @@ class StandaloneSettings(Settings):
     split: str | None = Field(None, description="layers of the stages by hand, such as 0-5,6-7; default: even")
     stage_cores: int | None = Field(None, ge=1, description="cores of each stage; default: an equal share of all")
     stage_preload: str | None = Field(
-        None, description="LD_PRELOAD of stages, empty for none; default: tcmalloc where it is installed"
+        None, description="LD_PRELOAD of stages, empty for none; default: mimalloc or tcmalloc, where installed"
     )
     dtype: Literal["float32", "bfloat16", "float16"] = Field("float32", description="of weights, activations and KV")
     http_port: int = Field(8000, ge=0, le=65535, description="the gateway's port; 0 takes a free one")

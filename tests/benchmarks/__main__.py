@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from services.standalone.preload import mimalloc
 from tests.benchmarks.model import make
 from tests.benchmarks.report import Figure, compare, save, show
 
@@ -42,7 +44,9 @@ def main() -> int:
 def call(module: str, *arguments: str) -> tuple[dict[str, Any], str]:
     """One benchmark in a process of its own: its JSON line, and the command."""
     argv = ["-m", f"tests.benchmarks.{module}", *arguments]
-    done = subprocess.run([sys.executable, *argv], stdout=subprocess.PIPE, text=True, check=True)
+    # The bare engine gets the allocator that the launcher gives to stages; transformers runs as it comes.
+    environment = os.environ | ({"LD_PRELOAD": mimalloc()} if module in ("bare", "decode_step") else {})
+    done = subprocess.run([sys.executable, *argv], env=environment, stdout=subprocess.PIPE, text=True, check=True)
     print("  ", done.stdout.strip().splitlines()[-1], flush=True)
     return json.loads(done.stdout.strip().splitlines()[-1]), f"python {' '.join(argv)}"
 
