@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes.util
 from importlib import metadata
+from pathlib import Path
 
 from services.standalone.settings import StandaloneSettings
 
@@ -26,4 +27,5 @@ def mimalloc() -> str:
         files = metadata.files(PACKAGE) or []
     except metadata.PackageNotFoundError:
         return ""
-    return next((str(file.locate()) for file in files if file.name == LIBRARY and file.locate().exists()), "")
+    places = (Path(str(file.locate())) for file in files if file.name == LIBRARY)
+    return next((str(place) for place in places if place.exists()), "")
