@@ -15,8 +15,8 @@ from uuid import UUID
 import structlog
 from structlog.typing import EventDict, Processor, WrappedLogger
 
-NOISY = ("httpx", "httpcore", "uvicorn.access", "kombu", "amqp")
-"""Loggers that say something for each request; they are heard from WARNING on."""
+NOISY = ("httpx", "httpcore", "uvicorn.access", "kombu", "amqp", "celery.worker.strategy")
+"""Loggers that say something for each request or job; they are heard from WARNING on."""
 
 PASSWORD_IN_URL = re.compile(r"(?P<scheme>[a-z0-9+]+://[^:/@\s]*):[^@/\s]+@", re.IGNORECASE)
 
