@@ -9,9 +9,11 @@ from shardline.tasks import end_task
 
 async def test_given_a_loop_that_takes_a_cancellation_for_a_timeout_when_it_is_ended_then_it_ends() -> None:
     swallowed = 0
+    started = asyncio.Event()
 
     async def stubborn() -> None:
         nonlocal swallowed
+        started.set()
         while True:
             try:
                 await asyncio.Event().wait()
@@ -21,7 +23,7 @@ async def test_given_a_loop_that_takes_a_cancellation_for_a_timeout_when_it_is_e
                 swallowed += 1
 
     task = asyncio.create_task(stubborn())
-    await asyncio.sleep(0)
+    await started.wait()
 
     await end_task(task)
 

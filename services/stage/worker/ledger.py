@@ -148,7 +148,7 @@ class Ledger(threading.Thread):
                 if time.monotonic() >= next_beat_s:
                     next_beat_s = time.monotonic() + self._times.heartbeat_s
                     self._beat()
-                self._database_is_back()
+                    self._database_is_back()
             except DBAPIError as error:
                 self._database_is_away(error)
                 next_beat_s = time.monotonic() + self._times.heartbeat_s
