@@ -22,7 +22,7 @@ from shardline.store.database import connect
 from tests.stack import Stack, until
 
 NUM_JOBS = 32
-MAX_TOKENS = 200
+MAX_TOKENS = 450
 VICTIMS = ("stage-1", "stage-0", "relay", "gateway", "redis")
 
 
@@ -81,7 +81,7 @@ def count(database: str, query: str, ids: list[UUID]) -> int:
 
 STARTED = """
 SELECT count(*) FROM attempts JOIN jobs ON jobs.id = attempts.job_id AND jobs.fence = attempts.fence
-WHERE jobs.id = ANY(:ids) AND jobs.state = 'running' AND cardinality(attempts.tokens) BETWEEN 1 AND 150
+WHERE jobs.id = ANY(:ids) AND jobs.state = 'running' AND cardinality(attempts.tokens) BETWEEN 1 AND 350
 """
 
 

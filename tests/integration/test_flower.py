@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ import pytest
 import redis
 from celery import Celery
 
+from services.standalone.settings import CLERK
 from shardline.client import Client
 from shardline.config import Settings
 from shardline.job import JobState
@@ -24,16 +26,24 @@ MODEL = "clerk"
 LONG: dict[str, Any] = {
     "model": MODEL,
     "prompt": "sort: 3, 1, 2 =",
-    "max_tokens": 490,
+    "max_tokens": 20_000,
     "ignore_eos": True,
     "temperature": 0.8,
 }
+"""Runs for a minute and more unless it is stopped."""
+
+CONTEXT = 32_768
+NUM_WORKERS = 3
 
 
 @pytest.fixture(scope="module")
 def stack() -> Iterator[Stack]:
+    """The demo model under a longer context: what it says there is nonsense, but it goes on saying it."""
     folder = Path(tempfile.mkdtemp(prefix="shardline-flower-"))
-    stack = Stack(folder)
+    model = shutil.copytree(CLERK, folder / MODEL)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "max_position_embeddings": CONTEXT}))
+    stack = Stack(folder, SHARDLINE_MODEL=str(model), SHARDLINE_MODEL_NAME=MODEL, SHARDLINE_KV_MIB="256")
     stack.start()
     yield stack
     stack.end()
@@ -84,7 +94,7 @@ def flower(stack: Stack) -> Flower:
 
 def blocks_used(producer: Celery) -> list[int]:
     """Each stage's own counter; relays do not know the command."""
-    answers = producer.control.inspect(timeout=5)._request("stage") or {}
+    answers = producer.control.inspect(timeout=5, limit=NUM_WORKERS)._request("stage") or {}
     return [answer["kv_blocks_used"] for answer in answers.values() if "kv_blocks_used" in answer]
 
 
@@ -102,11 +112,11 @@ def state(client: Client, job_id: UUID) -> JobState:
 def test_given_a_stack_when_flower_is_asked_then_it_shows_every_worker_and_remote_control_answers(
     flower: Flower, producer: Celery
 ) -> None:
-    until(lambda: len(flower.get("workers?refresh=1") or {}) == 3)
-    inspect = producer.control.inspect(timeout=5)
+    until(lambda: len(flower.get("workers?refresh=1") or {}) == NUM_WORKERS)
+    inspect = producer.control.inspect(timeout=5, limit=NUM_WORKERS)
 
     for answers in (inspect.ping(), inspect.active(), inspect.stats()):
-        assert len(answers) == 3, answers
+        assert len(answers) == NUM_WORKERS, answers
     page = httpx.get(f"{flower.url}/workers", timeout=10).text
     assert all(worker in page for worker in inspect.ping())
     anybody = httpx.URL(flower.url).copy_with(username=None, password=None)
