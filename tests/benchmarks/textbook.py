@@ -34,7 +34,7 @@ def model() -> Any:
     return tf.AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval()
 
 
-@app.task
+@app.task(name="generate")
 def generate(ids: list[int]) -> list[int]:
     """The whole design."""
     with torch.inference_mode():
