@@ -77,12 +77,7 @@ class StageMetrics:
         self.output_tokens = Counter("shardline_output_tokens", "Tokens generated", registry=registry)
         self.running = Gauge("shardline_sequences_running", "Sequences in the batch", registry=registry)
         self.waiting = Gauge("shardline_sequences_waiting", "Sequences claimed and waiting", registry=registry)
-        self.preempted = Counter("shardline_preemptions", "Sequences stopped for want of KV", registry=registry)
         self.kv_blocks = Gauge("shardline_kv_blocks", "KV blocks of this stage", ["state"], registry=registry)
-        self.ended = Counter("shardline_jobs_ended", "Jobs ended by this head", ["state"], registry=registry)
         self.epoch = Gauge("shardline_pipeline_epoch", "Epoch of this stage's pipeline", registry=registry)
         self.ready = Gauge("shardline_pipeline_ready", "1 while the pipeline can generate", registry=registry)
         self.exact = Gauge("shardline_exact", "1 if outputs never depend on the batch or a restart", registry=registry)
-        self.dropped_deltas = Counter(
-            "shardline_stream_deltas_dropped", "Deltas not written because Redis was away", registry=registry
-        )
