@@ -97,11 +97,12 @@ def test_given_another_fact_when_fingerprinted_then_it_differs(name: str, value:
     ("num_rows", "width", "num_threads", "expected"),
     [
         (1, 64, 1, 2),  # the fewest rows
-        (17, 64, 1, 17),
-        (17, 48, 1, 20),  # 20 x 48 is a whole number of vectors, 17 x 48 is not
-        (33, 1376, 2, 36),  # two runs, each whole
+        (17, 64, 1, 24),  # the next rung
+        (5, 4, 1, 16),  # 16 x 4 is a whole vector, 8 x 4 is not
+        (33, 1000, 2, 48),  # two runs, each whole
         (40, 1536, 2, 40),
-        (200, 512, 3, 201),  # three runs
+        (200, 512, 3, 210),  # three runs
+        (257, 64, 1, 288),
     ],
 )
 def test_given_rows_when_padded_then_every_run_is_whole(

@@ -104,7 +104,7 @@ def test_the_probe_finds_where_bits_begin_to_hold() -> None:
     def always_changes(x: Tensor) -> Tensor:
         return x + x.shape[0]
 
-    assert fewest_rows(changes_below_nine, 4, torch.float32) == 11  # the next size that it tries
+    assert fewest_rows(changes_below_nine, 4, torch.float32) == 16  # the next rung
     assert fewest_rows(always_changes, 4, torch.float32) is None
     assert fewest_rows(lambda x: x, 4, torch.float32) == 2
 

@@ -65,17 +65,15 @@ class Forward:
 
     def _logits(self, spans: Sequence[Span], x: Tensor, wanted: list[int]) -> Tensor:
         padded, position = self._place(spans, x)
-        rows = wanted + wanted[-1:] * (self.min_rows - len(wanted))
-        return self.shard.logits(padded, position, torch.tensor(rows, device=x.device))[: len(wanted)]
+        return self.shard.logits(padded, position, self._rows(wanted, x.device))[: len(wanted)]
 
     def _narrowed(self, last: LastLayer, spans: Sequence[Span], x: Tensor, wanted: list[int]) -> Tensor:
         """The same, with the last layer's work done for the wanted rows alone."""
         padded, position = self._place(spans, x)
-        num_rows = self._padded(len(wanted))
-        batch = Batch.of(list(_single_rows(spans, wanted)), min_rows=num_rows, device=x.device)
-        rows = torch.tensor(wanted + wanted[-1:] * (num_rows - len(wanted)), device=x.device)
+        rows = self._rows(wanted, x.device)
+        batch = Batch.of(list(_single_rows(spans, wanted)), min_rows=len(rows), device=x.device)
         with last.narrowed(rows, batch):
-            return self.shard.logits(padded, position, torch.arange(num_rows, device=x.device))[: len(wanted)]
+            return self.shard.logits(padded, position, torch.arange(len(rows), device=x.device))[: len(wanted)]
 
     def _can_narrow(self, last: LastLayer) -> bool:
         """Whether a trial gives the same values. Models may do what we do not foresee around their layers."""
@@ -96,6 +94,10 @@ class Forward:
             log.info("the last layer computes every row of a prefill", reason=str(error))
             return False
         return bool(apart <= TRIAL_TOLERANCE * torch.finfo(self.shard.dtype).eps * expected.abs().max())
+
+    def _rows(self, wanted: list[int], device: torch.device) -> Tensor:
+        """Wanted rows, the last one repeated."""
+        return torch.tensor(wanted + wanted[-1:] * (self._padded(len(wanted)) - len(wanted)), device=device)
 
     def _padded(self, num_rows: int) -> int:
         return padded_rows(num_rows, min_rows=self.min_rows, widths=self.shard.widths, num_threads=self._num_threads)

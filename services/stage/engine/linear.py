@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from services.stage.engine.padding import rung
+
 _log = structlog.get_logger(__name__)
 
 _reorder = getattr(torch.ops.mkldnn, "_reorder_linear_weight", None)
@@ -27,7 +29,8 @@ _EXPECTED_ROWS = 32
 FEWEST_ROWS = 2
 """A single row goes through another oneDNN kernel. In bf16 rounding hides that so often that a probe may not see it."""
 
-_PROBED_ROWS = (*range(FEWEST_ROWS, 9), 11, 12, 13, 16, 17, 23, 31, 33, 64)
+_PROBED_ROWS = sorted({rung(num_rows) for num_rows in range(FEWEST_ROWS, 65)})
+"""No other numbers are ever run."""
 _PROBED_PLACES = 16
 """Rows to compare at least for each size, for the same reason."""
 _REFERENCE_ROWS = 96
