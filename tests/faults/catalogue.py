@@ -1,0 +1,43 @@
+"""All faults, and how they are drawn. Knows no stack."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
+
+from tests.faults import kill_faults
+from tests.faults.fault import Fault
+
+GROUPS: Mapping[str, tuple[Fault, ...]] = MappingProxyType(
+    {
+        "kill": kill_faults.FAULTS,
+    }
+)
+KILL_SHARE = 0.4
+
+
+def chosen(names: str) -> list[Fault]:
+    """`all`, or groups and words of kinds with commas between them. Raises ValueError for a name that fits nothing."""
+    found: dict[str, Fault] = {}
+    for name in (part.strip() for part in names.split(",")):
+        fitting = [
+            fault
+            for group, faults in GROUPS.items()
+            for fault in faults
+            if name in ("all", group) or fault.kind.startswith(name)
+        ]
+        if not fitting:
+            raise ValueError(f"no fault is called {name!r}; use all, a group ({', '.join(GROUPS)}) or a kind")
+        found |= {fault.kind: fault for fault in fitting}
+    return list(found.values())
+
+
+def drawn(faults: Sequence[Fault], rng: random.Random) -> Iterator[Fault]:
+    """For ever: each kind once in random order, then again, with kills of processes in between."""
+    kills = [fault for fault in faults if fault.is_kill]
+    while True:
+        for fault in rng.sample(faults, len(faults)):
+            if kills and not fault.is_kill and rng.random() < KILL_SHARE:
+                yield rng.choice(kills)
+            yield fault
