@@ -6,12 +6,24 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 
-from tests.faults import kill_faults
+from tests.faults import (
+    client_faults,
+    deploy_faults,
+    kill_faults,
+    message_faults,
+    postgres_faults,
+    redis_faults,
+)
 from tests.faults.fault import Fault
 
 GROUPS: Mapping[str, tuple[Fault, ...]] = MappingProxyType(
     {
         "kill": kill_faults.FAULTS,
+        "redis": redis_faults.FAULTS,
+        "postgres": postgres_faults.FAULTS,
+        "client": client_faults.FAULTS,
+        "messages": message_faults.FAULTS,
+        "deploy": deploy_faults.FAULTS,
     }
 )
 KILL_SHARE = 0.4

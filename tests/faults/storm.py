@@ -6,6 +6,11 @@ import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 
+import httpx
+import psutil
+import psycopg
+import redis
+
 from tests.faults.catalogue import drawn
 from tests.faults.checker import Finding
 from tests.faults.fault import Fault, NotInjected
@@ -16,6 +21,9 @@ RESTART_S = 45.0
 """The supervisor's longest wait before it starts a process again, and the start of a stage on a busy machine."""
 
 REPLAY_S = 15.0
+
+MISSED = (NotInjected, httpx.HTTPError, psycopg.Error, redis.RedisError, psutil.Error, OSError)
+"""A fault before this one may still be felt by the tools that inject the next."""
 
 Say = Callable[[str], None]
 
@@ -28,9 +36,10 @@ class Storm:
         self._rng = random.Random(seed)
         self._say = say
         self.struck: list[Struck] = []
-        self.not_run = {fault.kind: why for fault in faults if (why := fault.missing(world)) is not None}
+        self._impossible = {fault.kind: why for fault in faults if (why := fault.missing(world)) is not None}
+        self._missed: dict[str, str] = {}
         self.findings: list[Finding] = []
-        self._possible = [fault for fault in faults if fault.kind not in self.not_run]
+        self._possible = [fault for fault in faults if fault.kind not in self._impossible]
 
     def rage(self, *, duration_s: float, max_faults: int | None) -> None:
         """Until the time or the number is up."""
@@ -42,6 +51,12 @@ class Storm:
                 return
             self._strike(fault, at_s)
 
+    @property
+    def not_run(self) -> dict[str, str]:
+        """Kinds that were never injected, with the reason."""
+        struck = {each.kind for each in self.struck}
+        return {kind: why for kind, why in {**self._missed, **self._impossible}.items() if kind not in struck}
+
     def _drawn(self) -> Iterator[Fault]:
         return drawn(self._possible, self._rng) if self._possible else iter(())
 
@@ -49,9 +64,9 @@ class Storm:
         began_s = time.monotonic()
         try:
             fault.strike(self._world, self._rng)
-        except NotInjected as error:
-            self.not_run[fault.kind] = str(error)
-            self._say(f"{at_s:7.1f} s  {fault.kind}: not injected: {error}")
+        except MISSED as error:
+            self._missed[fault.kind] = f"{type(error).__name__}: {error}"
+            self._say(f"{at_s:7.1f} s  {fault.kind}: not injected: {error!r}")
             return
         took_s = time.monotonic() - began_s
         recovery_s = self._recover(fault.kind)

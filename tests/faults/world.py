@@ -15,14 +15,17 @@ from pathlib import Path
 import psutil
 
 from services.standalone.home import SUPERVISOR
+from services.standalone.ports import LOOPBACK
 from services.standalone.processes import is_alive
 from services.standalone.servers import FAST, Postgres, Valkey
 from shardline.config import Times
 from tests.faults.journal import Journal
+from tests.faults.proxy import Proxy
 from tests.stack import Stack, until
 
 TIME_SCALE = 0.25
 DEBUG = {"enable-debug-command": "local"}
+PLAIN = "?sslmode=disable&gssencmode=disable"
 LOGS_KEPT = Path(".local") / "chaos-logs"
 
 
@@ -44,6 +47,8 @@ class World:
     stack: Stack
     postgres: Postgres
     redis: Valkey
+    redis_proxy: Proxy
+    database_proxy: Proxy
     times: Times
     failpoints: Path
     num_stages: int
@@ -103,10 +108,12 @@ def a_world(options: Options) -> Iterator[World]:
         valkey = Valkey(folder / "servers", settings=DEBUG)
         ending.callback(valkey.kill)
         valkey.start()
+        database_proxy = _proxy(ending, str(postgres.sockets / ".s.PGSQL.5432"))
+        redis_proxy = _proxy(ending, (LOOPBACK, valkey.port))
         stack = Stack(
             folder / "stack",
-            SHARDLINE_DATABASE_URL=postgres.url(),
-            SHARDLINE_REDIS_URL=valkey.url,
+            SHARDLINE_DATABASE_URL=f"postgresql://shardline@{LOOPBACK}:{database_proxy.port}/shardline{PLAIN}",
+            SHARDLINE_REDIS_URL=valkey.url.replace(f":{valkey.port}/", f":{redis_proxy.port}/"),
             SHARDLINE_TIME_SCALE=str(TIME_SCALE),
             SHARDLINE_DTYPE=options.dtype,
             SHARDLINE_STAGES=str(options.stages),
@@ -120,11 +127,21 @@ def a_world(options: Options) -> Iterator[World]:
             stack=stack,
             postgres=postgres,
             redis=valkey,
+            redis_proxy=redis_proxy,
+            database_proxy=database_proxy,
             times=Times().scaled(TIME_SCALE),
             failpoints=failpoints,
             num_stages=options.stages,
             start_s=time.monotonic() - began_s,
         )
+
+
+def _proxy(ending: ExitStack, target: tuple[str, int] | str) -> Proxy:
+    """What every service reaches this server through."""
+    proxy = Proxy(target)
+    proxy.start()
+    ending.callback(proxy.stop)
+    return proxy
 
 
 def _keep_logs(folder: Path) -> None:
