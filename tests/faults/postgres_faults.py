@@ -137,7 +137,7 @@ FAULTS: tuple[Fault, ...] = (
     Simple(kind="postgres: terminate backends", inject=cut),
     Simple(kind="postgres: immediate stop", inject=stop_at_once, is_kill=True),
     Simple(kind="postgres: kill", inject=die, is_kill=True),
-    Simple(kind="postgres: kill, away for 1.5 leases", inject=stay_away, is_kill=True),
+    Simple(kind="postgres: kill and stay away 1.5 leases", inject=stay_away, is_kill=True),
     Simple(kind="postgres: kill a backend", inject=lose_a_backend, is_kill=True),
     *(Simple(kind=f"postgres: pause {leases:g} leases", inject=pausing(leases)) for leases in LEASES),
     Simple(kind="postgres: connections exhausted", inject=exhaust),

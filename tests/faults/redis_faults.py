@@ -108,9 +108,9 @@ FAULTS: tuple[Fault, ...] = (
     Simple(kind="redis: debug sleep", inject=sleeping, why_not=no_debug),
     Simple(kind="redis: busy script", inject=busy),
     *(Simple(kind=f"redis: pause {leases:g} leases", inject=pausing(leases)) for leases in LEASES),
-    Simple(kind="redis: kill, back empty", inject=die_empty, is_kill=True),
-    Simple(kind="redis: kill, away for 1.5 leases", inject=stay_away, is_kill=True),
-    Simple(kind="redis: kill, back with old data", inject=die_with_data, is_kill=True),
+    Simple(kind="redis: kill and come back empty", inject=die_empty, is_kill=True),
+    Simple(kind="redis: kill and stay away 1.5 leases", inject=stay_away, is_kill=True),
+    Simple(kind="redis: kill and come back with old data", inject=die_with_data, is_kill=True),
     Simple(kind="redis: flushall", inject=flush),
     Simple(kind="redis: maxmemory reached", inject=full),
 )

@@ -13,12 +13,13 @@ from rich.console import Console
 from rich.table import Table
 
 from tests.faults.checker import Finding
+from tests.stack import REPOSITORY
 
 ENDS = """
 SELECT state, count(*), coalesce(sum(completion_tokens), 0)
 FROM jobs LEFT JOIN results ON results.job_id = jobs.id WHERE jobs.id = ANY(%s) GROUP BY state
 """
-FILE = Path(".local") / "chaos.json"
+FILE = REPOSITORY / ".local" / "chaos.json"
 
 
 class Struck(msgspec.Struct, frozen=True, kw_only=True):

@@ -21,12 +21,12 @@ from services.standalone.servers import FAST, Postgres, Valkey
 from shardline.config import Times
 from tests.faults.journal import Journal
 from tests.faults.proxy import Proxy
-from tests.stack import Stack, until
+from tests.stack import REPOSITORY, Stack, until
 
 TIME_SCALE = 0.25
 DEBUG = {"enable-debug-command": "local"}
 PLAIN = "?sslmode=disable&gssencmode=disable"
-LOGS_KEPT = Path(".local") / "chaos-logs"
+LOGS_KEPT = REPOSITORY / ".local" / "chaos-logs"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
