@@ -12,10 +12,12 @@ import psutil
 import psycopg
 
 from tests.faults.fault import Fault, NotInjected, Simple, hold
+from tests.faults.proxy import Direction
 from tests.faults.world import World
 
 LEASES = (0.5, 1.5, 5.0)
 MAX_CONNECTIONS = 250
+ANSWERS_LOST_S = (0.05, 0.5)
 BACKENDS = (
     "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE pid <> pg_backend_pid() AND datname IS NOT NULL"
 )
@@ -97,6 +99,16 @@ def exhaust(world: World, rng: random.Random) -> None:
         hold(1.5 * world.times.lease_s)
 
 
+def lose_answers(world: World, rng: random.Random) -> None:
+    """What is sent arrives, and connections break before any answer comes back: was a COMMIT done? Nobody knows."""
+    try:
+        world.database_proxy.drop(Direction.TO_CLIENT)
+        hold(rng.uniform(*ANSWERS_LOST_S))
+        world.database_proxy.cut()
+    finally:
+        world.database_proxy.clear()
+
+
 def read_only(world: World, rng: random.Random) -> None:
     """default_transaction_read_only, as after a failover to a replica."""
     with session(world) as connection:
@@ -141,6 +153,7 @@ FAULTS: tuple[Fault, ...] = (
     Simple(kind="postgres: kill a backend", inject=lose_a_backend, is_kill=True),
     *(Simple(kind=f"postgres: pause {leases:g} leases", inject=pausing(leases)) for leases in LEASES),
     Simple(kind="postgres: connections exhausted", inject=exhaust),
+    Simple(kind="postgres: COMMITs with unknown outcome", inject=lose_answers),
     Simple(kind="postgres: read only", inject=read_only),
     Simple(kind="postgres: table locked", inject=lock),
 )
