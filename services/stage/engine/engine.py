@@ -24,7 +24,9 @@ from services.stage.engine.tensors import name_of, tensor_of, view_of
 from services.stage.hop import Frame, Kind, Receiver
 from services.stage.hop.frame import Buffer
 from services.stage.hop.wiring import Wiring
+from shardline import failpoints
 from shardline.errors import LinkLost, ProtocolError
+from shardline.failpoints import Point, failpoint
 from shardline.job import FinishReason
 
 log = structlog.get_logger(__name__)
@@ -116,6 +118,8 @@ class Engine(threading.Thread):
         self._on_lost(self.pulse.epoch, reason)
 
     def _run_step(self, plan: StepPlan, hidden: Tensor | None) -> Tensor | StepResult:
+        if failpoints.ARMED is not None:
+            self._pass_failpoints(plan)
         began_s = time.perf_counter()
         out = self.executor.run(plan, hidden)
         compute_s = time.perf_counter() - began_s
@@ -123,6 +127,12 @@ class Engine(threading.Thread):
         self.pulse.compute_s += compute_s
         self._on_step(plan, compute_s)
         return out
+
+    def _pass_failpoints(self, plan: StepPlan) -> None:
+        place = self._wiring.place if self._wiring else 0
+        for point, decoding in ((Point.MID_PREFILL, False), (Point.MID_DECODE, True)):
+            if any(row.decodes == decoding for row in plan.rows):
+                failpoint(point, place=place, seed=partial(self.executor.seeds, plan, decoding=decoding))
 
 
 class HeadEngine(Engine):

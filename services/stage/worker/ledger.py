@@ -26,6 +26,7 @@ from services.stage.worker.publisher import Publisher
 from services.stage.worker.requests import Requests
 from services.stage.worker.ticket import Ticket
 from shardline.config import Times
+from shardline.failpoints import Point, failpoint
 from shardline.job import FinishReason, JobState
 from shardline.store import claims, outbox, pipelines
 from shardline.store.claims import Claimed
@@ -217,6 +218,7 @@ class Ledger(threading.Thread):
     def _claim(self, tickets: list[Ticket], identity: Identity) -> None:
         sent_s = time.monotonic()
         waiting = {ticket.job_id: ticket for ticket in tickets}
+        failpoint(Point.BEFORE_CLAIM)
         with self._database.begin() as connection:
             claimed = claims.claim(
                 connection,
@@ -229,6 +231,8 @@ class Ledger(threading.Thread):
                 lease_s=self._times.lease_s,
                 exact_wait_s=self._times.exact_wait_s,
             )
+        if claimed:
+            failpoint(Point.AFTER_CLAIM)
         if not self._live:
             self._renew_fence(sent_s)
         for row in claimed:
@@ -263,6 +267,8 @@ class Ledger(threading.Thread):
         beats = [job.beat() for job in jobs]
         with self._database.begin() as connection:
             replies = claims.heartbeat(connection, beats, lease_s=self._times.lease_s)
+            failpoint(Point.HEARTBEAT_BEFORE_COMMIT)
+        failpoint(Point.HEARTBEAT_AFTER_COMMIT)
         self._renew_fence(now_s)
         for job, beat in zip(jobs, beats, strict=True):
             reply = replies.get((beat.job_id, beat.fence))
@@ -290,6 +296,8 @@ class Ledger(threading.Thread):
         endings = list(self._ended.values())
         with self._database.begin() as connection:
             committed = claims.end(connection, [ending.row() for ending in endings])
+            failpoint(Point.END_BEFORE_COMMIT)
+        failpoint(Point.END_AFTER_COMMIT)
         for ending in endings:
             job = ending.job
             del self._ended[job.key]
