@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from typing import Annotated
 
@@ -25,6 +26,8 @@ def main(
     stages: Annotated[int, typer.Option(help="stages of the pipeline")] = 2,
 ) -> None:
     """Hurt a stack of its own under load and judge what comes of it; figures in .local/chaos.json."""
+    # Whoever ends us early must not leave a stack behind.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     no_foreign_settings()
     seed = int.from_bytes(os.urandom(4)) if seed is None else seed
     options = Options(seed=seed, minutes=minutes, faults=faults, dtype=dtype, stages=stages)

@@ -117,7 +117,7 @@ def a_world(options: Options) -> Iterator[World]:
             SHARDLINE_TIME_SCALE=str(TIME_SCALE),
             SHARDLINE_DTYPE=options.dtype,
             SHARDLINE_STAGES=str(options.stages),
-            SHARDLINE_MODEL="",
+            SHARDLINE_FAILPOINTS=str(failpoints),
         )
         (folder / "stack").mkdir()
         began_s = time.monotonic()
