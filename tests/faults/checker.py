@@ -138,12 +138,13 @@ def stale(rows: Mapping[UUID, Row], attempts: Sequence[Row]) -> list[Finding]:
         if row["result_fence"] not in (None, row["fence"]):
             what = f"the result has fence {row['result_fence']}, the job {row['fence']}"
             found.append(Finding(invariant="I3", count="stale_commits", what=what, job_id=job_id))
+    fences: dict[UUID, list[int]] = {job_id: [] for job_id in rows}
     for attempt in attempts:
+        fences[attempt["job_id"]].append(attempt["fence"])
         found += [
             Finding(invariant="I3", count="stale_commits", what=what, job_id=attempt["job_id"])
             for what in _stale_in(attempt)
         ]
-    fences = {job_id: [each["fence"] for each in attempts if each["job_id"] == job_id] for job_id in rows}
     for job_id, row in rows.items():
         if fences[job_id] != list(range(1, row["fence"] + 1)):
             what = f"the job has fence {row['fence']}, its attempts {fences[job_id]}"

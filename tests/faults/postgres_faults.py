@@ -58,8 +58,7 @@ def stay_away(world: World, rng: random.Random) -> None:
 
 def lose_a_backend(world: World, rng: random.Random) -> None:
     """SIGKILL to one backend: Postgres throws out everybody and recovers."""
-    backends = psutil.Process(world.postgres.pid).children()
-    clients = [each for each in backends if "shardline" in " ".join(each.cmdline())]
+    clients = [each for each in psutil.Process(world.postgres.pid).children() if _serves_a_client(each)]
     if not clients:
         raise NotInjected("no backend serves a client")
     rng.choice(sorted(clients, key=lambda each: each.pid)).kill()
@@ -126,6 +125,14 @@ def lock(world: World, rng: random.Random) -> None:
     with session(world) as connection, connection.transaction():
         connection.execute(f"LOCK TABLE {table} IN ACCESS EXCLUSIVE MODE")
         hold(1.5 * world.times.lease_s)
+
+
+def _serves_a_client(backend: psutil.Process) -> bool:
+    """Its title names the user and the database."""
+    try:
+        return "shardline shardline" in " ".join(backend.cmdline())
+    except psutil.Error:
+        return False
 
 
 def _wait_until_it_answers(world: World) -> None:

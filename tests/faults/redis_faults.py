@@ -16,7 +16,7 @@ from tests.faults.world import World
 
 LEASES = (0.5, 1.5, 5.0)
 FULL_BYTES = 1 << 20
-BUSY_ROUNDS = 20_000_000
+BUSY_ROUNDS = 80_000_000
 BUSY_LOOP = "local sum = 0; for round = 1, tonumber(ARGV[1]) do sum = sum + round % 7 end; return sum"
 
 
