@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from typing import Any
 from uuid import UUID, uuid4
 
 import pytest
@@ -42,7 +43,7 @@ def shardline(database_url: str) -> Shardline:
     return run
 
 
-def die(engine: Engine, **fields: object) -> UUID:
+def die(engine: Engine, **fields: Any) -> UUID:
     """A job whose worker dies before its first token as often as it may."""
     (job_id,) = submit(engine, max_crashes=2, **fields)
     for _ in range(2):
