@@ -20,7 +20,7 @@ from sqlalchemy.exc import DBAPIError
 
 from services.stage.engine.engine import HeadEngine
 from services.stage.engine.scheduler import Crashed, Event, Tokens
-from services.stage.worker.ending import Ending
+from services.stage.worker.ending import CELERY_STATES, Ending
 from services.stage.worker.identity import Identity
 from services.stage.worker.live import LiveJob
 from services.stage.worker.publisher import Publisher
@@ -36,6 +36,7 @@ from shardline.wire import Delta
 log = structlog.get_logger(__name__)
 
 CLAIM_BATCH = 64
+USED_UP = "its crashes are used up"
 
 
 class Ledger(threading.Thread):
@@ -344,7 +345,8 @@ class Ledger(threading.Thread):
             if fates.get(job.job_id) == JobState.FAILED:
                 last = Delta(fence=job.claimed.fence, start=len(job.ids), state=JobState.FAILED)
                 self._publisher.delta(job.job_id, last)
-                job.ticket.fail("its crashes are used up")
+                self._publisher.result(job.job_id, RuntimeError(USED_UP), CELERY_STATES[JobState.FAILED])
+                job.ticket.fail(USED_UP)
             self._lose(job)
         self._blamed.clear()
 

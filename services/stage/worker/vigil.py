@@ -91,6 +91,7 @@ class Vigil:
         """Heartbeats without a finished step while steps are outstanding: somebody hangs."""
         progress = self._progress()
         if self._waits_for_own_step(progress.step_began_s, now_s):
+            self._moved_s = now_s
             return
         is_idle = progress.epoch != self._wiring.epoch or progress.num_outstanding == 0
         if is_idle or progress.num_steps != self._num_steps:
