@@ -68,6 +68,8 @@ class Engine(threading.Thread):
         self._on_lost = on_lost
         self._on_step = on_step
         self._wiring: Wiring | None = None
+        self.step_began_s: float | None = None
+        """Of the step in hand, for other threads to read; None without one."""
         self._running = True
 
     def wire(self, wiring: Wiring) -> None:
@@ -118,10 +120,13 @@ class Engine(threading.Thread):
         self._on_lost(self.pulse.epoch, reason)
 
     def _run_step(self, plan: StepPlan, hidden: Tensor | None) -> Tensor | StepResult:
-        if failpoints.ARMED is not None:
-            self._pass_failpoints(plan)
-        began_s = time.perf_counter()
-        out = self.executor.run(plan, hidden)
+        began_s = self.step_began_s = time.perf_counter()
+        try:
+            if failpoints.ARMED is not None:
+                self._pass_failpoints(plan)
+            out = self.executor.run(plan, hidden)
+        finally:
+            self.step_began_s = None
         compute_s = time.perf_counter() - began_s
         self.pulse.num_steps += 1
         self.pulse.compute_s += compute_s
@@ -162,6 +167,10 @@ class HeadEngine(Engine):
     def end(self, key: Key, reason: FinishReason) -> None:
         """From any thread: end a job with what it has; `emit` gets its Finished, unless it ended already."""
         self.inbox.put(lambda: self._end(key, reason))
+
+    def trust(self, key: Key) -> None:
+        """From any thread: a suspect's tokens are saved; the next suspect may run."""
+        self.inbox.put(lambda: self.scheduler.trust(key))
 
     def forget(self, key: Key) -> None:
         """From any thread: drop a job without an event. Its KV is freed on every stage by the next plan."""
