@@ -9,6 +9,7 @@ from types import MappingProxyType
 from tests.faults import (
     client_faults,
     deploy_faults,
+    failpoint_faults,
     kill_faults,
     link_faults,
     message_faults,
@@ -20,6 +21,7 @@ from tests.faults.fault import Fault
 GROUPS: Mapping[str, tuple[Fault, ...]] = MappingProxyType(
     {
         "kill": kill_faults.FAULTS,
+        "failpoint": failpoint_faults.FAULTS,
         "redis": redis_faults.FAULTS,
         "postgres": postgres_faults.FAULTS,
         "link": link_faults.FAULTS,

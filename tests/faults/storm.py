@@ -11,6 +11,7 @@ import psutil
 import psycopg
 import redis
 
+from tests.faults.arming import NeverStruck
 from tests.faults.catalogue import drawn
 from tests.faults.checker import Finding
 from tests.faults.fault import Fault, NotInjected
@@ -22,7 +23,7 @@ RESTART_S = 45.0
 
 REPLAY_S = 15.0
 
-MISSED = (NotInjected, httpx.HTTPError, psycopg.Error, redis.RedisError, psutil.Error, OSError)
+MISSED = (NotInjected, NeverStruck, httpx.HTTPError, psycopg.Error, redis.RedisError, psutil.Error, OSError)
 """A fault before this one may still be felt by the tools that inject the next."""
 
 Say = Callable[[str], None]
