@@ -26,7 +26,7 @@ STAGES ?= 2
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-setup: $(VENV)/.installed $(VENV)/.kernel ## Install everything into .venv and build the attention kernel
+setup: $(VENV)/.installed $(VENV)/.kernel ## Install everything into .venv and build the CPU kernels
 
 # torch first and alone: the resolver must not trade its CPU build for another one.
 $(VENV)/.installed: pyproject.toml constraints.txt

@@ -182,7 +182,7 @@ struct Strides { int64_t head, row; };  // elements; the head dimension is dense
 
 struct Call {  // kernel.py mirrors it field by field
   const void *query, *key, *value;
-  void *out, *keys, *values;
+  void *out, *keys, *values;  // no out: keys and values are written, nothing attends
   const int32_t *sequence, *position, *table;
   const float* sinks;
   Strides query_strides, key_strides, value_strides;
@@ -301,8 +301,9 @@ template <class T> int attend(const Call& c) {
     for (int row = 0; row < c.num_rows; row++)
       if (c.sequence[row] >= 0)
         for (int head = 0; head < c.num_kv_heads; head++) write_token<T>(c, row, head);
+    const int64_t num_items = c.out ? (int64_t)runs.size() * c.num_kv_heads : 0;
 #pragma omp for schedule(dynamic, 4)
-    for (int64_t item = 0; item < (int64_t)runs.size() * c.num_kv_heads; item++) {
+    for (int64_t item = 0; item < num_items; item++) {
       const Run run = runs[item / c.num_kv_heads];
       const int head = item % c.num_kv_heads;
       if (c.sequence[run.row] >= 0) attend_run<T>(c, run, head, scratch);

@@ -20,10 +20,14 @@ from shardline.errors import Invalid
 __all__ = ["BLOCK_TOKENS", "Attention", "Batch", "HeadShape", "PagedKv", "Span"]
 
 
+class KvWritten(Exception):
+    """Raised out of a layer's forward once its keys and values are written, where nothing else of it is wanted."""
+
+
 class Attention:
     """One per engine. Pass `name` as `attn_implementation`: transformers builds no mask for a name it does not know."""
 
-    __slots__ = ("_backend", "exact", "kind", "name", "version")
+    __slots__ = ("_backend", "exact", "kind", "name", "only_writes", "version")
 
     def __init__(self, kernel: Kernel | None) -> None:
         self._backend: Backend = SdpaBackend() if kernel is None else KernelBackend(kernel)
@@ -32,6 +36,8 @@ class Attention:
         self.kind = "sdpa" if kernel is None else f"kernel-{kernel.isa}"
         self.version = "sdpa" if kernel is None else kernel.path.stem
         """Changes whenever row bits may: part of the exactness fingerprint."""
+        self.only_writes = False
+        """While true, a layer that attends writes its keys and values and ends in KvWritten."""
         AttentionInterface.register(self.name, self.attend)
 
     def bind(self, kv: PagedKv) -> None:
@@ -57,7 +63,11 @@ class Attention:
         rows = Packed(query=query, key=key, value=value)
         layer = module.layer_idx
         assert isinstance(layer, int), f"{type(module).__name__} has no layer index"
-        return self._backend.attend(layer, rows, _rule(module, query.shape[-1], kwargs)), None
+        rule = _rule(module, query.shape[-1], kwargs)
+        if self.only_writes:
+            self._backend.write(layer, rows, rule)
+            raise KvWritten
+        return self._backend.attend(layer, rows, rule), None
 
 
 def _rule(module: nn.Module, head_dim: int, options: dict[str, Any]) -> Rule:

@@ -48,6 +48,7 @@ class Probe:
         last = whole[-1:]
         ways: tuple[Callable[[], Tensor], ...] = (
             lambda: self._run(self._length - 1, self._length),
+            self._run_for_the_last,
             self._run_beside_decodes,
             self._run_beside_prefill,
         )
@@ -56,6 +57,11 @@ class Probe:
     def _run(self, start: int, end: int) -> Tensor:
         span = Span(start=start, length=end - start, blocks=self._blocks)
         return self._forward([span], self._inputs[start:end], list(range(end - start)))
+
+    def _run_for_the_last(self) -> Tensor:
+        """As a prompt's prefill runs: only its last row is wanted."""
+        whole = Span(start=0, length=self._length, blocks=self._blocks)
+        return self._forward([whole], self._inputs, [self._length - 1])
 
     def _run_chunks(self) -> Tensor:
         starts = range(0, self._length, CHUNK)

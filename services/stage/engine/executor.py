@@ -17,6 +17,7 @@ from services.stage.engine.attention import Attention, PagedKv, Span
 from services.stage.engine.device import Device
 from services.stage.engine.exactness import Probe, exactness_fingerprint
 from services.stage.engine.forward import Forward
+from services.stage.engine.fused import fuse
 from services.stage.engine.heads import probe_heads
 from services.stage.engine.model_info import ModelInfo
 from services.stage.engine.resident import give_back, own
@@ -62,7 +63,8 @@ class Executor:
     ) -> Executor:
         """Loads, packs, probes. Raises Invalid, with the remedy, for what cannot be sharded or does not fit."""
         info = model if isinstance(model, ModelInfo) else ModelInfo.read(model)
-        attention = Attention(kernel.load() if device.is_cpu else None)
+        native = kernel.load() if device.is_cpu else None
+        attention = Attention(native)
         with torch.inference_mode():
             shard = Shard.load(
                 info,
@@ -74,6 +76,8 @@ class Executor:
             )
             heads = probe_heads(shard)
             packed = _settle(shard)
+            if native is not None:
+                fuse(shard.model, native)
             num_blocks = memory.num_blocks(
                 heads, shard.dtype, kv_bytes, context=info.context_length, max_open=max_open, device=device
             )
@@ -85,7 +89,7 @@ class Executor:
         name = exactness_fingerprint(
             weights=fingerprint(info.path, cache_folder),
             dtype=shard.dtype,
-            kernel=attention.kind,
+            kernel=attention.version,
             packed=packed,
             num_threads=device.num_threads,
             device=device.torch_device,
@@ -159,7 +163,8 @@ class Executor:
         if wanted:
             tokens, logprobs, bad = self._sampler.sample(self._forward.wanted(spans, x, wanted), wants)
             return StepResult(plan.step, tokens, logprobs, bad, time.perf_counter() - began_s)
-        self._states(spans, x)
+        if spans:
+            self._forward.write(spans, x)
         return StepResult(plan.step, (), compute_s=time.perf_counter() - began_s)
 
     def _wants(self, plan: StepPlan) -> tuple[list[int], list[SampledSequence]]:

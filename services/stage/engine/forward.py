@@ -5,15 +5,23 @@ Knows no StepPlan, no sequence and no sampling: spans say which rows belong toge
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
+import structlog
 import torch
 from torch import Tensor
 
 from services.stage.engine.attention import Attention
+from services.stage.engine.last_layer import LastLayer
 from services.stage.engine.padding import padded_rows
 from services.stage.engine.paged import Batch, PagedKv, Span
 from services.stage.engine.shard import Shard
+
+log = structlog.get_logger(__name__)
+
+TRIAL_ROWS = 40
+TRIAL_TOLERANCE = 16
+"""Roundings of the largest value: a device without exact rows differs a little too."""
 
 
 class Forward:
@@ -21,9 +29,10 @@ class Forward:
 
     def __init__(self, shard: Shard, attention: Attention, kv: PagedKv, *, min_rows: int) -> None:
         self.shard, self.attention, self.kv, self.min_rows = shard, attention, kv, min_rows
-        self._widths = shard.widths
         self._num_threads = torch.get_num_threads()
         attention.bind(kv)
+        last = LastLayer(shard.blocks[shard.layers.stop - 1], attention) if shard.is_last else None
+        self._last = last if last is not None and self._can_narrow(last) else None
 
     def hidden(self, spans: Sequence[Span], x: Tensor) -> Tensor:
         """Hidden states [T, H] of all rows. `x`: their ids [T] on the first shard, else hidden states [T, H]."""
@@ -34,9 +43,17 @@ class Forward:
         """What the shard gives for the wanted rows: logits [W, V] on the last shard, else hidden states [W, H]."""
         if not self.shard.is_last:
             return self.hidden(spans, x)[wanted]
+        if self._last is not None and 2 * len(wanted) <= len(x):
+            return self._narrowed(self._last, spans, x, wanted)
+        return self._logits(spans, x, wanted)
+
+    def write(self, spans: Sequence[Span], x: Tensor) -> None:
+        """Keys and values of all rows: on the last shard nobody asks for more."""
         padded, position = self._place(spans, x)
-        rows = wanted + wanted[-1:] * (self.min_rows - len(wanted))
-        return self.shard.logits(padded, position, torch.tensor(rows, device=x.device))[: len(wanted)]
+        if self._last is None:
+            self.shard.hidden(padded, position)
+        else:
+            self._last.write(lambda: self.shard.hidden(padded, position))
 
     def random_inputs(self, num_rows: int, generator: torch.Generator) -> Tensor:
         """Inputs for probes."""
@@ -46,12 +63,58 @@ class Forward:
         states = torch.randn(num_rows, self.shard.info.hidden_size, generator=generator)
         return states.to(device=self.shard.device, dtype=self.shard.dtype)
 
+    def _logits(self, spans: Sequence[Span], x: Tensor, wanted: list[int]) -> Tensor:
+        padded, position = self._place(spans, x)
+        rows = wanted + wanted[-1:] * (self.min_rows - len(wanted))
+        return self.shard.logits(padded, position, torch.tensor(rows, device=x.device))[: len(wanted)]
+
+    def _narrowed(self, last: LastLayer, spans: Sequence[Span], x: Tensor, wanted: list[int]) -> Tensor:
+        """The same, with the last layer's work done for the wanted rows alone."""
+        padded, position = self._place(spans, x)
+        num_rows = self._padded(len(wanted))
+        batch = Batch.of(list(_single_rows(spans, wanted)), min_rows=num_rows, device=x.device)
+        rows = torch.tensor(wanted + wanted[-1:] * (num_rows - len(wanted)), device=x.device)
+        with last.narrowed(rows, batch):
+            return self.shard.logits(padded, position, torch.arange(num_rows, device=x.device))[: len(wanted)]
+
+    def _can_narrow(self, last: LastLayer) -> bool:
+        """Whether a trial gives the same values. Models may do what we do not foresee around their layers."""
+        x = self.random_inputs(TRIAL_ROWS, torch.Generator().manual_seed(0))
+        spans, wanted = [Span(start=0, length=TRIAL_ROWS, blocks=[0])], [TRIAL_ROWS // 2, TRIAL_ROWS - 1]
+        expected = self._logits(spans, x, wanted).float()
+        try:
+            apart = (self._narrowed(last, spans, x, wanted).float() - expected).abs().max()
+        except (
+            ArithmeticError,
+            AssertionError,
+            AttributeError,
+            LookupError,
+            RuntimeError,
+            TypeError,
+            ValueError,
+        ) as error:
+            log.info("the last layer computes every row of a prefill", reason=str(error))
+            return False
+        return bool(apart <= TRIAL_TOLERANCE * torch.finfo(self.shard.dtype).eps * expected.abs().max())
+
+    def _padded(self, num_rows: int) -> int:
+        return padded_rows(num_rows, min_rows=self.min_rows, widths=self.shard.widths, num_threads=self._num_threads)
+
     def _place(self, spans: Sequence[Span], x: Tensor) -> tuple[Tensor, Tensor]:
         """Tells attention the batch; the padded input and the positions."""
-        num_rows = padded_rows(len(x), min_rows=self.min_rows, widths=self._widths, num_threads=self._num_threads)
-        batch = Batch.of(spans, min_rows=num_rows, device=x.device)
+        batch = Batch.of(spans, min_rows=self._padded(len(x)), device=x.device)
         self.attention.use(batch)
         if batch.num_rows > len(x):
             padding = x.new_zeros(batch.num_rows - len(x), *x.shape[1:])
             x = torch.cat([x, padding])
         return x, batch.position.long()
+
+
+def _single_rows(spans: Sequence[Span], wanted: Sequence[int]) -> Iterator[Span]:
+    """A span for each of these packed rows, which are in order."""
+    left = iter(spans)
+    begin, span = 0, next(left)
+    for row in wanted:
+        while row >= begin + span.length:
+            begin, span = begin + span.length, next(left)
+        yield Span(start=span.start + row - begin, length=1, blocks=span.blocks)

@@ -1,4 +1,4 @@
-"""The CPU attention kernel: builds attention.cpp, loads the variant that this processor runs.
+"""The CPU kernels: builds attention.cpp and elementwise.cpp into one library, loads the variant for this processor.
 
 Knows no tensor and no model. `python -m services.stage.engine.kernel` builds every variant; a library that was built
 before is used without a compiler. The file's name holds a hash of source and flags, so an old build is never loaded.
@@ -19,7 +19,7 @@ import sys
 import tempfile
 from ctypes import POINTER, c_float, c_int32, c_int64, c_void_p
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import structlog
 import torch
@@ -28,9 +28,11 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 _log = structlog.get_logger(__name__)
 
-_SOURCE = Path(__file__).with_name("attention.cpp")
 _HEADER = Path(__file__).with_name("lanes.h")
+_SOURCES = tuple(_HEADER.with_name(name) for name in ("attention.cpp", "elementwise.cpp"))
 _MARCH = {"avx512": "x86-64-v4", "avx2": "x86-64-v3"}
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+"""The sources' `Dtype`."""
 _FLAGS = ("-O3", "-std=c++17", "-fPIC", "-fopenmp", "-ffp-contract=off", "-fno-math-errno", "-Wno-maybe-uninitialized")
 
 
@@ -39,10 +41,8 @@ class KernelSettings(BaseSettings):
 
     model_config = SettingsConfigDict(env_prefix="SHARDLINE_", frozen=True, extra="ignore")
 
-    kernel: Literal["auto", "off"] = Field("auto", description="off: attention through torch's SDPA, exact=false")
-    kernel_dir: Path = Field(
-        Path(__file__).parents[3] / ".build", description="folder of the built attention kernel libraries"
-    )
+    kernel: Literal["auto", "off"] = Field("auto", description="off: all through torch, exact=false")
+    kernel_dir: Path = Field(Path(__file__).parents[3] / ".build", description="folder of the built kernel libraries")
 
 
 class _Strides(ctypes.Structure):
@@ -63,18 +63,24 @@ class Call(ctypes.Structure):
     )
 
 
+def _typed(function: Any, *types: Any) -> Any:
+    function.argtypes, function.restype = types, c_int32
+    return function
+
+
 class Kernel:
     """One loaded variant. OpenMP comes from torch's own runtime: the library links none."""
 
-    __slots__ = ("attend", "isa", "path")
+    __slots__ = ("attend", "isa", "path", "rms_norm", "rotate", "silu_mul")
 
     def __init__(self, path: Path, isa: str) -> None:
         library = ctypes.CDLL(str(path))
         if library.shardline_call_bytes() != ctypes.sizeof(Call):
             raise OSError(f"{path} expects another call layout: delete it and build again")
-        self.attend = library.shardline_attend
-        self.attend.argtypes = (POINTER(Call),)
-        self.attend.restype = c_int32
+        self.attend = _typed(library.shardline_attend, POINTER(Call))
+        self.rms_norm = _typed(library.shardline_rms_norm, *[c_void_p] * 3, *[c_int64] * 2, c_float, *[c_int32] * 3)
+        self.silu_mul = _typed(library.shardline_silu_mul, *[c_void_p] * 3, *[c_int64] * 2, *[c_int32] * 2)
+        self.rotate = _typed(library.shardline_rotate, *[c_void_p] * 4, *[c_int64] * 3, *[c_int32] * 2)
         self.isa = isa
         self.path = path
 
@@ -90,8 +96,9 @@ def supported_isa() -> str | None:
 def library_path(isa: str, folder: Path) -> Path:
     """Where the library of this source and these flags lies once built."""
     flags = " ".join((*_FLAGS, _MARCH[isa]))
-    digest = hashlib.sha256(_SOURCE.read_bytes() + _HEADER.read_bytes() + flags.encode()).hexdigest()[:16]
-    return folder / f"attention-{isa}-{digest}.so"
+    sources = b"".join(file.read_bytes() for file in (*_SOURCES, _HEADER))
+    digest = hashlib.sha256(sources + flags.encode()).hexdigest()[:16]
+    return folder / f"kernel-{isa}-{digest}.so"
 
 
 def build(isa: str, folder: Path) -> Path:
@@ -100,7 +107,7 @@ def build(isa: str, folder: Path) -> Path:
     if path.exists():
         return path
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "attention.lock").open("w") as lock:
+    with (folder / "kernel.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not path.exists():
             _compile(isa, path)
@@ -112,10 +119,11 @@ def _compile(isa: str, path: Path) -> None:
     if not compiler:
         raise OSError("no C++ compiler: install g++, or put a built library into SHARDLINE_KERNEL_DIR")
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        compiled, linked = Path(folder, "attention.o"), Path(folder, path.name)
-        _run(*compiler, *_FLAGS, f"-march={_MARCH[isa]}", "-c", str(_SOURCE), "-o", str(compiled))
+        linked, objects = Path(folder, path.name), [str(Path(folder, source.stem)) + ".o" for source in _SOURCES]
+        for source, compiled in zip(_SOURCES, objects, strict=True):
+            _run(*compiler, *_FLAGS, f"-march={_MARCH[isa]}", "-c", str(source), "-o", compiled)
         # Linked without -fopenmp: the symbols must resolve to the OpenMP runtime that torch loaded.
-        _run(*compiler, "-shared", "-Wl,-z,now", str(compiled), "-o", str(linked))
+        _run(*compiler, "-shared", "-Wl,-z,now", *objects, "-o", str(linked))
         linked.replace(path)
 
 

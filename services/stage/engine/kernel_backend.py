@@ -7,11 +7,9 @@ from ctypes import byref
 import torch
 from torch import Tensor
 
-from services.stage.engine.kernel import Call, Kernel
+from services.stage.engine.kernel import DTYPES, Call, Kernel
 from services.stage.engine.paged import Batch, Packed, PagedKv, Rule
 from shardline.errors import ProtocolError
-
-_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
 class KernelBackend:
@@ -34,7 +32,7 @@ class KernelBackend:
                 num_kv_heads=shape.num_kv_heads,
                 dim=shape.head_dim,
                 value_dim=shape.value_dim,
-                dtype=_DTYPES[kv.dtype],
+                dtype=DTYPES[kv.dtype],
             )
             for layer, shape in kv.shapes.items()
         }
@@ -50,8 +48,18 @@ class KernelBackend:
 
     def attend(self, layer: int, rows: Packed, rule: Rule) -> Tensor:
         """One layer. The kernel checks every index before it touches memory."""
-        call = self._calls[layer]
-        dtype = self._kv.dtype
+        dtype, value_dim = self._kv.dtype, self._calls[layer].value_dim
+        num_heads, num_rows = rows.query.shape[1:3]
+        out = torch.empty(1, num_rows, num_heads, value_dim, dtype=dtype)
+        self._run(layer, rows, rule, out)
+        return out if rows.query.dtype == dtype else out.to(rows.query.dtype)
+
+    def write(self, layer: int, rows: Packed, rule: Rule) -> None:
+        """Only the keys and values."""
+        self._run(layer, rows, rule, None)
+
+    def _run(self, layer: int, rows: Packed, rule: Rule, out: Tensor | None) -> None:
+        call, dtype = self._calls[layer], self._kv.dtype
         num_heads, num_rows = rows.query.shape[1:3]
         key_shape = (1, call.num_kv_heads, call.num_rows, call.dim)
         assert num_rows == call.num_rows, f"{num_rows} query rows in a batch of {call.num_rows}"
@@ -60,15 +68,14 @@ class KernelBackend:
         assert rows.value.shape == (*key_shape[:3], call.value_dim), f"value of layer {layer}: {rows.value.shape}"
         query, key, value = _dense(rows.query, dtype), _dense(rows.key, dtype), _dense(rows.value, dtype)
         sinks = None if rule.sinks is None else rule.sinks.float().contiguous()
-        out = torch.empty(1, num_rows, num_heads, call.value_dim, dtype=dtype)
-        call.query, call.key, call.value, call.out = query.data_ptr(), key.data_ptr(), value.data_ptr(), out.data_ptr()
+        call.query, call.key, call.value = query.data_ptr(), key.data_ptr(), value.data_ptr()
+        call.out = None if out is None else out.data_ptr()
         call.query_strides, call.key_strides, call.value_strides = (t.stride()[1:3] for t in (query, key, value))
         call.sinks = None if sinks is None else sinks.data_ptr()
         call.num_heads, call.scale = num_heads, rule.scale
         call.window, call.softcap = rule.window or 0, rule.softcap or 0.0
         if (status := self._kernel.attend(byref(call))) != 0:
             raise self._refusal(status)
-        return out if rows.query.dtype == dtype else out.to(rows.query.dtype)
 
     def _refusal(self, status: int) -> ProtocolError:
         assert status > 0, "the kernel was called with shapes that cannot be"

@@ -7,6 +7,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <initializer_list>
 
 namespace {
 
@@ -49,13 +50,19 @@ inline Floats load(const BFloat16* p) { return (Floats)((Bits)widen(read<Halves>
 inline Floats load(const Float16* p) { return from_half(read<Halves>(p)); }
 
 inline void store(float* p, Floats x) { std::memcpy(p, &x, sizeof x); }
+inline Bits to_nearest_even(Bits u) { return u + 0x7fff + ((u >> 16) & 1); }
 inline void store(BFloat16* p, Floats x) {
-  Bits u = (Bits)x, rounded = u + 0x7fff + ((u >> 16) & 1);  // to nearest even
-  rounded = x == x ? rounded : (u | 0x400000);               // rounding up must not turn a NaN into -0
-  Halves h = narrow((Words)(rounded >> 16));
+  Bits u = x == x ? to_nearest_even((Bits)x) : ((Bits)x | 0x400000);  // rounding up must not turn a NaN into -0
+  Halves h = narrow((Words)(u >> 16));
   std::memcpy(p, &h, sizeof h);
 }
 inline void store(Float16* p, Floats x) { Halves h = to_half(x); std::memcpy(p, &h, sizeof h); }
+
+// What a value becomes when it is stored as T and loaded again. A NaN that arithmetic makes stays one when rounded up.
+template <class T> inline Floats rounded(Floats x);
+template <> inline Floats rounded<float>(Floats x) { return x; }
+template <> inline Floats rounded<BFloat16>(Floats x) { return (Floats)(to_nearest_even((Bits)x) & 0xffff0000u); }
+template <> inline Floats rounded<Float16>(Floats x) { return from_half(to_half(x)); }
 
 template <class T> inline void store_first(T* p, Floats x, int count) {
   if (count >= kLanes) return store(p, x);

@@ -127,6 +127,9 @@ class Backend(Protocol):
     def attend(self, layer: int, rows: Packed, rule: Rule) -> Tensor:
         """One layer. Raises ProtocolError where rows point outside the KV."""
 
+    def write(self, layer: int, rows: Packed, rule: Rule) -> None:
+        """Only the keys and values of one layer."""
+
 
 class PagedKv:
     """KV of one stage: two tensors per layer, allocated and touched once, so that memory never runs out later."""

@@ -33,12 +33,9 @@ class SdpaBackend:
 
     def attend(self, layer: int, rows: Packed, rule: Rule) -> Tensor:
         """One layer."""
-        query, key, value = rows.query[0].to(self._kv.dtype), rows.key[0], rows.value[0]
-        keys, values = self._kv.keys[layer], self._kv.values[layer][..., : value.shape[-1]]
-        num_rows = self._place.shape[0]
-        keys[self._block, :, self._place] = key[:, :num_rows].transpose(0, 1).to(keys.dtype)
-        values[self._block, :, self._place] = value[:, :num_rows].transpose(0, 1).to(values.dtype)
-        out = query.new_zeros(1, query.shape[1], query.shape[0], value.shape[-1])
+        keys, values = self._written(layer, rows)
+        query = rows.query[0].to(self._kv.dtype)
+        out = query.new_zeros(1, query.shape[1], query.shape[0], values.shape[-1])
         row = 0
         for blocks, span in zip(self._batch.table.long(), self._batch.spans, strict=True):
             end = row + span.length
@@ -46,6 +43,19 @@ class SdpaBackend:
             out[0, row:end] = _attend_span(query[:, row:end], past_keys, past_values, span, rule).transpose(0, 1)
             row = end
         return out.to(rows.query.dtype)
+
+    def write(self, layer: int, rows: Packed, _rule: Rule) -> None:
+        """Only the keys and values."""
+        self._written(layer, rows)
+
+    def _written(self, layer: int, rows: Packed) -> tuple[Tensor, Tensor]:
+        """The layer's keys and values, the new ones among them."""
+        key, value = rows.key[0], rows.value[0]
+        keys, values = self._kv.keys[layer], self._kv.values[layer][..., : value.shape[-1]]
+        num_rows = self._place.shape[0]
+        keys[self._block, :, self._place] = key[:, :num_rows].transpose(0, 1).to(keys.dtype)
+        values[self._block, :, self._place] = value[:, :num_rows].transpose(0, 1).to(values.dtype)
+        return keys, values
 
 
 def _gather(store: Tensor, blocks: Tensor, span: Span) -> Tensor:

@@ -1,0 +1,129 @@
+// The operations between the matrix products, each in one pass over memory: RMSNorm, SiLU(gate) * up, rotary positions.
+// Plain C ABI at the end of the file; kernel.py builds it into one library with attention.cpp.
+//
+// Same promise as attention.cpp: a row's bits depend on that row only. Sums run over 16 partial sums whatever the lanes,
+// elements at the end of a row take the same path as the others, and values are rounded to the stored type wherever
+// transformers' own modules round, so that a fused operation stands for them without being seen.
+
+#include <cmath>
+#include <cstdint>
+#include <type_traits>
+
+#include "lanes.h"
+
+namespace {
+
+constexpr int kSums = 16;             // partial sums of a row, whatever the lanes
+constexpr int64_t kGrain = 16384;     // elements below which waking another thread costs more than it saves
+
+enum Dtype : int32_t { kFloat32, kBFloat16, kFloat16 };
+
+template <class F> void for_rows(int64_t num_rows, int64_t width, int32_t num_threads, F&& row) {
+#pragma omp parallel for schedule(static) num_threads(num_threads) if (num_rows * width > kGrain)
+  for (int64_t i = 0; i < num_rows; i++) row(i);
+}
+
+// Calls `part(at, count)` for each register of a row. The count of whole ones is known when it is compiled.
+template <class F> inline void for_lanes(int64_t dim, F&& part) {
+  int64_t at = 0;
+  for (; at + kLanes <= dim; at += kLanes) part(at, std::integral_constant<int, kLanes>());
+  if (at < dim) part(at, dim - at);
+}
+
+template <class T> float mean_of_squares(const T* x, int64_t dim) {
+  Floats sum[kSums / kLanes] = {};
+  for_lanes(dim, [&](int64_t at, auto count) {
+    const Floats value = load_first(x + at, count);
+    Floats& part = sum[at / kLanes % (kSums / kLanes)];
+    part = fma(value, value, part);
+  });
+  float lane[kSums];
+  for (int part = 0; part < kSums / kLanes; part++) store(lane + part * kLanes, sum[part]);
+  for (int half = kSums / 2; half; half /= 2) for (int i = 0; i < half; i++) lane[i] += lane[i + half];
+  return lane[0] / dim;
+}
+
+struct Norm { const void* x; const float* weight; void* out; int64_t num_rows, dim; float eps; int32_t rounds_first; };
+
+template <class T> void rms_norm(const Norm& c, int32_t num_threads) {
+  for_rows(c.num_rows, c.dim, num_threads, [&](int64_t row) {
+    const T* x = (const T*)c.x + row * c.dim;
+    T* out = (T*)c.out + row * c.dim;
+    const float scale = 1.f / std::sqrt(mean_of_squares(x, c.dim) + c.eps);
+    for_lanes(c.dim, [&](int64_t at, auto count) {
+      const Floats normal = load_first(x + at, count) * scale;
+      const Floats weight = load_first(c.weight + at, count);
+      store_first(out + at, weight * (c.rounds_first ? rounded<T>(normal) : normal), count);
+    });
+  });
+}
+
+struct Gate { const void *gate, *up; void* out; int64_t num_rows, dim; };
+
+inline Floats silu(Floats x) {
+  const Floats e = exp_negative((Floats)((Bits)x | 0x80000000u));  // e^-|x|: never overflows
+  return x * (x < broadcast(0.f) ? e : broadcast(1.f)) / (1.f + e);
+}
+
+template <class T> void silu_mul(const Gate& c, int32_t num_threads) {
+  for_rows(c.num_rows, c.dim, num_threads, [&](int64_t row) {
+    const T *gate = (const T*)c.gate + row * c.dim, *up = (const T*)c.up + row * c.dim;
+    T* out = (T*)c.out + row * c.dim;
+    for_lanes(c.dim, [&](int64_t at, auto count) {
+      const Floats open = rounded<T>(silu(load_first(gate + at, count)));
+      store_first(out + at, open * load_first(up + at, count), count);
+    });
+  });
+}
+
+// x and out: [num_rows][num_heads][dim]; cos and sin: [num_rows][dim]; the second half of a head turns with the first.
+struct Turn { const void *x, *cos, *sin; void* out; int64_t num_rows, num_heads, dim; };
+
+template <class T> void rotate(const Turn& c, int32_t num_threads) {
+  const int64_t half = c.dim / 2;
+  for_rows(c.num_rows, c.num_heads * c.dim, num_threads, [&](int64_t row) {
+    const T *cos = (const T*)c.cos + row * c.dim, *sin = (const T*)c.sin + row * c.dim;
+    for (int64_t head = 0; head < c.num_heads; head++) {
+      const int64_t at = (row * c.num_heads + head) * c.dim;
+      const T* x = (const T*)c.x + at;
+      T* out = (T*)c.out + at;
+      for_lanes(half, [&](int64_t d, auto count) {
+        const Floats first = load_first(x + d, count), second = load_first(x + half + d, count);
+        auto product = [&](Floats value, const T* by) { return rounded<T>(value * load_first(by, count)); };
+        store_first(out + d, product(first, cos + d) - product(second, sin + d), count);
+        store_first(out + half + d, product(second, cos + half + d) + product(first, sin + half + d), count);
+      });
+    }
+  });
+}
+
+template <template <class> class Run, class Args> int32_t by_dtype(const Args& args, int32_t dtype, int32_t num_threads) {
+  switch (dtype) {
+    case kFloat32: Run<float>()(args, num_threads); return 0;
+    case kBFloat16: Run<BFloat16>()(args, num_threads); return 0;
+    case kFloat16: Run<Float16>()(args, num_threads); return 0;
+    default: return -1;
+  }
+}
+
+template <class T> struct RmsNorm { void operator()(const Norm& c, int32_t threads) { rms_norm<T>(c, threads); } };
+template <class T> struct SiluMul { void operator()(const Gate& c, int32_t threads) { silu_mul<T>(c, threads); } };
+template <class T> struct Rotate { void operator()(const Turn& c, int32_t threads) { rotate<T>(c, threads); } };
+
+}  // namespace
+
+// Each returns 0, or -1 for a dtype that is none of ours. All tensors are dense.
+extern "C" int32_t shardline_rms_norm(const void* x, const float* weight, void* out, int64_t num_rows, int64_t dim,
+                                      float eps, int32_t rounds_first, int32_t dtype, int32_t num_threads) {
+  return by_dtype<RmsNorm>(Norm{x, weight, out, num_rows, dim, eps, rounds_first}, dtype, num_threads);
+}
+
+extern "C" int32_t shardline_silu_mul(const void* gate, const void* up, void* out, int64_t num_rows, int64_t dim,
+                                      int32_t dtype, int32_t num_threads) {
+  return by_dtype<SiluMul>(Gate{gate, up, out, num_rows, dim}, dtype, num_threads);
+}
+
+extern "C" int32_t shardline_rotate(const void* x, const void* cos, const void* sin, void* out, int64_t num_rows,
+                                    int64_t num_heads, int64_t dim, int32_t dtype, int32_t num_threads) {
+  return by_dtype<Rotate>(Turn{x, cos, sin, out, num_rows, num_heads, dim}, dtype, num_threads);
+}
