@@ -37,16 +37,18 @@ def chosen(names: str) -> list[Fault]:
     """`all`, or groups and words of kinds with commas between them. Raises ValueError for a name that fits nothing."""
     found: dict[str, Fault] = {}
     for name in (part.strip() for part in names.split(",")):
-        fitting = [
-            fault
-            for group, faults in GROUPS.items()
-            for fault in faults
-            if name in ("all", group) or fault.kind.startswith(name)
-        ]
+        fitting = _called(name)
         if not fitting:
             raise ValueError(f"no fault is called {name!r}; use all, a group ({', '.join(GROUPS)}) or a kind")
         found |= {fault.kind: fault for fault in fitting}
     return list(found.values())
+
+
+def _called(name: str) -> list[Fault]:
+    """A whole kind goes before the kinds that begin with it."""
+    everything = [(group, fault) for group, faults in GROUPS.items() for fault in faults]
+    whole = [fault for group, fault in everything if name in ("all", group, fault.kind)]
+    return whole or [fault for _, fault in everything if fault.kind.startswith(name)]
 
 
 def drawn(faults: Sequence[Fault], rng: random.Random) -> Iterator[Fault]:

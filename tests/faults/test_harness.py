@@ -38,6 +38,11 @@ def test_given_all_groups_when_named_then_no_two_faults_share_a_kind() -> None:
     assert len(chosen("all")) == sum(len(faults) for faults in GROUPS.values())
 
 
+def test_given_a_whole_kind_when_chosen_then_longer_kinds_are_not() -> None:
+    assert [fault.kind for fault in chosen("kill head")] == ["kill head"]
+    assert len(chosen("kill head at")) > 1
+
+
 def test_given_a_name_of_nothing_when_chosen_then_the_error_says_what_there_is() -> None:
     with pytest.raises(ValueError, match=r"earthquake.*redis"):
         chosen("earthquake")
