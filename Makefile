@@ -14,6 +14,12 @@ TORCH := $(shell sed -n 's/^torch==/torch==/p' constraints.txt)
 TORCH_FROM := $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
 SOURCES := services shared tests migrations
 TEST_OPTIONS ?=
+# Of `make chaos`. Without SEED it draws one and prints it.
+SEED ?=
+MINUTES ?= 2
+FAULTS ?= all
+DTYPE ?= float32
+STAGES ?= 2
 
 .PHONY: help setup demo up down status test check bench chaos secrets test-compose clean lint format types imports unit
 
@@ -70,8 +76,8 @@ format: ## Let ruff rewrite the sources
 bench: setup ## Run the benchmarks; figures in tests/benchmarks/results/latest.json
 	$(PY) -m tests.benchmarks
 
-chaos: setup ## Kill services under load and compare the results with a calm run
-	$(PY) -m pytest tests/faults $(TEST_OPTIONS)
+chaos: setup ## Faults under load, then a judgement: SEED= MINUTES= FAULTS= DTYPE= STAGES=
+	$(PY) -m tests.faults $(if $(SEED),--seed $(SEED)) --minutes $(MINUTES) --faults "$(FAULTS)" --dtype $(DTYPE) --stages $(STAGES)
 
 secrets: ## Make the secret files that compose.yaml mounts, where .env says
 	@docker/secrets.sh "$(or $(SHARDLINE_SECRETS_DIR),$(shell sed -n 's/^SHARDLINE_SECRETS_DIR=//p' .env 2>/dev/null),secrets)"

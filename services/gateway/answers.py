@@ -153,6 +153,7 @@ def job_document(job: Job) -> dict[str, Any]:
         "params": job.params,
         "seed": job.seed,
         "metadata": job.metadata,
+        "replay_of": job.replay_of,
         "error": job.error,
         "result": None
         if result is None

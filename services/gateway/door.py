@@ -15,6 +15,7 @@ from services.gateway.catalogue import Model
 from services.gateway.openai import Document, Wanted, read_object
 from services.gateway.state import Gateway
 from shardline.errors import Invalid
+from shardline.failpoints import Point, failpoint
 from shardline.ids import new_id
 from shardline.job import JobRequest, parse_request
 from shardline.tokenise import Prepared
@@ -48,6 +49,7 @@ async def accept(gateway: Gateway, request: Request, parse: Parse) -> Accepted:
             model = await gateway.catalogue.get(job.model)
             prepared = await _aside(len(body), _prepare, model, job)
             job_id = await gateway.inserter.insert(job, prepared)
+            failpoint(Point.GATEWAY_INSERTED)
     is_new = job_id == job.id
     return Accepted(job_id=job_id, is_new=is_new, request=job, prepared=prepared, model=model, wanted=wanted)
 

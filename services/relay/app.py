@@ -12,6 +12,7 @@ from tenacity import RetryError
 
 from services.relay.relay import Relay
 from services.relay.settings import RelaySettings
+from shardline.broker import Reconnecting
 from shardline.queues import SUBMIT_TASK
 
 
@@ -54,6 +55,7 @@ def make_app(settings: RelaySettings) -> Celery:
     app.conf.update(settings.celery())
     app.relay = Relay(settings)
     app.steps["worker"].add(RelayStep)
+    app.steps["consumer"].add(Reconnecting)
 
     # No events and no result: Flower must show the id as the job, not as this task.
     @app.task(

@@ -24,6 +24,7 @@ from services.relay.acceptance import Arrival, accept
 from services.relay.dead_letters import bury
 from services.relay.loop import Loop
 from shardline.config import Times
+from shardline.failpoints import Point, failpoint
 from shardline.keys import INTAKE, INTAKE_GROUP
 from shardline.metrics import RelayMetrics
 
@@ -98,6 +99,7 @@ class Intake(Loop):
 
     def _take(self, entries: list[Entry]) -> None:
         verdicts = accept(self._database, [_arrival(entry) for entry in entries])
+        failpoint(Point.INTAKE_INSERTED, door="stream")
         for (entry_id, document), verdict in zip(entries, verdicts, strict=True):
             if verdict.fate == "dead":
                 bury(self._redis, entry=entry_id, request=document or "", reason=verdict.reason)

@@ -12,6 +12,7 @@ from sqlalchemy import Engine
 
 from services.relay.loop import REDIS_ERRORS, Loop
 from shardline.config import Times
+from shardline.failpoints import Point, failpoint
 from shardline.keys import OUTBOX_MARK
 from shardline.metrics import RelayMetrics
 from shardline.queues import GENERATE_TASK, generate_queue
@@ -43,6 +44,8 @@ class Outbox(Loop):
         self._notice_empty_redis()
         with self._database.begin() as connection:
             sends = outbox.stamp(connection, resend_s=self._times.resend_s)
+        if sends:
+            failpoint(Point.STAMPED)
         self._publish(sends)
         if sends:
             self._busy_until_s = time.monotonic() + BUSY_TURNS * self._times.poll_s / 10

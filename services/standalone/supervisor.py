@@ -49,7 +49,7 @@ class Supervisor:
         with ExitStack() as stack:
             stack.enter_context(self._home.lock())
             self._inbox = stack.enter_context(SignalInbox())
-            self._crew = Crew(self._inbox, say=self._say, changed=self._record)
+            self._crew = Crew(self._inbox, say=self._say, changed=self._record, time_scale=self._settings.time_scale)
             if left := self._home.end_leftovers():
                 self._say(f"ended what an earlier supervisor left behind: {', '.join(left)}")
             addresses = self._reserve()

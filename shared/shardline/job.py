@@ -206,5 +206,6 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     cancel_requested: bool = False
     crashes: int = 0
     fence: int = 0
+    replay_of: UUID | None = None
     error: dict[str, Any] | None = None
     result: Result | None = None

@@ -43,6 +43,9 @@ TERMINAL = tuple(state for state in JobState if state.terminal)
 RANDOM_SEED = "(floor((random() * ('9007199254740992'::bigint)::double precision)))::bigint"
 """Spelled as Postgres spells it back, so that `alembic check` can compare."""
 
+DEAD = "state = 'failed' AND (error ->> 'code') = 'crashed'"
+"""A dead letter: its crashes are used up."""
+
 OUTCOMES = ("succeeded", "failed", "cancelled", "expired", "released", "lost", "crashed")
 """How an attempt ended: as its job did, given back, or its lease expired with and without a token of its own."""
 
@@ -172,6 +175,9 @@ Index("jobs_active", jobs.c.state, jobs.c.model, postgresql_where=text(_one_of("
 Index("jobs_deadlines", jobs.c.deadline_at, postgresql_where=text("state = 'queued' AND deadline_at IS NOT NULL"))
 Index("jobs_cancels", jobs.c.id, postgresql_where=text("state = 'queued' AND cancel_requested_at IS NOT NULL"))
 Index("jobs_listing", jobs.c.created_at, jobs.c.id)
+Index("jobs_dead", jobs.c.finished_at, jobs.c.id, postgresql_where=text(DEAD))
+# Without it, deleting old jobs would read the whole table once for each of them.
+Index("jobs_replays", jobs.c.replay_of, postgresql_where=text("replay_of IS NOT NULL"))
 
 attempts = Table(
     "attempts",

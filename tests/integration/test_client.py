@@ -236,3 +236,16 @@ def test_given_no_postgres_when_submitted_then_it_says_that_it_is_away(redis_url
     address = "postgresql://nobody@127.0.0.1:1/none"
     with Client(database_url=address, redis_url=redis_url) as client, pytest.raises(Unavailable, match="Postgres"):
         client.submit("clerk", PROMPT)
+
+
+def test_given_a_postgres_without_writes_when_submitted_then_it_says_so(
+    client: Client, database_url: str, redis_url: str
+) -> None:
+    with client.database.begin() as connection:
+        name = connection.execute(text("SELECT current_database()")).scalar_one()
+        connection.execute(text(f'ALTER DATABASE "{name}" SET default_transaction_read_only = on'))
+    with (
+        Client(database_url=database_url, redis_url=redis_url) as late,
+        pytest.raises(Unavailable, match="no writes"),
+    ):
+        late.submit("clerk", PROMPT)

@@ -22,7 +22,7 @@ from tokenizers.models import WordLevel
 from services.stage.engine.device import Device
 from services.stage.engine.engine import HeadEngine
 from services.stage.engine.executor import Executor
-from services.stage.engine.scheduler import Event, Scheduler, SchedulerConfig
+from services.stage.engine.scheduler import Crashed, Event, Scheduler, SchedulerConfig
 from services.stage.hop.wiring import Member, Wiring
 from services.stage.worker.identity import Identity, identity_of
 from services.stage.worker.ledger import Ledger
@@ -31,6 +31,7 @@ from services.stage.worker.publisher import Publisher
 from services.stage.worker.requests import Requests
 from services.stage.worker.ticket import Ticket
 from shardline.config import Times
+from shardline.errors import JobFailed
 from shardline.job import JobState
 from shardline.store import jobs
 from shardline.streams import DeltaWriter
@@ -305,6 +306,57 @@ def test_given_a_pipeline_that_forms_when_jobs_are_offered_then_they_wait_unclai
     desk.ledger.ready(_identity(desk.executor))
 
     assert [desk.verdict(), desk.verdict()] == [(job_id, "started"), (job_id, "succeeded")]
+
+
+def test_given_two_suspects_when_offered_then_the_second_is_claimed_once_the_first_has_saved_tokens(desk: Desk) -> None:
+    first, second = submit(desk.database, LONG), submit(desk.database, LONG)
+    change(desk.database, "UPDATE jobs SET crashes = 1")
+    for job_id in (first, second):
+        desk.offer(job_id)
+    assert [desk.verdict(), desk.verdict()] == [(first, "started"), (second, "started")]
+    assert saved_tokens(desk.database, first) > 0
+
+
+def test_given_suspects_that_wait_when_the_ledger_closes_then_they_go_back_unread(desk: Desk) -> None:
+    desk.engine.unwire()
+    first, second = submit(desk.database, LONG), submit(desk.database, LONG)
+    change(desk.database, "UPDATE jobs SET crashes = 1")
+    for job_id in (first, second):
+        desk.offer(job_id)
+    assert desk.verdict() == (first, "started")
+
+    desk.ledger.close()
+
+    assert desk.verdict() == (second, Ignore.__name__)
+    assert state(desk.database, second) is JobState.QUEUED
+
+
+def test_given_a_job_that_breaks_the_pipeline_alone_when_blamed_then_crashes_are_counted_to_its_end(
+    desk: Desk,
+) -> None:
+    desk.engine.unwire()
+    job_id = submit(desk.database, LONG, max_crashes=2)
+    for fence, verdict in ((1, Ignore.__name__), (2, JobFailed.__name__)):
+        desk.offer(job_id)
+        assert desk.verdict() == (job_id, "started")
+        desk.ledger.report([Crashed(key=(str(job_id), fence))])
+        assert desk.verdict() == (job_id, verdict)
+    assert state(desk.database, job_id) is JobState.FAILED
+    error = cell(desk.database, "SELECT error FROM jobs WHERE id = :id", id=job_id)
+    assert (error["code"], [attempt["fence"] for attempt in error["attempts"]]) == ("crashed", [2, 1])
+
+
+def test_given_a_blamed_job_with_tokens_when_given_back_then_they_are_kept_and_no_crash_is_counted(desk: Desk) -> None:
+    job_id = submit(desk.database, LONG)
+    desk.offer(job_id)
+    assert desk.verdict() == (job_id, "started")
+    until(lambda: saved_tokens(desk.database, job_id) > 0)
+
+    desk.ledger.report([Crashed(key=(str(job_id), 1))])
+
+    assert desk.verdict() == (job_id, Ignore.__name__)
+    assert cell(desk.database, "SELECT outcome FROM attempts WHERE job_id = :id", id=job_id) == "lost"
+    assert cell(desk.database, "SELECT crashes FROM jobs WHERE id = :id", id=job_id) == 0
 
 
 def test_given_shutdown_when_jobs_are_offered_then_they_go_back_unread(desk: Desk) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from services.standalone.servers import Postgres, Valkey
 from shardline.job import JobState
-from shardline.keys import INTAKE, INTAKE_GROUP, OUTBOX_MARK
+from shardline.keys import INTAKE, INTAKE_GROUP, OUTBOX_MARK, RELAY_UNACKED
 from shardline.store import jobs
 from shardline.store.claims import Beat, heartbeat
 from tests.integration.relay_world import RelayWorld, eventually, relay_world
@@ -81,6 +81,35 @@ def test_given_a_frozen_redis_when_rows_need_care_then_sweeps_and_preparation_go
     eventually(lambda: cell(here.engine, "SELECT count(*) FROM jobs WHERE state = 'expired'") == 1)
     redis_server.resume()
     assert set(here.take_messages(NUM_JOBS - 1)) < ids
+    assert relay.process.poll() is None
+
+
+def test_given_a_full_redis_when_it_has_room_again_then_the_same_relay_goes_on(here: RelayWorld) -> None:
+    relay = here.start_relay()
+    here.redis.config_set("maxmemory", 1)
+    here.redis.client_kill_filter(_type="normal")
+    eventually(lambda: b"Connection to broker lost" in relay.log.read_bytes())
+    eventually(lambda: relay.log.read_bytes().count(b"maxmemory") > 1)
+    here.redis.config_set("maxmemory", 0)
+    ids = insert(here)
+    assert set(here.take_messages(NUM_JOBS)) == ids
+    assert relay.process.poll() is None
+
+
+def test_given_a_request_that_a_relay_holds_when_redis_dies_then_the_same_relay_stores_it(
+    here: RelayWorld, redis_server: Valkey, postgres_server: Postgres
+) -> None:
+    relay = here.start_relay()
+    postgres_server.kill()
+    try:
+        task_id = here.submit({"model": MODEL, "prompt": "one"})
+        eventually(lambda: here.redis.hlen(RELAY_UNACKED) == 1)
+        redis_server.restart()
+        eventually(lambda: relay.log.read_bytes().count(b"Connected to redis") > 1)
+    finally:
+        postgres_server.start()
+        here.engine.dispose()
+    assert here.take_messages(1) == [task_id]
     assert relay.process.poll() is None
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from services.stage.engine.kv_cache import BLOCK_TOKENS, blocks_for
-from services.stage.engine.scheduler import Event, Failed, Finished, Scheduler, SchedulerConfig, Tokens
+from services.stage.engine.scheduler import Crashed, Event, Failed, Finished, Scheduler, SchedulerConfig, Tokens
 from services.stage.engine.sequence import Key, Request
 from services.stage.engine.step import Open, Row, StepPlan, StepResult, decode_plan, encode
 from shardline.job import FinishReason, SamplingParams, TokenLogprob
@@ -160,7 +160,7 @@ class Pipeline:
         self.flights: deque[tuple[StepPlan, StepResult, frozenset[int]]] = deque()
         self.outputs: dict[Key, list[int]] = {}
         self.texts: dict[Key, str] = {}
-        self.ends: dict[Key, Finished | Failed] = {}
+        self.ends: dict[Key, Finished | Failed | Crashed] = {}
 
     def add(self, job: Request) -> None:
         """Adds a request."""

@@ -93,6 +93,11 @@ class Life(RuleBasedStateMachine):
         has_ended = key in self.pipeline.ends
         assert (self.pipeline.abort(key) is None) == has_ended
 
+    @precondition(lambda self: self.jobs)
+    @rule(data=st.data())
+    def trust(self, data: st.DataObject) -> None:
+        self.pipeline.scheduler.trust(data.draw(st.sampled_from(sorted(self.jobs))))
+
     @rule(num_blocks=pools, num_lanes=st.one_of(st.none(), lanes))
     def rebuild(self, num_blocks: int, num_lanes: int | None) -> None:
         self.pipeline.rebuild(num_blocks, num_lanes)
@@ -103,7 +108,7 @@ class Life(RuleBasedStateMachine):
         running = list(scheduler._running.values())
         assert scheduler.num_running <= scheduler.config.max_seats
         assert scheduler.num_in_flight == len(self.pipeline.flights) <= scheduler.config.num_lanes
-        assert sum(sequence.request.suspect for sequence in running) <= 1
+        assert sum(sequence.suspect for sequence in running) <= 1
         held = [block for sequence in [*running, *scheduler._leaving.values()] for block in sequence.blocks]
         assert len(held) == len(set(held)) == scheduler.blocks_used
         for plan, _, _ in self.pipeline.flights:

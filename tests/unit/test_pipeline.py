@@ -241,6 +241,18 @@ def test_a_hung_stage_is_told_to_exit(pipes: Pipes) -> None:
     assert middle.exits.empty()
 
 
+def test_a_head_that_hangs_in_its_own_step_exits_and_blames_nobody(pipes: Pipes) -> None:
+    tail = pipes.stage(8, NUM_LAYERS)
+    head = pipes.head(8, TIMES.model_copy(update={"stall_s": 0.5}))
+    epoch = head.ready().epoch
+    tail.has_told(StageStatus(epoch=epoch, num_steps=6))
+
+    head.progress = Progress(epoch=epoch, num_steps=6, num_outstanding=1, step_began_s=1.0)
+
+    assert "this head hangs" in head.losses.get(timeout=PATIENCE_S)
+    assert tail.exits.empty()
+
+
 def test_what_the_stages_say_stands_in_the_status(pipes: Pipes) -> None:
     tail = pipes.stage(8, NUM_LAYERS)
     head = pipes.head(8)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from services.stage.engine.kv_cache import BLOCK_TOKENS
-from services.stage.engine.scheduler import Failed, Finished, Tokens
+from services.stage.engine.scheduler import Crashed, Failed, Finished, Tokens
 from services.stage.engine.step import StepPlan, StepResult
 from shardline.errors import ProtocolError
 from shardline.job import FinishReason, TokenLogprob
@@ -19,6 +19,12 @@ def shape(plan: StepPlan | None) -> list[tuple[int, int, int]]:
     """(sequence, start, length) of each row."""
     assert plan is not None
     return [(row.seq, row.start, row.length) for row in plan.rows]
+
+
+def checked(plan: StepPlan | None) -> StepPlan:
+    """There is a step to run."""
+    assert plan is not None
+    return plan
 
 
 def decoding(pipeline: Pipeline, *names: str, num_prompt: int = 5, max_tokens: int = 400) -> None:
@@ -272,6 +278,50 @@ def test_a_new_epoch_prefills_prompt_and_emitted_tokens_again_from_step_0() -> N
     assert plan.step == 0
     assert shape(plan) == [(2, 0, 6), (3, 0, 6)]
     assert [record.ids[5:] for record in plan.opens] == [(pipeline.outputs[name, 1][0],) for name in "ab"]
+
+
+def test_jobs_that_a_lost_epoch_gave_no_token_come_back_one_by_one() -> None:
+    pipeline = Pipeline(config())
+    decoding(pipeline, "proven")
+    pipeline.add(request("a", num_prompt=7))
+    pipeline.add(request("b", num_prompt=8, max_tokens=9))
+    pipeline.schedule()
+
+    pipeline.rebuild(num_blocks=50)
+
+    assert [row.length for row in checked(pipeline.schedule()).rows] == [6, 7], "b waits until a has a token"
+    pipeline.deliver()
+    assert [row.length for row in checked(pipeline.schedule()).rows if not row.decodes] == [8]
+    pipeline.drain()
+    assert pipeline.outputs["b", 1] == expected_output(request("b", num_prompt=8), 9)
+
+
+def test_a_job_that_breaks_the_pipeline_again_while_it_is_the_only_suspect_is_blamed_alone() -> None:
+    pipeline = Pipeline(config())
+    for name in ("poison", "good", "better"):
+        pipeline.add(request(name, max_tokens=9))
+    for _ in range(2):
+        pipeline.schedule()
+        pipeline.rebuild(num_blocks=50)
+
+    assert pipeline.ends == {("poison", 1): Crashed(key=("poison", 1))}
+    pipeline.drain()
+    assert pipeline.outputs["good", 1] == expected_output(request("good"), 9)
+    assert pipeline.outputs["better", 1] == expected_output(request("better"), 9)
+
+
+def test_a_job_with_a_crash_behind_it_keeps_others_waiting_until_it_is_trusted() -> None:
+    pipeline = Pipeline(config())
+    pipeline.add(request("first", suspect=True))
+    pipeline.add(request("second", suspect=True))
+    pipeline.schedule()
+    pipeline.deliver()
+    assert len(checked(pipeline.schedule()).rows) == 1
+    pipeline.deliver()
+
+    pipeline.scheduler.trust(("first", 1))
+
+    assert len(checked(pipeline.schedule()).rows) == 2
 
 
 def test_a_new_epoch_does_not_bring_back_what_was_aborted_in_flight() -> None:

@@ -24,7 +24,9 @@ from services.stage.engine.tensors import name_of, tensor_of, view_of
 from services.stage.hop import Frame, Kind, Receiver
 from services.stage.hop.frame import Buffer
 from services.stage.hop.wiring import Wiring
+from shardline import failpoints
 from shardline.errors import LinkLost, ProtocolError
+from shardline.failpoints import Point, failpoint
 from shardline.job import FinishReason
 
 log = structlog.get_logger(__name__)
@@ -66,6 +68,8 @@ class Engine(threading.Thread):
         self._on_lost = on_lost
         self._on_step = on_step
         self._wiring: Wiring | None = None
+        self.step_began_s: float | None = None
+        """Of the step in hand, for other threads to read; None without one."""
         self._running = True
 
     def wire(self, wiring: Wiring) -> None:
@@ -116,13 +120,24 @@ class Engine(threading.Thread):
         self._on_lost(self.pulse.epoch, reason)
 
     def _run_step(self, plan: StepPlan, hidden: Tensor | None) -> Tensor | StepResult:
-        began_s = time.perf_counter()
-        out = self.executor.run(plan, hidden)
+        began_s = self.step_began_s = time.perf_counter()
+        try:
+            if failpoints.ARMED is not None:
+                self._pass_failpoints(plan)
+            out = self.executor.run(plan, hidden)
+        finally:
+            self.step_began_s = None
         compute_s = time.perf_counter() - began_s
         self.pulse.num_steps += 1
         self.pulse.compute_s += compute_s
         self._on_step(plan, compute_s)
         return out
+
+    def _pass_failpoints(self, plan: StepPlan) -> None:
+        place = self._wiring.place if self._wiring else 0
+        for point, decoding in ((Point.MID_PREFILL, False), (Point.MID_DECODE, True)):
+            if any(row.decodes == decoding for row in plan.rows):
+                failpoint(point, place=place, seed=partial(self.executor.seeds, plan, decoding=decoding))
 
 
 class HeadEngine(Engine):
@@ -152,6 +167,10 @@ class HeadEngine(Engine):
     def end(self, key: Key, reason: FinishReason) -> None:
         """From any thread: end a job with what it has; `emit` gets its Finished, unless it ended already."""
         self.inbox.put(lambda: self._end(key, reason))
+
+    def trust(self, key: Key) -> None:
+        """From any thread: a suspect's tokens are saved; the next suspect may run."""
+        self.inbox.put(lambda: self.scheduler.trust(key))
 
     def forget(self, key: Key) -> None:
         """From any thread: drop a job without an event. Its KV is freed on every stage by the next plan."""

@@ -106,6 +106,10 @@ class Executor:
         """Open sequences."""
         return len(self._roster)
 
+    def seeds(self, plan: StepPlan, *, decoding: bool) -> set[int]:
+        """Of the sequences that this plan, not yet run, would decode, or whose prompts it would compute."""
+        return self._roster.seeds(plan, decoding=decoding)
+
     def reset(self) -> None:
         """A new epoch: forget every open sequence."""
         self._roster.clear()

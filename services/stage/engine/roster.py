@@ -15,12 +15,13 @@ from shardline.errors import ProtocolError
 class Known:
     """One open sequence: what the stage knows of it."""
 
-    __slots__ = ("blocks", "ids", "max_blocks", "num_computed")
+    __slots__ = ("blocks", "ids", "max_blocks", "num_computed", "seed")
 
     def __init__(self, opened: Open) -> None:
         self.ids = list(opened.ids)
         self.blocks: list[int] = []
         self.max_blocks = opened.num_blocks
+        self.seed = opened.seed
         self.num_computed = 0
 
 
@@ -51,6 +52,11 @@ class Roster:
         if known is None:
             raise ProtocolError(f"sequence {seq} is closed, but was not open")
         self.blocks_used -= len(known.blocks)
+
+    def seeds(self, plan: StepPlan, *, decoding: bool) -> set[int]:
+        """Seeds of the sequences that this plan, not yet taken in, would decode, or whose prompts it would compute."""
+        found = {seq: known.seed for seq, known in self._known.items()} | {each.seq: each.seed for each in plan.opens}
+        return {found[row.seq] for row in plan.rows if row.decodes == decoding and row.seq in found}
 
     def clear(self) -> None:
         """Forget all of them."""

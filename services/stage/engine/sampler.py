@@ -22,6 +22,8 @@ from torch.nn import functional
 
 from services.stage.engine.sequence import stop_ids_of
 from services.stage.engine.step import Open
+from shardline import failpoints
+from shardline.failpoints import Point, is_struck
 from shardline.job import SamplingParams, TokenLogprob
 
 TILE = 128
@@ -131,6 +133,8 @@ class Sampler:
         if not wants:
             return Sample((), (), ())
         rows = logits.float()
+        if failpoints.ARMED is not None:
+            _spoil(rows, wants)
         best = first_largest(rows)
         peaks = rows.gather(1, torch.tensor(best, device=rows.device).unsqueeze(1)).squeeze(1).tolist()
         # A NaN counts as the largest, so the peak alone tells whether the row is a distribution.
@@ -239,6 +243,12 @@ def _pick(weights: Tensor, tiles: np.ndarray[tuple[int], np.dtype[np.float64]], 
 def _find(sums: np.ndarray[tuple[int], np.dtype[np.float64]], target: float) -> int:
     """The first place whose running sum is above the target; rounding never leads past the last positive weight."""
     return int(sums.searchsorted(min(target, np.nextafter(sums[-1], 0.0)), side="right"))
+
+
+def _spoil(rows: Tensor, wants: Sequence[SampledSequence]) -> None:
+    for row, want in zip(rows, wants, strict=True):
+        if is_struck(Point.NAN_LOGITS, "nan", seed=want.seed):
+            row.fill_(math.nan)
 
 
 def _logprobs(

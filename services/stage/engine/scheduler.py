@@ -64,7 +64,13 @@ class Failed(msgspec.Struct, frozen=True, kw_only=True):
     reason: str
 
 
-Event = Tokens | Finished | Failed
+class Crashed(msgspec.Struct, frozen=True, kw_only=True):
+    """The pipeline broke twice under a job that got no token, the second time while it was the only suspect."""
+
+    key: Key
+
+
+Event = Tokens | Finished | Failed | Crashed
 
 
 @dataclass(slots=True)
@@ -131,6 +137,17 @@ class Scheduler:
         tail = sequence.sink.flush()
         return self._finish(sequence, reason, tail)
 
+    def trust(self, key: Key) -> None:
+        """A suspect's progress is saved: whatever happens now, it is no crash of this attempt. The next may run."""
+        sequence = self._by_key.get(key)
+        if sequence is None or not sequence.suspect:
+            return
+        if sequence.state is State.WAITING:
+            self._waiting.remove(sequence)
+            sequence.suspect = False
+            self._waiting.push(sequence)
+        self._clear_of_suspicion(sequence)
+
     def has(self, key: Key) -> bool:
         """Whether this attempt waits or runs here."""
         return key in self._by_key
@@ -173,13 +190,20 @@ class Scheduler:
     def rebuild(self, num_blocks: int, num_lanes: int | None = None) -> list[Event]:
         """A new epoch: stages know nothing, steps in flight are lost, every sequence waits again with its tokens."""
         self.config = replace(self.config, num_blocks=num_blocks, num_lanes=num_lanes or self.config.num_lanes)
-        displaced = [*self._running.values(), *self._leaving.values()]
+        displaced, alone = [*self._running.values(), *self._leaving.values()], self._suspect
         self._clear(num_blocks)
+        events: list[Event] = []
         for sequence in displaced:
-            if sequence.state is not State.ENDED:
-                self._requeue(sequence)
+            if sequence.state is State.ENDED:
+                continue
+            if sequence is alone and not sequence.has_progress:
+                events.append(self._blame(sequence))
+                continue
+            # One of those that the epoch gave no token may have broken it: they come back one by one.
+            sequence.suspect = sequence.suspect or not sequence.has_progress
+            self._requeue(sequence)
         refusals = [(sequence, self._refusal(sequence)) for sequence in self._by_key.values()]
-        return [self._fail(sequence, refusal) for sequence, refusal in refusals if refusal is not None]
+        return [*events, *(self._fail(sequence, refusal) for sequence, refusal in refusals if refusal is not None)]
 
     @property
     def num_running(self) -> int:
@@ -247,7 +271,8 @@ class Scheduler:
         blocks = self._pool.allocate(blocks_for(len(sequence.ids)))
         sequence.blocks.extend(blocks)
         self._running[sequence.number] = self._prefilling[sequence.number] = sequence
-        if request.suspect:
+        sequence.num_at_start = len(sequence.ids)
+        if sequence.suspect:
             self._suspect = sequence
         draft.opens.append(
             Open(
@@ -289,6 +314,8 @@ class Scheduler:
         text, reason = sequence.accept(token, logprob)
         logprobs = () if logprob is None else (logprob,)
         events.append(Tokens(key=sequence.request.key, start=start, ids=(token,), text=text, logprobs=logprobs))
+        if sequence.suspect and not sequence.request.suspect:
+            self._clear_of_suspicion(sequence)  # A broken pipeline is seen here; only a dead head needs saved tokens.
         if reason is not None:
             events.append(self._finish(sequence, reason))
         elif sequence.state is State.RUNNING:
@@ -319,6 +346,16 @@ class Scheduler:
     def _fail(self, sequence: Sequence, reason: str) -> Failed:
         self._end(sequence)
         return Failed(key=sequence.request.key, reason=reason)
+
+    def _blame(self, sequence: Sequence) -> Crashed:
+        del self._by_key[sequence.request.key]
+        sequence.state = State.ENDED
+        return Crashed(key=sequence.request.key)
+
+    def _clear_of_suspicion(self, sequence: Sequence) -> None:
+        sequence.suspect = False
+        if self._suspect is sequence:
+            self._suspect = None
 
     def _end(self, sequence: Sequence) -> None:
         del self._by_key[sequence.request.key]

@@ -65,6 +65,7 @@ class Sequence:
         "ids",
         "logprobs",
         "most_blocks",
+        "num_at_start",
         "num_computed",
         "num_in_flight",
         "number",
@@ -72,6 +73,7 @@ class Sequence:
         "request",
         "sink",
         "state",
+        "suspect",
     )
 
     def __init__(self, request: Request, sink: TokenSink, *, arrival: int, max_len: int) -> None:
@@ -83,6 +85,9 @@ class Sequence:
         self.ids = list(request.prompt_ids)
         self.logprobs: list[TokenLogprob] = []
         self.state = State.WAITING
+        self.suspect = request.suspect
+        """Must not change while the sequence waits in a line."""
+        self.num_at_start = len(self.ids)
         self.forget_kv()
 
     def forget_kv(self) -> None:
@@ -96,6 +101,11 @@ class Sequence:
     def num_outputs(self) -> int:
         """Output tokens known so far."""
         return len(self.ids) - len(self.request.prompt_ids)
+
+    @property
+    def has_progress(self) -> bool:
+        """A token came since it was admitted last."""
+        return len(self.ids) > self.num_at_start
 
     @property
     def output_ids(self) -> tuple[int, ...]:
@@ -130,7 +140,7 @@ class Waiting:
 
     def push(self, sequence: Sequence) -> None:
         """A preempted sequence keeps its rank, so it stands before all that came later."""
-        heapq.heappush(self._lines[sequence.request.suspect], (sequence.rank, sequence))
+        heapq.heappush(self._lines[sequence.suspect], (sequence.rank, sequence))
 
     def first(self, *, with_suspects: bool) -> Sequence | None:
         """Whose turn it is. A suspect that may not run now holds up nobody."""
@@ -139,7 +149,7 @@ class Waiting:
 
     def remove(self, sequence: Sequence) -> None:
         """Takes it out of its line, wherever it stands."""
-        line = self._lines[sequence.request.suspect]
+        line = self._lines[sequence.suspect]
         if line[0][1] is sequence:
             heapq.heappop(line)
         else:

@@ -39,6 +39,11 @@ class Row(msgspec.Struct, frozen=True, array_like=True):
     blocks: tuple[int, ...]
     wants: bool
 
+    @property
+    def decodes(self) -> bool:
+        """A decode brings its token; a chunk's are known since the sequence was opened."""
+        return bool(self.ids)
+
 
 class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     """One step: what to open, compute and close, in this order. Steps are numbered from 0 in each epoch.

@@ -39,3 +39,5 @@ class Progress:
     """Whose results are back."""
     num_outstanding: int = 0
     """Sent, not yet back."""
+    step_began_s: float | None = None
+    """Of the step that the head computes now: one that never ends is a hung head."""

@@ -20,6 +20,7 @@ from services.stage.worker.call import Call, Refused
 from services.stage.worker.facts import Capacity
 from services.stage.worker.route import choose_route
 from shardline.errors import LinkLost
+from shardline.failpoints import Point, failpoint
 from shardline.wire import StageCard
 
 
@@ -66,6 +67,7 @@ class Forming:
         with ExitStack() as undo:
             undo.callback(self._release, bound, epoch)
             route = self._bind(cards, epoch, bound)
+            failpoint(Point.HELLO_SENT)
             members = [bound.pop(card.incarnation) for card in route]
             undo.callback(self._release, {member.call.card.incarnation: member for member in members}, epoch)
             self._release(bound, epoch)

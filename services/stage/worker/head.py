@@ -192,4 +192,9 @@ class Head:
 
     def _progress(self) -> Progress:
         pulse, in_flight = self._engine.pulse, self._scheduler.num_in_flight
-        return Progress(epoch=pulse.epoch, num_steps=pulse.num_steps - in_flight, num_outstanding=in_flight)
+        return Progress(
+            epoch=pulse.epoch,
+            num_steps=pulse.num_steps - in_flight,
+            num_outstanding=in_flight,
+            step_began_s=self._engine.step_began_s,
+        )

@@ -10,6 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from itertools import islice
 from typing import Any
 from uuid import UUID
 
@@ -18,22 +19,24 @@ from sqlalchemy import Engine as Database
 from sqlalchemy.exc import DBAPIError
 
 from services.stage.engine.engine import HeadEngine
-from services.stage.engine.scheduler import Event, Tokens
-from services.stage.worker.ending import Ending
+from services.stage.engine.scheduler import Crashed, Event, Tokens
+from services.stage.worker.ending import CELERY_STATES, Ending
 from services.stage.worker.identity import Identity
 from services.stage.worker.live import LiveJob
 from services.stage.worker.publisher import Publisher
 from services.stage.worker.requests import Requests
 from services.stage.worker.ticket import Ticket
 from shardline.config import Times
+from shardline.failpoints import Point, failpoint
 from shardline.job import FinishReason, JobState
-from shardline.store import claims, outbox, pipelines
+from shardline.store import claims, crashes, outbox, pipelines
 from shardline.store.claims import Claimed
 from shardline.wire import Delta
 
 log = structlog.get_logger(__name__)
 
 CLAIM_BATCH = 64
+USED_UP = "its crashes are used up"
 
 
 class Ledger(threading.Thread):
@@ -64,6 +67,9 @@ class Ledger(threading.Thread):
         self._announced: Identity | None = None
         """The epoch whose readiness is in Postgres."""
         self._offers: deque[Ticket] = deque()
+        self._held_back: deque[Ticket] = deque()
+        """Of suspects: one at a time is claimed, so that a crash is counted for nobody else."""
+        self._blamed: deque[tuple[str, int]] = deque()
         self._events: deque[Event] = deque()
         self._cancels: deque[str] = deque()
         self._live: dict[tuple[str, int], LiveJob] = {}
@@ -142,6 +148,7 @@ class Ledger(threading.Thread):
             try:
                 self._announce()
                 self._commit_ends()
+                self._give_back_blamed()
                 self._claim_offers()
                 if self._giving_back or self._recovery_is_over():
                     self._release_all()
@@ -165,6 +172,8 @@ class Ledger(threading.Thread):
                 continue
             if isinstance(event, Tokens):
                 self._publish(job, job.take(event))
+            elif isinstance(event, Crashed):
+                self._blamed.append(event.key)
             else:
                 del self._live[event.key]
                 self._ended[event.key] = Ending(job=job, event=event)
@@ -199,6 +208,9 @@ class Ledger(threading.Thread):
 
     def _claim_offers(self) -> None:
         """While the pipeline forms anew, offers wait; at shutdown they go back unread, to be sent again at once."""
+        if not self._open or not self._has_suspect():
+            self._offers.extend(self._held_back)
+            self._held_back.clear()
         if not self._open and self._offers:
             tickets = [self._offers.popleft() for _ in range(len(self._offers))]
             with self._database.begin() as connection:
@@ -217,10 +229,13 @@ class Ledger(threading.Thread):
     def _claim(self, tickets: list[Ticket], identity: Identity) -> None:
         sent_s = time.monotonic()
         waiting = {ticket.job_id: ticket for ticket in tickets}
+        failpoint(Point.BEFORE_CLAIM)
         with self._database.begin() as connection:
+            suspects = map(str, crashes.suspects(connection, list(waiting)))
+            held_back = set(islice(suspects, 0 if self._has_suspect() else 1, None))
             claimed = claims.claim(
                 connection,
-                list(waiting),
+                [job_id for job_id in waiting if job_id not in held_back],
                 worker=identity.worker,
                 pipeline=identity.pipeline,
                 epoch=identity.epoch,
@@ -229,14 +244,21 @@ class Ledger(threading.Thread):
                 lease_s=self._times.lease_s,
                 exact_wait_s=self._times.exact_wait_s,
             )
+        if claimed:
+            failpoint(Point.AFTER_CLAIM)
         if not self._live:
             self._renew_fence(sent_s)
         for row in claimed:
             self._start(row, waiting.pop(str(row.job_id)), identity)
         started = {id(job.ticket) for job in self._live.values()}
         for ticket in tickets:
-            if id(ticket) not in started:
+            if ticket.job_id in held_back:
+                self._held_back.append(ticket)
+            elif id(ticket) not in started:
                 ticket.drop()
+
+    def _has_suspect(self) -> bool:
+        return any(job.is_suspect for job in self._live.values())
 
     def _start(self, row: Claimed, ticket: Ticket, identity: Identity) -> None:
         job = LiveJob.from_claim(row, ticket, identity)
@@ -263,13 +285,17 @@ class Ledger(threading.Thread):
         beats = [job.beat() for job in jobs]
         with self._database.begin() as connection:
             replies = claims.heartbeat(connection, beats, lease_s=self._times.lease_s)
+            failpoint(Point.HEARTBEAT_BEFORE_COMMIT)
+        failpoint(Point.HEARTBEAT_AFTER_COMMIT)
         self._renew_fence(now_s)
         for job, beat in zip(jobs, beats, strict=True):
             reply = replies.get((beat.job_id, beat.fence))
             if reply is None:
                 self._lose(job)
                 continue
-            job.num_saved = beat.start + len(beat.ids)
+            was_suspect, job.num_saved = job.is_suspect, beat.start + len(beat.ids)
+            if was_suspect and not job.is_suspect:
+                self._engine.trust(job.key)
             self._publish_held(job)
             if reply.cancel_requested or reply.expired:
                 self._engine.end(job.key, FinishReason.CANCELLED if reply.cancel_requested else FinishReason.EXPIRED)
@@ -290,6 +316,8 @@ class Ledger(threading.Thread):
         endings = list(self._ended.values())
         with self._database.begin() as connection:
             committed = claims.end(connection, [ending.row() for ending in endings])
+            failpoint(Point.END_BEFORE_COMMIT)
+        failpoint(Point.END_AFTER_COMMIT)
         for ending in endings:
             job = ending.job
             del self._ended[job.key]
@@ -302,6 +330,25 @@ class Ledger(threading.Thread):
             self._publisher.delta(job.job_id, ending.last_delta())
             self._publisher.result(job.job_id, ending.value(), ending.celery_state)
             ending.settle()
+
+    def _give_back_blamed(self) -> None:
+        """Jobs under which the pipeline broke while they ran alone: a crash of theirs, or their end."""
+        jobs = [self._live[key] for key in self._blamed if key in self._live]
+        if jobs:
+            with self._database.begin() as connection:
+                claims.heartbeat(connection, [job.beat() for job in jobs], lease_s=self._times.lease_s)
+                fates = crashes.blame(connection, [(job.job_id, job.claimed.fence) for job in jobs])
+            log.warning(
+                "the pipeline broke under suspects", fates={str(job_id): fate for job_id, fate in fates.items()}
+            )
+        for job in jobs:
+            if fates.get(job.job_id) == JobState.FAILED:
+                last = Delta(fence=job.claimed.fence, start=len(job.ids), state=JobState.FAILED)
+                self._publisher.delta(job.job_id, last)
+                self._publisher.result(job.job_id, RuntimeError(USED_UP), CELERY_STATES[JobState.FAILED])
+                job.ticket.fail(USED_UP)
+            self._lose(job)
+        self._blamed.clear()
 
     def _release_all(self) -> None:
         """Checkpoint and give back: the jobs go on elsewhere, or here later. No crash is counted."""

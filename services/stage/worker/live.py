@@ -54,6 +54,11 @@ class LiveJob:
         """The job's id."""
         return self.claimed.job_id
 
+    @property
+    def is_suspect(self) -> bool:
+        """An engine died under it before, and nothing shows yet that it will not happen again."""
+        return self.claimed.crashes > 0 and self.num_saved == len(self.claimed.output_ids)
+
     def take(self, tokens: Tokens) -> Delta:
         """Adds the engine's tokens; returns what a reader of the stream gets."""
         if self.first_token_s is None:

@@ -28,7 +28,7 @@ class Meter:
         metrics.steps.inc()
         metrics.step_seconds.observe(seconds)
         metrics.output_tokens.inc(plan.num_wanted)
-        metrics.prompt_tokens.inc(sum(row.length for row in plan.rows if not row.ids))  # a decode brings its token
+        metrics.prompt_tokens.inc(sum(row.length for row in plan.rows if not row.decodes))
 
     def watch(self, scheduler: Scheduler, pipeline: Pipeline) -> None:
         """On a head."""

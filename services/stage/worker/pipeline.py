@@ -23,7 +23,7 @@ from services.stage.hop.wiring import Member, Wiring
 from services.stage.worker.call import Refused
 from services.stage.worker.facts import Capacity, Progress
 from services.stage.worker.forming import Formed, Forming
-from services.stage.worker.vigil import Pulse, Vigil
+from services.stage.worker.vigil import HeadHangs, Pulse, Vigil
 from shardline.config import Times
 from shardline.errors import LinkLost, Unavailable
 from shardline.wire import StageCard
@@ -198,6 +198,9 @@ class Pipeline:
             try:
                 vigil.look(time.monotonic())
             except (LinkLost, Refused) as error:
+                return str(error)
+            except HeadHangs as error:
+                self._on_exit(str(error))
                 return str(error)
             self._wait(self._times.heartbeat_s / 3, formed)
         return "stopping"

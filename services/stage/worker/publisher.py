@@ -14,6 +14,7 @@ from uuid import UUID
 import structlog
 from redis.exceptions import RedisError
 
+from shardline.failpoints import Point, failpoint
 from shardline.streams import DeltaWriter
 from shardline.wire import Delta
 
@@ -65,6 +66,8 @@ class Publisher(threading.Thread):
         batch = [self._deltas.popleft() for _ in range(len(self._deltas))]
         if batch:
             self._writer.write(batch)
+            if any(delta.ids for _, delta in batch):
+                failpoint(Point.AFTER_EMIT)
         while self._results:
             job_id, value, state = self._results.popleft()
             if self._store_result is not None:

@@ -15,6 +15,7 @@ from services.stage.worker import control
 from services.stage.worker.binding import Binding, Bound
 from services.stage.worker.facts import Capacity, StageStatus
 from shardline.errors import LinkLost, Unavailable
+from shardline.failpoints import Point, failpoint
 from shardline.wire import StageCard
 
 log = structlog.get_logger(__name__)
@@ -119,6 +120,7 @@ class Reception:
             return self._fail(hello, str(error))
         log.info("bound", pipeline=str(hello.pipeline), epoch=hello.epoch, head=hello.head)
         self._on_card()
+        failpoint(Point.HELLO_TAKEN)
         return control.Welcome(
             pipeline=hello.pipeline,
             epoch=hello.epoch,

@@ -20,6 +20,10 @@ from shardline.errors import LinkLost
 log = structlog.get_logger(__name__)
 
 
+class HeadHangs(Exception):
+    """This head's own engine does not come back: nothing but a new process helps."""
+
+
 @dataclass(slots=True)
 class Pulse:
     """One stage's signs of life."""
@@ -43,11 +47,13 @@ class Vigil:
         self._times = times
         self._progress = progress
         self._num_steps = 0
-        self._moved_s = now_s
+        self._moved_s = self._looked_s = now_s
+        self._own_step_began_s: float | None = None
+        self._own_step_s = 0.0
         self.pulses = tuple(Pulse(call) for call in formed.calls)
 
     def look(self, now_s: float) -> None:
-        """Raises LinkLost or Refused with the reason when the pipeline is lost.
+        """Raises LinkLost or Refused with the reason when the pipeline is lost, HeadHangs when this process is.
 
         Answers are read before silence is judged: after a pause of this process they all wait in the sockets.
         """
@@ -84,12 +90,27 @@ class Vigil:
     def _check_steps(self, now_s: float) -> None:
         """Heartbeats without a finished step while steps are outstanding: somebody hangs."""
         progress = self._progress()
+        if self._waits_for_own_step(progress.step_began_s, now_s):
+            self._moved_s = now_s
+            return
         is_idle = progress.epoch != self._wiring.epoch or progress.num_outstanding == 0
         if is_idle or progress.num_steps != self._num_steps:
             self._num_steps = 0 if progress.epoch != self._wiring.epoch else progress.num_steps
             self._moved_s = now_s
         elif now_s - self._moved_s > self._times.stall_s:
             self._end_stall(now_s - self._moved_s, progress)
+
+    def _waits_for_own_step(self, began_s: float | None, now_s: float) -> bool:
+        """While the head computes, no other stage is to blame. A pause of this process counts as one heartbeat."""
+        heartbeat_s = self._times.heartbeat_s
+        if began_s is None or began_s != self._own_step_began_s:
+            self._own_step_began_s, self._own_step_s = began_s, 0.0
+        else:
+            self._own_step_s += min(now_s - self._looked_s, heartbeat_s)
+        self._looked_s = now_s
+        if self._own_step_s > self._times.stall_s:
+            raise HeadHangs(f"this head hangs: one step has been computing for {self._own_step_s:.1f} s")
+        return self._own_step_s > heartbeat_s
 
     def _end_stall(self, stalled_s: float, progress: Progress) -> None:
         """The first stage that is behind is the one that hangs; if none is, the results are lost on their way."""

@@ -1,4 +1,4 @@
-"""The command line of the client: `shardline submit | wait | stream | get | list | cancel | pipelines | models`.
+"""The command line of the client: `shardline submit | wait | stream | get | list | cancel | dead | pipelines | models`.
 
 Owns how jobs are asked for and shown in a terminal; knows no SQL and no order of tokens: the client does.
 """

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Annotated, TypeVar
 from uuid import UUID
 
@@ -11,6 +11,8 @@ from sqlalchemy import Connection
 
 from shardline import log
 from shardline.cli import show
+from shardline.cli.arguments import JobId, JobIds, Json
+from shardline.cli.dead import dead
 from shardline.cli.exits import HELP, Reporting
 from shardline.cli.fields import parse_fields, prompt_fields, read_prompt
 from shardline.client import Client
@@ -30,12 +32,9 @@ cli = typer.Typer(
     epilog=HELP,
 )
 
-Json = Annotated[bool, typer.Option("--json", help="One JSON document a line.")]
-JobId = Annotated[UUID, typer.Argument(metavar="JOB", help="The job's id.")]
-JobIds = Annotated[list[UUID], typer.Argument(metavar="JOB...", help="Ids of jobs.")]
+cli.add_typer(dead, name="dead")
 
 Answer = TypeVar("Answer")
-Document = TypeVar("Document")
 
 
 def main() -> None:
@@ -114,7 +113,7 @@ def list_jobs(
     """List jobs, newest first."""
     with Client() as client:
         jobs = client.list(state=state, model=model, limit=limit, after=after)
-    _show_each(jobs, json=json, table=show.jobs_table)
+    show.each(jobs, json=json, table=show.jobs_table)
 
 
 @cli.command()
@@ -132,7 +131,7 @@ def pipelines(json: Json = False) -> None:
     """Show the live pipelines: which stage holds which layers on which device."""
     with Client() as client:
         found = _read(client, live_pipelines)
-    _show_each(found, json=json, table=show.pipelines_table)
+    show.each(found, json=json, table=show.pipelines_table)
 
 
 @cli.command()
@@ -143,7 +142,7 @@ def models(json: Json = False) -> None:
         rows, live = _read(client, get_models), _read(client, live_pipelines)
     ready = {pipeline.model for pipeline in live if pipeline.ready}
     found = [{**{name: row[name] for name in names}, "ready": row["name"] in ready} for row in rows]
-    _show_each(found, json=json, table=show.models_table)
+    show.each(found, json=json, table=show.models_table)
 
 
 def _wait(client: Client, ids: list[UUID], timeout_s: float | None, *, json: bool) -> None:
@@ -173,11 +172,3 @@ def _only_model(client: Client) -> str:
 def _read(client: Client, query: Callable[[Connection], Answer]) -> Answer:
     with reachable(), client.database.connect() as connection:
         return query(connection)
-
-
-def _show_each(documents: Sequence[Document], *, json: bool, table: Callable[[Sequence[Document]], None]) -> None:
-    if not json:
-        table(documents)
-        return
-    for document in documents:
-        show.as_json(document)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import typer
@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from shardline.job import Job, JobState
+from shardline.store.dead_letters import DeadLetter
 from shardline.store.pipelines import LivePipeline
 
 PROMPT_CHARS = 48
@@ -28,9 +29,21 @@ COLOURS = {
 }
 
 
+Document = TypeVar("Document")
+
+
 def as_json(document: object) -> None:
     """One line."""
     typer.echo(msgspec.json.encode(document).decode())
+
+
+def each(documents: Sequence[Document], *, json: bool, table: Callable[[Sequence[Document]], None]) -> None:
+    """As lines of JSON, or together as a table."""
+    if not json:
+        table(documents)
+        return
+    for document in documents:
+        as_json(document)
 
 
 def jobs_table(jobs: Iterable[Job]) -> None:
@@ -53,6 +66,7 @@ def job_details(job: Job) -> None:
         "finished": _time(job.finished_at),
         "attempts": job.fence,
         "crashes": job.crashes or None,
+        "replay of": job.replay_of,
         "prompt": _short(job.prompt),
         **_reasons(job.error or {}),
         **_result(job),
@@ -64,6 +78,29 @@ def job_details(job: Job) -> None:
     _print(table)
     if job.result is not None:
         typer.echo(f"\n{job.result.text}")
+
+
+def dead_table(jobs: Iterable[Job]) -> None:
+    """One dead letter a row."""
+    table = _table("job", "model", "failed", "crashes", "prompt")
+    for job in jobs:
+        crashes = str((job.error or {}).get("crashes", job.crashes))
+        table.add_row(str(job.id), job.model, _time(job.finished_at), crashes, _short(job.prompt))
+    _print(table)
+
+
+def dead_details(letter: DeadLetter) -> None:
+    """The job, then its attempts, the newest first."""
+    job_details(letter.job)
+    table = _table("attempt", "outcome", "tokens", "started", "last heartbeat", "worker", "pipeline")
+    for attempt in letter.attempts:
+        tokens = f"{attempt.num_resumed} → {attempt.num_tokens}"
+        times = _time(attempt.started_at), _time(attempt.heartbeat_at)
+        table.add_row(str(attempt.fence), attempt.outcome, tokens, *times, attempt.worker, attempt.pipeline)
+    typer.echo()
+    _print(table)
+    for job_id in letter.replays:
+        typer.echo(f"replayed as {job_id}")
 
 
 def pipelines_table(pipelines: Iterable[LivePipeline]) -> None:

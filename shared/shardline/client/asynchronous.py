@@ -25,8 +25,9 @@ from shardline.client.requests import (
 )
 from shardline.errors import NotFound
 from shardline.job import Job, JobRequest, JobState
-from shardline.store import jobs
+from shardline.store import dead_letters, jobs
 from shardline.store.database import connect_async
+from shardline.store.dead_letters import DeadLetter
 from shardline.store.inserts import Tokenised
 from shardline.streams import Cursor, DeltaReader, Mailbox
 from shardline.streams.cursor import TextOf
@@ -136,6 +137,24 @@ class AsyncClient:
         with reachable():
             async with self.database.connect() as connection:
                 return await connection.run_sync(jobs.list_jobs, state=state, model=model, limit=limit, after=after)
+
+    async def list_dead(self, *, model: str | None = None, limit: int = 100, after: UUID | None = None) -> Jobs:
+        """Dead letters: jobs that failed because their crashes were used up. The newest first, in pages as `list`."""
+        with reachable():
+            async with self.database.connect() as connection:
+                return await connection.run_sync(dead_letters.list_dead, model=model, limit=limit, after=after)
+
+    async def get_dead(self, job_id: UUID) -> DeadLetter:
+        """A dead letter with its attempts. Raises NotFound, and Invalid for a job that is none."""
+        with reachable():
+            async with self.database.connect() as connection:
+                return await connection.run_sync(dead_letters.get_dead, job_id)
+
+    async def replay(self, job_id: UUID, *, idempotency_key: str | None = None) -> UUID:
+        """Submit a dead letter as a new job: same prompt, parameters and seed. Raises NotFound, Invalid, Conflict."""
+        with reachable():
+            async with self.database.begin() as connection:
+                return await connection.run_sync(dead_letters.replay, job_id, idempotency_key=idempotency_key)
 
     async def cancel(self, ids: UUID | Collection[UUID]) -> dict[UUID, JobState]:
         """Ask for the end of jobs. Their states afterwards: a running one is `cancelled` a little later."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from psycopg.errors import ReadOnlySqlTransaction
 from sqlalchemy import URL, Connection
-from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError
+from sqlalchemy.exc import DBAPIError, InterfaceError, InternalError, OperationalError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.orm import Session
 
@@ -28,6 +29,10 @@ def reachable() -> Iterator[None]:
     except AWAY as error:
         cause = error.orig if isinstance(error, DBAPIError) else error
         raise Unavailable(f"Postgres cannot be reached: {str(cause).splitlines()[0][:200]}") from error
+    except InternalError as error:
+        if isinstance(error.orig, ReadOnlySqlTransaction):
+            raise Unavailable("Postgres takes no writes: it is a standby, or read-only for now") from error
+        raise
 
 
 def connection_of(session: Session | Connection) -> Connection:

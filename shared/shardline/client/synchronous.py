@@ -26,8 +26,9 @@ from shardline.client.requests import (
 )
 from shardline.errors import NotFound, Unavailable
 from shardline.job import Job, JobRequest, JobState
-from shardline.store import jobs
+from shardline.store import dead_letters, jobs
 from shardline.store.database import connect
+from shardline.store.dead_letters import DeadLetter
 from shardline.streams import Cursor, SyncDeltaReader
 from shardline.wire import Delta
 
@@ -110,6 +111,19 @@ class Client:
     ) -> Jobs:
         """Newest first; `after` is the last id of the page before."""
         return self._read(jobs.list_jobs, state=state, model=model, limit=limit, after=after)
+
+    def list_dead(self, *, model: str | None = None, limit: int = 100, after: UUID | None = None) -> Jobs:
+        """Dead letters: jobs that failed because their crashes were used up. The newest first, in pages as `list`."""
+        return self._read(dead_letters.list_dead, model=model, limit=limit, after=after)
+
+    def get_dead(self, job_id: UUID) -> DeadLetter:
+        """A dead letter with its attempts. Raises NotFound, and Invalid for a job that is none."""
+        return self._read(dead_letters.get_dead, job_id)
+
+    def replay(self, job_id: UUID, *, idempotency_key: str | None = None) -> UUID:
+        """Submit a dead letter as a new job: same prompt, parameters and seed. Raises NotFound, Invalid, Conflict."""
+        with reachable(), self.database.begin() as connection:
+            return dead_letters.replay(connection, job_id, idempotency_key=idempotency_key)
 
     def cancel(self, ids: UUID | Collection[UUID]) -> dict[UUID, JobState]:
         """Ask for the end of jobs. Their states afterwards: a running one is `cancelled` a little later."""

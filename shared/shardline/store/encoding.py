@@ -100,6 +100,7 @@ def load_job(row: RowMapping) -> Job:
         cancel_requested=row["cancel_requested_at"] is not None,
         crashes=row["crashes"],
         fence=row["fence"],
+        replay_of=row["replay_of"],
         error=row["error"],
         result=None if row["result_job_id"] is None else load_result(row, "result_"),
     )

@@ -24,6 +24,7 @@ __all__ = [
     "insert_failed",
     "insert_jobs",
     "job_progress",
+    "job_rows",
     "list_jobs",
     "request_cancel",
 ]
@@ -66,7 +67,9 @@ def get_job(connection: Connection, job_id: UUID) -> Job | None:
 
 def get_jobs(connection: Connection, ids: Collection[UUID]) -> list[Job]:
     """Those that exist, in the order of `ids`."""
-    found = {row["id"]: load_job(row) for row in connection.execute(_jobs().where(is_any(jobs.c.id, ids))).mappings()}
+    found = {
+        row["id"]: load_job(row) for row in connection.execute(job_rows().where(is_any(jobs.c.id, ids))).mappings()
+    }
     return [found[job_id] for job_id in ids if job_id in found]
 
 
@@ -79,7 +82,7 @@ def list_jobs(
     after: UUID | None = None,
 ) -> list[Job]:
     """Newest first, at most `limit`; `after` is the last id of the page before."""
-    query = _jobs().order_by(jobs.c.created_at.desc(), jobs.c.id.desc()).limit(min(limit, MAX_LISTED))
+    query = job_rows().order_by(jobs.c.created_at.desc(), jobs.c.id.desc()).limit(min(limit, MAX_LISTED))
     if state is not None:
         query = query.where(jobs.c.state == state)
     if model is not None:
@@ -116,7 +119,8 @@ def ended(connection: Connection, ids: Collection[UUID]) -> set[UUID]:
     return set(connection.scalars(select(jobs.c.id).where(is_any(jobs.c.id, ids), jobs.c.state.in_(TERMINAL))))
 
 
-def _jobs() -> Select[Any]:
+def job_rows() -> Select[Any]:
+    """Whole jobs, for `load_job`: add what to select and in which order."""
     columns = [column.label(f"result_{column.name}") for column in results.columns]
     return select(jobs, *columns).outerjoin_from(jobs, results, results.c.job_id == jobs.c.id)
 

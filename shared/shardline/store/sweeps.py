@@ -7,15 +7,14 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 from uuid import UUID
 
-from sqlalchemy import Connection, Row, select, text
+from sqlalchemy import Connection, Row, text
 
 from shardline.job import FinishReason, JobState, Result, Usage
-from shardline.store.claims import End, Key, end_from, requeue
+from shardline.store import crashes
+from shardline.store.claims import End, end_from
 from shardline.store.encoding import load_logprobs
-from shardline.tables import attempts
 
 MAX_BATCH = 256
-MAX_HISTORY = 10
 
 Decode = Callable[[str, Sequence[int]], str]
 """Model and token ids → text."""
@@ -41,15 +40,6 @@ WHERE id = ANY(ARRAY(SELECT id FROM over)) AND state = 'queued'
 ORDER BY id FOR UPDATE SKIP LOCKED
 """)
 
-# In a statement of its own: it must see the tokens that the last holder committed before we got the lock.
-CONTENTS = text("""
-SELECT jobs.id, jobs.fence, model, crashes, max_crashes, coalesce(cardinality(prompt_ids), 0) AS num_prompt,
-    cancel_requested_at IS NOT NULL AS is_cancelled, coalesce(deadline_at <= now(), false) AS is_expired,
-    coalesce(tokens, '{}') AS tokens, logprobs, coalesce(cardinality(tokens) > num_resumed, false) AS has_progress
-FROM jobs LEFT JOIN attempts ON attempts.job_id = jobs.id AND attempts.fence = jobs.fence
-WHERE jobs.id = ANY(CAST(:ids AS uuid[]))
-""")
-
 COUNTS = text(
     "SELECT model, state, count(*) AS number FROM jobs WHERE state IN ('queued', 'running') GROUP BY model, state"
 )
@@ -64,25 +54,13 @@ def sweep_waiting(connection: Connection, decode: Decode, *, max_batch: int = MA
 def sweep_leases(
     connection: Connection, decode: Decode, *, lease_s: float, max_batch: int = MAX_BATCH
 ) -> dict[UUID, str]:
-    """Move running jobs whose lease expired: stopped as asked, else requeued, or `failed` once their crashes reach
-    max_crashes. Only an attempt that saved no token of its own counts as a crash. Returns the state of those that
-    ended, and `lost` or `crashed` for those that were requeued."""
-    ends: list[End] = []
-    lost: list[Key] = []
-    crashed: list[Key] = []
-    for row in _locked(connection, LOCK_EXPIRED, lease_s=lease_s, max_batch=max_batch):
-        if row.is_cancelled or row.is_expired:
-            ends.append(_stopped(row, decode))
-        elif row.has_progress:
-            lost.append((row.id, row.fence))
-        elif row.crashes + 1 < row.max_crashes:
-            crashed.append((row.id, row.fence))
-        else:
-            ends.append(_dead_letter(connection, row))
+    """Move running jobs whose lease expired: stopped as asked, else as `crashes.judge` says. Returns the state of
+    those that ended, and `lost` or `crashed` for those that were requeued."""
+    rows = list(_locked(connection, LOCK_EXPIRED, lease_s=lease_s, max_batch=max_batch))
+    over = [_stopped(row, decode) for row in rows if _is_over(row)]
     return {
-        **dict.fromkeys(requeue(connection, lost, outcome="lost"), "lost"),
-        **dict.fromkeys(requeue(connection, crashed, outcome="crashed", crashes=1), "crashed"),
-        **end_from(connection, ends, held=JobState.RUNNING),
+        **crashes.judge(connection, [row for row in rows if not _is_over(row)]),
+        **end_from(connection, over, held=JobState.RUNNING),
     }
 
 
@@ -92,8 +70,11 @@ def counts(connection: Connection) -> dict[tuple[str, str], int]:
 
 
 def _locked(connection: Connection, lock: Any, **values: Any) -> Iterable[Row[Any]]:
-    ids = list(connection.scalars(lock, values))
-    return connection.execute(CONTENTS, {"ids": ids}) if ids else ()
+    return crashes.contents(connection, list(connection.scalars(lock, values)))
+
+
+def _is_over(row: Row[Any]) -> bool:
+    return bool(row.is_cancelled or row.is_expired)
 
 
 def _stopped(row: Row[Any], decode: Decode) -> End:
@@ -117,21 +98,3 @@ def _partial(row: Row[Any], reason: FinishReason, decode: Decode) -> Result:
         logprobs=load_logprobs(row.logprobs),
         provenance={"ended_by": "relay"},
     )
-
-
-def _dead_letter(connection: Connection, row: Row[Any]) -> End:
-    num_crashes = row.crashes + 1
-    error = {
-        "code": "crashed",
-        "problem": f"{num_crashes} attempts ended without a token: the worker died or hung each time",
-        "remedy": "Look at the workers' logs of these times; send the request again as a new job when it is solved",
-        "crashes": num_crashes,
-        "attempts": _history(connection, row.id),
-    }
-    return End(job_id=row.id, fence=row.fence, state=JobState.FAILED, error=error)
-
-
-def _history(connection: Connection, job_id: UUID) -> list[dict[str, Any]]:
-    columns = [attempts.c[name] for name in ("fence", "pipeline", "worker", "outcome", "started_at", "heartbeat_at")]
-    newest = select(*columns).where(attempts.c.job_id == job_id).order_by(attempts.c.fence.desc()).limit(MAX_HISTORY)
-    return [dict(row) for row in connection.execute(newest).mappings()]

@@ -1,0 +1,52 @@
+"""What our Celery workers do when Redis ends, is full or refuses: they stay, and connect again. Imports Celery, so only
+workers import it.
+
+Messages that were not acknowledged are no loss: relays send again what no head has claimed, a claim drops what comes
+twice, and what a relay had taken comes back after its visibility timeout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+from celery import bootsteps
+from celery.worker import state
+from redis.exceptions import ResponseError
+
+
+class Reconnecting(bootsteps.StartStopStep):
+    """A step of Celery's consumer: runs at every connect and disconnect, in Celery's thread."""
+
+    requires = ("celery.worker.consumer:Tasks",)
+
+    def __init__(self, c: Any, **options: Any) -> None:
+        """A server that is full, read-only or cannot save answers with an error: to Celery (5.7) that is a bug of
+        ours, which ends the worker, and with it a stage's weights and batch."""
+        super().__init__(c, **options)
+        c.connection_errors = (*c.connection_errors, ResponseError)
+
+    def start(self, c: Any) -> None:
+        """kombu (5.7) puts unacknowledged messages back when a channel closes, and Celery acknowledges some of them
+        later still: without a connection both fail with an AttributeError, which ends the worker."""
+        channel = c.task_consumer.channel
+        channel.basic_ack = _while_connected(channel, channel.basic_ack)
+        channel.basic_reject = _while_connected(channel, channel.basic_reject)
+        channel.qos.restore_unacked_once = _while_connected(channel, channel.qos.restore_unacked_once)
+
+    def stop(self, c: Any) -> None:  # noqa: ARG002 (the step's signature)
+        """An acknowledgement would go to the channel that brought the message: it is gone."""
+        for request in list(state.requests.values()):
+            request.acknowledged = True
+
+
+def _while_connected(channel: Any, method: Callable[..., None]) -> Callable[..., None]:
+    """The method, or nothing once the channel has lost its connection."""
+
+    @wraps(method)
+    def guarded(*arguments: Any, **options: Any) -> None:
+        if channel.connection is not None and channel.connection.client is not None:
+            method(*arguments, **options)
+
+    return guarded

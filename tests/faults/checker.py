@@ -1,0 +1,196 @@
+"""The independent judge: plain SQL, what readers saw, and the undisturbed run's tokens. Knows nothing of the product's
+code, only its tables.
+
+I1 every accepted job ends in one state that it may end in; I2 one result, equal to the undisturbed run's; I3 nothing
+was written by a stale fence; I8 nothing is stuck; I9 what was streamed is never retracted, without gap or repeat.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+from uuid import UUID
+
+import psycopg
+from psycopg.rows import dict_row
+
+from tests.faults.journal import Asked, Watched
+
+TERMINAL = frozenset({"succeeded", "failed", "cancelled", "expired"})
+PARTIAL = frozenset({"cancelled", "expired"})
+
+JOBS = """
+SELECT jobs.id, state, jobs.fence, error, results.token_ids, results.fence AS result_fence, results.exact
+FROM jobs LEFT JOIN results ON results.job_id = jobs.id WHERE jobs.id = ANY(%s)
+"""
+TWICE = """
+SELECT job_id, 'result rows' AS what, count(*) AS num FROM results WHERE job_id = ANY(%(ids)s)
+    GROUP BY job_id HAVING count(*) > 1
+UNION ALL
+SELECT job_id, 'attempts that ended it', count(*) FROM attempts
+    WHERE job_id = ANY(%(ids)s) AND outcome IN ('succeeded', 'failed', 'cancelled', 'expired')
+    GROUP BY job_id HAVING count(*) > 1
+"""
+STRANGERS = "SELECT id FROM jobs WHERE prompt LIKE 'sort: %%, 7, 30, 12 =' AND NOT id = ANY(%s)"
+ATTEMPTS = """
+SELECT attempts.job_id, attempts.fence, outcome, tokens, num_resumed, jobs.state, jobs.fence AS last_fence,
+    attempts.ended_at < attempts.heartbeat_at AS beats_after_its_end,
+    lead(num_resumed) OVER (PARTITION BY attempts.job_id ORDER BY attempts.fence) AS next_resumed
+FROM attempts JOIN jobs ON jobs.id = attempts.job_id WHERE jobs.id = ANY(%s) ORDER BY attempts.job_id, attempts.fence
+"""
+
+Row = Mapping[str, Any]
+Tokens = Sequence[Sequence[int]]
+"""Of each request of the set, undisturbed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One violation."""
+
+    invariant: str
+    count: str
+    """The field of chaos.json that it raises."""
+    what: str
+    job_id: UUID | None = None
+
+    def __str__(self) -> str:
+        return f"{self.invariant} {self.count}: {self.what}" + (f" (job {self.job_id})" if self.job_id else "")
+
+
+def judge(database_url: str, asked: Sequence[Asked], watched: Sequence[Watched], expected: Tokens) -> list[Finding]:
+    """All violations that rows and streams show."""
+    ids = [each.id for each in asked]
+    with psycopg.connect(database_url, row_factory=dict_row) as connection:
+        rows = {row["id"]: row for row in connection.execute(JOBS, (ids,))}
+        attempts = connection.execute(ATTEMPTS, (ids,)).fetchall()
+        twice = connection.execute(TWICE, {"ids": ids}).fetchall()
+        strangers = connection.execute(STRANGERS, (ids,)).fetchall()
+    numbers = {each.id: expected[each.number] for each in asked}
+    return [
+        *lost(asked, rows),
+        *duplicated(twice, strangers),
+        *changed(rows, attempts, numbers),
+        *stale(rows, attempts),
+        *retracted(watched, rows, numbers),
+    ]
+
+
+def lost(asked: Sequence[Asked], rows: Mapping[UUID, Row]) -> list[Finding]:
+    """I1, I8: an accepted job that is not there, has not ended, or ended in a state that nothing explains."""
+    found = []
+    for each in asked:
+        row = rows.get(each.id)
+        if row is None:
+            what = f"{each.door} promised it, and there is no row" if each.promised else f"no row through {each.door}"
+        elif row["state"] not in TERMINAL:
+            what = f"it is still {row['state']}"
+        elif row["state"] not in each.ends:
+            what = f"it ended {row['state']}: {row['error']}"
+        elif row["state"] == "succeeded" and row["token_ids"] is None:
+            what = "it succeeded without a result"
+        else:
+            continue
+        found.append(Finding(invariant="I1", count="lost", what=what, job_id=each.id))
+    return found
+
+
+def duplicated(twice: Sequence[Row], strangers: Sequence[Row]) -> list[Finding]:
+    """I2: two results, two ends, or a job that nobody asked for."""
+    return [
+        *(
+            Finding(invariant="I2", count="duplicated", what=f"{row['num']} {row['what']}", job_id=row["job_id"])
+            for row in twice
+        ),
+        *(
+            Finding(invariant="I2", count="duplicated", what="nobody asked for it", job_id=row["id"])
+            for row in strangers
+        ),
+    ]
+
+
+def changed(rows: Mapping[UUID, Row], attempts: Sequence[Row], numbers: Mapping[UUID, Sequence[int]]) -> list[Finding]:
+    """I2: tokens that the undisturbed run does not have, in results or checkpoints."""
+    found = []
+    for job_id, row in rows.items():
+        if row["token_ids"] is None:
+            continue
+        wanted, got = list(numbers[job_id]), row["token_ids"]
+        if row["state"] in PARTIAL:
+            wanted = wanted[: len(got)]
+        if got != wanted:
+            what = f"tokens differ from place {first_difference(got, wanted)} (exact: {row['exact']})"
+            found.append(Finding(invariant="I2", count="token_mismatches", what=what, job_id=job_id))
+    for attempt in attempts:
+        wanted = list(numbers[attempt["job_id"]])
+        if attempt["tokens"] != wanted[: len(attempt["tokens"])]:
+            place = first_difference(attempt["tokens"], wanted)
+            what = f"the checkpoint of fence {attempt['fence']} differs from place {place}"
+            found.append(Finding(invariant="I2", count="token_mismatches", what=what, job_id=attempt["job_id"]))
+    return found
+
+
+def stale(rows: Mapping[UUID, Row], attempts: Sequence[Row]) -> list[Finding]:
+    """I3: what only a holder without the newest fence can have written."""
+    found = []
+    for job_id, row in rows.items():
+        if row["result_fence"] not in (None, row["fence"]):
+            what = f"the result has fence {row['result_fence']}, the job {row['fence']}"
+            found.append(Finding(invariant="I3", count="stale_commits", what=what, job_id=job_id))
+    fences: dict[UUID, list[int]] = {job_id: [] for job_id in rows}
+    for attempt in attempts:
+        fences[attempt["job_id"]].append(attempt["fence"])
+        found += [
+            Finding(invariant="I3", count="stale_commits", what=what, job_id=attempt["job_id"])
+            for what in _stale_in(attempt)
+        ]
+    for job_id, row in rows.items():
+        if fences[job_id] != list(range(1, row["fence"] + 1)):
+            what = f"the job has fence {row['fence']}, its attempts {fences[job_id]}"
+            found.append(Finding(invariant="I3", count="stale_commits", what=what, job_id=job_id))
+    return found
+
+
+def _stale_in(attempt: Row) -> list[str]:
+    fence, outcome = attempt["fence"], attempt["outcome"]
+    found = []
+    if fence < attempt["last_fence"] and (outcome is None or outcome in TERMINAL):
+        found.append(f"fence {fence} of {attempt['last_fence']} has outcome {outcome}")
+    if fence == attempt["last_fence"] and outcome in TERMINAL and outcome != attempt["state"]:
+        found.append(f"its last attempt is {outcome}, the job is {attempt['state']}")
+    if fence == attempt["last_fence"] and outcome is None and attempt["state"] in TERMINAL:
+        found.append(f"the job is {attempt['state']}, its last attempt has no outcome")
+    if attempt["beats_after_its_end"]:
+        found.append(f"fence {fence} wrote a heartbeat after its end")
+    if attempt["next_resumed"] not in (None, len(attempt["tokens"])):
+        found.append(
+            f"fence {fence} has {len(attempt['tokens'])} tokens, the next one resumed from {attempt['next_resumed']}"
+        )
+    return found
+
+
+def retracted(
+    watched: Sequence[Watched], rows: Mapping[UUID, Row], numbers: Mapping[UUID, Sequence[int]]
+) -> list[Finding]:
+    """I9: a stream that skipped, repeated, or said something else than the result."""
+    found = []
+    for reader in watched:
+        row, wanted = rows.get(reader.job_id), list(numbers[reader.job_id])
+        whats = list(reader.gaps)
+        if reader.tokens != wanted[: len(reader.tokens)]:
+            whats.append(f"streamed tokens differ from place {first_difference(reader.tokens, wanted)}")
+        if row is not None and reader.end_state == "succeeded" and reader.tokens != row["token_ids"]:
+            whats.append(f"{len(reader.tokens)} tokens were streamed, the result has {len(row['token_ids'] or ())}")
+        if row is not None and reader.end_state is not None and reader.end_state != row["state"]:
+            whats.append(f"the stream ended {reader.end_state}, the job is {row['state']}")
+        if row is not None and reader.end_state is not None and reader.end_tokens != row["token_ids"]:
+            whats.append("the result that was streamed is not the one that is stored")
+        found += [Finding(invariant="I9", count="retracted", what=what, job_id=reader.job_id) for what in whats]
+    return found
+
+
+def first_difference(some: Sequence[int], others: Sequence[int]) -> int:
+    """The first place at which they differ, or the length of the shorter."""
+    pairs = enumerate(zip(some, others, strict=False))
+    return next((place for place, (one, other) in pairs if one != other), min(len(some), len(others)))

@@ -1,0 +1,60 @@
+"""What a fault is. Knows no particular one."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from tests.faults.world import World
+
+
+class Fault(Protocol):
+    """One way to hurt a stack."""
+
+    @property
+    def kind(self) -> str:
+        """Its name in chaos.json."""
+
+    @property
+    def is_kill(self) -> bool:
+        """Whether a process dies of it."""
+
+    def missing(self, world: World) -> str | None:
+        """Why this machine or this stack cannot inject it; None if it can."""
+
+    def strike(self, world: World, rng: random.Random) -> None:
+        """Inject and undo; bounded in time; raises if it could not inject."""
+
+
+class NotInjected(Exception):
+    """The fault could not be injected: it must not be counted."""
+
+
+def anywhere(world: World) -> None:
+    """Most faults can be injected wherever the stack runs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Simple:
+    """A fault made of functions."""
+
+    kind: str
+    inject: Callable[[World, random.Random], None]
+    is_kill: bool = False
+    why_not: Callable[[World], str | None] = anywhere
+
+    def missing(self, world: World) -> str | None:
+        """As the function says."""
+        return self.why_not(world)
+
+    def strike(self, world: World, rng: random.Random) -> None:
+        """As the function does."""
+        self.inject(world, rng)
+
+
+def hold(duration_s: float) -> None:
+    """The time for which a fault lasts."""
+    threading.Event().wait(duration_s)

@@ -1,0 +1,112 @@
+"""What was asked, what was promised, and what readers saw: the harness's own memory. Knows no server."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from uuid import UUID
+
+SUCCEEDED = frozenset({"succeeded"})
+
+
+@dataclass(slots=True, kw_only=True)
+class Asked:
+    """One job that somebody asked for."""
+
+    id: UUID
+    number: int
+    """Which request of the fixed set."""
+    door: str
+    ends: frozenset[str] = SUCCEEDED
+    """States in which it may end."""
+    promised: bool = False
+    """The door has said that it is accepted."""
+    asked_s: float = field(default_factory=time.monotonic)
+    """When it was sent last."""
+    has_row: bool = False
+    ended_at_s: float | None = None
+    """By Postgres's clock."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Watched:
+    """What one reader of one job's events saw, over all its connections."""
+
+    job_id: UUID
+    tokens: list[int] = field(default_factory=list)
+    gaps: list[str] = field(default_factory=list)
+    """Events that did not go on where the one before ended."""
+    end_state: str | None = None
+    end_tokens: list[int] | None = None
+    num_joins: int = 0
+
+
+class Journal:
+    """Written by the load's threads, read by the checker."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._asked: dict[UUID, Asked] = {}
+        self._watched: list[Watched] = []
+
+    def ask(self, asked: Asked) -> Asked:
+        """Before a request leaves: also what is lost on its way is remembered."""
+        with self._changed:
+            self._asked[asked.id] = asked
+        return asked
+
+    def watch(self, job_id: UUID) -> Watched:
+        """A new reader."""
+        watched = Watched(job_id=job_id)
+        with self._changed:
+            self._watched.append(watched)
+        return watched
+
+    def has_rows(self, ids: Collection[UUID]) -> None:
+        """These are committed."""
+        with self._changed:
+            for job_id in ids:
+                self._asked[job_id].has_row = True
+
+    def ended(self, ends: Collection[tuple[UUID, float]]) -> None:
+        """These have ended, at this time of Postgres's clock (seconds since 1970)."""
+        with self._changed:
+            for job_id, ended_at_s in ends:
+                self._asked[job_id].ended_at_s = ended_at_s
+            self._changed.notify_all()
+
+    def open(self, door: str | None = None) -> list[Asked]:
+        """Those that have not ended, as far as anybody has looked."""
+        with self._changed:
+            return [each for each in self._asked.values() if each.ended_at_s is None and door in (None, each.door)]
+
+    def everything(self) -> list[Asked]:
+        """All that was ever asked."""
+        with self._changed:
+            return list(self._asked.values())
+
+    def readers(self) -> list[Watched]:
+        """All that was ever watched."""
+        with self._changed:
+            return list(self._watched)
+
+    def wait_for_end(self, since_s: float, timeout_s: float) -> float | None:
+        """When the first job ended after `since_s` (seconds since 1970); None if none does within `timeout_s`."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._first_end(since_s) is not None, timeout_s)
+            return self._first_end(since_s)
+
+    def wait_until_quiet(self, timeout_s: float) -> bool:
+        """Whether everything ends within `timeout_s`."""
+        with self._changed:
+            return self._changed.wait_for(
+                lambda: all(each.ended_at_s is not None for each in self._asked.values()), timeout_s
+            )
+
+    def _first_end(self, since_s: float) -> float | None:
+        return min(
+            (each.ended_at_s for each in self._asked.values() if each.ended_at_s and each.ended_at_s > since_s),
+            default=None,
+        )

@@ -1,0 +1,116 @@
+"""Redis that hangs, forgets, refuses and dies. It is the bell: none of this may cost a job."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+
+from tests.faults.fault import Fault, Simple, hold
+from tests.faults.world import World
+
+LEASES = (0.5, 1.5, 5.0)
+FULL_BYTES = 1 << 20
+BUSY_ROUNDS = 80_000_000
+BUSY_LOOP = "local sum = 0; for round = 1, tonumber(ARGV[1]) do sum = sum + round % 7 end; return sum"
+
+
+@contextmanager
+def client(world: World) -> Iterator[redis.Redis]:
+    """Past every proxy; no answer is waited for longer than a fault may last."""
+    with redis.Redis.from_url(world.redis_url, socket_timeout=60, retry=Retry(NoBackoff(), 0)) as connection:
+        yield connection
+
+
+def cut(world: World, rng: random.Random) -> None:
+    """CLIENT KILL: every connection at once."""
+    with client(world) as connection:
+        for kind in ("normal", "pubsub"):
+            connection.execute_command("CLIENT", "KILL", "TYPE", kind, "SKIPME", "yes")
+
+
+def no_debug(world: World) -> str | None:
+    """Servers refuse DEBUG unless their configuration allows it."""
+    try:
+        with client(world) as connection:
+            connection.execute_command("DEBUG", "SLEEP", "0")
+    except redis.ResponseError as error:
+        return f"the server refuses DEBUG: {error}"
+    return None
+
+
+def sleeping(world: World, rng: random.Random) -> None:
+    """DEBUG SLEEP: the server's only thread sleeps."""
+    with client(world) as connection:
+        connection.execute_command("DEBUG", "SLEEP", str(1.5 * world.times.lease_s))
+
+
+def busy(world: World, rng: random.Random) -> None:
+    """A script that keeps the server busy."""
+    with client(world) as connection:
+        connection.eval(BUSY_LOOP, 0, str(BUSY_ROUNDS))
+
+
+def pausing(leases: float) -> Callable[[World, random.Random], None]:
+    """SIGSTOP, then SIGCONT."""
+
+    def pause(world: World, rng: random.Random) -> None:
+        world.redis.pause()
+        hold(leases * world.times.lease_s)
+        world.redis.resume()
+
+    return pause
+
+
+def die_empty(world: World, rng: random.Random) -> None:
+    """SIGKILL; it comes back without anything."""
+    world.redis.restart()
+
+
+def stay_away(world: World, rng: random.Random) -> None:
+    """SIGKILL; it comes back, empty, only after some leases."""
+    world.redis.kill()
+    hold(1.5 * world.times.lease_s)
+    world.redis.start()
+
+
+def die_with_data(world: World, rng: random.Random) -> None:
+    """SIGKILL after a snapshot, which it reads when it comes back: old messages return."""
+    with client(world) as connection:
+        connection.save()
+    world.redis.restart()
+    (Path(world.redis.home) / "redis" / "dump.rdb").unlink(missing_ok=True)
+
+
+def flush(world: World, rng: random.Random) -> None:
+    """FLUSHALL."""
+    with client(world) as connection:
+        connection.flushall()
+
+
+def full(world: World, rng: random.Random) -> None:
+    """Maxmemory is reached: writes are refused, reads are answered."""
+    with client(world) as connection:
+        connection.config_set("maxmemory", FULL_BYTES)
+        try:
+            hold(1.5 * world.times.lease_s)
+        finally:
+            connection.config_set("maxmemory", 0)
+
+
+FAULTS: tuple[Fault, ...] = (
+    Simple(kind="redis: client kill", inject=cut),
+    Simple(kind="redis: debug sleep", inject=sleeping, why_not=no_debug),
+    Simple(kind="redis: busy script", inject=busy),
+    *(Simple(kind=f"redis: pause {leases:g} leases", inject=pausing(leases)) for leases in LEASES),
+    Simple(kind="redis: kill and come back empty", inject=die_empty, is_kill=True),
+    Simple(kind="redis: kill and stay away 1.5 leases", inject=stay_away, is_kill=True),
+    Simple(kind="redis: kill and come back with old data", inject=die_with_data, is_kill=True),
+    Simple(kind="redis: flushall", inject=flush),
+    Simple(kind="redis: maxmemory reached", inject=full),
+)

@@ -1,0 +1,96 @@
+"""SIGTERM of each service under load: nothing is lost, no lease is left to expire, every caller gets its answer."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from uuid import UUID, uuid4
+
+import httpx
+import psutil
+import pytest
+
+from services.standalone.processes import wait_until_gone
+from shardline.config import Times
+from tests.faults.small_stack import TIME_SCALE, Hurt, Producer, request, small_stack, tokens_of
+from tests.stack import until
+
+NUM_JOBS = 24
+MAX_TOKENS = 450
+DRAIN_S = Times().scaled(float(TIME_SCALE)).drain_s
+
+RUNNING = "SELECT count(*) FROM jobs WHERE id = ANY(:ids) AND state = 'running'"
+EXPIRED_LEASES = "SELECT count(*) FROM attempts WHERE job_id = ANY(:ids) AND outcome IN ('lost', 'crashed')"
+
+
+@pytest.fixture(scope="module")
+def hurt() -> Iterator[Hurt]:
+    with small_stack() as hurt:
+        yield hurt
+
+
+@pytest.fixture(scope="module")
+def undisturbed(hurt: Hurt) -> list[tuple[int, ...]]:
+    return hurt.undisturbed(MAX_TOKENS)
+
+
+def terminate(hurt: Hurt, name: str) -> None:
+    """SIGTERM, as Compose and the supervisor send it; the process must end by itself, in time."""
+    process = psutil.Process(hurt.pid(name))
+    os.kill(process.pid, signal.SIGTERM)
+    assert wait_until_gone(process, timeout_s=2 * DRAIN_S + 10), f"{name} does not end"
+    assert hurt.pid(name) != process.pid
+
+
+@pytest.mark.parametrize("name", ["stage-0", "stage-1", "relay", "gateway"])
+def test_given_jobs_from_all_doors_when_a_service_is_told_to_stop_then_all_succeed_and_no_lease_expires(
+    name: str, hurt: Hurt, undisturbed: list[tuple[int, ...]]
+) -> None:
+    with closing(Producer(hurt.urls, MAX_TOKENS)) as producer:
+        ids = [producer.ask() for _ in range(NUM_JOBS)]
+        until(lambda: hurt.count(RUNNING, ids) > 0)
+        terminate(hurt, name)
+        jobs = producer.ended()
+        expected = {job_id: undisturbed[number] for job_id, number in producer.asked.items()}
+    assert {job_id: tokens_of(job) for job_id, job in jobs.items()} == expected
+    assert {job.crashes for job in jobs.values()} == {0}
+    assert hurt.count(EXPIRED_LEASES, ids) == 0
+
+
+def test_given_more_work_than_the_drain_time_holds_when_a_head_stops_then_it_gives_its_leases_back(
+    hurt: Hurt, undisturbed: list[tuple[int, ...]]
+) -> None:
+    numbers = range(len(undisturbed) * 40)
+    with hurt.client() as client:
+        ids = client.submit_many([request(number, MAX_TOKENS) for number in numbers])
+        until(lambda: hurt.count(RUNNING, ids) > NUM_JOBS)
+        terminate(hurt, "stage-0")
+        jobs = client.wait(ids, timeout_s=240)
+    assert [tokens_of(job) for job in jobs] == [undisturbed[number % len(undisturbed)] for number in numbers]
+    assert hurt.count(EXPIRED_LEASES, ids) == 0
+
+
+def test_given_callers_on_the_line_when_a_gateway_is_told_to_stop_then_each_gets_its_answer(
+    hurt: Hurt, undisturbed: list[tuple[int, ...]]
+) -> None:
+    url = f"{hurt.urls['gateway']}/v1/completions"
+    ids = [uuid4() for _ in undisturbed]
+
+    def complete(number: int) -> httpx.Response:
+        return httpx.post(url, json={**request(number, MAX_TOKENS), "id": str(ids[number])}, timeout=60)
+
+    with ThreadPoolExecutor(len(ids)) as callers:
+        answers = [callers.submit(complete, number) for number in range(len(ids))]
+        until(lambda: accepted(hurt, ids) == len(ids))
+        terminate(hurt, "gateway")
+    assert [answer.result().status_code for answer in answers] == [200] * len(ids)
+    with hurt.client() as client:
+        assert [tokens_of(job) for job in client.get_many(ids)] == undisturbed
+
+
+def accepted(hurt: Hurt, ids: list[UUID]) -> int:
+    """Rows that are there."""
+    return hurt.count("SELECT count(*) FROM jobs WHERE id = ANY(:ids)", ids)

@@ -1,0 +1,103 @@
+"""The harness's own parts that need no stack: how faults are drawn, what a reader keeps, what a report says."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import threading
+from uuid import uuid4
+
+import pytest
+
+from tests.faults.catalogue import GROUPS, chosen, drawn
+from tests.faults.checker import Finding
+from tests.faults.journal import Asked, Journal, Watched
+from tests.faults.reader import events, note
+from tests.faults.report import Report, Struck
+from tests.faults.requests import NUM_REQUESTS, request
+
+
+def kinds(seed: int, num: int) -> list[str]:
+    """The first faults that this seed draws."""
+    return [fault.kind for fault in itertools.islice(drawn(chosen("all"), random.Random(seed)), num)]
+
+
+def test_given_a_seed_when_faults_are_drawn_then_the_same_seed_draws_the_same() -> None:
+    assert kinds(1, 100) == kinds(1, 100)
+    assert kinds(1, 100) != kinds(2, 100)
+
+
+def test_given_many_draws_when_counted_then_every_kind_comes_and_a_third_are_kills() -> None:
+    faults = {fault.kind: fault for fault in chosen("all")}
+    drawn_kinds = kinds(3, 3 * len(faults))
+    assert set(drawn_kinds) == set(faults)
+    assert sum(faults[kind].is_kill for kind in drawn_kinds) > len(drawn_kinds) / 3
+
+
+def test_given_all_groups_when_named_then_no_two_faults_share_a_kind() -> None:
+    assert len(chosen("all")) == sum(len(faults) for faults in GROUPS.values())
+
+
+def test_given_a_whole_kind_when_chosen_then_longer_kinds_are_not() -> None:
+    assert [fault.kind for fault in chosen("kill head")] == ["kill head"]
+    assert len(chosen("kill head at")) > 1
+
+
+def test_given_a_name_of_nothing_when_chosen_then_the_error_says_what_there_is() -> None:
+    with pytest.raises(ValueError, match=r"earthquake.*redis"):
+        chosen("earthquake")
+
+
+def test_given_the_set_of_requests_when_compared_then_no_two_are_the_same() -> None:
+    prompts = {str(request(number)["prompt"]) for number in range(NUM_REQUESTS)}
+    assert len(prompts) == NUM_REQUESTS
+
+
+def test_given_lines_of_a_stream_when_read_then_tokens_gaps_and_the_end_are_kept() -> None:
+    watched = Watched(job_id=uuid4())
+    lines = [
+        "event: delta",
+        'data: {"start": 0, "token_ids": [1, 2]}',
+        "",
+        "event: delta",
+        'data: {"start": 3, "token_ids": [4]}',
+        "event: end",
+        'data: {"state": "succeeded", "result": {"token_ids": [1, 2, 3, 4]}}',
+    ]
+    for name, document in events(iter(lines)):
+        note(watched, name, document)
+    assert watched.tokens == [1, 2, 4]
+    assert len(watched.gaps) == 1
+    assert (watched.end_state, watched.end_tokens) == ("succeeded", [1, 2, 3, 4])
+
+
+def test_given_an_open_job_when_it_ends_then_a_waiter_hears_when() -> None:
+    journal = Journal()
+    asked = journal.ask(Asked(id=uuid4(), number=0, door="sql"))
+    assert not journal.wait_until_quiet(0)
+    threading.Thread(target=journal.ended, args=([(asked.id, 100.0)],)).start()
+    assert journal.wait_for_end(99.0, 10) == 100.0
+    assert journal.wait_for_end(100.0, 0) is None
+    assert journal.wait_until_quiet(0)
+
+
+def test_given_a_finding_when_reported_then_it_is_counted_and_the_run_does_not_hold() -> None:
+    struck = [Struck(at_s=0, kind="kill head", is_kill=True, took_s=0, recovery_s=1)]
+    calm = Report(
+        seed=1,
+        minutes=1,
+        dtype="float32",
+        stages=2,
+        faults={"kill head": 1},
+        num_faults=1,
+        num_kills=1,
+        not_run={},
+        accepted=1,
+        succeeded=1,
+        failed_expected=0,
+        struck=struck,
+    )
+    assert calm.with_findings([]).holds
+    hurt = calm.with_findings([Finding(invariant="I1", count="lost", what="no row")])
+    assert hurt.lost == 1
+    assert not hurt.holds

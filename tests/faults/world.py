@@ -1,0 +1,161 @@
+"""The stack under test as a fault sees it, on servers that the harness runs itself. Knows no fault and no invariant."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+from services.standalone.home import SUPERVISOR
+from services.standalone.ports import LOOPBACK
+from services.standalone.processes import is_alive
+from services.standalone.servers import FAST, Postgres, Valkey
+from shardline.config import Times
+from tests.faults.journal import Journal
+from tests.faults.proxy import Proxy
+from tests.stack import REPOSITORY, Stack, until
+
+TIME_SCALE = 0.25
+DEBUG = {"enable-debug-command": "local"}
+PLAIN = "?sslmode=disable&gssencmode=disable"
+LOGS_KEPT = REPOSITORY / ".local" / "chaos-logs"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What stack to hurt, and for how long."""
+
+    seed: int
+    minutes: float
+    faults: str = "all"
+    dtype: str = "float32"
+    stages: int = 2
+
+
+@dataclass(kw_only=True)
+class World:
+    """Faults strike in the main thread: servers that they restart are tied to it."""
+
+    stack: Stack
+    postgres: Postgres
+    redis: Valkey
+    redis_proxy: Proxy
+    database_proxy: Proxy
+    times: Times
+    failpoints: Path
+    num_stages: int
+    journal: Journal = field(default_factory=Journal)
+    start_s: float = 0.0
+    """How long the stack took to get ready."""
+
+    @property
+    def urls(self) -> Mapping[str, str]:
+        """Where producers reach the stack."""
+        urls: Mapping[str, str] = self.stack.look()["urls"]
+        return urls
+
+    @property
+    def database_url(self) -> str:
+        """For the harness itself: past every proxy."""
+        return self.postgres.url()
+
+    @property
+    def redis_url(self) -> str:
+        """For the harness itself: past every proxy."""
+        return self.redis.url
+
+    def pids(self) -> dict[str, int]:
+        """Of up.json, those that live."""
+        pids: Mapping[str, int] = self.stack.look()["processes"]
+        return {name: pid for name, pid in pids.items() if is_running(pid)}
+
+    def pick(self, rng: random.Random, prefix: str) -> tuple[str, int]:
+        """A living process by the beginning of its name; waits for one that is being restarted."""
+        until(lambda: bool(self._matching(prefix)))
+        return rng.choice(sorted(self._matching(prefix).items()))
+
+    def _matching(self, prefix: str) -> dict[str, int]:
+        return {name: pid for name, pid in self.pids().items() if name.startswith(prefix) and name != SUPERVISOR}
+
+
+def is_running(pid: int) -> bool:
+    """Whether the process lives: neither gone nor a zombie."""
+    try:
+        return is_alive(psutil.Process(pid))
+    except psutil.NoSuchProcess:
+        return False
+
+
+@contextmanager
+def a_world(options: Options) -> Iterator[World]:
+    """A ready stack in a folder of its own; at the end nothing of it is left but its logs."""
+    folder = Path(tempfile.mkdtemp(prefix="shardline-chaos-"))
+    failpoints = folder / "failpoints"
+    failpoints.mkdir()
+    with ExitStack() as ending:
+        ending.callback(_keep_logs, folder)
+        postgres = Postgres(folder / "servers", settings=FAST)
+        ending.callback(postgres.kill)
+        postgres.start()
+        valkey = Valkey(folder / "servers", settings=DEBUG)
+        ending.callback(valkey.kill)
+        valkey.start()
+        database_proxy = _proxy(ending, str(postgres.sockets / ".s.PGSQL.5432"))
+        redis_proxy = _proxy(ending, (LOOPBACK, valkey.port))
+        stack = Stack(
+            folder / "stack",
+            SHARDLINE_DATABASE_URL=f"postgresql://shardline@{LOOPBACK}:{database_proxy.port}/shardline{PLAIN}",
+            SHARDLINE_REDIS_URL=valkey.url.replace(f":{valkey.port}/", f":{redis_proxy.port}/"),
+            SHARDLINE_TIME_SCALE=str(TIME_SCALE),
+            SHARDLINE_DTYPE=options.dtype,
+            SHARDLINE_STAGES=str(options.stages),
+            SHARDLINE_FAILPOINTS=str(failpoints),
+        )
+        (folder / "stack").mkdir()
+        began_s = time.monotonic()
+        ending.callback(stack.end)
+        stack.start()
+        yield World(
+            stack=stack,
+            postgres=postgres,
+            redis=valkey,
+            redis_proxy=redis_proxy,
+            database_proxy=database_proxy,
+            times=Times().scaled(TIME_SCALE),
+            failpoints=failpoints,
+            num_stages=options.stages,
+            start_s=time.monotonic() - began_s,
+        )
+
+
+def _proxy(ending: ExitStack, target: tuple[str, int] | str) -> Proxy:
+    """What every service reaches this server through."""
+    proxy = Proxy(target)
+    proxy.start()
+    ending.callback(proxy.stop)
+    return proxy
+
+
+def _keep_logs(folder: Path) -> None:
+    """The last run's logs are the evidence of what it found."""
+    shutil.rmtree(LOGS_KEPT, ignore_errors=True)
+    for name in ("stack", "servers"):
+        if (folder / name / "logs").exists():
+            shutil.copytree(folder / name / "logs", LOGS_KEPT / name)
+    if (folder / "stack" / "output").exists():
+        shutil.copyfile(folder / "stack" / "output", LOGS_KEPT / "supervisor.log")
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def no_foreign_settings() -> None:
+    """What the caller's shell says of SHARDLINE_* must not reach the stack under test."""
+    for name in [name for name in os.environ if name.startswith("SHARDLINE_")]:
+        del os.environ[name]

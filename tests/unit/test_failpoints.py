@@ -1,0 +1,113 @@
+"""Failpoints: armed by a file, claimed once over all processes, free of charge when off."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from services.stage.engine.roster import Roster
+from services.stage.engine.step import Open, Row, StepPlan
+from shardline import failpoints
+from shardline.failpoints import Failpoints, Point, Struck, failpoint, is_struck
+from shardline.job import SamplingParams
+
+SHARED = Path(__file__).resolve().parents[2] / "shared"
+PASS = "from shardline.failpoints import Point, failpoint; failpoint(Point.MID_DECODE, place=1); print('lives')"
+
+
+def arm(folder: Path, name: str = Point.MID_DECODE, **says: Any) -> Path:
+    path = folder / name
+    path.write_text(json.dumps({"action": "nan", **says}))
+    return path
+
+
+def test_given_no_folder_when_a_point_is_passed_then_nothing_happens() -> None:
+    assert failpoints.ARMED is None
+    failpoint(Point.MID_DECODE, place=0)
+    assert not is_struck(Point.NAN_LOGITS, "nan")
+
+
+def test_given_an_armed_point_when_passed_then_it_strikes_once_and_leaves_a_mark(tmp_path: Path) -> None:
+    path = arm(tmp_path)
+    points = Failpoints(tmp_path)
+    assert [points.take(Point.MID_DECODE, {}), points.take(Point.MID_DECODE, {})] == ["nan", None]
+    assert not path.exists()
+    assert len(list(tmp_path.glob(f"{Point.MID_DECODE}.*.struck"))) == 1
+
+
+@pytest.mark.parametrize(
+    ("when", "strikes"),
+    [({"place": 1}, True), ({"place": 0}, False), ({"seed": 7}, True), ({"seed": 8}, False), ({"door": "sql"}, False)],
+)
+def test_given_conditions_when_facts_differ_then_the_point_stays_armed(
+    when: dict[str, int | str], strikes: bool, tmp_path: Path
+) -> None:
+    path = arm(tmp_path, when=when)
+    action = Failpoints(tmp_path).take(Point.MID_DECODE, {"place": 1, "seed": lambda: {6, 7}})
+    assert (action == "nan", path.exists()) == (strikes, not strikes)
+
+
+def test_given_several_times_when_passed_more_often_then_it_strikes_so_often(tmp_path: Path) -> None:
+    arm(tmp_path, times=3)
+    points = Failpoints(tmp_path)
+    assert [points.take(Point.MID_DECODE, {}) for _ in range(5)] == ["nan", "nan", "nan", None, None]
+
+
+def test_given_no_end_when_passed_then_it_strikes_for_ever(tmp_path: Path) -> None:
+    path = arm(tmp_path, times=None)
+    points = Failpoints(tmp_path)
+    assert [points.take(Point.MID_DECODE, {}) for _ in range(5)] == ["nan"] * 5
+    assert path.exists()
+    assert len(list(tmp_path.glob("*.struck"))) == 5
+
+
+def test_given_many_claimants_when_they_race_then_one_wins(tmp_path: Path) -> None:
+    arm(tmp_path)
+    points = [Failpoints(tmp_path) for _ in range(8)]
+    with ThreadPoolExecutor(8) as threads:
+        actions = list(threads.map(lambda each: each.take(Point.MID_DECODE, {}), points))
+    assert sorted(filter(None, actions)) == ["nan"]
+
+
+def test_given_the_action_raise_when_passed_then_it_raises(tmp_path: Path) -> None:
+    arm(tmp_path, action="raise")
+    with pytest.raises(Struck, match=Point.MID_DECODE):
+        Failpoints(tmp_path).take(Point.MID_DECODE, {})
+
+
+@pytest.mark.parametrize("says", [{"action": "burn"}, {"pause_s": 10_000}, {"times": 0}, {"place": 1}])
+def test_given_a_file_that_says_nonsense_when_passed_then_it_is_refused(says: dict[str, Any], tmp_path: Path) -> None:
+    arm(tmp_path, **says)
+    with pytest.raises(msgspec.ValidationError):
+        Failpoints(tmp_path).take(Point.MID_DECODE, {})
+
+
+@pytest.mark.parametrize(("place", "status"), [(1, -signal.SIGKILL), (2, 0)])
+def test_given_a_folder_in_the_environment_when_a_point_kills_then_the_process_is_gone(
+    place: int, status: int, tmp_path: Path
+) -> None:
+    arm(tmp_path, action="kill", when={"place": place})
+    env = {**os.environ, "PYTHONPATH": str(SHARED), "SHARDLINE_FAILPOINTS": str(tmp_path)}
+    ran = subprocess.run([sys.executable, "-c", PASS], env=env, capture_output=True, text=True, check=False)
+    assert (ran.returncode, ran.stdout) == (status, "lives\n" if status == 0 else "")
+
+
+def test_given_a_plan_when_its_seeds_are_asked_for_then_decodes_and_prompts_are_told_apart() -> None:
+    roster = Roster(num_blocks=8, max_open=8, vocab_size=8)
+    roster.open(opened(1, seed=10))
+    plan = StepPlan(0, (opened(2, seed=20),), (Row(1, 2, 1, (3,), (), True), Row(2, 0, 2, (), (0,), True)), ())
+    assert roster.seeds(plan, decoding=True) == {10}
+    assert roster.seeds(plan, decoding=False) == {20}
+
+
+def opened(seq: int, *, seed: int) -> Open:
+    return Open(seq=seq, ids=(1, 2), num_prompt=2, params=SamplingParams(), seed=seed, num_blocks=1)
