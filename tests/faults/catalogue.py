@@ -13,6 +13,7 @@ from tests.faults import (
     kill_faults,
     link_faults,
     message_faults,
+    network_faults,
     postgres_faults,
     redis_faults,
 )
@@ -26,6 +27,7 @@ GROUPS: Mapping[str, tuple[Fault, ...]] = MappingProxyType(
         "postgres": postgres_faults.FAULTS,
         "link": link_faults.FAULTS,
         "client": client_faults.FAULTS,
+        "network": network_faults.FAULTS,
         "messages": message_faults.FAULTS,
         "deploy": deploy_faults.FAULTS,
     }

@@ -19,6 +19,7 @@ from services.standalone.ports import LOOPBACK
 from services.standalone.processes import is_alive
 from services.standalone.servers import FAST, Postgres, Valkey
 from shardline.config import Times
+from tests.faults.hop_net import HopNet
 from tests.faults.journal import Journal
 from tests.faults.proxy import Proxy
 from tests.stack import REPOSITORY, Stack, until
@@ -49,6 +50,7 @@ class World:
     redis: Valkey
     redis_proxy: Proxy
     database_proxy: Proxy
+    hop_net: HopNet
     times: Times
     failpoints: Path
     num_stages: int
@@ -110,10 +112,14 @@ def a_world(options: Options) -> Iterator[World]:
         valkey.start()
         database_proxy = _proxy(ending, str(postgres.sockets / ".s.PGSQL.5432"))
         redis_proxy = _proxy(ending, (LOOPBACK, valkey.port))
+        hop_net = HopNet()
+        hop_net.start()
+        ending.callback(hop_net.stop)
         stack = Stack(
             folder / "stack",
             SHARDLINE_DATABASE_URL=f"postgresql://shardline@{LOOPBACK}:{database_proxy.port}/shardline{PLAIN}",
             SHARDLINE_REDIS_URL=valkey.url.replace(f":{valkey.port}/", f":{redis_proxy.port}/"),
+            **hop_net.settings,
             SHARDLINE_TIME_SCALE=str(TIME_SCALE),
             SHARDLINE_DTYPE=options.dtype,
             SHARDLINE_STAGES=str(options.stages),
@@ -129,6 +135,7 @@ def a_world(options: Options) -> Iterator[World]:
             redis=valkey,
             redis_proxy=redis_proxy,
             database_proxy=database_proxy,
+            hop_net=hop_net,
             times=Times().scaled(TIME_SCALE),
             failpoints=failpoints,
             num_stages=options.stages,
