@@ -15,7 +15,7 @@ import psutil
 from tests.faults.proxy import Proxy
 
 LISTEN, ADVERTISE = "127.0.0.1", "127.0.0.2"
-NUM_PORTS = 24
+NUM_PORTS = 32
 LOWEST_PORT, HIGHEST_PORT = 10_000, 30_000
 """Below the ports that the kernel gives to callers."""
 TRIES = 50
