@@ -8,6 +8,7 @@ from types import MappingProxyType
 
 from tests.faults import (
     client_faults,
+    clock_faults,
     deploy_faults,
     failpoint_faults,
     kill_faults,
@@ -28,6 +29,7 @@ GROUPS: Mapping[str, tuple[Fault, ...]] = MappingProxyType(
         "link": link_faults.FAULTS,
         "client": client_faults.FAULTS,
         "network": network_faults.FAULTS,
+        "clock": clock_faults.FAULTS,
         "messages": message_faults.FAULTS,
         "deploy": deploy_faults.FAULTS,
     }
