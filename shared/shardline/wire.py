@@ -82,5 +82,5 @@ def _decode(data: bytes, kind: type[Decoded], limit_bytes: int) -> Decoded:
         raise ProtocolError(f"{kind.__name__} of {len(data)} bytes is over the limit of {limit_bytes}")
     try:
         return msgspec.json.decode(data, type=kind)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ProtocolError(f"not a {kind.__name__}: {error}") from error

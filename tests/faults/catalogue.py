@@ -8,11 +8,13 @@ from types import MappingProxyType
 
 from tests.faults import (
     client_faults,
+    clock_faults,
     deploy_faults,
     failpoint_faults,
     kill_faults,
     link_faults,
     message_faults,
+    network_faults,
     postgres_faults,
     redis_faults,
 )
@@ -26,6 +28,8 @@ GROUPS: Mapping[str, tuple[Fault, ...]] = MappingProxyType(
         "postgres": postgres_faults.FAULTS,
         "link": link_faults.FAULTS,
         "client": client_faults.FAULTS,
+        "network": network_faults.FAULTS,
+        "clock": clock_faults.FAULTS,
         "messages": message_faults.FAULTS,
         "deploy": deploy_faults.FAULTS,
     }

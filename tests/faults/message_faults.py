@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from uuid import UUID, uuid4
 
+import msgspec
 import psycopg
+import redis
 from celery import Celery
 
 from shardline.config import Settings
 from shardline.queues import GENERATE_TASK, celery_settings, generate_queue
-from tests.faults.fault import Fault, Simple
+from tests.faults.fault import Fault, Simple, hold
+from tests.faults.redis_faults import client
 from tests.faults.requests import MODEL
 from tests.faults.world import World
 
 OPEN = "SELECT id FROM jobs WHERE state IN ('queued', 'running')"
 ENDED = "SELECT id FROM jobs WHERE finished_at IS NOT NULL ORDER BY random() LIMIT 50"
+
+AGE_LEASES = 2.0
+KEPT_MAX = 500
 
 
 def duplicate(world: World, rng: random.Random) -> None:
@@ -34,6 +41,37 @@ def old(world: World, rng: random.Random) -> None:
 def for_nobody(world: World, rng: random.Random) -> None:
     """Messages of jobs that never were."""
     _send(world, [uuid4() for _ in range(20)])
+
+
+@dataclass(slots=True)
+class Late:
+    """What the broker held once, byte for byte with its tags and headers, comes again when its jobs have long ended."""
+
+    _kept: list[bytes | str] = field(default_factory=list)
+
+    def inject(self, world: World, rng: random.Random) -> None:
+        """Everything that was ever kept, in any order; what is there now is kept for the next time."""
+        with client(world) as connection:
+            if not self._kept:
+                self._kept += _held(connection)
+                hold(AGE_LEASES * world.times.lease_s)
+            late = rng.sample(self._kept, len(self._kept))
+            if late:
+                connection.lpush(generate_queue(MODEL), *late)
+            self._kept = (self._kept + _held(connection))[:KEPT_MAX]
+
+
+def _held(connection: redis.Redis) -> list[bytes | str]:
+    """Messages that wait, and those that heads have taken: kombu keeps each as [message, exchange, key]."""
+    waiting = [
+        message
+        for key in connection.scan_iter(f"{generate_queue(MODEL)}*", _type="list")
+        for message in connection.lrange(key, 0, -1)
+    ]
+    taken: list[bytes | str] = [
+        msgspec.json.encode(msgspec.json.decode(value)[0]) for value in connection.hvals("unacked")
+    ]
+    return [*waiting, *taken]
 
 
 def _ids(world: World, query: str) -> list[UUID]:
@@ -59,5 +97,6 @@ def _send(world: World, ids: Sequence[UUID]) -> None:
 FAULTS: tuple[Fault, ...] = (
     Simple(kind="messages: duplicate and reordered", inject=duplicate),
     Simple(kind="messages: of ended jobs", inject=old),
+    Simple(kind="messages: minutes old", inject=Late().inject),
     Simple(kind="messages: of no job", inject=for_nobody),
 )

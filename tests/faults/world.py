@@ -16,9 +16,13 @@ import psutil
 
 from services.standalone.home import SUPERVISOR
 from services.standalone.ports import LOOPBACK
+from services.standalone.preload import preload
 from services.standalone.processes import is_alive
 from services.standalone.servers import FAST, Postgres, Valkey
+from services.standalone.settings import StandaloneSettings
 from shardline.config import Times
+from tests.faults.clock import Clock
+from tests.faults.hop_net import HopNet
 from tests.faults.journal import Journal
 from tests.faults.proxy import Proxy
 from tests.stack import REPOSITORY, Stack, until
@@ -49,6 +53,8 @@ class World:
     redis: Valkey
     redis_proxy: Proxy
     database_proxy: Proxy
+    hop_net: HopNet
+    clock: Clock
     times: Times
     failpoints: Path
     num_stages: int
@@ -110,10 +116,16 @@ def a_world(options: Options) -> Iterator[World]:
         valkey.start()
         database_proxy = _proxy(ending, str(postgres.sockets / ".s.PGSQL.5432"))
         redis_proxy = _proxy(ending, (LOOPBACK, valkey.port))
+        clock = Clock(folder / "clocks")
+        hop_net = HopNet()
+        hop_net.start()
+        ending.callback(hop_net.stop)
         stack = Stack(
             folder / "stack",
             SHARDLINE_DATABASE_URL=f"postgresql://shardline@{LOOPBACK}:{database_proxy.port}/shardline{PLAIN}",
             SHARDLINE_REDIS_URL=valkey.url.replace(f":{valkey.port}/", f":{redis_proxy.port}/"),
+            **hop_net.settings,
+            **_shiftable(clock),
             SHARDLINE_TIME_SCALE=str(TIME_SCALE),
             SHARDLINE_DTYPE=options.dtype,
             SHARDLINE_STAGES=str(options.stages),
@@ -129,11 +141,21 @@ def a_world(options: Options) -> Iterator[World]:
             redis=valkey,
             redis_proxy=redis_proxy,
             database_proxy=database_proxy,
+            hop_net=hop_net,
+            clock=clock,
             times=Times().scaled(TIME_SCALE),
             failpoints=failpoints,
             num_stages=options.stages,
             start_s=time.monotonic() - began_s,
         )
+
+
+def _shiftable(clock: Clock) -> Mapping[str, str]:
+    """Stages preload the clock beside their allocator."""
+    if clock.why_not is not None:
+        return {}
+    libraries = filter(None, (str(clock.library), preload(StandaloneSettings())))
+    return {**clock.environment, "SHARDLINE_STAGE_PRELOAD": ":".join(libraries)}
 
 
 def _proxy(ending: ExitStack, target: tuple[str, int] | str) -> Proxy:

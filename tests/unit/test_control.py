@@ -108,6 +108,16 @@ def test_a_field_out_of_bounds_is_refused(change: dict[str, object]) -> None:
         control.decode_to_stage(control.encode(msgspec.structs.replace(START, **change)))
 
 
+@pytest.mark.parametrize("nesting", [b"\x91", b"\x81\x01"], ids=["arrays", "maps"])
+def test_a_field_too_many_is_refused_however_deep_it_is(nesting: bytes) -> None:
+    whole = control.encode(control.Bye(pipeline=PIPELINE, epoch=4))
+    header, fields = whole[:4], whole[5:]
+    assert whole[4] == 0x93
+
+    with pytest.raises(ProtocolError, match="malformed"):
+        control.decode_to_stage(header + b"\x94" + fields + nesting * 30_000)
+
+
 @settings(max_examples=1000)
 @given(st.binary(max_size=200), st.booleans())
 def test_random_bytes_never_crash_the_decoder(data: bytes, is_enveloped: bool) -> None:

@@ -14,7 +14,7 @@ from services.stage.worker.registry import Announcer, Registry
 from services.standalone.servers import Valkey
 from shardline import keys
 from shardline.errors import Unavailable
-from shardline.wire import StageCard
+from shardline.wire import StageCard, encode_card
 from tests.unit.links import NUM_LAYERS, PATIENCE_S, make_card, open_pipes
 
 
@@ -47,6 +47,7 @@ def test_what_is_no_card_is_passed_over(registry: Registry, redis_url: str) -> N
     registry.announce(card)
     with redis.Redis.from_url(redis_url) as client:
         client.set(keys.stage_entry("broken"), b"\xff{")
+        client.set(keys.stage_entry("no text"), encode_card(card).replace(b"tiny", b"t\xffny"))
         client.lpush(keys.stage_entry("a list"), "x")
 
     assert registry.cards("tiny") == [card]

@@ -7,7 +7,8 @@ import socket
 import pytest
 import zmq
 
-from services.stage.hop.sockets import CurveKeys, Sockets
+from services.stage.hop.sockets import CurveKeys, Sockets, parse_ports
+from services.standalone.ports import free_port
 from shardline.errors import Invalid, Unavailable
 
 
@@ -32,7 +33,7 @@ def test_peers_are_told_a_host_that_they_can_call(bind: str, advertise: str | No
 
 @pytest.mark.parametrize("bind", ["tcp://127.0.0.1:5000", "inproc://x", "ipc://relative", "127.0.0.1", ""])
 def test_a_bad_place_to_bind_is_refused(bind: str) -> None:
-    with pytest.raises(Invalid, match=r"(bind|SHARDLINE_RUN_DIR): .* is no place to bind\. Use tcp://HOST"):
+    with pytest.raises(Invalid, match=r"SHARDLINE_(HOP_BIND|RUN_DIR): .* is no place to bind\. Use tcp://HOST"):
         Sockets(bind=bind)
 
 
@@ -47,6 +48,25 @@ def test_an_address_that_is_not_ours_is_unavailable() -> None:
     with pytest.raises(Unavailable, match=r"cannot bind tcp://192\.0\.2\.1"):
         sockets.bind(zmq.PULL, {})
     sockets.close()
+
+
+def test_ports_behind_a_firewall_are_taken_one_after_the_other_and_no_other() -> None:
+    port = free_port()
+    sockets = Sockets(bind="tcp://127.0.0.1", advertise="stage-1", ports=range(port, port + 1))
+
+    end, address = sockets.bind(zmq.PULL, {})
+
+    assert address == f"tcp://stage-1:{port}"
+    with pytest.raises(Unavailable, match=r"no port is free on 127\.0\.0\.1: widen SHARDLINE_HOP_PORTS"):
+        sockets.bind(zmq.PULL, {})
+    end.close()
+    sockets.close()
+
+
+@pytest.mark.parametrize("text", ["7600", "7600-7599", "0-10", "7600-70000", "a-b", ""])
+def test_a_range_that_is_none_is_refused(text: str) -> None:
+    with pytest.raises(Invalid, match=r"SHARDLINE_HOP_PORTS: .* is no range of ports from 1 to 65535\. Use FIRST-LAST"):
+        parse_ports(text)
 
 
 def test_a_key_of_the_wrong_length_is_refused_and_never_shown() -> None:

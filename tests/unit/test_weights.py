@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 from pathlib import Path
 
 import pytest
@@ -84,6 +85,58 @@ def test_given_a_file_that_is_no_safetensors_when_checked_then_it_is_refused(dat
 
     with pytest.raises(Invalid, match="safetensors"):
         check_file(file)
+
+
+def with_header(file: Path, header: bytes, num_bytes: int = 0) -> Path:
+    """A safetensors file of this header."""
+    file.write_bytes(len(header).to_bytes(8, "little") + header + bytes(num_bytes))
+    return file
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        b"[" * 100_000,
+        b'{"a":' * 50_000 + b"1" + b"}" * 50_000,
+        b'{"a": {"dtype": "new", "shape": [1], "data_offsets": [0, Infinity]}}',
+        b'{"a": {"dtype": "F32", "shape": [1e400], "data_offsets": [0, 4]}}',
+        b'{"a": {"dtype": "F32", "shape": "many", "data_offsets": [0, 4]}}',
+        b'{"a": {"dtype": ["F32"], "shape": [1], "data_offsets": [0, 4]}}',
+        b'{"a": {"dtype": "F32", "shape": [-1], "data_offsets": [4, 0]}}',
+        b'{"a": {"dtype": "F32", "shape": [4294967296, 4294967296], "data_offsets": [0, 4]}}',
+        b'{"a": [1, 2]}',
+        b'{"a": "\xff"}',
+    ],
+    ids=lambda header: header[:70].decode(errors="replace"),
+)
+def test_given_a_hostile_header_when_checked_then_it_is_refused(header: bytes, tmp_path: Path) -> None:
+    with pytest.raises(Invalid, match=r"safetensors|cut short|too long"):
+        check_file(with_header(tmp_path / "model.safetensors", header))
+
+
+def test_given_a_hostile_index_when_weights_are_looked_for_then_it_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors.index.json").write_bytes(b"[" * 100_000)
+
+    with pytest.raises(Invalid, match="no safetensors index"):
+        weight_files(tmp_path)
+
+
+def test_given_thousands_of_broken_files_when_checked_then_each_is_refused_or_as_long_as_it_says(model: Path) -> None:
+    seed = random.randrange(1 << 32)
+    print(f"seed {seed}")
+    dice = random.Random(seed)
+    file = model / "model.safetensors"
+    whole = file.read_bytes()
+    begin = len(whole) - int.from_bytes(whole[:8], "little")
+    for _ in range(2000):
+        data = bytearray(whole)
+        for _ in range(dice.randrange(1, 4)):
+            data[dice.randrange(len(data) - begin + 8)] = dice.randrange(256)
+        file.write_bytes(data)
+        try:
+            assert check_file(file).size_bytes == len(whole)
+        except Invalid:
+            continue
 
 
 def test_given_a_header_whose_shape_needs_other_bytes_when_checked_then_the_tensor_is_named(tmp_path: Path) -> None:

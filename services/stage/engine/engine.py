@@ -230,6 +230,8 @@ class LaterEngine(Engine):
         if frame is None:
             return
         plan = decode_plan(frame.message)
+        if plan.step != frame.step:
+            raise ProtocolError(f"a plan of step {plan.step} in the frame of step {frame.step}")
         out = self._run_step(plan, tensor_of(frame, self.executor.dtype) if plan.rows else None)
         wiring.sender.send(_frame(wiring, plan, frame.message, out))
 

@@ -6,10 +6,17 @@ tail that was restarted: `opens` carries the whole history.
 
 from __future__ import annotations
 
+from typing import Annotated, TypeAlias, TypeVar
+
 import msgspec
+from msgspec import Meta
 
 from shardline.errors import ProtocolError
 from shardline.job import SamplingParams, TokenLogprob
+
+Decoded = TypeVar("Decoded")
+Number: TypeAlias = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+"""What a frame's header and the sampler's keys can hold."""
 
 
 class Open(msgspec.Struct, frozen=True, array_like=True):
@@ -18,10 +25,10 @@ class Open(msgspec.Struct, frozen=True, array_like=True):
     seq: int
     ids: tuple[int, ...]
     """All known ids: prompt, then generated."""
-    num_prompt: int
+    num_prompt: Number
     params: SamplingParams
-    seed: int
-    num_blocks: int
+    seed: Number
+    num_blocks: Number
     """Most blocks it can ever hold: the width of its block table."""
 
 
@@ -51,7 +58,7 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     Rows are packed in their order: decode rows first, then prefill chunks.
     """
 
-    step: int
+    step: Number
     opens: tuple[Open, ...]
     rows: tuple[Row, ...]
     closes: tuple[int, ...]
@@ -74,7 +81,7 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     finite: they fail, their neighbours go on.
     """
 
-    step: int
+    step: Number
     tokens: tuple[int, ...]
     logprobs: tuple[TokenLogprob | None, ...] = ()
     bad: tuple[int, ...] = ()
@@ -93,15 +100,16 @@ def encode(message: StepPlan | StepResult) -> bytes:
 
 def decode_plan(data: bytes | bytearray | memoryview) -> StepPlan:
     """Raises ProtocolError on anything that is no StepPlan."""
-    try:
-        return _plan_decoder.decode(data)
-    except msgspec.DecodeError as error:
-        raise ProtocolError(f"not a StepPlan: {error}") from error
+    return _decode(data, _plan_decoder, "StepPlan")
 
 
 def decode_result(data: bytes | bytearray | memoryview) -> StepResult:
     """Raises ProtocolError on anything that is no StepResult."""
+    return _decode(data, _result_decoder, "StepResult")
+
+
+def _decode(data: bytes | bytearray | memoryview, decoder: msgspec.msgpack.Decoder[Decoded], name: str) -> Decoded:
     try:
-        return _result_decoder.decode(data)
-    except msgspec.DecodeError as error:
-        raise ProtocolError(f"not a StepResult: {error}") from error
+        return decoder.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ProtocolError(f"not a {name}: {error}") from error

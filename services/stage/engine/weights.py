@@ -30,6 +30,8 @@ LENGTH_BYTES = 8
 SHA256_CHARS = 64
 DTYPE_BITS = {"BOOL": 8, "U8": 8, "I8": 8, "I16": 16, "U16": 16, "F16": 16, "BF16": 16, "I32": 32, "U32": 32, "F32": 32}
 DTYPE_BITS |= {"F64": 64, "I64": 64, "U64": 64, "F8_E4M3": 8, "F8_E5M2": 8}
+BROKEN = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
+"""What JSON can cause that is not what we look for."""
 COPY_AGAIN = "Copy the model again, with all its files"
 
 
@@ -54,7 +56,7 @@ def weight_files(folder: Path) -> list[Path]:
     try:
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
         missing = [name for name in names if Path(name).name != name or not (folder / name).is_file()]
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
+    except BROKEN as error:
         refuse(f"{index} is no safetensors index: {error!r}", COPY_AGAIN, error)
     if missing or not names:
         refuse(f"{folder} lacks {', '.join(missing) or 'weights'}", COPY_AGAIN)
@@ -73,7 +75,7 @@ def check_file(path: Path) -> WeightFile:
         tensors = json.loads(header)
         tensors.pop("__metadata__", None)
         end = max((_end_of(name, tensor) for name, tensor in tensors.items()), default=0)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except BROKEN as error:
         refuse(f"{path} has a broken safetensors header: {error}", COPY_AGAIN, error)
     expected_bytes = LENGTH_BYTES + header_bytes + end
     if size_bytes != expected_bytes:
@@ -96,6 +98,8 @@ def fingerprint(folder: Path, cache_folder: Path) -> str:
 def _end_of(name: str, tensor: Any) -> int:
     """Where the tensor's bytes end. Raises ValueError when they are not what its shape needs."""
     begin, end = tensor["data_offsets"]
+    if not 0 <= begin <= end:
+        raise ValueError(f"{name} lies at {begin} to {end}")
     if tensor["dtype"] in DTYPE_BITS and (end - begin) * 8 != math.prod(tensor["shape"]) * DTYPE_BITS[tensor["dtype"]]:
         raise ValueError(f"{name} has {end - begin} bytes for the shape {tensor['shape']} of {tensor['dtype']}")
     return int(end)

@@ -5,10 +5,12 @@ A socket is used by one thread at a time; handing it to another through a queue 
 
 from __future__ import annotations
 
+import itertools
 import math
+import random
 import re
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from socket import gethostname
@@ -21,9 +23,12 @@ from shardline.errors import Invalid, LinkLost, Unavailable
 
 ZAP_DOMAIN = "shardline"
 FOLDER_FIELD = "SHARDLINE_RUN_DIR"
+HOST_FIELD = "SHARDLINE_HOP_BIND"
+PORTS_FIELD = "SHARDLINE_HOP_PORTS"
 KEY_BYTES = 40
 MAX_IPC_PATH_BYTES = 107
 """Of a unix socket's address on Linux."""
+MAX_PORT = 65_535
 
 _MET = zmq.EVENT_ACCEPTED | zmq.EVENT_HANDSHAKE_SUCCEEDED
 _GONE = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
@@ -57,12 +62,23 @@ class CurveKeys:
 class Sockets:
     """`bind` is `tcp://HOST` (0.0.0.0 for all) or `ipc:///FOLDER`; `advertise` the host that peers shall call.
 
-    Without it that is the bound host, or this machine's own name when all are bound.
+    Without it that is the bound host, or this machine's own name when all are bound. `ports` are those that a firewall
+    lets through; any free one without them.
     """
 
-    def __init__(self, *, bind: str, advertise: str | None = None, curve: CurveKeys | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        bind: str,
+        advertise: str | None = None,
+        ports: range | None = None,
+        curve: CurveKeys | None = None,
+    ) -> None:
         self._scheme, self._host = _parse_bind(bind)
         self._advertise = advertise or (gethostname() if self._host in ("0.0.0.0", "*") else self._host)  # noqa: S104 (compared)
+        self._ports = ports
+        # Each socket takes the port after the one before: a late caller of a closed one finds nobody.
+        self._turn = itertools.count(random.randrange(len(ports)) if ports else 0)  # noqa: S311 (no secret)
         self._curve = curve
         self._context = zmq.Context()
         self._authenticator = self._authenticate(curve) if curve else None
@@ -73,14 +89,34 @@ class Sockets:
         if self._curve:
             socket.curve_server = True
             socket.zap_domain = ZAP_DOMAIN.encode()
-        endpoint = f"tcp://{self._host}:*" if self._scheme == "tcp" else f"ipc://{self._host}/{uuid4().hex[:12]}"
         try:
-            socket.bind(endpoint)
-        except zmq.ZMQError as error:
+            self._bind(socket)
+        except Unavailable:
             socket.close()
-            raise Unavailable(f"cannot bind {endpoint}: {error}") from error
+            raise
         bound = socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
         return socket, bound if self._scheme == "ipc" else f"tcp://{self._advertise}:{bound.rpartition(':')[2]}"
+
+    def _bind(self, socket: zmq.Socket[bytes]) -> None:
+        for endpoint in self._endpoints():
+            try:
+                socket.bind(endpoint)
+            except zmq.ZMQError as error:
+                if error.errno != zmq.EADDRINUSE or self._ports is None:
+                    raise Unavailable(f"cannot bind {endpoint}: {error}") from error
+            else:
+                return
+        raise Unavailable(f"no port is free on {self._host}: widen {PORTS_FIELD}, or stop what else listens there")
+
+    def _endpoints(self) -> Iterator[str]:
+        """Where to try, in this order."""
+        if self._scheme == "ipc":
+            yield f"ipc://{self._host}/{uuid4().hex[:12]}"
+        elif self._ports is None:
+            yield f"tcp://{self._host}:*"
+        else:
+            for turn in itertools.islice(self._turn, len(self._ports)):
+                yield f"tcp://{self._host}:{self._ports[turn % len(self._ports)]}"
 
     def connect(
         self, kind: int, address: str, options: Mapping[int, int], timeout_s: float
@@ -167,11 +203,22 @@ class Watch:
         self.events.close()
 
 
+def parse_ports(text: str | None) -> range | None:
+    """`7600-7631`, both included. Raises Invalid."""
+    if text is None:
+        return None
+    match = re.fullmatch(r"(\d{1,5})-(\d{1,5})", text)
+    ports = range(int(match[1]), int(match[2]) + 1) if match else range(0)
+    if not ports or ports[0] < 1 or ports[-1] > MAX_PORT:
+        raise Invalid(PORTS_FIELD, f"{text!r} is no range of ports from 1 to {MAX_PORT}", "Use FIRST-LAST: 7600-7631")
+    return ports
+
+
 def _parse_bind(bind: str) -> tuple[str, str]:
     match = re.fullmatch(r"(tcp)://([^:/\s]+)|(ipc)://(/\S+)", bind)
     if match is None:
         raise Invalid(
-            FOLDER_FIELD if bind.startswith("ipc:") else "bind",
+            FOLDER_FIELD if bind.startswith("ipc:") else HOST_FIELD,
             f"{bind!r} is no place to bind",
             "Use tcp://HOST (no port) or ipc:///FOLDER (absolute, no blanks)",
         )

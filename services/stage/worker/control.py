@@ -179,5 +179,5 @@ def _decode(data: bytes, decoder: msgspec.msgpack.Decoder[Decoded]) -> Decoded:
         raise OtherVersion(f"the peer speaks protocol version {version}, we speak {PROTOCOL_VERSION}")
     try:
         return decoder.decode(memoryview(data)[_ENVELOPE.size :])
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ProtocolError(f"malformed control message: {error}") from error

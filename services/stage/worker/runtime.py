@@ -21,7 +21,7 @@ from services.stage.engine.device import Device
 from services.stage.engine.executor import Executor
 from services.stage.engine.model_info import ModelInfo
 from services.stage.engine.weights import fingerprint
-from services.stage.hop.sockets import CurveKeys, Sockets
+from services.stage.hop.sockets import CurveKeys, Sockets, parse_ports
 from services.stage.worker.facts import Capacity
 from services.stage.worker.layers import layers_of
 from services.stage.worker.mailbox import Mailbox
@@ -181,7 +181,8 @@ def _sockets(settings: StageSettings) -> Sockets:
             public=settings.hop_public_key.encode(), secret=settings.hop_secret_key.get_secret_value().encode()
         )
     if settings.hop_transport == "tcp":
-        return Sockets(bind="tcp://0.0.0.0", advertise=settings.hop_host, curve=curve)
+        ports = parse_ports(settings.hop_ports)
+        return Sockets(bind=f"tcp://{settings.hop_bind}", advertise=settings.hop_host, ports=ports, curve=curve)
     folder = settings.run_dir.resolve()
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     return Sockets(bind=f"ipc://{folder}", curve=curve)

@@ -51,6 +51,10 @@ class StageSettings(Settings):
     hop_host: str = Field(
         default_factory=socket.gethostname, description="name or address under which other stages reach this one"
     )
+    hop_bind: str = Field("0.0.0.0", description="address on which this stage listens for other stages")  # noqa: S104 (hosts of a stack)
+    hop_ports: str | None = Field(
+        None, description="ports that a firewall lets through, such as 7600-7631; default: any free one"
+    )
     hop_secret_key: SecretStr | None = Field(
         None, description="CURVE secret key (Z85); hops across hosts are then encrypted"
     )

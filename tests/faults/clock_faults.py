@@ -1,0 +1,38 @@
+"""One worker's wall clock jumps and jumps back. Time is Postgres's, or monotonic: nothing may come of it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+from tests.faults.fault import Fault, NotInjected, Simple, hold
+from tests.faults.world import World
+
+LEASES = 1.5
+JUMP_S = 2 * 3600.0
+"""Further than any time of the protocol or of Celery's transport."""
+
+
+def jumping(shift_s: float) -> Callable[[World, random.Random], None]:
+    """For more than a lease."""
+
+    def inject(world: World, rng: random.Random) -> None:
+        name, pid = world.pick(rng, "stage-")
+        if not world.clock.has(pid):
+            raise NotInjected(f"{name} has not preloaded the clock")
+        world.clock.shift(pid, shift_s)
+        hold(LEASES * world.times.lease_s)
+        world.clock.shift(pid, 0.0)
+
+    return inject
+
+
+def why_not(world: World) -> str | None:
+    """As the library's build said."""
+    return world.clock.why_not
+
+
+FAULTS: tuple[Fault, ...] = (
+    Simple(kind="clock: a stage two hours ahead", inject=jumping(JUMP_S), why_not=why_not),
+    Simple(kind="clock: a stage two hours behind", inject=jumping(-JUMP_S), why_not=why_not),
+)

@@ -1,0 +1,29 @@
+"""One worker's clock may jump: nothing but monotonic time and Postgres's now() decides anything of the protocol."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+WALL_CLOCKS = {"time.time", "time.time_ns", "datetime.now", "datetime.utcnow", "datetime.today", "date.today"}
+ONLY_SHOWN = {
+    "services/gateway/completing.py": "OpenAI's field `created`",
+    "shared/shardline/ids.py": "the first bits of a job's id; order is Postgres's created_at",
+    "shared/shardline/tokenise/chat.py": "the date that chat templates may print",
+}
+"""Files that read a wall clock, and what becomes of it."""
+
+
+def reads_wall_clock(path: Path) -> bool:
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    return any(isinstance(node, ast.Attribute) and ast.unparse(node) in WALL_CLOCKS for node in ast.walk(tree))
+
+
+def test_given_the_product_when_read_then_wall_clocks_are_only_shown() -> None:
+    sources = [path for folder in ("services", "shared/shardline") for path in (ROOT / folder).rglob("*.py")]
+    assert sources
+
+    found = {str(path.relative_to(ROOT)) for path in sources if reads_wall_clock(path)}
+
+    assert found == set(ONLY_SHOWN)
