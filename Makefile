@@ -62,7 +62,7 @@ lint:
 	@$(VENV)/bin/ruff check $(SOURCES) && $(VENV)/bin/ruff format --check $(SOURCES)
 
 types:
-	@$(VENV)/bin/mypy
+	@$(VENV)/bin/mypy -n 2
 
 imports:
 	@$(VENV)/bin/lint-imports

@@ -30,7 +30,7 @@ from services.stage.hop.wiring import Wiring
 from services.stage.hop.zeromq import ZeroMqHop
 from shardline.config import Times
 from shardline.split import even_split
-from tests.benchmarks.workload import PARAMS, Workload, workload
+from tests.benchmarks.workload import PARAMS, WARM_UP_PROMPTS, Workload, workload
 
 TOKEN_BUDGET = 512
 CONNECT_S = 60.0
@@ -49,7 +49,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="shardline-bare-") as folder:
         pipeline = Pipeline(Path(folder), options)
         try:
-            speeds = [pipeline.run(workload(options.prompts)) for _ in range(options.runs + 1)][1:]
+            pipeline.run(workload(WARM_UP_PROMPTS))
+            speeds = [pipeline.run(workload(options.prompts)) for _ in range(options.runs)]
         finally:
             pipeline.close()
     print(json.dumps({"tokens_per_s": speeds, "devices": options.device, "seats": options.seats}))

@@ -23,7 +23,7 @@ from tenacity import retry, retry_if_result, stop_after_delay, wait_fixed
 
 from services.standalone.home import Home
 from shardline.client import Client
-from tests.benchmarks.workload import PARAMS, Workload, workload
+from tests.benchmarks.workload import PARAMS, WARM_UP_PROMPTS, Workload, workload
 
 READY_S = 180.0
 
@@ -41,7 +41,8 @@ def main() -> None:
         stack(options.model, options.dtype, options.stages) as up,
         Client(database_url=up["urls"]["database"], redis_url=up["urls"]["redis"]) as client,
     ):
-        speeds = [run(client, up["model"], workload(options.prompts)) for _ in range(options.runs + 1)][1:]
+        run(client, up["model"], workload(WARM_UP_PROMPTS))
+        speeds = [run(client, up["model"], workload(options.prompts)) for _ in range(options.runs)]
     print(json.dumps({"tokens_per_s": speeds}))
 
 
