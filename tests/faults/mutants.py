@@ -70,7 +70,6 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
             Patch(file=STATEMENTS, old=HELD_END, new=HELD_END.replace("one.fence", "job.fence")),
         ),
         tests=(f"{CLAIM_TESTS}::test_given_a_stale_fence_when_it_writes_then_nothing_changes", ROWS_AGREE),
-        is_simulated=True,
     ),
     Mutant(
         name="no fence in the write of a heartbeat",
@@ -101,7 +100,6 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
             Patch(file=STATEMENTS, old="JobState.RUNNING, job.fence + 1, worker", new="JobState.RUNNING, 1, worker"),
         ),
         tests=(ROWS_AGREE,),
-        is_simulated=True,
     ),
     Mutant(
         name="no sweeper of leases",

@@ -20,6 +20,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 from tests.faults.mutants import MUTANTS, Mutant
+from tests.simulation.__main__ import BROKEN_RUNS
 
 ROOT = Path(__file__).resolve().parents[2]
 COPIED = ("services", "shared", "tests", "migrations", "pyproject.toml")
@@ -73,22 +74,22 @@ def copy_of(mutant: Mutant | None) -> Iterator[Path]:
         yield folder
 
 
-def run(folder: Path, *arguments: str, **environment: str) -> int | None:
-    """A Python of the copy; None when it hung."""
+def run(folder: Path, *arguments: str, **environment: str) -> str | None:
+    """What a Python of the copy printed; None when it hung."""
     path = os.pathsep.join((str(folder), str(folder / "shared")))
     try:
         done = subprocess.run(
             [sys.executable, "-m", *arguments],
             cwd=folder,
             env={**os.environ, "PYTHONPATH": path, **environment},
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
             timeout=TIMEOUT_S,
             check=False,
         )
     except subprocess.TimeoutExpired:
         return None
-    return done.returncode
+    return done.stdout
 
 
 def failures(folder: Path, test: str, num_runs: int) -> int:
@@ -111,10 +112,9 @@ def _run_of(case: ElementTree.Element) -> str:
 
 def storms_broken(folder: Path, num_runs: int) -> int:
     """How many of so many runs of the simulation, each with seeds of its own, found a broken promise."""
-    return sum(
-        run(folder, "tests.simulation", str(number * SEEDS_PER_RUN), f"--count={SEEDS_PER_RUN}", "--first") != 0
-        for number in range(num_runs)
-    )
+    told = run(folder, "tests.simulation", "0", f"--count={SEEDS_PER_RUN}", f"--runs={num_runs}")
+    number = (told or "").rpartition(BROKEN_RUNS)[2].strip()
+    return int(number) if number.isdigit() else num_runs
 
 
 def judge(mutant: Mutant | None, tests: tuple[str, ...], num_runs: int, *, is_simulated: bool) -> list[Catch]:

@@ -63,6 +63,8 @@ class Site:
     exact: bool
     num_blocks: int
     num_lanes: int | None
+    step_s: float
+    """Of each stage, about."""
     num_incarnations: int = 0
     unfenced: list[str] = field(default_factory=list)
     """Steps that a head began for a claim whose lease was over."""
@@ -153,6 +155,7 @@ class StageMachine(Machine):
             token_budget=64,
             max_open=2 * SEATS,
             exact=site.exact,
+            step_s=site.step_s,
             salt=site.num_incarnations,
             on_step=self.on_step,
             on_poison=self.process.kill if self.is_deadly else None,

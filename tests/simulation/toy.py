@@ -99,6 +99,7 @@ class Toy:
     token_budget: int
     max_open: int
     exact: bool
+    step_s: float
     salt: int
     on_step: Callable[[StepPlan], None]
     """Before it is computed."""
@@ -150,7 +151,7 @@ class Toy:
         """One step."""
         self.on_step(plan)
         hang_s, self.hang_s = self.hang_s, 0.0
-        elapse(self.loom.rng.uniform(0.004, 0.02) + 0.0002 * plan.num_tokens + hang_s)
+        elapse(self.loom.rng.uniform(0.5, 1.5) * self.step_s + 0.0002 * plan.num_tokens + hang_s)
         for opened in plan.opens:
             self._roster.open(opened)
             self._told[opened.seq] = Told(opened.params, opened.seed, opened.num_prompt)

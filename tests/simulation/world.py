@@ -80,6 +80,7 @@ class World:
             exact=rng.random() < 0.7,
             num_blocks=rng.choice([3, 4, 6, 16]),
             num_lanes=rng.choice([None, None, 1, 2]),
+            step_s=rng.choice([0.01, 0.05, 0.1]),
         )
         return cls(seed, rng, loom, site, tables)
 
@@ -236,7 +237,7 @@ class World:
         open_jobs = [f"{job.id} {job.state}" for job in self.tables.jobs.values() if not job.state.terminal]
         require(not open_jobs, f"stuck: {open_jobs}")
         require(not self.tables.stale_writes, f"stale writes: {self.tables.stale_writes}")
-        require(not self.site.unfenced, f"steps without a lease: {self.site.unfenced}")
+        require(not self.site.unfenced, f"{len(self.site.unfenced)} steps without a lease: {self.site.unfenced[:1]}")
         for reader in self.readers:
             self._check_job(reader)
 
