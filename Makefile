@@ -80,7 +80,7 @@ chaos: setup ## Faults under load, then a judgement: SEED= MINUTES= FAULTS= DTYP
 	$(PY) -m tests.faults $(if $(SEED),--seed $(SEED)) --minutes $(MINUTES) --faults "$(FAULTS)" --dtype $(DTYPE) --stages $(STAGES)
 
 chaos-mutants: setup ## Break the product on purpose, rule by rule: every mutant must be noticed (RUNS=20)
-	$(PY) -m tests.faults.mutation --runs $(or $(RUNS),20) --write docs/mutants.md
+	$(PY) -m tests.faults.mutation --runs $(or $(RUNS),20) --write docs/guarantees.md
 
 secrets: ## Make the secret files that compose.yaml mounts, where .env says
 	@docker/secrets.sh "$(or $(SHARDLINE_SECRETS_DIR),$(shell sed -n 's/^SHARDLINE_SECRETS_DIR=//p' .env 2>/dev/null),secrets)"

@@ -16,7 +16,7 @@ import pytest
 from sqlalchemy import Engine, text
 
 from shardline.job import FinishReason, JobRequest, JobState, Result, SamplingParams, Usage
-from shardline.store import claims, jobs, outbox, pipelines, sweeps
+from shardline.store import claims, crashes, jobs, outbox, pipelines, sweeps
 from shardline.store.claims import Beat, End
 from tests.integration.store_world import MODEL, cell, world
 from tests.simulation import statements
@@ -248,6 +248,17 @@ def release(pair: Pair) -> None:
     pair.both("release", claims.release, statements.release, keys)
 
 
+def blame(pair: Pair) -> None:
+    keys = [(job_id, _fence(pair, job_id)) for job_id in _some(pair)]
+    pair.both("blame", crashes.blame, statements.blame, keys)
+
+
+def suspects(pair: Pair) -> None:
+    with pair.engine.begin() as connection:
+        found = crashes.suspects(connection, [str(job_id) for job_id in pair.ids])
+    assert sorted(found) == sorted(statements.suspects(pair.memory, [str(job_id) for job_id in pair.ids]))
+
+
 def cancel(pair: Pair) -> None:
     ids = _some(pair)[:1]
     pair.history.append(f"cancel {ids}")
@@ -266,8 +277,8 @@ def sweep_leases(pair: Pair) -> None:
 
 OPERATIONS = (
     submit, submit, submit, pass_time, pass_time, take_epoch, announce, announce, unready, renew, stamp, stamp, unstamp,
-    unstamp_all, claim, claim, claim, claim, beat, beat, beat, end, end, release, cancel, sweep_waiting, sweep_leases,
-    sweep_leases,
+    unstamp_all, claim, claim, claim, claim, blame, suspects, beat, beat, beat, end, end, release, cancel,
+    sweep_waiting, sweep_leases, sweep_leases,
 )  # fmt: skip
 
 

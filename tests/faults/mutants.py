@@ -12,7 +12,7 @@ from typing import Final
 
 CLAIMS = "shared/shardline/store/claims.py"
 OUTBOX = "shared/shardline/store/outbox.py"
-SWEEPS = "shared/shardline/store/sweeps.py"
+CRASHES = "shared/shardline/store/crashes.py"
 LEDGER = "services/stage/worker/ledger.py"
 STATEMENTS = "tests/simulation/statements.py"
 
@@ -229,11 +229,11 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
     Mutant(
         name="crashes counted for neighbours",
         patches=(
-            Patch(file=SWEEPS, old="elif row.has_progress:", new="elif row.has_progress is None:"),
+            Patch(file=CRASHES, old="        if row.has_progress:", new="        if row.has_progress is None:"),
             Patch(
                 file=STATEMENTS,
-                old="elif len(attempt.tokens) > attempt.num_resumed:",
-                new="elif len(attempt.tokens) < attempt.num_resumed:",
+                old="if len(attempt.tokens) > attempt.num_resumed:",
+                new="if len(attempt.tokens) < attempt.num_resumed:",
             ),
         ),
         tests=(
@@ -258,9 +258,9 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
         name="a job that breaks a later stage is kept for ever",
         patches=(
             Patch(
-                file=LEDGER,
-                old="                    self._lose(job)\n\n    def _publish(",
-                new="                    continue\n\n    def _publish(",
+                file="services/stage/engine/scheduler.py",
+                old="if sequence is alone and not sequence.has_progress:",
+                new="if sequence is alone and sequence.request is None:",
             ),
         ),
         is_simulated=True,

@@ -72,6 +72,7 @@ SEAMS: tuple[tuple[Any, str, Any], ...] = (
     (pipeline, "Wakeup", wires.Wakeup),
     (link, "Wakeup", wires.Wakeup),
     (ledger, "claims", statements),
+    (ledger, "crashes", statements),
     (ledger, "outbox", statements),
     (ledger, "pipelines", statements),
     (head, "pipelines", statements),

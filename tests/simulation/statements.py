@@ -176,26 +176,49 @@ def sweep_leases(
     moved: dict[UUID, str] = {}
     if not tables.started_s < connection.now_s - lease_s:
         return moved
-    ends: list[End] = []
-    for job in list(tables.jobs.values()):
-        if job.state is not JobState.RUNNING or job.lease_s is None or not job.lease_s < connection.now_s:
-            continue
-        attempt = tables.attempts[job.id, job.fence]
-        if job.cancel_s is not None or _is_over(connection, job.deadline_s):
-            ends.append(_stopped(connection, job, decode))
-        elif len(attempt.tokens) > attempt.num_resumed:
-            moved |= dict.fromkeys(requeue(connection, [(job.id, job.fence)], outcome="lost"), "lost")
-        elif job.crashes + 1 < job.max_crashes:
-            keys = [(job.id, job.fence)]
-            moved |= dict.fromkeys(requeue(connection, keys, outcome="crashed", crashes=1), "crashed")
-        else:
-            ends.append(End(job_id=job.id, fence=job.fence, state=JobState.FAILED, error={"code": "crashed"}))
-    return {**moved, **end_from(connection, ends, held=JobState.RUNNING)}
+    expired = [
+        job
+        for job in tables.jobs.values()
+        if job.state is JobState.RUNNING and job.lease_s is not None and job.lease_s < connection.now_s
+    ]
+    over = [job for job in expired if job.cancel_s is not None or _is_over(connection, job.deadline_s)]
+    moved |= _judge(connection, [job for job in expired if job not in over])
+    return {**moved, **end_from(connection, [_stopped(connection, job, decode) for job in over], held=JobState.RUNNING)}
 
 
 def counts(connection: Connection) -> dict[tuple[str, str], int]:
     """See shardline.store.sweeps."""
     return {}
+
+
+# shardline.store.crashes ---------------------------------------------------------------------------------------------
+
+
+def suspects(connection: Connection, ids: Collection[str]) -> list[UUID]:
+    """See shardline.store.crashes."""
+    jobs = [job for job_id in ids if (job := connection.tables.jobs.get(UUID(job_id)))]
+    waiting = [job for job in jobs if job.state is JobState.QUEUED and job.crashes > 0]
+    return [job.id for job in sorted(waiting, key=lambda job: job.order)]
+
+
+def blame(connection: Connection, keys: Collection[Key]) -> dict[UUID, str]:
+    """See shardline.store.crashes."""
+    jobs = [(connection.tables.jobs.get(job_id), fence) for job_id, fence in keys]
+    return _judge(connection, [job for job, fence in jobs if job and _holds(job, fence, JobState.RUNNING)])
+
+
+def _judge(connection: Connection, jobs: Sequence[Job]) -> dict[UUID, str]:
+    moved: dict[UUID, str] = {}
+    ends: list[End] = []
+    for job in jobs:
+        key, attempt = (job.id, job.fence), connection.tables.attempts[job.id, job.fence]
+        if len(attempt.tokens) > attempt.num_resumed:
+            moved |= dict.fromkeys(requeue(connection, [key], outcome="lost"), "lost")
+        elif job.crashes + 1 < job.max_crashes:
+            moved |= dict.fromkeys(requeue(connection, [key], outcome="crashed", crashes=1), "crashed")
+        else:
+            ends.append(End(job_id=job.id, fence=job.fence, state=JobState.FAILED, error={"code": "crashed"}))
+    return {**moved, **end_from(connection, ends, held=JobState.RUNNING)}
 
 
 # shardline.store.pipelines -------------------------------------------------------------------------------------------
