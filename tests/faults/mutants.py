@@ -2,7 +2,7 @@
 
 A patch replaces text that stands exactly once in its file (`tests/unit/test_mutants.py` checks that the list does not
 rot). Rules that are SQL are broken twice: in the store, for the tests on a real Postgres, and in the simulation's
-statements, for the simulation. `mutation` runs the list.
+statements, for the simulation alone. `mutation` runs the list.
 """
 
 from __future__ import annotations
@@ -80,7 +80,6 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
             Patch(file=STATEMENTS, old=HELD_BEAT, new=HELD_BEAT.replace("beat.fence", "job.fence")),
         ),
         tests=(f"{CLAIM_TESTS}::test_given_a_stale_fence_when_it_writes_then_nothing_changes", ROWS_AGREE),
-        is_simulated=True,
     ),
     Mutant(
         name="rescue and release without fence",

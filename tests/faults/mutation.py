@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from xml.etree import ElementTree
 
-from tests.faults.mutants import MUTANTS, Mutant
+from tests.faults.mutants import MUTANTS, STATEMENTS, Mutant
 from tests.simulation.__main__ import BROKEN_RUNS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -54,8 +54,11 @@ class Catch:
 
 
 @contextmanager
-def copy_of(mutant: Mutant | None) -> Iterator[Path]:
-    """The repository with the mutant applied, in a folder of its own."""
+def copy_of(mutant: Mutant | None, *, with_model: bool) -> Iterator[Path]:
+    """The repository with the mutant applied, in a folder of its own; to the simulation's statements too `with_model`.
+
+    Tests that hold the two together must see them differ.
+    """
     with tempfile.TemporaryDirectory(prefix="shardline-mutant-") as name:
         folder = Path(name)
         for entry in COPIED:
@@ -67,6 +70,8 @@ def copy_of(mutant: Mutant | None) -> Iterator[Path]:
         if (ROOT / BUILT).exists():
             (folder / BUILT).symlink_to((ROOT / BUILT).resolve())
         for patch in mutant.patches if mutant else ():
+            if patch.file == STATEMENTS and not with_model:
+                continue
             path = folder / patch.file
             source_text = path.read_text(encoding="utf-8")
             assert source_text.count(patch.old) == 1, f"{patch.file}: the patch does not fit any more"
@@ -120,9 +125,10 @@ def storms_broken(folder: Path, num_runs: int) -> int:
 def judge(mutant: Mutant | None, tests: tuple[str, ...], num_runs: int, *, is_simulated: bool) -> list[Catch]:
     """All tests of one mutant."""
     name = mutant.name if mutant else "(none)"
-    with copy_of(mutant) as folder:
+    with copy_of(mutant, with_model=False) as folder:
         caught = {test: failures(folder, test, num_runs) for test in tests}
-        if is_simulated:
+    if is_simulated:
+        with copy_of(mutant, with_model=True) as folder:
             caught[SIMULATION] = storms_broken(folder, num_runs)
     catches = [Catch(mutant=name, test=test, num_caught=num, num_runs=num_runs) for test, num in caught.items()]
     for catch in catches:
