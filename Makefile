@@ -21,7 +21,7 @@ FAULTS ?= all
 DTYPE ?= float32
 STAGES ?= 2
 
-.PHONY: help setup demo up down status test check bench chaos secrets test-compose clean lint format types imports unit
+.PHONY: help setup demo up down status test check bench chaos chaos-mutants secrets test-compose clean lint format types imports unit
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -78,6 +78,9 @@ bench: setup ## Run the benchmarks; figures in tests/benchmarks/results/latest.j
 
 chaos: setup ## Faults under load, then a judgement: SEED= MINUTES= FAULTS= DTYPE= STAGES=
 	$(PY) -m tests.faults $(if $(SEED),--seed $(SEED)) --minutes $(MINUTES) --faults "$(FAULTS)" --dtype $(DTYPE) --stages $(STAGES)
+
+chaos-mutants: setup ## Break the product on purpose, rule by rule: every mutant must be noticed (RUNS=20)
+	$(PY) -m tests.faults.mutation --runs $(or $(RUNS),20) --write docs/guarantees.md
 
 secrets: ## Make the secret files that compose.yaml mounts, where .env says
 	@docker/secrets.sh "$(or $(SHARDLINE_SECRETS_DIR),$(shell sed -n 's/^SHARDLINE_SECRETS_DIR=//p' .env 2>/dev/null),secrets)"

@@ -196,6 +196,7 @@ def test_given_a_stale_fence_when_it_writes_then_nothing_changes(engine: Engine)
     assert end(engine, success(stale)) == {}
     assert state(engine, fresh.job_id) is JobState.RUNNING
     assert of(engine, TOKENS, stale) == []
+    assert of(engine, TOKENS, fresh) == []
     assert cell(engine, "SELECT count(*) FROM results") == 0
 
 

@@ -1,0 +1,332 @@
+"""The simulation's tables against a real Postgres: the same random operations, the same answers, the same rows.
+
+So the model cannot drift, and a condition that is lost from a statement of the store is seen here too.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
+from uuid import UUID
+
+import pytest
+from sqlalchemy import Engine, text
+
+from shardline.job import FinishReason, JobRequest, JobState, Result, SamplingParams, Usage
+from shardline.store import claims, crashes, jobs, outbox, pipelines, sweeps
+from shardline.store.claims import Beat, End
+from tests.integration.store_world import MODEL, cell, world
+from tests.simulation import statements
+from tests.simulation.rows import Connection, Job, Tables
+
+Operation = Callable[..., Any]
+
+MINUTE_S = 60.0
+TICK_S = 25 * MINUTE_S
+LEASE_S = RESEND_S = 60 * MINUTE_S
+EXACT_WAIT_S = 120 * MINUTE_S
+"""Time passes in ticks that never meet these on the minute: what the real clock adds does not matter."""
+
+NUM_OPERATIONS = 60
+SEQUENCES = range(25)
+
+TIMES = {
+    "jobs": (
+        "created_at",
+        "not_before",
+        "deadline_at",
+        "cancel_requested_at",
+        "prepared_at",
+        "sent_at",
+        "lease_until",
+        "requeued_at",
+        "finished_at",
+    ),
+    "pipelines": ("lease_until", "ready_at"),
+}
+
+SNAPSHOT = text("""
+SELECT jobs.id, state, jobs.fence, crashes, num_sends, sent_at IS NOT NULL, cancel_requested_at IS NOT NULL, worker,
+    pipeline, jobs.exact, exactness, error ->> 'code', round(extract(epoch FROM lease_until - now()) / 60)::int,
+    results.fence, results.token_ids, results.finish_reason, results.exact
+FROM jobs LEFT JOIN results ON results.job_id = jobs.id ORDER BY jobs.created_at, jobs.id
+""")
+ATTEMPTS = text("SELECT job_id, fence, pipeline, epoch, tokens, num_resumed, outcome FROM attempts ORDER BY 1, 2")
+PIPELINES = text("SELECT id, epoch, head, ready_at IS NOT NULL, seats, exact FROM pipelines ORDER BY id")
+
+
+def decode(_model: str, ids: Any) -> str:
+    """Text of partial results."""
+    return " ".join(map(str, ids))
+
+
+@dataclass(slots=True, eq=False)
+class Pair:
+    """A real database and tables in memory that are told the same."""
+
+    engine: Engine
+    rng: random.Random
+    tables: Tables = field(init=False)
+    now_s: float = 0.0
+    ids: list[UUID] = field(default_factory=list)
+    numbers: Iterator[int] = field(default_factory=count)
+    history: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.tables = Tables(lambda: self.now_s)
+
+    @property
+    def memory(self) -> Connection:
+        """A transaction on the tables in memory."""
+        return Connection(self.tables)
+
+    def both(self, name: str, real: Operation, fake: Operation, /, *values: Any, **named: Any) -> None:
+        """The same call on both, and the same answer."""
+        self.history.append(f"{name} {values} {named}")
+        with self.engine.begin() as connection:
+            answer = real(connection, *values, **named)
+        assert _plain(fake(self.memory, *values, **named)) == _plain(answer), self.history
+
+    def same_rows(self) -> None:
+        """Every column that an operation can change."""
+        with self.engine.begin() as connection:
+            real_jobs = [tuple(row) for row in connection.execute(SNAPSHOT)]
+            real_attempts = [tuple(row) for row in connection.execute(ATTEMPTS)]
+            real_pipelines = [tuple(row) for row in connection.execute(PIPELINES)]
+        rows = sorted(self.tables.jobs.values(), key=lambda job: (job.created_s, job.id))
+        assert sorted(_job_row(self, job) for job in rows) == sorted(real_jobs), self.history
+        assert sorted(_attempt_rows(self)) == real_attempts, self.history
+        assert sorted(_pipeline_rows(self)) == real_pipelines, self.history
+
+
+def _plain(answer: Any) -> Any:
+    if isinstance(answer, list):
+        return [(one.job_id, *_told(one)) for one in answer]
+    return answer
+
+
+def _told(one: Any) -> tuple[Any, ...]:
+    if isinstance(one, outbox.Send):
+        return one.model, one.priority, one.num_sends
+    return one.fence, one.output_ids, one.prompt_ids, one.crashes, one.exact, one.priority, one.max_tokens, one.seed
+
+
+def _job_row(pair: Pair, job: Job) -> tuple[Any, ...]:
+    result = pair.tables.results.get(job.id)
+    lease_s = None if job.lease_s is None else round((job.lease_s - pair.now_s) / MINUTE_S)
+    told = (None,) * 4 if result is None else (result.fence, list(result.token_ids), result.finish_reason, result.exact)
+    error = None if job.error is None else job.error["code"]
+    sent, cancelled = job.sent_s is not None, job.cancel_s is not None
+    numbers = (job.fence, job.crashes, job.num_sends)
+    return (
+        job.id, job.state, *numbers, sent, cancelled, job.worker, job.pipeline, job.exact, job.exactness, error,
+        lease_s, *told,
+    )  # fmt: skip
+
+
+def _attempt_rows(pair: Pair) -> list[tuple[Any, ...]]:
+    return [
+        (job_id, fence, one.pipeline, one.epoch, list(one.tokens), one.num_resumed, one.outcome)
+        for (job_id, fence), one in pair.tables.attempts.items()
+    ]
+
+
+def _pipeline_rows(pair: Pair) -> list[tuple[Any, ...]]:
+    return [
+        (name, row.epoch, row.head, row.ready_s is not None, row.seats, row.exact)
+        for name, row in pair.tables.pipelines.items()
+    ]
+
+
+# Operations ---------------------------------------------------------------------------------------------------------
+
+
+def submit(pair: Pair) -> None:
+    rng = pair.rng
+    job_id, max_tokens, seed = UUID(int=rng.getrandbits(128)), rng.randint(1, 9), rng.getrandbits(31)
+    delay_s = rng.choice([0.0, 0.0, 40 * MINUTE_S])
+    deadline_s = rng.choice([None, None, 90 * MINUTE_S])
+    max_crashes, priority = rng.choice([1, 2, 3]), rng.choice([1, 5])
+    request = JobRequest(
+        model=MODEL,
+        prompt=(5, 6),
+        id=job_id,
+        seed=seed,
+        priority=priority,
+        max_tokens=max_tokens,
+        delay_s=delay_s,
+        deadline_s=deadline_s,
+        max_crashes=max_crashes,
+    )
+    with pair.engine.begin() as connection:
+        jobs.insert_jobs(connection, [request], prepared=[((5, 6), max_tokens)])
+    pair.tables.insert(
+        Job(
+            id=job_id,
+            number=next(pair.numbers),
+            prompt_ids=(5, 6),
+            params=SamplingParams(max_tokens=max_tokens),
+            max_tokens=max_tokens,
+            seed=seed,
+            created_s=pair.now_s,
+            not_before_s=pair.now_s + delay_s,
+            deadline_s=None if deadline_s is None else pair.now_s + deadline_s,
+            model=MODEL,
+            priority=priority,
+            max_crashes=max_crashes,
+        )
+    )
+    pair.ids.append(job_id)
+
+
+def pass_time(pair: Pair) -> None:
+    pair.now_s += TICK_S
+    with pair.engine.begin() as connection:
+        for table, columns in TIMES.items():
+            shifts = ", ".join(f"{column} = {column} - make_interval(secs => {TICK_S})" for column in columns)
+            connection.execute(text(f"UPDATE {table} SET {shifts}"))
+
+
+def take_epoch(pair: Pair) -> None:
+    head = {"model": MODEL, "fingerprint": "w", "head": pair.rng.choice("gh"), "lease_s": LEASE_S}
+    pair.both("take_epoch", pipelines.take_epoch, statements.take_epoch, pair.rng.choice("pq"), **head)
+
+
+def announce(pair: Pair) -> None:
+    stages: dict[str, Any] = {"stages": [], "seats": pair.rng.choice([4, 20]), "exact": pair.rng.random() < 0.8}
+    pair.both("ready", pipelines.ready, statements.ready, *_pipeline(pair), **stages)
+
+
+def unready(pair: Pair) -> None:
+    pair.both("unready", pipelines.unready, statements.unready, *_pipeline(pair))
+
+
+def renew(pair: Pair) -> None:
+    pair.both("renew", pipelines.renew, statements.renew, *_pipeline(pair), LEASE_S)
+
+
+def stamp(pair: Pair) -> None:
+    pair.both("stamp", outbox.stamp, statements.stamp, resend_s=RESEND_S)
+
+
+def unstamp(pair: Pair) -> None:
+    pair.both("unstamp", outbox.unstamp, statements.unstamp, _some(pair))
+
+
+def unstamp_all(pair: Pair) -> None:
+    pair.both("unstamp_all", outbox.unstamp_all, statements.unstamp_all)
+
+
+def claim(pair: Pair) -> None:
+    pipeline, epoch = _pipeline(pair)
+    head = {"worker": "h", "pipeline": pipeline, "epoch": epoch, "fingerprint": "w"}
+    times = {"lease_s": LEASE_S, "exact_wait_s": EXACT_WAIT_S}
+    exactness = pair.rng.choice(["x", "x", "y"])
+    pair.both("claim", claims.claim, statements.claim, _some(pair), exactness=exactness, **head, **times)
+
+
+def beat(pair: Pair) -> None:
+    beats = []
+    for job_id in _some(pair):
+        attempt = pair.tables.attempts.get((job_id, pair.tables.jobs[job_id].fence))
+        start = len(attempt.tokens) if attempt else 0
+        start = max(0, start + pair.rng.choice([0, 0, 0, -1, 1]))
+        ids = tuple(pair.rng.randrange(100) for _ in range(pair.rng.randrange(3)))
+        beats.append(Beat(job_id=job_id, fence=_fence(pair, job_id), start=start, ids=ids))
+    pair.both("heartbeat", claims.heartbeat, statements.heartbeat, beats, lease_s=LEASE_S)
+
+
+def end(pair: Pair) -> None:
+    pair.both("end", claims.end, statements.end, [_end(pair, job_id) for job_id in _some(pair)])
+
+
+def release(pair: Pair) -> None:
+    keys = [(job_id, _fence(pair, job_id)) for job_id in _some(pair)]
+    pair.both("release", claims.release, statements.release, keys)
+
+
+def blame(pair: Pair) -> None:
+    keys = [(job_id, _fence(pair, job_id)) for job_id in _some(pair)]
+    pair.both("blame", crashes.blame, statements.blame, keys)
+
+
+def suspects(pair: Pair) -> None:
+    with pair.engine.begin() as connection:
+        found = crashes.suspects(connection, [str(job_id) for job_id in pair.ids])
+    assert sorted(found) == sorted(statements.suspects(pair.memory, [str(job_id) for job_id in pair.ids]))
+
+
+def cancel(pair: Pair) -> None:
+    ids = _some(pair)[:1]
+    pair.history.append(f"cancel {ids}")
+    with pair.engine.begin() as connection:
+        jobs.request_cancel(connection, ids)
+    statements.request_cancel(pair.memory, ids)
+
+
+def sweep_waiting(pair: Pair) -> None:
+    pair.both("sweep_waiting", sweeps.sweep_waiting, statements.sweep_waiting, decode)
+
+
+def sweep_leases(pair: Pair) -> None:
+    pair.both("sweep_leases", sweeps.sweep_leases, statements.sweep_leases, decode, lease_s=0.0)
+
+
+OPERATIONS = (
+    submit, submit, submit, pass_time, pass_time, take_epoch, announce, announce, unready, renew, stamp, stamp, unstamp,
+    unstamp_all, claim, claim, claim, claim, blame, suspects, beat, beat, beat, end, end, release, cancel,
+    sweep_waiting, sweep_leases, sweep_leases,
+)  # fmt: skip
+
+
+def _some(pair: Pair) -> list[UUID]:
+    """Jobs, the youngest more often."""
+    young = pair.ids[-6:]
+    return pair.rng.sample(young, pair.rng.randint(0, len(young)))
+
+
+def _fence(pair: Pair, job_id: UUID) -> int:
+    """Mostly the newest."""
+    return max(0, pair.tables.jobs[job_id].fence + pair.rng.choice([0, 0, 0, 0, -1, 1]))
+
+
+def _pipeline(pair: Pair) -> tuple[str, int]:
+    name = pair.rng.choice("pppq")
+    row = pair.tables.pipelines.get(name)
+    return name, max(1, (row.epoch if row else 1) + pair.rng.choice([0, 0, 0, 0, 0, -1]))
+
+
+def _end(pair: Pair, job_id: UUID) -> End:
+    state = pair.rng.choice([JobState.SUCCEEDED, JobState.SUCCEEDED, JobState.CANCELLED, JobState.FAILED])
+    fence = _fence(pair, job_id)
+    if state is JobState.FAILED:
+        return End(job_id=job_id, fence=fence, state=state, error={"code": "engine"})
+    reason = FinishReason.STOP if state is JobState.SUCCEEDED else FinishReason.CANCELLED
+    ids = tuple(pair.rng.randrange(100) for _ in range(pair.rng.randint(1, 4)))
+    usage = Usage(prompt_tokens=2, completion_tokens=len(ids))
+    exact = pair.rng.random() < 0.8
+    result = Result(job_id=job_id, text="t", token_ids=ids, usage=usage, finish_reason=reason, exact=exact)
+    return End(job_id=job_id, fence=fence, state=state, result=result)
+
+
+@pytest.fixture
+def engine(database_url: str) -> Iterator[Engine]:
+    with world(database_url) as engine:
+        yield engine
+
+
+def test_given_the_same_operations_when_done_in_memory_and_in_postgres_then_answers_and_rows_agree(
+    engine: Engine,
+) -> None:
+    for seed in SEQUENCES:
+        with engine.begin() as connection:
+            connection.execute(text("TRUNCATE jobs, attempts, results, pipelines CASCADE"))
+        pair = Pair(engine, random.Random(seed))
+        pair.history.append(f"seed {seed}")
+        for _ in range(NUM_OPERATIONS):
+            pair.rng.choice(OPERATIONS)(pair)
+            pair.same_rows()
+        assert cell(engine, "SELECT count(*) FROM jobs") == len(pair.ids)

@@ -1,0 +1,322 @@
+"""Processes that run the product's own heads, later stages and relays. Knows how they are made, not what happens."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any, cast
+from uuid import UUID
+
+from kombu.exceptions import OperationalError as BrokerError
+from prometheus_client import CollectorRegistry
+from redis.exceptions import RedisError
+from sqlalchemy.exc import DBAPIError
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+
+from services.relay.outbox import Outbox
+from services.relay.sweeper import Sweeper
+from services.stage.engine.step import StepPlan
+from services.stage.worker.head import Head
+from services.stage.worker.later import Later
+from services.stage.worker.runtime import Loaded
+from services.stage.worker.ticket import Ticket
+from shardline.config import Times
+from shardline.errors import Unavailable
+from shardline.metrics import RelayMetrics
+from shardline.wire import StageCard
+from tests.simulation.loom import Event, Loom, Process, current, elapse, now_s
+from tests.simulation.servers import Postgres, Redis
+from tests.simulation.toy import EOS, MAX_LEN, NUM_LAYERS, VOCAB_SIZE, Toy
+from tests.simulation.wires import Network, Sockets
+
+TIMES = Times(
+    lease_s=4.0,
+    heartbeat_s=1.0,
+    poll_s=1.0,
+    resend_s=4.0,
+    drain_s=3.0,
+    link_dead_s=1.5,
+    stall_s=4.0,
+    unbind_s=2.5,
+    recover_s=8.0,
+    exact_wait_s=6.0,
+)
+"""In the proportions of the defaults, shorter where that only saves heartbeats."""
+
+SEATS = 4
+TOKENIZER = Tokenizer(WordLevel({f"<{number}>": number for number in range(VOCAB_SIZE)}, unk_token="<0>"))
+METRICS = RelayMetrics(CollectorRegistry())
+SERVER_ERRORS = (DBAPIError, RedisError, BrokerError)
+
+
+@dataclass(eq=False, slots=True)
+class Site:
+    """What all processes share."""
+
+    loom: Loom
+    network: Network
+    postgres: Postgres
+    redis: Redis
+    exact: bool
+    num_blocks: int
+    num_lanes: int | None
+    step_s: float
+    """Of each stage, about."""
+    num_incarnations: int = 0
+    unfenced: list[str] = field(default_factory=list)
+    """Steps that a head began for a claim whose lease was over."""
+
+
+class Mailbox:
+    """`services.stage.worker.mailbox.Mailbox` without a descriptor."""
+
+    def __init__(self) -> None:
+        self.woken = Event()
+        self._calls: deque[Callable[[], None]] = deque()
+
+    def post(self, call: Callable[[], None]) -> None:
+        """For Celery's thread."""
+        self._calls.append(call)
+        self.woken.set()
+
+    def take(self) -> None:
+        """In Celery's thread."""
+        self.woken.clear()
+        while self._calls:
+            self._calls.popleft()()
+
+
+class Intake:
+    """`services.stage.worker.intake.Intake` without Celery's consumer."""
+
+    def __init__(self, _queue: str, mailbox: Mailbox) -> None:
+        self.is_open = False
+        self._mailbox = mailbox
+
+    def open(self) -> None:
+        """Jobs may come."""
+        self._mailbox.post(lambda: self._set(is_open=True))
+
+    def close(self) -> None:
+        """No more jobs."""
+        self._mailbox.post(lambda: self._set(is_open=False))
+
+    def _set(self, *, is_open: bool) -> None:
+        self.is_open = is_open
+
+
+class Machine:
+    """One process, started again after each death as a supervisor does."""
+
+    def __init__(self, site: Site, name: str, restart_s: float) -> None:
+        self.site = site
+        self.name = name
+        self.restart_s = restart_s
+        self.may_restart = True
+        self.process = Process(site.loom, name)
+        self.start()
+
+    def start(self) -> None:
+        """A new incarnation."""
+        self.process = Process(self.site.loom, self.name)
+        self.process.on_death.append(self._come_back)
+        self.process.spawn(self.run, "main")
+
+    def run(self) -> None:
+        """The main thread."""
+        raise NotImplementedError
+
+    def _come_back(self) -> None:
+        if self.may_restart:
+            self.site.loom.after(self.restart_s, self.start)
+
+
+class StageMachine(Machine):
+    """Parts that heads and later stages share."""
+
+    def __init__(self, site: Site, name: str, layers: range, *, restart_s: float, is_deadly: bool) -> None:
+        self.layers = layers
+        self.is_deadly = is_deadly
+        """A poisoned prompt kills it."""
+        self.toy: Toy | None = None
+        super().__init__(site, name, restart_s)
+
+    def load(self) -> Loaded:
+        """The shard, in no time."""
+        site = self.site
+        site.num_incarnations += 1
+        self.toy = Toy(
+            loom=site.loom,
+            layers=self.layers,
+            num_blocks=site.num_blocks,
+            token_budget=64,
+            max_open=2 * SEATS,
+            exact=site.exact,
+            step_s=site.step_s,
+            salt=site.num_incarnations,
+            on_step=self.on_step,
+            on_poison=self.process.kill if self.is_deadly else None,
+        )
+        return Loaded(
+            settings=cast(Any, _settings(self.name, site)),
+            info=cast(Any, SimpleNamespace(context_length=MAX_LEN, eos_ids=(EOS,), path=None)),
+            layers=self.layers,
+            device=cast(Any, SimpleNamespace(name="cpu:0", release=lambda: None)),
+            executor=cast(Any, self.toy),
+            weights="w",
+            card=self._card(),
+            sockets=cast(Any, Sockets(site.network, self.process, dead_s=TIMES.link_dead_s)),
+            worker=self.name,
+        )
+
+    def on_step(self, plan: StepPlan) -> None:
+        """Before a step is computed."""
+
+    def _card(self) -> StageCard:
+        return StageCard(
+            incarnation=f"{self.name} {self.site.num_incarnations}",
+            worker=self.name,
+            model="m",
+            fingerprint="w",
+            dtype="float32",
+            first_layer=self.layers.start,
+            last_layer=self.layers.stop,
+            num_layers=NUM_LAYERS,
+            control="",
+            device="cpu:0",
+        )
+
+
+class LaterMachine(StageMachine):
+    """A middle or tail."""
+
+    later: Later | None = None
+
+    def run(self) -> None:
+        """Starts its threads."""
+        self.later = Later(self.load())
+        self.later.start()
+
+
+class HeadMachine(StageMachine):
+    """A head with Celery's part: it takes messages while it has seats, and settles tickets."""
+
+    head: Head | None = None
+    num_tickets = 0
+    is_draining = False
+
+    def run(self) -> None:
+        """Celery's thread."""
+        self.is_draining, self.num_tickets = False, 0
+        head = self.head = Head(self.load(), cast(Any, None))
+        try:
+            head.start()
+        except Unavailable:
+            self.process.kill()
+        tickets: dict[int, Ticket] = {}
+        number = 0
+        mailbox, intake = cast(Any, head.mailbox), cast(Any, head._intake)
+        while True:
+            mailbox.take()
+            self.num_tickets = len(tickets)
+            job_id = self._message() if intake.is_open and not self.is_draining and len(tickets) < SEATS else None
+            if job_id is None:
+                mailbox.woken.wait(0.25)
+                continue
+            number += 1
+            tickets[number] = Ticket(
+                number=number,
+                job_id=job_id,
+                mailbox=mailbox,
+                on_accepted=lambda *_: None,
+                on_ended=lambda _: None,
+                forget=lambda number: tickets.pop(number, None) is not None,
+            )
+            head.desk.offer(tickets[number])
+
+    def drain(self) -> None:
+        """SIGTERM: finish what can be finished, give back the rest, go."""
+        self.process.spawn(self._drain, "drain")
+
+    def _drain(self) -> None:
+        head = self.head
+        if head is None or self.is_draining:
+            return
+        self.is_draining = True
+        head.desk.close()
+        until_s = now_s() + TIMES.drain_s
+        while self.num_tickets and now_s() < until_s:
+            elapse(0.1)
+        head.desk.give_back()
+        elapse(TIMES.drain_s / 3)
+        head.stop()
+        self.process.kill()
+
+    def _message(self) -> str | None:
+        try:
+            return self.site.redis.take()
+        except RedisError:
+            return None
+
+    def on_step(self, plan: StepPlan) -> None:
+        """No step may begin for a claim whose lease is over."""
+        head = self.head
+        if head is None:
+            return
+        granted_s = self.site.postgres.tables.granted_s
+        step, sequences = head._scheduler._flights[-1]
+        assert step is plan
+        for sequence in sequences:
+            job_id, fence = sequence.request.key
+            until_s = granted_s[UUID(job_id), fence]
+            if now_s() > until_s:
+                self.site.unfenced.append(f"{self.name}: {job_id} at fence {fence}, {now_s() - until_s:.2f} s late")
+
+
+class RelayMachine(Machine):
+    """A relay's outbox and sweeper."""
+
+    def run(self) -> None:
+        """Two loops; what fails is tried again."""
+        site = self.site
+        parts: dict[str, Any] = {"database": site.postgres, "times": TIMES, "metrics": METRICS}
+        outbox = Outbox(publisher=cast(Any, site.redis), redis=cast(Any, site.redis), **parts)
+        sweeper = Sweeper(results=cast(Any, SimpleNamespace(note=lambda _: None)), **parts)
+        self.process.spawn(lambda: self._loop(sweeper.turn, Event()), "sweeper")
+        self._loop(outbox.turn, self._doorbell())
+
+    def _doorbell(self) -> Event:
+        """NOTIFY wakes the outbox, most times."""
+        bell = Event()
+        process = current().process
+        bells = self.site.postgres.tables.on_bell
+        bells.append(bell.set)
+        process.on_death.append(lambda: bells.remove(bell.set))
+        return bell
+
+    def _loop(self, turn: Callable[[], float], bell: Event) -> None:
+        while True:
+            try:
+                pause_s = turn()
+            except SERVER_ERRORS:
+                pause_s = self.site.loom.rng.uniform(0.1, 1.0)
+            bell.wait(max(0.02, pause_s))
+            bell.clear()
+
+
+def _settings(name: str, site: Site) -> SimpleNamespace:
+    return SimpleNamespace(
+        times=TIMES,
+        name="m",
+        pipeline=name,
+        database_url=SimpleNamespace(get_secret_value=lambda: site.postgres),
+        redis_url=site.redis,
+        result_backend=None,
+        seats=SEATS,
+        token_budget=64,
+        lanes=site.num_lanes,
+        dtype="float32",
+    )

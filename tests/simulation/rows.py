@@ -1,0 +1,142 @@
+"""The tables in memory, and an audit beside them. Knows no statement: those are in `statements`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+from uuid import UUID
+
+from shardline.job import FinishReason, JobState, SamplingParams
+from shardline.store.claims import Key
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Job:
+    """A row of `jobs`."""
+
+    id: UUID
+    number: int
+    """Order of creation."""
+    prompt_ids: tuple[int, ...]
+    params: SamplingParams
+    max_tokens: int
+    seed: int
+    created_s: float
+    not_before_s: float
+    model: str = "m"
+    priority: int = 5
+    deadline_s: float | None = None
+    cancel_s: float | None = None
+    sent_s: float | None = None
+    num_sends: int = 0
+    state: JobState = JobState.QUEUED
+    fence: int = 0
+    lease_s: float | None = None
+    worker: str | None = None
+    pipeline: str | None = None
+    requeued_s: float | None = None
+    crashes: int = 0
+    max_crashes: int = 3
+    exactness: str | None = None
+    exact: bool = True
+    error: Mapping[str, Any] | None = None
+
+    @property
+    def order(self) -> tuple[int, float, int]:
+        """ORDER BY priority, created_at, id."""
+        return self.priority, self.created_s, self.number
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Attempt:
+    """A row of `attempts`."""
+
+    pipeline: str
+    epoch: int
+    tokens: tuple[int, ...]
+    num_resumed: int
+    outcome: str | None = None
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class ResultRow:
+    """A row of `results`."""
+
+    fence: int
+    token_ids: tuple[int, ...]
+    text: str
+    finish_reason: FinishReason
+    exact: bool
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class PipelineRow:
+    """A row of `pipelines`."""
+
+    model: str
+    epoch: int
+    head: str
+    lease_s: float
+    ready_s: float | None = None
+    seats: int = 0
+    exact: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Tables:
+    """All rows, the clock that every statement reads, and the audit."""
+
+    clock: Callable[[], float]
+    started_s: float = -math.inf
+    """When Postgres was started last."""
+    jobs: dict[UUID, Job] = field(default_factory=dict)
+    attempts: dict[Key, Attempt] = field(default_factory=dict)
+    results: dict[UUID, ResultRow] = field(default_factory=dict)
+    pipelines: dict[str, PipelineRow] = field(default_factory=dict)
+    on_bell: list[Callable[[], None]] = field(default_factory=list)
+    stale_writes: list[str] = field(default_factory=list)
+    granted_s: dict[Key, float] = field(default_factory=dict)
+    """Until when each claim was ever allowed to run."""
+    saved: dict[UUID, tuple[int, ...]] = field(default_factory=dict)
+    """The longest checkpoint ever committed."""
+
+    def insert(self, job: Job) -> None:
+        """Accepted."""
+        self.jobs[job.id] = job
+        self.ring()
+
+    def ring(self) -> None:
+        """NOTIFY."""
+        for bell in self.on_bell:
+            bell()
+
+    def grant(self, job: Job, lease_s: float) -> None:
+        """A lease is given."""
+        job.lease_s = lease_s
+        self.granted_s[job.id, job.fence] = lease_s
+
+    def save(self, key: Key, tokens: tuple[int, ...]) -> None:
+        """A checkpoint is written."""
+        self.attempts[key].tokens = tokens
+        if len(tokens) > len(self.saved.get(key[0], ())):
+            self.saved[key[0]] = tokens
+
+    def audit(self, job: Job, fence: int, what: str) -> None:
+        """Every write by a claim's holder, or in its place, passes here."""
+        if job.fence != fence or job.state.terminal:
+            self.stale_writes.append(f"{what} under fence {fence} of a {job.state} job at fence {job.fence}")
+
+
+@dataclass(slots=True, eq=False)
+class Connection:
+    """One transaction. `client_s` is the wall clock of whoever asks, which no statement may use."""
+
+    tables: Tables
+    client_s: float = 0.0
+
+    @property
+    def now_s(self) -> float:
+        """now()."""
+        return self.tables.clock()

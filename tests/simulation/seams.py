@@ -1,0 +1,117 @@
+"""Where the simulation takes the place of the world: threads, clocks, sockets, servers. All else is the product."""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import structlog
+import zmq
+
+from services.relay import outbox as relay_outbox
+from services.relay import sweeper as relay_sweeper
+from services.stage.hop import zeromq
+from services.stage.worker import head, later, ledger, link, pipeline
+from tests.simulation import machines, servers, statements, wires
+from tests.simulation.loom import Event, Loom, current, now_s, threads
+
+
+class Meter:
+    """Counts nothing."""
+
+    registry = None
+
+    def __init__(self, _loaded: object) -> None: ...
+
+    def step(self, _plan: object, _seconds: float) -> None:
+        """Nothing."""
+
+    def watch(self, _scheduler: object, _pipeline: object) -> None:
+        """Nothing."""
+
+
+def _start(thread: threading.Thread) -> None:
+    vars(thread)["simulated"] = current().process.spawn(thread.run, thread.name)
+
+
+def _join(thread: threading.Thread, timeout: float | None = None) -> None:
+    vars(thread)["simulated"].is_done.wait(timeout)
+
+
+def _is_alive(thread: threading.Thread) -> bool:
+    task = vars(thread).get("simulated")
+    return task is not None and not task.dead
+
+
+def _die(_reason: str) -> None:
+    current().process.kill()
+
+
+def _wall_clock() -> float:
+    return now_s() + current().process.skew_s
+
+
+SEAMS: tuple[tuple[Any, str, Any], ...] = (
+    (threading.Thread, "start", _start),
+    (threading.Thread, "join", _join),
+    (threading.Thread, "is_alive", _is_alive),
+    (threading, "Event", Event),
+    (time, "monotonic", now_s),
+    (time, "perf_counter", now_s),
+    (time, "time", _wall_clock),
+    (zmq, "Poller", wires.Poller),
+    (zeromq, "Watch", wires.Watch),
+    (zeromq, "Wakeup", wires.Wakeup),
+    (pipeline, "Wakeup", wires.Wakeup),
+    (link, "Wakeup", wires.Wakeup),
+    (ledger, "claims", statements),
+    (ledger, "crashes", statements),
+    (ledger, "outbox", statements),
+    (ledger, "pipelines", statements),
+    (head, "pipelines", statements),
+    (head, "connect", lambda database, **_: database),
+    (head, "DeltaWriter", servers.DeltaWriter),
+    (head, "Registry", servers.Registry),
+    (head, "Mailbox", machines.Mailbox),
+    (head, "Intake", machines.Intake),
+    (head, "Meter", Meter),
+    (head, "model_row", lambda *_, **__: {}),
+    (head, "register_model", lambda *_: None),
+    (head, "Tokens", SimpleNamespace(from_row=lambda _: SimpleNamespace(tokenizer=machines.TOKENIZER))),
+    (head, "software", dict),
+    (head, "die", _die),
+    (later, "Registry", servers.Registry),
+    (later, "Mailbox", machines.Mailbox),
+    (later, "Meter", Meter),
+    (later, "die", _die),
+    (relay_outbox, "outbox", statements),
+    (relay_sweeper, "sweeps", statements),
+    (relay_sweeper, "Decoder", lambda _: lambda _model, ids: "".join(f"<{token}>" for token in ids)),
+)
+
+
+@contextmanager
+def seams() -> Iterator[Callable[[Loom], None]]:
+    """While inside, threads and clocks are those of the loom that the function names."""
+    state = random.getstate()
+    config = structlog.get_config()
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
+    with ExitStack() as stack:
+        for target, name, replacement in SEAMS:
+            stack.enter_context(patch.object(target, name, replacement))
+        yield _use
+    threads.loom = None
+    structlog.configure(**config)
+    random.setstate(state)
+
+
+def _use(loom: Loom) -> None:
+    threads.loom = loom
+    random.seed(loom.rng.random())

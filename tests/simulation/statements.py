@@ -1,0 +1,388 @@
+"""The functions of `shardline.store` that heads and relays use, over tables in memory: the same conditional updates.
+
+`tests/conformance/test_rows.py` runs the same random operations here and on a real Postgres. A transaction is one
+statement here: that rows are locked in a fixed order is the store's own tests' business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any
+from uuid import UUID
+
+from shardline.job import FinishReason, JobState, Result, Usage
+from shardline.store.claims import Beat, BeatReply, Claimed, End, Key
+from shardline.store.outbox import MAX_BATCH, MAX_DOUBLINGS, WINDOW_MIN, WINDOW_PER_SEAT, Send
+from tests.simulation.rows import Attempt, Connection, Job, PipelineRow, ResultRow, Tables
+
+__all__ = ["MAX_BATCH"]
+
+# shardline.store.claims ----------------------------------------------------------------------------------------------
+
+
+def claim(
+    connection: Connection,
+    ids: Collection[UUID | str],
+    *,
+    worker: str,
+    pipeline: str,
+    epoch: int,
+    fingerprint: str,
+    exactness: str,
+    lease_s: float,
+    exact_wait_s: float,
+) -> list[Claimed]:
+    """See shardline.store.claims."""
+    tables, row = connection.tables, connection.tables.pipelines.get(pipeline)
+    wanted = {UUID(str(job_id)) for job_id in ids}
+    jobs = sorted((job for job_id in wanted if (job := tables.jobs.get(job_id))), key=lambda job: job.order)
+    claimed = []
+    for job in jobs:
+        if row is None or row.epoch != epoch or not _is_claimable(connection, job, row, exactness, exact_wait_s):
+            continue
+        before = tables.attempts.get((job.id, job.fence))
+        tokens = before.tokens if before else ()
+        job.state, job.fence, job.worker, job.pipeline = JobState.RUNNING, job.fence + 1, worker, pipeline
+        job.exact = job.exact and job.exactness in (None, exactness) and row.exact
+        job.exactness = job.exactness or exactness
+        tables.grant(job, connection.now_s + lease_s)
+        tables.attempts[job.id, job.fence] = Attempt(
+            pipeline=pipeline, epoch=epoch, tokens=tokens, num_resumed=len(tokens)
+        )
+        claimed.append(_claimed(connection, job, tokens))
+    return claimed
+
+
+def heartbeat(connection: Connection, beats: Sequence[Beat], *, lease_s: float) -> dict[Key, BeatReply]:
+    """See shardline.store.claims."""
+    tables, replies = connection.tables, {}
+    for beat in beats:
+        job = tables.jobs.get(beat.job_id)
+        if job is None or not _holds(job, beat.fence, JobState.RUNNING):
+            continue
+        saved = tables.attempts[job.id, job.fence].tokens
+        if len(saved) < beat.start:
+            continue
+        tables.audit(job, beat.fence, "heartbeat")
+        tables.grant(job, connection.now_s + lease_s)
+        if beat.ids:
+            tables.save((job.id, job.fence), saved[: beat.start] + beat.ids)
+        replies[job.id, job.fence] = BeatReply(
+            cancel_requested=job.cancel_s is not None, expired=_is_over(connection, job.deadline_s)
+        )
+    return replies
+
+
+def end(connection: Connection, ends: Sequence[End]) -> dict[UUID, JobState]:
+    """See shardline.store.claims."""
+    return end_from(connection, ends, held=JobState.RUNNING)
+
+
+def end_from(connection: Connection, ends: Sequence[End], *, held: JobState) -> dict[UUID, JobState]:
+    """See shardline.store.claims."""
+    tables, ended = connection.tables, {}
+    for one in ends:
+        job = tables.jobs.get(one.job_id)
+        if job is not None and _holds(job, one.fence, held):
+            _end(tables, job, one)
+            ended[job.id] = one.state
+    for one in ends:
+        job = tables.jobs.get(one.job_id)
+        if job is not None and one.job_id not in ended and job.fence == one.fence and job.state.terminal:
+            ended[job.id] = job.state
+    return ended
+
+
+def release(connection: Connection, keys: Collection[Key]) -> set[UUID]:
+    """See shardline.store.claims."""
+    return requeue(connection, keys, outcome="released")
+
+
+def requeue(connection: Connection, keys: Collection[Key], *, outcome: str, crashes: int = 0) -> set[UUID]:
+    """See shardline.store.claims."""
+    tables, requeued = connection.tables, set()
+    for job_id, fence in keys:
+        job = tables.jobs.get(job_id)
+        if job is None or not _holds(job, fence, JobState.RUNNING):
+            continue
+        tables.audit(job, fence, outcome)
+        tables.attempts[job_id, job.fence].outcome = outcome
+        job.state, job.crashes = JobState.QUEUED, job.crashes + crashes
+        job.lease_s = job.worker = job.pipeline = job.sent_s = None
+        job.requeued_s, job.num_sends = connection.now_s, 0
+        requeued.add(job_id)
+    if requeued:
+        tables.ring()
+    return requeued
+
+
+# shardline.store.outbox ----------------------------------------------------------------------------------------------
+
+
+def stamp(connection: Connection, *, resend_s: float) -> list[Send]:
+    """See shardline.store.outbox."""
+    tables, now_s = connection.tables, connection.now_s
+    queued = sorted((job for job in tables.jobs.values() if job.state is JobState.QUEUED), key=lambda job: job.order)
+    due = _within_window(tables, queued, now_s)
+    lost = [
+        job
+        for job in queued
+        if job.sent_s is not None
+        and job.sent_s <= now_s - resend_s * 2 ** min(max(job.num_sends - 1, 0), MAX_DOUBLINGS)
+    ]
+    stamped = sorted((job for job in due + lost if job.cancel_s is None), key=lambda job: job.order)
+    for job in stamped:
+        job.sent_s, job.num_sends = now_s, job.num_sends + 1
+    return [
+        Send(job_id=job.id, model=job.model, priority=job.priority, num_sends=job.num_sends, traceparent=None)
+        for job in stamped
+    ]
+
+
+def unstamp(connection: Connection, ids: Collection[UUID]) -> None:
+    """See shardline.store.outbox."""
+    for job_id in ids:
+        job = connection.tables.jobs.get(job_id)
+        if job is not None and job.state is JobState.QUEUED and job.sent_s is not None:
+            job.sent_s, job.num_sends = None, max(job.num_sends - 1, 0)
+
+
+def unstamp_all(connection: Connection) -> int:
+    """See shardline.store.outbox."""
+    sent = [job for job in connection.tables.jobs.values() if job.state is JobState.QUEUED and job.sent_s is not None]
+    for job in sent:
+        job.sent_s, job.num_sends = None, 0
+    return len(sent)
+
+
+# shardline.store.sweeps ----------------------------------------------------------------------------------------------
+
+
+def sweep_waiting(connection: Connection, decode: Callable[[str, Sequence[int]], str]) -> dict[UUID, str]:
+    """See shardline.store.sweeps."""
+    over = [
+        job
+        for job in connection.tables.jobs.values()
+        if job.state is JobState.QUEUED and (job.cancel_s is not None or _is_over(connection, job.deadline_s))
+    ]
+    return {**end_from(connection, [_stopped(connection, job, decode) for job in over], held=JobState.QUEUED)}
+
+
+def sweep_leases(
+    connection: Connection, decode: Callable[[str, Sequence[int]], str], *, lease_s: float
+) -> dict[UUID, str]:
+    """See shardline.store.sweeps."""
+    tables = connection.tables
+    moved: dict[UUID, str] = {}
+    if not tables.started_s < connection.now_s - lease_s:
+        return moved
+    expired = [
+        job
+        for job in tables.jobs.values()
+        if job.state is JobState.RUNNING and job.lease_s is not None and job.lease_s < connection.now_s
+    ]
+    over = [job for job in expired if job.cancel_s is not None or _is_over(connection, job.deadline_s)]
+    moved |= _judge(connection, [job for job in expired if job not in over])
+    return {**moved, **end_from(connection, [_stopped(connection, job, decode) for job in over], held=JobState.RUNNING)}
+
+
+def counts(connection: Connection) -> dict[tuple[str, str], int]:
+    """See shardline.store.sweeps."""
+    return {}
+
+
+# shardline.store.crashes ---------------------------------------------------------------------------------------------
+
+
+def suspects(connection: Connection, ids: Collection[str]) -> list[UUID]:
+    """See shardline.store.crashes."""
+    jobs = [job for job_id in ids if (job := connection.tables.jobs.get(UUID(job_id)))]
+    waiting = [job for job in jobs if job.state is JobState.QUEUED and job.crashes > 0]
+    return [job.id for job in sorted(waiting, key=lambda job: job.order)]
+
+
+def blame(connection: Connection, keys: Collection[Key]) -> dict[UUID, str]:
+    """See shardline.store.crashes."""
+    jobs = [(connection.tables.jobs.get(job_id), fence) for job_id, fence in keys]
+    return _judge(connection, [job for job, fence in jobs if job and _holds(job, fence, JobState.RUNNING)])
+
+
+def _judge(connection: Connection, jobs: Sequence[Job]) -> dict[UUID, str]:
+    moved: dict[UUID, str] = {}
+    ends: list[End] = []
+    for job in jobs:
+        key, attempt = (job.id, job.fence), connection.tables.attempts[job.id, job.fence]
+        if len(attempt.tokens) > attempt.num_resumed:
+            moved |= dict.fromkeys(requeue(connection, [key], outcome="lost"), "lost")
+        elif job.crashes + 1 < job.max_crashes:
+            moved |= dict.fromkeys(requeue(connection, [key], outcome="crashed", crashes=1), "crashed")
+        else:
+            ends.append(End(job_id=job.id, fence=job.fence, state=JobState.FAILED, error={"code": "crashed"}))
+    return {**moved, **end_from(connection, ends, held=JobState.RUNNING)}
+
+
+# shardline.store.pipelines -------------------------------------------------------------------------------------------
+
+
+def take_epoch(
+    connection: Connection, pipeline: str, *, model: str, fingerprint: str, head: str, lease_s: float
+) -> int:
+    """See shardline.store.pipelines."""
+    rows = connection.tables.pipelines
+    before = rows.get(pipeline)
+    rows[pipeline] = PipelineRow(
+        model=model,
+        epoch=before.epoch + 1 if before else 1,
+        head=head,
+        lease_s=connection.now_s + lease_s,
+        seats=before.seats if before else 0,
+        exact=before.exact if before else False,
+    )
+    return rows[pipeline].epoch
+
+
+def renew(connection: Connection, pipeline: str, epoch: int, lease_s: float) -> bool:
+    """See shardline.store.pipelines."""
+    row = _of_epoch(connection, pipeline, epoch)
+    if row is not None:
+        row.lease_s = connection.now_s + lease_s
+    return row is not None
+
+
+def ready(
+    connection: Connection,
+    pipeline: str,
+    epoch: int,
+    *,
+    seats: int,
+    stages: Sequence[Mapping[str, Any]],
+    exact: bool,
+) -> bool:
+    """See shardline.store.pipelines."""
+    row = _of_epoch(connection, pipeline, epoch)
+    if row is not None:
+        row.ready_s = connection.now_s if row.ready_s is None else row.ready_s
+        row.seats, row.exact = seats, exact
+    return row is not None
+
+
+def unready(connection: Connection, pipeline: str, epoch: int) -> bool:
+    """See shardline.store.pipelines."""
+    row = _of_epoch(connection, pipeline, epoch)
+    if row is not None:
+        row.ready_s = None
+    return row is not None
+
+
+# shardline.store.jobs ------------------------------------------------------------------------------------------------
+
+
+def request_cancel(connection: Connection, ids: Iterable[UUID]) -> None:
+    """See shardline.store.jobs."""
+    for job_id in ids:
+        job = connection.tables.jobs[job_id]
+        if job.state.terminal:
+            continue
+        job.cancel_s = connection.now_s if job.cancel_s is None else job.cancel_s
+        if job.state is JobState.QUEUED and job.fence == 0:
+            job.state = JobState.CANCELLED
+
+
+# Conditions ----------------------------------------------------------------------------------------------------------
+
+
+def _holds(job: Job, fence: int, state: JobState) -> bool:
+    return job.fence == fence and job.state is state
+
+
+def _is_over(connection: Connection, deadline_s: float | None) -> bool:
+    return deadline_s is not None and deadline_s <= connection.now_s
+
+
+def _is_claimable(connection: Connection, job: Job, row: PipelineRow, exactness: str, exact_wait_s: float) -> bool:
+    waits_since_s = job.requeued_s if job.requeued_s is not None else job.created_s
+    return (
+        job.state is JobState.QUEUED
+        and job.cancel_s is None
+        and job.not_before_s <= connection.now_s
+        and not _is_over(connection, job.deadline_s)
+        and job.model == row.model
+        and (job.exactness in (None, exactness) or not job.exact or waits_since_s <= connection.now_s - exact_wait_s)
+    )
+
+
+def _within_window(tables: Tables, queued: Sequence[Job], now_s: float) -> list[Job]:
+    seats: dict[str, int] = {}
+    for row in tables.pipelines.values():
+        if row.lease_s > now_s:
+            seats[row.model] = seats.get(row.model, 0) + row.seats
+    room: dict[tuple[str, int], int] = {}
+    due = []
+    for job in queued:
+        line = (job.model, job.priority)
+        if line not in room:
+            num_out = sum((one.model, one.priority) == line and one.sent_s is not None for one in queued)
+            room[line] = max(WINDOW_MIN, WINDOW_PER_SEAT * seats.get(job.model, 0)) - num_out
+        if job.sent_s is None and job.not_before_s <= now_s and job.cancel_s is None and room[line] > 0:
+            room[line] -= 1
+            due.append(job)
+    return due
+
+
+def _of_epoch(connection: Connection, pipeline: str, epoch: int) -> PipelineRow | None:
+    row = connection.tables.pipelines.get(pipeline)
+    return row if row is not None and row.epoch == epoch else None
+
+
+def _end(tables: Tables, job: Job, one: End) -> None:
+    tables.audit(job, one.fence, f"end {one.state}")
+    job.state, job.error, job.lease_s = one.state, one.error, None
+    attempt = tables.attempts.get((job.id, job.fence))
+    if attempt is not None:
+        attempt.outcome = attempt.outcome or one.state
+        if one.result is not None:
+            attempt.tokens = one.result.token_ids
+    if one.result is not None:
+        assert job.id not in tables.results, "the primary key of results"
+        tables.results[job.id] = ResultRow(
+            fence=job.fence,
+            token_ids=one.result.token_ids,
+            text=one.result.text,
+            finish_reason=one.result.finish_reason,
+            exact=one.result.exact and job.exact,
+        )
+
+
+def _stopped(connection: Connection, job: Job, decode: Callable[[str, Sequence[int]], str]) -> End:
+    attempt = connection.tables.attempts.get((job.id, job.fence))
+    tokens = attempt.tokens if attempt else ()
+    is_cancelled = job.cancel_s is not None
+    state, reason = (
+        (JobState.CANCELLED, FinishReason.CANCELLED) if is_cancelled else (JobState.EXPIRED, FinishReason.EXPIRED)
+    )
+    result = None
+    if tokens:
+        usage = Usage(prompt_tokens=len(job.prompt_ids), completion_tokens=len(tokens))
+        text = decode(job.model, tokens)
+        result = Result(job_id=job.id, text=text, token_ids=tokens, usage=usage, finish_reason=reason, exact=True)
+    return End(job_id=job.id, fence=job.fence, state=state, result=result)
+
+
+def _claimed(connection: Connection, job: Job, tokens: tuple[int, ...]) -> Claimed:
+    return Claimed(
+        job_id=job.id,
+        fence=job.fence,
+        prompt_ids=job.prompt_ids,
+        output_ids=tokens,
+        logprobs=None,
+        params=job.params,
+        max_tokens=job.max_tokens,
+        seed=job.seed,
+        priority=job.priority,
+        crashes=job.crashes,
+        exact=job.exact,
+        created_at=job.created_s,
+        deadline_at=job.deadline_s,
+        queued_s=connection.now_s - job.created_s,
+        traceparent=None,
+    )
