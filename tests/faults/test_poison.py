@@ -105,7 +105,8 @@ def check_dead_letter(client: Client, dead: Job) -> None:
     error = dead.error or {}
     assert (error.get("code"), error.get("crashes")) == ("crashed", MAX_CRASHES), error
     outcomes = [attempt.outcome for attempt in client.get_dead(dead.id).attempts]
-    assert outcomes == ["failed", *["crashed"] * (MAX_CRASHES - 1)]
+    # A slow machine may not form the pipeline anew in time: then leases are given back meanwhile.
+    assert [outcome for outcome in outcomes if outcome != "released"] == ["failed", *["crashed"] * (MAX_CRASHES - 1)]
     assert dead.id in [job.id for job in client.list_dead()]
 
 

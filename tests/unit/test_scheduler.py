@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from services.stage.engine.kv_cache import BLOCK_TOKENS
@@ -308,6 +310,19 @@ def test_a_job_that_breaks_the_pipeline_again_while_it_is_the_only_suspect_is_bl
     pipeline.drain()
     assert pipeline.outputs["good", 1] == expected_output(request("good"), 9)
     assert pipeline.outputs["better", 1] == expected_output(request("better"), 9)
+
+
+def test_a_doubted_job_that_comes_back_as_a_new_attempt_is_still_a_suspect() -> None:
+    pipeline = Pipeline(config())
+    for name in ("doubted", "too"):
+        pipeline.add(request(name))
+    pipeline.schedule()
+    pipeline.rebuild(num_blocks=50)
+    for name in ("doubted", "too"):
+        pipeline.scheduler.abort((name, 1))
+        pipeline.add(replace(request(name), key=(name, 2)))
+
+    assert len(checked(pipeline.schedule()).rows) == 1
 
 
 def test_a_job_with_a_crash_behind_it_keeps_others_waiting_until_it_is_trusted() -> None:

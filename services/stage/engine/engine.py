@@ -176,6 +176,13 @@ class HeadEngine(Engine):
         """From any thread: drop a job without an event. Its KV is freed on every stage by the next plan."""
         self.inbox.put(lambda: self._forget(key))
 
+    def _unwire(self) -> None:
+        was_wired = self._wiring is not None
+        super()._unwire()
+        if was_wired:
+            # At once: a new epoch may take longer than the leases are kept.
+            self._emit(self.scheduler.rebuild(self.scheduler.config.num_blocks))
+
     def _rewire(self, wiring: Wiring) -> None:
         super()._rewire(wiring)
         self._emit(self.scheduler.rebuild(wiring.num_blocks, wiring.num_lanes))

@@ -11,6 +11,7 @@ from itertools import count, islice, repeat
 
 import msgspec
 
+from services.stage.engine.doubt import Doubted
 from services.stage.engine.kv_cache import BLOCK_TOKENS, BlockPool, blocks_for
 from services.stage.engine.sequence import Key, Request, Sequence, State, TokenSink, Waiting, ranked_last
 from services.stage.engine.step import Open, Row, StepPlan, StepResult
@@ -101,6 +102,7 @@ class Scheduler:
         self._waiting = Waiting()
         self._arrivals = count()
         self._numbers = count()
+        self._doubted = Doubted()
         self._clear(config.num_blocks)
 
     def _clear(self, num_blocks: int) -> None:
@@ -122,6 +124,7 @@ class Scheduler:
         """Takes a request in. The events follow at once: it can never run, or its checkpoint is complete."""
         assert request.key not in self._by_key, f"{request.key} was added twice"
         sequence = Sequence(request, sink, arrival=next(self._arrivals), max_len=self.config.max_len)
+        sequence.suspect = request.suspect or request.key[0] in self._doubted
         self._by_key[request.key] = sequence
         self._waiting.push(sequence)
         if (refusal := self._refusal(sequence)) is not None:
@@ -200,7 +203,8 @@ class Scheduler:
                 events.append(self._blame(sequence))
                 continue
             # One of those that the epoch gave no token may have broken it: they come back one by one.
-            sequence.suspect = sequence.suspect or not sequence.has_progress
+            if not sequence.has_progress:
+                self._doubt(sequence)
             self._requeue(sequence)
         refusals = [(sequence, self._refusal(sequence)) for sequence in self._by_key.values()]
         return [*events, *(self._fail(sequence, refusal) for sequence, refusal in refusals if refusal is not None)]
@@ -352,8 +356,13 @@ class Scheduler:
         sequence.state = State.ENDED
         return Crashed(key=sequence.request.key)
 
+    def _doubt(self, sequence: Sequence) -> None:
+        sequence.suspect = True
+        self._doubted.add(sequence.request.key[0])
+
     def _clear_of_suspicion(self, sequence: Sequence) -> None:
         sequence.suspect = False
+        self._doubted.discard(sequence.request.key[0])
         if self._suspect is sequence:
             self._suspect = None
 

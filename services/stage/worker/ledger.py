@@ -10,7 +10,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from itertools import islice
 from typing import Any
 from uuid import UUID
 
@@ -22,6 +21,7 @@ from services.stage.engine.engine import HeadEngine
 from services.stage.engine.scheduler import Crashed, Event, Tokens
 from services.stage.worker.ending import CELERY_STATES, Ending
 from services.stage.worker.identity import Identity
+from services.stage.worker.isolation import claimable
 from services.stage.worker.live import LiveJob
 from services.stage.worker.publisher import Publisher
 from services.stage.worker.requests import Requests
@@ -68,7 +68,7 @@ class Ledger(threading.Thread):
         """The epoch whose readiness is in Postgres."""
         self._offers: deque[Ticket] = deque()
         self._held_back: deque[Ticket] = deque()
-        """Of suspects: one at a time is claimed, so that a crash is counted for nobody else."""
+        """Tickets that wait for a suspect, see `isolation`."""
         self._blamed: deque[tuple[str, int]] = deque()
         self._events: deque[Event] = deque()
         self._cancels: deque[str] = deque()
@@ -155,6 +155,7 @@ class Ledger(threading.Thread):
                 if time.monotonic() >= next_beat_s:
                     next_beat_s = time.monotonic() + self._times.heartbeat_s
                     self._beat()
+                    self._offer_again()
                     self._database_is_back()
             except DBAPIError as error:
                 self._database_is_away(error)
@@ -208,9 +209,8 @@ class Ledger(threading.Thread):
 
     def _claim_offers(self) -> None:
         """While the pipeline forms anew, offers wait; at shutdown they go back unread, to be sent again at once."""
-        if not self._open or not self._has_suspect():
-            self._offers.extend(self._held_back)
-            self._held_back.clear()
+        if not self._open:
+            self._offer_again()
         if not self._open and self._offers:
             tickets = [self._offers.popleft() for _ in range(len(self._offers))]
             with self._database.begin() as connection:
@@ -231,11 +231,11 @@ class Ledger(threading.Thread):
         waiting = {ticket.job_id: ticket for ticket in tickets}
         failpoint(Point.BEFORE_CLAIM)
         with self._database.begin() as connection:
-            suspects = map(str, crashes.suspects(connection, list(waiting)))
-            held_back = set(islice(suspects, 0 if self._has_suspect() else 1, None))
+            suspects = crashes.suspects(connection, list(waiting))
+            wanted = claimable(list(waiting), [str(job_id) for job_id in suspects], self._live.values())
             claimed = claims.claim(
                 connection,
-                [job_id for job_id in waiting if job_id not in held_back],
+                wanted,
                 worker=identity.worker,
                 pipeline=identity.pipeline,
                 epoch=identity.epoch,
@@ -252,13 +252,14 @@ class Ledger(threading.Thread):
             self._start(row, waiting.pop(str(row.job_id)), identity)
         started = {id(job.ticket) for job in self._live.values()}
         for ticket in tickets:
-            if ticket.job_id in held_back:
+            if ticket.job_id not in wanted:
                 self._held_back.append(ticket)
             elif id(ticket) not in started:
                 ticket.drop()
 
-    def _has_suspect(self) -> bool:
-        return any(job.is_suspect for job in self._live.values())
+    def _offer_again(self) -> None:
+        self._offers.extend(self._held_back)
+        self._held_back.clear()
 
     def _start(self, row: Claimed, ticket: Ticket, identity: Identity) -> None:
         job = LiveJob.from_claim(row, ticket, identity)
@@ -293,8 +294,8 @@ class Ledger(threading.Thread):
             if reply is None:
                 self._lose(job)
                 continue
-            was_suspect, job.num_saved = job.is_suspect, beat.start + len(beat.ids)
-            if was_suspect and not job.is_suspect:
+            job.num_saved = beat.start + len(beat.ids)
+            if job.claimed.crashes > 0 and beat.ids:
                 self._engine.trust(job.key)
             self._publish_held(job)
             if reply.cancel_requested or reply.expired:
@@ -330,6 +331,7 @@ class Ledger(threading.Thread):
             self._publisher.delta(job.job_id, ending.last_delta())
             self._publisher.result(job.job_id, ending.value(), ending.celery_state)
             ending.settle()
+        self._offer_again()
 
     def _give_back_blamed(self) -> None:
         """Jobs under which the pipeline broke while they ran alone: a crash of theirs, or their end."""

@@ -55,9 +55,9 @@ class LiveJob:
         return self.claimed.job_id
 
     @property
-    def is_suspect(self) -> bool:
-        """An engine died under it before, and nothing shows yet that it will not happen again."""
-        return self.claimed.crashes > 0 and self.num_saved == len(self.claimed.output_ids)
+    def is_unproven(self) -> bool:
+        """No token of this attempt is saved: a dead head would count as a crash."""
+        return self.num_saved == len(self.claimed.output_ids)
 
     def take(self, tokens: Tokens) -> Delta:
         """Adds the engine's tokens; returns what a reader of the stream gets."""
