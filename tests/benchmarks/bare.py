@@ -9,6 +9,7 @@ import argparse
 import json
 import multiprocessing
 import os
+import sys
 import tempfile
 import time
 from multiprocessing.connection import Connection
@@ -193,7 +194,7 @@ def wiring(
 
 
 def _abort(epoch: int, reason: str) -> None:
-    print(f"bare pipeline broken in epoch {epoch}: {reason}")
+    print(f"bare pipeline broken in epoch {epoch}: {reason}", file=sys.stderr)
     os._exit(1)
 
 

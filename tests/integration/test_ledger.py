@@ -117,7 +117,13 @@ def database(database_url: str) -> Iterator[Database]:
 
 
 @pytest.fixture
-def desk(database: Database, executor: Executor, redis_url: str) -> Iterator[Desk]:
+def times() -> Times:
+    """The protocol's; tests override it."""
+    return TIMES
+
+
+@pytest.fixture
+def desk(database: Database, executor: Executor, redis_url: str, times: Times) -> Iterator[Desk]:
     """Ready to take jobs."""
     scheduler = Scheduler(
         SchedulerConfig(num_blocks=executor.num_blocks, max_seats=8, token_budget=64, num_lanes=1, max_len=4096)
@@ -138,7 +144,7 @@ def desk(database: Database, executor: Executor, redis_url: str) -> Iterator[Des
         on_announced=announced.set,
         on_superseded=lambda _epoch: None,
         seats=8,
-        times=TIMES,
+        times=times,
     )
     for thread in (publisher, engine, ledger):
         thread.start()
@@ -308,6 +314,7 @@ def test_given_a_pipeline_that_forms_when_jobs_are_offered_then_they_wait_unclai
     assert [desk.verdict(), desk.verdict()] == [(job_id, "started"), (job_id, "succeeded")]
 
 
+@pytest.mark.parametrize("times", [TIMES, Times().scaled(1000)], ids=["usual", "no-heartbeat-for-long"])
 def test_given_two_suspects_when_offered_then_the_second_is_claimed_once_the_first_has_saved_tokens(desk: Desk) -> None:
     first, second = submit(desk.database, LONG), submit(desk.database, LONG)
     change(desk.database, "UPDATE jobs SET crashes = 1")

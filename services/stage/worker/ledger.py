@@ -79,6 +79,7 @@ class Ledger(threading.Thread):
         self._giving_back = False
         self._running = True
         self._recovering_since_s: float | None = None
+        self._next_beat_s = 0.0
         self._last_step = -1
         self._last_move_s = time.monotonic()
         self._away_since_s: float | None = None
@@ -140,9 +141,8 @@ class Ledger(threading.Thread):
 
     def run(self) -> None:
         """Until stopped and empty. Each turn does all that waits, in batches."""
-        next_beat_s = time.monotonic() + self._times.heartbeat_s
         while self._running or ((self._live or self._ended) and self._away_since_s is None):
-            self._woken.wait(max(0.0, next_beat_s - time.monotonic()))
+            self._woken.wait(max(0.0, self._next_beat_s - time.monotonic()))
             self._woken.clear()
             self._note_events()
             try:
@@ -152,14 +152,14 @@ class Ledger(threading.Thread):
                 self._claim_offers()
                 if self._giving_back or self._recovery_is_over():
                     self._release_all()
-                if time.monotonic() >= next_beat_s:
-                    next_beat_s = time.monotonic() + self._times.heartbeat_s
+                if time.monotonic() >= self._next_beat_s:
+                    self._next_beat_s = time.monotonic() + self._times.heartbeat_s
                     self._beat()
                     self._offer_again()
                     self._database_is_back()
             except DBAPIError as error:
                 self._database_is_away(error)
-                next_beat_s = time.monotonic() + self._times.heartbeat_s
+                self._next_beat_s = time.monotonic() + self._times.heartbeat_s
 
     def _note_events(self) -> None:
         while self._cancels:
@@ -172,6 +172,8 @@ class Ledger(threading.Thread):
             if job is None:
                 continue
             if isinstance(event, Tokens):
+                # Other suspects wait until this one's token is saved.
+                self._next_beat_s = 0.0 if job.is_unproven and job.claimed.crashes > 0 else self._next_beat_s
                 self._publish(job, job.take(event))
             elif isinstance(event, Crashed):
                 self._blamed.append(event.key)
