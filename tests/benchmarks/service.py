@@ -48,7 +48,7 @@ def main() -> None:
 
 @contextmanager
 def stack(model: str, dtype: str, stages: int, **settings: str) -> Iterator[dict[str, Any]]:
-    """A stack of its own, ready; its up.json."""
+    """A stack of its own, ready; its up.json, and its folder as `home`."""
     with tempfile.TemporaryDirectory(prefix="shardline-bench-") as folder:
         environment = os.environ | {
             "SHARDLINE_HOME": folder,
@@ -65,7 +65,7 @@ def stack(model: str, dtype: str, stages: int, **settings: str) -> Iterator[dict
         try:
             up = _published(Home(Path(folder)), process)
             os.kill(up["processes"]["flower"], signal.SIGSTOP)
-            yield up
+            yield {**up, "home": folder}
             os.kill(up["processes"]["flower"], signal.SIGCONT)
         finally:
             process.terminate()

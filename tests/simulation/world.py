@@ -135,9 +135,6 @@ class World:
         shards = [range(first, last) for first, last in pairwise(bounds)]
         deadly = rng.randrange(len(shards))
         num_heads, num_chains = rng.choice([(1, 1), (1, 1), (1, 2), (2, 1), (2, 2)])
-        if num_heads > num_chains:
-            # Heads that take turns with one chain do not isolate what breaks it: none sees the second break of a job.
-            deadly = 0
         for place, shard in enumerate(shards):
             for copy in range(num_heads if place == 0 else num_chains):
                 kind = HeadMachine if place == 0 else LaterMachine
