@@ -1,4 +1,4 @@
-"""One device and one place for models and checksums per session."""
+"""One device per file of tests, one place for models and checksums per session."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("models")
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def device(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Device]:
-    """Core 0, locked in a folder of this session."""
+    """Core 0, locked in a folder of its own. Given back at once: whole stacks of later tests need every core."""
     cores, num_threads = os.sched_getaffinity(0), torch.get_num_threads()
     taken = Device.take("cpu:0", worker="tests", lock_folder=tmp_path_factory.mktemp("locks"))
     yield taken

@@ -33,7 +33,7 @@ def batch() -> list[Request]:
     return requests((torch.randint(3, VOCAB_SIZE, (n,), generator=generator).tolist() for n in lengths), WARM)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def chains(model_folder: Path, device: Device) -> dict[tuple[str, str, int], list[Executor]]:
     """Every model, dtype and number of stages, loaded once."""
     paths = {name: save_model(model_folder / "same", name) for name in MODELS}
@@ -54,7 +54,7 @@ def one(chains: Chains, name: str, dtype: str) -> list[Executor]:
     return chains[name, dtype, 1]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def outputs() -> dict[tuple[str, str], list[tuple[int, ...]]]:
     """What each model gave in each dtype, once asked."""
     return {}
