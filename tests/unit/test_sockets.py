@@ -11,6 +11,10 @@ from services.stage.hop.sockets import CurveKeys, Sockets, parse_ports
 from services.standalone.ports import free_port
 from shardline.errors import Invalid, Unavailable
 
+PATIENCE_S = 20.0
+A_MOMENT_MS = 50
+A_PIECE_BYTES = 1 << 20
+
 
 @pytest.mark.parametrize(
     ("bind", "advertise", "host"),
@@ -75,3 +79,26 @@ def test_a_key_of_the_wrong_length_is_refused_and_never_shown() -> None:
 
     assert "hunter2" not in str(caught.value)
     assert "p" * 40 not in repr(CurveKeys(public=b"p" * 40, secret=b"s" * 40))
+
+
+def test_a_peer_that_was_met_and_has_no_room_yet_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    sockets = Sockets(bind="tcp://127.0.0.1")
+    peer, address = sockets.bind(zmq.PULL, {zmq.RCVHWM: 1})
+    end, watch = sockets.connect(zmq.PUSH, address, {zmq.SNDHWM: 1}, PATIENCE_S)
+    while end.poll(A_MOMENT_MS, zmq.POLLOUT):
+        end.send(b"x" * A_PIECE_BYTES, zmq.NOBLOCK)
+    lost = watch.lost
+
+    def read_and_look() -> str | None:
+        while peer.poll(A_MOMENT_MS):
+            peer.recv()
+        return lost()
+
+    monkeypatch.setattr(watch, "lost", read_and_look)
+    assert watch.events.poll(0), "the news of the handshake"
+
+    assert watch.refusal(PATIENCE_S) is None
+    watch.close()
+    end.close()
+    peer.close()
+    sockets.close()

@@ -10,6 +10,7 @@ import math
 import random
 import re
 import struct
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -128,9 +129,9 @@ class Sockets:
         watch = Watch(socket)  # Before connecting: over ipc a refusal comes at once.
         try:
             socket.connect(address)
-            if watch.writable(timeout_s):
+            problem = watch.refusal(timeout_s)
+            if problem is None:
                 return socket, watch
-            problem = watch.lost() or f"no answer in {timeout_s:.1f} s"
         except zmq.ZMQError as error:
             problem = str(error)
         watch.close()
@@ -190,12 +191,20 @@ class Watch:
                     return "the connection was closed"
         return None
 
-    def writable(self, timeout_s: float) -> bool:
-        """Waits until the socket takes a message; False when it does not, or the peer is gone."""
+    def refusal(self, timeout_s: float) -> str | None:
+        """Waits until the socket takes a message: None then, or why it does not."""
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLOUT)
         poller.register(self.events, zmq.POLLIN)
-        return self._socket in dict(poller.poll(math.ceil(timeout_s * 1000)))
+        deadline = time.monotonic() + timeout_s
+        # One poll may show that the handshake is over and not yet that there is room: that decides nothing.
+        while (left_s := deadline - time.monotonic()) > 0:
+            if self._socket in dict(poller.poll(math.ceil(left_s * 1000))):
+                return None
+            problem = self.lost()
+            if problem is not None:
+                return problem
+        return f"no answer in {timeout_s:.1f} s"
 
     def close(self) -> None:
         """Before the socket itself."""
