@@ -1,0 +1,133 @@
+"""From SIGKILL of a stage under 64 running sequences to the next streamed token of each, with and without a spare.
+
+python -m tests.benchmarks.recovery --victim stage-1 [--spare] [--model DIR --dtype float32] [--rounds 3]
+
+A spare is a further tail, so it helps when the tail dies. A head is replaced by its own restart, or by another head.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import signal
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from uuid import UUID
+
+import psutil
+from tenacity import retry, retry_if_result, stop_after_delay, wait_fixed
+
+from services.stage.worker.registry import Registry
+from services.standalone.home import Home
+from shardline.client import AsyncClient
+from tests.benchmarks.service import stack
+
+HEAD, TAIL = "stage-0", "stage-1"
+SEQUENCES = 64
+MAX_TOKENS = 380
+TOKENS_BEFORE = 20
+"""Deltas of each sequence, when the victim dies."""
+FLYING_S = 0.1
+"""What comes sooner was under way."""
+START_S = 120.0
+
+
+def main() -> None:
+    """Prints seconds as one JSON line: median and worst of all sequences in all rounds, and a stage's start alone."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--victim", choices=(HEAD, TAIL), required=True)
+    parser.add_argument("--spare", action="store_true", help="a further process waits with the victim's layers")
+    parser.add_argument("--model", default="clerk")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--rounds", type=int, default=3)
+    options = parser.parse_args()
+    gaps: list[float] = []
+    starts: list[float] = []
+    with stack(options.model, options.dtype, 2) as up:
+        home = Home(Path(up["home"]))
+        for _ in range(options.rounds):
+            with spare_tail(home) as start_s:
+                starts.append(start_s)
+                if options.spare:
+                    gaps += asyncio.run(kill(home, options.victim))
+            if not options.spare:
+                gaps += asyncio.run(kill(home, options.victim))
+    figures = {"p50_s": statistics.median(gaps), "worst_s": max(gaps), "num_gaps": len(gaps)}
+    figures["start_and_load_s"] = statistics.median(starts)
+    print(json.dumps({**figures, "victim": options.victim, "spare": options.spare}))
+
+
+async def kill(home: Home, victim: str) -> list[float]:
+    """One round: seconds until the next token of each sequence that was running."""
+    up = up_of(home)
+    async with AsyncClient(database_url=up["urls"]["database"], redis_url=up["urls"]["redis"]) as client:
+        common = {"model": up["model"], "max_tokens": MAX_TOKENS, "ignore_eos": True}
+        ids = await client.submit_many(
+            [{**common, "prompt": f"sort: {number}, 7 =", "seed": number} for number in range(SEQUENCES)]
+        )
+        arrivals: dict[UUID, list[float]] = {job_id: [] for job_id in ids}
+        running = asyncio.Event()
+        readers = [asyncio.create_task(read(client, job_id, arrivals, running)) for job_id in ids]
+        await asyncio.wait_for(running.wait(), START_S)
+        killed_s = time.monotonic()
+        os.kill(up["processes"][victim], signal.SIGKILL)
+        await asyncio.gather(*readers)
+    return [
+        min(after) - killed_s
+        for each in arrivals.values()
+        if (after := [at for at in each if at > killed_s + FLYING_S])
+    ]
+
+
+async def read(client: AsyncClient, job_id: UUID, arrivals: dict[UUID, list[float]], running: asyncio.Event) -> None:
+    """Notes when deltas come, and when every sequence has enough of them."""
+    async for _ in client.stream(job_id):
+        arrivals[job_id].append(time.monotonic())
+        if not running.is_set() and min(map(len, arrivals.values())) >= TOKENS_BEFORE:
+            running.set()
+
+
+@contextmanager
+def spare_tail(home: Home) -> Iterator[float]:
+    """A further process with the tail's layers, on its core. Gives the seconds of its start and load."""
+    up = up_of(home)
+    stage = psutil.Process(up["processes"][TAIL])
+    locks = home.folder / "spare-locks"
+    own = {"SHARDLINE_LOCK_DIR": str(locks), "SHARDLINE_WORKER_NAME": "spare"}
+    registry = Registry(up["urls"]["redis"])
+    num_before = len(registry.cards(up["model"]))
+    began_s = time.monotonic()
+    with (home.folder / "logs" / "spare.log").open("ab") as log:
+        twin = subprocess.Popen(stage.cmdline(), env=stage.environ() | own, cwd=stage.cwd(), stdout=log, stderr=log)
+    try:
+        wait(lambda: len(registry.cards(up["model"])) > num_before)
+        yield time.monotonic() - began_s
+    finally:
+        twin.terminate()
+        twin.wait()
+        wait(lambda: len(registry.cards(up["model"])) >= num_before)
+        registry.close()
+
+
+def up_of(home: Home) -> dict[str, Any]:
+    """up.json as it is now."""
+    up = home.published()
+    assert up is not None
+    return up
+
+
+@retry(wait=wait_fixed(0.05), stop=stop_after_delay(START_S), retry=retry_if_result(lambda holds: not holds))
+def wait(condition: Callable[[], bool]) -> bool:
+    """Until it holds."""
+    return condition()
+
+
+if __name__ == "__main__":
+    main()
