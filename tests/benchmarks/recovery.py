@@ -26,6 +26,7 @@ from tenacity import retry, retry_if_result, stop_after_delay, wait_fixed
 
 from services.stage.worker.registry import Registry
 from services.standalone.home import Home
+from services.standalone.settings import CLERK
 from shardline.client import AsyncClient
 from tests.benchmarks.service import stack
 
@@ -44,7 +45,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--victim", choices=(HEAD, TAIL), required=True)
     parser.add_argument("--spare", action="store_true", help="a further process waits with the victim's layers")
-    parser.add_argument("--model", default="clerk")
+    parser.add_argument("--model", default=str(CLERK))
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
