@@ -248,6 +248,11 @@ def release(pair: Pair) -> None:
     pair.both("release", claims.release, statements.release, keys)
 
 
+def expire(pair: Pair) -> None:
+    pair.both("expire", claims.expire, statements.expire, worker="h", pipeline=_pipeline(pair)[0])
+    pass_time(pair)  # Between its clock's ticks Postgres sees a lease of now as over, the model does not.
+
+
 def blame(pair: Pair) -> None:
     keys = [(job_id, _fence(pair, job_id)) for job_id in _some(pair)]
     pair.both("blame", crashes.blame, statements.blame, keys)
@@ -277,7 +282,7 @@ def sweep_leases(pair: Pair) -> None:
 
 OPERATIONS = (
     submit, submit, submit, pass_time, pass_time, take_epoch, announce, announce, unready, renew, stamp, stamp, unstamp,
-    unstamp_all, claim, claim, claim, claim, blame, suspects, beat, beat, beat, end, end, release, cancel,
+    unstamp_all, claim, claim, claim, claim, expire, blame, suspects, beat, beat, beat, end, end, release, cancel,
     sweep_waiting, sweep_leases, sweep_leases,
 )  # fmt: skip
 

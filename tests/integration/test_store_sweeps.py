@@ -86,6 +86,19 @@ def test_given_an_expired_lease_with_new_tokens_when_swept_then_it_is_queued_and
     assert again.output_ids == (7,)
 
 
+def test_given_a_head_that_starts_anew_when_swept_then_only_what_its_predecessor_held_is_queued(engine: Engine) -> None:
+    left, elsewhere, of_another = running(engine), running(engine, worker="h2"), running(engine)
+    change(engine, "UPDATE jobs SET pipeline = 'q' WHERE id = :id", id=of_another.job_id)
+    with engine.begin() as connection:
+        assert claims.expire(connection, worker="h", pipeline="p") == 1
+
+    assert sweep(engine) == {"crashed": 1}
+
+    assert state(engine, left.job_id) is JobState.QUEUED
+    assert state(engine, elsewhere.job_id) is state(engine, of_another.job_id) is JobState.RUNNING
+    assert end(engine, success(left)) == {}
+
+
 def test_given_attempts_without_a_token_of_their_own_when_swept_then_crashes_end_in_a_dead_letter(
     engine: Engine,
 ) -> None:
@@ -105,6 +118,18 @@ def test_given_attempts_without_a_token_of_their_own_when_swept_then_crashes_end
         3,
         [3, 2, 1],
     )
+
+
+def test_given_a_crash_when_the_next_attempt_saves_a_token_then_the_crash_is_forgotten(engine: Engine) -> None:
+    claimed = running(engine)
+    expire(engine, claimed)
+    assert sweep(engine) == {"crashed": 1}
+    (again,) = claim(engine, [claimed.job_id])
+    expire(engine, again, 7)
+
+    assert sweep(engine) == {"lost": 1}
+
+    assert read(engine, claimed.job_id).crashes == 0
 
 
 def test_given_resumed_tokens_only_when_the_lease_expires_then_it_is_a_crash(engine: Engine) -> None:

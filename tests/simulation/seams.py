@@ -75,6 +75,7 @@ SEAMS: tuple[tuple[Any, str, Any], ...] = (
     (ledger, "crashes", statements),
     (ledger, "outbox", statements),
     (ledger, "pipelines", statements),
+    (head, "claims", statements),
     (head, "pipelines", statements),
     (head, "connect", lambda database, **_: database),
     (head, "DeltaWriter", servers.DeltaWriter),

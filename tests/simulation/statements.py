@@ -98,7 +98,16 @@ def release(connection: Connection, keys: Collection[Key]) -> set[UUID]:
     return requeue(connection, keys, outcome="released")
 
 
-def requeue(connection: Connection, keys: Collection[Key], *, outcome: str, crashes: int = 0) -> set[UUID]:
+def expire(connection: Connection, *, worker: str, pipeline: str) -> int:
+    """See shardline.store.claims."""
+    mine = [job for job in connection.tables.jobs.values() if (job.worker, job.pipeline) == (worker, pipeline)]
+    held = [job for job in mine if job.state is JobState.RUNNING and (job.lease_s or 0.0) > connection.now_s]
+    for job in held:
+        job.lease_s = connection.now_s
+    return len(held)
+
+
+def requeue(connection: Connection, keys: Collection[Key], *, outcome: str) -> set[UUID]:
     """See shardline.store.claims."""
     tables, requeued = connection.tables, set()
     for job_id, fence in keys:
@@ -107,7 +116,7 @@ def requeue(connection: Connection, keys: Collection[Key], *, outcome: str, cras
             continue
         tables.audit(job, fence, outcome)
         tables.attempts[job_id, job.fence].outcome = outcome
-        job.state, job.crashes = JobState.QUEUED, job.crashes + crashes
+        job.state, job.crashes = JobState.QUEUED, {"crashed": job.crashes + 1, "lost": 0}.get(outcome, job.crashes)
         job.lease_s = job.worker = job.pipeline = job.sent_s = None
         job.requeued_s, job.num_sends = connection.now_s, 0
         requeued.add(job_id)
@@ -215,7 +224,7 @@ def _judge(connection: Connection, jobs: Sequence[Job]) -> dict[UUID, str]:
         if len(attempt.tokens) > attempt.num_resumed:
             moved |= dict.fromkeys(requeue(connection, [key], outcome="lost"), "lost")
         elif job.crashes + 1 < job.max_crashes:
-            moved |= dict.fromkeys(requeue(connection, [key], outcome="crashed", crashes=1), "crashed")
+            moved |= dict.fromkeys(requeue(connection, [key], outcome="crashed"), "crashed")
         else:
             ends.append(End(job_id=job.id, fence=job.fence, state=JobState.FAILED, error={"code": "crashed"}))
     return {**moved, **end_from(connection, ends, held=JobState.RUNNING)}

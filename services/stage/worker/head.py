@@ -7,6 +7,7 @@ from dataclasses import asdict
 from typing import Any
 from uuid import NAMESPACE_URL, uuid5
 
+import structlog
 from celery import Celery
 from sqlalchemy.exc import DBAPIError
 
@@ -27,11 +28,13 @@ from services.stage.worker.requests import Requests
 from services.stage.worker.runtime import Loaded, die, software
 from shardline.errors import Unavailable
 from shardline.queues import generate_queue
-from shardline.store import pipelines
+from shardline.store import claims, pipelines
 from shardline.store.database import connect
 from shardline.store.models import register_model
 from shardline.streams import DeltaWriter
 from shardline.tokenise import Tokens, model_row
+
+log = structlog.get_logger(__name__)
 
 
 class Head:
@@ -111,10 +114,13 @@ class Head:
         try:
             with self._database.begin() as connection:
                 register_model(connection, self._model_row)
+                num_held = claims.expire(connection, worker=self.worker, pipeline=self._name)
         except DBAPIError as error:
             raise Unavailable(
                 f"Postgres cannot be used: {error.orig}. Check SHARDLINE_DATABASE_URL and migrate"
             ) from error
+        if num_held:
+            log.warning("this head's predecessor left jobs behind: they are requeued", jobs=num_held)
         self._publisher.start()
         self.desk.start()
         self._engine.start()

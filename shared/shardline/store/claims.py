@@ -126,8 +126,9 @@ WITH keys AS (
     SELECT jobs.id FROM jobs JOIN keys ON keys.job_id = jobs.id AND keys.fence = jobs.fence
     WHERE jobs.state = 'running' ORDER BY jobs.id FOR UPDATE OF jobs
 ), requeued AS (
-    UPDATE jobs SET state = 'queued', crashes = crashes + :crashes, lease_until = NULL, worker = NULL, pipeline = NULL,
-        requeued_at = now(), sent_at = NULL, num_sends = 0
+    UPDATE jobs SET state = 'queued', lease_until = NULL, worker = NULL, pipeline = NULL,
+        requeued_at = now(), sent_at = NULL, num_sends = 0,
+        crashes = CASE CAST(:outcome AS text) WHEN 'crashed' THEN crashes + 1 WHEN 'lost' THEN 0 ELSE crashes END
     FROM locked, keys
     WHERE jobs.id = locked.id AND keys.job_id = jobs.id AND keys.fence = jobs.fence AND jobs.state = 'running'
     RETURNING jobs.id, jobs.fence
@@ -136,6 +137,14 @@ WITH keys AS (
     FROM requeued WHERE attempts.job_id = requeued.id AND attempts.fence = requeued.fence
 )
 SELECT id FROM requeued
+""")
+
+EXPIRE = text("""
+WITH held AS (
+    SELECT id FROM jobs WHERE state = 'running' AND worker = :worker AND pipeline = :pipeline AND lease_until > now()
+    ORDER BY id FOR UPDATE SKIP LOCKED
+)
+UPDATE jobs SET lease_until = now() FROM held WHERE jobs.id = held.id
 """)
 
 
@@ -259,12 +268,19 @@ def release(connection: Connection, keys: Collection[Key]) -> set[UUID]:
     return requeue(connection, keys, outcome="released")
 
 
-def requeue(connection: Connection, keys: Collection[Key], *, outcome: str, crashes: int = 0) -> set[UUID]:
-    """`running` → `queued` under the fence; `outcome` is that of the attempt, `crashes` is added to the job's."""
+def expire(connection: Connection, *, worker: str, pipeline: str) -> int:
+    """A head has started anew: what its dead predecessor held need not wait for the end of its leases. Returns how
+    many; relays move them as ever, and the fence keeps out a predecessor that is alive after all."""
+    return connection.execute(EXPIRE, {"worker": worker, "pipeline": pipeline}).rowcount
+
+
+def requeue(connection: Connection, keys: Collection[Key], *, outcome: str) -> set[UUID]:
+    """`running` → `queued` under the fence. The outcome of the attempt is `released`, `crashed` (one crash more) or
+    `lost`, which forgets crashes: the attempt got further, so no engine breaks where the last ones did."""
     rows = [{"job_id": job_id, "fence": fence} for job_id, fence in keys]
     if not rows:
         return set()
-    requeued = set(connection.scalars(REQUEUE, {"keys": dump(rows), "outcome": outcome, "crashes": crashes}))
+    requeued = set(connection.scalars(REQUEUE, {"keys": dump(rows), "outcome": outcome}))
     if requeued:
         ring(connection, JOBS_CHANNEL)
     return requeued

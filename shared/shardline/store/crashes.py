@@ -1,6 +1,7 @@
 """What becomes of an attempt whose engine died under it: a requeue, a crash counted, or a dead letter.
 
-Only an attempt that saved no token of its own counts as a crash. Knows neither who noticed nor why it died.
+Only an attempt that saved no token of its own counts as a crash; one that did forgets those before. Knows
+neither who noticed nor why it died.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ def judge(connection: Connection, rows: Iterable[Row[Any]]) -> dict[UUID, str]:
             ends.append(_dead_letter(connection, row))
     return {
         **dict.fromkeys(requeue(connection, lost, outcome="lost"), "lost"),
-        **dict.fromkeys(requeue(connection, crashed, outcome="crashed", crashes=1), "crashed"),
+        **dict.fromkeys(requeue(connection, crashed, outcome="crashed"), "crashed"),
         **end_from(connection, ends, held=JobState.RUNNING),
     }
 
