@@ -71,8 +71,8 @@ class World:
         return sum(map(self._rss_kib, names)) / KIB_PER_MB
 
     def _rss_kib(self, name: str) -> int:
-        _, *sizes_kib = self.stack.docker.run("top", name, "-o", "rss").stdout.split()
-        return sum(map(int, sizes_kib))
+        _, *processes = self.stack.docker.run("top", name, "-o", "pid,rss").stdout.splitlines()
+        return sum(int(process.split()[1]) for process in processes)
 
     def end(self) -> list[Finding]:
         """`docker compose down`. Returns what is left of the project (I5)."""
