@@ -14,14 +14,14 @@ TORCH := $(shell sed -n 's/^torch==/torch==/p' constraints.txt)
 TORCH_FROM := $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
 SOURCES := services shared tests migrations
 TEST_OPTIONS ?=
-# Of `make chaos`. Without SEED it draws one and prints it.
+# Of `make chaos` and `make chaos-compose`. Without SEED it draws one and prints it.
 SEED ?=
 MINUTES ?= 2
 FAULTS ?= all
 DTYPE ?= float32
 STAGES ?= 2
 
-.PHONY: help setup demo up down status test check bench chaos chaos-mutants secrets test-compose clean lint format types imports unit
+.PHONY: help setup demo up down status test check bench chaos chaos-compose chaos-mutants secrets test-compose clean lint format types imports unit
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -78,6 +78,9 @@ bench: setup ## Run the benchmarks; figures in tests/benchmarks/results/latest.j
 
 chaos: setup ## Faults under load, then a judgement: SEED= MINUTES= FAULTS= DTYPE= STAGES=
 	$(PY) -m tests.faults $(if $(SEED),--seed $(SEED)) --minutes $(MINUTES) --faults "$(FAULTS)" --dtype $(DTYPE) --stages $(STAGES)
+
+chaos-compose: setup ## The same against `docker compose up`, with a Docker engine: SEED= MINUTES= FAULTS=
+	$(PY) -m tests.compose.chaos $(if $(SEED),--seed $(SEED)) --minutes $(MINUTES) --faults "$(FAULTS)"
 
 chaos-mutants: setup ## Break the product on purpose, rule by rule: every mutant must be noticed (RUNS=20)
 	$(PY) -m tests.faults.mutation --runs $(or $(RUNS),20) --write docs/guarantees.md

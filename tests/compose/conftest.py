@@ -1,4 +1,4 @@
-"""One engine and one stack for all Compose tests; both are removed at the end, however they went."""
+"""One engine for all Compose tests, one stack for each file; both are removed at the end, however they went."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def docker() -> Iterator[Docker]:
     docker.stop()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def stack(docker: Docker, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     """`docker compose up -d --wait`, with one replica of everything, ready to generate."""
     stack = Stack(docker, tmp_path_factory.mktemp("compose"))

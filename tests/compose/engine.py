@@ -23,9 +23,13 @@ SCRIPT = Path(CALLERS.get("SHARDLINE_DOCKER_ENGINE", REPOSITORY.parent / "shared
 FOLDER = Path(CALLERS.get("SHARDLINE_DOCKER_DIR", Path.home() / ".cache" / "shardline-docker"))
 KINDS = ("python", "postgres", "redis")
 NEEDS = (
-    "`make test-compose` needs a Docker engine with compose: start one, or name a script that starts one with"
-    " `start FOLDER`, `image FOLDER KIND TAG` and `stop FOLDER` in SHARDLINE_DOCKER_ENGINE"
+    "`make test-compose` and `make chaos-compose` need a Docker engine with compose: start one, or name a script that"
+    " starts one with `start FOLDER`, `image FOLDER KIND TAG` and `stop FOLDER` in SHARDLINE_DOCKER_ENGINE"
 )
+
+
+class Failed(subprocess.SubprocessError):
+    """A command that ended badly, with what it said."""
 
 
 def run(
@@ -36,7 +40,7 @@ def run(
         command, cwd=REPOSITORY, env=env, capture_output=True, text=True, timeout=timeout_s, check=False
     )
     if check and done.returncode != 0:
-        raise AssertionError(f"{shlex.join(command)} → {done.returncode}\n{done.stdout[-4000:]}\n{done.stderr[-8000:]}")
+        raise Failed(f"{shlex.join(command)} → {done.returncode}\n{done.stdout[-4000:]}\n{done.stderr[-8000:]}")
     return done
 
 
@@ -50,9 +54,9 @@ class Docker:
     is_ours: bool = False
     """Started here, so ended here."""
 
-    def run(self, *arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]:
+    def run(self, *arguments: str, check: bool = True, timeout_s: float = 1800) -> subprocess.CompletedProcess[str]:
         """`docker …`."""
-        return run("docker", *arguments, env=self.environment, check=check)
+        return run("docker", *arguments, env=self.environment, check=check, timeout_s=timeout_s)
 
     def once(self, image: str, *command: str) -> str:
         """What a command prints in a new container of `image`."""

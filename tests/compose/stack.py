@@ -14,7 +14,6 @@ from tenacity import retry, retry_if_result, stop_after_delay, wait_fixed
 from tests.compose.engine import REPOSITORY, Docker, run
 
 PROJECT = "shardline-test"
-LABEL = f"com.docker.compose.project={PROJECT}"
 MODEL = "clerk"
 OWN = ("migrate", "gateway", "relay", "stage", "flower")
 """Services with an image built from docker/Dockerfile."""
@@ -30,10 +29,15 @@ def until(holds: Callable[[], object]) -> object:
 class Stack:
     """One Compose project on one engine."""
 
-    def __init__(self, docker: Docker, folder: Path) -> None:
+    def __init__(
+        self, docker: Docker, folder: Path, *, project: str = PROJECT, overlays: Sequence[str] = (), **settings: str
+    ) -> None:
         self.secrets = folder / "secrets"
         self.docker = docker
-        settings = {
+        self.project = project
+        self.label = f"com.docker.compose.project={project}"
+        self._files = ("compose.yaml", *docker.overlays, *overlays)
+        ours = {
             # A user's .env is for the user's own stack.
             "COMPOSE_DISABLE_ENV_FILE": "1",
             "SHARDLINE_MODEL_DIR": str(REPOSITORY / "services" / "standalone" / "clerk" / "model"),
@@ -44,14 +48,18 @@ class Stack:
             # Any free ports.
             "SHARDLINE_HTTP_PORTS": "0",
             "SHARDLINE_FLOWER_PORT": "0",
-            **{f"SHARDLINE_{name.upper()}_IMAGE": image(name) for name in OWN},
+            **{f"SHARDLINE_{name.upper()}_IMAGE": self.image(name) for name in OWN},
         }
-        self._environment = {**docker.environment, **settings}
+        self._environment = {**docker.environment, **ours, **settings}
+
+    def image(self, name: str) -> str:
+        """The image of one of our services in this project: another tag than a user's."""
+        return f"{self.project}-{name}"
 
     def compose(self, *arguments: str) -> str:
         """`docker compose …`. Returns what it printed."""
-        files = [part for file in ("compose.yaml", *self.docker.overlays) for part in ("-f", file)]
-        command = ("docker", "compose", "-p", PROJECT, "--progress", "quiet", *files, *arguments)
+        files = [part for file in self._files for part in ("-f", file)]
+        command = ("docker", "compose", "-p", self.project, "--progress", "quiet", *files, *arguments)
         return run(*command, env=self._environment).stdout.strip()
 
     def build(self) -> None:
@@ -68,23 +76,27 @@ class Stack:
     def remove(self) -> None:
         """Containers, networks, volumes and images."""
         self.compose("down", "--volumes", "--remove-orphans")
-        self.docker.run("image", "rm", *(image(name) for name in OWN))
-        self.docker.run("image", "prune", "--force", f"--filter=label={LABEL}")
+        self.docker.run("image", "rm", *(self.image(name) for name in OWN))
+        self.docker.run("image", "prune", "--force", f"--filter=label={self.label}")
 
     def containers(self) -> list[Mapping[str, Any]]:
         """Each with `Service`, `Name`, `State`, `Health`, `ExitCode`."""
         return [json.loads(line) for line in self.compose("ps", "--all", "--format", "json").splitlines()]
 
+    def names(self, service: str) -> list[str]:
+        """Of the service's containers, whatever their state."""
+        filters = (f"--filter=label={self.label}", f"--filter=label=com.docker.compose.service={service}")
+        return self.docker.run("ps", "--all", *filters, "--format={{.Names}}").stdout.split()
+
     def exits(self, *, since_s: float) -> list[str]:
         """The exit status of every container that ended since then; 137 was killed."""
         options = (f"--since={since_s:.3f}", f"--until={time.time():.3f}", "--filter=event=die")
-        ours = (f"--filter=label={LABEL}", "--format={{.Actor.Attributes.exitCode}}")
+        ours = (f"--filter=label={self.label}", "--format={{.Actor.Attributes.exitCode}}")
         return self.docker.run("events", *options, *ours).stdout.split()
 
     def gateways(self) -> list[str]:
         """A URL for each."""
-        names = [each["Name"] for each in self.containers() if each["Service"] == "gateway"]
-        ports = [self.docker.run("port", name, "8000/tcp").stdout.split()[0] for name in names]
+        ports = [self.docker.run("port", name, "8000/tcp").stdout.split()[0] for name in self.names("gateway")]
         return [f"http://{port}" for port in ports]
 
     def flower(self) -> httpx.Client:
@@ -98,7 +110,7 @@ class Stack:
 
     def crash(self, service: str) -> None:
         """Kill whatever runs in the service's container, and wait until Docker has started it again."""
-        (name,) = [each["Name"] for each in self.containers() if each["Service"] == service]
+        (name,) = self.names(service)
         before = self._num_restarts(name)
         self.docker.run("exec", name, "sh", "-c", "kill -9 -1", check=False)
         until(lambda: self._num_restarts(name) > before)
@@ -114,8 +126,3 @@ class Stack:
     def number(self, query: str) -> int:
         """The only number of a query."""
         return int(self.sql(query)[0][0])
-
-
-def image(name: str) -> str:
-    """The image of one of our services in this project: another tag than a user's."""
-    return f"{PROJECT}-{name}"

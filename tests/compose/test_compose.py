@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from tests.compose.load import Load
-from tests.compose.stack import MODEL, OWN, Stack, image, until
+from tests.compose.stack import MODEL, OWN, Stack, until
 
 pytestmark = pytest.mark.timeout(3600)
 
@@ -24,7 +24,7 @@ def test_given_the_gateways_image_when_its_packages_are_listed_then_torch_and_ce
     stack: Stack,
 ) -> None:
     listed = stack.docker.run(
-        "run", "--rm", "--network=none", image("gateway"), "pip", "list", "--format=freeze"
+        "run", "--rm", "--network=none", stack.image("gateway"), "pip", "list", "--format=freeze"
     ).stdout
     names = {line.partition("==")[0].lower() for line in listed.splitlines()}
     assert {"fastapi", "shardline"} <= names
@@ -33,7 +33,7 @@ def test_given_the_gateways_image_when_its_packages_are_listed_then_torch_and_ce
 
 @pytest.mark.parametrize("name", OWN)
 def test_given_an_image_when_searched_for_a_compiler_then_there_is_none(stack: Stack, name: str) -> None:
-    assert stack.docker.once(image(name), "sh", "-c", FIND_COMPILERS) == ""
+    assert stack.docker.once(stack.image(name), "sh", "-c", FIND_COMPILERS) == ""
 
 
 def test_given_the_stack_when_up_then_all_is_healthy_and_the_migration_has_ended(stack: Stack) -> None:

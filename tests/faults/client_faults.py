@@ -12,7 +12,7 @@ import psycopg
 from tests.faults.fault import Fault, NotInjected, Simple, hold
 from tests.faults.journal import Asked
 from tests.faults.requests import NUM_REQUESTS, request
-from tests.faults.world import World
+from tests.faults.target import Target
 
 NUM_JOBS = 8
 JITTER_S = 0.15
@@ -28,7 +28,7 @@ CANCEL = "UPDATE jobs SET cancel_requested_at = now() WHERE id = %s"
 THERE = "SELECT id FROM jobs WHERE id = ANY(%s)"
 
 
-def insert(world: World, rng: random.Random, *, ends: str, deadlines_s: tuple[float, float] | None) -> list[UUID]:
+def insert(world: Target, rng: random.Random, *, ends: str, deadlines_s: tuple[float, float] | None) -> list[UUID]:
     """Jobs of the fixed set that may also end as `ends`; committed when it returns."""
     asked = [Asked(id=uuid4(), number=rng.randrange(NUM_REQUESTS), door=ends, promised=True) for _ in range(NUM_JOBS)]
     with psycopg.connect(world.database_url, connect_timeout=int(PATIENCE_S)) as connection:
@@ -43,7 +43,7 @@ def insert(world: World, rng: random.Random, *, ends: str, deadlines_s: tuple[fl
     return [each.id for each in asked]
 
 
-def cancel_against_finish(world: World, rng: random.Random) -> None:
+def cancel_against_finish(world: Target, rng: random.Random) -> None:
     """Cancels by SQL and by HTTP, milliseconds apart, while the jobs end."""
     gateway = world.urls["gateway"]
     with psycopg.connect(world.database_url, autocommit=True) as connection:
@@ -63,13 +63,13 @@ def _cancel_by_http(gateway: str, job_id: UUID) -> None:
         return
 
 
-def deadline_against_finish(world: World, rng: random.Random) -> None:
+def deadline_against_finish(world: Target, rng: random.Random) -> None:
     """Deadlines between a moment and the time that a job needs."""
     insert(world, rng, ends="expired", deadlines_s=DEADLINES_S)
     hold(DEADLINES_S[1])
 
 
-def vanish(world: World, rng: random.Random) -> None:
+def vanish(world: Target, rng: random.Random) -> None:
     """Readers of completions that hang up after a few events: the gateway cancels their jobs."""
     numbers = {uuid4(): rng.randrange(NUM_REQUESTS) for _ in range(NUM_JOBS)}
     with httpx.Client(base_url=world.urls["gateway"], timeout=PATIENCE_S) as client:
@@ -96,7 +96,7 @@ def _read_a_little(client: httpx.Client, job_id: UUID, number: int, rng: random.
     return True
 
 
-FAULTS: tuple[Fault, ...] = (
+FAULTS: tuple[Fault[Target], ...] = (
     Simple(kind="client: readers vanish", inject=vanish),
     Simple(kind="client: cancel against finish", inject=cancel_against_finish),
     Simple(kind="client: deadline against finish", inject=deadline_against_finish),

@@ -6,12 +6,17 @@ import random
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Generic, Protocol
+
+from typing_extensions import TypeVar
 
 from tests.faults.world import World
 
+StackT_contra = TypeVar("StackT_contra", contravariant=True, default=World)
+"""What a fault must know of the stack that it hurts: without a word, the stack of local processes."""
 
-class Fault(Protocol):
+
+class Fault(Protocol[StackT_contra]):
     """One way to hurt a stack."""
 
     @property
@@ -22,10 +27,10 @@ class Fault(Protocol):
     def is_kill(self) -> bool:
         """Whether a process dies of it."""
 
-    def missing(self, world: World) -> str | None:
+    def missing(self, world: StackT_contra) -> str | None:
         """Why this machine or this stack cannot inject it; None if it can."""
 
-    def strike(self, world: World, rng: random.Random) -> None:
+    def strike(self, world: StackT_contra, rng: random.Random) -> None:
         """Inject and undo; bounded in time; raises if it could not inject."""
 
 
@@ -33,24 +38,24 @@ class NotInjected(Exception):
     """The fault could not be injected: it must not be counted."""
 
 
-def anywhere(world: World) -> None:
+def anywhere(world: object) -> None:
     """Most faults can be injected wherever the stack runs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Simple:
+class Simple(Generic[StackT_contra]):
     """A fault made of functions."""
 
     kind: str
-    inject: Callable[[World, random.Random], None]
+    inject: Callable[[StackT_contra, random.Random], None]
     is_kill: bool = False
-    why_not: Callable[[World], str | None] = anywhere
+    why_not: Callable[[StackT_contra], str | None] = anywhere
 
-    def missing(self, world: World) -> str | None:
+    def missing(self, world: StackT_contra) -> str | None:
         """As the function says."""
         return self.why_not(world)
 
-    def strike(self, world: World, rng: random.Random) -> None:
+    def strike(self, world: StackT_contra, rng: random.Random) -> None:
         """As the function does."""
         self.inject(world, rng)
 

@@ -19,7 +19,7 @@ from tests.faults.doors import AWAY, DOORS, Door
 from tests.faults.journal import Asked, Journal
 from tests.faults.reader import Reader
 from tests.faults.requests import NUM_REQUESTS, request
-from tests.faults.world import World
+from tests.faults.target import Target
 
 OPEN_PER_DOOR = 5
 AGAIN_S = 5.0
@@ -34,7 +34,7 @@ JOIN_S = 60.0
 ROWS = "SELECT id, extract(epoch FROM finished_at)::float8 FROM jobs WHERE id = ANY(%s)"
 
 
-def undisturbed(world: World) -> list[tuple[int, ...]]:
+def undisturbed(world: Target) -> list[tuple[int, ...]]:
     """The tokens of every request of the set while nobody dies."""
     ids = {number: uuid4() for number in range(NUM_REQUESTS)}
     for number, job_id in ids.items():
@@ -53,7 +53,7 @@ def undisturbed(world: World) -> list[tuple[int, ...]]:
 class Load:
     """Threads: one for each door, a few readers, and a follower that asks Postgres what has ended."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: Target) -> None:
         self._journal = world.journal
         self._database_url = world.database_url
         self._stopping = threading.Event()

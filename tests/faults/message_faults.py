@@ -17,7 +17,7 @@ from shardline.queues import GENERATE_TASK, celery_settings, generate_queue
 from tests.faults.fault import Fault, Simple, hold
 from tests.faults.redis_faults import client
 from tests.faults.requests import MODEL
-from tests.faults.world import World
+from tests.faults.target import Target
 
 OPEN = "SELECT id FROM jobs WHERE state IN ('queued', 'running')"
 ENDED = "SELECT id FROM jobs WHERE finished_at IS NOT NULL ORDER BY random() LIMIT 50"
@@ -26,19 +26,19 @@ AGE_LEASES = 2.0
 KEPT_MAX = 500
 
 
-def duplicate(world: World, rng: random.Random) -> None:
+def duplicate(world: Target, rng: random.Random) -> None:
     """Every open job's message again, twice, in random order."""
     ids = 2 * _ids(world, OPEN)
     rng.shuffle(ids)
     _send(world, ids)
 
 
-def old(world: World, rng: random.Random) -> None:
+def old(world: Target, rng: random.Random) -> None:
     """Messages of jobs that ended long ago, as a broker delivers them again."""
     _send(world, _ids(world, ENDED))
 
 
-def for_nobody(world: World, rng: random.Random) -> None:
+def for_nobody(world: Target, rng: random.Random) -> None:
     """Messages of jobs that never were."""
     _send(world, [uuid4() for _ in range(20)])
 
@@ -49,7 +49,7 @@ class Late:
 
     _kept: list[bytes | str] = field(default_factory=list)
 
-    def inject(self, world: World, rng: random.Random) -> None:
+    def inject(self, world: Target, rng: random.Random) -> None:
         """Everything that was ever kept, in any order; what is there now is kept for the next time."""
         with client(world) as connection:
             if not self._kept:
@@ -74,12 +74,12 @@ def _held(connection: redis.Redis) -> list[bytes | str]:
     return [*waiting, *taken]
 
 
-def _ids(world: World, query: str) -> list[UUID]:
+def _ids(world: Target, query: str) -> list[UUID]:
     with psycopg.connect(world.database_url) as connection:
         return [row[0] for row in connection.execute(query)]
 
 
-def _send(world: World, ids: Sequence[UUID]) -> None:
+def _send(world: Target, ids: Sequence[UUID]) -> None:
     app = Celery("stranger", set_as_current=False)
     app.conf.update(celery_settings(Settings(redis_url=world.redis_url)))
     with app.connection_for_write() as connection:
@@ -94,7 +94,7 @@ def _send(world: World, ids: Sequence[UUID]) -> None:
             )
 
 
-FAULTS: tuple[Fault, ...] = (
+FAULTS: tuple[Fault[Target], ...] = (
     Simple(kind="messages: duplicate and reordered", inject=duplicate),
     Simple(kind="messages: of ended jobs", inject=old),
     Simple(kind="messages: minutes old", inject=Late().inject),

@@ -13,6 +13,7 @@ import psycopg
 
 from tests.faults.fault import Fault, NotInjected, Simple, hold
 from tests.faults.proxy import Direction
+from tests.faults.target import Target
 from tests.faults.world import World
 
 LEASES = (0.5, 1.5, 5.0)
@@ -24,13 +25,13 @@ BACKENDS = (
 
 
 @contextmanager
-def session(world: World) -> Iterator[psycopg.Connection[Any]]:
+def session(world: Target) -> Iterator[psycopg.Connection[Any]]:
     """Past every proxy, outside of any transaction."""
     with closing(psycopg.connect(world.database_url, autocommit=True, connect_timeout=30)) as connection:
         yield connection
 
 
-def cut(world: World, rng: random.Random) -> None:
+def cut(world: Target, rng: random.Random) -> None:
     """pg_terminate_backend of every session."""
     with session(world) as connection:
         connection.execute(BACKENDS)
@@ -83,7 +84,7 @@ def pausing(leases: float) -> Callable[[World, random.Random], None]:
     return pause
 
 
-def exhaust(world: World, rng: random.Random) -> None:
+def exhaust(world: Target, rng: random.Random) -> None:
     """Strangers take every connection that is left; the stack's own are cut, so that it needs new ones."""
     with ExitStack() as opened:
         with session(world) as connection:
@@ -108,7 +109,7 @@ def lose_answers(world: World, rng: random.Random) -> None:
         world.database_proxy.clear()
 
 
-def read_only(world: World, rng: random.Random) -> None:
+def read_only(world: Target, rng: random.Random) -> None:
     """default_transaction_read_only, as after a failover to a replica."""
     with session(world) as connection:
         connection.execute("ALTER SYSTEM SET default_transaction_read_only = on")
@@ -119,7 +120,7 @@ def read_only(world: World, rng: random.Random) -> None:
         connection.execute("SELECT pg_reload_conf()")
 
 
-def lock(world: World, rng: random.Random) -> None:
+def lock(world: Target, rng: random.Random) -> None:
     """A stranger holds a table, as a careless migration does."""
     table = rng.choice(("jobs", "attempts", "results", "pipelines"))
     with session(world) as connection, connection.transaction():
@@ -135,7 +136,7 @@ def _serves_a_client(backend: psutil.Process) -> bool:
         return False
 
 
-def _wait_until_it_answers(world: World) -> None:
+def _wait_until_it_answers(world: Target) -> None:
     for _ in range(100):
         try:
             with session(world):

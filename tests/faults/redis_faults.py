@@ -12,6 +12,7 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from tests.faults.fault import Fault, Simple, hold
+from tests.faults.target import Target
 from tests.faults.world import World
 
 LEASES = (0.5, 1.5, 5.0)
@@ -21,20 +22,20 @@ BUSY_LOOP = "local sum = 0; for round = 1, tonumber(ARGV[1]) do sum = sum + roun
 
 
 @contextmanager
-def client(world: World) -> Iterator[redis.Redis]:
+def client(world: Target) -> Iterator[redis.Redis]:
     """Past every proxy; no answer is waited for longer than a fault may last."""
     with redis.Redis.from_url(world.redis_url, socket_timeout=60, retry=Retry(NoBackoff(), 0)) as connection:
         yield connection
 
 
-def cut(world: World, rng: random.Random) -> None:
+def cut(world: Target, rng: random.Random) -> None:
     """CLIENT KILL: every connection at once."""
     with client(world) as connection:
         for kind in ("normal", "pubsub"):
             connection.execute_command("CLIENT", "KILL", "TYPE", kind, "SKIPME", "yes")
 
 
-def no_debug(world: World) -> str | None:
+def no_debug(world: Target) -> str | None:
     """Servers refuse DEBUG unless their configuration allows it."""
     try:
         with client(world) as connection:
@@ -44,13 +45,13 @@ def no_debug(world: World) -> str | None:
     return None
 
 
-def sleeping(world: World, rng: random.Random) -> None:
+def sleeping(world: Target, rng: random.Random) -> None:
     """DEBUG SLEEP: the server's only thread sleeps."""
     with client(world) as connection:
         connection.execute_command("DEBUG", "SLEEP", str(1.5 * world.times.lease_s))
 
 
-def busy(world: World, rng: random.Random) -> None:
+def busy(world: Target, rng: random.Random) -> None:
     """A script that keeps the server busy."""
     with client(world) as connection:
         connection.eval(BUSY_LOOP, 0, str(BUSY_ROUNDS))
@@ -87,20 +88,21 @@ def die_with_data(world: World, rng: random.Random) -> None:
     (Path(world.redis.home) / "redis" / "dump.rdb").unlink(missing_ok=True)
 
 
-def flush(world: World, rng: random.Random) -> None:
+def flush(world: Target, rng: random.Random) -> None:
     """FLUSHALL."""
     with client(world) as connection:
         connection.flushall()
 
 
-def full(world: World, rng: random.Random) -> None:
+def full(world: Target, rng: random.Random) -> None:
     """Maxmemory is reached: writes are refused, reads are answered."""
     with client(world) as connection:
+        before_bytes = int(connection.config_get("maxmemory")["maxmemory"] or 0)
         connection.config_set("maxmemory", FULL_BYTES)
         try:
             hold(1.5 * world.times.lease_s)
         finally:
-            connection.config_set("maxmemory", 0)
+            connection.config_set("maxmemory", before_bytes)
 
 
 FAULTS: tuple[Fault, ...] = (

@@ -10,41 +10,51 @@ from tests.faults.checker import Finding, judge
 from tests.faults.fault import Fault
 from tests.faults.load import Load, undisturbed
 from tests.faults.report import Report, achieved, kinds
-from tests.faults.storm import Say, Storm
-from tests.faults.world import Options, World, a_world
+from tests.faults.storm import Say, Storm, TargetT
+from tests.faults.target import Target
+from tests.faults.world import Options, a_world
 
 DRAIN_S = 180.0
 
 
 def run(options: Options, faults: Sequence[Fault], say: Say, *, max_faults: int | None = None) -> Report:
-    """Raises only if the stack does not come up; violations are in the report."""
+    """One run against a stack of local processes."""
     with a_world(options) as world:
-        say(f"the stack is ready after {world.start_s:.1f} s; running the set undisturbed")
-        storm = Storm(world, faults, seed=options.seed, say=say)
-        report = _hurt(world, options, storm, max_faults)
-        family = remains.family(world)
-        world.stack.end()
-        left = remains.orphans(world.stack.home.folder, family)
-    return report.with_findings([*storm.findings, *left])
+        return judged(options, world, faults, say, max_faults=max_faults)
 
 
-def _hurt(world: World, options: Options, storm: Storm, max_faults: int | None) -> Report:
+def judged(
+    options: Options,
+    target: TargetT,
+    faults: Sequence[Fault[TargetT]],
+    say: Say,
+    *,
+    max_faults: int | None = None,
+) -> Report:
+    """Hurts a stack that is ready, and ends it. Violations are in the report."""
+    say(f"the stack is ready after {target.start_s:.1f} s; running the set undisturbed")
+    storm = Storm(target, faults, seed=options.seed, say=say)
+    report = _hurt(options, target, storm, max_faults)
+    return report.with_findings([*storm.findings, *target.end()])
+
+
+def _hurt(options: Options, target: TargetT, storm: Storm[TargetT], max_faults: int | None) -> Report:
     """Everything that needs the stack alive."""
-    expected = undisturbed(world)
-    rss_before_mb = remains.rss_mb(world)
-    load = Load(world)
+    expected = undisturbed(target)
+    rss_before_mb = target.rss_mb()
+    load = Load(target)
     load.start()
     began_s = time.monotonic()
     storm.rage(duration_s=60 * options.minutes, max_faults=max_faults)
-    storm.findings += _drain(load, world)
+    storm.findings += _drain(load, target)
     took_s = time.monotonic() - began_s
-    num_leaked, leaks = remains.kv_leaked(world)
-    growth_mb = remains.rss_mb(world) - rss_before_mb
-    storm.findings += [*leaks, *remains.unbounded(world, growth_mb)]
+    num_leaked, leaks = remains.kv_leaked(target)
+    growth_mb = target.rss_mb() - rss_before_mb
+    storm.findings += [*leaks, *remains.unbounded(target, growth_mb)]
     load.stop()
-    asked, readers = world.journal.everything(), world.journal.readers()
-    storm.findings += judge(world.database_url, asked, readers, expected)
-    by_state, num_tokens = achieved(world.database_url, [each.id for each in asked if each.door != "calm"])
+    asked, readers = target.journal.everything(), target.journal.readers()
+    storm.findings += judge(target.database_url, asked, readers, expected)
+    by_state, num_tokens = achieved(target.database_url, [each.id for each in asked if each.door != "calm"])
     return Report(
         seed=options.seed,
         minutes=options.minutes,
@@ -67,11 +77,11 @@ def _hurt(world: World, options: Options, storm: Storm, max_faults: int | None) 
     )
 
 
-def _drain(load: Load, world: World) -> list[Finding]:
+def _drain(load: Load, target: Target) -> list[Finding]:
     """I8: everything ends. Which jobs have not, the judge tells."""
     is_quiet = load.drain(DRAIN_S)
     findings = [Finding(invariant="I8", count="dead_threads", what=f"the load's {name} died") for name in load.dead()]
     if not is_quiet:
-        what = f"{len(world.journal.open())} jobs have not ended {DRAIN_S:.0f} s after the last fault"
+        what = f"{len(target.journal.open())} jobs have not ended {DRAIN_S:.0f} s after the last fault"
         findings.append(Finding(invariant="I8", count="stuck", what=what))
     return findings

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import random
+import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import Generic, TypeVar
 
 import httpx
 import psutil
@@ -12,27 +14,37 @@ import psycopg
 import redis
 
 from tests.faults.arming import NeverStruck
-from tests.faults.catalogue import drawn
 from tests.faults.checker import Finding
+from tests.faults.drawing import drawn
 from tests.faults.fault import Fault, NotInjected
 from tests.faults.report import Struck
-from tests.faults.world import World
+from tests.faults.target import Target
 
 RESTART_S = 45.0
 """The supervisor's longest wait before it starts a process again, and the start of a stage on a busy machine."""
 
 REPLAY_S = 15.0
 
-MISSED = (NotInjected, NeverStruck, httpx.HTTPError, psycopg.Error, redis.RedisError, psutil.Error, OSError)
+MISSED = (
+    NotInjected,
+    NeverStruck,
+    httpx.HTTPError,
+    psycopg.Error,
+    redis.RedisError,
+    psutil.Error,
+    OSError,
+    subprocess.SubprocessError,
+)
 """A fault before this one may still be felt by the tools that inject the next."""
 
 Say = Callable[[str], None]
+TargetT = TypeVar("TargetT", bound=Target)
 
 
-class Storm:
+class Storm(Generic[TargetT]):
     """What was struck, and what came of it."""
 
-    def __init__(self, world: World, faults: Sequence[Fault], *, seed: int, say: Say) -> None:
+    def __init__(self, world: TargetT, faults: Sequence[Fault[TargetT]], *, seed: int, say: Say) -> None:
         self._world = world
         self._rng = random.Random(seed)
         self._say = say
@@ -58,10 +70,10 @@ class Storm:
         struck = {each.kind for each in self.struck}
         return {kind: why for kind, why in {**self._missed, **self._impossible}.items() if kind not in struck}
 
-    def _drawn(self) -> Iterator[Fault]:
+    def _drawn(self) -> Iterator[Fault[TargetT]]:
         return drawn(self._possible, self._rng) if self._possible else iter(())
 
-    def _strike(self, fault: Fault, at_s: float) -> None:
+    def _strike(self, fault: Fault[TargetT], at_s: float) -> None:
         began_s = time.monotonic()
         try:
             fault.strike(self._world, self._rng)
@@ -89,7 +101,7 @@ class Storm:
         return ended_s - since_s
 
 
-def recovery_max_s(world: World) -> float:
+def recovery_max_s(world: Target) -> float:
     """Lease, sweep, restart, replay."""
     times = world.times
     return times.lease_s + 2 * times.poll_s + times.unbind_s + RESTART_S + REPLAY_S

@@ -9,8 +9,9 @@ from uuid import uuid4
 
 import pytest
 
-from tests.faults.catalogue import GROUPS, chosen, drawn
+from tests.faults.catalogue import GROUPS, chosen
 from tests.faults.checker import Finding
+from tests.faults.drawing import drawn
 from tests.faults.journal import Asked, Journal, Watched
 from tests.faults.reader import events, note
 from tests.faults.report import Report, Struck

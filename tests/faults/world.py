@@ -21,6 +21,8 @@ from services.standalone.processes import is_alive
 from services.standalone.servers import FAST, Postgres, Valkey
 from services.standalone.settings import StandaloneSettings
 from shardline.config import Times
+from tests.faults import family
+from tests.faults.checker import Finding
 from tests.faults.clock import Clock
 from tests.faults.hop_net import HopNet
 from tests.faults.journal import Journal
@@ -82,6 +84,16 @@ class World:
         """Of up.json, those that live."""
         pids: Mapping[str, int] = self.stack.look()["processes"]
         return {name: pid for name, pid in pids.items() if is_running(pid)}
+
+    def rss_mb(self) -> float:
+        """Resident memory of all services."""
+        return family.rss_mb(self.pids().values())
+
+    def end(self) -> list[Finding]:
+        """Stop it. Returns the processes that live on (I5)."""
+        relatives = family.family(self.pids().values(), self.stack.seen)
+        self.stack.end()
+        return family.orphans(self.stack.home.folder, relatives)
 
     def pick(self, rng: random.Random, prefix: str) -> tuple[str, int]:
         """A living process by the beginning of its name; waits for one that is being restarted."""

@@ -1,0 +1,50 @@
+"""`python -m tests.compose.chaos`: one chaos run against the containers of Compose; `tests.faults` has all it needs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Annotated
+
+import typer
+
+from tests.compose.container_faults import GROUPS
+from tests.compose.engine import Docker, find_or_start
+from tests.compose.world import LOGS_KEPT, World, a_world
+from tests.faults.command import conduct, seeded, wanted
+from tests.faults.fault import Fault
+from tests.faults.report import Report
+from tests.faults.runner import judged
+from tests.faults.storm import Say
+from tests.faults.world import Options
+from tests.stack import REPOSITORY
+
+FILE = REPOSITORY / ".local" / "chaos-compose.json"
+
+
+def run(
+    options: Options, faults: Sequence[Fault[World]], docker: Docker, say: Say, *, max_faults: int | None = None
+) -> Report:
+    """One run against a project of its own on this engine."""
+    with a_world(options, docker) as world:
+        return judged(options, world, faults, say, max_faults=max_faults)
+
+
+def main(
+    seed: Annotated[int | None, typer.Option(help="draws the faults; default: a new one, which is printed")] = None,
+    minutes: Annotated[float, typer.Option(help="how long faults are injected")] = 2.0,
+    faults: Annotated[str, typer.Option(help="all, or groups and kinds with commas between them")] = "all",
+) -> None:
+    """Hurt a Compose project of its own under load and judge what comes of it; figures in .local/chaos-compose.json."""
+    options = Options(seed=seeded(seed), minutes=minutes, faults=faults)
+    again = f"make chaos-compose SEED={options.seed} MINUTES={minutes:g} FAULTS={faults!r}"
+    chosen = wanted(faults, GROUPS)
+    docker = find_or_start()
+    try:
+        conduct(again, partial(run, options, chosen, docker), file=FILE, logs=LOGS_KEPT)
+    finally:
+        docker.stop()
+
+
+if __name__ == "__main__":
+    typer.run(main)

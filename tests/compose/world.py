@@ -1,0 +1,148 @@
+"""Shardline under Compose as a stack that faults may hurt: a project of its own, with quick times. Knows no fault."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psycopg
+
+from services.standalone.ports import LOOPBACK, is_taken
+from shardline.config import Times
+from tests.compose.engine import Docker
+from tests.compose.stack import Stack, until
+from tests.faults.checker import Finding
+from tests.faults.journal import Journal
+from tests.faults.world import TIME_SCALE, Options
+from tests.stack import REPOSITORY
+
+PROJECT = "shardline-chaos"
+NETWORK = f"{PROJECT}_shardline"
+PUBLISHED = "tests/compose/published.yaml"
+LOGS_KEPT = REPOSITORY / ".local" / "chaos-compose-logs"
+MEASURED = ("gateway", "relay", "stage-0", "stage-1", "flower")
+LASTING = ("container", "network", "volume")
+"""What `docker compose down --volumes` must remove."""
+
+PORTS = range(20_000, 32_000)
+"""Below those that systems give to outgoing connections: nobody takes one while its container is down."""
+
+LIVE = "SELECT count(*) FROM pipelines WHERE lease_until > now() AND ready_at IS NOT NULL"
+KIB_PER_MB = 1 << 10
+
+
+@dataclass(kw_only=True)
+class World:
+    """All containers of one project."""
+
+    stack: Stack
+    urls: Mapping[str, str]
+    times: Times
+    num_stages: int = 2
+    journal: Journal = field(default_factory=Journal)
+    start_s: float = 0.0
+    """How long the stack took to get ready."""
+
+    @property
+    def database_url(self) -> str:
+        """The harness comes in where producers do: there is no proxy on the way."""
+        return self.urls["database"]
+
+    @property
+    def redis_url(self) -> str:
+        """Likewise."""
+        return self.urls["redis"]
+
+    def num_pipelines(self) -> int:
+        """Those that are ready."""
+        with psycopg.connect(self.database_url, connect_timeout=10) as connection:
+            ((number,),) = connection.execute(LIVE).fetchall()
+        return int(number)
+
+    def rss_mb(self) -> float:
+        """Resident memory of every process in our services' containers."""
+        names = [name for service in MEASURED for name in self.stack.names(service)]
+        return sum(map(self._rss_kib, names)) / KIB_PER_MB
+
+    def _rss_kib(self, name: str) -> int:
+        _, *processes = self.stack.docker.run("top", name, "-o", "pid,rss").stdout.splitlines()
+        return sum(int(process.split()[1]) for process in processes)
+
+    def end(self) -> list[Finding]:
+        """`docker compose down`. Returns what is left of the project (I5)."""
+        keep_logs(self.stack)
+        self.stack.compose("down", "--volumes", "--remove-orphans")
+        left = [(kind, name) for kind in LASTING for name in self._left(kind)]
+        return [Finding(invariant="I5", count="orphans", what=f"{kind} {name} lives on") for kind, name in left]
+
+    def _left(self, kind: str) -> list[str]:
+        every = ("--all",) if kind == "container" else ()
+        return self.stack.docker.run(kind, "ls", *every, "--quiet", f"--filter=label={self.stack.label}").stdout.split()
+
+
+@contextmanager
+def a_world(options: Options, docker: Docker) -> Iterator[World]:
+    """A ready stack; at the end nothing of it is left but its logs."""
+    folder = Path(tempfile.mkdtemp(prefix="shardline-chaos-"))
+    gateway, postgres, redis = _ports()
+    stack = Stack(
+        docker,
+        folder,
+        project=PROJECT,
+        overlays=(PUBLISHED,),
+        SHARDLINE_TIME_SCALE=str(TIME_SCALE),
+        SHARDLINE_DTYPE=options.dtype,
+        SHARDLINE_HTTP_PORTS=str(gateway),
+        CHAOS_POSTGRES_PORT=str(postgres),
+        CHAOS_REDIS_PORT=str(redis),
+    )
+    try:
+        stack.build()
+        began_s = time.monotonic()
+        stack.up()
+        world = World(
+            stack=stack,
+            urls={
+                "gateway": f"http://{LOOPBACK}:{gateway}",
+                "database": _from_outside((stack.secrets / "database_url").read_text(), postgres),
+                "redis": f"redis://{LOOPBACK}:{redis}/0",
+            },
+            times=Times().scaled(TIME_SCALE),
+        )
+        until(lambda: world.num_pipelines() == 1)
+        world.start_s = time.monotonic() - began_s
+        yield world
+    finally:
+        keep_logs(stack)
+        stack.remove()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def keep_logs(stack: Stack) -> None:
+    """Those of the containers that are there: the evidence of what a run found."""
+    filters = ("--all", f"--filter=label={stack.label}")
+    names = stack.docker.run("ps", *filters, "--format={{.Names}}").stdout.split()
+    if not names:
+        return
+    shutil.rmtree(LOGS_KEPT, ignore_errors=True)
+    LOGS_KEPT.mkdir(parents=True)
+    for name in names:
+        logs = stack.docker.run("logs", "--timestamps", name)
+        (LOGS_KEPT / f"{name}.log").write_text(logs.stdout + logs.stderr)
+
+
+def _ports() -> list[int]:
+    """One each for gateway, Postgres and Redis."""
+    return [port for port in random.sample(PORTS, 100) if not is_taken(port)][:3]
+
+
+def _from_outside(url: str, port: int) -> str:
+    """The containers' URL of Postgres, by its published port."""
+    user, _, _ = url.rpartition("@")
+    return f"{user}@{LOOPBACK}:{port}/shardline?sslmode=disable&gssencmode=disable"

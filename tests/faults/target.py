@@ -1,0 +1,48 @@
+"""What load, storm, judge and many faults need of a stack under test, whatever runs it. Knows no particular stack."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+from shardline.config import Times
+from tests.faults.checker import Finding
+from tests.faults.journal import Journal
+
+
+class Target(Protocol):
+    """A stack that is ready, and what was asked of it."""
+
+    @property
+    def journal(self) -> Journal:
+        """What was asked, promised and seen."""
+
+    @property
+    def times(self) -> Times:
+        """The protocol's times, as this stack has shrunk them."""
+
+    @property
+    def num_stages(self) -> int:
+        """Of its pipeline while nobody scales it."""
+
+    @property
+    def start_s(self) -> float:
+        """How long it took to get ready."""
+
+    @property
+    def urls(self) -> Mapping[str, str]:
+        """Where producers reach `gateway`, `database` and `redis`."""
+
+    @property
+    def database_url(self) -> str:
+        """For the harness itself: past everything that a fault may put in between."""
+
+    @property
+    def redis_url(self) -> str:
+        """For the harness itself, likewise."""
+
+    def rss_mb(self) -> float:
+        """Resident memory of all services."""
+
+    def end(self) -> list[Finding]:
+        """Stop it. Returns what lives on though it should not (I5)."""
