@@ -21,8 +21,9 @@ from tokenizers.models import WordLevel
 
 from services.stage.engine.device import Device
 from services.stage.engine.engine import HeadEngine
+from services.stage.engine.events import Crashed, Event
 from services.stage.engine.executor import Executor
-from services.stage.engine.scheduler import Crashed, Event, Scheduler, SchedulerConfig
+from services.stage.engine.scheduler import Scheduler, SchedulerConfig
 from services.stage.hop.wiring import Member, Wiring
 from services.stage.worker.identity import Identity, identity_of
 from services.stage.worker.ledger import Ledger

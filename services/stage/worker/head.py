@@ -11,7 +11,8 @@ from celery import Celery
 from sqlalchemy.exc import DBAPIError
 
 from services.stage.engine.engine import HeadEngine
-from services.stage.engine.scheduler import Event, Scheduler, SchedulerConfig
+from services.stage.engine.events import Event
+from services.stage.engine.scheduler import Scheduler, SchedulerConfig
 from services.stage.hop.wiring import Wiring
 from services.stage.hop.zeromq import ZeroMqHop
 from services.stage.worker.facts import Progress
