@@ -33,6 +33,9 @@ class Meter:
     def step(self, _plan: object, _seconds: float) -> None:
         """Nothing."""
 
+    def blamed(self, _fates: object) -> None:
+        """Nothing."""
+
     def watch(self, _scheduler: object, _pipeline: object) -> None:
         """Nothing."""
 

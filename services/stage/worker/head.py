@@ -85,6 +85,7 @@ class Head:
             publisher=self._publisher,
             on_announced=self._intake.open,
             on_superseded=self._superseded,
+            on_blamed=self.meter.blamed,
             seats=self._settings.seats,
             times=self._settings.times,
         )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 from uuid import UUID
 
@@ -52,6 +52,7 @@ class Ledger(threading.Thread):
         publisher: Publisher,
         on_announced: Callable[[], None],
         on_superseded: Callable[[int], None],
+        on_blamed: Callable[[Iterable[str]], None],
         seats: int,
         times: Times,
     ) -> None:
@@ -60,6 +61,7 @@ class Ledger(threading.Thread):
         self._engine = engine
         self._requests = requests
         self._publisher = publisher
+        self._on_blamed = on_blamed
         self._times = times
         self._standing = Standing(
             database, seats=seats, times=times, on_announced=on_announced, on_superseded=on_superseded
@@ -302,6 +304,7 @@ class Ledger(threading.Thread):
             with self._database.begin() as connection:
                 claims.heartbeat(connection, [job.beat() for job in jobs], lease_s=self._times.lease_s)
                 fates = crashes.blame(connection, [(job.job_id, job.claimed.fence) for job in jobs])
+            self._on_blamed(fates.values())
             log.warning(
                 "the pipeline broke under suspects", fates={str(job_id): fate for job_id, fate in fates.items()}
             )
