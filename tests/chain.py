@@ -9,9 +9,10 @@ from pathlib import Path
 import torch
 
 from services.stage.engine.device import Device
+from services.stage.engine.events import Failed, Finished
 from services.stage.engine.executor import Executor
 from services.stage.engine.model_info import ModelInfo
-from services.stage.engine.scheduler import Failed, Finished, Scheduler, SchedulerConfig
+from services.stage.engine.scheduler import Scheduler, SchedulerConfig
 from services.stage.engine.sequence import Request
 from services.stage.engine.step import StepPlan, StepResult, decode_plan, encode
 from shardline.job import FinishReason, SamplingParams

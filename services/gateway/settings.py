@@ -19,3 +19,6 @@ class GatewaySettings(Settings):
     )
     http_keep_alive_s: float = Field(15.0, gt=0, description="a comment is sent on a silent event stream so often")
     http_body_timeout_s: float = Field(30.0, gt=0, description="time for a request's body to come; later ones get 408")
+    http_end_wait_s: float = Field(
+        30.0, gt=0, description="at a job's end an event stream waits so long for a Postgres that is away"
+    )

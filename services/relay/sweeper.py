@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
+from collections.abc import Mapping
 from uuid import UUID
 
 import structlog
@@ -39,29 +40,35 @@ class Sweeper(Loop):
     def turn(self) -> float:
         """Both sweeps."""
         try:
-            moved = self._sweep()
+            num_moved = self._sweep()
         except POSTGRES_ERRORS:
             self._rescue_after_s = math.inf
             raise
+        return 0.0 if num_moved >= sweeps.MAX_BATCH else self._times.poll_s
+
+    def _sweep(self) -> int:
+        with self._database.begin() as connection:
+            moved = sweeps.sweep_waiting(connection, self._decode)
+        num_moved = self._record(moved)
+        now_s = time.monotonic()
+        if self._rescue_after_s == math.inf:
+            self._rescue_after_s = now_s + self._times.lease_s
+        if now_s >= self._rescue_after_s:
+            with self._database.begin() as connection:
+                moved = sweeps.sweep_leases(connection, self._decode, lease_s=self._times.lease_s)
+            num_moved += self._record(moved)
+        self._count()
+        return num_moved
+
+    def _record(self, moved: Mapping[UUID, str]) -> int:
+        """At once after COMMIT: whatever fails next, this has happened."""
         self._results.note(moved)
         counts = Counter(map(str, moved.values()))
         for outcome, number in counts.items():
             self._metrics.swept.labels(outcome=outcome).inc(number)
         if counts:
             log.info("swept", **counts)
-        return 0.0 if len(moved) >= sweeps.MAX_BATCH else self._times.poll_s
-
-    def _sweep(self) -> dict[UUID, str]:
-        with self._database.begin() as connection:
-            moved = sweeps.sweep_waiting(connection, self._decode)
-        now_s = time.monotonic()
-        if self._rescue_after_s == math.inf:
-            self._rescue_after_s = now_s + self._times.lease_s
-        if now_s >= self._rescue_after_s:
-            with self._database.begin() as connection:
-                moved |= sweeps.sweep_leases(connection, self._decode, lease_s=self._times.lease_s)
-        self._count()
-        return moved
+        return len(moved)
 
     def _count(self) -> None:
         self._num_turns += 1

@@ -75,6 +75,12 @@ class StageMetrics:
         )
         self.prompt_tokens = Counter("shardline_prompt_tokens", "Prompt tokens computed", registry=registry)
         self.output_tokens = Counter("shardline_output_tokens", "Tokens generated", registry=registry)
+        self.blamed = Counter(
+            "shardline_jobs_blamed",
+            "Jobs given back: the pipeline broke under them alone",
+            ["outcome"],
+            registry=registry,
+        )
         self.running = Gauge("shardline_sequences_running", "Sequences in the batch", registry=registry)
         self.waiting = Gauge("shardline_sequences_waiting", "Sequences claimed and waiting", registry=registry)
         self.kv_blocks = Gauge("shardline_kv_blocks", "KV blocks of this stage", ["state"], registry=registry)

@@ -21,9 +21,10 @@ from tokenizers import Tokenizer
 from services.stage.engine.completion import Completion, Vocabulary
 from services.stage.engine.device import Device
 from services.stage.engine.engine import Engine, HeadEngine, LaterEngine
+from services.stage.engine.events import Finished
 from services.stage.engine.executor import Executor
 from services.stage.engine.model_info import ModelInfo
-from services.stage.engine.scheduler import Finished, Scheduler, SchedulerConfig
+from services.stage.engine.scheduler import Scheduler, SchedulerConfig
 from services.stage.engine.sequence import Request
 from services.stage.hop import Channel, Hop, Kind, Receiver, Sender
 from services.stage.hop.sockets import Sockets

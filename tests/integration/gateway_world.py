@@ -17,6 +17,7 @@ from services.gateway.settings import GatewaySettings
 from services.standalone.ports import free_port
 
 PROMPT = "sum: 1 + 2 ="
+COMMENT = "a comment"
 
 
 @asynccontextmanager
@@ -58,11 +59,13 @@ class Event:
     data: Any
 
 
-async def events_of(response: httpx.Response) -> AsyncIterator[Event]:
+async def events_of(response: httpx.Response, *, with_comments: bool = False) -> AsyncIterator[Event]:
     """Events by the rules of the format; `[DONE]` stays text."""
     fields: dict[str, str] = {}
     async for line in response.aiter_lines():
-        if line:
+        if line.startswith(":") and with_comments:
+            yield Event(name=COMMENT, event_id=None, data=line)
+        elif line:
             name, _, value = line.partition(": ")
             fields[name] = value
         elif fields:

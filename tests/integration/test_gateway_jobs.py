@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
 from typing import Any
 from uuid import uuid4
 
 import httpx
+import psycopg
 import pytest
+from psycopg import sql
+from sqlalchemy import text
 
 from services.standalone.servers import Valkey
 from shardline.job import JobState
-from tests.integration.gateway_world import PROMPT, Event, events_of, running_gateway
+from tests.integration.gateway_world import COMMENT, PROMPT, Event, events_of, running_gateway
 from tests.tiny_head import TinyHead, tiny_head
 
 JOBS = "/v1/jobs"
@@ -146,6 +150,63 @@ async def test_given_redis_lost_under_a_reader_when_the_job_goes_on_then_nothing
         head.finish(sequence)
         found += [event async for event in events]
     assert ids_and_text(found) == (list(sequence.output_ids), PROMPT)
+
+
+@contextmanager
+def only_the_head_connects(postgres_url: str, head: TinyHead) -> Iterator[None]:
+    """Postgres serves the head's connection, and nobody else: to all others it is away."""
+    with head.database.begin() as connection:
+        own = connection.scalar(text("SELECT pg_backend_pid()"))
+    name = str(head.database.url.database)
+    allow = sql.SQL("ALTER DATABASE {} WITH ALLOW_CONNECTIONS {}").format
+    with psycopg.connect(postgres_url, autocommit=True) as operator:
+        operator.execute(allow(sql.Identifier(name), sql.SQL("false")))
+        operator.execute(
+            "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = %s AND pid <> %s", (name, own)
+        )
+        try:
+            yield
+        finally:
+            operator.execute(allow(sql.Identifier(name), sql.SQL("true")))
+
+
+async def test_given_postgres_away_at_the_end_when_it_comes_back_then_the_reader_gets_the_end(
+    database_url: str, redis_url: str, postgres_url: str, head: TinyHead
+) -> None:
+    async with running_gateway(database_url, redis_url, http_keep_alive_s=0.1) as http:
+        job_id = await submit(http)
+        sequence = head.claim()
+        async with http.stream("GET", f"{JOBS}/{job_id}/events") as reply:
+            events = events_of(reply, with_comments=True)
+            with only_the_head_connects(postgres_url, head):
+                head.finish(sequence)
+                found = [await anext(events)]
+                while len(ids_and_text(found)[0]) < len(sequence.output_ids) or found[-1].name != COMMENT:
+                    found.append(await anext(events))
+            found += [event async for event in events]
+    assert [(event.name, event.data["state"]) for event in found if event.name not in ("delta", COMMENT)] == [
+        ("end", "succeeded")
+    ]
+
+
+async def test_given_postgres_away_for_long_when_a_job_ends_then_the_reader_is_told_how_to_join_again(
+    database_url: str, redis_url: str, postgres_url: str, head: TinyHead
+) -> None:
+    async with running_gateway(database_url, redis_url, http_end_wait_s=0.2) as http:
+        job_id = await submit(http)
+        sequence = head.claim()
+        async with http.stream("GET", f"{JOBS}/{job_id}/events") as reply:
+            with only_the_head_connects(postgres_url, head):
+                head.finish(sequence)
+                last = [event async for event in events_of(reply)][-1]
+        num_tokens = len(sequence.output_ids)
+        assert (last.name, last.event_id, last.data["after"]) == ("interrupted", str(num_tokens), num_tokens)
+        assert last.data["error"]["code"] == "unavailable"
+        assert f"/v1/jobs/{job_id}/events?after={num_tokens}" in last.data["error"]["message"]
+
+        (again,) = await read(http, job_id, headers={"Last-Event-ID": last.event_id})
+
+    assert (again.name, again.data["state"], again.data["result"]["text"]) == ("end", "succeeded", PROMPT)
 
 
 async def test_given_an_ended_job_when_followed_from_its_end_then_only_the_end_comes(

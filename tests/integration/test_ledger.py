@@ -8,7 +8,8 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 from uuid import UUID, uuid4
 
 import pytest
@@ -21,12 +22,14 @@ from tokenizers.models import WordLevel
 
 from services.stage.engine.device import Device
 from services.stage.engine.engine import HeadEngine
+from services.stage.engine.events import Crashed, Event
 from services.stage.engine.executor import Executor
-from services.stage.engine.scheduler import Crashed, Event, Scheduler, SchedulerConfig
+from services.stage.engine.scheduler import Scheduler, SchedulerConfig
 from services.stage.hop.wiring import Member, Wiring
 from services.stage.worker.identity import Identity, identity_of
 from services.stage.worker.ledger import Ledger
 from services.stage.worker.mailbox import Mailbox
+from services.stage.worker.metering import Meter
 from services.stage.worker.publisher import Publisher
 from services.stage.worker.requests import Requests
 from services.stage.worker.ticket import Ticket
@@ -81,6 +84,11 @@ class Desk:
     mailbox: Mailbox
     verdicts: queue.Queue[tuple[UUID, str]]
     numbers: Iterator[int]
+    meter: Meter
+
+    def blamed(self, outcome: str) -> float | None:
+        """What a scraper reads."""
+        return self.meter.registry.get_sample_value("shardline_jobs_blamed_total", {"outcome": outcome})
 
     def offer(self, job_id: UUID) -> None:
         """One delivery of a job."""
@@ -135,6 +143,7 @@ def desk(database: Database, executor: Executor, redis_url: str, times: Times) -
     engine = HeadEngine(executor, scheduler, emit=report, on_lost=lambda *_: None)
     publisher = Publisher(DeltaWriter(redis_url), None)
     announced = threading.Event()
+    meter = Meter(cast(Any, SimpleNamespace(executor=executor)))
     tokenizer = Tokenizer(WordLevel({f"<{number}>": number for number in range(VOCAB_SIZE)}, unk_token="<0>"))
     ledger = Ledger(
         database=database,
@@ -143,6 +152,7 @@ def desk(database: Database, executor: Executor, redis_url: str, times: Times) -
         publisher=publisher,
         on_announced=announced.set,
         on_superseded=lambda _epoch: None,
+        on_blamed=meter.blamed,
         seats=8,
         times=times,
     )
@@ -159,6 +169,7 @@ def desk(database: Database, executor: Executor, redis_url: str, times: Times) -
         mailbox=Mailbox(),
         verdicts=queue.Queue(),
         numbers=count(1),
+        meter=meter,
     )
     for thread in (ledger, engine, publisher):
         thread.stop()
@@ -353,6 +364,7 @@ def test_given_a_job_that_breaks_the_pipeline_alone_when_blamed_then_crashes_are
     assert state(desk.database, job_id) is JobState.FAILED
     error = cell(desk.database, "SELECT error FROM jobs WHERE id = :id", id=job_id)
     assert (error["code"], [attempt["fence"] for attempt in error["attempts"]]) == ("crashed", [2, 1])
+    assert (desk.blamed("crashed"), desk.blamed("failed"), desk.blamed("lost")) == (1, 1, None)
 
 
 def test_given_a_blamed_job_with_tokens_when_given_back_then_they_are_kept_and_no_crash_is_counted(desk: Desk) -> None:
@@ -365,6 +377,7 @@ def test_given_a_blamed_job_with_tokens_when_given_back_then_they_are_kept_and_n
 
     assert desk.verdict() == (job_id, Ignore.__name__)
     assert cell(desk.database, "SELECT outcome FROM attempts WHERE job_id = :id", id=job_id) == "lost"
+    assert (desk.blamed("lost"), desk.blamed("crashed")) == (1, None)
     assert cell(desk.database, "SELECT crashes FROM jobs WHERE id = :id", id=job_id) == 0
 
 

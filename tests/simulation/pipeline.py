@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from services.stage.engine.events import Crashed, Event, Failed, Finished, Tokens
 from services.stage.engine.kv_cache import BLOCK_TOKENS, blocks_for
-from services.stage.engine.scheduler import Crashed, Event, Failed, Finished, Scheduler, SchedulerConfig, Tokens
+from services.stage.engine.scheduler import Scheduler, SchedulerConfig
 from services.stage.engine.sequence import Key, Request
 from services.stage.engine.step import Open, Row, StepPlan, StepResult, decode_plan, encode
 from shardline.job import FinishReason, SamplingParams, TokenLogprob

@@ -18,7 +18,7 @@ import zmq
 from services.relay import outbox as relay_outbox
 from services.relay import sweeper as relay_sweeper
 from services.stage.hop import zeromq
-from services.stage.worker import head, later, ledger, link, pipeline
+from services.stage.worker import head, later, ledger, link, pipeline, standing
 from tests.simulation import machines, servers, statements, wires
 from tests.simulation.loom import Event, Loom, current, now_s, threads
 
@@ -31,6 +31,9 @@ class Meter:
     def __init__(self, _loaded: object) -> None: ...
 
     def step(self, _plan: object, _seconds: float) -> None:
+        """Nothing."""
+
+    def blamed(self, _fates: object) -> None:
         """Nothing."""
 
     def watch(self, _scheduler: object, _pipeline: object) -> None:
@@ -74,7 +77,7 @@ SEAMS: tuple[tuple[Any, str, Any], ...] = (
     (ledger, "claims", statements),
     (ledger, "crashes", statements),
     (ledger, "outbox", statements),
-    (ledger, "pipelines", statements),
+    (standing, "pipelines", statements),
     (head, "claims", statements),
     (head, "pipelines", statements),
     (head, "connect", lambda database, **_: database),

@@ -22,6 +22,7 @@ from tests.unit.links import NUM_LAYERS, PATIENCE_S, TIMES, Pipes, make_card, op
 
 OURS, OTHERS = UUID(int=1), UUID(int=2)
 UNBIND_S = 5.0
+LAST_EPOCH = (1 << 63) - 1
 CARD = make_card(8, NUM_LAYERS)
 
 
@@ -82,6 +83,27 @@ def test_a_released_stage_still_knows_its_last_epoch(binding: Binding) -> None:
 
     assert refusal is not None
     assert binding.hello(hello(OURS, 4), 1.0) is None
+
+
+@pytest.mark.parametrize("is_released", [True, False])
+def test_an_epoch_that_nobody_can_pass_is_forgotten_with_its_silent_head(binding: Binding, is_released: bool) -> None:
+    binding.hello(hello(OURS, LAST_EPOCH), 0.0)
+    if is_released:
+        binding.release()
+
+    refusal = binding.hello(hello(OURS, 4), UNBIND_S)
+
+    assert refusal is not None
+    assert "not above 9223372036854775807, which this stage forgets after 5 s" in refusal.reason
+    assert binding.hello(hello(OURS, 4), UNBIND_S + 0.1) is None
+    assert not binding.obeys(ping(OURS, LAST_EPOCH), UNBIND_S + 0.1)
+
+
+def test_a_head_that_is_heard_keeps_older_epochs_away_for_as_long_as_it_lives(binding: Binding) -> None:
+    binding.hello(hello(OURS, 3), 0.0)
+    for second in range(60):
+        binding.obeys(ping(OURS, 3), float(second))
+        assert binding.hello(hello(OURS, 2), second + 0.5) is not None
 
 
 def test_a_higher_epoch_of_the_same_pipeline_takes_over(binding: Binding) -> None:
@@ -172,6 +194,19 @@ def test_a_higher_epoch_voids_the_wiring_before(pipes: Pipes) -> None:
     assert welcome.epoch == wiring.epoch + 1
     head.losses.get(timeout=PATIENCE_S)
     call.close()
+
+
+def test_a_head_gets_its_stage_back_from_an_epoch_that_it_cannot_pass(pipes: Pipes) -> None:
+    stage = pipes.stage(8, NUM_LAYERS, TIMES.model_copy(update={"unbind_s": 0.3}))
+    head = pipes.head(8)
+    wiring = head.ready()
+    intruder = pipes.call(stage)
+
+    bind(intruder, wiring.pipeline, LAST_EPOCH)
+    intruder.close()
+    head.losses.get(timeout=PATIENCE_S)
+
+    assert wiring.epoch < head.ready().epoch < LAST_EPOCH
 
 
 def test_a_head_that_dies_frees_its_stage_after_the_silence(pipes: Pipes) -> None:

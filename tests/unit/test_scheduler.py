@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
+from services.stage.engine.events import Crashed, Failed, Finished, Tokens
 from services.stage.engine.kv_cache import BLOCK_TOKENS
-from services.stage.engine.scheduler import Crashed, Failed, Finished, Tokens
 from services.stage.engine.step import StepPlan, StepResult
 from shardline.errors import ProtocolError
 from shardline.job import FinishReason, TokenLogprob

@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import AsyncIterator
 from uuid import UUID
 
 from fastapi import APIRouter, Request, Response
 
 from services.gateway.answers import job_document
-from services.gateway.completing import merged
 from services.gateway.door import accept, native_request
 from services.gateway.errors import json_response
+from services.gateway.following import job_events
 from services.gateway.schemas import body
-from services.gateway.settled import settled_text
-from services.gateway.state import Gateway, Here
-from services.gateway.stream import KEEP_ALIVE, EventStream, event
-from shardline.errors import Invalid, NotFound, UnknownModel
+from services.gateway.state import Here
+from services.gateway.stream import EventStream
+from shardline.errors import Invalid, NotFound
 from shardline.ids import parse_id
-from shardline.job import Job, JobState
-from shardline.streams import TextOf
+from shardline.job import JobState
 
 router = APIRouter(tags=["jobs"])
 
-RETRY = b"retry: 1000\n\n"
 MAX_LISTED = 200
 MAX_AFTER = 2**31
 
@@ -80,37 +75,6 @@ async def follow_job(job_id: str, request: Request, gateway: Here) -> Response:
     text = request.headers.get("last-event-id") or request.query_params.get("after", "0")
     after = _number("after", text, minimum=0, maximum=MAX_AFTER)
     return EventStream(job_events(gateway, job, after), headers={"x-request-id": str(job.id)})
-
-
-async def job_events(gateway: Gateway, job: Job, after: int) -> AsyncIterator[bytes]:
-    """Events `delta` for tokens, then one event `end` with the whole job."""
-    keep_alive_s = gateway.settings.http_keep_alive_s
-    sent_s = time.monotonic()
-    num_tokens = after
-    yield RETRY
-    text_of = await _text_of(gateway, job)
-    async for deltas in gateway.client.follow(job.id, after=after, text_of=text_of, tick_s=keep_alive_s):
-        now_s = time.monotonic()
-        if deltas:
-            sent_s, delta = now_s, merged(deltas)
-            num_tokens = max(num_tokens, delta.next)
-            if delta.ids or delta.text:
-                document = {"start": delta.start, "token_ids": delta.ids, "text": delta.text}
-                if delta.logprobs is not None:
-                    document["logprobs"] = delta.logprobs
-                yield event(document, name="delta", event_id=num_tokens)
-            if delta.state is not None:
-                yield event(job_document(await gateway.client.get(job.id)), name="end", event_id=num_tokens)
-        elif now_s - sent_s >= keep_alive_s:
-            sent_s = now_s
-            yield KEEP_ALIVE
-
-
-async def _text_of(gateway: Gateway, job: Job) -> TextOf | None:
-    try:
-        return settled_text((await gateway.catalogue.get(job.model)).tokens, job.params)
-    except UnknownModel:
-        return None
 
 
 def _job_id(text: str, field: str = "id") -> UUID:

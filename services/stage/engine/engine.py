@@ -15,9 +15,10 @@ from functools import partial
 import structlog
 from torch import Tensor
 
+from services.stage.engine.events import Event
 from services.stage.engine.executor import Executor
 from services.stage.engine.inbox import Inbox
-from services.stage.engine.scheduler import Event, Scheduler
+from services.stage.engine.scheduler import Scheduler
 from services.stage.engine.sequence import Key, Request, TokenSink
 from services.stage.engine.step import StepPlan, StepResult, decode_plan, decode_result, encode
 from services.stage.engine.tensors import name_of, tensor_of, view_of

@@ -6,15 +6,15 @@ Pure and single-threaded: the same calls in the same order give the same plans, 
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import count, islice, repeat
 
-import msgspec
-
 from services.stage.engine.doubt import Doubted
+from services.stage.engine.draft import Draft
+from services.stage.engine.events import Crashed, Event, Failed, Finished, Tokens
 from services.stage.engine.kv_cache import BLOCK_TOKENS, BlockPool, blocks_for
 from services.stage.engine.sequence import Key, Request, Sequence, State, TokenSink, Waiting, ranked_last
-from services.stage.engine.step import Open, Row, StepPlan, StepResult
+from services.stage.engine.step import Open, StepPlan, StepResult
 from shardline.errors import ProtocolError
 from shardline.job import FinishReason, TokenLogprob
 
@@ -34,63 +34,6 @@ class SchedulerConfig:
 
     def __post_init__(self) -> None:
         assert min(self.max_seats, self.token_budget, self.num_lanes, self.max_len) >= 1, self
-
-
-class Tokens(msgspec.Struct, frozen=True, kw_only=True):
-    """New output tokens of a job from output index `start`, and the text they settle."""
-
-    key: Key
-    start: int
-    ids: tuple[int, ...]
-    text: str
-    logprobs: tuple[TokenLogprob, ...] = ()
-
-
-class Finished(msgspec.Struct, frozen=True, kw_only=True):
-    """A completion ended: all of its output, checkpointed tokens included."""
-
-    key: Key
-    reason: FinishReason
-    output_ids: tuple[int, ...]
-    text: str
-    logprobs: tuple[TokenLogprob, ...] | None
-    tail: str = ""
-    """The end of `text` that no Tokens held: it was held back when the job was aborted."""
-
-
-class Failed(msgspec.Struct, frozen=True, kw_only=True):
-    """A job that cannot go on, here or elsewhere."""
-
-    key: Key
-    reason: str
-
-
-class Crashed(msgspec.Struct, frozen=True, kw_only=True):
-    """The pipeline broke twice under a job that got no token, the second time while it was the only suspect."""
-
-    key: Key
-
-
-Event = Tokens | Finished | Failed | Crashed
-
-
-@dataclass(slots=True)
-class _Draft:
-    """A step while it is cut. `sequences` are those of `rows`, in the same order."""
-
-    budget: int
-    opens: list[Open] = field(default_factory=list)
-    rows: list[Row] = field(default_factory=list)
-    sequences: list[Sequence] = field(default_factory=list)
-
-    def add(self, sequence: Sequence, length: int, ids: tuple[int, ...], blocks: tuple[int, ...]) -> None:
-        start = sequence.num_computed
-        end = start + length
-        self.rows.append(Row(sequence.number, start, length, ids, blocks, end == len(sequence.ids)))
-        self.sequences.append(sequence)
-        self.budget -= length
-        sequence.num_computed = end
-        sequence.num_in_flight += 1
 
 
 class Scheduler:
@@ -159,7 +102,7 @@ class Scheduler:
         """The next step, to be sent to every stage. None: nothing can run before a result, or nothing is left."""
         if len(self._flights) == self.config.num_lanes:
             return None
-        draft = _Draft(self.config.token_budget)
+        draft = Draft(self.config.token_budget)
         self._add_decodes(draft)
         self._add_chunks(draft)
         self._admit(draft)
@@ -236,7 +179,7 @@ class Scheduler:
 
     # Cutting a step.
 
-    def _add_decodes(self, draft: _Draft) -> None:
+    def _add_decodes(self, draft: Draft) -> None:
         num_decoding = len(self._running) - len(self._prefilling)
         share = -(-num_decoding // self.config.num_lanes)
         for sequence in list(islice(self._ready.values(), min(share, draft.budget))):
@@ -247,19 +190,19 @@ class Scheduler:
                 del self._ready[sequence.number]
                 draft.add(sequence, 1, (sequence.ids[-1],), blocks)
 
-    def _add_chunks(self, draft: _Draft) -> None:
+    def _add_chunks(self, draft: Draft) -> None:
         for sequence in list(self._prefilling.values()):
             if draft.budget == 0:
                 return
             self._add_chunk(draft, sequence, ())
 
-    def _add_chunk(self, draft: _Draft, sequence: Sequence, blocks: tuple[int, ...]) -> None:
+    def _add_chunk(self, draft: Draft, sequence: Sequence, blocks: tuple[int, ...]) -> None:
         length = min(draft.budget, len(sequence.ids) - sequence.num_computed)
         draft.add(sequence, length, (), blocks)
         if sequence.num_computed == len(sequence.ids):
             self._prefilling.pop(sequence.number, None)
 
-    def _admit(self, draft: _Draft) -> None:
+    def _admit(self, draft: Draft) -> None:
         while draft.budget > 0 and len(self._running) < self.config.max_seats:
             sequence = self._waiting.first(with_suspects=self._suspect is None)
             spare = len(self._running) // RUNNING_PER_SPARE_BLOCK
@@ -267,7 +210,7 @@ class Scheduler:
                 return
             self._start(sequence, draft)
 
-    def _start(self, sequence: Sequence, draft: _Draft) -> None:
+    def _start(self, sequence: Sequence, draft: Draft) -> None:
         request = sequence.request
         self._waiting.remove(sequence)
         sequence.number = next(self._numbers)

@@ -1,4 +1,9 @@
-"""Whom a stage obeys: one pipeline at a time, its highest epoch. Pure state: knows no socket, no clock, no engine."""
+"""Whom a stage obeys: one pipeline at a time, its highest epoch. Pure state: knows no socket, no clock, no engine.
+
+A stage cannot tell a true epoch from a false one: only Postgres knows them. So it remembers the last one no longer than
+it keeps a silent head: an epoch that no head can pass (a forged HELLO, a database restored from a backup) costs
+`unbind_s`, not the stage. A head of an old epoch that is bound after that harms nothing: Postgres gives it no job.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +36,7 @@ class Binding:
 
     def hello(self, hello: Hello, now_s: float) -> Refuse | None:
         """None: bound now, and anything older is void."""
-        refusal = self._mismatch(hello) or self._busy(hello) or self._stale(hello)
+        refusal = self._mismatch(hello) or self._busy(hello) or self._stale(hello, now_s)
         if refusal is not None:
             code, reason = refusal
             return Refuse(pipeline=hello.pipeline, epoch=hello.epoch, code=code, reason=reason)
@@ -50,7 +55,7 @@ class Binding:
 
     def is_silent(self, now_s: float) -> bool:
         """True when the head has been silent for `unbind_s`."""
-        return self.bound is not None and now_s - self._heard_s > self._unbind_s
+        return self.bound is not None and self._is_long_ago(now_s)
 
     def release(self) -> None:
         """Free for any pipeline."""
@@ -75,7 +80,13 @@ class Binding:
             return None
         return RefusalCode.BUSY, f"bound to pipeline {self.bound.pipeline} of head {self.bound.head}"
 
-    def _stale(self, hello: Hello) -> tuple[RefusalCode, str] | None:
+    def _stale(self, hello: Hello, now_s: float) -> tuple[RefusalCode, str] | None:
         if self._newest is None or self._newest[0] != hello.pipeline or hello.epoch > self._newest[1]:
             return None
-        return RefusalCode.STALE, f"epoch {hello.epoch} is not above {self._newest[1]}"
+        if self._is_long_ago(now_s):
+            return None
+        problem = f"epoch {hello.epoch} is not above {self._newest[1]}"
+        return RefusalCode.STALE, f"{problem}, which this stage forgets after {self._unbind_s:g} s of silence"
+
+    def _is_long_ago(self, now_s: float) -> bool:
+        return now_s - self._heard_s > self._unbind_s

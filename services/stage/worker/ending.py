@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from services.stage.engine.scheduler import Failed, Finished
+from services.stage.engine.events import Failed, Finished
 from services.stage.worker.live import LiveJob
 from shardline.job import FinishReason, JobState, Result, Usage
 from shardline.store.claims import End

@@ -12,7 +12,8 @@ from celery import Celery
 from sqlalchemy.exc import DBAPIError
 
 from services.stage.engine.engine import HeadEngine
-from services.stage.engine.scheduler import Event, Scheduler, SchedulerConfig
+from services.stage.engine.events import Event
+from services.stage.engine.scheduler import Scheduler, SchedulerConfig
 from services.stage.hop.wiring import Wiring
 from services.stage.hop.zeromq import ZeroMqHop
 from services.stage.worker.facts import Progress
@@ -87,6 +88,7 @@ class Head:
             publisher=self._publisher,
             on_announced=self._intake.open,
             on_superseded=self._superseded,
+            on_blamed=self.meter.blamed,
             seats=self._settings.seats,
             times=self._settings.times,
         )

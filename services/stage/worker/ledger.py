@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 from uuid import UUID
 
@@ -18,24 +18,25 @@ from sqlalchemy import Engine as Database
 from sqlalchemy.exc import DBAPIError
 
 from services.stage.engine.engine import HeadEngine
-from services.stage.engine.scheduler import Crashed, Event, Tokens
+from services.stage.engine.events import Crashed, Event, Tokens
 from services.stage.worker.ending import CELERY_STATES, Ending
 from services.stage.worker.identity import Identity
 from services.stage.worker.isolation import claimable
 from services.stage.worker.live import LiveJob
+from services.stage.worker.offers import Offers
 from services.stage.worker.publisher import Publisher
 from services.stage.worker.requests import Requests
+from services.stage.worker.standing import Standing
 from services.stage.worker.ticket import Ticket
 from shardline.config import Times
 from shardline.failpoints import Point, failpoint
 from shardline.job import FinishReason, JobState
-from shardline.store import claims, crashes, outbox, pipelines
+from shardline.store import claims, crashes, outbox
 from shardline.store.claims import Claimed
 from shardline.wire import Delta
 
 log = structlog.get_logger(__name__)
 
-CLAIM_BATCH = 64
 USED_UP = "its crashes are used up"
 
 
@@ -51,6 +52,7 @@ class Ledger(threading.Thread):
         publisher: Publisher,
         on_announced: Callable[[], None],
         on_superseded: Callable[[int], None],
+        on_blamed: Callable[[Iterable[str]], None],
         seats: int,
         times: Times,
     ) -> None:
@@ -59,16 +61,12 @@ class Ledger(threading.Thread):
         self._engine = engine
         self._requests = requests
         self._publisher = publisher
-        self._on_announced = on_announced
-        self._on_superseded = on_superseded
-        self._seats = seats
+        self._on_blamed = on_blamed
         self._times = times
-        self._identity: Identity | None = None
-        self._announced: Identity | None = None
-        """The epoch whose readiness is in Postgres."""
-        self._offers: deque[Ticket] = deque()
-        self._held_back: deque[Ticket] = deque()
-        """Tickets that wait for a suspect, see `isolation`."""
+        self._standing = Standing(
+            database, seats=seats, times=times, on_announced=on_announced, on_superseded=on_superseded
+        )
+        self._offers = Offers()
         self._blamed: deque[tuple[str, int]] = deque()
         self._events: deque[Event] = deque()
         self._cancels: deque[str] = deque()
@@ -78,7 +76,6 @@ class Ledger(threading.Thread):
         self._open = True
         self._giving_back = False
         self._running = True
-        self._recovering_since_s: float | None = None
         self._next_beat_s = 0.0
         self._last_step = -1
         self._last_move_s = time.monotonic()
@@ -88,7 +85,7 @@ class Ledger(threading.Thread):
 
     def offer(self, ticket: Ticket) -> None:
         """Celery's thread: claim this row, soon."""
-        self._offers.append(ticket)
+        self._offers.put(ticket)
         self._woken.set()
 
     def report(self, events: Sequence[Event]) -> None:
@@ -106,12 +103,12 @@ class Ledger(threading.Thread):
 
     def ready(self, identity: Identity) -> None:
         """The pipeline's thread: a generation can pass through every stage; as `identity` from now on."""
-        self._identity, self._recovering_since_s = identity, None
+        self._standing.ready(identity)
         self._woken.set()
 
     def lost(self) -> None:
         """The pipeline's thread: a stage is gone. Leases are kept for `recover_s`."""
-        self._identity, self._recovering_since_s = None, time.monotonic()
+        self._standing.lost()
         self._woken.set()
 
     def close(self) -> None:
@@ -146,16 +143,16 @@ class Ledger(threading.Thread):
             self._woken.clear()
             self._note_events()
             try:
-                self._announce()
+                self._standing.announce()
                 self._commit_ends()
                 self._give_back_blamed()
                 self._claim_offers()
-                if self._giving_back or self._recovery_is_over():
+                if self._giving_back or (self._standing.is_given_up and self._live):
                     self._release_all()
                 if time.monotonic() >= self._next_beat_s:
                     self._next_beat_s = time.monotonic() + self._times.heartbeat_s
                     self._beat()
-                    self._offer_again()
+                    self._offers.again()
                     self._database_is_back()
             except DBAPIError as error:
                 self._database_is_away(error)
@@ -188,45 +185,27 @@ class Ledger(threading.Thread):
         else:
             job.held.append(delta)
 
-    def _announce(self) -> None:
-        """What Postgres says of the pipeline follows what is so."""
-        identity, announced = self._identity, self._announced
-        if identity is announced:
-            return
-        with self._database.begin() as connection:
-            if announced is not None:
-                pipelines.unready(connection, announced.pipeline, announced.epoch)
-            if identity is not None:
-                pipelines.ready(
-                    connection,
-                    identity.pipeline,
-                    identity.epoch,
-                    seats=self._seats,
-                    stages=identity.stages,
-                    exact=identity.exact,
-                )
-        self._announced = identity
-        if identity is not None:
-            self._on_announced()
-
     def _claim_offers(self) -> None:
         """While the pipeline forms anew, offers wait; at shutdown they go back unread, to be sent again at once."""
         if not self._open:
-            self._offer_again()
-        if not self._open and self._offers:
-            tickets = [self._offers.popleft() for _ in range(len(self._offers))]
-            with self._database.begin() as connection:
-                outbox.unstamp(connection, [UUID(ticket.job_id) for ticket in tickets])
-            for ticket in tickets:
-                ticket.drop()
-        identity = self._identity
-        while self._offers and identity is not None:
-            tickets = [self._offers.popleft() for _ in range(min(len(self._offers), CLAIM_BATCH))]
+            self._offers.again()
+        identity = self._standing.identity
+        while self._offers and (identity is not None or not self._open):
+            tickets = self._offers.take()
             try:
-                self._claim(tickets, identity)
+                if self._open and identity is not None:
+                    self._claim(tickets, identity)
+                else:
+                    self._return_unread(tickets)
             except DBAPIError:
-                self._offers.extendleft(reversed(tickets))
+                self._offers.put_back(tickets)
                 raise
+
+    def _return_unread(self, tickets: list[Ticket]) -> None:
+        with self._database.begin() as connection:
+            outbox.unstamp(connection, [UUID(ticket.job_id) for ticket in tickets])
+        for ticket in tickets:
+            ticket.drop()
 
     def _claim(self, tickets: list[Ticket], identity: Identity) -> None:
         sent_s = time.monotonic()
@@ -255,13 +234,9 @@ class Ledger(threading.Thread):
         started = {id(job.ticket) for job in self._live.values()}
         for ticket in tickets:
             if ticket.job_id not in wanted:
-                self._held_back.append(ticket)
+                self._offers.hold_back(ticket)
             elif id(ticket) not in started:
                 ticket.drop()
-
-    def _offer_again(self) -> None:
-        self._offers.extend(self._held_back)
-        self._held_back.clear()
 
     def _start(self, row: Claimed, ticket: Ticket, identity: Identity) -> None:
         job = LiveJob.from_claim(row, ticket, identity)
@@ -272,15 +247,11 @@ class Ledger(threading.Thread):
     def _beat(self) -> None:
         """Renews the leases and saves new tokens. A hung engine's leases are left to run out."""
         now_s = time.monotonic()
-        self._renew_pipeline()
+        self._standing.renew()
         if not self._live:
             self._renew_fence(now_s)
             return
-        if (
-            self._engine.pulse.num_steps != self._last_step
-            or self._engine.fenced
-            or self._recovering_since_s is not None
-        ):
+        if self._engine.pulse.num_steps != self._last_step or self._engine.fenced or self._standing.is_recovering:
             self._last_step, self._last_move_s = self._engine.pulse.num_steps, now_s
         elif now_s - self._last_move_s > self._times.stall_s:
             return
@@ -303,15 +274,6 @@ class Ledger(threading.Thread):
             if reply.cancel_requested or reply.expired:
                 self._engine.end(job.key, FinishReason.CANCELLED if reply.cancel_requested else FinishReason.EXPIRED)
 
-    def _renew_pipeline(self) -> None:
-        announced = self._announced
-        if announced is None:
-            return
-        with self._database.begin() as connection:
-            held = pipelines.renew(connection, announced.pipeline, announced.epoch, self._times.lease_s)
-        if not held and announced is self._identity:
-            self._on_superseded(announced.epoch)
-
     def _commit_ends(self) -> None:
         """Every end that waits, in one transaction. A COMMIT whose outcome is unknown is simply done again."""
         if not self._ended:
@@ -333,7 +295,7 @@ class Ledger(threading.Thread):
             self._publisher.delta(job.job_id, ending.last_delta())
             self._publisher.result(job.job_id, ending.value(), ending.celery_state)
             ending.settle()
-        self._offer_again()
+        self._offers.again()
 
     def _give_back_blamed(self) -> None:
         """Jobs under which the pipeline broke while they ran alone: a crash of theirs, or their end."""
@@ -342,6 +304,7 @@ class Ledger(threading.Thread):
             with self._database.begin() as connection:
                 claims.heartbeat(connection, [job.beat() for job in jobs], lease_s=self._times.lease_s)
                 fates = crashes.blame(connection, [(job.job_id, job.claimed.fence) for job in jobs])
+            self._on_blamed(fates.values())
             log.warning(
                 "the pipeline broke under suspects", fates={str(job_id): fate for job_id, fate in fates.items()}
             )
@@ -379,10 +342,6 @@ class Ledger(threading.Thread):
 
     def _renew_fence(self, sent_s: float) -> None:
         self._engine.may_run_until_s = sent_s + self._times.lease_s - self._times.fence_margin_s
-
-    def _recovery_is_over(self) -> bool:
-        since_s = self._recovering_since_s
-        return since_s is not None and time.monotonic() - since_s > self._times.recover_s and bool(self._live)
 
     def _database_is_away(self, error: DBAPIError) -> None:
         if self._away_since_s is None:

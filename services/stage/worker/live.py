@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass, field
 from uuid import UUID
 
-from services.stage.engine.scheduler import Tokens
+from services.stage.engine.events import Tokens
 from services.stage.worker.identity import Identity
 from services.stage.worker.ticket import Ticket
 from shardline.job import TokenLogprob

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from prometheus_client import CollectorRegistry
 
 from services.stage.engine.scheduler import Scheduler
@@ -29,6 +31,11 @@ class Meter:
         metrics.step_seconds.observe(seconds)
         metrics.output_tokens.inc(plan.num_wanted)
         metrics.prompt_tokens.inc(sum(row.length for row in plan.rows if not row.decodes))
+
+    def blamed(self, fates: Iterable[str]) -> None:
+        """The ledger's thread: what became of jobs under which the pipeline broke."""
+        for fate in fates:
+            self._metrics.blamed.labels(outcome=fate).inc()
 
     def watch(self, scheduler: Scheduler, pipeline: Pipeline) -> None:
         """On a head."""

@@ -1,0 +1,84 @@
+"""The events of a job for a reader who may leave and join again. Knows no route: who may read is not decided here."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from uuid import UUID
+
+import structlog
+
+from services.gateway.answers import job_document
+from services.gateway.completing import merged
+from services.gateway.errors import body_of
+from services.gateway.settled import settled_text
+from services.gateway.state import Gateway
+from services.gateway.stream import KEEP_ALIVE, event
+from shardline.errors import ShardlineError, Unavailable, UnknownModel
+from shardline.job import Job
+from shardline.streams import TextOf
+
+log = structlog.get_logger(__name__)
+
+RETRY = b"retry: 1000\n\n"
+AGAIN_S = 0.5
+
+
+async def job_events(gateway: Gateway, job: Job, after: int) -> AsyncIterator[bytes]:
+    """Events `delta` for tokens, then one event: `end` with the whole job, or `interrupted` with the reason.
+
+    After that a reader joins again; EventSource does so by itself, since every id is the number of tokens so far.
+    """
+    keep_alive_s = gateway.settings.http_keep_alive_s
+    sent_s = time.monotonic()
+    num_tokens = after
+    yield RETRY
+    try:
+        text_of = await _text_of(gateway, job)
+        async for deltas in gateway.client.follow(job.id, after=after, text_of=text_of, tick_s=keep_alive_s):
+            now_s = time.monotonic()
+            if deltas:
+                sent_s, delta = now_s, merged(deltas)
+                num_tokens = max(num_tokens, delta.next)
+                if delta.ids or delta.text:
+                    document = {"start": delta.start, "token_ids": delta.ids, "text": delta.text}
+                    if delta.logprobs is not None:
+                        document["logprobs"] = delta.logprobs
+                    yield event(document, name="delta", event_id=num_tokens)
+                if delta.state is not None:
+                    async for chunk in _end(gateway, job.id, num_tokens):
+                        yield chunk
+            elif now_s - sent_s >= keep_alive_s:
+                sent_s = now_s
+                yield KEEP_ALIVE
+    except ShardlineError as error:
+        log.warning("an event stream ends early", job_id=str(job.id), error=str(error))
+        yield event({**body_of(error), "after": num_tokens}, name="interrupted", event_id=num_tokens)
+
+
+async def _end(gateway: Gateway, job_id: UUID, num_tokens: int) -> AsyncIterator[bytes]:
+    """The whole job. A Postgres that is away, or does not answer, is waited for so long as the setting says."""
+    wait_s, keep_alive_s = gateway.settings.http_end_wait_s, gateway.settings.http_keep_alive_s
+    deadline_s = time.monotonic() + wait_s
+    while (left_s := deadline_s - time.monotonic()) > 0:
+        try:
+            async with asyncio.timeout(min(left_s, keep_alive_s)):
+                job = await gateway.client.get(job_id)
+        except (Unavailable, TimeoutError):
+            yield KEEP_ALIVE
+            await asyncio.sleep(min(AGAIN_S, wait_s))
+        else:
+            yield event(job_document(job), name="end", event_id=num_tokens)
+            return
+    raise Unavailable(
+        f"the job has ended, and Postgres, which has its result, was away for {wait_s:g} s. Join again: "
+        f"GET /v1/jobs/{job_id}/events?after={num_tokens}, or GET /v1/jobs/{job_id}"
+    )
+
+
+async def _text_of(gateway: Gateway, job: Job) -> TextOf | None:
+    try:
+        return settled_text((await gateway.catalogue.get(job.model)).tokens, job.params)
+    except UnknownModel:
+        return None
