@@ -21,7 +21,7 @@ from shardline.errors import LinkLost, ProtocolError
 
 PIPELINE = UUID("11111111-2222-3333-4444-555555555555")
 CHANNEL = Channel(pipeline=PIPELINE, epoch=7, kind=Kind.PLAN, num_lanes=2)
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 A_MOMENT_S = 0.01
 
 

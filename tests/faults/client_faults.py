@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from uuid import UUID, uuid4
 
@@ -11,7 +10,7 @@ import psycopg
 
 from tests.faults.fault import Fault, NotInjected, Simple, hold
 from tests.faults.journal import Asked
-from tests.faults.requests import NUM_REQUESTS, request
+from tests.faults.requests import NUM_REQUESTS, columns, request
 from tests.faults.target import Target
 
 NUM_JOBS = 8
@@ -21,8 +20,8 @@ JITTER_S = 0.15
 DEADLINES_S = (0.05, 2.0)
 PATIENCE_S = 10.0
 INSERT = """
-INSERT INTO jobs (id, model, prompt, params, deadline_at)
-VALUES (%s, %s, %s, %s, now() + make_interval(secs => %s))
+INSERT INTO jobs (id, model, prompt, params, max_crashes, deadline_at)
+VALUES (%s, %s, %s, %s, %s, now() + make_interval(secs => %s))
 """
 CANCEL = "UPDATE jobs SET cancel_requested_at = now() WHERE id = %s"
 THERE = "SELECT id FROM jobs WHERE id = ANY(%s)"
@@ -33,10 +32,8 @@ def insert(world: Target, rng: random.Random, *, ends: str, deadlines_s: tuple[f
     asked = [Asked(id=uuid4(), number=rng.randrange(NUM_REQUESTS), door=ends, promised=True) for _ in range(NUM_JOBS)]
     with psycopg.connect(world.database_url, connect_timeout=int(PATIENCE_S)) as connection:
         for each in asked:
-            wanted = request(each.number)
-            params = json.dumps({name: value for name, value in wanted.items() if name not in ("model", "prompt")})
             deadline_s = rng.uniform(*deadlines_s) if deadlines_s else None
-            connection.execute(INSERT, (each.id, wanted["model"], wanted["prompt"], params, deadline_s))
+            connection.execute(INSERT, (each.id, *columns(request(each.number)), deadline_s))
     for each in asked:
         each.ends = frozenset({"succeeded", ends})
         world.journal.ask(each)

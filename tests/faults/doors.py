@@ -22,9 +22,12 @@ from shardline.client import Client
 from shardline.config import Settings
 from shardline.errors import ShardlineError
 from shardline.queues import INTAKE_QUEUE, SUBMIT_TASK, celery_settings
+from tests.faults.requests import columns
 
 PATIENCE_S = 5.0
-INSERT = "INSERT INTO jobs (id, model, prompt, params) VALUES (%s, %s, %s, %s) ON CONFLICT (id) DO NOTHING"
+INSERT = """
+INSERT INTO jobs (id, model, prompt, params, max_crashes) VALUES (%s, %s, %s, %s, %s) ON CONFLICT (id) DO NOTHING
+"""
 AWAY = (httpx.HTTPError, psycopg.Error, redis.RedisError, KombuError, ShardlineError, OSError)
 """What a producer meets while a server is away: whether the job is stored is unknown, so it asks again."""
 
@@ -71,11 +74,10 @@ def by_sql(urls: Mapping[str, str]) -> Door:
     """A producer's own transaction, repeatable under the same id."""
 
     def submit(job_id: UUID, request: Request) -> bool:
-        params = {name: value for name, value in request.items() if name not in ("model", "prompt")}
         with psycopg.connect(
             urls["database"], connect_timeout=int(PATIENCE_S), options="-c statement_timeout=10000"
         ) as connection:
-            connection.execute(INSERT, (job_id, request["model"], request["prompt"], json.dumps(params)))
+            connection.execute(INSERT, (job_id, *columns(request)))
         return True
 
     return submit

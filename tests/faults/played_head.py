@@ -20,7 +20,7 @@ from services.stage.worker.call import Call
 from shardline.config import Times
 from shardline.wire import StageCard
 
-PATIENCE_S = 30.0
+PATIENCE_S = 60.0
 NUM_LANES = 2
 
 

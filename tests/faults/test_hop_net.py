@@ -15,7 +15,7 @@ from shardline.config import Times
 from shardline.errors import LinkLost
 from tests.faults.hop_net import HopNet
 
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 CHANNEL = Channel(pipeline=UUID(int=1), epoch=1, kind=Kind.PLAN, num_lanes=2)
 FRAME = Frame(kind=Kind.PLAN, pipeline=CHANNEL.pipeline, epoch=CHANNEL.epoch, step=0, message=b"step")
 

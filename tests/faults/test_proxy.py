@@ -12,7 +12,7 @@ import pytest
 
 from tests.faults.proxy import Direction, Proxy
 
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 QUIET_S = 0.2
 """Long enough for loopback to bring what was not held back."""
 ENDLESS_BYTES = 64 << 20

@@ -46,7 +46,7 @@ LONG = 4_000
 """More tokens than a test lets a job reach."""
 
 
-@retry(wait=wait_fixed(0.02), stop=stop_after_delay(30), retry=retry_if_result(lambda holds: not holds))
+@retry(wait=wait_fixed(0.02), stop=stop_after_delay(120), retry=retry_if_result(lambda holds: not holds))
 def until(condition: Callable[[], Any]) -> Any:
     """Wait until the condition holds."""
     return condition()

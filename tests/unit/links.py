@@ -25,7 +25,7 @@ from shardline.config import Times
 from shardline.wire import StageCard
 
 TIMES = Times(heartbeat_s=0.15, link_dead_s=4.0, unbind_s=2.0, stall_s=60.0)
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 NUM_LAYERS = 12
 
 

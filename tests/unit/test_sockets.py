@@ -11,7 +11,7 @@ from services.stage.hop.sockets import CurveKeys, Sockets, parse_ports
 from services.standalone.ports import free_port
 from shardline.errors import Invalid, Unavailable
 
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 A_MOMENT_MS = 50
 A_PIECE_BYTES = 1 << 20
 
