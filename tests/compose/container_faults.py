@@ -26,6 +26,8 @@ AWAY_LEASES = 1.5
 COMMAND_S = 120.0
 """Longer than the grace period of a container that is stopped."""
 FORM_S = 60.0
+AGAIN_S = 70.0
+"""Docker waits up to a minute before it starts what crashes again and again."""
 
 Inject = Callable[[World, random.Random], None]
 
@@ -48,7 +50,11 @@ def crash(service: str) -> Inject:
     """SIGKILL of what runs inside: Docker starts the container again by its policy."""
 
     def inject(world: World, rng: random.Random) -> None:
-        world.stack.crash(service)
+        name = _name(world, service)
+        before = world.stack.num_restarts(name)
+        world.stack.kill_inside(name)
+        if not within(AGAIN_S, lambda: world.stack.num_restarts(name) > before):
+            raise NotInjected(f"Docker has not started {name} again within {AGAIN_S:.0f} s")
 
     return inject
 
@@ -86,9 +92,11 @@ def restart(service: str) -> Inject:
 
     def inject(world: World, rng: random.Random) -> None:
         name = _name(world, service)
-        _docker(world, "stop", name)
-        status = _docker(world, "inspect", "--format={{.State.ExitCode}}", name)
-        _docker(world, "start", name)
+        try:
+            _docker(world, "stop", name)
+            status = _docker(world, "inspect", "--format={{.State.ExitCode}}", name)
+        finally:
+            _docker(world, "start", name)
         if status != "0":
             raise NotInjected(f"{name} ended with {status} after SIGTERM")
 

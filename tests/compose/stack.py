@@ -111,11 +111,16 @@ class Stack:
     def crash(self, service: str) -> None:
         """Kill whatever runs in the service's container, and wait until Docker has started it again."""
         (name,) = self.names(service)
-        before = self._num_restarts(name)
-        self.docker.run("exec", name, "sh", "-c", "kill -9 -1", check=False)
-        until(lambda: self._num_restarts(name) > before)
+        before = self.num_restarts(name)
+        self.kill_inside(name)
+        until(lambda: self.num_restarts(name) > before)
 
-    def _num_restarts(self, container: str) -> int:
+    def kill_inside(self, container: str) -> None:
+        """SIGKILL to everything in it: to Docker it has crashed. What kills may be killed on its way out."""
+        self.docker.run("exec", container, "sh", "-c", "kill -9 -1", check=False)
+
+    def num_restarts(self, container: str) -> int:
+        """How often its policy has started it again."""
         return int(self.docker.run("inspect", "--format={{.RestartCount}}", container).stdout)
 
     def sql(self, query: str) -> list[Sequence[str]]:

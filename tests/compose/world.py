@@ -71,7 +71,8 @@ class World:
         return sum(map(self._rss_kib, names)) / KIB_PER_MB
 
     def _rss_kib(self, name: str) -> int:
-        _, *processes = self.stack.docker.run("top", name, "-o", "pid,rss").stdout.splitlines()
+        """Nothing, for a container that does not run."""
+        processes = self.stack.docker.run("top", name, "-o", "pid,rss", check=False).stdout.splitlines()[1:]
         return sum(int(process.split()[1]) for process in processes)
 
     def end(self) -> list[Finding]:
