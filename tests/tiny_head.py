@@ -58,9 +58,11 @@ class TinyHead:
         self.tokens = Tokens.from_row(row)
         with self.database.begin() as connection:
             models.register_model(connection, row)
-            self._epoch = pipelines.take_epoch(
+            epoch = pipelines.take_epoch(
                 connection, "tiny", model="clerk", fingerprint="f1", head="tiny", lease_s=LEASE_S
             )
+        assert epoch is not None, "another tiny head lives"
+        self._epoch = epoch
 
     def close(self) -> None:
         """Give back the connections."""

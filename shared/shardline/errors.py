@@ -4,7 +4,7 @@ ShardlineError
 ├── Invalid            a request or a setting that can never succeed: field, limit and remedy
 │   └── UnknownModel
 ├── NotFound           no such job
-├── Conflict           the id or the idempotency key belongs to another request
+├── Conflict           the id, the key or the name belongs to another request, or to another head
 ├── Overloaded         a door is full: try again later
 ├── JobEnded           the job ended without a completion (base of what a waiter sees)
 │   ├── JobFailed
@@ -52,7 +52,7 @@ class NotFound(ShardlineError):
 
 
 class Conflict(ShardlineError):
-    """The id or idempotency key already belongs to a different request."""
+    """The id or idempotency key already belongs to a different request, a pipeline's name to another head."""
 
 
 class Overloaded(ShardlineError):

@@ -19,7 +19,7 @@ from shardline.job import FinishReason, JobRequest, JobState, Result, SamplingPa
 from shardline.store import claims, crashes, jobs, outbox, pipelines, sweeps
 from shardline.store.claims import Beat, End
 from tests.integration.store_world import MODEL, cell, world
-from tests.simulation import statements
+from tests.simulation import pipeline_statements, statements
 from tests.simulation.rows import Connection, Job, Tables
 
 Operation = Callable[..., Any]
@@ -191,21 +191,27 @@ def pass_time(pair: Pair) -> None:
 
 
 def take_epoch(pair: Pair) -> None:
-    head = {"model": MODEL, "fingerprint": "w", "head": pair.rng.choice("gh"), "lease_s": LEASE_S}
-    pair.both("take_epoch", pipelines.take_epoch, statements.take_epoch, pair.rng.choice("pq"), **head)
+    name, held = _pipeline(pair)
+    head = {"model": MODEL, "fingerprint": "w", "head": pair.rng.choice("gh"), "lease_s": LEASE_S, "held": held}
+    pair.both("take_epoch", pipelines.take_epoch, pipeline_statements.take_epoch, name, **head)
+    pair.both("holder", pipelines.holder, pipeline_statements.holder, name)
+
+
+def leave(pair: Pair) -> None:
+    pair.both("release", pipelines.release, pipeline_statements.release, *_pipeline(pair))
 
 
 def announce(pair: Pair) -> None:
     stages: dict[str, Any] = {"stages": [], "seats": pair.rng.choice([4, 20]), "exact": pair.rng.random() < 0.8}
-    pair.both("ready", pipelines.ready, statements.ready, *_pipeline(pair), **stages)
+    pair.both("ready", pipelines.ready, pipeline_statements.ready, *_pipeline(pair), **stages)
 
 
 def unready(pair: Pair) -> None:
-    pair.both("unready", pipelines.unready, statements.unready, *_pipeline(pair))
+    pair.both("unready", pipelines.unready, pipeline_statements.unready, *_pipeline(pair))
 
 
 def renew(pair: Pair) -> None:
-    pair.both("renew", pipelines.renew, statements.renew, *_pipeline(pair), LEASE_S)
+    pair.both("renew", pipelines.renew, pipeline_statements.renew, *_pipeline(pair), LEASE_S)
 
 
 def stamp(pair: Pair) -> None:
@@ -281,9 +287,9 @@ def sweep_leases(pair: Pair) -> None:
 
 
 OPERATIONS = (
-    submit, submit, submit, pass_time, pass_time, take_epoch, announce, announce, unready, renew, stamp, stamp, unstamp,
-    unstamp_all, claim, claim, claim, claim, expire, blame, suspects, beat, beat, beat, end, end, release, cancel,
-    sweep_waiting, sweep_leases, sweep_leases,
+    submit, submit, submit, pass_time, pass_time, take_epoch, leave, announce, announce, unready, renew, stamp, stamp,
+    unstamp, unstamp_all, claim, claim, claim, claim, expire, blame, suspects, beat, beat, beat, end, end, release,
+    cancel, sweep_waiting, sweep_leases, sweep_leases,
 )  # fmt: skip
 
 

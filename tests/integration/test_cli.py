@@ -126,6 +126,7 @@ def test_given_a_pipeline_when_shown_then_its_stages_have_layers_and_devices(
     ]
     with head.database.begin() as connection:
         epoch = pipelines.take_epoch(connection, "p", model="clerk", fingerprint="f1", head="p.0@h", lease_s=60)
+        assert epoch == 1
         pipelines.ready(connection, "p", epoch, seats=8, stages=stages, exact=True)
     shown = shardline("pipelines").stdout
     assert [part for part in ("0-3", "4-7", "cpu:0", "cpu:1", "p.1@h", "ready") if part not in shown] == []

@@ -143,7 +143,7 @@ def desk(database: Database, executor: Executor, redis_url: str, times: Times) -
     engine = HeadEngine(executor, scheduler, emit=report, on_lost=lambda *_: None)
     publisher = Publisher(DeltaWriter(redis_url), None)
     announced = threading.Event()
-    meter = Meter(cast(Any, SimpleNamespace(executor=executor)))
+    meter = Meter(cast(Any, SimpleNamespace(executor=executor, settings=SimpleNamespace(times=times))))
     tokenizer = Tokenizer(WordLevel({f"<{number}>": number for number in range(VOCAB_SIZE)}, unk_token="<0>"))
     ledger = Ledger(
         database=database,

@@ -94,7 +94,8 @@ def test_given_a_job_that_may_not_run_when_claimed_then_it_is_left_alone(engine:
 def test_given_a_head_of_an_older_epoch_when_it_claims_then_it_gets_nothing(engine: Engine) -> None:
     ids = submit(engine)
     with engine.begin() as connection:
-        assert pipelines.take_epoch(connection, "p", model="m", fingerprint="w", head="h2", lease_s=LONG_S) == 2
+        head = {"model": "m", "fingerprint": "w", "head": "h2"}
+        assert pipelines.take_epoch(connection, "p", **head, lease_s=LONG_S, held=1) == 2
     assert claim(engine, ids, epoch=1) == []
     assert claim(engine, ids, epoch=2) != []
 

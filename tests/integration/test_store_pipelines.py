@@ -18,22 +18,45 @@ def engine(database_url: str) -> Iterator[Engine]:
         yield engine
 
 
-def take(engine: Engine, pipeline: str, lease_s: float = LONG_S) -> int:
-    """A head takes an epoch."""
+def take(engine: Engine, pipeline: str, lease_s: float = LONG_S, held: int = 0) -> int | None:
+    """The head `h2` takes an epoch."""
+    head = {"model": MODEL, "fingerprint": "w", "head": "h2"}
     with engine.begin() as connection:
-        return pipelines.take_epoch(connection, pipeline, model=MODEL, fingerprint="w", head="h2", lease_s=lease_s)
+        return pipelines.take_epoch(connection, pipeline, **head, lease_s=lease_s, held=held)
 
 
 def test_given_a_pipeline_when_an_epoch_is_taken_then_it_grows_and_the_old_head_can_change_nothing(
     engine: Engine,
 ) -> None:
-    assert [take(engine, "p"), take(engine, "p"), take(engine, "q")] == [2, 3, 1]
+    assert [take(engine, "p", held=1), take(engine, "p", held=2), take(engine, "q")] == [2, 3, 1]
     with engine.begin() as connection:
         assert not pipelines.renew(connection, "p", 1, LONG_S)
         assert not pipelines.ready(connection, "p", 2, seats=4, stages=[], exact=True)
         assert not pipelines.unready(connection, "p", 2)
         assert not pipelines.release(connection, "p", 2)
         assert pipelines.renew(connection, "p", 3, LONG_S)
+
+
+@pytest.mark.parametrize("held", [0, 2])
+def test_given_a_head_that_lives_when_another_asks_for_its_pipeline_then_it_gets_none_until_that_one_goes(
+    engine: Engine, held: int
+) -> None:
+    assert take(engine, "p", held=held) is None
+    with engine.begin() as connection:
+        assert pipelines.holder(connection, "p") == "h"
+        assert pipelines.renew(connection, "p", 1, LONG_S), "the holder must not have noticed"
+        pipelines.release(connection, "p", 1)
+    assert take(engine, "p", held=held) == 2
+    with engine.begin() as connection:
+        assert (pipelines.holder(connection, "p"), pipelines.holder(connection, "q")) == ("h2", None)
+
+
+def test_given_a_head_that_was_silent_for_a_lease_when_another_asks_then_the_pipeline_changes_hands(
+    engine: Engine,
+) -> None:
+    with engine.begin() as connection:
+        pipelines.renew(connection, "p", 1, -1)
+    assert take(engine, "p") == 2
 
 
 def test_given_stages_bound_when_a_head_says_ready_then_doors_see_it_until_it_is_not(engine: Engine) -> None:
@@ -45,7 +68,7 @@ def test_given_stages_bound_when_a_head_says_ready_then_doors_see_it_until_it_is
         pipelines.unready(connection, "p", 1)
         assert [live.ready for live in pipelines.live_pipelines(connection)] == [False]
         pipelines.ready(connection, "p", 1, seats=8, stages=[], exact=True)
-    take(engine, "p")
+    take(engine, "p", held=1)
     with engine.begin() as connection:
         assert [live.ready for live in pipelines.live_pipelines(connection)] == [False]
 

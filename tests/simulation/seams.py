@@ -18,8 +18,8 @@ import zmq
 from services.relay import outbox as relay_outbox
 from services.relay import sweeper as relay_sweeper
 from services.stage.hop import zeromq
-from services.stage.worker import head, later, ledger, link, pipeline, standing
-from tests.simulation import machines, servers, statements, wires
+from services.stage.worker import epochs, head, later, ledger, link, pipeline, standing
+from tests.simulation import machines, pipeline_statements, servers, statements, wires
 from tests.simulation.loom import Event, Loom, current, now_s, threads
 
 
@@ -77,9 +77,9 @@ SEAMS: tuple[tuple[Any, str, Any], ...] = (
     (ledger, "claims", statements),
     (ledger, "crashes", statements),
     (ledger, "outbox", statements),
-    (standing, "pipelines", statements),
     (head, "claims", statements),
-    (head, "pipelines", statements),
+    (standing, "pipelines", pipeline_statements),
+    (epochs, "pipelines", pipeline_statements),
     (head, "connect", lambda database, **_: database),
     (head, "DeltaWriter", servers.DeltaWriter),
     (head, "Registry", servers.Registry),

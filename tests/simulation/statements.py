@@ -6,8 +6,7 @@ statement here: that rows are locked in a fixed order is the store's own tests' 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Sequence
 from uuid import UUID
 
 from shardline.job import FinishReason, JobState, Result, Usage
@@ -230,59 +229,6 @@ def _judge(connection: Connection, jobs: Sequence[Job]) -> dict[UUID, str]:
     return {**moved, **end_from(connection, ends, held=JobState.RUNNING)}
 
 
-# shardline.store.pipelines -------------------------------------------------------------------------------------------
-
-
-def take_epoch(
-    connection: Connection, pipeline: str, *, model: str, fingerprint: str, head: str, lease_s: float
-) -> int:
-    """See shardline.store.pipelines."""
-    rows = connection.tables.pipelines
-    before = rows.get(pipeline)
-    rows[pipeline] = PipelineRow(
-        model=model,
-        epoch=before.epoch + 1 if before else 1,
-        head=head,
-        lease_s=connection.now_s + lease_s,
-        seats=before.seats if before else 0,
-        exact=before.exact if before else False,
-    )
-    return rows[pipeline].epoch
-
-
-def renew(connection: Connection, pipeline: str, epoch: int, lease_s: float) -> bool:
-    """See shardline.store.pipelines."""
-    row = _of_epoch(connection, pipeline, epoch)
-    if row is not None:
-        row.lease_s = connection.now_s + lease_s
-    return row is not None
-
-
-def ready(
-    connection: Connection,
-    pipeline: str,
-    epoch: int,
-    *,
-    seats: int,
-    stages: Sequence[Mapping[str, Any]],
-    exact: bool,
-) -> bool:
-    """See shardline.store.pipelines."""
-    row = _of_epoch(connection, pipeline, epoch)
-    if row is not None:
-        row.ready_s = connection.now_s if row.ready_s is None else row.ready_s
-        row.seats, row.exact = seats, exact
-    return row is not None
-
-
-def unready(connection: Connection, pipeline: str, epoch: int) -> bool:
-    """See shardline.store.pipelines."""
-    row = _of_epoch(connection, pipeline, epoch)
-    if row is not None:
-        row.ready_s = None
-    return row is not None
-
-
 # shardline.store.jobs ------------------------------------------------------------------------------------------------
 
 
@@ -336,11 +282,6 @@ def _within_window(tables: Tables, queued: Sequence[Job], now_s: float) -> list[
             room[line] -= 1
             due.append(job)
     return due
-
-
-def _of_epoch(connection: Connection, pipeline: str, epoch: int) -> PipelineRow | None:
-    row = connection.tables.pipelines.get(pipeline)
-    return row if row is not None and row.epoch == epoch else None
 
 
 def _end(tables: Tables, job: Job, one: End) -> None:

@@ -60,7 +60,7 @@ class Forming:
     next_epoch: Callable[[], int]
 
     def form(self, cards: list[StageCard]) -> Formed:
-        """Raises Unavailable, LinkLost or Refused with what is in the way; then nothing is held any more."""
+        """Raises Unavailable, Conflict, LinkLost or Refused with what is in the way; then nothing is held any more."""
         choose_route(self.card, cards, pipeline=str(self.pipeline), refused={})  # No epoch is spent without a route.
         epoch = self.next_epoch()
         bound: dict[str, _Bound] = {}

@@ -16,6 +16,7 @@ from services.stage.engine.events import Event
 from services.stage.engine.scheduler import Scheduler, SchedulerConfig
 from services.stage.hop.wiring import Wiring
 from services.stage.hop.zeromq import ZeroMqHop
+from services.stage.worker.epochs import Epochs
 from services.stage.worker.facts import Progress
 from services.stage.worker.identity import identity_of
 from services.stage.worker.intake import Intake
@@ -29,7 +30,7 @@ from services.stage.worker.requests import Requests
 from services.stage.worker.runtime import Loaded, die, software
 from shardline.errors import Unavailable
 from shardline.queues import generate_queue
-from shardline.store import claims, pipelines
+from shardline.store import claims
 from shardline.store.database import connect
 from shardline.store.models import register_model
 from shardline.streams import DeltaWriter
@@ -52,6 +53,14 @@ class Head:
         self._name = settings.pipeline or f"{settings.name}:{loaded.worker.partition('@')[2]}:{loaded.device.name}"
         self._database = connect(
             settings.database_url.get_secret_value(), application_name=f"shardline {loaded.worker}"
+        )
+        self._epochs = Epochs(
+            self._database,
+            self._name,
+            model=settings.name,
+            fingerprint=loaded.weights,
+            head=loaded.worker,
+            lease_s=settings.times.lease_s,
         )
         self._model_row = model_row(loaded.info.path, name=settings.name, fingerprint=loaded.weights)
         self._publisher = Publisher(
@@ -103,7 +112,7 @@ class Head:
             hop=ZeroMqHop(loaded.sockets, settings.times),
             times=settings.times,
             cards=lambda: self._registry.cards(settings.name),
-            next_epoch=self._next_epoch,
+            next_epoch=self._epochs.take,
             on_ready=self._on_ready,
             on_lost=self._on_lost,
             on_exit=die,
@@ -149,6 +158,7 @@ class Head:
         self.desk.stop()
         self.desk.join()
         self._pipeline.stop()
+        self._epochs.release()
         self._engine.stop()
         self._engine.join()
         self._publisher.stop()
@@ -164,21 +174,7 @@ class Head:
         self._pipeline.lost(epoch, reason)
 
     def _superseded(self, epoch: int) -> None:
-        self._lose(epoch, "another head took this pipeline: give each head its own SHARDLINE_PIPELINE")
-
-    def _next_epoch(self) -> int:
-        try:
-            with self._database.begin() as connection:
-                return pipelines.take_epoch(
-                    connection,
-                    self._name,
-                    model=self._settings.name,
-                    fingerprint=self._loaded.weights,
-                    head=self.worker,
-                    lease_s=self._settings.times.lease_s,
-                )
-        except DBAPIError as error:
-            raise Unavailable(f"Postgres is away: {error.orig}") from error
+        self._lose(epoch, "another head took this pipeline while its lease had run out")
 
     def _on_ready(self, wiring: Wiring) -> None:
         self._engine.wire(wiring)

@@ -253,7 +253,7 @@ class Ledger(threading.Thread):
             return
         if self._engine.pulse.num_steps != self._last_step or self._engine.fenced or self._standing.is_recovering:
             self._last_step, self._last_move_s = self._engine.pulse.num_steps, now_s
-        elif now_s - self._last_move_s > self._times.stall_s:
+        elif now_s - self._last_move_s > self._times.stall_s * self._standing.num_stages:
             return
         jobs = list(self._live.values())
         beats = [job.beat() for job in jobs]

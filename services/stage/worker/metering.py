@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import structlog
 from prometheus_client import CollectorRegistry
 
 from services.stage.engine.scheduler import Scheduler
@@ -11,6 +12,8 @@ from services.stage.engine.step import StepPlan
 from services.stage.worker.pipeline import Pipeline
 from services.stage.worker.runtime import Loaded
 from shardline.metrics import StageMetrics
+
+log = structlog.get_logger(__name__)
 
 
 class Meter:
@@ -20,6 +23,9 @@ class Meter:
         self.registry = CollectorRegistry()
         self._metrics = StageMetrics(self.registry)
         executor = loaded.executor
+        self._stall_s = loaded.settings.times.stall_s
+        self._warn_above_s = self._stall_s / 2
+        """Also the longest step so far, once one was longer."""
         self._metrics.exact.set(executor.exact)
         self._metrics.kv_blocks.labels("used").set_function(lambda: executor.blocks_used)
         self._metrics.kv_blocks.labels("all").set(executor.num_blocks)
@@ -31,6 +37,13 @@ class Meter:
         metrics.step_seconds.observe(seconds)
         metrics.output_tokens.inc(plan.num_wanted)
         metrics.prompt_tokens.inc(sum(row.length for row in plan.rows if not row.decodes))
+        if seconds > self._warn_above_s:
+            self._warn_above_s = seconds
+            log.warning(
+                "a step took long: raise SHARDLINE_STALL_S or lower SHARDLINE_TOKEN_BUDGET",
+                seconds=round(seconds, 1),
+                counts_as_hung_after_s=self._stall_s,
+            )
 
     def blamed(self, fates: Iterable[str]) -> None:
         """The ledger's thread: what became of jobs under which the pipeline broke."""

@@ -25,7 +25,7 @@ from services.stage.worker.facts import Capacity, Progress
 from services.stage.worker.forming import Formed, Forming
 from services.stage.worker.vigil import HeadHangs, Pulse, Vigil
 from shardline.config import Times
-from shardline.errors import LinkLost, Unavailable
+from shardline.errors import Conflict, LinkLost, Unavailable
 from shardline.wire import StageCard
 
 log = structlog.get_logger(__name__)
@@ -64,7 +64,8 @@ class Pipeline:
     """The callbacks run in the pipeline's thread and must not block for long.
 
     `cards` lists the registry and `next_epoch` takes a new epoch from Postgres; both raise Unavailable when their
-    server is away. Every `on_ready` is followed by one `on_lost` before the next. `on_exit` must end the process.
+    server is away, and `next_epoch` Conflict while the pipeline is another head's. Every `on_ready` is followed by one
+    `on_lost` before the next. `on_exit` must end the process.
     """
 
     def __init__(
@@ -157,7 +158,7 @@ class Pipeline:
     def _form(self) -> Formed | None:
         try:
             return self._forming.form(self._candidates())
-        except (Unavailable, LinkLost, Refused) as error:
+        except (Unavailable, Conflict, LinkLost, Refused) as error:
             if str(error) != self._reason:
                 log.warning("pipeline not formed", pipeline=str(self._forming.pipeline), reason=str(error))
             self._reason = str(error)

@@ -9,7 +9,7 @@ from typing import Literal
 
 from pydantic import Field, SecretStr
 
-from shardline.config import Settings
+from shardline.config import Settings, Times
 
 
 class StageSettings(Settings):
@@ -41,6 +41,9 @@ class StageSettings(Settings):
         ge=1,
         description="KV memory of this stage, MiB; default: seats times context, at most 40 % of what is free",
     )
+    stall_s: float = Field(
+        Times().stall_s, ge=5, description="a head takes a stage for hung whose step takes longer; times the time scale"
+    )
     lanes: int | None = Field(None, ge=1, le=16, description="steps in flight; default: the number of stages")
     lock_dir: Path = Field(
         Path(tempfile.gettempdir()) / "shardline-locks", description="device locks; containers may share it"
@@ -59,6 +62,11 @@ class StageSettings(Settings):
         None, description="CURVE secret key (Z85); hops across hosts are then encrypted"
     )
     hop_public_key: str | None = Field(None, description="CURVE public key that belongs to it, the same on all stages")
+
+    @property
+    def times(self) -> Times:
+        """The protocol's, with the stall that this head's processor asks for."""
+        return super().times.model_copy(update={"stall_s": self.stall_s * self.time_scale})
 
     @property
     def name(self) -> str:

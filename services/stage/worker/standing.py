@@ -57,6 +57,11 @@ class Standing:
         since_s = self._recovering_since_s
         return since_s is not None and time.monotonic() - since_s > self._times.recover_s
 
+    @property
+    def num_stages(self) -> int:
+        """Through which a step passes before the head's engine may have the next."""
+        return max(1, len(self.identity.stages)) if self.identity else 1
+
     def announce(self) -> None:
         """Writes down what changed."""
         identity, announced = self.identity, self._announced

@@ -46,7 +46,8 @@ class Vigil:
         self._wiring = formed.wiring
         self._times = times
         self._progress = progress
-        self._num_steps = 0
+        self._done: tuple[int, ...] = ()
+        """Steps: whose results are back, and those of each later stage."""
         self._moved_s = self._looked_s = now_s
         self._own_step_began_s: float | None = None
         self._own_step_s = 0.0
@@ -88,15 +89,15 @@ class Vigil:
             pulse.call.say(control.Ping(pipeline=self._wiring.pipeline, epoch=self._wiring.epoch, seq=pulse.seq))
 
     def _check_steps(self, now_s: float) -> None:
-        """Heartbeats without a finished step while steps are outstanding: somebody hangs."""
+        """Heartbeats without a finished step of any stage while steps are outstanding: somebody hangs."""
         progress = self._progress()
         if self._waits_for_own_step(progress.step_began_s, now_s):
             self._moved_s = now_s
             return
         is_idle = progress.epoch != self._wiring.epoch or progress.num_outstanding == 0
-        if is_idle or progress.num_steps != self._num_steps:
-            self._num_steps = 0 if progress.epoch != self._wiring.epoch else progress.num_steps
-            self._moved_s = now_s
+        done = (progress.num_steps, *(pulse.pong.num_steps if pulse.pong else 0 for pulse in self.pulses))
+        if is_idle or done != self._done:
+            self._done, self._moved_s = done, now_s
         elif now_s - self._moved_s > self._times.stall_s:
             self._end_stall(now_s - self._moved_s, progress)
 
@@ -109,7 +110,10 @@ class Vigil:
             self._own_step_s += min(now_s - self._looked_s, heartbeat_s)
         self._looked_s = now_s
         if self._own_step_s > self._times.stall_s:
-            raise HeadHangs(f"this head hangs: one step has been computing for {self._own_step_s:.1f} s")
+            raise HeadHangs(
+                f"this head hangs: one step has been computing for {self._own_step_s:.1f} s. If steps may take so long "
+                "here, raise SHARDLINE_STALL_S or lower SHARDLINE_TOKEN_BUDGET"
+            )
         return self._own_step_s > heartbeat_s
 
     def _end_stall(self, stalled_s: float, progress: Progress) -> None:

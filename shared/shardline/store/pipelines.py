@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import ColumnElement, Connection, Interval, func, literal, select, update
+from sqlalchemy import ColumnElement, Connection, Interval, and_, func, literal, select, update
 from sqlalchemy.dialects.postgresql import insert
 
 from shardline.tables import pipelines
@@ -28,15 +28,28 @@ class LivePipeline:
 
 
 def take_epoch(
-    connection: Connection, pipeline: str, *, model: str, fingerprint: str, head: str, lease_s: float
-) -> int:
-    """A starting head, or one that lost a stage: a new epoch, in which the pipeline is not ready yet."""
+    connection: Connection, pipeline: str, *, model: str, fingerprint: str, head: str, lease_s: float, held: int = 0
+) -> int | None:
+    """A starting head, or one that lost a stage: a new epoch, in which the pipeline is not ready yet.
+
+    `held` is the last one that this head took, 0 before its first: then it is the successor of a dead head of its own
+    name. None: the pipeline is another head's, whose lease runs.
+    """
     taken = {"model": model, "fingerprint": fingerprint, "head": head, "lease_until": _in(lease_s)}
     statement = insert(pipelines).values(id=pipeline, epoch=1, **taken)
     statement = statement.on_conflict_do_update(
-        index_elements=[pipelines.c.id], set_={**taken, "epoch": pipelines.c.epoch + 1, "ready_at": None}
+        index_elements=[pipelines.c.id],
+        set_={**taken, "epoch": pipelines.c.epoch + 1, "ready_at": None},
+        where=(pipelines.c.epoch == held)
+        | (pipelines.c.lease_until <= func.now())
+        | and_(pipelines.c.head == head, literal(held) == 0),
     )
-    return int(connection.execute(statement.returning(pipelines.c.epoch)).scalar_one())
+    return connection.execute(statement.returning(pipelines.c.epoch)).scalar_one_or_none()
+
+
+def holder(connection: Connection, pipeline: str) -> str | None:
+    """The head that took it last."""
+    return connection.scalar(select(pipelines.c.head).where(pipelines.c.id == pipeline))
 
 
 def renew(connection: Connection, pipeline: str, epoch: int, lease_s: float) -> bool:

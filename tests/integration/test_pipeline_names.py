@@ -1,0 +1,74 @@
+"""Two heads with one pipeline's name, on a real Postgres with real control links: the second one waits and says why."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from sqlalchemy import Engine
+
+from services.stage.hop.sockets import Sockets
+from services.stage.worker.epochs import Epochs
+from shardline.errors import Conflict, Unavailable
+from shardline.store.database import connect
+from tests.integration.store_world import LONG_S, world
+from tests.unit.links import Pipes, open_pipes
+
+NAME = "shared"
+
+
+@pytest.fixture
+def engine(database_url: str) -> Iterator[Engine]:
+    with world(database_url) as engine:
+        yield engine
+
+
+@pytest.fixture
+def pipes() -> Iterator[Pipes]:
+    with open_pipes(Sockets(bind="tcp://127.0.0.1")) as pipes:
+        yield pipes
+
+
+def epochs_of(engine: Engine, head: str, *, lease_s: float = LONG_S) -> Epochs:
+    return Epochs(engine, NAME, model="m", fingerprint="w", head=head, lease_s=lease_s)
+
+
+def test_given_a_head_that_lives_when_a_second_of_its_name_comes_then_it_waits_until_the_first_has_gone(
+    engine: Engine, pipes: Pipes
+) -> None:
+    pipes.stage(8, 12)
+    pipes.stage(8, 12)
+    first_epochs = epochs_of(engine, "first@here")
+    first = pipes.head(8, next_epoch=first_epochs.take)
+    assert first.ready().epoch == 1
+
+    second = pipes.head(8, next_epoch=epochs_of(engine, "second@there").take)
+
+    reason = pipes.reason(second, "held by")
+    assert "pipeline 'shared' is held by the head first@here" in reason
+    assert "give each its own SHARDLINE_PIPELINE" in reason
+    assert first.losses.empty()
+    first.close()
+    first_epochs.release()
+    assert second.ready().epoch == 2
+
+
+def test_given_a_head_that_was_killed_when_it_is_back_then_it_goes_on_at_once_and_what_wakes_up_of_it_does_not(
+    engine: Engine,
+) -> None:
+    killed = epochs_of(engine, "head@here")
+    assert [killed.take(), killed.take()] == [1, 2]
+
+    assert epochs_of(engine, "head@here").take() == 3
+
+    with pytest.raises(Conflict, match="held by the head head@here"):
+        killed.take()
+
+
+def test_given_postgres_away_when_an_epoch_is_wanted_then_it_says_so_and_an_end_is_no_error() -> None:
+    away = connect("postgresql://nobody@127.0.0.1:1/none")
+    epochs = epochs_of(away, "head@here")
+    with pytest.raises(Unavailable, match="Postgres is away"):
+        epochs.take()
+    epochs.release()
+    away.dispose()

@@ -1,0 +1,108 @@
+"""When a head takes a stage, or itself, for hung: judged by what stages say and by a clock that the test moves."""
+
+from __future__ import annotations
+
+from collections import deque
+from types import SimpleNamespace
+from typing import Any, cast
+from uuid import UUID
+
+import pytest
+
+from services.stage.worker import control
+from services.stage.worker.facts import Progress
+from services.stage.worker.settings import StageSettings
+from services.stage.worker.vigil import HeadHangs, Vigil
+from shardline.config import Times
+from shardline.errors import LinkLost
+
+EPOCH = 3
+PIPELINE = UUID(int=1)
+TIMES = Times(heartbeat_s=1.0, link_dead_s=3.0, stall_s=30.0)
+
+
+class Stage:
+    """The head's end of a control link: a stage that answers every PING with the steps that it has done."""
+
+    def __init__(self, name: str) -> None:
+        self.card = SimpleNamespace(worker=name)
+        self.num_steps = 0
+        self.told: list[control.ToStage] = []
+        self._answers: deque[control.Pong] = deque()
+
+    def say(self, message: control.ToStage) -> None:
+        if isinstance(message, control.Ping):
+            pong = control.Pong(
+                pipeline=PIPELINE,
+                epoch=EPOCH,
+                seq=message.seq,
+                num_steps=self.num_steps,
+                num_sequences=1,
+                num_blocks_used=1,
+                compute_us=1,
+                hop_us=1,
+            )
+            self._answers.append(pong)
+        else:
+            self.told.append(message)
+
+    def heard(self) -> control.ToHead | None:
+        return self._answers.popleft() if self._answers else None
+
+
+class Watch:
+    """A vigil over a head and its stages, one look a second."""
+
+    def __init__(self, *stages: Stage, times: Times = TIMES) -> None:
+        self.progress = Progress(epoch=EPOCH, num_outstanding=1)
+        self.now_s = 0.0
+        wiring = SimpleNamespace(pipeline=PIPELINE, epoch=EPOCH)
+        formed = cast(Any, SimpleNamespace(calls=stages, wiring=wiring))
+        self._vigil = Vigil(formed, times, lambda: self.progress, self.now_s)
+
+    def wait(self, seconds: float) -> None:
+        end_s = self.now_s + seconds
+        while self.now_s < end_s:
+            self.now_s += 1.0
+            self._vigil.look(self.now_s)
+
+
+def test_given_stages_that_each_take_long_when_one_after_the_other_is_done_then_nobody_hangs() -> None:
+    stages = [Stage("second"), Stage("third"), Stage("tail")]
+    watch = Watch(*stages)
+    for stage in stages:
+        watch.wait(25)
+        stage.num_steps = 1
+    watch.progress = Progress(epoch=EPOCH, num_steps=1, num_outstanding=1)
+    watch.wait(25)
+    assert [stage.told for stage in stages] == [[], [], []]
+
+
+def test_given_a_stage_that_hangs_when_the_others_are_done_then_it_alone_is_told_to_exit() -> None:
+    second, tail = Stage("second"), Stage("tail")
+    watch = Watch(second, tail)
+    watch.wait(25)
+    second.num_steps = 1
+    with pytest.raises(LinkLost, match="tail hangs"):
+        watch.wait(40)
+    assert second.told == []
+    assert [type(message) for message in tail.told] == [control.Exit]
+
+
+@pytest.mark.parametrize(("stall_s", "hangs"), [(30.0, True), (120.0, False)])
+def test_given_a_head_whose_step_takes_a_minute_when_judged_then_the_setting_decides(
+    stall_s: float, hangs: bool
+) -> None:
+    settings = StageSettings(model="m", stall_s=stall_s)
+    watch = Watch(times=settings.times)
+    watch.progress = Progress(epoch=EPOCH, num_outstanding=1, step_began_s=1.0)
+    if not hangs:
+        watch.wait(60)
+        return
+    with pytest.raises(HeadHangs, match="SHARDLINE_STALL_S"):
+        watch.wait(60)
+
+
+def test_given_a_time_scale_when_set_then_the_stall_shrinks_with_all_other_times() -> None:
+    assert StageSettings(model="m", time_scale=0.1).times == Times().scaled(0.1)
+    assert StageSettings(model="m", stall_s=60, time_scale=0.5).times.stall_s == 30.0
