@@ -26,6 +26,7 @@ from services.relay.loop import MAX_BACKOFF_S, POSTGRES_ERRORS, REDIS_ERRORS, Lo
 from services.relay.outbox import Outbox
 from services.relay.preparer import Preparer
 from services.relay.results import Results
+from services.relay.retention import Retention
 from services.relay.settings import RelaySettings
 from services.relay.sweeper import Sweeper
 from shardline import metrics
@@ -75,6 +76,8 @@ class Relay:
             Intake(redis=blocking, batch=settings.intake_batch, **parts),
             Doorbell(database_url=url, wakes=(outbox, preparer), times=settings.times, metrics=self._metrics),
         )
+        if settings.retention_days is not None:
+            self._loops += (Retention(days=settings.retention_days, **parts),)
 
     def start(self) -> None:
         """Begin to work."""

@@ -17,6 +17,10 @@ class RelaySettings(Settings):
     concurrency: int = Field(4, ge=1, le=64, description="requests of the Celery door accepted at once by this relay")
     intake_batch: int = Field(256, ge=1, le=2000, description="entries of the intake stream per transaction")
 
+    retention_days: float | None = Field(
+        None, gt=0, le=36_500, description="ended jobs are deleted after so many days; none by default: they are kept"
+    )
+
     def celery(self) -> dict[str, Any]:
         """Celery's configuration of a relay's worker.
 

@@ -1,0 +1,37 @@
+"""Retention: ended jobs go after so many days. What may go is decided in shardline.store.retention."""
+
+from __future__ import annotations
+
+import structlog
+from sqlalchemy import Engine
+
+from services.relay.loop import Loop
+from shardline.config import Times
+from shardline.metrics import RelayMetrics
+from shardline.store import retention
+
+log = structlog.get_logger(__name__)
+
+DAY_S = 86_400.0
+TURNS_APART = 60
+"""Polls between two looks, when nothing is left to delete."""
+
+
+class Retention(Loop):
+    """Small transactions, one after the other: jobs that run are not held up."""
+
+    def __init__(self, *, database: Engine, days: float, times: Times, metrics: RelayMetrics) -> None:
+        super().__init__("retention", metrics.errors)
+        self._database = database
+        self._age_s = days * DAY_S
+        self._pause_s = TURNS_APART * times.poll_s
+        self._metrics = metrics
+
+    def turn(self) -> float:
+        """One batch."""
+        with self._database.begin() as connection:
+            num_deleted = retention.delete_old(connection, age_s=self._age_s)
+        if num_deleted:
+            self._metrics.deleted.inc(num_deleted)
+            log.info("old jobs deleted", jobs=num_deleted)
+        return 0.0 if num_deleted >= retention.MAX_BATCH else self._pause_s
