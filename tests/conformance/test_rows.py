@@ -191,7 +191,8 @@ def pass_time(pair: Pair) -> None:
 
 
 def take_epoch(pair: Pair) -> None:
-    name, held = _pipeline(pair)
+    name, epoch = _pipeline(pair)
+    held = pair.rng.choice([epoch, epoch, 0])
     head = {"model": MODEL, "fingerprint": "w", "head": pair.rng.choice("gh"), "lease_s": LEASE_S, "held": held}
     pair.both("take_epoch", pipelines.take_epoch, pipeline_statements.take_epoch, name, **head)
     pair.both("holder", pipelines.holder, pipeline_statements.holder, name)
@@ -289,7 +290,8 @@ def sweep_leases(pair: Pair) -> None:
 OPERATIONS = (
     submit, submit, submit, pass_time, pass_time, take_epoch, leave, announce, announce, unready, renew, stamp, stamp,
     unstamp, unstamp_all, claim, claim, claim, claim, expire, blame, suspects, beat, beat, beat, end, end, release,
-    cancel, sweep_waiting, sweep_leases, sweep_leases,
+    cancel,
+    sweep_waiting, sweep_leases, sweep_leases,
 )  # fmt: skip
 
 

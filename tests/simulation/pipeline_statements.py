@@ -14,8 +14,11 @@ def take_epoch(
     """See shardline.store.pipelines."""
     rows = connection.tables.pipelines
     before = rows.get(pipeline)
-    is_held = before is not None and before.epoch != held and before.lease_s > connection.now_s
-    if before is not None and is_held and (held or before.head != head):
+    if (
+        before is not None
+        and before.lease_s > connection.now_s
+        and (before.epoch != held if held else before.head != head)
+    ):
         return None
     rows[pipeline] = PipelineRow(
         model=model,

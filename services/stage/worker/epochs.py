@@ -25,7 +25,7 @@ class Epochs:
         self._head = head
         self._lease_s = lease_s
         self._last = 0
-        """The last one taken here."""
+        """The last one taken here; 0 when that is not known."""
 
     def take(self) -> int:
         """The next. Raises Unavailable when Postgres is away, and Conflict while another head holds the name."""
@@ -44,6 +44,7 @@ class Epochs:
                 if epoch is None:
                     holder = pipelines.holder(connection, self._name)
         except DBAPIError as error:
+            self._last = 0  # An epoch may have been taken whose number never came.
             raise Unavailable(f"Postgres is away: {error.orig}") from error
         if epoch is None:
             raise Conflict(

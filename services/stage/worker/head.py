@@ -174,7 +174,9 @@ class Head:
         self._pipeline.lost(epoch, reason)
 
     def _superseded(self, epoch: int) -> None:
-        self._lose(epoch, "another head took this pipeline while its lease had run out")
+        self._lose(
+            epoch, "another head took this pipeline: its lease had run out, or a process of the same name started"
+        )
 
     def _on_ready(self, wiring: Wiring) -> None:
         self._engine.wire(wiring)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import ColumnElement, Connection, Interval, and_, func, literal, select, update
+from sqlalchemy import ColumnElement, Connection, Interval, func, literal, select, update
 from sqlalchemy.dialects.postgresql import insert
 
 from shardline.tables import pipelines
@@ -32,17 +32,16 @@ def take_epoch(
 ) -> int | None:
     """A starting head, or one that lost a stage: a new epoch, in which the pipeline is not ready yet.
 
-    `held` is the last one that this head took, 0 before its first: then it is the successor of a dead head of its own
-    name. None: the pipeline is another head's, whose lease runs.
+    `held` is the last one that this head took; 0 of one that has just started: it follows a predecessor of the same
+    worker's name at once. None: the pipeline is another head's, whose lease runs.
     """
     taken = {"model": model, "fingerprint": fingerprint, "head": head, "lease_until": _in(lease_s)}
     statement = insert(pipelines).values(id=pipeline, epoch=1, **taken)
     statement = statement.on_conflict_do_update(
         index_elements=[pipelines.c.id],
         set_={**taken, "epoch": pipelines.c.epoch + 1, "ready_at": None},
-        where=(pipelines.c.epoch == held)
-        | (pipelines.c.lease_until <= func.now())
-        | and_(pipelines.c.head == head, literal(held) == 0),
+        where=(pipelines.c.lease_until <= func.now())
+        | (pipelines.c.epoch == held if held else pipelines.c.head == head),
     )
     return connection.execute(statement.returning(pipelines.c.epoch)).scalar_one_or_none()
 
