@@ -82,10 +82,10 @@ class Poison:
             has_ended = world.journal.wait_for(job_id, END_S)
         finally:
             arming.disarm()
-        if arming.num_strikes < max(1, self.num_crashes):
-            raise NotInjected(f"it struck {arming.num_strikes} times")
-        if not has_ended:
-            raise Broken(f"job {job_id} has not ended within {END_S:.0f} s")
+        if arming.num_strikes == 0:
+            raise NotInjected("nobody met the job")
+        if not has_ended or arming.num_strikes < self.num_crashes:
+            raise Broken(f"job {job_id} struck {arming.num_strikes} times in {END_S:.0f} s, and has ended: {has_ended}")
         asked.ends = frozenset({"failed"})
         with psycopg.connect(world.database_url) as connection:
             self._check_end(connection, job_id)
