@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
 
 import typer
 from pydantic import ValidationError
@@ -56,7 +57,10 @@ def demo() -> None:
 
 
 def _say(line: str) -> None:
-    console.print(line, markup=False, soft_wrap=True)
+    # Whoever listens may have gone, and a full disk takes no line: neither may end a stack.
+    with suppress(OSError):
+        sys.stdout.write(f"{line}\n")
+        sys.stdout.flush()
 
 
 def main() -> int:

@@ -91,7 +91,7 @@ class Crew:
     def _restart(self, watched: Watched) -> None:
         try:
             watched.child.start()
-        except StartFailed as error:
+        except (StartFailed, OSError) as error:
             self._count_death(watched, time.monotonic(), str(error))
             return
         watched.restart_at = None

@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import os
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -112,6 +113,44 @@ class Home:
         return sorted(left)
 
 
+class Register:
+    """The record and up.json of one stack, by its supervisor. What a full disk refuses once the stack is ready is
+    written as soon as it can be: no stack ends for want of a file that others read."""
+
+    def __init__(self, home: Home, say: Callable[[str], None]) -> None:
+        self._home = home
+        self._say = say
+        self._pids: dict[str, int] = {}
+        self._document: dict[str, Any] = {}
+        self._is_true = True
+
+    def publish(self, document: dict[str, Any]) -> None:
+        """The stack is ready: from now on up.json is this, with the processes that run."""
+        self._document = document
+        self.write(self._pids)
+
+    def write(self, pids: dict[str, int]) -> None:
+        """These processes run. Raises OSError, but only before the stack is ready."""
+        self._pids = pids
+        try:
+            self._home.record(pids)
+            if self._document:
+                self._home.publish({**self._document, "processes": pids})
+        except OSError as error:
+            if not self._document:
+                raise
+            if self._is_true:
+                self._say(f"{self._home.up_file} cannot be written for now: {error.strerror}")
+            self._is_true = False
+        else:
+            self._is_true = True
+
+    def catch_up(self) -> None:
+        """Try again what failed."""
+        if not self._is_true:
+            self.write(self._pids)
+
+
 class HomeLock:
     """A lock that the kernel frees when its owner dies, however it dies."""
 
@@ -134,8 +173,13 @@ class HomeLock:
 
 
 def write_private(path: Path, content: bytes) -> None:
-    """Replace a file at once, readable by its owner only: readers see the old one or the new one, never half."""
+    """Replace a file at once, readable by its owner only: readers see the old one or the new one, never half.
+    Raises OSError, for want of room on the disk too; then nothing has changed."""
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    with os.fdopen(handle, "wb") as file:
-        file.write(content)
-    Path(name).replace(path)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+        Path(name).replace(path)
+    except OSError:
+        Path(name).unlink(missing_ok=True)
+        raise

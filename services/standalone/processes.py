@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -164,7 +165,9 @@ def tail(log: Path) -> str:
 
 
 def bound_log(log: Path, *, max_bytes: int = LOG_MAX_BYTES) -> None:
-    """Keep one older copy when a log has outgrown its limit. Safe while a child appends to it."""
+    """Keep one older copy when a log has outgrown its limit, or what of it fits on a full disk. Safe while a child
+    appends to it."""
     if log.exists() and log.stat().st_size > max_bytes:
-        shutil.copyfile(log, log.with_suffix(".log.1"))
+        with suppress(OSError):
+            shutil.copyfile(log, log.with_suffix(".log.1"))
         os.truncate(log, 0)

@@ -7,12 +7,11 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any
 
 from services.standalone import processes
 from services.standalone.cores import CoreClaims, usable_cores
 from services.standalone.crew import Crew
-from services.standalone.home import SUPERVISOR, Home
+from services.standalone.home import SUPERVISOR, Home, Register
 from services.standalone.placement import StagePlace, count_layers, places
 from services.standalone.plan import Addresses, Plan, make_plan, new_password
 from services.standalone.ports import free_port, is_taken
@@ -42,7 +41,7 @@ class Supervisor:
         self._home = Home(settings.home)
         self._servers: list[Child] = []
         self._plan: Plan | None = None
-        self._document: dict[str, Any] = {}
+        self._register = Register(self._home, say)
 
     def run(self) -> None:
         """Start, say where it is, keep it running until somebody asks to stop, stop. Raises when it cannot start."""
@@ -88,25 +87,26 @@ class Supervisor:
         return stages
 
     def _start(self, addresses: Addresses, stages: list[StagePlace]) -> None:
-        self._home.record({SUPERVISOR: os.getpid()})
+        self._record({})
         addresses = self._start_servers(addresses)
         self._migrate(addresses)
         self._plan = make_plan(self._settings, addresses, stages, self._home.folder, preload(self._settings))
         for service in self._plan.all:
             self._crew.start(service)
         self._wait_until_ready(addresses)
-        self._document = {
-            "urls": {
-                "gateway": addresses.gateway,
-                "flower": addresses.flower_with_credentials,
-                "database": addresses.database,
-                "redis": addresses.redis,
-            },
-            "model": self._settings.name,
-            "stages": self._settings.stages,
-            "replicas": self._settings.replicas,
-        }
-        self._record(self._crew.pids)
+        self._register.publish(
+            {
+                "urls": {
+                    "gateway": addresses.gateway,
+                    "flower": addresses.flower_with_credentials,
+                    "database": addresses.database,
+                    "redis": addresses.redis,
+                },
+                "model": self._settings.name,
+                "stages": self._settings.stages,
+                "replicas": self._settings.replicas,
+            }
+        )
         self._greet(addresses, stages)
 
     def _start_servers(self, addresses: Addresses) -> Addresses:
@@ -162,10 +162,7 @@ class Supervisor:
             watcher.stop()
 
     def _record(self, pids: dict[str, int]) -> None:
-        """Keep the pid record, and up.json once there is one, true."""
-        self._home.record({SUPERVISOR: os.getpid(), **pids})
-        if self._document:
-            self._home.publish({**self._document, "processes": {SUPERVISOR: os.getpid(), **pids}})
+        self._register.write({SUPERVISOR: os.getpid(), **pids})
 
     def _greet(self, addresses: Addresses, stages: list[StagePlace]) -> None:
         for place in stages:
@@ -177,6 +174,7 @@ class Supervisor:
     def _follow(self) -> None:
         while not self._inbox.num_stops:
             self._crew.tend()
+            self._register.catch_up()
 
     def _stop(self) -> None:
         order: list[list[Child]] = self._plan.stop_order if self._plan else []

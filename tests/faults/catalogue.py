@@ -9,13 +9,16 @@ from tests.faults import (
     client_faults,
     clock_faults,
     deploy_faults,
+    disk_faults,
     failpoint_faults,
     kill_faults,
     link_faults,
     message_faults,
     network_faults,
+    poison_faults,
     postgres_faults,
     redis_faults,
+    weights_faults,
 )
 from tests.faults.drawing import among
 from tests.faults.fault import Fault
@@ -32,6 +35,9 @@ GROUPS: Mapping[str, tuple[Fault, ...]] = MappingProxyType(
         "clock": clock_faults.FAULTS,
         "messages": message_faults.FAULTS,
         "deploy": deploy_faults.FAULTS,
+        "disk": disk_faults.FAULTS,
+        "poison": poison_faults.FAULTS,
+        "weights": weights_faults.FAULTS,
     }
 )
 

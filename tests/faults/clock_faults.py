@@ -1,23 +1,24 @@
-"""One worker's wall clock jumps and jumps back. Time is Postgres's, or monotonic: nothing may come of it."""
+"""One process's wall clock jumps and jumps back. Time is Postgres's, or monotonic: nothing may come of it."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from tests.faults.fault import Fault, NotInjected, Simple, hold
 from tests.faults.world import World
 
 LEASES = 1.5
+ROLES = ("stage", "relay", "gateway")
 JUMP_S = 2 * 3600.0
 """Further than any time of the protocol or of Celery's transport."""
 
 
-def jumping(shift_s: float) -> Callable[[World, random.Random], None]:
+def jumping(role: str, shift_s: float) -> Callable[[World, random.Random], None]:
     """For more than a lease."""
 
     def inject(world: World, rng: random.Random) -> None:
-        name, pid = world.pick(rng, "stage-")
+        name, pid = world.pick(rng, role)
         if not world.clock.has(pid):
             raise NotInjected(f"{name} has not preloaded the clock")
         world.clock.shift(pid, shift_s)
@@ -32,7 +33,10 @@ def why_not(world: World) -> str | None:
     return world.clock.why_not
 
 
-FAULTS: tuple[Fault, ...] = (
-    Simple(kind="clock: a stage two hours ahead", inject=jumping(JUMP_S), why_not=why_not),
-    Simple(kind="clock: a stage two hours behind", inject=jumping(-JUMP_S), why_not=why_not),
-)
+def _faults() -> Iterator[Fault]:
+    for role in ROLES:
+        for way, shift_s in (("ahead", JUMP_S), ("behind", -JUMP_S)):
+            yield Simple(kind=f"clock: a {role} two hours {way}", inject=jumping(role, shift_s), why_not=why_not)
+
+
+FAULTS: tuple[Fault, ...] = tuple(_faults())

@@ -98,6 +98,11 @@ class Journal:
             self._changed.wait_for(lambda: self._first_end(since_s) is not None, timeout_s)
             return self._first_end(since_s)
 
+    def wait_for(self, job_id: UUID, timeout_s: float) -> bool:
+        """Whether this job ends within `timeout_s`."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._asked[job_id].ended_at_s is not None, timeout_s)
+
     def wait_until_quiet(self, timeout_s: float) -> bool:
         """Whether everything ends within `timeout_s`."""
         with self._changed:

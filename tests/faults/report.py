@@ -59,6 +59,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     stuck: int = 0
     growth: int = 0
     dead_threads: int = 0
+    broken: int = 0
+    """What a fault's own check missed: a clear refusal, a clear error at a door, a neighbour's crash."""
     worst_recovery_s: float = 0.0
     rss_growth_mb: float = 0.0
     useful_tokens_per_s: float = 0.0

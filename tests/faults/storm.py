@@ -16,7 +16,7 @@ import redis
 from tests.faults.arming import NeverStruck
 from tests.faults.checker import Finding
 from tests.faults.drawing import drawn
-from tests.faults.fault import Fault, NotInjected
+from tests.faults.fault import Broken, Fault, NotInjected
 from tests.faults.report import Struck
 from tests.faults.target import Target
 
@@ -81,6 +81,9 @@ class Storm(Generic[TargetT]):
             self._missed[fault.kind] = f"{type(error).__name__}: {error}"
             self._say(f"{at_s:7.1f} s  {fault.kind}: not injected: {error!r}")
             return
+        except Broken as error:
+            self.findings.append(Finding(invariant="I10", count="broken", what=f"{fault.kind}: {error}"))
+            self._say(f"{at_s:7.1f} s  {fault.kind}: broken: {error}")
         took_s = time.monotonic() - began_s
         recovery_s = self._recover(fault.kind)
         self.struck.append(

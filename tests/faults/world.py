@@ -19,17 +19,20 @@ from services.standalone.ports import LOOPBACK
 from services.standalone.preload import preload
 from services.standalone.processes import is_alive
 from services.standalone.servers import FAST, Postgres, Valkey
-from services.standalone.settings import StandaloneSettings
+from services.standalone.settings import CLERK, StandaloneSettings
 from shardline.config import Times
 from tests.faults import family
 from tests.faults.checker import Finding
 from tests.faults.clock import Clock
+from tests.faults.disk import Disk
 from tests.faults.hop_net import HopNet
 from tests.faults.journal import Journal
 from tests.faults.proxy import Proxy
+from tests.faults.shim import preloaded
 from tests.stack import REPOSITORY, Stack, until
 
 TIME_SCALE = 0.25
+CLERK_NAME = "clerk"
 DEBUG = {"enable-debug-command": "local"}
 PLAIN = "?sslmode=disable&gssencmode=disable"
 LOGS_KEPT = REPOSITORY / ".local" / "chaos-logs"
@@ -57,6 +60,9 @@ class World:
     database_proxy: Proxy
     hop_net: HopNet
     clock: Clock
+    disk: Disk
+    model: Path
+    """Of this stack alone: it may be damaged."""
     times: Times
     failpoints: Path
     num_stages: int
@@ -120,6 +126,10 @@ def a_world(options: Options) -> Iterator[World]:
     failpoints.mkdir()
     with ExitStack() as ending:
         ending.callback(_keep_logs, folder)
+        clock, disk = Clock(folder / "clocks"), Disk(folder / "disk")
+        stage_preload = ending.enter_context(_preloaded(clock, disk))
+        model = folder / "model" / CLERK_NAME
+        shutil.copytree(CLERK, model)
         postgres = Postgres(folder / "servers", settings=FAST)
         ending.callback(postgres.kill)
         postgres.start()
@@ -128,7 +138,6 @@ def a_world(options: Options) -> Iterator[World]:
         valkey.start()
         database_proxy = _proxy(ending, str(postgres.sockets / ".s.PGSQL.5432"))
         redis_proxy = _proxy(ending, (LOOPBACK, valkey.port))
-        clock = Clock(folder / "clocks")
         hop_net = HopNet()
         hop_net.start()
         ending.callback(hop_net.stop)
@@ -137,7 +146,9 @@ def a_world(options: Options) -> Iterator[World]:
             SHARDLINE_DATABASE_URL=f"postgresql://shardline@{LOOPBACK}:{database_proxy.port}/shardline{PLAIN}",
             SHARDLINE_REDIS_URL=valkey.url.replace(f":{valkey.port}/", f":{redis_proxy.port}/"),
             **hop_net.settings,
-            **_shiftable(clock),
+            SHARDLINE_STAGE_PRELOAD=stage_preload,
+            SHARDLINE_MODEL=str(model),
+            SHARDLINE_CACHE_DIR=str(folder / "cache"),
             SHARDLINE_TIME_SCALE=str(TIME_SCALE),
             SHARDLINE_DTYPE=options.dtype,
             SHARDLINE_STAGES=str(options.stages),
@@ -155,6 +166,8 @@ def a_world(options: Options) -> Iterator[World]:
             database_proxy=database_proxy,
             hop_net=hop_net,
             clock=clock,
+            disk=disk,
+            model=model,
             times=Times().scaled(TIME_SCALE),
             failpoints=failpoints,
             num_stages=options.stages,
@@ -162,12 +175,14 @@ def a_world(options: Options) -> Iterator[World]:
         )
 
 
-def _shiftable(clock: Clock) -> Mapping[str, str]:
-    """Stages preload the clock beside their allocator."""
-    if clock.why_not is not None:
-        return {}
-    libraries = filter(None, (str(clock.library), preload(StandaloneSettings())))
-    return {**clock.environment, "SHARDLINE_STAGE_PRELOAD": ":".join(libraries)}
+@contextmanager
+def _preloaded(clock: Clock, disk: Disk) -> Iterator[str]:
+    """Servers and services preload both; gives what stages preload, which is these and their allocator."""
+    shims = [shim for shim in (clock, disk) if shim.why_not is None]
+    libraries = [shim.library for shim in shims]
+    environment = {name: value for shim in shims for name, value in shim.environment.items()}
+    with preloaded(libraries, environment):
+        yield ":".join(filter(None, (*map(str, libraries), preload(StandaloneSettings()))))
 
 
 def _proxy(ending: ExitStack, target: tuple[str, int] | str) -> Proxy:

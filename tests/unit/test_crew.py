@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -70,6 +72,20 @@ def test_given_a_child_that_refuses_its_settings_when_it_ends_then_it_is_not_tri
     with pytest.raises(StartFailed, match="cpu:0 is held"):
         stage.tend_until(lambda: False, max_deaths=3)
     assert len(stage.recorded) == 1
+
+
+def test_given_a_log_that_cannot_be_opened_when_a_child_is_restarted_then_it_is_tried_again_until_it_can(
+    stage: Stage,
+) -> None:
+    child = stage.child("relay", READY + "signal.pause()")
+    shutil.rmtree(stage.home / "logs")
+    (stage.home / "logs").touch()
+    child.kill()
+    stage.tend_until(lambda: len(stage.said) == 2)
+    assert "logs" in stage.said[1]
+    (stage.home / "logs").unlink()
+    stage.tend_until(child.is_running)
+    child.kill()
 
 
 def test_given_more_and_more_deaths_when_delays_grow_then_they_stay_bounded() -> None:
@@ -150,3 +166,24 @@ def test_given_a_log_that_outgrew_its_limit_when_bounded_then_one_older_copy_is_
     bound_log(log, max_bytes=10)
     assert log.stat().st_size == 0
     assert (tmp_path / "relay.log.1").read_text() == "x" * 11
+
+
+def test_given_no_room_for_the_older_copy_when_a_log_is_bounded_then_it_is_bounded_all_the_same(tmp_path: Path) -> None:
+    log = tmp_path / "relay.log"
+    log.write_text("x" * 11)
+    (tmp_path / "relay.log.1").symlink_to("/dev/full")
+    bound_log(log, max_bytes=10)
+    assert log.stat().st_size == 0
+
+
+def test_given_an_output_without_room_when_something_is_said_then_the_supervisor_lives_on() -> None:
+    program = (
+        "import sys; from services.standalone.__main__ import _say\n"
+        "for number in range(10_000): _say(f'relay ended {number}')\n"
+        "sys.stderr.write('alive')"
+    )
+    with Path("/dev/full").open("w") as full:
+        said = subprocess.run(
+            [sys.executable, "-c", program], stdout=full, stderr=subprocess.PIPE, text=True, check=False
+        )
+    assert said.stderr.startswith("alive")

@@ -138,6 +138,14 @@ def test_given_no_such_gpu_when_taken_then_it_is_said(tmp_path: Path) -> None:
         Device.take("cuda:99", worker="first", lock_folder=tmp_path)
 
 
+def test_given_no_room_for_the_holders_name_when_a_core_is_taken_then_it_is_held_all_the_same(tmp_path: Path) -> None:
+    (tmp_path / "core-0.lock").symlink_to("/dev/full")
+    locks = DeviceLocks(tmp_path, ["core-0"], worker="one")
+    with pytest.raises(Invalid, match="core-0 is held"):
+        DeviceLocks(tmp_path, ["core-0"], worker="two")
+    locks.release()
+
+
 def test_given_a_lock_folder_that_is_a_file_when_a_device_is_taken_then_the_setting_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import stat
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import pytest
 
 from services.standalone.cores import CoreClaims
 from services.standalone.down import stop_stack
-from services.standalone.home import AlreadyUp, Home, Recorded, write_private
+from services.standalone.home import AlreadyUp, Home, Recorded, Register, write_private
 
 
 @pytest.fixture
@@ -80,6 +81,41 @@ def test_given_a_file_that_others_can_read_when_replaced_then_they_cannot(tmp_pa
     path.touch(mode=0o644)
     write_private(path, b"new")
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+def test_given_no_room_when_a_file_is_replaced_then_the_old_one_stays_and_nothing_else(tmp_path: Path) -> None:
+    path = tmp_path / "up.json"
+    write_private(path, b"old")
+    program = (
+        "import resource, sys; from pathlib import Path; from services.standalone.home import write_private\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (2, 2))\n"
+        f"write_private(Path({str(path)!r}), b'new one')"
+    )
+    failed = subprocess.run([sys.executable, "-c", program], stderr=subprocess.PIPE, text=True, check=False)
+    assert "OSError" in failed.stderr
+    assert path.read_bytes() == b"old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_given_a_ready_stack_when_up_json_cannot_be_written_then_it_is_said_once_and_written_later(
+    tmp_path: Path,
+) -> None:
+    folder, said = tmp_path / "home", list[str]()
+    register = Register(Home(folder), said.append)
+    with pytest.raises(FileNotFoundError):
+        register.write({"relay": os.getpid()})
+    folder.mkdir()
+    register.write({"relay": 1})
+    register.publish({"model": "clerk"})
+    shutil.rmtree(folder)
+
+    register.write({"relay": os.getpid()})
+    register.catch_up()
+    assert len(said) == 1
+    folder.mkdir()
+    register.catch_up()
+    assert Home(folder).published() == {"model": "clerk", "processes": {"relay": os.getpid()}}
+    assert set(Home(folder).recorded()) == {"relay"}
 
 
 def test_given_a_stack_on_some_cores_when_another_claims_all_then_it_learns_which_are_taken(tmp_path: Path) -> None:

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from services.stage.engine.weights import check_file, fingerprint, weight_files
-from shardline.errors import Invalid
+from services.stage.engine.weights import check_file, fingerprint, unchanged, weight_files
+from shardline.errors import Invalid, Unavailable
 from tests.models import save_model
 
 
@@ -45,6 +45,33 @@ def test_given_one_changed_weight_when_fingerprinted_then_it_differs(model: Path
     os.utime(file, ns=(1, 1))
 
     assert fingerprint(model, tmp_path / "cache") != first
+
+
+def test_given_a_flipped_bit_under_the_same_times_when_fingerprinted_then_it_differs(
+    model: Path, tmp_path: Path
+) -> None:
+    first = fingerprint(model, tmp_path / "cache")
+    flip(model / "model.safetensors")
+
+    assert fingerprint(model, tmp_path / "cache") != first
+
+
+def test_given_weights_that_are_replaced_while_they_are_read_when_loaded_then_that_start_fails(model: Path) -> None:
+    with unchanged(model):
+        pass
+    with pytest.raises(Unavailable, match="was written while it was read"), unchanged(model):
+        flip(model / "model.safetensors")
+
+
+def flip(file: Path) -> None:
+    """Another byte, and the time of modification of before: as a tool that copies times leaves it."""
+    status = file.stat()
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    draft = file.with_name("draft")
+    draft.write_bytes(data)
+    os.utime(draft, ns=(status.st_atime_ns, status.st_mtime_ns))
+    draft.rename(file)
 
 
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json", "tokenizer.json"])

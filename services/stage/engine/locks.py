@@ -9,6 +9,7 @@ import fcntl
 import os
 import socket
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 from shardline.errors import Invalid
@@ -49,5 +50,7 @@ class DeviceLocks:
                 f"{path.stem} is held by {holder}",
                 "Give this worker another device, stop that one, or let both share it (SHARDLINE_DEVICE_SHARED=1)",
             ) from error
-        os.ftruncate(file, 0)
-        os.pwrite(file, f"{worker} (pid {os.getpid()} on {socket.gethostname()})\n".encode()[:HOLDER_MAX_BYTES], 0)
+        # The lock is held without the name: a full disk must not keep a stage from starting.
+        with suppress(OSError):
+            os.ftruncate(file, 0)
+            os.pwrite(file, f"{worker} (pid {os.getpid()} on {socket.gethostname()})\n".encode()[:HOLDER_MAX_BYTES], 0)

@@ -142,7 +142,7 @@ class Shard:
                 refuse(f"{info.path} cannot be loaded: {error}", "Copy the model again", error)
         for name in REPORTS:
             if report[name]:
-                refuse(f"its weights have {name} {_some(report[name])}", "Copy the model again, or correct its config")
+                refuse(f"{info.path} has {name} {_some(report[name])}", "Copy the model again, or correct its config")
         _check_signatures(loaded)
         return cls(loaded.eval().to(device), info, layers)
 

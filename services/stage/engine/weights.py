@@ -1,6 +1,6 @@
 """The files of a model: which hold its weights, whether they are whole, and the fingerprint of all that decides tokens.
 
-Knows no torch: nothing is loaded. Checksums are cached by path, size and time of change.
+Knows no torch: nothing is loaded. Checksums are cached by path, size and times of change.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import json
 import math
 import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from typing import Any
 import structlog
 
 from services.stage.engine.refusal import refuse
+from shardline.errors import Unavailable
 
 log = structlog.get_logger(__name__)
 
@@ -69,7 +71,8 @@ def check_file(path: Path) -> WeightFile:
     with path.open("rb") as file:
         header_bytes = int.from_bytes(file.read(LENGTH_BYTES), "little")
         if not 2 <= header_bytes <= min(HEADER_MAX_BYTES, size_bytes - LENGTH_BYTES):
-            refuse(f"{path} is no safetensors file: it has no whole header", COPY_AGAIN)
+            says = f"its header would have {header_bytes:,} of its {size_bytes:,} bytes"
+            refuse(f"{path} is no safetensors file: {says}", COPY_AGAIN)
         header = file.read(header_bytes)
     try:
         tensors = json.loads(header)
@@ -95,6 +98,15 @@ def fingerprint(folder: Path, cache_folder: Path) -> str:
     return digest.hexdigest()
 
 
+@contextmanager
+def unchanged(folder: Path) -> Iterator[None]:
+    """For loading and the fingerprint of what was loaded: raises Unavailable if a file was written meanwhile."""
+    before = _stamps(folder)
+    yield
+    if _stamps(folder) != before:
+        raise Unavailable(f"{folder} was written while it was read: the next start reads it again")
+
+
 def _end_of(name: str, tensor: Any) -> int:
     """Where the tensor's bytes end. Raises ValueError when they are not what its shape needs."""
     begin, end = tensor["data_offsets"]
@@ -109,14 +121,23 @@ def _deciding_files(folder: Path) -> Iterator[Path]:
     yield from sorted({path for pattern in DECIDING for path in folder.glob(pattern) if path.is_file()})
 
 
+def _stamp(path: Path) -> tuple[int, int, int]:
+    """Copying tools may keep the time of modification; the time of change is the system's own."""
+    status = path.stat()
+    return status.st_size, status.st_mtime_ns, status.st_ctime_ns
+
+
+def _stamps(folder: Path) -> dict[str, tuple[int, int, int]]:
+    return {path.name: _stamp(path) for path in (*_deciding_files(folder), *weight_files(folder))}
+
+
 def _line(*parts: object) -> bytes:
     return (json.dumps(parts) + "\n").encode()
 
 
 def _cached_sha256(path: Path, cache_folder: Path) -> str:
     """Reading gigabytes at every start would double the time to ready."""
-    status = path.stat()
-    key = hashlib.sha256(_line(str(path.resolve()), status.st_size, status.st_mtime_ns)).hexdigest()
+    key = hashlib.sha256(_line(str(path.resolve()), *_stamp(path))).hexdigest()
     cached = cache_folder / f"{key}.sha256"
     try:
         value = cached.read_text(encoding="ascii")

@@ -20,7 +20,7 @@ import transformers
 from services.stage.engine.device import Device
 from services.stage.engine.executor import Executor
 from services.stage.engine.model_info import ModelInfo
-from services.stage.engine.weights import fingerprint
+from services.stage.engine.weights import fingerprint, unchanged
 from services.stage.hop.sockets import CurveKeys, Sockets, parse_ports
 from services.stage.worker.facts import Capacity
 from services.stage.worker.layers import layers_of
@@ -105,23 +105,24 @@ class Loaded:
 
 
 def load(settings: StageSettings) -> Loaded:
-    """Device, weights, sockets: whatever can be refused is refused here, before Celery starts. Raises Invalid."""
+    """Device, weights, sockets: what can be refused is refused before Celery starts. Raises Invalid, Unavailable."""
     info = ModelInfo.read(settings.model)
     layers = layers_of(settings, info.num_layers)
     name = settings.worker_name or f"{settings.pipeline or settings.name}.{settings.place}"
     worker = f"{name}@{socket.gethostname()}"
     device = Device.take(settings.device, worker=worker, lock_folder=settings.lock_dir, shared=settings.device_shared)
-    executor = Executor.load(
-        model=info,
-        layers=layers,
-        device=device,
-        dtype=settings.dtype,
-        kv_bytes=settings.kv_mib * MIB if settings.kv_mib else None,
-        token_budget=settings.token_budget,
-        max_open=2 * settings.seats,
-        cache_folder=settings.cache_dir,
-    )
-    weights = fingerprint(info.path, settings.cache_dir)
+    with unchanged(info.path):
+        executor = Executor.load(
+            model=info,
+            layers=layers,
+            device=device,
+            dtype=settings.dtype,
+            kv_bytes=settings.kv_mib * MIB if settings.kv_mib else None,
+            token_budget=settings.token_budget,
+            max_open=2 * settings.seats,
+            cache_folder=settings.cache_dir,
+        )
+        weights = fingerprint(info.path, settings.cache_dir)
     log.info(
         "shard loaded",
         worker=worker,
