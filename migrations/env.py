@@ -6,6 +6,7 @@ from __future__ import annotations
 import sys
 
 from alembic import context
+from alembic.script import ScriptDirectory
 from psycopg.errors import DeadlockDetected, LockNotAvailable
 from sqlalchemy import Connection, Engine
 from sqlalchemy.exc import DBAPIError
@@ -71,8 +72,20 @@ def _migrate(connection: Connection) -> None:
         compare_server_default=True,
         transaction_per_migration=True,
     )
+    if _is_ahead(connection):
+        sys.stderr.write("the database is of a later release: there is nothing to add\n")
+        return
     with context.begin_transaction():
         context.run_migrations()
+
+
+def _is_ahead(connection: Connection) -> bool:
+    """Whoever goes back to an earlier release starts it on the later schema, as a rolling upgrade does."""
+    migration = context.get_context()
+    known = {step.revision for step in ScriptDirectory.from_config(context.config).walk_revisions()}
+    current = set(migration.get_current_heads())
+    connection.rollback()
+    return migration.opts.get("destination_rev") == "head" and not current <= known
 
 
 def _is_locked(error: BaseException) -> bool:

@@ -25,6 +25,7 @@ WAITING = (
     "SELECT count(*) FROM pg_stat_activity WHERE application_name = 'shardline-migrate' AND wait_event_type = 'Lock'"
 )
 NEXT_RELEASE = REPOSITORY / "tests" / "faults" / "next_release" / "alembic.ini"
+VERSION = "SELECT version_num FROM alembic_version"
 INVALID = "SELECT count(*) FROM pg_index WHERE NOT indisvalid"
 
 
@@ -120,3 +121,15 @@ def test_given_a_reader_that_holds_a_table_when_it_is_to_be_changed_then_the_mig
             producer.execute(PLAIN_INSERT, ("meanwhile",))
             reader.rollback()
     assert column(producer, "SELECT label FROM jobs") == ["none"]
+
+
+def test_given_a_later_schema_when_the_earlier_release_migrates_then_it_leaves_it_alone(
+    empty_database_url: str, producer: psycopg.Connection[Any]
+) -> None:
+    alembic(empty_database_url, "-c", str(NEXT_RELEASE), "upgrade", "head")
+    version = column(producer, VERSION)
+    alembic(empty_database_url, "upgrade", "head")
+    assert column(producer, VERSION) == version
+    alembic(empty_database_url, "-c", str(NEXT_RELEASE), "downgrade", NEW)
+    alembic(empty_database_url, "upgrade", "head")
+    assert column(producer, VERSION) == [NEW]
