@@ -13,9 +13,11 @@ from tests.faults import (
     kill_faults,
     link_faults,
     message_faults,
+    migration_faults,
     network_faults,
     postgres_faults,
     redis_faults,
+    scale_faults,
 )
 from tests.faults.drawing import among
 from tests.faults.fault import Fault
@@ -32,6 +34,8 @@ GROUPS: Mapping[str, tuple[Fault, ...]] = MappingProxyType(
         "clock": clock_faults.FAULTS,
         "messages": message_faults.FAULTS,
         "deploy": deploy_faults.FAULTS,
+        "scale": scale_faults.FAULTS,
+        "migration": migration_faults.FAULTS,
     }
 )
 

@@ -31,11 +31,15 @@ class Fault(Protocol[StackT_contra]):
         """Why this machine or this stack cannot inject it; None if it can."""
 
     def strike(self, world: StackT_contra, rng: random.Random) -> None:
-        """Inject and undo; bounded in time; raises if it could not inject."""
+        """Inject and undo; bounded in time. Raises NotInjected, or Broken for what the judge cannot see afterwards."""
 
 
 class NotInjected(Exception):
     """The fault could not be injected: it must not be counted."""
+
+
+class Broken(Exception):
+    """The fault was injected, and the stack did not do what is promised for it."""
 
 
 def anywhere(world: object) -> None:

@@ -153,5 +153,6 @@ class _Producer:
 
     def _send(self, asked: Asked) -> None:
         asked.asked_s = time.monotonic()
+        asked.num_sends += 1
         with suppress(*AWAY):
             asked.promised |= self.door(asked.id, request(asked.number))
