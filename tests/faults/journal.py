@@ -123,7 +123,8 @@ class Journal:
             return Mark(at_s=time.time(), open=accepted, num_tokens=num_tokens)
 
     def wait_for_progress(self, mark: Mark, timeout_s: float) -> float | None:
-        """When a job of the mark ended or had a token more at its reader (seconds since 1970); None: not in time."""
+        """When a job of the mark ended or had a token more at its reader (seconds since 1970); None: not in time.
+        If all of them turn out to have ended before it, any job will do."""
         with self._changed:
             self._changed.wait_for(lambda: self._progress(mark) is not None, timeout_s)
             return self._progress(mark)
@@ -142,4 +143,6 @@ class Journal:
     def _progress(self, mark: Mark) -> float | None:
         if any(len(each.tokens) > mark.num_tokens.get(each.job_id, len(each.tokens)) for each in self._watched):
             return time.time()
-        return self._first_end(mark.at_s, mark.open or None)
+        accepted = [self._asked[job_id].ended_at_s for job_id in mark.open]
+        none_left = all(ended_at_s is not None and ended_at_s <= mark.at_s for ended_at_s in accepted)
+        return self._first_end(mark.at_s, None if none_left else mark.open)

@@ -68,6 +68,9 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     broken: int = 0
     """What a fault's own check missed: a clear refusal, a clear error at a door, a neighbour's crash."""
     worst_recovery_s: float = 0.0
+    in_faults_s: float = 0.0
+    between_faults_s: float = 0.0
+    """Where the storm's time went: into faults, and into waiting until a job had ended after each."""
     rss_growth_mb: float = 0.0
     useful_tokens_per_s: float = 0.0
     streams_read: int = 0

@@ -78,6 +78,8 @@ def _hurt(options: Options, target: TargetT, storm: Storm[TargetT], max_faults: 
         failed_expected=sum(by_state[state] for state in ("cancelled", "expired", "failed")),
         kv_blocks_leaked=num_leaked,
         worst_recovery_s=max((each.recovery_s or 0.0 for each in storm.struck), default=0.0),
+        in_faults_s=sum(each.took_s for each in storm.struck),
+        between_faults_s=sum(max(each.recovery_s or 0.0, each.ended_s or 0.0) for each in storm.struck),
         rss_growth_mb=memory.worst_mb,
         useful_tokens_per_s=num_tokens / took_s,
         streams_read=len(readers),
