@@ -40,7 +40,7 @@ SELECT (SELECT count(*) FROM jobs WHERE pipeline = %(pipeline)s AND state = 'run
 
 
 class Copy:
-    """One gateway, one relay and one pipeline more. As a context: whatever is left of it is killed at the end."""
+    """One gateway, one relay and one pipeline more."""
 
     def __init__(self, world: World, rng: random.Random) -> None:
         name = uuid4().hex[:6]
