@@ -16,8 +16,12 @@ import re
 import threading
 import time
 from collections.abc import Collection, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
 
+import psutil
 import psycopg
 import redis
 
@@ -76,28 +80,34 @@ class Life:
         return HEAP_SHARE * (self.warm_bytes or 0) + LATE_BYTES + kv_bytes
 
 
-class Memory(threading.Thread):
-    """Looks at every process of the stack until it is stopped."""
+class Memory:
+    """Looks at every process of the stack as long as it is entered, and once more at the end."""
 
     def __init__(self, target: Target) -> None:
-        super().__init__(name="memory", daemon=True)
         self._target = target
-        self._stopping = threading.Event()
+        self._leaving = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="memory", daemon=True)
         self._lives: dict[tuple[str, int], Life] = {}
 
-    def run(self) -> None:
-        """Until stopped."""
-        while not self._stopping.wait(LOOK_S):
-            self.look()
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
 
-    def stop(self) -> None:
-        """A last look."""
-        self._stopping.set()
-        self.join()
-        self.look()
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._leaving.set()
+        self._thread.join()
+        if kind is None:
+            self._look()
 
-    def look(self) -> None:
-        """At each process that lives."""
+    def _run(self) -> None:
+        while not self._leaving.wait(LOOK_S):
+            # One that ends while it is looked at is gone.
+            with suppress(psutil.NoSuchProcess):
+                self._look()
+
+    def _look(self) -> None:
         for name, process in self._target.running().items():
             life = self._lives.setdefault((name, process.pid), Life(name=name, seen_s=time.monotonic()))
             life.last_bytes = process.rss_bytes

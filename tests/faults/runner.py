@@ -45,16 +45,14 @@ def _hurt(options: Options, target: TargetT, storm: Storm[TargetT], max_faults: 
     """Everything that needs the stack alive."""
     expected = _undisturbed(target)
     before_bytes = growth.redis_bytes(target.redis_url)
-    memory = growth.Memory(target)
-    memory.start()
     load = Load(target)
-    load.start()
-    began_s = time.monotonic()
-    storm.rage(duration_s=60 * options.minutes, max_faults=max_faults)
-    storm.findings += _drain(load, target)
+    with growth.Memory(target) as memory:
+        load.start()
+        began_s = time.monotonic()
+        storm.rage(duration_s=60 * options.minutes, max_faults=max_faults)
+        storm.findings += _drain(load, target)
     took_s = time.monotonic() - began_s
     num_leaked, leaks = remains.kv_leaked(target)
-    memory.stop()
     storm.findings += [*leaks, *memory.findings()]
     storm.findings += growth.in_redis(target.redis_url, target.database_url, before_bytes)
     load.stop()
