@@ -5,8 +5,10 @@ HEAP_SHARE of what it had, which allocators keep in pieces, by LATE_BYTES for wh
 stage by its KV pool, whose pages count only once they are used.
 
 Redis may hold, beside what it held before the storm, the streams of jobs, which expire: each of at most an entry for
-each token and an end, in each attempt. What never expires are queues, marks, bindings, and messages that the dead took
-(25 of a kilobyte for each death, for an hour); it is bounded by SCRAP_BYTES, and so are the buffers of connections.
+each token and an end, in each attempt, and once more where the writer heard no answer. What never expires are queues,
+marks, bindings, and messages that the dead took (25 of a kilobyte for each death, for an hour); it is bounded by
+SCRAP_BYTES, and so are the buffers of connections.
+
 Postgres has no more connections than the pools of those that run, and no transaction that is older than a lease.
 """
 
@@ -44,7 +46,7 @@ SCRAP_BYTES = 4 * MIB
 NUM_BELLS = 1
 """Connections of a process that LISTEN, beside its pool."""
 
-ENTRIES_PER_ATTEMPT = max(LENGTHS) + 1
+ENTRIES_PER_ATTEMPT = 2 * (max(LENGTHS) + 1)
 FENCES = "SELECT id::text, fence FROM jobs"
 CONNECTIONS = """
 SELECT count(*), count(*) FILTER (WHERE xact_start < now() - make_interval(secs => %s))
