@@ -1,33 +1,44 @@
-"""Alembic's entry: runs migrations against `SHARDLINE_DATABASE_URL`. Owns no schema; that is shardline.tables."""
+"""Alembic's entry: runs migrations against `SHARDLINE_DATABASE_URL`, while services use the database. Owns no schema;
+that is shardline.tables."""
 
 from __future__ import annotations
 
+import sys
+
 from alembic import context
-from sqlalchemy import Engine
+from alembic.script import ScriptDirectory
+from psycopg.errors import DeadlockDetected, LockNotAvailable
+from sqlalchemy import Connection, Engine
+from sqlalchemy.exc import DBAPIError
 from sqlalchemy.pool import NullPool
+from tenacity import RetryCallState, Retrying, retry_if_exception, stop_after_delay, wait_exponential, wait_random
 
 from shardline.config import Settings
 from shardline.store.database import connect
 from shardline.tables import metadata
 
 LOCK = 7_305_793_411
-"""Advisory lock: two migrations at once wait for each other."""
+"""Advisory lock: of two migrations at once one waits for the other."""
+
+PATIENCE_S = 600.0
+"""A lock that is not to be had for so long is somebody's business: the migration fails and says so."""
 
 
-def _engine() -> Engine:
-    url = Settings().database_url.get_secret_value()
-    return connect(
-        url, poolclass=NullPool, application_name="shardline-migrate", statement_timeout_s=0, lock_timeout_s=0
-    )
+class Busy(Exception):
+    """Another migration runs."""
 
 
 def run_online() -> None:
-    """One transaction for all steps: a failed upgrade leaves nothing behind."""
+    """Each step is a transaction of its own; one that gets no lock is undone, and tried again after a pause."""
+    patient = Retrying(
+        retry=retry_if_exception(_is_locked),
+        wait=wait_exponential(min=1, max=30) + wait_random(0, 1),
+        stop=stop_after_delay(PATIENCE_S),
+        before_sleep=_say,
+        reraise=True,
+    )
     with _engine().connect() as connection:
-        context.configure(connection=connection, target_metadata=metadata, compare_server_default=True)
-        with context.begin_transaction():
-            connection.exec_driver_sql(f"SELECT pg_advisory_xact_lock({LOCK})")
-            context.run_migrations()
+        patient(_migrate, connection)
 
 
 def run_offline() -> None:
@@ -35,6 +46,57 @@ def run_offline() -> None:
     context.configure(dialect_name="postgresql", target_metadata=metadata, literal_binds=True)
     with context.begin_transaction():
         context.run_migrations()
+
+
+def _engine() -> Engine:
+    """Whoever waits for a table's lock keeps all others off it: never so long that a head could lose its lease."""
+    settings = Settings()
+    return connect(
+        settings.database_url.get_secret_value(),
+        poolclass=NullPool,
+        application_name="shardline-migrate",
+        statement_timeout_s=0,
+        lock_timeout_s=settings.times.fence_margin_s,
+    )
+
+
+def _migrate(connection: Connection) -> None:
+    # Asked again and again instead of waited for: CREATE INDEX CONCURRENTLY waits for every statement that runs.
+    if not connection.exec_driver_sql(f"SELECT pg_try_advisory_lock({LOCK})").scalar_one():
+        connection.rollback()
+        raise Busy("another migration runs")
+    connection.commit()
+    context.configure(
+        connection=connection,
+        target_metadata=metadata,
+        compare_server_default=True,
+        transaction_per_migration=True,
+    )
+    if _is_ahead(connection):
+        sys.stderr.write("the database is of a later release: there is nothing to add\n")
+        return
+    with context.begin_transaction():
+        context.run_migrations()
+
+
+def _is_ahead(connection: Connection) -> bool:
+    """Whoever goes back to an earlier release starts it on the later schema, as a rolling upgrade does."""
+    migration = context.get_context()
+    known = {step.revision for step in ScriptDirectory.from_config(context.config).walk_revisions()}
+    current = set(migration.get_current_heads())
+    connection.rollback()
+    return migration.opts.get("destination_rev") == "head" and not current <= known
+
+
+def _is_locked(error: BaseException) -> bool:
+    cause = error.orig if isinstance(error, DBAPIError) else error
+    return isinstance(cause, Busy | LockNotAvailable | DeadlockDetected)
+
+
+def _say(state: RetryCallState) -> None:
+    error = state.outcome.exception() if state.outcome else None
+    cause = str(getattr(error, "orig", None) or error).splitlines()[0]
+    sys.stderr.write(f"{cause}; trying again in {state.upcoming_sleep:.0f} s\n")
 
 
 if context.is_offline_mode():

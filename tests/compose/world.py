@@ -19,7 +19,8 @@ from tests.compose.engine import Docker
 from tests.compose.stack import Stack, until
 from tests.faults.checker import Finding
 from tests.faults.journal import Journal
-from tests.faults.world import TIME_SCALE, Options
+from tests.faults.target import Running
+from tests.faults.world import KV_MIB, TIME_SCALE, Options
 from tests.stack import REPOSITORY
 
 PROJECT = "shardline-chaos"
@@ -34,7 +35,6 @@ PORTS = range(20_000, 32_000)
 """Below those that systems give to outgoing connections: nobody takes one while its container is down."""
 
 LIVE = "SELECT count(*) FROM pipelines WHERE lease_until > now() AND ready_at IS NOT NULL"
-KIB_PER_MB = 1 << 10
 
 
 @dataclass(kw_only=True)
@@ -48,6 +48,8 @@ class World:
     journal: Journal = field(default_factory=Journal)
     start_s: float = 0.0
     """How long the stack took to get ready."""
+    calm_s: float = 0.0
+    """How long it took for the whole set of requests, undisturbed."""
 
     @property
     def database_url(self) -> str:
@@ -65,15 +67,21 @@ class World:
             ((number,),) = connection.execute(LIVE).fetchall()
         return int(number)
 
-    def rss_mb(self) -> float:
-        """Resident memory of every process in our services' containers."""
-        names = [name for service in MEASURED for name in self.stack.names(service)]
-        return sum(map(self._rss_kib, names)) / KIB_PER_MB
+    def running(self) -> dict[str, Running]:
+        """In our services' containers: of each the process that holds most, which is not the container's init."""
+        names = {service: self.stack.names(service) for service in MEASURED}
+        containers = {
+            f"{service}.{place}" if place else service: name
+            for service, found in names.items()
+            for place, name in enumerate(sorted(found))
+        }
+        return {each: process for each, name in containers.items() if (process := self._largest(name)) is not None}
 
-    def _rss_kib(self, name: str) -> int:
-        """Nothing, for a container that does not run."""
-        processes = self.stack.docker.run("top", name, "-o", "pid,rss", check=False).stdout.splitlines()[1:]
-        return sum(int(process.split()[1]) for process in processes)
+    def _largest(self, name: str) -> Running | None:
+        """None: the container does not run."""
+        lines = self.stack.docker.run("top", name, "-o", "pid,rss", check=False).stdout.splitlines()[1:]
+        processes = [Running(pid=int(pid), rss_bytes=int(kib) << 10) for pid, kib in map(str.split, lines)]
+        return max(processes, key=lambda each: each.rss_bytes, default=None)
 
     def end(self) -> list[Finding]:
         """`docker compose down`. Returns what is left of the project (I5)."""
@@ -99,6 +107,7 @@ def a_world(options: Options, docker: Docker) -> Iterator[World]:
         overlays=(PUBLISHED,),
         SHARDLINE_TIME_SCALE=str(TIME_SCALE),
         SHARDLINE_DTYPE=options.dtype,
+        SHARDLINE_KV_MIB=str(KV_MIB),
         SHARDLINE_HTTP_PORTS=str(gateway),
         CHAOS_POSTGRES_PORT=str(postgres),
         CHAOS_REDIS_PORT=str(redis),

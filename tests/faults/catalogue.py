@@ -14,10 +14,12 @@ from tests.faults import (
     kill_faults,
     link_faults,
     message_faults,
+    migration_faults,
     network_faults,
     poison_faults,
     postgres_faults,
     redis_faults,
+    scale_faults,
     weights_faults,
 )
 from tests.faults.drawing import among
@@ -38,6 +40,8 @@ GROUPS: Mapping[str, tuple[Fault, ...]] = MappingProxyType(
         "disk": disk_faults.FAULTS,
         "poison": poison_faults.FAULTS,
         "weights": weights_faults.FAULTS,
+        "scale": scale_faults.FAULTS,
+        "migration": migration_faults.FAULTS,
     }
 )
 

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
 
 from tests.faults.checker import Finding
+from tests.faults.target import Running
 
-MIB = 1 << 20
 
-
-def rss_mb(pids: Collection[int]) -> float:
-    """Resident memory of these processes together."""
-    return sum(psutil.Process(pid).memory_info().rss for pid in pids) / MIB
+def running(pids: Mapping[str, int]) -> dict[str, Running]:
+    """Those of these processes that live."""
+    found = {}
+    for name, pid in pids.items():
+        with suppress(psutil.NoSuchProcess):
+            found[name] = Running(pid=pid, rss_bytes=psutil.Process(pid).memory_info().rss)
+    return found
 
 
 def family(pids: Collection[int], seen: Collection[psutil.Process]) -> set[psutil.Process]:

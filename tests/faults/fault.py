@@ -31,7 +31,7 @@ class Fault(Protocol[StackT_contra]):
         """Why this machine or this stack cannot inject it; None if it can."""
 
     def strike(self, world: StackT_contra, rng: random.Random) -> None:
-        """Inject and undo; bounded in time; Raises NotInjected, or Broken for what the judge cannot see afterwards."""
+        """Inject and undo; bounded in time. Raises NotInjected, or Broken for what the judge cannot see afterwards."""
 
 
 class NotInjected(Exception):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from uuid import UUID
 
@@ -25,6 +25,7 @@ class Asked:
     """The door has said that it is accepted."""
     asked_s: float = field(default_factory=time.monotonic)
     """When it was sent last."""
+    num_sends: int = 0
     has_row: bool = False
     ended_at_s: float | None = None
     """By Postgres's clock."""
@@ -41,6 +42,17 @@ class Watched:
     end_state: str | None = None
     end_tokens: list[int] | None = None
     num_joins: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mark:
+    """How far accepted jobs had come at one moment."""
+
+    at_s: float
+    """Seconds since 1970."""
+    open: frozenset[UUID]
+    num_tokens: Mapping[UUID, int]
+    """Of those that have a reader: who joins later catches up first, which is no progress."""
 
 
 class Journal:
@@ -63,6 +75,11 @@ class Journal:
         with self._changed:
             self._watched.append(watched)
         return watched
+
+    def streamed(self) -> None:
+        """A reader has seen something new."""
+        with self._changed:
+            self._changed.notify_all()
 
     def has_rows(self, ids: Collection[UUID]) -> None:
         """These are committed."""
@@ -103,6 +120,20 @@ class Journal:
         with self._changed:
             return self._changed.wait_for(lambda: self._asked[job_id].ended_at_s is not None, timeout_s)
 
+    def mark(self) -> Mark:
+        """From now on, what these jobs achieve is progress."""
+        with self._changed:
+            accepted = frozenset(each.id for each in self._asked.values() if each.has_row and each.ended_at_s is None)
+            num_tokens = {each.job_id: len(each.tokens) for each in self._watched if each.job_id in accepted}
+            return Mark(at_s=time.time(), open=accepted, num_tokens=num_tokens)
+
+    def wait_for_progress(self, mark: Mark, timeout_s: float) -> float | None:
+        """When a job of the mark ended or had a token more at its reader (seconds since 1970); None: not in time.
+        If all of them turn out to have ended before it, any job will do."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._progress(mark) is not None, timeout_s)
+            return self._progress(mark)
+
     def wait_until_quiet(self, timeout_s: float) -> bool:
         """Whether everything ends within `timeout_s`."""
         with self._changed:
@@ -110,8 +141,13 @@ class Journal:
                 lambda: all(each.ended_at_s is not None for each in self._asked.values()), timeout_s
             )
 
-    def _first_end(self, since_s: float) -> float | None:
-        return min(
-            (each.ended_at_s for each in self._asked.values() if each.ended_at_s and each.ended_at_s > since_s),
-            default=None,
-        )
+    def _first_end(self, since_s: float, among: Collection[UUID] | None = None) -> float | None:
+        ends = (each.ended_at_s for each in self._asked.values() if among is None or each.id in among)
+        return min((end_s for end_s in ends if end_s is not None and end_s > since_s), default=None)
+
+    def _progress(self, mark: Mark) -> float | None:
+        if any(len(each.tokens) > mark.num_tokens.get(each.job_id, len(each.tokens)) for each in self._watched):
+            return time.time()
+        accepted = [self._asked[job_id].ended_at_s for job_id in mark.open]
+        none_left = all(ended_at_s is not None and ended_at_s <= mark.at_s for ended_at_s in accepted)
+        return self._first_end(mark.at_s, None if none_left else mark.open)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 from uuid import UUID, uuid4
 
 import psycopg
@@ -100,14 +101,18 @@ class Load:
 
     def _follow(self) -> None:
         while not self._drained.wait(LOOK_S):
-            ids = [each.id for each in self._journal.open()]
             try:
-                with psycopg.connect(self._database_url, connect_timeout=2) as connection:
-                    rows = connection.execute(ROWS, (ids,)).fetchall()
+                with psycopg.connect(self._database_url, autocommit=True, connect_timeout=2) as connection:
+                    while not self._drained.wait(LOOK_S):
+                        self._look(connection)
             except psycopg.Error:
                 continue
-            self._journal.has_rows([row[0] for row in rows])
-            self._journal.ended([(row[0], row[1]) for row in rows if row[1] is not None])
+
+    def _look(self, connection: psycopg.Connection[Any]) -> None:
+        ids = [each.id for each in self._journal.open()]
+        rows = connection.execute(ROWS, (ids,)).fetchall()
+        self._journal.has_rows([row[0] for row in rows])
+        self._journal.ended([(row[0], row[1]) for row in rows if row[1] is not None])
 
     def _read(self, reader: Reader) -> None:
         while not self._drained.wait(LOOK_S):
@@ -153,5 +158,6 @@ class _Producer:
 
     def _send(self, asked: Asked) -> None:
         asked.asked_s = time.monotonic()
+        asked.num_sends += 1
         with suppress(*AWAY):
             asked.promised |= self.door(asked.id, request(asked.number))

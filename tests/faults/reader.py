@@ -49,6 +49,7 @@ class Reader:
             answer.raise_for_status()
             for name, document in events(answer.iter_lines()):
                 note(watched, name, document)
+                self._journal.streamed()
                 if watched.end_state is not None or self._rng.random() < LEAVES:
                     return
 

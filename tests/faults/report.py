@@ -29,8 +29,14 @@ class Struck(msgspec.Struct, frozen=True, kw_only=True):
     kind: str
     is_kill: bool
     took_s: float
+    restarted: list[str] = []
+    """Services on the path of a prompt that the fault ended."""
     recovery_s: float | None
-    """From the end of the fault to the end of the next job; None if none ended in time."""
+    """From the end of the fault to a new token or end of a job accepted before it; None if there was none in time."""
+    recovery_max_s: float = 0.0
+    """What it may cost: see storm.py."""
+    ended_s: float | None = None
+    """From the end of the fault to the end of the next job."""
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,6 +68,9 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     broken: int = 0
     """What a fault's own check missed: a clear refusal, a clear error at a door, a neighbour's crash."""
     worst_recovery_s: float = 0.0
+    in_faults_s: float = 0.0
+    between_faults_s: float = 0.0
+    """Where the storm's time went: into faults, and into waiting until a job had ended after each."""
     rss_growth_mb: float = 0.0
     useful_tokens_per_s: float = 0.0
     streams_read: int = 0

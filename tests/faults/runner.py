@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from tests.faults import remains
+from shardline.store.database import POOL_SIZE
+from tests.faults import growth, remains
 from tests.faults.checker import Finding, judge
 from tests.faults.fault import Fault
 from tests.faults.load import Load, undisturbed
@@ -15,6 +16,8 @@ from tests.faults.target import Target
 from tests.faults.world import Options, a_world
 
 DRAIN_S = 180.0
+NUM_OWN_CONNECTIONS = POOL_SIZE + 1
+"""Of the load's clients, which are never closed."""
 
 
 def run(options: Options, faults: Sequence[Fault], say: Say, *, max_faults: int | None = None) -> Report:
@@ -40,18 +43,22 @@ def judged(
 
 def _hurt(options: Options, target: TargetT, storm: Storm[TargetT], max_faults: int | None) -> Report:
     """Everything that needs the stack alive."""
-    expected = undisturbed(target)
-    rss_before_mb = target.rss_mb()
+    expected = _undisturbed(target)
+    before_bytes = growth.redis_bytes(target.redis_url)
     load = Load(target)
-    load.start()
-    began_s = time.monotonic()
-    storm.rage(duration_s=60 * options.minutes, max_faults=max_faults)
-    storm.findings += _drain(load, target)
+    with growth.Memory(target) as memory:
+        load.start()
+        began_s = time.monotonic()
+        storm.rage(duration_s=60 * options.minutes, max_faults=max_faults)
+        storm.findings += _drain(load, target)
     took_s = time.monotonic() - began_s
     num_leaked, leaks = remains.kv_leaked(target)
-    growth_mb = target.rss_mb() - rss_before_mb
-    storm.findings += [*leaks, *remains.unbounded(target, growth_mb)]
+    storm.findings += [*leaks, *memory.findings()]
+    storm.findings += growth.in_redis(target.redis_url, target.database_url, before_bytes)
     load.stop()
+    storm.findings += growth.in_postgres(
+        target.database_url, target.running(), num_own=NUM_OWN_CONNECTIONS, lease_s=target.times.lease_s
+    )
     asked, readers = target.journal.everything(), target.journal.readers()
     storm.findings += judge(target.database_url, asked, readers, expected)
     by_state, num_tokens = achieved(target.database_url, [each.id for each in asked if each.door != "calm"])
@@ -69,12 +76,22 @@ def _hurt(options: Options, target: TargetT, storm: Storm[TargetT], max_faults: 
         failed_expected=sum(by_state[state] for state in ("cancelled", "expired", "failed")),
         kv_blocks_leaked=num_leaked,
         worst_recovery_s=max((each.recovery_s or 0.0 for each in storm.struck), default=0.0),
-        rss_growth_mb=growth_mb,
+        in_faults_s=sum(each.took_s for each in storm.struck),
+        between_faults_s=sum(max(each.recovery_s or 0.0, each.ended_s or 0.0) for each in storm.struck),
+        rss_growth_mb=memory.worst_mb,
         useful_tokens_per_s=num_tokens / took_s,
         streams_read=len(readers),
         streams_rejoined=sum(each.num_joins > 1 for each in readers),
         struck=storm.struck,
     )
+
+
+def _undisturbed(target: Target) -> list[tuple[int, ...]]:
+    """The expected tokens; what they take is this machine's measure of a replay."""
+    began_s = time.monotonic()
+    expected = undisturbed(target)
+    target.calm_s = time.monotonic() - began_s
+    return expected
 
 
 def _drain(load: Load, target: Target) -> list[Finding]:

@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Protocol
 
 from shardline.config import Times
 from tests.faults.checker import Finding
 from tests.faults.journal import Journal
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Running:
+    """A process, as its own machine sees it."""
+
+    pid: int
+    rss_bytes: int
 
 
 class Target(Protocol):
@@ -41,8 +50,11 @@ class Target(Protocol):
     def redis_url(self) -> str:
         """For the harness itself, likewise."""
 
-    def rss_mb(self) -> float:
-        """Resident memory of all services."""
+    calm_s: float
+    """How long it took for the whole set of requests, undisturbed."""
+
+    def running(self) -> Mapping[str, Running]:
+        """Our services' processes that live, by the service's name."""
 
     def end(self) -> list[Finding]:
         """Stop it. Returns what lives on though it should not (I5)."""

@@ -82,6 +82,42 @@ def test_given_an_open_job_when_it_ends_then_a_waiter_hears_when() -> None:
     assert journal.wait_until_quiet(0)
 
 
+def test_given_a_mark_when_its_job_has_a_token_more_then_that_is_progress_and_a_late_reader_is_not() -> None:
+    journal = Journal()
+    first, second = (journal.ask(Asked(id=uuid4(), number=0, door="sql")).id for _ in range(2))
+    journal.has_rows([first, second])
+    watched = journal.watch(first)
+    watched.tokens = [1, 2]
+    mark = journal.mark()
+    journal.watch(second).tokens = [1]
+    assert journal.wait_for_progress(mark, 0) is None
+    watched.tokens.append(3)
+    assert journal.wait_for_progress(mark, 0) is not None
+
+
+def test_given_a_mark_when_jobs_end_then_only_one_that_was_accepted_before_is_progress() -> None:
+    journal = Journal()
+    before, after = (journal.ask(Asked(id=uuid4(), number=0, door="sql")) for _ in range(2))
+    journal.has_rows([before.id])
+    mark = journal.mark()
+    journal.has_rows([after.id])
+    journal.ended([(after.id, mark.at_s + 1)])
+    assert journal.wait_for_progress(mark, 0) is None
+    journal.ended([(before.id, mark.at_s + 2)])
+    assert journal.wait_for_progress(mark, 0) == mark.at_s + 2
+
+
+def test_given_a_mark_when_its_jobs_had_ended_unseen_then_any_end_is_progress() -> None:
+    journal = Journal()
+    before, after = (journal.ask(Asked(id=uuid4(), number=0, door="sql")) for _ in range(2))
+    journal.has_rows([before.id])
+    mark = journal.mark()
+    journal.ended([(before.id, mark.at_s - 1)])
+    assert journal.wait_for_progress(mark, 0) is None
+    journal.ended([(after.id, mark.at_s + 1)])
+    assert journal.wait_for_progress(mark, 0) == mark.at_s + 1
+
+
 def test_given_a_finding_when_reported_then_it_is_counted_and_the_run_does_not_hold() -> None:
     struck = [Struck(at_s=0, kind="kill head", is_kill=True, took_s=0, recovery_s=1)]
     calm = Report(

@@ -29,12 +29,16 @@ from tests.faults.hop_net import HopNet
 from tests.faults.journal import Journal
 from tests.faults.proxy import Proxy
 from tests.faults.shim import preloaded
+from tests.faults.target import Running
 from tests.stack import REPOSITORY, Stack, until
 
 TIME_SCALE = 0.25
 CLERK_NAME = "clerk"
 DEBUG = {"enable-debug-command": "local"}
 PLAIN = "?sslmode=disable&gssencmode=disable"
+KV_MIB = 64
+"""Of each stage: more than the load ever needs."""
+
 LOGS_KEPT = REPOSITORY / ".local" / "chaos-logs"
 
 
@@ -69,6 +73,8 @@ class World:
     journal: Journal = field(default_factory=Journal)
     start_s: float = 0.0
     """How long the stack took to get ready."""
+    calm_s: float = 0.0
+    """How long it took for the whole set of requests, undisturbed."""
 
     @property
     def urls(self) -> Mapping[str, str]:
@@ -91,9 +97,9 @@ class World:
         pids: Mapping[str, int] = self.stack.look()["processes"]
         return {name: pid for name, pid in pids.items() if is_running(pid)}
 
-    def rss_mb(self) -> float:
-        """Resident memory of all services."""
-        return family.rss_mb(self.pids().values())
+    def running(self) -> dict[str, Running]:
+        """Likewise, with their memory."""
+        return family.running(self.pids())
 
     def end(self) -> list[Finding]:
         """Stop it. Returns the processes that live on (I5)."""
@@ -152,6 +158,7 @@ def a_world(options: Options) -> Iterator[World]:
             SHARDLINE_TIME_SCALE=str(TIME_SCALE),
             SHARDLINE_DTYPE=options.dtype,
             SHARDLINE_STAGES=str(options.stages),
+            SHARDLINE_KV_MIB=str(KV_MIB),
             SHARDLINE_FAILPOINTS=str(failpoints),
         )
         (folder / "stack").mkdir()
