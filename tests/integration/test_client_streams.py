@@ -45,6 +45,18 @@ def test_given_deltas_of_many_jobs_when_written_then_each_stream_has_its_own_and
     assert 0 < int(str(server.ttl(job_stream(JOB)))) <= STREAM_TTL_S
 
 
+def test_given_a_stream_that_the_server_lost_when_written_then_what_comes_after_expires_too(
+    writer: DeltaWriter, server: redis.Redis
+) -> None:
+    writer.write([(JOB, delta(0))])
+    server.flushall()
+
+    writer.write([(JOB, delta(1)), (OTHER, delta(0)), (JOB, delta(2))])
+
+    assert server.xlen(job_stream(JOB)) == 2
+    assert 0 < int(str(server.ttl(job_stream(JOB)))) <= STREAM_TTL_S
+
+
 def test_given_an_endless_job_when_written_then_its_stream_stays_bounded(
     writer: DeltaWriter, server: redis.Redis
 ) -> None:

@@ -8,7 +8,9 @@ from uuid import UUID
 
 import redis
 from redis.backoff import NoBackoff
+from redis.client import Pipeline
 from redis.retry import Retry
+from redis.typing import EncodableT, FieldT
 
 from shardline.keys import STREAM_TTL_S, job_stream
 from shardline.wire import DELTA_FIELD, Delta, encode_delta
@@ -17,7 +19,7 @@ MAX_ENTRIES = 16_384
 """Of one stream, about: a reader that is further behind than that goes on from Postgres."""
 
 EXPIRY_EVERY_TOKENS = 256
-MAX_EXPIRING = 10_000
+MAX_KNOWN = 10_000
 TIMEOUT_S = 1.0
 PAUSE_S = 0.5
 """After a failure nothing is tried for so long: a head makes hundreds of deltas in that time."""
@@ -30,7 +32,8 @@ class DeltaWriter:
         self.num_dropped = 0
         """Deltas that no stream has."""
         self._paused_until_s = 0.0
-        self._expiring: set[UUID] = set()
+        self._known: set[UUID] = set()
+        """Their streams expire."""
         self._redis = redis.Redis.from_url(
             redis_url,
             socket_timeout=timeout_s,
@@ -53,7 +56,7 @@ class DeltaWriter:
             self.num_dropped += len(batch)
             self._paused_until_s = time.monotonic() + PAUSE_S
             # The server may come back empty.
-            self._expiring.clear()
+            self._known.clear()
             raise
 
     def close(self) -> None:
@@ -61,25 +64,45 @@ class DeltaWriter:
         self._redis.close()
 
     def _append(self, batch: Sequence[tuple[UUID, Delta]]) -> None:
-        pipeline = self._redis.pipeline(transaction=False)
+        opening = {job_id for job_id, delta in batch if self._opens(job_id, delta)}
+        known = [(job_id, delta) for job_id, delta in batch if job_id not in opening]
+        lost = self._extend(known)
+        self._open([(job_id, delta) for job_id, delta in batch if job_id in opening] + lost)
+
+    def _opens(self, job_id: UUID, delta: Delta) -> bool:
+        """At this writer's first entry, now and then, and at the last one: a time to live costs as much as an entry."""
+        if delta.state is not None:
+            self._known.discard(job_id)
+            return True
+        if job_id in self._known and delta.start % EXPIRY_EVERY_TOKENS:
+            return False
+        if len(self._known) >= MAX_KNOWN:
+            self._known.clear()
+        self._known.add(job_id)
+        return True
+
+    def _open(self, batch: Sequence[tuple[UUID, Delta]]) -> None:
+        """At once with its time to live: whatever dies in between, no stream is left that never expires."""
+        if not batch:
+            return
+        pipeline = self._redis.pipeline(transaction=True)
         for job_id, delta in batch:
-            key = job_stream(job_id)
-            if delta.start < MAX_ENTRIES:
-                pipeline.xadd(key, {DELTA_FIELD: encode_delta(delta)})
-            else:
-                pipeline.xadd(key, {DELTA_FIELD: encode_delta(delta)}, maxlen=MAX_ENTRIES, approximate=True)
-            if self._needs_expiry(job_id, delta):
-                pipeline.expire(key, STREAM_TTL_S)
+            _add(pipeline, job_id, delta)
+        for job_id in {job_id for job_id, _ in batch}:
+            pipeline.expire(job_stream(job_id), STREAM_TTL_S)
         pipeline.execute()
 
-    def _needs_expiry(self, job_id: UUID, delta: Delta) -> bool:
-        """At this writer's first entry, now and then, and at the last one: it costs as much as an entry."""
-        if delta.state is not None:
-            self._expiring.discard(job_id)
-            return True
-        if job_id in self._expiring and delta.start % EXPIRY_EVERY_TOKENS:
-            return False
-        if len(self._expiring) >= MAX_EXPIRING:
-            self._expiring.clear()
-        self._expiring.add(job_id)
-        return True
+    def _extend(self, batch: Sequence[tuple[UUID, Delta]]) -> list[tuple[UUID, Delta]]:
+        """Only streams that are there. Returns what found none: the server lost them, and came back."""
+        if not batch:
+            return []
+        pipeline = self._redis.pipeline(transaction=False)
+        for job_id, delta in batch:
+            _add(pipeline, job_id, delta, to_existing=True)
+        return [entry for entry, added in zip(batch, pipeline.execute(), strict=True) if added is None]
+
+
+def _add(pipeline: Pipeline, job_id: UUID, delta: Delta, *, to_existing: bool = False) -> None:
+    maxlen = MAX_ENTRIES if delta.start >= MAX_ENTRIES else None
+    fields: dict[FieldT, EncodableT] = {DELTA_FIELD: encode_delta(delta)}
+    pipeline.xadd(job_stream(job_id), fields, maxlen=maxlen, approximate=True, nomkstream=to_existing)
