@@ -69,13 +69,14 @@ class World:
 
     def running(self) -> dict[str, Running]:
         """In our services' containers: of each the process that holds most, which is not the container's init."""
-        names = {service: self.stack.names(service) for service in MEASURED}
-        containers = {
-            f"{service}.{place}" if place else service: name
-            for service, found in names.items()
-            for place, name in enumerate(sorted(found))
+        ours = f"--filter=label={self.stack.label}"
+        names = self.stack.docker.run("ps", ours, "--format={{.Names}}", check=False).stdout.split()
+        containers = {name.removeprefix(f"{PROJECT}-"): name for name in sorted(names)}
+        return {
+            place: largest
+            for place, name in containers.items()
+            if place.startswith(MEASURED) and (largest := self._largest(name)) is not None
         }
-        return {each: process for each, name in containers.items() if (process := self._largest(name)) is not None}
 
     def _largest(self, name: str) -> Running | None:
         """None: the container does not run."""
