@@ -28,6 +28,9 @@ LEASES = 1.5
 NOTICE_S = 20.0
 """For a server to meet the full disk, and to notice that there is room again."""
 
+START_S = 60.0
+"""Until a process that is started again has something to log."""
+
 RECOVERY_S = 5.0
 """For Postgres to come back by itself: there is little to recover."""
 
@@ -102,8 +105,10 @@ def under_services(part: str) -> Callable[[World, random.Random], None]:
     def inject(world: World, rng: random.Random) -> None:
         name, pid = world.pick(rng, rng.choice(KILLABLE))
         with full(world, world.stack.home.folder / part):
+            before = world.disk.num_refused
             psutil.Process(pid).kill()
-            hold(2 * LEASES * world.times.lease_s)
+            within(START_S, lambda: world.disk.num_refused > before)
+            hold(LEASES * world.times.lease_s)
         if not within(NOTICE_S, lambda: world.pids().get(name, pid) != pid):
             raise Broken(f"{name} is not started again, or up.json does not say so")
 

@@ -40,6 +40,9 @@ from shardline.store import jobs
 from shardline.streams import DeltaWriter
 from tests.integration.store_world import cell, change, request, state, world
 from tests.models import VOCAB_SIZE, save_model
+from tests.simulation.pipeline import Numbers
+from tests.simulation.pipeline import config as scheduler_config
+from tests.simulation.pipeline import request as engine_request
 
 TIMES = Times().scaled(0.2)
 LONG = 4_000
@@ -389,3 +392,17 @@ def test_given_shutdown_when_jobs_are_offered_then_they_go_back_unread(desk: Des
 
     assert desk.verdict() == (job_id, Ignore.__name__)
     assert state(desk.database, job_id) is JobState.QUEUED
+
+
+def test_given_a_step_in_flight_when_the_head_is_held_back_then_nobody_is_late_with_its_answer(
+    executor: Executor,
+) -> None:
+    scheduler = Scheduler(scheduler_config())
+    engine = HeadEngine(executor, scheduler, emit=lambda _: None, on_lost=lambda *_: None)
+    scheduler.add(engine_request(), Numbers(1))
+    assert scheduler.schedule() is not None
+    assert engine.num_awaited == 1
+
+    engine.fenced = True
+
+    assert engine.num_awaited == 0

@@ -161,6 +161,11 @@ class HeadEngine(Engine):
         """The loop turns, held back by `may_run_until_s` alone."""
         self._emit = emit
 
+    @property
+    def num_awaited(self) -> int:
+        """Steps whose answers are taken as they come. While the loop is held back they wait, and nobody is late."""
+        return 0 if self.fenced else self.scheduler.num_in_flight
+
     def add(self, request: Request, sink: TokenSink) -> None:
         """From any thread: a claimed job."""
         self.inbox.put(lambda: self._emit(self.scheduler.add(request, sink)))

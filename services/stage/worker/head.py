@@ -197,10 +197,10 @@ class Head:
         self.desk.lost()
 
     def _progress(self) -> Progress:
-        pulse, in_flight = self._engine.pulse, self._scheduler.num_in_flight
+        pulse = self._engine.pulse
         return Progress(
             epoch=pulse.epoch,
-            num_steps=pulse.num_steps - in_flight,
-            num_outstanding=in_flight,
+            num_steps=pulse.num_steps - self._scheduler.num_in_flight,
+            num_outstanding=self._engine.num_awaited,
             step_began_s=self._engine.step_began_s,
         )
