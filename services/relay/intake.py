@@ -98,6 +98,7 @@ class Intake(Loop):
                 self._redis.xgroup_delconsumer(INTAKE, INTAKE_GROUP, consumer["name"])
 
     def _take(self, entries: list[Entry]) -> None:
+        failpoint(Point.INTAKE_TAKEN)
         verdicts = accept(self._database, [_arrival(entry) for entry in entries])
         failpoint(Point.INTAKE_INSERTED, door="stream")
         for (entry_id, document), verdict in zip(entries, verdicts, strict=True):

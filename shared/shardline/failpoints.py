@@ -49,6 +49,8 @@ class Point(StrEnum):
     """The claim is committed, the engine knows nothing of it."""
     STAMPED = "stamped"
     """A relay committed `sent_at` and has sent nothing yet: between stamp and publish."""
+    INTAKE_TAKEN = "intake-taken"
+    """A relay took entries of the intake stream and has not stored them."""
     INTAKE_INSERTED = "intake-inserted"
     """A relay committed rows and has not acknowledged where they came from: door (stream, celery)."""
     GATEWAY_INSERTED = "gateway-inserted"

@@ -240,7 +240,7 @@ def beat(pair: Pair) -> None:
     for job_id in _some(pair):
         attempt = pair.tables.attempts.get((job_id, pair.tables.jobs[job_id].fence))
         start = len(attempt.tokens) if attempt else 0
-        start = max(0, start + pair.rng.choice([0, 0, 0, -1, 1]))
+        start = max(0, start + pair.rng.choice([0, 0, 0, -1, -2, 1]))
         ids = tuple(pair.rng.randrange(100) for _ in range(pair.rng.randrange(3)))
         beats.append(Beat(job_id=job_id, fence=_fence(pair, job_id), start=start, ids=ids))
     pair.both("heartbeat", claims.heartbeat, statements.heartbeat, beats, lease_s=LEASE_S)
@@ -289,9 +289,8 @@ def sweep_leases(pair: Pair) -> None:
 
 OPERATIONS = (
     submit, submit, submit, pass_time, pass_time, take_epoch, leave, announce, announce, unready, renew, stamp, stamp,
-    unstamp, unstamp_all, claim, claim, claim, claim, expire, blame, suspects, beat, beat, beat, end, end, release,
-    cancel,
-    sweep_waiting, sweep_leases, sweep_leases,
+    unstamp, unstamp_all, claim, claim, claim, claim, expire, blame, suspects, beat, beat, beat, beat, end, end,
+    release, cancel, sweep_waiting, sweep_leases, sweep_leases,
 )  # fmt: skip
 
 

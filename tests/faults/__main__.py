@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -15,14 +16,33 @@ from tests.faults.world import LOGS_KEPT, Options
 
 
 def main(
+    *,
     seed: Annotated[int | None, typer.Option(help="draws the faults; default: a new one, which is printed")] = None,
     minutes: Annotated[float, typer.Option(help="how long faults are injected")] = 2.0,
     faults: Annotated[str, typer.Option(help="all, or groups and kinds with commas between them")] = "all",
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16")] = "float32",
     stages: Annotated[int, typer.Option(help="stages of the pipeline")] = 2,
+    replicas: Annotated[int, typer.Option(help="pipelines on the same queue")] = 1,
+    patience: Annotated[float, typer.Option(help="seconds after the last fault in which everything must end")] = 180.0,
+    inexact: Annotated[bool, typer.Option("--inexact", help="attention without our kernel")] = False,
+    model: Annotated[Path | None, typer.Option(help="a model's folder instead of the demo model")] = None,
+    redis_lasts: Annotated[
+        bool, typer.Option("--redis-lasts", help="the faults spare Redis: what it has taken is never sent again")
+    ] = False,
 ) -> None:
     """Hurt a stack of its own under load and judge what comes of it; figures in .local/chaos.json."""
-    options = Options(seed=seeded(seed), minutes=minutes, faults=faults, dtype=dtype, stages=stages)
+    options = Options(
+        seed=seeded(seed),
+        minutes=minutes,
+        faults=faults,
+        dtype=dtype,
+        stages=stages,
+        replicas=replicas,
+        exact=not inexact,
+        patience_s=patience,
+        model=model,
+        redis_lasts=redis_lasts,
+    )
     again = f"make chaos SEED={options.seed} MINUTES={minutes:g} FAULTS={faults!r} DTYPE={dtype} STAGES={stages}"
     conduct(again, partial(run, options, wanted(faults, GROUPS)), file=FILE, logs=LOGS_KEPT)
 

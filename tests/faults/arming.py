@@ -33,6 +33,11 @@ class Arming:
         """So far."""
         return len(set(self._marks()) - self._before)
 
+    @property
+    def pids(self) -> list[int]:
+        """Of the processes that it struck so far."""
+        return [int(mark.suffixes[-2][1:].partition("-")[0]) for mark in set(self._marks()) - self._before]
+
     def wait(self, num_strikes: int = 1, *, timeout_s: float = STRIKE_S) -> None:
         """Until it struck so often. Raises NeverStruck, then disarmed."""
         patient = Retrying(

@@ -11,7 +11,9 @@ from tests.faults import (
     deploy_faults,
     disk_faults,
     failpoint_faults,
+    frame_faults,
     kill_faults,
+    lease_faults,
     link_faults,
     message_faults,
     migration_faults,
@@ -42,6 +44,8 @@ GROUPS: Mapping[str, tuple[Fault, ...]] = MappingProxyType(
         "weights": weights_faults.FAULTS,
         "scale": scale_faults.FAULTS,
         "migration": migration_faults.FAULTS,
+        "lease": lease_faults.FAULTS,
+        "frames": frame_faults.FAULTS,
     }
 )
 

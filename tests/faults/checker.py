@@ -59,22 +59,34 @@ class Finding:
         return f"{self.invariant} {self.count}: {self.what}" + (f" (job {self.job_id})" if self.job_id else "")
 
 
-def judge(database_url: str, asked: Sequence[Asked], watched: Sequence[Watched], expected: Tokens) -> list[Finding]:
-    """All violations that rows and streams show."""
+def judge(
+    database_url: str, asked: Sequence[Asked], watched: Sequence[Watched], expected: Tokens | None
+) -> list[Finding]:
+    """All violations that rows and streams show. Without `expected` each job is held to what it saved itself."""
     ids = [each.id for each in asked]
     with psycopg.connect(database_url, row_factory=dict_row) as connection:
         rows = {row["id"]: row for row in connection.execute(JOBS, (ids,))}
         attempts = connection.execute(ATTEMPTS, (ids,)).fetchall()
         twice = connection.execute(TWICE, {"ids": ids}).fetchall()
         strangers = connection.execute(STRANGERS, (ids,)).fetchall()
-    numbers = {each.id: expected[each.number] for each in asked}
+    own = own_tokens(rows, attempts)
+    numbers = own if expected is None else {each.id: expected[each.number] for each in asked}
     return [
         *lost(asked, rows),
         *duplicated(twice, strangers),
         *changed(rows, attempts, numbers),
         *stale(rows, attempts),
+        *blamed(attempts),
         *retracted(watched, rows, numbers),
     ]
+
+
+def own_tokens(rows: Mapping[UUID, Row], attempts: Sequence[Row]) -> Mapping[UUID, Sequence[int]]:
+    """Of each job: the result's, or without one those of the newest attempt, which stand in that order."""
+    saved = {attempt["job_id"]: attempt["tokens"] for attempt in attempts}
+    return {
+        job_id: saved.get(job_id, []) if row["token_ids"] is None else row["token_ids"] for job_id, row in rows.items()
+    }
 
 
 def lost(asked: Sequence[Asked], rows: Mapping[UUID, Row]) -> list[Finding]:
@@ -170,13 +182,27 @@ def _stale_in(attempt: Row) -> list[str]:
     return found
 
 
+def blamed(attempts: Sequence[Row]) -> list[Finding]:
+    """I1: an attempt that saved tokens of its own and was counted as a crash all the same; three of them end a job."""
+    return [
+        Finding(
+            invariant="I1",
+            count="blamed",
+            what=f"fence {attempt['fence']} saved new tokens and was counted as a crash",
+            job_id=attempt["job_id"],
+        )
+        for attempt in attempts
+        if attempt["outcome"] == "crashed" and len(attempt["tokens"]) > attempt["num_resumed"]
+    ]
+
+
 def retracted(
     watched: Sequence[Watched], rows: Mapping[UUID, Row], numbers: Mapping[UUID, Sequence[int]]
 ) -> list[Finding]:
     """I9: a stream that skipped, repeated, or said something else than the result."""
     found = []
     for reader in watched:
-        row, wanted = rows.get(reader.job_id), list(numbers[reader.job_id])
+        row, wanted = rows.get(reader.job_id), list(numbers.get(reader.job_id, ()))
         whats = list(reader.gaps)
         if reader.tokens != wanted[: len(reader.tokens)]:
             whats.append(f"streamed tokens differ from place {first_difference(reader.tokens, wanted)}")

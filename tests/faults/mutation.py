@@ -1,175 +1,185 @@
-"""The mutation gate: applies each mutant to a copy of the repository and counts how often the tests notice.
+"""The mutation gate: applies each mutant to a copy of the repository and counts how often what must notice does.
 
-`python -m tests.faults.mutation [--runs N] [--only WORD] [--write FILE]`. Status 0 when every test that must notice a
-mutant did in at least 19 of 20 runs, and none fails without a mutant.
+`python -m tests.faults.mutation [--runs N] [--only WORD] [--on tests|stack] [--write FILE]`. Each test and the
+simulation must notice in at least 19 of 20 runs, and the judge of a real stack once; none of them may without a mutant.
+Status 0 if all that is so. What was seen is kept in .local/mutants.json, so that mutants may be run one by one.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
-import re
-import shutil
-import subprocess
+import signal
 import sys
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
-from xml.etree import ElementTree
 
-from tests.faults.mutants import MUTANTS, STATEMENTS, Mutant
-from tests.simulation.__main__ import BROKEN_RUNS
+import msgspec
 
-ROOT = Path(__file__).resolve().parents[2]
-COPIED = ("services", "shared", "tests", "migrations", "pyproject.toml")
-BUILT = ".build"
+from tests.faults.mutant import Hurt, Mutant, Patch
+from tests.faults.mutants import MUTANTS
+from tests.faults.mutated import ROOT, Hung, Unfit, copy_of, of_product
+from tests.faults.noticing import Judged, by_judge, by_storms, by_test
+
+KEPT = ROOT / ".local" / "mutants.json"
 SIMULATION = "simulation"
-SEEDS_PER_RUN = 60
 ENOUGH = 0.95
-TIMEOUT_S = 900.0
-
+NOBODY = "(none)"
 BEGIN, END = "<!-- mutants: begin -->", "<!-- mutants: end -->"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Catch:
-    """How often one test noticed one mutant."""
+class Seen(msgspec.Struct, kw_only=True):
+    """Of one mutant."""
 
-    mutant: str
-    test: str
-    num_caught: int
-    num_runs: int
+    caught: dict[str, tuple[int, int]] = {}
+    """By each test: in how many runs, of how many."""
+    stack: Judged | None = None
 
-    @property
-    def is_enough(self) -> bool:
-        """19 of 20."""
-        return self.num_caught >= ENOUGH * self.num_runs
-
-    def row(self) -> str:
-        """Of the table."""
-        name = self.test.rpartition("::")[2].rpartition("/")[2].replace("_", " ").removesuffix(".py")
-        return f"| {self.mutant} | {self.num_caught}/{self.num_runs} | {name} |"
+    def problems(self, mutant: Mutant, *, of_stack: bool, of_tests: bool) -> Iterator[str]:
+        """What did not notice, or not often enough."""
+        if of_tests:
+            for test, (num_caught, num_runs) in self.caught.items():
+                if num_caught < ENOUGH * num_runs:
+                    yield f"{mutant.name}: {test} noticed it in {num_caught} of {num_runs} runs"
+        if of_stack and mutant.hurt is not None and not (self.stack and self.stack.counts):
+            yield f"{mutant.name}: the judge of a real stack did not notice it: {self.stack}"
 
 
-@contextmanager
-def copy_of(mutant: Mutant | None, *, with_model: bool) -> Iterator[Path]:
-    """The repository with the mutant applied, in a folder of its own; to the simulation's statements too `with_model`.
-
-    Tests that hold the two together must see them differ.
-    """
-    with tempfile.TemporaryDirectory(prefix="shardline-mutant-") as name:
-        folder = Path(name)
-        for entry in COPIED:
-            source = ROOT / entry
-            if source.is_dir():
-                shutil.copytree(source, folder / entry, ignore=shutil.ignore_patterns("__pycache__"))
-            else:
-                shutil.copy(source, folder / entry)
-        if (ROOT / BUILT).exists():
-            (folder / BUILT).symlink_to((ROOT / BUILT).resolve())
-        for patch in mutant.patches if mutant else ():
-            if patch.file == STATEMENTS and not with_model:
-                continue
-            path = folder / patch.file
-            source_text = path.read_text(encoding="utf-8")
-            assert source_text.count(patch.old) == 1, f"{patch.file}: the patch does not fit any more"
-            path.write_text(source_text.replace(patch.old, patch.new), encoding="utf-8")
-        yield folder
+def judge_by_tests(mutant: Mutant, num_runs: int) -> dict[str, tuple[int, int]]:
+    """Each test of a mutant, and the simulation."""
+    caught: dict[str, tuple[int, int]] = {}
+    for test in (*mutant.tests, *([SIMULATION] if mutant.is_simulated else [])):
+        caught[test] = (_counted(mutant, test, num_runs), num_runs)
+    return caught
 
 
-def run(folder: Path, *arguments: str, **environment: str) -> str | None:
-    """What a Python of the copy printed; None when it hung."""
-    path = os.pathsep.join((str(folder), str(folder / "shared")))
+def _counted(mutant: Mutant, test: str, num_runs: int) -> int:
+    name, began_s = mutant.name, time.monotonic()
     try:
-        done = subprocess.run(
-            [sys.executable, "-m", *arguments],
-            cwd=folder,
-            env={**os.environ, "PYTHONPATH": path, **environment},
-            capture_output=True,
-            text=True,
-            timeout=TIMEOUT_S,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
+        with copy_of(mutant.patches if test == SIMULATION else of_product(mutant)) as folder:
+            num_caught = by_storms(folder, num_runs) if test == SIMULATION else by_test(folder, test, num_runs)
+    except (Hung, Unfit) as error:
+        say(f"{name}: {_short(test)}: {error}")
+        return 0
+    say(f"{name}: {_short(test)}: {num_caught}/{num_runs} in {time.monotonic() - began_s:.0f} s")
+    return num_caught
+
+
+def judge_by_stack(name: str, patches: Sequence[Patch], hurt: Hurt) -> Judged | None:
+    """A real stack with these patches. None when there was nothing to judge."""
+    began_s = time.monotonic()
+    try:
+        with copy_of(patches) as folder:
+            judged = by_judge(folder, hurt)
+    except (Hung, Unfit) as error:
+        say(f"{name}: real stack: {error}")
         return None
-    return done.stdout
+    say(f"{name}: real stack: {judged} in {time.monotonic() - began_s:.0f} s")
+    return judged
 
 
-def failures(folder: Path, test: str, num_runs: int) -> int:
-    """How many of so many runs of a test failed; a run counts once, whatever its parameters."""
-    report = folder / "report.xml"
-    report.unlink(missing_ok=True)
-    options = ("-p", "tests.faults.repeat", "-p", "no:cacheprovider", f"--junitxml={report}", "-n", "0")
-    run(folder, "pytest", test, *options, MUTANT_RUNS=str(num_runs))
-    if not report.exists():
-        return num_runs
-    cases = ElementTree.parse(report).iter("testcase")  # noqa: S314 (pytest's own report)
-    failed = {_run_of(case) for case in cases if case.find("failure") is not None or case.find("error") is not None}
-    return len(failed)
+def false_alarms(mutants: Sequence[Mutant], *, on_tests: bool, on_stack: bool) -> list[str]:
+    """What fails although nothing is broken."""
+    found = []
+    if on_tests:
+        tests = tuple(dict.fromkeys(test for mutant in mutants for test in mutant.tests))
+        healthy = Mutant(name=NOBODY, patches=(), tests=tests, is_simulated=any(each.is_simulated for each in mutants))
+        caught = judge_by_tests(healthy, 1)
+        found += [f"{test} fails without a mutant" for test, (num_caught, _) in caught.items() if num_caught]
+    if on_stack:
+        for hurt in together([mutant.hurt for mutant in mutants if mutant.hurt]):
+            judged = judge_by_stack(NOBODY, (), hurt)
+            if judged is None or judged.counts or judged.others:
+                found.append(f"without a mutant, {hurt} gives {judged}")
+    return found
 
 
-def _run_of(case: ElementTree.Element) -> str:
-    found = re.search(r"\brun\d+", case.get("name", "").rpartition("[")[2])
-    return found[0] if found else "collection"
+def together(hurts: Sequence[Hurt]) -> list[Hurt]:
+    """As few runs as do the same to the same stacks."""
+    by_stack: dict[Hurt, list[Hurt]] = {}
+    for hurt in dict.fromkeys(hurts):
+        by_stack.setdefault(replace(hurt, faults="", counts=(), minutes=0.0), []).append(hurt)
+    return [
+        replace(
+            stack,
+            faults=",".join(dict.fromkeys(kind for one in same for kind in one.faults.split(","))),
+            minutes=sum(one.minutes for one in same),
+        )
+        for stack, same in by_stack.items()
+    ]
 
 
-def storms_broken(folder: Path, num_runs: int) -> int:
-    """How many of so many runs of the simulation, each with seeds of its own, found a broken promise."""
-    told = run(folder, "tests.simulation", "0", f"--count={SEEDS_PER_RUN}", f"--runs={num_runs}")
-    number = (told or "").rpartition(BROKEN_RUNS)[2].strip()
-    return int(number) if number.isdigit() else num_runs
+def table(seen: dict[str, Seen]) -> str:
+    """For people; the real stack stands in the first line of each mutant."""
+    lines = ["| mutant | caught | by | real stack |", "|---|---|---|---|"]
+    for mutant in MUTANTS:
+        one = seen.get(mutant.name, Seen())
+        stack = _stack_cell(mutant, one.stack)
+        for test, (num_caught, num_runs) in one.caught.items():
+            lines.append(f"| {mutant.name} | {num_caught}/{num_runs} | {_short(test)} | {stack} |")
+            stack = ""
+    return "\n".join(lines)
 
 
-def judge(mutant: Mutant | None, tests: tuple[str, ...], num_runs: int, *, is_simulated: bool) -> list[Catch]:
-    """All tests of one mutant."""
-    name = mutant.name if mutant else "(none)"
-    with copy_of(mutant, with_model=False) as folder:
-        caught = {test: failures(folder, test, num_runs) for test in tests}
-    if is_simulated:
-        with copy_of(mutant, with_model=True) as folder:
-            caught[SIMULATION] = storms_broken(folder, num_runs)
-    catches = [Catch(mutant=name, test=test, num_caught=num, num_runs=num_runs) for test, num in caught.items()]
-    for catch in catches:
-        print(catch.row(), flush=True)
-    return catches
+def _stack_cell(mutant: Mutant, judged: Judged | None) -> str:
+    if mutant.hurt is None or judged is None or not judged.counts:
+        return "-"
+    counts = ", ".join(f"`{name}` {number}" for name, number in judged.counts.items())
+    behind = f"; with {mutant.hidden_by.name} broken too" if mutant.hidden_by else ""
+    return f"{counts} under {mutant.hurt.faults}{behind}"
 
 
-def table(catches: list[Catch]) -> str:
-    """For people."""
-    return "\n".join(("| mutant | caught | by |", "|---|---|---|", *(catch.row() for catch in catches)))
+def _short(test: str) -> str:
+    return test.rpartition("::")[2].rpartition("/")[2].replace("_", " ").removesuffix(".py")
 
 
-def write(catches: list[Catch], path: Path) -> None:
+def write(seen: dict[str, Seen], path: Path) -> None:
     """Into the document, between the two marks."""
     before, _, rest = path.read_text(encoding="utf-8").partition(BEGIN)
     after = rest.partition(END)[2]
-    path.write_text(f"{before}{BEGIN}\n\n{table(catches)}\n\n{END}{after}", encoding="utf-8")
+    path.write_text(f"{before}{BEGIN}\n\n{table(seen)}\n\n{END}{after}", encoding="utf-8")
 
 
-def main() -> int:
+def say(line: str) -> None:
+    """Progress."""
+    print(f"{time.strftime('%H:%M:%S')} {line}", flush=True)
+
+
+def options() -> argparse.Namespace:
     """From the command line."""
     parser = argparse.ArgumentParser(prog="python -m tests.faults.mutation", description=__doc__)
     parser.add_argument("--runs", type=int, default=20, help="runs of each test")
     parser.add_argument("--only", default="", help="mutants whose name holds this")
-    parser.add_argument("--write", type=Path, help="document to write the table into")
-    options = parser.parse_args()
-    chosen = [mutant for mutant in MUTANTS if options.only in mutant.name]
-    healthy = tuple(dict.fromkeys(test for mutant in chosen for test in mutant.tests))
-    false_alarms = judge(None, healthy, 1, is_simulated=any(mutant.is_simulated for mutant in chosen))
-    catches = [
-        catch
-        for mutant in chosen
-        for catch in judge(mutant, mutant.tests, options.runs, is_simulated=mutant.is_simulated)
-    ]
-    if options.write:
-        write(catches, options.write)
-    alarmed = [catch for catch in false_alarms if catch.num_caught]
-    missed = [catch for catch in catches if not catch.is_enough]
-    for catch in (*alarmed, *missed):
-        print(f"NOT AS IT MUST BE: {catch.row()}")
-    return 1 if alarmed or missed else 0
+    parser.add_argument("--on", choices=("all", "tests", "stack"), default="all", help="who is to notice")
+    parser.add_argument("--sure", action="store_true", help="leave out the runs without a mutant")
+    parser.add_argument("--write", type=Path, help="document to write the table into, with what was seen before")
+    return parser.parse_args()
+
+
+def main() -> int:
+    """The whole gate, or a part of it."""
+    chosen = options()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    mutants = [mutant for mutant in MUTANTS if chosen.only in mutant.name]
+    on_tests, on_stack = chosen.on != "stack", chosen.on != "tests"
+    problems = [] if chosen.sure else false_alarms(mutants, on_tests=on_tests, on_stack=on_stack)
+    seen = msgspec.json.decode(KEPT.read_bytes(), type=dict[str, Seen]) if KEPT.exists() else {}
+    for mutant in mutants:
+        one = seen.setdefault(mutant.name, Seen())
+        if on_tests:
+            one.caught = judge_by_tests(mutant, chosen.runs)
+        if on_stack and mutant.hurt is not None:
+            layers = mutant.hidden_by.patches if mutant.hidden_by else ()
+            one.stack = judge_by_stack(mutant.name, (*of_product(mutant), *layers), mutant.hurt)
+        KEPT.parent.mkdir(exist_ok=True)
+        KEPT.write_bytes(msgspec.json.format(msgspec.json.encode(seen)))
+        problems += one.problems(mutant, of_stack=on_stack, of_tests=on_tests)
+    if chosen.write:
+        write(seen, chosen.write)
+    for problem in problems:
+        say(f"NOT AS IT MUST BE: {problem}")
+    return 1 if problems else 0
 
 
 if __name__ == "__main__":

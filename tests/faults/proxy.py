@@ -57,6 +57,8 @@ class Proxy:
         self.host = host
         self.port = port
         """0 becomes a free one at the first start, and stays."""
+        self.tap: Callable[[], Callable[[bytes], bytes]] | None = None
+        """For each connection that is opened from now on, what callers' bytes go through."""
         self._target = target
         self._weather = FAIR
         self._loop = asyncio.new_event_loop()
@@ -240,6 +242,7 @@ class _Link:
     async def _read(self, direction: Direction, source: _End, chunks: Chunks) -> None:
         due_s = 0.0
         data: bytes | None = b" "
+        tap = self._proxy.tap() if self._proxy.tap and direction is Direction.TO_SERVER else None
         while data:
             weather = await self._proxy.passage(direction)
             if weather.bytes_per_s is not None:
@@ -249,7 +252,9 @@ class _Link:
             except OSError:
                 data = None
             due_s = max(due_s, asyncio.get_running_loop().time() + self._proxy.due_s())
-            await chunks.put((due_s, data))
+            passed = tap(data) if data and tap else data
+            if passed or not data:
+                await chunks.put((due_s, passed))
 
     async def _write(self, direction: Direction, sink: _End, chunks: Chunks) -> None:
         data: bytes | None = b" "

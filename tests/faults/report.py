@@ -58,6 +58,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     duplicated: int = 0
     token_mismatches: int = 0
     stale_commits: int = 0
+    stale_deltas: int = 0
+    blamed: int = 0
     kv_blocks_leaked: int = 0
     orphans: int = 0
     retracted: int = 0

@@ -6,8 +6,9 @@ import time
 from collections.abc import Sequence
 
 from shardline.store.database import POOL_SIZE
-from tests.faults import growth, remains
+from tests.faults import audit, growth, remains
 from tests.faults.checker import Finding, judge
+from tests.faults.emissions import stale_deltas
 from tests.faults.fault import Fault
 from tests.faults.load import Load, undisturbed
 from tests.faults.report import Report, achieved, kinds
@@ -15,7 +16,6 @@ from tests.faults.storm import Say, Storm, TargetT
 from tests.faults.target import Target
 from tests.faults.world import Options, a_world
 
-DRAIN_S = 180.0
 NUM_OWN_CONNECTIONS = POOL_SIZE + 1
 """Of the load's clients, which are never closed."""
 
@@ -43,16 +43,17 @@ def judged(
 
 def _hurt(options: Options, target: TargetT, storm: Storm[TargetT], max_faults: int | None) -> Report:
     """Everything that needs the stack alive."""
-    expected = _undisturbed(target)
+    audit.install(target.database_url, lease_s=target.times.lease_s)
+    expected = _undisturbed(target, exact=options.exact)
     before_bytes = growth.redis_bytes(target.redis_url)
-    load = Load(target)
+    load = Load(target, redis_lasts=options.redis_lasts)
     with growth.Memory(target) as memory:
         load.start()
         began_s = time.monotonic()
         storm.rage(duration_s=60 * options.minutes, max_faults=max_faults)
-        storm.findings += _drain(load, target)
+        storm.findings += _drain(load, target, options.patience_s)
     took_s = time.monotonic() - began_s
-    num_leaked, leaks = remains.kv_leaked(target)
+    num_leaked, leaks = remains.kv_leaked(target, num_replicas=options.replicas)
     storm.findings += [*leaks, *memory.findings()]
     storm.findings += growth.in_redis(target.redis_url, target.database_url, before_bytes)
     load.stop()
@@ -61,6 +62,9 @@ def _hurt(options: Options, target: TargetT, storm: Storm[TargetT], max_faults: 
     )
     asked, readers = target.journal.everything(), target.journal.readers()
     storm.findings += judge(target.database_url, asked, readers, expected)
+    storm.findings += audit.stale_writes(target.database_url)
+    ids = [each.id for each in asked]
+    storm.findings += stale_deltas(target.database_url, target.redis_url, ids, lease_s=target.times.lease_s)
     by_state, num_tokens = achieved(target.database_url, [each.id for each in asked if each.door != "calm"])
     return Report(
         seed=options.seed,
@@ -86,19 +90,19 @@ def _hurt(options: Options, target: TargetT, storm: Storm[TargetT], max_faults: 
     )
 
 
-def _undisturbed(target: Target) -> list[tuple[int, ...]]:
+def _undisturbed(target: Target, *, exact: bool) -> list[tuple[int, ...]] | None:
     """The expected tokens; what they take is this machine's measure of a replay."""
     began_s = time.monotonic()
-    expected = undisturbed(target)
+    expected = undisturbed(target, exact=exact)
     target.calm_s = time.monotonic() - began_s
     return expected
 
 
-def _drain(load: Load, target: Target) -> list[Finding]:
+def _drain(load: Load, target: Target, patience_s: float) -> list[Finding]:
     """I8: everything ends. Which jobs have not, the judge tells."""
-    is_quiet = load.drain(DRAIN_S)
+    is_quiet = load.drain(patience_s)
     findings = [Finding(invariant="I8", count="dead_threads", what=f"the load's {name} died") for name in load.dead()]
     if not is_quiet:
-        what = f"{len(target.journal.open())} jobs have not ended {DRAIN_S:.0f} s after the last fault"
+        what = f"{len(target.journal.open())} jobs have not ended {patience_s:.0f} s after the last fault"
         findings.append(Finding(invariant="I8", count="stuck", what=what))
     return findings

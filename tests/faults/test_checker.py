@@ -102,6 +102,11 @@ def test_given_an_honest_life_when_judged_then_nothing_is_found(database_url: st
         pytest.param(
             "UPDATE jobs SET fence = 3 WHERE id = %s", ("I3", "stale_commits"), id="a fence that no attempt has"
         ),
+        pytest.param(
+            "UPDATE attempts SET outcome = 'crashed' WHERE job_id = %s AND fence = 1",
+            ("I1", "blamed"),
+            id="a crash in spite of new tokens",
+        ),
     ],
 )
 def test_given_a_violation_in_the_rows_when_judged_then_it_is_found(
@@ -111,6 +116,16 @@ def test_given_a_violation_in_the_rows_when_judged_then_it_is_found(
         connection.execute("ALTER TABLE results DROP CONSTRAINT results_pkey")
         connection.execute(change, (job_id,))
     assert expected in found(database_url, job_id)
+
+
+def test_given_no_undisturbed_run_when_judged_then_a_job_is_held_to_its_own_result(
+    database_url: str, job_id: UUID
+) -> None:
+    asked, stream = [Asked(id=job_id, number=0, door="sql", promised=True)], read(job_id, *TOKENS)
+    assert judge(database_url, asked, [stream], None) == []
+    with psycopg.connect(database_url) as connection:
+        connection.execute("UPDATE results SET token_ids[1] = 99 WHERE job_id = %s", (job_id,))
+    assert {"token_mismatches", "retracted"} == {one.count for one in judge(database_url, asked, [stream], None)}
 
 
 def test_given_a_job_of_an_unknown_id_when_judged_then_it_is_a_duplicate(database_url: str, job_id: UUID) -> None:

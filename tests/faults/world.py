@@ -28,6 +28,7 @@ from tests.faults.disk import Disk
 from tests.faults.hop_net import HopNet
 from tests.faults.journal import Journal
 from tests.faults.proxy import Proxy
+from tests.faults.requests import MODEL
 from tests.faults.shim import preloaded
 from tests.faults.target import Running
 from tests.stack import REPOSITORY, Stack, until
@@ -51,6 +52,15 @@ class Options:
     faults: str = "all"
     dtype: str = "float32"
     stages: int = 2
+    replicas: int = 1
+    exact: bool = True
+    """False: attention without our kernel, so that a resume may give other tokens."""
+    patience_s: float = 180.0
+    """Everything must end so soon after the last fault."""
+    model: Path | None = None
+    """Another one than the demo model, under its name."""
+    redis_lasts: bool = False
+    """No fault harms what Redis holds: what it has taken is never sent again."""
 
 
 @dataclass(kw_only=True)
@@ -158,6 +168,9 @@ def a_world(options: Options) -> Iterator[World]:
             SHARDLINE_TIME_SCALE=str(TIME_SCALE),
             SHARDLINE_DTYPE=options.dtype,
             SHARDLINE_STAGES=str(options.stages),
+            SHARDLINE_REPLICAS=str(options.replicas),
+            **_model(options.model),
+            SHARDLINE_KERNEL="auto" if options.exact else "off",
             SHARDLINE_KV_MIB=str(KV_MIB),
             SHARDLINE_FAILPOINTS=str(failpoints),
         )
@@ -190,6 +203,10 @@ def _preloaded(clock: Clock, disk: Disk) -> Iterator[str]:
     environment = {name: value for shim in shims for name, value in shim.environment.items()}
     with preloaded(libraries, environment):
         yield ":".join(filter(None, (*map(str, libraries), preload(StandaloneSettings()))))
+
+
+def _model(folder: Path | None) -> Mapping[str, str]:
+    return {} if folder is None else {"SHARDLINE_MODEL": str(folder), "SHARDLINE_MODEL_NAME": MODEL}
 
 
 def _proxy(ending: ExitStack, target: tuple[str, int] | str) -> Proxy:

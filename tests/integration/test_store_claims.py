@@ -142,6 +142,13 @@ def test_given_a_claim_and_a_cancel_at_once_when_both_commit_then_the_job_is_can
             assert state(engine, job_id) is JobState.CANCELLED
 
 
+def test_given_a_job_that_ran_before_when_claimed_then_its_fence_is_the_next_one(engine: Engine) -> None:
+    (job_id,) = submit(engine)
+    change(engine, "UPDATE jobs SET fence = 7")
+    (claimed,) = claim(engine, [job_id])
+    assert claimed.fence == 8
+
+
 def test_given_a_resumed_job_when_claimed_then_tokens_and_logprobs_go_on(engine: Engine) -> None:
     first = running(engine)
     assert beat(engine, first, 0, 7, 8, logprobs=True) == HOLDS

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 from uuid import UUID
@@ -99,6 +99,11 @@ class Tables:
     stale_writes: list[str] = field(default_factory=list)
     granted_s: dict[Key, float] = field(default_factory=dict)
     """Until when each claim was ever allowed to run."""
+    lease_s: float | None = None
+    """Of every lease. None: they are not audited."""
+    renewed_s: dict[Key, float] = field(default_factory=dict)
+    """When each claim's holder was heard last."""
+    wrong_leases: list[str] = field(default_factory=list)
     saved: dict[UUID, tuple[int, ...]] = field(default_factory=dict)
     """The longest checkpoint ever committed."""
 
@@ -115,13 +120,29 @@ class Tables:
     def grant(self, job: Job, lease_s: float) -> None:
         """A lease is given."""
         job.lease_s = lease_s
+        self.renewed_s[job.id, job.fence] = self.clock()
         self.granted_s[job.id, job.fence] = lease_s
+
+    def cut_short(self, job: Job) -> None:
+        """A lease ends now."""
+        job.lease_s = self.clock()
+        self.renewed_s[job.id, job.fence] = self.clock() - (self.lease_s or 0.0)
 
     def save(self, key: Key, tokens: tuple[int, ...]) -> None:
         """A checkpoint is written."""
         self.attempts[key].tokens = tokens
         if len(tokens) > len(self.saved.get(key[0], ())):
             self.saved[key[0]] = tokens
+
+    def audit_leases(self, expired: Collection[Job]) -> None:
+        """A sweep takes exactly those whose holder was silent for a lease by this clock."""
+        for job in self.jobs.values():
+            if self.lease_s is None or job.state is not JobState.RUNNING:
+                continue
+            is_over = self.renewed_s[job.id, job.fence] + self.lease_s < self.clock()
+            if is_over != (job in expired):
+                what = "is not over" if job in expired else "goes on"
+                self.wrong_leases.append(f"{job.id} at fence {job.fence}: its lease {what} at {self.clock():.1f} s")
 
     def audit(self, job: Job, fence: int, what: str) -> None:
         """Every write by a claim's holder, or in its place, passes here."""

@@ -102,7 +102,7 @@ def expire(connection: Connection, *, worker: str, pipeline: str) -> int:
     mine = [job for job in connection.tables.jobs.values() if (job.worker, job.pipeline) == (worker, pipeline)]
     held = [job for job in mine if job.state is JobState.RUNNING and (job.lease_s or 0.0) > connection.now_s]
     for job in held:
-        job.lease_s = connection.now_s
+        connection.tables.cut_short(job)
     return len(held)
 
 
@@ -189,6 +189,7 @@ def sweep_leases(
         for job in tables.jobs.values()
         if job.state is JobState.RUNNING and job.lease_s is not None and job.lease_s < connection.now_s
     ]
+    tables.audit_leases(expired)
     over = [job for job in expired if job.cancel_s is not None or _is_over(connection, job.deadline_s)]
     moved |= _judge(connection, [job for job in expired if job not in over])
     return {**moved, **end_from(connection, [_stopped(connection, job, decode) for job in over], held=JobState.RUNNING)}

@@ -71,7 +71,7 @@ class World:
         """Of this seed."""
         loom = Loom(seed)
         rng = loom.rng
-        tables = Tables(lambda: loom.now_s)
+        tables = Tables(lambda: loom.now_s, lease_s=TIMES.lease_s)
         site = Site(
             loom=loom,
             network=Network(loom, loss=rng.choice([0.0, 0.0, 0.002, 0.02])),
@@ -237,6 +237,7 @@ class World:
         open_jobs = [f"{job.id} {job.state}" for job in self.tables.jobs.values() if not job.state.terminal]
         require(not open_jobs, f"stuck: {open_jobs}")
         require(not self.tables.stale_writes, f"stale writes: {self.tables.stale_writes}")
+        require(not self.tables.wrong_leases, f"leases by another clock: {self.tables.wrong_leases[:1]}")
         require(not self.site.unfenced, f"{len(self.site.unfenced)} steps without a lease: {self.site.unfenced[:1]}")
         for reader in self.readers:
             self._check_job(reader)

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.mutants import MUTANTS, Mutant
+from tests.faults.mutant import Mutant
+from tests.faults.mutants import MUTANTS
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -1,0 +1,72 @@
+"""Rules of heads, hops and arithmetic, broken one at a time. Knows no row."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from tests.faults.mutant import Hurt, Layer, Mutant, Patch
+
+LEDGER = "services/stage/worker/ledger.py"
+HOP = "services/stage/hop/zeromq.py"
+
+MUTANTS: Final[tuple[Mutant, ...]] = (
+    Mutant(
+        name="no self-fencing",
+        patches=(
+            Patch(
+                file="services/stage/engine/engine.py",
+                old="self.fenced = time.monotonic() >= self.may_run_until_s",
+                new="self.fenced = False",
+            ),
+        ),
+        is_simulated=True,
+        hurt=Hurt(
+            faults="lease: a head is cut off from Postgres 4 leases", counts=("stale_deltas",), stages=1, replicas=2
+        ),
+    ),
+    Mutant(
+        name="deltas ahead of the checkpoint with exact=false",
+        patches=(Patch(file=LEDGER, old="        if job.exact:\n", new="        if job.exact or True:\n"),),
+        is_simulated=True,
+        hurt=Hurt(faults="kill head at after-emit", counts=("retracted",), dtype="bfloat16", exact=False, wide=True),
+    ),
+    Mutant(
+        name="epoch ignored on frames",
+        patches=(Patch(file=HOP, old="if frame.epoch < channel.epoch:", new="if frame.epoch < 0:"),),
+        tests=("tests/conformance/test_hop.py::test_frames_of_an_older_epoch_are_dropped",),
+        hurt=Hurt(faults="frames: of an older epoch come again", counts=("token_mismatches",)),
+    ),
+    Mutant(
+        name="step gap ignored",
+        patches=(Patch(file=HOP, old="if frame.step != self._next_step:", new="if frame.step < 0:"),),
+        tests=("tests/conformance/test_hop.py::test_steps_that_are_not_contiguous_lose_the_link",),
+        hurt=Hurt(faults="frames: one is lost", counts=("token_mismatches",)),
+        hidden_by=Layer(
+            name="the head's own count of steps",
+            patches=(
+                Patch(
+                    file="services/stage/engine/scheduler.py",
+                    old="if expected is None or result.step != expected.step:",
+                    new="if expected is None:",
+                ),
+            ),
+        ),
+    ),
+    Mutant(
+        name="one-row matmul allowed",
+        patches=(Patch(file="services/stage/engine/linear.py", old="FEWEST_ROWS = 2", new="FEWEST_ROWS = 1"),),
+        tests=("tests/unit/test_linear.py::test_the_probe_finds_where_bits_begin_to_hold",),
+        hurt=Hurt(faults="kill tail", counts=("token_mismatches", "retracted"), dtype="bfloat16", wide=True),
+    ),
+    Mutant(
+        name="a job that breaks a later stage is kept for ever",
+        patches=(
+            Patch(
+                file="services/stage/engine/scheduler.py",
+                old="if sequence is alone and not sequence.has_progress:",
+                new="if sequence is alone and sequence.request is None:",
+            ),
+        ),
+        is_simulated=True,
+    ),
+)
