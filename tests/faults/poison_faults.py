@@ -3,7 +3,6 @@ more than one crash where it takes the head down, none anywhere else (docs/guara
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from shardline.failpoints import Point
 from tests.faults.arming import Arming, arm
 from tests.faults.fault import Broken, Fault, NotInjected
 from tests.faults.journal import Asked
-from tests.faults.requests import request
+from tests.faults.requests import columns, request
 from tests.faults.world import World
 
 MAX_CRASHES = 2
@@ -116,9 +115,8 @@ class Poison:
 
 def _submit(world: World, seed: int) -> tuple[UUID, float]:
     """First in its line; committed when it returns, with Postgres's time of it."""
-    job_id, wanted = uuid4(), request(NUMBER)
-    params = {name: value for name, value in wanted.items() if name not in ("model", "prompt")}
-    values = (job_id, wanted["model"], wanted["prompt"], json.dumps({**params, "seed": seed}), MAX_CRASHES)
+    job_id = uuid4()
+    values = (job_id, *columns({**request(NUMBER), "seed": seed, "max_crashes": MAX_CRASHES}))
     with psycopg.connect(world.database_url) as connection:
         row = connection.execute(INSERT, values).fetchone()
     assert row is not None
