@@ -71,7 +71,7 @@ class World:
         """In our services' containers: of each the process that holds most, which is not the container's init."""
         ours = f"--filter=label={self.stack.label}"
         names = self.stack.docker.run("ps", ours, "--format={{.Names}}", check=False).stdout.split()
-        containers = {name.removeprefix(f"{PROJECT}-"): name for name in sorted(names)}
+        containers = {".".join(name.removeprefix(f"{PROJECT}-").rsplit("-", 1)): name for name in sorted(names)}
         return {
             place: largest
             for place, name in containers.items()

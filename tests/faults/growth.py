@@ -1,8 +1,8 @@
 """I6: what a stack holds after the storm, against what it may hold. Asks the system and the servers; knows no fault.
 
-A process is warm once it has lived under load for as long as the undisturbed pass took. From then on it may grow by
-HEAP_SHARE of what it had, which allocators keep in pieces, by LATE_BYTES for what only a fault makes it load, and a
-stage by its KV pool, whose pages count only once they are used.
+A process is warm once it has lived for twice as long as the start of the stack and the undisturbed pass took. From then
+on it may grow by HEAP_SHARE of what it had, which allocators keep in pieces, by LATE_BYTES for what only a fault makes
+it load, and a stage by its KV pool, whose pages count only once they are used.
 
 Redis may hold, beside what it held before the storm, the streams of jobs, which expire: each of at most an entry for
 each token and an end, in each attempt, and once more where the writer heard no answer. What never expires are queues,
@@ -110,10 +110,11 @@ class Memory:
                 self._look()
 
     def _look(self) -> None:
+        warming_s = 2 * (self._target.start_s + self._target.calm_s)
         for name, process in self._target.running().items():
             life = self._lives.setdefault((name, process.pid), Life(name=name, seen_s=time.monotonic()))
             life.last_bytes = process.rss_bytes
-            if life.warm_bytes is None and time.monotonic() - life.seen_s > self._target.calm_s:
+            if life.warm_bytes is None and time.monotonic() - life.seen_s > warming_s:
                 life.warm_bytes = life.last_bytes
 
     @property

@@ -1,0 +1,162 @@
+"""A head's ledger with its engine, as a test's desk: jobs are offered to it, and what Celery hears is read. No test."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import count
+from types import SimpleNamespace
+from typing import Any, cast
+from uuid import UUID, uuid4
+
+from sqlalchemy import Engine as Database
+from tenacity import retry, retry_if_result, stop_after_delay, wait_fixed
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+
+from services.stage.engine.engine import HeadEngine
+from services.stage.engine.events import Event
+from services.stage.engine.executor import Executor
+from services.stage.engine.scheduler import Scheduler, SchedulerConfig
+from services.stage.hop.wiring import Member, Wiring
+from services.stage.worker.identity import Identity, identity_of
+from services.stage.worker.ledger import Ledger
+from services.stage.worker.mailbox import Mailbox
+from services.stage.worker.metering import Meter
+from services.stage.worker.publisher import Publisher
+from services.stage.worker.requests import Requests
+from services.stage.worker.ticket import Ticket
+from shardline.config import Times
+from shardline.streams import DeltaWriter
+from tests.models import VOCAB_SIZE
+
+
+@retry(wait=wait_fixed(0.02), stop=stop_after_delay(120), retry=retry_if_result(lambda holds: not holds))
+def until(condition: Callable[[], Any]) -> Any:
+    """Wait until the condition holds."""
+    return condition()
+
+
+@dataclass(slots=True, kw_only=True)
+class Desk:
+    """One ledger with its engine; the test's thread plays Celery's."""
+
+    database: Database
+    ledger: Ledger
+    engine: HeadEngine
+    executor: Executor
+    mailbox: Mailbox
+    verdicts: queue.Queue[tuple[UUID, str]]
+    numbers: Iterator[int]
+    meter: Meter
+
+    def blamed(self, outcome: str) -> float | None:
+        """What a scraper reads."""
+        return self.meter.registry.get_sample_value("shardline_jobs_blamed_total", {"outcome": outcome})
+
+    def offer(self, job_id: UUID) -> None:
+        """One delivery of a job."""
+        self.ledger.offer(
+            Ticket(
+                number=next(self.numbers),
+                job_id=str(job_id),
+                mailbox=self.mailbox,
+                on_accepted=lambda _number, _began_s: self.verdicts.put((job_id, "started")),
+                on_ended=lambda outcome: self.verdicts.put((job_id, _name(outcome))),
+                forget=lambda _number: True,
+            )
+        )
+
+    def verdict(self) -> tuple[UUID, str]:
+        """The next thing that Celery is told."""
+        until(self._has_verdict)
+        return self.verdicts.get_nowait()
+
+    def _has_verdict(self) -> bool:
+        self.mailbox.take()
+        return not self.verdicts.empty()
+
+
+def _name(outcome: tuple[int, Any, float]) -> str:
+    failed, value, _ = outcome
+    return type(value.exception.exc).__name__ if failed else "succeeded"
+
+
+@contextmanager
+def open_desk(database: Database, executor: Executor, redis_url: str, times: Times) -> Iterator[Desk]:
+    """Ready to take jobs."""
+    scheduler = Scheduler(
+        SchedulerConfig(num_blocks=executor.num_blocks, max_seats=8, token_budget=64, num_lanes=1, max_len=4096)
+    )
+
+    def report(events: Sequence[Event]) -> None:
+        ledger.report(events)
+
+    engine = HeadEngine(executor, scheduler, emit=report, on_lost=lambda *_: None)
+    publisher = Publisher(DeltaWriter(redis_url), None)
+    announced = threading.Event()
+    meter = Meter(cast(Any, SimpleNamespace(executor=executor, settings=SimpleNamespace(times=times))))
+    tokenizer = Tokenizer(WordLevel({f"<{number}>": number for number in range(VOCAB_SIZE)}, unk_token="<0>"))
+    ledger = Ledger(
+        database=database,
+        engine=engine,
+        requests=Requests(tokenizer=tokenizer, eos_ids=(2,), context_length=4096),
+        publisher=publisher,
+        on_announced=announced.set,
+        on_superseded=lambda _epoch: None,
+        on_blamed=meter.blamed,
+        seats=8,
+        times=times,
+    )
+    for thread in (publisher, engine, ledger):
+        thread.start()
+    engine.wire(_wiring(executor))
+    ledger.ready(identity(executor))
+    assert announced.wait(30)
+    yield Desk(
+        database=database,
+        ledger=ledger,
+        engine=engine,
+        executor=executor,
+        mailbox=Mailbox(),
+        verdicts=queue.Queue(),
+        numbers=count(1),
+        meter=meter,
+    )
+    for thread in (ledger, engine, publisher):
+        thread.stop()
+        thread.join()
+
+
+def _wiring(executor: Executor) -> Wiring:
+    member = Member(
+        incarnation="i",
+        worker="h",
+        device="cpu:0",
+        first_layer=0,
+        last_layer=4,
+        num_blocks=executor.num_blocks,
+        exactness="x",
+        exact=True,
+    )
+    return Wiring(
+        pipeline=uuid4(),
+        epoch=1,
+        place=0,
+        num_stages=1,
+        num_lanes=1,
+        num_blocks=executor.num_blocks,
+        receiver=None,
+        sender=None,
+        members=(member,),
+    )
+
+
+def identity(executor: Executor) -> Identity:
+    """Of the only stage, in its first epoch."""
+    return identity_of(
+        _wiring(executor), worker="h", pipeline="p", fingerprint="w", dtype="float32", software={"torch": "any"}
+    )
