@@ -49,6 +49,9 @@ class Stage:
     def heard(self) -> control.ToHead | None:
         return self._answers.popleft() if self._answers else None
 
+    def wait_for_end(self, timeout_s: float) -> None:
+        """It is gone as soon as it is told."""
+
 
 class Watch:
     """A vigil over a head and its stages, one look a second."""

@@ -76,6 +76,15 @@ class Call:
                     raise LinkLost(f"{self.card.worker}: no {kind.__name__.upper()} in {timeout_s:.1f} s")
                 self._poller.poll(math.ceil(left_s * 1000))
 
+    def wait_for_end(self, timeout_s: float) -> None:
+        """Until the stage is gone, or so long. A connection that is closed while an answer is on its way is reset, and
+        the other side then never reads what was said last."""
+        deadline = time.monotonic() + timeout_s
+        with contextlib.suppress(LinkLost, Refused):
+            while (left_s := deadline - time.monotonic()) > 0:
+                if self.heard() is None:
+                    self._poller.poll(math.ceil(left_s * 1000))
+
     def close(self, goodbye: control.Bye | None = None) -> None:
         """Says BYE if the stage is to be released."""
         if goodbye is not None:

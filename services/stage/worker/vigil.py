@@ -124,5 +124,6 @@ class Vigil:
                 reason = f"no step finished for {stalled_s:.1f} s, {pulse.pong.num_steps} of {num_due} done"
                 log.error("stage hangs", stage=pulse.call.card.worker, reason=reason)
                 pulse.call.say(control.Exit(pipeline=self._wiring.pipeline, epoch=self._wiring.epoch, reason=reason))
+                pulse.call.wait_for_end(self._times.heartbeat_s)
                 raise LinkLost(f"{pulse.call.card.worker} hangs: {reason}")
         raise LinkLost(f"no result for {stalled_s:.1f} s, though every stage has done its steps")
