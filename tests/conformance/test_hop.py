@@ -206,6 +206,20 @@ def test_sending_more_than_the_peer_takes_loses_the_link_instead_of_blocking(sen
         send_many(sender, 10_000, num_bytes=1 << 20)
 
 
+def test_room_that_is_gone_between_the_poll_and_the_send_loses_the_link(
+    sender: Sender, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    poll = zmq.Socket.poll
+
+    def finds_room(socket: zmq.Socket[bytes], timeout_ms: int, flags: int = zmq.POLLIN) -> int:
+        return flags if flags == zmq.POLLOUT else poll(socket, timeout_ms, flags)
+
+    monkeypatch.setattr(zmq.Socket, "poll", finds_room)
+
+    with pytest.raises(LinkLost, match="could not be sent"):
+        send_many(sender, 10_000, num_bytes=1 << 20)
+
+
 def test_a_sender_without_a_receiver_is_refused(hop: Hop, receiver: Receiver) -> None:
     scheme, _, place = receiver.address.partition("://")
     nobody = f"tcp://{place.split(':')[0]}:1" if scheme == "tcp" else f"ipc://{place}-nobody"

@@ -60,20 +60,26 @@ class ZeroMqSender:
 
     def send(self, frame: Frame) -> None:
         """A send that would block is a dead link."""
-        *first, last = encode(frame)
         # ZeroMQ looks at most once a millisecond what its peer has taken, and always when polled.
         if not self._socket.poll(GRACE_MS, zmq.POLLOUT):
-            problem = self._watch.lost() or "the peer takes nothing more"
-            raise LinkLost(f"step {frame.step} could not be sent to {self._address}: {problem}")
-        for part in first:
-            self._socket.send(part, zmq.NOBLOCK | zmq.SNDMORE)
-        self._socket.send(last, zmq.NOBLOCK, copy=len(last) < LEND_FROM_BYTES)
+            raise self._blocked(frame)
+        *first, last = encode(frame)
+        try:
+            for part in first:
+                self._socket.send(part, zmq.NOBLOCK | zmq.SNDMORE)
+            self._socket.send(last, zmq.NOBLOCK, copy=len(last) < LEND_FROM_BYTES)
+        except zmq.Again as error:  # The connection broke after the poll, and took the room with it.
+            raise self._blocked(frame) from error
 
     def close(self) -> None:
         """May be called twice."""
         if not self._socket.closed:
             self._watch.close()
             self._socket.close()
+
+    def _blocked(self, frame: Frame) -> LinkLost:
+        problem = self._watch.lost() or "the peer takes nothing more"
+        return LinkLost(f"step {frame.step} could not be sent to {self._address}: {problem}")
 
 
 class ZeroMqReceiver:
