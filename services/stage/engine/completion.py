@@ -61,9 +61,10 @@ class Detokeniser:
             return ""
         self._window.append(token_id)
         text: str = self._vocabulary.decode(self._window)
-        pending = text[-MAX_PENDING_CHARS:]
-        end = len(text) - len(pending) + len(pending.rstrip(BROKEN))
+        end = len(text.rstrip(BROKEN))
         is_whole, is_full = end == len(text), len(self._window) > MAX_WINDOW_TOKENS
+        if is_full:
+            end = max(end, len(text) - MAX_PENDING_CHARS)
         if not (is_whole or is_full or text.startswith(self._given)):
             return ""  # Some decoders show a whole run of bytes as broken until its last character is complete.
         delta = text[len(self._given) : end]
@@ -86,9 +87,8 @@ class Detokeniser:
         if self._num_whole == 0:
             self._num_whole = size
         elif size >= WINDOW_TOKENS:
-            self._cut(
-                self._num_whole, text
-            )  # At least one token stays: decoders treat the first of a text differently.
+            # At least one token stays: decoders treat the first of a text differently.
+            self._cut(self._num_whole, text)
             self._num_whole = len(self._window)
 
     def _cut(self, num_tokens: int, text: str) -> None:
