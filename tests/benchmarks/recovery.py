@@ -2,7 +2,8 @@
 
 python -m tests.benchmarks.recovery --victim stage-1 [--spare] [--model DIR --dtype float32] [--rounds 3]
 
-A spare is a further tail, so it helps when the tail dies. A head is replaced by its own restart, or by another head.
+A spare is a further process with the victim's layers. A further head leads a pipeline of its own as soon as it finds
+stages that are free.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def main() -> None:
     with stack(options.model, options.dtype, 2) as up:
         home = Home(Path(up["home"]))
         for _ in range(options.rounds):
-            with spare_tail(home) as start_s:
+            with spare(home, options.victim) as start_s:
                 starts.append(start_s)
                 if options.spare:
                     gaps += asyncio.run(kill(home, options.victim))
@@ -96,19 +97,27 @@ async def read(client: AsyncClient, job_id: UUID, arrivals: dict[UUID, list[floa
 
 
 @contextmanager
-def spare_tail(home: Home) -> Iterator[float]:
-    """A further process with the tail's layers, on its core. Gives the seconds of its start and load."""
+def spare(home: Home, place: str) -> Iterator[float]:
+    """A further process with the layers of `place`, on its core. Gives the seconds of its start and load."""
     up = up_of(home)
-    stage = psutil.Process(up["processes"][TAIL])
-    locks = home.folder / "spare-locks"
-    own = {"SHARDLINE_LOCK_DIR": str(locks), "SHARDLINE_WORKER_NAME": "spare"}
+    stage = psutil.Process(up["processes"][place])
+    own = {
+        "SHARDLINE_LOCK_DIR": str(home.folder / "spare-locks"),
+        "SHARDLINE_WORKER_NAME": "spare",
+        "SHARDLINE_PIPELINE": "spare",
+    }
+    told = home.folder / "logs" / "spare.log"
     registry = Registry(up["urls"]["redis"])
     num_before = len(registry.cards(up["model"]))
+    waits = {
+        HEAD: lambda: b"pipeline not formed" in told.read_bytes(),
+        TAIL: lambda: len(registry.cards(up["model"])) > num_before,
+    }
     began_s = time.monotonic()
-    with (home.folder / "logs" / "spare.log").open("ab") as log:
+    with told.open("wb") as log:
         twin = subprocess.Popen(stage.cmdline(), env=stage.environ() | own, cwd=stage.cwd(), stdout=log, stderr=log)
     try:
-        wait(lambda: len(registry.cards(up["model"])) > num_before)
+        wait(waits[place])
         yield time.monotonic() - began_s
     finally:
         twin.terminate()

@@ -90,7 +90,7 @@ def test_given_an_invalid_request_delivered_twice_when_taken_then_both_say_the_s
     assert cell(engine, "SELECT count(*) FROM jobs") == 1
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(field=fields, value=documents)
 def test_given_anything_in_any_field_when_taken_then_the_request_beside_it_is_accepted(
     engine: Engine, field: str, value: object

@@ -126,12 +126,10 @@ class Life(RuleBasedStateMachine):
 
 
 TestLife = Life.TestCase
-TestLife.settings = settings(
-    max_examples=50, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
-)
+TestLife.settings = settings(max_examples=50, stateful_step_count=30, suppress_health_check=list(HealthCheck))
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(chosen=configs, shapes=st.lists(st.tuples(lengths, limits, st.integers(0, 2)), min_size=1, max_size=16))
 def test_any_budget_lanes_and_blocks_give_the_same_outputs(
     chosen: SchedulerConfig, shapes: list[tuple[int, int, int]]

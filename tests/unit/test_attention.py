@@ -60,7 +60,7 @@ chunkings = st.lists(st.integers(1, 70), min_size=1, max_size=4)
 
 
 @pytest.mark.parametrize("kernel", [*KERNELS, None], ids=[*(kernel.isa for kernel in KERNELS), "sdpa"])
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(case=cases(), chunks=chunkings)
 def test_any_layer_in_any_chunks_matches_the_reference(kernel: Kernel | None, case: Case, chunks: list[int]) -> None:
     # When its rows are fed chunk by chunk, decode and prefill mixed

@@ -98,7 +98,7 @@ def test_tokens_come_as_often_as_they_should(params: SamplingParams, vocab: int)
     assert_fits(draws(row, params, 2000), allowed(row, params))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     values=st.lists(st.integers(-6, 6), min_size=1, max_size=300),
     top_k=st.integers(0, 40),
