@@ -30,7 +30,7 @@ LEASE_S = RESEND_S = 60 * MINUTE_S
 EXACT_WAIT_S = 120 * MINUTE_S
 """Time passes in ticks that never meet these on the minute: what the real clock adds does not matter."""
 
-NUM_OPERATIONS = 60
+NUM_OPERATIONS = 80
 SEQUENCES = range(25)
 
 TIMES = {
@@ -288,16 +288,17 @@ def sweep_leases(pair: Pair) -> None:
 
 
 OPERATIONS = (
-    submit, submit, submit, pass_time, pass_time, take_epoch, leave, announce, announce, unready, renew, stamp, stamp,
+    submit, submit, submit, pass_time, pass_time, take_epoch, leave, announce, announce, unready, renew, stamp, stamp, stamp,
     unstamp, unstamp_all, claim, claim, claim, claim, expire, blame, suspects, beat, beat, beat, beat, end, end,
-    release, cancel, sweep_waiting, sweep_leases, sweep_leases,
+    release, release, cancel, sweep_waiting, sweep_leases, sweep_leases,
 )  # fmt: skip
 
 
 def _some(pair: Pair) -> list[UUID]:
-    """Jobs, the youngest more often."""
-    young = pair.ids[-6:]
-    return pair.rng.sample(young, pair.rng.randint(0, len(young)))
+    """Jobs that run, and the youngest."""
+    running = [job_id for job_id in pair.ids if pair.tables.jobs[job_id].state is JobState.RUNNING]
+    likely = list(dict.fromkeys((*running, *pair.ids[-6:])))
+    return pair.rng.sample(likely, pair.rng.randint(0, min(6, len(likely))))
 
 
 def _fence(pair: Pair, job_id: UUID) -> int:

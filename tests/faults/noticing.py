@@ -20,7 +20,7 @@ from tests.faults.report import FILE, Report
 from tests.simulation.__main__ import BROKEN_RUNS
 from tests.stack import REPOSITORY
 
-SEEDS_PER_RUN = 100
+SEEDS_PER_RUN = 300
 RUN_S = 180.0
 """One run of a test or of the simulation; and so much for the first one's servers."""
 STACK_S = 480.0
