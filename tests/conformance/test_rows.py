@@ -288,8 +288,8 @@ def sweep_leases(pair: Pair) -> None:
 
 
 OPERATIONS = (
-    submit, submit, submit, pass_time, pass_time, take_epoch, leave, announce, announce, unready, renew, stamp, stamp, stamp,
-    unstamp, unstamp_all, claim, claim, claim, claim, expire, blame, suspects, beat, beat, beat, beat, end, end,
+    submit, submit, submit, pass_time, pass_time, take_epoch, leave, announce, announce, unready, renew, stamp, stamp,
+    stamp, unstamp, unstamp_all, claim, claim, claim, claim, expire, blame, suspects, beat, beat, beat, beat, end, end,
     release, release, cancel, sweep_waiting, sweep_leases, sweep_leases,
 )  # fmt: skip
 
