@@ -34,7 +34,6 @@ from tests.faults.target import Running
 from tests.stack import REPOSITORY, Stack, until
 
 TIME_SCALE = 0.25
-CLERK_NAME = "clerk"
 DEBUG = {"enable-debug-command": "local"}
 PLAIN = "?sslmode=disable&gssencmode=disable"
 KV_MIB = 64
@@ -144,8 +143,8 @@ def a_world(options: Options) -> Iterator[World]:
         ending.callback(_keep_logs, folder)
         clock, disk = Clock(folder / "clocks"), Disk(folder / "disk")
         stage_preload = ending.enter_context(_preloaded(clock, disk))
-        model = folder / "model" / CLERK_NAME
-        shutil.copytree(CLERK, model)
+        model = folder / "model" / MODEL
+        shutil.copytree(options.model or CLERK, model)
         postgres = Postgres(folder / "servers", settings=FAST)
         ending.callback(postgres.kill)
         postgres.start()
@@ -169,7 +168,6 @@ def a_world(options: Options) -> Iterator[World]:
             SHARDLINE_DTYPE=options.dtype,
             SHARDLINE_STAGES=str(options.stages),
             SHARDLINE_REPLICAS=str(options.replicas),
-            **_model(options.model),
             SHARDLINE_KERNEL="auto" if options.exact else "off",
             SHARDLINE_KV_MIB=str(KV_MIB),
             SHARDLINE_FAILPOINTS=str(failpoints),
@@ -203,10 +201,6 @@ def _preloaded(clock: Clock, disk: Disk) -> Iterator[str]:
     environment = {name: value for shim in shims for name, value in shim.environment.items()}
     with preloaded(libraries, environment):
         yield ":".join(filter(None, (*map(str, libraries), preload(StandaloneSettings()))))
-
-
-def _model(folder: Path | None) -> Mapping[str, str]:
-    return {} if folder is None else {"SHARDLINE_MODEL": str(folder), "SHARDLINE_MODEL_NAME": MODEL}
 
 
 def _proxy(ending: ExitStack, target: tuple[str, int] | str) -> Proxy:
