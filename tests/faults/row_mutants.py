@@ -118,7 +118,7 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
             ),
         ),
         tests=(f"{RULES}::test_given_a_result_when_a_second_one_is_inserted_then_the_database_refuses_it",),
-        hurt=Hurt(faults="postgres: COMMITs with unknown outcome", counts=("duplicated",)),
+        hurt=Hurt(faults="postgres: COMMITs with unknown outcome", counts=("duplicated",), minutes=1.5),
         hidden_by=Layer(
             name="the condition that only a running job ends",
             patches=(
@@ -185,7 +185,7 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
             ROWS_AGREE,
         ),
         is_simulated=True,
-        hurt=Hurt(faults="postgres: COMMITs with unknown outcome,kill head", counts=("token_mismatches",), minutes=0.7),
+        hurt=Hurt(faults="postgres: a head dies unsure of its COMMITs", counts=("token_mismatches",), minutes=1.0),
     ),
     Mutant(
         name="crashes counted for neighbours",
