@@ -17,11 +17,14 @@ from shardline.failpoints import Point
 from tests.faults.arming import arm
 from tests.faults.fault import Fault, NotInjected, Simple, hold
 from tests.faults.postgres_faults import session
+from tests.faults.proxy import Direction
 from tests.faults.world import World
 
 HANGS_LEASES = 1.4
 """Long enough for another head to claim, too short for it to end what it claimed."""
 CUT_OFF_LEASES = 4.0
+UNSURE_HEARTBEATS = 1.5
+"""One of them meets the silence, and its jobs still run afterwards."""
 MARGIN_S = 15.0
 SINCE_VERSION = 170_000
 """Postgres lets triggers refuse a login."""
@@ -62,6 +65,20 @@ def drains_late(world: World, rng: random.Random) -> None:
         raise NotInjected(f"the head did not end within {pause_s + MARGIN_S:.0f} s after SIGTERM")
 
 
+def dies_unsure(world: World, rng: random.Random) -> None:
+    """Heartbeats arrive, their answers do not. The head says them again, and dies of that: its successor goes on from
+    what Postgres holds."""
+    proxy = world.database_proxy
+    try:
+        proxy.drop(Direction.TO_CLIENT)
+        hold(UNSURE_HEARTBEATS * world.times.heartbeat_s)
+        arming = arm(world.failpoints, Point.HEARTBEAT_AFTER_COMMIT, "kill")
+        proxy.cut()
+    finally:
+        proxy.clear()
+    arming.wait()
+
+
 def cut_off(world: World, rng: random.Random) -> None:
     """Postgres refuses one head for some leases; everybody else goes on."""
     with session(world) as connection:
@@ -94,5 +111,6 @@ def too_old(world: World) -> str | None:
 FAULTS: tuple[Fault, ...] = (
     Simple(kind="lease: a ledger hangs 1.4 leases", inject=ledger_hangs),
     Simple(kind="lease: a ledger hangs while its head drains", inject=drains_late),
+    Simple(kind="lease: a head dies unsure of its heartbeats", inject=dies_unsure, is_kill=True),
     Simple(kind="lease: a head is cut off from Postgres 4 leases", inject=cut_off, why_not=too_old),
 )

@@ -12,7 +12,6 @@ import psutil
 import psycopg
 
 from tests.faults.fault import Fault, NotInjected, Simple, hold
-from tests.faults.kill_faults import HEAD, kill
 from tests.faults.proxy import Direction
 from tests.faults.target import Target
 from tests.faults.world import World
@@ -110,13 +109,6 @@ def lose_answers(world: World, rng: random.Random) -> None:
         world.database_proxy.clear()
 
 
-def die_unsure(world: World, rng: random.Random) -> None:
-    """The head says again what may be committed, and dies: its successor goes on from what Postgres holds."""
-    lose_answers(world, rng)
-    hold(world.times.lease_s / 3)
-    kill(HEAD).strike(world, rng)
-
-
 def read_only(world: Target, rng: random.Random) -> None:
     """default_transaction_read_only, as after a failover to a replica."""
     with session(world) as connection:
@@ -170,7 +162,6 @@ FAULTS: tuple[Fault, ...] = (
     *(Simple(kind=f"postgres: pause {leases:g} leases", inject=pausing(leases)) for leases in LEASES),
     Simple(kind="postgres: connections exhausted", inject=exhaust),
     Simple(kind="postgres: COMMITs with unknown outcome", inject=lose_answers),
-    Simple(kind="postgres: a head dies unsure of its COMMITs", inject=die_unsure, is_kill=True),
     Simple(kind="postgres: read only", inject=read_only),
     Simple(kind="postgres: table locked", inject=lock),
 )

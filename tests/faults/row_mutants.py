@@ -185,7 +185,7 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
             ROWS_AGREE,
         ),
         is_simulated=True,
-        hurt=Hurt(faults="postgres: a head dies unsure of its COMMITs", counts=("token_mismatches",), minutes=1.0),
+        hurt=Hurt(faults="lease: a head dies unsure of its heartbeats", counts=("token_mismatches",), minutes=1.0),
     ),
     Mutant(
         name="crashes counted for neighbours",

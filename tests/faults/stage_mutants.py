@@ -28,7 +28,14 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
         name="deltas ahead of the checkpoint with exact=false",
         patches=(Patch(file=LEDGER, old="        if job.exact:\n", new="        if job.exact or True:\n"),),
         is_simulated=True,
-        hurt=Hurt(faults="kill head at after-emit", counts=("retracted",), dtype="bfloat16", exact=False, wide=True),
+        hurt=Hurt(
+            faults="kill head at after-emit",
+            counts=("retracted",),
+            minutes=2.0,
+            dtype="bfloat16",
+            exact=False,
+            wide=True,
+        ),
     ),
     Mutant(
         name="epoch ignored on frames",
