@@ -23,8 +23,6 @@ from tests.faults.world import World
 HANGS_LEASES = 1.4
 """Long enough for another head to claim, too short for it to end what it claimed."""
 CUT_OFF_LEASES = 4.0
-UNSURE_HEARTBEATS = 1.5
-"""One of them meets the silence, and its jobs still run afterwards."""
 MARGIN_S = 15.0
 SINCE_VERSION = 170_000
 """Postgres lets triggers refuse a login."""
@@ -66,17 +64,18 @@ def drains_late(world: World, rng: random.Random) -> None:
 
 
 def dies_unsure(world: World, rng: random.Random) -> None:
-    """Heartbeats arrive, their answers do not. The head says them again, and dies of that: its successor goes on from
-    what Postgres holds."""
-    proxy = world.database_proxy
+    """A heartbeat is committed, and the answer lost. The head says it again, and dies of that: its successor goes on
+    from what Postgres holds."""
+    proxy, pause_s = world.database_proxy, world.times.heartbeat_s
+    arm(world.failpoints, Point.HEARTBEAT_BEFORE_COMMIT, "pause", pause_s=pause_s).wait()
     try:
         proxy.drop(Direction.TO_CLIENT)
-        hold(UNSURE_HEARTBEATS * world.times.heartbeat_s)
-        arming = arm(world.failpoints, Point.HEARTBEAT_AFTER_COMMIT, "kill")
+        hold(2 * pause_s)
+        again = arm(world.failpoints, Point.HEARTBEAT_AFTER_COMMIT, "kill")
         proxy.cut()
     finally:
         proxy.clear()
-    arming.wait()
+    again.wait()
 
 
 def cut_off(world: World, rng: random.Random) -> None:
