@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 from uuid import UUID
 
 import msgspec
@@ -54,7 +55,7 @@ class TinyHead:
         self._url = database_url
         self.database = connect(database_url)
         self._writer = DeltaWriter(redis_url) if redis_url else None
-        row = model_row(CLERK, name="clerk", fingerprint="f1")
+        row = clerk_row()
         self.tokens = Tokens.from_row(row)
         with self.database.begin() as connection:
             models.register_model(connection, row)
@@ -223,6 +224,11 @@ class TinyHead:
     def _text(self, sequence: Sequence, start: int, stop: int) -> str:
         decode, ids = self.tokens.decode, sequence.output_ids
         return decode(ids[:stop])[len(decode(ids[:start])) :]
+
+
+def clerk_row() -> dict[str, Any]:
+    """As the clerk's head registers it."""
+    return model_row(CLERK, name="clerk", fingerprint="f1", context_length=512, vocab_size=896, eos_ids=(2,))
 
 
 @contextmanager

@@ -96,7 +96,7 @@ def _config_file(settings: StandaloneSettings) -> Path:
             )
         return config
     try:
-        return Path(huggingface_hub.hf_hub_download(settings.model, "config.json"))
+        return Path(huggingface_hub.hf_hub_download(settings.model, "config.json", revision=settings.model_revision))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         problem = f"{settings.model!r} is neither a folder here nor a model that the hub gives us"
         raise Invalid("SHARDLINE_MODEL", problem, "Check the path or the id, and the network") from error

@@ -11,7 +11,9 @@ import psycopg
 from services.standalone.plan import Addresses
 
 POLL_S = 0.25
-CANARY_PROMPT = "1"
+CANARY_PROMPT = (0,)
+"""A token id, because a model may have no tokenizer."""
+
 CANARY_TOKENS = 2
 """The second token needs the first one to have come back to the head."""
 

@@ -17,6 +17,7 @@ class StandaloneSettings(Settings):
     """One stack on one machine."""
 
     model: str = Field(str(CLERK), description="folder or hub id of a causal LM; default: the demo model clerk")
+    model_revision: str | None = Field(None, description="the hub's commit, tag or branch; default: its main branch")
     model_name: str | None = Field(None, description="name that requests use; default: the folder's name or the hub id")
     stages: int = Field(2, ge=1, le=256, description="stages of a pipeline")
     replicas: int = Field(1, ge=1, le=64, description="pipelines on the same queue")

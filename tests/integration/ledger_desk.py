@@ -158,5 +158,11 @@ def _wiring(executor: Executor) -> Wiring:
 def identity(executor: Executor) -> Identity:
     """Of the only stage, in its first epoch."""
     return identity_of(
-        _wiring(executor), worker="h", pipeline="p", fingerprint="w", dtype="float32", software={"torch": "any"}
+        _wiring(executor),
+        worker="h",
+        pipeline="p",
+        fingerprint="w",
+        revision=None,
+        dtype="float32",
+        software={"torch": "any"},
     )

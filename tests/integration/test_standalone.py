@@ -16,6 +16,8 @@ import psutil
 import pytest
 
 from services.standalone.home import SUPERVISOR
+from shardline.client import Client
+from tests.models import save_model
 from tests.stack import Stack, until
 
 NAMES = {"supervisor", "postgres", "redis", "gateway", "relay", "stage-0", "stage-1", "flower"}
@@ -117,7 +119,17 @@ def test_given_a_supervisor_that_is_killed_when_down_is_called_then_nothing_is_l
     assert own_stack.home.published() is None
 
 
-def test_given_a_stack_when_ctrl_c_is_pressed_then_it_ends_in_order(own_stack: Stack) -> None:
+def test_given_a_model_without_a_tokenizer_when_asked_with_ids_then_it_answers_until_ctrl_c_ends_all_in_order(
+    tmp_path: Path,
+) -> None:
+    own_stack = Stack(tmp_path, SHARDLINE_MODEL=str(save_model(tmp_path)))
+    own_stack.start()
+    urls = own_stack.look()["urls"]
+    with Client(database_url=urls["database"], redis_url=urls["redis"]) as client:
+        job = client.wait(client.submit("llama", [5, 6, 7], max_tokens=4, ignore_eos=True), timeout_s=60)
+    assert job.result is not None
+    assert (job.result.text, len(job.result.token_ids)) == ("", 4)
+
     own_stack.process.send_signal(signal.SIGINT)
     assert own_stack.process.wait(120) == 0
     assert own_stack.left() == []

@@ -48,6 +48,7 @@ TIMES = Times(
 
 SEATS = 4
 TOKENIZER = Tokenizer(WordLevel({f"<{number}>": number for number in range(VOCAB_SIZE)}, unk_token="<0>"))
+MODEL = SimpleNamespace(context_length=MAX_LEN, eos_ids=(EOS,), path=None, revision=None, row=lambda **_: {})
 METRICS = RelayMetrics(CollectorRegistry())
 SERVER_ERRORS = (DBAPIError, RedisError, BrokerError)
 
@@ -162,7 +163,7 @@ class StageMachine(Machine):
         )
         return Loaded(
             settings=cast(Any, _settings(self.name, site)),
-            info=cast(Any, SimpleNamespace(context_length=MAX_LEN, eos_ids=(EOS,), path=None)),
+            info=cast(Any, MODEL),
             layers=self.layers,
             device=cast(Any, SimpleNamespace(name="cpu:0", release=lambda: None)),
             executor=cast(Any, self.toy),

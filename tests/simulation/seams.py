@@ -86,7 +86,6 @@ SEAMS: tuple[tuple[Any, str, Any], ...] = (
     (head, "Mailbox", machines.Mailbox),
     (head, "Intake", machines.Intake),
     (head, "Meter", Meter),
-    (head, "model_row", lambda *_, **__: {}),
     (head, "register_model", lambda *_: None),
     (head, "Tokens", SimpleNamespace(from_row=lambda _: SimpleNamespace(tokenizer=machines.TOKENIZER))),
     (head, "software", dict),

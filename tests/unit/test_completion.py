@@ -75,6 +75,14 @@ def test_the_deltas_are_the_decoded_whole_whatever_the_tokens(ids: list[int]) ->
     assert "".join(deltas) + detokeniser.flush() == BYTES.decode(ids)
 
 
+def test_without_a_tokenizer_tokens_have_no_text_and_the_limits_hold_all_the_same() -> None:
+    nothing = Tokenizer(models.WordLevel({}, unk_token=""))
+    one = Completion(Vocabulary(nothing, [7]), SamplingParams(max_tokens=9), room=1000)
+
+    assert push_all(one, [5, 6, 7]) == (["", "", "", ""], FinishReason.STOP)
+    assert Completion(Vocabulary(nothing, []), SamplingParams(), room=1).push(5) == ("", FinishReason.LENGTH)
+
+
 @given(st.text(max_size=60))
 def test_no_delta_splits_a_character(text: str) -> None:
     detokeniser = Detokeniser(Vocabulary(BYTES, [END]))

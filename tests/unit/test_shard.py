@@ -17,9 +17,12 @@ from services.stage.engine.model_info import ModelInfo
 from services.stage.engine.paged import HeadShape
 from services.stage.engine.shard import Passage, Shard
 from shardline.errors import Invalid
+from shardline.tokenise import Tokens
 from tests.models import COMMON, save_model
 
 WEIGHTS = "model.safetensors"
+PHI_ROPE: dict[str, Any] = {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
+ORIGINAL = "original_max_position_embeddings"
 QUANTISED: dict[str, Any] = {**COMMON, "quantization_config": {"quant_method": "gptq", "bits": 4}}
 
 
@@ -69,6 +72,27 @@ def test_given_a_rope_that_follows_the_batch_when_read_then_the_context_ends_bef
     edit(path, rope_parameters=rope)
 
     assert ModelInfo.read(path).context_length == 128
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"model_type": "phi3", "rope_scaling": PHI_ROPE | {"type": "longrope"}, ORIGINAL: 128},
+        {"rope_scaling": {"type": "dynamic", "factor": 4.0, ORIGINAL: 128}},
+    ],
+    ids=["phi-3-128k", "legacy dynamic"],
+)
+def test_given_a_rope_as_older_configs_write_it_when_a_head_registers_the_model_then_doors_take_what_the_head_takes(
+    config: dict[str, Any], tmp_path: Path
+) -> None:
+    path = save_model(tmp_path, config.get("model_type", "llama"))
+    edit(path, rope_parameters=None, max_position_embeddings=4096, **config)
+    info = ModelInfo.read(path)
+
+    tokens = Tokens.from_row(info.row(name="m", fingerprint="f"))
+
+    assert tokens.context_length == info.context_length == 128
+    assert (tokens.vocab_size, tokens.eos_ids) == (info.vocab_size, info.eos_ids) == (96, (2,))
 
 
 def test_given_a_middle_shard_when_loaded_then_only_its_layers_have_weights(llama: Path) -> None:

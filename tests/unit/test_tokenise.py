@@ -11,8 +11,8 @@ from transformers import AutoTokenizer
 from shardline.errors import Invalid
 from shardline.job import Message, SamplingParams
 from shardline.tokenise import ChatTemplate, Tokens, model_row
+from tests.tiny_head import CLERK, clerk_row
 
-CLERK = Path(__file__).resolve().parents[2] / "services/standalone/clerk/model"
 NO_LIMITS = SamplingParams()
 CHATML = (
     "{% for message in messages %}\n"
@@ -26,7 +26,7 @@ CHATML = (
 
 @pytest.fixture(scope="module")
 def row() -> dict[str, Any]:
-    return model_row(CLERK, name="clerk", fingerprint="f1")
+    return clerk_row()
 
 
 @pytest.fixture(scope="module")
@@ -34,22 +34,24 @@ def clerk(row: dict[str, Any]) -> Tokens:
     return Tokens.from_row(row)
 
 
-def test_given_a_models_folder_when_read_then_the_row_has_its_limits(row: dict[str, Any]) -> None:
+def test_given_a_models_folder_when_read_then_the_row_has_its_texts_and_the_limits_of_its_head(
+    row: dict[str, Any],
+) -> None:
     assert (row["context_length"], row["vocab_size"], row["eos_token_ids"]) == (512, 896, [2])
     assert row["special_tokens"] == {"bos_token": "<bos>", "eos_token": "<eos>", "pad_token": "<pad>"}
     assert "raise_exception" in row["chat_template"]
 
 
 def test_given_a_folder_without_tokenizer_when_read_then_only_token_ids_are_taken(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"max_position_embeddings": 64, "vocab_size": 96, "eos_token_id": [2, 3]}')
-    row = model_row(tmp_path, name="tiny", fingerprint="f2")
+    row = model_row(tmp_path, name="tiny", fingerprint="f2", context_length=64, vocab_size=96, eos_ids=(2, 3))
     tokens = Tokens.from_row(row)
 
-    assert row["eos_token_ids"] == [2, 3]
     assert tokens.prepare(prompt=(5, 6), params=NO_LIMITS).prompt_ids == (5, 6)
     assert tokens.decode([5, 6]) == ""
     with pytest.raises(Invalid, match="list of token ids"):
         tokens.prepare(prompt="text", params=NO_LIMITS)
+    with pytest.raises(Invalid, match=r"stop: tiny has no tokenizer.*Use stop_token_ids"):
+        tokens.prepare(prompt=(5, 6), params=SamplingParams(stop=("text",)))
 
 
 def test_given_text_when_prepared_then_the_ids_are_those_of_transformers(clerk: Tokens) -> None:

@@ -34,7 +34,8 @@ class Vocabulary:
         self.special_ids = frozenset(
             token_id for token_id, token in tokenizer.get_added_tokens_decoder().items() if token.special
         )
-        self.num_ids = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+        # A model without a tokenizer has no text at all.
+        self.num_ids = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         self.decode = partial(tokenizer.decode, skip_special_tokens=False)
 
     def has_text(self, token_id: int) -> bool:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import structlog
 import transformers as tf
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import (
@@ -18,12 +19,16 @@ from huggingface_hub.errors import (
     HFValidationError,
     LocalEntryNotFoundError,
     RepositoryNotFoundError,
+    RevisionNotFoundError,
     StrictDataclassError,
 )
 
 from services.stage.engine.refusal import refuse
 from services.stage.engine.weights import weight_files
 from shardline.errors import Unavailable
+from shardline.tokenise import model_row
+
+log = structlog.get_logger(__name__)
 
 HUB_FILES = ("*.json", "model*.safetensors", "tokenizer*", "*.jinja", "*.model", "*.txt")
 ATTENTION_TYPES = frozenset({"full_attention", "sliding_attention"})
@@ -34,6 +39,8 @@ class ModelInfo:
     """A causal LM that can be sharded: its folder, its config, and what a scheduler must know of it."""
 
     path: Path
+    revision: str | None
+    """The hub's commit that was downloaded; a folder has none."""
     config: Any
     num_layers: int
     context_length: int
@@ -42,14 +49,15 @@ class ModelInfo:
     eos_ids: tuple[int, ...]
 
     @classmethod
-    def read(cls, model: str | Path) -> ModelInfo:
+    def read(cls, model: str | Path, revision: str | None = None) -> ModelInfo:
         """From a local folder or a hub id. Raises Invalid, naming why a model cannot be sharded."""
-        path = local_folder(model)
+        path, commit = _find(model, revision)
         config = _read_config(path)
         _check_can_be_sharded(config)
         weight_files(path)
         return cls(
             path=path,
+            revision=commit,
             config=config,
             num_layers=config.num_hidden_layers,
             context_length=_context_length(config),
@@ -58,20 +66,51 @@ class ModelInfo:
             eos_ids=_eos_ids(path, config),
         )
 
+    def row(self, *, name: str, fingerprint: str) -> dict[str, Any]:
+        """The row of `models` by which every door keeps the limits that a head of this model keeps."""
+        return model_row(
+            self.path,
+            name=name,
+            fingerprint=fingerprint,
+            context_length=self.context_length,
+            vocab_size=self.vocab_size,
+            eos_ids=self.eos_ids,
+            revision=self.revision,
+        )
 
-def local_folder(model: str | Path) -> Path:
-    """The folder of a model; a hub id is downloaded (safetensors and text files only) into the hub's own cache."""
+
+def _find(model: str | Path, revision: str | None) -> tuple[Path, str | None]:
+    """The folder of a model, and its commit if it is of the hub."""
     path = Path(model).expanduser()
     if path.is_dir():
-        return path.resolve()
+        if revision is not None:
+            refuse(f"{path} is a folder, which has no revision {revision!r}", "Unset SHARDLINE_MODEL_REVISION")
+        return path.resolve(), None
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", str(model)):
         refuse(f"{str(model)!r} is neither a folder nor a hub id", "Give a folder with config.json, or owner/name")
+    snapshot = _download(str(model), revision)
+    commit = snapshot.name
+    if revision != commit:
+        log.warning(
+            "the model's revision is not fixed: other hosts and later starts may get other weights. "
+            "Set SHARDLINE_MODEL_REVISION to the commit",
+            model=str(model),
+            revision=revision,
+            commit=commit,
+        )
+    return snapshot, commit
+
+
+def _download(model: str, revision: str | None) -> Path:
+    """Safetensors and text files only, into the hub's own cache: the folder `snapshots/<commit>`."""
     try:
-        return Path(snapshot_download(str(model), allow_patterns=list(HUB_FILES)))
+        return Path(snapshot_download(model, revision=revision, allow_patterns=list(HUB_FILES)))
+    except RevisionNotFoundError as error:
+        refuse(f"the hub's model {model!r} has no revision {revision!r}", "Check SHARDLINE_MODEL_REVISION", error)
     except (RepositoryNotFoundError, HFValidationError) as error:
-        refuse(f"the hub has no model {str(model)!r}", "Check the name, or HF_TOKEN if it is private", error)
+        refuse(f"the hub has no model {model!r}", "Check the name, or HF_TOKEN if it is private", error)
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        raise Unavailable(f"cannot fetch {str(model)!r} from the hub: {error}") from error
+        raise Unavailable(f"cannot fetch {model!r} from the hub: {error}") from error
 
 
 def _read_config(path: Path) -> Any:

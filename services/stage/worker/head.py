@@ -34,7 +34,7 @@ from shardline.store import claims
 from shardline.store.database import connect
 from shardline.store.models import register_model
 from shardline.streams import DeltaWriter
-from shardline.tokenise import Tokens, model_row
+from shardline.tokenise import Tokens
 
 log = structlog.get_logger(__name__)
 
@@ -62,7 +62,7 @@ class Head:
             head=loaded.worker,
             lease_s=settings.times.lease_s,
         )
-        self._model_row = model_row(loaded.info.path, name=settings.name, fingerprint=loaded.weights)
+        self._model_row = loaded.info.row(name=settings.name, fingerprint=loaded.weights)
         self._publisher = Publisher(
             DeltaWriter(settings.redis_url), app.backend.store_result if settings.result_backend else None
         )
@@ -186,6 +186,7 @@ class Head:
                 worker=self.worker,
                 pipeline=self._name,
                 fingerprint=self._loaded.weights,
+                revision=self._loaded.info.revision,
                 dtype=self._settings.dtype,
                 software=software(),
             )

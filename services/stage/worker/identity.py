@@ -18,6 +18,8 @@ class Identity:
     epoch: int
     fingerprint: str
     """Of the weights."""
+    revision: str | None
+    """The commit of a model of the hub."""
     exactness: str
     exact: bool
     stages: tuple[dict[str, Any], ...]
@@ -30,6 +32,7 @@ class Identity:
             "pipeline": self.pipeline,
             "epoch": self.epoch,
             "weights": self.fingerprint,
+            "revision": self.revision,
             "exactness": self.exactness,
             "stages": list(self.stages),
             **self.software,
@@ -37,7 +40,14 @@ class Identity:
 
 
 def identity_of(
-    wiring: Wiring, *, worker: str, pipeline: str, fingerprint: str, dtype: str, software: dict[str, str]
+    wiring: Wiring,
+    *,
+    worker: str,
+    pipeline: str,
+    fingerprint: str,
+    revision: str | None,
+    dtype: str,
+    software: dict[str, str],
 ) -> Identity:
     """The head's identity for one epoch."""
     return Identity(
@@ -45,6 +55,7 @@ def identity_of(
         pipeline=pipeline,
         epoch=wiring.epoch,
         fingerprint=fingerprint,
+        revision=revision,
         exactness=wiring.exactness,
         exact=wiring.exact,
         stages=tuple(

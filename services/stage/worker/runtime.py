@@ -106,7 +106,7 @@ class Loaded:
 
 def load(settings: StageSettings) -> Loaded:
     """Device, weights, sockets: what can be refused is refused before Celery starts. Raises Invalid, Unavailable."""
-    info = ModelInfo.read(settings.model)
+    info = ModelInfo.read(settings.model, settings.model_revision)
     layers = layers_of(settings, info.num_layers)
     name = settings.worker_name or f"{settings.pipeline or settings.name}.{settings.place}"
     worker = f"{name}@{socket.gethostname()}"

@@ -16,6 +16,7 @@ class StageSettings(Settings):
     """One stage: which model, which layers, on which device."""
 
     model: str = Field(description="folder or hub id of a causal LM, safetensors only")
+    model_revision: str | None = Field(None, description="the hub's commit, tag or branch; default: its main branch")
     model_name: str | None = Field(
         None, description="name that requests use; default: the folder's or the id's last part"
     )

@@ -118,10 +118,16 @@ def pipelines_table(pipelines: Iterable[LivePipeline]) -> None:
 
 def models_table(models: Iterable[Mapping[str, Any]]) -> None:
     """One model a row."""
-    table = _table("model", "context", "vocabulary", "ready", "weights")
+    table = _table("model", "revision", "context", "vocabulary", "ready", "weights")
     for model in models:
         sizes = str(model["context_length"]), str(model["vocab_size"])
-        table.add_row(model["name"], *sizes, "yes" if model["ready"] else "no", model["fingerprint"][:12])
+        table.add_row(
+            model["name"],
+            (model["revision"] or "")[:12],
+            *sizes,
+            "yes" if model["ready"] else "no",
+            model["fingerprint"][:12],
+        )
     _print(table)
 
 

@@ -78,6 +78,10 @@ class Tokens:
             field, ids = "prompt", self._checked("prompt", prompt or ())
         if not ids:
             raise Invalid(field, "it is empty; at least one token is needed", "Send some text or token ids")
+        if params.stop and not self.has_tokenizer:
+            raise Invalid(
+                "stop", f"{self.model} has no tokenizer, so its completions have no text", "Use stop_token_ids"
+            )
         self._checked("stop_token_ids", params.stop_token_ids)
         return Prepared(prompt_ids=ids, max_tokens=self._max_tokens(field, len(ids), params))
 
