@@ -28,7 +28,7 @@ LARGE_BYTES = 32 << 10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Accepted:
-    """A job that is committed. `is_new` is False when an earlier request had the same id or key."""
+    """A job that is committed. `is_new` is True only for the request that inserted it, False for its repeats."""
 
     job_id: UUID
     is_new: bool
@@ -48,10 +48,16 @@ async def accept(gateway: Gateway, request: Request, parse: Parse) -> Accepted:
             job = msgspec.structs.replace(job, traceparent=traceparent)
             model = await gateway.catalogue.get(job.model)
             prepared = await _aside(len(body), _prepare, model, job)
-            job_id = await gateway.inserter.insert(job, prepared)
+            stored = await gateway.inserter.insert(job, prepared)
             failpoint(Point.GATEWAY_INSERTED)
-    is_new = job_id == job.id
-    return Accepted(job_id=job_id, is_new=is_new, request=job, prepared=prepared, model=model, wanted=wanted)
+    return Accepted(
+        job_id=stored.job_id,
+        is_new=stored.is_new,
+        request=job,
+        prepared=prepared,
+        model=model,
+        wanted=wanted,
+    )
 
 
 def native_request(document: Document) -> tuple[JobRequest, Wanted]:

@@ -6,12 +6,12 @@ import asyncio
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from uuid import UUID
 
 from shardline.client import AsyncClient
 from shardline.errors import Unavailable
 from shardline.job import JobRequest
 from shardline.metrics import GatewayMetrics
+from shardline.store.jobs import Stored
 from shardline.tasks import end_task
 from shardline.tokenise import Prepared
 
@@ -24,7 +24,7 @@ class Waiting:
 
     request: JobRequest
     prepared: Prepared
-    stored: asyncio.Future[UUID] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    stored: asyncio.Future[Stored] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
 
 class Inserter:
@@ -46,8 +46,8 @@ class Inserter:
         if self._task is not None:
             await end_task(self._task)
 
-    async def insert(self, request: JobRequest, prepared: Prepared) -> UUID:
-        """The id of the row, once it is committed. Raises Invalid, Conflict, Unavailable."""
+    async def insert(self, request: JobRequest, prepared: Prepared) -> Stored:
+        """Its row, once that is committed. Raises Invalid, Conflict, Unavailable."""
         waiting = Waiting(request=request, prepared=prepared)
         self._waiting.append(waiting)
         self._bell.set()
@@ -62,7 +62,7 @@ class Inserter:
 
     async def _store(self, batch: Sequence[Waiting]) -> None:
         try:
-            ids = await self._client.insert(
+            rows = await self._client.insert(
                 [one.request for one in batch],
                 prepared=[(one.prepared.prompt_ids, one.prepared.max_tokens) for one in batch],
             )
@@ -81,10 +81,10 @@ class Inserter:
             await self._store(batch[half:])
         else:
             self._metrics.insert_batch.observe(len(batch))
-            for one, job_id in zip(batch, ids, strict=True):
-                self._metrics.accepted.labels(one.request.model).inc()
+            for one, row in zip(batch, rows, strict=True):
+                self._metrics.accepted.labels(one.request.model).inc(row.is_new)
                 if not one.stored.done():
-                    one.stored.set_result(job_id)
+                    one.stored.set_result(row)
 
 
 def _fail(batch: Sequence[Waiting], error: Exception) -> None:

@@ -10,7 +10,8 @@ ShardlineError
 │   ├── JobFailed
 │   ├── JobCancelled
 │   └── JobExpired
-├── Unavailable        a server we depend on is away
+├── Unavailable        a server we depend on is away: whether a COMMIT under way has happened is unknown
+│   └── Busy           Postgres answered that it cannot do this now: nothing was stored
 └── ProtocolError      a frame, a message or a peer that breaks the protocol
     └── LinkLost       a hop or control link is gone: new epoch
 """
@@ -81,6 +82,10 @@ class JobExpired(JobEnded):
 
 class Unavailable(ShardlineError):
     """Postgres, Redis or a stage cannot be reached now."""
+
+
+class Busy(Unavailable):
+    """Postgres answers, but a lock, a time limit or its room stood in the way. Nothing was stored: try again."""
 
 
 class ProtocolError(ShardlineError):

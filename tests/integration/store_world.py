@@ -53,7 +53,8 @@ def request(**fields: Any) -> JobRequest:
 def submit(engine: Engine, num: int = 1, **fields: Any) -> list[UUID]:
     """Prepared jobs, as a door commits them."""
     with engine.begin() as connection:
-        return jobs.insert_jobs(connection, [request(**fields)] * num, prepared=[((5, 6), 8)] * num)
+        stored = jobs.insert_jobs(connection, [request(**fields)] * num, prepared=[((5, 6), 8)] * num)
+    return [one.job_id for one in stored]
 
 
 def claim(engine: Engine, ids: list[UUID], **values: Any) -> list[Claimed]:

@@ -117,6 +117,12 @@ def test_given_an_id_or_key_when_repeated_then_nothing_is_inserted(client: Clien
     assert num_jobs(client) == 1
 
 
+def test_given_a_chat_whose_answer_was_lost_when_repeated_with_its_id_then_it_is_the_same_job(client: Client) -> None:
+    own, messages = uuid4(), [{"role": "system", "content": "brief"}, {"role": "user", "content": PROMPT}]
+    assert [client.submit("clerk", messages=messages, id=own, temperature=0) for _ in "ab"] == [own, own]
+    assert num_jobs(client) == 1
+
+
 def test_given_a_queued_job_when_cancelled_then_a_waiter_is_told(client: Client) -> None:
     job_id = client.submit("clerk", PROMPT)
     assert client.cancel(job_id) == {job_id: JobState.CANCELLED}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
+from uuid import uuid4
 
 import httpx
 import pytest
@@ -177,15 +178,43 @@ async def test_given_a_caller_who_leaves_when_the_job_runs_then_it_is_cancelled(
     assert (job["state"], job["result"]["finish_reason"]) == ("cancelled", "cancelled")
 
 
-async def test_given_an_idempotency_key_when_a_request_is_repeated_then_it_is_the_same_job(
+@pytest.mark.parametrize("name", [{}, {"id": str(uuid4())}], ids=["key", "id"])
+@pytest.mark.parametrize(
+    ("route", "content", "other"),
+    [
+        (TEXT, {"prompt": PROMPT}, {"prompt": "sum: 9 ="}),
+        (CHAT, {"messages": MESSAGES}, {"messages": [*MESSAGES, *MESSAGES]}),
+        (TEXT, {"prompt": PROMPT}, {"prompt": PROMPT, "temperature": 0.5}),
+    ],
+)
+async def test_given_an_id_or_key_when_a_request_is_repeated_then_it_is_the_same_job(
+    http: httpx.AsyncClient, head: TinyHead, *, name: dict[str, str], route: str, content: Any, other: Any
+) -> None:
+    headers = {} if name else {"Idempotency-Key": "order-7"}
+    with head.serving():
+        replies = [
+            await http.post(route, json={"model": "clerk", **name, **fields}, headers=headers)
+            for fields in (content, content, other)
+        ]
+    assert replies[0].json()["id"] == replies[1].json()["id"]
+    assert (replies[2].status_code, replies[2].json()["error"]["code"]) == (409, "conflict")
+
+
+async def test_given_a_repeat_with_the_same_id_when_its_caller_leaves_then_the_first_one_gets_its_answer(
     http: httpx.AsyncClient, head: TinyHead
 ) -> None:
-    headers = {"Idempotency-Key": "order-7"}
-    with head.serving():
-        replies = [await http.post(TEXT, json={"model": "clerk", "prompt": PROMPT}, headers=headers) for _ in "ab"]
-        other = await http.post(TEXT, json={"model": "clerk", "prompt": "sum: 9 ="}, headers=headers)
-    assert replies[0].json()["id"] == replies[1].json()["id"]
-    assert (other.status_code, other.json()["error"]["code"]) == (409, "conflict")
+    fields = {"model": "clerk", "prompt": PROMPT, "id": str(uuid4())}
+    first = asyncio.create_task(http.post(TEXT, json=fields))
+    sequence = await claimed(head)
+    async with http.stream("POST", TEXT, json={**fields, "stream": True}) as repeat:
+        head.say(sequence)
+        await anext(events_of(repeat))
+    async with asyncio.timeout(30):
+        while "shardline_http_in_flight 1.0" not in (await http.get("/metrics")).text:
+            await asyncio.to_thread(head.wait_for_bell)
+    assert not head.beat(sequence)
+    head.finish(sequence)
+    assert (await first).json()["choices"][0]["text"] == PROMPT
 
 
 NEUTRAL: dict[str, Any] = {

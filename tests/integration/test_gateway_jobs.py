@@ -95,6 +95,17 @@ async def test_given_a_repeat_when_submitted_then_it_is_the_same_job(http: httpx
     assert first.json()["id"] == second.json()["id"]
 
 
+async def test_given_an_own_id_when_a_request_comes_again_then_the_answer_is_200_with_its_present_state(
+    http: httpx.AsyncClient, head: TinyHead
+) -> None:
+    fields = {"model": "clerk", "messages": [{"role": "user", "content": PROMPT}], "id": str(uuid4())}
+    first = await http.post(JOBS, json=fields)
+    head.finish(head.claim())
+    second = await http.post(JOBS, json=fields)
+    assert (first.status_code, first.json()["state"]) == (202, "queued")
+    assert (second.status_code, second.json()["state"]) == (200, "succeeded")
+
+
 async def test_given_a_running_job_when_followed_then_events_count_its_tokens(
     http: httpx.AsyncClient, head: TinyHead
 ) -> None:

@@ -77,7 +77,7 @@ def submit(database: Database, max_tokens: int, **fields: Any) -> UUID:
     """One prepared job that runs to its limit."""
     wanted = request(max_tokens=max_tokens, ignore_eos=True, seed=5, **fields)
     with database.begin() as connection:
-        return jobs.insert_jobs(connection, [wanted], prepared=[((5, 6), max_tokens)])[0]
+        return jobs.insert_jobs(connection, [wanted], prepared=[((5, 6), max_tokens)])[0].job_id
 
 
 def saved_tokens(database: Database, job_id: UUID) -> int:

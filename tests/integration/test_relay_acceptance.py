@@ -51,6 +51,7 @@ def nested(depth: int) -> Any:
         ({"prompt": "a\0"}, "prompt"),
         ({"prompt": "\ud800"}, "prompt"),
         ({"metadata": nested(500)}, "metadata"),
+        ({"metadata": {"score": float("inf")}}, "metadata"),
         ({"traceparent": "x" * 300}, "traceparent"),
         ({"seed": 2**63}, "seed"),
         ({"unknown": 1}, "unknown"),
@@ -82,6 +83,16 @@ def test_given_a_conflict_in_a_batch_when_taken_then_the_first_job_stays_as_it_i
     )
     assert [verdict.fate for verdict in verdicts] == ["accepted", "dead", "dead"]
     assert cell(engine, "SELECT prompt || ' ' || state FROM jobs WHERE id = :id", id=UUID(first)) == "one queued"
+
+
+@pytest.mark.parametrize("content", [{"prompt": "one"}, {"messages": [{"role": "user", "content": "hi"}]}])
+@pytest.mark.parametrize("key", [{}, {"idempotency_key": "k"}])
+def test_given_a_request_delivered_twice_when_taken_then_it_is_accepted_twice_and_stored_once(
+    engine: Engine, content: dict[str, Any], key: dict[str, Any]
+) -> None:
+    arrival = Arrival(id=new_id(), document={"model": MODEL, "temperature": 0.5, **content, **key})
+    assert [verdict.fate for _ in "ab" for verdict in accept(engine, [arrival])] == ["accepted", "accepted"]
+    assert cell(engine, "SELECT count(*) FROM jobs") == 1
 
 
 def test_given_an_invalid_request_delivered_twice_when_taken_then_both_say_the_same(engine: Engine) -> None:

@@ -30,7 +30,7 @@ def here(database_url: str, redis_url: str, tmp_path: Path) -> Iterator[RelayWor
 def insert(here: RelayWorld, num: int = NUM_JOBS) -> set[str]:
     """Jobs that a relay must prepare and send."""
     with here.engine.begin() as connection:
-        return {str(job_id) for job_id in jobs.insert_jobs(connection, [request(prompt="one")] * num)}
+        return {str(one.job_id) for one in jobs.insert_jobs(connection, [request(prompt="one")] * num)}
 
 
 def all_sent(here: RelayWorld, ids: set[str]) -> bool:

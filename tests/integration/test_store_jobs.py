@@ -42,7 +42,7 @@ def engine(database_url: str) -> Iterator[Engine]:
 def insert(engine: Engine, *requests: JobRequest) -> list[UUID]:
     """In a transaction of its own."""
     with engine.begin() as connection:
-        return jobs.insert_jobs(connection, requests)
+        return [one.job_id for one in jobs.insert_jobs(connection, requests)]
 
 
 def test_given_requests_of_every_kind_when_inserted_then_they_read_back_as_they_were(engine: Engine) -> None:
@@ -115,7 +115,7 @@ def test_given_a_repeat_after_preparation_when_inserted_then_it_is_still_the_sam
 @pytest.mark.parametrize("other", [{"prompt": "another"}, {"model": "n"}, {"prompt": (1, 2)}])
 def test_given_a_key_in_use_when_another_request_has_it_then_conflict(engine: Engine, other: dict[str, object]) -> None:
     insert(engine, request(idempotency_key="k"))
-    with pytest.raises(Conflict, match="another model or prompt"):
+    with pytest.raises(Conflict, match=r"has this idempotency key and another (model|prompt);"):
         insert(engine, request(idempotency_key="k", **other))
 
 
@@ -223,7 +223,8 @@ async def test_given_asyncio_when_the_same_functions_run_then_they_do_the_same(
 ) -> None:
     async_engine = connect_async(database_url)
     async with async_engine.begin() as connection:
-        ids = await connection.run_sync(jobs.insert_jobs, [request(), request()])
+        stored = await connection.run_sync(jobs.insert_jobs, [request(), request()])
+        ids = [one.job_id for one in stored]
         assert await connection.run_sync(jobs.request_cancel, ids[:1]) == {ids[0]: JobState.CANCELLED}
     await async_engine.dispose()
     assert [state(engine, job_id) for job_id in ids] == [JobState.CANCELLED, JobState.QUEUED]

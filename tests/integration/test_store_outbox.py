@@ -131,7 +131,8 @@ def test_given_several_models_when_stamped_then_a_backlog_of_one_does_not_hold_u
 
 def test_given_unprepared_rows_when_taken_then_no_other_relay_gets_them_and_none_is_sent(engine: Engine) -> None:
     with engine.begin() as connection:
-        ids = jobs.insert_jobs(connection, [request(), request(seed=None, prompt=(1, 2))])
+        stored = jobs.insert_jobs(connection, [request(), request(seed=None, prompt=(1, 2))])
+        ids = [one.job_id for one in stored]
     assert stamp(engine) == []
     with engine.begin() as connection, engine.begin() as other:
         assert {row.id for row in preparation.take_unprepared(connection)} == set(ids)

@@ -1,24 +1,47 @@
-"""How requests become rows, before any statement: chunks, tokens given by a door. No server needed."""
+"""How requests become rows, before any statement: order, chunks, tokens given by a door. No server needed."""
 
 from __future__ import annotations
 
-from shardline.job import JobRequest
-from shardline.store.inserts import MAX_CHARS, MAX_ROWS, _chunks, _row
+import json
+from typing import Any
+
+import pytest
+
+from shardline.errors import Invalid
+from shardline.ids import new_id
+from shardline.job import JobRequest, Message
+from shardline.store.inserts import MAX_BYTES, MAX_ROWS, _chunks, _row
 
 
-def rows(num: int, chars: int = 4) -> list[dict[str, object]]:
-    """Rows with a prompt of so many characters."""
-    return [_row(JobRequest(model="m", prompt="x" * chars), None) for _ in range(num)]
+def row(**fields: Any) -> dict[str, Any]:
+    """Of a request with these fields."""
+    return _row(JobRequest(**{"model": "m", "prompt": "text", **fields}), None)
 
 
 def test_given_many_small_rows_when_chunked_then_each_statement_has_the_most_rows() -> None:
-    assert [len(chunk) for chunk in _chunks(rows(2 * MAX_ROWS + 1))] == [MAX_ROWS, MAX_ROWS, 1]
+    chunks = list(_chunks([row() for _ in range(2 * MAX_ROWS + 1)]))
+    assert [len(places) for places, _ in chunks] == [MAX_ROWS, MAX_ROWS, 1]
+    assert sorted(place for places, _ in chunks for place in places) == list(range(2 * MAX_ROWS + 1))
 
 
-def test_given_large_rows_when_chunked_then_each_statement_has_a_bounded_size_and_none_is_left_out() -> None:
-    half, whole = rows(3, MAX_CHARS // 2), rows(1, MAX_CHARS + 1)
-    assert [len(chunk) for chunk in _chunks([*half, *whole, *half[:1]])] == [2, 1, 1, 1]
+@pytest.mark.parametrize("field", ["prompt", "messages", "metadata"])
+def test_given_large_rows_when_chunked_then_each_statement_has_a_bounded_size_and_none_is_left_out(field: str) -> None:
+    def large(key: str, chars: int) -> dict[str, Any]:
+        text = "x" * chars
+        value: Any = {"prompt": text, "messages": (Message(role="user", content=text),), "metadata": {"a": text}}[field]
+        return row(idempotency_key=key, **{"prompt": None, field: value})
+
+    chunks = list(_chunks([*(large(key, MAX_BYTES // 2 - 1000) for key in "abc"), large("d", MAX_BYTES + 1)]))
+    assert [places for places, _ in chunks] == [[0, 1], [2], [3]]
     assert list(_chunks([])) == []
+
+
+def test_given_rows_in_any_order_when_chunked_then_keys_and_then_ids_have_one_order() -> None:
+    ids = sorted(new_id() for _ in range(3))
+    keyed = [row(idempotency_key=key) for key in ("b", "a", "c")]
+    ((places, encoded),) = _chunks([*keyed, *(row(id=job_id) for job_id in reversed(ids))])
+    assert places == [5, 4, 3, 1, 0, 2]
+    assert [one["place"] for one in json.loads(encoded)] == places
 
 
 def test_given_tokens_of_a_door_when_made_into_a_row_then_text_and_ids_are_kept() -> None:
@@ -29,3 +52,10 @@ def test_given_tokens_of_a_door_when_made_into_a_row_then_text_and_ids_are_kept(
         7,
         {"max_tokens": 9},
     )
+
+
+@pytest.mark.parametrize("number", [float("inf"), float("-inf"), float("nan")])
+def test_given_a_number_that_json_has_not_when_made_into_a_row_then_its_field_is_named(number: float) -> None:
+    with pytest.raises(Invalid, match="which JSON has not") as caught:
+        row(metadata={"deep": [{"score": number}]})
+    assert caught.value.field == "metadata"

@@ -39,6 +39,7 @@ log = structlog.get_logger(__name__)
 Ids = list[UUID]
 Jobs = list[Job]
 Deltas = list[Delta]
+Stored = list[jobs.Stored]
 
 
 class AsyncClient:
@@ -91,13 +92,13 @@ class AsyncClient:
     ) -> UUID:
         """Store one job and return its id. `fields` are in docs/jobs.md. Raises Invalid, Conflict, Unavailable."""
         request = request_of(model, prompt, fields, self.tenant)
-        return (await self.insert([request], session=session))[0]
+        return (await self.insert([request], session=session))[0].job_id
 
     async def submit_many(
         self, requests: Iterable[AnyRequest], *, session: AsyncSession | AsyncConnection | None = None
     ) -> Ids:
         """Store all of them in one transaction, or none; ids in the same order."""
-        return await self.insert(checked(requests, self.tenant), session=session)
+        return [one.job_id for one in await self.insert(checked(requests, self.tenant), session=session)]
 
     async def insert(
         self,
@@ -105,8 +106,9 @@ class AsyncClient:
         *,
         prepared: Sequence[Tokenised | None] | None = None,
         session: AsyncSession | AsyncConnection | None = None,
-    ) -> Ids:
-        """Like `submit_many`, for a door that has checked and perhaps tokenised the requests."""
+    ) -> Stored:
+        """Like `submit_many`, for a door that has checked and perhaps tokenised the requests, and wants to know which
+        of them are new."""
         if session is not None:
             connection = session if isinstance(session, AsyncConnection) else await session.connection()
             return await connection.run_sync(jobs.insert_jobs, requests, prepared=prepared)

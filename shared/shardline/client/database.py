@@ -11,7 +11,7 @@ from sqlalchemy.exc import DBAPIError, InterfaceError, InternalError, Operationa
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.orm import Session
 
-from shardline.errors import Unavailable
+from shardline.errors import Busy, Unavailable
 from shardline.store.database import normalise
 
 MAX_IDS_PER_QUERY = 1_000
@@ -20,15 +20,33 @@ POLL_S = 1.0
 
 AWAY = (OperationalError, InterfaceError, PoolTimeout, OSError)
 
+BUSY = {
+    "40P01": "two transactions waited for each other, and Postgres ended this one",
+    "40001": "another transaction changed the same rows first",
+    "55P03": "another transaction held the same rows for longer than lock_timeout",
+    "57014": "the statement took longer than statement_timeout, or an operator ended it",
+    "53100": "Postgres has no disk left",
+    "53200": "Postgres has no memory left",
+    "53300": "Postgres has no connection left, see max_connections",
+    "54000": "the statement is over a limit of Postgres",
+}
+"""What Postgres itself answers, by SQLSTATE: it is there, and has stored nothing."""
+
 
 @contextmanager
 def reachable() -> Iterator[None]:
-    """Turns a Postgres that is away into Unavailable. The commit may have happened: retry with the same id."""
+    """Turns a Postgres that is away into Unavailable (the commit may have happened: retry with the same id), and one
+    that could not do it now into Busy (nothing has happened)."""
     try:
         yield
+    except PoolTimeout as error:
+        raise Busy("every connection of this process's pool is in use: ask less at a time") from error
     except AWAY as error:
         cause = error.orig if isinstance(error, DBAPIError) else error
-        raise Unavailable(f"Postgres cannot be reached: {str(cause).splitlines()[0][:200]}") from error
+        problem = BUSY.get(getattr(cause, "sqlstate", None) or "")
+        if problem is not None:
+            raise Busy(f"{problem}: {_first_line(cause)}") from error
+        raise Unavailable(f"Postgres cannot be reached: {_first_line(cause)}") from error
     except InternalError as error:
         if isinstance(error.orig, ReadOnlySqlTransaction):
             raise Unavailable("Postgres takes no writes: it is a standby, or read-only for now") from error
@@ -44,3 +62,7 @@ def listen_address(database_url: str | URL) -> str:
     """For a plain psycopg connection: SQLAlchemy's pools cannot wait for a NOTIFY."""
     url = normalise(database_url) if isinstance(database_url, str) else database_url
     return url.set(drivername="postgresql").render_as_string(hide_password=False)
+
+
+def _first_line(cause: BaseException | None) -> str:
+    return str(cause).partition("\n")[0][:200]

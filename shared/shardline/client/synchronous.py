@@ -209,9 +209,11 @@ class Client:
 
     def _insert(self, requests: Sequence[JobRequest], session: Session | Connection | None) -> Ids:
         if session is not None:
-            return jobs.insert_jobs(connection_of(session), requests)
-        with reachable(), self.database.begin() as connection:
-            return jobs.insert_jobs(connection, requests)
+            stored = jobs.insert_jobs(connection_of(session), requests)
+        else:
+            with reachable(), self.database.begin() as connection:
+                stored = jobs.insert_jobs(connection, requests)
+        return [one.job_id for one in stored]
 
     def _read(
         self,

@@ -106,16 +106,20 @@ def load_job(row: RowMapping) -> Job:
     )
 
 
-def unstorable(value: object) -> bool:
-    """Whether Postgres refuses something in here: a NUL, a lone surrogate, or nesting deeper than MAX_DEPTH."""
+def unstorable(value: object) -> str | None:
+    """What in here Postgres's text and JSON cannot hold, or None: NUL, a lone surrogate, NaN or Infinity, or nesting
+    deeper than MAX_DEPTH."""
     level = [value]
     for _ in range(MAX_DEPTH):
         if not level:
-            return False
-        if any(isinstance(one, str) and _is_refused(one) for one in level):
-            return True
+            return None
+        for one in level:
+            if isinstance(one, str) and _is_refused(one):
+                return "it holds a NUL character or a lone surrogate"
+            if isinstance(one, float) and not math.isfinite(one):
+                return f"it holds the number {one}, which JSON has not"
         level = [inner for one in level for inner in _inside(one)]
-    return True
+    return f"it is nested more than {MAX_DEPTH} deep"
 
 
 def _inside(value: object) -> Iterable[object]:

@@ -9,18 +9,19 @@ from uuid import UUID
 
 import msgspec
 from psycopg.errors import Diagnostic
-from sqlalchemy import Connection, RowMapping, select, text, tuple_
+from sqlalchemy import Connection, text
 from sqlalchemy.exc import IntegrityError
 
-from shardline.errors import Conflict, Invalid
+from shardline.errors import Invalid
 from shardline.ids import new_id
 from shardline.job import DEFAULT_TENANT, JobRequest
-from shardline.store.encoding import MAX_DEPTH, dump, is_any, storable, unstorable
-from shardline.tables import MAX_PROMPT_BYTES, RANDOM_SEED, jobs
+from shardline.store.encoding import dump, storable, unstorable
+from shardline.store.repeats import repeated
+from shardline.tables import MAX_PROMPT_BYTES, RANDOM_SEED
 
 MAX_ROWS = 2_000
-MAX_CHARS = 8 << 20
-"""Of prompts in one statement; one longer prompt travels alone."""
+MAX_BYTES = 8 << 20
+"""Of rows in one statement; one larger row travels alone."""
 
 Tokenised = tuple[Sequence[int], int]
 """A request's prompt ids and max_tokens, of a door that validated and tokenised it already."""
@@ -28,7 +29,7 @@ Tokenised = tuple[Sequence[int], int]
 INSERT = text(f"""
 WITH new AS (
     SELECT * FROM jsonb_to_recordset(CAST(:rows AS jsonb)) AS new(
-        id uuid, tenant text, model text, prompt text, messages jsonb, prompt_ids int[], params jsonb, seed bigint,
+        id uuid, tenant_id text, model text, prompt text, messages jsonb, prompt_ids int[], params jsonb, seed bigint,
         priority smallint, idempotency_key text, metadata jsonb, traceparent text, delay_s float8, deadline_s float8,
         max_tokens int, max_crashes int)
 )
@@ -36,9 +37,9 @@ INSERT INTO jobs (
     id, tenant_id, model, prompt, messages, prompt_ids, params, seed, priority, idempotency_key, metadata, traceparent,
     not_before, deadline_at, max_tokens, max_crashes, prepared_at)
 SELECT
-    id, tenant, model, prompt, messages, prompt_ids, params, coalesce(seed, {RANDOM_SEED}), priority, idempotency_key,
-    metadata, traceparent, now() + make_interval(secs => delay_s), now() + make_interval(secs => deadline_s),
-    max_tokens, max_crashes, CASE WHEN max_tokens IS NOT NULL THEN now() END
+    id, tenant_id, model, prompt, messages, prompt_ids, params, coalesce(seed, {RANDOM_SEED}), priority,
+    idempotency_key, metadata, traceparent, now() + make_interval(secs => delay_s),
+    now() + make_interval(secs => deadline_s), max_tokens, max_crashes, CASE WHEN max_tokens IS NOT NULL THEN now() END
 FROM new ON CONFLICT DO NOTHING RETURNING id
 """)  # noqa: S608 (a constant of ours)
 
@@ -61,25 +62,27 @@ class FailedRequest:
     metadata: Mapping[str, Any] | None = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stored:
+    """The row that holds a request. `is_new` is True for the one request that inserted it, False for a repeat."""
+
+    job_id: UUID
+    is_new: bool
+
+
 def insert_jobs(
     connection: Connection, requests: Sequence[JobRequest], *, prepared: Sequence[Tokenised | None] | None = None
-) -> list[UUID]:
-    """The ids of the rows that hold these requests, in their order; they are accepted once the caller commits.
+) -> list[Stored]:
+    """The rows that hold these requests, in their order; they are accepted once the caller commits.
 
     A known id or idempotency key inserts nothing and returns the job that has it. Raises Conflict when that job asks
-    for something else, Invalid when Postgres cannot hold the request.
+    for something else (see `repeats`), Invalid when Postgres cannot hold the request.
     """
     rows = [_row(request, tokenised) for request, tokenised in _pairs(requests, prepared)]
-    inserted: set[UUID] = set()
-    try:
-        for chunk in _chunks(rows):
-            inserted.update(connection.scalars(INSERT, {"rows": dump(chunk)}))
-    except IntegrityError as error:
-        raise _invalid(error) from error
-    repeated = [row for row in rows if not _take(inserted, row["id"])]
-    existing = _existing(connection, repeated) if repeated else {}
-    others = {id(row): _same(row, existing) for row in repeated}
-    return [others.get(id(row), row["id"]) for row in rows]
+    stored: dict[int, Stored] = {}
+    for places, encoded in _chunks(rows):
+        stored |= _insert(connection, {place: rows[place]["id"] for place in places}, encoded)
+    return [stored[place] for place in range(len(rows))]
 
 
 def insert_failed(connection: Connection, requests: Sequence[FailedRequest]) -> set[UUID]:
@@ -92,17 +95,28 @@ def insert_failed(connection: Connection, requests: Sequence[FailedRequest]) -> 
             "metadata": {} if request.metadata is None or unstorable(request.metadata) else request.metadata,
             "error": {name: storable(str(value)) for name, value in request.error.items()},
         }
-        for request in requests
+        for request in sorted(requests, key=lambda request: request.id)
     ]
     return set(connection.scalars(INSERT_FAILED, {"rows": dump(rows)})) if rows else set()
 
 
-def _take(inserted: set[UUID], job_id: UUID) -> bool:
-    """Whether this row was inserted: the first of several with one id was."""
-    if job_id not in inserted:
-        return False
-    inserted.remove(job_id)
-    return True
+def _insert(connection: Connection, ids: Mapping[int, UUID], encoded: str) -> dict[int, Stored]:
+    """One statement, and one more to find what was there before, if anything was."""
+    try:
+        inserted = set(connection.scalars(INSERT, {"rows": encoded}))
+    except IntegrityError as error:
+        raise _invalid(error) from error
+    stored: dict[int, Stored] = {}
+    for place, job_id in ids.items():
+        # Of several rows with one id the first was inserted.
+        if job_id in inserted:
+            inserted.remove(job_id)
+            stored[place] = Stored(job_id=job_id, is_new=True)
+    others = [place for place in ids if place not in stored]
+    if others:
+        for place, job_id in repeated(connection, encoded, others).items():
+            stored[place] = Stored(job_id=job_id, is_new=False)
+    return stored
 
 
 def _pairs(
@@ -117,7 +131,7 @@ def _row(request: JobRequest, tokenised: Tokenised | None) -> dict[str, Any]:
     prompt_ids, max_tokens = tokenised or (given_ids, None)
     row = {
         "id": request.id or new_id(),
-        "tenant": request.tenant,
+        "tenant_id": request.tenant,
         "model": request.model,
         "prompt": text_prompt,
         "messages": msgspec.to_builtins(request.messages),
@@ -139,60 +153,37 @@ def _row(request: JobRequest, tokenised: Tokenised | None) -> dict[str, Any]:
 
 def _check_storable(row: Mapping[str, Any]) -> None:
     for name, value in row.items():
-        if not isinstance(value, int | float | None) and name not in ("id", "prompt_ids") and unstorable(value):
-            problem = f"it holds a NUL character or a lone surrogate, or is nested more than {MAX_DEPTH} deep"
-            raise Invalid(name, problem, "Change it: Postgres cannot store it")
+        if not isinstance(value, int | float | None) and name not in ("id", "prompt_ids"):
+            problem = unstorable(value)
+            if problem is not None:
+                raise Invalid(name.removesuffix("_id"), problem, "Change it: Postgres cannot store it")
 
 
-def _chunks(rows: Sequence[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
-    chunk: list[dict[str, Any]] = []
-    num_chars = 0
-    for row in rows:
-        size = len(row["prompt"] or "") + 8 * len(row["prompt_ids"] or ())
-        if chunk and (len(chunk) == MAX_ROWS or num_chars + size > MAX_CHARS):
-            yield chunk
-            chunk, num_chars = [], 0
-        chunk.append(row)
-        num_chars += size
-    if chunk:
-        yield chunk
+def _chunks(rows: Sequence[Mapping[str, Any]]) -> Iterator[tuple[list[int], str]]:
+    """The places of the rows of one statement, and these rows as JSON, each with its place.
+
+    In one order for everybody: a row that meets its like of an open transaction waits for its end, and two
+    transactions that insert the same rows in different orders would wait for each other.
+    """
+    places: list[int] = []
+    encoded: list[str] = []
+    num_bytes = 0
+    for place in sorted(range(len(rows)), key=lambda place: _order(rows[place])):
+        one = dump({"place": place, **rows[place]})
+        if places and (len(places) == MAX_ROWS or num_bytes + len(one) > MAX_BYTES):
+            yield places, f"[{','.join(encoded)}]"
+            places, encoded, num_bytes = [], [], 0
+        places.append(place)
+        encoded.append(one)
+        num_bytes += len(one)
+    if places:
+        yield places, f"[{','.join(encoded)}]"
 
 
-def _existing(connection: Connection, rows: Sequence[Mapping[str, Any]]) -> dict[object, RowMapping]:
-    """Rows that were there first, by id and by (tenant, key)."""
-    content = select(
-        jobs.c.id,
-        jobs.c.tenant_id,
-        jobs.c.idempotency_key,
-        jobs.c.model,
-        jobs.c.prompt,
-        jobs.c.messages,
-        jobs.c.prompt_ids,
-    )
-    keys = [(row["tenant"], row["idempotency_key"]) for row in rows if row["idempotency_key"] is not None]
-    by_id = connection.execute(content.where(is_any(jobs.c.id, [row["id"] for row in rows])))
-    found: dict[object, RowMapping] = {row["id"]: row for row in by_id.mappings()}
-    if keys:
-        by_key = connection.execute(content.where(tuple_(jobs.c.tenant_id, jobs.c.idempotency_key).in_(keys)))
-        found |= {(row["tenant_id"], row["idempotency_key"]): row for row in by_key.mappings()}
-    return found
-
-
-def _same(row: Mapping[str, Any], existing: Mapping[object, RowMapping]) -> UUID:
-    """The id of the job that was there first, if it asks for the same."""
-    key = (row["tenant"], row["idempotency_key"])
-    first = existing.get(row["id"]) or existing.get(key)
-    if first is None:
-        raise Conflict(f"job {row['id']} or its idempotency key is being inserted by another transaction; try again")
-    if _content(first) != _content(row):
-        raise Conflict(f"job {first['id']} has this id or idempotency key and another model or prompt; use a new one")
-    return UUID(str(first["id"]))
-
-
-def _content(row: RowMapping | Mapping[str, Any]) -> tuple[object, ...]:
-    """What makes two requests the same one. Ids count only where there is no text: preparation adds them to it."""
-    has_text = row["prompt"] is not None or row["messages"] is not None
-    return row["model"], row["prompt"], row["messages"], None if has_text else list(row["prompt_ids"] or ())
+def _order(row: Mapping[str, Any]) -> tuple[str, str, str]:
+    """By key where there is one: a repeat brings the same key, and perhaps a new id."""
+    key = row["idempotency_key"]
+    return row["tenant_id"], key or "", "" if key else str(row["id"])
 
 
 def _invalid(error: IntegrityError) -> Invalid:

@@ -12,12 +12,13 @@ from sqlalchemy import Connection, Row, Select, select, text, tuple_
 from shardline.job import FinishReason, Job, JobState, TokenLogprob
 from shardline.store.bells import ring
 from shardline.store.encoding import is_any, load_job, load_logprobs
-from shardline.store.inserts import FailedRequest, insert_failed, insert_jobs
+from shardline.store.inserts import FailedRequest, Stored, insert_failed, insert_jobs
 from shardline.tables import DONE_CHANNEL, JOBS_CHANNEL, TERMINAL, attempts, jobs, results
 
 __all__ = [
     "FailedRequest",
     "Progress",
+    "Stored",
     "ended",
     "get_job",
     "get_jobs",

@@ -1,0 +1,71 @@
+"""Repeated requests: which job they mean, and whether they ask for the same. One rule for ids and keys, at every door.
+
+What counts is what was asked for: tenant, model, what to complete, and the sampling parameters. What does not count is
+how it is served (priority, delay, deadline, `max_crashes`), metadata and traceparent: who asks again may have less time
+left, and a new trace. Nor does what preparation adds to a row: a drawn seed, the ids of a text. Both sides are compared
+as Postgres holds them, so that nothing depends on how a client spells a list or a number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+from uuid import UUID
+
+from sqlalchemy import Connection, Row, text
+
+from shardline.errors import Busy, Conflict
+from shardline.job import JobState
+
+REPEATED = text(f"""
+SELECT asked.place, jobs.name, jobs.id, jobs.error,
+    -- Its row was made to say why the request was refused: what is valid now is another request.
+    jobs.state = '{JobState.FAILED}' AND jobs.finished_at = jobs.created_at AS is_refused,
+    array_remove(ARRAY[
+        CASE WHEN jobs.tenant_id <> asked.tenant_id THEN 'tenant' END,
+        CASE WHEN jobs.model <> asked.model THEN 'model' END,
+        CASE WHEN jobs.prompt IS DISTINCT FROM asked.prompt
+            -- Ids are the prompt only where there is no text: else a tokenizer made them.
+            OR CASE WHEN num_nonnulls(jobs.prompt, jobs.messages) = 0 THEN jobs.prompt_ids END IS DISTINCT FROM
+                CASE WHEN num_nonnulls(asked.prompt, asked.messages) = 0 THEN asked.prompt_ids END THEN 'prompt' END,
+        CASE WHEN jobs.messages IS DISTINCT FROM asked.messages THEN 'messages' END
+    ], NULL) || ARRAY(
+        SELECT key FROM jsonb_each(jobs.params) AS one FULL JOIN jsonb_each(asked.params) AS other USING (key)
+        WHERE one.value IS DISTINCT FROM other.value ORDER BY key
+    ) AS differences
+FROM jsonb_to_recordset(CAST(:rows AS jsonb)) AS asked(
+    place int, id uuid, tenant_id text, model text, prompt text, messages jsonb, prompt_ids int[], params jsonb,
+    idempotency_key text)
+-- The job of its id and the job of its key: one job, two, or none.
+CROSS JOIN LATERAL (
+    SELECT 'id' AS name, jobs.* FROM jobs WHERE jobs.id = asked.id
+    UNION ALL
+    SELECT 'idempotency key', jobs.* FROM jobs
+    WHERE jobs.tenant_id = asked.tenant_id AND jobs.idempotency_key = asked.idempotency_key
+) AS jobs
+WHERE asked.place = ANY(CAST(:places AS int[]))
+""")  # noqa: S608 (a constant of ours)
+
+
+def repeated(connection: Connection, rows: str, places: Collection[int]) -> dict[int, UUID]:
+    """The jobs that are there for those of `rows` (JSON, numbered by `place`) that were not inserted. Raises Conflict
+    when one asks for something else, Busy when its job is not to be seen: it went, or the caller's snapshot is old."""
+    found: dict[int, Row[Any]] = {}
+    for row in connection.execute(REPEATED, {"rows": rows, "places": list(places)}):
+        _check(row)
+        other = found.setdefault(row.place, row)
+        if other.id != row.id:
+            raise Conflict(f"its {other.name} is that of job {other.id}, its {row.name} that of {row.id}; send one")
+    if len(found) < len(places):
+        raise Busy("a job with the same id or idempotency key went meanwhile, or is hidden from this transaction")
+    return {place: UUID(str(row.id)) for place, row in found.items()}
+
+
+def _check(first: Row[Any]) -> None:
+    remedy = f"use a new {first.name}"
+    if first.is_refused:
+        problem = (first.error or {}).get("problem")
+        raise Conflict(f"job {first.id} has this {first.name} and was refused as invalid ({problem}); {remedy}")
+    if first.differences:
+        others = ", ".join(first.differences)
+        raise Conflict(f"job {first.id} has this {first.name} and another {others}; {remedy}")
