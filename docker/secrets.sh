@@ -9,6 +9,13 @@ umask 077
 mkdir -p "$folder"
 chmod 0700 "$folder"
 
+# With the form that shared/shardline/api_key.py gives keys: 64 public bits, then 256 secret ones.
+api_key() {
+  id=$(head -c 8 /dev/urandom | od -An -tx1 | tr -d ' \n')
+  secret=$(head -c 32 /dev/urandom | base64 | tr '+/' '-_' | tr -d '=\n')
+  printf 'sk-shardline-%s-%s' "$id" "$secret"
+}
+
 random() { head -c 24 /dev/urandom | base64 | tr '+/' '-_'; }
 
 write() {
@@ -25,3 +32,4 @@ write() {
 write postgres_password "$(random)"
 write database_url "postgresql://shardline:$(cat "$folder/postgres_password")@postgres:5432/shardline"
 write flower_auth "admin:$(random)"
+write api_key "$(api_key)"

@@ -8,4 +8,4 @@ shift
 cd "$(dirname "$0")/.."
 # async-timeout: redis wants it on Python 3.11.0 to 3.11.2, which the base image may have and this Python may not be.
 ${PYTHON:-python3} -m pip download -q -d "$folder" -c constraints.txt "$@" \
-  '.[flower,gateway,migrate,relay,stage]' setuptools async-timeout
+  '.[cli,flower,gateway,migrate,relay,stage]' setuptools async-timeout

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from tenacity import retry, retry_if_result, stop_after_delay, wait_fixed
 
 from services.standalone.home import Home
 from services.standalone.processes import wait_until_gone
+from shardline.api_key import bearer
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 START_S = 240
@@ -49,10 +50,18 @@ class Stack:
         self.seen |= {psutil.Process(pid) for pid in up["processes"].values() if psutil.pid_exists(pid)}
         return up
 
+    @property
+    def urls(self) -> Mapping[str, str]:
+        """Where producers reach it, and the `api_key` that the gateway wants."""
+        up = self.look()
+        return {**up["urls"], "api_key": up["api_key"]}
+
     def complete(self) -> httpx.Response:
         """One completion through the gateway."""
+        up = self.look()
         request = {"model": "clerk", "prompt": "sort: 3, 1, 2 =", "temperature": 0, "max_tokens": 16}
-        return httpx.post(f"{self.look()['urls']['gateway']}/v1/completions", json=request, timeout=60)
+        url, key = f"{up['urls']['gateway']}/v1/completions", bearer(up["api_key"])
+        return httpx.post(url, json=request, headers=key, timeout=60)
 
     def left(self) -> list[psutil.Process]:
         """Processes ever seen that do not end."""

@@ -1,14 +1,16 @@
 """Over HTTP: OpenAI's API, or a job that outlives its caller. Accepted when the answer comes.
 
-Usage: python http_gateway.py http://localhost:8000
+Usage: SHARDLINE_API_KEY=sk-shardline-… python http_gateway.py http://localhost:8000
 """
 
 import json
+import os
 import sys
 
 import httpx
 
-with httpx.Client(base_url=sys.argv[1], timeout=60) as gateway:
+key = {"Authorization": f"Bearer {os.environ['SHARDLINE_API_KEY']}"}
+with httpx.Client(base_url=sys.argv[1], headers=key, timeout=60) as gateway:
     body = {"model": "clerk", "prompt": "date: 3 March 2021 =", "temperature": 0}
     completion = gateway.post("/v1/completions", json=body).raise_for_status().json()
     print(completion["id"].removeprefix("cmpl-"), completion["choices"][0]["text"])

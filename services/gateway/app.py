@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from fastapi import FastAPI
+from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from services.gateway import errors
@@ -15,7 +16,7 @@ from services.gateway.schemas import Described
 from services.gateway.settings import GatewaySettings
 from services.gateway.state import Gateway
 from shardline import __version__
-from shardline.errors import Overloaded
+from shardline.errors import Overloaded, ShardlineError
 
 ADMITTED = "/v1/"
 """Probes and figures are answered however full the door is."""
@@ -34,7 +35,8 @@ def create_app(settings: GatewaySettings) -> FastAPI:
         finally:
             await gateway.close()
 
-    app = Described(title="Shardline", version=__version__, lifespan=lifespan)
+    # The description is a route of ours, which wants a key; a page for browsers could not send one.
+    app = Described(title="Shardline", version=__version__, lifespan=lifespan, openapi_url=None)
     errors.install(app)
     for router in (completions.router, jobs.router, health.router):
         app.include_router(router)
@@ -43,7 +45,7 @@ def create_app(settings: GatewaySettings) -> FastAPI:
 
 
 class Doorkeeper:
-    """Around every request, to the last byte of its answer: admits it, times it, counts it."""
+    """Around every request, to the last byte of its answer: admits it and its caller, times it, counts it."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -79,9 +81,20 @@ class Doorkeeper:
             await send(message)
 
         try:
-            await self._app(scope, receive, noting)
+            await self._guarded(gateway, scope, receive, noting)
         finally:
             # The template, not the path: paths are endless, labels must not be.
             route = getattr(scope.get("route"), "path", "unknown")
             gateway.metrics.requests.labels(route, scope["method"], status).inc()
             gateway.metrics.seconds.labels(route).observe(time.monotonic() - began_s)
+
+    async def _guarded(self, gateway: Gateway, scope: Scope, receive: Receive, send: Send) -> None:
+        """Before any route: a route that forgets its rule, and a path without a route, still want a key."""
+        try:
+            caller = await gateway.guard.admit(scope["path"], Headers(scope=scope))
+        except ShardlineError as error:
+            gateway.metrics.refused.labels(errors.body_of(error)["error"]["code"]).inc()
+            await errors.respond(error)(scope, receive, send)
+            return
+        scope.setdefault("state", {})["caller"] = caller
+        await self._app(scope, receive, send)

@@ -12,6 +12,8 @@ import msgspec
 from fastapi import Request
 
 from services.gateway.catalogue import Model
+from services.gateway.errors import Forbidden, NotJson
+from services.gateway.guard import Caller
 from services.gateway.openai import Document, Wanted, read_object
 from services.gateway.state import Gateway
 from shardline.errors import Invalid
@@ -22,6 +24,7 @@ from shardline.tokenise import Prepared
 
 Parse = Callable[[Document], tuple[JobRequest, Wanted]]
 
+JSON = "application/json"
 LARGE_BYTES = 32 << 10
 """A body from this size on is parsed and tokenised beside the event loop."""
 
@@ -38,12 +41,14 @@ class Accepted:
     wanted: Wanted
 
 
-async def accept(gateway: Gateway, request: Request, parse: Parse) -> Accepted:
-    """Raises Invalid, Conflict, Overloaded, Unavailable; then nothing was stored, or a repeat with its id is safe."""
+async def accept(gateway: Gateway, request: Request, caller: Caller, parse: Parse) -> Accepted:
+    """A job of the caller's tenant. Raises Invalid, Forbidden, Conflict, Overloaded, Unavailable; then nothing was
+    stored, or a repeat with its id is safe."""
+    _check_is_json(request)
     admission = gateway.admission
     with admission.buffered(admission.announced_bytes(request)):
         body = await admission.read(request)
-        job, wanted = await _aside(len(body), _parse, body, request, parse)
+        job, wanted = await _aside(len(body), _parse, body, request, caller, parse)
         with gateway.tracer.phase("accept", traceparent=job.traceparent, model=job.model) as traceparent:
             job = msgspec.structs.replace(job, traceparent=traceparent)
             model = await gateway.catalogue.get(job.model)
@@ -65,8 +70,16 @@ def native_request(document: Document) -> tuple[JobRequest, Wanted]:
     return parse_request(document), Wanted()
 
 
-def _parse(body: bytes, request: Request, parse: Parse) -> tuple[JobRequest, Wanted]:
+def _check_is_json(request: Request) -> None:
+    """Without this a web page could send a job from its reader's browser, unasked."""
+    kind = request.headers.get("content-type", "")
+    if kind.partition(";")[0].strip().lower() != JSON:
+        raise NotJson("content-type", f"{kind[:64]!r} is not {JSON}", f"Send Content-Type: {JSON}")
+
+
+def _parse(body: bytes, request: Request, caller: Caller, parse: Parse) -> tuple[JobRequest, Wanted]:
     document = read_object(body)
+    _take_tenant(document, caller)
     _take_header(document, "idempotency_key", request.headers.get("idempotency-key"))
     job, wanted = parse(document)
     traceparent = job.traceparent or request.headers.get("traceparent")
@@ -75,6 +88,15 @@ def _parse(body: bytes, request: Request, parse: Parse) -> tuple[JobRequest, Wan
 
 def _prepare(model: Model, job: JobRequest) -> Prepared:
     return model.tokens.prepare(prompt=job.prompt, messages=job.messages, params=job.params())
+
+
+def _take_tenant(document: Document, caller: Caller) -> None:
+    """The key's, whether it is named or not. What is no text at all is refused with the other fields."""
+    named = document.get("tenant")
+    if isinstance(named, str) and named != caller.tenant:
+        raise Forbidden("tenant: it is not the one of your API key. Leave it out", field="tenant")
+    if named is None:
+        document["tenant"] = caller.tenant
 
 
 def _take_header(document: Document, name: str, value: str | None) -> None:

@@ -40,6 +40,32 @@ class TooSlow(Invalid):
     """A body that does not come."""
 
 
+class NotJson(Invalid):
+    """A body that does not say that it is JSON: a form of any web page can send it."""
+
+
+class Misdirected(Invalid):
+    """A request for another host."""
+
+
+class Unauthorized(ShardlineError):
+    """No valid API key."""
+
+    def __init__(self, problem: str, *, had_key: bool = True) -> None:
+        super().__init__(problem)
+        self.challenge = 'Bearer realm="shardline"' + (', error="invalid_token"' if had_key else "")
+
+
+class Forbidden(ShardlineError):
+    """The API key is valid and does not allow this."""
+
+    def __init__(self, problem: str, *, scope: str | None = None, field: str | None = None) -> None:
+        super().__init__(problem)
+        self.field = field
+        named = f', error="insufficient_scope", scope="{scope}"' if scope else ""
+        self.challenge = f'Bearer realm="shardline"{named}'
+
+
 class Rejected(JobEnded):
     """A relay or a head found the request invalid after it was stored: the recorded reason."""
 
@@ -51,6 +77,10 @@ class Rejected(JobEnded):
 KINDS: tuple[tuple[type[ShardlineError], int, str, str], ...] = (
     (TooLarge, 413, "invalid_request_error", "request_too_large"),
     (TooSlow, 408, "invalid_request_error", "request_timeout"),
+    (NotJson, 415, "invalid_request_error", "unsupported_media_type"),
+    (Misdirected, 421, "invalid_request_error", "misdirected_request"),
+    (Unauthorized, 401, "invalid_request_error", "invalid_api_key"),
+    (Forbidden, 403, "invalid_request_error", "permission_denied"),
     (UnknownModel, 404, "invalid_request_error", "model_not_found"),
     (Invalid, 400, "invalid_request_error", "invalid_value"),
     (Rejected, 400, "invalid_request_error", "invalid_value"),
@@ -92,6 +122,8 @@ def respond(error: ShardlineError) -> Response:
         headers["Retry-After"] = str(math.ceil(error.retry_after_s))
     elif isinstance(error, Unavailable):
         headers["Retry-After"] = "1"
+    elif isinstance(error, Unauthorized | Forbidden):
+        headers["WWW-Authenticate"] = error.challenge
     return json_response(body_of(error), status=status_of(error), headers=headers)
 
 

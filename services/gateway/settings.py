@@ -12,6 +12,14 @@ class GatewaySettings(Settings):
 
     http_host: str = Field("127.0.0.1", description="address to listen on; 0.0.0.0 for all")
     http_port: int = Field(8000, ge=0, le=65535, description="the gateway's port; 0 takes a free one")
+    http_allowed_hosts: str = Field(
+        "",
+        description="names that requests may give to this gateway, with commas, beside localhost; * for any. Default: "
+        "localhost alone if http_host is a loopback address, else any",
+    )
+    http_key_fresh_s: float = Field(
+        2.0, ge=0, le=60, description="what Postgres said of an API key holds so long: a revoke works after it"
+    )
     http_max_in_flight: int = Field(1024, ge=1, description="requests answered at a time; more get 429 and Retry-After")
     http_max_body_bytes: int = Field(8 << 20, ge=1024, description="size of one request's body; larger ones get 413")
     http_max_buffered_bytes: int = Field(

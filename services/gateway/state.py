@@ -11,10 +11,12 @@ from prometheus_client import CollectorRegistry
 
 from services.gateway.admission import Admission
 from services.gateway.catalogue import Catalogue
+from services.gateway.guard import Guard, allowed_hosts
 from services.gateway.inserter import Inserter
+from services.gateway.keyring import Keyring
 from services.gateway.settings import GatewaySettings
 from shardline.client import AsyncClient
-from shardline.metrics import GatewayMetrics
+from shardline.metrics import GatewayMetrics, serve
 from shardline.tracing import Tracer
 
 
@@ -27,6 +29,8 @@ class Gateway:
     catalogue: Catalogue
     inserter: Inserter
     admission: Admission
+    keyring: Keyring
+    guard: Guard
     metrics: GatewayMetrics
     registry: CollectorRegistry
     tracer: Tracer
@@ -36,7 +40,9 @@ class Gateway:
         """Connects to nothing yet."""
         registry = CollectorRegistry()
         metrics = GatewayMetrics(registry)
+        hosts = allowed_hosts(settings.http_allowed_hosts, settings.http_host)
         client = AsyncClient(database_url=settings.database_url.get_secret_value(), redis_url=settings.redis_url)
+        keyring = Keyring(client.database, fresh_s=settings.http_key_fresh_s)
         return cls(
             settings=settings,
             client=client,
@@ -49,6 +55,8 @@ class Gateway:
                 body_timeout_s=settings.http_body_timeout_s,
                 gauge=metrics.in_flight,
             ),
+            keyring=keyring,
+            guard=Guard(keyring, hosts),
             metrics=metrics,
             registry=registry,
             tracer=Tracer.from_environment("gateway"),
@@ -56,11 +64,15 @@ class Gateway:
 
     def start(self) -> None:
         """Begin the tasks of this process."""
+        if self.settings.metrics_port is not None:
+            serve(self.settings.metrics_port, self.registry)
         self.inserter.start()
+        self.keyring.start()
 
     async def close(self) -> None:
         """End them and give back the connections. Jobs go on."""
         await self.inserter.close()
+        await self.keyring.close()
         await self.client.close()
         await asyncio.to_thread(self.tracer.close)
 

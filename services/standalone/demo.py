@@ -57,7 +57,7 @@ def run_demo(console: Console) -> bool:
     started: list[psutil.Process] = []
     console.print(f"[bold]Starting a stack in {HOME}[/bold] (logs: {home.folder / 'logs'})")
     with _stack(home, started, console) as up:
-        producer = Producer(urls=up["urls"], model=up["model"])
+        producer = Producer(urls=up["urls"], api_key=up["api_key"], model=up["model"])
         asked = _ask(producer, examples(SEED, NUM_PROMPTS, split="unseen"), console)
         ids = [each.id for each in asked]
         _wait_for_answers(producer, asked, console)

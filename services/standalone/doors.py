@@ -16,6 +16,7 @@ import redis
 from celery import Celery
 
 from shardline import keys
+from shardline.api_key import bearer
 from shardline.client import Client
 from shardline.config import Settings
 from shardline.ids import new_id
@@ -28,9 +29,10 @@ INSERT = "INSERT INTO jobs (id, model, prompt, params) VALUES (%s, %s, %s, %s)"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Producer:
-    """Somebody with prompts for one model, and the addresses of a stack (`urls` of up.json)."""
+    """Somebody with prompts for one model, the addresses of a stack (`urls` of up.json) and its `api_key`."""
 
     urls: Mapping[str, str]
+    api_key: str
     model: str
 
     def requests(self, prompts: Sequence[str]) -> list[JobRequest]:
@@ -78,7 +80,7 @@ def by_sql(producer: Producer, requests: Sequence[JobRequest]) -> None:
 
 def by_http(producer: Producer, requests: Sequence[JobRequest]) -> None:
     """From anywhere: accepted when the answer has come."""
-    with httpx.Client(base_url=producer.urls["gateway"], timeout=30.0) as client:
+    with httpx.Client(base_url=producer.urls["gateway"], headers=bearer(producer.api_key), timeout=30.0) as client:
         for request in requests:
             client.post("/v1/jobs", json=_document(request)).raise_for_status()
 

@@ -18,6 +18,7 @@ import msgspec
 import psutil
 
 from services.standalone.processes import is_alive, wait_until_gone
+from shardline.api_key import new_key
 
 SUPERVISOR = "supervisor"
 LEFTOVER_GRACE_S = 5.0
@@ -57,6 +58,7 @@ class Home:
     def __init__(self, folder: Path) -> None:
         self.folder = folder.expanduser().resolve()
         self.up_file = self.folder / "up.json"
+        self._key_file = self.folder / "api_key"
         self._pids_file = self.folder / "pids.json"
         self._lock_file = self.folder / "up.lock"
 
@@ -64,6 +66,12 @@ class Home:
         """Own the folder for a `with` block. Raises AlreadyUp."""
         self.folder.mkdir(parents=True, exist_ok=True)
         return HomeLock(self._lock_file)
+
+    def api_key(self) -> str:
+        """This stack's own key for its gateway: made once, the same after each start."""
+        if not self._key_file.exists():
+            write_private(self._key_file, new_key().encode())
+        return self._key_file.read_text(encoding="utf-8").strip()
 
     def record(self, pids: dict[str, int]) -> None:
         """Remember these processes, so that `down` finds them whatever happens to the supervisor."""

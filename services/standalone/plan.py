@@ -22,11 +22,12 @@ FLOWER_USER = "shardline"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Addresses:
-    """Where a stack is reached. Database, Redis and Flower hold passwords: never log them whole."""
+    """Where a stack is reached. Key, database, Redis and Flower are secrets: never log them whole."""
 
     http_port: int
     flower_port: int
     flower_password: str
+    api_key: str
     database: str
     redis: str
 

@@ -9,6 +9,7 @@ import httpx
 import psycopg
 
 from services.standalone.plan import Addresses
+from shardline.api_key import bearer
 
 POLL_S = 0.25
 CANARY_PROMPT = (0,)
@@ -38,7 +39,8 @@ def check(question: Question) -> None:
     """One look, ending with a completion through every stage. Raises NotYet."""
     try:
         _check_pipelines(question)
-        with httpx.Client(base_url=question.addresses.gateway, timeout=5.0) as gateway:
+        key = bearer(question.addresses.api_key)
+        with httpx.Client(base_url=question.addresses.gateway, headers=key, timeout=5.0) as gateway:
             if gateway.get("/ready").status_code != httpx.codes.OK:
                 raise NotYet("the gateway is not ready")
             _check_flower(question)

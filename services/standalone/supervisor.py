@@ -21,7 +21,11 @@ from services.standalone.readiness import Question, Watcher
 from services.standalone.servers import Postgres, Valkey
 from services.standalone.settings import REPOSITORY, StandaloneSettings
 from services.standalone.signals import SignalInbox
+from shardline.api_key import parse_key
 from shardline.errors import Invalid
+from shardline.store import api_keys
+from shardline.store.api_keys import Grant
+from shardline.store.database import connect
 
 MAX_DEATHS_BEFORE_READY = 3
 SAY_MISSING_EVERY_S = 15.0
@@ -72,6 +76,7 @@ class Supervisor:
             http_port=self._settings.http_port or free_port(),
             flower_port=self._settings.flower_port or free_port(),
             flower_password=new_password(),
+            api_key=self._home.api_key(),
             database=self._settings.database_url.get_secret_value(),
             redis=self._settings.redis_url,
         )
@@ -90,6 +95,7 @@ class Supervisor:
         self._record({})
         addresses = self._start_servers(addresses)
         self._migrate(addresses)
+        self._register_key(addresses)
         self._plan = make_plan(self._settings, addresses, stages, self._home.folder, preload(self._settings))
         for service in self._plan.all:
             self._crew.start(service)
@@ -102,6 +108,7 @@ class Supervisor:
                     "database": addresses.database,
                     "redis": addresses.redis,
                 },
+                "api_key": addresses.api_key,
                 "model": self._settings.name,
                 "stages": self._settings.stages,
                 "replicas": self._settings.replicas,
@@ -127,6 +134,7 @@ class Supervisor:
             http_port=addresses.http_port,
             flower_port=addresses.flower_port,
             flower_password=addresses.flower_password,
+            api_key=addresses.api_key,
             database=database,
             redis=redis,
         )
@@ -137,6 +145,16 @@ class Supervisor:
         argv = [sys.executable, "-m", "alembic", "upgrade", "head"]
         if processes.run(argv, log=log, env=env, cwd=REPOSITORY) != 0:
             raise StartFailed(f"the database could not be migrated:\n{processes.tail(log)}")
+
+    def _register_key(self, addresses: Addresses) -> None:
+        """The gateway knows keys from Postgres, which may be another one than the last time."""
+        engine = connect(addresses.database)
+        try:
+            with engine.begin() as connection:
+                name = f"make up {parse_key(addresses.api_key).key_id}"
+                api_keys.register(connection, addresses.api_key, Grant(name=name))
+        finally:
+            engine.dispose()
 
     def _wait_until_ready(self, addresses: Addresses) -> None:
         question = Question(
@@ -168,7 +186,8 @@ class Supervisor:
         for place in stages:
             self._say(f"  {place.name}: layers {place.layers_text} on {place.device}")
         self._say(f"ready: {self._settings.name} at {addresses.gateway}/v1")
-        self._say(f"Flower: {addresses.flower} (user and password: {self._home.up_file})")
+        self._say(f"Flower: {addresses.flower}")
+        self._say(f"API key, Flower's user and password: {self._home.up_file}")
         self._say("Ctrl-C or `make down` stops it")
 
     def _follow(self) -> None:

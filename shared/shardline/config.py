@@ -67,7 +67,7 @@ class Settings(BaseSettings):
     log_level: str = Field("INFO", description="DEBUG, INFO, WARNING or ERROR")
     log_format: str = Field("auto", pattern="^(auto|json|console)$", description="json, console, or by terminal")
     metrics_port: int | None = Field(
-        None, description="port of the Prometheus endpoint; none by default (gateway: /metrics)"
+        None, description="port of the Prometheus endpoint, which asks for no key; none by default"
     )
 
     @property

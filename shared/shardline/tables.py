@@ -16,6 +16,7 @@ from sqlalchemy import (
     ForeignKey,
     Index,
     Integer,
+    LargeBinary,
     MetaData,
     SmallInteger,
     Table,
@@ -27,6 +28,7 @@ from sqlalchemy import (
 )
 from sqlalchemy.dialects.postgresql import ARRAY, JSONB, UUID
 
+from shardline.api_key import Scope
 from shardline.job import DEFAULT_PRIORITY, DEFAULT_TENANT, PRIORITIES, FinishReason, JobState
 
 JOBS_CHANNEL = "shardline_jobs"
@@ -36,6 +38,8 @@ DONE_CHANNEL = "shardline_done"
 """NOTIFY, empty payload, once a transaction: jobs ended."""
 
 MAX_PROMPT_BYTES = 16 << 20
+MAX_NAME_CHARS = 64
+"""Of a tenant and of an API key."""
 
 ACTIVE = tuple(state for state in JobState if not state.terminal)
 TERMINAL = tuple(state for state in JobState if state.terminal)
@@ -76,6 +80,29 @@ def _object(name: str) -> Column[Any]:
 
 
 tenants = Table("tenants", metadata, Column("id", Text, primary_key=True), _created("created_at"))
+
+api_keys = Table(
+    "api_keys",
+    metadata,
+    # Public, part of the key: what a key is called in lists and logs.
+    Column("id", Text, primary_key=True),
+    Column("name", Text, nullable=False),
+    Column("tenant_id", Text, ForeignKey("tenants.id"), nullable=False),
+    Column("digest", LargeBinary, nullable=False),
+    Column("scopes", ARRAY(Text), nullable=False),
+    _created("created_at"),
+    _time("expires_at"),
+    _time("replaced_at"),
+    _time("revoked_at"),
+    _time("last_used_at"),
+    CheckConstraint(f"length(name) BETWEEN 1 AND {MAX_NAME_CHARS}", name="name_is_1_to_64_characters"),
+    CheckConstraint("octet_length(digest) = 32", name="digest_is_a_sha256"),
+    CheckConstraint(f"scopes <@ ARRAY[{', '.join(repr(str(scope)) for scope in Scope)}]", name="scopes_are_known"),
+)
+
+# A rotation leaves the old key valid for a while beside the new one.
+_CURRENT_KEY = text("replaced_at IS NULL AND revoked_at IS NULL")
+Index("api_keys_names", api_keys.c.name, unique=True, postgresql_where=_CURRENT_KEY)
 
 models = Table(
     "models",
@@ -175,6 +202,7 @@ Index("jobs_active", jobs.c.state, jobs.c.model, postgresql_where=text(_one_of("
 Index("jobs_deadlines", jobs.c.deadline_at, postgresql_where=text("state = 'queued' AND deadline_at IS NOT NULL"))
 Index("jobs_cancels", jobs.c.id, postgresql_where=text("state = 'queued' AND cancel_requested_at IS NOT NULL"))
 Index("jobs_listing", jobs.c.created_at, jobs.c.id)
+Index("jobs_of_tenants", jobs.c.tenant_id, jobs.c.created_at, jobs.c.id)
 Index("jobs_dead", jobs.c.finished_at, jobs.c.id, postgresql_where=text(DEAD))
 # Without it, deleting old jobs would read the whole table once for each of them.
 Index("jobs_replays", jobs.c.replay_of, postgresql_where=text("replay_of IS NOT NULL"))

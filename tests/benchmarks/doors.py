@@ -8,12 +8,15 @@ from __future__ import annotations
 import json
 import statistics
 import time
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import httpx
 import psutil
 
 from services.standalone.settings import CLERK
+from shardline.api_key import bearer
 from shardline.client import Client
 from tests.benchmarks.service import stack
 
@@ -30,9 +33,9 @@ def main() -> None:
         gateway = psutil.Process(up["processes"]["gateway"])
         with Client(database_url=up["urls"]["database"], redis_url=up["urls"]["redis"]) as client:
             many = [submit_many(client, up["model"]) for _ in range(ROUNDS)]
-        http(up["urls"]["gateway"], up["model"])
+        http(up)
         before = gateway.memory_info().rss
-        single = [http(up["urls"]["gateway"], up["model"]) for _ in range(ROUNDS)]
+        single = [http(up) for _ in range(ROUNDS)]
         grown = (gateway.memory_info().rss - before) / 2**20
     figures = {"submit_many_jobs_per_s": many, "http_jobs_per_s": single, "gateway_grew_mib": grown}
     print(json.dumps({**figures, "medians": [statistics.median(many), statistics.median(single)]}))
@@ -46,13 +49,13 @@ def submit_many(client: Client, model: str) -> float:
     return NUM_MANY / (time.perf_counter() - began_s)
 
 
-def http(gateway: str, model: str) -> float:
+def http(up: Mapping[str, Any]) -> float:
     """Jobs/s through POST /v1/jobs with CONNECTIONS connections."""
 
     def push(numbers: range) -> None:
-        with httpx.Client(base_url=gateway, timeout=60) as client:
+        with httpx.Client(base_url=up["urls"]["gateway"], headers=bearer(up["api_key"]), timeout=60) as client:
             for number in numbers:
-                client.post("/v1/jobs", json=request(model, number)).raise_for_status()
+                client.post("/v1/jobs", json=request(up["model"], number)).raise_for_status()
 
     began_s = time.perf_counter()
     with ThreadPoolExecutor(CONNECTIONS) as pool:

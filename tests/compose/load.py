@@ -11,6 +11,7 @@ from uuid import UUID, uuid4
 import httpx
 from tenacity import Retrying, retry_if_exception_type, stop_after_delay, wait_random
 
+from shardline.api_key import bearer
 from tests.compose.stack import MODEL, PATIENCE_S
 
 PACE_S = 0.3
@@ -24,8 +25,9 @@ class Refused(Exception):
 class Load:
     """Jobs with ids of our own, so that a request repeated after a lost answer is no second job."""
 
-    def __init__(self, gateways: list[str], *, seed: int) -> None:
+    def __init__(self, gateways: list[str], api_key: str, *, seed: int) -> None:
         self.gateways = gateways
+        self._key = bearer(api_key)
         self.accepted: dict[UUID, int] = {}
         """Job → tokens that it must have."""
         self._random = random.Random(seed)
@@ -48,7 +50,8 @@ class Load:
     def _post(self, job_id: UUID, max_tokens: int) -> None:
         prompt = f"sort: {self._random.randrange(100)}, {self._random.randrange(100)} ="
         request = {"id": str(job_id), "model": MODEL, "prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True}
-        answer = httpx.post(f"{self._random.choice(self.gateways)}/v1/jobs", json=request, timeout=10)
+        url = f"{self._random.choice(self.gateways)}/v1/jobs"
+        answer = httpx.post(url, json=request, headers=self._key, timeout=10)
         if answer.status_code in {429, 502, 503, 504}:
             raise Refused(answer.text)
         assert answer.status_code in {200, 202}, answer.text

@@ -94,6 +94,11 @@ class Stack:
         ours = (f"--filter=label={self.label}", "--format={{.Actor.Attributes.exitCode}}")
         return self.docker.run("events", *options, *ours).stdout.split()
 
+    @property
+    def api_key(self) -> str:
+        """The one that the migration has stored."""
+        return (self.secrets / "api_key").read_text()
+
     def gateways(self) -> list[str]:
         """A URL for each."""
         ports = [self.docker.run("port", name, "8000/tcp").stdout.split()[0] for name in self.names("gateway")]

@@ -7,6 +7,7 @@ import time
 import httpx
 import pytest
 
+from shardline.api_key import bearer
 from tests.compose.load import Load
 from tests.compose.stack import MODEL, OWN, Stack, until
 
@@ -43,7 +44,7 @@ def test_given_the_stack_when_up_then_all_is_healthy_and_the_migration_has_ended
     assert set(states.values()) == {("running", "healthy", 0)}
 
 
-@pytest.mark.parametrize("service", ["gateway", "relay", "stage-0", "stage-1", "flower"])
+@pytest.mark.parametrize("service", ["gateway", "relay", "stage-0", "flower"])
 def test_given_a_service_when_it_runs_then_it_is_not_root_and_can_read_its_secret(stack: Stack, service: str) -> None:
     assert stack.inside(service, "id", "-u") == APP_USER
     secret = "flower_auth" if service == "flower" else "database_url"
@@ -51,17 +52,25 @@ def test_given_a_service_when_it_runs_then_it_is_not_root_and_can_read_its_secre
     assert stack.inside(service, "cat", f"/run/secrets/{secret}") == (stack.secrets / secret).read_text()
 
 
+def test_given_a_stage_behind_the_head_when_it_runs_then_it_has_no_way_to_postgres(stack: Stack) -> None:
+    assert stack.inside("stage-1", "id", "-u") == APP_USER
+    assert stack.inside("stage-1", "sh", "-c", "ls /run/secrets 2>/dev/null; true") == ""
+    assert "DATABASE" not in stack.inside("stage-1", "env")
+
+
 def test_given_the_containers_when_inspected_then_no_secret_is_in_their_settings(stack: Stack) -> None:
     shown = stack.docker.run("inspect", *(each["Name"] for each in stack.containers())).stdout
     secrets = [path.read_text() for path in stack.secrets.iterdir()]
-    assert len(secrets) == 3
+    assert len(secrets) == 4
     assert [secret for secret in secrets if secret in shown] == []
 
 
 def test_given_a_prompt_when_sent_over_http_then_it_is_answered_through_both_stages(stack: Stack) -> None:
     (gateway,) = stack.gateways()
     request = {"model": MODEL, "prompt": "sort: 3, 1, 2 =", "max_tokens": 16, "temperature": 0, "ignore_eos": True}
-    answer = httpx.post(f"{gateway}/v1/completions", json=request, timeout=60)
+    url = f"{gateway}/v1/completions"
+    assert httpx.post(url, json=request, timeout=60).status_code == 401
+    answer = httpx.post(url, json=request, headers=bearer(stack.api_key), timeout=60)
     assert answer.status_code == 200, answer.text
     assert answer.json()["usage"]["completion_tokens"] == 16
     ((provenance,),) = stack.sql("SELECT provenance -> 'stages' -> 1 ->> 'device' FROM results")
@@ -75,7 +84,7 @@ def test_given_flower_when_asked_then_it_shows_every_worker_and_only_to_those_wi
 
 
 def test_given_running_jobs_when_a_stage_crashes_then_it_is_restarted_and_they_succeed(stack: Stack) -> None:
-    load = Load(stack.gateways(), seed=5)
+    load = Load(stack.gateways(), stack.api_key, seed=5)
     for _ in range(NUM_LONG):
         load.push(LONG_TOKENS)
     until(lambda: stack.number("SELECT count(*) FROM jobs WHERE state = 'running'") > 0)
@@ -86,7 +95,7 @@ def test_given_running_jobs_when_a_stage_crashes_then_it_is_restarted_and_they_s
 
 def test_given_load_when_scaled_out_and_back_then_every_accepted_job_succeeds_exactly_once(stack: Stack) -> None:
     began_s = time.time()
-    with Load(stack.gateways(), seed=7) as load:
+    with Load(stack.gateways(), stack.api_key, seed=7) as load:
         push_on(load)
         stack.up(gateway=2, relay=2)
         load.gateways = stack.gateways()

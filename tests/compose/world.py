@@ -123,6 +123,7 @@ def a_world(options: Options, docker: Docker) -> Iterator[World]:
                 "gateway": f"http://{LOOPBACK}:{gateway}",
                 "database": _from_outside((stack.secrets / "database_url").read_text(), postgres),
                 "redis": f"redis://{LOOPBACK}:{redis}/0",
+                "api_key": stack.api_key,
             },
             times=Times().scaled(TIME_SCALE),
         )

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
 from uuid import UUID, uuid4
 
 import httpx
 import psycopg
 
+from shardline.api_key import bearer
 from tests.faults.fault import Fault, NotInjected, Simple, hold
 from tests.faults.journal import Asked
 from tests.faults.requests import NUM_REQUESTS, columns, request
@@ -42,20 +44,21 @@ def insert(world: Target, rng: random.Random, *, ends: str, deadlines_s: tuple[f
 
 def cancel_against_finish(world: Target, rng: random.Random) -> None:
     """Cancels by SQL and by HTTP, milliseconds apart, while the jobs end."""
-    gateway = world.urls["gateway"]
+    urls = world.urls
     with psycopg.connect(world.database_url, autocommit=True) as connection:
         for job_id in insert(world, rng, ends="cancelled", deadlines_s=None):
             hold(rng.uniform(0.0, JITTER_S))
             if rng.random() < 0.5:
                 connection.execute(CANCEL, (job_id,))
             else:
-                _cancel_by_http(gateway, job_id)
+                _cancel_by_http(urls, job_id)
 
 
-def _cancel_by_http(gateway: str, job_id: UUID) -> None:
+def _cancel_by_http(urls: Mapping[str, str], job_id: UUID) -> None:
     """A gateway that is being restarted does not answer: then it is no cancel."""
     try:
-        httpx.delete(f"{gateway}/v1/jobs/{job_id}", timeout=PATIENCE_S)
+        key = bearer(urls["api_key"])
+        httpx.delete(f"{urls['gateway']}/v1/jobs/{job_id}", headers=key, timeout=PATIENCE_S)
     except httpx.HTTPError:
         return
 
@@ -69,7 +72,8 @@ def deadline_against_finish(world: Target, rng: random.Random) -> None:
 def vanish(world: Target, rng: random.Random) -> None:
     """Readers of completions that hang up after a few events: the gateway cancels their jobs."""
     numbers = {uuid4(): rng.randrange(NUM_REQUESTS) for _ in range(NUM_JOBS)}
-    with httpx.Client(base_url=world.urls["gateway"], timeout=PATIENCE_S) as client:
+    urls = world.urls
+    with httpx.Client(base_url=urls["gateway"], headers=bearer(urls["api_key"]), timeout=PATIENCE_S) as client:
         num_read = sum(_read_a_little(client, job_id, number, rng) for job_id, number in numbers.items())
     with psycopg.connect(world.database_url) as connection:
         there = [row[0] for row in connection.execute(THERE, (list(numbers),))]

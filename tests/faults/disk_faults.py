@@ -16,6 +16,7 @@ import psutil
 import psycopg
 import redis
 
+from shardline.api_key import bearer
 from tests.faults.fault import Broken, Fault, NotInjected, Simple, hold
 from tests.faults.journal import Asked
 from tests.faults.postgres_faults import session
@@ -118,7 +119,8 @@ def under_services(part: str) -> Callable[[World, random.Random], None]:
 def _ask_at_the_door(world: World, rng: random.Random) -> None:
     """For some leases. Whatever the database can do, the gateway stores, or says that it cannot now."""
     until_s = time.monotonic() + LEASES * world.times.lease_s
-    with httpx.Client(base_url=world.urls["gateway"], timeout=PATIENCE_S) as gateway:
+    urls = world.urls
+    with httpx.Client(base_url=urls["gateway"], headers=bearer(urls["api_key"]), timeout=PATIENCE_S) as gateway:
         while time.monotonic() < until_s:
             asked = world.journal.ask(Asked(id=uuid4(), number=rng.randrange(NUM_REQUESTS), door="http"))
             try:

@@ -18,6 +18,7 @@ from celery import Celery
 from kombu.exceptions import KombuError
 
 from shardline import keys
+from shardline.api_key import bearer
 from shardline.client import Client
 from shardline.config import Settings
 from shardline.errors import ShardlineError
@@ -85,7 +86,7 @@ def by_sql(urls: Mapping[str, str]) -> Door:
 
 def by_http(urls: Mapping[str, str]) -> Door:
     """`POST /v1/jobs`: accepted when it says so."""
-    client = httpx.Client(base_url=urls["gateway"], timeout=PATIENCE_S)
+    client = httpx.Client(base_url=urls["gateway"], headers=bearer(urls["api_key"]), timeout=PATIENCE_S)
 
     def submit(job_id: UUID, request: Request) -> bool:
         client.post("/v1/jobs", json={**request, "id": str(job_id)}).raise_for_status()

@@ -74,7 +74,7 @@ class Load:
                 lasts=redis_lasts and name == STREAM_DOOR,
             ).run
         for index in range(NUM_READERS):
-            reader = Reader(urls["gateway"], self._journal, random.Random(index), self._drained)
+            reader = Reader(urls, self._journal, random.Random(index), self._drained)
             workers[f"reader {index}"] = partial(self._read, reader)
         self._threads = [threading.Thread(target=run, name=name, daemon=True) for name, run in workers.items()]
         self._watched: set[UUID] = set()

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import random
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 from uuid import UUID
 
 import httpx
 
+from shardline.api_key import bearer
 from tests.faults.journal import Journal, Watched
 
 SILENCE_S = 10.0
@@ -24,8 +25,10 @@ LEAVES = 0.1
 class Reader:
     """One thread's reader; reads job after job."""
 
-    def __init__(self, gateway: str, journal: Journal, rng: random.Random, given_up: threading.Event) -> None:
-        self._gateway = gateway
+    def __init__(
+        self, urls: Mapping[str, str], journal: Journal, rng: random.Random, given_up: threading.Event
+    ) -> None:
+        self._urls = urls
         self._journal = journal
         self._rng = rng
         self._given_up = given_up
@@ -33,7 +36,8 @@ class Reader:
     def read(self, job_id: UUID) -> Watched:
         """All events of one job, over as many connections as it takes."""
         watched = self._journal.watch(job_id)
-        with httpx.Client(base_url=self._gateway, timeout=SILENCE_S) as client:
+        key = bearer(self._urls["api_key"])
+        with httpx.Client(base_url=self._urls["gateway"], headers=key, timeout=SILENCE_S) as client:
             while watched.end_state is None and not self._given_up.is_set():
                 try:
                     self._join(client, watched)

@@ -103,7 +103,8 @@ class Copy:
     def _ask(self, asked: Asked) -> bool:
         """One job at its own door; a repeat under the same id is harmless."""
         try:
-            return by_http({"gateway": f"http://{LOOPBACK}:{self._port}"})(asked.id, request(asked.number))
+            urls = {**self._world.urls, "gateway": f"http://{LOOPBACK}:{self._port}"}
+            return by_http(urls)(asked.id, request(asked.number))
         except httpx.HTTPError:
             return False
 

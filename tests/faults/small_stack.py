@@ -21,6 +21,7 @@ from redis import Redis
 from sqlalchemy import text
 
 from services.standalone.processes import is_alive
+from shardline.api_key import bearer
 from shardline.client import Client
 from shardline.job import Job, JobState
 from shardline.keys import INTAKE
@@ -66,8 +67,7 @@ class Hurt:
     @property
     def urls(self) -> Mapping[str, str]:
         """Where its doors and servers are."""
-        urls: Mapping[str, str] = self.stack.look()["urls"]
-        return urls
+        return self.stack.urls
 
     def pid(self, name: str) -> int:
         """Of a process that lives; waits for one that is being started again."""
@@ -128,6 +128,7 @@ class Producer:
     def __init__(self, urls: Mapping[str, str], max_tokens: int = 300) -> None:
         self._max_tokens = max_tokens
         self._gateway = urls["gateway"]
+        self._api_key = urls["api_key"]
         self._client = Client(database_url=urls["database"], redis_url=urls["redis"])
         self._redis = Redis.from_url(urls["redis"])
         self._celery = Celery(broker=urls["redis"], set_as_current=False)
@@ -181,7 +182,8 @@ class Producer:
         def is_taken() -> bool:
             with suppress(httpx.TransportError):
                 body = {**request, "id": str(job_id)}
-                return httpx.post(f"{self._gateway}/v1/jobs", json=body, timeout=10).is_success
+                url, key = f"{self._gateway}/v1/jobs", bearer(self._api_key)
+                return httpx.post(url, json=body, headers=key, timeout=10).is_success
             return False
 
         until(is_taken)

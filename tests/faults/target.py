@@ -40,7 +40,7 @@ class Target(Protocol):
 
     @property
     def urls(self) -> Mapping[str, str]:
-        """Where producers reach `gateway`, `database` and `redis`."""
+        """Where producers reach `gateway`, `database` and `redis`, and the `api_key` that the gateway wants."""
 
     @property
     def database_url(self) -> str:

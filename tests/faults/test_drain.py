@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from services.standalone.processes import wait_until_gone
+from shardline.api_key import bearer
 from shardline.config import Times
 from tests.faults.small_stack import TIME_SCALE, Hurt, Producer, request, small_stack, tokens_of
 from tests.stack import until
@@ -80,7 +81,8 @@ def test_given_callers_on_the_line_when_a_gateway_is_told_to_stop_then_each_gets
     ids = [uuid4() for _ in undisturbed]
 
     def complete(number: int) -> httpx.Response:
-        return httpx.post(url, json={**request(number, MAX_TOKENS), "id": str(ids[number])}, timeout=60)
+        body = {**request(number, MAX_TOKENS), "id": str(ids[number])}
+        return httpx.post(url, json=body, headers=bearer(hurt.urls["api_key"]), timeout=60)
 
     with ThreadPoolExecutor(len(ids)) as callers:
         answers = [callers.submit(complete, number) for number in range(len(ids))]

@@ -88,8 +88,7 @@ class World:
     @property
     def urls(self) -> Mapping[str, str]:
         """Where producers reach the stack."""
-        urls: Mapping[str, str] = self.stack.look()["urls"]
-        return urls
+        return self.stack.urls
 
     @property
     def database_url(self) -> str:

@@ -1,4 +1,11 @@
-"""A real gateway on a real port, in the test's own event loop, and readers of what it sends."""
+"""A real gateway on a real port, in the test's own event loop, API keys for it, and readers of what it sends.
+
+`running_gateway` gives a client that sends a key of the tenant `default` with every scope. Another one:
+
+    other = make_key(database_url, tenant="other")                          # all scopes, no end
+    reader = make_key(database_url, scopes=(Scope.READ,), expires_s=60.0)
+    await http.get("/v1/jobs", headers=bearer(other))                       # instead of the client's own
+"""
 
 from __future__ import annotations
 
@@ -8,6 +15,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
+from uuid import uuid4
 
 import httpx
 import uvicorn
@@ -15,6 +23,10 @@ import uvicorn
 from services.gateway.app import create_app
 from services.gateway.settings import GatewaySettings
 from services.standalone.ports import free_port
+from shardline.api_key import bearer
+from shardline.store import api_keys
+from shardline.store.api_keys import Grant
+from shardline.store.database import connect
 
 PROMPT = "sum: 1 + 2 ="
 COMMENT = "a comment"
@@ -22,20 +34,32 @@ COMMENT = "a comment"
 
 @asynccontextmanager
 async def running_gateway(database_url: str, redis_url: str, **settings: Any) -> AsyncIterator[httpx.AsyncClient]:
-    """A client of a gateway that answers."""
+    """A client of a gateway that answers, with a key of its own."""
     values = {"database_url": database_url, "redis_url": redis_url, **settings}
     app = create_app(GatewaySettings(**values))
     config = uvicorn.Config(app, port=free_port(), log_config=None, access_log=False, timeout_graceful_shutdown=5)
     server = uvicorn.Server(config)
     task = asyncio.create_task(server.serve())
     address = f"http://127.0.0.1:{config.port}"
+    headers = bearer(make_key(database_url))
+    limits = httpx.Limits(max_connections=64)
     try:
-        async with httpx.AsyncClient(base_url=address, timeout=60, limits=httpx.Limits(max_connections=64)) as client:
+        async with httpx.AsyncClient(base_url=address, headers=headers, timeout=60, limits=limits) as client:
             await _until_it_answers(client, task)
             yield client
     finally:
         server.should_exit = True
         await task
+
+
+def make_key(database_url: str, **grant: Any) -> str:
+    """A new API key; `grant` are the fields of `Grant`."""
+    engine = connect(database_url)
+    try:
+        with engine.begin() as connection:
+            return api_keys.create(connection, Grant(**{"name": uuid4().hex, **grant}))
+    finally:
+        engine.dispose()
 
 
 async def _until_it_answers(client: httpx.AsyncClient, task: asyncio.Task[None]) -> None:

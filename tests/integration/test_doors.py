@@ -17,7 +17,7 @@ PROMPTS = ["sort: 2, 1 =", "sort: 4, 3 ="]
 
 @pytest.fixture
 def producer(database_url: str, redis_url: str) -> Producer:
-    return Producer(urls={"database": database_url, "redis": redis_url}, model="clerk")
+    return Producer(urls={"database": database_url, "redis": redis_url}, api_key="", model="clerk")
 
 
 @pytest.mark.parametrize("door", ["client", "sql"])

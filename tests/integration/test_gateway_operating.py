@@ -16,11 +16,13 @@ import pytest
 
 from services.standalone.ports import free_port
 from services.standalone.servers import Postgres
-from tests.integration.gateway_world import PROMPT, events_of, running_gateway
+from shardline.api_key import bearer
+from tests.integration.gateway_world import PROMPT, events_of, make_key, running_gateway
 from tests.tiny_head import TinyHead, tiny_head
 
 JOBS = "/v1/jobs"
 REPOSITORY = Path(__file__).resolve().parents[2]
+JSON = {"Content-Type": "application/json"}
 BODY = {"model": "clerk", "prompt": PROMPT}
 
 
@@ -66,7 +68,9 @@ async def test_given_the_api_description_when_read_then_it_knows_every_field(htt
         assert content["application/json"]["schema"] == {"$ref": f"#/components/schemas/{name}"}
         assert {"model", "prompt", "temperature", "deadline_s"} <= set(schemas[name]["properties"])
     assert "messages" in schemas["ChatCompletionRequest"]["required"]
-    assert (await http.get("/docs")).status_code == 200
+    assert document["components"]["securitySchemes"]["API key"]["scheme"] == "bearer"
+    assert document["paths"][JOBS]["get"]["security"] == [{"API key": ["read"]}]
+    assert "security" not in document["paths"]["/ready"]["get"]
 
 
 async def test_given_requests_when_scraped_then_figures_count_routes_not_paths(http: httpx.AsyncClient) -> None:
@@ -82,7 +86,7 @@ async def test_given_requests_when_scraped_then_figures_count_routes_not_paths(h
 async def test_given_many_callers_at_once_when_they_submit_then_one_wrong_request_harms_nobody(
     http: httpx.AsyncClient,
 ) -> None:
-    bodies = [{**BODY, "tenant": "nobody"} if place % 10 == 3 else BODY for place in range(60)]
+    bodies = [{**BODY, "metadata": {"a": "\0"}} if place % 10 == 3 else BODY for place in range(60)]
     replies = await asyncio.gather(*(http.post(JOBS, json=body) for body in bodies))
     assert [reply.status_code for reply in replies] == [400 if place % 10 == 3 else 202 for place in range(60)]
     assert len({reply.json()["id"] for reply in replies if reply.status_code == 202}) == 54
@@ -110,7 +114,7 @@ async def test_given_a_body_over_the_limit_when_sent_then_it_is_refused(
 
     async with running_gateway(database_url, redis_url, http_max_body_bytes=1024) as http:
         for content in (b" " * 1025, chunks()):
-            reply = await http.post(JOBS, content=content)
+            reply = await http.post(JOBS, content=content, headers=JSON)
             assert (reply.status_code, reply.json()["error"]["code"]) == (413, "request_too_large")
         assert (await http.post(JOBS, json=BODY)).status_code == 202
 
@@ -120,7 +124,9 @@ async def test_given_a_body_that_never_comes_when_its_time_is_over_then_the_call
 ) -> None:
     async with running_gateway(database_url, redis_url, http_body_timeout_s=0.05) as http:
         reader, writer = await asyncio.open_connection("127.0.0.1", http.base_url.port)
-        writer.write(b"POST /v1/jobs HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{")
+        lines = ["POST /v1/jobs HTTP/1.1", "Host: localhost", "Content-Length: 9", "Content-Type: application/json"]
+        request = "\r\n".join([*lines, f"Authorization: {http.headers['authorization']}", "", "{"])
+        writer.write(request.encode())
         assert b" 408 " in await reader.readline()
         writer.close()
 
@@ -131,7 +137,7 @@ async def test_given_deep_nesting_when_sent_then_it_is_refused_like_any_wrong_fi
 ) -> None:
     nested = b"[" * depth + b"]" * depth
     content = b'{"model": "clerk", "prompt": "a", "metadata": {"a": ' + nested + b"}}"
-    reply = await http.post(JOBS, content=content)
+    reply = await http.post(JOBS, content=content, headers=JSON)
     assert reply.status_code == 400, reply.text
 
 
@@ -183,7 +189,8 @@ async def gateway_process(
     process = await asyncio.to_thread(subprocess.Popen, command, env=environment, cwd=REPOSITORY)
     try:
         retries = httpx.AsyncHTTPTransport(retries=10)
-        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", transport=retries, timeout=60) as http:
+        headers, address = bearer(make_key(database_url)), f"http://127.0.0.1:{port}"
+        async with httpx.AsyncClient(base_url=address, headers=headers, transport=retries, timeout=60) as http:
             async with asyncio.timeout(60):
                 await http.get("/health")
             yield process, http

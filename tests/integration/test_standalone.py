@@ -51,7 +51,8 @@ def own_stack(tmp_path: Path) -> Iterator[Stack]:
 
 def test_given_a_ready_stack_when_its_record_is_read_then_all_of_it_is_true(stack: Stack) -> None:
     up = stack.look()
-    assert stat.S_IMODE(stack.home.up_file.stat().st_mode) == 0o600
+    for secret in (stack.home.up_file, stack.home.folder / "api_key"):
+        assert stat.S_IMODE(secret.stat().st_mode) == 0o600
     assert (up["model"], up["stages"]) == ("clerk", 2)
     assert set(up["processes"]) == NAMES
     assert all(psutil.pid_exists(pid) for pid in up["processes"].values())

@@ -15,6 +15,7 @@ ADDRESSES = Addresses(
     http_port=8001,
     flower_port=5556,
     flower_password="secret-of-flower",
+    api_key="secret-of-gateway",
     database="postgresql://user:secret-of-postgres@db/shardline",
     redis="redis://:secret-of-redis@cache/0",
 )

@@ -6,6 +6,7 @@ from fastapi import APIRouter, Request, Response
 
 from services.gateway.completing import complete
 from services.gateway.door import accept
+from services.gateway.guard import Submitter
 from services.gateway.openai import chat_request, completion_request
 from services.gateway.schemas import body
 from services.gateway.state import Here
@@ -14,12 +15,14 @@ router = APIRouter(tags=["OpenAI"])
 
 
 @router.post("/v1/completions", openapi_extra=body("CompletionRequest"))
-async def create_completion(request: Request, gateway: Here) -> Response:
+async def create_completion(request: Request, gateway: Here, caller: Submitter) -> Response:
     """Complete a prompt (text or token ids), whole or as a stream."""
-    return await complete(gateway, request, await accept(gateway, request, completion_request), is_chat=False)
+    accepted = await accept(gateway, request, caller, completion_request)
+    return await complete(gateway, request, accepted, is_chat=False)
 
 
 @router.post("/v1/chat/completions", openapi_extra=body("ChatCompletionRequest"))
-async def create_chat_completion(request: Request, gateway: Here) -> Response:
+async def create_chat_completion(request: Request, gateway: Here, caller: Submitter) -> Response:
     """Answer messages, whole or as a stream."""
-    return await complete(gateway, request, await accept(gateway, request, chat_request), is_chat=True)
+    accepted = await accept(gateway, request, caller, chat_request)
+    return await complete(gateway, request, accepted, is_chat=True)

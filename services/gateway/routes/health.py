@@ -1,14 +1,15 @@
-"""What operators ask: is the process alive, can a generation pass, which models are there, what are the figures."""
+"""What operators and clients ask about the service: is it alive and ready, its models, its figures, its description."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from fastapi import APIRouter, Response
+from fastapi import APIRouter, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from services.gateway.catalogue import Model
 from services.gateway.errors import json_response
+from services.gateway.guard import Admin, Reader
 from services.gateway.state import Gateway, Here
 from shardline.client.database import reachable
 from shardline.errors import Unavailable
@@ -37,7 +38,7 @@ async def ready(gateway: Here) -> Response:
 
 
 @router.get("/v1/models")
-async def list_models(gateway: Here) -> Response:
+async def list_models(gateway: Here, _caller: Reader) -> Response:
     """Every model that a stage has registered."""
     found = await _pipelines(gateway)
     models = [await gateway.catalogue.get(name) for name in await gateway.catalogue.names()]
@@ -45,15 +46,21 @@ async def list_models(gateway: Here) -> Response:
 
 
 @router.get("/v1/models/{name:path}")
-async def get_model(name: str, gateway: Here) -> Response:
+async def get_model(name: str, gateway: Here, _caller: Reader) -> Response:
     """One of them."""
     return json_response(_model(await gateway.catalogue.get(name), await _pipelines(gateway)))
 
 
 @router.get("/metrics")
-async def metrics(gateway: Here) -> Response:
+async def metrics(gateway: Here, _caller: Admin) -> Response:
     """For Prometheus."""
     return Response(generate_latest(gateway.registry), media_type=CONTENT_TYPE_LATEST)
+
+
+@router.get("/openapi.json", include_in_schema=False)
+async def description(request: Request, _caller: Reader) -> Response:
+    """Of this API, for programs that read OpenAPI."""
+    return json_response(request.app.openapi())
 
 
 async def _pipelines(gateway: Gateway) -> list[LivePipeline]:

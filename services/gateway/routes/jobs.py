@@ -10,6 +10,7 @@ from services.gateway.answers import job_document
 from services.gateway.door import accept, native_request
 from services.gateway.errors import json_response
 from services.gateway.following import job_events
+from services.gateway.guard import Canceller, Reader, Submitter
 from services.gateway.schemas import body
 from services.gateway.state import Here
 from services.gateway.stream import EventStream
@@ -24,9 +25,9 @@ MAX_AFTER = 2**31
 
 
 @router.post("/v1/jobs", status_code=202, openapi_extra=body("JobRequest"))
-async def create_job(request: Request, gateway: Here) -> Response:
+async def create_job(request: Request, gateway: Here, caller: Submitter) -> Response:
     """Store a job and return at once: 202, or 200 when a request with the same id or key was there first."""
-    accepted = await accept(gateway, request, native_request)
+    accepted = await accept(gateway, request, caller, native_request)
     state = JobState.QUEUED if accepted.is_new else (await gateway.client.get(accepted.job_id)).state
     document = {"id": accepted.job_id, "object": "job", "model": accepted.model.name, "state": state}
     headers = {"Location": f"/v1/jobs/{accepted.job_id}", "x-request-id": str(accepted.job_id)}
@@ -34,14 +35,15 @@ async def create_job(request: Request, gateway: Here) -> Response:
 
 
 @router.get("/v1/jobs")
-async def list_jobs(request: Request, gateway: Here) -> Response:
-    """Newest first. `state`, `model`, `limit`, and `after`: the last id of the page before."""
+async def list_jobs(request: Request, gateway: Here, caller: Reader) -> Response:
+    """The tenant's, newest first. `state`, `model`, `limit`, and `after`: the last id of the page before."""
     query = request.query_params
     limit = _number("limit", query.get("limit", "100"), minimum=1, maximum=MAX_LISTED)
     after = query.get("after")
     found = await gateway.client.list(
         state=_state(query.get("state")),
         model=query.get("model"),
+        tenant=caller.tenant,
         limit=limit,
         after=None if after is None else _job_id(after, "after"),
     )
@@ -51,16 +53,16 @@ async def list_jobs(request: Request, gateway: Here) -> Response:
 
 
 @router.get("/v1/jobs/{job_id}")
-async def get_job(job_id: str, gateway: Here) -> Response:
+async def get_job(job_id: str, gateway: Here, caller: Reader) -> Response:
     """The job, with its result once it has one."""
-    return json_response(job_document(await gateway.client.get(_job_id(job_id))))
+    return json_response(job_document(await gateway.client.get(_job_id(job_id), tenant=caller.tenant)))
 
 
 @router.delete("/v1/jobs/{job_id}")
-async def cancel_job(job_id: str, gateway: Here) -> Response:
+async def cancel_job(job_id: str, gateway: Here, caller: Canceller) -> Response:
     """Ask for its end. A running job is `cancelled` a little later, with the tokens it has; an ended one stays."""
     wanted = _job_id(job_id)
-    state = (await gateway.client.cancel(wanted)).get(wanted)
+    state = (await gateway.client.cancel(wanted, tenant=caller.tenant)).get(wanted)
     if state is None:
         raise NotFound(f"no job has the id {wanted}")
     requested = state in (JobState.QUEUED, JobState.RUNNING, JobState.CANCELLED)
@@ -68,10 +70,10 @@ async def cancel_job(job_id: str, gateway: Here) -> Response:
 
 
 @router.get("/v1/jobs/{job_id}/events")
-async def follow_job(job_id: str, request: Request, gateway: Here) -> Response:
+async def follow_job(job_id: str, request: Request, gateway: Here, caller: Reader) -> Response:
     """Its tokens as server-sent events. `id:` is the number of tokens so far: send it back as Last-Event-ID, or as
     `?after=`, to go on where a connection was cut, without a gap or a repeat."""
-    job = await gateway.client.get(_job_id(job_id))
+    job = await gateway.client.get(_job_id(job_id), tenant=caller.tenant)
     text = request.headers.get("last-event-id") or request.query_params.get("after", "0")
     after = _number("after", text, minimum=0, maximum=MAX_AFTER)
     return EventStream(job_events(gateway, job, after), headers={"x-request-id": str(job.id)})

@@ -1,6 +1,6 @@
-"""The command line of the client: `shardline submit | wait | stream | get | list | cancel | dead | pipelines | models`.
+"""The command line: `shardline submit | wait | stream | get | list | cancel | dead | keys | pipelines | models`.
 
-Owns how jobs are asked for and shown in a terminal; knows no SQL and no order of tokens: the client does.
+Owns how jobs and keys are asked for and shown in a terminal; knows no SQL and no order of tokens: the client does.
 """
 
 from importlib.util import find_spec

@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from shardline.job import Job, JobState
+from shardline.store.api_keys import ApiKey
 from shardline.store.dead_letters import DeadLetter
 from shardline.store.pipelines import LivePipeline
 
@@ -101,6 +102,16 @@ def dead_details(letter: DeadLetter) -> None:
     _print(table)
     for job_id in letter.replays:
         typer.echo(f"replayed as {job_id}")
+
+
+def keys_table(keys: Iterable[ApiKey]) -> None:
+    """One key a row."""
+    table = _table("key", "name", "tenant", "scopes", "created", "expires", "last used", "state")
+    for key in keys:
+        times = _time(key.created_at), _time(key.expires_at), _time(key.last_used_at)
+        state = "revoked" if key.revoked_at else "replaced" if key.replaced_at else ""
+        table.add_row(key.id, key.name, key.tenant, " ".join(key.scopes), *times, state)
+    _print(table)
 
 
 def pipelines_table(pipelines: Iterable[LivePipeline]) -> None:

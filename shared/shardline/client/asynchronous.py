@@ -116,29 +116,38 @@ class AsyncClient:
             async with self.database.begin() as connection:
                 return await connection.run_sync(jobs.insert_jobs, requests, prepared=prepared)
 
-    async def get(self, job_id: UUID) -> Job:
-        """The job, with its result if it has one. Raises NotFound."""
-        found = await self.get_many([job_id])
+    async def get(self, job_id: UUID, *, tenant: str | None = None) -> Job:
+        """The job, with its result if it has one. Raises NotFound, with `tenant` also for another tenant's."""
+        found = await self.get_many([job_id], tenant=tenant)
         if not found:
             raise NotFound(f"no job has the id {job_id}")
         return found[0]
 
-    async def get_many(self, ids: Sequence[UUID]) -> Jobs:
-        """Those that exist, in the order of `ids`."""
+    async def get_many(self, ids: Sequence[UUID], *, tenant: str | None = None) -> Jobs:
+        """Those that exist, of one tenant or of all, in the order of `ids`."""
         found: Jobs = []
         with reachable():
             async with self.database.connect() as connection:
                 for start in range(0, len(ids), MAX_IDS_PER_QUERY):
-                    found += await connection.run_sync(jobs.get_jobs, ids[start : start + MAX_IDS_PER_QUERY])
+                    some = ids[start : start + MAX_IDS_PER_QUERY]
+                    found += await connection.run_sync(jobs.get_jobs, some, tenant=tenant)
         return found
 
     async def list(
-        self, *, state: JobState | None = None, model: str | None = None, limit: int = 100, after: UUID | None = None
+        self,
+        *,
+        state: JobState | None = None,
+        model: str | None = None,
+        tenant: str | None = None,
+        limit: int = 100,
+        after: UUID | None = None,
     ) -> Jobs:
-        """Newest first; `after` is the last id of the page before."""
+        """Newest first, of one tenant or of all; `after` is the last id of the page before."""
         with reachable():
             async with self.database.connect() as connection:
-                return await connection.run_sync(jobs.list_jobs, state=state, model=model, limit=limit, after=after)
+                return await connection.run_sync(
+                    jobs.list_jobs, state=state, model=model, tenant=tenant, limit=limit, after=after
+                )
 
     async def list_dead(self, *, model: str | None = None, limit: int = 100, after: UUID | None = None) -> Jobs:
         """Dead letters: jobs that failed because their crashes were used up. The newest first, in pages as `list`."""
@@ -158,12 +167,12 @@ class AsyncClient:
             async with self.database.begin() as connection:
                 return await connection.run_sync(dead_letters.replay, job_id, idempotency_key=idempotency_key)
 
-    async def cancel(self, ids: UUID | Collection[UUID]) -> dict[UUID, JobState]:
+    async def cancel(self, ids: UUID | Collection[UUID], *, tenant: str | None = None) -> dict[UUID, JobState]:
         """Ask for the end of jobs. Their states afterwards: a running one is `cancelled` a little later."""
         wanted = [ids] if isinstance(ids, UUID) else list(ids)
         with reachable():
             async with self.database.begin() as connection:
-                return await connection.run_sync(jobs.request_cancel, wanted)
+                return await connection.run_sync(jobs.request_cancel, wanted, tenant=tenant)
 
     @overload
     async def wait(self, ids: UUID, timeout_s: float | None = None, *, must_succeed: bool = True) -> Job: ...

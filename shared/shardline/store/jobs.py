@@ -66,11 +66,12 @@ def get_job(connection: Connection, job_id: UUID) -> Job | None:
     return next(iter(get_jobs(connection, [job_id])), None)
 
 
-def get_jobs(connection: Connection, ids: Collection[UUID]) -> list[Job]:
-    """Those that exist, in the order of `ids`."""
-    found = {
-        row["id"]: load_job(row) for row in connection.execute(job_rows().where(is_any(jobs.c.id, ids))).mappings()
-    }
+def get_jobs(connection: Connection, ids: Collection[UUID], *, tenant: str | None = None) -> list[Job]:
+    """Those that exist, of one tenant or of all, in the order of `ids`."""
+    query = job_rows().where(is_any(jobs.c.id, ids))
+    if tenant is not None:
+        query = query.where(jobs.c.tenant_id == tenant)
+    found = {row["id"]: load_job(row) for row in connection.execute(query).mappings()}
     return [found[job_id] for job_id in ids if job_id in found]
 
 
@@ -79,27 +80,36 @@ def list_jobs(
     *,
     state: JobState | None = None,
     model: str | None = None,
+    tenant: str | None = None,
     limit: int = 100,
     after: UUID | None = None,
 ) -> list[Job]:
-    """Newest first, at most `limit`; `after` is the last id of the page before."""
+    """Newest first, at most `limit`; `after` is the last id of the page before. A tenant sees its own jobs alone."""
     query = job_rows().order_by(jobs.c.created_at.desc(), jobs.c.id.desc()).limit(min(limit, MAX_LISTED))
     if state is not None:
         query = query.where(jobs.c.state == state)
     if model is not None:
         query = query.where(jobs.c.model == model)
+    if tenant is not None:
+        query = query.where(jobs.c.tenant_id == tenant)
     if after is not None:
-        place = select(jobs.c.created_at, jobs.c.id).where(jobs.c.id == after).scalar_subquery()
-        query = query.where(tuple_(jobs.c.created_at, jobs.c.id) < place)
+        place = select(jobs.c.created_at, jobs.c.id).where(jobs.c.id == after)
+        place = place if tenant is None else place.where(jobs.c.tenant_id == tenant)
+        query = query.where(tuple_(jobs.c.created_at, jobs.c.id) < place.scalar_subquery())
     return [load_job(row) for row in connection.execute(query).mappings()]
 
 
-def request_cancel(connection: Connection, ids: Collection[UUID], *, running: bool = True) -> dict[UUID, JobState]:
-    """Ask for the end of jobs; returns the state of those that exist, afterwards.
+def request_cancel(
+    connection: Connection, ids: Collection[UUID], *, running: bool = True, tenant: str | None = None
+) -> dict[UUID, JobState]:
+    """Ask for the end of jobs, of one tenant or of all; returns the state of those that exist, afterwards.
 
     A job never claimed is `cancelled` at once. A requeued one, whose tokens become a result, is ended by a relay, a
     running one by its head (left alone if `running` is false).
     """
+    if tenant is not None:
+        # A job never changes its tenant.
+        ids = list(connection.scalars(select(jobs.c.id).where(is_any(jobs.c.id, ids), jobs.c.tenant_id == tenant)))
     wanted = {"ids": list(ids), "running": running}
     changed = {row.id: JobState(row.state) for row in connection.execute(CANCEL, wanted)}
     if changed:

@@ -62,6 +62,9 @@ def repeated(connection: Connection, rows: str, places: Collection[int]) -> dict
 
 
 def _check(first: Row[Any]) -> None:
+    if "tenant" in first.differences:
+        # Of another tenant's job nothing may be guessed, its content least of all.
+        raise Conflict(f"the id {first.id} is taken; use a new one")
     remedy = f"use a new {first.name}"
     if first.is_refused:
         problem = (first.error or {}).get("problem")

@@ -1,0 +1,116 @@
+"""Who asks, and what that one may do: the request's API key and host. Knows no job.
+
+Every path but those in OPEN needs a valid key. Which scope a route needs stands in its own signature: Submitter,
+Reader, Canceller or Admin.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from ipaddress import ip_address
+from typing import Annotated
+
+from fastapi import Depends, Request, Security
+from fastapi.security import HTTPBearer, SecurityScopes
+from starlette.datastructures import Headers
+
+from services.gateway.errors import Forbidden, Misdirected, Unauthorized
+from services.gateway.keyring import Keyring
+from shardline.api_key import Scope, parse_key
+from shardline.errors import Invalid
+
+OPEN = frozenset({"/health", "/ready"})
+"""What probes ask."""
+
+LOCAL_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
+ANY_HOST = "*"
+SCHEME = HTTPBearer(scheme_name="API key", description="`Authorization: Bearer sk-shardline-…`", auto_error=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Caller:
+    """Whoever has this key."""
+
+    key_id: str
+    tenant: str
+    scopes: frozenset[Scope]
+
+
+class Guard:
+    """Lets in, or raises."""
+
+    def __init__(self, keyring: Keyring, hosts: frozenset[str]) -> None:
+        self._keyring = keyring
+        self._hosts = hosts
+
+    async def admit(self, path: str, headers: Headers) -> Caller | None:
+        """None on an open path. Raises Unauthorized, Misdirected, Unavailable, Overloaded."""
+        if path in OPEN:
+            return None
+        self._check_host(headers.get("host", ""))
+        return await self._caller(headers.get("authorization"))
+
+    def _check_host(self, host: str) -> None:
+        """A web page that has its own name point to this machine says that name here."""
+        name = host_name(host)
+        if ANY_HOST not in self._hosts and name not in self._hosts:
+            remedy = f"Use one of: {', '.join(sorted(self._hosts))}; or name it in SHARDLINE_HTTP_ALLOWED_HOSTS"
+            raise Misdirected("host", f"this gateway does not answer to {name[:64]!r}", remedy)
+
+    async def _caller(self, authorization: str | None) -> Caller:
+        if authorization is None:
+            raise Unauthorized("There is no API key. Send Authorization: Bearer sk-shardline-…", had_key=False)
+        scheme, _, text = authorization.partition(" ")
+        try:
+            presented = parse_key(text.strip() if scheme.lower() == "bearer" else "")
+        except Invalid as error:
+            raise Unauthorized(f"This is no API key. {error.remedy}: Authorization: Bearer sk-shardline-…") from error
+        entry = await self._keyring.get(presented.key_id)
+        known = entry.known
+        if known is None or not presented.matches(known.digest):
+            raise Unauthorized("There is no such API key. Check it, or ask its operator for another one")
+        if known.is_revoked:
+            raise Unauthorized(f"The API key {presented.key_id} was revoked. Ask its operator for another one")
+        if entry.is_over():
+            raise Unauthorized(f"The API key {presented.key_id} has expired. Ask its operator for another one")
+        self._keyring.note(presented.key_id)
+        return Caller(key_id=presented.key_id, tenant=known.tenant, scopes=known.scopes)
+
+
+def allowed_hosts(configured: str, bound_to: str) -> frozenset[str]:
+    """The names that requests may give to this gateway: those of the setting beside this machine's own; without the
+    setting all of them, unless the gateway listens on this machine alone."""
+    names = frozenset(name.strip().lower() for name in configured.split(",") if name.strip())
+    if names:
+        return names | LOCAL_NAMES
+    return LOCAL_NAMES if _is_loopback(bound_to) else frozenset({ANY_HOST})
+
+
+def host_name(host: str) -> str:
+    """`example.org:8000` → example.org, `[::1]:8000` → ::1."""
+    if host.startswith("["):
+        return host[1:].partition("]")[0].lower()
+    return host.partition(":")[0].lower()
+
+
+def _is_loopback(address: str) -> bool:
+    try:
+        return ip_address(address).is_loopback
+    except ValueError:
+        return address == "localhost"
+
+
+def permitted(request: Request, needed: SecurityScopes, _scheme: Annotated[object, Depends(SCHEME)]) -> Caller:
+    """The caller, if its key has the scopes of the route. Raises Forbidden."""
+    caller = request.state.caller
+    assert isinstance(caller, Caller)
+    for scope in needed.scopes:
+        if scope not in caller.scopes:
+            raise Forbidden(f"the API key {caller.key_id} has not the scope {scope!r}", scope=scope)
+    return caller
+
+
+Submitter = Annotated[Caller, Security(permitted, scopes=[Scope.SUBMIT])]
+Reader = Annotated[Caller, Security(permitted, scopes=[Scope.READ])]
+Canceller = Annotated[Caller, Security(permitted, scopes=[Scope.CANCEL])]
+Admin = Annotated[Caller, Security(permitted, scopes=[Scope.ADMIN])]

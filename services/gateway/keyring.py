@@ -1,0 +1,155 @@
+"""API keys as this gateway knows them: read from Postgres in groups, remembered for seconds. Knows no request.
+
+A revoked key is refused once what is remembered of it is older than `fresh_s`. While Postgres cannot be asked, a key
+that was read within TRUSTED_S still lets its owner in; for any other one the answer is Unavailable.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections import OrderedDict
+from dataclasses import dataclass
+
+import structlog
+from sqlalchemy.ext.asyncio import AsyncEngine
+
+from shardline.client.database import reachable
+from shardline.errors import Overloaded, Unavailable
+from shardline.store import api_keys
+from shardline.store.api_keys import Known
+from shardline.tasks import end_task
+
+log = structlog.get_logger(__name__)
+
+MAX_REMEMBERED = 4_096
+"""Of keys, and of ids that are no key's: guesses push no key out."""
+
+MAX_WAITING = 1_024
+"""Ids to be looked up at a time."""
+
+LOOKUP_S = 2.0
+AGAIN_S = 1.0
+"""After a failure nobody waits for Postgres again so soon."""
+
+TRUSTED_S = 300.0
+USES_EVERY_S = 60.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """What Postgres said of an id, and when."""
+
+    known: Known | None
+    read_s: float
+
+    def is_over(self) -> bool:
+        """The key had an end, and that has come."""
+        lifetime_s = math.inf if self.known is None else self.known.expires_in_s
+        return lifetime_s is not None and time.monotonic() - self.read_s >= lifetime_s
+
+
+class Keyring:
+    """One query at a time reads all ids that are asked for meanwhile: whoever guesses keys takes one connection."""
+
+    def __init__(self, database: AsyncEngine, *, fresh_s: float) -> None:
+        self._database = database
+        self._fresh_s = fresh_s
+        self._keys: OrderedDict[str, Entry] = OrderedDict()
+        self._nobodies: OrderedDict[str, Entry] = OrderedDict()
+        self._wanted: set[str] = set()
+        self._failed_s = -math.inf
+        self._lock = asyncio.Lock()
+        self._used: set[str] = set()
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Begin to note which keys are used."""
+        self._task = asyncio.create_task(self._note_uses(), name="key uses")
+
+    async def close(self) -> None:
+        """Note the last uses."""
+        if self._task is not None:
+            await end_task(self._task)
+        await self._write_uses()
+
+    async def get(self, key_id: str) -> Entry:
+        """Raises Unavailable, and Overloaded when too many ids are looked up."""
+        asked_s = time.monotonic()
+        entry = self._remembered(key_id)
+        if entry is not None and self._is_fresh(entry, asked_s):
+            return entry
+        if len(self._wanted) >= MAX_WAITING and key_id not in self._wanted:
+            raise Overloaded(f"{MAX_WAITING} API keys are being looked up, which is the limit", AGAIN_S)
+        self._wanted.add(key_id)
+        try:
+            return await self._read(key_id, asked_s)
+        except Unavailable:
+            if entry is None or entry.known is None or entry.read_s < asked_s - TRUSTED_S:
+                raise
+            return entry
+
+    def note(self, key_id: str) -> None:
+        """It was used. Written later, beside all requests."""
+        if len(self._used) < MAX_REMEMBERED:
+            self._used.add(key_id)
+
+    def _remembered(self, key_id: str) -> Entry | None:
+        return self._keys.get(key_id) or self._nobodies.get(key_id)
+
+    def _is_fresh(self, entry: Entry, asked_s: float) -> bool:
+        return entry.read_s >= asked_s - self._fresh_s
+
+    async def _read(self, key_id: str, asked_s: float) -> Entry:
+        async with self._lock:
+            entry = self._remembered(key_id)
+            # Whoever waited may find what another one has read for it.
+            if entry is None or not self._is_fresh(entry, asked_s):
+                self._wanted.add(key_id)
+                await self._look_up()
+                entry = self._remembered(key_id)
+        assert entry is not None, "every wanted id was looked up"
+        return entry
+
+    async def _look_up(self) -> None:
+        began_s = time.monotonic()
+        ids, self._wanted = self._wanted, set()
+        if began_s - self._failed_s < AGAIN_S:
+            raise Unavailable("Postgres, which has the API keys, could not be reached a moment ago")
+        try:
+            with reachable():
+                async with asyncio.timeout(LOOKUP_S), self._database.connect() as connection:
+                    found = await connection.run_sync(api_keys.find, ids)
+        except (Unavailable, TimeoutError) as error:
+            self._failed_s = time.monotonic()
+            raise Unavailable("Postgres, which has the API keys, cannot be reached") from error
+        for key_id in ids:
+            known = found.get(key_id)
+            self._remember(key_id, Entry(known=known, read_s=began_s))
+
+    def _remember(self, key_id: str, entry: Entry) -> None:
+        mine, other = (self._nobodies, self._keys) if entry.known is None else (self._keys, self._nobodies)
+        other.pop(key_id, None)
+        mine[key_id] = entry
+        mine.move_to_end(key_id)
+        if len(mine) > MAX_REMEMBERED:
+            mine.popitem(last=False)
+
+    async def _note_uses(self) -> None:
+        while True:
+            await asyncio.sleep(USES_EVERY_S)
+            await self._write_uses()
+
+    async def _write_uses(self) -> None:
+        """What fails is written with the next ones."""
+        if not self._used:
+            return
+        ids, self._used = self._used, set()
+        try:
+            with reachable():
+                async with self._database.begin() as connection:
+                    await connection.run_sync(api_keys.note_use, ids)
+        except Unavailable as error:
+            self._used |= ids
+            log.warning("the last use of API keys could not be noted", error=str(error))

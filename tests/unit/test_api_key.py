@@ -1,0 +1,57 @@
+"""The form of API keys: what is made can be read, what is cut, changed or guessed cannot."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from shardline.api_key import Scope, new_key, parse_key, parse_scopes
+from shardline.errors import Invalid
+
+SECRETS = Path(__file__).resolve().parents[2] / "docker" / "secrets.sh"
+
+
+def test_given_keys_when_made_then_no_two_have_an_id_or_a_secret_in_common_and_each_is_read_back() -> None:
+    keys = [new_key() for _ in range(100)]
+    presented = [parse_key(key) for key in keys]
+    assert len({each.key_id for each in presented}) == len({each.digest for each in presented}) == 100
+    assert all(parse_key(key).matches(each.digest) for key, each in zip(keys, presented, strict=True))
+    assert not presented[0].matches(presented[1].digest)
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        "",
+        "sk-shardline-",
+        "sk-openai-0123456789abcdef-" + "a" * 43,
+        "sk-shardline-0123456789ABCDEF-" + "a" * 43,
+        "sk-shardline-0123456789abcdef-" + "a" * 42,
+        "sk-shardline-0123456789abcdef-" + "a" * 44,
+        "sk-shardline-0123456789abcdef-" + "a" * 43 + "\n",
+        "sk-shardline-0123456789abcdef-" + "ä" * 43,
+    ],
+)
+def test_given_a_text_that_is_no_key_when_read_then_it_is_refused_and_not_repeated(broken: str) -> None:
+    with pytest.raises(Invalid) as refused:
+        parse_key(broken)
+    assert "aaaa" not in str(refused.value)
+
+
+def test_given_the_script_of_secrets_when_run_twice_then_its_key_has_our_form_and_stays(tmp_path: Path) -> None:
+    folder = tmp_path / "secrets"
+    for _ in range(2):
+        subprocess.run([SECRETS, folder], check=True, capture_output=True)
+        key = (folder / "api_key").read_text()
+        assert parse_key(key).key_id == key.split("-")[2]
+    other = tmp_path / "other"
+    subprocess.run([SECRETS, other], check=True, capture_output=True)
+    assert (other / "api_key").read_text() != key
+
+
+def test_given_names_of_scopes_when_read_then_an_unknown_one_is_named() -> None:
+    assert parse_scopes("read, submit,read") == (Scope.SUBMIT, Scope.READ)
+    with pytest.raises(Invalid, match="'write' is none"):
+        parse_scopes("read,write")
