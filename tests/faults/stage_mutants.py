@@ -61,8 +61,20 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
     ),
     Mutant(
         name="one-row matmul allowed",
-        patches=(Patch(file="services/stage/engine/linear.py", old="FEWEST_ROWS = 2", new="FEWEST_ROWS = 1"),),
-        tests=("tests/unit/test_linear.py::test_the_probe_finds_where_bits_begin_to_hold",),
+        patches=(Patch(file="services/stage/engine/padding.py", old="    *(2, 4, 8,", new="    *(1, 2, 4, 8,"),),
+        tests=("tests/unit/test_padding.py::test_given_rows_when_padded_then_every_run_is_whole",),
+        hurt=Hurt(faults="kill tail", counts=("token_mismatches", "retracted"), dtype="bfloat16", wide=True),
+    ),
+    Mutant(
+        name="no ceiling for the rows of a product",
+        patches=(
+            Patch(
+                file="services/stage/engine/padding.py",
+                old="    if not counts:\n        return (num_rows,)",
+                new="    if not counts or num_rows > counts[-1]:\n        return (num_rows,)",
+            ),
+        ),
+        tests=("tests/unit/test_padding.py::test_given_rows_when_cut_then_panels_are_allowed_and_few",),
         hurt=Hurt(faults="kill tail", counts=("token_mismatches", "retracted"), dtype="bfloat16", wide=True),
     ),
     Mutant(

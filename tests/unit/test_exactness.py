@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from services.stage.engine.exactness import Probe, exactness_fingerprint
-from services.stage.engine.padding import padded_rows
 from services.stage.engine.paged import Span
 
 SIZE = 4
@@ -91,32 +90,3 @@ def test_given_the_same_facts_when_fingerprinted_then_it_is_the_same() -> None:
 )
 def test_given_another_fact_when_fingerprinted_then_it_differs(name: str, value: Any) -> None:
     assert exactness_fingerprint(**{**FACTS, name: value}) != exactness_fingerprint(**FACTS)
-
-
-@pytest.mark.parametrize(
-    ("num_rows", "width", "num_threads", "expected"),
-    [
-        (1, 64, 1, 2),  # the fewest rows
-        (17, 64, 1, 24),  # the next rung
-        (5, 4, 1, 16),  # 16 x 4 is a whole vector, 8 x 4 is not
-        (33, 1000, 2, 48),  # two runs, each whole
-        (40, 1536, 2, 40),
-        (200, 512, 3, 210),  # three runs
-        (257, 64, 1, 288),
-    ],
-)
-def test_given_rows_when_padded_then_every_run_is_whole(
-    num_rows: int, width: int, num_threads: int, expected: int
-) -> None:
-    padded = padded_rows(num_rows, min_rows=2, widths=frozenset({width}), num_threads=num_threads)
-
-    assert padded == expected
-
-
-def test_given_padded_rows_when_silu_runs_then_bits_do_not_depend_on_their_number() -> None:
-    x = torch.randn(600, 48, generator=torch.Generator().manual_seed(3))
-    whole = torch.nn.functional.silu(x[:576])
-
-    for num_rows in range(1, 500, 7):
-        padded = padded_rows(num_rows, min_rows=2, widths=frozenset({48}), num_threads=torch.get_num_threads())
-        assert torch.equal(torch.nn.functional.silu(x[:padded])[:num_rows], whole[:num_rows]), num_rows

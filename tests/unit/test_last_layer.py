@@ -12,6 +12,7 @@ from services.stage.engine import kernel
 from services.stage.engine.attention import Attention, PagedKv, Span
 from services.stage.engine.forward import Forward
 from services.stage.engine.heads import probe_heads
+from services.stage.engine.padding import Panels
 from services.stage.engine.shard import Shard
 from tests.models import save_model
 
@@ -29,7 +30,7 @@ def forward(request: pytest.FixtureRequest, tmp_path: Path) -> Forward:
     with torch.inference_mode():
         shard = Shard.load(folder, range(4), dtype=torch.float32, attn_implementation=attention.name, device=cpu)
         kv = PagedKv(layers=probe_heads(shard), num_blocks=2, dtype=torch.float32)
-        return Forward(shard, attention, kv, min_rows=16)
+        return Forward(shard, attention, kv, Panels())
 
 
 def ids(spans: list[Span]) -> Tensor:

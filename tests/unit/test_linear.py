@@ -1,18 +1,32 @@
-"""Packed linears: same results, less memory, and a probe that knows when neighbours change a row's bits."""
+"""Packed linears: same results, less memory, and rows whose bits do not depend on their number."""
 
 from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
-from services.stage.engine.linear import PackedLinear, fewest_rows, min_rows, pack
+from services.stage.engine.linear import PackedLinear, pack
+from services.stage.engine.products import products, settle
+from services.stage.engine.row_counts import agreeing_counts
 
 DTYPES = [torch.float32, torch.bfloat16]
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Thousands of small products: threads would wait for each other."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
 
 
 def _llama(dtype: torch.dtype, *, tied: bool) -> PreTrainedModel:
@@ -78,38 +92,71 @@ def test_what_cannot_be_packed_stays() -> None:
     assert type(model[0]) is nn.Linear
 
 
+@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @torch.inference_mode()
-def test_rows_of_a_packed_layer_keep_their_bits_from_min_rows_on(dtype: torch.dtype) -> None:
-    # Given a layer whose sums are long
+def test_rows_of_a_packed_layer_keep_their_bits_whatever_their_number(dtype: torch.dtype, tmp_path: Path) -> None:
+    # Given a layer whose sums are long, told which numbers of rows agree
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(2048, 129)).to(dtype)
+    model = nn.Sequential(nn.Linear(512, 192)).to(dtype)
     assert pack(model)
+    found = products(model)
+    assert found is not None
+    counts = agreeing_counts(found, machine="here", cache_folder=tmp_path)
+    settle(model, counts)
 
-    # When the probe says how many rows it needs
-    fewest = min_rows(model)
-
-    # Then every larger batch gives the same bits
-    assert fewest is not None
-    rows = torch.randn(200, 2048).to(dtype)
-    expected = model(rows)
-    for num in range(fewest, 90, 7):
-        assert torch.equal(model(rows[5 : 5 + num]), expected[5 : 5 + num]), num
-
-
-def test_the_probe_finds_where_bits_begin_to_hold() -> None:
-    def changes_below_nine(x: Tensor) -> Tensor:
-        return x + (x.shape[0] < 9)
-
-    def always_changes(x: Tensor) -> Tensor:
-        return x + x.shape[0]
-
-    assert fewest_rows(changes_below_nine, 4, torch.float32) == 16  # the next rung
-    assert fewest_rows(always_changes, 4, torch.float32) is None
-    assert fewest_rows(lambda x: x, 4, torch.float32) == 2
+    # When any number of rows runs, then each row has the bits that it has alone
+    assert counts
+    rows = torch.randn(700, 512).to(dtype)
+    expected = torch.cat([model(rows[place : place + 1]) for place in range(0, 700, 7)])
+    for num in (2, 9, 33, 95, 191, 260, 513, 695):
+        assert torch.equal(model(rows[:num])[::7], expected[: -(-num // 7)]), num
+    assert torch.equal(model(rows[None, :260])[0], model(rows)[:260])
 
 
-def test_stacked_experts_are_not_exact() -> None:
+@torch.inference_mode()
+def test_plain_layers_and_routers_see_only_the_rows_that_they_are_told() -> None:
+    # Given a plain layer, one stored the other way round, and a router, each of which would note the rows that it sees
+    class Router(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(4, 8))
+
+        def forward(self, states: Tensor) -> tuple[Tensor, Tensor]:
+            seen.append(len(states))
+            chances, places = (states @ self.weight.T).softmax(-1).topk(2)
+            return chances, places
+
+    seen: list[int] = []
+    model = nn.ModuleDict({"plain": nn.Linear(8, 5), "other": Conv1D(6, 8), "router": Router()})
+    x = torch.randn(1, 200, 8)
+    expected = model["plain"](x), model["other"](x), model["router"](x[0])
+    found = products(model)
+    assert found is not None
+    assert {(one.width, one.outputs) for one in found} == {(8, 5), (8, 6), (8, 4)}
+    for layer in (model["plain"], model["other"]):
+        layer.forward = _noting(layer.forward, seen)
+    seen.clear()
+
+    # When they are settled
+    settle(model, (64,))
+    got = model["plain"](x), model["other"](x), model["router"](x[0])
+
+    # Then they give the same, in panels
+    assert set(seen) == {64}
+    torch.testing.assert_close(got, expected)
+
+
+def test_a_weight_of_an_unknown_kind_is_not_exact() -> None:
     model = nn.Module()
     model.experts = nn.Parameter(torch.zeros(2, 3, 4))
-    assert min_rows(model) is None
+
+    assert products(model) is None
+
+
+def _noting(run: Callable[[Tensor], Tensor], seen: list[int]) -> Callable[[Tensor], Tensor]:
+    def forward(x: Tensor) -> Tensor:
+        seen.append(x.shape[-2])
+        return run(x)
+
+    return forward

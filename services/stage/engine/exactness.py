@@ -7,24 +7,30 @@ from __future__ import annotations
 
 import hashlib
 import json
-import platform
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
+import structlog
 import torch
 import transformers
 from torch import Tensor
 
 from services.stage.engine.kv_cache import BLOCK_TOKENS
+from services.stage.engine.machine import machine
+from services.stage.engine.padding import RUNGS, Panels
 from services.stage.engine.paged import Span
+from services.stage.engine.products import products, settle
+from services.stage.engine.row_counts import agreeing_counts
+from services.stage.engine.shard import Shard
 
-RULES_VERSION = 1
+log = structlog.get_logger(__name__)
+
+RULES_VERSION = 2
 MAX_LENGTH = BLOCK_TOKENS + 9
 """The tested sequence crosses a block's edge."""
 CHUNK = 37
 MAX_BESIDE = 30
-ISA_PREFIXES = ("avx", "amx", "fma", "sse4", "asimd", "sve", "bf16", "i8mm")
 
 Forward = Callable[[Sequence[Span], Tensor, list[int]], Tensor]
 """Runs packed spans on their inputs; what the stage gives for the wanted rows: hidden states, or logits on a tail."""
@@ -82,6 +88,24 @@ class Probe:
         return Span(start=self._length - 1, length=1, blocks=self._blocks)
 
 
+def settle_rows(shard: Shard, *, is_wanted: bool, token_budget: int, cache_folder: Path) -> tuple[Panels, bool]:
+    """Tells the shard's products which numbers of rows they may see; how rows are padded for them, and whether no
+    number of rows up to the budget can change a row's bits. Unless that `is_wanted`, nothing is tried."""
+    if shard.device.type != "cpu":
+        return Panels(counts=()), False
+    found = products(shard.model) if is_wanted else None
+    agreeing = agreeing_counts(found, machine=machine(), cache_folder=cache_folder) if found is not None else ()
+    counts = agreeing or RUNGS
+    settle(shard.model, counts)
+    panels = Panels(counts=counts, widths=shard.widths, num_threads=torch.get_num_threads())
+    if agreeing and not panels.are_whole(token_budget):
+        log.warning(
+            "threads cannot share rows by whole vectors", widths=sorted(shard.widths), threads=panels.num_threads
+        )
+        return panels, False
+    return panels, bool(agreeing)
+
+
 def exactness_fingerprint(
     *,
     weights: str,
@@ -101,18 +125,6 @@ def exactness_fingerprint(
         "threads": num_threads,
         "transformers": transformers.__version__,
         "torch": torch.__version__,
-        "libraries": torch.__config__.show(),
-        "processor": _processor() if device.type == "cpu" else torch.cuda.get_device_name(device),
+        "machine": machine() if device.type == "cpu" else torch.cuda.get_device_name(device),
     }
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
-
-
-def _processor() -> list[str]:
-    """What libraries choose their kernels by."""
-    try:
-        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        text = ""
-    lines = (line.partition(":")[2] for line in text.splitlines() if line.startswith(("flags", "Features")))
-    flags = sorted({flag for flag in next(lines, "").split() if flag.startswith(ISA_PREFIXES)})
-    return [platform.machine(), torch.backends.cpu.get_cpu_capability(), *flags]

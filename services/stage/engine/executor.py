@@ -15,7 +15,7 @@ from torch import Tensor
 from services.stage.engine import kernel, linear, memory
 from services.stage.engine.attention import Attention, PagedKv, Span
 from services.stage.engine.device import Device
-from services.stage.engine.exactness import Probe, exactness_fingerprint
+from services.stage.engine.exactness import Probe, exactness_fingerprint, settle_rows
 from services.stage.engine.forward import Forward
 from services.stage.engine.fused import fuse
 from services.stage.engine.heads import probe_heads
@@ -29,9 +29,6 @@ from services.stage.engine.weights import fingerprint
 from shardline.errors import ProtocolError
 
 log = structlog.get_logger(__name__)
-
-MIXTURE_MIN_ROWS = 16
-"""For models with stacked experts, whose own rows are padded elsewhere. The probe at start checks that it is enough."""
 
 
 class Executor:
@@ -75,15 +72,18 @@ class Executor:
                 check_bytes=lambda num: memory.check_fits(num, kv_bytes, device),
             )
             heads = probe_heads(shard)
-            packed = _settle(shard)
+            packed = pack_shard(shard)
             if native is not None:
                 fuse(shard.model, native)
+            panels, rows_agree = settle_rows(
+                shard, is_wanted=attention.exact, token_budget=token_budget, cache_folder=cache_folder
+            )
             num_blocks = memory.num_blocks(
                 heads, shard.dtype, kv_bytes, context=info.context_length, max_open=max_open, device=device
             )
             kv = PagedKv(layers=heads, num_blocks=num_blocks, dtype=shard.dtype, device=device.torch_device)
-            forward = Forward(shard, attention, kv, min_rows=linear.min_rows(shard.model) or MIXTURE_MIN_ROWS)
-            exact = attention.exact and Probe(forward.wanted, forward.random_inputs, num_blocks).passes()
+            forward = Forward(shard, attention, kv, panels)
+            exact = rows_agree and Probe(forward.wanted, forward.random_inputs, num_blocks).passes()
         if not exact:
             log.warning("rows are not exact on this device: outputs may differ after a resume", kernel=attention.kind)
         name = exactness_fingerprint(
@@ -182,7 +182,7 @@ class Executor:
         return wanted, wants
 
 
-def _settle(shard: Shard) -> bool:
+def pack_shard(shard: Shard) -> bool:
     """Packs a shard on the CPU and takes its weights out of the loader's files; True if packed. Layer by layer: memory
     never holds more than one layer twice."""
     if shard.device.type != "cpu":

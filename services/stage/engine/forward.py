@@ -13,7 +13,7 @@ from torch import Tensor
 
 from services.stage.engine.attention import Attention
 from services.stage.engine.last_layer import LastLayer
-from services.stage.engine.padding import padded_rows
+from services.stage.engine.padding import Panels
 from services.stage.engine.paged import Batch, PagedKv, Span
 from services.stage.engine.shard import Shard
 
@@ -27,9 +27,8 @@ TRIAL_TOLERANCE = 16
 class Forward:
     """Called by one thread only: attention is told the batch before the model runs."""
 
-    def __init__(self, shard: Shard, attention: Attention, kv: PagedKv, *, min_rows: int) -> None:
-        self.shard, self.attention, self.kv, self.min_rows = shard, attention, kv, min_rows
-        self._num_threads = torch.get_num_threads()
+    def __init__(self, shard: Shard, attention: Attention, kv: PagedKv, panels: Panels) -> None:
+        self.shard, self.attention, self.kv, self.panels = shard, attention, kv, panels
         attention.bind(kv)
         last = LastLayer(shard.blocks[shard.layers.stop - 1], attention) if shard.is_last else None
         self._last = last if last is not None and self._can_narrow(last) else None
@@ -97,14 +96,11 @@ class Forward:
 
     def _rows(self, wanted: list[int], device: torch.device) -> Tensor:
         """Wanted rows, the last one repeated."""
-        return torch.tensor(wanted + wanted[-1:] * (self._padded(len(wanted)) - len(wanted)), device=device)
-
-    def _padded(self, num_rows: int) -> int:
-        return padded_rows(num_rows, min_rows=self.min_rows, widths=self.shard.widths, num_threads=self._num_threads)
+        return torch.tensor(wanted + wanted[-1:] * (self.panels.padded(len(wanted)) - len(wanted)), device=device)
 
     def _place(self, spans: Sequence[Span], x: Tensor) -> tuple[Tensor, Tensor]:
         """Tells attention the batch; the padded input and the positions."""
-        batch = Batch.of(spans, min_rows=self._padded(len(x)), device=x.device)
+        batch = Batch.of(spans, min_rows=self.panels.padded(len(x)), device=x.device)
         self.attention.use(batch)
         if batch.num_rows > len(x):
             padding = x.new_zeros(batch.num_rows - len(x), *x.shape[1:])

@@ -1,4 +1,4 @@
-"""Linear layers on CPU: packed weights, and how many rows a matmul must see for a row's bits to be its own.
+"""Linear layers on CPU with packed weights, which see only the numbers of rows that they are told.
 
 Knows no attention and no scheduler. Packing uses torch's private mkldnn operators: without them, layers stay as they
 are.
@@ -6,8 +6,6 @@ are.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from itertools import takewhile
 from typing import TypeGuard
 
 import structlog
@@ -15,7 +13,8 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from services.stage.engine.padding import rung
+from services.stage.engine.padding import in_panels
+from services.stage.engine.row_counts import SAMPLED_OUTPUTS
 
 _log = structlog.get_logger(__name__)
 
@@ -25,15 +24,6 @@ _has_bfloat16 = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", None)
 
 _EXPECTED_ROWS = 32
 """oneDNN picks its layout for this batch. From 2 to 512 the same speed was measured."""
-
-FEWEST_ROWS = 2
-"""A single row goes through another oneDNN kernel. In bf16 rounding hides that so often that a probe may not see it."""
-
-_PROBED_ROWS = sorted({rung(num_rows) for num_rows in range(FEWEST_ROWS, 65)})
-"""No other numbers are ever run."""
-_PROBED_PLACES = 16
-"""Rows to compare at least for each size, for the same reason."""
-_REFERENCE_ROWS = 96
 
 
 class PackedLinear(nn.Module):
@@ -45,6 +35,10 @@ class PackedLinear(nn.Module):
         self.out_features, self.in_features = weight.shape
         self.bias = bias
         self.packed = _reorder(weight.detach().contiguous(), _EXPECTED_ROWS)
+        self.sample: Tensor | None = weight.detach()[:SAMPLED_OUTPUTS].clone()
+        """Some rows of the weight, until `counts` are known."""
+        self.counts: tuple[int, ...] = ()
+        """Numbers of rows that a product may see; empty: any."""
         self._empty = torch.empty(0, dtype=weight.dtype)
 
     @property
@@ -54,6 +48,12 @@ class PackedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x @ weight.T + bias."""
+        rows = x if x.numel() == x.shape[-2] * x.shape[-1] else x.reshape(-1, x.shape[-1])
+        out: Tensor = in_panels(self.product, rows, self.counts)
+        return out if rows is x else out.reshape(*x.shape[:-1], -1)
+
+    def product(self, x: Tensor) -> Tensor:
+        """The same in one call, whatever the number of rows."""
         assert _linear is not None, "ask can_pack first"
         return _linear(x, self.packed, self.bias, "none", [], "")
 
@@ -104,39 +104,3 @@ def _tied_embedding(model: nn.Module) -> Tensor | None:
     shared = {id(layer.weight) for _, _, layer in _linears(model)}
     embeddings = (module.weight for module in model.modules() if isinstance(module, nn.Embedding))
     return next((weight for weight in embeddings if id(weight) in shared), None)
-
-
-@torch.inference_mode()
-def min_rows(model: nn.Module) -> int | None:
-    """The fewest rows that every matmul of this model must see, so that a row's bits do not depend on their number.
-
-    Runs each distinct shape of the model's own layers at many batch sizes. None: no size up to 64 will do, or the model
-    has weights (stacked experts) whose rows this cannot control; then it is not exact.
-    """
-    if any(parameter.ndim > 2 for parameter in model.parameters()):
-        return None
-    distinct = {
-        (type(layer), layer.weight.dtype, layer.bias is None, *_sizes(layer)): layer
-        for layer in model.modules()
-        if isinstance(layer, PackedLinear | nn.Linear | Conv1D)
-    }
-    needed = [fewest_rows(layer, _sizes(layer)[0], layer.weight.dtype) for layer in distinct.values()]
-    known = [rows for rows in needed if rows is not None]
-    return max(known, default=FEWEST_ROWS) if len(known) == len(needed) else None
-
-
-def _sizes(layer: PackedLinear | nn.Linear | Conv1D) -> tuple[int, int]:
-    return (layer.nx, layer.nf) if isinstance(layer, Conv1D) else (layer.in_features, layer.out_features)
-
-
-def fewest_rows(run: Callable[[Tensor], Tensor], width: int, dtype: torch.dtype) -> int | None:
-    """The fewest rows from which on `run` gives each row the bits that it has in a large batch; None: none up to 64."""
-    rows = torch.randn(_REFERENCE_ROWS, width, generator=torch.Generator().manual_seed(0)).to(dtype)
-    expected = run(rows)
-
-    def keeps_bits(num: int) -> bool:
-        firsts = [(7 * num + 5 * place) % (_REFERENCE_ROWS - num) for place in range(-(-_PROBED_PLACES // num))]
-        return all(torch.equal(run(rows[first : first + num]), expected[first : first + num]) for first in firsts)
-
-    stable = list(takewhile(keeps_bits, reversed(_PROBED_ROWS)))
-    return stable[-1] if stable else None

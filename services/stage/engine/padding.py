@@ -1,16 +1,32 @@
-"""How many rows a packed batch is padded to: few different numbers, and a row's bits the same whatever runs beside it.
+"""Which numbers of rows a product may see: how packed rows are padded to them, and cut into panels of them.
 
-oneDNN compiles a product anew for each number of rows and keeps the code: about 3 ms and 0.5 MiB for each shape. So
-numbers of rows climb a ladder of some forty rungs.
+A library chooses the order in which a product is summed by its number of rows, so a row's bits depend on it. Only the
+numbers in a model's `counts` are ever run, for which its bits are known to be the same; fewer rows are padded, more are
+cut into panels. Each number costs oneDNN a compilation and about 0.5 MiB for each shape, so there are few.
 
-Two things change a row's arithmetic with the number of rows: a matrix kernel chosen for very few rows, and the ends of
-the runs into which torch cuts an elementwise operation, one per thread. There the last few elements take a scalar path
-whose `exp` has other bits. So rows are added until every run is a whole number of vectors.
+Neighbours reach a row in one more way: torch cuts an elementwise operation into runs, one per thread, and the last few
+elements of a run take a scalar path whose `exp` has other bits. So rows are added until every run is whole vectors.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+REFERENCE_ROWS = 64
+"""All other numbers of rows must give the bits that this one gives: so shards of any split agree, and so do panels."""
+
+RUNGS = (
+    *(2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 72, 80, 96, 112, 120, 128),
+    *(144, 160, 168, 176, 192, 208, 224, 240, 256),
+)
+"""No other numbers of rows are ever run: not 1, which takes another kernel, and none above 256, where no product got
+faster. Close enough that 3, 5 and 7 threads find some that they share evenly."""
 
 VECTORS = 64
 """Elements that torch's elementwise loops take at once, at most: two AVX-512 vectors of bfloat16."""
@@ -19,26 +35,78 @@ GRAIN = 32_768
 MAX_ADDED = 512
 
 
-def rung(num_rows: int) -> int:
-    """The first rung that holds them: powers of two to 8, then eights to 64, sixteens to 256, thirty-twos above."""
-    if num_rows <= 8:
-        return 1 << (num_rows - 1).bit_length()
-    apart = 8 if num_rows <= 64 else 16 if num_rows <= 256 else 32
-    return -(-num_rows // apart) * apart
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Panels:
+    """The numbers of rows that products may see, and the elementwise operations beside them."""
+
+    counts: tuple[int, ...] = RUNGS
+    """Ascending. Empty: rows are as they come (a GPU)."""
+    widths: frozenset[int] = frozenset()
+    """Row lengths of elementwise operations."""
+    num_threads: int = 1
+
+    def padded(self, num_rows: int) -> int:
+        """The smallest number from `num_rows` on that can be cut, and whose elementwise runs are whole if possible."""
+        return _padded(num_rows, self)
+
+    def are_whole(self, max_rows: int) -> bool:
+        """Whether every padded number up to this one has whole elementwise runs."""
+        rows = 1
+        while rows <= max_rows:
+            padded = self.padded(rows)
+            if not self.is_whole(padded):
+                return False
+            rows = padded + 1
+        return True
+
+    def is_whole(self, rows: int) -> bool:
+        """Whether torch's threads all get whole vectors of this many rows."""
+        return all(_is_whole(rows, width, self.num_threads) for width in self.widths)
 
 
 @lru_cache(maxsize=4096)
-def padded_rows(num_rows: int, *, min_rows: int, widths: frozenset[int], num_threads: int) -> int:
-    """The smallest number from these rows' rung on that is allowed. `widths`: row lengths of elementwise operations."""
-    first = rung(max(num_rows, min_rows))
-    for rows in range(first, first + MAX_ADDED):
-        if all(_is_aligned(rows, width, num_threads) for width in widths):
-            return rows
-    return first  # Not to be had with these widths and threads: the probe at start will say so.
+def _padded(num_rows: int, panels: Panels) -> int:
+    could_be = [rows for rows in range(num_rows, num_rows + MAX_ADDED) if cut(rows, panels.counts)]
+    return next((rows for rows in could_be if panels.is_whole(rows)), could_be[0])
 
 
-def _is_aligned(rows: int, width: int, num_threads: int) -> bool:
+def _is_whole(rows: int, width: int, num_threads: int) -> bool:
     size = rows * width
     runs = min(num_threads, -(-size // GRAIN))
     run = -(-size // runs)
     return size % VECTORS == 0 and run % VECTORS == 0 and (runs == 1 or width % VECTORS == 0 or run % width == 0)
+
+
+@lru_cache(maxsize=4096)
+def cut(num_rows: int, counts: tuple[int, ...]) -> tuple[int, ...]:
+    """These rows as panels of allowed sizes: as many of the largest as there are, the rest in one, or two as equal as
+    can be with one of the largest. Empty: it cannot be done, pad first."""
+    if not counts:
+        return (num_rows,)
+    largest = counts[-1]
+    num_full, rest = divmod(num_rows, largest)
+    if not rest or rest in counts:
+        return (largest,) * num_full + ((rest,) if rest else ())
+    if not num_full:
+        return ()
+    rest += largest
+    halves = ((count, rest - count) for count in counts if 2 * count >= rest and rest - count in counts)
+    pair = next(halves, ())
+    return (largest,) * (num_full - 1) + pair if pair else ()
+
+
+def in_panels(run: Callable[[Tensor], Any], x: Tensor, counts: tuple[int, ...]) -> Any:
+    """run(x) for rows x [T, K] or [1, T, K] that know nothing of each other, panel by panel. `run` gives a tensor
+    [..., T, N] or several."""
+    num_rows = x.shape[-2]
+    sizes = cut(num_rows, counts)
+    if sizes == (num_rows,):
+        return run(x)
+    if not sizes:  # rows that a model chose itself
+        total = Panels(counts=counts).padded(num_rows)
+        x = torch.cat([x, x.new_zeros(*x.shape[:-2], total - num_rows, x.shape[-1])], dim=-2)
+        sizes = cut(total, counts)
+    parts = [run(part) for part in x.split(sizes, dim=-2)]
+    if isinstance(parts[0], Tensor):
+        return torch.cat(parts, dim=-2).narrow(-2, 0, num_rows)
+    return tuple(torch.cat(each, dim=-2).narrow(-2, 0, num_rows) for each in zip(*parts, strict=True))

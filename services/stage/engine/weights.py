@@ -8,19 +8,15 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import structlog
-
+from services.stage.engine.cache import recall, store
 from services.stage.engine.refusal import refuse
 from shardline.errors import Unavailable
-
-log = structlog.get_logger(__name__)
 
 ONE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -138,26 +134,10 @@ def _line(*parts: object) -> bytes:
 def _cached_sha256(path: Path, cache_folder: Path) -> str:
     """Reading gigabytes at every start would double the time to ready."""
     key = hashlib.sha256(_line(str(path.resolve()), *_stamp(path))).hexdigest()
-    cached = cache_folder / f"{key}.sha256"
-    try:
-        value = cached.read_text(encoding="ascii")
-        if len(value) == SHA256_CHARS:
-            return value
-    except FileNotFoundError:
-        pass
-    except OSError as error:
-        log.warning("checksum cache is not readable", path=str(cached), reason=error.strerror)
+    value = recall(cache_folder, f"{key}.sha256")
+    if value is not None and len(value) == SHA256_CHARS:
+        return value
     with path.open("rb") as file:
         value = hashlib.file_digest(file, "sha256").hexdigest()
-    _store(cached, value)
+    store(cache_folder, f"{key}.sha256", value)
     return value
-
-
-def _store(cached: Path, value: str) -> None:
-    try:
-        cached.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=cached.parent, delete=False, encoding="ascii") as draft:
-            draft.write(value)
-        Path(draft.name).replace(cached)  # Stages that start together never see half a checksum.
-    except OSError as error:
-        log.warning("checksum cache is not writable", path=str(cached), reason=error.strerror)

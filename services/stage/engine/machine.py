@@ -1,0 +1,56 @@
+"""What the libraries of this process choose their kernels by: equal machines, equal bits. Knows no model."""
+
+from __future__ import annotations
+
+import os
+import platform
+from pathlib import Path
+
+import torch
+
+ISA_PREFIXES = ("avx", "amx", "fma", "sse4", "asimd", "sve", "bf16", "i8mm")
+PROCESSOR_FIELDS = ("vendor_id", "cpu family", "model", "CPU implementer", "CPU part")
+"""Of /proc/cpuinfo, beside the instruction sets: kernels are chosen by generation too."""
+CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
+"""oneDNN sizes its blocks by them."""
+VARIABLES = (
+    "ATEN_CPU_CAPABILITY",
+    "DNNL_CPU_ISA_HINTS",
+    "DNNL_DEFAULT_FPMATH_MODE",
+    "DNNL_MAX_CPU_ISA",
+    "MKL_CBWR",
+    "MKL_ENABLE_INSTRUCTIONS",
+    "ONEDNN_CPU_ISA_HINTS",
+    "ONEDNN_DEFAULT_FPMATH_MODE",
+    "ONEDNN_MAX_CPU_ISA",
+)
+"""Settings of oneDNN, MKL and torch that change which kernel runs."""
+
+
+def machine() -> list[str]:
+    """Libraries, processor, caches and what the environment forbids them."""
+    settings = [f"{name}={os.environ[name]}" for name in VARIABLES if name in os.environ]
+    return [torch.__version__, torch.__config__.show(), *settings, *_processor(), *_caches()]
+
+
+def _processor() -> list[str]:
+    lines = _text(Path("/proc/cpuinfo")).splitlines()
+    fields = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in reversed(lines))}
+    flags = {*fields.get("flags", "").split(), *fields.get("Features", "").split()}
+    chosen = sorted(flag for flag in flags if flag.startswith(ISA_PREFIXES))
+    known = [f"{name}={fields[name]}" for name in PROCESSOR_FIELDS if name in fields]
+    return [platform.machine(), torch.backends.cpu.get_cpu_capability(), *known, *chosen]
+
+
+def _caches() -> list[str]:
+    return [
+        " ".join(_text(cache / name).strip() for name in ("level", "type", "size", "shared_cpu_list"))
+        for cache in sorted(CACHES.glob("index*"))
+    ]
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""

@@ -1,0 +1,84 @@
+"""Numbers of rows: how they are padded, cut into panels, and put together again."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from services.stage.engine.padding import RUNGS, Panels, cut, in_panels
+
+AMX = (40, 48, 56, 64, 80, 96, 112, 128, 144, 160)
+"""Numbers that agree on some processor: with a floor and a ceiling."""
+GAPS = (40, 48, 56, 64, 80, 112, 128)
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "width", "num_threads", "expected"),
+    [
+        (1, 64, 1, 2),  # the fewest rows
+        (17, 64, 1, 24),  # the next rung
+        (5, 4, 1, 16),  # 16 x 4 is a whole vector, 8 x 4 is not
+        (33, 1000, 2, 48),  # two runs, each whole
+        (40, 1536, 2, 40),
+        (200, 512, 3, 240),  # three runs
+        (257, 64, 1, 258),  # 256 and 2
+    ],
+)
+def test_given_rows_when_padded_then_every_run_is_whole(
+    num_rows: int, width: int, num_threads: int, expected: int
+) -> None:
+    panels = Panels(widths=frozenset({width}), num_threads=num_threads)
+
+    assert panels.padded(num_rows) == expected
+    assert panels.is_whole(expected)
+
+
+def test_given_padded_rows_when_silu_runs_then_bits_do_not_depend_on_their_number() -> None:
+    x = torch.randn(600, 48, generator=torch.Generator().manual_seed(3))
+    whole = torch.nn.functional.silu(x[:576])
+    panels = Panels(widths=frozenset({48}), num_threads=torch.get_num_threads())
+
+    for num_rows in range(1, 500, 7):
+        padded = panels.padded(num_rows)
+        assert torch.equal(torch.nn.functional.silu(x[:padded])[:num_rows], whole[:num_rows]), num_rows
+
+
+def test_given_widths_that_threads_cannot_share_when_asked_then_runs_are_not_whole() -> None:
+    assert Panels(widths=frozenset({1024, 2816}), num_threads=4).are_whole(512)
+    assert not Panels(widths=frozenset({32_769}), num_threads=1009).are_whole(512)
+
+
+@pytest.mark.parametrize("counts", [RUNGS, AMX, GAPS, (64,)], ids=["all", "floor and ceiling", "gaps", "one"])
+def test_given_rows_when_cut_then_panels_are_allowed_and_few(counts: tuple[int, ...]) -> None:
+    for num_rows in range(1, 1200):
+        padded = Panels(counts=counts).padded(num_rows)
+        panels = cut(padded, counts)
+
+        assert sum(panels) == padded >= num_rows
+        assert set(panels) <= set(counts)
+        assert len(panels) <= -(-padded // counts[-1]) + 1
+        assert padded - num_rows < max(counts[0], 64), "what is added stays below a panel"
+
+
+def test_given_rows_as_they_come_when_cut_then_they_stay_whole() -> None:
+    assert cut(1234, ()) == (1234,)
+    assert Panels(counts=()).padded(1) == 1
+
+
+@pytest.mark.parametrize("num_rows", [1, 40, 41, 160, 161, 500])
+@pytest.mark.parametrize("shape", [(), (1,)], ids=["rows", "one batch of rows"])
+def test_given_rows_when_run_in_panels_then_they_come_back_in_order(num_rows: int, shape: tuple[int, ...]) -> None:
+    x = torch.randn(*shape, num_rows, 6, generator=torch.Generator().manual_seed(1))
+    seen: list[int] = []
+
+    def run(part: Tensor) -> tuple[Tensor, Tensor]:
+        seen.append(part.shape[-2])
+        return part * 2, part[..., :1]
+
+    doubled, first = in_panels(run, x, AMX)
+
+    assert torch.equal(doubled, x * 2)
+    assert torch.equal(first, x[..., :1])
+    assert set(seen) <= set(AMX)
+    assert torch.equal(in_panels(lambda part: part + 1, x, AMX), x + 1)
