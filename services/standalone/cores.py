@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import fcntl
 import os
-import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Self
+from typing import Self
+
+from shardline.private import open_private_file, open_private_folder, user_folder
+
+FIELD = "XDG_RUNTIME_DIR"
+"""Where the folder of this user is, or else in the temporary folder."""
 
 
 def usable_cores() -> list[int]:
@@ -26,28 +30,31 @@ class CoreClaims:
     """The locks of one stack, while entered."""
 
     def __init__(self, folder: Path | None = None) -> None:
-        self._folder = folder or Path(tempfile.gettempdir()) / f"shardline-cores-{os.geteuid()}"
-        self._held: dict[int, IO[str]] = {}
+        self._folder = folder or user_folder() / "cores"
+        self._held: dict[int, int] = {}
 
     def claim(self, cores: Iterable[int]) -> frozenset[int]:
         """Take every core that is free. Returns those that another stack holds."""
-        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        taken = set()
-        for core in cores:
-            file = (self._folder / f"core-{core}.lock").open("a")
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                file.close()
-                taken.add(core)
-            else:
-                self._held[core] = file
-        return frozenset(taken)
+        folder = open_private_folder(self._folder, FIELD)
+        try:
+            return frozenset(core for core in cores if not self._take(folder, core))
+        finally:
+            os.close(folder)
+
+    def _take(self, folder: int, core: int) -> bool:
+        file = open_private_file(folder, f"core-{core}.lock", FIELD)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(file)
+            return False
+        self._held[core] = file
+        return True
 
     def keep(self, cores: Iterable[int]) -> None:
         """Give back every claimed core but these."""
         for core in set(self._held) - set(cores):
-            self._held.pop(core).close()
+            os.close(self._held.pop(core))
 
     def __enter__(self) -> Self:
         return self

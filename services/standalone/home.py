@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import secrets
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +22,7 @@ from services.standalone.processes import is_alive, wait_until_gone
 from shardline.api_key import new_key
 
 SUPERVISOR = "supervisor"
+HOP_KEY_FILE = "hop_secret_key"
 LEFTOVER_GRACE_S = 5.0
 
 
@@ -72,6 +74,12 @@ class Home:
         if not self._key_file.exists():
             write_private(self._key_file, new_key().encode())
         return self._key_file.read_text(encoding="utf-8").strip()
+
+    def make_hop_key(self) -> None:
+        """The key of this stack's hops over tcp, in HOP_KEY_FILE: made once."""
+        path = self.folder / HOP_KEY_FILE
+        if not path.exists():
+            write_private(path, secrets.token_hex(32).encode())
 
     def record(self, pids: dict[str, int]) -> None:
         """Remember these processes, so that `down` finds them whatever happens to the supervisor."""

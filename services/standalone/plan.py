@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from services.standalone import processes
+from services.standalone.home import HOP_KEY_FILE
 from services.standalone.placement import StagePlace
 from services.standalone.ports import LOOPBACK
 from services.standalone.processes import Child
@@ -99,7 +100,9 @@ def make_plan(
         "SHARDLINE_REDIS_URL": addresses.redis,
         "SHARDLINE_HOME": str(home),
     }
-    for_stages = {**common, "LD_PRELOAD": preload} if preload else common
+    for_stages = {"SHARDLINE_HOP_SECRET_KEY_FILE": str(home / HOP_KEY_FILE), **common}
+    if preload:
+        for_stages["LD_PRELOAD"] = preload
     services = {place.name: _stage(settings, place, for_stages, home) for place in stages}
     return Plan(
         gateway=_service(
@@ -129,7 +132,7 @@ def _stage(settings: StandaloneSettings, place: StagePlace, common: Mapping[str,
         "SHARDLINE_DEVICE_SHARED": int(place.shared),
         "SHARDLINE_PIPELINE": f"{home.name.lstrip('.')}-{place.replica}",
         "SHARDLINE_LOCK_DIR": home / "locks",
-        "SHARDLINE_RUN_DIR": socket_folder(home),
+        "SHARDLINE_RUN_DIR": socket_folder(home, "hops"),
     }
     return _service(place.name, home, common, "services.stage", **own)
 

@@ -8,7 +8,6 @@ import os
 import secrets
 import shutil
 import signal
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -22,6 +21,7 @@ from tenacity import Retrying, retry_if_exception_type, stop_after_delay, wait_f
 from services.standalone import processes
 from services.standalone.ports import LOOPBACK, free_port
 from services.standalone.processes import Child, StartFailed, wait_until_gone
+from shardline.private import private_folder, user_folder
 
 READY_S = 30.0
 POLL_S = 0.02
@@ -45,12 +45,12 @@ def _binary(package: str, pattern: str) -> Path:
     return found[-1]
 
 
-def socket_folder(home: Path) -> Path:
-    """`home/run`, or a folder of the same meaning in the temporary folder when that path is too long for a socket."""
-    folder = home.resolve() / "run"
+def socket_folder(home: Path, name: str = "run") -> Path:
+    """`home/name`, or one of the same meaning in the user's own folder when that path is too long for a socket."""
+    folder = home.resolve() / name
     if len(str(folder)) > SOCKET_PATH_MAX:
-        name = hashlib.sha256(str(folder).encode()).hexdigest()[:16]
-        folder = Path(tempfile.gettempdir()) / f"shardline-{os.geteuid()}-{name}"
+        short = hashlib.sha256(str(folder).encode()).hexdigest()[:16]
+        folder = private_folder(user_folder(), "XDG_RUNTIME_DIR") / short
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     return folder
 

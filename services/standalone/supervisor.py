@@ -96,6 +96,7 @@ class Supervisor:
         addresses = self._start_servers(addresses)
         self._migrate(addresses)
         self._register_key(addresses)
+        self._home.make_hop_key()
         self._plan = make_plan(self._settings, addresses, stages, self._home.folder, preload(self._settings))
         for service in self._plan.all:
             self._crew.start(service)

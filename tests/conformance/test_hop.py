@@ -35,7 +35,7 @@ def _ipc(folder: Path) -> Sockets:
 
 def _curve(_folder: Path) -> Sockets:
     public, secret = zmq.curve_keypair()
-    return Sockets(bind="tcp://127.0.0.1", curve=CurveKeys(public=public, secret=secret))
+    return Sockets(bind="tcp://127.0.0.1", curve=CurveKeys(public=public, secret=secret, server=public))
 
 
 TRANSPORTS: dict[str, Callable[[Path], Sockets]] = {"tcp": _tcp, "ipc": _ipc, "curve": _curve}

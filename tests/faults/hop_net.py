@@ -45,6 +45,8 @@ class HopNet:
         """What makes stages use it."""
         return {
             "SHARDLINE_HOP_TRANSPORT": "tcp",
+            # Faults that change a frame must be able to read it.
+            "SHARDLINE_HOP_INSECURE": "true",
             "SHARDLINE_HOP_BIND": LISTEN,
             "SHARDLINE_HOP_HOST": ADVERTISE,
             "SHARDLINE_HOP_PORTS": f"{self.ports[0]}-{self.ports[-1]}",

@@ -62,6 +62,8 @@ class Tail:
             "SHARDLINE_SEATS": "4",
             "SHARDLINE_KV_MIB": "8",
             "SHARDLINE_HOP_TRANSPORT": "tcp",
+            # What gets past the key, or in where none is.
+            "SHARDLINE_HOP_INSECURE": "true",
             "SHARDLINE_HOP_BIND": "127.0.0.1",
             "SHARDLINE_HOP_HOST": "127.0.0.1",
             "SHARDLINE_LOCK_DIR": str(folder / "locks"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -139,8 +140,13 @@ def test_given_no_such_gpu_when_taken_then_it_is_said(tmp_path: Path) -> None:
 
 
 def test_given_no_room_for_the_holders_name_when_a_core_is_taken_then_it_is_held_all_the_same(tmp_path: Path) -> None:
-    (tmp_path / "core-0.lock").symlink_to("/dev/full")
-    locks = DeviceLocks(tmp_path, ["core-0"], worker="one")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+    try:
+        locks = DeviceLocks(tmp_path, ["core-0"], worker="one")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert (tmp_path / "core-0.lock").read_text() == ""
     with pytest.raises(Invalid, match="core-0 is held"):
         DeviceLocks(tmp_path, ["core-0"], worker="two")
     locks.release()

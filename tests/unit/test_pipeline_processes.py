@@ -87,7 +87,7 @@ def test_pipelines_form_over_every_transport(tmp_path: Path, transport: str) -> 
     public, secret = zmq.curve_keypair()
     sockets = {
         "ipc": lambda: Sockets(bind=f"ipc://{tmp_path}"),
-        "curve": lambda: Sockets(bind="tcp://127.0.0.1", curve=CurveKeys(public=public, secret=secret)),
+        "curve": lambda: Sockets(bind="tcp://127.0.0.1", curve=CurveKeys(public=public, secret=secret, server=public)),
     }[transport]()
     with open_pipes(sockets) as pipes:
         tail = pipes.stage(8, NUM_LAYERS)

@@ -6,8 +6,11 @@ import socket
 
 import pytest
 import zmq
+from pydantic import SecretStr
 
 from services.stage.hop.sockets import CurveKeys, Sockets, parse_ports
+from services.stage.worker.runtime import hop_sockets
+from services.stage.worker.settings import StageSettings
 from services.standalone.ports import free_port
 from shardline.errors import Invalid, Unavailable
 
@@ -73,12 +76,31 @@ def test_a_range_that_is_none_is_refused(text: str) -> None:
         parse_ports(text)
 
 
-def test_a_key_of_the_wrong_length_is_refused_and_never_shown() -> None:
-    with pytest.raises(Invalid, match="SHARDLINE_HOP_SECRET_KEY: a CURVE key has 40 characters") as caught:
-        CurveKeys(public=b"p" * 40, secret=b"hunter2")
+@pytest.mark.parametrize("secret", ["hunter2", "", "ab" * 31, "ab" * 33, "xy" * 32])
+def test_a_key_of_another_form_is_refused_and_never_shown(secret: str) -> None:
+    with pytest.raises(Invalid, match="SHARDLINE_HOP_SECRET_KEY: it has not 64 hexadecimal digits") as caught:
+        CurveKeys.of(secret)
 
-    assert "hunter2" not in str(caught.value)
-    assert "p" * 40 not in repr(CurveKeys(public=b"p" * 40, secret=b"s" * 40))
+    assert not secret or secret not in str(caught.value)
+
+
+def test_a_key_pair_follows_from_its_secret_and_is_never_shown() -> None:
+    one, same, other = CurveKeys.of("ab" * 32), CurveKeys.of("AB" * 32 + "\n"), CurveKeys.of("cd" * 32)
+
+    assert one == same
+    assert one.server == one.public != other.public
+    assert repr(one) == "CurveKeys(…)"
+
+
+def test_hops_over_tcp_without_a_key_are_refused_unless_somebody_says_that_they_may_be_open() -> None:
+    tcp = StageSettings(model="m", hop_transport="tcp", hop_bind="127.0.0.1")
+
+    with pytest.raises(Invalid, match=r"SHARDLINE_HOP_SECRET_KEY: hops over tcp need a key\. Make one"):
+        hop_sockets(tcp)
+    with pytest.raises(Invalid, match="64 hexadecimal digits"):
+        hop_sockets(tcp.model_copy(update={"hop_secret_key": SecretStr("short")}))
+    hop_sockets(tcp.model_copy(update={"hop_secret_key": SecretStr("ab" * 32)})).close()
+    hop_sockets(tcp.model_copy(update={"hop_insecure": True})).close()
 
 
 def test_a_peer_that_was_met_and_has_no_room_yet_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:

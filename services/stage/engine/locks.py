@@ -1,4 +1,4 @@
-"""One lock file per core or GPU, in a folder that containers may share. The kernel frees a lock when its holder dies.
+"""One lock file per core or GPU, in a folder that one user's containers may share. The kernel frees a dead one's locks.
 
 Knows nothing of what a device is.
 """
@@ -13,7 +13,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from shardline.errors import Invalid
+from shardline.private import open_private_file, open_private_folder
 
+FIELD = "SHARDLINE_LOCK_DIR"
 HOLDER_MAX_BYTES = 256
 
 
@@ -22,24 +24,23 @@ class DeviceLocks:
 
     def __init__(self, folder: Path, names: Iterable[str], *, worker: str, shared: bool = False) -> None:
         self._files: list[int] = []
+        opened = open_private_folder(folder, FIELD)
         try:
-            folder.mkdir(mode=0o777, parents=True, exist_ok=True)
             for name in sorted(names):
-                self._take(folder / f"{name}.lock", worker, shared)
-        except OSError as error:
-            self.release()
-            raise Invalid("SHARDLINE_LOCK_DIR", f"{folder}: {error.strerror}", "Give a folder to write in") from error
+                self._take(opened, f"{name}.lock", worker, shared)
         except Invalid:
             self.release()
             raise
+        finally:
+            os.close(opened)
 
     def release(self) -> None:
         """Gives them back. The files stay: removing them would let two holders in."""
         while self._files:
             os.close(self._files.pop())
 
-    def _take(self, path: Path, worker: str, shared: bool) -> None:
-        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    def _take(self, folder: int, name: str, worker: str, shared: bool) -> None:
+        file = open_private_file(folder, name, FIELD)
         self._files.append(file)
         try:
             fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
@@ -47,7 +48,7 @@ class DeviceLocks:
             holder = os.pread(file, HOLDER_MAX_BYTES, 0).decode("utf-8", "replace").strip() or "another process"
             raise Invalid(
                 "SHARDLINE_DEVICE",
-                f"{path.stem} is held by {holder}",
+                f"{name.removesuffix('.lock')} is held by {holder}",
                 "Give this worker another device, stop that one, or let both share it (SHARDLINE_DEVICE_SHARED=1)",
             ) from error
         # The lock is held without the name: a full disk must not keep a stage from starting.

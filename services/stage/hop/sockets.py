@@ -19,14 +19,16 @@ from uuid import uuid4
 
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
+from zmq.utils import z85
 
 from shardline.errors import Invalid, LinkLost, Unavailable
+from shardline.private import private_folder
 
 ZAP_DOMAIN = "shardline"
 FOLDER_FIELD = "SHARDLINE_RUN_DIR"
 HOST_FIELD = "SHARDLINE_HOP_BIND"
 PORTS_FIELD = "SHARDLINE_HOP_PORTS"
-KEY_BYTES = 40
+SECRET_BYTES = 32
 MAX_IPC_PATH_BYTES = 107
 """Of a unix socket's address on Linux."""
 MAX_PORT = 65_535
@@ -42,15 +44,19 @@ class CurveKeys:
 
     public: bytes
     secret: bytes
+    server: bytes
+    """Of those that are called: the same public key."""
 
-    def __post_init__(self) -> None:
-        for name, key in (("SHARDLINE_HOP_PUBLIC_KEY", self.public), ("SHARDLINE_HOP_SECRET_KEY", self.secret)):
-            if len(key) != KEY_BYTES:
-                raise Invalid(
-                    name,
-                    f"a CURVE key has {KEY_BYTES} characters (Z85), not {len(key)}",
-                    'Make a pair: python -c "import zmq; print(zmq.curve_keypair())"',
-                )
+    @classmethod
+    def of(cls, secret: str) -> CurveKeys:
+        """From the secret key, which the public one follows from. Raises Invalid, without repeating it."""
+        text = secret.strip()
+        if re.fullmatch(rf"[0-9A-Fa-f]{{{2 * SECRET_BYTES}}}", text) is None:
+            problem = f"it has not {2 * SECRET_BYTES} hexadecimal digits"
+            raise Invalid("SHARDLINE_HOP_SECRET_KEY", problem, "Make one: openssl rand -hex 32")
+        encoded = z85.encode(bytes.fromhex(text))
+        public = zmq.curve_public(encoded)
+        return cls(public=public, secret=encoded, server=public)
 
     def __repr__(self) -> str:
         return "CurveKeys(…)"
@@ -125,7 +131,7 @@ class Sockets:
         """A connected socket. It never reconnects: what was queued in a broken connection is lost. Raises LinkLost."""
         socket = self._open(kind, {zmq.RECONNECT_IVL: -1, zmq.IMMEDIATE: 1, **options})
         if self._curve:
-            socket.curve_serverkey = self._curve.public
+            socket.curve_serverkey = self._curve.server
         watch = Watch(socket)  # Before connecting: over ipc a refusal comes at once.
         try:
             socket.connect(address)
@@ -240,5 +246,4 @@ def _parse_bind(bind: str) -> tuple[str, str]:
             f"{folder!r} leaves no room for a socket's name in the {MAX_IPC_PATH_BYTES} bytes of a unix socket's path",
             "Use a shorter folder",
         )
-    Path(folder).mkdir(parents=True, exist_ok=True, mode=0o700)
-    return match[3], folder
+    return match[3], str(private_folder(Path(folder), FOLDER_FIELD))

@@ -153,7 +153,7 @@ def load(settings: StageSettings) -> Loaded:
         executor=executor,
         weights=weights,
         card=card,
-        sockets=_sockets(settings),
+        sockets=hop_sockets(settings),
         worker=worker,
     )
 
@@ -173,17 +173,24 @@ def die(reason: str) -> None:
     os._exit(HUNG_STATUS)
 
 
-def _sockets(settings: StageSettings) -> Sockets:
-    curve = None
-    if bool(settings.hop_public_key) != bool(settings.hop_secret_key):
-        raise Invalid("SHARDLINE_HOP_SECRET_KEY", "only one key of the pair is set", "Set both keys, or none")
-    if settings.hop_public_key and settings.hop_secret_key:
-        curve = CurveKeys(
-            public=settings.hop_public_key.encode(), secret=settings.hop_secret_key.get_secret_value().encode()
+def hop_sockets(settings: StageSettings) -> Sockets:
+    """Over ipc the folder keeps strangers out, over tcp the key does. Raises Invalid."""
+    if settings.hop_transport == "ipc":
+        return Sockets(bind=f"ipc://{settings.run_dir.absolute()}")
+    ports = parse_ports(settings.hop_ports)
+    curve = _curve(settings)
+    return Sockets(bind=f"tcp://{settings.hop_bind}", advertise=settings.hop_host, ports=ports, curve=curve)
+
+
+def _curve(settings: StageSettings) -> CurveKeys | None:
+    if settings.hop_insecure:
+        log.warning("hops are open to whoever reaches this stage: SHARDLINE_HOP_INSECURE is set")
+        return None
+    if settings.hop_secret_key is None:
+        raise Invalid(
+            "SHARDLINE_HOP_SECRET_KEY",
+            "hops over tcp need a key",
+            "Make one (openssl rand -hex 32) and give the same one to all stages; "
+            "or set SHARDLINE_HOP_INSECURE=true where nobody else reaches them",
         )
-    if settings.hop_transport == "tcp":
-        ports = parse_ports(settings.hop_ports)
-        return Sockets(bind=f"tcp://{settings.hop_bind}", advertise=settings.hop_host, ports=ports, curve=curve)
-    folder = settings.run_dir.resolve()
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    return Sockets(bind=f"ipc://{folder}", curve=curve)
+    return CurveKeys.of(settings.hop_secret_key.get_secret_value())

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import socket
-import tempfile
 from pathlib import Path
 from typing import Literal
 
 from pydantic import Field, SecretStr
 
 from shardline.config import Settings, Times
+from shardline.private import user_folder
 
 
 class StageSettings(Settings):
@@ -47,9 +47,9 @@ class StageSettings(Settings):
     )
     lanes: int | None = Field(None, ge=1, le=16, description="steps in flight; default: the number of stages")
     lock_dir: Path = Field(
-        Path(tempfile.gettempdir()) / "shardline-locks", description="device locks; containers may share it"
+        default_factory=lambda: user_folder() / "locks", description="device locks; containers of one user may share it"
     )
-    run_dir: Path = Field(Path(tempfile.gettempdir()) / "shardline-run", description="ipc sockets")
+    run_dir: Path = Field(default_factory=lambda: user_folder() / "run", description="ipc sockets")
     cache_dir: Path = Field(Path.home() / ".cache" / "shardline", description="checksums of weights")
     hop_transport: Literal["ipc", "tcp"] = Field("ipc", description="ipc on one host, tcp between hosts")
     hop_host: str = Field(
@@ -60,9 +60,9 @@ class StageSettings(Settings):
         None, description="ports that a firewall lets through, such as 7600-7631; default: any free one"
     )
     hop_secret_key: SecretStr | None = Field(
-        None, description="CURVE secret key (Z85); hops across hosts are then encrypted"
+        None, description="key of hops over tcp, the same on all stages: 64 hexadecimal digits"
     )
-    hop_public_key: str | None = Field(None, description="CURVE public key that belongs to it, the same on all stages")
+    hop_insecure: bool = Field(False, description="hops over tcp without a key: for networks that nobody else reaches")
 
     @property
     def times(self) -> Times:
