@@ -12,14 +12,18 @@ from sqlalchemy import Connection, Row, text
 from shardline.job import JobState, Result, SamplingParams, TokenLogprob
 from shardline.store.bells import ring
 from shardline.store.encoding import dump, dump_logprobs, dump_result, load_logprobs, load_params
+from shardline.store.readable import sort_rows
 from shardline.tables import DONE_CHANNEL, JOBS_CHANNEL
+
+LATER_WAIT_S = 15.0
+"""Until a job of a later release is sent again."""
 
 Key = tuple[UUID, int]
 """A job and the fence of one claim of it."""
 
 # Locked by a statement of its own: the next one must see what the last holder committed while we waited.
 LOCK_CLAIMABLE = text("""
-SELECT jobs.id FROM jobs JOIN pipelines ON pipelines.id = :pipeline
+SELECT jobs.id, jobs.fence, jobs.params FROM jobs JOIN pipelines ON pipelines.id = :pipeline
 WHERE jobs.id = ANY(CAST(:ids AS uuid[])) AND jobs.state = 'queued' AND jobs.prepared_at IS NOT NULL
     AND jobs.cancel_requested_at IS NULL AND jobs.not_before <= now()
     AND (jobs.deadline_at IS NULL OR jobs.deadline_at > now())
@@ -27,6 +31,12 @@ WHERE jobs.id = ANY(CAST(:ids AS uuid[])) AND jobs.state = 'queued' AND jobs.pre
     AND (jobs.exactness IS NULL OR jobs.exactness = :exactness OR NOT jobs.exact
         OR coalesce(jobs.requeued_at, jobs.created_at) <= now() - make_interval(secs => :exact_wait_s))
 ORDER BY jobs.id FOR UPDATE OF jobs
+""")
+
+# Out of the window of what is sent ahead, so that rows which no head here can run do not fill it.
+DEFER = text("""
+UPDATE jobs SET sent_at = NULL, num_sends = 0, not_before = now() + make_interval(secs => :wait_s)
+WHERE id = ANY(CAST(:ids AS uuid[])) AND state = 'queued'
 """)
 
 CLAIM = text("""
@@ -214,13 +224,15 @@ def claim(
     exact_wait_s: float,
 ) -> list[Claimed]:
     """Take those that may run now, for a pipeline in its present epoch and of its model. The others: drop their
-    messages. A started job of another exactness is left alone for `exact_wait_s`, then taken with `exact` false."""
+    messages. A started job of another exactness is left alone for `exact_wait_s`, then taken with `exact` false. A row
+    that this release does not understand is left for a later head, or ends `failed` if none would: see `readable`."""
     head = {"pipeline": pipeline, "epoch": epoch, "exactness": exactness}
     wanted = {"ids": [str(job_id) for job_id in ids], "exact_wait_s": exact_wait_s}
-    locked = list(connection.scalars(LOCK_CLAIMABLE, {**head, **wanted}))
-    if not locked:
+    locked = connection.execute(LOCK_CLAIMABLE, {**head, **wanted}).all()
+    readable = _readable(connection, locked)
+    if not readable:
         return []
-    values = {**head, "ids": locked, "worker": worker, "fingerprint": fingerprint, "lease_s": lease_s}
+    values = {**head, "ids": readable, "worker": worker, "fingerprint": fingerprint, "lease_s": lease_s}
     return [_claimed(row) for row in connection.execute(CLAIM, values)]
 
 
@@ -284,6 +296,20 @@ def requeue(connection: Connection, keys: Collection[Key], *, outcome: str) -> s
     if requeued:
         ring(connection, JOBS_CHANNEL)
     return requeued
+
+
+def _readable(connection: Connection, rows: Sequence[Row[Any]]) -> list[UUID]:
+    """Those that this release understands; the others are put off, or ended."""
+    found = sort_rows(rows)
+    if found.later:
+        connection.execute(DEFER, {"ids": found.later, "wait_s": LATER_WAIT_S})
+    fences = {row.id: row.fence for row in rows}
+    ends = [
+        End(job_id=job_id, fence=fences[job_id], state=JobState.FAILED, error=error)
+        for job_id, error in found.wrong.items()
+    ]
+    end_from(connection, ends, held=JobState.QUEUED)
+    return found.readable
 
 
 def _claimed(row: Row[Any]) -> Claimed:

@@ -48,7 +48,7 @@ def load_logprobs(document: object) -> tuple[TokenLogprob, ...] | None:
 
 
 def load_params(document: object) -> SamplingParams:
-    """Of a prepared row: they were checked then."""
+    """Of a prepared row: they were checked then. Raises msgspec.ValidationError for those of a later release."""
     return msgspec.convert(document, SamplingParams)
 
 
@@ -141,9 +141,10 @@ def _encodes(text: str) -> bool:
 
 
 def _readable_params(document: object) -> SamplingParams:
-    """A row written by hand may hold parameters that fail it; it must stay readable."""
+    """A row written by hand, or by a later release, may hold parameters that fail it; it must stay readable."""
+    known = document.items() if isinstance(document, Mapping) else ()
     try:
-        return load_params(document)
+        return load_params({name: value for name, value in known if name in SamplingParams.__struct_fields__})
     except msgspec.ValidationError:
         return SamplingParams()
 
