@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from services.gateway.openai import Wanted
-from shardline.job import Job, Result, TokenLogprob, Usage
+from shardline.job import Job, JobSummary, Result, TokenLogprob, Usage
 from shardline.tokenise import Tokens
 from shardline.wire import Delta
 
@@ -132,6 +134,12 @@ def usage_of(usage: Usage) -> dict[str, int]:
         "completion_tokens": usage.completion_tokens,
         "total_tokens": usage.total_tokens,
     }
+
+
+def summary_document(job: JobSummary) -> dict[str, Any]:
+    """A job in a list."""
+    usage = None if job.usage is None else usage_of(job.usage)
+    return {"object": "job", **msgspec.structs.asdict(job), "usage": usage}
 
 
 def job_document(job: Job) -> dict[str, Any]:

@@ -209,3 +209,24 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     replay_of: UUID | None = None
     error: dict[str, Any] | None = None
     result: Result | None = None
+
+
+class JobSummary(msgspec.Struct, frozen=True, kw_only=True):
+    """One job in a list: what can be said of it without its prompt and its completion, which may be megabytes."""
+
+    id: UUID
+    tenant: str
+    model: str
+    state: JobState
+    priority: int
+    created_at: datetime
+    finished_at: datetime | None = None
+    cancel_requested: bool = False
+    crashes: int = 0
+    replay_of: UUID | None = None
+    error: dict[str, Any] | None = None
+    prompt_start: str | None = None
+    """The first 100 characters."""
+    finish_reason: FinishReason | None = None
+    usage: Usage | None = None
+    """Of its result, once it has one."""

@@ -201,9 +201,12 @@ Index("jobs_sent", jobs.c.model, jobs.c.priority, postgresql_where=text("state =
 Index("jobs_active", jobs.c.state, jobs.c.model, postgresql_where=text(_one_of("state", ACTIVE)))
 Index("jobs_deadlines", jobs.c.deadline_at, postgresql_where=text("state = 'queued' AND deadline_at IS NOT NULL"))
 Index("jobs_cancels", jobs.c.id, postgresql_where=text("state = 'queued' AND cancel_requested_at IS NOT NULL"))
+# Lists, newest first: each filter has an order of its own.
 Index("jobs_listing", jobs.c.created_at, jobs.c.id)
-Index("jobs_of_tenants", jobs.c.tenant_id, jobs.c.created_at, jobs.c.id)
+Index("jobs_by_state", jobs.c.tenant_id, jobs.c.state, jobs.c.created_at, jobs.c.id)
+Index("jobs_by_model", jobs.c.tenant_id, jobs.c.model, jobs.c.state, jobs.c.created_at, jobs.c.id)
 Index("jobs_dead", jobs.c.finished_at, jobs.c.id, postgresql_where=text(DEAD))
+Index("jobs_dead_by_model", jobs.c.model, jobs.c.finished_at, jobs.c.id, postgresql_where=text(DEAD))
 # Without it, deleting old jobs would read the whole table once for each of them.
 Index("jobs_replays", jobs.c.replay_of, postgresql_where=text("replay_of IS NOT NULL"))
 

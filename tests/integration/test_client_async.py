@@ -7,12 +7,14 @@ from collections.abc import AsyncIterator, Iterator
 from uuid import UUID, uuid4
 
 import pytest
+from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from services.standalone.servers import Postgres, Valkey
 from shardline.client import AsyncClient
 from shardline.errors import Invalid, JobCancelled, JobFailed, NotFound
 from shardline.job import JobState
+from shardline.store.database import connect
 from shardline.wire import Delta
 from tests.tiny_head import TinyHead, tiny_head
 
@@ -141,3 +143,20 @@ async def test_given_postgres_restarted_when_waited_for_then_waiting_goes_on(
 
 async def _collect(client: AsyncClient, job_id: UUID) -> list[Delta]:
     return [delta async for delta in client.stream(job_id)]
+
+
+async def test_given_lists_that_do_not_come_back_when_a_job_is_submitted_then_it_is_accepted_at_once(
+    client: AsyncClient, database_url: str
+) -> None:
+    blocker = connect(database_url)
+    with blocker.connect() as connection:
+        connection.execute(text("LOCK TABLE results IN ACCESS EXCLUSIVE MODE"))
+        lists = [asyncio.create_task(client.list()) for _ in range(8)]
+        waiting = text("SELECT count(*) FROM pg_locks WHERE NOT granted")
+        with blocker.connect() as watch:
+            while not watch.scalar(waiting):
+                await asyncio.sleep(0)
+        await client.submit("clerk", PROMPT)
+        assert not any(task.done() for task in lists)
+    await asyncio.gather(*lists)
+    blocker.dispose()

@@ -277,6 +277,19 @@ async def test_given_jobs_when_listed_then_pages_follow_each_other(http: httpx.A
     assert ([job["id"] for job in second["data"]], second["has_more"]) == (ids[:1], False)
 
 
+async def test_given_large_jobs_when_listed_then_their_bodies_stay_where_they_are(
+    http: httpx.AsyncClient, head: TinyHead
+) -> None:
+    await submit(http, metadata={"note": "x" * 10_000})
+    head.finish(head.claim())
+    reply = await http.get(JOBS)
+    (job,) = reply.json()["data"]
+    assert (job["prompt_start"], job["finish_reason"], job["object"]) == (PROMPT, "stop", "job")
+    assert job["usage"]["total_tokens"] > job["usage"]["completion_tokens"] > 0
+    assert job.keys().isdisjoint({"prompt", "prompt_token_ids", "result", "metadata", "params"})
+    assert len(reply.content) < 1_000
+
+
 @pytest.mark.parametrize(
     ("method", "path", "status", "param"),
     [

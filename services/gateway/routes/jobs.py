@@ -6,7 +6,7 @@ from uuid import UUID
 
 from fastapi import APIRouter, Request, Response
 
-from services.gateway.answers import job_document
+from services.gateway.answers import job_document, summary_document
 from services.gateway.door import accept, native_request
 from services.gateway.errors import json_response
 from services.gateway.following import job_events
@@ -36,7 +36,8 @@ async def create_job(request: Request, gateway: Here, caller: Submitter) -> Resp
 
 @router.get("/v1/jobs")
 async def list_jobs(request: Request, gateway: Here, caller: Reader) -> Response:
-    """The tenant's, newest first. `state`, `model`, `limit`, and `after`: the last id of the page before."""
+    """The tenant's, newest first, without their bodies. `state`, `model`, `limit`, and `after`: the last id of the page
+    before."""
     query = request.query_params
     limit = _number("limit", query.get("limit", "100"), minimum=1, maximum=MAX_LISTED)
     after = query.get("after")
@@ -48,7 +49,7 @@ async def list_jobs(request: Request, gateway: Here, caller: Reader) -> Response
         after=None if after is None else _job_id(after, "after"),
     )
     return json_response(
-        {"object": "list", "data": [job_document(job) for job in found], "has_more": len(found) == limit}
+        {"object": "list", "data": [summary_document(job) for job in found], "has_more": len(found) == limit}
     )
 
 

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from shardline.job import Job, JobState
+from shardline.job import Job, JobState, JobSummary
 from shardline.store.api_keys import ApiKey
 from shardline.store.dead_letters import DeadLetter
 from shardline.store.pipelines import LivePipeline
@@ -47,12 +47,14 @@ def each(documents: Sequence[Document], *, json: bool, table: Callable[[Sequence
         as_json(document)
 
 
-def jobs_table(jobs: Iterable[Job]) -> None:
+def jobs_table(jobs: Iterable[JobSummary]) -> None:
     """One job a row."""
     table = _table("job", "state", "model", "created", "tokens", "prompt")
     for job in jobs:
-        tokens = str(job.result.usage.completion_tokens) if job.result else ""
-        table.add_row(str(job.id), _state(job.state), job.model, _time(job.created_at), tokens, _short(job.prompt))
+        tokens = str(job.usage.completion_tokens) if job.usage else ""
+        table.add_row(
+            str(job.id), _state(job.state), job.model, _time(job.created_at), tokens, _short(job.prompt_start)
+        )
     _print(table)
 
 
@@ -81,12 +83,12 @@ def job_details(job: Job) -> None:
         typer.echo(f"\n{job.result.text}")
 
 
-def dead_table(jobs: Iterable[Job]) -> None:
+def dead_table(jobs: Iterable[JobSummary]) -> None:
     """One dead letter a row."""
     table = _table("job", "model", "failed", "crashes", "prompt")
     for job in jobs:
         crashes = str((job.error or {}).get("crashes", job.crashes))
-        table.add_row(str(job.id), job.model, _time(job.finished_at), crashes, _short(job.prompt))
+        table.add_row(str(job.id), job.model, _time(job.finished_at), crashes, _short(job.prompt_start))
     _print(table)
 
 

@@ -24,8 +24,8 @@ from shardline.client.requests import (
     succeeded,
 )
 from shardline.errors import NotFound
-from shardline.job import Job, JobRequest, JobState
-from shardline.store import dead_letters, jobs
+from shardline.job import Job, JobRequest, JobState, JobSummary
+from shardline.store import dead_letters, jobs, listing
 from shardline.store.database import connect_async
 from shardline.store.dead_letters import DeadLetter
 from shardline.store.inserts import Tokenised
@@ -35,9 +35,15 @@ from shardline.wire import Delta
 
 log = structlog.get_logger(__name__)
 
+LISTS = 2
+"""Lists read at a time."""
+
+LIST_TIMEOUT_S = 10.0
+
 # Names for annotations: inside the classes `list` is the method.
 Ids = list[UUID]
 Jobs = list[Job]
+Summaries = list[JobSummary]
 Deltas = list[Delta]
 Stored = list[jobs.Stored]
 
@@ -60,6 +66,10 @@ class AsyncClient:
         self.tenant = tenant
         self.database = database or connect_async(settings.database_url.get_secret_value())
         self._owns_database = database is None
+        # Apart, so that whoever lists, and lists again, takes no connection from those who submit.
+        self._lists = database or connect_async(
+            settings.database_url.get_secret_value(), pool_size=LISTS, statement_timeout_s=LIST_TIMEOUT_S
+        )
         self._poll_s = settings.times.poll_s
         self._reader = DeltaReader(settings.redis_url)
         address = self.database.url if database is not None else settings.database_url.get_secret_value()
@@ -81,6 +91,7 @@ class AsyncClient:
         await self._reader.close()
         if self._owns_database:
             await self.database.dispose()
+            await self._lists.dispose()
 
     async def submit(
         self,
@@ -141,19 +152,20 @@ class AsyncClient:
         tenant: str | None = None,
         limit: int = 100,
         after: UUID | None = None,
-    ) -> Jobs:
-        """Newest first, of one tenant or of all; `after` is the last id of the page before."""
+    ) -> Summaries:
+        """Newest first, of one tenant or of all, without prompts and completions; `after` is the last id of the page
+        before."""
         with reachable():
-            async with self.database.connect() as connection:
+            async with self._lists.connect() as connection:
                 return await connection.run_sync(
-                    jobs.list_jobs, state=state, model=model, tenant=tenant, limit=limit, after=after
+                    listing.list_jobs, state=state, model=model, tenant=tenant, limit=limit, after=after
                 )
 
-    async def list_dead(self, *, model: str | None = None, limit: int = 100, after: UUID | None = None) -> Jobs:
+    async def list_dead(self, *, model: str | None = None, limit: int = 100, after: UUID | None = None) -> Summaries:
         """Dead letters: jobs that failed because their crashes were used up. The newest first, in pages as `list`."""
         with reachable():
-            async with self.database.connect() as connection:
-                return await connection.run_sync(dead_letters.list_dead, model=model, limit=limit, after=after)
+            async with self._lists.connect() as connection:
+                return await connection.run_sync(listing.list_dead, model=model, limit=limit, after=after)
 
     async def get_dead(self, job_id: UUID) -> DeadLetter:
         """A dead letter with its attempts. Raises NotFound, and Invalid for a job that is none."""

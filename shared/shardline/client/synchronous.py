@@ -25,8 +25,8 @@ from shardline.client.requests import (
     succeeded,
 )
 from shardline.errors import NotFound, Unavailable
-from shardline.job import Job, JobRequest, JobState
-from shardline.store import dead_letters, jobs
+from shardline.job import Job, JobRequest, JobState, JobSummary
+from shardline.store import dead_letters, jobs, listing
 from shardline.store.database import connect
 from shardline.store.dead_letters import DeadLetter
 from shardline.streams import Cursor, SyncDeltaReader
@@ -38,6 +38,7 @@ PAUSE_S = 0.02
 # Names for annotations: inside the classes `list` is the method.
 Ids = list[UUID]
 Jobs = list[Job]
+Summaries = list[JobSummary]
 
 Answer = TypeVar("Answer")
 Parameters = ParamSpec("Parameters")
@@ -108,13 +109,13 @@ class Client:
 
     def list(
         self, *, state: JobState | None = None, model: str | None = None, limit: int = 100, after: UUID | None = None
-    ) -> Jobs:
-        """Newest first; `after` is the last id of the page before."""
-        return self._read(jobs.list_jobs, state=state, model=model, limit=limit, after=after)
+    ) -> Summaries:
+        """Newest first, without prompts and completions; `after` is the last id of the page before."""
+        return self._read(listing.list_jobs, state=state, model=model, limit=limit, after=after)
 
-    def list_dead(self, *, model: str | None = None, limit: int = 100, after: UUID | None = None) -> Jobs:
+    def list_dead(self, *, model: str | None = None, limit: int = 100, after: UUID | None = None) -> Summaries:
         """Dead letters: jobs that failed because their crashes were used up. The newest first, in pages as `list`."""
-        return self._read(dead_letters.list_dead, model=model, limit=limit, after=after)
+        return self._read(listing.list_dead, model=model, limit=limit, after=after)
 
     def get_dead(self, job_id: UUID) -> DeadLetter:
         """A dead letter with its attempts. Raises NotFound, and Invalid for a job that is none."""

@@ -1,6 +1,6 @@
-"""Dead letters: jobs that `failed` because their crashes were used up. Lists them, shows their attempts, replays them.
+"""Dead letters: jobs that `failed` because their crashes were used up. Shows their attempts, replays them.
 
-Knows no relay: the sweep that makes a job a dead letter is in `sweeps`.
+Knows no relay: the sweep that makes a job a dead letter is in `sweeps`, their lists are in `listing`.
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ from datetime import datetime
 from uuid import UUID
 
 import msgspec
-from sqlalchemy import Connection, func, select, text, tuple_
+from sqlalchemy import Connection, func, select, text
 
 from shardline.errors import Conflict, Invalid, NotFound
 from shardline.ids import new_id
 from shardline.job import Job
-from shardline.store.encoding import load_job
-from shardline.store.jobs import MAX_LISTED, get_job, job_rows
+from shardline.store.jobs import get_job
+from shardline.store.listing import MAX_LISTED
 from shardline.tables import DEAD, attempts, jobs
 
 MAX_ATTEMPTS = 100
@@ -61,20 +61,6 @@ class DeadLetter(msgspec.Struct, frozen=True, kw_only=True):
     job: Job
     attempts: tuple[Attempt, ...]
     replays: tuple[UUID, ...]
-
-
-def list_dead(
-    connection: Connection, *, model: str | None = None, limit: int = 100, after: UUID | None = None
-) -> list[Job]:
-    """The newest end first, at most `limit`; `after` is the last id of the page before."""
-    query = job_rows().where(text(DEAD))
-    query = query.order_by(jobs.c.finished_at.desc(), jobs.c.id.desc()).limit(min(limit, MAX_LISTED))
-    if model is not None:
-        query = query.where(jobs.c.model == model)
-    if after is not None:
-        place = select(jobs.c.finished_at, jobs.c.id).where(jobs.c.id == after).scalar_subquery()
-        query = query.where(tuple_(jobs.c.finished_at, jobs.c.id) < place)
-    return [load_job(row) for row in connection.execute(query).mappings()]
 
 
 def get_dead(connection: Connection, job_id: UUID) -> DeadLetter:

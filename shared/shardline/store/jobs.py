@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 from uuid import UUID
 
-from sqlalchemy import Connection, Row, Select, select, text, tuple_
+from sqlalchemy import Connection, Row, Select, select, text
 
 from shardline.job import FinishReason, Job, JobState, TokenLogprob
 from shardline.store.bells import ring
@@ -26,11 +26,8 @@ __all__ = [
     "insert_jobs",
     "job_progress",
     "job_rows",
-    "list_jobs",
     "request_cancel",
 ]
-
-MAX_LISTED = 1_000
 
 CANCEL = text("""
 WITH locked AS (
@@ -73,30 +70,6 @@ def get_jobs(connection: Connection, ids: Collection[UUID], *, tenant: str | Non
         query = query.where(jobs.c.tenant_id == tenant)
     found = {row["id"]: load_job(row) for row in connection.execute(query).mappings()}
     return [found[job_id] for job_id in ids if job_id in found]
-
-
-def list_jobs(
-    connection: Connection,
-    *,
-    state: JobState | None = None,
-    model: str | None = None,
-    tenant: str | None = None,
-    limit: int = 100,
-    after: UUID | None = None,
-) -> list[Job]:
-    """Newest first, at most `limit`; `after` is the last id of the page before. A tenant sees its own jobs alone."""
-    query = job_rows().order_by(jobs.c.created_at.desc(), jobs.c.id.desc()).limit(min(limit, MAX_LISTED))
-    if state is not None:
-        query = query.where(jobs.c.state == state)
-    if model is not None:
-        query = query.where(jobs.c.model == model)
-    if tenant is not None:
-        query = query.where(jobs.c.tenant_id == tenant)
-    if after is not None:
-        place = select(jobs.c.created_at, jobs.c.id).where(jobs.c.id == after)
-        place = place if tenant is None else place.where(jobs.c.tenant_id == tenant)
-        query = query.where(tuple_(jobs.c.created_at, jobs.c.id) < place.scalar_subquery())
-    return [load_job(row) for row in connection.execute(query).mappings()]
 
 
 def request_cancel(
