@@ -14,6 +14,8 @@ TORCH := $(shell sed -n 's/^torch==/torch==/p' constraints.txt)
 TORCH_FROM := $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
 SOURCES := services shared tests migrations
 TEST_OPTIONS ?=
+# Two processes with servers of their own. A file stays in one of them; tests/conftest.py says what runs alone, and last.
+IN_PARALLEL := -n 2 --dist loadgroup --no-loadscope-reorder
 # Of `make chaos` and `make chaos-compose`. Without SEED it draws one and prints it.
 SEED ?=
 MINUTES ?= 2
@@ -53,7 +55,7 @@ status: ## Show what `make up` runs
 	@$(PY) -m services.standalone status
 
 test: setup ## All tests but benchmarks and Compose, with real servers
-	$(PY) -m pytest tests --ignore=tests/benchmarks --ignore=tests/compose $(TEST_OPTIONS)
+	$(PY) -m pytest tests --ignore=tests/benchmarks --ignore=tests/compose $(IN_PARALLEL) $(TEST_OPTIONS)
 
 check: setup ## Lint, types, import rules, unit tests: under a minute
 	@$(MAKE) -j4 --output-sync=target lint types imports unit

@@ -31,6 +31,19 @@ settings.register_profile("explore", settings.get_profile("steady"), derandomize
 settings.load_profile("steady")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What one worker of pytest-xdist runs as a whole: a file; and all that needs the whole machine, at the end, when
+    no other file is left. Those that share a stack are the very last, because it lives to the end of the session."""
+    for item in items:
+        is_alone = item.get_closest_marker("whole_machine") is not None
+        item.add_marker(pytest.mark.xdist_group("whole_machine" if is_alone else item.nodeid.partition("::")[0]))
+    items.sort(key=lambda item: (item.get_closest_marker("whole_machine") is not None, _shares_stack(item)))
+
+
+def _shares_stack(item: pytest.Item) -> bool:
+    return isinstance(item, pytest.Function) and "hurt" in item.fixturenames
+
+
 @pytest.fixture(autouse=True, scope="session")
 def _no_foreign_settings() -> None:
     """Tests use their own servers only: what the caller's shell says of SHARDLINE_* must not reach them."""

@@ -18,7 +18,7 @@ from services.standalone.processes import wait_until_gone
 from shardline.api_key import bearer
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-START_S = 240
+START_S = 600
 
 
 class Stack:

@@ -10,7 +10,7 @@ from tenacity import RetryError, Retrying, retry_if_result, stop_after_delay, wa
 
 from shardline.failpoints import Armed, Point
 
-STRIKE_S = 60.0
+STRIKE_S = 180.0
 """Every point is passed within this time on a stack that has work, or never."""
 
 

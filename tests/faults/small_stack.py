@@ -31,7 +31,8 @@ from tests.stack import Stack, until
 
 TIME_SCALE = "0.25"
 NUM_REQUESTS = 8
-END_S = 180
+MAX_TOKENS = 450
+END_S = 420
 DOORS = ("python", "stream", "celery", "http")
 
 
@@ -91,7 +92,7 @@ class Hurt:
         finally:
             engine.dispose()
 
-    def undisturbed(self, max_tokens: int = 300) -> list[tuple[int, ...]]:
+    def undisturbed(self, max_tokens: int) -> list[tuple[int, ...]]:
         """The tokens of every request while nobody dies."""
         with self.client() as client:
             ids = client.submit_many([request(number, max_tokens) for number in range(NUM_REQUESTS)])
@@ -125,7 +126,7 @@ def small_stack() -> Iterator[Hurt]:
 class Producer:
     """At every door in turn; ids are its own, so that a repeat is harmless."""
 
-    def __init__(self, urls: Mapping[str, str], max_tokens: int = 300) -> None:
+    def __init__(self, urls: Mapping[str, str], max_tokens: int) -> None:
         self._max_tokens = max_tokens
         self._gateway = urls["gateway"]
         self._api_key = urls["api_key"]

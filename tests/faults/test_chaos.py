@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.faults.catalogue import chosen
 from tests.faults.runner import run
 from tests.faults.world import Options
+
+pytestmark = pytest.mark.whole_machine
 
 SEED = 20_261_121
 NUM_FAULTS = 10

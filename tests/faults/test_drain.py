@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from uuid import UUID, uuid4
@@ -16,26 +15,16 @@ import pytest
 from services.standalone.processes import wait_until_gone
 from shardline.api_key import bearer
 from shardline.config import Times
-from tests.faults.small_stack import TIME_SCALE, Hurt, Producer, request, small_stack, tokens_of
+from tests.faults.small_stack import END_S, MAX_TOKENS, TIME_SCALE, Hurt, Producer, request, tokens_of
 from tests.stack import until
 
+pytestmark = pytest.mark.whole_machine
+
 NUM_JOBS = 24
-MAX_TOKENS = 450
 DRAIN_S = Times().scaled(float(TIME_SCALE)).drain_s
 
 RUNNING = "SELECT count(*) FROM jobs WHERE id = ANY(:ids) AND state = 'running'"
 EXPIRED_LEASES = "SELECT count(*) FROM attempts WHERE job_id = ANY(:ids) AND outcome IN ('lost', 'crashed')"
-
-
-@pytest.fixture(scope="module")
-def hurt() -> Iterator[Hurt]:
-    with small_stack() as hurt:
-        yield hurt
-
-
-@pytest.fixture(scope="module")
-def undisturbed(hurt: Hurt) -> list[tuple[int, ...]]:
-    return hurt.undisturbed(MAX_TOKENS)
 
 
 def terminate(hurt: Hurt, name: str) -> None:
@@ -69,7 +58,7 @@ def test_given_more_work_than_the_drain_time_holds_when_a_head_stops_then_it_giv
         ids = client.submit_many([request(number, MAX_TOKENS) for number in numbers])
         until(lambda: hurt.count(RUNNING, ids) > NUM_JOBS)
         terminate(hurt, "stage-0")
-        jobs = client.wait(ids, timeout_s=240)
+        jobs = client.wait(ids, timeout_s=END_S)
     assert [tokens_of(job) for job in jobs] == [undisturbed[number % len(undisturbed)] for number in numbers]
     assert hurt.count(EXPIRED_LEASES, ids) == 0
 

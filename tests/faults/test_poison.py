@@ -13,14 +13,15 @@ from shardline.client import Client
 from shardline.failpoints import Point
 from shardline.job import Job, JobState
 from tests.faults.arming import Arming, arm
-from tests.faults.small_stack import END_S, Hurt, request, small_stack, tokens_of
+from tests.faults.small_stack import END_S, MAX_TOKENS, Hurt, request, tokens_of
 from tests.stack import until
+
+pytestmark = pytest.mark.whole_machine
 
 SEED = 987_654_321
 """A stage knows a job by the seed that its producer chose."""
 
 MAX_CRASHES = 2
-MAX_TOKENS = 450
 NUM_NEIGHBOURS = 24
 
 UNDER_WAY = """
@@ -51,17 +52,10 @@ POISONS = (
 )
 
 
-@pytest.fixture(scope="module")
-def hurt() -> Iterator[Hurt]:
-    with small_stack() as hurt:
-        yield hurt
-
-
-@pytest.fixture(scope="module")
-def undisturbed(hurt: Hurt) -> list[tuple[int, ...]]:
+@pytest.fixture
+def said(undisturbed: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
     """What the neighbours say when nobody dies, over and over."""
-    tokens = hurt.undisturbed(MAX_TOKENS)
-    return [tokens[number % len(tokens)] for number in range(NUM_NEIGHBOURS)]
+    return [undisturbed[number % len(undisturbed)] for number in range(NUM_NEIGHBOURS)]
 
 
 @pytest.fixture
@@ -81,7 +75,7 @@ def submit_poison(client: Client) -> UUID:
 
 @pytest.mark.parametrize("poison", POISONS, ids=lambda poison: poison.what)
 def test_given_neighbours_under_way_when_a_job_keeps_breaking_its_process_then_it_alone_ends_a_dead_letter(
-    poison: Poison, hurt: Hurt, client: Client, undisturbed: list[tuple[int, ...]]
+    poison: Poison, hurt: Hurt, client: Client, said: list[tuple[int, ...]]
 ) -> None:
     ids = client.submit_many(neighbours())
     until(lambda: hurt.count(UNDER_WAY, ids) == NUM_NEIGHBOURS)
@@ -93,7 +87,7 @@ def test_given_neighbours_under_way_when_a_job_keeps_breaking_its_process_then_i
     dead = client.wait(poison_id, timeout_s=END_S, must_succeed=False)
     arming.disarm()
 
-    assert [tokens_of(job) for job in jobs] == [*undisturbed, *undisturbed]
+    assert [tokens_of(job) for job in jobs] == [*said, *said]
     assert [job.crashes for job in jobs[:NUM_NEIGHBOURS]] == [0] * NUM_NEIGHBOURS
     check_dead_letter(client, dead)
     assert arming.num_strikes >= MAX_CRASHES
@@ -111,7 +105,7 @@ def check_dead_letter(client: Client, dead: Job) -> None:
 
 
 def test_given_logits_that_are_no_numbers_when_sampled_then_the_job_fails_at_once_and_alone(
-    hurt: Hurt, client: Client, undisturbed: list[tuple[int, ...]]
+    hurt: Hurt, client: Client, said: list[tuple[int, ...]]
 ) -> None:
     arming = arm(hurt.failpoints, Point.NAN_LOGITS, "nan", when={"seed": SEED})
     ids = client.submit_many(neighbours())
@@ -123,7 +117,7 @@ def test_given_logits_that_are_no_numbers_when_sampled_then_the_job_fails_at_onc
     assert (dead.state, dead.crashes) == (JobState.FAILED, 0)
     assert "not finite" in (dead.error or {})["problem"]
     jobs = client.wait(ids, timeout_s=END_S)
-    assert [tokens_of(job) for job in jobs] == undisturbed
+    assert [tokens_of(job) for job in jobs] == said
     assert {job.crashes for job in jobs} == {0}
 
 

@@ -1,0 +1,22 @@
+"""The small stack that the tests of single faults share. Each leaves it whole; it ends with the session."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.faults.small_stack import MAX_TOKENS, Hurt, small_stack
+
+
+@pytest.fixture(scope="session")
+def hurt() -> Iterator[Hurt]:
+    """Only for tests marked `whole_machine`."""
+    with small_stack() as hurt:
+        yield hurt
+
+
+@pytest.fixture(scope="session")
+def undisturbed(hurt: Hurt) -> list[tuple[int, ...]]:
+    """The MAX_TOKENS tokens of every request while nobody dies; of fewer tokens it is the beginning."""
+    return hurt.undisturbed(MAX_TOKENS)
