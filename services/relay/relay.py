@@ -21,6 +21,7 @@ from services.relay.acceptance import CONFLICT, Arrival, Verdict, accept
 from services.relay.canceller import Canceller
 from services.relay.dead_letters import bury
 from services.relay.doorbell import Doorbell
+from services.relay.growth import Growth
 from services.relay.intake import ENTRY_IDS, Intake
 from services.relay.loop import MAX_BACKOFF_S, POSTGRES_ERRORS, REDIS_ERRORS, Loop
 from services.relay.outbox import Outbox
@@ -40,7 +41,7 @@ from shardline.store.database import connect
 log = structlog.get_logger(__name__)
 
 REDIS_TIMEOUT_S = 2.0
-NUM_LOOPS = 8
+NUM_LOOPS = 9
 """Connections that the loops may hold at once, at most."""
 
 JOIN_S = 10.0
@@ -74,6 +75,7 @@ class Relay:
             self._canceller,
             self._results,
             Intake(redis=blocking, batch=settings.intake_batch, **parts),
+            Growth(keeps_all=settings.retention_days is None, **parts),
             Doorbell(database_url=url, wakes=(outbox, preparer), times=settings.times, metrics=self._metrics),
         )
         if settings.retention_days is not None:

@@ -19,6 +19,8 @@ from services.standalone.servers import socket_folder
 from services.standalone.settings import REPOSITORY, StandaloneSettings
 
 FLOWER_USER = "shardline"
+FLOWER_MAX_TASKS = 10_000
+"""Flower keeps the newest tasks in memory; its own default is ten times as many."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,6 +147,7 @@ def _flower(addresses: Addresses, common: Mapping[str, str], home: Path) -> Serv
         "FLOWER_ADDRESS": LOOPBACK,
         "FLOWER_PORT": str(addresses.flower_port),
         "FLOWER_PERSISTENT": "false",
+        "FLOWER_MAX_TASKS": str(FLOWER_MAX_TASKS),
     }
     argv = [sys.executable, "-m", "celery", "-A", "services.standalone.flower_app", "flower"]
     return Service("flower", home, argv=argv, env=env)

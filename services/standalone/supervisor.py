@@ -11,6 +11,7 @@ from contextlib import ExitStack
 from services.standalone import processes
 from services.standalone.cores import CoreClaims, usable_cores
 from services.standalone.crew import Crew
+from services.standalone.disk import DiskWatch
 from services.standalone.home import SUPERVISOR, Home, Register
 from services.standalone.placement import StagePlace, count_layers, places
 from services.standalone.plan import Addresses, Plan, make_plan, new_password
@@ -192,9 +193,11 @@ class Supervisor:
         self._say("Ctrl-C or `make down` stops it")
 
     def _follow(self) -> None:
+        disk = DiskWatch(self._home.folder, self._say)
         while not self._inbox.num_stops:
             self._crew.tend()
             self._register.catch_up()
+            disk.look()
 
     def _stop(self) -> None:
         order: list[list[Child]] = self._plan.stop_order if self._plan else []

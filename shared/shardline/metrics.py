@@ -62,6 +62,13 @@ class RelayMetrics:
         self.intake = Counter(
             "shardline_intake_entries", "Intake stream entries, by what became of them", ["outcome"], registry=registry
         )
+        self.table_bytes = Gauge(
+            "shardline_table_bytes", "A table's size with its indexes and long values", ["table"], registry=registry
+        )
+        self.dead_rows = Gauge(
+            "shardline_dead_rows", "Old versions of a table's rows, not yet taken away", ["table"], registry=registry
+        )
+        self.dead_letters = Gauge("shardline_dead_letters", "Dead letters kept, at most 10,000", registry=registry)
         self.jobs = Gauge("shardline_jobs", "Jobs not yet ended", ["model", "state"], registry=registry)
         self.errors = Counter("shardline_relay_errors", "Turns cut short by a server", ["server"], registry=registry)
 

@@ -1,0 +1,102 @@
+"""What README and docs name exists, and what exists is named there: settings, metrics, what the benchmarks miss."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+import msgspec
+import pytest
+from prometheus_client import CollectorRegistry
+
+from services.gateway.settings import GatewaySettings
+from services.relay.settings import RelaySettings
+from services.stage.worker.settings import StageSettings
+from services.standalone.settings import StandaloneSettings
+from shardline.config import ENV_PREFIX, Settings
+from shardline.metrics import GatewayMetrics, RelayMetrics, StageMetrics
+from tests.benchmarks.report import LATEST, Figure
+
+ROOT = Path(__file__).resolve().parents[2]
+OPERATING = (ROOT / "docs/operating.md").read_text(encoding="utf-8")
+DOCUMENTS = [ROOT / "README.md", ROOT / ".env.example", *sorted((ROOT / "docs").rglob("*.md"))]
+READERS = [
+    ROOT / "compose.yaml",
+    *sorted((ROOT / "docs/examples").glob("*.py")),
+    *sorted((ROOT / "docker").glob("*")),
+    *sorted((ROOT / "tests/compose").glob("*.py")),
+]
+SERVICES = (Settings, GatewaySettings, RelaySettings, StageSettings, StandaloneSettings)
+VARIABLE = re.compile(rf"\b{ENV_PREFIX}[A-Z0-9_]*[A-Z0-9]\b")
+EXAMPLE = {"SHARDLINE_X", "SHARDLINE_X_FILE"}
+BESIDE_SETTINGS = {
+    "SHARDLINE_FAILPOINTS",
+    "SHARDLINE_KERNEL",
+    "SHARDLINE_KERNEL_DIR",
+}
+"""Read where no settings are: before they exist, or in every process."""
+
+
+def variables(files: Iterable[Path]) -> set[str]:
+    """All that the files name; a value may also come from a file."""
+    named = {name for file in files for name in VARIABLE.findall(file.read_text(encoding="utf-8"))}
+    return {name.removesuffix("_FILE") for name in named - EXAMPLE}
+
+
+SETTINGS = {f"{ENV_PREFIX}{field.upper()}" for service in SERVICES for field in service.model_fields} | BESIDE_SETTINGS
+
+
+def metrics() -> set[str]:
+    """As Prometheus shows them, without the ending of counters."""
+    registry = CollectorRegistry()
+    for kind in (GatewayMetrics, RelayMetrics, StageMetrics):
+        kind(registry)
+    return {metric.name for metric in registry.collect()}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_given_a_variable_in_a_document_when_looked_up_then_something_reads_it(document: Path) -> None:
+    assert variables([document]) - SETTINGS - variables(READERS) == set()
+
+
+def test_given_a_setting_when_looked_up_then_operating_has_a_row_for_it() -> None:
+    assert SETTINGS - set(re.findall(r"^\| `(SHARDLINE_\w+)` \|", OPERATING, re.MULTILINE)) == set()
+
+
+@pytest.mark.parametrize("place", re.findall(r"`([\w/]+\.py:[\w.]+)`", OPERATING))
+def test_given_a_bound_in_operating_when_looked_up_then_it_stands_where_it_says(place: str) -> None:
+    file, _, name = place.partition(":")
+    names = name.split(".")
+    body = ast.parse((ROOT / file).read_text(encoding="utf-8")).body
+    for depth, part in enumerate(names, start=1):
+        found = [node for node in body if part in _defines(node)]
+        assert found, f"{file} has no {name}"
+        body = found[0].body if isinstance(found[0], ast.ClassDef) and depth < len(names) else []
+
+
+def _defines(node: ast.stmt) -> list[str]:
+    if isinstance(node, ast.ClassDef):
+        return [node.name]
+    targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+    return [target.id for target in targets if isinstance(target, ast.Name)]
+
+
+def test_given_the_metrics_when_compared_with_operating_then_each_has_a_row_and_each_row_a_metric() -> None:
+    rows = "\n".join(line.split("|")[1] for line in OPERATING.splitlines() if line.startswith("| `shardline_"))
+    named = set(re.findall(r"`(shardline_\w+)`", rows))
+    for prefix, rest in re.findall(r"`(shardline_[a-z]+)_\w+`, `…_(\w+)`", rows):
+        named.add(f"{prefix}_{rest}")
+    assert named == metrics()
+    for name in re.findall(r"\b(shardline_[a-z_]+)(?=\b|\{)", OPERATING):
+        assert name.removesuffix("_total") in named
+
+
+def test_given_the_benchmarks_when_a_target_is_missed_then_readme_names_it() -> None:
+    figures = msgspec.json.decode(LATEST.read_bytes(), type=list[Figure])
+    section = (ROOT / "README.md").read_text(encoding="utf-8").partition("## How fast")[2].partition("\n## ")[0]
+    missed = {figure.name for figure in figures if figure.is_met is False}
+    assert set(re.findall(r"`([a-z]+-[a-z0-9-]+)`", section.partition("misses")[2])) == missed
+    has_stages = any(figure.name.startswith("two-stages") for figure in figures)
+    assert ("no row of two stages against one" in " ".join(section.split())) is not has_stages
