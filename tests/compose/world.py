@@ -17,10 +17,12 @@ from services.standalone.ports import LOOPBACK, is_taken
 from shardline.config import Times
 from tests.compose.engine import Docker
 from tests.compose.stack import Stack, until
-from tests.faults.checker import Finding
+from tests.faults.finding import Finding
 from tests.faults.journal import Journal
 from tests.faults.target import Running
-from tests.faults.world import KV_MIB, TIME_SCALE, Options
+from tests.faults.users import CLERK
+from tests.faults.workload import Workload, of_users
+from tests.faults.world import SMALL_KV_MIB, TIME_SCALE, Options
 from tests.stack import REPOSITORY
 
 PROJECT = "shardline-chaos"
@@ -45,6 +47,8 @@ class World:
     urls: Mapping[str, str]
     times: Times
     num_stages: int = 2
+    num_more_stages: int = 0
+    workload: Workload = field(default_factory=lambda: of_users([CLERK]))
     journal: Journal = field(default_factory=Journal)
     start_s: float = 0.0
     """How long the stack took to get ready."""
@@ -108,7 +112,7 @@ def a_world(options: Options, docker: Docker) -> Iterator[World]:
         overlays=(PUBLISHED,),
         SHARDLINE_TIME_SCALE=str(TIME_SCALE),
         SHARDLINE_DTYPE=options.dtype,
-        SHARDLINE_KV_MIB=str(KV_MIB),
+        SHARDLINE_KV_MIB=str(SMALL_KV_MIB),
         SHARDLINE_HTTP_PORTS=str(gateway),
         CHAOS_POSTGRES_PORT=str(postgres),
         CHAOS_REDIS_PORT=str(redis),

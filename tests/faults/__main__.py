@@ -12,6 +12,7 @@ from tests.faults.catalogue import GROUPS
 from tests.faults.command import conduct, seeded, wanted
 from tests.faults.report import FILE
 from tests.faults.runner import run
+from tests.faults.workload import LoadName
 from tests.faults.world import LOGS_KEPT, Options
 
 
@@ -20,6 +21,7 @@ def main(
     seed: Annotated[int | None, typer.Option(help="draws the faults; default: a new one, which is printed")] = None,
     minutes: Annotated[float, typer.Option(help="how long faults are injected")] = 2.0,
     faults: Annotated[str, typer.Option(help="all, or groups and kinds with commas between them")] = "all",
+    load: Annotated[LoadName, typer.Option(help="what is asked for")] = LoadName.USERS,
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16")] = "float32",
     stages: Annotated[int, typer.Option(help="stages of the pipeline")] = 2,
     replicas: Annotated[int, typer.Option(help="pipelines on the same queue")] = 1,
@@ -35,6 +37,7 @@ def main(
         seed=seeded(seed),
         minutes=minutes,
         faults=faults,
+        load=load,
         dtype=dtype,
         stages=stages,
         replicas=replicas,
@@ -43,7 +46,8 @@ def main(
         model=model,
         redis_lasts=redis_lasts,
     )
-    again = f"make chaos SEED={options.seed} MINUTES={minutes:g} FAULTS={faults!r} DTYPE={dtype} STAGES={stages}"
+    what = f"FAULTS={faults!r} LOAD={load} DTYPE={dtype} STAGES={stages}"
+    again = f"make chaos SEED={options.seed} MINUTES={minutes:g} {what}"
     conduct(again, partial(run, options, wanted(faults, GROUPS)), file=FILE, logs=LOGS_KEPT)
 
 

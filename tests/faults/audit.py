@@ -9,7 +9,7 @@ from __future__ import annotations
 import psycopg
 from psycopg.rows import dict_row
 
-from tests.faults.checker import Finding
+from tests.faults.finding import Finding
 
 INSTALL = """
 CREATE SCHEMA judge;

@@ -15,13 +15,16 @@ from tests.faults import (
     kill_faults,
     lease_faults,
     link_faults,
+    memory_faults,
     message_faults,
     migration_faults,
     network_faults,
     poison_faults,
     postgres_faults,
     redis_faults,
+    release_faults,
     scale_faults,
+    stall_faults,
     weights_faults,
 )
 from tests.faults.drawing import among
@@ -46,6 +49,9 @@ GROUPS: Mapping[str, tuple[Fault, ...]] = MappingProxyType(
         "migration": migration_faults.FAULTS,
         "lease": lease_faults.FAULTS,
         "frames": frame_faults.FAULTS,
+        "stall": stall_faults.FAULTS,
+        "memory": memory_faults.FAULTS,
+        "release": release_faults.FAULTS,
     }
 )
 

@@ -1,27 +1,31 @@
-"""The independent judge: plain SQL, what readers saw, and the undisturbed run's tokens. Knows nothing of the product's
-code, only its tables.
+"""The independent judge: plain SQL, what readers saw, and what came of the undisturbed run. Knows nothing of the
+product's code, only its tables.
 
-I1 every accepted job ends in one state that it may end in; I2 one result, equal to the undisturbed run's; I3 nothing
-was written by a stale fence; I8 nothing is stuck; I9 what was streamed is never retracted, without gap or repeat.
+I1 every accepted job ends in one state that it may end in; I2 one result, equal to the undisturbed run's (`bits`); I3
+nothing was written by a stale fence; I8 nothing is stuck; I9 what was streamed is never retracted, without gap or
+repeat; I11 a repeat gives the job that is there (`producer` hears that at the doors).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
 from uuid import UUID
 
 import psycopg
 from psycopg.rows import dict_row
+from psycopg.types.json import Jsonb
 
+from tests.faults.bits import Expected, Row, changed, retracted
+from tests.faults.finding import Finding
 from tests.faults.journal import Asked, Watched
+from tests.faults.workload import MARK
 
+CRASHED = "crashed"
 TERMINAL = frozenset({"succeeded", "failed", "cancelled", "expired"})
-PARTIAL = frozenset({"cancelled", "expired"})
 
 JOBS = """
-SELECT jobs.id, state, jobs.fence, error, results.token_ids, results.fence AS result_fence, results.exact
+SELECT jobs.id, state, jobs.fence, error, results.token_ids, results.text, results.logprobs,
+    results.fence AS result_fence, results.exact
 FROM jobs LEFT JOIN results ON results.job_id = jobs.id WHERE jobs.id = ANY(%s)
 """
 TWICE = """
@@ -32,79 +36,66 @@ SELECT job_id, 'attempts that ended it', count(*) FROM attempts
     WHERE job_id = ANY(%(ids)s) AND outcome IN ('succeeded', 'failed', 'cancelled', 'expired')
     GROUP BY job_id HAVING count(*) > 1
 """
-STRANGERS = "SELECT id FROM jobs WHERE prompt LIKE 'sort: %%, 7, 30, 12 =' AND NOT id = ANY(%s)"
+STRANGERS = "SELECT id FROM jobs WHERE metadata @> %(mark)s AND NOT id = ANY(%(ids)s)"
 ATTEMPTS = """
-SELECT attempts.job_id, attempts.fence, outcome, tokens, num_resumed, jobs.state, jobs.fence AS last_fence,
+SELECT attempts.job_id, attempts.fence, outcome, tokens, logprobs, num_resumed, jobs.state, jobs.fence AS last_fence,
     attempts.ended_at < attempts.heartbeat_at AS beats_after_its_end,
     lead(num_resumed) OVER (PARTITION BY attempts.job_id ORDER BY attempts.fence) AS next_resumed
 FROM attempts JOIN jobs ON jobs.id = attempts.job_id WHERE jobs.id = ANY(%s) ORDER BY attempts.job_id, attempts.fence
 """
 
-Row = Mapping[str, Any]
-Tokens = Sequence[Sequence[int]]
-"""Of each request of the set, undisturbed."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
-    """One violation."""
-
-    invariant: str
-    count: str
-    """The field of chaos.json that it raises."""
-    what: str
-    job_id: UUID | None = None
-
-    def __str__(self) -> str:
-        return f"{self.invariant} {self.count}: {self.what}" + (f" (job {self.job_id})" if self.job_id else "")
-
 
 def judge(
-    database_url: str, asked: Sequence[Asked], watched: Sequence[Watched], expected: Tokens | None
+    database_url: str, asked: Sequence[Asked], watched: Sequence[Watched], expected: Sequence[Expected] | None
 ) -> list[Finding]:
-    """All violations that rows and streams show. Without `expected` each job is held to what it saved itself."""
+    """All violations that rows and streams show. `expected` is of each request of the set, undisturbed; without it each
+    job is held to what it saved itself."""
     ids = [each.id for each in asked]
     with psycopg.connect(database_url, row_factory=dict_row) as connection:
         rows = {row["id"]: row for row in connection.execute(JOBS, (ids,))}
         attempts = connection.execute(ATTEMPTS, (ids,)).fetchall()
         twice = connection.execute(TWICE, {"ids": ids}).fetchall()
-        strangers = connection.execute(STRANGERS, (ids,)).fetchall()
-    own = own_tokens(rows, attempts)
-    numbers = own if expected is None else {each.id: expected[each.number] for each in asked}
+        strangers = connection.execute(STRANGERS, {"mark": Jsonb(MARK), "ids": ids}).fetchall()
+    wanted = own(rows, attempts) if expected is None else {each.id: expected[each.number] for each in asked}
     return [
         *lost(asked, rows),
         *duplicated(twice, strangers),
-        *changed(rows, attempts, numbers),
+        *changed(rows, attempts, wanted),
         *stale(rows, attempts),
         *blamed(attempts),
-        *retracted(watched, rows, numbers),
+        *retracted(watched, rows, wanted),
     ]
 
 
-def own_tokens(rows: Mapping[UUID, Row], attempts: Sequence[Row]) -> Mapping[UUID, Sequence[int]]:
-    """Of each job: the result's, or without one those of the newest attempt, which stand in that order."""
+def own(rows: Mapping[UUID, Row], attempts: Sequence[Row]) -> Mapping[UUID, Expected]:
+    """Of each job: the result's tokens, or without one those of the newest attempt, which stand in that order."""
     saved = {attempt["job_id"]: attempt["tokens"] for attempt in attempts}
     return {
-        job_id: saved.get(job_id, []) if row["token_ids"] is None else row["token_ids"] for job_id, row in rows.items()
+        job_id: Expected(tokens=saved.get(job_id, []) if row["token_ids"] is None else row["token_ids"])
+        for job_id, row in rows.items()
     }
 
 
 def lost(asked: Sequence[Asked], rows: Mapping[UUID, Row]) -> list[Finding]:
-    """I1, I8: an accepted job that is not there, has not ended, or ended in a state that nothing explains."""
+    """I1, I8: an accepted job that is not there, has not ended, or ended in a state that nothing explains.
+
+    `exhausted`: its heads died under it as often as `max_crashes` allows, though nothing of it kills them.
+    """
     found = []
     for each in asked:
-        row = rows.get(each.id)
+        row, count = rows.get(each.id), "lost"
         if row is None:
             what = f"{each.door} promised it, and there is no row" if each.promised else f"no row through {each.door}"
         elif row["state"] not in TERMINAL:
             what = f"it is still {row['state']}"
         elif row["state"] not in each.ends:
-            what = f"it ended {row['state']}: {row['error']}"
+            what = f"{each.door}, request {each.number}: it ended {row['state']}: {row['error']}"
+            count = "exhausted" if (row["error"] or {}).get("code") == CRASHED else "lost"
         elif row["state"] == "succeeded" and row["token_ids"] is None:
             what = "it succeeded without a result"
         else:
             continue
-        found.append(Finding(invariant="I1", count="lost", what=what, job_id=each.id))
+        found.append(Finding(invariant="I1", count=count, what=what, job_id=each.id))
     return found
 
 
@@ -120,27 +111,6 @@ def duplicated(twice: Sequence[Row], strangers: Sequence[Row]) -> list[Finding]:
             for row in strangers
         ),
     ]
-
-
-def changed(rows: Mapping[UUID, Row], attempts: Sequence[Row], numbers: Mapping[UUID, Sequence[int]]) -> list[Finding]:
-    """I2: tokens that the undisturbed run does not have, in results or checkpoints."""
-    found = []
-    for job_id, row in rows.items():
-        if row["token_ids"] is None:
-            continue
-        wanted, got = list(numbers[job_id]), row["token_ids"]
-        if row["state"] in PARTIAL:
-            wanted = wanted[: len(got)]
-        if got != wanted:
-            what = f"tokens differ from place {first_difference(got, wanted)} (exact: {row['exact']})"
-            found.append(Finding(invariant="I2", count="token_mismatches", what=what, job_id=job_id))
-    for attempt in attempts:
-        wanted = list(numbers[attempt["job_id"]])
-        if attempt["tokens"] != wanted[: len(attempt["tokens"])]:
-            place = first_difference(attempt["tokens"], wanted)
-            what = f"the checkpoint of fence {attempt['fence']} differs from place {place}"
-            found.append(Finding(invariant="I2", count="token_mismatches", what=what, job_id=attempt["job_id"]))
-    return found
 
 
 def stale(rows: Mapping[UUID, Row], attempts: Sequence[Row]) -> list[Finding]:
@@ -194,29 +164,3 @@ def blamed(attempts: Sequence[Row]) -> list[Finding]:
         for attempt in attempts
         if attempt["outcome"] == "crashed" and len(attempt["tokens"]) > attempt["num_resumed"]
     ]
-
-
-def retracted(
-    watched: Sequence[Watched], rows: Mapping[UUID, Row], numbers: Mapping[UUID, Sequence[int]]
-) -> list[Finding]:
-    """I9: a stream that skipped, repeated, or said something else than the result."""
-    found = []
-    for reader in watched:
-        row, wanted = rows.get(reader.job_id), list(numbers.get(reader.job_id, ()))
-        whats = list(reader.gaps)
-        if reader.tokens != wanted[: len(reader.tokens)]:
-            whats.append(f"streamed tokens differ from place {first_difference(reader.tokens, wanted)}")
-        if row is not None and reader.end_state == "succeeded" and reader.tokens != row["token_ids"]:
-            whats.append(f"{len(reader.tokens)} tokens were streamed, the result has {len(row['token_ids'] or ())}")
-        if row is not None and reader.end_state is not None and reader.end_state != row["state"]:
-            whats.append(f"the stream ended {reader.end_state}, the job is {row['state']}")
-        if row is not None and reader.end_state is not None and reader.end_tokens != row["token_ids"]:
-            whats.append("the result that was streamed is not the one that is stored")
-        found += [Finding(invariant="I9", count="retracted", what=what, job_id=reader.job_id) for what in whats]
-    return found
-
-
-def first_difference(some: Sequence[int], others: Sequence[int]) -> int:
-    """The first place at which they differ, or the length of the shorter."""
-    pairs = enumerate(zip(some, others, strict=False))
-    return next((place for place, (one, other) in pairs if one != other), min(len(some), len(others)))

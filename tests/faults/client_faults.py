@@ -9,11 +9,13 @@ from uuid import UUID, uuid4
 import httpx
 import psycopg
 
-from shardline.api_key import bearer
+from tests.faults.callers import openai_form
+from tests.faults.doors import gateway_client
 from tests.faults.fault import Fault, NotInjected, Simple, hold
 from tests.faults.journal import Asked
-from tests.faults.requests import NUM_REQUESTS, columns, request
+from tests.faults.requests import INSERT, Request, row
 from tests.faults.target import Target
+from tests.faults.workload import PLAIN
 
 NUM_JOBS = 8
 JITTER_S = 0.15
@@ -21,21 +23,20 @@ JITTER_S = 0.15
 
 DEADLINES_S = (0.05, 2.0)
 PATIENCE_S = 10.0
-INSERT = """
-INSERT INTO jobs (id, model, prompt, params, max_crashes, deadline_at)
-VALUES (%s, %s, %s, %s, %s, now() + make_interval(secs => %s))
-"""
 CANCEL = "UPDATE jobs SET cancel_requested_at = now() WHERE id = %s"
 THERE = "SELECT id FROM jobs WHERE id = ANY(%s)"
 
 
 def insert(world: Target, rng: random.Random, *, ends: str, deadlines_s: tuple[float, float] | None) -> list[UUID]:
     """Jobs of the fixed set that may also end as `ends`; committed when it returns."""
-    asked = [Asked(id=uuid4(), number=rng.randrange(NUM_REQUESTS), door=ends, promised=True) for _ in range(NUM_JOBS)]
+    workload = world.workload
+    asked = [Asked(id=uuid4(), number=workload.draw(rng), door=ends, promised=True) for _ in range(NUM_JOBS)]
     with psycopg.connect(world.database_url, connect_timeout=int(PATIENCE_S)) as connection:
         for each in asked:
-            deadline_s = rng.uniform(*deadlines_s) if deadlines_s else None
-            connection.execute(INSERT, (each.id, *columns(request(each.number)), deadline_s))
+            fields = {**workload.requests[each.number], **each.dress.fields}
+            if deadlines_s:
+                fields["deadline_s"] = rng.uniform(*deadlines_s)
+            connection.execute(INSERT, row(fields, each.id))
     for each in asked:
         each.ends = frozenset({"succeeded", ends})
         world.journal.ask(each)
@@ -57,8 +58,8 @@ def cancel_against_finish(world: Target, rng: random.Random) -> None:
 def _cancel_by_http(urls: Mapping[str, str], job_id: UUID) -> None:
     """A gateway that is being restarted does not answer: then it is no cancel."""
     try:
-        key = bearer(urls["api_key"])
-        httpx.delete(f"{urls['gateway']}/v1/jobs/{job_id}", headers=key, timeout=PATIENCE_S)
+        with gateway_client(urls, PATIENCE_S) as client:
+            client.delete(f"/v1/jobs/{job_id}")
     except httpx.HTTPError:
         return
 
@@ -71,10 +72,11 @@ def deadline_against_finish(world: Target, rng: random.Random) -> None:
 
 def vanish(world: Target, rng: random.Random) -> None:
     """Readers of completions that hang up after a few events: the gateway cancels their jobs."""
-    numbers = {uuid4(): rng.randrange(NUM_REQUESTS) for _ in range(NUM_JOBS)}
-    urls = world.urls
-    with httpx.Client(base_url=urls["gateway"], headers=bearer(urls["api_key"]), timeout=PATIENCE_S) as client:
-        num_read = sum(_read_a_little(client, job_id, number, rng) for job_id, number in numbers.items())
+    numbers = {uuid4(): world.workload.draw(rng) for _ in range(NUM_JOBS)}
+    with gateway_client(world.urls, PATIENCE_S) as client:
+        num_read = sum(
+            _read_a_little(client, job_id, world.workload.requests[number], rng) for job_id, number in numbers.items()
+        )
     with psycopg.connect(world.database_url) as connection:
         there = [row[0] for row in connection.execute(THERE, (list(numbers),))]
     for job_id in there:
@@ -84,10 +86,10 @@ def vanish(world: Target, rng: random.Random) -> None:
         raise NotInjected("no completion was streamed: is the gateway away?")
 
 
-def _read_a_little(client: httpx.Client, job_id: UUID, number: int, rng: random.Random) -> bool:
-    document = {**request(number), "id": str(job_id), "stream": True}
+def _read_a_little(client: httpx.Client, job_id: UUID, request: Request, rng: random.Random) -> bool:
+    route, document = openai_form({**request, **PLAIN.fields})
     try:
-        with client.stream("POST", "/v1/completions", json=document) as answer:
+        with client.stream("POST", route, json={**document, "id": str(job_id), "stream": True}) as answer:
             answer.raise_for_status()
             lines = answer.iter_lines()
             for _ in range(rng.randrange(6)):

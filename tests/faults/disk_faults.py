@@ -16,13 +16,12 @@ import psutil
 import psycopg
 import redis
 
-from shardline.api_key import bearer
+from tests.faults.doors import gateway_client
 from tests.faults.fault import Broken, Fault, NotInjected, Simple, hold
 from tests.faults.journal import Asked
 from tests.faults.postgres_faults import session
 from tests.faults.redis_faults import client
 from tests.faults.remains import within
-from tests.faults.requests import NUM_REQUESTS, request
 from tests.faults.world import World
 
 LEASES = 1.5
@@ -119,12 +118,12 @@ def under_services(part: str) -> Callable[[World, random.Random], None]:
 def _ask_at_the_door(world: World, rng: random.Random) -> None:
     """For some leases. Whatever the database can do, the gateway stores, or says that it cannot now."""
     until_s = time.monotonic() + LEASES * world.times.lease_s
-    urls = world.urls
-    with httpx.Client(base_url=urls["gateway"], headers=bearer(urls["api_key"]), timeout=PATIENCE_S) as gateway:
+    with gateway_client(world.urls, PATIENCE_S) as gateway:
         while time.monotonic() < until_s:
-            asked = world.journal.ask(Asked(id=uuid4(), number=rng.randrange(NUM_REQUESTS), door="http"))
+            asked = world.journal.ask(Asked(id=uuid4(), number=world.workload.draw(rng), door="http"))
+            document = {**world.workload.requests[asked.number], **asked.dress.fields, "id": str(asked.id)}
             try:
-                answer = gateway.post("/v1/jobs", json={**request(asked.number), "id": str(asked.id)})
+                answer = gateway.post("/v1/jobs", json=document)
             except httpx.TimeoutException:
                 continue
             if not answer.is_success and answer.status_code not in BUSY:

@@ -13,7 +13,7 @@ import psycopg
 import redis
 
 from shardline import keys
-from tests.faults.checker import Finding
+from tests.faults.finding import Finding
 
 CLAIMS = "SELECT job_id, fence, extract(epoch FROM started_at)::float8 FROM attempts WHERE job_id = ANY(%s)"
 

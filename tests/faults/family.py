@@ -8,7 +8,7 @@ from pathlib import Path
 
 import psutil
 
-from tests.faults.checker import Finding
+from tests.faults.finding import Finding
 from tests.faults.target import Running
 
 

@@ -31,9 +31,9 @@ from services.relay.relay import NUM_LOOPS
 from services.relay.settings import RelaySettings
 from shardline import keys
 from shardline.store.database import POOL_SIZE
-from tests.faults.checker import Finding
+from tests.faults.finding import Finding
 from tests.faults.remains import within
-from tests.faults.requests import LENGTHS
+from tests.faults.requests import MAX_OUTPUT
 from tests.faults.target import Target
 from tests.faults.world import KV_MIB
 
@@ -46,7 +46,7 @@ SCRAP_BYTES = 4 * MIB
 NUM_BELLS = 1
 """Connections of a process that LISTEN, beside its pool."""
 
-ENTRIES_PER_ATTEMPT = 2 * (max(LENGTHS) + 1)
+ENTRIES_PER_ATTEMPT = 2 * (MAX_OUTPUT + 1)
 FENCES = "SELECT id::text, fence FROM jobs"
 CONNECTIONS = """
 SELECT count(*), count(*) FILTER (WHERE xact_start < now() - make_interval(secs => %s))

@@ -6,9 +6,11 @@ import threading
 import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 from uuid import UUID
 
-SUCCEEDED = frozenset({"succeeded"})
+from tests.faults.finding import Finding
+from tests.faults.workload import PLAIN, SUCCEEDED, Dress
 
 
 @dataclass(slots=True, kw_only=True)
@@ -16,9 +18,11 @@ class Asked:
     """One job that somebody asked for."""
 
     id: UUID
+    """Of a request with a key and no id of its own: a stand-in until its row is known."""
     number: int
     """Which request of the fixed set."""
     door: str
+    dress: Dress = PLAIN
     ends: frozenset[str] = SUCCEEDED
     """States in which it may end."""
     promised: bool = False
@@ -26,17 +30,33 @@ class Asked:
     asked_s: float = field(default_factory=time.monotonic)
     """When it was sent last."""
     num_sends: int = 0
+    is_unsure: bool = False
+    """The last answer was lost: whether the job is stored is unknown."""
     has_row: bool = False
     ended_at_s: float | None = None
     """By Postgres's clock."""
 
+    @property
+    def key(self) -> str | None:
+        """Its idempotency key."""
+        return self.dress.fields.get("idempotency_key")
+
+    @property
+    def own_id(self) -> UUID | None:
+        """The id that it is sent with."""
+        return self.id if self.key is None else None
+
 
 @dataclass(slots=True, kw_only=True)
 class Watched:
-    """What one reader of one job's events saw, over all its connections."""
+    """What one reader of one job's tokens saw, over all its connections."""
 
     job_id: UUID
     tokens: list[int] = field(default_factory=list)
+    text: str = ""
+    place: str = "0"
+    """The id of the last event: where a reader joins again."""
+    logprobs: list[Any] = field(default_factory=list)
     gaps: list[str] = field(default_factory=list)
     """Events that did not go on where the one before ended."""
     end_state: str | None = None
@@ -62,12 +82,31 @@ class Journal:
         self._changed = threading.Condition()
         self._asked: dict[UUID, Asked] = {}
         self._watched: list[Watched] = []
+        self._findings: list[Finding] = []
 
     def ask(self, asked: Asked) -> Asked:
         """Before a request leaves: also what is lost on its way is remembered."""
         with self._changed:
             self._asked[asked.id] = asked
         return asked
+
+    def known(self, asked: Asked, job_id: UUID) -> None:
+        """The row of a request that had only a key has this id."""
+        with self._changed:
+            if asked.id != job_id:
+                del self._asked[asked.id]
+                asked.id = job_id
+                self._asked[job_id] = asked
+
+    def complain(self, finding: Finding) -> None:
+        """A door's answer broke a promise."""
+        with self._changed:
+            self._findings.append(finding)
+
+    def complaints(self) -> list[Finding]:
+        """All of them."""
+        with self._changed:
+            return list(self._findings)
 
     def watch(self, job_id: UUID) -> Watched:
         """A new reader."""

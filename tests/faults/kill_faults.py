@@ -23,7 +23,9 @@ def pick(world: World, rng: random.Random, role: str) -> tuple[str, int]:
     last = world.num_stages - 1
     if role == MIDDLE:
         return world.pick(rng, f"stage-{rng.randrange(1, last)}")
-    return world.pick(rng, {HEAD: "stage-0", TAIL: f"stage-{last}"}.get(role, role))
+    if role == TAIL:
+        return world.pick(rng, f"stage-{last}")
+    return world.pick_any(rng, {HEAD: "stage-0"}.get(role, role))
 
 
 def missing(world: World, role: str) -> str | None:

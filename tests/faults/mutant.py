@@ -35,6 +35,7 @@ class Hurt:
     exact: bool = True
     wide: bool = False
     """A random model with wide rows, see `wide_model`, instead of the demo model."""
+    load: str = "lab"
     redis_lasts: bool = False
     """The faults spare Redis: what it has taken is never sent again."""
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from tests.faults import row_mutants, stage_mutants
+from tests.faults import door_mutants, row_mutants, stage_mutants
 from tests.faults.mutant import Mutant
 
-MUTANTS: Final[tuple[Mutant, ...]] = (*row_mutants.MUTANTS, *stage_mutants.MUTANTS)
+MUTANTS: Final[tuple[Mutant, ...]] = (*row_mutants.MUTANTS, *stage_mutants.MUTANTS, *door_mutants.MUTANTS)

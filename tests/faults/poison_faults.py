@@ -15,7 +15,8 @@ from shardline.failpoints import Point
 from tests.faults.arming import Arming, arm
 from tests.faults.fault import Broken, Fault, NotInjected
 from tests.faults.journal import Asked
-from tests.faults.requests import columns, request
+from tests.faults.requests import INSERT, request, row
+from tests.faults.workload import PLAIN
 from tests.faults.world import World
 
 MAX_CRASHES = 2
@@ -33,10 +34,7 @@ DOOR = "poison"
 ENDS = frozenset({"failed", "succeeded"})
 """Until it has struck often enough."""
 
-INSERT = """
-INSERT INTO jobs (id, model, prompt, params, priority, max_crashes) VALUES (%s, %s, %s, %s, 0, %s)
-RETURNING extract(epoch FROM now())::float8
-"""
+NOW = "extract(epoch FROM now())::float8"
 DEAD = "SELECT state, crashes, error FROM jobs WHERE id = %s"
 NEIGHBOURS = """
 SELECT job_id, count(*) FROM attempts
@@ -96,9 +94,7 @@ class Poison:
         return arm(world.failpoints, self.point, self.action, when=facts, pause_s=HANG_S, times=None)
 
     def _check_end(self, connection: psycopg.Connection[Any], job_id: UUID) -> None:
-        row = connection.execute(DEAD, (job_id,)).fetchone()
-        assert row is not None
-        state, num_crashes, error = row
+        ((state, num_crashes, error),) = connection.execute(DEAD, (job_id,)).fetchall()
         if self.num_crashes == 0:
             as_it_should = num_crashes == 0 and error is not None and error["code"] == "engine"
         else:
@@ -116,11 +112,10 @@ class Poison:
 def _submit(world: World, seed: int) -> tuple[UUID, float]:
     """First in its line; committed when it returns, with Postgres's time of it."""
     job_id = uuid4()
-    values = (job_id, *columns({**request(NUMBER), "seed": seed, "max_crashes": MAX_CRASHES}))
+    fields = {**request(NUMBER), **PLAIN.fields, "seed": seed, "max_crashes": MAX_CRASHES, "priority": 0}
     with psycopg.connect(world.database_url) as connection:
-        row = connection.execute(INSERT, values).fetchone()
-    assert row is not None
-    return job_id, float(row[0])
+        ((now_s,),) = connection.execute(f"{INSERT} RETURNING {NOW}", row(fields, job_id)).fetchall()
+    return job_id, float(now_s)
 
 
 def _has_history(attempts: Sequence[Mapping[str, Any]]) -> bool:

@@ -69,19 +69,28 @@ def lose_a_backend(world: World, rng: random.Random) -> None:
 
 
 def pausing(leases: float) -> Callable[[World, random.Random], None]:
-    """SIGSTOP to the server and all its backends, then SIGCONT."""
+    """As `frozen`, for a multiple of the lease."""
 
     def pause(world: World, rng: random.Random) -> None:
-        world.postgres.pause()
-        frozen = psutil.Process(world.postgres.pid).children()
-        for backend in frozen:
-            _signal(backend, signal.SIGSTOP)
-        hold(leases * world.times.lease_s)
-        for backend in frozen:
-            _signal(backend, signal.SIGCONT)
-        world.postgres.resume()
+        with frozen(world):
+            hold(leases * world.times.lease_s)
 
     return pause
+
+
+@contextmanager
+def frozen(world: World) -> Iterator[None]:
+    """The server and all its backends."""
+    world.postgres.pause()
+    backends = psutil.Process(world.postgres.pid).children()
+    for backend in backends:
+        _signal(backend, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for backend in backends:
+            _signal(backend, signal.SIGCONT)
+        world.postgres.resume()
 
 
 def exhaust(world: Target, rng: random.Random) -> None:

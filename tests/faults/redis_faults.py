@@ -6,17 +6,29 @@ import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from uuid import uuid4
 
+import psycopg
 import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from tests.faults.fault import Fault, Simple, hold
+from shardline.client import Client
+from tests.faults.fault import Broken, Fault, Simple, hold
+from tests.faults.journal import Asked
 from tests.faults.target import Target
 from tests.faults.world import World
 
 LEASES = (0.5, 1.5, 5.0)
 FULL_BYTES = 1 << 20
+NUM_RECONNECTS = 20
+BETWEEN_S = 0.4
+SEATS = 64
+"""A head's, by default."""
+NUM_WAITING = 2 * SEATS
+SHORT = (0, 2, 4)
+"""Numbers of requests that end soon."""
+CLAIMED = "SELECT count(*) FROM jobs WHERE state = 'running' AND lease_until > now() GROUP BY worker"
 BUSY_ROUNDS = 80_000_000
 BUSY_LOOP = "local sum = 0; for round = 1, tonumber(ARGV[1]) do sum = sum + round % 7 end; return sum"
 
@@ -33,6 +45,24 @@ def cut(world: Target, rng: random.Random) -> None:
     with client(world) as connection:
         for kind in ("normal", "pubsub"):
             connection.execute_command("CLIENT", "KILL", "TYPE", kind, "SKIPME", "yes")
+
+
+def reconnecting(world: World, rng: random.Random) -> None:
+    """CLIENT KILL again and again while more jobs wait than a head has seats: none may claim more than that."""
+    asked = [Asked(id=uuid4(), number=rng.choice(SHORT), door="reconnects", promised=True) for _ in range(NUM_WAITING)]
+    for each in asked:
+        world.journal.ask(each)
+    documents = [{**world.workload.requests[each.number], **each.dress.fields, "id": each.id} for each in asked]
+    with Client(database_url=world.database_url, redis_url=world.redis_url) as producer:
+        producer.submit_many(documents)
+    most = 0
+    with psycopg.connect(world.database_url, autocommit=True) as connection:
+        for _ in range(NUM_RECONNECTS):
+            cut(world, rng)
+            hold(BETWEEN_S)
+            most = max(most, *(row[0] for row in connection.execute(CLAIMED)), 0)
+    if most > SEATS:
+        raise Broken(f"a head of {SEATS} seats holds {most} jobs")
 
 
 def no_debug(world: Target) -> str | None:
@@ -107,6 +137,7 @@ def full(world: Target, rng: random.Random) -> None:
 
 FAULTS: tuple[Fault, ...] = (
     Simple(kind="redis: client kill", inject=cut),
+    Simple(kind="redis: 20 reconnects under load", inject=reconnecting),
     Simple(kind="redis: debug sleep", inject=sleeping, why_not=no_debug),
     Simple(kind="redis: busy script", inject=busy),
     *(Simple(kind=f"redis: pause {leases:g} leases", inject=pausing(leases)) for leases in LEASES),

@@ -10,7 +10,7 @@ from tenacity import Retrying, retry_if_result, stop_after_delay, wait_fixed
 
 from shardline.config import Settings
 from shardline.queues import celery_settings
-from tests.faults.checker import Finding
+from tests.faults.finding import Finding
 from tests.faults.target import Target
 
 QUIET_S = 60.0
@@ -27,7 +27,7 @@ def kv_in_use(world: Target, num_workers: int) -> dict[str, int]:
 def kv_leaked(world: Target, *, num_replicas: int = 1) -> tuple[int, list[Finding]]:
     """I4: blocks in use though nothing runs; every stage must answer."""
     last: dict[str, int] = {}
-    num_workers = world.num_stages * num_replicas
+    num_workers = world.num_stages * num_replicas + world.num_more_stages
 
     def is_free() -> bool:
         nonlocal last

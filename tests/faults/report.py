@@ -12,7 +12,7 @@ import psycopg
 from rich.console import Console
 from rich.table import Table
 
-from tests.faults.checker import Finding
+from tests.faults.finding import Finding
 from tests.stack import REPOSITORY
 
 ENDS = """
@@ -54,9 +54,20 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     succeeded: int
     failed_expected: int
     """Jobs that were cancelled or expired because somebody asked for it."""
+    load: str = "lab"
     lost: int = 0
+    exhausted: int = 0
+    """Innocent jobs whose heads died under them `max_crashes` times in a row."""
     duplicated: int = 0
     token_mismatches: int = 0
+    text_mismatches: int = 0
+    logprob_mismatches: int = 0
+    conflicts: int = 0
+    """Equal repeats that were refused."""
+    mistold: int = 0
+    """Doors and clients that said something else than the row."""
+    refused: int = 0
+    """Good requests that a door refused, or answered with an error of its own."""
     stale_commits: int = 0
     stale_deltas: int = 0
     blamed: int = 0

@@ -7,16 +7,19 @@ from collections.abc import Sequence
 
 from shardline.store.database import POOL_SIZE
 from tests.faults import audit, growth, remains
-from tests.faults.checker import Finding, judge
+from tests.faults.bits import Expected
+from tests.faults.checker import judge
 from tests.faults.emissions import stale_deltas
 from tests.faults.fault import Fault
+from tests.faults.finding import Finding
 from tests.faults.load import Load, undisturbed
+from tests.faults.own_world import a_world
 from tests.faults.report import Report, achieved, kinds
 from tests.faults.storm import Say, Storm, TargetT
 from tests.faults.target import Target
-from tests.faults.world import Options, a_world
+from tests.faults.world import Options
 
-NUM_OWN_CONNECTIONS = POOL_SIZE + 1
+NUM_OWN_CONNECTIONS = 2 * POOL_SIZE + 1
 """Of the load's clients, which are never closed."""
 
 
@@ -46,7 +49,7 @@ def _hurt(options: Options, target: TargetT, storm: Storm[TargetT], max_faults: 
     audit.install(target.database_url, lease_s=target.times.lease_s)
     expected = _undisturbed(target, exact=options.exact)
     before_bytes = growth.redis_bytes(target.redis_url)
-    load = Load(target, redis_lasts=options.redis_lasts)
+    load = Load(target, redis_lasts=options.redis_lasts, seed=options.seed, minutes=options.minutes)
     with growth.Memory(target) as memory:
         load.start()
         began_s = time.monotonic()
@@ -60,7 +63,8 @@ def _hurt(options: Options, target: TargetT, storm: Storm[TargetT], max_faults: 
     storm.findings += growth.in_postgres(
         target.database_url, target.running(), num_own=NUM_OWN_CONNECTIONS, lease_s=target.times.lease_s
     )
-    asked, readers = target.journal.everything(), target.journal.readers()
+    asked, readers = [*target.journal.everything(), *load.held()], target.journal.readers()
+    storm.findings += target.journal.complaints()
     storm.findings += judge(target.database_url, asked, readers, expected)
     storm.findings += audit.stale_writes(target.database_url)
     ids = [each.id for each in asked]
@@ -71,6 +75,7 @@ def _hurt(options: Options, target: TargetT, storm: Storm[TargetT], max_faults: 
         minutes=options.minutes,
         dtype=options.dtype,
         stages=options.stages,
+        load=target.workload.name,
         faults=kinds(storm.struck),
         num_faults=len(storm.struck),
         num_kills=sum(each.is_kill for each in storm.struck),
@@ -90,7 +95,7 @@ def _hurt(options: Options, target: TargetT, storm: Storm[TargetT], max_faults: 
     )
 
 
-def _undisturbed(target: Target, *, exact: bool) -> list[tuple[int, ...]] | None:
+def _undisturbed(target: Target, *, exact: bool) -> list[Expected] | None:
     """The expected tokens; what they take is this machine's measure of a replay."""
     began_s = time.monotonic()
     expected = undisturbed(target, exact=exact)

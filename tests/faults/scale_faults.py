@@ -23,7 +23,6 @@ from tests.faults.fault import Broken, Fault, Simple
 from tests.faults.journal import Asked
 from tests.faults.postgres_faults import session
 from tests.faults.remains import within
-from tests.faults.requests import NUM_REQUESTS, request
 from tests.faults.world import World
 
 NUM_JOBS = 3
@@ -76,7 +75,7 @@ class Copy:
         self._must(within(PATIENCE_S, lambda: self._count(READY) == 1), "formed no pipeline", PATIENCE_S)
         self._must(within(PATIENCE_S, lambda: self._count(TAKEN) > 0), "took no job", PATIENCE_S)
         for _ in range(NUM_JOBS):
-            asked = Asked(id=uuid4(), number=self._rng.randrange(NUM_REQUESTS), door="copy", promised=True)
+            asked = Asked(id=uuid4(), number=self._world.workload.draw(self._rng), door="copy", promised=True)
             self._must(within(PATIENCE_S, partial(self._ask, asked)), "did not answer at its door", PATIENCE_S)
             self._world.journal.ask(asked)
 
@@ -103,8 +102,11 @@ class Copy:
     def _ask(self, asked: Asked) -> bool:
         """One job at its own door; a repeat under the same id is harmless."""
         try:
-            urls = {**self._world.urls, "gateway": f"http://{LOOPBACK}:{self._port}"}
-            return by_http(urls)(asked.id, request(asked.number))
+            fields = {**self._world.workload.requests[asked.number], **asked.dress.fields}
+            return (
+                by_http({**self._world.urls, "gateway": f"http://{LOOPBACK}:{self._port}"})(asked.id, fields).job_id
+                is not None
+            )
         except httpx.HTTPError:
             return False
 

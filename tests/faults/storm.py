@@ -26,9 +26,9 @@ import redis
 
 from services.standalone.crew import MAX_DELAY_S
 from tests.faults.arming import NeverStruck
-from tests.faults.checker import Finding
 from tests.faults.drawing import drawn
 from tests.faults.fault import Broken, Fault, NotInjected, hold
+from tests.faults.finding import Finding
 from tests.faults.report import Struck
 from tests.faults.target import Target
 from tests.faults.world import TIME_SCALE

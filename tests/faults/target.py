@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from shardline.config import Times
-from tests.faults.checker import Finding
+from tests.faults.finding import Finding
 from tests.faults.journal import Journal
+from tests.faults.workload import Workload
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,12 +28,20 @@ class Target(Protocol):
         """What was asked, promised and seen."""
 
     @property
+    def workload(self) -> Workload:
+        """What is asked of it."""
+
+    @property
     def times(self) -> Times:
         """The protocol's times, as this stack has shrunk them."""
 
     @property
     def num_stages(self) -> int:
         """Of its pipeline while nobody scales it."""
+
+    @property
+    def num_more_stages(self) -> int:
+        """Of pipelines of other models."""
 
     @property
     def start_s(self) -> float:

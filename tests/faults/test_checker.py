@@ -7,27 +7,33 @@ from uuid import UUID, uuid4
 
 import psycopg
 import pytest
+from psycopg.types.json import Jsonb
 
-from tests.faults.checker import Finding, judge
+from tests.faults.bits import Expected
+from tests.faults.checker import judge
+from tests.faults.finding import Finding
 from tests.faults.journal import Asked, Watched
 
 TOKENS = (11, 12, 13, 14)
-EXPECTED = [TOKENS]
+TEXT = "word"
+LOGPROBS = [[token, -0.5, [[token, -0.5], [7, -1.25]]] for token in TOKENS]
+EXPECTED = [Expected(tokens=TOKENS, text=TEXT, logprobs=LOGPROBS)]
 
 JOB = """
-INSERT INTO jobs (id, model, prompt, prompt_ids, max_tokens, prepared_at, state, fence, lease_until, finished_at)
-VALUES (%(id)s, 'clerk', 'sort: 0, 7, 30, 12 =', '{1}', 4, now(), %(state)s, 2,
+INSERT INTO jobs (id, model, prompt, metadata, prompt_ids, max_tokens, prepared_at, state, fence, lease_until,
+    finished_at)
+VALUES (%(id)s, 'clerk', 'sort: 0, 7, 30, 12 =', '{"asked_by": "chaos"}', '{1}', 4, now(), %(state)s, 2,
     CASE WHEN %(state)s = 'running' THEN now() END,
     CASE WHEN %(state)s NOT IN ('queued', 'running') THEN now() END)
 """
 ATTEMPT = """
-INSERT INTO attempts (job_id, fence, pipeline, epoch, worker, fingerprint, exactness, num_resumed, tokens, outcome,
-    heartbeat_at, ended_at)
-VALUES (%s, %s, 'p', 1, 'w', 'f', 'e', %s, %s, %s, now() - interval '1 s', now())
+INSERT INTO attempts (job_id, fence, pipeline, epoch, worker, fingerprint, exactness, num_resumed, tokens, logprobs,
+    outcome, heartbeat_at, ended_at)
+VALUES (%s, %s, 'p', 1, 'w', 'f', 'e', %s, %s, %s, %s, now() - interval '1 s', now())
 """
 RESULT = """
-INSERT INTO results (job_id, fence, text, token_ids, prompt_tokens, completion_tokens, finish_reason, exact)
-VALUES (%s, 2, '', %s, 1, 4, 'length', true)
+INSERT INTO results (job_id, fence, text, token_ids, logprobs, prompt_tokens, completion_tokens, finish_reason, exact)
+VALUES (%s, 2, %s, %s, %s, 1, 4, 'length', true)
 """
 
 
@@ -37,9 +43,9 @@ def job_id(database_url: str) -> UUID:
     job_id = uuid4()
     with psycopg.connect(database_url) as connection:
         connection.execute(JOB, {"id": job_id, "state": "succeeded"})
-        connection.execute(ATTEMPT, (job_id, 1, 0, list(TOKENS[:2]), "lost"))
-        connection.execute(ATTEMPT, (job_id, 2, 2, list(TOKENS), "succeeded"))
-        connection.execute(RESULT, (job_id, list(TOKENS)))
+        connection.execute(ATTEMPT, (job_id, 1, 0, list(TOKENS[:2]), Jsonb(LOGPROBS[:2]), "lost"))
+        connection.execute(ATTEMPT, (job_id, 2, 2, list(TOKENS), Jsonb(LOGPROBS), "succeeded"))
+        connection.execute(RESULT, (job_id, TEXT, list(TOKENS), Jsonb(LOGPROBS)))
     return job_id
 
 
@@ -54,7 +60,14 @@ def kinds(findings: Sequence[Finding]) -> list[tuple[str, str]]:
 
 def read(job_id: UUID, *tokens: int) -> Watched:
     """A reader that saw these tokens and the end."""
-    return Watched(job_id=job_id, tokens=list(tokens), end_state="succeeded", end_tokens=list(TOKENS))
+    return Watched(
+        job_id=job_id,
+        tokens=list(tokens),
+        text=TEXT,
+        logprobs=LOGPROBS[: len(tokens)],
+        end_state="succeeded",
+        end_tokens=list(TOKENS),
+    )
 
 
 def test_given_an_honest_life_when_judged_then_nothing_is_found(database_url: str, job_id: UUID) -> None:
@@ -71,6 +84,11 @@ def test_given_an_honest_life_when_judged_then_nothing_is_found(database_url: st
             id="a stuck job",
         ),
         pytest.param("UPDATE jobs SET state = 'failed' WHERE id = %s", ("I1", "lost"), id="an end nobody asked for"),
+        pytest.param(
+            "UPDATE jobs SET state = 'failed', error = '{\"code\": \"crashed\"}' WHERE id = %s",
+            ("I1", "exhausted"),
+            id="an innocent job whose heads died too often",
+        ),
         pytest.param("DELETE FROM results WHERE job_id = %s", ("I1", "lost"), id="a lost result"),
         pytest.param(
             "INSERT INTO results SELECT * FROM results WHERE job_id = %s", ("I2", "duplicated"), id="a second result"
@@ -80,6 +98,29 @@ def test_given_an_honest_life_when_judged_then_nothing_is_found(database_url: st
         ),
         pytest.param(
             "UPDATE results SET token_ids[3] = 99 WHERE job_id = %s", ("I2", "token_mismatches"), id="a changed token"
+        ),
+        pytest.param(
+            "UPDATE results SET text = 'ward' WHERE job_id = %s", ("I2", "text_mismatches"), id="a changed text"
+        ),
+        pytest.param(
+            f"UPDATE results SET logprobs = jsonb_set(logprobs, '{{1,1}}', '{-0.5 + 2**-30}') WHERE job_id = %s",
+            ("I2", "logprob_mismatches"),
+            id="a log-probability that is another in its last bits",
+        ),
+        pytest.param(
+            "UPDATE results SET logprobs = jsonb_set(logprobs, '{0,2,1,0}', '8') WHERE job_id = %s",
+            ("I2", "logprob_mismatches"),
+            id="another alternative",
+        ),
+        pytest.param(
+            "UPDATE results SET logprobs = NULL WHERE job_id = %s",
+            ("I2", "logprob_mismatches"),
+            id="lost log-probabilities",
+        ),
+        pytest.param(
+            "UPDATE attempts SET logprobs = jsonb_set(logprobs, '{0,1}', '-0.75') WHERE job_id = %s AND fence = 1",
+            ("I2", "logprob_mismatches"),
+            id="a changed log-probability in a checkpoint",
         ),
         pytest.param(
             "UPDATE attempts SET tokens[2] = 99 WHERE job_id = %s AND fence = 1",
@@ -146,6 +187,32 @@ def test_given_a_stream_unlike_the_result_when_judged_then_it_is_retracted(
     database_url: str, job_id: UUID, tokens: tuple[int, ...]
 ) -> None:
     assert found(database_url, job_id, read(job_id, *tokens)) == [("I9", "retracted")]
+
+
+@pytest.mark.parametrize("text", ["wor", "woord", "wo\ufffdrd", ""])
+def test_given_a_joined_stream_whose_text_is_not_the_results_when_judged_then_that_is_counted(
+    database_url: str, job_id: UUID, text: str
+) -> None:
+    watched = read(job_id, *TOKENS)
+    watched.text, watched.num_joins = text, 2
+    assert found(database_url, job_id, watched) == [("I9", "text_mismatches")]
+
+
+def test_given_a_stream_that_was_left_when_its_text_is_the_results_beginning_then_nothing_is_found(
+    database_url: str, job_id: UUID
+) -> None:
+    left = Watched(job_id=job_id, tokens=list(TOKENS[:2]), text="wo", logprobs=LOGPROBS[:2])
+    assert found(database_url, job_id, left) == []
+    left.text = "wa"
+    assert found(database_url, job_id, left) == [("I9", "text_mismatches")]
+
+
+def test_given_a_streamed_log_probability_unlike_the_results_when_judged_then_that_is_counted(
+    database_url: str, job_id: UUID
+) -> None:
+    watched = read(job_id, *TOKENS)
+    watched.logprobs = [*LOGPROBS[:3], [TOKENS[3], -0.25, []]]
+    assert found(database_url, job_id, watched) == [("I9", "logprob_mismatches")]
 
 
 def test_given_a_stream_with_a_gap_when_judged_then_it_is_retracted(database_url: str, job_id: UUID) -> None:

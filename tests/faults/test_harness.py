@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import itertools
+import json
 import random
 import threading
 from uuid import uuid4
 
 import pytest
 
+from shardline.job import parse_request
 from tests.faults.catalogue import GROUPS, chosen
-from tests.faults.checker import Finding
 from tests.faults.drawing import drawn
+from tests.faults.finding import Finding
 from tests.faults.journal import Asked, Journal, Watched
-from tests.faults.reader import events, note
+from tests.faults.reader import Event, events, note
 from tests.faults.report import Report, Struck
-from tests.faults.requests import NUM_REQUESTS, request
+from tests.faults.users import CLERK, SCRIBE
+from tests.faults.workload import PLAIN, Workload, lab, of_users
 
 
 def kinds(seed: int, num: int) -> list[str]:
@@ -49,27 +52,62 @@ def test_given_a_name_of_nothing_when_chosen_then_the_error_says_what_there_is()
         chosen("earthquake")
 
 
-def test_given_the_set_of_requests_when_compared_then_no_two_are_the_same() -> None:
-    prompts = {str(request(number)["prompt"]) for number in range(NUM_REQUESTS)}
-    assert len(prompts) == NUM_REQUESTS
+@pytest.mark.parametrize("workload", [lab(), of_users([CLERK, SCRIBE])], ids=["lab", "users"])
+def test_given_a_set_of_requests_when_compared_then_no_two_are_the_same_and_each_is_valid(workload: Workload) -> None:
+    assert len({json.dumps(request) for request in workload.requests}) == len(workload.requests)
+    for request in workload.requests:
+        assert parse_request({**request, **PLAIN.fields}).seed is not None
+
+
+def test_given_the_users_load_when_looked_at_then_it_holds_what_users_send() -> None:
+    requests = of_users([CLERK, SCRIBE]).requests
+    lengths = {len(one["prompt"]) for one in requests if isinstance(one.get("prompt"), list)}
+    turns = [[message["role"] for message in one["messages"]] for one in requests if "messages" in one]
+    assert {1, CLERK.context - 1, SCRIBE.context - 1} <= lengths
+    assert any(roles[0] == "system" for roles in turns)
+    assert any("assistant" in roles for roles in turns)
+    assert all(any(name in one for one in requests) for name in ("stop", "stop_token_ids", "logprobs", "min_tokens"))
+    assert any("max_tokens" not in one for one in requests)
+    assert not any("max_crashes" in one for one in requests)
 
 
 def test_given_lines_of_a_stream_when_read_then_tokens_gaps_and_the_end_are_kept() -> None:
     watched = Watched(job_id=uuid4())
     lines = [
+        "retry: 1000",
+        "",
+        ": keep-alive",
+        "",
+        "id: 2-abc",
         "event: delta",
-        'data: {"start": 0, "token_ids": [1, 2]}',
+        'data: {"start": 0, "token_ids": [1, 2], "text": "ab", "logprobs": [[1, -0.5, []], [2, -0.5, []]]}',
         "",
         "event: delta",
-        'data: {"start": 3, "token_ids": [4]}',
+        'data: {"start": 3, "token_ids": [4], "text": "d"}',
+        "id: 4-def",
+        "",
         "event: end",
         'data: {"state": "succeeded", "result": {"token_ids": [1, 2, 3, 4]}}',
+        "id: 4-def",
+        "",
     ]
-    for name, document in events(iter(lines)):
-        note(watched, name, document)
+    for each in events(iter(lines)):
+        note(watched, each)
+    assert watched.place == "4-def"
     assert watched.tokens == [1, 2, 4]
+    assert watched.text == "abd"
+    assert [entry[0] for entry in watched.logprobs] == [1, 2]
     assert len(watched.gaps) == 1
     assert (watched.end_state, watched.end_tokens) == ("succeeded", [1, 2, 3, 4])
+
+
+def test_given_a_stream_that_begins_anew_when_read_then_it_has_taken_back_what_it_gave() -> None:
+    watched = Watched(job_id=uuid4(), tokens=[1, 2])
+    error = {"error": {"message": "diverged"}}
+    note(watched, Event(name="interrupted", place="2-abc", document=error))
+    assert watched.gaps == []
+    note(watched, Event(name="interrupted", place="0", document=error))
+    assert len(watched.gaps) == 1
 
 
 def test_given_an_open_job_when_it_ends_then_a_waiter_hears_when() -> None:
