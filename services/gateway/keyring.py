@@ -10,6 +10,7 @@ import asyncio
 import math
 import time
 from collections import OrderedDict
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import structlog
@@ -30,6 +31,8 @@ MAX_WAITING = 1_024
 """Ids to be looked up at a time."""
 
 LOOKUP_S = 2.0
+"""So long somebody waits for a Postgres that says nothing."""
+
 AGAIN_S = 1.0
 """After a failure nobody waits for Postgres again so soon."""
 
@@ -61,6 +64,7 @@ class Keyring:
         self._wanted: set[str] = set()
         self._failed_s = -math.inf
         self._lock = asyncio.Lock()
+        self._query: asyncio.Task[None] | None = None
         self._used: set[str] = set()
         self._task: asyncio.Task[None] | None = None
 
@@ -70,8 +74,9 @@ class Keyring:
 
     async def close(self) -> None:
         """Note the last uses."""
-        if self._task is not None:
-            await end_task(self._task)
+        for task in (self._task, self._query):
+            if task is not None:
+                await end_task(task)
         await self._write_uses()
 
     async def get(self, key_id: str) -> Entry:
@@ -113,20 +118,25 @@ class Keyring:
         return entry
 
     async def _look_up(self) -> None:
-        began_s = time.monotonic()
+        """A query that gets no answer is left alone: whoever cancels it waits for Postgres to confirm that."""
         ids, self._wanted = self._wanted, set()
-        if began_s - self._failed_s < AGAIN_S:
+        if time.monotonic() - self._failed_s < AGAIN_S or (self._query is not None and not self._query.done()):
             raise Unavailable("Postgres, which has the API keys, could not be reached a moment ago")
-        try:
-            with reachable():
-                async with asyncio.timeout(LOOKUP_S), self._database.connect() as connection:
-                    found = await connection.run_sync(api_keys.find, ids)
-        except (Unavailable, TimeoutError) as error:
+        self._query = asyncio.create_task(self._ask(ids), name="key look-up")
+        done, _ = await asyncio.wait({self._query}, timeout=LOOKUP_S)
+        silent = f"Postgres, which has the API keys, has not answered within {LOOKUP_S:g} s"
+        problem = self._query.exception() if done else Unavailable(silent)
+        if problem is not None:
             self._failed_s = time.monotonic()
-            raise Unavailable("Postgres, which has the API keys, cannot be reached") from error
+            raise problem
+
+    async def _ask(self, ids: Collection[str]) -> None:
+        began_s = time.monotonic()
+        with reachable():
+            async with self._database.connect() as connection:
+                found = await connection.run_sync(api_keys.find, ids)
         for key_id in ids:
-            known = found.get(key_id)
-            self._remember(key_id, Entry(known=known, read_s=began_s))
+            self._remember(key_id, Entry(known=found.get(key_id), read_s=began_s))
 
     def _remember(self, key_id: str, entry: Entry) -> None:
         mine, other = (self._nobodies, self._keys) if entry.known is None else (self._keys, self._nobodies)

@@ -19,7 +19,6 @@ from fastapi.routing import APIRoute
 from sqlalchemy import text
 from starlette.routing import BaseRoute
 
-from services.gateway import keyring
 from services.gateway.app import create_app
 from services.gateway.guard import OPEN, permitted
 from services.gateway.settings import GatewaySettings
@@ -27,7 +26,7 @@ from services.standalone.ports import free_port
 from services.standalone.servers import Postgres
 from shardline.api_key import Scope, bearer, new_key, parse_key
 from shardline.store import api_keys
-from shardline.store.database import connect, connect_async
+from shardline.store.database import connect
 from tests.integration.gateway_world import PROMPT, make_key, running_gateway
 from tests.tiny_head import TinyHead, tiny_head
 
@@ -257,21 +256,6 @@ async def test_given_a_key_when_used_then_its_row_says_so_after_the_request(
         last_used = {key.id: key.last_used_at for key in api_keys.list_keys(rows)}
     assert last_used[parse_key(used).key_id] is not None
     assert last_used[parse_key(idle).key_id] is None
-
-
-async def test_given_guesses_without_end_when_tried_then_what_is_remembered_stays_small_and_no_key_is_forgotten(
-    database_url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(keyring, "MAX_REMEMBERED", 8)
-    key = parse_key(make_key(database_url))
-    database = connect_async(database_url)
-    ring = keyring.Keyring(database, fresh_s=60)
-    entry = await ring.get(key.key_id)
-    guesses = [parse_key(new_key()).key_id for _ in range(40)]
-    assert [(await ring.get(guess)).known for guess in guesses] == [None] * 40
-    assert len(ring._nobodies) == 8
-    assert await ring.get(key.key_id) is entry
-    await database.dispose()
 
 
 async def test_given_a_port_of_their_own_when_figures_are_scraped_there_then_no_key_is_asked_for(
