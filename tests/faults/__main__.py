@@ -13,7 +13,7 @@ from tests.faults.command import conduct, seeded, wanted
 from tests.faults.report import FILE
 from tests.faults.runner import run
 from tests.faults.workload import LoadName
-from tests.faults.world import LOGS_KEPT, Options
+from tests.faults.world import LOGS_KEPT, TIME_SCALE, Options
 
 
 def main(
@@ -26,6 +26,9 @@ def main(
     stages: Annotated[int, typer.Option(help="stages of the pipeline")] = 2,
     replicas: Annotated[int, typer.Option(help="pipelines on the same queue")] = 1,
     patience: Annotated[float, typer.Option(help="seconds after the last fault in which everything must end")] = 180.0,
+    time_scale: Annotated[
+        float, typer.Option(help="of the protocol's times; more where the machine is busy")
+    ] = TIME_SCALE,
     inexact: Annotated[bool, typer.Option("--inexact", help="attention without our kernel")] = False,
     model: Annotated[Path | None, typer.Option(help="a model's folder instead of the demo model")] = None,
     redis_lasts: Annotated[
@@ -41,12 +44,13 @@ def main(
         dtype=dtype,
         stages=stages,
         replicas=replicas,
+        time_scale=time_scale,
         exact=not inexact,
         patience_s=patience,
         model=model,
         redis_lasts=redis_lasts,
     )
-    what = f"FAULTS={faults!r} LOAD={load} DTYPE={dtype} STAGES={stages}"
+    what = f"FAULTS={faults!r} LOAD={load} DTYPE={dtype} STAGES={stages} TIME_SCALE={time_scale:g}"
     again = f"make chaos SEED={options.seed} MINUTES={minutes:g} {what}"
     conduct(again, partial(run, options, wanted(faults, GROUPS)), file=FILE, logs=LOGS_KEPT)
 

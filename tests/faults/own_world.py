@@ -27,7 +27,7 @@ from tests.faults.requests import MODEL
 from tests.faults.shim import preloaded
 from tests.faults.users import CLERK, SCRIBE
 from tests.faults.workload import LoadName, lab, of_users
-from tests.faults.world import KV_MIB, LOGS_KEPT, SMALL_KV_MIB, TIME_SCALE, Options, World
+from tests.faults.world import KV_MIB, LOGS_KEPT, SMALL_KV_MIB, Options, World
 from tests.stack import REPOSITORY, Stack
 
 DEBUG = {"enable-debug-command": "local"}
@@ -77,7 +77,7 @@ def a_world(options: Options) -> Iterator[World]:
             **servers.settings,
             "SHARDLINE_STAGE_PRELOAD": stage_preload,
             "SHARDLINE_CACHE_DIR": str(folder / "cache"),
-            "SHARDLINE_TIME_SCALE": str(TIME_SCALE),
+            "SHARDLINE_TIME_SCALE": str(options.time_scale),
             "SHARDLINE_DTYPE": options.dtype,
             "SHARDLINE_KERNEL": "auto" if options.exact else "off",
             "SHARDLINE_FAILPOINTS": str(failpoints),
@@ -106,7 +106,7 @@ def a_world(options: Options) -> Iterator[World]:
             clock=clock,
             disk=disk,
             model=model,
-            times=Times().scaled(TIME_SCALE),
+            times=Times().scaled(options.time_scale),
             failpoints=failpoints,
             kv_mib=kv_mib,
             num_stages=options.stages,

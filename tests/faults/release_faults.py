@@ -10,7 +10,7 @@ import random
 from uuid import uuid4
 
 from tests.faults.deploy_faults import terminate
-from tests.faults.fault import Broken, Fault, Simple
+from tests.faults.fault import Broken, Fault, Simple, hold
 from tests.faults.journal import Asked
 from tests.faults.migration_faults import alembic, doors_open, must_end, version
 from tests.faults.postgres_faults import session
@@ -20,21 +20,25 @@ from tests.faults.world import World
 
 NUM_JOBS = 3
 UNKNOWN = {"mirostat_of_the_next_release": 2}
+LEASES = 3.0
 END_S = 60.0
-ENDS = frozenset({"succeeded", "failed"})
-"""A head that does not know a parameter may refuse the job by name. It may not die of it."""
+ENDS = frozenset({"cancelled"})
+"""They wait for a head of their release. There is none, so somebody cancels them."""
 
 PREPARED = """
 INSERT INTO jobs (id, model, prompt, prompt_ids, params, seed, metadata, max_tokens, prepared_at)
 SELECT %(id)s, %(model)s, jobs.prompt, jobs.prompt_ids, %(params)s, %(seed)s, %(metadata)s, %(max_tokens)s, now()
 FROM jobs WHERE model = %(model)s AND prompt = %(prompt)s AND prepared_at IS NOT NULL LIMIT 1
 """
+STRANGE = "SELECT id, state, crashes, error FROM jobs WHERE id = ANY(%s) AND (state, crashes) <> ('queued', 0)"
+CANCEL = "UPDATE jobs SET cancel_requested_at = now() WHERE id = ANY(%s)"
 NUMBER = 0
 """A greedy request of either set, with a text."""
 
 
 def newer_door(world: World, rng: random.Random) -> None:
-    """It tokenises and stores by itself, so that only a head meets the parameter."""
+    """It tokenises and stores by itself, so that only a head meets the parameter. No head may run the job without it,
+    end it, or die of it."""
     heads = {name: pid for name, pid in world.pids().items() if name.startswith("stage-0")}
     request = world.workload.requests[NUMBER]
     params = {name: request[name] for name in ("max_tokens", "ignore_eos", "temperature")}
@@ -45,13 +49,20 @@ def newer_door(world: World, rng: random.Random) -> None:
             values |= {"params": json.dumps({**params, **UNKNOWN}), "prompt": request["prompt"]}
             connection.execute(PREPARED, {**values, "max_tokens": request["max_tokens"]})
             world.journal.ask(each)
-    for each in asked:
-        if not world.journal.wait_for(each.id, END_S):
-            raise Broken(f"a job with an unknown parameter has not ended within {END_S:.0f} s")
+    hold(LEASES * world.times.lease_s)
     now = world.pids()
+    ids = [each.id for each in asked]
+    with session(world) as connection:
+        strange = connection.execute(STRANGE, (ids,)).fetchall()
+        connection.execute(CANCEL, (ids,))
     died = [name for name, pid in heads.items() if now.get(name) != pid]
     if died:
         raise Broken(f"{', '.join(died)} died of an unknown parameter")
+    if strange:
+        raise Broken(f"jobs with an unknown parameter do not wait: {strange}")
+    for job_id in ids:
+        if not world.journal.wait_for(job_id, END_S):
+            raise Broken(f"job {job_id}, which waits for a newer head, was not cancelled within {END_S:.0f} s")
 
 
 def upgrade(world: World, rng: random.Random) -> None:

@@ -25,13 +25,13 @@ import psycopg
 import redis
 
 from services.standalone.crew import MAX_DELAY_S
+from shardline.config import Times
 from tests.faults.arming import NeverStruck
 from tests.faults.drawing import drawn
 from tests.faults.fault import Broken, Fault, NotInjected, hold
 from tests.faults.finding import Finding
 from tests.faults.report import Struck
 from tests.faults.target import Target
-from tests.faults.world import TIME_SCALE
 
 NOISE = 2.0
 """Two cores, which others use too: what was measured in a calm minute may take twice as long."""
@@ -144,7 +144,7 @@ def recovery_max_s(world: Target, *, restarted: bool) -> float:
     """Lease, sweep, unbind, replay, and perhaps a restart."""
     times = world.times
     sweep_s = 2 * times.poll_s + times.resend_s
-    restart_s = MAX_DELAY_S * TIME_SCALE + world.start_s
+    restart_s = MAX_DELAY_S * times.lease_s / Times().lease_s + world.start_s
     return NOISE * (times.lease_s + sweep_s + times.unbind_s + world.calm_s + (restart_s if restarted else 0.0))
 
 

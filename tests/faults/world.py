@@ -53,6 +53,8 @@ class Options:
     dtype: str = "float32"
     stages: int = 2
     replicas: int = 1
+    time_scale: float = TIME_SCALE
+    """Of the protocol's times: a larger one where the machine is busy with other things."""
     exact: bool = True
     """False: attention without our kernel, so that a resume may give other tokens."""
     patience_s: float = 180.0
