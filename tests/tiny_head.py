@@ -24,7 +24,7 @@ from shardline.store.claims import Beat, Claimed, End
 from shardline.store.database import connect
 from shardline.streams import DeltaWriter
 from shardline.tables import JOBS_CHANNEL
-from shardline.tokenise import Tokens, model_row
+from shardline.tokenise import Completion, Tokens, model_row
 from shardline.wire import Delta
 
 CLERK = Path(__file__).resolve().parents[1] / "services/standalone/clerk/model"
@@ -139,9 +139,10 @@ class TinyHead:
         """Commit the result of what was said, or a failure, and tell the stream."""
         claimed, num_said = sequence.claimed, sequence.num_said
         reason = sequence.reason if state is JobState.SUCCEEDED else FinishReason.CANCELLED
+        completion = self._completion(sequence)
         result = Result(
             job_id=claimed.job_id,
-            text=self._text(sequence, 0, num_said),
+            text=completion.say(sequence.output_ids[:num_said]) + (tail := completion.flush()),
             token_ids=sequence.output_ids[:num_said],
             usage=Usage(prompt_tokens=len(claimed.prompt_ids), completion_tokens=num_said),
             finish_reason=reason,
@@ -161,13 +162,36 @@ class TinyHead:
         with self.database.begin() as connection:
             assert claims.end(connection, [end])
         if to_stream and self._writer is not None:
-            last = Delta(fence=claimed.fence, start=num_said, state=state, finish_reason=None if failed else reason)
+            last = Delta(
+                fence=claimed.fence,
+                start=num_said,
+                text="" if failed else tail,
+                state=state,
+                finish_reason=None if failed else reason,
+            )
             self._writer.write([(claimed.job_id, last)])
 
     def finish(self, sequence: Sequence) -> None:
         """Say all that is left, and end."""
         self.say(sequence, len(sequence.output_ids) - sequence.num_said)
         self.end(sequence)
+
+    def give_back(self, sequence: Sequence) -> None:
+        """The job waits again, with what was saved."""
+        with self.database.begin() as connection:
+            assert claims.release(connection, [(sequence.claimed.job_id, sequence.claimed.fence)])
+
+    def resume_otherwise(self, sequence: Sequence) -> Sequence:
+        """A head of another exactness goes on: its tokens differ from those that were streamed and not saved."""
+        self.give_back(sequence)
+        other = self.claim()
+        saved = other.claimed.output_ids
+        other.output_ids = (
+            *saved,
+            *(token_id + 1 for token_id in sequence.output_ids[len(saved) : -1]),
+            *self.tokens.eos_ids,
+        )
+        return other
 
     def refuse(self, sequence: Sequence, *, field: str) -> None:
         """End it as a relay ends what it finds invalid."""
@@ -222,8 +246,13 @@ class TinyHead:
         )
 
     def _text(self, sequence: Sequence, start: int, stop: int) -> str:
-        decode, ids = self.tokens.decode, sequence.output_ids
-        return decode(ids[:stop])[len(decode(ids[:start])) :]
+        """What a head gives out with these tokens."""
+        completion = self._completion(sequence)
+        completion.say(sequence.output_ids[:start])
+        return completion.say(sequence.output_ids[start:stop])
+
+    def _completion(self, sequence: Sequence) -> Completion:
+        return self.tokens.completion(sequence.claimed.params, sequence.claimed.max_tokens)
 
 
 def clerk_row() -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import msgspec
@@ -110,7 +111,7 @@ class Shape:
 
     def _text_logprobs(self, logprobs: Sequence[TokenLogprob], offset: int) -> dict[str, Any]:
         texts = [self.tokens.token_text(entry.token_id) for entry in logprobs]
-        offsets = [offset + sum(map(len, texts[:place])) for place in range(len(texts))]
+        offsets = list(accumulate(map(len, texts[:-1]), initial=offset)) if texts else []
         top = [self._likeliest(entry) for entry in logprobs]
         return {
             "tokens": texts,

@@ -13,7 +13,6 @@ from fastapi import Request, Response
 from services.gateway.answers import Shape
 from services.gateway.door import Accepted
 from services.gateway.errors import CLIENT_CLOSED_REQUEST, body_of, error_of_job, json_response, respond
-from services.gateway.settled import settled_text
 from services.gateway.state import Gateway
 from services.gateway.stream import DONE, KEEP_ALIVE, EventStream, disconnected, event
 from shardline.client.requests import succeeded
@@ -52,14 +51,24 @@ async def complete(gateway: Gateway, request: Request, accepted: Accepted, *, is
 
 
 async def completion_events(gateway: Gateway, accepted: Accepted, shape: Shape) -> AsyncIterator[bytes]:
-    """The stream's chunks, the usage if wanted, and `[DONE]`."""
+    """The stream's chunks, the usage if wanted, and `[DONE]`. An error in the middle is the last event before it."""
+    try:
+        async for chunk in _chunks(gateway, accepted, shape):
+            yield chunk
+    except ShardlineError as error:
+        log.warning("a stream ends early", job_id=str(accepted.job_id), error=str(error))
+        yield event(body_of(error))
+    yield DONE
+
+
+async def _chunks(gateway: Gateway, accepted: Accepted, shape: Shape) -> AsyncIterator[bytes]:
     began_s = sent_s = time.monotonic()
     keep_alive_s = gateway.settings.http_keep_alive_s
     num_chars = num_output = 0
     if (opening := shape.opening()) is not None:
         yield event(opening)
-    text_of = settled_text(accepted.model.tokens, accepted.request.params())
-    async for deltas in gateway.client.follow(accepted.job_id, text_of=text_of, tick_s=keep_alive_s):
+    text_rule = accepted.model.tokens.text_rule
+    async for deltas in gateway.client.follow(accepted.job_id, text_rule=text_rule, tick_s=keep_alive_s):
         now_s = time.monotonic()
         if not deltas:
             if now_s - sent_s >= keep_alive_s:
@@ -74,18 +83,11 @@ async def completion_events(gateway: Gateway, accepted: Accepted, shape: Shape) 
         num_chars += len(delta.text)
         num_output += len(delta.ids)
         if delta.state is not None:
-            async for chunk in _ending(gateway, accepted.job_id, shape, delta, num_output):
-                yield chunk
-
-
-async def _ending(gateway: Gateway, job_id: UUID, shape: Shape, delta: Delta, num_output: int) -> AsyncIterator[bytes]:
-    if delta.state == JobState.SUCCEEDED:
-        yield event(shape.closing(delta.finish_reason or ""))
-        if shape.wanted.include_usage:
-            yield event(shape.usage(num_output))
-    else:
-        yield event(body_of(await why(gateway, job_id)))
-    yield DONE
+            if delta.state != JobState.SUCCEEDED:
+                raise await why(gateway, accepted.job_id)
+            yield event(shape.closing(delta.finish_reason or ""))
+            if shape.wanted.include_usage:
+                yield event(shape.usage(num_output))
 
 
 async def why(gateway: Gateway, job_id: UUID) -> ShardlineError:

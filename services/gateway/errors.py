@@ -14,6 +14,7 @@ from starlette.requests import ClientDisconnect
 
 from shardline.errors import (
     Conflict,
+    Diverged,
     Invalid,
     JobCancelled,
     JobEnded,
@@ -86,6 +87,7 @@ KINDS: tuple[tuple[type[ShardlineError], int, str, str], ...] = (
     (Rejected, 400, "invalid_request_error", "invalid_value"),
     (NotFound, 404, "invalid_request_error", "not_found"),
     (Conflict, 409, "invalid_request_error", "conflict"),
+    (Diverged, 409, "job_restarted", "stream_diverged"),
     (Overloaded, 429, "rate_limit_error", "overloaded"),
     (Unavailable, 503, "server_error", "unavailable"),
     (JobCancelled, 409, "job_ended", "job_cancelled"),

@@ -12,12 +12,12 @@ import structlog
 from services.gateway.answers import job_document
 from services.gateway.completing import merged
 from services.gateway.errors import body_of
-from services.gateway.settled import settled_text
 from services.gateway.state import Gateway
 from services.gateway.stream import KEEP_ALIVE, event
-from shardline.errors import ShardlineError, Unavailable, UnknownModel
+from shardline.client.progress import TextRule
+from shardline.errors import Diverged, ShardlineError, Unavailable, UnknownModel
 from shardline.job import Job
-from shardline.streams import TextOf
+from shardline.streams import Place
 
 log = structlog.get_logger(__name__)
 
@@ -25,39 +25,41 @@ RETRY = b"retry: 1000\n\n"
 AGAIN_S = 0.5
 
 
-async def job_events(gateway: Gateway, job: Job, after: int) -> AsyncIterator[bytes]:
+async def job_events(gateway: Gateway, job: Job, after: Place) -> AsyncIterator[bytes]:
     """Events `delta` for tokens, then one event: `end` with the whole job, or `interrupted` with the reason.
 
-    After that a reader joins again; EventSource does so by itself, since every id is the number of tokens so far.
+    After that a reader joins again; EventSource does so by itself, since every id is the place so far: the beginning,
+    after tokens that count no more.
     """
     keep_alive_s = gateway.settings.http_keep_alive_s
     sent_s = time.monotonic()
-    num_tokens = after
+    place = after
     yield RETRY
     try:
-        text_of = await _text_of(gateway, job)
-        async for deltas in gateway.client.follow(job.id, after=after, text_of=text_of, tick_s=keep_alive_s):
+        text_rule = await _text_rule(gateway, job)
+        async for deltas in gateway.client.follow(job.id, after=after, text_rule=text_rule, tick_s=keep_alive_s):
             now_s = time.monotonic()
             if deltas:
                 sent_s, delta = now_s, merged(deltas)
-                num_tokens = max(num_tokens, delta.next)
+                place = place.then(delta.ids)
                 if delta.ids or delta.text:
                     document = {"start": delta.start, "token_ids": delta.ids, "text": delta.text}
                     if delta.logprobs is not None:
                         document["logprobs"] = delta.logprobs
-                    yield event(document, name="delta", event_id=num_tokens)
+                    yield event(document, name="delta", event_id=str(place))
                 if delta.state is not None:
-                    async for chunk in _end(gateway, job.id, num_tokens):
+                    async for chunk in _end(gateway, job.id, place):
                         yield chunk
             elif now_s - sent_s >= keep_alive_s:
                 sent_s = now_s
                 yield KEEP_ALIVE
     except ShardlineError as error:
         log.warning("an event stream ends early", job_id=str(job.id), error=str(error))
-        yield event({**body_of(error), "after": num_tokens}, name="interrupted", event_id=num_tokens)
+        place = Place() if isinstance(error, Diverged) else place
+        yield event({**body_of(error), "after": str(place)}, name="interrupted", event_id=str(place))
 
 
-async def _end(gateway: Gateway, job_id: UUID, num_tokens: int) -> AsyncIterator[bytes]:
+async def _end(gateway: Gateway, job_id: UUID, place: Place) -> AsyncIterator[bytes]:
     """The whole job. A Postgres that is away, or does not answer, is waited for so long as the setting says."""
     wait_s, keep_alive_s = gateway.settings.http_end_wait_s, gateway.settings.http_keep_alive_s
     deadline_s = time.monotonic() + wait_s
@@ -69,16 +71,16 @@ async def _end(gateway: Gateway, job_id: UUID, num_tokens: int) -> AsyncIterator
             yield KEEP_ALIVE
             await asyncio.sleep(min(AGAIN_S, wait_s))
         else:
-            yield event(job_document(job), name="end", event_id=num_tokens)
+            yield event(job_document(job), name="end", event_id=str(place))
             return
     raise Unavailable(
         f"the job has ended, and Postgres, which has its result, was away for {wait_s:g} s. Join again: "
-        f"GET /v1/jobs/{job_id}/events?after={num_tokens}, or GET /v1/jobs/{job_id}"
+        f"GET /v1/jobs/{job_id}/events?after={place}, or GET /v1/jobs/{job_id}"
     )
 
 
-async def _text_of(gateway: Gateway, job: Job) -> TextOf | None:
+async def _text_rule(gateway: Gateway, job: Job) -> TextRule | None:
     try:
-        return settled_text((await gateway.catalogue.get(job.model)).tokens, job.params)
+        return (await gateway.catalogue.get(job.model)).tokens.text_rule
     except UnknownModel:
         return None

@@ -17,7 +17,7 @@ KEEP_ALIVE = b": keep-alive\n\n"
 HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
-def event(document: Any, *, name: str | None = None, event_id: int | None = None) -> bytes:
+def event(document: Any, *, name: str | None = None, event_id: str | None = None) -> bytes:
     """One event; JSON has no line ends, so one line of data holds it."""
     lines = [f"event: {name}\n"] if name else []
     if event_id is not None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from sqlalchemy import Connection, Engine
 
 from shardline.errors import Invalid, UnknownModel
+from shardline.job import SamplingParams
 from shardline.store import models
 from shardline.tokenise import Tokens
 
@@ -40,11 +41,12 @@ class Decoder:
         self._database = database
         self._models = KnownModels()
 
-    def __call__(self, model: str, ids: Sequence[int]) -> str:
-        """Empty when the model is gone: the token ids are kept in any case."""
+    def __call__(self, model: str, params: SamplingParams, max_tokens: int, ids: Sequence[int]) -> str:
+        """As a head would have ended it. Empty when the model is gone: the token ids are kept in any case."""
         with self._database.begin() as connection:
             self._models.refresh(connection)
             try:
-                return self._models.get(connection, model).decode(ids)
+                completion = self._models.get(connection, model).completion(params, max_tokens)
             except Invalid:
                 return ""
+        return completion.say(ids) + completion.flush()

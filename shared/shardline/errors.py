@@ -5,6 +5,7 @@ ShardlineError
 │   └── UnknownModel
 ├── NotFound           no such job
 ├── Conflict           the id, the key or the name belongs to another request, or to another head
+├── Diverged           a job went on with other tokens than a stream of it had given out
 ├── Overloaded         a door is full: try again later
 ├── JobEnded           the job ended without a completion (base of what a waiter sees)
 │   ├── JobFailed
@@ -54,6 +55,19 @@ class NotFound(ShardlineError):
 
 class Conflict(ShardlineError):
     """The id or idempotency key already belongs to a different request, a pipeline's name to another head."""
+
+
+class Diverged(ShardlineError):
+    """A reader was given tokens that no result will have: the job moved to hardware that is not exact to the last.
+
+    Stream the job again from its beginning, or read its result.
+    """
+
+    def __init__(self, place: int) -> None:
+        super().__init__(
+            f"the job was resumed on a pipeline of another exactness, and its output differs from what was streamed, "
+            f"at or before token {place}. Stream it again from its beginning, or read its result"
+        )
 
 
 class Overloaded(ShardlineError):

@@ -8,7 +8,7 @@ import msgspec
 from msgspec import Meta
 
 from shardline.errors import ProtocolError
-from shardline.job import TokenLogprob
+from shardline.job import TokenId, TokenLogprob
 
 PROTOCOL_VERSION = 1
 """Of hops and control links between stages; peers with another one are refused by name."""
@@ -25,9 +25,9 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     `state` is set on the last entry, which is written after the COMMIT that ended the job.
     """
 
-    fence: int
-    start: int
-    ids: tuple[int, ...] = ()
+    fence: Annotated[int, Meta(ge=0)]
+    start: Annotated[int, Meta(ge=0)]
+    ids: tuple[TokenId, ...] = ()
     text: str = ""
     logprobs: tuple[TokenLogprob, ...] | None = None
     state: str | None = None

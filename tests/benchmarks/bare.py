@@ -18,7 +18,6 @@ from uuid import UUID, uuid4
 
 from tokenizers import Tokenizer
 
-from services.stage.engine.completion import Completion, Vocabulary
 from services.stage.engine.device import Device
 from services.stage.engine.engine import Engine, HeadEngine, LaterEngine
 from services.stage.engine.events import Finished
@@ -32,6 +31,7 @@ from services.stage.hop.wiring import Wiring
 from services.stage.hop.zeromq import ZeroMqHop
 from shardline.config import Times
 from shardline.split import even_split
+from shardline.tokenise import Completion, Vocabulary
 from tests.benchmarks.workload import PARAMS, WARM_UP_PROMPTS, Workload, workload
 
 TOKEN_BUDGET = 512

@@ -58,7 +58,7 @@ ATTEMPTS = text("SELECT job_id, fence, pipeline, epoch, tokens, num_resumed, out
 PIPELINES = text("SELECT id, epoch, head, ready_at IS NOT NULL, seats, exact FROM pipelines ORDER BY id")
 
 
-def decode(_model: str, ids: Any) -> str:
+def decode(_model: str, _params: SamplingParams, _max_tokens: int, ids: Any) -> str:
     """Text of partial results."""
     return " ".join(map(str, ids))
 

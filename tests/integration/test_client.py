@@ -13,7 +13,7 @@ from sqlalchemy.orm import Session
 
 from services.standalone.servers import Valkey
 from shardline.client import Client
-from shardline.errors import Conflict, Invalid, JobCancelled, JobFailed, NotFound, Unavailable
+from shardline.errors import Conflict, Diverged, Invalid, JobCancelled, JobExpired, JobFailed, NotFound, Unavailable
 from shardline.job import JobState
 from tests.tiny_head import TinyHead, tiny_head
 
@@ -181,6 +181,43 @@ def test_given_a_running_job_when_streamed_then_tokens_come_as_they_are_made(cli
     assert [token_id for delta in deltas for token_id in delta.ids] == list(sequence.output_ids)
     assert "".join(delta.text for delta in deltas) == PROMPT
     assert (deltas[-1].state, deltas[-1].finish_reason) == ("succeeded", "stop")
+
+
+@pytest.mark.parametrize(
+    ("state", "error"),
+    [(JobState.FAILED, JobFailed), (JobState.CANCELLED, JobCancelled), (JobState.EXPIRED, JobExpired)],
+)
+def test_given_a_live_reader_when_the_job_ends_without_completion_then_the_stream_raises(
+    client: Client, head: TinyHead, state: JobState, error: type[Exception]
+) -> None:
+    job_id = client.submit("clerk", PROMPT)
+    sequence = head.claim()
+    stream = client.stream(job_id)
+    head.say(sequence, 2)
+    assert next(stream).ids == sequence.output_ids[:1]
+    head.end(sequence, state)
+    with pytest.raises(error):
+        list(stream)
+
+
+def test_given_a_job_that_goes_on_with_other_tokens_when_streamed_then_the_reader_is_told_and_may_begin_anew(
+    client: Client, head: TinyHead
+) -> None:
+    job_id = client.submit("clerk", PROMPT)
+    sequence = head.claim()
+    stream = client.stream(job_id)
+    head.say(sequence, 2)
+    head.beat(sequence)
+    head.say(sequence, 3)
+    given_out = [next(stream).ids[0] for _ in range(5)]
+    other = head.resume_otherwise(sequence)
+    head.finish(other)
+    with pytest.raises(Diverged):
+        given_out += [token_id for delta in stream for token_id in delta.ids]
+    assert tuple(given_out) == sequence.output_ids[:5]
+    anew = list(client.stream(job_id))
+    assert tuple(token_id for delta in anew for token_id in delta.ids) == other.output_ids
+    assert "".join(delta.text for delta in anew) == (client.wait(job_id, 60).result or pytest.fail("no result")).text
 
 
 def test_given_redis_lost_in_the_middle_when_streamed_then_every_token_comes_once(

@@ -12,9 +12,10 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from services.standalone.servers import Postgres, Valkey
 from shardline.client import AsyncClient
-from shardline.errors import Invalid, JobCancelled, JobFailed, NotFound
+from shardline.errors import Diverged, Invalid, JobCancelled, JobFailed, NotFound
 from shardline.job import JobState
 from shardline.store.database import connect
+from shardline.streams import Place
 from shardline.wire import Delta
 from tests.tiny_head import TinyHead, tiny_head
 
@@ -70,7 +71,7 @@ async def test_given_no_such_job_when_asked_for_then_it_is_not_found(client: Asy
     with pytest.raises(NotFound):
         await anext(client.stream(uuid4()))
     with pytest.raises(NotFound):
-        await anext(client.follow(uuid4(), after=1))
+        await anext(client.follow(uuid4(), after=Place(num_tokens=1, digest=None)))
 
 
 async def test_given_a_job_that_never_ends_when_waited_for_then_the_time_is_kept(client: AsyncClient) -> None:
@@ -127,6 +128,42 @@ async def test_given_redis_lost_in_the_middle_when_streamed_then_every_token_com
     deltas += [delta async for delta in stream]
     assert [token_id for delta in deltas for token_id in delta.ids] == list(sequence.output_ids)
     assert "".join(delta.text for delta in deltas) == PROMPT
+
+
+async def test_given_a_job_that_goes_on_with_other_tokens_when_streamed_then_the_reader_is_told(
+    client: AsyncClient, head: TinyHead
+) -> None:
+    job_id = await client.submit("clerk", PROMPT)
+    sequence = head.claim()
+    stream = client.stream(job_id)
+    head.say(sequence, 2)
+    head.beat(sequence)
+    head.say(sequence, 3)
+    given_out = [(await anext(stream)).ids[0] for _ in range(5)]
+    other = head.resume_otherwise(sequence)
+    head.finish(other)
+    with pytest.raises(Diverged):
+        given_out += [token_id async for delta in stream for token_id in delta.ids]
+    assert tuple(given_out) == sequence.output_ids[:5]
+    assert tuple(token_id for delta in await _collect(client, job_id) for token_id in delta.ids) == other.output_ids
+
+
+async def test_given_redis_away_when_many_jobs_are_followed_then_their_rows_are_read_together(
+    client: AsyncClient, head: TinyHead, redis_server: Valkey
+) -> None:
+    ids = await client.submit_many({"model": "clerk", "prompt": PROMPT} for _ in range(100))
+    sequences = head.claim_all()
+    redis_server.kill()
+    readers = [asyncio.create_task(_collect(client, job_id)) for job_id in ids]
+    for sequence in sequences:
+        head.say(sequence, 2, to_stream=False)
+        head.beat(sequence)
+        head.say(sequence, len(sequence.output_ids) - 2, to_stream=False)
+        head.end(sequence, to_stream=False)
+    for deltas in await asyncio.gather(*readers):
+        assert [token_id for delta in deltas for token_id in delta.ids] == list(sequences[0].output_ids)
+        assert "".join(delta.text for delta in deltas) == PROMPT
+    redis_server.restart()
 
 
 async def test_given_postgres_restarted_when_waited_for_then_waiting_goes_on(

@@ -149,6 +149,24 @@ async def test_given_a_failing_job_when_streamed_then_the_stream_says_so(
     assert done == "[DONE]"
 
 
+async def test_given_a_job_that_goes_on_with_other_tokens_when_streamed_then_the_stream_ends_with_an_error(
+    http: httpx.AsyncClient, head: TinyHead
+) -> None:
+    async with http.stream("POST", TEXT, json={"model": "clerk", "prompt": PROMPT, "stream": True}) as reply:
+        sequence, events, said = await claimed(head), events_of(reply), ""
+        head.say(sequence, 2)
+        head.beat(sequence)
+        head.say(sequence, 3)
+        while said != "sum: ":
+            said += (await anext(events)).data["choices"][0]["text"]
+        head.finish(head.resume_otherwise(sequence))
+        error, done = [event.data async for event in events]
+    assert error["error"]["code"] == "stream_diverged"
+    assert done == "[DONE]"
+    job = (await http.get(f"/v1/jobs/{sequence.claimed.job_id}")).json()
+    assert (job["state"], job["cancel_requested"]) == ("succeeded", False)
+
+
 @pytest.mark.parametrize(
     ("state", "status", "code"), [(JobState.FAILED, 500, "job_failed"), (JobState.CANCELLED, 409, "job_cancelled")]
 )

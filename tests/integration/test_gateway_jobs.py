@@ -15,6 +15,7 @@ from sqlalchemy import text
 
 from services.standalone.servers import Valkey
 from shardline.job import JobState
+from shardline.streams import Place
 from tests.integration.gateway_world import COMMENT, PROMPT, Event, events_of, running_gateway
 from tests.tiny_head import TinyHead, tiny_head
 
@@ -115,7 +116,7 @@ async def test_given_a_running_job_when_followed_then_events_count_its_tokens(
     events = await read(http, job_id)
     assert ids_and_text(events) == (list(sequence.output_ids), PROMPT)
     assert (events[-1].name, events[-1].data["state"]) == ("end", "succeeded")
-    assert events[-1].event_id == str(len(sequence.output_ids))
+    assert events[-1].event_id == str(Place().then(sequence.output_ids))
     assert events[0].data["logprobs"][0] == [sequence.output_ids[0], -0.25, [[0, -0.5]]]
 
 
@@ -141,6 +142,31 @@ async def test_given_a_cut_connection_when_joined_again_then_nothing_is_missed_o
 
     assert ids_and_text([*before, *after]) == (list(sequence.output_ids), PROMPT)
     assert [event.name for event in after][-1] == "end"
+
+
+async def test_given_a_job_that_goes_on_with_other_tokens_when_followed_then_the_reader_begins_anew(
+    http: httpx.AsyncClient, head: TinyHead
+) -> None:
+    job_id = await submit(http)
+    sequence = head.claim()
+    async with http.stream("GET", f"{JOBS}/{job_id}/events") as reply:
+        events = events_of(reply)
+        head.say(sequence, 2)
+        head.beat(sequence)
+        head.say(sequence, 3)
+        before = [await anext(events)]
+        while len(ids_and_text(before)[0]) < 5:
+            before.append(await anext(events))
+        other = head.resume_otherwise(sequence)
+        head.finish(other)
+        *_, last = [event async for event in events]
+    assert (last.name, last.event_id, last.data["after"]) == ("interrupted", "0", "0")
+    assert last.data["error"]["code"] == "stream_diverged"
+
+    anew = await read(http, job_id, headers={"Last-Event-ID": last.event_id})
+    assert ids_and_text(anew) == (list(other.output_ids), anew[-1].data["result"]["text"])
+    (cut,) = await read(http, job_id, headers={"Last-Event-ID": str(before[-1].event_id)})
+    assert (cut.name, cut.data["error"]["code"]) == ("interrupted", "stream_diverged")
 
 
 async def test_given_redis_lost_under_a_reader_when_the_job_goes_on_then_nothing_is_missed_or_repeated(
@@ -210,10 +236,10 @@ async def test_given_postgres_away_for_long_when_a_job_ends_then_the_reader_is_t
             with only_the_head_connects(postgres_url, head):
                 head.finish(sequence)
                 last = [event async for event in events_of(reply)][-1]
-        num_tokens = len(sequence.output_ids)
-        assert (last.name, last.event_id, last.data["after"]) == ("interrupted", str(num_tokens), num_tokens)
+        place = str(Place().then(sequence.output_ids))
+        assert (last.name, last.event_id, last.data["after"]) == ("interrupted", place, place)
         assert last.data["error"]["code"] == "unavailable"
-        assert f"/v1/jobs/{job_id}/events?after={num_tokens}" in last.data["error"]["message"]
+        assert f"/v1/jobs/{job_id}/events?after={place}" in last.data["error"]["message"]
 
         (again,) = await read(http, job_id, headers={"Last-Event-ID": last.event_id})
 

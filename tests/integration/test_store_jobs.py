@@ -16,6 +16,7 @@ from shardline.job import JobRequest, JobState, Message, SamplingParams, TokenLo
 from shardline.store import claims, jobs, listing
 from shardline.store.claims import Beat
 from shardline.store.database import connect_async
+from shardline.store.progress import Asked, read_progress
 from tests.integration.store_world import (
     LONG_S,
     MODEL,
@@ -203,18 +204,23 @@ def test_given_a_job_in_each_state_when_its_progress_is_read_then_a_stream_can_r
     beat = _beat(claimed, 7, 8)
     with engine.begin() as connection:
         claims.heartbeat(connection, [beat], lease_s=LONG_S)
-        progress = jobs.job_progress(connection, claimed.job_id)
+        (progress,) = read_progress(connection, [Asked(claimed.job_id)])
         assert progress is not None
-        assert (progress.state, progress.token_ids, progress.text) == (JobState.RUNNING, (7, 8), None)
+        assert (progress.state, progress.token_ids, progress.text) == (None, (7, 8), None)
         assert progress.logprobs == beat.logprobs
         claims.release(connection, [(claimed.job_id, claimed.fence)])
-        assert (queued := jobs.job_progress(connection, claimed.job_id)) is not None
-        assert (queued.state, queued.token_ids) == (JobState.QUEUED, (7, 8))
-        assert jobs.job_progress(connection, new_id()) is None
+        asked = [Asked(new_id()), Asked(claimed.job_id, claimed.fence, 1, 0), Asked(claimed.job_id, 9, 1, 0)]
+        nothing, known, unknown = read_progress(connection, asked)
+        assert nothing is None
+        assert known is not None
+        assert (known.start, known.token_ids, known.logprobs) == (1, (8,), beat.logprobs[1:])
+        assert unknown is not None
+        assert (unknown.state, unknown.start, unknown.token_ids) == (None, 0, (7, 8))
     (again,) = claim(engine, [claimed.job_id])
     end(engine, success(again, 7, 8, 9))
     with engine.begin() as connection:
-        assert (done := jobs.job_progress(connection, claimed.job_id)) is not None
+        (done,) = read_progress(connection, [Asked(claimed.job_id)])
+    assert done is not None
     assert (done.state, done.token_ids, done.text, done.finish_reason) == ("succeeded", (7, 8, 9), "done", "stop")
 
 

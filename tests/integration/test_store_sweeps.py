@@ -11,7 +11,7 @@ from uuid import UUID
 import pytest
 from sqlalchemy import Engine
 
-from shardline.job import Job, JobState
+from shardline.job import Job, JobState, SamplingParams
 from shardline.store import claims, jobs, sweeps
 from shardline.store.claims import Beat, Claimed
 from tests.integration.store_world import (
@@ -38,7 +38,7 @@ def engine(database_url: str) -> Iterator[Engine]:
         yield engine
 
 
-def spell(model: str, ids: Sequence[int]) -> str:
+def spell(model: str, _params: SamplingParams, _max_tokens: int, ids: Sequence[int]) -> str:
     """Stands for the model's tokenizer."""
     return f"{model}:{','.join(map(str, ids))}"
 

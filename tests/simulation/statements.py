@@ -6,12 +6,13 @@ statement here: that rows are locked in a fixed order is the store's own tests' 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from uuid import UUID
 
 from shardline.job import FinishReason, JobState, Result, Usage
 from shardline.store.claims import Beat, BeatReply, Claimed, End, Key
 from shardline.store.outbox import MAX_BATCH, MAX_DOUBLINGS, WINDOW_MIN, WINDOW_PER_SEAT, Send
+from shardline.store.sweeps import Decode
 from tests.simulation.rows import Attempt, Connection, Job, PipelineRow, ResultRow, Tables
 
 __all__ = ["MAX_BATCH"]
@@ -166,7 +167,7 @@ def unstamp_all(connection: Connection) -> int:
 # shardline.store.sweeps ----------------------------------------------------------------------------------------------
 
 
-def sweep_waiting(connection: Connection, decode: Callable[[str, Sequence[int]], str]) -> dict[UUID, str]:
+def sweep_waiting(connection: Connection, decode: Decode) -> dict[UUID, str]:
     """See shardline.store.sweeps."""
     over = [
         job
@@ -176,9 +177,7 @@ def sweep_waiting(connection: Connection, decode: Callable[[str, Sequence[int]],
     return {**end_from(connection, [_stopped(connection, job, decode) for job in over], held=JobState.QUEUED)}
 
 
-def sweep_leases(
-    connection: Connection, decode: Callable[[str, Sequence[int]], str], *, lease_s: float
-) -> dict[UUID, str]:
+def sweep_leases(connection: Connection, decode: Decode, *, lease_s: float) -> dict[UUID, str]:
     """See shardline.store.sweeps."""
     tables = connection.tables
     moved: dict[UUID, str] = {}
@@ -304,7 +303,7 @@ def _end(tables: Tables, job: Job, one: End) -> None:
         )
 
 
-def _stopped(connection: Connection, job: Job, decode: Callable[[str, Sequence[int]], str]) -> End:
+def _stopped(connection: Connection, job: Job, decode: Decode) -> End:
     attempt = connection.tables.attempts.get((job.id, job.fence))
     tokens = attempt.tokens if attempt else ()
     is_cancelled = job.cancel_s is not None
@@ -314,7 +313,7 @@ def _stopped(connection: Connection, job: Job, decode: Callable[[str, Sequence[i
     result = None
     if tokens:
         usage = Usage(prompt_tokens=len(job.prompt_ids), completion_tokens=len(tokens))
-        text = decode(job.model, tokens)
+        text = decode(job.model, job.params, job.max_tokens, tokens)
         result = Result(job_id=job.id, text=text, token_ids=tokens, usage=usage, finish_reason=reason, exact=True)
     return End(job_id=job.id, fence=job.fence, state=state, result=result)
 

@@ -216,7 +216,7 @@ class World:
         if cursor.has_gap or job.state.terminal or self.rng.random() < 0.2:
             result, attempt = self.tables.results.get(job.id), self.tables.attempts.get((job.id, job.fence))
             ids = result.token_ids if result else attempt.tokens if attempt else ()
-            cursor.catch_up(ids, text=None, state=job.state if job.state.terminal else None)
+            cursor.catch_up(0, ids, fence=job.fence, text=None, state=job.state if job.state.terminal else None)
         for delta in cursor.take():
             if delta.start > len(reader.tokens):
                 raise Broken(f"a gap in the stream of {job.id}")

@@ -5,32 +5,10 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from services.stage.engine.completion import MAX_WINDOW_TOKENS, Completion, Detokeniser, StopFinder, Vocabulary
 from shardline.job import FinishReason, SamplingParams
-
-
-def byte_level() -> Tokenizer:
-    """A token per byte, some of several bytes (two of them end inside a character), and a special one, the last."""
-    pieces = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "Ġhello", "ðŁĺ", "¬ðŁ"]
-    tokenizer = Tokenizer(models.BPE(vocab={piece: number for number, piece in enumerate(pieces)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken("<|end|>", special=True)])
-    return tokenizer
-
-
-def byte_fallback() -> Tokenizer:
-    """Words with a leading space, and bytes for all else, as in SentencePiece models."""
-    pieces = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁hello", "▁world", "▁", "lo"]
-    vocab = {piece: number for number, piece in enumerate(pieces)}
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], byte_fallback=True, unk_token="<unk>"))
-    tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    )
-    return tokenizer
-
+from shardline.tokenise.completion import MAX_WINDOW_TOKENS, Completion, Detokeniser, StopFinder, Vocabulary
+from tests.unit.small_tokenizers import byte_fallback, byte_level
 
 BYTES = byte_level()
 PIECES = byte_fallback()
@@ -192,7 +170,7 @@ def test_eos_ends_the_completion_without_text() -> None:
 
     deltas, reason = push_all(one, [*ids_of("hi"), END])
 
-    assert (deltas, reason) == (["", "", "", "hi"], FinishReason.STOP)
+    assert (deltas, reason) == (["", "", "hi", ""], FinishReason.STOP)
 
 
 def test_eos_is_an_ordinary_token_when_it_is_ignored() -> None:

@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 
+from services.gateway.answers import Shape
 from services.gateway.openai import Wanted, chat_request, completion_request, read_object
-from services.gateway.settled import settled_text
 from shardline.errors import Invalid
-from shardline.job import Message, SamplingParams
+from shardline.job import Message, TokenLogprob
 from shardline.tokenise import Tokens
+from shardline.wire import Delta
 
 TEXT: dict[str, Any] = {"model": "clerk", "prompt": "a"}
 CHAT: dict[str, Any] = {"model": "clerk", "messages": [{"role": "user", "content": "a"}]}
@@ -103,42 +104,49 @@ def test_given_a_wrong_chat_when_read_then_the_field_is_named(fields: dict[str, 
     assert caught.value.field == field
 
 
+class CountedText(str):
+    """Counts how often a length is asked for."""
+
+    num_asked = 0
+
+    def __len__(self) -> int:
+        CountedText.num_asked += 1
+        return super().__len__()
+
+
+class OneText(Tokens):
+    """Every token has the same text."""
+
+    def __init__(self) -> None:
+        """Without a tokenizer."""
+
+    def token_text(self, token_id: int) -> str:
+        return CountedText("ab" if token_id >= 0 else "")
+
+
+def test_given_many_log_probabilities_when_shaped_then_each_text_is_measured_once() -> None:
+    shape = Shape(
+        is_chat=False,
+        public_id="cmpl-1",
+        model="m",
+        created=0,
+        system_fingerprint="fp",
+        wanted=Wanted(),
+        tokens=OneText(),
+        prompt_ids=(),
+    )
+    logprobs = tuple(TokenLogprob(token_id, -0.5) for token_id in range(2_000))
+    CountedText.num_asked = 0
+
+    chunk = shape.chunk(Delta(fence=1, start=0, ids=tuple(range(2_000)), text="", logprobs=logprobs), 7)
+
+    assert chunk["choices"][0]["logprobs"]["text_offset"] == list(range(7, 4_007, 2))
+    assert CountedText.num_asked <= 2_000
+    assert shape.chunk(Delta(fence=1, start=0, logprobs=()), 7)["choices"][0]["logprobs"]["text_offset"] == []
+
+
 @pytest.mark.parametrize("body", [b"", b"[]", b"{", b'"a"', b"\xff{}"])
 def test_given_a_body_that_is_no_object_when_read_then_it_is_refused(body: bytes) -> None:
     with pytest.raises(Invalid) as caught:
         read_object(body)
     assert caught.value.field == "body"
-
-
-@pytest.fixture(scope="module")
-def tokens() -> Tokens:
-    return Tokens(
-        model="letters",
-        tokenizer_json=(
-            '{"version":"1.0","added_tokens":[],"model":{"type":"WordLevel","unk_token":"a",'
-            '"vocab":{"a":0,"b":1,"c":2,"\ufffd":3,"e":4}},"decoder":{"type":"Fuse"}}'
-        ),
-        chat_template=None,
-        special_tokens={},
-        context_length=8,
-        vocab_size=5,
-        eos_ids=[4],
-    )
-
-
-@pytest.mark.parametrize(
-    ("ids", "stops", "text"),
-    [
-        ([0, 1], (), "ab"),
-        ([0, 1, 3], (), "ab"),
-        ([0, 1, 4], (), "ab"),
-        ([0, 1], ("bc",), "a"),
-        ([0, 1, 2], ("bb", "x"), "abc"),
-        ([0, 1, 1], ("bbc", "bca"), "a"),
-        ([], ("a",), ""),
-    ],
-)
-def test_given_tokens_so_far_when_asked_for_their_text_then_it_is_what_a_head_has_given_out(
-    tokens: Tokens, ids: list[int], stops: tuple[str, ...], text: str
-) -> None:
-    assert settled_text(tokens, SamplingParams(stop=stops))(ids) == text

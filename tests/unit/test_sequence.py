@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from services.stage.engine.sequence import Request, Sequence, Waiting, ranked_last, stop_ids_of
+from services.stage.engine.sequence import Request, Sequence, Waiting, ranked_last
 from shardline.job import FinishReason, SamplingParams, TokenLogprob
 from tests.simulation.pipeline import EOS, Numbers, request
 
@@ -92,5 +92,5 @@ def test_the_youngest_of_the_lowest_priority_ranks_last() -> None:
 
 
 def test_eos_ends_a_completion_unless_it_is_ignored() -> None:
-    assert stop_ids_of(SamplingParams(stop_token_ids=(9,)), frozenset({2})) == {2, 9}
-    assert stop_ids_of(SamplingParams(stop_token_ids=(9,), ignore_eos=True), frozenset({2})) == {9}
+    assert SamplingParams(stop_token_ids=(9,)).stop_ids({2}) == {2, 9}
+    assert SamplingParams(stop_token_ids=(9,), ignore_eos=True).stop_ids({2}) == {9}

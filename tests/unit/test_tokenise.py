@@ -47,7 +47,7 @@ def test_given_a_folder_without_tokenizer_when_read_then_only_token_ids_are_take
     tokens = Tokens.from_row(row)
 
     assert tokens.prepare(prompt=(5, 6), params=NO_LIMITS).prompt_ids == (5, 6)
-    assert tokens.decode([5, 6]) == ""
+    assert tokens.completion(NO_LIMITS, 8).say([5, 6]) == ""
     with pytest.raises(Invalid, match="list of token ids"):
         tokens.prepare(prompt="text", params=NO_LIMITS)
     with pytest.raises(Invalid, match=r"stop: tiny has no tokenizer.*Use stop_token_ids"):
@@ -81,7 +81,7 @@ def test_given_messages_when_rendered_then_the_ids_are_those_of_transformers(
 
 def test_given_ids_when_decoded_then_special_tokens_have_no_text(clerk: Tokens) -> None:
     ids = clerk.prepare(prompt="sum: 1 + 2 =", params=NO_LIMITS).prompt_ids
-    assert clerk.decode(ids) == "sum: 1 + 2 ="
+    assert clerk.completion(NO_LIMITS, 8).say([*ids, 2]) == "sum: 1 + 2 ="
     assert clerk.token_text(2) == "<eos>"
 
 

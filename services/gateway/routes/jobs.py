@@ -17,11 +17,11 @@ from services.gateway.stream import EventStream
 from shardline.errors import Invalid, NotFound
 from shardline.ids import parse_id
 from shardline.job import JobState
+from shardline.streams import Place
 
 router = APIRouter(tags=["jobs"])
 
 MAX_LISTED = 200
-MAX_AFTER = 2**31
 
 
 @router.post("/v1/jobs", status_code=202, openapi_extra=body("JobRequest"))
@@ -72,11 +72,15 @@ async def cancel_job(job_id: str, gateway: Here, caller: Canceller) -> Response:
 
 @router.get("/v1/jobs/{job_id}/events")
 async def follow_job(job_id: str, request: Request, gateway: Here, caller: Reader) -> Response:
-    """Its tokens as server-sent events. `id:` is the number of tokens so far: send it back as Last-Event-ID, or as
-    `?after=`, to go on where a connection was cut, without a gap or a repeat."""
+    """Its tokens as server-sent events. `id:` is the number of tokens so far and a checksum of them: send it back as
+    Last-Event-ID, or as `?after=`, to go on where a connection was cut, without a gap or a repeat."""
     job = await gateway.client.get(_job_id(job_id), tenant=caller.tenant)
     text = request.headers.get("last-event-id") or request.query_params.get("after", "0")
-    after = _number("after", text, minimum=0, maximum=MAX_AFTER)
+    after = Place.parse(text)
+    if after is None:
+        raise Invalid(
+            "after", f"{text[:32]!r} is no place in a stream", "Send the id of its last event, or leave it out"
+        )
     return EventStream(job_events(gateway, job, after), headers={"x-request-id": str(job.id)})
 
 

@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from services.stage.engine.sequence import stop_ids_of
 from services.stage.engine.step import Open
 from shardline import failpoints
 from shardline.failpoints import Point, is_struck
@@ -57,7 +56,7 @@ class SampledSequence:
         """Output index of the token to be sampled next."""
         self._masked: list[int] = []
         if params.min_tokens > 0:
-            self._masked = [token for token in stop_ids_of(params, eos_ids) if token < vocab_size]
+            self._masked = [token for token in params.stop_ids(eos_ids) if token < vocab_size]
         self._penalties: _Penalties | None = None
         if _has_penalties(params):
             self._penalties = _Penalties(

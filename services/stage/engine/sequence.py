@@ -22,10 +22,10 @@ class TokenSink(Protocol):
     """Turns output tokens into text and says when a completion ends. A pure function of the tokens pushed so far."""
 
     def push(self, token_id: int, /) -> tuple[str, FinishReason | None]:
-        """The text that this token settles, and the reason if it is the last."""
+        """The text that this token settles, and the reason if it is the last: then with all that was held back."""
 
     def flush(self) -> str:
-        """The text still held back: nothing follows."""
+        """The text still held back, when a completion is ended before its time."""
 
     @property
     def text(self) -> str:
@@ -126,8 +126,7 @@ class Sequence:
         self.ids.append(token)
         if logprob is not None:
             self.logprobs.append(logprob)
-        text, reason = self.sink.push(token)
-        return (text, None) if reason is None else (text + self.sink.flush(), reason)
+        return self.sink.push(token)
 
 
 class Waiting:
@@ -160,8 +159,3 @@ class Waiting:
 def ranked_last(sequences: Iterable[Sequence]) -> Sequence:
     """The youngest of the lowest priority: the one to preempt."""
     return max(sequences, key=lambda sequence: sequence.rank)
-
-
-def stop_ids_of(params: SamplingParams, eos_ids: frozenset[int]) -> frozenset[int]:
-    """Tokens that end this completion."""
-    return frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos_ids)

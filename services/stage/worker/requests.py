@@ -5,9 +5,9 @@ from __future__ import annotations
 import msgspec
 from tokenizers import Tokenizer
 
-from services.stage.engine.completion import Completion, Vocabulary
 from services.stage.engine.sequence import Request
 from shardline.store.claims import Claimed
+from shardline.tokenise import Completion, Vocabulary
 
 
 class Requests:

@@ -14,6 +14,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, AsyncSession
 
 from shardline.client.database import AWAY, MAX_IDS_PER_QUERY, listen_address, reachable
 from shardline.client.ends import Ends
+from shardline.client.progress import ProgressReader, TextRule, learn
 from shardline.client.requests import (
     AnyRequest,
     check_all_exist,
@@ -29,8 +30,8 @@ from shardline.store import dead_letters, jobs, listing
 from shardline.store.database import connect_async
 from shardline.store.dead_letters import DeadLetter
 from shardline.store.inserts import Tokenised
-from shardline.streams import Cursor, DeltaReader, Mailbox
-from shardline.streams.cursor import TextOf
+from shardline.store.progress import Asked
+from shardline.streams import Cursor, DeltaReader, Mailbox, Place
 from shardline.wire import Delta
 
 log = structlog.get_logger(__name__)
@@ -46,6 +47,9 @@ Jobs = list[Job]
 Summaries = list[JobSummary]
 Deltas = list[Delta]
 Stored = list[jobs.Stored]
+
+MAX_SAID_AT_ONCE = 256
+"""Tokens turned to text between two looks at other tasks; more go to a thread."""
 
 
 class AsyncClient:
@@ -74,6 +78,7 @@ class AsyncClient:
         self._reader = DeltaReader(settings.redis_url)
         address = self.database.url if database is not None else settings.database_url.get_secret_value()
         self._ends = Ends(self.database, listen_address(address), poll_s=self._poll_s)
+        self._progress = ProgressReader(self.database)
         self._started = False
 
     async def __aenter__(self) -> Self:
@@ -88,6 +93,7 @@ class AsyncClient:
         """End the tasks and give back the connections. Jobs go on."""
         if self._started:
             await self._ends.close()
+            await self._progress.close()
         await self._reader.close()
         if self._owns_database:
             await self.database.dispose()
@@ -216,11 +222,11 @@ class AsyncClient:
         return await self.get(job_id)
 
     async def stream(self, job_id: UUID) -> AsyncIterator[Delta]:
-        """The job's new tokens as they come, each once, the last with its state. Raises as `wait` does at the end.
+        """The job's new tokens as they come, each once, the last with its state. Raises as `wait` does at the end, and
+        Diverged when the job goes on with other tokens than were given.
 
         Text of tokens that did not come through Redis is in the last delta.
         """
-        await self.get(job_id)
         async for deltas in self.follow(job_id):
             for delta in deltas:
                 yield delta
@@ -228,18 +234,24 @@ class AsyncClient:
                     raise error_of(JobState(delta.state), f"job {job_id}", (await self.get(job_id)).error)
 
     async def follow(
-        self, job_id: UUID, *, after: int = 0, text_of: TextOf | None = None, tick_s: float | None = None
+        self,
+        job_id: UUID,
+        *,
+        after: Place | None = None,
+        text_rule: TextRule | None = None,
+        tick_s: float | None = None,
     ) -> AsyncIterator[Deltas]:
         """What `stream` is made of: joins `after` so many tokens, yields an empty list at every tick without news.
 
-        With `text_of` the text of tokens read from Postgres comes at once. Ends after the delta that has a state.
+        With `text_rule` the text of tokens read from Postgres comes at once. Ends after the delta that has a state.
         """
         self._start()
-        cursor, mailbox = Cursor(after=after, text_of=text_of), Mailbox()
+        cursor, mailbox = Cursor(after=after), Mailbox()
         wait_s = min(self._poll_s, tick_s or self._poll_s)
         with self._ends.watch(job_id, mailbox), self._reader.watch(job_id, mailbox):
-            if after or self._reader.is_away:
-                await self._catch_up(job_id, cursor)
+            # First of all the newest attempt's number: its predecessors may have streamed what counts no more.
+            only_learn = text_rule is None and after is None and not self._reader.is_away
+            await self._catch_up(job_id, cursor, text_rule, only_learn=only_learn)
             while True:
                 yield cursor.take()
                 if cursor.ended:
@@ -247,26 +259,30 @@ class AsyncClient:
                 for delta in await mailbox.wait(wait_s):
                     cursor.push(delta)
                 if mailbox.ended or cursor.has_gap or self._reader.is_away:
-                    await self._catch_up(job_id, cursor)
+                    await self._catch_up(job_id, cursor, text_rule)
 
-    async def _catch_up(self, job_id: UUID, cursor: Cursor) -> None:
-        """While Postgres is away too, the stream alone must do."""
-        try:
-            async with self.database.connect() as connection:
-                progress = await connection.run_sync(jobs.job_progress, job_id)
-        except (DBAPIError, *AWAY) as error:
-            log.warning("Postgres is away: a stream waits", job_id=str(job_id), error=str(error)[:200])
-            return
-        if progress is None:
-            raise NotFound(f"no job has the id {job_id}")
-        cursor.catch_up(
-            progress.token_ids,
-            fence=progress.fence,
-            logprobs=progress.logprobs,
-            text=progress.text,
-            state=progress.state if progress.state.terminal else None,
-            finish_reason=progress.finish_reason,
-        )
+    async def _catch_up(
+        self, job_id: UUID, cursor: Cursor, text_rule: TextRule | None, *, only_learn: bool = False
+    ) -> None:
+        """All pages. While Postgres is away too, the stream alone must do."""
+        is_whole = False
+        while not is_whole:
+            try:
+                progress = await self._progress.read(Asked(job_id, *cursor.asked(only_learn=only_learn)))
+            except (DBAPIError, *AWAY) as error:
+                log.warning("Postgres is away: a stream waits", job_id=str(job_id), error=str(error)[:200])
+                return
+            if progress is None:
+                raise NotFound(f"no job has the id {job_id}")
+            if text_rule is not None and cursor.text_of is None and progress.max_tokens is not None:
+                cursor.text_of = text_rule(progress.params, progress.max_tokens)
+            num_said = 0 if cursor.text_of is None else cursor.num_unsaid + len(progress.token_ids)
+            if num_said > MAX_SAID_AT_ONCE:
+                await asyncio.to_thread(learn, cursor, progress, only_learn=only_learn)
+            else:
+                learn(cursor, progress, only_learn=only_learn)
+            is_whole = progress.is_whole and (progress.state is None or cursor.ended)
+            only_learn = only_learn and not progress.is_whole
 
     async def _until_ended(self, job_id: UUID) -> None:
         mailbox = Mailbox()
@@ -278,4 +294,5 @@ class AsyncClient:
         if not self._started:
             self._started = True
             self._ends.start()
+            self._progress.start()
             self._reader.start()

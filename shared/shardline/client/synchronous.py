@@ -15,6 +15,7 @@ from sqlalchemy.orm import Session
 
 from shardline.client.bell import Bell
 from shardline.client.database import MAX_IDS_PER_QUERY, connection_of, listen_address, reachable
+from shardline.client.progress import learn
 from shardline.client.requests import (
     AnyRequest,
     check_all_exist,
@@ -29,6 +30,7 @@ from shardline.job import Job, JobRequest, JobState, JobSummary
 from shardline.store import dead_letters, jobs, listing
 from shardline.store.database import connect
 from shardline.store.dead_letters import DeadLetter
+from shardline.store.progress import Asked, read_progress
 from shardline.streams import Cursor, SyncDeltaReader
 from shardline.wire import Delta
 
@@ -152,44 +154,42 @@ class Client:
         return found[0] if isinstance(ids, UUID) else found
 
     def stream(self, job_id: UUID) -> Iterator[Delta]:
-        """The job's new tokens as they come, each once, the last with its state. Raises as `wait` does at the end.
+        """The job's new tokens as they come, each once, the last with its state. Raises as `wait` does at the end, and
+        Diverged when the job goes on with other tokens than were given.
 
         Text of tokens that did not come through Redis is in the last delta.
         """
         cursor, reader = Cursor(), SyncDeltaReader(self._redis, job_id)
-        is_quiet = True
-        while not cursor.ended:
-            if is_quiet or cursor.has_gap:
-                self._catch_up(job_id, cursor, only_its_end=not (reader.is_away or cursor.has_gap))
+        # First of all the newest attempt's number: its predecessors may have streamed what counts no more.
+        self._catch_up(job_id, cursor, only_learn=True)
+        while True:
             for delta in cursor.take():
                 yield delta
                 if delta.state is not None and delta.state != JobState.SUCCEEDED:
                     raise error_of(JobState(delta.state), f"job {job_id}", self.get(job_id).error)
-            deltas = () if cursor.ended else reader.read(self._poll_s)
+            if cursor.ended:
+                return
+            deltas = reader.read(self._poll_s)
             for delta in deltas:
                 cursor.push(delta)
-            is_quiet = not deltas
+            if not deltas or cursor.has_gap:
+                self._catch_up(job_id, cursor, only_learn=not (reader.is_away or cursor.has_gap))
             if reader.is_away:
                 time.sleep(min(RETRY_S, self._poll_s))
-        yield from cursor.take()
 
-    def _catch_up(self, job_id: UUID, cursor: Cursor, *, only_its_end: bool) -> None:
-        """While the stream is whole it is ahead of Postgres, which then knows nothing but the end."""
-        try:
-            progress = self._read(jobs.job_progress, job_id)
-        except Unavailable:
-            return
-        if progress is None:
-            raise NotFound(f"no job has the id {job_id}")
-        if progress.state.terminal or not only_its_end:
-            cursor.catch_up(
-                progress.token_ids,
-                fence=progress.fence,
-                logprobs=progress.logprobs,
-                text=progress.text,
-                state=progress.state if progress.state.terminal else None,
-                finish_reason=progress.finish_reason,
-            )
+    def _catch_up(self, job_id: UUID, cursor: Cursor, *, only_learn: bool) -> None:
+        """All pages. While the stream is whole it is ahead of Postgres, which then knows nothing but the end."""
+        is_whole = False
+        while not is_whole:
+            try:
+                (progress,) = self._read(read_progress, [Asked(job_id, *cursor.asked(only_learn=only_learn))])
+            except Unavailable:
+                return
+            if progress is None:
+                raise NotFound(f"no job has the id {job_id}")
+            learn(cursor, progress, only_learn=only_learn)
+            is_whole = progress.is_whole and (progress.state is None or cursor.ended)
+            only_learn = only_learn and not progress.is_whole
 
     def _wait_until_ended(self, pending: set[UUID], timeout_s: float | None) -> None:
         deadline_s = math.inf if timeout_s is None else time.monotonic() + timeout_s

@@ -93,7 +93,7 @@ def load_job(row: RowMapping) -> Job:
         created_at=row["created_at"],
         prompt=row["prompt"],
         prompt_token_ids=None if row["prompt_ids"] is None else tuple(row["prompt_ids"]),
-        params=_readable_params(row["params"]),
+        params=readable_params(row["params"]),
         seed=row["seed"],
         metadata=row["metadata"],
         finished_at=row["finished_at"],
@@ -140,7 +140,7 @@ def _encodes(text: str) -> bool:
     return True
 
 
-def _readable_params(document: object) -> SamplingParams:
+def readable_params(document: object) -> SamplingParams:
     """A row written by hand, or by a later release, may hold parameters that fail it; it must stay readable."""
     known = document.items() if isinstance(document, Mapping) else ()
     try:

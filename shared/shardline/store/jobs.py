@@ -3,28 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
 from typing import Any
 from uuid import UUID
 
-from sqlalchemy import Connection, Row, Select, select, text
+from sqlalchemy import Connection, Select, select, text
 
-from shardline.job import FinishReason, Job, JobState, TokenLogprob
+from shardline.job import Job, JobState
 from shardline.store.bells import ring
-from shardline.store.encoding import is_any, load_job, load_logprobs
+from shardline.store.encoding import is_any, load_job
 from shardline.store.inserts import FailedRequest, Stored, insert_failed, insert_jobs
-from shardline.tables import DONE_CHANNEL, JOBS_CHANNEL, TERMINAL, attempts, jobs, results
+from shardline.tables import DONE_CHANNEL, JOBS_CHANNEL, TERMINAL, jobs, results
 
 __all__ = [
     "FailedRequest",
-    "Progress",
     "Stored",
     "ended",
     "get_job",
     "get_jobs",
     "insert_failed",
     "insert_jobs",
-    "job_progress",
     "job_rows",
     "request_cancel",
 ]
@@ -43,19 +40,6 @@ WITH locked AS (
 )
 SELECT id, state FROM changed
 """)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Progress:
-    """A job as its stream shows it: what Postgres has of its tokens. `text` is set once a result is committed."""
-
-    state: JobState
-    fence: int
-    token_ids: tuple[int, ...]
-    logprobs: tuple[TokenLogprob, ...] | None
-    text: str | None
-    finish_reason: FinishReason | None
-    error: dict[str, Any] | None
 
 
 def get_job(connection: Connection, job_id: UUID) -> Job | None:
@@ -92,12 +76,6 @@ def request_cancel(
     return changed | {row.id: JobState(row.state) for row in known}
 
 
-def job_progress(connection: Connection, job_id: UUID) -> Progress | None:
-    """The committed tokens of a job, whatever its state: enough to re-join its stream."""
-    row = connection.execute(_progress().where(jobs.c.id == job_id)).one_or_none()
-    return None if row is None else _load_progress(row)
-
-
 def ended(connection: Connection, ids: Collection[UUID]) -> set[UUID]:
     """Those in a terminal state."""
     return set(connection.scalars(select(jobs.c.id).where(is_any(jobs.c.id, ids), jobs.c.state.in_(TERMINAL))))
@@ -107,35 +85,3 @@ def job_rows() -> Select[Any]:
     """Whole jobs, for `load_job`: add what to select and in which order."""
     columns = [column.label(f"result_{column.name}") for column in results.columns]
     return select(jobs, *columns).outerjoin_from(jobs, results, results.c.job_id == jobs.c.id)
-
-
-def _progress() -> Select[Any]:
-    newest = (attempts.c.job_id == jobs.c.id) & (attempts.c.fence == jobs.c.fence)
-    return (
-        select(
-            jobs.c.state,
-            jobs.c.fence,
-            jobs.c.error,
-            attempts.c.tokens,
-            attempts.c.logprobs.label("attempt_logprobs"),
-            results.c.token_ids,
-            results.c.logprobs,
-            results.c.text,
-            results.c.finish_reason,
-        )
-        .outerjoin_from(jobs, attempts, newest)
-        .outerjoin(results, results.c.job_id == jobs.c.id)
-    )
-
-
-def _load_progress(row: Row[Any]) -> Progress:
-    has_result = row.token_ids is not None
-    return Progress(
-        state=JobState(row.state),
-        fence=row.fence,
-        token_ids=tuple(row.token_ids if has_result else row.tokens or ()),
-        logprobs=load_logprobs(row.logprobs if has_result else row.attempt_logprobs),
-        text=row.text,
-        finish_reason=FinishReason(row.finish_reason) if has_result else None,
-        error=row.error,
-    )

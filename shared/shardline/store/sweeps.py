@@ -9,15 +9,15 @@ from uuid import UUID
 
 from sqlalchemy import Connection, Row, text
 
-from shardline.job import FinishReason, JobState, Result, Usage
+from shardline.job import FinishReason, JobState, Result, SamplingParams, Usage
 from shardline.store import crashes
 from shardline.store.claims import End, end_from
-from shardline.store.encoding import load_logprobs
+from shardline.store.encoding import load_logprobs, readable_params
 
 MAX_BATCH = 256
 
-Decode = Callable[[str, Sequence[int]], str]
-"""Model and token ids → text."""
+Decode = Callable[[str, SamplingParams, int, Sequence[int]], str]
+"""Model, parameters, max_tokens and token ids → text."""
 
 # After a restart of Postgres heads need time to beat again: one lease.
 LOCK_EXPIRED = text("""
@@ -90,7 +90,7 @@ def _stopped(row: Row[Any], decode: Decode) -> End:
 def _partial(row: Row[Any], reason: FinishReason, decode: Decode) -> Result:
     return Result(
         job_id=row.id,
-        text=decode(row.model, row.tokens),
+        text=decode(row.model, readable_params(row.params), row.max_tokens, row.tokens),
         token_ids=tuple(row.tokens),
         usage=Usage(prompt_tokens=row.num_prompt, completion_tokens=len(row.tokens)),
         finish_reason=reason,

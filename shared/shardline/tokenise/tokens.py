@@ -5,7 +5,7 @@ Knows no database: a `models` row arrives as a mapping.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from tokenizers.models import WordLevel
 from shardline.errors import Invalid
 from shardline.job import Message, Prompt, SamplingParams
 from shardline.tokenise.chat import ChatTemplate
+from shardline.tokenise.completion import Completion, Vocabulary
 
 MAX_CHARS_PER_TOKEN = 128
 """No tokenizer in use has longer tokens: text of more than that times the context is refused unread."""
@@ -49,6 +50,7 @@ class Tokens:
         self.eos_ids = tuple(eos_ids)
         self.has_tokenizer = bool(tokenizer_json)
         self.tokenizer = _load(tokenizer_json)
+        self.vocabulary = Vocabulary(self.tokenizer, self.eos_ids)
         self._template = ChatTemplate(chat_template, special_tokens) if chat_template else None
 
     @classmethod
@@ -91,9 +93,13 @@ class Tokens:
             raise Invalid("messages", f"{self.model} has no chat template", "Send a prompt to /v1/completions instead")
         return self._template.render(msgspec.to_builtins(messages), limit_chars=self._limit_chars)
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Text of token ids; special tokens have none."""
-        return str(self.tokenizer.decode(list(ids), skip_special_tokens=True))
+    def completion(self, params: SamplingParams, max_tokens: int) -> Completion:
+        """The text of a prepared job's output, token by token."""
+        return Completion(self.vocabulary, params, room=max_tokens)
+
+    def text_rule(self, params: SamplingParams, max_tokens: int) -> Callable[[Sequence[int]], str]:
+        """For a reader of a job's stream: the text of its next output tokens, as a head gives it out."""
+        return self.completion(params, max_tokens).say
 
     def token_text(self, token_id: int) -> str:
         """One token as text, for log-probabilities; special tokens show their name."""

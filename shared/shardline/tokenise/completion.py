@@ -1,6 +1,7 @@
 """From output tokens to text, and the rules by which a completion ends. Owns no ids; knows no scheduler and no model.
 
-A pure function of the tokens pushed so far: pushing a checkpoint again gives the same state and the same text.
+A pure function of the tokens pushed so far: pushing a checkpoint again gives the same state and the same text. Heads
+stream by it, doors join a stream again by it, and relays write partial results by it.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ from functools import partial
 
 from tokenizers import Tokenizer
 
-from services.stage.engine.sequence import stop_ids_of
 from shardline.job import FinishReason, SamplingParams
 
 BROKEN = "\ufffd"
@@ -163,15 +163,26 @@ class Completion:
     The EOS or stop token is an output token like any other, but has no text. A stop string is not part of the text.
     """
 
-    __slots__ = ("_detokeniser", "_finder", "_is_cut", "_limit", "_min_tokens", "_num_tokens", "_parts", "_stop_ids")
+    __slots__ = (
+        "_detokeniser",
+        "_finder",
+        "_has_ended",
+        "_is_cut",
+        "_limit",
+        "_min_tokens",
+        "_num_tokens",
+        "_parts",
+        "_stop_ids",
+    )
 
     def __init__(self, vocabulary: Vocabulary, params: SamplingParams, *, room: int) -> None:
         self._detokeniser = Detokeniser(vocabulary)
         self._finder = StopFinder(params.stop)
         self._limit = room if params.max_tokens is None else min(params.max_tokens, room)
         self._min_tokens = params.min_tokens
-        self._stop_ids = stop_ids_of(params, vocabulary.eos_ids)
+        self._stop_ids = params.stop_ids(vocabulary.eos_ids)
         self._num_tokens = 0
+        self._has_ended = False
         self._is_cut = False
         """A stop string ended the text: what follows is dropped."""
         self._parts: list[str] = []
@@ -182,7 +193,7 @@ class Completion:
         return "".join(self._parts)
 
     def push(self, token_id: int) -> tuple[str, FinishReason | None]:
-        """The text that this token settles, and the reason if it is the last."""
+        """The text that this token settles, and the reason if it is the last: then with all that was held back."""
         self._num_tokens += 1
         text, reason = "", None
         if token_id in self._stop_ids and self._num_tokens > self._min_tokens:
@@ -194,10 +205,20 @@ class Completion:
             elif self._num_tokens >= self._limit:
                 reason = FinishReason.LENGTH
         self._parts.append(text)
-        return text, reason
+        self._has_ended = reason is not None
+        return (text + self.flush() if self._has_ended else text), reason
+
+    def say(self, ids: Iterable[int]) -> str:
+        """The text that a head gives out with these tokens, which follow those before; behind the last is none."""
+        parts: list[str] = []
+        for token_id in ids:
+            if self._has_ended:
+                break
+            parts.append(self.push(token_id)[0])
+        return "".join(parts)
 
     def flush(self) -> str:
-        """The text still held back. Nothing follows, so the second call has nothing."""
+        """The text still held back: nothing follows. The second call has nothing."""
         if self._is_cut:
             return ""
         text = self._settle(self._detokeniser.flush()) + self._finder.flush()
@@ -205,5 +226,7 @@ class Completion:
         return text
 
     def _settle(self, delta: str) -> str:
+        # Postgres has no NUL in texts: a result would differ from its stream.
+        delta = delta.replace("\0", BROKEN)
         text, self._is_cut = self._finder.push(delta, may_stop=self._num_tokens >= self._min_tokens)
         return text

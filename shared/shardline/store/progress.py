@@ -1,0 +1,96 @@
+"""What Postgres has of the output of jobs, read in pages by those who follow their streams. Knows no reader."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+from uuid import UUID
+
+from sqlalchemy import Connection, Row, text
+
+from shardline.job import FinishReason, JobState, SamplingParams, TokenLogprob
+from shardline.store.encoding import dump, load_logprobs, readable_params
+
+MAX_TOKENS = 4_096
+"""Of one job in one reading: with 20 log-probabilities each, about 4 MB."""
+
+PROGRESS = text("""
+-- Who asks for what: `same_start` counts while the attempt is the one that the reader knows.
+WITH asked AS (
+    SELECT * FROM ROWS FROM (jsonb_to_recordset(CAST(:asked AS jsonb))
+        AS (job_id uuid, fence bigint, same_start int, other_start int)) WITH ORDINALITY
+        AS asked(job_id, fence, same_start, other_start, place)
+-- The result's tokens once there is one, else those that the newest attempt has saved.
+), found AS (
+    SELECT asked.place, jobs.state, jobs.fence, jobs.params, jobs.max_tokens, results.text, results.finish_reason,
+        CASE WHEN jobs.fence = asked.fence THEN same_start ELSE other_start END AS start,
+        CASE WHEN results.job_id IS NULL THEN coalesce(attempts.tokens, '{}') ELSE results.token_ids END AS tokens,
+        CASE WHEN results.job_id IS NULL THEN attempts.logprobs ELSE results.logprobs END AS logprobs
+    FROM asked JOIN jobs ON jobs.id = asked.job_id
+    LEFT JOIN attempts ON attempts.job_id = jobs.id AND attempts.fence = jobs.fence
+    LEFT JOIN results ON results.job_id = jobs.id
+)
+SELECT place, state, fence, params, max_tokens, finish_reason, start,
+    tokens[start + 1 : start + :max_tokens_read] AS tokens,
+    cardinality(tokens) <= start + :max_tokens_read AS is_whole,
+    CASE WHEN cardinality(tokens) <= start + :max_tokens_read THEN text END AS text,
+    CASE WHEN cardinality(tokens) > start THEN jsonb_path_query_array(logprobs, '$[$first to $last]',
+        jsonb_build_object('first', start, 'last', start + :max_tokens_read - 1)) END AS logprobs
+FROM found
+""")
+
+
+class Asked(NamedTuple):
+    """Output tokens from `same_start` on while `fence` is the newest attempt's, else from `other_start` on."""
+
+    job_id: UUID
+    fence: int = 0
+    same_start: int = 0
+    other_start: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """A job's output from token `start` on, as its stream shows it."""
+
+    state: JobState | None
+    """Set once the job has ended and these are the last tokens."""
+    is_whole: bool
+    """Postgres has no more than this now."""
+    fence: int
+    start: int
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...] | None
+    text: str | None
+    """All of it, with the state."""
+    finish_reason: FinishReason | None
+    params: SamplingParams
+    max_tokens: int | None
+    """None: not prepared yet, so without output too."""
+
+
+def read_progress(connection: Connection, asked: Sequence[Asked]) -> list[Progress | None]:
+    """In the order of `asked`; None where there is no such job."""
+    found: list[Progress | None] = [None] * len(asked)
+    values = {"asked": dump([one._asdict() for one in asked]), "max_tokens_read": MAX_TOKENS}
+    for row in connection.execute(PROGRESS, values):
+        found[row.place - 1] = _load(row)
+    return found
+
+
+def _load(row: Row[tuple[object, ...]]) -> Progress:
+    state = JobState(row.state)
+    is_over = state.terminal and row.is_whole
+    return Progress(
+        state=state if is_over else None,
+        is_whole=row.is_whole,
+        fence=row.fence,
+        start=row.start,
+        token_ids=tuple(row.tokens),
+        logprobs=load_logprobs(row.logprobs),
+        text=row.text,
+        finish_reason=FinishReason(row.finish_reason) if is_over and row.finish_reason else None,
+        params=readable_params(row.params),
+        max_tokens=row.max_tokens,
+    )
