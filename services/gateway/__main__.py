@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import signal
 import sys
 
 import structlog
-import uvicorn
 
-from services.gateway.app import create_app
+from services.gateway.server import Server
 from services.gateway.settings import GatewaySettings
 from shardline import log
 
@@ -25,16 +23,7 @@ def main() -> None:
     settings = GatewaySettings()
     log.configure(service="gateway", level=settings.log_level, form=settings.log_format)
     structlog.get_logger(__name__).info("gateway starts", host=settings.http_host, port=settings.http_port)
-    uvicorn.run(
-        create_app(settings),
-        host=settings.http_host,
-        port=settings.http_port,
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        backlog=2048,
-        timeout_graceful_shutdown=math.ceil(settings.times.drain_s),
-    )
+    Server(settings).run()
 
 
 if __name__ == "__main__":

@@ -48,35 +48,30 @@ class Admission:
         self._gauge.set(self._num_in_flight)
 
     @contextmanager
-    def buffered(self, num_bytes: int) -> Iterator[None]:
-        """Room for a body while it is read and checked. Raises Overloaded."""
+    def reading(self) -> Iterator[Room]:
+        """Room for one body, from its first byte until it is stored."""
+        room = Room(self)
+        try:
+            yield room
+        finally:
+            self._num_buffered_bytes -= room.num_bytes
+
+    def take(self, num_bytes: int) -> None:
+        """Bytes that have arrived: what is announced and does not come holds nobody up. Raises Overloaded."""
         if self._num_buffered_bytes + num_bytes > self._max_buffered_bytes:
             raise Overloaded("too many large requests are being read", RETRY_AFTER_S)
         self._num_buffered_bytes += num_bytes
-        try:
-            yield
-        finally:
-            self._num_buffered_bytes -= num_bytes
 
-    def announced_bytes(self, request: Request) -> int:
-        """What the body may take: its Content-Length, or the limit when it is sent in chunks. Raises TooLarge."""
-        length = request.headers.get("content-length")
-        if length is None:
-            return self._max_body_bytes
-        if not length.isdecimal():
-            raise Invalid("content-length", f"{length[:32]!r} is no number", "Send the body's size in bytes")
-        self._check(int(length))
-        return int(length)
-
-    async def read(self, request: Request) -> bytes:
-        """The whole body. Raises TooLarge as soon as it is over the limit, TooSlow when it does not come."""
+    async def read(self, request: Request, room: Room) -> bytes:
+        """The whole body. Raises TooLarge as soon as it is known to be over the limit, TooSlow when it does not come,
+        Overloaded when it has no room beside others."""
+        self._check(_announced_bytes(request))
         chunks: list[bytes] = []
-        num_bytes = 0
         try:
             async with asyncio.timeout(self._body_timeout_s):
                 async for chunk in request.stream():
-                    num_bytes += len(chunk)
-                    self._check(num_bytes)
+                    self._check(room.num_bytes + len(chunk))
+                    room.add(len(chunk))
                     chunks.append(chunk)
         except TimeoutError as error:
             raise TooSlow("body", f"it has not come within {self._body_timeout_s:g} s", "Send it again") from error
@@ -87,3 +82,24 @@ class Admission:
             raise TooLarge(
                 "body", f"it is over {self._max_body_bytes} bytes", "Send shorter prompts or several requests"
             )
+
+
+class Room:
+    """What one body takes."""
+
+    def __init__(self, admission: Admission) -> None:
+        self.num_bytes = 0
+        self._admission = admission
+
+    def add(self, num_bytes: int) -> None:
+        """Raises Overloaded."""
+        self._admission.take(num_bytes)
+        self.num_bytes += num_bytes
+
+
+def _announced_bytes(request: Request) -> int:
+    """The body's Content-Length; 0 when it is sent in chunks."""
+    length = request.headers.get("content-length", "0")
+    if not (length.isascii() and length.isdecimal()):
+        raise Invalid("content-length", f"{length[:32]!r} is no number", "Send the body's size in bytes")
+    return int(length[:20])

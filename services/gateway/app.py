@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -82,6 +83,11 @@ class Doorkeeper:
 
         try:
             await self._guarded(gateway, scope, receive, noting)
+        except asyncio.CancelledError:
+            # The server's time is over. Whoever has heard nothing yet must not take that for a failure.
+            if status == "none":
+                await errors.respond(errors.Stopping())(scope, receive, noting)
+            raise
         finally:
             # The template, not the path: paths are endless, labels must not be.
             route = getattr(scope.get("route"), "path", "unknown")

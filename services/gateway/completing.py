@@ -1,4 +1,8 @@
-"""Waits for a job on behalf of a caller who holds the line: whole or streamed. A caller who leaves cancels the job."""
+"""Waits for a job on behalf of a caller who holds the line: whole or streamed.
+
+A caller who leaves cancels the job, unless the request can be repeated: with an id or a key of the caller's own the
+repeat finds the same job.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,7 @@ from fastapi import Request, Response
 
 from services.gateway.answers import Shape
 from services.gateway.door import Accepted
-from services.gateway.errors import CLIENT_CLOSED_REQUEST, body_of, error_of_job, json_response, respond
+from services.gateway.errors import CLIENT_CLOSED_REQUEST, Stopping, body_of, error_of_job, json_response, respond
 from services.gateway.state import Gateway
 from services.gateway.stream import DONE, KEEP_ALIVE, EventStream, disconnected, event
 from shardline.client.requests import succeeded
@@ -70,6 +74,8 @@ async def _chunks(gateway: Gateway, accepted: Accepted, shape: Shape) -> AsyncIt
     text_rule = accepted.model.tokens.text_rule
     async for deltas in gateway.client.follow(accepted.job_id, text_rule=text_rule, tick_s=keep_alive_s):
         now_s = time.monotonic()
+        if gateway.stopping.is_set() and not any(delta.state for delta in deltas):
+            raise Stopping(accepted.job_id)
         if not deltas:
             if now_s - sent_s >= keep_alive_s:
                 sent_s = now_s
@@ -119,23 +125,26 @@ def merged(deltas: Sequence[Delta]) -> Delta:
 
 
 async def _wait(gateway: Gateway, request: Request, accepted: Accepted) -> Job | None:
-    """The ended job, or None when the caller left first."""
+    """The ended job, or None when the caller left first. Raises Stopping."""
     waiting = asyncio.create_task(gateway.client.until_ended(accepted.job_id))
     leaving = asyncio.create_task(disconnected(request))
+    stopping = asyncio.create_task(gateway.stopping.wait())
     try:
-        await asyncio.wait({waiting, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({waiting, leaving, stopping}, return_when=asyncio.FIRST_COMPLETED)
         if waiting.done():
             return waiting.result()
+        if not leaving.done():
+            raise Stopping(accepted.job_id)
         await _abandon(gateway, accepted)
         return None
     finally:
-        for task in (waiting, leaving):
+        for task in (waiting, leaving, stopping):
             await end_task(task)
 
 
 async def _abandon(gateway: Gateway, accepted: Accepted) -> None:
-    """Cancel what nobody waits for. A repeated request leaves the first one's job alone."""
-    if not accepted.is_new:
+    """Cancel what nobody waits for and nobody can ask for again."""
+    if accepted.is_repeatable:
         return
     with job_context(accepted.job_id):
         gateway.metrics.abandoned.inc()

@@ -35,6 +35,8 @@ class Accepted:
 
     job_id: UUID
     is_new: bool
+    is_repeatable: bool
+    """The caller chose its id or key, and can ask for it again."""
     request: JobRequest
     prepared: Prepared
     model: Model
@@ -45,10 +47,11 @@ async def accept(gateway: Gateway, request: Request, caller: Caller, parse: Pars
     """A job of the caller's tenant. Raises Invalid, Forbidden, Conflict, Overloaded, Unavailable; then nothing was
     stored, or a repeat with its id is safe."""
     _check_is_json(request)
-    admission = gateway.admission
-    with admission.buffered(admission.announced_bytes(request)):
-        body = await admission.read(request)
+    with gateway.admission.reading() as room:
+        body = await gateway.admission.read(request, room)
         job, wanted = await _aside(len(body), _parse, body, request, caller, parse)
+        is_named = job.id is not None or job.idempotency_key is not None
+        job = msgspec.structs.replace(job, id=job.id or new_id())
         with gateway.tracer.phase("accept", traceparent=job.traceparent, model=job.model) as traceparent:
             job = msgspec.structs.replace(job, traceparent=traceparent)
             model = await gateway.catalogue.get(job.model)
@@ -58,6 +61,7 @@ async def accept(gateway: Gateway, request: Request, caller: Caller, parse: Pars
     return Accepted(
         job_id=stored.job_id,
         is_new=stored.is_new,
+        is_repeatable=is_named,
         request=job,
         prepared=prepared,
         model=model,
@@ -83,7 +87,7 @@ def _parse(body: bytes, request: Request, caller: Caller, parse: Parse) -> tuple
     _take_header(document, "idempotency_key", request.headers.get("idempotency-key"))
     job, wanted = parse(document)
     traceparent = job.traceparent or request.headers.get("traceparent")
-    return msgspec.structs.replace(job, id=job.id or new_id(), traceparent=traceparent), wanted
+    return msgspec.structs.replace(job, traceparent=traceparent), wanted
 
 
 def _prepare(model: Model, job: JobRequest) -> Prepared:

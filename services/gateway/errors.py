@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from typing import Any
+from uuid import UUID
 
 import msgspec
 import structlog
@@ -67,6 +68,15 @@ class Forbidden(ShardlineError):
         self.challenge = f'Bearer realm="shardline"{named}'
 
 
+class Stopping(Unavailable):
+    """This gateway ends before the answer is there. A job that it has accepted goes on."""
+
+    def __init__(self, job_id: UUID | None = None) -> None:
+        goes_on = f"; the job goes on: GET /v1/jobs/{job_id}" if job_id else ": send the request again"
+        super().__init__(f"this gateway is stopping{goes_on}")
+        self.job_id = job_id
+
+
 class Rejected(JobEnded):
     """A relay or a head found the request invalid after it was stored: the recorded reason."""
 
@@ -89,6 +99,7 @@ KINDS: tuple[tuple[type[ShardlineError], int, str, str], ...] = (
     (Conflict, 409, "invalid_request_error", "conflict"),
     (Diverged, 409, "job_restarted", "stream_diverged"),
     (Overloaded, 429, "rate_limit_error", "overloaded"),
+    (Stopping, 503, "server_error", "gateway_stopping"),
     (Unavailable, 503, "server_error", "unavailable"),
     (JobCancelled, 409, "job_ended", "job_cancelled"),
     (JobExpired, 504, "job_ended", "job_expired"),
@@ -106,7 +117,8 @@ def body_of(error: ShardlineError) -> dict[str, Any]:
     """OpenAI's error object; `param` names the field."""
     for kind, _, name, code in KINDS:
         if isinstance(error, kind):
-            return _body(str(error), name, code, param=getattr(error, "field", None))
+            job_id = getattr(error, "job_id", None)
+            return _body(str(error), name, code, param=getattr(error, "field", None), job_id=job_id)
     return _body(str(error), "server_error", "internal_error")
 
 
@@ -119,12 +131,14 @@ def error_of_job(job: Job, ended: JobEnded) -> JobEnded:
 
 def respond(error: ShardlineError) -> Response:
     """The answer to a request that raised this."""
-    headers = {}
     if isinstance(error, Overloaded):
-        headers["Retry-After"] = str(math.ceil(error.retry_after_s))
-    elif isinstance(error, Unavailable):
-        headers["Retry-After"] = "1"
-    elif isinstance(error, Unauthorized | Forbidden):
+        headers = {"Retry-After": str(math.ceil(error.retry_after_s))}
+    elif isinstance(error, Unavailable | TooSlow):
+        headers = {"Retry-After": "1"}
+    else:
+        # OpenAI's clients repeat each 409 and 500 unless they are told that it mends nothing.
+        headers = {"x-should-retry": "false"}
+    if isinstance(error, Unauthorized | Forbidden):
         headers["WWW-Authenticate"] = error.challenge
     return json_response(body_of(error), status=status_of(error), headers=headers)
 
@@ -161,5 +175,8 @@ def install(app: FastAPI) -> None:
     app.add_exception_handler(Exception, unexpected)
 
 
-def _body(message: str, kind: str, code: str, *, param: str | None = None) -> dict[str, Any]:
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+def _body(
+    message: str, kind: str, code: str, *, param: str | None = None, job_id: UUID | None = None
+) -> dict[str, Any]:
+    error: dict[str, Any] = {"message": message, "type": kind, "param": param, "code": code}
+    return {"error": error if job_id is None else {**error, "job_id": job_id}}

@@ -11,7 +11,7 @@ import structlog
 
 from services.gateway.answers import job_document
 from services.gateway.completing import merged
-from services.gateway.errors import body_of
+from services.gateway.errors import Stopping, body_of
 from services.gateway.state import Gateway
 from services.gateway.stream import KEEP_ALIVE, event
 from shardline.client.progress import TextRule
@@ -39,6 +39,8 @@ async def job_events(gateway: Gateway, job: Job, after: Place) -> AsyncIterator[
         text_rule = await _text_rule(gateway, job)
         async for deltas in gateway.client.follow(job.id, after=after, text_rule=text_rule, tick_s=keep_alive_s):
             now_s = time.monotonic()
+            if gateway.stopping.is_set() and not any(delta.state for delta in deltas):
+                raise Stopping(job.id)
             if deltas:
                 sent_s, delta = now_s, merged(deltas)
                 place = place.then(delta.ids)

@@ -34,6 +34,8 @@ class Gateway:
     metrics: GatewayMetrics
     registry: CollectorRegistry
     tracer: Tracer
+    stopping: asyncio.Event
+    """Set when the time for answers is over: who still waits is told so."""
 
     @classmethod
     def make(cls, settings: GatewaySettings) -> Gateway:
@@ -60,6 +62,7 @@ class Gateway:
             metrics=metrics,
             registry=registry,
             tracer=Tracer.from_environment("gateway"),
+            stopping=asyncio.Event(),
         )
 
     def start(self) -> None:

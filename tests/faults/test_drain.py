@@ -1,4 +1,4 @@
-"""SIGTERM of each service under load: nothing is lost, no lease is left to expire, every caller gets its answer."""
+"""SIGTERM of each service under load: nothing is lost, no lease is left to expire, every caller is answered."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_given_more_work_than_the_drain_time_holds_when_a_head_stops_then_it_giv
     assert hurt.count(EXPIRED_LEASES, ids) == 0
 
 
-def test_given_callers_on_the_line_when_a_gateway_is_told_to_stop_then_each_gets_its_answer(
+def test_given_callers_on_the_line_when_a_gateway_is_told_to_stop_then_each_gets_its_answer_or_its_jobs_id(
     hurt: Hurt, undisturbed: list[tuple[int, ...]]
 ) -> None:
     url = f"{hurt.urls['gateway']}/v1/completions"
@@ -77,9 +77,13 @@ def test_given_callers_on_the_line_when_a_gateway_is_told_to_stop_then_each_gets
         answers = [callers.submit(complete, number) for number in range(len(ids))]
         until(lambda: accepted(hurt, ids) == len(ids))
         terminate(hurt, "gateway")
-    assert [answer.result().status_code for answer in answers] == [200] * len(ids)
+    for job_id, answer in zip(ids, (answer.result() for answer in answers), strict=True):
+        if answer.status_code != 200:
+            # Not ready within the drain time: how many is a matter of how busy the machine is.
+            assert (answer.status_code, answer.headers["retry-after"]) == (503, "1"), answer.text
+            assert answer.json()["error"]["job_id"] == str(job_id)
     with hurt.client() as client:
-        assert [tokens_of(job) for job in client.get_many(ids)] == undisturbed
+        assert [tokens_of(job) for job in client.wait(ids, timeout_s=END_S)] == undisturbed
 
 
 def accepted(hurt: Hurt, ids: list[UUID]) -> int:

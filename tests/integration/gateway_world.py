@@ -18,9 +18,8 @@ from typing import Any
 from uuid import uuid4
 
 import httpx
-import uvicorn
 
-from services.gateway.app import create_app
+from services.gateway.server import Server
 from services.gateway.settings import GatewaySettings
 from services.standalone.ports import free_port
 from shardline.api_key import bearer
@@ -32,15 +31,18 @@ PROMPT = "sum: 1 + 2 ="
 COMMENT = "a comment"
 
 
+def gateway_server(database_url: str, redis_url: str, **settings: Any) -> Server:
+    """A gateway on a free port, to be served and stopped by the caller."""
+    values = {"database_url": database_url, "redis_url": redis_url, "http_port": free_port(), **settings}
+    return Server(GatewaySettings(**values))
+
+
 @asynccontextmanager
 async def running_gateway(database_url: str, redis_url: str, **settings: Any) -> AsyncIterator[httpx.AsyncClient]:
     """A client of a gateway that answers, with a key of its own."""
-    values = {"database_url": database_url, "redis_url": redis_url, **settings}
-    app = create_app(GatewaySettings(**values))
-    config = uvicorn.Config(app, port=free_port(), log_config=None, access_log=False, timeout_graceful_shutdown=5)
-    server = uvicorn.Server(config)
+    server = gateway_server(database_url, redis_url, **settings)
     task = asyncio.create_task(server.serve())
-    address = f"http://127.0.0.1:{config.port}"
+    address = f"http://127.0.0.1:{server.config.port}"
     headers = bearer(make_key(database_url))
     limits = httpx.Limits(max_connections=64)
     try:

@@ -152,13 +152,15 @@ async def test_given_a_failing_job_when_streamed_then_the_stream_says_so(
 async def test_given_a_job_that_goes_on_with_other_tokens_when_streamed_then_the_stream_ends_with_an_error(
     http: httpx.AsyncClient, head: TinyHead
 ) -> None:
-    async with http.stream("POST", TEXT, json={"model": "clerk", "prompt": PROMPT, "stream": True}) as reply:
-        sequence, events, said = await claimed(head), events_of(reply), ""
+    fields = {"model": "clerk", "prompt": PROMPT, "stream": True, "return_token_ids": True}
+    async with http.stream("POST", TEXT, json=fields) as reply:
+        sequence, events = await claimed(head), events_of(reply)
         head.say(sequence, 2)
         head.beat(sequence)
         head.say(sequence, 3)
-        while said != "sum: ":
-            said += (await anext(events)).data["choices"][0]["text"]
+        num_said = 0
+        while num_said < 5:
+            num_said += len((await anext(events)).data["choices"][0]["token_ids"])
         head.finish(head.resume_otherwise(sequence))
         error, done = [event.data async for event in events]
     assert error["error"]["code"] == "stream_diverged"
@@ -178,6 +180,32 @@ async def test_given_a_job_without_completion_when_waited_for_then_the_status_sa
     reply = await asking
     assert (reply.status_code, reply.json()["error"]["code"]) == (status, code)
     assert reply.headers["x-request-id"].startswith("cmpl-")
+    assert reply.headers["x-should-retry"] == "false"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_given_a_caller_with_a_key_when_its_connection_breaks_then_the_job_goes_on_and_the_repeat_gets_it(
+    http: httpx.AsyncClient, head: TinyHead, stream: bool
+) -> None:
+    fields, headers = {"model": "clerk", "prompt": PROMPT}, {"Idempotency-Key": "order-8"}
+    asking = asyncio.create_task(http.post(TEXT, json={**fields, "stream": stream}, headers=headers))
+    sequence = await claimed(head)
+    head.say(sequence)
+    asking.cancel()
+    await asyncio.wait({asking})
+    again = asyncio.create_task(http.post(TEXT, json=fields, headers=headers))
+    # A caller without a key who leaves at the same time is seen to be cancelled.
+    other = asyncio.create_task(http.post(TEXT, json=fields))
+    others = await claimed(head)
+    other.cancel()
+    async with asyncio.timeout(30):
+        while not head.beat(others):
+            await asyncio.to_thread(head.wait_for_bell)
+    assert not head.beat(sequence)
+    head.finish(sequence)
+    reply = await again
+    assert (reply.status_code, reply.json()["choices"][0]["text"]) == (200, PROMPT)
+    assert reply.json()["id"].endswith(str(sequence.claimed.job_id))
 
 
 @pytest.mark.parametrize("stream", [False, True])

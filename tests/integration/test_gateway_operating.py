@@ -10,20 +10,23 @@ import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from uuid import UUID
 
 import httpx
 import pytest
+from sqlalchemy import text
 
 from services.standalone.ports import free_port
 from services.standalone.servers import Postgres
 from shardline.api_key import bearer
-from tests.integration.gateway_world import PROMPT, events_of, make_key, running_gateway
+from tests.integration.gateway_world import PROMPT, events_of, gateway_server, make_key, running_gateway
 from tests.tiny_head import TinyHead, tiny_head
 
 JOBS = "/v1/jobs"
 REPOSITORY = Path(__file__).resolve().parents[2]
 JSON = {"Content-Type": "application/json"}
 BODY = {"model": "clerk", "prompt": PROMPT}
+CHAT_STREAM = {"model": "clerk", "messages": [{"role": "user", "content": PROMPT}], "stream": True}
 
 
 @pytest.fixture
@@ -174,6 +177,72 @@ async def test_given_a_waiting_caller_when_told_to_stop_then_the_gateway_answers
             assert await asyncio.to_thread(process.wait, 60) == 0
         text = "".join(chunk["choices"][0]["text"] for chunk in (first, *rest))
         assert (text, closing["choices"][0]["finish_reason"], done) == (PROMPT, "stop", "[DONE]")
+
+
+async def test_given_callers_on_the_line_when_the_time_for_answers_is_over_then_each_hears_that_its_job_goes_on(
+    database_url: str, redis_url: str, head: TinyHead
+) -> None:
+    server = gateway_server(database_url, redis_url, time_scale=0.01)
+    serving = asyncio.create_task(server.serve())
+    address = f"http://127.0.0.1:{server.config.port}"
+    retries = httpx.AsyncHTTPTransport(retries=10)
+    headers = bearer(make_key(database_url))
+    async with httpx.AsyncClient(base_url=address, headers=headers, transport=retries, timeout=60) as http:
+        waiting = asyncio.create_task(http.post("/v1/completions", json=BODY))
+        streams = [asyncio.create_task(http.post("/v1/chat/completions", json=CHAT_STREAM))]
+        async with asyncio.timeout(30):
+            while len(sequences := await asyncio.to_thread(queued_jobs, head)) < 2:
+                await asyncio.to_thread(head.wait_for_bell)
+        streams.append(asyncio.create_task(http.get(f"{JOBS}/{sequences[0]}/events")))
+        await until_in_flight(http, 3)
+        server.should_exit = True
+        reply, (chat, events) = await waiting, await asyncio.gather(*streams)
+        await serving
+    assert (reply.status_code, reply.headers["retry-after"]) == (503, "1")
+    error = reply.json()["error"]
+    assert error["code"] == "gateway_stopping"
+    assert reply.headers["x-request-id"] == f"cmpl-{error['job_id']}"
+    assert b'"gateway_stopping"' in chat.content
+    assert chat.content.endswith(b"data: [DONE]\n\n")
+    assert b"event: interrupted" in events.content
+    assert not any(head.beat(sequence) for sequence in head.claim_all()), "a job was cancelled"
+
+
+def queued_jobs(head: TinyHead) -> list[UUID]:
+    with head.database.connect() as connection:
+        return list(connection.scalars(text("SELECT id FROM jobs WHERE state = 'queued'")))
+
+
+async def test_given_announced_bodies_when_others_submit_then_only_bytes_that_came_take_room(
+    database_url: str, redis_url: str, head: TinyHead
+) -> None:
+    limits = {"http_max_body_bytes": 4096, "http_max_buffered_bytes": 8192}
+    async with running_gateway(database_url, redis_url, **limits) as http:
+        head_lines = (
+            f"Host: 127.0.0.1\r\nAuthorization: {http.headers['authorization']}\r\nContent-Type: application/json\r\n"
+        )
+        idle = [await asyncio.open_connection("127.0.0.1", http.base_url.port) for _ in range(4)]
+        for number, (_, writer) in enumerate(idle):
+            size = "Content-Length: 4096" if number % 2 else "Transfer-Encoding: chunked"
+            writer.write(f"POST /v1/jobs HTTP/1.1\r\n{head_lines}{size}\r\n\r\n".encode())
+        await until_in_flight(http, len(idle))
+        assert (await http.post(JOBS, json=BODY)).status_code == 202
+        for number in (1, 3):
+            idle[number][1].write(b" " * 4000)
+        large = {**BODY, "prompt": "a" * 400}
+        async with asyncio.timeout(30):
+            while (reply := await http.post(JOBS, json=large)).status_code == 202:
+                pass
+        assert (reply.status_code, reply.json()["error"]["code"]) == (429, "overloaded")
+        for _, writer in idle:
+            writer.close()
+
+
+async def until_in_flight(http: httpx.AsyncClient, number: int) -> None:
+    """So many requests are being answered."""
+    async with asyncio.timeout(30):
+        while f"shardline_http_in_flight {number}.0" not in (await http.get("/metrics")).text:
+            pass
 
 
 @asynccontextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, models
 
 from shardline.job import FinishReason, SamplingParams
 from shardline.tokenise.completion import MAX_WINDOW_TOKENS, Completion, Detokeniser, StopFinder, Vocabulary
