@@ -66,6 +66,7 @@ def test_given_a_ready_stack_when_its_record_is_read_then_all_of_it_is_true(stac
 def test_given_a_ready_stack_when_asked_then_it_answers(stack: Stack) -> None:
     answer = stack.complete()
     assert answer.status_code == 200
+    assert httpx.get(f"{stack.look()['urls']['gateway']}/v1/models").status_code == 401, "nobody without a key"
     assert answer.json()["choices"][0]["text"]
 
 
