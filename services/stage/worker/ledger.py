@@ -26,6 +26,7 @@ from services.stage.worker.live import LiveJob
 from services.stage.worker.offers import Offers
 from services.stage.worker.publisher import Publisher
 from services.stage.worker.requests import Requests
+from services.stage.worker.saving import beats_of
 from services.stage.worker.standing import Standing
 from services.stage.worker.ticket import Ticket
 from shardline.config import Times
@@ -256,7 +257,7 @@ class Ledger(threading.Thread):
         elif now_s - self._last_move_s > self._times.stall_s * self._standing.num_stages:
             return
         jobs = list(self._live.values())
-        beats = [job.beat() for job in jobs]
+        beats = beats_of(jobs)
         with self._database.begin() as connection:
             replies = claims.heartbeat(connection, beats, lease_s=self._times.lease_s)
             failpoint(Point.HEARTBEAT_BEFORE_COMMIT)
@@ -270,7 +271,8 @@ class Ledger(threading.Thread):
             job.num_saved = beat.start + len(beat.ids)
             if job.claimed.crashes > 0 and beat.ids:
                 self._engine.trust(job.key)
-            self._publish_held(job)
+            if job.num_saved == len(job.ids):
+                self._publish_held(job)
             if reply.cancel_requested or reply.expired:
                 self._engine.end(job.key, FinishReason.CANCELLED if reply.cancel_requested else FinishReason.EXPIRED)
 

@@ -30,6 +30,8 @@ class LiveJob:
     first_token_s: float | None = None
     held: list[Delta] = field(default_factory=list)
     """Deltas of a job that is not exact wait for the commit that holds their tokens."""
+    num_passed_over: int = 0
+    """Beats in a row that saved no token of it: there were too many log-probabilities."""
 
     @classmethod
     def from_claim(cls, claimed: Claimed, ticket: Ticket, identity: Identity) -> LiveJob:
@@ -82,6 +84,10 @@ class LiveJob:
             ids=tuple(self.ids[self.num_saved :]),
             logprobs=tuple(self.logprobs[self.num_saved :]),
         )
+
+    def bare_beat(self) -> Beat:
+        """A heartbeat that saves nothing."""
+        return Beat(job_id=self.claimed.job_id, fence=self.claimed.fence, start=self.num_saved)
 
     def timings(self) -> dict[str, float]:
         """Seconds: waiting before this claim, to this attempt's first token, and in this attempt altogether."""
