@@ -31,6 +31,7 @@ settings.register_profile("explore", settings.get_profile("steady"), derandomize
 settings.load_profile("steady")
 
 
+@pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the groups in the same hook.
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What one worker of pytest-xdist runs as a whole: a file; and all that needs the whole machine, at the end, when
     no other file is left. Those that share a stack are the very last, because it lives to the end of the session."""

@@ -14,24 +14,22 @@ import pytest
 
 from services.standalone.processes import wait_until_gone
 from shardline.api_key import bearer
-from shardline.config import Times
-from tests.faults.small_stack import END_S, MAX_TOKENS, TIME_SCALE, Hurt, Producer, request, tokens_of
+from tests.faults.small_stack import END_S, MAX_TOKENS, Hurt, Producer, request, tokens_of
 from tests.stack import until
 
 pytestmark = pytest.mark.whole_machine
 
 NUM_JOBS = 24
-DRAIN_S = Times().scaled(float(TIME_SCALE)).drain_s
 
 RUNNING = "SELECT count(*) FROM jobs WHERE id = ANY(:ids) AND state = 'running'"
 EXPIRED_LEASES = "SELECT count(*) FROM attempts WHERE job_id = ANY(:ids) AND outcome IN ('lost', 'crashed')"
 
 
 def terminate(hurt: Hurt, name: str) -> None:
-    """SIGTERM, as Compose and the supervisor send it; the process must end by itself, in time."""
+    """SIGTERM, as Compose and the supervisor send it; the process must end by itself."""
     process = psutil.Process(hurt.pid(name))
     os.kill(process.pid, signal.SIGTERM)
-    assert wait_until_gone(process, timeout_s=2 * DRAIN_S + 10), f"{name} does not end"
+    assert wait_until_gone(process, timeout_s=END_S), f"{name} does not end"
     assert hurt.pid(name) != process.pid
 
 

@@ -1,0 +1,26 @@
+"""`make test` on two processes: a file stays in one of them, because its group is made before pytest-xdist reads it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+CONFTEST = Path(__file__).resolve().parents[1] / "conftest.py"
+
+
+def test_given_a_test_when_collected_then_its_group_is_its_file(request: pytest.FixtureRequest) -> None:
+    group = request.node.get_closest_marker("xdist_group")
+    assert group is not None
+    assert group.args == ("tests/unit/test_parallel.py",)
+
+
+def test_given_a_process_of_xdist_when_tests_are_collected_then_groups_are_made_before_they_are_read(
+    pytestconfig: pytest.Config,
+) -> None:
+    """In `make check` this runs in such a process."""
+    called = pytestconfig.hook.pytest_collection_modifyitems.get_hookimpls()[::-1]
+    (ours,) = [place for place, each in enumerate(called) if each.function.__code__.co_filename == str(CONFTEST)]
+    readers = [place for place, each in enumerate(called) if type(each.plugin).__name__ == "WorkerInteractor"]
+    assert bool(readers) is hasattr(pytestconfig, "workerinput")
+    assert all(ours < place for place in readers)
