@@ -41,7 +41,14 @@ class CountingSink:
 
 
 def load_chain(
-    path: Path, num_stages: int, device: Device, cache_folder: Path, *, dtype: str = "float32", kv_bytes: int = KV_BYTES
+    path: Path,
+    num_stages: int,
+    device: Device,
+    cache_folder: Path,
+    *,
+    dtype: str = "float32",
+    kv_bytes: int = KV_BYTES,
+    max_open: int = MAX_OPEN,
 ) -> list[Executor]:
     """A whole model as so many stages, evenly split."""
     info = ModelInfo.read(path)
@@ -53,7 +60,7 @@ def load_chain(
             dtype=dtype,
             kv_bytes=kv_bytes,
             token_budget=MAX_BUDGET,
-            max_open=MAX_OPEN,
+            max_open=max_open,
             cache_folder=cache_folder,
         )
         for layers in even_split(info.num_layers, num_stages)
@@ -74,6 +81,11 @@ def generate(
     stages: Sequence[Executor], wanted: Sequence[Request], *, budget: int, seats: int = 32
 ) -> list[tuple[int, ...]]:
     """The output ids of each request, all of them run together. Leaves every stage without open sequences."""
+    return [ended.output_ids for ended in complete(stages, wanted, budget=budget, seats=seats)]
+
+
+def complete(stages: Sequence[Executor], wanted: Sequence[Request], *, budget: int, seats: int) -> list[Finished]:
+    """The end of each request, with log-probabilities where they were asked for."""
     scheduler = Scheduler(
         SchedulerConfig(
             num_blocks=min(stage.num_blocks for stage in stages),
@@ -88,7 +100,7 @@ def generate(
     for request in wanted:
         assert request.params.max_tokens is not None
         assert not scheduler.add(request, CountingSink(request.params.max_tokens)), "it ended before it began"
-    done: dict[str, tuple[int, ...]] = {}
+    done: dict[str, Finished] = {}
     in_flight: deque[StepPlan] = deque()
     while not scheduler.idle:
         while (plan := scheduler.schedule()) is not None:
@@ -96,7 +108,7 @@ def generate(
         for event in scheduler.apply(run(stages, in_flight.popleft())):
             assert not isinstance(event, Failed), event.reason
             if isinstance(event, Finished):
-                done[event.key[0]] = event.output_ids
+                done[event.key[0]] = event
     assert [stage.blocks_used for stage in stages] == [0] * len(stages)
     return [done[request.key[0]] for request in wanted]
 

@@ -1,0 +1,111 @@
+"""One cell of the matrix of exact rows: the same jobs in crowds of several sizes and over several stages, bit by bit.
+
+python -m tests.conformance.cell --model clerk|wide --dtype bfloat16 --threads 2 [--prompts 300] [--stages 1 2 3]
+
+A process of its own for each, since oneDNN reads ONEDNN_MAX_CPU_ISA once. Prints one JSON line for each number of
+stages: whether the pipeline says that it is exact, and how many jobs had other tokens or log-probabilities.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers as tf
+
+from services.stage.engine.device import Device
+from services.stage.engine.executor import Executor
+from services.stage.engine.sequence import Request
+from shardline.job import SamplingParams
+from tests.chain import MAX_BUDGET, complete, load_chain
+
+CLERK = Path(__file__).parents[2] / "services" / "standalone" / "clerk" / "model"
+CROWDS = (64, 32, 3, 1)
+"""Jobs at a time. The last run in one stage, each job alone, is what all others are compared with."""
+LENGTHS = range(4, 301)
+NUM_NEW = 6
+KV_BYTES = 256 * 2**20
+WIDE: dict[str, Any] = {
+    "vocab_size": 512,
+    "hidden_size": 1024,
+    "intermediate_size": 2816,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 512,
+}
+"""A random Llama: wide rows, few layers."""
+
+Outcome = tuple[tuple[int, ...], Any]
+"""Ids and log-probabilities."""
+
+
+def main() -> None:
+    """Loads and compares; one JSON line for each number of stages."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", choices=("clerk", "wide"), required=True)
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), required=True)
+    parser.add_argument("--threads", type=int, choices=(1, 2), required=True)
+    parser.add_argument("--prompts", type=int, default=300)
+    parser.add_argument("--stages", type=int, nargs="+", default=[1, 2, 3])
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="shardline-cell-") as name:
+        for verdict in verdicts(options, Path(name)):
+            print(json.dumps(verdict), flush=True)
+
+
+def verdicts(options: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any]]:
+    """For each number of stages."""
+    device = Device.take(("cpu:0", "cpu:0-1")[options.threads - 1], worker="cell", lock_folder=folder, shared=True)
+    model = CLERK if options.model == "clerk" else save_wide(folder)
+    jobs = requests(options.prompts, vocab_size=tf.AutoConfig.from_pretrained(model).vocab_size)
+    expected: list[Outcome] | None = None
+    for num_stages in options.stages:
+        stages = load_chain(
+            model, num_stages, device, folder, dtype=options.dtype, kv_bytes=KV_BYTES, max_open=2 * CROWDS[0]
+        )
+        runs = {crowd: outcomes(stages, jobs, crowd) for crowd in CROWDS}
+        expected = expected or runs[1]
+        yield {
+            "stages": num_stages,
+            "jobs": len(jobs),
+            "exact": all(stage.exact for stage in stages),
+            "changed": {crowd: sum(a != b for a, b in zip(run, expected, strict=True)) for crowd, run in runs.items()},
+        }
+
+
+def outcomes(stages: Sequence[Executor], jobs: Sequence[Request], crowd: int) -> list[Outcome]:
+    """Of all jobs, so many at a time."""
+    ends = complete(stages, jobs, budget=MAX_BUDGET, seats=crowd)
+    return [(end.output_ids, end.logprobs) for end in ends]
+
+
+def requests(num: int, *, vocab_size: int) -> list[Request]:
+    """Prompts of 4 to 300 tokens, every other one greedy, all with log-probabilities."""
+    generator = torch.Generator().manual_seed(6)
+    sizes = [LENGTHS[(place * 97) % len(LENGTHS)] for place in range(num)]
+    return [
+        Request(
+            key=(str(place), 1),
+            prompt_ids=tuple(torch.randint(3, vocab_size, (size,), generator=generator).tolist()),
+            params=SamplingParams(max_tokens=NUM_NEW, temperature=0.8 * (place % 2), logprobs=2),
+            seed=place,
+        )
+        for place, size in enumerate(sizes)
+    ]
+
+
+def save_wide(folder: Path) -> Path:
+    """The random Llama, the same every time."""
+    torch.manual_seed(3)
+    tf.LlamaForCausalLM(tf.LlamaConfig(**WIDE)).save_pretrained(folder / "wide")
+    return folder / "wide"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,29 @@
+"""A share of the matrix of exact rows: the processor's own instruction set, and one below, in processes of their own.
+
+All of it: `python -m tests.conformance`. Without AMX no number of rows changes a bit that we know of.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.conformance.matrix import Cell, offered_isas
+
+NUM_PROMPTS = 24
+OFFERED = offered_isas()
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [
+        Cell(isa=OFFERED[-1], model="clerk", dtype="bfloat16", threads=1),
+        Cell(isa=OFFERED[-1], model="wide", dtype="bfloat16", threads=1),
+        Cell(isa=OFFERED[0], model="clerk", dtype="float32", threads=1),
+    ],
+    ids=str,
+)
+def test_given_the_same_jobs_in_crowds_of_any_size_when_run_then_every_bit_is_the_same(cell: Cell) -> None:
+    verdicts = list(cell.verdicts(prompts=NUM_PROMPTS, stages=(1, 2)))
+
+    assert [verdict.stages for verdict in verdicts] == [1, 2]
+    assert all(verdict.exact and verdict.is_held for verdict in verdicts), list(map(str, verdicts))
