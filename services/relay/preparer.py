@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import time
+from collections import deque
+from collections.abc import Mapping
 from typing import TypeVar
 from uuid import UUID
 
 import msgspec
 import structlog
-from sqlalchemy import Connection, Engine
+from sqlalchemy import Engine
 
 from services.relay.loop import Loop
 from services.relay.models import KnownModels
@@ -38,35 +41,54 @@ class Preparer(Loop):
         self._results = results
         self._times = times
         self._metrics = metrics
-        self._models = KnownModels()
+        self._models = KnownModels(database)
+        self.mark_every_s = times.poll_s
+        self._lent: deque[Unprepared] = deque()
+        """Rows that are ours and not yet marked; those of a turn that failed are tried again first."""
 
     def turn(self) -> float:
-        """One batch, in one transaction: its rows are ours until they are marked."""
-        ready: list[Ready] = []
-        refused: dict[UUID, dict[str, str]] = {}
+        """One batch. No transaction is open while it is tokenised, and what is done is marked every `mark_every_s`."""
+        if not self._lent:
+            with self._database.begin() as connection:
+                self._lent.extend(preparation.take_unprepared(connection, lease_s=self._times.lease_s))
+        if not self._lent:
+            return self._times.poll_s
+        self._models.refresh()
+        while self._lent:
+            answers = self._answers()
+            self._mark(answers)
+            for _ in answers:
+                self._lent.popleft()
+        return 0.0
+
+    def _answers(self) -> dict[UUID, Ready | dict[str, str]]:
+        """To the first rows, as many as fit into `mark_every_s`, and one at least."""
+        until_s = time.monotonic() + self.mark_every_s
+        answers: dict[UUID, Ready | dict[str, str]] = {}
+        for row in self._lent:
+            answers[row.id] = self._prepare(row)
+            if time.monotonic() >= until_s:
+                break
+        return answers
+
+    def _mark(self, answers: Mapping[UUID, Ready | dict[str, str]]) -> None:
+        ready = [answer for answer in answers.values() if isinstance(answer, Ready)]
+        errors = {job_id: answer for job_id, answer in answers.items() if not isinstance(answer, Ready)}
         with self._database.begin() as connection:
-            rows = preparation.take_unprepared(connection)
-            if rows:
-                self._models.refresh(connection)
-            for row in rows:
-                answer = self._prepare(connection, row)
-                if isinstance(answer, Ready):
-                    ready.append(answer)
-                else:
-                    refused[row.id] = answer
-            preparation.mark_prepared(connection, ready)
-            preparation.mark_failed(connection, refused)
-        self._metrics.prepared.inc(len(ready))
+            num_prepared = preparation.mark_prepared(connection, ready)
+            refused = preparation.mark_failed(connection, errors)
+        self._metrics.prepared.inc(num_prepared)
         self._metrics.refused.inc(len(refused))
         if ready:
             self._outbox.wake()
-        for job_id, error in refused.items():
+        for job_id in refused:
+            error = errors[job_id]
+            log.info("job refused", job_id=str(job_id), field=error["field"], problem=error["problem"])
             self._results.note({job_id: JobState.FAILED}, f"{error['field']}: {error['problem']}. {error['remedy']}")
-        return 0.0 if len(rows) == preparation.MAX_BATCH else self._times.poll_s
 
-    def _prepare(self, connection: Connection, row: Unprepared) -> Ready | dict[str, str]:
+    def _prepare(self, row: Unprepared) -> Ready | dict[str, str]:
         try:
-            tokens = self._models.get(connection, row.model)
+            tokens = self._models.get(row.model)
             params = _params(row)
             prepared = _tokenise(tokens, row, params)
         except Invalid as error:

@@ -19,6 +19,7 @@ from tenacity import Retrying, retry_if_exception_type, sleep_using_event, stop_
 
 from services.relay.acceptance import CONFLICT, Arrival, Verdict, accept
 from services.relay.canceller import Canceller
+from services.relay.census import Census
 from services.relay.dead_letters import bury
 from services.relay.doorbell import Doorbell
 from services.relay.growth import Growth
@@ -72,6 +73,7 @@ class Relay:
             outbox,
             preparer,
             Sweeper(results=self._results, **parts),
+            Census(**parts),
             self._canceller,
             self._results,
             Intake(redis=blocking, batch=settings.intake_batch, **parts),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections import Counter
 from collections.abc import Mapping
 from uuid import UUID
@@ -14,18 +13,19 @@ from sqlalchemy import Engine
 from services.relay.loop import POSTGRES_ERRORS, Loop
 from services.relay.models import Decoder
 from services.relay.results import Results
+from shardline.clock import lease_clock_s
 from shardline.config import Times
 from shardline.metrics import RelayMetrics
 from shardline.store import sweeps
 
 log = structlog.get_logger(__name__)
 
-COUNT_EVERY = 30
-"""Turns between two counts of the jobs that wait and run."""
+STALL = 1 / 3
+"""Of a lease: a Postgres that gave no answer for longer, or a relay that stood still, counts as having been away."""
 
 
 class Sweeper(Loop):
-    """After Postgres was away, heads have one lease to beat again before the first rescue."""
+    """After Postgres was away or stalled, heads have one lease to beat again before the first rescue."""
 
     def __init__(self, *, database: Engine, results: Results, times: Times, metrics: RelayMetrics) -> None:
         super().__init__("sweeper", metrics.errors)
@@ -35,30 +35,45 @@ class Sweeper(Loop):
         self._metrics = metrics
         self._decode = Decoder(database)
         self._rescue_after_s = 0.0
-        self._num_turns = 0
+        self._answered_s = math.inf
+        """The last answer of Postgres; or the first turn, before which nothing is known."""
 
     def turn(self) -> float:
         """Both sweeps."""
+        self._answered_s = min(self._answered_s, lease_clock_s())
         try:
-            num_moved = self._sweep()
+            num_moved = self._end_waiting() + self._rescue()
         except POSTGRES_ERRORS:
             self._rescue_after_s = math.inf
             raise
         return 0.0 if num_moved >= sweeps.MAX_BATCH else self._times.poll_s
 
-    def _sweep(self) -> int:
+    def _end_waiting(self) -> int:
         with self._database.begin() as connection:
             moved = sweeps.sweep_waiting(connection, self._decode)
-        num_moved = self._record(moved)
-        now_s = time.monotonic()
+        self._note_answer()
+        return self._record(moved)
+
+    def _rescue(self) -> int:
+        moved: dict[UUID, str] = {}
+        with self._database.begin() as connection:
+            # A stall after this moment ends no lease too early: they are judged by it.
+            sweeps.fix_now(connection)
+            now_s = self._note_answer()
+            if now_s >= self._rescue_after_s:
+                moved = sweeps.sweep_leases(connection, self._decode, lease_s=self._times.lease_s)
+        return self._record(moved)
+
+    def _note_answer(self) -> float:
+        now_s = lease_clock_s()
+        silent_s = now_s - self._answered_s
+        if silent_s > STALL * self._times.lease_s:
+            log.warning("Postgres stalled: no lease counts as expired for one lease", silent_s=round(silent_s, 1))
+            self._rescue_after_s = math.inf
         if self._rescue_after_s == math.inf:
             self._rescue_after_s = now_s + self._times.lease_s
-        if now_s >= self._rescue_after_s:
-            with self._database.begin() as connection:
-                moved = sweeps.sweep_leases(connection, self._decode, lease_s=self._times.lease_s)
-            num_moved += self._record(moved)
-        self._count()
-        return num_moved
+        self._answered_s = now_s
+        return now_s
 
     def _record(self, moved: Mapping[UUID, str]) -> int:
         """At once after COMMIT: whatever fails next, this has happened."""
@@ -69,13 +84,3 @@ class Sweeper(Loop):
         if counts:
             log.info("swept", **counts)
         return len(moved)
-
-    def _count(self) -> None:
-        self._num_turns += 1
-        if self._num_turns % COUNT_EVERY != 1:
-            return
-        with self._database.begin() as connection:
-            counts = sweeps.counts(connection)
-        self._metrics.jobs.clear()
-        for (model, state), number in counts.items():
-            self._metrics.jobs.labels(model=model, state=state).set(number)

@@ -144,6 +144,7 @@ jobs = Table(
     _time("deadline_at"),
     _time("cancel_requested_at"),
     # Preparation and sending, by relays.
+    _time("preparing_until"),
     _time("prepared_at"),
     Column("max_tokens", Integer),
     _time("sent_at"),

@@ -15,7 +15,7 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
         patches=(
             Patch(
                 file="services/stage/engine/engine.py",
-                old="self.fenced = time.monotonic() >= self.may_run_until_s",
+                old="self.fenced = lease_clock_s() >= self.may_run_until_s",
                 new="self.fenced = False",
             ),
         ),

@@ -6,14 +6,17 @@ from collections.abc import Iterator
 
 import pytest
 from prometheus_client import CollectorRegistry
-from sqlalchemy import Engine
+from sqlalchemy import Connection, Engine
 from sqlalchemy.exc import DBAPIError
 
+from services.relay import sweeper as sweeper_module
+from services.relay.census import Census
 from services.relay.results import Results
 from services.relay.sweeper import Sweeper
 from shardline.config import Times
 from shardline.metrics import RelayMetrics
-from tests.integration.store_world import change, pass_time, running, submit, world
+from shardline.store import sweeps
+from tests.integration.store_world import MODEL, cell, change, pass_time, running, submit, world
 
 TIMES = Times().scaled(0.001)
 """The server is up for longer than such a lease."""
@@ -32,8 +35,27 @@ def registry() -> CollectorRegistry:
     return CollectorRegistry()
 
 
+class Clock:
+    """The relay's clock of leases, moved by the test."""
+
+    def __init__(self) -> None:
+        self.now_s = 1_000.0
+
+    def pass_leases(self, num: float) -> None:
+        """So many leases go by."""
+        self.now_s += num * TIMES.lease_s
+
+
 @pytest.fixture
-def sweeper(engine: Engine, registry: CollectorRegistry) -> Sweeper:
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """Instead of the machine's."""
+    clock = Clock()
+    monkeypatch.setattr(sweeper_module, "lease_clock_s", lambda: clock.now_s)
+    return clock
+
+
+@pytest.fixture
+def sweeper(engine: Engine, registry: CollectorRegistry, clock: Clock) -> Sweeper:
     """A relay's, its turns called by the test."""
     metrics = RelayMetrics(registry)
     results = Results(backend_app=None, times=TIMES, metrics=metrics)
@@ -76,3 +98,75 @@ def test_given_rows_moved_by_the_first_sweep_when_the_second_fails_then_they_are
         sweeper.turn()
 
     assert (swept(registry, "cancelled"), swept(registry, "crashed")) == (1, None)
+
+
+def num_running(engine: Engine) -> int:
+    """Jobs that no sweep has moved."""
+    return int(cell(engine, "SELECT count(*) FROM jobs WHERE state = 'running' AND crashes = 0"))
+
+
+def test_given_a_silence_of_half_a_lease_when_swept_then_no_lease_counts_as_expired_for_one_lease(
+    engine: Engine, sweeper: Sweeper, clock: Clock
+) -> None:
+    sweeper.turn()
+    clock.pass_leases(0.5)
+    expired(engine)
+
+    for _ in range(4):
+        sweeper.turn()
+        assert num_running(engine) == 1
+        clock.pass_leases(0.25)
+    sweeper.turn()
+
+    assert num_running(engine) == 0
+
+
+def test_given_an_answer_that_takes_half_a_lease_when_swept_then_no_lease_counts_as_expired(
+    engine: Engine, sweeper: Sweeper, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sweeper.turn()
+    expired(engine)
+    fix_now = sweeps.fix_now
+
+    def late(connection: Connection) -> None:
+        fix_now(connection)
+        clock.pass_leases(0.5)
+
+    monkeypatch.setattr(sweeps, "fix_now", late)
+    sweeper.turn()
+
+    assert num_running(engine) == 1
+
+
+def test_given_a_stall_between_statements_when_swept_then_leases_are_judged_by_the_first_one(engine: Engine) -> None:
+    claimed = running(engine)
+    with engine.begin() as connection:
+        sweeps.fix_now(connection)
+        change(engine, "UPDATE jobs SET lease_until = clock_timestamp() WHERE id = :id", id=claimed.job_id)
+        assert sweeps.sweep_leases(connection, lambda _model, _ids: "", lease_s=0) == {}
+
+
+def test_given_turns_as_ever_when_a_lease_expires_then_it_is_rescued_at_once(
+    engine: Engine, sweeper: Sweeper, clock: Clock
+) -> None:
+    sweeper.turn()
+    clock.pass_leases(0.25)
+    expired(engine)
+    sweeper.turn()
+    assert num_running(engine) == 0
+
+
+def test_given_jobs_that_end_when_counted_again_then_the_gauge_shows_none_instead_of_vanishing(
+    engine: Engine, registry: CollectorRegistry
+) -> None:
+    census = Census(database=engine, times=TIMES, metrics=RelayMetrics(registry))
+    submit(engine, 2)
+
+    def queued() -> float | None:
+        return registry.get_sample_value("shardline_jobs", {"model": MODEL, "state": "queued"})
+
+    census.turn()
+    assert queued() == 2
+    change(engine, "DELETE FROM jobs")
+    census.turn()
+    assert queued() == 0

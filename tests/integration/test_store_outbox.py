@@ -5,12 +5,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
 from uuid import UUID
 
 import pytest
 from sqlalchemy import Engine
 
-from shardline.job import JobState
+from shardline.job import JobState, Message
 from shardline.store import jobs, models, outbox, pipelines, preparation
 from shardline.store.outbox import WINDOW_MIN, Send
 from shardline.store.preparation import Ready
@@ -129,17 +131,62 @@ def test_given_several_models_when_stamped_then_a_backlog_of_one_does_not_hold_u
     assert other in ids_of(stamp(engine))
 
 
+def take(engine: Engine, **bounds: int) -> list[UUID]:
+    """As one relay, for a minute."""
+    with engine.begin() as connection:
+        return [row.id for row in preparation.take_unprepared(connection, lease_s=60, **bounds)]
+
+
 def test_given_unprepared_rows_when_taken_then_no_other_relay_gets_them_and_none_is_sent(engine: Engine) -> None:
     with engine.begin() as connection:
         stored = jobs.insert_jobs(connection, [request(), request(seed=None, prompt=(1, 2))])
         ids = [one.job_id for one in stored]
     assert stamp(engine) == []
-    with engine.begin() as connection, engine.begin() as other:
-        assert {row.id for row in preparation.take_unprepared(connection)} == set(ids)
-        assert preparation.take_unprepared(other) == []
+    assert set(take(engine)) == set(ids)
+    assert take(engine) == []
+    with engine.begin() as connection:
         preparation.mark_prepared(connection, [Ready(id=ids[0], prompt_ids=(5, 6), max_tokens=4, seed=99)])
         preparation.mark_failed(connection, {ids[1]: {"code": "invalid_request", "field": "prompt"}})
     assert state(engine, ids[1]) is JobState.FAILED
     assert ids_of(stamp(engine)) == [ids[0]]
     (claimed,) = claim(engine, ids)
     assert (claimed.prompt_ids, claimed.max_tokens, claimed.seed) == ((5, 6), 4, 99)
+
+
+def test_given_rows_whose_relay_is_silent_when_their_time_is_over_then_the_next_takes_them(engine: Engine) -> None:
+    (job_id,) = insert(engine)
+    assert take(engine) == [job_id]
+    with engine.begin() as connection:
+        pass_time(connection, job_id, "preparing_until")
+    assert take(engine) == [job_id]
+
+
+def test_given_two_relays_with_one_row_when_both_mark_it_then_the_first_mark_stays(engine: Engine) -> None:
+    (job_id,) = insert(engine)
+    ready = Ready(id=job_id, prompt_ids=(5, 6), max_tokens=4, seed=99)
+    with engine.begin() as connection:
+        assert preparation.mark_prepared(connection, [ready]) == 1
+        assert preparation.mark_prepared(connection, [replace(ready, seed=98)]) == 0
+        assert preparation.mark_failed(connection, {job_id: {"code": "invalid_request", "field": "prompt"}}) == []
+    (claimed,) = claim(engine, [job_id])
+    assert claimed.seed == 99
+
+
+def test_given_long_texts_when_taken_then_a_batch_ends_with_the_row_that_fills_it(engine: Engine) -> None:
+    ids = [insert(engine, prompt="one " * 1_000)[0] for _ in range(4)]
+    assert take(engine, max_bytes=7_000) == ids[:2]
+    assert take(engine, max_bytes=1) == ids[2:3]
+    assert take(engine) == ids[3:]
+
+
+def test_given_long_chats_and_lists_of_ids_when_taken_then_they_are_weighed_too(engine: Engine) -> None:
+    chat = "".join(map(str, range(10_000)))
+    insert(engine, prompt=None, messages=(Message(role="user", content=chat),))
+    insert(engine, prompt=tuple(range(10_000)))
+    assert [len(take(engine, max_bytes=10_000)) for _ in range(2)] == [1, 1]
+
+
+def insert(engine: Engine, **fields: Any) -> list[UUID]:
+    """A job that arrived without preparation."""
+    with engine.begin() as connection:
+        return [one.job_id for one in jobs.insert_jobs(connection, [request(**fields)])]

@@ -69,6 +69,7 @@ SEAMS: tuple[tuple[Any, str, Any], ...] = (
     (time, "monotonic", now_s),
     (time, "perf_counter", now_s),
     (time, "time", _wall_clock),
+    (time, "clock_gettime", lambda _clock: now_s()),
     (zmq, "Poller", wires.Poller),
     (zeromq, "Watch", wires.Watch),
     (zeromq, "Wakeup", wires.Wakeup),

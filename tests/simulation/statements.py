@@ -194,9 +194,8 @@ def sweep_leases(connection: Connection, decode: Decode, *, lease_s: float) -> d
     return {**moved, **end_from(connection, [_stopped(connection, job, decode) for job in over], held=JobState.RUNNING)}
 
 
-def counts(connection: Connection) -> dict[tuple[str, str], int]:
+def fix_now(connection: Connection) -> None:
     """See shardline.store.sweeps."""
-    return {}
 
 
 # shardline.store.crashes ---------------------------------------------------------------------------------------------

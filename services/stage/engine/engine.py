@@ -26,6 +26,7 @@ from services.stage.hop import Frame, Kind, Receiver
 from services.stage.hop.frame import Buffer
 from services.stage.hop.wiring import Wiring
 from shardline import failpoints
+from shardline.clock import lease_clock_s
 from shardline.errors import LinkLost, ProtocolError
 from shardline.failpoints import Point, failpoint
 from shardline.job import FinishReason
@@ -156,7 +157,7 @@ class HeadEngine(Engine):
         super().__init__(executor, on_lost=on_lost, on_step=on_step)
         self.scheduler = scheduler
         self.may_run_until_s = float("inf")
-        """Self-fencing, monotonic: past this moment nothing is scheduled and nothing is emitted."""
+        """Self-fencing, by the clock of leases: past this moment nothing is scheduled and nothing is emitted."""
         self.fenced = False
         """The loop turns, held back by `may_run_until_s` alone."""
         self._emit = emit
@@ -203,7 +204,7 @@ class HeadEngine(Engine):
 
     def _turn(self) -> None:
         wiring = self._wiring
-        self.fenced = time.monotonic() >= self.may_run_until_s
+        self.fenced = lease_clock_s() >= self.may_run_until_s
         if wiring is None or self.fenced:
             self.inbox.wait(IDLE_WAIT_S)
             return

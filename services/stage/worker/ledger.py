@@ -29,6 +29,7 @@ from services.stage.worker.requests import Requests
 from services.stage.worker.saving import beats_of
 from services.stage.worker.standing import Standing
 from services.stage.worker.ticket import Ticket
+from shardline.clock import lease_clock_s
 from shardline.config import Times
 from shardline.failpoints import Point, failpoint
 from shardline.job import FinishReason, JobState
@@ -209,7 +210,7 @@ class Ledger(threading.Thread):
             ticket.drop()
 
     def _claim(self, tickets: list[Ticket], identity: Identity) -> None:
-        sent_s = time.monotonic()
+        sent_s = lease_clock_s()
         waiting = {ticket.job_id: ticket for ticket in tickets}
         failpoint(Point.BEFORE_CLAIM)
         with self._database.begin() as connection:
@@ -247,10 +248,10 @@ class Ledger(threading.Thread):
 
     def _beat(self) -> None:
         """Renews the leases and saves new tokens. A hung engine's leases are left to run out."""
-        now_s = time.monotonic()
+        now_s, sent_s = time.monotonic(), lease_clock_s()
         self._standing.renew()
         if not self._live:
-            self._renew_fence(now_s)
+            self._renew_fence(sent_s)
             return
         if self._engine.pulse.num_steps != self._last_step or self._engine.fenced or self._standing.is_recovering:
             self._last_step, self._last_move_s = self._engine.pulse.num_steps, now_s
@@ -262,7 +263,7 @@ class Ledger(threading.Thread):
             replies = claims.heartbeat(connection, beats, lease_s=self._times.lease_s)
             failpoint(Point.HEARTBEAT_BEFORE_COMMIT)
         failpoint(Point.HEARTBEAT_AFTER_COMMIT)
-        self._renew_fence(now_s)
+        self._renew_fence(sent_s)
         for job, beat in zip(jobs, beats, strict=True):
             reply = replies.get((beat.job_id, beat.fence))
             if reply is None:

@@ -1,4 +1,7 @@
-"""Rows that arrived without validation: handed to a relay for tokenising, then marked. Knows no tokenizer."""
+"""Rows that arrived without validation: lent to a relay for tokenising, then marked. Knows no tokenizer.
+
+A loan locks no row: it is a time in the row, after which any relay may have it. Who marks first is right.
+"""
 
 from __future__ import annotations
 
@@ -7,20 +10,46 @@ from dataclasses import dataclass
 from typing import Any
 from uuid import UUID
 
-from sqlalchemy import Connection, select, text
+from sqlalchemy import Connection, text
 
 from shardline.job import JobState
 from shardline.store.claims import End, end_from
 from shardline.store.encoding import dump
-from shardline.tables import jobs
 
 MAX_BATCH = 256
+MAX_BYTES = 1 << 20
+"""Of a batch, about, and one row more: a second's work of a slow tokenizer."""
+
+TAKE = text("""
+-- Sizes are known without reading a text. Chats are kept compressed, to a quarter of their length or more.
+WITH oldest AS (
+    SELECT id, created_at, coalesce(octet_length(prompt), 0) + 4 * coalesce(pg_column_size(messages), 0)
+        + coalesce(pg_column_size(prompt_ids), 0) AS num_bytes
+    FROM jobs
+    WHERE state = 'queued' AND prepared_at IS NULL AND (preparing_until IS NULL OR preparing_until <= now())
+    ORDER BY created_at LIMIT :max_batch FOR UPDATE SKIP LOCKED
+),
+-- What those before it take: the first row is in, however long it is.
+weighed AS (
+    SELECT id, sum(num_bytes) OVER (ORDER BY created_at, id) - num_bytes AS num_before FROM oldest
+), lent AS (
+    UPDATE jobs SET preparing_until = now() + make_interval(secs => :lease_s)
+    FROM weighed WHERE jobs.id = weighed.id AND num_before < :max_bytes
+    RETURNING jobs.id, model, prompt, messages, prompt_ids, params, created_at
+)
+SELECT id, model, prompt, messages, prompt_ids, params FROM lent ORDER BY created_at, id
+""")
 
 PREPARED = text("""
 UPDATE jobs SET prompt_ids = ready.prompt_ids, max_tokens = ready.max_tokens, prepared_at = now(),
     seed = coalesce(ready.seed, jobs.seed)
 FROM jsonb_to_recordset(CAST(:rows AS jsonb)) AS ready(id uuid, prompt_ids int[], max_tokens int, seed bigint)
 WHERE jobs.id = ready.id AND state = 'queued' AND prepared_at IS NULL
+""")
+
+LOCK_UNPREPARED = text("""
+SELECT id FROM jobs WHERE id = ANY(CAST(:ids AS uuid[])) AND state = 'queued' AND prepared_at IS NULL
+ORDER BY id FOR UPDATE
 """)
 
 
@@ -46,25 +75,23 @@ class Ready:
     seed: int | None
 
 
-def take_unprepared(connection: Connection, *, max_batch: int = MAX_BATCH) -> list[Unprepared]:
-    """The oldest rows that nobody else is preparing; ours until this transaction ends."""
-    query = (
-        select(jobs.c.id, jobs.c.model, jobs.c.prompt, jobs.c.messages, jobs.c.prompt_ids, jobs.c.params)
-        .where(jobs.c.state == JobState.QUEUED, jobs.c.prepared_at.is_(None))
-        .order_by(jobs.c.created_at)
-        .limit(max_batch)
-        .with_for_update(skip_locked=True)
-    )
-    return [Unprepared(**row) for row in connection.execute(query).mappings()]
+def take_unprepared(
+    connection: Connection, *, lease_s: float, max_batch: int = MAX_BATCH, max_bytes: int = MAX_BYTES
+) -> list[Unprepared]:
+    """The oldest rows that nobody else is preparing; ours for `lease_s` once the caller commits."""
+    values = {"lease_s": lease_s, "max_batch": max_batch, "max_bytes": max_bytes}
+    return [Unprepared(**row) for row in connection.execute(TAKE, values).mappings()]
 
 
-def mark_prepared(connection: Connection, rows: Sequence[Ready]) -> None:
-    """These may be sent."""
-    if rows:
-        connection.execute(PREPARED, {"rows": dump(rows)})
+def mark_prepared(connection: Connection, rows: Sequence[Ready]) -> int:
+    """These may be sent. Returns how many nobody had marked before."""
+    return connection.execute(PREPARED, {"rows": dump(rows)}).rowcount if rows else 0
 
 
-def mark_failed(connection: Connection, errors: Mapping[UUID, Mapping[str, str]]) -> None:
-    """These can never run: `failed`, with the reason."""
-    ends = [End(job_id=job_id, fence=0, state=JobState.FAILED, error=error) for job_id, error in errors.items()]
-    end_from(connection, ends, held=JobState.QUEUED)
+def mark_failed(connection: Connection, errors: Mapping[UUID, Mapping[str, str]]) -> list[UUID]:
+    """These can never run: `failed`, with the reason. Returns those that nobody has marked before."""
+    if not errors:
+        return []
+    ids = list(connection.scalars(LOCK_UNPREPARED, {"ids": list(errors)}))
+    ends = [End(job_id=job_id, fence=0, state=JobState.FAILED, error=errors[job_id]) for job_id in ids]
+    return list(end_from(connection, ends, held=JobState.QUEUED))

@@ -40,9 +40,16 @@ WHERE id = ANY(ARRAY(SELECT id FROM over)) AND state = 'queued'
 ORDER BY id FOR UPDATE SKIP LOCKED
 """)
 
+FIX_NOW = text("SELECT now()")
+
 COUNTS = text(
     "SELECT model, state, count(*) AS number FROM jobs WHERE state IN ('queued', 'running') GROUP BY model, state"
 )
+
+
+def fix_now(connection: Connection) -> None:
+    """As a transaction's first statement: Postgres's now() is this moment in all that follow."""
+    connection.execute(FIX_NOW)
 
 
 def sweep_waiting(connection: Connection, decode: Decode, *, max_batch: int = MAX_BATCH) -> dict[UUID, str]:
