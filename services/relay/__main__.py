@@ -9,6 +9,7 @@ from services.relay.app import app
 from services.relay.settings import RelaySettings
 from shardline.log import configure
 from shardline.queues import INTAKE_QUEUE
+from shardline.threads import die_with_any_thread
 
 PROMPT_LOGGERS = ("celery.worker.strategy", "celery.app.trace")
 """They write a line with all arguments for each task: prompts do not belong into logs."""
@@ -18,6 +19,7 @@ def main() -> None:
     """Celery's worker in the form that a relay needs."""
     settings = RelaySettings()
     configure(service="relay", level=settings.log_level, form=settings.log_format)
+    die_with_any_thread()
     for name in PROMPT_LOGGERS:
         logging.getLogger(name).setLevel(logging.WARNING)
     app.worker_main(

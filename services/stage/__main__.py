@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gc
 import sys
-import threading
-from types import TracebackType
 
 import structlog
 from pydantic import ValidationError
@@ -13,10 +11,11 @@ from pydantic import ValidationError
 from services.stage.worker.app import make_app, serve
 from services.stage.worker.head import Head
 from services.stage.worker.later import Later
-from services.stage.worker.runtime import die, load
+from services.stage.worker.runtime import load
 from services.stage.worker.settings import StageSettings
 from shardline import log, metrics
 from shardline.errors import Invalid, Unavailable
+from shardline.threads import die_with_any_thread
 
 logger = structlog.get_logger(__name__)
 
@@ -32,7 +31,7 @@ def main() -> int:
         sys.stderr.write(f"{error}\n")
         return REFUSED_STATUS
     log.configure(service="stage", level=settings.log_level, form=settings.log_format)
-    threading.excepthook = _die_with_thread
+    die_with_any_thread()
     try:
         loaded = load(settings)
         app = make_app(settings)
@@ -52,16 +51,6 @@ def main() -> int:
     serve(app, stage, settings)
     stage.stop()
     return 0
-
-
-def _die_with_thread(args: threading.ExceptHookArgs) -> None:
-    """A stage that lost a thread must not live on, deaf or dumb."""
-    error: BaseException | None = args.exc_value
-    trace: TracebackType | None = args.exc_traceback
-    logger.critical(
-        "a thread failed", thread=args.thread.name if args.thread else "", exc_info=(args.exc_type, error, trace)
-    )
-    die("a thread failed")
 
 
 if __name__ == "__main__":

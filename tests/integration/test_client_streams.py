@@ -6,13 +6,14 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from uuid import uuid4
 
+import msgspec
 import pytest
 import redis
 
 from services.standalone.servers import Valkey
-from shardline.keys import STREAM_TTL_S, job_stream
+from shardline.job import TokenLogprob
+from shardline.keys import STREAM_ENDED_TTL_S, STREAM_MAX_BYTES, STREAM_TTL_S, job_stream
 from shardline.streams import DeltaReader, DeltaWriter, Mailbox, SyncDeltaReader
-from shardline.streams.writer import MAX_ENTRIES
 from shardline.wire import Delta
 
 JOB = uuid4()
@@ -57,12 +58,23 @@ def test_given_a_stream_that_the_server_lost_when_written_then_what_comes_after_
     assert 0 < int(str(server.ttl(job_stream(JOB)))) <= STREAM_TTL_S
 
 
+@pytest.mark.parametrize("num_logprobs", [0, 20])
 def test_given_an_endless_job_when_written_then_its_stream_stays_bounded(
-    writer: DeltaWriter, server: redis.Redis
+    writer: DeltaWriter, server: redis.Redis, num_logprobs: int
 ) -> None:
-    for first in range(0, MAX_ENTRIES + 4_000, 2_000):
-        writer.write([(JOB, delta(first + place)) for place in range(2_000)])
-    assert int(str(server.xlen(job_stream(JOB)))) <= MAX_ENTRIES + 200
+    top = TokenLogprob(1, -1.5, tuple((number, -2.5) for number in range(num_logprobs)))
+    told = Delta(fence=1, start=0, ids=(0,), text="some", logprobs=(top,))
+    for first in range(0, 12_000, 2_000):
+        writer.write([(JOB, msgspec.structs.replace(told, start=first + place)) for place in range(2_000)])
+    held_bytes = server.memory_usage(job_stream(JOB), samples=0) or 0
+    assert STREAM_MAX_BYTES / 4 < held_bytes < 1.5 * STREAM_MAX_BYTES
+
+
+def test_given_a_job_that_ends_when_written_then_its_stream_goes_soon(writer: DeltaWriter, server: redis.Redis) -> None:
+    writer.write([(JOB, delta(0)), (OTHER, delta(0))])
+    writer.write([(JOB, Delta(fence=1, start=1, state="succeeded")), (OTHER, delta(1))])
+    assert 0 < int(str(server.ttl(job_stream(JOB)))) <= STREAM_ENDED_TTL_S
+    assert int(str(server.ttl(job_stream(OTHER)))) > STREAM_ENDED_TTL_S
 
 
 def test_given_redis_away_when_written_then_one_error_stands_for_many_and_nothing_blocks() -> None:

@@ -143,7 +143,7 @@ def test_given_a_stall_between_statements_when_swept_then_leases_are_judged_by_t
     with engine.begin() as connection:
         sweeps.fix_now(connection)
         change(engine, "UPDATE jobs SET lease_until = clock_timestamp() WHERE id = :id", id=claimed.job_id)
-        assert sweeps.sweep_leases(connection, lambda _model, _ids: "", lease_s=0) == {}
+        assert sweeps.sweep_leases(connection, lambda *_: "", lease_s=0) == {}
 
 
 def test_given_turns_as_ever_when_a_lease_expires_then_it_is_rescued_at_once(

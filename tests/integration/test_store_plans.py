@@ -147,7 +147,7 @@ def test_given_many_jobs_when_each_statement_of_doors_and_relays_runs_then_it_fi
         jobs.insert_failed(connection, [refused])
         ids = some(connection, "state = 'succeeded'")
         assert len(jobs.get_jobs(connection, ids)) == len(jobs.ended(connection, ids)) == len(ids)
-        rows = preparation.take_unprepared(connection)
+        rows = preparation.take_unprepared(connection, lease_s=LONG_S)
         preparation.mark_prepared(
             connection, [Ready(id=row.id, prompt_ids=(5,), max_tokens=1, seed=None) for row in rows]
         )

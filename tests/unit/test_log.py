@@ -10,10 +10,12 @@ from uuid import UUID
 
 import pytest
 import structlog
+from celery.worker.consumer import consumer
 
 from shardline import log
 
 JOB = UUID(int=7)
+SECRET = "nobody else may read this"
 
 
 @pytest.fixture(autouse=True)
@@ -50,6 +52,40 @@ def test_given_a_library_when_it_logs_then_its_lines_look_the_same(capsys: pytes
     (line,) = lines(capsys)
 
     assert (line["event"], line["service"]) == ("lost redis://:***@host:6379/0", "relay")
+
+
+@pytest.mark.parametrize(
+    ("template", "arguments"),
+    [
+        (consumer.UNKNOWN_TASK_ERROR, (KeyError("shardline.sumbit"), SECRET, {"argsrepr": SECRET}, {})),
+        (consumer.INVALID_TASK_ERROR, (ValueError(SECRET), SECRET)),
+        (consumer.UNKNOWN_FORMAT, (SECRET,)),
+        (consumer.MESSAGE_DECODE_ERROR, (ValueError(SECRET), "json", "utf-8", SECRET, SECRET)),
+    ],
+)
+def test_given_a_message_that_celery_refuses_when_logged_then_what_it_holds_is_left_out(
+    capsys: pytest.CaptureFixture[str], template: str, arguments: tuple[object, ...]
+) -> None:
+    log.configure(service="relay", form="json")
+    consumer.logger.error(template, *arguments, exc_info=ValueError(SECRET))
+
+    (line,) = lines(capsys)
+
+    assert SECRET not in str(line)
+    assert line["event"].startswith(template.split(maxsplit=1)[0])
+
+
+def test_given_a_task_that_fails_when_celery_logs_it_then_its_arguments_are_left_out(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    log.configure(service="relay", form="json")
+    logging.getLogger("celery.app.trace").error("Task %(name)s failed", {"name": "x"}, extra={"data": {"args": SECRET}})
+    logging.getLogger(log.REFUSALS).error("consumer: Cannot connect to %s: %s.\n%s\n", "redis", "no route", "Again.")
+
+    first, second = lines(capsys)
+
+    assert (first["event"], "data" in first) == ("Task x failed", False)
+    assert "no route" in second["event"]
 
 
 def test_given_an_exception_when_logged_then_it_is_part_of_the_object(capsys: pytest.CaptureFixture[str]) -> None:

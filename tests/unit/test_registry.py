@@ -10,7 +10,7 @@ import redis
 from msgspec.structs import replace
 
 from services.stage.hop.sockets import Sockets
-from services.stage.worker.registry import Announcer, Registry
+from services.stage.worker.registry import MAX_SCANS, Announcer, Registry
 from services.standalone.servers import Valkey
 from shardline import keys
 from shardline.errors import Unavailable
@@ -51,6 +51,55 @@ def test_what_is_no_card_is_passed_over(registry: Registry, redis_url: str) -> N
         client.lpush(keys.stage_entry("a list"), "x")
 
     assert registry.cards("tiny") == [card]
+
+
+NUM_STREAMS = 30_000
+"""Keys of jobs; so many that a few calls cannot pass over them."""
+
+
+@pytest.fixture
+def busy_client(redis_url: str) -> Iterator[redis.Redis]:
+    """A Redis with many jobs."""
+    with redis.Redis.from_url(redis_url) as client:
+        client.mset({keys.job_stream(f"{number}"): "" for number in range(NUM_STREAMS)})
+        yield client
+
+
+def num_calls(client: redis.Redis) -> int:
+    """All commands so far."""
+    return int(client.info("stats")["total_commands_processed"])
+
+
+def test_cards_are_found_at_once_among_any_number_of_streams(registry: Registry, busy_client: redis.Redis) -> None:
+    card = make_card(0, 8)
+    registry.announce(card)
+    before = num_calls(busy_client)
+
+    assert registry.cards("tiny") == [card]
+    assert num_calls(busy_client) - before < NUM_STREAMS / 500
+
+
+def test_a_stage_of_the_last_release_is_found_a_few_looks_later(registry: Registry, busy_client: redis.Redis) -> None:
+    old, new = make_card(0, 8), make_card(8, NUM_LAYERS)
+    busy_client.set(keys.stage_entry(old.incarnation), encode_card(old))
+    registry.announce(new)
+    looks = [registry.cards("tiny") for _ in range(NUM_STREAMS // (MAX_SCANS * 500) + 2)]
+
+    assert {card.incarnation for card in looks[-1]} == {old.incarnation, new.incarnation}
+    busy_client.delete(keys.stage_entry(old.incarnation))
+    assert registry.cards("tiny") == [new]
+
+
+def test_a_stage_that_died_is_taken_from_the_list(registry: Registry, redis_url: str) -> None:
+    card = make_card(0, 8)
+    registry.announce(card)
+    with redis.Redis.from_url(redis_url) as client:
+        client.delete(keys.stage_entry(card.incarnation))
+
+        assert registry.cards() == []
+        assert client.scard(keys.STAGES) == 0
+        registry.announce(card)
+        assert 0 < client.ttl(keys.STAGES) <= keys.STAGES_TTL_S
 
 
 def test_an_absent_redis_is_unavailable() -> None:

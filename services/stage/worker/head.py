@@ -27,13 +27,14 @@ from services.stage.worker.pipeline import Pipeline
 from services.stage.worker.publisher import Publisher
 from services.stage.worker.registry import Registry
 from services.stage.worker.requests import Requests
-from services.stage.worker.runtime import Loaded, die, software
+from services.stage.worker.runtime import Loaded, software
 from shardline.errors import Unavailable
 from shardline.queues import generate_queue
 from shardline.store import claims
 from shardline.store.database import connect
 from shardline.store.models import register_model
 from shardline.streams import DeltaWriter
+from shardline.threads import die
 from shardline.tokenise import Tokens
 
 log = structlog.get_logger(__name__)

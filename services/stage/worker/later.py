@@ -12,8 +12,9 @@ from services.stage.worker.link import StageLink
 from services.stage.worker.mailbox import Mailbox
 from services.stage.worker.metering import Meter
 from services.stage.worker.registry import Announcer, Registry
-from services.stage.worker.runtime import Loaded, die
+from services.stage.worker.runtime import Loaded
 from services.stage.worker.ticket import Ticket
+from shardline.threads import die
 from shardline.wire import StageCard
 
 

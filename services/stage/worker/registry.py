@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import islice
+from typing import Any
 
 import redis
 import structlog
@@ -17,6 +18,9 @@ from shardline.errors import ProtocolError, Unavailable
 from shardline.wire import StageCard, decode_card, encode_card
 
 MAX_CARDS = 4096
+MAX_SCANS = 20
+"""Calls of SCAN in one look for cards of the last release: the next look goes on where this one ended."""
+
 RENEW_S = keys.REGISTRY_TTL_S / 5
 TIMEOUT_S = 1.0
 """Of one Redis call: a paused Redis must not hold up a pipeline for long."""
@@ -34,24 +38,47 @@ class Registry:
             socket_connect_timeout=TIMEOUT_S,
             retry=Retry(NoBackoff(), 1),  # Once: a connection that broke while idle is opened anew.
         )
+        self._cursor = 0
+        self._unlisted: set[str] = set()
+        """Incarnations of the last release, found so far."""
 
     def announce(self, card: StageCard) -> None:
         """Puts the card up for REGISTRY_TTL_S. Raises Unavailable."""
-        with _redis_errors():
-            self._redis.set(keys.stage_entry(card.incarnation), encode_card(card), ex=keys.REGISTRY_TTL_S)
+        with _redis_errors(), self._redis.pipeline(transaction=False) as pipeline:
+            pipeline.set(keys.stage_entry(card.incarnation), encode_card(card), ex=keys.REGISTRY_TTL_S)
+            pipeline.sadd(keys.STAGES, card.incarnation)
+            pipeline.expire(keys.STAGES, keys.STAGES_TTL_S)
+            pipeline.execute()
 
     def withdraw(self, incarnation: str) -> None:
         """Takes the card down. Raises Unavailable."""
-        with _redis_errors():
-            self._redis.delete(keys.stage_entry(incarnation))
+        with _redis_errors(), self._redis.pipeline(transaction=False) as pipeline:
+            pipeline.delete(keys.stage_entry(incarnation))
+            pipeline.srem(keys.STAGES, incarnation)
+            pipeline.execute()
 
     def cards(self, model: str | None = None) -> list[StageCard]:
         """The cards that are up (of one model), at most MAX_CARDS, by worker name. Raises Unavailable."""
         with _redis_errors():
-            names = list(islice(self._redis.scan_iter(keys.STAGE_ENTRIES, count=500), MAX_CARDS))
-            values = self._redis.mget(names) if names else []
+            members: Any = self._redis.srandmember(keys.STAGES, MAX_CARDS)
+            listed = {_text(name) for name in members}
+            names = [*listed, *islice(self._older() - listed, MAX_CARDS - len(listed))]
+            values = self._redis.mget([keys.stage_entry(name) for name in names]) if names else []
+            gone = {name for name, value in zip(names, values, strict=True) if value is None}
+            self._unlisted -= gone | listed
+            if gone & listed:
+                self._redis.srem(keys.STAGES, *(gone & listed))
         cards = [card for card in map(_read_card, values) if card is not None]
         return sorted((card for card in cards if model in (None, card.model)), key=lambda card: card.worker)
+
+    def _older(self) -> set[str]:
+        """Stages of the last release: they are found by SCAN, a piece of the key space at each look."""
+        for _ in range(MAX_SCANS):
+            self._cursor, found = self._redis.scan(self._cursor, match=keys.STAGE_ENTRIES, count=500)
+            self._unlisted.update(_text(key).removeprefix(keys.stage_entry("")) for key in found)
+            if self._cursor == 0:
+                break
+        return self._unlisted
 
     def close(self) -> None:
         """Closes the connections."""
@@ -108,6 +135,10 @@ def _redis_errors() -> Iterator[None]:
         yield
     except (redis.RedisError, OSError) as error:
         raise Unavailable(f"Redis is away: {error}") from error
+
+
+def _text(name: bytes | str) -> str:
+    return name.decode(errors="replace") if isinstance(name, bytes) else name
 
 
 def _read_card(value: bytes | str | None) -> StageCard | None:

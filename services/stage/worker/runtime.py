@@ -32,9 +32,6 @@ from shardline.wire import StageCard
 
 log = structlog.get_logger(__name__)
 
-HUNG_STATUS = 70
-"""Exit status of a stage that was told to exit or lost a thread; the supervisor restarts it."""
-
 MIB = 1 << 20
 
 
@@ -165,12 +162,6 @@ def software() -> dict[str, str]:
         "transformers": transformers.__version__,
         "python": platform.python_version(),
     }
-
-
-def die(reason: str) -> None:
-    """The process cannot go on: leave at once, so that a supervisor starts a new one."""
-    log.critical("this stage exits", reason=reason)
-    os._exit(HUNG_STATUS)
 
 
 def hop_sockets(settings: StageSettings) -> Sockets:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from uuid import UUID
 
 import redis
@@ -12,17 +13,34 @@ from redis.client import Pipeline
 from redis.retry import Retry
 from redis.typing import EncodableT, FieldT
 
-from shardline.keys import STREAM_TTL_S, job_stream
+from shardline.keys import STREAM_ENDED_TTL_S, STREAM_MAX_BYTES, STREAM_TTL_S, job_stream
 from shardline.wire import DELTA_FIELD, Delta, encode_delta
 
-MAX_ENTRIES = 16_384
-"""Of one stream, about: a reader that is further behind than that goes on from Postgres."""
+ENTRY_BYTES = 20
+"""What Redis needs for an entry beside the delta."""
 
-EXPIRY_EVERY_TOKENS = 256
+RENEW_S = STREAM_TTL_S / 4
 MAX_KNOWN = 10_000
 TIMEOUT_S = 1.0
 PAUSE_S = 0.5
 """After a failure nothing is tried for so long: a head makes hundreds of deltas in that time."""
+
+
+@dataclass(slots=True)
+class _Stream:
+    """One that this writer has begun."""
+
+    renew_s: float
+    """When its time to live is due again, monotonic."""
+    num_entries: int = 0
+    num_bytes: int = 0
+
+    def add(self, delta: bytes) -> int:
+        """Returns how many entries of its own mean size the stream may have: a reader that is further behind goes on
+        from Postgres."""
+        self.num_entries += 1
+        self.num_bytes += len(delta) + ENTRY_BYTES
+        return max(1, STREAM_MAX_BYTES * self.num_entries // self.num_bytes)
 
 
 class DeltaWriter:
@@ -32,8 +50,8 @@ class DeltaWriter:
         self.num_dropped = 0
         """Deltas that no stream has."""
         self._paused_until_s = 0.0
-        self._known: set[UUID] = set()
-        """Their streams expire."""
+        self._known: dict[UUID, _Stream] = {}
+        """They expire."""
         self._redis = redis.Redis.from_url(
             redis_url,
             socket_timeout=timeout_s,
@@ -71,14 +89,15 @@ class DeltaWriter:
 
     def _opens(self, job_id: UUID, delta: Delta) -> bool:
         """At this writer's first entry, now and then, and at the last one: a time to live costs as much as an entry."""
-        if delta.state is not None:
-            self._known.discard(job_id)
-            return True
-        if job_id in self._known and delta.start % EXPIRY_EVERY_TOKENS:
+        now_s = time.monotonic()
+        stream = self._known.get(job_id)
+        if delta.state is None and stream is not None and now_s < stream.renew_s:
             return False
-        if len(self._known) >= MAX_KNOWN:
-            self._known.clear()
-        self._known.add(job_id)
+        if stream is None:
+            if len(self._known) >= MAX_KNOWN:
+                self._known.clear()
+            stream = self._known[job_id] = _Stream(now_s)
+        stream.renew_s = now_s + RENEW_S
         return True
 
     def _open(self, batch: Sequence[tuple[UUID, Delta]]) -> None:
@@ -87,10 +106,13 @@ class DeltaWriter:
             return
         pipeline = self._redis.pipeline(transaction=True)
         for job_id, delta in batch:
-            _add(pipeline, job_id, delta)
+            self._add(pipeline, job_id, delta)
+        ended = {job_id for job_id, delta in batch if delta.state is not None}
         for job_id in {job_id for job_id, _ in batch}:
-            pipeline.expire(job_stream(job_id), STREAM_TTL_S)
+            pipeline.expire(job_stream(job_id), STREAM_ENDED_TTL_S if job_id in ended else STREAM_TTL_S)
         pipeline.execute()
+        for job_id in ended:
+            self._known.pop(job_id, None)
 
     def _extend(self, batch: Sequence[tuple[UUID, Delta]]) -> list[tuple[UUID, Delta]]:
         """Only streams that are there. Returns what found none: the server lost them, and came back."""
@@ -98,11 +120,11 @@ class DeltaWriter:
             return []
         pipeline = self._redis.pipeline(transaction=False)
         for job_id, delta in batch:
-            _add(pipeline, job_id, delta, to_existing=True)
+            self._add(pipeline, job_id, delta, to_existing=True)
         return [entry for entry, added in zip(batch, pipeline.execute(), strict=True) if added is None]
 
-
-def _add(pipeline: Pipeline, job_id: UUID, delta: Delta, *, to_existing: bool = False) -> None:
-    maxlen = MAX_ENTRIES if delta.start >= MAX_ENTRIES else None
-    fields: dict[FieldT, EncodableT] = {DELTA_FIELD: encode_delta(delta)}
-    pipeline.xadd(job_stream(job_id), fields, maxlen=maxlen, approximate=True, nomkstream=to_existing)
+    def _add(self, pipeline: Pipeline, job_id: UUID, delta: Delta, *, to_existing: bool = False) -> None:
+        encoded = encode_delta(delta)
+        maxlen = self._known.setdefault(job_id, _Stream(0.0)).add(encoded)
+        fields: dict[FieldT, EncodableT] = {DELTA_FIELD: encoded}
+        pipeline.xadd(job_stream(job_id), fields, maxlen=maxlen, approximate=True, nomkstream=to_existing)

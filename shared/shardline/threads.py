@@ -1,0 +1,30 @@
+"""A process that lost a thread must not live on, deaf or dumb: it ends, and its supervisor starts a new one."""
+
+from __future__ import annotations
+
+import os
+import threading
+
+import structlog
+
+log = structlog.get_logger(__name__)
+
+HUNG_STATUS = 70
+"""Exit status of a process that was told to exit or lost a thread; the supervisor restarts it."""
+
+
+def die(reason: str) -> None:
+    """The process cannot go on: leave at once."""
+    log.critical("this process exits", reason=reason)
+    os._exit(HUNG_STATUS)
+
+
+def die_with_any_thread() -> None:
+    """From now on whatever ends a thread, also what is no Exception, ends the process."""
+    threading.excepthook = _die
+
+
+def _die(args: threading.ExceptHookArgs) -> None:
+    name = args.thread.name if args.thread else ""
+    log.critical("a thread failed", thread=name, exc_info=(args.exc_type, args.exc_value, args.exc_traceback))
+    die(f"the thread {name} failed")
