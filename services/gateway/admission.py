@@ -15,6 +15,28 @@ from shardline.errors import Invalid, Overloaded
 RETRY_AFTER_S = 1.0
 
 
+class Gate:
+    """So many at a time."""
+
+    def __init__(self, limit: int, what: str, gauge: Gauge) -> None:
+        self._limit = limit
+        self._what = what
+        self._gauge = gauge
+        self._num_inside = 0
+
+    def enter(self) -> None:
+        """One more, which must `leave`. Raises Overloaded."""
+        if self._num_inside >= self._limit:
+            raise Overloaded(f"{self._limit} {self._what}, which is the limit", RETRY_AFTER_S)
+        self._num_inside += 1
+        self._gauge.set(self._num_inside)
+
+    def leave(self) -> None:
+        """One less."""
+        self._num_inside -= 1
+        self._gauge.set(self._num_inside)
+
+
 class Admission:
     """Counts, never waits: who does not fit is told when to come back."""
 
@@ -22,30 +44,19 @@ class Admission:
         self,
         *,
         max_in_flight: int,
+        max_followers: int,
         max_body_bytes: int,
         max_buffered_bytes: int,
         body_timeout_s: float,
         gauge: Gauge,
+        followers_gauge: Gauge,
     ) -> None:
-        self._max_in_flight = max_in_flight
+        self.requests = Gate(max_in_flight, "requests are in flight", gauge)
+        self.followers = Gate(max_followers, "event streams are followed", followers_gauge)
         self._max_body_bytes = max_body_bytes
         self._max_buffered_bytes = max_buffered_bytes
         self._body_timeout_s = body_timeout_s
-        self._gauge = gauge
-        self._num_in_flight = 0
         self._num_buffered_bytes = 0
-
-    def enter(self) -> None:
-        """One more request, which must `leave`. Raises Overloaded."""
-        if self._num_in_flight >= self._max_in_flight:
-            raise Overloaded(f"{self._max_in_flight} requests are in flight, which is the limit", RETRY_AFTER_S)
-        self._num_in_flight += 1
-        self._gauge.set(self._num_in_flight)
-
-    def leave(self) -> None:
-        """One request less."""
-        self._num_in_flight -= 1
-        self._gauge.set(self._num_in_flight)
 
     @contextmanager
     def reading(self) -> Iterator[Room]:

@@ -12,6 +12,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from services.gateway import errors
+from services.gateway.admission import Gate
 from services.gateway.routes import completions, health, jobs
 from services.gateway.schemas import Described
 from services.gateway.settings import GatewaySettings
@@ -21,6 +22,8 @@ from shardline.errors import Overloaded, ShardlineError
 
 ADMITTED = "/v1/"
 """Probes and figures are answered however full the door is."""
+
+FOLLOWED = "/events"
 
 
 def create_app(settings: GatewaySettings) -> FastAPI:
@@ -45,6 +48,13 @@ def create_app(settings: GatewaySettings) -> FastAPI:
     return app
 
 
+def _gate(gateway: Gateway, path: str) -> Gate | None:
+    """Followers stay for long and cost little: however many there are, requests come in, and the other way round."""
+    if not path.startswith(ADMITTED):
+        return None
+    return gateway.admission.followers if path.endswith(FOLLOWED) else gateway.admission.requests
+
+
 class Doorkeeper:
     """Around every request, to the last byte of its answer: admits it and its caller, times it, counts it."""
 
@@ -57,10 +67,10 @@ class Doorkeeper:
             await self._app(scope, receive, send)
             return
         gateway: Gateway = scope["app"].state.gateway
-        is_admitted = scope["path"].startswith(ADMITTED)
-        if is_admitted:
+        gate = _gate(gateway, scope["path"])
+        if gate is not None:
             try:
-                gateway.admission.enter()
+                gate.enter()
             except Overloaded as error:
                 gateway.metrics.refused.labels("overloaded").inc()
                 await errors.respond(error)(scope, receive, send)
@@ -68,8 +78,8 @@ class Doorkeeper:
         try:
             await self._count(gateway, scope, receive, send)
         finally:
-            if is_admitted:
-                gateway.admission.leave()
+            if gate is not None:
+                gate.leave()
 
     async def _count(self, gateway: Gateway, scope: Scope, receive: Receive, send: Send) -> None:
         began_s = time.monotonic()

@@ -21,6 +21,9 @@ class GatewaySettings(Settings):
         2.0, ge=0, le=60, description="what Postgres said of an API key holds so long: a revoke works after it"
     )
     http_max_in_flight: int = Field(1024, ge=1, description="requests answered at a time; more get 429 and Retry-After")
+    http_max_followers: int = Field(
+        4096, ge=1, description="event streams of jobs followed at a time, beside the requests; more get 429"
+    )
     http_max_body_bytes: int = Field(8 << 20, ge=1024, description="size of one request's body; larger ones get 413")
     http_max_buffered_bytes: int = Field(
         256 << 20, ge=1024, description="bodies read and not yet stored, all together; more get 429"

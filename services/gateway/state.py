@@ -52,10 +52,12 @@ class Gateway:
             inserter=Inserter(client, metrics),
             admission=Admission(
                 max_in_flight=settings.http_max_in_flight,
+                max_followers=settings.http_max_followers,
                 max_body_bytes=settings.http_max_body_bytes,
                 max_buffered_bytes=settings.http_max_buffered_bytes,
                 body_timeout_s=settings.http_body_timeout_s,
                 gauge=metrics.in_flight,
+                followers_gauge=metrics.followers,
             ),
             keyring=keyring,
             guard=Guard(keyring, hosts),

@@ -44,6 +44,7 @@ class GatewayMetrics:
             "shardline_http_disconnects", "Completions cancelled because the caller left", registry=registry
         )
         self.in_flight = Gauge("shardline_http_in_flight", "Requests admitted and not yet answered", registry=registry)
+        self.followers = Gauge("shardline_http_followers", "Event streams of jobs that are followed", registry=registry)
         self.insert_batch = Histogram(
             "shardline_insert_batch_jobs", "Jobs committed by one transaction", buckets=BATCH, registry=registry
         )

@@ -26,6 +26,7 @@ from shardline.api_key import bearer
 from shardline.store import api_keys
 from shardline.store.api_keys import Grant
 from shardline.store.database import connect
+from tests.tiny_head import Sequence, TinyHead
 
 PROMPT = "sum: 1 + 2 ="
 COMMENT = "a comment"
@@ -62,6 +63,14 @@ def make_key(database_url: str, **grant: Any) -> str:
             return api_keys.create(connection, Grant(**{"name": uuid4().hex, **grant}))
     finally:
         engine.dispose()
+
+
+async def claimed(head: TinyHead) -> Sequence:
+    """The next job, as soon as it is stored."""
+    async with asyncio.timeout(30):
+        while not (sequences := await asyncio.to_thread(head.claim_all)):
+            await asyncio.to_thread(head.wait_for_bell)
+    return sequences[0]
 
 
 async def _until_it_answers(client: httpx.AsyncClient, task: asyncio.Task[None]) -> None:

@@ -14,6 +14,7 @@ from services.standalone.servers import Valkey
 from shardline.job import TokenLogprob
 from shardline.keys import STREAM_ENDED_TTL_S, STREAM_MAX_BYTES, STREAM_TTL_S, job_stream
 from shardline.streams import DeltaReader, DeltaWriter, Mailbox, SyncDeltaReader
+from shardline.streams.reader import MAX_KEYS_PER_READ
 from shardline.wire import Delta
 
 JOB = uuid4()
@@ -114,12 +115,13 @@ def test_given_an_outage_when_over_then_the_stream_is_read_from_its_beginning(
     connection.close()
 
 
+@pytest.mark.parametrize("num_readers", [50, 2 * MAX_KEYS_PER_READ + 1])
 async def test_given_many_readers_when_deltas_come_then_one_connection_serves_them_all(
-    writer: DeltaWriter, redis_url: str, server: redis.Redis
+    writer: DeltaWriter, redis_url: str, server: redis.Redis, num_readers: int
 ) -> None:
     reader = DeltaReader(redis_url)
     reader.start()
-    jobs = [uuid4() for _ in range(50)]
+    jobs = [uuid4() for _ in range(num_readers)]
     mailboxes = [Mailbox() for _ in jobs]
     with ExitStack() as watching:
         for job, mailbox in zip(jobs, mailboxes, strict=True):
@@ -128,5 +130,5 @@ async def test_given_many_readers_when_deltas_come_then_one_connection_serves_th
         found = [await mailbox.wait(30) for mailbox in mailboxes]
         num_connections = sum(client["cmd"] == "xread" for client in server.client_list())
     await reader.close()
-    assert found == [[delta(0)]] * 50
+    assert found == [[delta(0)]] * num_readers
     assert num_connections == 1

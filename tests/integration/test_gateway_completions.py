@@ -11,8 +11,8 @@ import httpx
 import pytest
 
 from shardline.job import JobState
-from tests.integration.gateway_world import PROMPT, events_of, running_gateway
-from tests.tiny_head import Sequence, TinyHead, tiny_head
+from tests.integration.gateway_world import PROMPT, claimed, events_of, running_gateway
+from tests.tiny_head import TinyHead, tiny_head
 
 TEXT = "/v1/completions"
 CHAT = "/v1/chat/completions"
@@ -29,14 +29,6 @@ def head(database_url: str, redis_url: str) -> Iterator[TinyHead]:
 async def http(database_url: str, redis_url: str, head: TinyHead) -> AsyncIterator[httpx.AsyncClient]:
     async with running_gateway(database_url, redis_url) as http:
         yield http
-
-
-async def claimed(head: TinyHead) -> Sequence:
-    """The next job, as soon as it is stored."""
-    async with asyncio.timeout(30):
-        while not (sequences := await asyncio.to_thread(head.claim_all)):
-            await asyncio.to_thread(head.wait_for_bell)
-    return sequences[0]
 
 
 async def test_given_a_prompt_when_completed_then_the_answer_has_openais_shape(

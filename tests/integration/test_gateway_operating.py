@@ -108,6 +108,18 @@ async def test_given_a_full_door_when_one_more_comes_then_it_is_told_when_to_com
             assert (await http.get("/health")).status_code == 200
 
 
+async def test_given_as_many_followers_as_there_may_be_when_jobs_come_then_they_are_taken(
+    database_url: str, redis_url: str, head: TinyHead
+) -> None:
+    async with running_gateway(database_url, redis_url, http_max_in_flight=1, http_max_followers=1) as http:
+        job_id = (await http.post(JOBS, json=BODY)).json()["id"]
+        async with http.stream("GET", f"{JOBS}/{job_id}/events", timeout=60) as stream:
+            assert stream.status_code == 200
+            assert (await http.post(JOBS, json=BODY)).status_code == 202
+            reply = await http.get(f"{JOBS}/{job_id}/events")
+            assert (reply.status_code, reply.json()["error"]["code"]) == (429, "overloaded")
+
+
 async def test_given_a_body_over_the_limit_when_sent_then_it_is_refused(
     database_url: str, redis_url: str, head: TinyHead
 ) -> None:
@@ -194,7 +206,8 @@ async def test_given_callers_on_the_line_when_the_time_for_answers_is_over_then_
             while len(sequences := await asyncio.to_thread(queued_jobs, head)) < 2:
                 await asyncio.to_thread(head.wait_for_bell)
         streams.append(asyncio.create_task(http.get(f"{JOBS}/{sequences[0]}/events")))
-        await until_in_flight(http, 3)
+        await until_shown(http, "shardline_http_in_flight 2.0")
+        await until_shown(http, "shardline_http_followers 1.0")
         server.should_exit = True
         reply, (chat, events) = await waiting, await asyncio.gather(*streams)
         await serving
@@ -225,7 +238,7 @@ async def test_given_announced_bodies_when_others_submit_then_only_bytes_that_ca
         for number, (_, writer) in enumerate(idle):
             size = "Content-Length: 4096" if number % 2 else "Transfer-Encoding: chunked"
             writer.write(f"POST /v1/jobs HTTP/1.1\r\n{head_lines}{size}\r\n\r\n".encode())
-        await until_in_flight(http, len(idle))
+        await until_shown(http, f"shardline_http_in_flight {len(idle)}.0")
         assert (await http.post(JOBS, json=BODY)).status_code == 202
         for number in (1, 3):
             idle[number][1].write(b" " * 4000)
@@ -238,10 +251,10 @@ async def test_given_announced_bodies_when_others_submit_then_only_bytes_that_ca
             writer.close()
 
 
-async def until_in_flight(http: httpx.AsyncClient, number: int) -> None:
-    """So many requests are being answered."""
+async def until_shown(http: httpx.AsyncClient, figure: str) -> None:
+    """The gateway's figures say so."""
     async with asyncio.timeout(30):
-        while f"shardline_http_in_flight {number}.0" not in (await http.get("/metrics")).text:
+        while figure not in (await http.get("/metrics")).text:
             pass
 
 

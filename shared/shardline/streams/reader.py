@@ -30,7 +30,15 @@ PAUSE_S = 0.004
 
 RETRY_S = 0.5
 TIMEOUT_S = 5.0
-MAX_ENTRIES_PER_READ = 1_000
+MAX_KEYS_PER_READ = 256
+"""More streams are read in turns that do not block: one command and its answer stay small."""
+
+TURNS_PAUSE_S = 0.02
+"""Between such turns: 2,000 streams without news cost a few milliseconds each time."""
+
+MAX_ENTRIES_PER_READ = 64
+"""Of each stream: after a reconnect all of them are read from their beginning."""
+
 MAX_UNREAD = 4_096
 """Of one slow reader; older ones are dropped, and it fills the gap from Postgres."""
 
@@ -118,12 +126,19 @@ class DeltaReader:
                 await asyncio.sleep(RETRY_S)
             else:
                 self.is_away = False
-                await asyncio.sleep(PAUSE_S)
+                await asyncio.sleep(PAUSE_S if len(self._last_ids) <= MAX_KEYS_PER_READ else TURNS_PAUSE_S)
 
     async def _read(self) -> None:
-        asked = dict(self._last_ids)
+        keys = list(self._last_ids)
+        block_ms = BLOCK_MS if len(keys) <= MAX_KEYS_PER_READ else None
+        for start in range(0, len(keys), MAX_KEYS_PER_READ):
+            some = keys[start : start + MAX_KEYS_PER_READ]
+            if asked := {key: self._last_ids[key] for key in some if key in self._last_ids}:
+                await self._read_some(asked, block_ms)
+
+    async def _read_some(self, asked: dict[bytes, bytes], block_ms: int | None) -> None:
         streams: Any = asked
-        reply: Any = await self._redis.xread(streams, count=MAX_ENTRIES_PER_READ, block=BLOCK_MS)
+        reply: Any = await self._redis.xread(streams, count=MAX_ENTRIES_PER_READ, block=block_ms)
         for key, entries in _entries(reply):
             if self._last_ids.get(key) == asked[key]:
                 self._last_ids[key] = entries[-1][0]
