@@ -8,6 +8,9 @@ from tests.faults.mutant import Hurt, Layer, Mutant, Patch
 
 LEDGER = "services/stage/worker/ledger.py"
 HOP = "services/stage/hop/zeromq.py"
+SCHEDULER = "services/stage/engine/scheduler.py"
+
+PREFILL: Final = "tests/unit/test_prefill.py"
 
 MUTANTS: Final[tuple[Mutant, ...]] = (
     Mutant(
@@ -52,7 +55,7 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
             name="the head's own count of steps",
             patches=(
                 Patch(
-                    file="services/stage/engine/scheduler.py",
+                    file=SCHEDULER,
                     old="if expected is None or result.step != expected.step:",
                     new="if expected is None:",
                 ),
@@ -81,11 +84,31 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
         name="a job that breaks a later stage is kept for ever",
         patches=(
             Patch(
-                file="services/stage/engine/scheduler.py",
+                file=SCHEDULER,
                 old="if sequence is alone and not sequence.has_progress:",
                 new="if sequence is alone and sequence.request is None:",
             ),
         ),
         is_simulated=True,
+    ),
+    Mutant(
+        name="prefill rule: the first in line takes the whole step",
+        patches=(Patch(file=SCHEDULER, old="max(MIN_CHUNK, left // 2)", new="left"),),
+        tests=(f"{PREFILL}::test_a_prefill_takes_half_of_what_is_left_while_others_wait_and_all_of_it_when_none_does",),
+    ),
+    Mutant(
+        name="prefill rule: those that have begun go first",
+        patches=(
+            Patch(
+                file=SCHEDULER,
+                old="newcomer.rank < sequence.rank:\n                yield",
+                new="newcomer.rank < (-1, 0):\n                yield",
+            ),
+            Patch(file=SCHEDULER, old="max(MIN_CHUNK, left // 2)", new="left"),
+        ),
+        tests=(
+            f"{PREFILL}"
+            "::test_given_many_long_prompts_when_an_urgent_one_arrives_then_its_first_token_comes_within_three_steps",
+        ),
     ),
 )

@@ -229,3 +229,24 @@ class Pipeline:
             if isinstance(event, Finished):
                 assert list(event.output_ids) == self.outputs[event.key]
                 assert event.text == self.texts[event.key]
+
+
+def shape(plan: StepPlan | None) -> list[tuple[int, int, int]]:
+    """(sequence, start, length) of each row."""
+    assert plan is not None
+    return [(row.seq, row.start, row.length) for row in plan.rows]
+
+
+def checked(plan: StepPlan | None) -> StepPlan:
+    """There is a step to run."""
+    assert plan is not None
+    return plan
+
+
+def decoding(pipeline: Pipeline, *names: str, num_prompt: int = 5, max_tokens: int = 400) -> None:
+    """Adds jobs and computes their prompts: each has one output token and nothing is in flight."""
+    for name in names:
+        pipeline.add(request(name, num_prompt=num_prompt, max_tokens=max_tokens))
+    while any(len(pipeline.outputs[name, 1]) == 0 for name in names):
+        pipeline.schedule()
+        pipeline.deliver()

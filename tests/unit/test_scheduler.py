@@ -8,34 +8,13 @@ import pytest
 
 from services.stage.engine.events import Crashed, Failed, Finished, Tokens
 from services.stage.engine.kv_cache import BLOCK_TOKENS
-from services.stage.engine.step import StepPlan, StepResult
+from services.stage.engine.step import StepResult
 from shardline.errors import ProtocolError
 from shardline.job import FinishReason, TokenLogprob
-from tests.simulation.pipeline import NUM_TOKENS, Pipeline, config, expected_output, request
+from tests.simulation.pipeline import NUM_TOKENS, Pipeline, checked, config, decoding, expected_output, request, shape
 
 FULL_BLOCK = BLOCK_TOKENS - 1
 """A prompt whose second output token needs a second block."""
-
-
-def shape(plan: StepPlan | None) -> list[tuple[int, int, int]]:
-    """(sequence, start, length) of each row."""
-    assert plan is not None
-    return [(row.seq, row.start, row.length) for row in plan.rows]
-
-
-def checked(plan: StepPlan | None) -> StepPlan:
-    """There is a step to run."""
-    assert plan is not None
-    return plan
-
-
-def decoding(pipeline: Pipeline, *names: str, num_prompt: int = 5, max_tokens: int = 400) -> None:
-    """Adds jobs and computes their prompts: each has one output token and nothing is in flight."""
-    for name in names:
-        pipeline.add(request(name, num_prompt=num_prompt, max_tokens=max_tokens))
-    while any(len(pipeline.outputs[name, 1]) == 0 for name in names):
-        pipeline.schedule()
-        pipeline.deliver()
 
 
 def test_decode_rows_come_first_and_prefill_takes_the_rest_of_the_budget() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from services.stage.engine.sequence import Request, Sequence, Waiting, ranked_last
+from services.stage.engine.sequence import Request, Sequence, Waiting, rank_of
 from shardline.job import FinishReason, SamplingParams, TokenLogprob
 from tests.simulation.pipeline import EOS, Numbers, request
 
@@ -56,11 +56,13 @@ def test_the_line_is_kept_by_priority_then_arrival() -> None:
         waiting.push(one)
 
     order = []
-    while (first := waiting.first(with_suspects=True)) is not None:
-        waiting.remove(first)
-        order.append(first.rank)
+    foremost = waiting.first(3, with_suspects=True)
+    while first := waiting.first(1, with_suspects=True):
+        waiting.remove(first[0])
+        order.append(first[0].rank)
 
     assert order == [(0, 3), (3, 1), (5, 0), (5, 2)]
+    assert [one.rank for one in foremost] == order[:3]
 
 
 def test_anyone_can_leave_the_line() -> None:
@@ -72,7 +74,7 @@ def test_anyone_can_leave_the_line() -> None:
     waiting.remove(line[3])
     waiting.remove(line[0])
 
-    assert waiting.first(with_suspects=False) is line[1]
+    assert waiting.first(1, with_suspects=False) == [line[1]]
 
 
 def test_a_suspect_waits_aside() -> None:
@@ -81,14 +83,14 @@ def test_a_suspect_waits_aside() -> None:
     waiting.push(suspect)
     waiting.push(other)
 
-    assert waiting.first(with_suspects=True) is suspect
-    assert waiting.first(with_suspects=False) is other
+    assert waiting.first(2, with_suspects=True) == [suspect, other]
+    assert waiting.first(2, with_suspects=False) == [other]
 
 
 def test_the_youngest_of_the_lowest_priority_ranks_last() -> None:
     line = [sequence(request(priority=priority), arrival) for arrival, priority in enumerate([5, 7, 7, 6])]
 
-    assert ranked_last(line) is line[2]
+    assert max(line, key=rank_of) is line[2]
 
 
 def test_eos_ends_a_completion_unless_it_is_ignored() -> None:

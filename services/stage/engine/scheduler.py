@@ -6,6 +6,7 @@ Pure and single-threaded: the same calls in the same order give the same plans, 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import count, islice, repeat
 
@@ -13,13 +14,19 @@ from services.stage.engine.doubt import Doubted
 from services.stage.engine.draft import Draft
 from services.stage.engine.events import Crashed, Event, Failed, Finished, Tokens
 from services.stage.engine.kv_cache import BLOCK_TOKENS, BlockPool, blocks_for
-from services.stage.engine.sequence import Key, Request, Sequence, State, TokenSink, Waiting, ranked_last
+from services.stage.engine.sequence import Key, Request, Sequence, State, TokenSink, Waiting, rank_of
 from services.stage.engine.step import Open, StepPlan, StepResult
 from shardline.errors import ProtocolError
 from shardline.job import FinishReason, TokenLogprob
 
 RUNNING_PER_SPARE_BLOCK = 8
 """Admission leaves one block free for so many running sequences: a full pool would preempt what it just admitted."""
+
+MIN_CHUNK = 64
+"""Tokens of a prefill that make a step's trip worth it, where the budget has them."""
+
+MAX_LOOK_AHEAD = 16
+"""Places behind a request that finds no room at which a smaller one is looked for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +112,6 @@ class Scheduler:
         draft = Draft(self.config.token_budget)
         self._add_decodes(draft)
         self._add_chunks(draft)
-        self._admit(draft)
         if not draft.rows and (self._flights or not self._closes):
             return None
         plan = StepPlan(self._next_step, tuple(draft.opens), tuple(draft.rows), tuple(self._closes))
@@ -191,32 +197,59 @@ class Scheduler:
                 draft.add(sequence, 1, (sequence.ids[-1],), blocks)
 
     def _add_chunks(self, draft: Draft) -> None:
-        for sequence in list(self._prefilling.values()):
-            if draft.budget == 0:
-                return
-            self._add_chunk(draft, sequence, ())
+        """By rank, each may take half of what is left: a long prompt holds up neither those behind it nor admission.
+        What nobody else needs goes to the first in rank."""
+        left = draft.budget
+        lengths: dict[Sequence, int] = {}
+        for sequence in self._in_line(draft) if left else ():
+            lengths[sequence] = min(max(MIN_CHUNK, left // 2), left, sequence.num_missing)
+            left -= lengths[sequence]
+            if left == 0:
+                break
+        for sequence, length in lengths.items():
+            more = min(left, sequence.num_missing - length)
+            left -= more
+            self._add_chunk(draft, sequence, length + more)
 
-    def _add_chunk(self, draft: Draft, sequence: Sequence, blocks: tuple[int, ...]) -> None:
-        length = min(draft.budget, len(sequence.ids) - sequence.num_computed)
+    def _add_chunk(self, draft: Draft, sequence: Sequence, length: int) -> None:
+        blocks = () if sequence.num_computed else tuple(sequence.blocks)
         draft.add(sequence, length, (), blocks)
-        if sequence.num_computed == len(sequence.ids):
-            self._prefilling.pop(sequence.number, None)
+        if sequence.num_missing == 0:
+            del self._prefilling[sequence.number]
 
-    def _admit(self, draft: Draft) -> None:
-        while draft.budget > 0 and len(self._running) < self.config.max_seats:
-            sequence = self._waiting.first(with_suspects=self._suspect is None)
-            spare = len(self._running) // RUNNING_PER_SPARE_BLOCK
-            if sequence is None or not self._pool.can_allocate(blocks_for(len(sequence.ids)) + spare):
-                return
-            self._start(sequence, draft)
+    def _in_line(self, draft: Draft) -> Iterator[Sequence]:
+        """Who has ids to compute, by rank: those that have begun, and between them those that find a place now."""
+        for sequence in sorted(self._prefilling.values(), key=rank_of):
+            while (newcomer := self._admissible()) is not None and newcomer.rank < sequence.rank:
+                yield self._start(newcomer, draft)
+            yield sequence
+        while (newcomer := self._admissible()) is not None:
+            yield self._start(newcomer, draft)
 
-    def _start(self, sequence: Sequence, draft: Draft) -> None:
+    def _admissible(self) -> Sequence | None:
+        """Who is admitted next. One that finds no room may be overtaken by smaller ones, but not for ever."""
+        if len(self._running) == self.config.max_seats:
+            return None
+        spare = len(self._running) // RUNNING_PER_SPARE_BLOCK
+        for sequence in self._foremost():
+            if self._pool.can_allocate(blocks_for(len(sequence.ids)) + spare):
+                return sequence
+            if sequence.patience == 0:
+                return None
+        return None
+
+    def _foremost(self) -> list[Sequence]:
+        return self._waiting.first(MAX_LOOK_AHEAD, with_suspects=self._suspect is None)
+
+    def _start(self, sequence: Sequence, draft: Draft) -> Sequence:
         request = sequence.request
+        for overtaken in self._foremost():
+            if overtaken.rank < sequence.rank:
+                overtaken.patience -= 1
         self._waiting.remove(sequence)
         sequence.number = next(self._numbers)
         sequence.state = State.RUNNING
-        blocks = self._pool.allocate(blocks_for(len(sequence.ids)))
-        sequence.blocks.extend(blocks)
+        sequence.blocks.extend(self._pool.allocate(blocks_for(len(sequence.ids))))
         self._running[sequence.number] = self._prefilling[sequence.number] = sequence
         sequence.num_at_start = len(sequence.ids)
         if sequence.suspect:
@@ -231,14 +264,14 @@ class Scheduler:
                 num_blocks=sequence.most_blocks,
             )
         )
-        self._add_chunk(draft, sequence, blocks)
+        return sequence
 
     def _next_block(self, sequence: Sequence) -> tuple[int, ...] | None:
         """One more block, if need be from the sequence ranked last. None: not in this step."""
         while not self._pool.can_allocate(1):
             if any(leaver.blocks for leaver in self._leaving.values()):
                 return None  # Blocks come back with a step in flight: preempting more would only waste a prefill.
-            victim = ranked_last(self._running.values())
+            victim = max(self._running.values(), key=rank_of)
             self._leave(victim, State.PREEMPTED)
             if victim is sequence:
                 return None
@@ -334,6 +367,7 @@ class Scheduler:
         if self._suspect is sequence:
             self._suspect = None
         if sequence.state is State.PREEMPTED:
+            sequence.patience = 0
             self._requeue(sequence)
 
     def _requeue(self, sequence: Sequence) -> None:

@@ -6,9 +6,9 @@ A sequence has no phases: `num_computed` catches up with its ids. KV is a cache:
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum, auto
+from itertools import chain
 from typing import Protocol
 
 from services.stage.engine.kv_cache import blocks_for
@@ -16,6 +16,10 @@ from shardline.job import DEFAULT_PRIORITY, FinishReason, SamplingParams, TokenL
 
 Key = tuple[str, int]
 """(job id, fence): one attempt."""
+
+
+MAX_OVERTAKEN = 32
+"""Smaller requests that one without room lets pass; what was preempted lets none, or both would take turns for ever."""
 
 
 class TokenSink(Protocol):
@@ -69,6 +73,7 @@ class Sequence:
         "num_computed",
         "num_in_flight",
         "number",
+        "patience",
         "rank",
         "request",
         "sink",
@@ -81,6 +86,7 @@ class Sequence:
         self.request = request
         self.sink = sink
         self.rank = (request.priority, arrival)
+        self.patience = MAX_OVERTAKEN
         self.most_blocks = blocks_for(min(max_len, num_prompt + (request.params.max_tokens or max_len)))
         self.ids = list(request.prompt_ids)
         self.logprobs: list[TokenLogprob] = []
@@ -101,6 +107,11 @@ class Sequence:
     def num_outputs(self) -> int:
         """Output tokens known so far."""
         return len(self.ids) - len(self.request.prompt_ids)
+
+    @property
+    def num_missing(self) -> int:
+        """Known ids that no step has been given yet."""
+        return len(self.ids) - self.num_computed
 
     @property
     def has_progress(self) -> bool:
@@ -141,10 +152,10 @@ class Waiting:
         """A preempted sequence keeps its rank, so it stands before all that came later."""
         heapq.heappush(self._lines[sequence.suspect], (sequence.rank, sequence))
 
-    def first(self, *, with_suspects: bool) -> Sequence | None:
-        """Whose turn it is. A suspect that may not run now holds up nobody."""
-        heads = [line[0] for line in self._lines[: 1 + with_suspects] if line]
-        return min(heads)[1] if heads else None
+    def first(self, num: int, *, with_suspects: bool) -> list[Sequence]:
+        """Whose turn it is. Suspects that may not run now hold up nobody."""
+        lines = self._lines[: 1 + with_suspects]
+        return [sequence for _, sequence in heapq.nsmallest(num, chain.from_iterable(lines))]
 
     def remove(self, sequence: Sequence) -> None:
         """Takes it out of its line, wherever it stands."""
@@ -156,6 +167,6 @@ class Waiting:
             heapq.heapify(line)
 
 
-def ranked_last(sequences: Iterable[Sequence]) -> Sequence:
-    """The youngest of the lowest priority: the one to preempt."""
-    return max(sequences, key=lambda sequence: sequence.rank)
+def rank_of(sequence: Sequence) -> tuple[int, int]:
+    """(priority, arrival): the least is served first and preempted last."""
+    return sequence.rank
