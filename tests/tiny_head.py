@@ -71,10 +71,11 @@ class TinyHead:
             self._writer.close()
         self.database.dispose()
 
-    def ready(self) -> None:
+    def ready(self, kv_tokens: int | None = None) -> None:
         """From now on the pipeline can generate."""
+        stages = [{"layers": "0-7"}]
         with self.database.begin() as connection:
-            pipelines.ready(connection, "tiny", self._epoch, seats=8, stages=[{"layers": "0-7"}], exact=True)
+            pipelines.ready(connection, "tiny", self._epoch, seats=8, stages=stages, exact=True, kv_tokens=kv_tokens)
 
     def claim_all(self) -> list[Sequence]:
         """Prepare and claim every queued job."""

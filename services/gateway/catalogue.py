@@ -6,14 +6,14 @@ import asyncio
 import math
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from shardline.client.database import reachable
 from shardline.errors import UnknownModel
-from shardline.store import models
+from shardline.store import models, pipelines
 from shardline.tokenise import Tokens
 
 FRESH_S = 10.0
@@ -28,6 +28,10 @@ class Model:
     fingerprint: str
     tokens: Tokens
     created: int
+
+    def within(self, kv_tokens: int | None) -> Model:
+        """The same, for pipelines whose KV holds so many tokens."""
+        return replace(self, tokens=self.tokens.within(kv_tokens))
 
     @property
     def system_fingerprint(self) -> str:
@@ -70,16 +74,18 @@ class Catalogue:
         with reachable():
             async with self._database.connect() as connection:
                 versions = await connection.run_sync(models.versions)
+                longest = await connection.run_sync(pipelines.longest)
                 model = self._models.get(name)
                 is_other = name in versions and (model is None or model.fingerprint != versions[name])
                 row = await connection.run_sync(models.get_model, name) if is_other else None
         self._versions, self._read_s = versions, time.monotonic()
         self._models = {name: model for name, model in self._models.items() if name in versions}
         if row is not None:
-            model = self._models[name] = await asyncio.to_thread(_load, dict(row))
-        if model is None or name not in versions:
+            self._models[name] = await asyncio.to_thread(_load, dict(row))
+        self._models = {name: model.within(longest.get(name)) for name, model in self._models.items()}
+        if name not in self._models:
             raise UnknownModel(name, list(versions))
-        return model
+        return self._models[name]
 
 
 def _load(row: Mapping[str, Any]) -> Model:

@@ -9,7 +9,7 @@ from sqlalchemy import Engine, RowMapping
 
 from shardline.errors import Invalid, UnknownModel
 from shardline.job import SamplingParams
-from shardline.store import models
+from shardline.store import models, pipelines
 from shardline.tokenise import Tokens
 
 log = structlog.get_logger(__name__)
@@ -22,11 +22,12 @@ class KnownModels:
         self._database = database
         self._loaded: dict[str, tuple[str, Tokens]] = {}
         self._versions: dict[str, str] = {}
+        self._longest: dict[str, int] = {}
 
     def refresh(self) -> None:
         """Once a batch: which models there are; forgets what is no more."""
         with self._database.begin() as connection:
-            self._versions = models.versions(connection)
+            self._versions, self._longest = models.versions(connection), pipelines.longest(connection)
         self._loaded = {name: loaded for name, loaded in self._loaded.items() if self._versions.get(name) == loaded[0]}
 
     def get(self, name: str) -> Tokens:
@@ -36,7 +37,7 @@ class KnownModels:
             if row is None:
                 raise UnknownModel(name, list(self._versions))
             self._loaded[name] = row["fingerprint"], Tokens.from_row(dict(row))
-        return self._loaded[name][1]
+        return self._loaded[name][1].within(self._longest.get(name))
 
     def _row(self, name: str) -> RowMapping | None:
         with self._database.begin() as connection:

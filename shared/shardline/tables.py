@@ -260,6 +260,8 @@ pipelines = Table(
     _time("lease_until", nullable=False),
     _time("ready_at"),
     Column("seats", Integer, nullable=False, server_default=text("0")),
+    # The longest sequence that the KV of all its stages holds; null: not known.
+    Column("kv_tokens", BigInteger),
     Column("stages", JSONB, nullable=False, server_default=text("'[]'")),
     Column("exact", Boolean, nullable=False, server_default=false()),
 )

@@ -55,7 +55,7 @@ SELECT jobs.id, state, jobs.fence, crashes, num_sends, sent_at IS NOT NULL, canc
 FROM jobs LEFT JOIN results ON results.job_id = jobs.id ORDER BY jobs.created_at, jobs.id
 """)
 ATTEMPTS = text("SELECT job_id, fence, pipeline, epoch, tokens, num_resumed, outcome FROM attempts ORDER BY 1, 2")
-PIPELINES = text("SELECT id, epoch, head, ready_at IS NOT NULL, seats, exact FROM pipelines ORDER BY id")
+PIPELINES = text("SELECT id, epoch, head, ready_at IS NOT NULL, seats, exact, kv_tokens FROM pipelines ORDER BY id")
 
 
 def decode(_model: str, _params: SamplingParams, _max_tokens: int, ids: Any) -> str:
@@ -136,7 +136,7 @@ def _attempt_rows(pair: Pair) -> list[tuple[Any, ...]]:
 
 def _pipeline_rows(pair: Pair) -> list[tuple[Any, ...]]:
     return [
-        (name, row.epoch, row.head, row.ready_s is not None, row.seats, row.exact)
+        (name, row.epoch, row.head, row.ready_s is not None, row.seats, row.exact, row.kv_tokens)
         for name, row in pair.tables.pipelines.items()
     ]
 
@@ -204,6 +204,7 @@ def leave(pair: Pair) -> None:
 
 def announce(pair: Pair) -> None:
     stages: dict[str, Any] = {"stages": [], "seats": pair.rng.choice([4, 20]), "exact": pair.rng.random() < 0.8}
+    stages["kv_tokens"] = pair.rng.choice([None, 64, 64, 3])
     pair.both("ready", pipelines.ready, pipeline_statements.ready, *_pipeline(pair), **stages)
 
 
@@ -233,6 +234,11 @@ def claim(pair: Pair) -> None:
     times = {"lease_s": LEASE_S, "exact_wait_s": EXACT_WAIT_S}
     exactness = pair.rng.choice(["x", "x", "y"])
     pair.both("claim", claims.claim, statements.claim, _some(pair), exactness=exactness, **head, **times)
+
+
+def postpone(pair: Pair) -> None:
+    late = {"pipeline": _pipeline(pair)[0], "wait_s": RESEND_S}
+    pair.both("postpone", claims.postpone, statements.postpone, _some(pair), **late)
 
 
 def beat(pair: Pair) -> None:
@@ -289,8 +295,8 @@ def sweep_leases(pair: Pair) -> None:
 
 OPERATIONS = (
     submit, submit, submit, pass_time, pass_time, take_epoch, leave, announce, announce, unready, renew, stamp, stamp,
-    stamp, unstamp, unstamp_all, claim, claim, claim, claim, expire, blame, suspects, beat, beat, beat, beat, end, end,
-    release, release, cancel, sweep_waiting, sweep_leases, sweep_leases,
+    stamp, unstamp, unstamp_all, claim, claim, claim, claim, postpone, postpone, expire, blame, suspects, beat, beat,
+    beat, beat, end, end, release, release, cancel, sweep_waiting, sweep_leases, sweep_leases,
 )  # fmt: skip
 
 

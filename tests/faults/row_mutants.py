@@ -216,4 +216,22 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
         ),
         tests=(f"{CLAIM_TESTS}::test_given_a_head_of_an_older_epoch_when_it_claims_then_it_gets_nothing", ROWS_AGREE),
     ),
+    Mutant(
+        name="KV rule: a claim of what is too long for the pipeline",
+        patches=(
+            Patch(
+                file=CLAIMS,
+                old="AND (pipelines.kv_tokens IS NULL OR {KNOWN_TOKENS} <= pipelines.kv_tokens)",
+                new="AND {KNOWN_TOKENS} > 0",
+            ),
+            Patch(
+                file=STATEMENTS,
+                old="        and not _is_too_long(connection.tables, job, row)\n",
+                new="",
+            ),
+        ),
+        tests=(
+            f"{CLAIM_TESTS}::test_given_jobs_longer_than_the_kv_when_claimed_then_they_are_left_for_a_larger_pipeline",
+        ),
+    ),
 )

@@ -10,6 +10,7 @@ LEDGER = "services/stage/worker/ledger.py"
 HOP = "services/stage/hop/zeromq.py"
 SCHEDULER = "services/stage/engine/scheduler.py"
 
+KV_RULE: Final = "tests/unit/test_kv_rule.py"
 PREFILL: Final = "tests/unit/test_prefill.py"
 
 MUTANTS: Final[tuple[Mutant, ...]] = (
@@ -110,5 +111,24 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
             f"{PREFILL}"
             "::test_given_many_long_prompts_when_an_urgent_one_arrives_then_its_first_token_comes_within_three_steps",
         ),
+    ),
+    Mutant(
+        name="KV rule: a smaller pool fails running jobs",
+        patches=(Patch(file=SCHEDULER, old="*(self._outgrow(each) for", new='*(self._fail(each, "no KV") for'),),
+        tests=(
+            f"{KV_RULE}"
+            "::test_given_running_jobs_when_a_new_epoch_has_less_kv_then_the_long_one_goes_back_and_the_others_go_on",
+        ),
+    ),
+    Mutant(
+        name="KV rule: what a job may need at most must fit",
+        patches=(
+            Patch(
+                file=SCHEDULER,
+                old="return blocks_for(len(sequence.ids)) > self.config.num_blocks",
+                new="return sequence.most_blocks > self.config.num_blocks",
+            ),
+        ),
+        tests=(f"{KV_RULE}::test_given_a_limit_beyond_the_pool_when_the_completion_ends_before_then_it_is_whole",),
     ),
 )

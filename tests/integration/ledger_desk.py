@@ -70,6 +70,11 @@ class Desk:
             )
         )
 
+    def rebuild(self, num_blocks: int) -> None:
+        """A new epoch, with so much KV."""
+        self.engine.wire(wiring(self.executor, num_blocks))
+        self.ledger.ready(identity(self.executor, num_blocks))
+
     def verdict(self) -> tuple[UUID, str]:
         """The next thing that Celery is told."""
         until(self._has_verdict)
@@ -113,7 +118,7 @@ def open_desk(database: Database, executor: Executor, redis_url: str, times: Tim
     )
     for thread in (publisher, engine, ledger):
         thread.start()
-    engine.wire(_wiring(executor))
+    engine.wire(wiring(executor))
     ledger.ready(identity(executor))
     assert announced.wait(30)
     yield Desk(
@@ -131,14 +136,16 @@ def open_desk(database: Database, executor: Executor, redis_url: str, times: Tim
         thread.join()
 
 
-def _wiring(executor: Executor) -> Wiring:
+def wiring(executor: Executor, num_blocks: int | None = None) -> Wiring:
+    """Of the only stage."""
+    num_blocks = num_blocks or executor.num_blocks
     member = Member(
         incarnation="i",
         worker="h",
         device="cpu:0",
         first_layer=0,
         last_layer=4,
-        num_blocks=executor.num_blocks,
+        num_blocks=num_blocks,
         exactness="x",
         exact=True,
     )
@@ -148,17 +155,17 @@ def _wiring(executor: Executor) -> Wiring:
         place=0,
         num_stages=1,
         num_lanes=1,
-        num_blocks=executor.num_blocks,
+        num_blocks=num_blocks,
         receiver=None,
         sender=None,
         members=(member,),
     )
 
 
-def identity(executor: Executor) -> Identity:
+def identity(executor: Executor, num_blocks: int | None = None) -> Identity:
     """Of the only stage, in its first epoch."""
     return identity_of(
-        _wiring(executor),
+        wiring(executor, num_blocks),
         worker="h",
         pipeline="p",
         fingerprint="w",

@@ -63,6 +63,21 @@ async def test_given_registered_models_when_listed_then_each_says_its_limit(
     assert (await http.get("/v1/models/clerk")).json() == model
 
 
+async def test_given_pipelines_with_less_kv_than_the_context_when_asked_then_it_is_the_limit_of_requests(
+    http: httpx.AsyncClient, head: TinyHead
+) -> None:
+    head.ready(kv_tokens=64)
+
+    (model,) = (await http.get("/v1/models")).json()["data"]
+    accepted = await http.post(JOBS, json={"model": "clerk", "prompt": [5] * 20})
+    refused = await http.post(JOBS, json={"model": "clerk", "prompt": [5] * 20, "max_tokens": 45})
+
+    assert model["max_model_len"] == 64
+    assert head.claim().claimed.max_tokens == 44, accepted.text
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "max_tokens")
+    assert "64 tokens" in refused.json()["error"]["message"]
+
+
 async def test_given_the_api_description_when_read_then_it_knows_every_field(http: httpx.AsyncClient) -> None:
     document = (await http.get("/openapi.json")).json()
     schemas = document["components"]["schemas"]

@@ -258,6 +258,42 @@ def test_given_shutdown_when_jobs_are_offered_then_they_go_back_unread(desk: Des
     assert state(desk.database, job_id) is JobState.QUEUED
 
 
+def test_given_a_job_that_outgrows_the_kv_when_more_of_it_comes_then_it_ends_with_the_same_tokens(desk: Desk) -> None:
+    whole, outgrown = submit(desk.database, 300), submit(desk.database, 300)
+    desk.offer(whole)
+    assert [desk.verdict(), desk.verdict()] == [(whole, "started"), (whole, "succeeded")]
+    desk.rebuild(num_blocks=2)
+
+    desk.offer(outgrown)
+
+    assert [desk.verdict(), desk.verdict()] == [(outgrown, "started"), (outgrown, Ignore.__name__)]
+    assert (state(desk.database, outgrown), saved_tokens(desk.database, outgrown)) == (JobState.QUEUED, 127)
+    desk.offer(outgrown)
+    assert desk.verdict() == (outgrown, Ignore.__name__), "it is not claimed by that pipeline again"
+    late = "SELECT not_before > now() AND sent_at IS NULL FROM jobs WHERE id = :id"
+    assert cell(desk.database, late, id=outgrown)
+    desk.rebuild(num_blocks=8)
+    change(desk.database, "UPDATE jobs SET not_before = now() WHERE id = :id", id=outgrown)
+    desk.offer(outgrown)
+    assert [desk.verdict(), desk.verdict()] == [(outgrown, "started"), (outgrown, "succeeded")]
+    tokens = "SELECT token_ids FROM results WHERE job_id = :id"
+    assert cell(desk.database, tokens, id=outgrown) == cell(desk.database, tokens, id=whole)
+    assert cell(desk.database, "SELECT crashes FROM jobs WHERE id = :id", id=outgrown) == 0
+
+
+def test_given_running_jobs_when_a_stage_comes_back_with_less_kv_then_none_fails(desk: Desk) -> None:
+    job_id = submit(desk.database, LONG)
+    desk.offer(job_id)
+    assert desk.verdict() == (job_id, "started")
+    until(lambda: saved_tokens(desk.database, job_id) > 130)
+
+    desk.rebuild(num_blocks=2)
+
+    assert desk.verdict() == (job_id, Ignore.__name__)
+    assert state(desk.database, job_id) is JobState.QUEUED
+    assert saved_tokens(desk.database, job_id) > 130
+
+
 def test_given_a_step_in_flight_when_the_head_is_held_back_then_nobody_is_late_with_its_answer(
     executor: Executor,
 ) -> None:

@@ -13,6 +13,7 @@ from sqlalchemy import text
 
 from shardline.job import JobState
 from shardline.keys import INTAKE, INTAKE_DEAD, INTAKE_GROUP
+from shardline.store import pipelines
 from tests.integration.relay_world import PATIENCE_S, RelayWorld, eventually, relay_world
 from tests.integration.store_world import MODEL, cell, change
 
@@ -63,6 +64,18 @@ def test_given_rows_of_nonsense_when_inserted_by_hand_then_they_fail_with_a_reas
         *("model", "prompt", "top_p", "typo", "max_tokens"),
         *("messages[0].role", "messages", "prompt[1]", "prompt[0]"),
     }
+
+
+def test_given_pipelines_with_less_kv_than_the_context_when_a_row_is_prepared_then_its_limit_is_theirs(
+    here: RelayWorld,
+) -> None:
+    with here.engine.begin() as connection:
+        pipelines.ready(connection, "p", 1, seats=4, stages=[], exact=True, kv_tokens=16)
+    change(here.engine, "INSERT INTO jobs (model, prompt) VALUES ('m', 'one two')")
+
+    (sent,) = here.take_messages(1)
+
+    assert cell(here.engine, "SELECT max_tokens FROM jobs WHERE id = :id", id=sent) == 14
 
 
 def test_given_another_service_when_it_sends_a_celery_task_then_the_task_id_is_the_job(here: RelayWorld) -> None:

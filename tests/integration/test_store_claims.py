@@ -12,7 +12,7 @@ import pytest
 from sqlalchemy import Engine
 
 from shardline.job import FinishReason, JobState, Result, TokenLogprob, Usage
-from shardline.store import claims, jobs, pipelines
+from shardline.store import claims, jobs, outbox, pipelines
 from shardline.store.bells import listening
 from shardline.store.claims import Beat, BeatReply, Claimed, End
 from shardline.store.database import connect
@@ -24,6 +24,7 @@ from tests.integration.store_world import (
     claim,
     end,
     pass_time,
+    request,
     running,
     state,
     submit,
@@ -329,3 +330,23 @@ def test_given_a_session_that_hangs_in_a_transaction_when_its_time_is_over_then_
         assert end(engine, success(claimed)) == {claimed.job_id: JobState.SUCCEEDED}
         hung.invalidate()
     frozen.dispose()
+
+
+def test_given_jobs_longer_than_the_kv_when_claimed_then_they_are_left_for_a_larger_pipeline(engine: Engine) -> None:
+    prepared = [((5,) * num_prompt, 8) for num_prompt in (16, 17)]
+    with engine.begin() as connection:
+        fits, too_long = jobs.insert_jobs(connection, [request(), request()], prepared=prepared)
+        pipelines.ready(connection, "p", 1, seats=4, stages=[], exact=True, kv_tokens=16)
+    (held,) = claim(engine, [fits, too_long])
+    with engine.begin() as connection:
+        claims.heartbeat(connection, [Beat(job_id=fits, fence=held.fence, start=0, ids=(7,))], lease_s=LONG_S)
+        claims.release(connection, [(fits, held.fence)])
+
+    assert claim(engine, [fits, too_long]) == [], "its checkpoint counts too"
+    with engine.begin() as connection:
+        assert claims.postpone(connection, [fits, too_long], pipeline="p", wait_s=60) == {fits, too_long}
+        assert outbox.stamp(connection, resend_s=1) == [], "they take no place in the window"
+        pipelines.ready(connection, "p", 1, seats=4, stages=[], exact=True, kv_tokens=17)
+        assert claims.postpone(connection, [fits, too_long], pipeline="p", wait_s=60) == set()
+    change(engine, "UPDATE jobs SET not_before = now()")
+    assert {row.job_id: row.output_ids for row in claim(engine, [fits, too_long])} == {fits: (7,), too_long: ()}

@@ -90,3 +90,19 @@ def test_given_a_model_when_registered_again_then_the_newest_row_counts(engine: 
         assert models.get_model(connection, "n") is None
         models.register_model(connection, model_row("n"))
         assert models.model_names(connection) == [row["name"] for row in models.get_models(connection)] == [MODEL, "n"]
+
+
+def test_given_pipelines_of_a_model_when_asked_for_the_longest_then_those_count_that_live_or_lately_did(
+    engine: Engine,
+) -> None:
+    with engine.begin() as connection:
+        assert pipelines.longest(connection) == {}, "an older head has not said it"
+        pipelines.ready(connection, "p", 1, seats=8, stages=[], exact=True, kv_tokens=640)
+        pipelines.release(connection, "p", 1)
+    for name, kv_tokens, lease_s in (("larger", 1280, -60.0), ("gone", 9999, -2 * pipelines.LATELY_S)):
+        take(engine, name, lease_s=lease_s)
+        with engine.begin() as connection:
+            pipelines.ready(connection, name, 1, seats=8, stages=[], exact=True, kv_tokens=kv_tokens)
+
+    with engine.begin() as connection:
+        assert pipelines.longest(connection) == {MODEL: 1280}

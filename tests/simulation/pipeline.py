@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from services.stage.engine.events import Crashed, Event, Failed, Finished, Tokens
+from services.stage.engine.events import Crashed, Event, Failed, Finished, Outgrown, Tokens
 from services.stage.engine.kv_cache import BLOCK_TOKENS, blocks_for
 from services.stage.engine.scheduler import Scheduler, SchedulerConfig
 from services.stage.engine.sequence import Key, Request
@@ -161,7 +161,7 @@ class Pipeline:
         self.flights: deque[tuple[StepPlan, StepResult, frozenset[int]]] = deque()
         self.outputs: dict[Key, list[int]] = {}
         self.texts: dict[Key, str] = {}
-        self.ends: dict[Key, Finished | Failed | Crashed] = {}
+        self.ends: dict[Key, Finished | Failed | Crashed | Outgrown] = {}
 
     def add(self, job: Request) -> None:
         """Adds a request."""

@@ -27,6 +27,7 @@ def take_epoch(
         lease_s=connection.now_s + lease_s,
         seats=before.seats if before else 0,
         exact=before.exact if before else False,
+        kv_tokens=before.kv_tokens if before else None,
     )
     return rows[pipeline].epoch
 
@@ -47,12 +48,13 @@ def ready(
     seats: int,
     stages: Sequence[Mapping[str, Any]],
     exact: bool,
+    kv_tokens: int | None = None,
 ) -> bool:
     """See shardline.store.pipelines."""
     row = _of_epoch(connection, pipeline, epoch)
     if row is not None:
         row.ready_s = connection.now_s if row.ready_s is None else row.ready_s
-        row.seats, row.exact = seats, exact
+        row.seats, row.exact, row.kv_tokens = seats, exact, kv_tokens
     return row is not None
 
 

@@ -82,6 +82,7 @@ class PipelineRow:
     ready_s: float | None = None
     seats: int = 0
     exact: bool = False
+    kv_tokens: int | None = None
 
 
 @dataclass(slots=True, eq=False)

@@ -53,6 +53,18 @@ def claim(
     return claimed
 
 
+def postpone(connection: Connection, ids: Collection[UUID | str], *, pipeline: str, wait_s: float) -> set[UUID]:
+    """See shardline.store.claims."""
+    tables, row = connection.tables, connection.tables.pipelines.get(pipeline)
+    jobs = [job for job_id in ids if (job := tables.jobs.get(UUID(str(job_id))))]
+    postponed = set()
+    for job in jobs:
+        if row and job.state is JobState.QUEUED and job.model == row.model and _is_too_long(tables, job, row):
+            job.not_before_s, job.sent_s, job.num_sends = connection.now_s + wait_s, None, 0
+            postponed.add(job.id)
+    return postponed
+
+
 def heartbeat(connection: Connection, beats: Sequence[Beat], *, lease_s: float) -> dict[Key, BeatReply]:
     """See shardline.store.claims."""
     tables, replies = connection.tables, {}
@@ -262,7 +274,14 @@ def _is_claimable(connection: Connection, job: Job, row: PipelineRow, exactness:
         and not _is_over(connection, job.deadline_s)
         and job.model == row.model
         and (job.exactness in (None, exactness) or not job.exact or waits_since_s <= connection.now_s - exact_wait_s)
+        and not _is_too_long(connection.tables, job, row)
     )
+
+
+def _is_too_long(tables: Tables, job: Job, row: PipelineRow) -> bool:
+    attempt = tables.attempts.get((job.id, job.fence))
+    num_tokens = len(job.prompt_ids) + (len(attempt.tokens) if attempt else 0)
+    return row.kv_tokens is not None and num_tokens > row.kv_tokens
 
 
 def _within_window(tables: Tables, queued: Sequence[Job], now_s: float) -> list[Job]:

@@ -220,7 +220,6 @@ def test_suspects_run_one_at_a_time_and_hold_up_nobody() -> None:
     [
         (512, 1, "prompt: 512 tokens; it must be 1 to 511"),
         (0, 1, "prompt: 0 tokens"),
-        (100, 400, "max_tokens: prompt and completion may need 8 blocks of 64 tokens, the pipeline has 4"),
     ],
 )
 def test_a_request_that_can_never_run_fails_with_the_reason(num_prompt: int, max_tokens: int, problem: str) -> None:
@@ -328,16 +327,6 @@ def test_a_new_epoch_does_not_bring_back_what_was_aborted_in_flight() -> None:
 
     assert pipeline.scheduler.idle
     assert pipeline.scheduler.schedule() is None
-
-
-def test_a_new_epoch_with_too_little_memory_fails_what_cannot_fit() -> None:
-    pipeline = Pipeline(config())
-    decoding(pipeline, "a")
-
-    pipeline.rebuild(num_blocks=2)
-
-    assert isinstance(pipeline.ends["a", 1], Failed)
-    assert pipeline.scheduler.idle
 
 
 @pytest.mark.parametrize(

@@ -90,6 +90,22 @@ def test_given_no_max_tokens_when_prepared_then_it_is_what_the_context_leaves(cl
     assert prepared.max_tokens == 12
 
 
+@pytest.mark.parametrize(("kv_tokens", "max_tokens"), [(256, 56), (100_000, 312), (None, 312)])
+def test_given_no_max_tokens_when_pipelines_hold_less_than_the_context_then_it_is_what_they_leave(
+    clerk: Tokens, kv_tokens: int | None, max_tokens: int
+) -> None:
+    assert clerk.within(kv_tokens).prepare(prompt=(5,) * 200, params=NO_LIMITS).max_tokens == max_tokens
+
+
+@pytest.mark.parametrize(("num_prompt", "max_tokens", "field"), [(256, None, "prompt"), (200, 57, "max_tokens")])
+def test_given_a_request_that_no_pipeline_holds_when_prepared_then_the_limit_is_named(
+    clerk: Tokens, num_prompt: int, max_tokens: int | None, field: str
+) -> None:
+    with pytest.raises(Invalid, match="256 tokens that the KV of clerk's pipelines holds") as caught:
+        clerk.within(256).prepare(prompt=(5,) * num_prompt, params=SamplingParams(max_tokens=max_tokens))
+    assert caught.value.field == field
+
+
 @pytest.mark.parametrize(
     ("request_fields", "params", "field", "limit", "remedy"),
     [

@@ -83,7 +83,7 @@ def _model(model: Model, pipelines: list[LivePipeline]) -> dict[str, Any]:
         "object": "model",
         "created": model.created,
         "owned_by": "shardline",
-        "max_model_len": model.tokens.context_length,
+        "max_model_len": model.tokens.longest,
         "system_fingerprint": model.system_fingerprint,
         "ready": any(pipeline.ready for pipeline in pipelines if pipeline.model == model.name),
     }

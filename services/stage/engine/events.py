@@ -43,4 +43,12 @@ class Crashed(msgspec.Struct, frozen=True, kw_only=True):
     key: Key
 
 
-Event = Tokens | Finished | Failed | Crashed
+class Outgrown(msgspec.Struct, frozen=True, kw_only=True):
+    """A job needs more KV than this pipeline has: it goes back, and another pipeline goes on where it stopped."""
+
+    key: Key
+    num_tokens: int
+    """Prompt and output so far."""
+
+
+Event = Tokens | Finished | Failed | Crashed | Outgrown

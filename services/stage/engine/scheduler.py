@@ -12,7 +12,7 @@ from itertools import count, islice, repeat
 
 from services.stage.engine.doubt import Doubted
 from services.stage.engine.draft import Draft
-from services.stage.engine.events import Crashed, Event, Failed, Finished, Tokens
+from services.stage.engine.events import Crashed, Event, Failed, Finished, Outgrown, Tokens
 from services.stage.engine.kv_cache import BLOCK_TOKENS, BlockPool, blocks_for
 from services.stage.engine.sequence import Key, Request, Sequence, State, TokenSink, Waiting, rank_of
 from services.stage.engine.step import Open, StepPlan, StepResult
@@ -71,7 +71,7 @@ class Scheduler:
     # What the engine asks for.
 
     def add(self, request: Request, sink: TokenSink) -> list[Event]:
-        """Takes a request in. The events follow at once: it can never run, or its checkpoint is complete."""
+        """Takes a request in. The events follow at once: it can never run here, or its checkpoint is complete."""
         assert request.key not in self._by_key, f"{request.key} was added twice"
         sequence = Sequence(request, sink, arrival=next(self._arrivals), max_len=self.config.max_len)
         sequence.suspect = request.suspect or request.key[0] in self._doubted
@@ -79,8 +79,9 @@ class Scheduler:
         self._waiting.push(sequence)
         if (refusal := self._refusal(sequence)) is not None:
             return [self._fail(sequence, refusal)]
-        reason = sequence.replay()
-        return [] if reason is None else [self._finish(sequence, reason)]
+        if (reason := sequence.replay()) is not None:
+            return [self._finish(sequence, reason)]
+        return [self._outgrow(sequence)] if self._is_too_long(sequence) else []
 
     def abort(self, key: Key, reason: FinishReason = FinishReason.CANCELLED) -> Finished | None:
         """Drops a job; what it has so far. None: it is not here (any more)."""
@@ -155,8 +156,7 @@ class Scheduler:
             if not sequence.has_progress:
                 self._doubt(sequence)
             self._requeue(sequence)
-        refusals = [(sequence, self._refusal(sequence)) for sequence in self._by_key.values()]
-        return [*events, *(self._fail(sequence, refusal) for sequence, refusal in refusals if refusal is not None)]
+        return [*events, *(self._outgrow(each) for each in list(self._by_key.values()) if self._is_too_long(each))]
 
     @property
     def num_running(self) -> int:
@@ -298,6 +298,8 @@ class Scheduler:
             self._clear_of_suspicion(sequence)  # A broken pipeline is seen here; only a dead head needs saved tokens.
         if reason is not None:
             events.append(self._finish(sequence, reason))
+        elif self._is_too_long(sequence):
+            events.append(self._outgrow(sequence))
         elif sequence.state is State.RUNNING:
             self._ready[sequence.number] = sequence
 
@@ -305,12 +307,11 @@ class Scheduler:
         num_prompt, config = len(sequence.request.prompt_ids), self.config
         if not 0 < num_prompt < config.max_len:
             return f"prompt: {num_prompt} tokens; it must be 1 to {config.max_len - 1}, the context less one"
-        if sequence.most_blocks > config.num_blocks:
-            return (
-                f"max_tokens: prompt and completion may need {sequence.most_blocks} blocks of {BLOCK_TOKENS} tokens, "
-                f"the pipeline has {config.num_blocks} in all. Lower max_tokens or give the stages more KV memory"
-            )
         return None
+
+    def _is_too_long(self, sequence: Sequence) -> bool:
+        """All KV together does not hold what is known of it. What it may need later is no reason: it may end before."""
+        return blocks_for(len(sequence.ids)) > self.config.num_blocks
 
     def _finish(self, sequence: Sequence, reason: FinishReason, tail: str = "") -> Finished:
         self._end(sequence)
@@ -326,6 +327,10 @@ class Scheduler:
     def _fail(self, sequence: Sequence, reason: str) -> Failed:
         self._end(sequence)
         return Failed(key=sequence.request.key, reason=reason)
+
+    def _outgrow(self, sequence: Sequence) -> Outgrown:
+        self._end(sequence)
+        return Outgrown(key=sequence.request.key, num_tokens=len(sequence.ids))
 
     def _blame(self, sequence: Sequence) -> Crashed:
         del self._by_key[sequence.request.key]

@@ -6,6 +6,7 @@ import platform
 from dataclasses import dataclass
 from typing import Any
 
+from services.stage.engine.kv_cache import BLOCK_TOKENS
 from services.stage.hop.wiring import Wiring
 
 
@@ -22,6 +23,8 @@ class Identity:
     """The commit of a model of the hub."""
     exactness: str
     exact: bool
+    kv_tokens: int
+    """The longest sequence that its KV holds."""
     stages: tuple[dict[str, Any], ...]
     software: dict[str, str]
 
@@ -58,6 +61,7 @@ def identity_of(
         revision=revision,
         exactness=wiring.exactness,
         exact=wiring.exact,
+        kv_tokens=wiring.num_blocks * BLOCK_TOKENS,
         stages=tuple(
             {
                 "worker": member.worker,

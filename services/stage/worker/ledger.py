@@ -14,11 +14,12 @@ from typing import Any
 from uuid import UUID
 
 import structlog
+from sqlalchemy import Connection
 from sqlalchemy import Engine as Database
 from sqlalchemy.exc import DBAPIError
 
 from services.stage.engine.engine import HeadEngine
-from services.stage.engine.events import Crashed, Event, Tokens
+from services.stage.engine.events import Crashed, Event, Outgrown, Tokens
 from services.stage.worker.ending import CELERY_STATES, Ending
 from services.stage.worker.identity import Identity
 from services.stage.worker.isolation import claimable
@@ -70,6 +71,7 @@ class Ledger(threading.Thread):
         )
         self._offers = Offers()
         self._blamed: deque[tuple[str, int]] = deque()
+        self._outgrown: deque[Outgrown] = deque()
         self._events: deque[Event] = deque()
         self._cancels: deque[str] = deque()
         self._live: dict[tuple[str, int], LiveJob] = {}
@@ -148,6 +150,7 @@ class Ledger(threading.Thread):
                 self._standing.announce()
                 self._commit_ends()
                 self._give_back_blamed()
+                self._give_back_outgrown()
                 self._claim_offers()
                 if self._giving_back or (self._standing.is_given_up and self._live):
                     self._release_all()
@@ -176,6 +179,8 @@ class Ledger(threading.Thread):
                 self._publish(job, job.take(event))
             elif isinstance(event, Crashed):
                 self._blamed.append(event.key)
+            elif isinstance(event, Outgrown):
+                self._outgrown.append(event)
             else:
                 del self._live[event.key]
                 self._ended[event.key] = Ending(job=job, event=event)
@@ -227,6 +232,8 @@ class Ledger(threading.Thread):
                 lease_s=self._times.lease_s,
                 exact_wait_s=self._times.exact_wait_s,
             )
+            unclaimed = set(wanted) - {str(row.job_id) for row in claimed}
+            self._postpone_too_long(connection, unclaimed, identity)
         if claimed:
             failpoint(Point.AFTER_CLAIM)
         if not self._live:
@@ -239,6 +246,18 @@ class Ledger(threading.Thread):
                 self._offers.hold_back(ticket)
             elif id(ticket) not in started:
                 ticket.drop()
+
+    def _postpone_too_long(self, connection: Connection, ids: set[str], identity: Identity) -> None:
+        if not ids:
+            return
+        wait_s = self._times.resend_s
+        for job_id in claims.postpone(connection, ids, pipeline=identity.pipeline, wait_s=wait_s):
+            log.warning(
+                "a job is too long for this pipeline's KV: it waits for a larger one",
+                job_id=str(job_id),
+                kv_tokens=identity.kv_tokens,
+                sent_again_after_s=wait_s,
+            )
 
     def _start(self, row: Claimed, ticket: Ticket, identity: Identity) -> None:
         job = LiveJob.from_claim(row, ticket, identity)
@@ -320,9 +339,24 @@ class Ledger(threading.Thread):
             self._lose(job)
         self._blamed.clear()
 
+    def _give_back_outgrown(self) -> None:
+        """Jobs that need more KV than this pipeline has: a claim here does not get them again, a larger one does."""
+        outgrown = [event for event in self._outgrown if event.key in self._live]
+        self._release([self._live[event.key] for event in outgrown])
+        for event in outgrown:
+            log.warning(
+                "a job needs more KV than this pipeline has: given back, for a larger one to go on",
+                job_id=event.key[0],
+                tokens=event.num_tokens,
+            )
+        self._outgrown.clear()
+
     def _release_all(self) -> None:
+        self._release(list(self._live.values()))
+        self._giving_back = False
+
+    def _release(self, jobs: Sequence[LiveJob]) -> None:
         """Checkpoint and give back: the jobs go on elsewhere, or here later. No crash is counted."""
-        jobs = list(self._live.values())
         if jobs:
             with self._database.begin() as connection:
                 claims.heartbeat(connection, [job.beat() for job in jobs], lease_s=self._times.lease_s)
@@ -330,7 +364,6 @@ class Ledger(threading.Thread):
             log.info("leases given back", jobs=len(jobs))
         for job in jobs:
             self._lose(job)
-        self._giving_back = False
 
     def _lose(self, job: LiveJob) -> None:
         """Not ours any more: forget it without a trace."""

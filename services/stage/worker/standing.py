@@ -78,6 +78,7 @@ class Standing:
                     seats=self._seats,
                     stages=identity.stages,
                     exact=identity.exact,
+                    kv_tokens=identity.kv_tokens,
                 )
         self._announced = identity
         if identity is not None:

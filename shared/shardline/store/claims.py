@@ -21,8 +21,12 @@ LATER_WAIT_S = 15.0
 Key = tuple[UUID, int]
 """A job and the fence of one claim of it."""
 
+# The KV that the next token of a job needs, in tokens. A pipeline of an older release has not said how much it has.
+KNOWN_TOKENS = """cardinality(jobs.prompt_ids) + coalesce((SELECT cardinality(attempts.tokens) FROM attempts
+    WHERE attempts.job_id = jobs.id AND attempts.fence = jobs.fence), 0)"""
+
 # Locked by a statement of its own: the next one must see what the last holder committed while we waited.
-LOCK_CLAIMABLE = text("""
+LOCK_CLAIMABLE = text(f"""
 SELECT jobs.id, jobs.fence, jobs.params FROM jobs JOIN pipelines ON pipelines.id = :pipeline
 WHERE jobs.id = ANY(CAST(:ids AS uuid[])) AND jobs.state = 'queued' AND jobs.prepared_at IS NOT NULL
     AND jobs.cancel_requested_at IS NULL AND jobs.not_before <= now()
@@ -30,8 +34,16 @@ WHERE jobs.id = ANY(CAST(:ids AS uuid[])) AND jobs.state = 'queued' AND jobs.pre
     AND jobs.model = pipelines.model AND pipelines.epoch = :epoch
     AND (jobs.exactness IS NULL OR jobs.exactness = :exactness OR NOT jobs.exact
         OR coalesce(jobs.requeued_at, jobs.created_at) <= now() - make_interval(secs => :exact_wait_s))
+    AND (pipelines.kv_tokens IS NULL OR {KNOWN_TOKENS} <= pipelines.kv_tokens)
 ORDER BY jobs.id FOR UPDATE OF jobs
-""")
+""")  # noqa: S608 (constants of ours)
+
+LOCK_TOO_LONG = text(f"""
+SELECT jobs.id FROM jobs JOIN pipelines ON pipelines.id = :pipeline
+WHERE jobs.id = ANY(CAST(:ids AS uuid[])) AND jobs.state = 'queued' AND jobs.model = pipelines.model
+    AND jobs.prepared_at IS NOT NULL AND {KNOWN_TOKENS} > pipelines.kv_tokens
+ORDER BY jobs.id FOR UPDATE OF jobs
+""")  # noqa: S608 (constants of ours)
 
 # Out of the window of what is sent ahead, so that rows which no head here can run do not fill it.
 DEFER = text("""
@@ -224,8 +236,9 @@ def claim(
     exact_wait_s: float,
 ) -> list[Claimed]:
     """Take those that may run now, for a pipeline in its present epoch and of its model. The others: drop their
-    messages. A started job of another exactness is left alone for `exact_wait_s`, then taken with `exact` false. A row
-    that this release does not understand is left for a later head, or ends `failed` if none would: see `readable`."""
+    messages. A started job of another exactness is left alone for `exact_wait_s`, then taken with `exact` false; one
+    that is longer than the pipeline's KV is never taken. A row that this release does not understand is left for a
+    later head, or ends `failed` if none would: see `readable`."""
     head = {"pipeline": pipeline, "epoch": epoch, "exactness": exactness}
     wanted = {"ids": [str(job_id) for job_id in ids], "exact_wait_s": exact_wait_s}
     locked = connection.execute(LOCK_CLAIMABLE, {**head, **wanted}).all()
@@ -234,6 +247,16 @@ def claim(
         return []
     values = {**head, "ids": readable, "worker": worker, "fingerprint": fingerprint, "lease_s": lease_s}
     return [_claimed(row) for row in connection.execute(CLAIM, values)]
+
+
+def postpone(connection: Connection, ids: Collection[UUID | str], *, pipeline: str, wait_s: float) -> set[UUID]:
+    """Those that are too long for the KV of this pipeline: sent again after a while, when a larger one may take them.
+    Returns them."""
+    wanted = {"ids": [str(job_id) for job_id in ids], "pipeline": pipeline}
+    too_long = list(connection.scalars(LOCK_TOO_LONG, wanted))
+    if too_long:
+        connection.execute(DEFER, {"ids": too_long, "wait_s": wait_s})
+    return set(too_long)
 
 
 def heartbeat(connection: Connection, beats: Sequence[Beat], *, lease_s: float) -> dict[Key, BeatReply]:

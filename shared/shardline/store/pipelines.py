@@ -11,6 +11,9 @@ from sqlalchemy.dialects.postgresql import insert
 
 from shardline.tables import pipelines
 
+LATELY_S = 3600.0
+"""So long after its lease a pipeline counts as one that comes back."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LivePipeline:
@@ -24,6 +27,7 @@ class LivePipeline:
     ready: bool
     seats: int
     exact: bool
+    kv_tokens: int | None
     stages: tuple[dict[str, Any], ...]
 
 
@@ -64,8 +68,9 @@ def ready(
     seats: int,
     stages: Sequence[Mapping[str, Any]],
     exact: bool,
+    kv_tokens: int | None = None,
 ) -> bool:
-    """All stages are bound: jobs may be sent. `seats` sets how many are sent ahead."""
+    """All stages are bound: jobs may be sent. `seats` sets how many are sent ahead, `kv_tokens` their length."""
     return _change(
         connection,
         pipeline,
@@ -74,6 +79,7 @@ def ready(
         seats=seats,
         stages=[dict(stage) for stage in stages],
         exact=exact,
+        kv_tokens=kv_tokens,
     )
 
 
@@ -85,6 +91,14 @@ def unready(connection: Connection, pipeline: str, epoch: int) -> bool:
 def release(connection: Connection, pipeline: str, epoch: int) -> bool:
     """The head goes: the pipeline is gone at once, not after its lease."""
     return _change(connection, pipeline, epoch, ready_at=None, lease_until=func.now())
+
+
+def longest(connection: Connection) -> dict[str, int]:
+    """By model, the tokens of the longest sequence that one of its pipelines holds, or held a short while ago: a
+    restart makes nothing shorter. A model is missing while none of its pipelines has said so."""
+    is_recent = pipelines.c.lease_until > _in(-LATELY_S)
+    query = select(pipelines.c.model, func.max(pipelines.c.kv_tokens)).where(is_recent).group_by(pipelines.c.model)
+    return {model: kv_tokens for model, kv_tokens in connection.execute(query) if kv_tokens is not None}
 
 
 def live_pipelines(connection: Connection, model: str | None = None) -> list[LivePipeline]:
@@ -102,6 +116,7 @@ def live_pipelines(connection: Connection, model: str | None = None) -> list[Liv
             ready=row.ready_at is not None,
             seats=row.seats,
             exact=row.exact,
+            kv_tokens=row.kv_tokens,
             stages=tuple(row.stages),
         )
         for row in connection.execute(query)

@@ -6,6 +6,7 @@ Knows no database: a `models` row arrives as a mapping.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,7 +46,8 @@ class Tokens:
         eos_ids: Sequence[int],
     ) -> None:
         self.model = model
-        self.context_length = context_length
+        self.context_length = self.longest = context_length
+        """`longest` is what a pipeline holds in KV, prompt and completion together; never more than the context."""
         self.vocab_size = vocab_size
         self.eos_ids = tuple(eos_ids)
         self.has_tokenizer = bool(tokenizer_json)
@@ -65,6 +67,12 @@ class Tokens:
             vocab_size=row["vocab_size"],
             eos_ids=row["eos_token_ids"],
         )
+
+    def within(self, kv_tokens: int | None) -> Tokens:
+        """The same, for pipelines whose KV holds so many tokens. None: no pipeline has said so."""
+        narrowed = copy(self)
+        narrowed.longest = min(self.context_length, kv_tokens or self.context_length)
+        return narrowed
 
     def prepare(
         self, *, prompt: Prompt | None = None, messages: Sequence[Message] | None = None, params: SamplingParams
@@ -134,18 +142,18 @@ class Tokens:
         return tuple(ids)
 
     def _max_tokens(self, field: str, num_prompt: int, params: SamplingParams) -> int:
-        room = self.context_length - num_prompt
+        room = self.longest - num_prompt
         if room < 1:
             raise Invalid(
                 field,
-                f"{num_prompt} tokens leave no room in the context of {self.context_length}",
-                f"Shorten it to at most {self.context_length - 1} tokens",
+                f"{num_prompt} tokens leave no room in {self._limit}",
+                f"Shorten it to at most {self.longest - 1} tokens",
             )
         max_tokens = room if params.max_tokens is None else params.max_tokens
         if max_tokens > room:
             raise Invalid(
                 "max_tokens",
-                f"{num_prompt} prompt tokens + {max_tokens} are over the context of {self.context_length}",
+                f"{num_prompt} prompt tokens + {max_tokens} are over {self._limit}",
                 f"Use at most {room}, or shorten the prompt",
             )
         if params.min_tokens > max_tokens:
@@ -153,6 +161,12 @@ class Tokens:
                 "min_tokens", f"{params.min_tokens} is above the {max_tokens} that fit", f"Use at most {max_tokens}"
             )
         return max_tokens
+
+    @property
+    def _limit(self) -> str:
+        if self.longest == self.context_length:
+            return f"the context of {self.context_length}"
+        return f"the {self.longest} tokens that the KV of {self.model}'s pipelines holds"
 
 
 def _load(tokenizer_json: str) -> Tokenizer:
