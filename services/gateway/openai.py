@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from shardline.errors import Invalid
-from shardline.job import JobRequest, parse_request
+from shardline.job import INTERACTIVE_PRIORITY, JobRequest, parse_request
 
 Document = dict[str, Any]
 
@@ -87,6 +87,7 @@ def _request(
     if isinstance(fields.get("stop"), str):
         fields["stop"] = [fields["stop"]]
     rename(fields)
+    fields.setdefault("priority", INTERACTIVE_PRIORITY)
     return parse_request(fields), wanted
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 from fastapi import FastAPI
 
-from shardline.job import JobRequest
+from shardline.job import INTERACTIVE_PRIORITY, JobRequest
 
 ANSWER_FIELDS: dict[str, Any] = {
     "stream": {"type": "boolean", "default": False, "description": "server-sent events instead of one answer"},
@@ -41,6 +41,7 @@ def _components() -> dict[str, Any]:
     _, components = msgspec.json.schema_components((JobRequest,), ref_template="#/components/schemas/{name}")
     job = components["JobRequest"]
     shared = {name: schema for name, schema in job["properties"].items() if name not in ("prompt", "messages")}
+    shared["priority"] = {**shared["priority"], "default": INTERACTIVE_PRIORITY}
     text = {**shared, "prompt": job["properties"]["prompt"], **ANSWER_FIELDS}
     chat = {**shared, "messages": job["properties"]["messages"], **ANSWER_FIELDS, **CHAT_FIELDS}
     return {

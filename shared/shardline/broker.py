@@ -28,17 +28,21 @@ class Reconnecting(bootsteps.StartStopStep):
         c.connection_errors = (*c.connection_errors, ResponseError)
 
     def start(self, c: Any) -> None:
-        """kombu (5.7) puts unacknowledged messages back when a channel closes, and Celery acknowledges some of them
-        later still: without a connection both fail with an AttributeError, which ends the worker."""
-        channel = c.task_consumer.channel
-        channel.basic_ack = _while_connected(channel, channel.basic_ack)
-        channel.basic_reject = _while_connected(channel, channel.basic_reject)
-        channel.qos.restore_unacked_once = _while_connected(channel, channel.qos.restore_unacked_once)
+        """Runs at every connect."""
+        guard(c.task_consumer.channel)
 
     def stop(self, c: Any) -> None:  # noqa: ARG002 (the step's signature)
         """An acknowledgement would go to the channel that brought the message: it is gone."""
         for request in list(state.requests.values()):
             request.acknowledged = True
+
+
+def guard(channel: Any) -> None:
+    """kombu (5.7) puts unacknowledged messages back when a channel closes, and Celery acknowledges some of them later
+    still: without a connection both fail with an AttributeError, which ends the worker."""
+    channel.basic_ack = _while_connected(channel, channel.basic_ack)
+    channel.basic_reject = _while_connected(channel, channel.basic_reject)
+    channel.qos.restore_unacked_once = _while_connected(channel, channel.qos.restore_unacked_once)
 
 
 def _while_connected(channel: Any, method: Callable[..., None]) -> Callable[..., None]:

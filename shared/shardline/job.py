@@ -16,6 +16,12 @@ from shardline.errors import Invalid
 PRIORITIES = range(10)
 """0 is served first."""
 
+INTERACTIVE = range(4)
+"""Priorities of jobs for which somebody waits: a share of every head's seats is theirs alone."""
+
+INTERACTIVE_PRIORITY = 3
+"""Of a request whose caller holds the line and names none."""
+
 DEFAULT_PRIORITY = 5
 DEFAULT_TENANT = "default"
 MAX_STOPS = 16

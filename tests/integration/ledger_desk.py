@@ -23,6 +23,7 @@ from services.stage.engine.executor import Executor
 from services.stage.engine.scheduler import Scheduler, SchedulerConfig
 from services.stage.hop.wiring import Member, Wiring
 from services.stage.worker.identity import Identity, identity_of
+from services.stage.worker.isolation import Seats
 from services.stage.worker.ledger import Ledger
 from services.stage.worker.mailbox import Mailbox
 from services.stage.worker.metering import Meter
@@ -113,7 +114,7 @@ def open_desk(database: Database, executor: Executor, redis_url: str, times: Tim
         on_announced=announced.set,
         on_superseded=lambda _epoch: None,
         on_blamed=meter.blamed,
-        seats=8,
+        seats=Seats(num_any=8, num_interactive=0),
         times=times,
     )
     for thread in (publisher, engine, ledger):

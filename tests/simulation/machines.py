@@ -317,6 +317,7 @@ def _settings(name: str, site: Site) -> SimpleNamespace:
         redis_url=site.redis,
         result_backend=None,
         seats=SEATS,
+        interactive_seats=0,
         token_budget=64,
         lanes=site.num_lanes,
         dtype="float32",

@@ -18,7 +18,7 @@ import zmq
 from services.relay import outbox as relay_outbox
 from services.relay import sweeper as relay_sweeper
 from services.stage.hop import zeromq
-from services.stage.worker import epochs, head, later, ledger, link, pipeline, standing
+from services.stage.worker import claiming, epochs, head, later, ledger, link, pipeline, standing
 from tests.simulation import machines, pipeline_statements, servers, statements, wires
 from tests.simulation.loom import Event, Loom, current, now_s, threads
 
@@ -77,7 +77,9 @@ SEAMS: tuple[tuple[Any, str, Any], ...] = (
     (link, "Wakeup", wires.Wakeup),
     (ledger, "claims", statements),
     (ledger, "crashes", statements),
-    (ledger, "outbox", statements),
+    (claiming, "claims", statements),
+    (claiming, "crashes", statements),
+    (claiming, "outbox", statements),
     (standing, "pipelines", pipeline_statements),
     (head, "claims", statements),
     (epochs, "pipelines", pipeline_statements),

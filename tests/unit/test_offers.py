@@ -1,4 +1,4 @@
-"""Tickets that wait for a claim: none is lost and none overtakes, whatever Postgres answers."""
+"""Tickets that wait for a claim: none is lost, and nobody is asked twice for nothing."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import cast
 
 import pytest
 
-from services.stage.worker.offers import CLAIM_BATCH, Offers
+from services.stage.worker.offers import Offers
 from services.stage.worker.ticket import Ticket
 
 
@@ -20,34 +20,36 @@ def offers() -> Offers:
     return Offers()
 
 
-def test_given_many_tickets_when_taken_then_they_come_in_batches_in_their_order(offers: Offers) -> None:
-    all_of_them = tickets(CLAIM_BATCH + 1)
-    for ticket in all_of_them:
+def test_given_tickets_when_taken_then_they_come_in_their_order_and_once(offers: Offers) -> None:
+    arrived = tickets(3)
+    for ticket in arrived:
         offers.put(ticket)
+    assert offers
 
-    assert [offers.take(), offers.take(), offers.take()] == [all_of_them[:-1], all_of_them[-1:], []]
+    assert [offers.take(), offers.take()] == [arrived, []]
     assert not offers
 
 
-def test_given_postgres_away_when_a_batch_is_put_back_then_it_comes_first_again(offers: Offers) -> None:
+def test_given_tickets_put_back_when_another_arrives_then_they_come_first(offers: Offers) -> None:
     first, second, late = tickets(3)
     offers.put(first)
     offers.put(second)
-    taken = offers.take()
+    offers.put_back(offers.take())
+    assert not offers, "nothing has changed"
+
     offers.put(late)
 
-    offers.put_back(taken)
-
+    assert offers
     assert offers.take() == [first, second, late]
 
 
-def test_given_a_ticket_held_back_when_asked_again_then_it_is_there_and_not_before(offers: Offers) -> None:
-    (held,) = tickets(1)
-    offers.hold_back(held)
+def test_given_a_ticket_put_back_when_asked_again_then_it_is_there_and_not_before(offers: Offers) -> None:
+    offers.again()
     assert not offers
+    held = tickets(1)
+    offers.put_back(held)
+    assert offers, "something had changed before it was put back"
 
-    offers.again()
-
-    assert offers.take() == [held]
-    offers.again()
+    assert offers.take() == held
+    offers.put_back(held)
     assert not offers

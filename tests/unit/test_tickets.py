@@ -51,7 +51,7 @@ def desk() -> NotedDesk:
 @pytest.fixture
 def pool(desk: NotedDesk) -> EnginePool:
     """A started pool that drains for no time at all."""
-    stage = SimpleNamespace(desk=desk, mailbox=Mailbox(), drain_s=0.0)
+    stage = SimpleNamespace(desk=desk, mailbox=Mailbox(), drain_s=0.0, interactive_seats=2)
     pool = EnginePool(limit=4, app=SimpleNamespace(shardline=stage))
     pool.on_start()
     return pool

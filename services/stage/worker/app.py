@@ -8,7 +8,7 @@ from celery import Celery
 from celery.signals import worker_ready
 
 import services.stage.worker.commands  # noqa: F401 (registers the remote-control commands)
-from services.stage.worker.broker import Unacknowledged
+from services.stage.worker.broker import Seating
 from services.stage.worker.runtime import Stage
 from services.stage.worker.settings import StageSettings
 from shardline.queues import GENERATE_TASK, celery_settings, stage_queue
@@ -26,7 +26,7 @@ def make_app(settings: StageSettings) -> Celery:
         worker_soft_shutdown_timeout=0,
     )
 
-    app.steps["consumer"].add(Unacknowledged)
+    app.steps["consumer"].add(Seating)
 
     @app.task(name=GENERATE_TASK)
     def generate(job_id: str) -> Never:

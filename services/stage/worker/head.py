@@ -20,6 +20,7 @@ from services.stage.worker.epochs import Epochs
 from services.stage.worker.facts import Progress
 from services.stage.worker.identity import identity_of
 from services.stage.worker.intake import Intake
+from services.stage.worker.isolation import Seats
 from services.stage.worker.ledger import Ledger
 from services.stage.worker.mailbox import Mailbox
 from services.stage.worker.metering import Meter
@@ -49,6 +50,7 @@ class Head:
         self._settings = settings
         self.worker = loaded.worker
         self.drain_s = settings.times.drain_s
+        self.interactive_seats = settings.interactive_seats
         self.mailbox = Mailbox()
         self.meter = Meter(loaded)
         self._name = settings.pipeline or f"{settings.name}:{loaded.worker.partition('@')[2]}:{loaded.device.name}"
@@ -72,7 +74,7 @@ class Head:
         self._scheduler = Scheduler(
             SchedulerConfig(
                 num_blocks=loaded.executor.num_blocks,
-                max_seats=settings.seats,
+                max_seats=settings.seats + settings.interactive_seats,
                 token_budget=settings.token_budget,
                 num_lanes=1,
                 max_len=loaded.info.context_length,
@@ -99,7 +101,7 @@ class Head:
             on_announced=self._intake.open,
             on_superseded=self._superseded,
             on_blamed=self.meter.blamed,
-            seats=self._settings.seats,
+            seats=Seats(num_any=self._settings.seats, num_interactive=self._settings.interactive_seats),
             times=self._settings.times,
         )
 

@@ -49,5 +49,8 @@ class Intake:
                 queues.deselect(self._queue)
         elif self._wanted:
             consumer.add_task_queue(self._queue)
+            consumer.interactive_consumer.add_queue(queues[self._queue])
+            consumer.interactive_consumer.consume()
         else:
             consumer.cancel_task_queue(self._queue)
+            consumer.interactive_consumer.cancel_by_queue(self._queue)

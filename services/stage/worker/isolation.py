@@ -1,18 +1,76 @@
-"""Which of the offered jobs a head may claim, so that a poison job costs nobody else a crash. Knows no Postgres."""
+"""Which of the offered jobs a head may claim now: within its seats, and so that a poison job costs nobody else a crash.
+Knows no Postgres.
+
+A *suspect* is a job that an engine died under before. It is claimed once all that live here have saved a token, and
+until it has too, nobody else is: so whatever it breaks is counted a crash for nobody else. Neither side waits for ever.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 
 from services.stage.worker.live import LiveJob
+from services.stage.worker.ticket import Ticket
+from shardline.job import INTERACTIVE
+
+PATIENCE_BEATS = 0.5
+"""A suspect has waited so long: nobody else is claimed, so that those who live here get to their tokens."""
+
+OVERDUE_BEATS = 1
+"""They have not all got there, and steps are made: a long prompt is no reason to wait, the suspect is claimed now. Each
+heartbeat looks, so that is within two of its arrival."""
+
+ISOLATED_STEPS = 16
+"""A suspect with a long prompt has passed so many steps alone: others are claimed beside it."""
 
 
-def claimable(ids: list[str], suspects: list[str], live: Iterable[LiveJob]) -> list[str]:
-    """A suspect is claimed alone, once all that live here have saved a token; until it has too, nobody else is. So
-    whatever it breaks is counted a crash for nobody else. `suspects` are those of `ids`, in their order."""
-    unproven = [job for job in live if job.is_unproven]
-    if any(job.claimed.crashes > 0 for job in unproven):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seats:
+    """Places in the batch: for any job, and beyond them for interactive ones alone."""
+
+    num_any: int
+    num_interactive: int
+
+    @property
+    def num_all(self) -> int:
+        """The whole batch."""
+        return self.num_any + self.num_interactive
+
+    def has_room(self, priority: int, num_taken: int) -> bool:
+        """Whether one more may sit down."""
+        return num_taken < (self.num_all if priority in INTERACTIVE else self.num_any)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moment:
+    """What a decision is made on, besides the tickets."""
+
+    live: Collection[LiveJob]
+    now_s: float
+    heartbeat_s: float
+    num_steps: int
+    """Of this epoch, so far."""
+    is_moving: bool
+    """A step was made of late: who waits, waits for others' prompts and not for an engine that hangs."""
+
+
+def claimable(tickets: Sequence[Ticket], suspects: Sequence[str], seats: Seats, moment: Moment) -> list[Ticket]:
+    """Those to claim now, the best priority first. `suspects` are job ids, in their order."""
+    num_taken = len(moment.live)
+    unproven = [job for job in moment.live if job.is_unproven]
+    if any(job.claimed.crashes > 0 and moment.num_steps - job.began_step < ISOLATED_STEPS for job in unproven):
         return []
-    if suspects:
-        return [] if unproven else suspects[:1]
-    return ids
+    doubted = set(suspects)
+    ready = [one for one in tickets if one.job_id in doubted and seats.has_room(one.priority, num_taken)]
+    if ready:
+        waited_beats = (moment.now_s - min(one.began_s for one in ready)) / moment.heartbeat_s
+        if not unproven or (waited_beats >= OVERDUE_BEATS and moment.is_moving):
+            return [min(ready, key=lambda one: suspects.index(one.job_id))]
+        if waited_beats >= PATIENCE_BEATS:
+            return []
+    chosen: list[Ticket] = []
+    for one in sorted(tickets, key=lambda one: one.priority):
+        if one.job_id not in doubted and seats.has_room(one.priority, num_taken + len(chosen)):
+            chosen.append(one)
+    return chosen

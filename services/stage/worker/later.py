@@ -48,6 +48,7 @@ class Later:
         self._loaded = loaded
         self.worker = loaded.worker
         self.drain_s = times.drain_s
+        self.interactive_seats = 0
         self.mailbox = Mailbox()
         self.desk = NoDesk()
         self.meter = Meter(loaded)

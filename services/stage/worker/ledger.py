@@ -11,20 +11,18 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
-from uuid import UUID
 
 import structlog
-from sqlalchemy import Connection
 from sqlalchemy import Engine as Database
 from sqlalchemy.exc import DBAPIError
 
 from services.stage.engine.engine import HeadEngine
 from services.stage.engine.events import Crashed, Event, Outgrown, Tokens
+from services.stage.worker.claiming import Claiming
 from services.stage.worker.ending import CELERY_STATES, Ending
 from services.stage.worker.identity import Identity
-from services.stage.worker.isolation import claimable
+from services.stage.worker.isolation import Moment, Seats
 from services.stage.worker.live import LiveJob
-from services.stage.worker.offers import Offers
 from services.stage.worker.publisher import Publisher
 from services.stage.worker.requests import Requests
 from services.stage.worker.saving import beats_of
@@ -34,7 +32,7 @@ from shardline.clock import lease_clock_s
 from shardline.config import Times
 from shardline.failpoints import Point, failpoint
 from shardline.job import FinishReason, JobState
-from shardline.store import claims, crashes, outbox
+from shardline.store import claims, crashes
 from shardline.store.claims import Claimed
 from shardline.wire import Delta
 
@@ -56,7 +54,7 @@ class Ledger(threading.Thread):
         on_announced: Callable[[], None],
         on_superseded: Callable[[int], None],
         on_blamed: Callable[[Iterable[str]], None],
-        seats: int,
+        seats: Seats,
         times: Times,
     ) -> None:
         super().__init__(name="ledger", daemon=True)
@@ -67,9 +65,9 @@ class Ledger(threading.Thread):
         self._on_blamed = on_blamed
         self._times = times
         self._standing = Standing(
-            database, seats=seats, times=times, on_announced=on_announced, on_superseded=on_superseded
+            database, seats=seats.num_any, times=times, on_announced=on_announced, on_superseded=on_superseded
         )
-        self._offers = Offers()
+        self._claiming = Claiming(database=database, seats=seats, times=times)
         self._blamed: deque[tuple[str, int]] = deque()
         self._outgrown: deque[Outgrown] = deque()
         self._events: deque[Event] = deque()
@@ -89,7 +87,7 @@ class Ledger(threading.Thread):
 
     def offer(self, ticket: Ticket) -> None:
         """Celery's thread: claim this row, soon."""
-        self._offers.put(ticket)
+        self._claiming.offer(ticket)
         self._woken.set()
 
     def report(self, events: Sequence[Event]) -> None:
@@ -157,7 +155,7 @@ class Ledger(threading.Thread):
                 if time.monotonic() >= self._next_beat_s:
                     self._next_beat_s = time.monotonic() + self._times.heartbeat_s
                     self._beat()
-                    self._offers.again()
+                    self._claiming.again()
                     self._database_is_back()
             except DBAPIError as error:
                 self._database_is_away(error)
@@ -194,73 +192,28 @@ class Ledger(threading.Thread):
 
     def _claim_offers(self) -> None:
         """While the pipeline forms anew, offers wait; at shutdown they go back unread, to be sent again at once."""
-        if not self._open:
-            self._offers.again()
         identity = self._standing.identity
-        while self._offers and (identity is not None or not self._open):
-            tickets = self._offers.take()
-            try:
-                if self._open and identity is not None:
-                    self._claim(tickets, identity)
-                else:
-                    self._return_unread(tickets)
-            except DBAPIError:
-                self._offers.put_back(tickets)
-                raise
+        if not self._open:
+            self._claiming.return_unread()
+        elif identity is not None:
+            for sent_s, rows in self._claiming.turn(identity, self._moment()):
+                if not self._live:
+                    self._renew_fence(sent_s)
+                for row, ticket in rows:
+                    self._start(row, ticket, identity)
 
-    def _return_unread(self, tickets: list[Ticket]) -> None:
-        with self._database.begin() as connection:
-            outbox.unstamp(connection, [UUID(ticket.job_id) for ticket in tickets])
-        for ticket in tickets:
-            ticket.drop()
-
-    def _claim(self, tickets: list[Ticket], identity: Identity) -> None:
-        sent_s = lease_clock_s()
-        waiting = {ticket.job_id: ticket for ticket in tickets}
-        failpoint(Point.BEFORE_CLAIM)
-        with self._database.begin() as connection:
-            suspects = crashes.suspects(connection, list(waiting))
-            wanted = claimable(list(waiting), [str(job_id) for job_id in suspects], self._live.values())
-            claimed = claims.claim(
-                connection,
-                wanted,
-                worker=identity.worker,
-                pipeline=identity.pipeline,
-                epoch=identity.epoch,
-                fingerprint=identity.fingerprint,
-                exactness=identity.exactness,
-                lease_s=self._times.lease_s,
-                exact_wait_s=self._times.exact_wait_s,
-            )
-            unclaimed = set(wanted) - {str(row.job_id) for row in claimed}
-            self._postpone_too_long(connection, unclaimed, identity)
-        if claimed:
-            failpoint(Point.AFTER_CLAIM)
-        if not self._live:
-            self._renew_fence(sent_s)
-        for row in claimed:
-            self._start(row, waiting.pop(str(row.job_id)), identity)
-        started = {id(job.ticket) for job in self._live.values()}
-        for ticket in tickets:
-            if ticket.job_id not in wanted:
-                self._offers.hold_back(ticket)
-            elif id(ticket) not in started:
-                ticket.drop()
-
-    def _postpone_too_long(self, connection: Connection, ids: set[str], identity: Identity) -> None:
-        if not ids:
-            return
-        wait_s = self._times.resend_s
-        for job_id in claims.postpone(connection, ids, pipeline=identity.pipeline, wait_s=wait_s):
-            log.warning(
-                "a job is too long for this pipeline's KV: it waits for a larger one",
-                job_id=str(job_id),
-                kv_tokens=identity.kv_tokens,
-                sent_again_after_s=wait_s,
-            )
+    def _moment(self) -> Moment:
+        now_s = time.monotonic()
+        return Moment(
+            live=self._live.values(),
+            now_s=now_s,
+            heartbeat_s=self._times.heartbeat_s,
+            num_steps=self._engine.pulse.num_steps,
+            is_moving=now_s - self._last_move_s < 1.5 * self._times.heartbeat_s,
+        )
 
     def _start(self, row: Claimed, ticket: Ticket, identity: Identity) -> None:
-        job = LiveJob.from_claim(row, ticket, identity)
+        job = LiveJob.from_claim(row, ticket, identity, self._engine.pulse.num_steps)
         self._live[job.key] = job
         ticket.accept()
         self._engine.add(*self._requests.build(row))
@@ -317,7 +270,7 @@ class Ledger(threading.Thread):
             self._publisher.delta(job.job_id, ending.last_delta())
             self._publisher.result(job.job_id, ending.value(), ending.celery_state)
             ending.settle()
-        self._offers.again()
+        self._claiming.again()
 
     def _give_back_blamed(self) -> None:
         """Jobs under which the pipeline broke while they ran alone: a crash of theirs, or their end."""

@@ -26,6 +26,8 @@ class LiveJob:
     ids: list[int]
     logprobs: list[TokenLogprob]
     num_saved: int
+    began_step: int = 0
+    """The engine's count of steps when it was claimed."""
     began_s: float = field(default_factory=time.monotonic)
     first_token_s: float | None = None
     held: list[Delta] = field(default_factory=list)
@@ -34,7 +36,7 @@ class LiveJob:
     """Beats in a row that saved no token of it: there were too many log-probabilities."""
 
     @classmethod
-    def from_claim(cls, claimed: Claimed, ticket: Ticket, identity: Identity) -> LiveJob:
+    def from_claim(cls, claimed: Claimed, ticket: Ticket, identity: Identity, num_steps: int) -> LiveJob:
         """A job just claimed, with the tokens of earlier attempts."""
         return cls(
             claimed=claimed,
@@ -44,6 +46,7 @@ class LiveJob:
             ids=list(claimed.output_ids),
             logprobs=list(claimed.logprobs or ()),
             num_saved=len(claimed.output_ids),
+            began_step=num_steps,
         )
 
     @property

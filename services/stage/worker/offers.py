@@ -1,42 +1,40 @@
-"""Tickets that wait for a claim, first come, first taken. Knows no rows: who may be claimed is not decided here."""
+"""Tickets that wait for a claim, first come, first asked for. Knows no rows: who may be claimed is not decided here."""
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 
 from services.stage.worker.ticket import Ticket
 
-CLAIM_BATCH = 64
-
 
 class Offers:
-    """`put` is for Celery's thread, all else for the ledger's."""
+    """`put` is for Celery's thread, all else for the ledger's. Bounded by the pool: one ticket per message in hand."""
 
     def __init__(self) -> None:
-        self._tickets: deque[Ticket] = deque()
-        self._held_back: deque[Ticket] = deque()
-        """They wait for a suspect, see `isolation`."""
+        self._arrived: deque[Ticket] = deque()
+        self._waiting: list[Ticket] = []
+        self._asked_again = False
 
     def __bool__(self) -> bool:
-        return bool(self._tickets)
+        """Whether there is anything new to ask."""
+        return bool(self._arrived) or (self._asked_again and bool(self._waiting))
 
     def put(self, ticket: Ticket) -> None:
         """A message arrived."""
-        self._tickets.append(ticket)
+        self._arrived.append(ticket)
 
     def take(self) -> list[Ticket]:
-        """The oldest, as many as one transaction claims."""
-        return [self._tickets.popleft() for _ in range(min(len(self._tickets), CLAIM_BATCH))]
+        """All of them, the oldest first."""
+        taken, self._waiting, self._asked_again = self._waiting, [], False
+        while self._arrived:
+            taken.append(self._arrived.popleft())
+        return taken
 
-    def put_back(self, tickets: list[Ticket]) -> None:
-        """Taken, but nothing is known of them yet: first again."""
-        self._tickets.extendleft(reversed(tickets))
-
-    def hold_back(self, ticket: Ticket) -> None:
-        """Not to be claimed before `again`."""
-        self._held_back.append(ticket)
+    def put_back(self, tickets: Iterable[Ticket]) -> None:
+        """Taken, and not claimed now: they come first when they are asked for again, or with the next that arrives."""
+        self._waiting.extend(tickets)
 
     def again(self) -> None:
-        """What was held back may be asked for once more."""
-        self._tickets.extend(self._held_back)
-        self._held_back.clear()
+        """Something has changed: what waits may be asked for once more."""
+        self._asked_again = True

@@ -19,6 +19,7 @@ from typing_extensions import override
 
 from services.stage.worker.mailbox import Mailbox
 from services.stage.worker.ticket import Ticket
+from shardline.job import DEFAULT_PRIORITY
 
 log = structlog.get_logger(__name__)
 
@@ -57,12 +58,21 @@ class EnginePool(BasePool):
         self._desk: Desk = self.app.shardline.desk
         self._drain_s: float = self.app.shardline.drain_s
         self._mailbox: Mailbox = self.app.shardline.mailbox
+        self._num_interactive: int = self.app.shardline.interactive_seats
         self._numbers = itertools.count(1)
         self._tickets: dict[int, Ticket] = {}
 
     def register_with_event_loop(self, loop: Any) -> None:
         """Verdicts wake Celery's hub."""
         loop.add_reader(self._mailbox.fd, self._mailbox.take)
+
+    def has_seat(self) -> bool:
+        """For any job: one more message may come."""
+        return len(self._tickets) < self.limit
+
+    def has_interactive_seat(self) -> bool:
+        """For an interactive job."""
+        return len(self._tickets) < self.limit + self._num_interactive
 
     @override
     def on_apply(
@@ -77,10 +87,11 @@ class EnginePool(BasePool):
         """A message arrived. `args` are those of Celery's tracer: the body holds the job's id."""
         assert callback is not None
         assert accept_callback is not None
-        _, task_id, _, body, content_type, content_encoding = args
+        _, task_id, request, body, content_type, content_encoding = args
         ticket = Ticket(
             number=next(self._numbers),
             job_id=str(task_id),
+            priority=_priority(request),
             mailbox=self._mailbox,
             on_accepted=accept_callback,
             on_ended=callback,
@@ -126,6 +137,12 @@ class EnginePool(BasePool):
 
     def _get_info(self) -> dict[str, Any]:
         return {**super()._get_info(), "seats_taken": len(self._tickets), **self._desk.stats()}
+
+
+def _priority(request: Mapping[str, Any]) -> int:
+    """Of the message: the row's when it was sent."""
+    priority = (request.get("delivery_info") or {}).get("priority")
+    return priority if isinstance(priority, int) else DEFAULT_PRIORITY
 
 
 def _names_a_job(task_id: object, payload: Any) -> bool:

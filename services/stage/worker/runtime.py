@@ -40,6 +40,7 @@ class Stage(Protocol):
 
     worker: str
     drain_s: float
+    interactive_seats: int
     mailbox: Mailbox
 
     @property
@@ -116,7 +117,7 @@ def load(settings: StageSettings) -> Loaded:
             dtype=settings.dtype,
             kv_bytes=settings.kv_mib * MIB if settings.kv_mib else None,
             token_budget=settings.token_budget,
-            max_open=2 * settings.seats,
+            max_open=2 * (settings.seats + settings.interactive_seats),
             cache_folder=settings.cache_dir,
         )
         weights = fingerprint(info.path, settings.cache_dir)

@@ -36,6 +36,12 @@ class StageSettings(Settings):
     device_shared: bool = Field(False, description="let stages share cores (more stages than cores)")
     dtype: Literal["float32", "bfloat16", "float16"] = Field("float32", description="of weights, activations and KV")
     seats: int = Field(64, ge=1, le=4096, description="places in the batch: Celery's -c")
+    interactive_seats: int = Field(
+        default_factory=lambda settings: settings["seats"] // 8,
+        ge=0,
+        le=4096,
+        description="places besides, only for jobs of priority 0 to 3; default: an eighth of the seats",
+    )
     token_budget: int = Field(512, ge=16, le=65536, description="packed rows of one step at most")
     kv_mib: int | None = Field(
         None,

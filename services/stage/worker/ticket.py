@@ -12,6 +12,7 @@ from celery.exceptions import Ignore, Terminated
 
 from services.stage.worker.mailbox import Mailbox
 from shardline.errors import JobFailed
+from shardline.job import DEFAULT_PRIORITY
 
 SIGTERM = 15
 
@@ -25,6 +26,7 @@ class Ticket:
 
     number: int
     job_id: str
+    priority: int = DEFAULT_PRIORITY
     mailbox: Mailbox
     on_accepted: Callable[[int, float], None]
     on_ended: Callable[[tuple[int, Any, float]], None]
