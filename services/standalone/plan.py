@@ -91,6 +91,10 @@ def new_password() -> str:
     return secrets.token_urlsafe(24)
 
 
+KV_SHARE_OF_HOST = 0.6
+"""Of the memory that is free, all stages of the stack together."""
+
+
 def make_plan(
     settings: StandaloneSettings, addresses: Addresses, stages: Sequence[StagePlace], home: Path, preload: str = ""
 ) -> Plan:
@@ -102,7 +106,11 @@ def make_plan(
         "SHARDLINE_REDIS_URL": addresses.redis,
         "SHARDLINE_HOME": str(home),
     }
-    for_stages = {"SHARDLINE_HOP_SECRET_KEY_FILE": str(home / HOP_KEY_FILE), **common}
+    for_stages = {
+        "SHARDLINE_KV_SHARE": f"{min(0.4, KV_SHARE_OF_HOST / len(stages)):.3f}",
+        "SHARDLINE_HOP_SECRET_KEY_FILE": str(home / HOP_KEY_FILE),
+        **common,
+    }
     if preload:
         for_stages["LD_PRELOAD"] = preload
     services = {place.name: _stage(settings, place, for_stages, home) for place in stages}

@@ -12,6 +12,7 @@ from torch import Tensor
 from services.stage.engine.device import Device
 from services.stage.engine.executor import Executor
 from services.stage.engine.locks import DeviceLocks
+from services.stage.engine.promises import Promises
 from services.stage.engine.step import Open, Row, StepPlan, StepResult
 from shardline.errors import Invalid, ProtocolError
 from shardline.job import SamplingParams
@@ -34,8 +35,11 @@ def device(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Device]:
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     locks = DeviceLocks(tmp_path_factory.mktemp("locks"), [], worker="tests")
+    promises = Promises(tmp_path_factory.mktemp("promises"))
     cpu = torch.device("cpu")
-    yield Device(name="cpu:0", torch_device=cpu, cores=(0,), num_threads=1, is_shared=False, locks=locks)
+    yield Device(
+        name="cpu:0", torch_device=cpu, cores=(0,), num_threads=1, is_shared=False, locks=locks, promises=promises
+    )
     torch.set_num_threads(num_threads)
 
 

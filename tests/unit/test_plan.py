@@ -71,3 +71,17 @@ def test_given_a_library_to_preload_when_planned_then_only_stages_get_it(tmp_pat
 
 def test_given_many_passwords_when_made_then_none_breaks_a_url_or_flowers_list() -> None:
     assert not any(set(",:@/ ") & set(new_password()) for _ in range(200))
+
+
+def test_given_several_stages_on_one_host_when_planned_then_they_divide_its_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shares = {
+        num: [float(service.env["SHARDLINE_KV_SHARE"]) for service in (*made.heads, *made.others)]
+        for num in (1, 2, 4)
+        for made in (plan(tmp_path, stages=num),)
+    }
+    assert [sum(share) for share in shares.values()] == pytest.approx([0.4, 0.6, 0.6])
+
+    monkeypatch.setenv("SHARDLINE_KV_SHARE", "0.05")
+    assert plan(tmp_path).heads[0].env["SHARDLINE_KV_SHARE"] == "0.05", "who sets it is asked"

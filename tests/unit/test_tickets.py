@@ -155,3 +155,26 @@ def test_given_jobs_that_outlast_the_drain_when_the_pool_stops_then_they_are_giv
 
     assert desk.calls == ["close", "give_back"]
     assert ending(told) is Ignore
+
+
+def test_given_connections_that_are_lost_when_messages_come_again_then_the_pool_counts_its_seats_over_all_of_them(
+    pool: EnginePool, desk: NotedDesk
+) -> None:
+    """kombu asks before each message; after a reconnect its own count begins at 0."""
+    for _ in range(20):
+        for _ in range(pool.limit):
+            if pool.has_seat():
+                job_id = str(uuid4())
+                deliver(pool, job_id, job_id)
+        assert not pool.has_seat()
+
+    assert len(desk.offered) == pool.limit
+    assert pool.has_interactive_seat(), "the share of interactive jobs is free"
+    for _ in range(2):
+        job_id = str(uuid4())
+        deliver(pool, job_id, job_id)
+    assert not pool.has_interactive_seat()
+    for ticket in desk.offered[:3]:
+        ticket.drop()
+    settle(pool)
+    assert pool.has_seat()

@@ -17,6 +17,7 @@ import structlog
 import torch
 
 from services.stage.engine.locks import DeviceLocks
+from services.stage.engine.promises import Promises
 from shardline.errors import Invalid
 
 FIELD = "SHARDLINE_DEVICE"
@@ -39,6 +40,7 @@ class Device:
     num_threads: int
     is_shared: bool
     locks: DeviceLocks
+    promises: Promises
 
     @classmethod
     def take(cls, name: str, *, worker: str, lock_folder: Path = LOCK_FOLDER, shared: bool = False) -> Device:
@@ -61,6 +63,7 @@ class Device:
             num_threads=torch.get_num_threads(),
             is_shared=shared,
             locks=locks,
+            promises=Promises(lock_folder),
         )
 
     @property
@@ -70,13 +73,15 @@ class Device:
 
     def release(self) -> None:
         """Gives the device back to other workers."""
+        self.promises.release()
         self.locks.release()
 
     def available_bytes(self) -> int:
-        """Memory that can be taken now."""
+        """Memory that can be taken now, less what other stages of this host are about to take."""
         if not self.is_cpu:
             return int(torch.cuda.mem_get_info(self.torch_device)[0])
-        return min(psutil.virtual_memory().available, _cgroup_available_bytes())
+        of_host = psutil.virtual_memory().available - self.promises.others()
+        return max(0, min(of_host, _cgroup_available_bytes() - self.promises.others(same_cgroup=True)))
 
     def dtype(self, name: str) -> torch.dtype:
         """The dtype to compute in. Raises Invalid for one that this device does not serve."""

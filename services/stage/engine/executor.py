@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from services.stage.engine import kernel, linear, memory
-from services.stage.engine.attention import Attention, PagedKv, Span
+from services.stage.engine.attention import Attention, Span
 from services.stage.engine.device import Device
 from services.stage.engine.exactness import Probe, exactness_fingerprint, settle_rows
 from services.stage.engine.forward import Forward
@@ -57,6 +57,7 @@ class Executor:
         token_budget: int,
         max_open: int,
         cache_folder: Path,
+        kv_share: float = 0.4,
     ) -> Executor:
         """Loads, packs, probes. Raises Invalid, with the remedy, for what cannot be sharded or does not fit."""
         info = model if isinstance(model, ModelInfo) else ModelInfo.read(model)
@@ -78,12 +79,17 @@ class Executor:
             panels, rows_agree = settle_rows(
                 shard, is_wanted=attention.exact, token_budget=token_budget, cache_folder=cache_folder
             )
-            num_blocks = memory.num_blocks(
-                heads, shard.dtype, kv_bytes, context=info.context_length, max_open=max_open, device=device
+            kv = memory.make_kv(
+                heads,
+                shard.dtype,
+                kv_bytes,
+                kv_share=kv_share,
+                context=info.context_length,
+                max_open=max_open,
+                device=device,
             )
-            kv = PagedKv(layers=heads, num_blocks=num_blocks, dtype=shard.dtype, device=device.torch_device)
             forward = Forward(shard, attention, kv, panels)
-            exact = rows_agree and Probe(forward.wanted, forward.random_inputs, num_blocks).passes()
+            exact = rows_agree and Probe(forward.wanted, forward.random_inputs, kv.num_blocks).passes()
         if not exact:
             log.warning("rows are not exact on this device: outputs may differ after a resume", kernel=attention.kind)
         name = exactness_fingerprint(

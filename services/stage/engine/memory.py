@@ -14,38 +14,55 @@ from shardline.errors import Invalid
 PACKING_FACTOR = 1.05
 """While linears are packed, the largest exists twice."""
 
-DEFAULT_KV_SHARE = 0.4
-"""Of the memory that is free once the shard is loaded."""
-
 
 def check_fits(shard_bytes: int, kv_bytes: int | None, device: Device) -> None:
-    """Before any weight is read. Raises Invalid when shard and KV cannot fit into what is free."""
+    """Before any weight is read; what fits is promised. Raises Invalid when shard and KV do not fit what is free."""
     kv_bytes = kv_bytes or 0
-    needed, available = int(shard_bytes * PACKING_FACTOR) + kv_bytes, device.available_bytes()
-    if needed > available:
-        raise Invalid(
-            "SHARDLINE_SPLIT",
-            f"weights ({mib(shard_bytes)}) and KV ({mib(kv_bytes)}) need {mib(needed)}, {mib(available)} are free",
-            "Use more stages, fewer layers here, a smaller dtype or a smaller SHARDLINE_KV_MIB",
-        )
+    with device.promises.alone():
+        needed, available = int(shard_bytes * PACKING_FACTOR) + kv_bytes, device.available_bytes()
+        if needed > available:
+            raise Invalid(
+                "SHARDLINE_SPLIT",
+                f"weights ({mib(shard_bytes)}) and KV ({mib(kv_bytes)}) need {mib(needed)}, {mib(available)} are free"
+                f"{_promised(device)}",
+                "Use more stages, fewer layers here, a smaller dtype or a smaller SHARDLINE_KV_MIB",
+            )
+        device.promises.make(needed)
 
 
-def num_blocks(
+def make_kv(
     heads: Mapping[int, HeadShape],
     dtype: torch.dtype,
     kv_bytes: int | None,
     *,
+    kv_share: float,
     context: int,
     max_open: int,
     device: Device,
+) -> PagedKv:
+    """KV of this stage, taken while no other stage of the host looks; what was promised is kept then."""
+    with device.promises.alone():
+        if kv_bytes is None:
+            kv_bytes = int(device.available_bytes() * kv_share)
+        num = num_blocks(heads, dtype, kv_bytes, context=context, max_open=max_open)
+        kv = PagedKv(layers=heads, num_blocks=num, dtype=dtype, device=device.torch_device)
+        device.promises.make(0)
+    return kv
+
+
+def num_blocks(
+    heads: Mapping[int, HeadShape], dtype: torch.dtype, kv_bytes: int, *, context: int, max_open: int
 ) -> int:
     """KV blocks that the budget holds; never more than all open sequences could use at full length."""
     block_bytes = PagedKv.bytes_per_block(heads, dtype)
-    if kv_bytes is None:
-        kv_bytes = int(device.available_bytes() * DEFAULT_KV_SHARE)
     if kv_bytes < block_bytes:
         raise Invalid("SHARDLINE_KV_MIB", f"{mib(kv_bytes)} hold no KV block of {mib(block_bytes)}", "Give more memory")
     return min(kv_bytes // block_bytes, max_open * blocks_for(context))
+
+
+def _promised(device: Device) -> str:
+    others = device.promises.others()
+    return f" beside the {mib(others)} that other stages of this host are about to take" if others else ""
 
 
 def mib(num_bytes: int) -> str:

@@ -116,6 +116,7 @@ def load(settings: StageSettings) -> Loaded:
             device=device,
             dtype=settings.dtype,
             kv_bytes=settings.kv_mib * MIB if settings.kv_mib else None,
+            kv_share=settings.kv_share,
             token_budget=settings.token_budget,
             max_open=2 * (settings.seats + settings.interactive_seats),
             cache_folder=settings.cache_dir,

@@ -46,7 +46,10 @@ class StageSettings(Settings):
     kv_mib: int | None = Field(
         None,
         ge=1,
-        description="KV memory of this stage, MiB; default: seats times context, at most 40 % of what is free",
+        description="KV memory of this stage, MiB; default: seats times context, at most the share of what is free",
+    )
+    kv_share: float = Field(
+        0.4, gt=0, le=0.9, description="part of the memory that is free after loading that KV takes, without KV_MIB"
     )
     stall_s: float = Field(
         Times().stall_s, ge=5, description="a head takes a stage for hung whose step takes longer; times the time scale"

@@ -1,0 +1,85 @@
+"""Memory that the stages of one host have promised to take and not taken yet. Knows no model and no device.
+
+Free memory says nothing of a stage that is still loading: two that look at the same time would both take it. So each
+writes what it will need into a file of its own, beside the device locks, and subtracts what the others have written.
+The kernel's lock on the file says that its writer lives.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from uuid import uuid4
+
+CGROUP_ROOT = Path("/sys/fs/cgroup")
+PATTERN = "memory-*.promise"
+MAX_BYTES = 64
+
+
+class Promises:
+    """Of this process, and of all that share `folder`: containers of one host may."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(mode=0o777, parents=True, exist_ok=True)
+        self._folder = folder
+        self._cgroup = _cgroup()
+        self._path = folder / f"memory-{uuid4().hex}.promise"
+        self._file = _open(self._path)
+        fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        self.make(0)
+
+    def make(self, num_bytes: int) -> None:
+        """So much will be taken; 0 once it is."""
+        os.ftruncate(self._file, 0)
+        os.pwrite(self._file, f"{num_bytes} {self._cgroup}".encode(), 0)
+
+    def others(self, *, same_cgroup: bool = False) -> int:
+        """Bytes that other living processes have promised; only those under the same memory limit, if asked so."""
+        found = [self._read(path) for path in self._folder.glob(PATTERN) if path != self._path]
+        return sum(num_bytes for num_bytes, cgroup in found if not same_cgroup or cgroup == self._cgroup)
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """While inside, nobody else looks and promises. Short: never while weights are read."""
+        file = _open(self._folder / "memory.lock")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(file)
+
+    def release(self) -> None:
+        """Nothing is promised any more."""
+        with suppress(FileNotFoundError):
+            self._path.unlink()
+        os.close(self._file)
+
+    def _read(self, path: Path) -> tuple[int, int]:
+        try:
+            file = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except OSError:
+            return 0, 0
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            words = os.pread(file, MAX_BYTES, 0).split()
+            return (int(words[0]), int(words[1])) if len(words) == 2 and all(map(bytes.isdigit, words)) else (0, 0)
+        else:
+            path.unlink(missing_ok=True)  # Its writer is dead.
+            return 0, 0
+        finally:
+            os.close(file)
+
+
+def _open(path: Path) -> int:
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+
+
+def _cgroup() -> int:
+    """Tells memory limits apart: every cgroup's root has a number of its own on a host."""
+    with suppress(OSError):
+        return CGROUP_ROOT.stat().st_ino
+    return 0
