@@ -335,7 +335,7 @@ def test_given_a_session_that_hangs_in_a_transaction_when_its_time_is_over_then_
 def test_given_jobs_longer_than_the_kv_when_claimed_then_they_are_left_for_a_larger_pipeline(engine: Engine) -> None:
     prepared = [((5,) * num_prompt, 8) for num_prompt in (16, 17)]
     with engine.begin() as connection:
-        fits, too_long = jobs.insert_jobs(connection, [request(), request()], prepared=prepared)
+        fits, too_long = (one.job_id for one in jobs.insert_jobs(connection, [request()] * 2, prepared=prepared))
         pipelines.ready(connection, "p", 1, seats=4, stages=[], exact=True, kv_tokens=16)
     (held,) = claim(engine, [fits, too_long])
     with engine.begin() as connection:
