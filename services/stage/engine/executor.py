@@ -57,7 +57,7 @@ class Executor:
         token_budget: int,
         max_open: int,
         cache_folder: Path,
-        kv_share: float = 0.4,
+        kv_share: float = memory.DEFAULT_KV_SHARE,
     ) -> Executor:
         """Loads, packs, probes. Raises Invalid, with the remedy, for what cannot be sharded or does not fit."""
         info = model if isinstance(model, ModelInfo) else ModelInfo.read(model)

@@ -14,6 +14,9 @@ from shardline.errors import Invalid
 PACKING_FACTOR = 1.05
 """While linears are packed, the largest exists twice."""
 
+DEFAULT_KV_SHARE = 0.4
+"""Of the memory that is free once the shard is loaded. Who starts several stages on a host divides it."""
+
 
 def check_fits(shard_bytes: int, kv_bytes: int | None, device: Device) -> None:
     """Before any weight is read; what fits is promised. Raises Invalid when shard and KV do not fit what is free."""
