@@ -94,7 +94,7 @@ def test_given_batch_jobs_in_all_seats_when_interactive_ones_arrive_then_they_ge
     send(app, 20, 5)
     until(lambda: desk.priorities() == [5] * SEATS)
 
-    send(app, 4, 3)
+    send(app, 3, 3)
 
     until(lambda: desk.priorities() == [3] * INTERACTIVE_SEATS + [5] * SEATS)
     desk.end(3)
