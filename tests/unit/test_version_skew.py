@@ -37,13 +37,15 @@ def newer() -> Iterator[StageCard]:
             if router.poll(POLL_MS):
                 identity, _ = router.recv_multipart()
                 router.send_multipart([identity, struct.pack("<2sH", b"SC", NEWER) + b"\xc1 of another form"])
+        # By the thread that used it: a socket closed by another one has left `term` waiting for ever.
+        router.close(linger=0)
 
     thread = threading.Thread(target=answer)
     thread.start()
     yield msgspec.structs.replace(make_card(8, NUM_LAYERS), control=f"tcp://127.0.0.1:{port}")
     stopping.set()
     thread.join()
-    context.destroy(linger=0)
+    context.term()
 
 
 def test_given_a_stage_of_another_version_when_a_head_calls_it_then_the_head_says_which(
