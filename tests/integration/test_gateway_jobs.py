@@ -20,6 +20,7 @@ from tests.integration.gateway_world import COMMENT, PROMPT, Event, events_of, r
 from tests.tiny_head import TinyHead, tiny_head
 
 JOBS = "/v1/jobs"
+UNKNOWN = "00000000-0000-4000-8000-000000000000"
 
 
 @pytest.fixture
@@ -319,8 +320,8 @@ async def test_given_large_jobs_when_listed_then_their_bodies_stay_where_they_ar
 @pytest.mark.parametrize(
     ("method", "path", "status", "param"),
     [
-        ("GET", f"{JOBS}/{uuid4()}", 404, None),
-        ("GET", f"{JOBS}/{uuid4()}/events", 404, None),
+        ("GET", f"{JOBS}/{UNKNOWN}", 404, None),
+        ("GET", f"{JOBS}/{UNKNOWN}/events", 404, None),
         ("GET", f"{JOBS}/x", 400, "id"),
         ("DELETE", f"{JOBS}/x", 400, "id"),
         ("GET", f"{JOBS}?limit=0", 400, "limit"),
