@@ -97,6 +97,7 @@ def _refuse(database: Engine, arrival: Arrival, error: Invalid) -> Verdict:
     with database.begin() as connection:
         if not insert_failed(connection, [failed]) and not _is_repeat(connection, failed):
             return _conflict(f"job {failed.id} is there already; {error}")
+    log.info("job refused", job_id=str(failed.id), field=error.field, problem=error.problem)
     return Verdict(fate="failed", reason=reason)
 
 

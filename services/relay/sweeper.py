@@ -81,6 +81,7 @@ class Sweeper(Loop):
         counts = Counter(map(str, moved.values()))
         for outcome, number in counts.items():
             self._metrics.swept.labels(outcome=outcome).inc(number)
-        if counts:
-            log.info("swept", **counts)
+        for job_id, outcome in moved.items():
+            tell = log.warning if outcome in ("crashed", "failed") else log.info
+            tell("job swept", job_id=str(job_id), outcome=str(outcome))
         return len(moved)

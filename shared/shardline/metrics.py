@@ -72,16 +72,28 @@ class RelayMetrics:
         self.dead_letters = Gauge("shardline_dead_letters", "Dead letters kept, at most 10,000", registry=registry)
         self.jobs = Gauge("shardline_jobs", "Jobs not yet ended", ["model", "state"], registry=registry)
         self.errors = Counter("shardline_relay_errors", "Turns cut short by a server", ["server"], registry=registry)
+        _begin_at_0(self.swept, "lost", "crashed", "failed", "cancelled", "expired")
+        _begin_at_0(self.intake, "accepted", "failed", "dead")
+        _begin_at_0(self.errors, "postgres", "redis", "none")
 
 
 class StageMetrics:
-    """What a stage did. The head alone knows of sequences and tokens; every stage knows its steps and its KV."""
+    """What any stage did: its steps and its KV."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.steps = Counter("shardline_steps", "Steps done by this stage", registry=registry)
         self.step_seconds = Histogram(
             "shardline_step_seconds", "Time of one step in this stage", buckets=STEP_SECONDS, registry=registry
         )
+        self.kv_blocks = Gauge("shardline_kv_blocks", "KV blocks of this stage", ["state"], registry=registry)
+        self.exact = Gauge("shardline_exact", "1 if outputs never depend on the batch or a restart", registry=registry)
+
+
+class HeadMetrics:
+    """What a head knows besides: sequences, tokens, and its pipeline. Other stages do not show these names: a sum over
+    stages counts each token once, and no pipeline seems to be down where there is none."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
         self.prompt_tokens = Counter("shardline_prompt_tokens", "Prompt tokens computed", registry=registry)
         self.output_tokens = Counter("shardline_output_tokens", "Tokens generated", registry=registry)
         self.blamed = Counter(
@@ -92,7 +104,12 @@ class StageMetrics:
         )
         self.running = Gauge("shardline_sequences_running", "Sequences in the batch", registry=registry)
         self.waiting = Gauge("shardline_sequences_waiting", "Sequences claimed and waiting", registry=registry)
-        self.kv_blocks = Gauge("shardline_kv_blocks", "KV blocks of this stage", ["state"], registry=registry)
-        self.epoch = Gauge("shardline_pipeline_epoch", "Epoch of this stage's pipeline", registry=registry)
+        self.epoch = Gauge("shardline_pipeline_epoch", "Epoch of this head's pipeline", registry=registry)
         self.ready = Gauge("shardline_pipeline_ready", "1 while the pipeline can generate", registry=registry)
-        self.exact = Gauge("shardline_exact", "1 if outputs never depend on the batch or a restart", registry=registry)
+        _begin_at_0(self.blamed, "lost", "crashed", "failed")
+
+
+def _begin_at_0(counter: Counter, *values: str) -> None:
+    """A counter that appears with its first event has no rate at it: an alarm would miss that one."""
+    for value in values:
+        counter.labels(value)

@@ -1,4 +1,4 @@
-"""Traces across services: one span for each phase of a job, joined by the `traceparent` that travels with its row.
+"""Traces across services: spans of what services did for a job, joined by the `traceparent` in its row.
 
 Off, and free, unless OTEL_EXPORTER_OTLP_ENDPOINT is set; then OpenTelemetry's own OTEL_* settings apply. Needs the
 extra `observe`. Knows no service: who has a phase names it.

@@ -104,7 +104,7 @@ def open_desk(database: Database, executor: Executor, redis_url: str, times: Tim
     engine = HeadEngine(executor, scheduler, emit=report, on_lost=lambda *_: None)
     publisher = Publisher(DeltaWriter(redis_url), None)
     announced = threading.Event()
-    meter = Meter(cast(Any, SimpleNamespace(executor=executor, settings=SimpleNamespace(times=times))))
+    meter = Meter(cast(Any, SimpleNamespace(executor=executor, settings=SimpleNamespace(times=times), is_head=True)))
     tokenizer = Tokenizer(WordLevel({f"<{number}>": number for number in range(VOCAB_SIZE)}, unk_token="<0>"))
     ledger = Ledger(
         database=database,
@@ -167,6 +167,7 @@ def identity(executor: Executor, num_blocks: int | None = None) -> Identity:
     """Of the only stage, in its first epoch."""
     return identity_of(
         wiring(executor, num_blocks),
+        model="m",
         worker="h",
         pipeline="p",
         fingerprint="w",

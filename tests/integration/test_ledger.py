@@ -11,6 +11,7 @@ import pytest
 import torch
 from celery.exceptions import Ignore, Terminated
 from sqlalchemy import Engine as Database
+from structlog.testing import capture_logs
 
 from services.stage.engine.device import Device
 from services.stage.engine.engine import HeadEngine
@@ -100,6 +101,19 @@ def test_given_a_queued_job_when_it_is_offered_then_it_is_claimed_run_committed_
     assert job.result is not None
     assert (job.state, len(job.result.token_ids), job.result.exact) == (JobState.SUCCEEDED, 12, True)
     assert job.result.provenance["pipeline"] == "p"
+
+
+def test_given_a_job_that_ends_when_it_is_committed_then_one_line_of_the_log_says_all_of_it(desk: Desk) -> None:
+    with capture_logs() as told:
+        job_id = submit(desk.database, 12)
+        desk.offer(job_id)
+        assert desk.verdict() == (job_id, "started")
+        assert desk.verdict() == (job_id, "succeeded")
+
+    (line,) = [one for one in told if one.get("job_id") == str(job_id)]
+    assert (line["event"], line["log_level"], line["outcome"]) == ("job ended", "info", "succeeded")
+    assert (line["model"], line["reason"], line["completion_tokens"]) == ("m", "length", 12)
+    assert {"prompt_tokens", "queued_s", "running_s", "first_token_s"} <= line.keys()
 
 
 def test_given_a_running_job_when_it_is_delivered_again_then_the_copy_is_dropped_and_the_job_goes_on(
@@ -231,7 +245,7 @@ def test_given_a_job_that_breaks_the_pipeline_alone_when_blamed_then_crashes_are
     assert state(desk.database, job_id) is JobState.FAILED
     error = cell(desk.database, "SELECT error FROM jobs WHERE id = :id", id=job_id)
     assert (error["code"], [attempt["fence"] for attempt in error["attempts"]]) == ("crashed", [2, 1])
-    assert (desk.blamed("crashed"), desk.blamed("failed"), desk.blamed("lost")) == (1, 1, None)
+    assert (desk.blamed("crashed"), desk.blamed("failed"), desk.blamed("lost")) == (1, 1, 0)
 
 
 def test_given_a_blamed_job_with_tokens_when_given_back_then_they_are_kept_and_no_crash_is_counted(desk: Desk) -> None:
@@ -244,7 +258,7 @@ def test_given_a_blamed_job_with_tokens_when_given_back_then_they_are_kept_and_n
 
     assert desk.verdict() == (job_id, Ignore.__name__)
     assert cell(desk.database, "SELECT outcome FROM attempts WHERE job_id = :id", id=job_id) == "lost"
-    assert (desk.blamed("lost"), desk.blamed("crashed")) == (1, None)
+    assert (desk.blamed("lost"), desk.blamed("crashed")) == (1, 0)
     assert cell(desk.database, "SELECT crashes FROM jobs WHERE id = :id", id=job_id) == 0
 
 

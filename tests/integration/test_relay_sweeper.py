@@ -97,7 +97,7 @@ def test_given_rows_moved_by_the_first_sweep_when_the_second_fails_then_they_are
     with pytest.raises(DBAPIError, match="no_crash"):
         sweeper.turn()
 
-    assert (swept(registry, "cancelled"), swept(registry, "crashed")) == (1, None)
+    assert (swept(registry, "cancelled"), swept(registry, "crashed")) == (1, 0)
 
 
 def num_running(engine: Engine) -> int:

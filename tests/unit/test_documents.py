@@ -16,7 +16,7 @@ from services.relay.settings import RelaySettings
 from services.stage.worker.settings import StageSettings
 from services.standalone.settings import StandaloneSettings
 from shardline.config import ENV_PREFIX, Settings
-from shardline.metrics import GatewayMetrics, RelayMetrics, StageMetrics
+from shardline.metrics import GatewayMetrics, HeadMetrics, RelayMetrics, StageMetrics
 from tests.benchmarks.report import LATEST, Figure
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -51,7 +51,7 @@ SETTINGS = {f"{ENV_PREFIX}{field.upper()}" for service in SERVICES for field in 
 def metrics() -> set[str]:
     """As Prometheus shows them, without the ending of counters."""
     registry = CollectorRegistry()
-    for kind in (GatewayMetrics, RelayMetrics, StageMetrics):
+    for kind in (GatewayMetrics, RelayMetrics, StageMetrics, HeadMetrics):
         kind(registry)
     return {metric.name for metric in registry.collect()}
 

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import re
 import urllib.request
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
+import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
+from services.stage.worker.metering import Meter
 from services.standalone.ports import free_port
 from shardline import metrics
 
 
 def test_given_all_sets_when_registered_together_then_every_name_is_unique_and_ours() -> None:
     registry = CollectorRegistry()
-    for kind in (metrics.GatewayMetrics, metrics.RelayMetrics, metrics.StageMetrics):
+    for kind in (metrics.GatewayMetrics, metrics.RelayMetrics, metrics.StageMetrics, metrics.HeadMetrics):
         kind(registry)
     names = [metric.name for metric in registry.collect()]
     assert len(names) == len(set(names))
@@ -29,3 +35,39 @@ def test_given_a_port_when_served_then_scrapers_read_it() -> None:
         text = reply.read().decode()
     assert 'shardline_relay_sent_total{model="clerk"} 3.0' in text
     assert text.splitlines()[0] == generate_latest(registry).decode().splitlines()[0]
+
+
+def scrape_of_stage(*, is_head: bool) -> str:
+    """What a stage that has just started shows."""
+    executor = SimpleNamespace(exact=True, blocks_used=3, num_blocks=8)
+    settings = SimpleNamespace(times=SimpleNamespace(stall_s=30.0))
+    meter = Meter(cast(Any, SimpleNamespace(executor=executor, settings=settings, is_head=is_head)))
+    plan = SimpleNamespace(num_wanted=2, rows=[SimpleNamespace(decodes=False, length=7)])
+    meter.step(cast(Any, plan), 0.1)
+    return generate_latest(meter.registry).decode()
+
+
+def test_given_stages_of_a_pipeline_when_scraped_then_each_token_is_counted_once() -> None:
+    head, later = scrape_of_stage(is_head=True), scrape_of_stage(is_head=False)
+    assert "shardline_output_tokens_total 2.0" in head
+    assert "shardline_prompt_tokens_total 7.0" in head
+    assert "tokens_total" not in later
+    assert "shardline_steps_total 1.0" in head
+    assert "shardline_steps_total 1.0" in later
+
+
+def test_given_a_later_stage_when_scraped_then_it_does_not_say_that_a_pipeline_is_down() -> None:
+    assert "shardline_pipeline_ready 0.0" in scrape_of_stage(is_head=True)
+    assert "shardline_pipeline_ready" not in scrape_of_stage(is_head=False)
+
+
+OPERATING = (Path(__file__).parents[2] / "docs" / "operating.md").read_text(encoding="utf-8")
+ALARMS = OPERATING.partition("Alarm on:")[2].partition("\n\n")[0]
+
+
+@pytest.mark.parametrize("name", sorted(set(re.findall(r"shardline_\w+", ALARMS)) - {"shardline_jobs"}))
+def test_given_services_that_have_just_started_when_scraped_then_each_alarm_has_what_it_looks_at(name: str) -> None:
+    relay = CollectorRegistry()
+    metrics.RelayMetrics(relay)
+    shown = scrape_of_stage(is_head=True) + generate_latest(relay).decode()
+    assert re.search(rf"^{name}(_total)?(\{{.*\}})? ", shown, re.MULTILINE), name

@@ -56,6 +56,8 @@ class Pulse:
     num_steps: int = 0
     """Computed here."""
     compute_s: float = 0.0
+    hop_s: float = 0.0
+    """Reading frames and sending them on."""
     error: str | None = None
 
 
@@ -243,11 +245,13 @@ class LaterEngine(Engine):
         frame = wiring.receiver.receive(IDLE_WAIT_S)
         if frame is None:
             return
+        began_s, computed_s = time.perf_counter(), self.pulse.compute_s
         plan = decode_plan(frame.message)
         if plan.step != frame.step:
             raise ProtocolError(f"a plan of step {plan.step} in the frame of step {frame.step}")
         out = self._run_step(plan, tensor_of(frame, self.executor.dtype) if plan.rows else None)
         wiring.sender.send(_frame(wiring, plan, frame.message, out))
+        self.pulse.hop_s += time.perf_counter() - began_s - (self.pulse.compute_s - computed_s)
 
 
 def _frame(wiring: Wiring, plan: StepPlan, message: Buffer, out: Tensor | StepResult) -> Frame:

@@ -120,9 +120,9 @@ class Pong(Message, frozen=True, kw_only=True, array_like=True, tag=7):
     num_sequences: Count
     num_blocks_used: Count
     compute_us: Count
-    """Of the last step."""
+    """Of all steps of this epoch."""
     hop_us: Count
-    """Time the last step's frame took to be read and sent on."""
+    """Time that this epoch's frames took to be read and sent on."""
     error: Text | None = None
     """Set: this epoch is over for the stage."""
 

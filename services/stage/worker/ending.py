@@ -1,15 +1,19 @@
-"""How a live job ended: its row in Postgres, its last stream entry, Celery's verdict. Talks to none of them."""
+"""How a live job ended: its row in Postgres, its last stream entry, Celery's verdict, its line in the log."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
 
+import structlog
+
 from services.stage.engine.events import Failed, Finished
 from services.stage.worker.live import LiveJob
 from shardline.job import FinishReason, JobState, Result, Usage
 from shardline.store.claims import End
 from shardline.wire import Delta
+
+log = structlog.get_logger(__name__)
 
 STATES = {
     FinishReason.STOP: JobState.SUCCEEDED,
@@ -86,11 +90,26 @@ class Ending:
         }
 
     def settle(self) -> None:
-        """Celery's verdict, after COMMIT."""
+        """Celery's verdict and the log's line, after COMMIT."""
         ticket = self.job.ticket
+        self._tell()
         if self.state is JobState.SUCCEEDED:
             ticket.succeed({"id": str(self.job.job_id), "completion_tokens": len(self.job.ids)})
         elif isinstance(self.event, Failed):
             ticket.fail(self.event.reason)
         else:
             ticket.revoke()
+
+    def _tell(self) -> None:
+        claimed, event = self.job.claimed, self.event
+        log.info(
+            "job ended",
+            job_id=str(claimed.job_id),
+            fence=claimed.fence,
+            model=self.job.identity.model,
+            outcome=str(self.state),
+            reason=event.reason,
+            prompt_tokens=len(claimed.prompt_ids),
+            completion_tokens=len(self.job.ids),
+            **self.job.timings(),
+        )

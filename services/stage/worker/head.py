@@ -186,6 +186,7 @@ class Head:
         self.desk.ready(
             identity_of(
                 wiring,
+                model=self._settings.name,
                 worker=self.worker,
                 pipeline=self._name,
                 fingerprint=self._loaded.weights,

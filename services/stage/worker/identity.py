@@ -14,6 +14,7 @@ from services.stage.hop.wiring import Wiring
 class Identity:
     """Written into attempts and results: the provenance of a completion."""
 
+    model: str
     worker: str
     pipeline: str
     epoch: int
@@ -45,6 +46,7 @@ class Identity:
 def identity_of(
     wiring: Wiring,
     *,
+    model: str,
     worker: str,
     pipeline: str,
     fingerprint: str,
@@ -54,6 +56,7 @@ def identity_of(
 ) -> Identity:
     """The head's identity for one epoch."""
     return Identity(
+        model=model,
         worker=worker,
         pipeline=pipeline,
         epoch=wiring.epoch,

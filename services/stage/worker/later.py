@@ -112,5 +112,6 @@ class Later:
             num_sequences=executor.num_open,
             num_blocks_used=executor.blocks_used,
             compute_us=int(pulse.compute_s * 1e6),
+            hop_us=int(pulse.hop_s * 1e6),
             error=pulse.error,
         )

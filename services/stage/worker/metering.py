@@ -11,7 +11,7 @@ from services.stage.engine.scheduler import Scheduler
 from services.stage.engine.step import StepPlan
 from services.stage.worker.pipeline import Pipeline
 from services.stage.worker.runtime import Loaded
-from shardline.metrics import StageMetrics
+from shardline.metrics import HeadMetrics, StageMetrics
 
 log = structlog.get_logger(__name__)
 
@@ -22,6 +22,7 @@ class Meter:
     def __init__(self, loaded: Loaded) -> None:
         self.registry = CollectorRegistry()
         self._metrics = StageMetrics(self.registry)
+        self._head = HeadMetrics(self.registry) if loaded.is_head else None
         executor = loaded.executor
         self._stall_s = loaded.settings.times.stall_s
         self._warn_above_s = self._stall_s / 2
@@ -35,8 +36,9 @@ class Meter:
         metrics = self._metrics
         metrics.steps.inc()
         metrics.step_seconds.observe(seconds)
-        metrics.output_tokens.inc(plan.num_wanted)
-        metrics.prompt_tokens.inc(sum(row.length for row in plan.rows if not row.decodes))
+        if self._head is not None:
+            self._head.output_tokens.inc(plan.num_wanted)
+            self._head.prompt_tokens.inc(sum(row.length for row in plan.rows if not row.decodes))
         if seconds > self._warn_above_s:
             self._warn_above_s = seconds
             log.warning(
@@ -47,12 +49,15 @@ class Meter:
 
     def blamed(self, fates: Iterable[str]) -> None:
         """The ledger's thread: what became of jobs under which the pipeline broke."""
-        for fate in fates:
-            self._metrics.blamed.labels(outcome=fate).inc()
+        if self._head is not None:
+            for fate in fates:
+                self._head.blamed.labels(outcome=fate).inc()
 
     def watch(self, scheduler: Scheduler, pipeline: Pipeline) -> None:
         """On a head."""
-        metrics = self._metrics
+        metrics = self._head
+        if metrics is None:
+            return
         metrics.running.set_function(lambda: scheduler.num_running)
         metrics.waiting.set_function(lambda: scheduler.num_waiting)
         metrics.ready.set_function(lambda: pipeline.status().is_ready)
