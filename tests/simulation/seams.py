@@ -99,7 +99,11 @@ SEAMS: tuple[tuple[Any, str, Any], ...] = (
     (later, "die", _die),
     (relay_outbox, "outbox", statements),
     (relay_sweeper, "sweeps", statements),
-    (relay_sweeper, "Decoder", lambda _: lambda _model, ids: "".join(f"<{token}>" for token in ids)),
+    (
+        relay_sweeper,
+        "Decoder",
+        lambda _: lambda _model, _params, _max_tokens, ids: "".join(f"<{token}>" for token in ids),
+    ),
 )
 
 
