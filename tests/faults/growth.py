@@ -54,7 +54,7 @@ FROM pg_stat_activity
 WHERE backend_type = 'client backend' AND datname = current_database() AND pid <> pg_backend_pid()
 """
 LASTING = re.compile(
-    rf"{keys.INTAKE}|{keys.INTAKE_DEAD}|{keys.OUTBOX_MARK}|{keys.RELAY_UNACKED}.*|unacked.*|_kombu\.binding.*"
+    rf"{keys.INTAKE}|{keys.OUTBOX_MARK}|{keys.RELAY_UNACKED}.*|unacked.*|_kombu\.binding.*"
     r"|shardline\.(intake|generate|stage)\b.*"
 )
 """Keys without a time to live: queues, what was taken from them, who listens where."""
