@@ -24,3 +24,13 @@ def test_given_a_process_of_xdist_when_tests_are_collected_then_groups_are_made_
     readers = [place for place, each in enumerate(called) if type(each.plugin).__name__ == "WorkerInteractor"]
     assert bool(readers) is hasattr(pytestconfig, "workerinput")
     assert all(ours < place for place in readers)
+
+
+def test_given_a_process_of_make_test_when_tests_are_sent_to_it_then_their_ids_name_their_groups(
+    request: pytest.FixtureRequest, pytestconfig: pytest.Config
+) -> None:
+    """By the end of an id pytest-xdist tells what stays together; a pytest that it does not know keeps ids elsewhere."""
+    if pytestconfig.getoption("loadgroup", default=False):
+        assert request.node.nodeid.endswith("@tests/unit/test_parallel.py")
+    else:
+        assert "@" not in request.node.nodeid
