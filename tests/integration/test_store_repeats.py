@@ -147,7 +147,7 @@ def test_given_another_tenants_id_when_a_request_has_it_then_conflict(engine: En
     change(engine, "INSERT INTO tenants (id) VALUES ('t')")
     job_id = new_id()
     insert(engine, request(id=job_id))
-    with pytest.raises(Conflict, match="another tenant"):
+    with pytest.raises(Conflict, match="is taken; use a new one"):
         insert(engine, request(id=job_id, tenant="t"))
     (theirs,) = insert(engine, request(idempotency_key="k", tenant="t"))
     (ours,) = insert(engine, request(idempotency_key="k"))
