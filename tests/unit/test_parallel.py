@@ -29,7 +29,7 @@ def test_given_a_process_of_xdist_when_tests_are_collected_then_groups_are_made_
 def test_given_a_process_of_make_test_when_tests_are_sent_to_it_then_their_ids_name_their_groups(
     request: pytest.FixtureRequest, pytestconfig: pytest.Config
 ) -> None:
-    """By the end of an id pytest-xdist tells what stays together; a pytest that it does not know keeps ids elsewhere."""
+    """The end of an id says what stays together; a pytest that pytest-xdist does not know keeps ids elsewhere."""
     if pytestconfig.getoption("loadgroup", default=False):
         assert request.node.nodeid.endswith("@tests/unit/test_parallel.py")
     else:
