@@ -113,7 +113,7 @@ def _cancel(
 def _read(journal: Journal, client: Client, job_id: UUID) -> None:
     """`Client.stream` to its end. What breaks off begins anew: a reader in Python keeps no place."""
     watched = journal.watch(job_id)
-    watched.num_joins = 1
+    watched.num_joins, watched.hears_partials = 1, False
     try:
         for delta in client.stream(job_id):
             if delta.start != len(watched.tokens):
@@ -133,7 +133,7 @@ def _read(journal: Journal, client: Client, job_id: UUID) -> None:
         if watched.end_state != "succeeded":
             what = f"Client.stream ended without an error, the job is {watched.end_state}"
             journal.complain(Finding(invariant="I9", count="mistold", what=what, job_id=job_id))
-    if watched.end_state in ("succeeded", "cancelled", "expired"):
+    if watched.end_state == "succeeded":
         watched.end_tokens = list(watched.tokens)
 
 

@@ -61,6 +61,8 @@ class Watched:
     """Events that did not go on where the one before ended."""
     end_state: str | None = None
     end_tokens: list[int] | None = None
+    hears_partials: bool = True
+    """Whether it is given the partial result of a job that was cancelled or expired."""
     num_joins: int = 0
 
 

@@ -9,7 +9,7 @@ import psycopg
 import pytest
 from psycopg.types.json import Jsonb
 
-from tests.faults.bits import Expected
+from tests.faults.bits import Expected, retracted
 from tests.faults.checker import judge
 from tests.faults.finding import Finding
 from tests.faults.journal import Asked, Watched
@@ -219,3 +219,16 @@ def test_given_a_stream_with_a_gap_when_judged_then_it_is_retracted(database_url
     watched = read(job_id, *TOKENS)
     watched.gaps.append("an event starts at 3, 2 tokens were there")
     assert found(database_url, job_id, watched) == [("I9", "retracted")]
+
+
+@pytest.mark.parametrize(("hears_partials", "counts"), [(False, []), (True, ["retracted"])])
+def test_given_a_cancelled_job_when_its_reader_was_given_no_result_then_only_who_is_given_partial_ones_was_told_wrong(
+    job_id: UUID, *, hears_partials: bool, counts: list[str]
+) -> None:
+    """A stream may have told more than was saved: a reader in Python, who hears no partial result, cannot know."""
+    watched = Watched(job_id=job_id, tokens=list(TOKENS), end_state="cancelled", hears_partials=hears_partials)
+    row = {"state": "cancelled", "token_ids": list(TOKENS[:2]), "text": TEXT[:2], "logprobs": None, "exact": True}
+
+    findings = retracted([watched], {job_id: row}, {job_id: EXPECTED[0]})
+
+    assert [finding.count for finding in findings] == counts
