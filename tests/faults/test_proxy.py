@@ -105,9 +105,10 @@ def test_given_nobody_behind_it_when_called_then_the_caller_is_reset() -> None:
     proxy = Proxy(address)
     proxy.start()
 
+    # The reset may come before the caller has finished connecting.
     with (
-        socket.create_connection((proxy.host, proxy.port), PATIENCE_S) as client,
         pytest.raises(ConnectionResetError),
+        socket.create_connection((proxy.host, proxy.port), PATIENCE_S) as client,
     ):
         client.recv(1)
     proxy.stop()
