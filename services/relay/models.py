@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from uuid import UUID
 
 import structlog
 from sqlalchemy import Engine, RowMapping
 
+from services.relay.loop import POSTGRES_ERRORS
 from shardline.errors import Invalid, UnknownModel
-from shardline.job import SamplingParams
 from shardline.store import models, pipelines
+from shardline.store.sweeps import Partial
 from shardline.tokenise import Tokens
 
 log = structlog.get_logger(__name__)
+
+Key = tuple[UUID, int, int]
 
 
 class KnownModels:
@@ -45,20 +49,47 @@ class KnownModels:
 
 
 class Decoder:
-    """Text of a partial result: token ids of a job that no head holds."""
+    """Texts of partial results: token ids of jobs that no head holds. Asked while a transaction is open, it only looks
+    up; what it did not know, it makes before the next."""
 
-    def __init__(self, database: Engine) -> None:
+    def __init__(self, database: Engine, *, budget_s: float) -> None:
         self._models = KnownModels(database)
+        self._budget_s = budget_s
+        self._texts: dict[Key, str] = {}
+        self._unknown: dict[Key, Partial] = {}
+        self.was_asked = False
+        """Since `catch_up`: there may be more to do at once."""
 
-    def __call__(self, model: str, params: SamplingParams, max_tokens: int, ids: Sequence[int]) -> str:
-        """As a head would have ended it. Empty when the model is gone: the token ids are kept in any case."""
-        self._models.refresh()
+    def __call__(self, partial: Partial) -> str | None:
+        """As a head would have ended it; None when `catch_up` has to make it first."""
+        self.was_asked = True
+        text = self._texts.get(partial.key)
+        if text is None:
+            self._unknown[partial.key] = partial
+        return text
+
+    def catch_up(self) -> None:
+        """While no transaction is open: a tokenizer may take seconds to load. Makes what was asked for, one text at
+        least and as many as fit into the budget; forgets those of the last time."""
+        unknown, self._unknown, self._texts, self.was_asked = self._unknown, {}, {}, False
+        if unknown:
+            self._models.refresh()
+        until_s = time.monotonic() + self._budget_s
+        for key, partial in unknown.items():
+            self._texts[key] = self._text(partial)
+            if time.monotonic() >= until_s:
+                break
+
+    def _text(self, partial: Partial) -> str:
+        """Empty when the model is gone: the token ids are kept in any case."""
         try:
-            completion = self._models.get(model).completion(params, max_tokens)
-            return completion.say(ids) + completion.flush()
+            completion = self._models.get(partial.model).completion(partial.params, partial.max_tokens)
+            return completion.say(partial.ids) + completion.flush()
         except Invalid:
             return ""
+        except POSTGRES_ERRORS:
+            raise
         # A panic of the tokenizers library is no Exception.
         except BaseException:
-            log.exception("tokenizer failed", model=model)
+            log.exception("tokenizer failed", job_id=str(partial.job_id), model=partial.model)
             return ""

@@ -42,9 +42,9 @@ from shardline.store.database import connect
 log = structlog.get_logger(__name__)
 
 REDIS_TIMEOUT_S = 2.0
-NUM_LOOPS = 9
-"""Connections of the pool that the loops may hold at once: one for each of the eight that read or write rows, and a
-second for the sweeper, whose `Decoder` looks up models inside a sweep. The doorbell's is its own."""
+NUM_LOOPS = 8
+"""Connections of the pool that the loops may hold at once: one for each of the eight that read or write rows. The
+doorbell's is its own."""
 
 JOIN_S = 10.0
 """For all loops together; one that hangs in a frozen server is left behind, its transaction is undone."""

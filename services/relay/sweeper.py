@@ -33,24 +33,25 @@ class Sweeper(Loop):
         self._database = database
         self._times = times
         self._metrics = metrics
-        self._decode = Decoder(database)
+        self._decoder = Decoder(database, budget_s=times.poll_s)
         self._rescue_after_s = 0.0
         self._answered_s = math.inf
         """The last answer of Postgres; or the first turn, before which nothing is known."""
 
     def turn(self) -> float:
-        """Both sweeps."""
+        """What the last sweeps lacked, then both sweeps."""
         self._answered_s = min(self._answered_s, lease_clock_s())
         try:
+            self._decoder.catch_up()
             num_moved = self._end_waiting() + self._rescue()
         except POSTGRES_ERRORS:
             self._rescue_after_s = math.inf
             raise
-        return 0.0 if num_moved >= sweeps.MAX_BATCH else self._times.poll_s
+        return 0.0 if self._decoder.was_asked or num_moved >= sweeps.MAX_BATCH else self._times.poll_s
 
     def _end_waiting(self) -> int:
         with self._database.begin() as connection:
-            moved = sweeps.sweep_waiting(connection, self._decode)
+            moved = sweeps.sweep_waiting(connection, self._decoder)
         self._note_answer()
         return self._record(moved)
 
@@ -61,7 +62,7 @@ class Sweeper(Loop):
             sweeps.fix_now(connection)
             now_s = self._note_answer()
             if now_s >= self._rescue_after_s:
-                moved = sweeps.sweep_leases(connection, self._decode, lease_s=self._times.lease_s)
+                moved = sweeps.sweep_leases(connection, self._decoder, lease_s=self._times.lease_s)
         return self._record(moved)
 
     def _note_answer(self) -> float:

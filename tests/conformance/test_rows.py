@@ -18,6 +18,7 @@ from sqlalchemy import Engine, text
 from shardline.job import FinishReason, JobRequest, JobState, Result, SamplingParams, Usage
 from shardline.store import claims, crashes, jobs, outbox, pipelines, sweeps
 from shardline.store.claims import Beat, End
+from shardline.store.sweeps import Partial
 from tests.integration.store_world import MODEL, cell, world
 from tests.simulation import pipeline_statements, statements
 from tests.simulation.rows import Connection, Job, Tables
@@ -58,9 +59,9 @@ ATTEMPTS = text("SELECT job_id, fence, pipeline, epoch, tokens, num_resumed, out
 PIPELINES = text("SELECT id, epoch, head, ready_at IS NOT NULL, seats, exact, kv_tokens FROM pipelines ORDER BY id")
 
 
-def decode(_model: str, _params: SamplingParams, _max_tokens: int, ids: Any) -> str:
+def decode(partial: Partial) -> str:
     """Text of partial results."""
-    return " ".join(map(str, ids))
+    return " ".join(map(str, partial.ids))
 
 
 @dataclass(slots=True, eq=False)

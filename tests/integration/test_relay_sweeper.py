@@ -9,14 +9,18 @@ from prometheus_client import CollectorRegistry
 from sqlalchemy import Connection, Engine
 from sqlalchemy.exc import DBAPIError
 
+from services.relay import models as models_module
 from services.relay import sweeper as sweeper_module
 from services.relay.census import Census
 from services.relay.results import Results
 from services.relay.sweeper import Sweeper
 from shardline.config import Times
 from shardline.metrics import RelayMetrics
-from shardline.store import sweeps
-from tests.integration.store_world import MODEL, cell, change, pass_time, running, submit, world
+from shardline.store import claims, models, sweeps
+from shardline.store.claims import Beat
+from shardline.tokenise import Tokens
+from tests.integration.relay_world import words_tokenizer
+from tests.integration.store_world import LONG_S, MODEL, cell, change, model_row, pass_time, running, submit, world
 
 TIMES = Times().scaled(0.001)
 """The server is up for longer than such a lease."""
@@ -154,6 +158,34 @@ def test_given_turns_as_ever_when_a_lease_expires_then_it_is_rescued_at_once(
     expired(engine)
     sweeper.turn()
     assert num_running(engine) == 0
+
+
+def test_given_a_partial_result_when_its_tokenizer_loads_then_no_transaction_is_open_and_it_ends(
+    engine: Engine, sweeper: Sweeper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with engine.begin() as connection:
+        models.register_model(connection, {**model_row(MODEL), "tokenizer": words_tokenizer()})
+    claimed = running(engine)
+    with engine.begin() as connection:
+        claims.heartbeat(
+            connection, [Beat(job_id=claimed.job_id, fence=claimed.fence, start=0, ids=(2, 3))], lease_s=LONG_S
+        )
+        pass_time(connection, claimed.job_id, "lease_until")
+    change(engine, "UPDATE jobs SET cancel_requested_at = now()")
+    open_transactions: list[int] = []
+    load = Tokens.from_row
+
+    def loading(row: dict[str, object]) -> Tokens:
+        query = "SELECT count(*) FROM pg_locks WHERE locktype = 'transactionid' AND pid <> pg_backend_pid()"
+        open_transactions.append(cell(engine, query))
+        return load(row)
+
+    monkeypatch.setattr(models_module.Tokens, "from_row", loading)
+    pauses = [sweeper.turn(), sweeper.turn(), sweeper.turn()]
+
+    assert open_transactions == [0]
+    assert pauses == [0.0, 0.0, TIMES.poll_s]
+    assert cell(engine, "SELECT state || ': ' || text FROM jobs JOIN results ON job_id = id") == "cancelled: one two"
 
 
 def test_given_jobs_that_end_when_counted_again_then_the_gauge_shows_none_instead_of_vanishing(

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from uuid import UUID
 
 import pytest
 from sqlalchemy import Engine
 
-from shardline.job import Job, JobState, SamplingParams
+from shardline.job import Job, JobState
 from shardline.store import claims, jobs, sweeps
 from shardline.store.claims import Beat, Claimed
+from shardline.store.sweeps import Partial
 from tests.integration.store_world import (
     LONG_S,
     cell,
@@ -38,9 +39,9 @@ def engine(database_url: str) -> Iterator[Engine]:
         yield engine
 
 
-def spell(model: str, _params: SamplingParams, _max_tokens: int, ids: Sequence[int]) -> str:
+def spell(partial: Partial) -> str:
     """Stands for the model's tokenizer."""
-    return f"{model}:{','.join(map(str, ids))}"
+    return f"{partial.model}:{','.join(map(str, partial.ids))}"
 
 
 def sweep(engine: Engine) -> Counter[str]:
@@ -170,6 +171,54 @@ def test_given_a_requeued_job_when_cancelled_then_a_sweep_ends_it_with_its_token
     assert result is not None
     assert result.text == "m:7"
     assert cell(engine, "SELECT outcome FROM attempts") == "lost"
+
+
+def test_given_a_text_that_is_not_known_yet_when_swept_then_the_job_stays_for_the_next_sweep(engine: Engine) -> None:
+    waiting, leased = running(engine), running(engine)
+    expire(engine, waiting, 7)
+    sweep(engine)
+    expire(engine, leased, 8)
+    change(engine, "UPDATE jobs SET cancel_requested_at = now()")
+
+    with engine.begin() as connection:
+        assert sweeps.sweep_leases(connection, lambda _: None, lease_s=LEASE_S) == {}
+        assert sweeps.sweep_waiting(connection, lambda _: None) == {}
+
+    assert (state(engine, waiting.job_id), state(engine, leased.job_id)) == (JobState.QUEUED, JobState.RUNNING)
+    assert sweep(engine) == {"cancelled": 2}
+
+
+@pytest.mark.parametrize("is_queued", [False, True], ids=["lease expired", "waiting"])
+def test_given_partial_results_of_megabytes_when_swept_then_each_sweep_reads_a_few_and_all_end(
+    engine: Engine, is_queued: bool
+) -> None:
+    """Five of 3 MB: a sweep begins a row while it has read less than 8."""
+    for claimed in claim(engine, submit(engine, 5)):
+        expire(engine, claimed, 7)
+    if is_queued:
+        assert sweep(engine) == {"lost": 5}
+    many = "SELECT array_agg((random() * 1e9)::int) FROM generate_series(1, 750000)"
+    change(engine, f"UPDATE attempts SET tokens = many FROM ({many}) AS made(many)")
+    change(engine, "UPDATE jobs SET cancel_requested_at = now()")
+    read_at_once: list[int] = []
+
+    def note(partial: Partial) -> str:
+        read_at_once[-1] += len(partial.ids)
+        return ""
+
+    def one_sweep() -> int:
+        read_at_once.append(0)
+        with engine.begin() as connection:
+            moved = (
+                sweeps.sweep_waiting(connection, note)
+                if is_queued
+                else sweeps.sweep_leases(connection, note, lease_s=LEASE_S)
+            )
+        assert set(moved.values()) <= {"cancelled"}
+        return len(moved)
+
+    assert [one_sweep() for _ in range(3)] == [3, 2, 0]
+    assert read_at_once == [3 * 750_000, 2 * 750_000, 0]
 
 
 def test_given_queued_jobs_past_their_deadline_when_swept_then_they_expire_without_a_result(engine: Engine) -> None:

@@ -19,6 +19,7 @@ from services.relay import outbox as relay_outbox
 from services.relay import sweeper as relay_sweeper
 from services.stage.hop import zeromq
 from services.stage.worker import claiming, epochs, head, later, ledger, link, pipeline, standing
+from shardline.store.sweeps import Partial
 from tests.simulation import machines, pipeline_statements, servers, statements, wires
 from tests.simulation.loom import Event, Loom, current, now_s, threads
 
@@ -38,6 +39,27 @@ class Meter:
 
     def watch(self, _scheduler: object, _pipeline: object) -> None:
         """Nothing."""
+
+
+class Decoder:
+    """Knows a text only after `catch_up`, as the relay's own."""
+
+    def __init__(self, _database: object, *, budget_s: float) -> None:
+        self._budget_s = budget_s
+        self._texts: dict[object, str] = {}
+        self._unknown: list[Partial] = []
+        self.was_asked = False
+
+    def __call__(self, partial: Partial) -> str | None:
+        """The text, or a note that it is wanted."""
+        self.was_asked = True
+        self._unknown.append(partial)
+        return self._texts.get(partial.key)
+
+    def catch_up(self) -> None:
+        """Texts of what was asked for."""
+        self._texts = {partial.key: "".join(f"<{token}>" for token in partial.ids) for partial in self._unknown}
+        self._unknown, self.was_asked = [], False
 
 
 def _start(thread: threading.Thread) -> None:
@@ -99,11 +121,7 @@ SEAMS: tuple[tuple[Any, str, Any], ...] = (
     (later, "die", _die),
     (relay_outbox, "outbox", statements),
     (relay_sweeper, "sweeps", statements),
-    (
-        relay_sweeper,
-        "Decoder",
-        lambda _: lambda _model, _params, _max_tokens, ids: "".join(f"<{token}>" for token in ids),
-    ),
+    (relay_sweeper, "Decoder", Decoder),
 )
 
 

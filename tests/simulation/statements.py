@@ -12,7 +12,7 @@ from uuid import UUID
 from shardline.job import FinishReason, JobState, Result, Usage
 from shardline.store.claims import Beat, BeatReply, Claimed, End, Key
 from shardline.store.outbox import MAX_BATCH, MAX_DOUBLINGS, WINDOW_MIN, WINDOW_PER_SEAT, Send
-from shardline.store.sweeps import Decode
+from shardline.store.sweeps import Decode, Partial
 from tests.simulation.rows import Attempt, Connection, Job, PipelineRow, ResultRow, Tables
 
 __all__ = ["MAX_BATCH"]
@@ -186,7 +186,7 @@ def sweep_waiting(connection: Connection, decode: Decode) -> dict[UUID, str]:
         for job in connection.tables.jobs.values()
         if job.state is JobState.QUEUED and (job.cancel_s is not None or _is_over(connection, job.deadline_s))
     ]
-    return {**end_from(connection, [_stopped(connection, job, decode) for job in over], held=JobState.QUEUED)}
+    return {**end_from(connection, _stopped(connection, over, decode), held=JobState.QUEUED)}
 
 
 def sweep_leases(connection: Connection, decode: Decode, *, lease_s: float) -> dict[UUID, str]:
@@ -203,7 +203,7 @@ def sweep_leases(connection: Connection, decode: Decode, *, lease_s: float) -> d
     tables.audit_leases(expired)
     over = [job for job in expired if job.cancel_s is not None or _is_over(connection, job.deadline_s)]
     moved |= _judge(connection, [job for job in expired if job not in over])
-    return {**moved, **end_from(connection, [_stopped(connection, job, decode) for job in over], held=JobState.RUNNING)}
+    return {**moved, **end_from(connection, _stopped(connection, over, decode), held=JobState.RUNNING)}
 
 
 def fix_now(connection: Connection) -> None:
@@ -321,19 +321,37 @@ def _end(tables: Tables, job: Job, one: End) -> None:
         )
 
 
-def _stopped(connection: Connection, job: Job, decode: Decode) -> End:
-    attempt = connection.tables.attempts.get((job.id, job.fence))
-    tokens = attempt.tokens if attempt else ()
-    is_cancelled = job.cancel_s is not None
-    state, reason = (
-        (JobState.CANCELLED, FinishReason.CANCELLED) if is_cancelled else (JobState.EXPIRED, FinishReason.EXPIRED)
+def _stopped(connection: Connection, jobs: Iterable[Job], decode: Decode) -> list[End]:
+    ends = []
+    for job in jobs:
+        attempt = connection.tables.attempts.get((job.id, job.fence))
+        tokens = attempt.tokens if attempt else ()
+        is_cancelled = job.cancel_s is not None
+        state, reason = (
+            (JobState.CANCELLED, FinishReason.CANCELLED) if is_cancelled else (JobState.EXPIRED, FinishReason.EXPIRED)
+        )
+        result = None
+        if tokens:
+            usage = Usage(prompt_tokens=len(job.prompt_ids), completion_tokens=len(tokens))
+            text = decode(_partial(job, tokens))
+            if text is None:
+                continue
+            result = Result(job_id=job.id, text=text, token_ids=tokens, usage=usage, finish_reason=reason, exact=True)
+        ends.append(End(job_id=job.id, fence=job.fence, state=state, result=result))
+    return ends
+
+
+def _partial(job: Job, tokens: tuple[int, ...]) -> Partial:
+    return Partial(
+        job_id=job.id,
+        fence=job.fence,
+        model=job.model,
+        params=job.params,
+        max_tokens=job.max_tokens,
+        num_prompt=len(job.prompt_ids),
+        ids=tokens,
+        logprobs=None,
     )
-    result = None
-    if tokens:
-        usage = Usage(prompt_tokens=len(job.prompt_ids), completion_tokens=len(tokens))
-        text = decode(job.model, job.params, job.max_tokens, tokens)
-        result = Result(job_id=job.id, text=text, token_ids=tokens, usage=usage, finish_reason=reason, exact=True)
-    return End(job_id=job.id, fence=job.fence, state=state, result=result)
 
 
 def _claimed(connection: Connection, job: Job, tokens: tuple[int, ...]) -> Claimed:

@@ -27,10 +27,10 @@ WHERE jobs.state = 'running' ORDER BY jobs.id FOR UPDATE OF jobs
 
 # In a statement of its own: it must see the tokens that the last holder committed before we got the lock.
 CONTENTS = text("""
-SELECT jobs.id, jobs.fence, model, params, max_tokens, crashes, max_crashes,
-    coalesce(cardinality(prompt_ids), 0) AS num_prompt,
+SELECT jobs.id, jobs.fence, crashes, max_crashes,
     cancel_requested_at IS NOT NULL AS is_cancelled, coalesce(deadline_at <= now(), false) AS is_expired,
-    coalesce(tokens, '{}') AS tokens, logprobs, coalesce(cardinality(tokens) > num_resumed, false) AS has_progress
+    coalesce(cardinality(tokens) > 0, false) AS has_tokens,
+    coalesce(cardinality(tokens) > num_resumed, false) AS has_progress
 FROM jobs LEFT JOIN attempts ON attempts.job_id = jobs.id AND attempts.fence = jobs.fence
 WHERE jobs.id = ANY(CAST(:ids AS uuid[]))
 """)
@@ -42,7 +42,7 @@ ORDER BY priority, created_at, id
 
 
 def contents(connection: Connection, ids: Sequence[UUID]) -> Iterable[Row[Any]]:
-    """Locked jobs with what their last attempt saved."""
+    """Locked jobs, and whether their last attempt saved anything."""
     return connection.execute(CONTENTS, {"ids": ids}) if ids else ()
 
 

@@ -1,23 +1,48 @@
-"""What relays repair: expired leases, passed deadlines, cancels of waiting jobs. Knows no tokenizer: text comes from
-a function that the relay gives."""
+"""What relays repair: expired leases, passed deadlines, cancels of waiting jobs. Bounded in rows and in bytes.
+
+Knows no tokenizer: text comes from a function that the relay gives.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 from uuid import UUID
 
 from sqlalchemy import Connection, Row, text
 
-from shardline.job import FinishReason, JobState, Result, SamplingParams, Usage
+from shardline.job import FinishReason, JobState, Result, SamplingParams, TokenLogprob, Usage
 from shardline.store import crashes
 from shardline.store.claims import End, end_from
 from shardline.store.encoding import load_logprobs, readable_params
 
 MAX_BATCH = 256
+MAX_BYTES = 8 << 20
+"""Of partial results in one sweep, about, and one more."""
 
-Decode = Callable[[str, SamplingParams, int, Sequence[int]], str]
-"""Model, parameters, max_tokens and token ids → text."""
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Partial:
+    """What was saved of a job that is to stop."""
+
+    job_id: UUID
+    fence: int
+    model: str
+    params: SamplingParams
+    max_tokens: int
+    num_prompt: int
+    ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...] | None
+
+    @property
+    def key(self) -> tuple[UUID, int, int]:
+        """Of its text: under one fence tokens are only added."""
+        return self.job_id, self.fence, len(self.ids)
+
+
+Decode = Callable[[Partial], str | None]
+"""Its text. None: not known yet, and the job waits for the next sweep. A transaction is open meanwhile."""
 
 # After a restart of Postgres heads need time to beat again: one lease.
 LOCK_EXPIRED = text("""
@@ -40,6 +65,24 @@ WHERE id = ANY(ARRAY(SELECT id FROM over)) AND state = 'queued'
 ORDER BY id FOR UPDATE SKIP LOCKED
 """)
 
+PARTIALS = text("""
+-- Sizes are known without reading a token. Log-probabilities are kept compressed, to an eighth of their length or more.
+WITH sizes AS (
+    SELECT jobs.id, pg_column_size(tokens) + 8 * coalesce(pg_column_size(logprobs), 0) AS num_bytes
+    FROM jobs JOIN attempts ON attempts.job_id = jobs.id AND attempts.fence = jobs.fence
+    WHERE jobs.id = ANY(CAST(:ids AS uuid[]))
+),
+-- What those before it take: the first one is in, however long it is.
+weighed AS (
+    SELECT id, sum(num_bytes) OVER (ORDER BY id) - num_bytes AS num_before FROM sizes
+)
+SELECT jobs.id, jobs.fence, model, params, max_tokens, coalesce(cardinality(prompt_ids), 0) AS num_prompt, tokens,
+    logprobs
+FROM weighed JOIN jobs ON jobs.id = weighed.id
+JOIN attempts ON attempts.job_id = jobs.id AND attempts.fence = jobs.fence
+WHERE num_before < :max_bytes
+""")
+
 FIX_NOW = text("SELECT now()")
 
 COUNTS = text(
@@ -55,7 +98,7 @@ def fix_now(connection: Connection) -> None:
 def sweep_waiting(connection: Connection, decode: Decode, *, max_batch: int = MAX_BATCH) -> dict[UUID, str]:
     """End queued jobs that were cancelled or whose deadline passed. Returns their states."""
     over = _locked(connection, LOCK_OVER, max_batch=max_batch)
-    return {**end_from(connection, [_stopped(row, decode) for row in over], held=JobState.QUEUED)}
+    return {**end_from(connection, _stopped(connection, over, decode), held=JobState.QUEUED)}
 
 
 def sweep_leases(
@@ -63,11 +106,11 @@ def sweep_leases(
 ) -> dict[UUID, str]:
     """Move running jobs whose lease expired: stopped as asked, else as `crashes.judge` says. Returns the state of
     those that ended, and `lost` or `crashed` for those that were requeued."""
-    rows = list(_locked(connection, LOCK_EXPIRED, lease_s=lease_s, max_batch=max_batch))
-    over = [_stopped(row, decode) for row in rows if _is_over(row)]
+    rows = _locked(connection, LOCK_EXPIRED, lease_s=lease_s, max_batch=max_batch)
+    over = [row for row in rows if _is_over(row)]
     return {
         **crashes.judge(connection, [row for row in rows if not _is_over(row)]),
-        **end_from(connection, over, held=JobState.RUNNING),
+        **end_from(connection, _stopped(connection, over, decode), held=JobState.RUNNING),
     }
 
 
@@ -76,32 +119,61 @@ def counts(connection: Connection) -> dict[tuple[str, str], int]:
     return {(row.model, row.state): row.number for row in connection.execute(COUNTS)}
 
 
-def _locked(connection: Connection, lock: Any, **values: Any) -> Iterable[Row[Any]]:
-    return crashes.contents(connection, list(connection.scalars(lock, values)))
+def _locked(connection: Connection, lock: Any, **values: Any) -> list[Row[Any]]:
+    return list(crashes.contents(connection, list(connection.scalars(lock, values))))
 
 
 def _is_over(row: Row[Any]) -> bool:
     return bool(row.is_cancelled or row.is_expired)
 
 
-def _stopped(row: Row[Any], decode: Decode) -> End:
-    """Cancelled or expired; the tokens that were saved become a partial result."""
-    state, reason = (
-        (JobState.CANCELLED, FinishReason.CANCELLED) if row.is_cancelled else (JobState.EXPIRED, FinishReason.EXPIRED)
-    )
-    return End(
-        job_id=row.id, fence=row.fence, state=state, result=_partial(row, reason, decode) if row.tokens else None
-    )
+def _stopped(connection: Connection, rows: Sequence[Row[Any]], decode: Decode) -> list[End]:
+    """Cancelled or expired; the tokens that were saved become a partial result. What is too much for one sweep, or has
+    no text yet, stays as it is."""
+    partials = _partials(connection, [row.id for row in rows if row.has_tokens])
+    ends = []
+    for row in rows:
+        state, reason = (
+            (JobState.CANCELLED, FinishReason.CANCELLED)
+            if row.is_cancelled
+            else (JobState.EXPIRED, FinishReason.EXPIRED)
+        )
+        result = None
+        if row.has_tokens:
+            partial = partials.get(row.id)
+            said = None if partial is None else decode(partial)
+            if partial is None or said is None:
+                continue
+            result = _result(partial, said, reason)
+        ends.append(End(job_id=row.id, fence=row.fence, state=state, result=result))
+    return ends
 
 
-def _partial(row: Row[Any], reason: FinishReason, decode: Decode) -> Result:
+def _partials(connection: Connection, ids: Sequence[UUID]) -> dict[UUID, Partial]:
+    rows = connection.execute(PARTIALS, {"ids": ids, "max_bytes": MAX_BYTES}) if ids else ()
+    return {
+        row.id: Partial(
+            job_id=row.id,
+            fence=row.fence,
+            model=row.model,
+            params=readable_params(row.params),
+            max_tokens=row.max_tokens,
+            num_prompt=row.num_prompt,
+            ids=tuple(row.tokens),
+            logprobs=load_logprobs(row.logprobs),
+        )
+        for row in rows
+    }
+
+
+def _result(partial: Partial, said: str, reason: FinishReason) -> Result:
     return Result(
-        job_id=row.id,
-        text=decode(row.model, readable_params(row.params), row.max_tokens, row.tokens),
-        token_ids=tuple(row.tokens),
-        usage=Usage(prompt_tokens=row.num_prompt, completion_tokens=len(row.tokens)),
+        job_id=partial.job_id,
+        text=said,
+        token_ids=partial.ids,
+        usage=Usage(prompt_tokens=partial.num_prompt, completion_tokens=len(partial.ids)),
         finish_reason=reason,
         exact=True,
-        logprobs=load_logprobs(row.logprobs),
+        logprobs=partial.logprobs,
         provenance={"ended_by": "relay"},
     )
