@@ -26,12 +26,14 @@ class Retention(Loop):
         self._age_s = days * DAY_S
         self._pause_s = TURNS_APART * times.poll_s
         self._metrics = metrics
+        self._after: retention.Place | None = None
 
     def turn(self) -> float:
         """One batch."""
         with self._database.begin() as connection:
-            num_deleted = retention.delete_old(connection, age_s=self._age_s)
-        if num_deleted:
-            self._metrics.deleted.inc(num_deleted)
-            log.info("old jobs deleted", jobs=num_deleted)
-        return 0.0 if num_deleted >= retention.MAX_BATCH else self._pause_s
+            batch = retention.delete_old(connection, age_s=self._age_s, after=self._after)
+        self._after = batch.after
+        if batch.num_deleted:
+            self._metrics.deleted.inc(batch.num_deleted)
+            log.info("old jobs deleted", jobs=batch.num_deleted)
+        return self._pause_s if batch.after is None else 0.0

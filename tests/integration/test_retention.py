@@ -51,6 +51,13 @@ def ended(engine: Engine, *, days: float, state: JobState = JobState.SUCCEEDED) 
     return age(engine, claimed.job_id, days=days)
 
 
+def many(engine: Engine, num: int, end: str) -> None:
+    """So many jobs that were created forty days ago; `end` is their state and when they ended."""
+    columns = "(model, prompt, created_at, state, finished_at)"
+    values = f"'m', 'text', now() - interval '40 days', {end}"
+    change(engine, f"INSERT INTO jobs {columns} SELECT {values} FROM generate_series(1, {num})")
+
+
 def dead(engine: Engine, *, days: float) -> UUID:
     """A dead letter."""
     claimed = running(engine)
@@ -67,7 +74,7 @@ def replayed(engine: Engine, dead_id: UUID) -> UUID:
 def clean(engine: Engine, max_batch: int = retention.MAX_BATCH) -> int:
     """One batch of what ended more than thirty days ago."""
     with engine.begin() as connection:
-        return delete_old(connection, age_s=30 * DAY_S, max_batch=max_batch)
+        return delete_old(connection, age_s=30 * DAY_S, max_batch=max_batch).num_deleted
 
 
 def left(engine: Engine) -> set[UUID]:
@@ -146,22 +153,21 @@ def test_given_a_row_that_somebody_locks_when_cleaned_then_the_others_go_without
 def test_given_a_relay_that_cleans_when_another_wants_to_then_it_leaves_it_alone(engine: Engine) -> None:
     ended(engine, days=31)
     with engine.connect() as first, first.begin():
-        assert delete_old(first, age_s=30 * DAY_S) == 1
+        assert delete_old(first, age_s=30 * DAY_S).num_deleted == 1
         assert clean(engine) == 0
 
 
 def test_given_batches_when_turned_then_they_are_counted_and_the_next_comes_at_once_until_none_is_left(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
+    engine: Engine,
 ) -> None:
     registry = CollectorRegistry()
     loop = Retention(database=engine, days=30, times=Times(), metrics=RelayMetrics(registry))
-    for days in (40, 35, 29):
-        ended(engine, days=days)
-    monkeypatch.setattr(retention, "MAX_BATCH", 2)
+    many(engine, retention.MAX_BATCH + 1, "'expired', now() - interval '31 days'")
+    ended(engine, days=29)
 
     assert [loop.turn(), loop.turn()] == [0.0, 60.0]
 
-    assert registry.get_sample_value("shardline_relay_deleted_total") == 2
+    assert registry.get_sample_value("shardline_relay_deleted_total") == retention.MAX_BATCH + 1
     assert len(left(engine)) == 1
 
 
@@ -190,7 +196,45 @@ def test_given_many_jobs_when_old_ones_are_looked_for_then_the_young_are_not_rea
     ended(engine, days=31)
     change(engine, "ANALYZE jobs")
     with engine.begin() as connection:
-        values = {"age_s": 30 * DAY_S, "max_batch": 500}
-        plan = "\n".join(connection.scalars(text(f"EXPLAIN {retention.LOCK_OLD.text}"), values))
-    assert "jobs_listing" in plan, plan
-    assert "Seq Scan on jobs" not in plan.replace("Seq Scan on jobs replays", ""), plan
+        values = {"age_s": 30 * DAY_S, "after_at": retention.BEGINNING[0], "after_id": retention.BEGINNING[1]}
+        plan = "\n".join(connection.scalars(text(f"EXPLAIN {retention.NEXT.text}"), values))
+    assert "Index Only Scan using jobs_listing" in plan, plan
+
+
+def test_given_old_jobs_of_megabytes_when_cleaned_then_each_batch_deletes_a_few_and_all_go(engine: Engine) -> None:
+    """Seven of 6 MB, wherever their bytes are: a batch begins a row while it has 16 or less before it."""
+    old = [ended(engine, days=40) for _ in range(7)]
+    ids = "SELECT array_agg((random() * 1e9)::int) FROM generate_series(1, 1500000)"
+    letters = "SELECT string_agg(md5(random()::text), '') FROM generate_series(1, 190000)"
+    for table, column, key, value, some in (
+        ("jobs", "prompt", "id", letters, old[:3]),
+        ("results", "text", "job_id", letters, old[3:5]),
+        ("attempts", "tokens", "job_id", ids, old[5:]),
+    ):
+        change(
+            engine, f"UPDATE {table} SET {column} = made FROM ({value}) AS one(made) WHERE {key} = ANY(:ids)", ids=some
+        )
+
+    after, deleted = None, []
+    for _ in range(4):
+        with engine.begin() as connection:
+            batch = delete_old(connection, age_s=30 * DAY_S, after=after)
+        after = batch.after
+        deleted.append(batch.num_deleted)
+
+    assert deleted == [3, 3, 1, 0]
+    assert left(engine) == set()
+
+
+def test_given_many_that_stay_when_cleaned_then_a_batch_reads_some_and_a_pass_gets_to_what_lies_behind(
+    engine: Engine,
+) -> None:
+    many(engine, retention.MAX_READ, "'queued', NULL")
+    kept = left(engine)
+    old = ended(engine, days=31)
+    loop = Retention(database=engine, days=30, times=Times(), metrics=RelayMetrics(CollectorRegistry()))
+
+    assert loop.turn() == 0.0
+    assert left(engine) == {*kept, old}, "one batch does not read so far"
+    assert loop.turn() == 60.0
+    assert left(engine) == kept

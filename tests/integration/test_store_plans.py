@@ -182,7 +182,7 @@ def test_given_many_jobs_when_each_statement_of_heads_runs_then_it_finds_its_row
         assert claims.expire(connection, worker="h", pipeline="p") == 16
     with engine.begin() as connection:
         assert sweeps.sweep_leases(connection, lambda *_: "", lease_s=0.0).keys() == {job_id for job_id, _ in keys[24:]}
-        assert retention.delete_old(connection, age_s=5_000.0, max_batch=100) == 100
+        assert retention.delete_old(connection, age_s=5_000.0, max_batch=100).num_deleted == 100
     assert faults(plans) == []
 
 

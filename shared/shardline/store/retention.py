@@ -1,37 +1,101 @@
 """Deletes jobs that ended long ago, with their attempts and results. Knows no settings: how long is the caller's.
 
-A dead letter that nobody has replayed is never deleted: somebody must look at it first.
+A dead letter that nobody has replayed is never deleted: somebody must look at it first. Jobs are looked at in the order
+in which they were created, a few at a time: what stays behind (dead letters, a backlog that waits for longer than
+ended jobs are kept) is read once in each pass, and holds up no batch.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from uuid import UUID
 
 from sqlalchemy import Connection, text
 
 from shardline.tables import DEAD
 
-MAX_BATCH = 500
+MAX_BATCH = 250
+MAX_READ = 1_000
+"""Rows that one batch looks at."""
+
+MAX_BYTES = 16 << 20
+"""On disk, of the long values of one batch, about, and one row more: Postgres deletes them two kilobytes at a time."""
 
 LOCK = 7_305_793_413
 """Advisory lock of a transaction: one deletes at a time, so that two never wait for each other's replays."""
 
 TRY_LOCK = text("SELECT pg_try_advisory_xact_lock(:lock)")
 
-# In the order of jobs_listing: nobody ends before it was created, and what stays behind is little. A replay outlives
-# what it replays, else that would look as if it had none.
+Place = tuple[datetime, UUID]
+"""When a job was created, and its id: the order of jobs_listing."""
+
+BEGINNING: Place = (datetime(1, 1, 1, tzinfo=UTC), UUID(int=0))
+
+# Nobody ends before it was created.
+NEXT = text(f"""
+SELECT created_at, id FROM jobs
+WHERE created_at < now() - make_interval(secs => :age_s)
+    AND (created_at, id) > (CAST(:after_at AS timestamptz), CAST(:after_id AS uuid))
+ORDER BY created_at, id LIMIT {MAX_READ}
+""")  # noqa: S608 (a constant of ours)
+
 LOCK_OLD = text(f"""
-SELECT id FROM jobs
-WHERE created_at < now() - make_interval(secs => :age_s) AND finished_at < now() - make_interval(secs => :age_s)
-    AND replay_of IS NULL
-    AND (({DEAD}) IS NOT TRUE OR EXISTS (SELECT FROM jobs AS replays WHERE replays.replay_of = jobs.id))
-ORDER BY created_at, id LIMIT :max_batch FOR UPDATE SKIP LOCKED
+-- A replay outlives what it replays, else that would look as if it had none.
+WITH old AS MATERIALIZED (
+    SELECT * FROM jobs
+    WHERE id = ANY(CAST(:ids AS uuid[])) AND finished_at < now() - make_interval(secs => :age_s)
+        AND replay_of IS NULL
+        AND (({DEAD}) IS NOT TRUE OR EXISTS (SELECT FROM jobs AS replays WHERE replays.replay_of = jobs.id))
+    ORDER BY created_at, id LIMIT :max_batch FOR UPDATE SKIP LOCKED
+),
+-- Sizes are known without reading a value.
+sizes AS MATERIALIZED (
+    SELECT id, created_at, coalesce(pg_column_size(prompt), 0) + coalesce(pg_column_size(messages), 0)
+        + coalesce(pg_column_size(prompt_ids), 0) + pg_column_size(metadata)
+        + coalesce((
+            SELECT pg_column_size(text) + pg_column_size(token_ids) + coalesce(pg_column_size(logprobs), 0)
+            FROM results WHERE job_id = old.id
+        ), 0)
+        + coalesce((
+            SELECT sum(pg_column_size(tokens) + coalesce(pg_column_size(logprobs), 0))
+            FROM attempts WHERE job_id = old.id
+        ), 0) AS num_bytes
+    FROM old
+),
+-- What those before it take: the first one is in, however long it is.
+weighed AS (
+    SELECT created_at, id, sum(num_bytes) OVER (ORDER BY created_at, id) - num_bytes AS num_before FROM sizes
+)
+SELECT created_at, id, num_before < :max_bytes AS is_light FROM weighed ORDER BY created_at, id
 """)  # noqa: S608 (a constant of ours)
 
 DELETE = text("DELETE FROM jobs WHERE id = ANY(CAST(:ids AS uuid[]))")
 
 
-def delete_old(connection: Connection, *, age_s: float, max_batch: int = MAX_BATCH) -> int:
-    """The oldest of those that ended more than `age_s` ago; how many. Rows that somebody else has locked stay."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """What a call of `delete_old` did."""
+
+    num_deleted: int
+    after: Place | None
+    """Where the pass goes on; None when it is through."""
+
+
+def delete_old(
+    connection: Connection, *, age_s: float, after: Place | None = None, max_batch: int = MAX_BATCH
+) -> Batch:
+    """The next of those that ended more than `age_s` ago. Rows that somebody else has locked stay until the next
+    pass."""
     if not connection.scalar(TRY_LOCK, {"lock": LOCK}):
-        return 0
-    ids = list(connection.scalars(LOCK_OLD, {"age_s": age_s, "max_batch": max_batch}))
-    return connection.execute(DELETE, {"ids": ids}).rowcount if ids else 0
+        return Batch(num_deleted=0, after=None)
+    after_at, after_id = after or BEGINNING
+    read = connection.execute(NEXT, {"age_s": age_s, "after_at": after_at, "after_id": after_id}).all()
+    wanted = {"ids": [row.id for row in read], "max_batch": max_batch, "max_bytes": MAX_BYTES}
+    old = connection.execute(LOCK_OLD, {"age_s": age_s, **wanted}).all() if read else []
+    light = [row for row in old if row.is_light]
+    if light:
+        connection.execute(DELETE, {"ids": [row.id for row in light]})
+    is_cut = len(light) < len(old) or len(old) == max_batch
+    last = light[-1] if is_cut else read[-1] if len(read) == MAX_READ else None
+    return Batch(num_deleted=len(light), after=None if last is None else (last.created_at, last.id))
