@@ -11,6 +11,7 @@ import os
 import secrets
 import socket
 import time
+from collections import deque
 from collections.abc import Iterable
 from typing import Any
 from uuid import UUID, uuid5
@@ -36,6 +37,22 @@ ENTRY_IDS = UUID("6f0f0c1e-53a5-4f43-9c0b-7a8f0f2d4b11")
 FIELD = b"request"
 CONSUMER_IDLE_S = 600.0
 
+MAX_BYTES = 8 << 20
+"""Of a batch, and one entry more."""
+
+# Redis itself can bound a read by the number of entries only.
+READ_NEW = """
+local taken, num_bytes = {}, 0
+while #taken < tonumber(ARGV[3]) and num_bytes < tonumber(ARGV[4]) do
+    local reply = redis.call('XREADGROUP', 'GROUP', ARGV[1], ARGV[2], 'COUNT', 1, 'STREAMS', KEYS[1], '>')
+    if not reply then break end
+    local entry = reply[1][2][1]
+    for _, value in ipairs(entry[2]) do num_bytes = num_bytes + #value end
+    table.insert(taken, entry)
+end
+return taken
+"""
+
 Entry = tuple[str, str | None]
 """Its id in the stream and its document; None when the field is missing."""
 
@@ -52,9 +69,13 @@ class Intake(Loop):
         self._metrics = metrics
         self._consumer = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
         self._next_rescue_s = 0.0
+        self._read_new = redis.register_script(READ_NEW)
+        self._rescued: deque[bytes] = deque()
+        """Ids of entries of dead relays that are ours now, and not read yet."""
 
     def turn(self) -> float:
-        """One batch: entries of dead relays first, then new ones, waiting for them up to `poll_s`."""
+        """One batch, bounded in entries and bytes: those of dead relays first, then new ones, waiting for them up to
+        `poll_s`."""
         try:
             entries = self._abandoned() or self._new()
         except ResponseError as error:
@@ -76,21 +97,42 @@ class Intake(Loop):
 
     def _new(self) -> list[Entry]:
         block_ms = max(1, int(self._times.poll_s * 1000))
-        reply = self._redis.xreadgroup(INTAKE_GROUP, self._consumer, {INTAKE: ">"}, count=self._batch, block=block_ms)
-        return [entry for _, entries in _streams(reply) for entry in _decoded(entries)]
+        reply = self._redis.xreadgroup(INTAKE_GROUP, self._consumer, {INTAKE: ">"}, count=1, block=block_ms)
+        entries = [entry for _, entries in _streams(reply) for entry in entries]
+        if entries:
+            left = self._batch - len(entries), MAX_BYTES - sum(map(_num_bytes, entries))
+            more: Any = self._read_new(keys=[INTAKE], args=[INTAKE_GROUP, self._consumer, *left])
+            entries += [(entry_id, dict(zip(flat[::2], flat[1::2], strict=True))) for entry_id, flat in more]
+        return _decoded(entries)
 
     def _abandoned(self) -> list[Entry]:
         """What another relay took and did not acknowledge within a lease."""
+        if not self._rescued:
+            self._rescue()
+        entries: list[Any] = []
+        num_bytes = 0
+        while self._rescued and num_bytes < MAX_BYTES:
+            entry_id = self._rescued.popleft()
+            found: Any = self._redis.xrange(INTAKE, entry_id, entry_id)
+            if not found:
+                # Deleted meanwhile: whoever did it has done with it.
+                self._redis.xack(INTAKE, INTAKE_GROUP, entry_id)
+            entries += found
+            num_bytes += sum(map(_num_bytes, found))
+        return _decoded(entries)
+
+    def _rescue(self) -> None:
         now_s = time.monotonic()
         if now_s < self._next_rescue_s:
-            return []
+            return
         idle_ms = int(self._times.lease_s * 1000)
-        reply = self._redis.xautoclaim(INTAKE, INTAKE_GROUP, self._consumer, min_idle_time=idle_ms, count=self._batch)
-        entries = _decoded(reply[1])
-        if len(entries) < self._batch:
+        claimed: Any = self._redis.xautoclaim(
+            INTAKE, INTAKE_GROUP, self._consumer, min_idle_time=idle_ms, count=self._batch, justid=True
+        )
+        self._rescued.extend(claimed)
+        if len(claimed) < self._batch:
             self._next_rescue_s = now_s + self._times.lease_s / 2
             self._forget_dead_consumers()
-        return entries
 
     def _forget_dead_consumers(self) -> None:
         for consumer in self._redis.xinfo_consumers(INTAKE, INTAKE_GROUP):
@@ -117,6 +159,11 @@ def _streams(reply: Any) -> Iterable[tuple[bytes, list[Any]]]:
     if isinstance(reply, dict):
         return ((name, entries[0] if entries else []) for name, entries in reply.items())
     return reply or ()
+
+
+def _num_bytes(entry: Any) -> int:
+    _, fields = entry
+    return sum(len(name) + len(value) for name, value in fields.items())
 
 
 def _decoded(entries: Iterable[Any]) -> list[Entry]:
