@@ -9,14 +9,15 @@ from contextlib import closing
 from typing import Any
 
 import pytest
-from sqlalchemy import Engine
+from sqlalchemy import Engine, text
 
 from shardline.job import FinishReason, JobState, Result, TokenLogprob, Usage
-from shardline.store import claims, jobs, outbox, pipelines
+from shardline.store import claims, crashes, jobs, outbox, pipelines
 from shardline.store.bells import listening
 from shardline.store.claims import Beat, BeatReply, Claimed, End
 from shardline.store.database import connect
 from shardline.tables import DONE_CHANNEL, JOBS_CHANNEL
+from tests.integration.relay_world import eventually
 from tests.integration.store_world import (
     LONG_S,
     cell,
@@ -90,6 +91,31 @@ def test_given_a_job_that_may_not_run_when_claimed_then_it_is_left_alone(engine:
     (job_id,) = submit(engine)
     change(engine, f"UPDATE jobs SET {change_row}")
     assert claim(engine, [job_id]) == []
+
+
+def test_given_a_job_that_an_engine_died_under_since_it_was_looked_at_when_claimed_with_others_then_it_is_left(
+    engine: Engine,
+) -> None:
+    innocent, poison = submit(engine, 2)
+    with engine.begin() as connection:
+        assert crashes.suspects(connection, [str(innocent), str(poison)]) == []
+    change(engine, "UPDATE jobs SET crashes = 1 WHERE id = :id", id=poison)
+
+    assert [one.job_id for one in claim(engine, [innocent, poison], suspects=False)] == [innocent]
+    assert [one.job_id for one in claim(engine, [poison], suspects=True)] == [poison]
+
+
+def test_given_a_job_that_crashes_while_a_claim_waits_for_its_row_when_claimed_with_others_then_it_is_left(
+    engine: Engine,
+) -> None:
+    (poison,) = submit(engine)
+    with ThreadPoolExecutor(1) as threads, engine.connect() as relay, relay.begin():
+        relay.execute(text("UPDATE jobs SET crashes = 1 WHERE id = :id"), {"id": poison})
+        claiming = threads.submit(claim, engine, [poison], suspects=False)
+        waiting = "SELECT count(*) FROM pg_locks WHERE NOT granted AND locktype = 'transactionid'"
+        eventually(lambda: cell(engine, waiting) > 0)
+        relay.commit()
+        assert claiming.result() == []
 
 
 def test_given_a_head_of_an_older_epoch_when_it_claims_then_it_gets_nothing(engine: Engine) -> None:

@@ -31,6 +31,7 @@ def claim(
     exactness: str,
     lease_s: float,
     exact_wait_s: float,
+    suspects: bool = True,
 ) -> list[Claimed]:
     """See shardline.store.claims."""
     tables, row = connection.tables, connection.tables.pipelines.get(pipeline)
@@ -39,6 +40,8 @@ def claim(
     claimed = []
     for job in jobs:
         if row is None or row.epoch != epoch or not _is_claimable(connection, job, row, exactness, exact_wait_s):
+            continue
+        if job.crashes > 0 and not suspects:
             continue
         before = tables.attempts.get((job.id, job.fence))
         tokens = before.tokens if before else ()

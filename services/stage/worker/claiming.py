@@ -49,11 +49,12 @@ class Claiming:
             return
         waiting = {id(ticket): ticket for ticket in self._offers.take()}
         try:
-            chosen = self._choose(list(waiting.values()), moment)
+            chosen, with_suspect = self._choose(list(waiting.values()), moment)
             for first in range(0, len(chosen), CLAIM_BATCH):
                 tickets, sent_s = chosen[first : first + CLAIM_BATCH], lease_clock_s()
                 unclaimed = {ticket.job_id: ticket for ticket in tickets}
-                mine = [(row, unclaimed.pop(str(row.job_id))) for row in self._claim(list(unclaimed), identity)]
+                rows = self._claim(list(unclaimed), identity, with_suspect)
+                mine = [(row, unclaimed.pop(str(row.job_id))) for row in rows]
                 claimed = {id(ticket) for _, ticket in mine}
                 for ticket in tickets:
                     del waiting[id(ticket)]
@@ -78,12 +79,17 @@ class Claiming:
         for ticket in tickets:
             ticket.drop()
 
-    def _choose(self, tickets: Sequence[Ticket], moment: Moment) -> list[Ticket]:
+    def _choose(self, tickets: Sequence[Ticket], moment: Moment) -> tuple[list[Ticket], bool]:
+        """Those to claim now, and whether they are a suspect, alone."""
         with self._database.begin() as connection:
-            suspects = crashes.suspects(connection, [ticket.job_id for ticket in tickets])
-        return claimable(tickets, [str(job_id) for job_id in suspects], self._seats, moment)
+            found = crashes.suspects(connection, [ticket.job_id for ticket in tickets])
+        suspects = [str(job_id) for job_id in found]
+        chosen = claimable(tickets, suspects, self._seats, moment)
+        return chosen, any(ticket.job_id in suspects for ticket in chosen)
 
-    def _claim(self, ids: Sequence[str], identity: Identity) -> list[Claimed]:
+    def _claim(self, ids: Sequence[str], identity: Identity, with_suspect: bool) -> list[Claimed]:
+        """Between the choice and this an engine may have died under one of them elsewhere: then it is not taken with
+        the others, but comes again as a suspect."""
         failpoint(Point.BEFORE_CLAIM)
         with self._database.begin() as connection:
             claimed = claims.claim(
@@ -96,6 +102,7 @@ class Claiming:
                 exactness=identity.exactness,
                 lease_s=self._times.lease_s,
                 exact_wait_s=self._times.exact_wait_s,
+                suspects=with_suspect,
             )
             if others := set(ids) - {str(row.job_id) for row in claimed}:
                 self._postpone_too_long(connection, others, identity)

@@ -35,6 +35,7 @@ WHERE jobs.id = ANY(CAST(:ids AS uuid[])) AND jobs.state = 'queued' AND jobs.pre
     AND (jobs.exactness IS NULL OR jobs.exactness = :exactness OR NOT jobs.exact
         OR coalesce(jobs.requeued_at, jobs.created_at) <= now() - make_interval(secs => :exact_wait_s))
     AND (pipelines.kv_tokens IS NULL OR {KNOWN_TOKENS} <= pipelines.kv_tokens)
+    AND (jobs.crashes = 0 OR :suspects)
 ORDER BY jobs.id FOR UPDATE OF jobs
 """)  # noqa: S608 (constants of ours)
 
@@ -234,13 +235,15 @@ def claim(
     exactness: str,
     lease_s: float,
     exact_wait_s: float,
+    suspects: bool = True,
 ) -> list[Claimed]:
     """Take those that may run now, for a pipeline in its present epoch and of its model. The others: drop their
     messages. A started job of another exactness is left alone for `exact_wait_s`, then taken with `exact` false; one
-    that is longer than the pipeline's KV is never taken. A row that this release does not understand is left for a
-    later head, or ends `failed` if none would: see `readable`."""
+    that is longer than the pipeline's KV is never taken; without `suspects` none that an engine died under, whoever
+    looked before. A row that this release does not understand is left for a later head, or ends `failed` if none
+    would: see `readable`."""
     head = {"pipeline": pipeline, "epoch": epoch, "exactness": exactness}
-    wanted = {"ids": [str(job_id) for job_id in ids], "exact_wait_s": exact_wait_s}
+    wanted = {"ids": [str(job_id) for job_id in ids], "exact_wait_s": exact_wait_s, "suspects": suspects}
     locked = connection.execute(LOCK_CLAIMABLE, {**head, **wanted}).all()
     readable = _readable(connection, locked)
     if not readable:
