@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -59,7 +60,9 @@ def test_given_entries_of_megabytes_when_taken_then_each_batch_is_a_few_and_all_
     redis = Redis.from_url(redis_url)
     redis.xgroup_create(INTAKE, INTAKE_GROUP, id="0", mkstream=True)
     prompts = [*(["x" * 3_000_000] * 5), "one"]
-    ids = [redis.xadd(INTAKE, {"request": json.dumps({"model": MODEL, "prompt": prompt})}) for prompt in prompts]
+    ids: list[Any] = [
+        redis.xadd(INTAKE, {"request": json.dumps({"model": MODEL, "prompt": prompt})}) for prompt in prompts
+    ]
     if is_abandoned:
         redis.xreadgroup(INTAKE_GROUP, "dead", {INTAKE: ">"})
         redis.xclaim(INTAKE, INTAKE_GROUP, "dead", min_idle_time=0, message_ids=ids, idle=3_600_000)
@@ -96,7 +99,7 @@ def test_given_an_entry_of_a_dead_relay_that_another_has_done_when_its_turn_come
     redis = Redis.from_url(redis_url)
     redis.xgroup_create(INTAKE, INTAKE_GROUP, id="0", mkstream=True)
     requests = [{"model": MODEL, "prompt": "x" * size} for size in (9_000_000, 3)]
-    ids = [redis.xadd(INTAKE, {"request": json.dumps(request)}) for request in requests]
+    ids: list[Any] = [redis.xadd(INTAKE, {"request": json.dumps(request)}) for request in requests]
     redis.xreadgroup(INTAKE_GROUP, "dead", {INTAKE: ">"})
     redis.xclaim(INTAKE, INTAKE_GROUP, "dead", min_idle_time=0, message_ids=ids, idle=3_600_000)
     relay = intake(engine, redis)

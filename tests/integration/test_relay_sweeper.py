@@ -9,7 +9,6 @@ from prometheus_client import CollectorRegistry
 from sqlalchemy import Connection, Engine
 from sqlalchemy.exc import DBAPIError
 
-from services.relay import models as models_module
 from services.relay import sweeper as sweeper_module
 from services.relay.census import Census
 from services.relay.results import Results
@@ -180,7 +179,7 @@ def test_given_a_partial_result_when_its_tokenizer_loads_then_no_transaction_is_
         open_transactions.append(cell(engine, query))
         return load(row)
 
-    monkeypatch.setattr(models_module.Tokens, "from_row", loading)
+    monkeypatch.setattr(Tokens, "from_row", loading)
     pauses = [sweeper.turn(), sweeper.turn(), sweeper.turn()]
 
     assert open_transactions == [0]
