@@ -116,6 +116,24 @@ def test_given_a_job_that_ends_when_it_is_committed_then_one_line_of_the_log_say
     assert {"prompt_tokens", "queued_s", "running_s", "first_token_s"} <= line.keys()
 
 
+def test_given_a_statement_that_postgres_refuses_when_it_is_mended_then_the_log_has_said_which_and_nothing_is_lost(
+    desk: Desk,
+) -> None:
+    with capture_logs() as told:
+        change(desk.database, "ALTER TABLE results RENAME TO hidden")
+        job_id = submit(desk.database, 12)
+        desk.offer(job_id)
+        until(lambda: desk.ledger.stats()["database_away"])
+        change(desk.database, "ALTER TABLE hidden RENAME TO results")
+        assert desk.verdict() == (job_id, "started")
+        assert desk.verdict() == (job_id, "succeeded")
+        until(lambda: not desk.ledger.stats()["database_away"])
+    (line,) = [one for one in told if one["event"].startswith("Postgres")][:-1]
+    assert (line["event"].partition(":")[0], line["log_level"]) == ("Postgres refuses a statement", "error")
+    assert (line["sqlstate"], "results" in line["error"]) == ("42P01", True)
+    assert told[-1]["event"] == "Postgres is back"
+
+
 def test_given_a_running_job_when_it_is_delivered_again_then_the_copy_is_dropped_and_the_job_goes_on(
     desk: Desk,
 ) -> None:

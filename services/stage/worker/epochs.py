@@ -8,6 +8,7 @@ from sqlalchemy.exc import DBAPIError
 
 from shardline.errors import Conflict, Unavailable
 from shardline.store import pipelines
+from shardline.store.database import failure_of
 
 log = structlog.get_logger(__name__)
 
@@ -45,7 +46,7 @@ class Epochs:
                     holder = pipelines.holder(connection, self._name)
         except DBAPIError as error:
             self._last = 0  # An epoch may have been taken whose number never came.
-            raise Unavailable(f"Postgres is away: {error.orig}") from error
+            raise Unavailable(str(failure_of(error))) from error
         if epoch is None:
             raise Conflict(
                 f"the pipeline {self._name!r} is held by the head {holder}, whose lease runs. Two heads cannot share a "
@@ -61,4 +62,4 @@ class Epochs:
             with self._database.begin() as connection:
                 pipelines.release(connection, self._name, self._last)
         except DBAPIError as error:
-            log.warning("the pipeline's lease is left to run out", pipeline=self._name, error=str(error.orig)[:200])
+            log.warning("the pipeline's lease is left to run out", pipeline=self._name, error=str(failure_of(error)))

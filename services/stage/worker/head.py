@@ -32,7 +32,7 @@ from services.stage.worker.runtime import Loaded, software
 from shardline.errors import Unavailable
 from shardline.queues import generate_queue
 from shardline.store import claims
-from shardline.store.database import connect
+from shardline.store.database import connect, failure_of
 from shardline.store.models import register_model
 from shardline.streams import DeltaWriter
 from shardline.threads import die
@@ -130,9 +130,7 @@ class Head:
                 register_model(connection, self._model_row)
                 num_held = claims.expire(connection, worker=self.worker, pipeline=self._name)
         except DBAPIError as error:
-            raise Unavailable(
-                f"Postgres cannot be used: {error.orig}. Check SHARDLINE_DATABASE_URL and migrate"
-            ) from error
+            raise Unavailable(f"{failure_of(error)}. Check SHARDLINE_DATABASE_URL and migrate") from error
         if num_held:
             log.warning("this head's predecessor left jobs behind: they are requeued", jobs=num_held)
         self._publisher.start()

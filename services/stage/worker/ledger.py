@@ -34,6 +34,7 @@ from shardline.failpoints import Point, failpoint
 from shardline.job import FinishReason, JobState
 from shardline.store import claims, crashes
 from shardline.store.claims import Claimed
+from shardline.store.database import Failure, failure_of
 from shardline.wire import Delta
 
 log = structlog.get_logger(__name__)
@@ -81,7 +82,9 @@ class Ledger(threading.Thread):
         self._next_beat_s = 0.0
         self._last_step = -1
         self._last_move_s = time.monotonic()
-        self._away_since_s: float | None = None
+        self._failing_since_s: float | None = None
+        self._failures: set[str | None] = set()
+        """SQLSTATEs that were told since then."""
 
     # From other threads -----------------------------------------------------------------------------------------
 
@@ -133,14 +136,14 @@ class Ledger(threading.Thread):
         return {
             "live": len(self._live),
             "uncommitted": len(self._ended),
-            "database_away": self._away_since_s is not None,
+            "database_away": self._failing_since_s is not None,
         }
 
     # The thread ---------------------------------------------------------------------------------------------------
 
     def run(self) -> None:
         """Until stopped and empty. Each turn does all that waits, in batches."""
-        while self._running or ((self._live or self._ended) and self._away_since_s is None):
+        while self._running or ((self._live or self._ended) and self._failing_since_s is None):
             self._woken.wait(max(0.0, self._next_beat_s - time.monotonic()))
             self._woken.clear()
             self._note_events()
@@ -158,7 +161,7 @@ class Ledger(threading.Thread):
                     self._claiming.again()
                     self._database_is_back()
             except DBAPIError as error:
-                self._database_is_away(error)
+                self._database_fails(failure_of(error))
                 self._next_beat_s = time.monotonic() + self._times.heartbeat_s
 
     def _note_events(self) -> None:
@@ -332,13 +335,19 @@ class Ledger(threading.Thread):
     def _renew_fence(self, sent_s: float) -> None:
         self._engine.may_run_until_s = sent_s + self._times.lease_s - self._times.fence_margin_s
 
-    def _database_is_away(self, error: DBAPIError) -> None:
-        if self._away_since_s is None:
-            self._away_since_s = time.monotonic()
-            log.warning("Postgres is away: nothing is claimed, ends wait", error=str(error.orig)[:200])
+    def _database_fails(self, failure: Failure) -> None:
+        """Whatever it is, it is tried again. It is told when it begins and when it is another one."""
+        if self._failing_since_s is None:
+            self._failing_since_s = time.monotonic()
+        if failure.sqlstate not in self._failures:
+            self._failures.add(failure.sqlstate)
+            tell = log.warning if failure.is_lost else log.error
+            what = "Postgres is away" if failure.is_lost else "Postgres refuses a statement"
+            tell(f"{what}: nothing is claimed, ends wait", sqlstate=failure.sqlstate, error=failure.problem)
         self._woken.wait(min(1.0, self._times.poll_s))
 
     def _database_is_back(self) -> None:
-        if self._away_since_s is not None:
-            log.info("Postgres is back", away_s=round(time.monotonic() - self._away_since_s, 1))
-            self._away_since_s = None
+        if self._failing_since_s is not None:
+            log.info("Postgres is back", away_s=round(time.monotonic() - self._failing_since_s, 1))
+            self._failing_since_s = None
+            self._failures.clear()

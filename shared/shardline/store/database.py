@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from sqlalchemy import URL, Engine, create_engine, make_url
-from sqlalchemy.exc import ArgumentError
+from sqlalchemy.exc import ArgumentError, DBAPIError, InterfaceError, OperationalError
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 
 from shardline.errors import Invalid
@@ -20,6 +21,35 @@ POOL_SIZE = 5
 POOL_TIMEOUT_S = 10.0
 POOL_RECYCLE_S = 1800
 SCHEMES = ("postgresql", "postgres", "postgresql+psycopg", "postgresql+psycopg_async")
+
+
+LOST = ("08", "57P")
+"""SQLSTATEs that begin so: the connection broke; the server shuts down, has crashed, starts, or ended this session."""
+
+MAX_SAID = 200
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """What went wrong between us and Postgres, for logs and errors."""
+
+    is_lost: bool
+    """The connection, or the server. Else it is there and has refused a statement, and will refuse it again."""
+    sqlstate: str | None
+    problem: str
+
+    def __str__(self) -> str:
+        kind = "is away" if self.is_lost else "refuses a statement"
+        return f"Postgres {kind} (SQLSTATE {self.sqlstate}): {self.problem}"
+
+
+def failure_of(error: DBAPIError) -> Failure:
+    """Of the driver's error; the statement's parameters are not told."""
+    sqlstate = getattr(error.orig, "sqlstate", None)
+    # Without a code it is the driver's own: there is no connection, or it would not send what it was given.
+    is_lost = sqlstate.startswith(LOST) if sqlstate else isinstance(error, OperationalError | InterfaceError)
+    problem = str(error.orig).partition("\n")[0][:MAX_SAID]
+    return Failure(is_lost=is_lost or error.connection_invalidated, sqlstate=sqlstate, problem=problem)
 
 
 def connect(url: str, **options: Any) -> Engine:
