@@ -15,6 +15,7 @@ from services.standalone.servers import Valkey
 from shardline.client import Client
 from shardline.errors import Conflict, Diverged, Invalid, JobCancelled, JobExpired, JobFailed, NotFound, Unavailable
 from shardline.job import JobState
+from shardline.store.listing import PageEnd
 from tests.tiny_head import TinyHead, tiny_head
 
 PROMPT = "sum: 1 + 2 ="
@@ -168,6 +169,22 @@ def test_given_jobs_when_listed_then_the_newest_come_first_by_pages(client: Clie
     assert [job.id for job in (*page, *rest)] == ids[::-1]
     assert [job.id for job in client.list(state=JobState.CANCELLED)] == [ids[0]]
     assert client.list(model="other") == []
+
+
+def test_given_a_page_whose_last_job_is_deleted_when_the_next_is_read_then_its_end_still_stands_and_its_id_is_refused(
+    client: Client,
+) -> None:
+    ids = [client.submit("clerk", PROMPT) for _ in range(4)]
+    page = client.list(limit=2)
+    with client.database.begin() as connection:
+        connection.execute(text("DELETE FROM jobs WHERE id = :id"), {"id": page[-1].id})
+    end = PageEnd.of(page)
+    assert [job.id for job in client.list(after=end)] == ids[1::-1]
+    assert end == PageEnd.parse(str(end))
+    assert PageEnd.of(client.list(model="other")) is None
+    for read in (client.list, client.list_dead):
+        with pytest.raises(Invalid, match=f"after: no job in this list has the id {page[-1].id}"):
+            read(after=page[-1].id)
 
 
 def test_given_a_running_job_when_streamed_then_tokens_come_as_they_are_made(client: Client, head: TinyHead) -> None:

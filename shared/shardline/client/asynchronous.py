@@ -30,6 +30,7 @@ from shardline.store import dead_letters, jobs, listing
 from shardline.store.database import connect_async
 from shardline.store.dead_letters import DeadLetter
 from shardline.store.inserts import Tokenised
+from shardline.store.listing import PageEnd
 from shardline.store.progress import Asked
 from shardline.streams import Cursor, DeltaReader, Mailbox, Place
 from shardline.wire import Delta
@@ -157,10 +158,10 @@ class AsyncClient:
         model: str | None = None,
         tenant: str | None = None,
         limit: int = 100,
-        after: UUID | None = None,
+        after: UUID | PageEnd | None = None,
     ) -> Summaries:
-        """Newest first, of one tenant or of all, without prompts and completions; `after` is the last id of the page
-        before."""
+        """Newest first, of one tenant or of all, without prompts and completions; `after` is `PageEnd.of` the page
+        before, or its last id."""
         with reachable():
             async with self._lists.connect() as connection:
                 return await connection.run_sync(

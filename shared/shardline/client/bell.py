@@ -1,4 +1,4 @@
-"""Rings when some job has ended: the LISTEN connection of one waiting thread. Knows no job."""
+"""Rings when some job has ended: the LISTEN connection of a client whose threads wait. Knows no job."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ RETRY_S = 0.2
 
 
 class Bell:
-    """Connects at the first wait, which returns at once: what ended before LISTEN was heard by nobody."""
+    """For one thread at a time. Connects at the first wait, which returns at once: what ended before LISTEN was heard
+    by nobody."""
 
     def __init__(self, address: str) -> None:
         self._address = address

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import closing, suppress
 from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar, overload
 from uuid import UUID
@@ -13,8 +11,8 @@ from uuid import UUID
 from sqlalchemy import Connection, Engine
 from sqlalchemy.orm import Session
 
-from shardline.client.bell import Bell
 from shardline.client.database import MAX_IDS_PER_QUERY, connection_of, listen_address, reachable
+from shardline.client.ends_sync import SyncEnds
 from shardline.client.progress import learn
 from shardline.client.requests import (
     AnyRequest,
@@ -30,12 +28,12 @@ from shardline.job import Job, JobRequest, JobState, JobSummary
 from shardline.store import dead_letters, jobs, listing
 from shardline.store.database import connect
 from shardline.store.dead_letters import DeadLetter
+from shardline.store.listing import PageEnd
 from shardline.store.progress import Asked, read_progress
 from shardline.streams import Cursor, SyncDeltaReader
 from shardline.wire import Delta
 
 RETRY_S = 0.2
-PAUSE_S = 0.02
 
 # Names for annotations: inside the classes `list` is the method.
 Ids = list[UUID]
@@ -66,7 +64,7 @@ class Client:
         self._owns_database = database is None
         self._poll_s = settings.times.poll_s
         address = self.database.url if database is not None else settings.database_url.get_secret_value()
-        self._address = listen_address(address)
+        self._ends = SyncEnds(self._ended, listen_address(address), poll_s=self._poll_s)
         self._redis = SyncDeltaReader.connect(settings.redis_url)
 
     def __enter__(self) -> Self:
@@ -110,9 +108,14 @@ class Client:
         return [job for some in _chunks(ids) for job in self._read(jobs.get_jobs, some)]
 
     def list(
-        self, *, state: JobState | None = None, model: str | None = None, limit: int = 100, after: UUID | None = None
+        self,
+        *,
+        state: JobState | None = None,
+        model: str | None = None,
+        limit: int = 100,
+        after: UUID | PageEnd | None = None,
     ) -> Summaries:
-        """Newest first, without prompts and completions; `after` is the last id of the page before."""
+        """Newest first, without prompts and completions; `after` is `PageEnd.of` the page before, or its last id."""
         return self._read(listing.list_jobs, state=state, model=model, limit=limit, after=after)
 
     def list_dead(self, *, model: str | None = None, limit: int = 100, after: UUID | None = None) -> Summaries:
@@ -147,7 +150,7 @@ class Client:
         unless `must_succeed` is False."""
         wanted = [ids] if isinstance(ids, UUID) else list(ids)
         check_all_exist(wanted, self.get_many(wanted))
-        self._wait_until_ended(set(wanted), timeout_s)
+        self._ends.wait(wanted, timeout_s)
         found = self.get_many(wanted)
         if must_succeed:
             found = [succeeded(job) for job in found]
@@ -191,22 +194,8 @@ class Client:
             is_whole = progress.is_whole and (progress.state is None or cursor.ended)
             only_learn = only_learn and not progress.is_whole
 
-    def _wait_until_ended(self, pending: set[UUID], timeout_s: float | None) -> None:
-        deadline_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
-        with closing(Bell(self._address)) as bell:
-            while True:
-                began_s = time.monotonic()
-                with suppress(Unavailable):
-                    for some in _chunks(list(pending)):
-                        pending -= self._read(jobs.ended, some)
-                if not pending:
-                    return
-                now_s = time.monotonic()
-                if now_s >= deadline_s:
-                    raise TimeoutError(f"{len(pending)} jobs have not ended within {timeout_s} s")
-                bell.wait(min(self._poll_s, deadline_s - now_s))
-                # Looking never takes more than a quarter of the time.
-                time.sleep(min(PAUSE_S + 3 * (now_s - began_s), max(0.0, deadline_s - time.monotonic())))
+    def _ended(self, ids: Sequence[UUID]) -> Ids:
+        return [job_id for some in _chunks(ids) for job_id in self._read(jobs.ended, some)]
 
     def _insert(self, requests: Sequence[JobRequest], session: Session | Connection | None) -> Ids:
         if session is not None:

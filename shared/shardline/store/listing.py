@@ -5,18 +5,26 @@ Each filter walks an index in its own order. Without bodies: prompts, ids and co
 
 from __future__ import annotations
 
-from datetime import datetime
-from typing import Any
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from typing import Any, Self
 from uuid import UUID
 
 from sqlalchemy import Connection, Row, TextClause, select, text
 
+from shardline.errors import Invalid
 from shardline.job import FinishReason, JobState, JobSummary, Usage
 from shardline.tables import DEAD, jobs
 
 MAX_LISTED = 1_000
 MAX_PROMPT_CHARS = 100
 """Of a prompt in a list."""
+
+REMEDY = "Begin anew, or go on from the end of the page before (over HTTP its `next`), which needs no row"
+EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+PAGE_END = re.compile(r"([0-9]{1,17})-([0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12})", re.ASCII)
 
 # By an index of (tenant, state, time) or (tenant, model, state, time): one short walk for each tenant and state.
 WALKS = """
@@ -44,6 +52,30 @@ ORDER BY page.{column} DESC, page.id DESC
 """
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PageEnd:
+    """Where a page of `list_jobs` ended. It stands for itself, also when the row there is deleted meanwhile."""
+
+    at: datetime
+    """When the page's last job was created."""
+    job_id: UUID
+
+    @classmethod
+    def of(cls, page: Sequence[JobSummary]) -> Self | None:
+        """What `after` of the next page is; None behind an empty one."""
+        return cls(at=page[-1].created_at, job_id=page[-1].id) if page else None
+
+    @classmethod
+    def parse(cls, text: str) -> Self | None:
+        """What `str` wrote; None for anything else."""
+        found = PAGE_END.fullmatch(text)
+        return found and cls(at=EPOCH + timedelta(microseconds=int(found[1])), job_id=UUID(found[2]))
+
+    def __str__(self) -> str:
+        """As readers of pages send it back."""
+        return f"{(self.at - EPOCH) // timedelta(microseconds=1)}-{self.job_id}"
+
+
 def list_jobs(
     connection: Connection,
     *,
@@ -51,12 +83,11 @@ def list_jobs(
     model: str | None = None,
     tenant: str | None = None,
     limit: int = 100,
-    after: UUID | None = None,
+    after: UUID | PageEnd | None = None,
 ) -> list[JobSummary]:
-    """Newest first, at most `limit`; `after` is the last id of the page before. Without `tenant` those of all."""
-    last_at = _place(connection, "created_at", after, tenant)
-    if after is not None and last_at is None:
-        return []
+    """Newest first, at most `limit`; `after` is the end of the page before, or its last id. Without `tenant` those of
+    all. Raises Invalid."""
+    end = _end(connection, "created_at", after, tenant)
     rules = "" if model is None else "AND model = :model"
     rules += "" if after is None else " AND (created_at, id) < (:last_at, :after)"
     limit = min(limit, MAX_LISTED)
@@ -65,33 +96,39 @@ def list_jobs(
     else:
         rows = WALKS.format(rules=rules, limit=limit)
     values = {"tenant": tenant, "model": model, "states": list(JobState) if state is None else [state]}
-    return _summaries(connection, _page(rows, "created_at", limit), {**values, "last_at": last_at, "after": after})
+    return _summaries(connection, _page(rows, "created_at", limit), {**values, **_bounds(end)})
 
 
 def list_dead(
     connection: Connection, *, model: str | None = None, limit: int = 100, after: UUID | None = None
 ) -> list[JobSummary]:
-    """Dead letters, the newest end first, at most `limit`; `after` is the last id of the page before."""
-    last_at = _place(connection, "finished_at", after, None)
-    if after is not None and last_at is None:
-        return []
+    """Dead letters, the newest end first, at most `limit`; `after` is the last id of the page before. Raises
+    Invalid."""
+    end = _end(connection, "finished_at", after, None)
     rules = "" if model is None else "AND model = :model"
     rules += "" if after is None else " AND (finished_at, id) < (:last_at, :after)"
     rows = f"SELECT finished_at, id FROM jobs WHERE {DEAD} {rules}"  # noqa: S608 (constants)
     query = _page(rows, "finished_at", min(limit, MAX_LISTED))
-    return _summaries(connection, query, {"model": model, "last_at": last_at, "after": after})
+    return _summaries(connection, query, {"model": model, **_bounds(end)})
 
 
 def _page(rows: str, column: str, limit: int) -> TextClause:
     return text(PAGE.format(rows=rows, column=column, limit=limit, max_prompt_chars=MAX_PROMPT_CHARS))
 
 
-def _place(connection: Connection, column: str, after: UUID | None, tenant: str | None) -> datetime | None:
-    """Where the page before ended; None when it is not to be told, and then nothing comes after it."""
-    if after is None:
-        return None
+def _end(connection: Connection, column: str, after: UUID | PageEnd | None, tenant: str | None) -> PageEnd | None:
+    """An id is looked up; one that is not there, or another tenant's, says nothing of where to go on."""
+    if after is None or isinstance(after, PageEnd):
+        return after
     query = select(jobs.c[column]).where(jobs.c.id == after)
-    return connection.scalar(query if tenant is None else query.where(jobs.c.tenant_id == tenant))
+    at = connection.scalar(query if tenant is None else query.where(jobs.c.tenant_id == tenant))
+    if at is None:
+        raise Invalid("after", f"no job in this list has the id {after}; it may have been deleted", REMEDY)
+    return PageEnd(at=at, job_id=after)
+
+
+def _bounds(end: PageEnd | None) -> dict[str, Any]:
+    return {} if end is None else {"last_at": end.at, "after": end.job_id}
 
 
 def _summaries(connection: Connection, query: TextClause, values: dict[str, Any]) -> list[JobSummary]:

@@ -1,0 +1,109 @@
+"""Learns that jobs have ended, for all waiting threads of one client, with one LISTEN and one query. Knows no Redis.
+
+There is no thread of its own: one of those that wait does it for the others, and when it leaves the next one does.
+Nobody waits, nobody listens: a listener that does not read would hold up Postgres's queue of notifications.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from uuid import UUID
+
+from shardline.client.bell import Bell
+from shardline.errors import Unavailable
+
+PAUSE_S = 0.02
+PAUSE_FACTOR = 3
+"""Of the time that a look took: looking never takes more than a quarter of the time."""
+
+Ended = Callable[[Sequence[UUID]], Iterable[UUID]]
+"""Which of them have ended. Raises Unavailable."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Watch:
+    """What one thread waits for."""
+
+    pending: set[UUID]
+
+
+class SyncEnds:
+    """Safe for any number of threads."""
+
+    def __init__(self, ended: Ended, address: str, *, poll_s: float) -> None:
+        self._ended = ended
+        self._bell = Bell(address)
+        self._poll_s = poll_s
+        self._watches: list[Watch] = []
+        self._has_leader = False
+        self._changed = threading.Condition()
+        """Guards the watches and who leads; notified when a watch has become shorter or nobody leads."""
+
+    @property
+    def num_waiting(self) -> int:
+        """Threads inside `wait`."""
+        return len(self._watches)
+
+    def wait(self, ids: Iterable[UUID], timeout_s: float | None) -> None:
+        """Until all have ended. Raises TimeoutError."""
+        deadline_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        watch = Watch(pending=set(ids))
+        with self._changed:
+            self._watches.append(watch)
+        try:
+            # What ended before the leader knew of this watch rings no more.
+            self._look([watch])
+            while watch.pending:
+                if self._is_to_lead(watch, deadline_s):
+                    self._lead(watch, deadline_s)
+                if watch.pending and time.monotonic() >= deadline_s:
+                    raise TimeoutError(f"{len(watch.pending)} jobs have not ended within {timeout_s} s")
+        finally:
+            with self._changed:
+                self._watches.remove(watch)
+                if not self._watches:
+                    self._bell.close()
+
+    def _is_to_lead(self, watch: Watch, deadline_s: float) -> bool:
+        """Waits while another thread leads; False when that has found all, or when the time is over."""
+        with self._changed:
+            while self._has_leader and watch.pending and (left_s := deadline_s - time.monotonic()) > 0:
+                self._changed.wait(None if left_s == math.inf else left_s)
+            leads = not self._has_leader and bool(watch.pending)
+            self._has_leader = self._has_leader or leads
+            return leads
+
+    def _lead(self, watch: Watch, deadline_s: float) -> None:
+        """Listen and look for all, until all of its own have ended or its time is over."""
+        try:
+            while True:
+                with self._changed:
+                    watches = list(self._watches)
+                took_s = self._look(watches)
+                left_s = deadline_s - time.monotonic()
+                if not watch.pending or left_s <= 0:
+                    return
+                self._bell.wait(min(self._poll_s, left_s))
+                time.sleep(min(PAUSE_S + PAUSE_FACTOR * took_s, max(0.0, deadline_s - time.monotonic())))
+        finally:
+            with self._changed:
+                self._has_leader = False
+                self._changed.notify_all()
+
+    def _look(self, watches: Sequence[Watch]) -> float:
+        """One look for all of these: how long it took. While Postgres is away it finds nothing."""
+        began_s = time.monotonic()
+        with self._changed:
+            pending = sorted({job_id for watch in watches for job_id in watch.pending})
+        with suppress(Unavailable):
+            ended = set(self._ended(pending))
+            with self._changed:
+                for watch in watches:
+                    watch.pending.difference_update(ended)
+                self._changed.notify_all()
+        return time.monotonic() - began_s
