@@ -13,6 +13,7 @@ from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
+from services.gateway.bodies import Error, ErrorFields
 from shardline.errors import (
     Conflict,
     Diverged,
@@ -113,7 +114,7 @@ def status_of(error: ShardlineError) -> int:
     return next((status for kind, status, _, _ in KINDS if isinstance(error, kind)), 500)
 
 
-def body_of(error: ShardlineError) -> dict[str, Any]:
+def body_of(error: ShardlineError) -> Error:
     """OpenAI's error object; `param` names the field."""
     for kind, _, name, code in KINDS:
         if isinstance(error, kind):
@@ -175,8 +176,6 @@ def install(app: FastAPI) -> None:
     app.add_exception_handler(Exception, unexpected)
 
 
-def _body(
-    message: str, kind: str, code: str, *, param: str | None = None, job_id: UUID | None = None
-) -> dict[str, Any]:
-    error: dict[str, Any] = {"message": message, "type": kind, "param": param, "code": code}
+def _body(message: str, kind: str, code: str, *, param: str | None = None, job_id: UUID | None = None) -> Error:
+    error: ErrorFields = {"message": message, "type": kind, "param": param, "code": code}
     return {"error": error if job_id is None else {**error, "job_id": job_id}}

@@ -50,6 +50,14 @@ class Guard:
         self._check_host(headers.get("host", ""))
         return await self._caller(headers.get("authorization"))
 
+    async def visitor(self, headers: Headers) -> Caller | None:
+        """Who asks on an open path; None without a key. Raises as `admit` for one that will not do."""
+        authorization = headers.get("authorization")
+        if authorization is None:
+            return None
+        self._check_host(headers.get("host", ""))
+        return await self._caller(authorization)
+
     def _check_host(self, host: str) -> None:
         """A web page that has its own name point to this machine says that name here."""
         name = host_name(host)

@@ -26,6 +26,7 @@ from shardline.api_key import bearer
 from shardline.store import api_keys
 from shardline.store.api_keys import Grant
 from shardline.store.database import connect
+from tests.integration.gateway_document import check_answer
 from tests.tiny_head import Sequence, TinyHead
 
 PROMPT = "sum: 1 + 2 ="
@@ -40,14 +41,14 @@ def gateway_server(database_url: str, redis_url: str, **settings: Any) -> Server
 
 @asynccontextmanager
 async def running_gateway(database_url: str, redis_url: str, **settings: Any) -> AsyncIterator[httpx.AsyncClient]:
-    """A client of a gateway that answers, with a key of its own."""
+    """A client of a gateway that answers, with a key of its own. Each answer is held to the API's description."""
     server = gateway_server(database_url, redis_url, **settings)
     task = asyncio.create_task(server.serve())
     address = f"http://127.0.0.1:{server.config.port}"
     headers = bearer(make_key(database_url))
-    limits = httpx.Limits(max_connections=64)
+    options: Any = {"limits": httpx.Limits(max_connections=64), "event_hooks": {"response": [check_answer]}}
     try:
-        async with httpx.AsyncClient(base_url=address, headers=headers, timeout=60, limits=limits) as client:
+        async with httpx.AsyncClient(base_url=address, headers=headers, timeout=60, **options) as client:
             await _until_it_answers(client, task)
             yield client
     finally:

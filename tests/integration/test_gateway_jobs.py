@@ -300,8 +300,30 @@ async def test_given_jobs_when_listed_then_pages_follow_each_other(http: httpx.A
     ids = [await submit(http) for _ in range(3)]
     first = (await http.get(JOBS, params={"limit": 2, "model": "clerk", "state": "queued"})).json()
     assert ([job["id"] for job in first["data"]], first["has_more"]) == (ids[:0:-1], True)
-    second = (await http.get(JOBS, params={"limit": 2, "after": first["data"][-1]["id"]})).json()
-    assert ([job["id"] for job in second["data"]], second["has_more"]) == (ids[:1], False)
+    for after in (first["data"][-1]["id"], first["next"]):
+        second = (await http.get(JOBS, params={"limit": 2, "after": after})).json()
+        assert ([job["id"] for job in second["data"]], second["has_more"], second["next"]) == (ids[:1], False, None)
+
+
+async def test_given_a_page_whose_last_job_is_deleted_when_the_next_is_read_then_nothing_is_left_out(
+    http: httpx.AsyncClient, head: TinyHead
+) -> None:
+    ids = [await submit(http) for _ in range(3)]
+    first = (await http.get(JOBS, params={"limit": 2})).json()
+    with head.database.begin() as connection:
+        connection.execute(text("DELETE FROM jobs WHERE id = :id"), {"id": ids[1]})
+    second = (await http.get(JOBS, params={"after": first["next"]})).json()
+    assert [job["id"] for job in second["data"]] == ids[:1]
+    reply = await http.get(JOBS, params={"after": ids[1]})
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, "after")
+
+
+@pytest.mark.parametrize("query", ["stat=failed", "limit=1&limit=2"])
+async def test_given_a_query_that_says_something_else_when_listed_then_it_is_refused(
+    http: httpx.AsyncClient, query: str
+) -> None:
+    reply = await http.get(f"{JOBS}?{query}")
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, query.partition("=")[0])
 
 
 async def test_given_large_jobs_when_listed_then_their_bodies_stay_where_they_are(

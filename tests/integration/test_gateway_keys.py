@@ -161,6 +161,19 @@ async def test_given_each_route_when_the_keys_scopes_are_too_narrow_then_it_is_f
         assert await status_of(http, method, path_of(template, mine), alone) in (200, 202), f"{method} {template}"
 
 
+async def test_given_readiness_when_asked_then_only_a_caller_with_a_key_hears_more_than_yes_or_no(
+    http: httpx.AsyncClient, database_url: str
+) -> None:
+    nobody, stranger = {"Authorization": ""}, bearer(new_key())
+    reply = await ask(http, "GET", "/ready", nobody)
+    assert (reply.status_code, reply.json()) == (200, {"ready": True})
+    for scope in Scope:
+        reply = await ask(http, "GET", "/ready", bearer(make_key(database_url, scopes=(scope,))))
+        assert (reply.status_code, list(reply.json()["models"])) == (200, ["clerk"]), scope
+    check_refusal(await ask(http, "GET", "/ready", stranger), 401, "invalid_api_key", "a key that nobody has")
+    assert (await ask(http, "GET", "/health", stranger)).status_code == 200
+
+
 async def test_given_another_tenants_job_when_asked_for_by_any_route_then_it_is_not_there(
     http: httpx.AsyncClient, database_url: str
 ) -> None:
@@ -178,8 +191,9 @@ async def test_given_another_tenants_job_when_asked_for_by_any_route_then_it_is_
     listed = (await http.get(JOBS, headers=theirs)).json()["data"]
     assert [(job["id"], job["tenant"]) for job in listed] == [(own, OTHER_TENANT)]
     # Nor is another tenant's job a place to go on from.
-    assert (await http.get(JOBS, headers=theirs, params={"after": mine})).json()["data"] == []
-    assert (await http.get(JOBS, params={"after": own})).json()["data"] == []
+    for headers, after in ((theirs, mine), (theirs, str(uuid4())), (None, own)):
+        reply = await http.get(JOBS, headers=headers, params={"after": after})
+        check_refusal(reply, 400, "invalid_value", "after another tenant's job, and after none")
 
 
 @pytest.mark.parametrize(

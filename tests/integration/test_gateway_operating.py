@@ -88,7 +88,8 @@ async def test_given_the_api_description_when_read_then_it_knows_every_field(htt
     assert "messages" in schemas["ChatCompletionRequest"]["required"]
     assert document["components"]["securitySchemes"]["API key"]["scheme"] == "bearer"
     assert document["paths"][JOBS]["get"]["security"] == [{"API key": ["read"]}]
-    assert "security" not in document["paths"]["/ready"]["get"]
+    assert document["paths"]["/ready"]["get"]["security"] == [{}, {"API key": []}]
+    assert "security" not in document["paths"]["/health"]["get"]
 
 
 async def test_given_requests_when_scraped_then_figures_count_routes_not_paths(http: httpx.AsyncClient) -> None:
@@ -179,7 +180,11 @@ async def test_given_postgres_away_when_a_job_comes_then_it_is_told_to_come_back
     try:
         reply = await http.post(JOBS, json=BODY)
         assert (reply.status_code, reply.json()["error"]["code"]) == (503, "unavailable")
-        assert (await http.get("/ready")).status_code == 503
+        reply = await http.get("/ready")
+        assert (reply.status_code, "Postgres" in reply.json()["reason"]) == (503, True)
+        async with httpx.AsyncClient(base_url=http.base_url) as nobody:
+            reply = await nobody.get("/ready")
+        assert (reply.status_code, reply.json()) == (503, {"ready": False})
         assert (await http.get("/health")).status_code == 200
     finally:
         postgres_server.restart()

@@ -8,20 +8,30 @@ from services.gateway.completing import complete
 from services.gateway.door import accept
 from services.gateway.guard import Submitter
 from services.gateway.openai import chat_request, completion_request
-from services.gateway.schemas import body
+from services.gateway.schemas import EVENTS, GUARDED, JSON, REQUEST_ID, TAKING, answer, body, chunks, errors
 from services.gateway.state import Here
 
-router = APIRouter(tags=["OpenAI"])
+router = APIRouter(tags=["OpenAI"], default_response_class=Response, responses=errors(*GUARDED, *TAKING, 504))
+
+STREAMED = "With `stream` as server-sent events: chunks in OpenAI's form, an error as the last, then `[DONE]`"
 
 
-@router.post("/v1/completions", openapi_extra=body("CompletionRequest"))
+@router.post(
+    "/v1/completions",
+    openapi_extra=body("CompletionRequest"),
+    responses={200: answer(STREAMED, {JSON: "Completion", EVENTS: chunks("CompletionChunk")}, headers=(REQUEST_ID,))},
+)
 async def create_completion(request: Request, gateway: Here, caller: Submitter) -> Response:
     """Complete a prompt (text or token ids), whole or as a stream."""
     accepted = await accept(gateway, request, caller, completion_request)
     return await complete(gateway, request, accepted, is_chat=False)
 
 
-@router.post("/v1/chat/completions", openapi_extra=body("ChatCompletionRequest"))
+@router.post(
+    "/v1/chat/completions",
+    openapi_extra=body("ChatCompletionRequest"),
+    responses={200: answer(STREAMED, {JSON: "ChatCompletion", EVENTS: chunks("ChatChunk")}, headers=(REQUEST_ID,))},
+)
 async def create_chat_completion(request: Request, gateway: Here, caller: Submitter) -> Response:
     """Answer messages, whole or as a stream."""
     accepted = await accept(gateway, request, caller, chat_request)

@@ -2,62 +2,79 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from fastapi import APIRouter, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
+from services.gateway.bodies import Health, ModelCard, ModelList, ModelReadiness, Readiness
 from services.gateway.catalogue import Model
 from services.gateway.errors import json_response
-from services.gateway.guard import Admin, Reader
+from services.gateway.guard import SCHEME, Admin, Reader
+from services.gateway.schemas import GUARDED, JSON, TEXT, answer, errors
 from services.gateway.state import Gateway, Here
 from shardline.client.database import reachable
 from shardline.errors import Unavailable
 from shardline.store.pipelines import LivePipeline, live_pipelines
 
-router = APIRouter(tags=["operating"])
+router = APIRouter(tags=["operating"], default_response_class=Response)
 
 
-@router.get("/health")
+@router.get("/health", responses={200: answer("Always", {JSON: "Health"})})
 async def health() -> Response:
     """This process answers. It says nothing about the others."""
-    return json_response({"status": "ok"})
+    document: Health = {"status": "ok"}
+    return json_response(document)
 
 
-@router.get("/ready")
-async def ready(gateway: Here) -> Response:
-    """200 only while a generation can pass through every stage of some pipeline, with what is there for each model."""
+@router.get(
+    "/ready",
+    responses={
+        200: answer("It can", {JSON: "Readiness"}),
+        503: answer("It cannot", {JSON: "Readiness"}),
+        **errors(401, 421, 429),
+    },
+    openapi_extra={"security": [{}, {SCHEME.scheme_name: []}]},
+)
+async def ready(request: Request, gateway: Here) -> Response:
+    """200 only while a generation can pass through every stage of some pipeline. A caller with an API key, of any
+    scope, is told what is there for each model."""
+    visitor = None
     try:
+        visitor = await gateway.guard.visitor(request.headers)
         found = await _pipelines(gateway)
     except Unavailable as error:
-        return json_response({"ready": False, "reason": str(error), "models": {}}, status=503)
-    names = sorted({pipeline.model for pipeline in found})
-    models = {name: _readiness([one for one in found if one.model == name]) for name in names}
-    is_ready = any(model["ready"] for model in models.values())
-    return json_response({"ready": is_ready, "models": models}, status=200 if is_ready else 503)
+        document: Readiness = {"ready": False}
+        return json_response(document if visitor is None else {**document, "reason": str(error)}, status=503)
+    document = {"ready": any(pipeline.ready for pipeline in found)}
+    if visitor is not None:
+        names = sorted({pipeline.model for pipeline in found})
+        document["models"] = {name: _readiness([one for one in found if one.model == name]) for name in names}
+    return json_response(document, status=200 if document["ready"] else 503)
 
 
-@router.get("/v1/models")
+@router.get("/v1/models", responses={200: answer("All", {JSON: "ModelList"}), **errors(*GUARDED)})
 async def list_models(gateway: Here, _caller: Reader) -> Response:
     """Every model that a stage has registered."""
     found = await _pipelines(gateway)
     models = [await gateway.catalogue.get(name) for name in await gateway.catalogue.names()]
-    return json_response({"object": "list", "data": [_model(model, found) for model in models]})
+    document: ModelList = {"object": "list", "data": [_model(model, found) for model in models]}
+    return json_response(document)
 
 
-@router.get("/v1/models/{name:path}")
+@router.get("/v1/models/{name:path}", responses={200: answer("It", {JSON: "ModelCard"}), **errors(*GUARDED, 404)})
 async def get_model(name: str, gateway: Here, _caller: Reader) -> Response:
     """One of them."""
     return json_response(_model(await gateway.catalogue.get(name), await _pipelines(gateway)))
 
 
-@router.get("/metrics")
+@router.get(
+    "/metrics", responses={200: answer("In Prometheus's text format", {TEXT: {"type": "string"}}), **errors(*GUARDED)}
+)
 async def metrics(gateway: Here, _caller: Admin) -> Response:
     """For Prometheus."""
     return Response(generate_latest(gateway.registry), media_type=CONTENT_TYPE_LATEST)
 
 
-@router.get("/openapi.json", include_in_schema=False)
+@router.get("/openapi.json", responses={200: answer("OpenAPI 3.1", {JSON: "Description"}), **errors(*GUARDED)})
 async def description(request: Request, _caller: Reader) -> Response:
     """Of this API, for programs that read OpenAPI."""
     return json_response(request.app.openapi())
@@ -69,7 +86,7 @@ async def _pipelines(gateway: Gateway) -> list[LivePipeline]:
             return await connection.run_sync(live_pipelines)
 
 
-def _readiness(pipelines: list[LivePipeline]) -> dict[str, Any]:
+def _readiness(pipelines: list[LivePipeline]) -> ModelReadiness:
     return {
         "ready": any(pipeline.ready for pipeline in pipelines),
         "seats": sum(pipeline.seats for pipeline in pipelines if pipeline.ready),
@@ -77,7 +94,7 @@ def _readiness(pipelines: list[LivePipeline]) -> dict[str, Any]:
     }
 
 
-def _model(model: Model, pipelines: list[LivePipeline]) -> dict[str, Any]:
+def _model(model: Model, pipelines: list[LivePipeline]) -> ModelCard:
     return {
         "id": model.name,
         "object": "model",

@@ -2,86 +2,149 @@
 
 from __future__ import annotations
 
+from typing import Annotated
 from uuid import UUID
 
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Path, Request, Response
 
 from services.gateway.answers import job_document, summary_document
+from services.gateway.bodies import JobAccepted, JobCancelling, JobList
 from services.gateway.door import accept, native_request
 from services.gateway.errors import json_response
 from services.gateway.following import job_events
 from services.gateway.guard import Canceller, Reader, Submitter
-from services.gateway.schemas import body
+from services.gateway.schemas import EVENTS, GUARDED, JSON, REQUEST_ID, TAKING, answer, body, errors, events, parameters
 from services.gateway.state import Here
 from services.gateway.stream import EventStream
 from shardline.errors import Invalid, NotFound
 from shardline.ids import parse_id
 from shardline.job import JobState
+from shardline.store.listing import PageEnd
 from shardline.streams import Place
+from shardline.streams.cursor import PLACE
 
-router = APIRouter(tags=["jobs"])
+router = APIRouter(tags=["jobs"], default_response_class=Response, responses=errors(*GUARDED, 400))
 
-MAX_LISTED = 200
+MAX_LISTED, LISTED = 200, 100
+JOB_ID = r"^(chatcmpl-|cmpl-)?[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$"
+Wanted = Annotated[str, Path(json_schema_extra={"pattern": JOB_ID})]
+"""Described only: `parse_id` says better what is wrong."""
+
+JOB_EVENTS = {"delta": "JobDelta", "end": "JobDocument", "interrupted": "Interrupted"}
+A_PLACE = {"type": "string", "pattern": f"^{PLACE.pattern}$"}
 
 
-@router.post("/v1/jobs", status_code=202, openapi_extra=body("JobRequest"))
+@router.post(
+    "/v1/jobs",
+    status_code=202,
+    openapi_extra=body("JobRequest"),
+    responses={
+        200: answer("A repeat, with its present state", {JSON: "JobAccepted"}, headers=("Location", REQUEST_ID)),
+        202: answer("Stored", {JSON: "JobAccepted"}, headers=("Location", REQUEST_ID)),
+        **errors(*TAKING),
+    },
+)
 async def create_job(request: Request, gateway: Here, caller: Submitter) -> Response:
     """Store a job and return at once: 202, or 200 when a request with the same id or key was there first."""
     accepted = await accept(gateway, request, caller, native_request)
     state = JobState.QUEUED if accepted.is_new else (await gateway.client.get(accepted.job_id)).state
-    document = {"id": accepted.job_id, "object": "job", "model": accepted.model.name, "state": state}
+    document: JobAccepted = {
+        "id": accepted.job_id,
+        "object": "job",
+        "model": accepted.model.name,
+        "state": state,
+    }
     headers = {"Location": f"/v1/jobs/{accepted.job_id}", "x-request-id": str(accepted.job_id)}
     return json_response(document, status=202 if accepted.is_new else 200, headers=headers)
 
 
-@router.get("/v1/jobs")
+@router.get(
+    "/v1/jobs",
+    openapi_extra=parameters(
+        query={
+            "state": {"enum": list(JobState)},
+            "model": {"type": "string"},
+            "limit": {"type": "integer", "minimum": 1, "maximum": MAX_LISTED, "default": LISTED},
+            "after": {"type": "string", "description": "`next` of the page before, or its last id"},
+        }
+    ),
+    responses={200: answer("A page", {JSON: "JobList"})},
+)
 async def list_jobs(request: Request, gateway: Here, caller: Reader) -> Response:
-    """The tenant's, newest first, without their bodies. `state`, `model`, `limit`, and `after`: the last id of the page
-    before."""
-    query = request.query_params
-    limit = _number("limit", query.get("limit", "100"), minimum=1, maximum=MAX_LISTED)
+    """The tenant's, newest first, without their bodies. `state`, `model`, `limit`, and `after`: `next` of the page
+    before, or its last id."""
+    query = _query(request, "state", "model", "limit", "after")
+    limit = _number("limit", query.get("limit", str(LISTED)), minimum=1, maximum=MAX_LISTED)
     after = query.get("after")
     found = await gateway.client.list(
         state=_state(query.get("state")),
         model=query.get("model"),
         tenant=caller.tenant,
         limit=limit,
-        after=None if after is None else _job_id(after, "after"),
+        after=None if after is None else PageEnd.parse(after) or _job_id(after, "after"),
     )
-    return json_response(
-        {"object": "list", "data": [summary_document(job) for job in found], "has_more": len(found) == limit}
-    )
+    page: JobList = {
+        "object": "list",
+        "data": [summary_document(job) for job in found],
+        "has_more": len(found) == limit,
+        "next": str(PageEnd.of(found)) if len(found) == limit else None,
+    }
+    return json_response(page)
 
 
-@router.get("/v1/jobs/{job_id}")
-async def get_job(job_id: str, gateway: Here, caller: Reader) -> Response:
+@router.get("/v1/jobs/{job_id}", responses={200: answer("The job", {JSON: "JobDocument"}), **errors(404)})
+async def get_job(job_id: Wanted, gateway: Here, caller: Reader) -> Response:
     """The job, with its result once it has one."""
     return json_response(job_document(await gateway.client.get(_job_id(job_id), tenant=caller.tenant)))
 
 
-@router.delete("/v1/jobs/{job_id}")
-async def cancel_job(job_id: str, gateway: Here, caller: Canceller) -> Response:
+@router.delete(
+    "/v1/jobs/{job_id}", responses={200: answer("Its state afterwards", {JSON: "JobCancelling"}), **errors(404)}
+)
+async def cancel_job(job_id: Wanted, gateway: Here, caller: Canceller) -> Response:
     """Ask for its end. A running job is `cancelled` a little later, with the tokens it has; an ended one stays."""
     wanted = _job_id(job_id)
     state = (await gateway.client.cancel(wanted, tenant=caller.tenant)).get(wanted)
     if state is None:
         raise NotFound(f"no job has the id {wanted}")
     requested = state in (JobState.QUEUED, JobState.RUNNING, JobState.CANCELLED)
-    return json_response({"id": wanted, "object": "job", "state": state, "cancel_requested": requested})
+    document: JobCancelling = {"id": wanted, "object": "job", "state": state, "cancel_requested": requested}
+    return json_response(document)
 
 
-@router.get("/v1/jobs/{job_id}/events")
-async def follow_job(job_id: str, request: Request, gateway: Here, caller: Reader) -> Response:
+@router.get(
+    "/v1/jobs/{job_id}/events",
+    openapi_extra=parameters(query={"after": A_PLACE}, header={"Last-Event-ID": A_PLACE}),
+    responses={
+        200: answer(
+            "`delta`, then `end` or `interrupted`", {EVENTS: events(JOB_EVENTS, A_PLACE)}, headers=(REQUEST_ID,)
+        ),
+        **errors(404),
+    },
+)
+async def follow_job(job_id: Wanted, request: Request, gateway: Here, caller: Reader) -> Response:
     """Its tokens as server-sent events. `id:` is the number of tokens so far and a checksum of them: send it back as
     Last-Event-ID, or as `?after=`, to go on where a connection was cut, without a gap or a repeat."""
     job = await gateway.client.get(_job_id(job_id), tenant=caller.tenant)
-    text = request.headers.get("last-event-id") or request.query_params.get("after", "0")
+    text = request.headers.get("last-event-id") or _query(request, "after").get("after", "0")
     after = Place.parse(text)
     if after is None:
         raise Invalid(
             "after", f"{text[:32]!r} is no place in a stream", "Send the id of its last event, or leave it out"
         )
     return EventStream(job_events(gateway, job, after), headers={"x-request-id": str(job.id)})
+
+
+def _query(request: Request, *names: str) -> dict[str, str]:
+    """What a misspelled name meant would be left out, and the answer be another one."""
+    found: dict[str, str] = {}
+    for name, value in request.query_params.multi_items():
+        if name not in names:
+            raise Invalid(name[:32], "there is no such query parameter", f"Use one of: {', '.join(names)}")
+        if name in found:
+            raise Invalid(name, "it is there twice", "Send it once")
+        found[name] = value
+    return found
 
 
 def _job_id(text: str, field: str = "id") -> UUID:
