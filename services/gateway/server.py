@@ -4,18 +4,37 @@ from __future__ import annotations
 
 import asyncio
 import math
+import resource
 import socket
 from typing import Any
 
+import structlog
 import uvicorn
 
 from services.gateway.app import create_app
 from services.gateway.settings import GatewaySettings
 from services.gateway.state import Gateway
 
+log = structlog.get_logger(__name__)
+
+FILES_BESIDE = 128
+"""Open files that are no caller's: connections to Postgres and Redis, sockets that listen, libraries."""
+
 LAST_WORDS_S = 10.0
 """Between the last moment for answers and the cancelling of all that still runs. With the drain time it must fit
 Compose's grace."""
+
+
+def make_room(settings: GatewaySettings) -> None:
+    """Each caller is an open file, and the usual limit of a shell, 1,024, is below the gateway's own limits."""
+    wanted = settings.http_max_in_flight + settings.http_max_followers + FILES_BESIDE
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if resource.RLIM_INFINITY != soft < wanted:
+        room = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (room, hard))
+        if room < wanted:
+            remedy = "raise the hard limit (ulimit -Hn, LimitNOFILE=), or lower SHARDLINE_HTTP_MAX_FOLLOWERS"
+            log.warning("more callers may come than files may be open", files=room, wanted=wanted, remedy=remedy)
 
 
 class Server(uvicorn.Server):

@@ -241,6 +241,24 @@ async def test_given_callers_on_the_line_when_the_time_for_answers_is_over_then_
     assert not any(head.beat(sequence) for sequence in head.claim_all()), "a job was cancelled"
 
 
+async def test_given_a_shell_that_allows_few_open_files_when_more_callers_come_then_each_is_answered(
+    database_url: str, redis_url: str, head: TinyHead
+) -> None:
+    few, many = 64, 100
+    async with gateway_process(database_url, redis_url, files=few) as (_, http):
+        job_id = (await http.post(JOBS, json=BODY)).json()["id"]
+        lines = [f"GET {JOBS}/{job_id}/events HTTP/1.1", "Host: localhost"]
+        request = "\r\n".join([*lines, f"Authorization: {http.headers['authorization']}", "", ""]).encode()
+        callers = [await asyncio.open_connection("127.0.0.1", http.base_url.port) for _ in range(many)]
+        for _, writer in callers:
+            writer.write(request)
+        async with asyncio.timeout(60):
+            statuses = [await reader.readline() for reader, _ in callers]
+        for _, writer in callers:
+            writer.close()
+    assert statuses == [b"HTTP/1.1 200 OK\r\n"] * many
+
+
 def queued_jobs(head: TinyHead) -> list[UUID]:
     with head.database.connect() as connection:
         return list(connection.scalars(text("SELECT id FROM jobs WHERE state = 'queued'")))
@@ -280,14 +298,15 @@ async def until_shown(http: httpx.AsyncClient, figure: str) -> None:
 
 @asynccontextmanager
 async def gateway_process(
-    database_url: str, redis_url: str
+    database_url: str, redis_url: str, *, files: int | None = None
 ) -> AsyncIterator[tuple[subprocess.Popen[bytes], httpx.AsyncClient]]:
-    """`python -m services.gateway` as operators run it."""
+    """`python -m services.gateway` as operators run it, in a shell that allows so many open files at first."""
     port = free_port()
     settings = {"DATABASE_URL": database_url, "REDIS_URL": redis_url, "HTTP_PORT": str(port)}
     environment = {**os.environ, **{f"SHARDLINE_{name}": value for name, value in settings.items()}}
     environment["PYTHONPATH"] = f"{REPOSITORY}:{REPOSITORY / 'shared'}"
-    command = [sys.executable, "-m", "services.gateway"]
+    limits = [] if files is None else ["sh", "-c", f'ulimit -S -n {files}; exec "$@"', "sh"]
+    command = [*limits, sys.executable, "-m", "services.gateway"]
     process = await asyncio.to_thread(subprocess.Popen, command, env=environment, cwd=REPOSITORY)
     try:
         retries = httpx.AsyncHTTPTransport(retries=10)
