@@ -24,6 +24,8 @@ LOAD ?= users
 TIME_SCALE ?= 0.25
 DTYPE ?= float32
 STAGES ?= 2
+# Of `make chaos`: hops without CURVE, which faults of frames need
+INSECURE ?=
 
 .PHONY: help setup demo up down status test check bench chaos chaos-compose chaos-mutants secrets test-compose clean lint format types imports unit
 
@@ -80,8 +82,8 @@ format: ## Let ruff rewrite the sources
 bench: setup ## Run the benchmarks; figures in tests/benchmarks/results/latest.json
 	$(PY) -m tests.benchmarks
 
-chaos: setup ## Faults under load, then a judgement: SEED= MINUTES= FAULTS= LOAD=users|lab DTYPE= STAGES= TIME_SCALE=
-	$(PY) -m tests.faults $(if $(SEED),--seed $(SEED)) --minutes $(MINUTES) --faults "$(FAULTS)" --load $(LOAD) --time-scale $(TIME_SCALE) --dtype $(DTYPE) --stages $(STAGES)
+chaos: setup ## Faults under load, then a judgement: SEED= MINUTES= FAULTS= LOAD=users|lab DTYPE= STAGES= TIME_SCALE= INSECURE=
+	$(PY) -m tests.faults $(if $(SEED),--seed $(SEED)) --minutes $(MINUTES) --faults "$(FAULTS)" --load $(LOAD) --time-scale $(TIME_SCALE) --dtype $(DTYPE) --stages $(STAGES) $(if $(INSECURE),--insecure)
 
 chaos-compose: setup ## The same against `docker compose up`, with a Docker engine: SEED= MINUTES= FAULTS=
 	$(PY) -m tests.compose.chaos $(if $(SEED),--seed $(SEED)) --minutes $(MINUTES) --faults "$(FAULTS)"

@@ -29,6 +29,7 @@ def main(
     time_scale: Annotated[
         float, typer.Option(help="of the protocol's times; more where the machine is busy")
     ] = TIME_SCALE,
+    insecure: Annotated[bool, typer.Option("--insecure", help="hops without CURVE: faults of frames need it")] = False,
     inexact: Annotated[bool, typer.Option("--inexact", help="attention without our kernel")] = False,
     model: Annotated[Path | None, typer.Option(help="a model's folder instead of the demo model")] = None,
     redis_lasts: Annotated[
@@ -46,12 +47,13 @@ def main(
         replicas=replicas,
         time_scale=time_scale,
         exact=not inexact,
+        insecure=insecure,
         patience_s=patience,
         model=model,
         redis_lasts=redis_lasts,
     )
     what = f"FAULTS={faults!r} LOAD={load} DTYPE={dtype} STAGES={stages} TIME_SCALE={time_scale:g}"
-    again = f"make chaos SEED={options.seed} MINUTES={minutes:g} {what}"
+    again = f"make chaos SEED={options.seed} MINUTES={minutes:g} {what}{' INSECURE=yes' if insecure else ''}"
     conduct(again, partial(run, options, wanted(faults, GROUPS)), file=FILE, logs=LOGS_KEPT)
 
 

@@ -21,6 +21,7 @@ from tests.faults import (
     network_faults,
     poison_faults,
     postgres_faults,
+    prefill_faults,
     redis_faults,
     release_faults,
     scale_faults,
@@ -52,6 +53,7 @@ GROUPS: Mapping[str, tuple[Fault, ...]] = MappingProxyType(
         "stall": stall_faults.FAULTS,
         "memory": memory_faults.FAULTS,
         "release": release_faults.FAULTS,
+        "prefill": prefill_faults.FAULTS,
     }
 )
 

@@ -1,5 +1,6 @@
 """Frames that a network loses, or brings again in a later epoch. ZeroMQ and TCP hide both almost always: the rules
-behind them are for the rest. Knows our frames; the links are `hop_net`'s.
+behind them are for the rest. Only where hops are open: CURVE would let none of it through. Knows our frames; the links
+are `hop_net`'s.
 """
 
 from __future__ import annotations
@@ -152,7 +153,12 @@ def _could_be_taken_for(old: Answer, new: Answer) -> bool:
     )
 
 
+def not_readable(world: World) -> str | None:
+    """CURVE hides frames from whoever is in between, and refuses those that come again."""
+    return no_links(world) or (None if world.hop_net.is_open else "hops are encrypted: INSECURE=yes")
+
+
 FAULTS: tuple[Fault, ...] = (
-    Simple(kind="frames: of an older epoch come again", inject=come_again, why_not=no_links),
-    Simple(kind="frames: one is lost", inject=are_lost, why_not=no_links),
+    Simple(kind="frames: of an older epoch come again", inject=come_again, why_not=not_readable),
+    Simple(kind="frames: one is lost", inject=are_lost, why_not=not_readable),
 )

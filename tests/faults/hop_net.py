@@ -22,9 +22,11 @@ TRIES = 50
 
 
 class HopNet:
-    """The proxies of one stack."""
+    """The proxies of one stack, whose links are encrypted unless they are `open`."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_open: bool = False) -> None:
+        self.is_open = is_open
+        """Frames can be read, as faults must that change one."""
         self.ports = _free_ports()
         self.proxies: Mapping[int, Proxy] = {
             port: Proxy((LISTEN, port), host=ADVERTISE, port=port) for port in self.ports
@@ -45,8 +47,7 @@ class HopNet:
         """What makes stages use it."""
         return {
             "SHARDLINE_HOP_TRANSPORT": "tcp",
-            # Faults that change a frame must be able to read it.
-            "SHARDLINE_HOP_INSECURE": "true",
+            "SHARDLINE_HOP_INSECURE": "true" if self.is_open else "false",
             "SHARDLINE_HOP_BIND": LISTEN,
             "SHARDLINE_HOP_HOST": ADVERTISE,
             "SHARDLINE_HOP_PORTS": f"{self.ports[0]}-{self.ports[-1]}",

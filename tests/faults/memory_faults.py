@@ -3,32 +3,92 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import psutil
 
 from services.standalone.processes import wait_until_gone
-from tests.faults.fault import Fault, NotInjected, Simple
-from tests.faults.kill_faults import GONE_S
+from tests.faults.fault import Broken, Fault, NotInjected, Simple, hold
+from tests.faults.kill_faults import GONE_S, TAIL, missing, pick
+from tests.faults.postgres_faults import session
 from tests.faults.remains import within
+from tests.faults.requests import MODEL
+from tests.faults.scale_faults import copies
+from tests.faults.users import CLERK
 from tests.faults.world import World
 
 BACK_S = 120.0
+LEAST_MIB = 1
+"""Holds a part of the longest job, in every dtype and split."""
+LEASES = 3.0
+READY = """
+SELECT id, epoch, kv_tokens FROM pipelines
+WHERE model = %s AND id NOT LIKE 'copy-%%' AND ready_at IS NOT NULL AND lease_until > now()
+"""
+"""Of the first model, those of the stack itself."""
 
 
 def half(world: World, rng: random.Random) -> None:
     """Any stage of the first pipeline is killed and finds half of its memory; the next start has all of it again."""
-    name, pid = world.pick(rng, f"stage-{rng.randrange(world.num_stages)}")
+    with _less_memory(world, max(1, int(world.kv_mib.read_text()) // 2)):
+        _restart(world, *world.pick(rng, f"stage-{rng.randrange(world.num_stages)}"))
+
+
+def too_little(world: World, rng: random.Random) -> None:
+    """Beside another pipeline, in which they go on, one becomes too small for its long jobs, and whole again."""
+    with copies(world, rng, 1):
+        with _less_memory(world, LEAST_MIB):
+            _restart(world, *pick(world, rng, TAIL))
+        if not within(BACK_S, lambda: 0 < _longest(world) < CLERK.limit):
+            raise NotInjected(f"its KV holds {_longest(world)} tokens")
+        hold(LEASES * world.times.lease_s)
+        _restart(world, *pick(world, rng, TAIL))
+        if not within(BACK_S, lambda: _longest(world) >= CLERK.limit):
+            raise Broken("its KV did not become whole again")
+
+
+@contextmanager
+def _less_memory(world: World, mib: int) -> Iterator[None]:
+    """For every stage that starts meanwhile."""
     whole = world.kv_mib.read_text()
-    world.kv_mib.write_text(str(max(1, int(whole) // 2)))
+    world.kv_mib.write_text(str(mib))
     try:
-        process = psutil.Process(pid)
-        process.kill()
-        if not wait_until_gone(process, timeout_s=GONE_S):
-            raise NotInjected(f"{name} survived SIGKILL")
-        if not within(BACK_S, lambda: world.pids().get(name, pid) != pid and world.has_pipeline()):
-            raise NotInjected(f"{name} did not come back within {BACK_S:.0f} s")
+        yield
     finally:
         world.kv_mib.write_text(whole)
 
 
-FAULTS: tuple[Fault, ...] = (Simple(kind="memory: a stage comes back with half the KV", inject=half, is_kill=True),)
+def _restart(world: World, name: str, pid: int) -> None:
+    """Until its pipeline is ready in a later epoch: a stage reads its memory seconds after its process is there."""
+    if not within(BACK_S, lambda: bool(_ready(world))):
+        raise NotInjected("the pipeline is not ready")
+    before = _ready(world)
+    process = psutil.Process(pid)
+    process.kill()
+    if not wait_until_gone(process, timeout_s=GONE_S):
+        raise NotInjected(f"{name} survived SIGKILL")
+    if not within(
+        BACK_S, lambda: any(epoch > before.get(each, (epoch, 0))[0] for each, (epoch, _) in _ready(world).items())
+    ):
+        raise NotInjected(f"{name} did not come back within {BACK_S:.0f} s")
+
+
+def _ready(world: World) -> dict[str, tuple[int, int]]:
+    """Epoch and KV in tokens, by pipeline."""
+    with session(world) as connection:
+        return {name: (epoch, tokens) for name, epoch, tokens in connection.execute(READY, (MODEL,))}
+
+
+def _longest(world: World) -> int:
+    return max((tokens for _, tokens in _ready(world).values()), default=0)
+
+
+FAULTS: tuple[Fault, ...] = (
+    Simple(kind="memory: a stage comes back with half the KV", inject=half, is_kill=True),
+    Simple(
+        kind="memory: one of two pipelines is too small for a while",
+        inject=too_little,
+        why_not=lambda world: missing(world, TAIL),
+    ),
+)

@@ -36,6 +36,8 @@ class Hurt:
     wide: bool = False
     """A random model with wide rows, see `wide_model`, instead of the demo model."""
     load: str = "lab"
+    insecure: bool = False
+    """Hops without CURVE, for faults that change frames."""
     redis_lasts: bool = False
     """The faults spare Redis: what it has taken is never sent again."""
 

@@ -125,6 +125,8 @@ INVARIANTS = (
     "late_recoveries",
     "stuck",
     "growth",
+    "broken",
+    "dead_threads",
 )
 """Fields of chaos.json that are 0 if all is well."""
 
@@ -140,7 +142,8 @@ def _arguments(hurt: Hurt, wide: Path) -> list[str]:
         "replicas": hurt.replicas,
         "patience": PATIENCE_S,
     }
-    flags = [name for name, holds in (("--inexact", not hurt.exact), ("--redis-lasts", hurt.redis_lasts)) if holds]
+    switches = {"--inexact": not hurt.exact, "--insecure": hurt.insecure, "--redis-lasts": hurt.redis_lasts}
+    flags = [name for name, holds in switches.items() if holds]
     if hurt.wide:
         values["model"] = str(wide)
     return [*(part for name, value in values.items() for part in (f"--{name}", str(value))), *flags]

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 from services.standalone.ports import LOOPBACK
 from services.standalone.preload import preload
@@ -32,7 +33,8 @@ from tests.stack import REPOSITORY, Stack
 
 DEBUG = {"enable-debug-command": "local"}
 PLAIN = "?sslmode=disable&gssencmode=disable"
-SECOND_KV_MIB = 1
+SECOND_KV_MIB: Mapping[str, int] = MappingProxyType({"float32": 2, "bfloat16": 1})
+"""By dtype: exactly the tokens of the second model's limit."""
 STACKS = ("stack", "second")
 """Folders of their logs."""
 
@@ -62,7 +64,7 @@ def a_world(options: Options) -> Iterator[World]:
     failpoints.mkdir()
     is_users = options.load is LoadName.USERS
     workload = of_users([CLERK, SCRIBE]) if is_users else lab()
-    kv_mib.write_text(str(SMALL_KV_MIB if is_users else KV_MIB))
+    kv_mib.write_text(str(SMALL_KV_MIB[options.dtype] if is_users else KV_MIB))
     with ExitStack() as ending:
         ending.callback(_keep_logs, folder)
         clock, disk = Clock(folder / "clocks"), Disk(folder / "disk")
@@ -70,7 +72,7 @@ def a_world(options: Options) -> Iterator[World]:
         model = folder / "model" / MODEL
         shutil.copytree(options.model or CLERK_FOLDER, model)
         servers = _serve(ending, folder / "servers", composed_redis() if is_users else {})
-        hop_net = HopNet()
+        hop_net = HopNet(is_open=options.insecure)
         hop_net.start()
         ending.callback(hop_net.stop)
         shared = {
@@ -94,7 +96,7 @@ def a_world(options: Options) -> Iterator[World]:
             SHARDLINE_KV_MIB_FILE=str(kv_mib),
         )
         start_s = time.monotonic() - began_s
-        second = _second(ending, folder, shared) if is_users else None
+        second = _second(ending, folder, options.dtype, shared) if is_users else None
         yield World(
             stack=stack,
             second=second,
@@ -146,11 +148,11 @@ def _stack(ending: ExitStack, folder: Path, **settings: str) -> Stack:
     return stack
 
 
-def _second(ending: ExitStack, folder: Path, shared: Mapping[str, str]) -> Stack:
+def _second(ending: ExitStack, folder: Path, dtype: str, shared: Mapping[str, str]) -> Stack:
     """One pipeline of one stage, on the same Postgres and Redis, with another model."""
     model = folder / "model" / SCRIBE.name
     subprocess.run([sys.executable, "-m", "tests.faults.second_model", str(model)], cwd=REPOSITORY, check=True)
-    own = {"SHARDLINE_MODEL": str(model), "SHARDLINE_STAGES": "1", "SHARDLINE_KV_MIB": str(SECOND_KV_MIB)}
+    own = {"SHARDLINE_MODEL": str(model), "SHARDLINE_STAGES": "1", "SHARDLINE_KV_MIB": str(SECOND_KV_MIB[dtype])}
     return _stack(ending, folder / "second", **{**shared, **own})
 
 

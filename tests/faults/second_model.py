@@ -16,6 +16,9 @@ from tokenizers.models import BPE
 from tests.faults.users import SCRIBE
 from tests.models import save_model
 
+CONTEXT = 4 * SCRIBE.limit
+NUM_LAYERS, NUM_KV_HEADS, HEAD_DIM = 4, 2, 32
+
 SPECIAL = ("<unk>", "<s>", "</s>")
 SPACE = "▁"
 PIECES = ("th", "er", "in", "an", SPACE + "t", SPACE + "a", SPACE + "w")
@@ -49,9 +52,11 @@ def save(folder: Path) -> None:
         dtype=torch.float32,
         hidden_size=64,
         intermediate_size=128,
-        num_hidden_layers=4,
+        num_hidden_layers=NUM_LAYERS,
+        num_key_value_heads=NUM_KV_HEADS,
         vocab_size=SCRIBE.vocab_size,
-        max_position_embeddings=SCRIBE.context,
+        head_dim=HEAD_DIM,
+        max_position_embeddings=CONTEXT,
     )
     tokenizer().save(str(made / "tokenizer.json"))
     (made / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "eos_token": "</s>"}))

@@ -45,13 +45,13 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
         name="epoch ignored on frames",
         patches=(Patch(file=HOP, old="if frame.epoch < channel.epoch:", new="if frame.epoch < 0:"),),
         tests=("tests/conformance/test_hop.py::test_frames_of_an_older_epoch_are_dropped",),
-        hurt=Hurt(faults="frames: of an older epoch come again", counts=("token_mismatches",)),
+        hurt=Hurt(faults="frames: of an older epoch come again", counts=("token_mismatches",), insecure=True),
     ),
     Mutant(
         name="step gap ignored",
         patches=(Patch(file=HOP, old="if frame.step != self._next_step:", new="if frame.step < 0:"),),
         tests=("tests/conformance/test_hop.py::test_steps_that_are_not_contiguous_lose_the_link",),
-        hurt=Hurt(faults="frames: one is lost", counts=("token_mismatches",)),
+        hurt=Hurt(faults="frames: one is lost", counts=("token_mismatches",), insecure=True),
         hidden_by=Layer(
             name="the head's own count of steps",
             patches=(
@@ -96,6 +96,7 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
         name="prefill rule: the first in line takes the whole step",
         patches=(Patch(file=SCHEDULER, old="max(MIN_CHUNK, left // 2)", new="left"),),
         tests=(f"{PREFILL}::test_a_prefill_takes_half_of_what_is_left_while_others_wait_and_all_of_it_when_none_does",),
+        hurt=Hurt(faults="prefill", counts=("broken",)),
     ),
     Mutant(
         name="prefill rule: those that have begun go first",

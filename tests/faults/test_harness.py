@@ -63,7 +63,7 @@ def test_given_the_users_load_when_looked_at_then_it_holds_what_users_send() -> 
     requests = of_users([CLERK, SCRIBE]).requests
     lengths = {len(one["prompt"]) for one in requests if isinstance(one.get("prompt"), list)}
     turns = [[message["role"] for message in one["messages"]] for one in requests if "messages" in one]
-    assert {1, CLERK.context - 1, SCRIBE.context - 1} <= lengths
+    assert {1, CLERK.limit - 1, SCRIBE.limit - 1} <= lengths
     assert any(roles[0] == "system" for roles in turns)
     assert any("assistant" in roles for roles in turns)
     assert all(any(name in one for one in requests) for name in ("stop", "stop_token_ids", "logprobs", "min_tokens"))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import cast
 from uuid import UUID
 
 import pytest
@@ -13,7 +15,9 @@ from services.stage.hop.sockets import Sockets, parse_ports
 from services.stage.hop.zeromq import ZeroMqHop
 from shardline.config import Times
 from shardline.errors import LinkLost
+from tests.faults.frame_faults import FAULTS
 from tests.faults.hop_net import HopNet
+from tests.faults.world import World
 
 PATIENCE_S = 60.0
 CHANNEL = Channel(pipeline=UUID(int=1), epoch=1, kind=Kind.PLAN, num_lanes=2)
@@ -60,3 +64,11 @@ def test_given_a_link_when_its_proxy_is_cut_then_steps_passed_until_then_and_bot
 
 def test_given_a_process_that_is_gone_when_asked_then_nobody_calls_it(net: HopNet) -> None:
     assert net.to(1 << 22) == []
+
+
+@pytest.mark.parametrize("is_open", [False, True])
+def test_given_a_stacks_hops_when_they_are_encrypted_then_no_fault_of_frames_is_possible(is_open: bool) -> None:
+    net = HopNet(is_open=is_open)
+    world = cast(World, SimpleNamespace(num_stages=2, hop_net=net))
+    assert net.settings["SHARDLINE_HOP_INSECURE"] == str(is_open).lower()
+    assert {fault.missing(world) is None for fault in FAULTS} == {is_open}

@@ -12,19 +12,24 @@ from uuid import UUID, uuid4
 
 import httpx
 import pytest
+import torch
 
+from services.stage.engine.kv_cache import BLOCK_TOKENS
+from services.stage.engine.paged import HeadShape, PagedKv
 from shardline.client import Client
 from shardline.errors import Conflict, Unavailable
 from tests.faults.batch import LIVE_EVERY, Batch
 from tests.faults.callers import hear, openai_form
 from tests.faults.doors import TAKEN, Answer, Door, is_refusal, with_header
 from tests.faults.journal import Asked, Journal, Watched
-from tests.faults.own_world import composed_redis
+from tests.faults.own_world import SECOND_KV_MIB, composed_redis
 from tests.faults.producer import Producer
 from tests.faults.requests import Request, row
-from tests.faults.users import CLERK
+from tests.faults.second_model import CONTEXT, HEAD_DIM, NUM_KV_HEADS, NUM_LAYERS
+from tests.faults.users import CLERK, SCRIBE
 from tests.faults.workload import Dress, of_users
 
+MIB = 1 << 20
 KEYED = Dress(fields={"idempotency_key": "once"})
 
 
@@ -185,3 +190,13 @@ def test_given_a_bulk_load_when_it_is_sent_twice_and_stopped_then_each_row_is_th
     assert states == {"cancelled": 2 * (LIVE_EVERY - 1), "queued": 2}
     assert len(batch.held) == states["cancelled"]
     assert len(journal.open("batch")) == states["queued"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_given_the_second_models_kv_when_counted_then_it_holds_its_limit_and_a_part_of_its_context(
+    dtype: torch.dtype,
+) -> None:
+    shape = HeadShape(num_kv_heads=NUM_KV_HEADS, head_dim=HEAD_DIM, value_head_dim=HEAD_DIM)
+    block_bytes = PagedKv.bytes_per_block(dict.fromkeys(range(NUM_LAYERS), shape), dtype)
+    kv_bytes = SECOND_KV_MIB[str(dtype).removeprefix("torch.")] * MIB
+    assert kv_bytes // block_bytes * BLOCK_TOKENS == SCRIBE.limit < CONTEXT

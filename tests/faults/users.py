@@ -1,6 +1,6 @@
-"""The users' load: what people really send. Knows no door, and of a model only its name, its context and its words.
+"""The users' load: what people really send. Knows no door, and of a model only its name, its limit and its words.
 
-Chats with system messages and several turns, no `max_tokens`, prompts from one token to the context's end, 20
+Chats with system messages and several turns, no `max_tokens`, prompts from one token to the limit, 20
 log-probabilities, stop strings, every way to sample. Every request has a seed, so that its tokens are known.
 """
 
@@ -29,7 +29,8 @@ class Speaks:
     """A model of the load."""
 
     name: str
-    context: int
+    limit: int
+    """Tokens that prompt and completion may have together: the context's, or fewer where the stage's KV holds fewer."""
     first_id: int
     """Smaller ids are special tokens."""
     vocab_size: int
@@ -40,7 +41,7 @@ class Speaks:
 
 CLERK = Speaks(
     name=MODEL,
-    context=512,
+    limit=512,
     first_id=3,
     vocab_size=896,
     questions=(
@@ -54,14 +55,15 @@ CLERK = Speaks(
 )
 SCRIBE = Speaks(
     name="scribe",
-    context=1024,
+    limit=1024,
     first_id=3,
     vocab_size=512,
     questions=("Grüße aus Köln", "漢字と仮名", "What is 🙂?", "plain words"),
     lengths=SCRIBE_LENGTHS,
     stops=("e", "a ", "zz", "\n"),
 )
-"""The second one: random weights behind a byte-fallback tokenizer, see `second_model`."""
+"""The second one: random weights behind a byte-fallback tokenizer, see `second_model`. Its stage's KV holds one of its
+longest jobs, and a quarter of its context."""
 
 
 def users(models: Sequence[Speaks]) -> tuple[Request, ...]:
@@ -92,19 +94,19 @@ def _chats(model: Speaks) -> Iterator[dict[str, Any]]:
 
 
 def _open_ended(model: Speaks) -> Iterator[dict[str, Any]]:
-    """No `max_tokens`: to the end of sequence, or as far as the context goes."""
+    """No `max_tokens`: to the end of sequence, or as far as the limit goes."""
     for question in model.questions[:2]:
         yield {"prompt": question, "temperature": 0.0}
     yield {"prompt": _ids(model, 1), "temperature": 1.0, "ignore_eos": True}
-    yield {"prompt": _ids(model, model.context - 100), "temperature": 0.0, "ignore_eos": True}
+    yield {"prompt": _ids(model, model.limit - 100), "temperature": 0.0, "ignore_eos": True}
 
 
 def _lengths(model: Speaks) -> Iterator[dict[str, Any]]:
-    """Prompts from one token to the last but one of the context, as ids."""
+    """Prompts from one token to the last but one of the limit, as ids."""
     for index, length in enumerate(model.lengths):
         yield {
             "prompt": _ids(model, length),
-            "max_tokens": min(SHORT, model.context - length),
+            "max_tokens": min(SHORT, model.limit - length),
             "temperature": 0.8 if index % 2 else 0.0,
             "ignore_eos": True,
         }

@@ -7,6 +7,7 @@ import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 
 import psutil
 import psycopg
@@ -30,8 +31,8 @@ from tests.stack import REPOSITORY, Stack, until
 TIME_SCALE = 0.25
 KV_MIB = 64
 """Of each stage: more than the lab's load ever needs."""
-SMALL_KV_MIB = 6
-"""Of each stage, for users: a fraction of what the open jobs could use, and four times what the longest needs."""
+SMALL_KV_MIB: Mapping[str, int] = MappingProxyType({"float32": 6, "bfloat16": 4})
+"""Of each stage by dtype, for users: a fraction of what the open jobs could use. Half of it holds the longest twice."""
 
 SECOND = f".{SCRIBE.name}"
 """Behind the names of the second stack's processes."""
@@ -61,6 +62,8 @@ class Options:
     """Everything must end so soon after the last fault."""
     model: Path | None = None
     """Another one than the demo model, under its name."""
+    insecure: bool = False
+    """Hops without CURVE: frames can be lost and repeated then."""
     redis_lasts: bool = False
     """No fault harms what Redis holds: what it has taken is never sent again."""
 
