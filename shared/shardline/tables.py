@@ -228,6 +228,8 @@ attempts = Table(
     Column("num_resumed", Integer, nullable=False, server_default=text("0")),
     Column("tokens", ARRAY(Integer), nullable=False, server_default=text("'{}'")),
     Column("logprobs", JSONB(none_as_null=True)),
+    # It waits in its head for KV: nothing of it is computed, so it cannot have broken anything.
+    Column("parked", Boolean, nullable=False, server_default=false()),
     CheckConstraint(_one_of("outcome", OUTCOMES), name="outcome_is_known"),
 )
 

@@ -55,7 +55,9 @@ SELECT jobs.id, state, jobs.fence, crashes, num_sends, sent_at IS NOT NULL, canc
     results.fence, results.token_ids, results.finish_reason, results.exact
 FROM jobs LEFT JOIN results ON results.job_id = jobs.id ORDER BY jobs.created_at, jobs.id
 """)
-ATTEMPTS = text("SELECT job_id, fence, pipeline, epoch, tokens, num_resumed, outcome FROM attempts ORDER BY 1, 2")
+ATTEMPTS = text(
+    "SELECT job_id, fence, pipeline, epoch, tokens, num_resumed, outcome, parked FROM attempts ORDER BY 1, 2"
+)
 PIPELINES = text("SELECT id, epoch, head, ready_at IS NOT NULL, seats, exact, kv_tokens FROM pipelines ORDER BY id")
 
 
@@ -130,7 +132,7 @@ def _job_row(pair: Pair, job: Job) -> tuple[Any, ...]:
 
 def _attempt_rows(pair: Pair) -> list[tuple[Any, ...]]:
     return [
-        (job_id, fence, one.pipeline, one.epoch, list(one.tokens), one.num_resumed, one.outcome)
+        (job_id, fence, one.pipeline, one.epoch, list(one.tokens), one.num_resumed, one.outcome, one.parked)
         for (job_id, fence), one in pair.tables.attempts.items()
     ]
 
@@ -242,6 +244,14 @@ def postpone(pair: Pair) -> None:
     pair.both("postpone", claims.postpone, statements.postpone, _some(pair), **late)
 
 
+def park(pair: Pair) -> None:
+    pair.both("park", claims.park, statements.park, [(job_id, _fence(pair, job_id)) for job_id in _some(pair)])
+
+
+def begin(pair: Pair) -> None:
+    pair.both("begin", claims.begin, statements.begin, [(job_id, _fence(pair, job_id)) for job_id in _some(pair)])
+
+
 def beat(pair: Pair) -> None:
     beats = []
     for job_id in _some(pair):
@@ -296,8 +306,8 @@ def sweep_leases(pair: Pair) -> None:
 
 OPERATIONS = (
     submit, submit, submit, pass_time, pass_time, take_epoch, leave, announce, announce, unready, renew, stamp, stamp,
-    stamp, unstamp, unstamp_all, claim, claim, claim, claim, postpone, postpone, expire, blame, suspects, beat, beat,
-    beat, beat, end, end, release, release, cancel, sweep_waiting, sweep_leases, sweep_leases,
+    stamp, unstamp, unstamp_all, claim, claim, claim, claim, park, begin, postpone, postpone, expire, blame, suspects,
+    beat, beat, beat, beat, end, end, release, release, cancel, sweep_waiting, sweep_leases, sweep_leases,
 )  # fmt: skip
 
 

@@ -190,11 +190,11 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
     Mutant(
         name="crashes counted for neighbours",
         patches=(
-            Patch(file=CRASHES, old="        if row.has_progress:", new="        if row.has_progress is None:"),
+            Patch(file=CRASHES, old="        elif row.has_progress:", new="        elif row.has_progress is None:"),
             Patch(
                 file=STATEMENTS,
-                old="if len(attempt.tokens) > attempt.num_resumed:",
-                new="if len(attempt.tokens) < attempt.num_resumed:",
+                old="elif len(attempt.tokens) > attempt.num_resumed:",
+                new="elif len(attempt.tokens) < attempt.num_resumed:",
             ),
         ),
         tests=(
@@ -204,6 +204,17 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
         ),
         is_simulated=True,
         hurt=replace(HEADS_DIE, counts=("blamed",)),
+    ),
+    Mutant(
+        name="crashes counted for those that wait for KV",
+        patches=(
+            Patch(file=CRASHES, old="        if row.parked:", new="        if row.parked is None:"),
+            Patch(file=STATEMENTS, old="        if attempt.parked:", new="        if attempt.parked is None:"),
+        ),
+        tests=(
+            f"{SWEEP_TESTS}::test_given_an_expired_lease_of_a_parked_job_when_swept_then_it_is_queued_and_no_crash_counts",
+            ROWS_AGREE,
+        ),
     ),
     Mutant(
         name="a claim in an older epoch",

@@ -313,6 +313,37 @@ def test_given_a_job_that_outgrows_the_kv_when_more_of_it_comes_then_it_ends_wit
     assert cell(desk.database, "SELECT crashes FROM jobs WHERE id = :id", id=outgrown) == 0
 
 
+def test_given_kv_for_one_job_when_three_are_claimed_then_two_are_parked_until_there_is_room(desk: Desk) -> None:
+    desk.rebuild(num_blocks=1)
+    desk.engine.unwire()
+    first, *others = ids = [submit(desk.database, 12) for _ in range(3)]
+    for job_id in ids:
+        desk.offer(job_id)
+    assert {desk.verdict() for _ in ids} == {(job_id, "started") for job_id in ids}
+    is_parked = "SELECT parked FROM attempts WHERE job_id = :id AND fence = 1"
+    assert [cell(desk.database, is_parked, id=job_id) for job_id in ids] == [False, True, True]
+
+    desk.rebuild(num_blocks=1)
+
+    assert [desk.verdict() for _ in ids] == [(job_id, "succeeded") for job_id in (first, *others)]
+    assert [cell(desk.database, is_parked, id=job_id) for job_id in ids] == [False] * 3
+
+
+def test_given_a_parked_job_that_a_relay_took_when_there_is_room_then_it_does_not_run_here(desk: Desk) -> None:
+    desk.rebuild(num_blocks=1)
+    desk.engine.unwire()
+    first, parked = submit(desk.database, 12), submit(desk.database, 12)
+    for job_id in (first, parked):
+        desk.offer(job_id)
+    assert [desk.verdict(), desk.verdict()] == [(first, "started"), (parked, "started")]
+
+    change(desk.database, "UPDATE jobs SET fence = fence + 1, worker = 'other' WHERE id = :id", id=parked)
+    desk.rebuild(num_blocks=1)
+
+    assert {desk.verdict(), desk.verdict()} == {(first, "succeeded"), (parked, Ignore.__name__)}
+    assert saved_tokens(desk.database, parked) == 0
+
+
 def test_given_running_jobs_when_a_stage_comes_back_with_less_kv_then_none_fails(desk: Desk) -> None:
     job_id = submit(desk.database, LONG)
     desk.offer(job_id)

@@ -87,6 +87,36 @@ def test_given_an_expired_lease_with_new_tokens_when_swept_then_it_is_queued_and
     assert again.output_ids == (7,)
 
 
+def test_given_an_expired_lease_of_a_parked_job_when_swept_then_it_is_queued_and_no_crash_counts(
+    engine: Engine,
+) -> None:
+    """Until it has begun: then nobody can tell any more that it broke nothing."""
+    waiting, begun = running(engine), running(engine)
+    change(engine, "UPDATE jobs SET crashes = 1")
+    with engine.begin() as connection:
+        claims.park(connection, [(one.job_id, one.fence) for one in (waiting, begun)])
+        assert claims.begin(connection, [(begun.job_id, begun.fence)]) == {begun.job_id}
+    expire(engine, waiting)
+    expire(engine, begun)
+
+    assert sweep(engine) == {"released": 1, "crashed": 1}
+
+    assert (read(engine, waiting.job_id).crashes, read(engine, begun.job_id).crashes) == (1, 2)
+
+
+def test_given_a_parked_job_that_was_taken_back_when_it_is_to_begin_then_it_is_not_its_heads_any_more(
+    engine: Engine,
+) -> None:
+    claimed = running(engine)
+    with engine.begin() as connection:
+        claims.park(connection, [(claimed.job_id, claimed.fence)])
+    expire(engine, claimed)
+    sweep(engine)
+
+    with engine.begin() as connection:
+        assert claims.begin(connection, [(claimed.job_id, claimed.fence)]) == set()
+
+
 def test_given_a_head_that_starts_anew_when_swept_then_only_what_its_predecessor_held_is_queued(engine: Engine) -> None:
     left, elsewhere, of_another = running(engine), running(engine, worker="h2"), running(engine)
     change(engine, "UPDATE jobs SET pipeline = 'q' WHERE id = :id", id=of_another.job_id)

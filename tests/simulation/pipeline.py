@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from services.stage.engine.events import Crashed, Event, Failed, Finished, Outgrown, Tokens
+from services.stage.engine.events import Crashed, Event, Failed, Finished, MayBegin, Outgrown, Tokens
 from services.stage.engine.kv_cache import BLOCK_TOKENS, blocks_for
 from services.stage.engine.scheduler import Scheduler, SchedulerConfig
 from services.stage.engine.sequence import Key, Request
@@ -79,6 +79,7 @@ def request(
     max_tokens: int = 1000,
     priority: int = 5,
     suspect: bool = False,
+    parked: bool = False,
     output_ids: tuple[int, ...] = (),
     logprobs: int | None = None,
 ) -> Request:
@@ -92,6 +93,7 @@ def request(
         output_ids=output_ids,
         priority=priority,
         suspect=suspect,
+        parked=parked,
     )
 
 
@@ -162,6 +164,8 @@ class Pipeline:
         self.outputs: dict[Key, list[int]] = {}
         self.texts: dict[Key, str] = {}
         self.ends: dict[Key, Finished | Failed | Crashed | Outgrown] = {}
+        self.called: list[Key] = []
+        """Parked jobs there was room for; they begin with the next turn."""
 
     def add(self, job: Request) -> None:
         """Adds a request."""
@@ -180,6 +184,7 @@ class Pipeline:
             tables = [before[row.seq] or self.stages.tables.get(row.seq) for row in plan.rows]
             used = frozenset(block for table in tables if table is not None for block in table.blocks)
             self.flights.append((plan, result, used))
+        self.hear(self.scheduler.may_begin())
         return plan
 
     def deliver(self) -> list[Event]:
@@ -203,7 +208,9 @@ class Pipeline:
 
     def turn(self) -> None:
         """A step, and an answer once no further step can go out."""
-        if self.schedule() is None:
+        while self.called:
+            self.scheduler.begin(self.called.pop())
+        if self.schedule() is None and not self.called:
             self.deliver()
 
     def drain(self) -> None:
@@ -223,6 +230,9 @@ class Pipeline:
                 assert event.start == len(self.outputs[event.key])
                 self.outputs[event.key].extend(event.ids)
                 self.texts[event.key] += event.text
+                continue
+            if isinstance(event, MayBegin):
+                self.called.append(event.key)
                 continue
             self.ends[event.key] = event
             assert not self.scheduler.has(event.key)

@@ -58,6 +58,7 @@ class Attempt:
     tokens: tuple[int, ...]
     num_resumed: int
     outcome: str | None = None
+    parked: bool = False
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

@@ -68,6 +68,24 @@ def postpone(connection: Connection, ids: Collection[UUID | str], *, pipeline: s
     return postponed
 
 
+def park(connection: Connection, keys: Collection[Key]) -> None:
+    """See shardline.store.claims."""
+    for key in keys:
+        if (attempt := connection.tables.attempts.get(key)) is not None:
+            attempt.parked = True
+
+
+def begin(connection: Connection, keys: Collection[Key]) -> set[UUID]:
+    """See shardline.store.claims."""
+    tables, begun = connection.tables, set()
+    for job_id, fence in keys:
+        job = tables.jobs.get(job_id)
+        if job is not None and _holds(job, fence, JobState.RUNNING):
+            tables.attempts[job_id, fence].parked = False
+            begun.add(job_id)
+    return begun
+
+
 def heartbeat(connection: Connection, beats: Sequence[Beat], *, lease_s: float) -> dict[Key, BeatReply]:
     """See shardline.store.claims."""
     tables, replies = connection.tables, {}
@@ -234,7 +252,9 @@ def _judge(connection: Connection, jobs: Sequence[Job]) -> dict[UUID, str]:
     ends: list[End] = []
     for job in jobs:
         key, attempt = (job.id, job.fence), connection.tables.attempts[job.id, job.fence]
-        if len(attempt.tokens) > attempt.num_resumed:
+        if attempt.parked:
+            moved |= dict.fromkeys(requeue(connection, [key], outcome="released"), "released")
+        elif len(attempt.tokens) > attempt.num_resumed:
             moved |= dict.fromkeys(requeue(connection, [key], outcome="lost"), "lost")
         elif job.crashes + 1 < job.max_crashes:
             moved |= dict.fromkeys(requeue(connection, [key], outcome="crashed"), "crashed")

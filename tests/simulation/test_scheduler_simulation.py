@@ -53,19 +53,19 @@ class Life(RuleBasedStateMachine):
     @rule(prompts=st.lists(lengths, min_size=2, max_size=8))
     def add_many(self, prompts: list[int]) -> None:
         for num_prompt in prompts:
-            self.add_one(num_prompt, MAX_LEN, priority=1, suspect=False, num_resumed=0)
+            self.add_one(num_prompt, MAX_LEN, priority=1, flags=(False, False), num_resumed=0)
 
     @rule(
         num_prompt=lengths,
         limit=limits,
         priority=st.integers(0, 2),
-        suspect=st.booleans(),
+        flags=st.tuples(st.booleans(), st.booleans()),
         num_resumed=st.one_of(st.just(0), limits),
     )
-    def add_one(self, num_prompt: int, limit: int, priority: int, suspect: bool, num_resumed: int) -> None:
-        limit = min(limit, MAX_LEN - num_prompt)
+    def add_one(self, num_prompt: int, limit: int, priority: int, flags: tuple[bool, bool], num_resumed: int) -> None:
+        limit, name, (suspect, parked) = min(limit, MAX_LEN - num_prompt), f"job {len(self.jobs)}", flags
         fresh = request(
-            f"job {len(self.jobs)}", num_prompt=num_prompt, max_tokens=limit, priority=priority, suspect=suspect
+            name, num_prompt=num_prompt, max_tokens=limit, priority=priority, suspect=suspect, parked=parked
         )
         job = replace(fresh, output_ids=tuple(expected_output(fresh, limit)[:num_resumed]))
         self.jobs[job.key] = (job, limit)
@@ -110,6 +110,7 @@ class Life(RuleBasedStateMachine):
         assert scheduler.num_running <= scheduler.config.max_seats
         assert scheduler.num_in_flight == len(self.pipeline.flights) <= scheduler.config.num_lanes
         assert sum(sequence.suspect for sequence in running) <= 1
+        assert not any(sequence.parked for sequence in running)
         held = [block for sequence in [*running, *scheduler._leaving.values()] for block in sequence.blocks]
         assert len(held) == len(set(held)) == scheduler.blocks_used
         for plan, _, _ in self.pipeline.flights:

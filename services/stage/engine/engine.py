@@ -177,6 +177,10 @@ class HeadEngine(Engine):
         """From any thread: end a job with what it has; `emit` gets its Finished, unless it ended already."""
         self.inbox.put(lambda: self._end(key, reason))
 
+    def begin(self, key: Key) -> None:
+        """From any thread: a parked job may run."""
+        self.inbox.put(lambda: self.scheduler.begin(key))
+
     def trust(self, key: Key) -> None:
         """From any thread: a suspect's tokens are saved; the next suspect may run."""
         self.inbox.put(lambda: self.scheduler.trust(key))
@@ -211,6 +215,7 @@ class HeadEngine(Engine):
             self.inbox.wait(IDLE_WAIT_S)
             return
         plan = self.scheduler.schedule()
+        self._emit(self.scheduler.may_begin())
         if plan is not None:
             self._launch(wiring, plan)
         if wiring.receiver is not None:

@@ -43,6 +43,12 @@ class Crashed(msgspec.Struct, frozen=True, kw_only=True):
     key: Key
 
 
+class MayBegin(msgspec.Struct, frozen=True, kw_only=True):
+    """There is room for a parked job: it waits for `begin`."""
+
+    key: Key
+
+
 class Outgrown(msgspec.Struct, frozen=True, kw_only=True):
     """A job needs more KV than this pipeline has: it goes back, and another pipeline goes on where it stopped."""
 
@@ -51,4 +57,4 @@ class Outgrown(msgspec.Struct, frozen=True, kw_only=True):
     """Prompt and output so far."""
 
 
-Event = Tokens | Finished | Failed | Crashed | Outgrown
+Event = Tokens | Finished | Failed | Crashed | MayBegin | Outgrown

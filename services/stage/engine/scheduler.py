@@ -12,21 +12,16 @@ from itertools import count, islice, repeat
 
 from services.stage.engine.doubt import Doubted
 from services.stage.engine.draft import Draft
-from services.stage.engine.events import Crashed, Event, Failed, Finished, Outgrown, Tokens
+from services.stage.engine.events import Crashed, Event, Failed, Finished, MayBegin, Outgrown, Tokens
 from services.stage.engine.kv_cache import BLOCK_TOKENS, BlockPool, blocks_for
+from services.stage.engine.parking import MAX_LOOK_AHEAD, Parking, fits
 from services.stage.engine.sequence import Key, Request, Sequence, State, TokenSink, Waiting, rank_of
 from services.stage.engine.step import Open, StepPlan, StepResult
 from shardline.errors import ProtocolError
 from shardline.job import FinishReason, TokenLogprob
 
-RUNNING_PER_SPARE_BLOCK = 8
-"""Admission leaves one block free for so many running sequences: a full pool would preempt what it just admitted."""
-
 MIN_CHUNK = 64
 """Tokens of a prefill that make a step's trip worth it, where the budget has them."""
-
-MAX_LOOK_AHEAD = 16
-"""Places behind a request that finds no room at which a smaller one is looked for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +45,7 @@ class Scheduler:
         self.config = config
         self._by_key: dict[Key, Sequence] = {}
         self._waiting = Waiting()
+        self._parked = Parking()
         self._arrivals = count()
         self._numbers = count()
         self._doubted = Doubted()
@@ -76,7 +72,7 @@ class Scheduler:
         sequence = Sequence(request, sink, arrival=next(self._arrivals), max_len=self.config.max_len)
         sequence.suspect = request.suspect or request.key[0] in self._doubted
         self._by_key[request.key] = sequence
-        self._waiting.push(sequence)
+        self._line_of(sequence).push(sequence)
         if (refusal := self._refusal(sequence)) is not None:
             return [self._fail(sequence, refusal)]
         if (reason := sequence.replay()) is not None:
@@ -91,15 +87,31 @@ class Scheduler:
         tail = sequence.sink.flush()
         return self._finish(sequence, reason, tail)
 
+    def begin(self, key: Key) -> None:
+        """A parked request may run from now on."""
+        sequence = self._by_key.get(key)
+        if sequence is not None and sequence.parked:
+            self._parked.remove(sequence)
+            sequence.parked = False
+            self._waiting.push(sequence)
+
+    def may_begin(self) -> list[Event]:
+        """The parked requests that there is room for. Who waits and has begun goes first."""
+        if self._waiting:
+            return []
+        taken = {"num_free": self._pool.num_free, "num_running": len(self._running)}
+        called = self._parked.call(**taken, max_seats=self.config.max_seats)
+        return [MayBegin(key=sequence.request.key) for sequence in called]
+
     def trust(self, key: Key) -> None:
         """A suspect's progress is saved: whatever happens now, it is no crash of this attempt. The next may run."""
         sequence = self._by_key.get(key)
         if sequence is None or not sequence.suspect:
             return
         if sequence.state is State.WAITING:
-            self._waiting.remove(sequence)
+            self._line_of(sequence).remove(sequence)
             sequence.suspect = False
-            self._waiting.push(sequence)
+            self._line_of(sequence).push(sequence)
         self._clear_of_suspicion(sequence)
 
     def has(self, key: Key) -> bool:
@@ -230,9 +242,8 @@ class Scheduler:
         """Who is admitted next. One that finds no room may be overtaken by smaller ones, but not for ever."""
         if len(self._running) == self.config.max_seats:
             return None
-        spare = len(self._running) // RUNNING_PER_SPARE_BLOCK
         for sequence in self._foremost():
-            if self._pool.can_allocate(blocks_for(len(sequence.ids)) + spare):
+            if fits(len(sequence.ids), self._pool.num_free, len(self._running)):
                 return sequence
             if sequence.patience == 0:
                 return None
@@ -352,7 +363,7 @@ class Scheduler:
         if sequence.state is State.RUNNING:
             self._leave(sequence, State.ENDED)
         elif sequence.state is State.WAITING:
-            self._waiting.remove(sequence)
+            self._line_of(sequence).remove(sequence)
         sequence.state = State.ENDED
 
     def _leave(self, sequence: Sequence, state: State) -> None:
@@ -374,6 +385,9 @@ class Scheduler:
         if sequence.state is State.PREEMPTED:
             sequence.patience = 0
             self._requeue(sequence)
+
+    def _line_of(self, sequence: Sequence) -> Waiting:
+        return self._parked if sequence.parked else self._waiting
 
     def _requeue(self, sequence: Sequence) -> None:
         sequence.forget_kv()

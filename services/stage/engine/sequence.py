@@ -49,6 +49,8 @@ class Request:
     priority: int = DEFAULT_PRIORITY
     suspect: bool = False
     """It may have killed an engine before: runs only when no other suspect does."""
+    parked: bool = False
+    """It found no room when it was claimed: runs only after `begin`."""
 
 
 class State(Enum):
@@ -66,6 +68,7 @@ class Sequence:
 
     __slots__ = (
         "blocks",
+        "called",
         "ids",
         "logprobs",
         "most_blocks",
@@ -73,6 +76,7 @@ class Sequence:
         "num_computed",
         "num_in_flight",
         "number",
+        "parked",
         "patience",
         "rank",
         "request",
@@ -93,6 +97,9 @@ class Sequence:
         self.state = State.WAITING
         self.suspect = request.suspect
         """Must not change while the sequence waits in a line."""
+        self.parked = request.parked
+        self.called = False
+        """Parked, and there was room for it."""
         self.num_at_start = len(self.ids)
         self.forget_kv()
 
@@ -147,6 +154,9 @@ class Waiting:
 
     def __init__(self) -> None:
         self._lines: tuple[list[tuple[tuple[int, int], Sequence]], ...] = ([], [])
+
+    def __bool__(self) -> bool:
+        return any(self._lines)
 
     def push(self, sequence: Sequence) -> None:
         """A preempted sequence keeps its rank, so it stands before all that came later."""

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from uuid import UUID
 
 import structlog
 from sqlalchemy import Connection
 from sqlalchemy import Engine as Database
 
+from services.stage.engine.kv_cache import BLOCK_TOKENS
 from services.stage.worker.identity import Identity
-from services.stage.worker.isolation import Moment, Seats, claimable
+from services.stage.worker.isolation import Moment, Seats, claimable, without_room
 from services.stage.worker.offers import Offers
 from services.stage.worker.ticket import Ticket
 from shardline.clock import lease_clock_s
@@ -53,7 +55,7 @@ class Claiming:
             for first in range(0, len(chosen), CLAIM_BATCH):
                 tickets, sent_s = chosen[first : first + CLAIM_BATCH], lease_clock_s()
                 unclaimed = {ticket.job_id: ticket for ticket in tickets}
-                rows = self._claim(list(unclaimed), identity, with_suspect)
+                rows = self._claim(list(unclaimed), identity, moment, with_suspect)
                 mine = [(row, unclaimed.pop(str(row.job_id))) for row in rows]
                 claimed = {id(ticket) for _, ticket in mine}
                 for ticket in tickets:
@@ -87,7 +89,7 @@ class Claiming:
         chosen = claimable(tickets, suspects, self._seats, moment)
         return chosen, any(ticket.job_id in suspects for ticket in chosen)
 
-    def _claim(self, ids: Sequence[str], identity: Identity, with_suspect: bool) -> list[Claimed]:
+    def _claim(self, ids: Sequence[str], identity: Identity, moment: Moment, with_suspect: bool) -> list[Claimed]:
         """Between the choice and this an engine may have died under one of them elsewhere: then it is not taken with
         the others, but comes again as a suspect."""
         failpoint(Point.BEFORE_CLAIM)
@@ -104,11 +106,13 @@ class Claiming:
                 exact_wait_s=self._times.exact_wait_s,
                 suspects=with_suspect,
             )
+            if parked := without_room(claimed, moment.live, identity.kv_tokens // BLOCK_TOKENS):
+                claims.park(connection, parked)
             if others := set(ids) - {str(row.job_id) for row in claimed}:
                 self._postpone_too_long(connection, others, identity)
         if claimed:
             failpoint(Point.AFTER_CLAIM)
-        return claimed
+        return [replace(row, parked=(row.job_id, row.fence) in parked) for row in claimed]
 
     def _postpone_too_long(self, connection: Connection, ids: set[str], identity: Identity) -> None:
         wait_s = self._times.resend_s

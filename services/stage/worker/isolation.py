@@ -1,5 +1,5 @@
-"""Which of the offered jobs a head may claim now: within its seats, and so that a poison job costs nobody else a crash.
-Knows no Postgres.
+"""Which of the offered jobs a head may claim now, and which of those may begin: within its seats and its KV, and so
+that a poison job costs nobody else a crash. Knows no Postgres.
 
 A *suspect* is a job that an engine died under before. It is claimed once all that live here have saved a token, and
 until it has too, nobody else is: so whatever it breaks is counted a crash for nobody else. Neither side waits for ever.
@@ -10,9 +10,12 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+from services.stage.engine.kv_cache import blocks_for
+from services.stage.engine.parking import fits
 from services.stage.worker.live import LiveJob
 from services.stage.worker.ticket import Ticket
 from shardline.job import INTERACTIVE
+from shardline.store.claims import Claimed, Key
 
 PATIENCE_BEATS = 0.5
 """A suspect has waited so long: nobody else is claimed, so that those who live here get to their tokens."""
@@ -74,3 +77,24 @@ def claimable(tickets: Sequence[Ticket], suspects: Sequence[str], seats: Seats, 
         if one.job_id not in doubted and seats.has_room(one.priority, num_taken + len(chosen)):
             chosen.append(one)
     return chosen
+
+
+def beginnable(called: Sequence[LiveJob], moment: Moment) -> list[LiveJob]:
+    """Those of the parked jobs there is room for that may begin now: as if they were claimed now. They have seats."""
+    suspects = [job.ticket.job_id for job in called if job.claimed.crashes > 0]
+    enough = Seats(num_any=len(moment.live) + len(called), num_interactive=0)
+    chosen = {one.job_id for one in claimable([job.ticket for job in called], suspects, enough, moment)}
+    return [job for job in called if job.ticket.job_id in chosen]
+
+
+def without_room(rows: Sequence[Claimed], live: Collection[LiveJob], num_blocks: int) -> set[Key]:
+    """Those of the rows just claimed that wait for KV: the first that does not fit, and all behind it."""
+    begun = [job.num_known for job in live if not job.parked]
+    num_free, has_room = num_blocks - sum(map(blocks_for, begun)), len(begun) == len(live)
+    for number, row in enumerate(rows, start=len(begun)):
+        num_tokens = len(row.prompt_ids) + len(row.output_ids)
+        has_room = has_room and fits(num_tokens, num_free, number)
+        if not has_room:
+            return {(each.job_id, each.fence) for each in rows[number - len(begun) :]}
+        num_free -= blocks_for(num_tokens)
+    return set()

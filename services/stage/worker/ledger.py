@@ -17,11 +17,11 @@ from sqlalchemy import Engine as Database
 from sqlalchemy.exc import DBAPIError
 
 from services.stage.engine.engine import HeadEngine
-from services.stage.engine.events import Crashed, Event, Outgrown, Tokens
+from services.stage.engine.events import Crashed, Event, MayBegin, Outgrown, Tokens
 from services.stage.worker.claiming import Claiming
 from services.stage.worker.ending import CELERY_STATES, Ending
 from services.stage.worker.identity import Identity
-from services.stage.worker.isolation import Moment, Seats
+from services.stage.worker.isolation import Moment, Seats, beginnable
 from services.stage.worker.live import LiveJob
 from services.stage.worker.publisher import Publisher
 from services.stage.worker.requests import Requests
@@ -71,6 +71,7 @@ class Ledger(threading.Thread):
         self._claiming = Claiming(database=database, seats=seats, times=times)
         self._blamed: deque[tuple[str, int]] = deque()
         self._outgrown: deque[Outgrown] = deque()
+        self._called: list[tuple[str, int]] = []
         self._events: deque[Event] = deque()
         self._cancels: deque[str] = deque()
         self._live: dict[tuple[str, int], LiveJob] = {}
@@ -152,6 +153,7 @@ class Ledger(threading.Thread):
                 self._commit_ends()
                 self._give_back_blamed()
                 self._give_back_outgrown()
+                self._begin_called()
                 self._claim_offers()
                 if self._giving_back or (self._standing.is_given_up and self._live):
                     self._release_all()
@@ -182,6 +184,8 @@ class Ledger(threading.Thread):
                 self._blamed.append(event.key)
             elif isinstance(event, Outgrown):
                 self._outgrown.append(event)
+            elif isinstance(event, MayBegin):
+                self._called.append(event.key)
             else:
                 del self._live[event.key]
                 self._ended[event.key] = Ending(job=job, event=event)
@@ -192,6 +196,21 @@ class Ledger(threading.Thread):
             self._publisher.delta(job.job_id, delta)
         else:
             job.held.append(delta)
+
+    def _begin_called(self) -> None:
+        """Parked jobs there is room for: in Postgres first, so that it can tell what was computed when a head dies."""
+        called = [job for key in self._called if (job := self._live.get(key)) is not None]
+        chosen = beginnable(called, self._moment()) if called and self._standing.identity else []
+        if chosen:
+            with self._database.begin() as connection:
+                begun = claims.begin(connection, [(job.job_id, job.claimed.fence) for job in chosen])
+        self._called = [job.key for job in called if job not in chosen]
+        for job in chosen:
+            if job.job_id in begun:
+                job.begin(self._engine.pulse.num_steps)
+                self._engine.begin(job.key)
+            else:
+                self._lose(job)
 
     def _claim_offers(self) -> None:
         """While the pipeline forms anew, offers wait; at shutdown they go back unread, to be sent again at once."""

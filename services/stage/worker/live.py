@@ -26,8 +26,10 @@ class LiveJob:
     ids: list[int]
     logprobs: list[TokenLogprob]
     num_saved: int
+    parked: bool = False
+    """It waits for KV: nothing of it is computed."""
     began_step: int = 0
-    """The engine's count of steps when it was claimed."""
+    """The engine's count of steps when it was claimed; of a parked one, when it began."""
     began_s: float = field(default_factory=time.monotonic)
     first_token_s: float | None = None
     held: list[Delta] = field(default_factory=list)
@@ -46,6 +48,7 @@ class LiveJob:
             ids=list(claimed.output_ids),
             logprobs=list(claimed.logprobs or ()),
             num_saved=len(claimed.output_ids),
+            parked=claimed.parked,
             began_step=num_steps,
         )
 
@@ -61,8 +64,17 @@ class LiveJob:
 
     @property
     def is_unproven(self) -> bool:
-        """No token of this attempt is saved: a dead head would count as a crash."""
-        return self.num_saved == len(self.claimed.output_ids)
+        """It runs and no token of this attempt is saved: a dead head would count as a crash."""
+        return not self.parked and self.num_saved == len(self.claimed.output_ids)
+
+    @property
+    def num_known(self) -> int:
+        """Tokens of prompt and output, which its KV holds while it runs."""
+        return len(self.claimed.prompt_ids) + len(self.ids)
+
+    def begin(self, num_steps: int) -> None:
+        """Postgres knows that it runs from now on."""
+        self.parked, self.began_step = False, num_steps
 
     def take(self, tokens: Tokens) -> Delta:
         """Adds the engine's tokens; returns what a reader of the stream gets."""

@@ -29,5 +29,6 @@ class Requests:
             output_logprobs=row.logprobs or (),
             priority=row.priority,
             suspect=row.crashes > 0,
+            parked=row.parked,
         )
         return request, Completion(self._vocabulary, params, room=self._context_length - len(row.prompt_ids))

@@ -1,8 +1,8 @@
-"""What heads do with jobs: claim, heartbeat, end, release. Every write carries the fence of its claim."""
+"""What heads do with jobs: claim, park, begin, heartbeat, end, release. Every write carries the fence of its claim."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from uuid import UUID
@@ -73,6 +73,24 @@ SELECT claimed.id, claimed.fence, prompt_ids, params, max_tokens, seed, priority
     deadline_at, traceparent, tokens, logprobs,
     extract(epoch FROM now() - greatest(created_at, not_before, requeued_at))::float8 AS queued_s
 FROM claimed JOIN attempt ON attempt.job_id = claimed.id ORDER BY priority, created_at, claimed.id
+""")
+
+PARK = text("""
+UPDATE attempts SET parked = true
+FROM jsonb_to_recordset(CAST(:keys AS jsonb)) AS keys(job_id uuid, fence bigint)
+WHERE attempts.job_id = keys.job_id AND attempts.fence = keys.fence
+""")
+
+BEGIN = text("""
+WITH keys AS (
+    SELECT * FROM jsonb_to_recordset(CAST(:keys AS jsonb)) AS keys(job_id uuid, fence bigint)
+), locked AS (
+    SELECT jobs.id, jobs.fence FROM jobs JOIN keys ON keys.job_id = jobs.id AND keys.fence = jobs.fence
+    WHERE jobs.state = 'running' ORDER BY jobs.id FOR UPDATE OF jobs
+)
+UPDATE attempts SET parked = false
+FROM locked WHERE attempts.job_id = locked.id AND attempts.fence = locked.fence
+RETURNING attempts.job_id
 """)
 
 HEARTBEAT = text("""
@@ -192,6 +210,8 @@ class Claimed:
     queued_s: float
     """Since it was accepted, due or requeued, whichever was last."""
     traceparent: str | None
+    parked: bool = False
+    """It waits here for KV: nothing of it is computed before `begin`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -262,6 +282,17 @@ def postpone(connection: Connection, ids: Collection[UUID | str], *, pipeline: s
     return set(too_long)
 
 
+def park(connection: Connection, keys: Collection[Key]) -> None:
+    """In the transaction of their claim: these wait in their head. One that dies meanwhile is no crash of theirs."""
+    connection.execute(PARK, {"keys": _dump_keys(keys)})
+
+
+def begin(connection: Connection, keys: Collection[Key]) -> set[UUID]:
+    """Committed before the first of their tokens is computed: parked jobs that run from now on. A job that is missing
+    is not ours any more."""
+    return set(connection.scalars(BEGIN, {"keys": _dump_keys(keys)}))
+
+
 def heartbeat(connection: Connection, beats: Sequence[Beat], *, lease_s: float) -> dict[Key, BeatReply]:
     """Renew leases and save tokens, all in one statement. A key that is missing lost its fence: drop the job."""
     rows = [
@@ -294,9 +325,9 @@ def end_from(connection: Connection, ends: Sequence[End], *, held: JobState) -> 
     ended = {row.id: JobState(row.state) for row in connection.execute(END, {"ends": dump(rows), "held": held})}
     if ended:
         ring(connection, DONE_CHANNEL)
-    others = [{"job_id": one.job_id, "fence": one.fence} for one in ends if one.job_id not in ended]
+    others = [(one.job_id, one.fence) for one in ends if one.job_id not in ended]
     if others:
-        before = connection.execute(ENDED_UNDER, {"keys": dump(others)})
+        before = connection.execute(ENDED_UNDER, {"keys": _dump_keys(others)})
         ended |= {row.id: JobState(row.state) for row in before}
     return ended
 
@@ -315,13 +346,16 @@ def expire(connection: Connection, *, worker: str, pipeline: str) -> int:
 def requeue(connection: Connection, keys: Collection[Key], *, outcome: str) -> set[UUID]:
     """`running` → `queued` under the fence. The outcome of the attempt is `released`, `crashed` (one crash more) or
     `lost`, which forgets crashes: the attempt got further, so no engine breaks where the last ones did."""
-    rows = [{"job_id": job_id, "fence": fence} for job_id, fence in keys]
-    if not rows:
+    if not keys:
         return set()
-    requeued = set(connection.scalars(REQUEUE, {"keys": dump(rows), "outcome": outcome}))
+    requeued = set(connection.scalars(REQUEUE, {"keys": _dump_keys(keys), "outcome": outcome}))
     if requeued:
         ring(connection, JOBS_CHANNEL)
     return requeued
+
+
+def _dump_keys(keys: Iterable[Key]) -> str:
+    return dump([{"job_id": job_id, "fence": fence} for job_id, fence in keys])
 
 
 def _readable(connection: Connection, rows: Sequence[Row[Any]]) -> list[UUID]:

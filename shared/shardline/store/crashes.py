@@ -1,7 +1,7 @@
 """What becomes of an attempt whose engine died under it: a requeue, a crash counted, or a dead letter.
 
-Only an attempt that saved no token of its own counts as a crash; one that did forgets those before. Knows
-neither who noticed nor why it died.
+Only an attempt that was computed and saved no token of its own counts as a crash; one that did forgets those before.
+Knows neither who noticed nor why it died.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ CONTENTS = text("""
 SELECT jobs.id, jobs.fence, crashes, max_crashes,
     cancel_requested_at IS NOT NULL AS is_cancelled, coalesce(deadline_at <= now(), false) AS is_expired,
     coalesce(cardinality(tokens) > 0, false) AS has_tokens,
-    coalesce(cardinality(tokens) > num_resumed, false) AS has_progress
+    coalesce(cardinality(tokens) > num_resumed, false) AS has_progress,
+    coalesce(parked, false) AS parked
 FROM jobs LEFT JOIN attempts ON attempts.job_id = jobs.id AND attempts.fence = jobs.fence
 WHERE jobs.id = ANY(CAST(:ids AS uuid[]))
 """)
@@ -59,19 +60,23 @@ def blame(connection: Connection, keys: Collection[Key]) -> dict[UUID, str]:
 
 
 def judge(connection: Connection, rows: Iterable[Row[Any]]) -> dict[UUID, str]:
-    """Locked rows of `contents`. Returns `lost` or `crashed` for those that were requeued, and the state of those
-    whose crashes are used up."""
+    """Locked rows of `contents`. Returns `released`, `lost` or `crashed` for those that were requeued, and the state of
+    those whose crashes are used up."""
     ends: list[End] = []
+    parked: list[Key] = []
     lost: list[Key] = []
     crashed: list[Key] = []
     for row in rows:
-        if row.has_progress:
+        if row.parked:
+            parked.append((row.id, row.fence))
+        elif row.has_progress:
             lost.append((row.id, row.fence))
         elif row.crashes + 1 < row.max_crashes:
             crashed.append((row.id, row.fence))
         else:
             ends.append(_dead_letter(connection, row))
     return {
+        **dict.fromkeys(requeue(connection, parked, outcome="released"), "released"),
         **dict.fromkeys(requeue(connection, lost, outcome="lost"), "lost"),
         **dict.fromkeys(requeue(connection, crashed, outcome="crashed"), "crashed"),
         **end_from(connection, ends, held=JobState.RUNNING),

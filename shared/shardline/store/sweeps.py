@@ -105,7 +105,7 @@ def sweep_leases(
     connection: Connection, decode: Decode, *, lease_s: float, max_batch: int = MAX_BATCH
 ) -> dict[UUID, str]:
     """Move running jobs whose lease expired: stopped as asked, else as `crashes.judge` says. Returns the state of
-    those that ended, and `lost` or `crashed` for those that were requeued."""
+    those that ended, and `released`, `lost` or `crashed` for those that were requeued."""
     rows = _locked(connection, LOCK_EXPIRED, lease_s=lease_s, max_batch=max_batch)
     over = [row for row in rows if _is_over(row)]
     return {
