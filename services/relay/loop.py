@@ -22,6 +22,8 @@ from tenacity import (
     wait_random_exponential,
 )
 
+from shardline.store.database import failure_of
+
 log = structlog.get_logger(__name__)
 
 MIN_PAUSE_S = 0.01
@@ -79,7 +81,11 @@ class Loop(threading.Thread, ABC):
             "postgres" if isinstance(error, POSTGRES_ERRORS) else "redis" if isinstance(error, REDIS_ERRORS) else None
         )
         self._errors.labels(server=server or "none").inc()
-        if server:
+        failure = failure_of(error) if isinstance(error, DBAPIError) else None
+        if failure and not failure.is_lost:
+            said = {"sqlstate": failure.sqlstate, "error": failure.problem, "tries": state.attempt_number}
+            log.warning("Postgres refuses a statement", loop=self.name, **said)
+        elif server:
             cause = getattr(error, "orig", None) or error
             log.warning(
                 "server is away", loop=self.name, server=server, error=str(cause)[:200], tries=state.attempt_number

@@ -47,6 +47,7 @@ def test_given_an_error_of_the_server_when_told_then_the_code_says_whether_it_is
 def test_given_no_server_when_told_then_it_is_away_without_a_code() -> None:
     found = failure(connect(f"postgresql://127.0.0.1:{free_port()}/none"), "SELECT 1")
     assert (found.sqlstate, found.is_lost) == (None, True)
+    assert str(found).startswith("Postgres is away: ")
 
 
 def test_given_what_the_driver_does_not_send_when_told_then_nobody_is_away(engine: Engine) -> None:

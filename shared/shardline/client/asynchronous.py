@@ -12,7 +12,7 @@ import structlog
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, AsyncSession
 
-from shardline.client.database import AWAY, MAX_IDS_PER_QUERY, listen_address, reachable
+from shardline.client.database import AWAY, MAX_IDS_PER_QUERY, listen_address, reachable, told
 from shardline.client.ends import Ends
 from shardline.client.progress import ProgressReader, TextRule, learn
 from shardline.client.requests import (
@@ -271,7 +271,7 @@ class AsyncClient:
             try:
                 progress = await self._progress.read(Asked(job_id, *cursor.asked(only_learn=only_learn)))
             except (DBAPIError, *AWAY) as error:
-                log.warning("Postgres is away: a stream waits", job_id=str(job_id), error=str(error)[:200])
+                log.warning("a stream waits for its rows", job_id=str(job_id), error=told(error))
                 return
             if progress is None:
                 raise NotFound(f"no job has the id {job_id}")

@@ -12,7 +12,7 @@ from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.orm import Session
 
 from shardline.errors import Busy, Unavailable
-from shardline.store.database import normalise
+from shardline.store.database import failure_of, normalise
 
 MAX_IDS_PER_QUERY = 1_000
 POLL_S = 1.0
@@ -51,6 +51,11 @@ def reachable() -> Iterator[None]:
         if isinstance(error.orig, ReadOnlySqlTransaction):
             raise Unavailable("Postgres takes no writes: it is a standby, or read-only for now") from error
         raise
+
+
+def told(error: BaseException) -> str:
+    """For a log line of one who goes on without it: what is wrong with Postgres."""
+    return str(failure_of(error)) if isinstance(error, DBAPIError) else f"Postgres is away: {_first_line(error)}"
 
 
 def connection_of(session: Session | Connection) -> Connection:

@@ -16,7 +16,7 @@ import structlog
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from shardline.client.database import AWAY, MAX_IDS_PER_QUERY
+from shardline.client.database import AWAY, MAX_IDS_PER_QUERY, told
 from shardline.store import jobs
 from shardline.streams import Mailbox
 from shardline.tables import DONE_CHANNEL
@@ -88,7 +88,7 @@ class Ends:
             try:
                 await self._find_ended()
             except (DBAPIError, *AWAY) as error:
-                log.warning("Postgres is away: waiting goes on", error=str(error)[:200])
+                log.warning("ends of jobs cannot be looked for: waiting goes on", error=told(error))
                 await asyncio.sleep(RETRY_S)
             await asyncio.sleep(PAUSE_S + PAUSE_FACTOR * (time.monotonic() - began_s))
 

@@ -34,13 +34,14 @@ class Failure:
     """What went wrong between us and Postgres, for logs and errors."""
 
     is_lost: bool
-    """The connection, or the server. Else it is there and has refused a statement, and will refuse it again."""
+    """The connection, or the server. Else it is there and has refused a statement."""
     sqlstate: str | None
     problem: str
 
     def __str__(self) -> str:
         kind = "is away" if self.is_lost else "refuses a statement"
-        return f"Postgres {kind} (SQLSTATE {self.sqlstate}): {self.problem}"
+        code = f" (SQLSTATE {self.sqlstate})" if self.sqlstate else ""
+        return f"Postgres {kind}{code}: {self.problem}"
 
 
 def failure_of(error: DBAPIError) -> Failure:
