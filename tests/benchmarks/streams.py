@@ -192,9 +192,12 @@ def count_connections(process: psutil.Process, head: TinyHead, valkey: Valkey) -
     ours = {f"{peer.ip}:{peer.port}" for peer in peers}
     with redis.Redis.from_url(valkey.url) as server:
         num_redis = sum(one["addr"] in ours for one in server.client_list())
+    head.database.dispose()
     with head.database.connect() as connection:
-        query = text("SELECT count(*) FROM pg_stat_activity WHERE datname = current_database()")
-        num_postgres = int(connection.scalar(query) or 0) - head.database.pool.checkedin() - 1
+        query = text(
+            "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND pid <> pg_backend_pid()"
+        )
+        num_postgres = int(connection.scalar(query) or 0)
     return {"readers": len(peers) - num_redis, "redis": num_redis, "postgres": num_postgres, "files": process.num_fds()}
 
 

@@ -7,14 +7,15 @@ from collections.abc import AsyncIterator, Iterator
 from uuid import UUID, uuid4
 
 import pytest
-from sqlalchemy import text
+from sqlalchemy import event, text
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from services.standalone.servers import Postgres, Valkey
 from shardline.client import AsyncClient
+from shardline.client.asynchronous import MAX_ROWS
 from shardline.errors import Diverged, Invalid, JobCancelled, JobFailed, NotFound
-from shardline.job import JobState
-from shardline.store.database import connect
+from shardline.job import Job, JobState
+from shardline.store.database import connect, connect_async
 from shardline.streams import Place
 from shardline.wire import Delta
 from tests.tiny_head import TinyHead, tiny_head
@@ -55,6 +56,24 @@ async def test_given_the_callers_transaction_when_it_rolls_back_then_no_job_is_l
     async with AsyncSession(client.database) as session, session.begin():
         job_id = await client.submit("clerk", PROMPT, session=session)
     assert [job.id for job in await client.list()] == [job_id]
+
+
+async def test_given_many_who_ask_for_jobs_at_once_when_read_then_they_share_one_connection_and_few_queries(
+    client: AsyncClient, database_url: str
+) -> None:
+    ids = await client.submit_many({"model": "clerk", "prompt": PROMPT} for _ in range(20))
+    unknown = uuid4()
+    queries: list[str] = []
+    pool = connect_async(database_url, pool_size=1, pool_timeout=60)
+    event.listen(pool.sync_engine, "before_cursor_execute", lambda *arguments: queries.append(arguments[2]))
+    async with AsyncClient(database=pool) as reader:
+        asked = [reader.get(job_id, tenant="default") for job_id in ids * 20]
+        others = [reader.get(ids[0], tenant="other"), reader.get(unknown)]
+        found = await asyncio.gather(*asked, *others, return_exceptions=True)
+    await pool.dispose()
+    assert [job.id for job in found[:-2] if isinstance(job, Job)] == ids * 20
+    assert [str(error) for error in found[-2:]] == [f"no job has the id {job_id}" for job_id in (ids[0], unknown)]
+    assert sum("FROM jobs" in query for query in queries) <= len(found) / MAX_ROWS + 1
 
 
 async def test_given_wrong_requests_when_submitted_then_the_field_is_named(client: AsyncClient) -> None:

@@ -9,12 +9,13 @@ from typing import Any, Self, overload
 from uuid import UUID
 
 import structlog
+from sqlalchemy import Connection
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, AsyncSession
 
 from shardline.client.database import AWAY, MAX_IDS_PER_QUERY, listen_address, reachable, told
 from shardline.client.ends import Ends
-from shardline.client.progress import ProgressReader, TextRule, learn
+from shardline.client.progress import TextRule, learn
 from shardline.client.requests import (
     AnyRequest,
     check_all_exist,
@@ -24,6 +25,7 @@ from shardline.client.requests import (
     settings_with,
     succeeded,
 )
+from shardline.client.together import Together
 from shardline.errors import NotFound
 from shardline.job import Job, JobRequest, JobState, JobSummary
 from shardline.store import dead_letters, jobs, listing
@@ -31,7 +33,7 @@ from shardline.store.database import connect_async
 from shardline.store.dead_letters import DeadLetter
 from shardline.store.inserts import Tokenised
 from shardline.store.listing import PageEnd
-from shardline.store.progress import Asked
+from shardline.store.progress import Asked, read_progress
 from shardline.streams import Cursor, DeltaReader, Mailbox, Place
 from shardline.wire import Delta
 
@@ -41,6 +43,12 @@ LISTS = 2
 """Lists read at a time."""
 
 LIST_TIMEOUT_S = 10.0
+
+MAX_FOLLOWED = 64
+"""Followed jobs whose new tokens one query reads."""
+
+MAX_ROWS = 8
+"""Whole jobs that one query reads: each may have megabytes."""
 
 # Names for annotations: inside the classes `list` is the method.
 Ids = list[UUID]
@@ -79,7 +87,8 @@ class AsyncClient:
         self._reader = DeltaReader(settings.redis_url)
         address = self.database.url if database is not None else settings.database_url.get_secret_value()
         self._ends = Ends(self.database, listen_address(address), poll_s=self._poll_s)
-        self._progress = ProgressReader(self.database)
+        self._progress = Together(self.database, read_progress, max_batch=MAX_FOLLOWED, name="progress")
+        self._rows = Together(self.database, _rows, max_batch=MAX_ROWS, name="jobs")
         self._started = False
 
     async def __aenter__(self) -> Self:
@@ -94,7 +103,8 @@ class AsyncClient:
         """End the tasks and give back the connections. Jobs go on."""
         if self._started:
             await self._ends.close()
-            await self._progress.close()
+        await self._progress.close()
+        await self._rows.close()
         await self._reader.close()
         if self._owns_database:
             await self.database.dispose()
@@ -136,10 +146,11 @@ class AsyncClient:
 
     async def get(self, job_id: UUID, *, tenant: str | None = None) -> Job:
         """The job, with its result if it has one. Raises NotFound, with `tenant` also for another tenant's."""
-        found = await self.get_many([job_id], tenant=tenant)
-        if not found:
+        with reachable():
+            job = await self._rows.read(job_id)
+        if job is None or tenant not in (None, job.tenant):
             raise NotFound(f"no job has the id {job_id}")
-        return found[0]
+        return job
 
     async def get_many(self, ids: Sequence[UUID], *, tenant: str | None = None) -> Jobs:
         """Those that exist, of one tenant or of all, in the order of `ids`."""
@@ -295,5 +306,9 @@ class AsyncClient:
         if not self._started:
             self._started = True
             self._ends.start()
-            self._progress.start()
             self._reader.start()
+
+
+def _rows(connection: Connection, ids: Sequence[UUID]) -> list[Job | None]:
+    found = {job.id: job for job in jobs.get_jobs(connection, list(set(ids)))}
+    return [found.get(job_id) for job_id in ids]

@@ -1,0 +1,101 @@
+"""Reads for many who ask at once: several answers in one query, one query at a time. Knows neither rows nor callers.
+
+However many ask, they take one connection of the pool and wait for their turn: they cannot use it up for each other and
+for those who submit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from sqlalchemy import Connection
+from sqlalchemy.exc import DBAPIError
+from sqlalchemy.ext.asyncio import AsyncEngine
+
+from shardline.client.database import AWAY
+from shardline.tasks import end_task
+
+Asked = TypeVar("Asked")
+Answer = TypeVar("Answer")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Waiting(Generic[Asked, Answer]):
+    """One question."""
+
+    asked: Asked
+    answer: asyncio.Future[Answer] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+
+
+class Together(Generic[Asked, Answer]):
+    """One task, which begins with the first question. `query` gives the answers in the order of the questions."""
+
+    def __init__(
+        self,
+        database: AsyncEngine,
+        query: Callable[[Connection, Sequence[Asked]], Sequence[Answer]],
+        *,
+        max_batch: int,
+        name: str,
+    ) -> None:
+        self._database = database
+        self._query = query
+        self._max_batch = max_batch
+        self._name = name
+        self._waiting: deque[Waiting[Asked, Answer]] = deque()
+        self._bell = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    async def close(self) -> None:
+        """End the task."""
+        if self._task is not None:
+            await end_task(self._task)
+
+    async def read(self, asked: Asked) -> Answer:
+        """Raises what the driver raises while Postgres is away."""
+        if self._task is None:
+            self._task = asyncio.create_task(self._run(), name=self._name)
+        waiting: Waiting[Asked, Answer] = Waiting(asked=asked)
+        self._waiting.append(waiting)
+        self._bell.set()
+        return await waiting.answer
+
+    async def _run(self) -> None:
+        while True:
+            await self._bell.wait()
+            self._bell.clear()
+            while self._waiting:
+                batch = [self._waiting.popleft() for _ in range(min(len(self._waiting), self._max_batch))]
+                if asking := [one for one in batch if not one.answer.done()]:
+                    await self._answer(asking)
+
+    async def _answer(self, batch: Sequence[Waiting[Asked, Answer]]) -> None:
+        try:
+            async with self._database.connect() as connection:
+                found = await connection.run_sync(self._query, [one.asked for one in batch])
+        except (DBAPIError, *AWAY) as error:
+            _fail(batch, error)
+        except asyncio.CancelledError:
+            for one in batch:
+                one.answer.cancel()
+            raise
+        except Exception as error:  # noqa: BLE001 a row that cannot be read must fail its own caller alone
+            if len(batch) == 1:
+                _fail(batch, error)
+                return
+            for one in batch:
+                await self._answer([one])
+        else:
+            for one, answer in zip(batch, found, strict=True):
+                if not one.answer.done():
+                    one.answer.set_result(answer)
+
+
+def _fail(batch: Sequence[Waiting[Asked, Answer]], error: Exception) -> None:
+    for one in batch:
+        if not one.answer.done():
+            one.answer.set_exception(error)
