@@ -17,6 +17,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -163,11 +164,11 @@ def measure(
 def write_all(sequences: Sequence[Running], redis_url: str, num_tokens: int, rate: int) -> None:
     """Token by token, in batches as steps of heads make them, at most so many a second."""
     writer = DeltaWriter(redis_url)
-    began_s, num_written = time.monotonic(), 0
+    never, began_s, num_written = threading.Event(), time.monotonic(), 0
     for place in range(num_tokens):
         for start in range(0, len(sequences), BATCH):
             some = sequences[start : start + BATCH]
-            time.sleep(max(0.0, began_s + num_written / rate - time.monotonic()))
+            never.wait(max(0.0, began_s + num_written / rate - time.monotonic()))
             writer.write([(one.claimed.job_id, delta_of(one, place)) for one in some])
             num_written += len(some)
     assert writer.num_dropped == 0, "the writer was too slow for Redis"
