@@ -88,8 +88,8 @@ chaos: setup ## Faults under load, then a judgement: SEED= MINUTES= FAULTS= LOAD
 chaos-compose: setup ## The same against `docker compose up`, with a Docker engine: SEED= MINUTES= FAULTS=
 	$(PY) -m tests.compose.chaos $(if $(SEED),--seed $(SEED)) --minutes $(MINUTES) --faults "$(FAULTS)"
 
-chaos-mutants: setup ## Break the product on purpose, rule by rule: every mutant must be noticed: RUNS=20 ONLY= ON=
-	$(PY) -m tests.faults.mutation --runs $(or $(RUNS),20) --only "$(ONLY)" --on $(or $(ON),all) --write docs/guarantees.md
+chaos-mutants: setup ## Break the product on purpose, rule by rule: every mutant must be noticed: RUNS=20 ONLY= ON= TIME_SCALE=
+	$(PY) -m tests.faults.mutation --runs $(or $(RUNS),20) --only "$(ONLY)" --on $(or $(ON),all) --time-scale $(TIME_SCALE) --write docs/guarantees.md
 
 secrets: ## Make the secret files that compose.yaml mounts, where .env says
 	@docker/secrets.sh "$(or $(SHARDLINE_SECRETS_DIR),$(shell sed -n 's/^SHARDLINE_SECRETS_DIR=//p' .env 2>/dev/null),secrets)"

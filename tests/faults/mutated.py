@@ -14,7 +14,8 @@ from pathlib import Path
 from tests.faults.mutant import STATEMENTS, Mutant, Patch
 
 ROOT = Path(__file__).resolve().parents[2]
-COPIED = ("services", "shared", "tests", "migrations", "pyproject.toml")
+COPIED = ("services", "shared", "tests", "migrations", "pyproject.toml", "compose.yaml")
+"""The last is read for what Redis may hold."""
 BUILT = ".build"
 PRODUCT = ("services/", "shared/")
 IMPORT_S = 300.0

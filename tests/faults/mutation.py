@@ -21,6 +21,7 @@ from tests.faults.mutant import Hurt, Mutant, Patch
 from tests.faults.mutants import MUTANTS
 from tests.faults.mutated import ROOT, Hung, Unfit, copy_of, of_product
 from tests.faults.noticing import Judged, by_judge, by_storms, by_test
+from tests.faults.world import TIME_SCALE
 
 KEPT = ROOT / ".local" / "mutants.json"
 SIMULATION = "simulation"
@@ -66,12 +67,12 @@ def _counted(mutant: Mutant, test: str, num_runs: int) -> int:
     return num_caught
 
 
-def judge_by_stack(name: str, patches: Sequence[Patch], hurt: Hurt) -> Judged | None:
+def judge_by_stack(name: str, patches: Sequence[Patch], hurt: Hurt, time_scale: float) -> Judged | None:
     """A real stack with these patches. None when there was nothing to judge."""
     began_s = time.monotonic()
     try:
         with copy_of(patches) as folder:
-            judged = by_judge(folder, hurt)
+            judged = by_judge(folder, hurt, time_scale)
     except (Hung, Unfit) as error:
         say(f"{name}: real stack: {error}")
         return None
@@ -79,7 +80,7 @@ def judge_by_stack(name: str, patches: Sequence[Patch], hurt: Hurt) -> Judged | 
     return judged
 
 
-def false_alarms(mutants: Sequence[Mutant], *, on_tests: bool, on_stack: bool) -> list[str]:
+def false_alarms(mutants: Sequence[Mutant], *, on_tests: bool, on_stack: bool, time_scale: float) -> list[str]:
     """What fails although nothing is broken."""
     found = []
     if on_tests:
@@ -89,7 +90,7 @@ def false_alarms(mutants: Sequence[Mutant], *, on_tests: bool, on_stack: bool) -
         found += [f"{test} fails without a mutant" for test, (num_caught, _) in caught.items() if num_caught]
     if on_stack:
         for hurt in together([mutant.hurt for mutant in mutants if mutant.hurt]):
-            judged = judge_by_stack(NOBODY, (), hurt)
+            judged = judge_by_stack(NOBODY, (), hurt, time_scale)
             if judged is None or judged.counts or judged.others:
                 found.append(f"without a mutant, {hurt} gives {judged}")
     return found
@@ -152,6 +153,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--runs", type=int, default=20, help="runs of each test")
     parser.add_argument("--only", default="", help="mutants whose name holds this")
     parser.add_argument("--on", choices=("all", "tests", "stack"), default="all", help="who is to notice")
+    parser.add_argument("--time-scale", type=float, default=TIME_SCALE, help="of real stacks: more on a busy machine")
     parser.add_argument("--sure", action="store_true", help="leave out the runs without a mutant")
     parser.add_argument("--write", type=Path, help="document to write the table into, with what was seen before")
     return parser.parse_args()
@@ -163,7 +165,8 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     mutants = [mutant for mutant in MUTANTS if chosen.only in mutant.name]
     on_tests, on_stack = chosen.on != "stack", chosen.on != "tests"
-    problems = [] if chosen.sure else false_alarms(mutants, on_tests=on_tests, on_stack=on_stack)
+    scale = chosen.time_scale
+    problems = [] if chosen.sure else false_alarms(mutants, on_tests=on_tests, on_stack=on_stack, time_scale=scale)
     seen = msgspec.json.decode(KEPT.read_bytes(), type=dict[str, Seen]) if KEPT.exists() else {}
     for mutant in mutants:
         one = seen.setdefault(mutant.name, Seen())
@@ -171,7 +174,7 @@ def main() -> int:
             one.caught = judge_by_tests(mutant, chosen.runs)
         if on_stack and mutant.hurt is not None:
             layers = mutant.hidden_by.patches if mutant.hidden_by else ()
-            one.stack = judge_by_stack(mutant.name, (*of_product(mutant), *layers), mutant.hurt)
+            one.stack = judge_by_stack(mutant.name, (*of_product(mutant), *layers), mutant.hurt, scale)
         KEPT.parent.mkdir(exist_ok=True)
         KEPT.write_bytes(msgspec.json.format(msgspec.json.encode(seen)))
         problems += one.problems(mutant, of_stack=on_stack, of_tests=on_tests)

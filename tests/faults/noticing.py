@@ -23,7 +23,7 @@ from tests.stack import REPOSITORY
 SEEDS_PER_RUN = 300
 RUN_S = 180.0
 """One run of a test or of the simulation; and so much for the first one's servers."""
-STACK_S = 480.0
+STACK_S = 900.0
 PATIENCE_S = 90.0
 """Everything ends so soon after the last fault on a stack whose times are shrunk, or never."""
 
@@ -86,14 +86,14 @@ def by_storms(folder: Path, num_runs: int) -> int:
     return int(number)
 
 
-def by_judge(folder: Path, hurt: Hurt) -> Judged:
-    """One chaos run of a real stack. Raises Unfit if there was nothing to judge."""
+def by_judge(folder: Path, hurt: Hurt, time_scale: float) -> Judged:
+    """One chaos run of a real stack, the protocol's times at this scale. Raises Unfit if there was nothing to judge."""
     report = folder / FILE.relative_to(REPOSITORY)
     report.unlink(missing_ok=True)
     model = folder / "wide"
     if hurt.wide:
         run(folder, "-m", "tests.faults.wide_model", str(model), timeout_s=RUN_S)
-    told = run(folder, "-m", "tests.faults", *_arguments(hurt, model), timeout_s=STACK_S)
+    told = run(folder, "-m", "tests.faults", *_arguments(hurt, model, time_scale), timeout_s=STACK_S)
     if not report.exists():
         raise Unfit(told[-3000:])
     said = msgspec.json.decode(report.read_bytes(), type=Report)
@@ -131,7 +131,7 @@ INVARIANTS = (
 """Fields of chaos.json that are 0 if all is well."""
 
 
-def _arguments(hurt: Hurt, wide: Path) -> list[str]:
+def _arguments(hurt: Hurt, wide: Path, time_scale: float) -> list[str]:
     values: dict[str, object] = {
         "seed": hurt.seed,
         "minutes": hurt.minutes,
@@ -141,6 +141,7 @@ def _arguments(hurt: Hurt, wide: Path) -> list[str]:
         "stages": hurt.stages,
         "replicas": hurt.replicas,
         "patience": PATIENCE_S,
+        "time-scale": time_scale,
     }
     switches = {"--inexact": not hurt.exact, "--insecure": hurt.insecure, "--redis-lasts": hurt.redis_lasts}
     flags = [name for name, holds in switches.items() if holds]

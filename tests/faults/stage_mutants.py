@@ -120,6 +120,7 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
             f"{KV_RULE}"
             "::test_given_running_jobs_when_a_new_epoch_has_less_kv_then_the_long_one_goes_back_and_the_others_go_on",
         ),
+        hurt=Hurt(faults="memory: one of two pipelines", counts=("lost",), load="users"),
     ),
     Mutant(
         name="KV rule: what a job may need at most must fit",

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.faults.mutant import Hurt, Patch
-from tests.faults.mutated import Unfit, copy_of
+from tests.faults.mutated import Unfit, copy_of, run
 from tests.faults.mutation import together
 from tests.faults.noticing import by_test
 
@@ -57,3 +57,10 @@ def test_given_many_chaos_runs_when_done_without_a_mutant_then_each_stack_runs_o
     joined, alone = together([one, two_heads, other, one])
     assert (joined.faults, joined.minutes) == ("a,b,c", 1.0)
     assert (alone.faults, alone.replicas) == ("a", 2)
+
+
+def test_given_a_copy_when_a_users_load_is_raised_in_it_then_nothing_that_it_reads_is_missing(folder: Path) -> None:
+    told = run(
+        folder, "-c", "from tests.faults.own_world import composed_redis; print(*composed_redis())", timeout_s=60
+    )
+    assert told.split() == ["maxmemory", "maxmemory-policy"]
