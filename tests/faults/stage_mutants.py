@@ -74,8 +74,8 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
         patches=(
             Patch(
                 file="services/stage/engine/padding.py",
-                old="    if not counts:\n        return (num_rows,)",
-                new="    if not counts or num_rows > counts[-1]:\n        return (num_rows,)",
+                old="    if not ladder:\n        return (num_rows,)",
+                new="    if not ladder or num_rows > ladder[-1]:\n        return (num_rows,)",
             ),
         ),
         tests=("tests/unit/test_padding.py::test_given_rows_when_cut_then_panels_are_allowed_and_few",),

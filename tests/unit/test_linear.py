@@ -14,8 +14,8 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 from transformers.pytorch_utils import Conv1D
 
 from services.stage.engine.linear import PackedLinear, pack
-from services.stage.engine.products import products, settle
-from services.stage.engine.row_counts import agreeing_counts
+from services.stage.engine.products import products
+from services.stage.engine.row_counts import ladders
 
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -100,13 +100,13 @@ def test_rows_of_a_packed_layer_keep_their_bits_whatever_their_number(dtype: tor
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(512, 192)).to(dtype)
     assert pack(model)
-    found = products(model)
-    assert found is not None
-    counts = agreeing_counts(found, machine="here", cache_folder=tmp_path)
-    settle(model, counts)
+    (product,), are_all = products(model)
+    assert are_all
+    ladder = ladders([product], machine="here", cache_folder=tmp_path)[product]
+    product.settle(ladder)
 
     # When any number of rows runs, then each row has the bits that it has alone
-    assert counts
+    assert ladder
     rows = torch.randn(700, 512).to(dtype)
     expected = torch.cat([model(rows[place : place + 1]) for place in range(0, 700, 7)])
     for num in (2, 9, 33, 95, 191, 260, 513, 695):
@@ -131,15 +131,16 @@ def test_plain_layers_and_routers_see_only_the_rows_that_they_are_told() -> None
     model = nn.ModuleDict({"plain": nn.Linear(8, 5), "other": Conv1D(6, 8), "router": Router()})
     x = torch.randn(1, 200, 8)
     expected = model["plain"](x), model["other"](x), model["router"](x[0])
-    found = products(model)
-    assert found is not None
+    found, are_all = products(model)
+    assert are_all
     assert {(one.width, one.outputs) for one in found} == {(8, 5), (8, 6), (8, 4)}
     for layer in (model["plain"], model["other"]):
         layer.forward = _noting(layer.forward, seen)
     seen.clear()
 
     # When they are settled
-    settle(model, (64,))
+    for one in found:
+        one.settle((64,))
     got = model["plain"](x), model["other"](x), model["router"](x[0])
 
     # Then they give the same, in panels
@@ -151,7 +152,7 @@ def test_a_weight_of_an_unknown_kind_is_not_exact() -> None:
     model = nn.Module()
     model.experts = nn.Parameter(torch.zeros(2, 3, 4))
 
-    assert products(model) is None
+    assert products(model) == ([], False)
 
 
 def _noting(run: Callable[[Tensor], Tensor], seen: list[int]) -> Callable[[Tensor], Tensor]:

@@ -6,11 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from services.stage.engine.padding import RUNGS, Panels, cut, in_panels
+from services.stage.engine.padding import RUNGS, Ladder, Panels, cut, in_panels
 
 AMX = (40, 48, 56, 64, 80, 96, 112, 128, 144, 160)
 """Numbers that agree on some processor: with a floor and a ceiling."""
 GAPS = (40, 48, 56, 64, 80, 112, 128)
+WIDE = tuple(rung for rung in RUNGS if 40 <= rung <= 448)
 
 
 @pytest.mark.parametrize(
@@ -49,21 +50,32 @@ def test_given_widths_that_threads_cannot_share_when_asked_then_runs_are_not_who
     assert not Panels(widths=frozenset({32_769}), num_threads=1009).are_whole(512)
 
 
-@pytest.mark.parametrize("counts", [RUNGS, AMX, GAPS, (64,)], ids=["all", "floor and ceiling", "gaps", "one"])
-def test_given_rows_when_cut_then_panels_are_allowed_and_few(counts: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(
+    "ladders",
+    [(RUNGS,), (AMX,), (GAPS,), ((64,),), (AMX, RUNGS), (GAPS, WIDE, RUNGS)],
+    ids=["all", "floor and ceiling", "gaps", "one", "two products", "three products"],
+)
+def test_given_rows_when_cut_then_panels_are_allowed_and_few(ladders: tuple[Ladder, ...]) -> None:
     for num_rows in range(1, 1200):
-        padded = Panels(counts=counts).padded(num_rows)
-        panels = cut(padded, counts)
+        padded = Panels(ladders=frozenset(ladders)).padded(num_rows)
+        for ladder in ladders:
+            panels = cut(padded, ladder)
 
-        assert sum(panels) == padded >= num_rows
-        assert set(panels) <= set(counts)
-        assert len(panels) <= -(-padded // counts[-1]) + 1
-        assert padded - num_rows < max(counts[0], 64), "what is added stays below a panel"
+            assert sum(panels) == padded >= num_rows
+            assert set(panels) <= set(ladder)
+            assert len(panels) <= -(-padded // ladder[-1]) + 1
+        fewest = max(ladder[0] for ladder in ladders)
+        assert padded - num_rows < max(fewest, 64), "what is added stays below a panel"
+
+
+def test_given_a_full_prefill_when_cut_then_one_panel_holds_it() -> None:
+    assert cut(512, RUNGS) == (512,)
+    assert cut(400, RUNGS) == (208, 192), "not padded to 448"
 
 
 def test_given_rows_as_they_come_when_cut_then_they_stay_whole() -> None:
     assert cut(1234, ()) == (1234,)
-    assert Panels(counts=()).padded(1) == 1
+    assert Panels(ladders=frozenset()).padded(1) == 1
 
 
 @pytest.mark.parametrize("num_rows", [1, 40, 41, 160, 161, 500])

@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from services.stage.engine.padding import RUNGS
-from services.stage.engine.row_counts import Product, agreeing_counts, fitting_counts, telling_rows
+from services.stage.engine.padding import RUNGS, Ladder
+from services.stage.engine.row_counts import Product, Run, fitting_counts, ladders, telling_rows
 
 WIDTH = 64
 ONE_IN = 100_000
-
-Run = Callable[[Tensor], Tensor]
 
 
 def product(run: Run, *, width: int = WIDTH, outputs: int = WIDTH, dtype: torch.dtype = torch.float32) -> Product:
     """A product by this function, with some weight."""
     sample = torch.randn(16, width, generator=torch.Generator().manual_seed(5)).to(dtype)
-    return Product(run=run, width=width, outputs=outputs, dtype=dtype, sample=sample, kind="fake")
+    return made(run, width=width, outputs=outputs, dtype=dtype, sample=sample)
+
+
+def made(run: Run, *, width: int, outputs: int, dtype: torch.dtype, sample: Tensor) -> Product:
+    """A product that nobody tells its ladder."""
+    return Product(
+        run=run, settle=lambda _: None, width=width, outputs=outputs, dtype=dtype, sample=sample, kind="fake"
+    )
 
 
 def spoiled(counts: set[int]) -> Run:
@@ -50,7 +54,7 @@ def old_rule(run: Run) -> bool:
     return True
 
 
-@pytest.mark.parametrize("bad", [{2, 4, 8}, {32}, {120}, {192, 224, 256}, set(RUNGS) - {64}], ids=str)
+@pytest.mark.parametrize("bad", [{2, 4, 8}, {32}, {120}, {192, 224, 256}, {512}, set(RUNGS) - {64}], ids=str)
 def test_given_one_changed_element_in_100_000_when_tried_then_its_row_counts_are_left_out(bad: set[int]) -> None:
     run = spoiled(bad)
     assert old_rule(run), "its predecessor would have allowed all of them"
@@ -69,7 +73,7 @@ def test_given_several_outputs_when_tried_then_each_is_compared() -> None:
     def run(x: Tensor) -> tuple[Tensor, Tensor]:
         return x, x[:, :1] + (len(x) < 40)
 
-    several = Product(run=run, width=8, outputs=8, dtype=torch.float32, sample=torch.randn(2, 8), kind="router")
+    several = made(run, width=8, outputs=8, dtype=torch.float32, sample=torch.randn(2, 8))
 
     assert fitting_counts(several) == tuple(count for count in RUNGS if count >= 40)
 
@@ -79,9 +83,7 @@ def test_given_another_order_of_summation_when_rows_tell_then_it_shows_a_hundred
     width, outputs = 512, 192
     generator = torch.Generator().manual_seed(2)
     weight = (torch.randn(outputs, width, generator=generator) * 0.05).bfloat16()
-    tried = Product(
-        run=lambda x: x, width=width, outputs=outputs, dtype=torch.bfloat16, sample=weight[:16], kind="fake"
-    )
+    tried = made(lambda x: x, width=width, outputs=outputs, dtype=torch.bfloat16, sample=weight[:16])
 
     def share_that_differs(rows: Tensor) -> float:
         x, w = rows.float(), weight[:16].float()
@@ -107,13 +109,13 @@ def test_given_an_answer_on_disk_when_asked_again_then_nothing_is_tried(tmp_path
         tries.append(len(x))
         return x + (len(x) > 160)
 
-    first = agreeing_counts([product(run)], machine="here", cache_folder=tmp_path)
+    first = ladder_of(product(run), "here", tmp_path)
     num_tries = len(tries)
 
     assert first == tuple(count for count in RUNGS if count <= 160)
-    assert agreeing_counts([product(run)], machine="here", cache_folder=tmp_path) == first
+    assert ladder_of(product(run), "here", tmp_path) == first
     assert len(tries) == num_tries
-    assert agreeing_counts([product(run)], machine="elsewhere", cache_folder=tmp_path) == first
+    assert ladder_of(product(run), "elsewhere", tmp_path) == first
     assert len(tries) == 2 * num_tries
 
 
@@ -121,17 +123,23 @@ def test_given_an_answer_on_disk_when_asked_again_then_nothing_is_tried(tmp_path
 def test_given_an_answer_that_this_version_did_not_write_when_asked_then_it_is_tried_again(
     text: str, tmp_path: Path
 ) -> None:
-    agreeing_counts([product(lambda x: x)], machine="", cache_folder=tmp_path)
+    ladder_of(product(lambda x: x), "here", tmp_path)
     (stored,) = tmp_path.iterdir()
     stored.write_text(text)
 
-    assert agreeing_counts([product(lambda x: x)], machine="", cache_folder=tmp_path) == RUNGS
+    assert ladder_of(product(lambda x: x), "here", tmp_path) == RUNGS
 
 
-def test_given_products_that_agree_on_other_counts_when_asked_then_those_of_all_are_told(tmp_path: Path) -> None:
+def test_given_products_that_agree_on_other_counts_when_asked_then_each_has_its_own(tmp_path: Path) -> None:
     few = product(lambda x: x + (len(x) < 40), outputs=64)
     many = product(lambda x: x + (len(x) > 160), outputs=65)
 
-    counts = agreeing_counts([few, many], machine="", cache_folder=tmp_path)
+    told = ladders([few, many], machine="here", cache_folder=tmp_path)
 
-    assert counts == tuple(count for count in RUNGS if 40 <= count <= 160)
+    assert told[few] == tuple(count for count in RUNGS if count >= 40)
+    assert told[many] == tuple(count for count in RUNGS if count <= 160)
+
+
+def ladder_of(one: Product, machine: str, cache_folder: Path) -> Ladder:
+    """What is told of one product."""
+    return ladders([one], machine=machine, cache_folder=cache_folder)[one]

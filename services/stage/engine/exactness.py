@@ -20,8 +20,8 @@ from services.stage.engine.kv_cache import BLOCK_TOKENS
 from services.stage.engine.machine import machine
 from services.stage.engine.padding import RUNGS, Panels
 from services.stage.engine.paged import Span
-from services.stage.engine.products import products, settle
-from services.stage.engine.row_counts import agreeing_counts
+from services.stage.engine.products import products
+from services.stage.engine.row_counts import ladders
 from services.stage.engine.shard import Shard
 
 log = structlog.get_logger(__name__)
@@ -92,18 +92,23 @@ def settle_rows(shard: Shard, *, is_wanted: bool, token_budget: int, cache_folde
     """Tells the shard's products which numbers of rows they may see; how rows are padded for them, and whether no
     number of rows up to the budget can change a row's bits. Unless that `is_wanted`, nothing is tried."""
     if shard.device.type != "cpu":
-        return Panels(counts=()), False
-    found = products(shard.model) if is_wanted else None
-    agreeing = agreeing_counts(found, machine=machine(), cache_folder=cache_folder) if found is not None else ()
-    counts = agreeing or RUNGS
-    settle(shard.model, counts)
-    panels = Panels(counts=counts, widths=shard.widths, num_threads=torch.get_num_threads())
-    if agreeing and not panels.are_whole(token_budget):
+        return Panels(ladders=frozenset()), False
+    found, are_all = products(shard.model)
+    is_wanted = is_wanted and are_all
+    told = ladders(found, machine=machine(), cache_folder=cache_folder) if is_wanted else {}
+    agree = is_wanted and all(told.values())
+    used = {product: told.get(product) or RUNGS for product in found}
+    for product, ladder in used.items():
+        product.settle(ladder)
+    panels = Panels(
+        ladders=frozenset(used.values()) or frozenset({RUNGS}), widths=shard.widths, num_threads=torch.get_num_threads()
+    )
+    if agree and not panels.are_whole(token_budget):
         log.warning(
             "threads cannot share rows by whole vectors", widths=sorted(shard.widths), threads=panels.num_threads
         )
         return panels, False
-    return panels, bool(agreeing)
+    return panels, agree
 
 
 def exactness_fingerprint(

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from services.stage.engine.padding import in_panels
+from services.stage.engine.padding import Ladder, in_panels
 from services.stage.engine.row_counts import SAMPLED_OUTPUTS
 
 _log = structlog.get_logger(__name__)
@@ -36,9 +36,8 @@ class PackedLinear(nn.Module):
         self.bias = bias
         self.packed = _reorder(weight.detach().contiguous(), _EXPECTED_ROWS)
         self.sample: Tensor | None = weight.detach()[:SAMPLED_OUTPUTS].clone()
-        """Some rows of the weight, until `counts` are known."""
-        self.counts: tuple[int, ...] = ()
-        """Numbers of rows that a product may see; empty: any."""
+        """Some rows of the weight, until its ladder is known."""
+        self._ladder: Ladder = ()
         self._empty = torch.empty(0, dtype=weight.dtype)
 
     @property
@@ -49,8 +48,12 @@ class PackedLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x @ weight.T + bias."""
         rows = x if x.numel() == x.shape[-2] * x.shape[-1] else x.reshape(-1, x.shape[-1])
-        out: Tensor = in_panels(self.product, rows, self.counts)
+        out: Tensor = in_panels(self.product, rows, self._ladder)
         return out if rows is x else out.reshape(*x.shape[:-1], -1)
+
+    def settle(self, ladder: Ladder) -> None:
+        """From now on the product sees these numbers of rows."""
+        self._ladder, self.sample = ladder, None
 
     def product(self, x: Tensor) -> Tensor:
         """The same in one call, whatever the number of rows."""

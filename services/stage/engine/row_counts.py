@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from services.stage.engine import cache
-from services.stage.engine.padding import REFERENCE_ROWS, RUNGS
+from services.stage.engine.padding import REFERENCE_ROWS, RUNGS, Ladder
 
 log = structlog.get_logger(__name__)
 
@@ -37,12 +37,18 @@ RIDGE = 1e-4
 """Of the mean square: weights may hold equal rows, or none but zeros."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+Key = tuple[str, int, int, str]
+Run = Callable[[Tensor], Any]
+"""Rows [T, width] to a tensor [T, ...] or several."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Product:
     """Rows [T, width] times one weight."""
 
-    run: Callable[[Tensor], Any]
-    """Gives a tensor [T, ...] or several."""
+    run: Run
+    settle: Callable[[Ladder], None]
+    """From now on it sees these numbers of rows."""
     width: int
     outputs: int
     dtype: torch.dtype
@@ -52,39 +58,41 @@ class Product:
     """Which library call it is: products of one kind and shape take the same path."""
 
     @property
-    def key(self) -> tuple[str, int, int, str]:
+    def key(self) -> Key:
         """Equal for products that need to be tried once."""
         return self.kind, self.width, self.outputs, str(self.dtype)
 
 
-def agreeing_counts(products: Iterable[Product], *, machine: object, cache_folder: Path) -> tuple[int, ...]:
-    """The numbers of rows that give the bits of REFERENCE_ROWS in every product; empty if rows of one depend on each
+def ladders(products: Iterable[Product], *, machine: object, cache_folder: Path) -> dict[Product, Ladder]:
+    """For each product the numbers of rows that give the bits of REFERENCE_ROWS; empty if rows of it depend on each
     other even so. `machine`: whatever libraries choose their kernels by."""
     began_s = time.perf_counter()
-    counts: tuple[int, ...] = RUNGS
-    distinct = {product.key: product for product in products}
-    for product in distinct.values():
-        fitting = _remembered(product, machine, cache_folder)
-        if not fitting:
-            log.warning("rows of a product depend on each other", product=product.key)
-        counts = tuple(count for count in counts if count in fitting)
+    found: dict[Key, Ladder] = {}
+    told: dict[Product, Ladder] = {}
+    for product in products:
+        if product.key not in found:
+            found[product.key] = _remembered(product, machine, cache_folder)
+            if not found[product.key]:
+                log.warning("rows of a product depend on each other", product=product.key)
+        told[product] = found[product.key]
     tried_s = round(time.perf_counter() - began_s, 2)
-    log.info("numbers of rows that keep every bit", counts=counts, products=len(distinct), tried_s=tried_s)
-    return counts
+    sizes = sorted({(ladder[0], ladder[-1]) for ladder in found.values() if ladder})
+    log.info("numbers of rows that keep every bit", fewest_and_most=sizes, products=len(found), tried_s=tried_s)
+    return told
 
 
-def _remembered(product: Product, machine: object, cache_folder: Path) -> tuple[int, ...]:
+def _remembered(product: Product, machine: object, cache_folder: Path) -> Ladder:
     facts = (RUNGS, REFERENCE_ROWS, MIN_COMPARED, MAX_ROWS, product.key, torch.get_num_threads(), machine)
     name = f"{hashlib.sha256(json.dumps(facts).encode()).hexdigest()}.rows"
-    counts = _read(cache.recall(cache_folder, name))
-    if counts is None:
-        counts = fitting_counts(product)
-        cache.store(cache_folder, name, json.dumps(counts))
-    return counts
+    ladder = _read(cache.recall(cache_folder, name))
+    if ladder is None:
+        ladder = fitting_counts(product)
+        cache.store(cache_folder, name, json.dumps(ladder))
+    return ladder
 
 
 @torch.inference_mode()
-def fitting_counts(product: Product) -> tuple[int, ...]:
+def fitting_counts(product: Product) -> Ladder:
     """The rungs whose bits are those of REFERENCE_ROWS; empty if a row's place in a panel matters."""
     needed = min(-(-MIN_COMPARED // product.outputs), MAX_ROWS)
     whole = -(-max(needed, *RUNGS) // REFERENCE_ROWS) * REFERENCE_ROWS
@@ -130,7 +138,7 @@ def _equal(some: list[Tensor], others: list[Tensor]) -> bool:
     return all(torch.equal(one, other) for one, other in zip(some, others, strict=True))
 
 
-def _read(text: str | None) -> tuple[int, ...] | None:
+def _read(text: str | None) -> Ladder | None:
     """None for what this version did not write."""
     try:
         counts = json.loads(text or "")
