@@ -17,6 +17,7 @@ from shardline.metrics import RelayMetrics
 from shardline.store import jobs
 
 MAX_REMEMBERED = 10_000
+MAX_BATCH = 128
 REMEMBER_TURNS = 60
 
 
@@ -52,16 +53,17 @@ class Canceller(Loop):
         self.wake()
 
     def turn(self) -> float:
-        """All that wait, in two statements."""
+        """All that wait, MAX_BATCH in a transaction."""
         with self._lock:
             wishes = dict(self._wishes)
         for running in (True, False):
             ids = [job_id for job_id, wish in wishes.items() if wish.running is running]
-            if ids:
+            for first in range(0, len(ids), MAX_BATCH):
+                batch = ids[first : first + MAX_BATCH]
                 with self._database.begin() as connection:
-                    found = jobs.request_cancel(connection, ids, running=running)
+                    found = jobs.request_cancel(connection, batch, running=running)
                 self._results.note(found)
-                self._forget(wishes, found)
+                self._forget({job_id: wishes[job_id] for job_id in batch}, found)
         return self._times.poll_s
 
     def _forget(self, wishes: dict[UUID, Wish], found: Iterable[UUID]) -> None:

@@ -57,11 +57,16 @@ class Outbox(Loop):
         """A missing mark means that Redis lost its messages too: all of the window is sent again now."""
         if self._redis.exists(OUTBOX_MARK):
             return
-        with self._database.begin() as connection:
-            num_lost = outbox.unstamp_all(connection)
+        num_lost = 0
+        while num := self._unstamp():
+            num_lost += num
         self._redis.set(OUTBOX_MARK, "1")
         if num_lost:
             log.warning("Redis is empty: sending the window again", jobs=num_lost)
+
+    def _unstamp(self) -> int:
+        with self._database.begin() as connection:
+            return outbox.unstamp_sent(connection)
 
     def _publish(self, sends: Sequence[Send]) -> None:
         num_sent = 0

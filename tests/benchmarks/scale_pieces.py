@@ -145,32 +145,34 @@ def _doors(ids: list[UUID], ended: UUID) -> Iterator[Piece]:
 
 def _relays(ids: list[UUID], head: Head) -> Iterator[Piece]:
     def unprepared(connection: Connection) -> None:
-        jobs.insert_jobs(connection, [request for _ in range(20) for request in _requests()])
+        jobs.insert_jobs(connection, [request for _ in range(4) for request in _requests()])
 
     taken: list[Ready] = []
 
     def take(connection: Connection) -> None:
         rows = preparation.take_unprepared(connection, lease_s=10.0)
         taken[:] = [Ready(id=row.id, prompt_ids=IDS, max_tokens=8, seed=None) for row in rows]
-        assert len(taken) == BATCH
+        assert taken
 
     def insert_and_take(connection: Connection) -> None:
         unprepared(connection)
         take(connection)
 
-    yield Piece(name=f"take unprepared {BATCH}", before=unprepared, work=take)
+    yield Piece(name="take unprepared", before=unprepared, work=take)
     yield Piece(
-        name=f"mark prepared {BATCH}",
+        name="mark prepared",
         before=insert_and_take,
         work=lambda connection: preparation.mark_prepared(connection, taken),
     )
     stamp: Work = partial(outbox.stamp, resend_s=15.0)
     yield Piece(name="stamp an empty window", work=stamp)
-    yield Piece(name="stamp a full window", before=lambda connection: [stamp(connection) for _ in range(6)], work=stamp)
+    yield Piece(
+        name="stamp a full window", before=lambda connection: [stamp(connection) for _ in range(20)], work=stamp
+    )
     yield Piece(name="stamp again what is lost", before=_lose_messages, work=stamp)
     yield Piece(name=f"unstamp {BATCH}", before=stamp, work=lambda connection: outbox.unstamp(connection, ids))
     yield Piece(
-        name="unstamp all", before=lambda connection: [stamp(connection) for _ in range(6)], work=outbox.unstamp_all
+        name="unstamp sent", before=lambda connection: [stamp(connection) for _ in range(20)], work=outbox.unstamp_sent
     )
     sweep_waiting: Work = partial(sweeps.sweep_waiting, decode=lambda _: "text")
     sweep_leases: Work = partial(sweeps.sweep_leases, decode=lambda _: "text", lease_s=0.0)

@@ -227,8 +227,8 @@ def unstamp(pair: Pair) -> None:
     pair.both("unstamp", outbox.unstamp, statements.unstamp, _some(pair))
 
 
-def unstamp_all(pair: Pair) -> None:
-    pair.both("unstamp_all", outbox.unstamp_all, statements.unstamp_all)
+def unstamp_sent(pair: Pair) -> None:
+    pair.both("unstamp_sent", outbox.unstamp_sent, statements.unstamp_sent)
 
 
 def claim(pair: Pair) -> None:
@@ -306,7 +306,7 @@ def sweep_leases(pair: Pair) -> None:
 
 OPERATIONS = (
     submit, submit, submit, pass_time, pass_time, take_epoch, leave, announce, announce, unready, renew, stamp, stamp,
-    stamp, unstamp, unstamp_all, claim, claim, claim, claim, park, begin, postpone, postpone, expire, blame, suspects,
+    stamp, unstamp, unstamp_sent, claim, claim, claim, claim, park, begin, postpone, postpone, expire, blame, suspects,
     beat, beat, beat, beat, end, end, release, release, cancel, sweep_waiting, sweep_leases, sweep_leases,
 )  # fmt: skip
 

@@ -1,7 +1,8 @@
-/* A wall clock that a test can shift, preloaded into a process. Monotonic clocks stay as they are.
+/* A wall clock that a test can shift, and a machine that seems to have been suspended, preloaded into a process. The
+ * monotonic clock stays as it is: it does not count a suspension.
  *
- * The shift of process N, seconds as a double, is the file N in the folder $TEST_CLOCK_FOLDER: mapped, so that whoever
- * writes it moves the clock at once. */
+ * Both of process N, seconds as two doubles, are the file N in the folder $TEST_CLOCK_FOLDER: mapped, so that whoever
+ * writes it moves the clocks at once. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <fcntl.h>
@@ -13,8 +14,9 @@
 #include <time.h>
 #include <unistd.h>
 
-static double none;
-static volatile double *shift_s = &none;
+static double none[2];
+static volatile double *shifts_s = none;
+enum { WALL, SUSPENDED };
 
 __attribute__((constructor)) static void map_shift(void) {
     const char *folder = getenv("TEST_CLOCK_FOLDER");
@@ -22,9 +24,9 @@ __attribute__((constructor)) static void map_shift(void) {
     if (folder == NULL || snprintf(path, sizeof path, "%s/%d", folder, getpid()) >= (int)sizeof path) return;
     int file = open(path, O_RDWR | O_CREAT | O_CLOEXEC, 0600);
     if (file < 0) return;
-    if (ftruncate(file, sizeof(double)) == 0) {
-        void *mapped = mmap(NULL, sizeof(double), PROT_READ, MAP_SHARED, file, 0);
-        if (mapped != MAP_FAILED) shift_s = mapped;
+    if (ftruncate(file, sizeof none) == 0) {
+        void *mapped = mmap(NULL, sizeof none, PROT_READ, MAP_SHARED, file, 0);
+        if (mapped != MAP_FAILED) shifts_s = mapped;
     }
     close(file);
 }
@@ -33,7 +35,8 @@ int clock_gettime(clockid_t id, struct timespec *now) {
     static int (*real)(clockid_t, struct timespec *);
     if (real == NULL) real = (int (*)(clockid_t, struct timespec *))dlsym(RTLD_NEXT, "clock_gettime");
     int status = real(id, now);
-    if (status == 0 && id == CLOCK_REALTIME) now->tv_sec += (time_t)*shift_s;
+    if (status == 0 && id == CLOCK_REALTIME) now->tv_sec += (time_t)shifts_s[WALL];
+    if (status == 0 && id == CLOCK_BOOTTIME) now->tv_sec += (time_t)shifts_s[SUSPENDED];
     return status;
 }
 

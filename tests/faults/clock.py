@@ -1,4 +1,4 @@
-"""The wall clocks of single processes, shifted by a preloaded library. Knows no service; needs a C compiler."""
+"""Clocks of single processes, moved by a preloaded library. Knows no service; needs a C compiler."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 from tests.faults.shim import build
 
 SOURCE = Path(__file__).with_suffix(".c")
+SECONDS = struct.Struct("d")
 
 
 class Clock:
@@ -32,5 +33,13 @@ class Clock:
 
     def shift(self, pid: int, shift_s: float) -> None:
         """The process's clock jumps so far from the true time; 0 puts it right."""
+        self._write(pid, 0, shift_s)
+
+    def suspend(self, pid: int, suspended_s: float) -> None:
+        """For the process, its machine has been suspended so long since it started."""
+        self._write(pid, SECONDS.size, suspended_s)
+
+    def _write(self, pid: int, place: int, seconds: float) -> None:
         with (self._folder / str(pid)).open("r+b") as file:
-            file.write(struct.pack("d", shift_s))
+            file.seek(place)
+            file.write(SECONDS.pack(seconds))

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 from uuid import UUID, uuid4
 
+import torch
 from sqlalchemy import Engine as Database
 from tenacity import retry, retry_if_result, stop_after_delay, wait_fixed
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
+from services.stage.engine.device import Device
 from services.stage.engine.engine import HeadEngine
 from services.stage.engine.events import Event
 from services.stage.engine.executor import Executor
@@ -32,7 +36,7 @@ from services.stage.worker.requests import Requests
 from services.stage.worker.ticket import Ticket
 from shardline.config import Times
 from shardline.streams import DeltaWriter
-from tests.models import VOCAB_SIZE
+from tests.models import VOCAB_SIZE, save_model
 
 
 @retry(wait=wait_fixed(0.02), stop=stop_after_delay(120), retry=retry_if_result(lambda holds: not holds))
@@ -135,6 +139,26 @@ def open_desk(database: Database, executor: Executor, redis_url: str, times: Tim
     for thread in (ledger, engine, publisher):
         thread.stop()
         thread.join()
+
+
+@contextmanager
+def tiny_executor(folder: Path) -> Iterator[Executor]:
+    """A tiny Llama with a long context, whole, on core 0; leaves the process as it was."""
+    cores, num_threads = os.sched_getaffinity(0), torch.get_num_threads()
+    device = Device.take("cpu:0", worker="tests", lock_folder=folder / "locks")
+    yield Executor.load(
+        model=save_model(folder, max_position_embeddings=4096),
+        layers=range(4),
+        device=device,
+        dtype="float32",
+        kv_bytes=64 << 20,
+        token_budget=64,
+        max_open=16,
+        cache_folder=folder / "cache",
+    )
+    device.release()
+    os.sched_setaffinity(0, cores)
+    torch.set_num_threads(num_threads)
 
 
 def wiring(executor: Executor, num_blocks: int | None = None) -> Wiring:

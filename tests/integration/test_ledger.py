@@ -2,29 +2,31 @@
 
 from __future__ import annotations
 
-import os
+import threading
 from collections.abc import Iterator
 from typing import Any
 from uuid import UUID
 
 import pytest
-import torch
 from celery.exceptions import Ignore, Terminated
 from sqlalchemy import Engine as Database
+from sqlalchemy import text
 from structlog.testing import capture_logs
 
-from services.stage.engine.device import Device
+from services.stage.engine import engine as engine_module
 from services.stage.engine.engine import HeadEngine
 from services.stage.engine.events import Crashed
 from services.stage.engine.executor import Executor
 from services.stage.engine.scheduler import Scheduler
+from services.stage.worker import claiming as claiming_module
+from services.stage.worker import ledger as ledger_module
+from shardline.clock import lease_clock_s
 from shardline.config import Times
 from shardline.errors import JobFailed
 from shardline.job import JobState
 from shardline.store import jobs
-from tests.integration.ledger_desk import Desk, identity, open_desk, until
+from tests.integration.ledger_desk import Desk, identity, open_desk, tiny_executor, until
 from tests.integration.store_world import cell, change, request, state, world
-from tests.models import save_model
 from tests.simulation.pipeline import Numbers
 from tests.simulation.pipeline import config as scheduler_config
 from tests.simulation.pipeline import request as engine_request
@@ -36,23 +38,9 @@ LONG = 4_000
 
 @pytest.fixture(scope="module")
 def executor(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Executor]:
-    """A tiny Llama with a long context, whole, on core 0."""
-    folder = tmp_path_factory.mktemp("ledger")
-    cores, num_threads = os.sched_getaffinity(0), torch.get_num_threads()
-    device = Device.take("cpu:0", worker="tests", lock_folder=folder / "locks")
-    yield Executor.load(
-        model=save_model(folder, max_position_embeddings=4096),
-        layers=range(4),
-        device=device,
-        dtype="float32",
-        kv_bytes=64 << 20,
-        token_budget=64,
-        max_open=16,
-        cache_folder=folder / "cache",
-    )
-    device.release()
-    os.sched_setaffinity(0, cores)
-    torch.set_num_threads(num_threads)
+    """A tiny model with a long context."""
+    with tiny_executor(tmp_path_factory.mktemp("ledger")) as executor:
+        yield executor
 
 
 @pytest.fixture
@@ -369,3 +357,31 @@ def test_given_a_step_in_flight_when_the_head_is_held_back_then_nobody_is_late_w
     engine.fenced = True
 
     assert engine.num_awaited == 0
+
+
+@pytest.mark.parametrize("times", [TIMES.model_copy(update={"lease_s": 3_600.0})], ids=["lease of an hour"])
+def test_given_a_machine_that_was_suspended_when_it_wakes_then_no_step_is_made_before_a_heartbeat_is_back(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    suspended_s = [0.0]
+    for module in (engine_module, ledger_module, claiming_module):
+        monkeypatch.setattr(module, "lease_clock_s", lambda: lease_clock_s() + suspended_s[0])
+    job_id = submit(desk.database, LONG)
+    desk.offer(job_id)
+    assert desk.verdict() == (job_id, "started")
+    until(lambda: saved_tokens(desk.database, job_id) > 0)
+
+    with desk.database.connect() as other, other.begin():
+        other.execute(text("SELECT FROM jobs WHERE id = :id FOR UPDATE"), {"id": job_id})
+        suspended_s[0] = 7_200.0
+        until(lambda: desk.engine.fenced)
+        num_steps = desk.engine.pulse.num_steps
+        for _ in range(3):
+            turned = threading.Event()
+            desk.engine.inbox.put(turned.set)
+            assert turned.wait(30)
+        assert desk.engine.pulse.num_steps == num_steps
+    until(lambda: desk.engine.pulse.num_steps > num_steps)
+
+    assert desk.ledger.cancel([str(job_id)]) == 1
+    assert desk.verdict() == (job_id, Terminated.__name__)

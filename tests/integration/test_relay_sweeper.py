@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from uuid import UUID
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -10,12 +11,14 @@ from sqlalchemy import Connection, Engine
 from sqlalchemy.exc import DBAPIError
 
 from services.relay import sweeper as sweeper_module
+from services.relay.canceller import MAX_BATCH, Canceller
 from services.relay.census import Census
 from services.relay.results import Results
 from services.relay.sweeper import Sweeper
 from shardline.config import Times
+from shardline.job import JobState
 from shardline.metrics import RelayMetrics
-from shardline.store import claims, models, sweeps
+from shardline.store import claims, jobs, models, sweeps
 from shardline.store.claims import Beat
 from shardline.tokenise import Tokens
 from tests.integration.relay_world import words_tokenizer
@@ -201,3 +204,24 @@ def test_given_jobs_that_end_when_counted_again_then_the_gauge_shows_none_instea
     change(engine, "DELETE FROM jobs")
     census.turn()
     assert queued() == 0
+
+
+def test_given_many_revokes_when_turned_then_each_transaction_has_a_batch_and_all_are_cancelled(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    metrics = RelayMetrics(CollectorRegistry())
+    results = Results(backend_app=None, times=TIMES, metrics=metrics)
+    canceller = Canceller(database=engine, results=results, times=TIMES, metrics=metrics)
+    sizes, cancel = [], jobs.request_cancel
+
+    def counted(connection: Connection, ids: list[UUID], **options: bool) -> dict[UUID, JobState]:
+        sizes.append(len(ids))
+        return cancel(connection, ids, **options)
+
+    monkeypatch.setattr(jobs, "request_cancel", counted)
+    canceller.cancel(submit(engine, 2 * MAX_BATCH + 1), running=False)
+
+    canceller.turn()
+
+    assert sizes == [MAX_BATCH, MAX_BATCH, 1]
+    assert cell(engine, "SELECT count(*) FROM jobs WHERE state = 'cancelled'") == 2 * MAX_BATCH + 1

@@ -106,7 +106,7 @@ def test_given_sending_failed_when_unstamped_then_they_are_due_at_once_and_claim
         outbox.unstamp(connection, ids[:2])
     assert ids_of(stamp(engine)) == [ids[1]]
     with engine.begin() as connection:
-        assert outbox.unstamp_all(connection) == 2
+        assert outbox.unstamp_sent(connection) == 2
     assert set(ids_of(stamp(engine))) == set(ids[1:])
 
 

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from uuid import UUID
 
 import pytest
-from sqlalchemy import Engine
+from sqlalchemy import Engine, text
 
 from shardline.job import Job, JobState
 from shardline.store import claims, jobs, sweeps
@@ -305,6 +305,23 @@ def test_given_jobs_in_all_states_when_counted_then_only_those_that_have_not_end
     with engine.begin() as connection:
         assert sweeps.counts(connection) == {("m", "queued"): 2, ("m", "running"): 1}
     assert claimed.fence == 1
+
+
+def test_given_a_long_backlog_when_counted_then_the_count_stops_at_its_limit_for_each_model(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limited = sweeps.COUNTS.text.replace(f"LIMIT {sweeps.MAX_COUNTED}", "LIMIT 3")
+    monkeypatch.setattr(sweeps, "COUNTS", text(limited))
+    submit(engine, 5)
+    running(engine)
+    change(engine, "INSERT INTO jobs (model, prompt) VALUES ('b', 'text'), ('z', 'text'), ('z', 'text')")
+    with engine.begin() as connection:
+        assert sweeps.counts(connection) == {
+            ("b", "queued"): 1,
+            ("m", "queued"): 3,
+            ("z", "queued"): 2,
+            ("m", "running"): 1,
+        }
 
 
 def _sweep_few(engine: Engine) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
@@ -12,13 +11,11 @@ from typing import Any
 from uuid import UUID
 
 import pytest
-import torch
 from celery import Celery
 from celery.contrib.testing.worker import start_worker
 from sqlalchemy import Connection
 from sqlalchemy import Engine as Database
 
-from services.stage.engine.device import Device
 from services.stage.engine.executor import Executor
 from services.stage.worker.app import make_app
 from services.stage.worker.claiming import Claiming
@@ -32,9 +29,8 @@ from shardline.job import JobState
 from shardline.queues import GENERATE_TASK
 from shardline.store import claims, crashes, jobs
 from shardline.store.claims import Claimed
-from tests.integration.ledger_desk import Desk, open_desk, until
+from tests.integration.ledger_desk import Desk, open_desk, tiny_executor, until
 from tests.integration.store_world import MODEL, cell, change, request, state, submit, world
-from tests.models import save_model
 
 TIMES = Times().scaled(0.5)
 SEATS = 8
@@ -203,23 +199,9 @@ def test_given_a_suspect_that_another_head_proved_meanwhile_when_claimed_then_it
 
 @pytest.fixture(scope="module")
 def executor(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Executor]:
-    """A tiny Llama with a long context, whole, on core 0."""
-    folder = tmp_path_factory.mktemp("suspects")
-    cores, num_threads = os.sched_getaffinity(0), torch.get_num_threads()
-    device = Device.take("cpu:0", worker="tests", lock_folder=folder / "locks")
-    yield Executor.load(
-        model=save_model(folder, max_position_embeddings=4096),
-        layers=range(4),
-        device=device,
-        dtype="float32",
-        kv_bytes=64 << 20,
-        token_budget=64,
-        max_open=16,
-        cache_folder=folder / "cache",
-    )
-    device.release()
-    os.sched_setaffinity(0, cores)
-    torch.set_num_threads(num_threads)
+    """A tiny model with a long context."""
+    with tiny_executor(tmp_path_factory.mktemp("suspects")) as executor:
+        yield executor
 
 
 @dataclass(slots=True)

@@ -189,7 +189,7 @@ def unstamp(connection: Connection, ids: Collection[UUID]) -> None:
             job.sent_s, job.num_sends = None, max(job.num_sends - 1, 0)
 
 
-def unstamp_all(connection: Connection) -> int:
+def unstamp_sent(connection: Connection) -> int:
     """See shardline.store.outbox."""
     sent = [job for job in connection.tables.jobs.values() if job.state is JobState.QUEUED and job.sent_s is not None]
     for job in sent:

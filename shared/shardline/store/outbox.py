@@ -14,7 +14,7 @@ from shardline.tables import jobs
 
 WINDOW_MIN = 64
 WINDOW_PER_SEAT = 4
-MAX_BATCH = 512
+MAX_BATCH = 128
 MAX_DOUBLINGS = 4
 """A message is sent again after 1, 2, 4, 8, then always 16 times `resend_s`."""
 
@@ -25,7 +25,7 @@ STAMP_LOCK = 7_305_793_412
 STAMP = text(f"""
 WITH seats AS (
     SELECT model, sum(seats) AS seats FROM pipelines WHERE lease_until > now() GROUP BY model
-), rooms AS (
+), rooms AS MATERIALIZED (
     SELECT models.name AS model, priority,
         greatest({WINDOW_MIN}, {WINDOW_PER_SEAT} * coalesce(seats.seats, 0)) - (
             SELECT count(*) FROM jobs
@@ -61,6 +61,13 @@ WITH seats AS (
 )
 SELECT id, model, priority, num_sends, traceparent FROM stamped ORDER BY priority, created_at, id
 """)  # noqa: S608 (constants of ours)
+
+UNSTAMP_SENT = text(f"""
+WITH sent AS (
+    SELECT id FROM jobs WHERE state = 'queued' AND sent_at IS NOT NULL LIMIT {MAX_BATCH} FOR UPDATE SKIP LOCKED
+)
+UPDATE jobs SET sent_at = NULL, num_sends = 0 FROM sent WHERE jobs.id = sent.id AND state = 'queued'
+""")  # noqa: S608 (a constant of ours)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +107,7 @@ def unstamp(connection: Connection, ids: Collection[UUID]) -> None:
     )
 
 
-def unstamp_all(connection: Connection) -> int:
-    """Redis lost everything: all that was sent and not claimed is due again. Returns how many."""
-    sent = update(jobs).where(jobs.c.state == JobState.QUEUED, jobs.c.sent_at.is_not(None))
-    return connection.execute(sent.values(sent_at=None, num_sends=0)).rowcount
+def unstamp_sent(connection: Connection) -> int:
+    """Redis lost everything: of what was sent and not claimed, the next MAX_BATCH are due again. Returns how many;
+    those that somebody has locked are not among them."""
+    return connection.execute(UNSTAMP_SENT).rowcount

@@ -16,7 +16,7 @@ from shardline.job import JobState
 from shardline.store.claims import End, end_from
 from shardline.store.encoding import dump
 
-MAX_BATCH = 256
+MAX_BATCH = 128
 MAX_BYTES = 1 << 20
 """Of a batch, about, and one row more: a second's work of a slow tokenizer."""
 
@@ -40,15 +40,17 @@ weighed AS (
 SELECT id, model, prompt, messages, prompt_ids, params FROM lent ORDER BY created_at, id
 """)
 
+# By their ids: `num_nulls` says the same as `prepared_at IS NULL`, and does not invite Postgres to read all that waits
+# for preparation by jobs_to_prepare, which looks small until the table is analyzed after a bulk load.
 PREPARED = text("""
 UPDATE jobs SET prompt_ids = ready.prompt_ids, max_tokens = ready.max_tokens, prepared_at = now(),
     seed = coalesce(ready.seed, jobs.seed)
 FROM jsonb_to_recordset(CAST(:rows AS jsonb)) AS ready(id uuid, prompt_ids int[], max_tokens int, seed bigint)
-WHERE jobs.id = ready.id AND state = 'queued' AND prepared_at IS NULL
+WHERE jobs.id = ready.id AND state = 'queued' AND num_nulls(prepared_at) = 1
 """)
 
 LOCK_UNPREPARED = text("""
-SELECT id FROM jobs WHERE id = ANY(CAST(:ids AS uuid[])) AND state = 'queued' AND prepared_at IS NULL
+SELECT id FROM jobs WHERE id = ANY(CAST(:ids AS uuid[])) AND state = 'queued' AND num_nulls(prepared_at) = 1
 ORDER BY id FOR UPDATE
 """)
 

@@ -15,7 +15,7 @@ from sqlalchemy import Connection, text
 
 from shardline.tables import DEAD
 
-MAX_BATCH = 250
+MAX_BATCH = 128
 MAX_READ = 1_000
 """Rows that one batch looks at."""
 

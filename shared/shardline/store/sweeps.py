@@ -17,7 +17,10 @@ from shardline.store import crashes
 from shardline.store.claims import End, end_from
 from shardline.store.encoding import load_logprobs, readable_params
 
-MAX_BATCH = 256
+MAX_BATCH = 64
+MAX_COUNTED = 20_000
+"""Of one state and model; more are shown as so many."""
+
 MAX_BYTES = 8 << 20
 """Of partial results in one sweep, about, and one more."""
 
@@ -85,9 +88,24 @@ WHERE num_before < :max_bytes
 
 FIX_NOW = text("SELECT now()")
 
-COUNTS = text(
-    "SELECT model, state, count(*) AS number FROM jobs WHERE state IN ('queued', 'running') GROUP BY model, state"
+COUNTS = text(f"""
+-- Each state and model that there is, by one step in jobs_active.
+WITH RECURSIVE pairs AS (
+    (SELECT state, model FROM jobs WHERE state IN ('queued', 'running') ORDER BY state, model LIMIT 1)
+    UNION ALL
+    SELECT next.state, next.model FROM pairs CROSS JOIN LATERAL (
+        SELECT state, model FROM jobs
+        WHERE state IN ('queued', 'running') AND (state, model) > (pairs.state, pairs.model)
+        ORDER BY state, model LIMIT 1
+    ) AS next
 )
+SELECT model, state, (
+    SELECT count(*) FROM (
+        SELECT FROM jobs
+        WHERE state IN ('queued', 'running') AND state = pairs.state AND model = pairs.model LIMIT {MAX_COUNTED}
+    ) AS counted
+) AS number FROM pairs
+""")  # noqa: S608 (a constant of ours)
 
 
 def fix_now(connection: Connection) -> None:
@@ -115,7 +133,7 @@ def sweep_leases(
 
 
 def counts(connection: Connection) -> dict[tuple[str, str], int]:
-    """Jobs that have not ended, by model and state."""
+    """Jobs that have not ended, by model and state; at most MAX_COUNTED of each."""
     return {(row.model, row.state): row.number for row in connection.execute(COUNTS)}
 
 
