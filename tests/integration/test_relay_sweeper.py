@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 from uuid import UUID
 
 import pytest
@@ -214,7 +215,7 @@ def test_given_many_revokes_when_turned_then_each_transaction_has_a_batch_and_al
     canceller = Canceller(database=engine, results=results, times=TIMES, metrics=metrics)
     sizes, cancel = [], jobs.request_cancel
 
-    def counted(connection: Connection, ids: list[UUID], **options: bool) -> dict[UUID, JobState]:
+    def counted(connection: Connection, ids: list[UUID], **options: Any) -> dict[UUID, JobState]:
         sizes.append(len(ids))
         return cancel(connection, ids, **options)
 
