@@ -30,6 +30,8 @@ class Asked:
     asked_s: float = field(default_factory=time.monotonic)
     """When it was sent last."""
     num_sends: int = 0
+    num_unanswered: int = 0
+    """Sends that a door did not answer. Users also send again what was answered, and callers what they hung up on."""
     is_unsure: bool = False
     """The last answer was lost: whether the job is stored is unknown."""
     has_row: bool = False

@@ -19,6 +19,8 @@ from tests.faults.users import CLERK
 from tests.faults.world import World
 
 BACK_S = 120.0
+STARTS = 3
+"""A stage comes back within so many times what the whole stack took, or BACK_S."""
 LEAST_MIB = 1
 """Holds a part of the longest job, in every dtype and split."""
 LEASES = 3.0
@@ -40,11 +42,11 @@ def too_little(world: World, rng: random.Random) -> None:
     with copies(world, rng, 1):
         with _less_memory(world, LEAST_MIB):
             _restart(world, *pick(world, rng, TAIL))
-        if not within(BACK_S, lambda: 0 < _longest(world) < CLERK.limit):
+        if not within(_back_s(world), lambda: 0 < _longest(world) < CLERK.limit):
             raise NotInjected(f"its KV holds {_longest(world)} tokens")
         hold(LEASES * world.times.lease_s)
         _restart(world, *pick(world, rng, TAIL))
-        if not within(BACK_S, lambda: _longest(world) >= CLERK.limit):
+        if not within(_back_s(world), lambda: _longest(world) >= CLERK.limit):
             raise Broken("its KV did not become whole again")
 
 
@@ -61,7 +63,7 @@ def _less_memory(world: World, mib: int) -> Iterator[None]:
 
 def _restart(world: World, name: str, pid: int) -> None:
     """Until its pipeline is ready in a later epoch: a stage reads its memory seconds after its process is there."""
-    if not within(BACK_S, lambda: bool(_ready(world))):
+    if not within(_back_s(world), lambda: bool(_ready(world))):
         raise NotInjected("the pipeline is not ready")
     before = _ready(world)
     process = psutil.Process(pid)
@@ -71,13 +73,17 @@ def _restart(world: World, name: str, pid: int) -> None:
     if not within(
         BACK_S, lambda: any(epoch > before.get(each, (epoch, 0))[0] for each, (epoch, _) in _ready(world).items())
     ):
-        raise NotInjected(f"{name} did not come back within {BACK_S:.0f} s")
+        raise NotInjected(f"{name} did not come back within {_back_s(world):.0f} s")
 
 
 def _ready(world: World) -> dict[str, tuple[int, int]]:
     """Epoch and KV in tokens, by pipeline."""
     with session(world) as connection:
         return {name: (epoch, tokens) for name, epoch, tokens in connection.execute(READY, (MODEL,))}
+
+
+def _back_s(world: World) -> float:
+    return max(BACK_S, STARTS * world.start_s)
 
 
 def _longest(world: World) -> int:

@@ -70,6 +70,7 @@ class Producer:
             what = f"{self.name} refused an equal request, sent {asked.num_sends} times: {error}"
             self._complain("conflicts", what, asked)
         except AWAY as error:
+            asked.num_unanswered += 1
             if is_refusal(error):
                 self._complain("refused", f"{self.name} refused a good request: {error}", asked)
             return

@@ -29,7 +29,8 @@ NUM_JOBS = 3
 """Asked for at each copy's own door."""
 
 PATIENCE_S = 180.0
-"""Copies start and end beside a stack under load, on the same cores."""
+STARTS = 5
+"""Copies start and end beside a stack under load, on the same cores: so many times what its own start took."""
 
 READY = "SELECT count(*) FROM pipelines WHERE id = %s AND ready_at IS NOT NULL AND lease_until > now()"
 TAKEN = "SELECT count(*) FROM attempts WHERE pipeline = %s"
@@ -47,6 +48,7 @@ class Copy:
     def __init__(self, world: World, rng: random.Random) -> None:
         name = uuid4().hex[:6]
         self._world = world
+        self._patience_s = max(PATIENCE_S, STARTS * world.start_s)
         self._rng = rng
         self._port = free_port()
         self.pipeline = f"copy-{name}"
@@ -72,16 +74,18 @@ class Copy:
 
     def serve(self) -> None:
         """Its pipeline has formed by itself, took jobs over, and its door answers."""
-        self._must(within(PATIENCE_S, lambda: self._count(READY) == 1), "formed no pipeline", PATIENCE_S)
-        self._must(within(PATIENCE_S, lambda: self._count(TAKEN) > 0), "took no job", PATIENCE_S)
+        self._must(within(self._patience_s, lambda: self._count(READY) == 1), "formed no pipeline", self._patience_s)
+        self._must(within(self._patience_s, lambda: self._count(TAKEN) > 0), "took no job", self._patience_s)
         for _ in range(NUM_JOBS):
             asked = Asked(id=uuid4(), number=self._world.workload.draw(self._rng), door="copy", promised=True)
-            self._must(within(PATIENCE_S, partial(self._ask, asked)), "did not answer at its door", PATIENCE_S)
+            self._must(
+                within(self._patience_s, partial(self._ask, asked)), "did not answer at its door", self._patience_s
+            )
             self._world.journal.ask(asked)
 
     def drain(self, services: list[list[Service]]) -> None:
         """SIGTERM to group after group. Each ends by itself, and none leaves a lease."""
-        patience_s = 4 / 3 * self._world.times.drain_s + PATIENCE_S
+        patience_s = 4 / 3 * self._world.times.drain_s + self._patience_s
         for group in services:
             for service in group:
                 service.ask_to_end()

@@ -7,7 +7,10 @@ import random
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from itertools import count
+from types import SimpleNamespace
+from typing import cast
 from uuid import UUID, uuid4
 
 import httpx
@@ -21,13 +24,16 @@ from shardline.errors import Conflict, Unavailable
 from tests.faults.batch import LIVE_EVERY, Batch
 from tests.faults.callers import hear, openai_form
 from tests.faults.doors import TAKEN, Answer, Door, is_refusal, with_header
+from tests.faults.fault import Broken
 from tests.faults.journal import Asked, Journal, Watched
+from tests.faults.migration_faults import doors_open
 from tests.faults.own_world import SECOND_KV_MIB, composed_redis
 from tests.faults.producer import Producer
 from tests.faults.requests import Request, row
 from tests.faults.second_model import CONTEXT, HEAD_DIM, NUM_KV_HEADS, NUM_LAYERS
 from tests.faults.users import CLERK, SCRIBE
 from tests.faults.workload import Dress, of_users
+from tests.faults.world import World
 
 MIB = 1 << 20
 KEYED = Dress(fields={"idempotency_key": "once"})
@@ -200,3 +206,20 @@ def test_given_the_second_models_kv_when_counted_then_it_holds_its_limit_and_a_p
     block_bytes = PagedKv.bytes_per_block(dict.fromkeys(range(NUM_LAYERS), shape), dtype)
     kv_bytes = SECOND_KV_MIB[str(dtype).removeprefix("torch.")] * MIB
     assert kv_bytes // block_bytes * BLOCK_TOKENS == SCRIBE.limit < CONTEXT
+
+
+@pytest.mark.parametrize(
+    ("answers", "is_broken"),
+    [
+        pytest.param([TAKEN] * 4, False, id="repeats that are answered"),
+        pytest.param([Unavailable("a lock"), TAKEN], False, id="a lock, once"),
+        pytest.param([Unavailable("a lock")] * 2, True, id="no answer twice"),
+    ],
+)
+def test_given_a_migration_when_a_request_is_repeated_then_only_missing_answers_speak_against_it(
+    answers: list[Answer | Exception], is_broken: bool
+) -> None:
+    sender = producer(answering(*answers))
+    world = cast(World, SimpleNamespace(journal=sender.journal))
+    with pytest.raises(Broken) if is_broken else nullcontext(), doors_open(world):
+        assert counts(sender, asked_for(), len(answers)) == []
