@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import queue
+import random
 from collections.abc import Iterator
 from typing import Any
 
@@ -315,6 +316,27 @@ def test_an_attempt_that_fails_releases_what_it_bound(pipes: Pipes) -> None:
     assert f"{deaf_card.worker} [8, 12): {deaf_card.worker}: no WELCOME in 0.3 s" in pipes.reason(head, "layer 8")
     assert head.readies.empty()
     deaf.close()
+
+
+def test_stages_that_are_bound_wait_for_a_head_that_tries_many_others(
+    pipes: Pipes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Given stages that do not answer, all of them tried before the one that does, for longer than a stage waits
+    monkeypatch.setattr(random, "shuffle", lambda _: None)
+    deaf = [pipes.sockets.bind(zmq.ROUTER, {}) for _ in range(3)]
+    deaf_cards = [make_card(8, NUM_LAYERS, control=address) for _, address in deaf]
+    times = TIMES.model_copy(update={"link_dead_s": 1.0, "unbind_s": 2.5})
+    middle = pipes.stage(4, 8, times)
+    pipes.stage(8, NUM_LAYERS, times)
+
+    # When a head forms its pipeline
+    head = pipes.head(4, times, cards=lambda: [*deaf_cards, *pipes.cards()])
+
+    # Then the first that it bound is still its own
+    assert head.ready().num_stages == 3
+    assert middle.unbinds.empty()
+    for socket, _ in deaf:
+        socket.close()
 
 
 def test_a_pipeline_that_stops_releases_its_stages(pipes: Pipes) -> None:

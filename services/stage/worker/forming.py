@@ -77,13 +77,16 @@ class Forming:
         return Formed(calls=tuple(member.call for member in members), wiring=wiring)
 
     def _bind(self, cards: list[StageCard], epoch: int, bound: dict[str, _Bound]) -> list[StageCard]:
-        """Calls stages until those in `bound` hold all layers; the next candidate when one refuses."""
+        """Calls stages until those in `bound` hold all layers; the next candidate when one refuses. Those bound already
+        are pinged in between, or they would take a head that waits for others for a silent one."""
         refused: dict[str, str] = {}
         while True:
             route = choose_route(self.card, cards, pipeline=str(self.pipeline), refused=refused, prefer=bound)
             card = next((card for card in route if card.incarnation not in bound), None)
             if card is None:
                 return route
+            for member in bound.values():
+                member.call.say(control.Ping(pipeline=self.pipeline, epoch=epoch, seq=0))
             try:
                 bound[card.incarnation] = self._hello(card, epoch)
             except (LinkLost, Refused) as error:
