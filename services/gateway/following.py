@@ -62,21 +62,25 @@ async def job_events(gateway: Gateway, job: Job, after: Place) -> AsyncIterator[
 
 
 async def _end(gateway: Gateway, job_id: UUID, place: Place) -> AsyncIterator[bytes]:
-    """The whole job. A Postgres that is away, or does not answer, is waited for so long as the setting says."""
+    """The whole job. A Postgres that is away, or does not answer, is waited for so long as the setting says; a question
+    that waits its turn keeps it."""
     wait_s, keep_alive_s = gateway.settings.http_end_wait_s, gateway.settings.http_keep_alive_s
     deadline_s = time.monotonic() + wait_s
-    while (left_s := deadline_s - time.monotonic()) > 0:
-        try:
-            async with asyncio.timeout(min(left_s, keep_alive_s)):
-                job = await gateway.client.get(job_id)
-        except (Unavailable, TimeoutError):
+    reading = asyncio.create_task(gateway.client.get(job_id))
+    try:
+        while (left_s := deadline_s - time.monotonic()) > 0:
+            await asyncio.wait({reading}, timeout=min(left_s, keep_alive_s))
+            if reading.done() and not isinstance(reading.exception(), Unavailable):
+                yield event(job_document(reading.result()), name="end", event_id=str(place))
+                return
             yield KEEP_ALIVE
-            await asyncio.sleep(min(AGAIN_S, wait_s))
-        else:
-            yield event(job_document(job), name="end", event_id=str(place))
-            return
+            if reading.done():
+                await asyncio.sleep(min(AGAIN_S, wait_s))
+                reading = asyncio.create_task(gateway.client.get(job_id))
+    finally:
+        reading.cancel()
     raise Unavailable(
-        f"the job has ended, and Postgres, which has its result, was away for {wait_s:g} s. Join again: "
+        f"the job has ended, and Postgres did not give its result in {wait_s:g} s. Join again: "
         f"GET /v1/jobs/{job_id}/events?after={place}, or GET /v1/jobs/{job_id}"
     )
 

@@ -283,6 +283,15 @@ async def test_given_a_silent_job_when_followed_then_comments_keep_the_line_open
             assert "event: end" in [line async for line in lines]
 
 
+async def test_given_an_answer_that_takes_longer_than_a_keep_alive_when_a_job_ends_then_the_reader_waits_for_it(
+    database_url: str, redis_url: str, head: TinyHead
+) -> None:
+    async with running_gateway(database_url, redis_url, http_keep_alive_s=1e-6) as http:
+        job_id = await submit(http)
+        head.finish(head.claim())
+        assert [event.name for event in await read(http, job_id, params={"after": 1_000_000})] == ["end"]
+
+
 async def test_given_jobs_when_cancelled_then_their_states_tell(http: httpx.AsyncClient, head: TinyHead) -> None:
     running = await submit(http)
     sequence = head.claim()
