@@ -32,7 +32,7 @@ EXACT_WAIT_S = 120 * MINUTE_S
 """Time passes in ticks that never meet these on the minute: what the real clock adds does not matter."""
 
 NUM_OPERATIONS = 80
-SEQUENCES = range(25)
+SEQUENCES = range(40)
 
 TIMES = {
     "jobs": (
@@ -305,9 +305,10 @@ def sweep_leases(pair: Pair) -> None:
 
 
 OPERATIONS = (
-    submit, submit, submit, pass_time, pass_time, take_epoch, leave, announce, announce, unready, renew, stamp, stamp,
-    stamp, unstamp, unstamp_sent, claim, claim, claim, claim, park, begin, postpone, postpone, expire, blame, suspects,
-    beat, beat, beat, beat, end, end, release, release, cancel, sweep_waiting, sweep_leases, sweep_leases,
+    submit, submit, submit, pass_time, pass_time, take_epoch, leave, announce, announce, unready, renew, stamp,
+    stamp, stamp, unstamp, unstamp_sent, claim, claim, claim, claim, park, park, park, begin, postpone, postpone,
+    expire, blame, blame, suspects, beat, beat, beat, beat, beat, beat, end, end, release, release, cancel,
+    sweep_waiting, sweep_leases, sweep_leases, sweep_leases,
 )  # fmt: skip
 
 
