@@ -52,6 +52,8 @@ def judge(
     job is held to what it saved itself."""
     ids = [each.id for each in asked]
     with psycopg.connect(database_url, row_factory=dict_row) as connection:
+        # One snapshot: where jobs still run, rows and attempts of two moments do not fit each other.
+        connection.isolation_level = psycopg.IsolationLevel.REPEATABLE_READ
         rows = {row["id"]: row for row in connection.execute(JOBS, (ids,))}
         attempts = connection.execute(ATTEMPTS, (ids,)).fetchall()
         twice = connection.execute(TWICE, {"ids": ids}).fetchall()
