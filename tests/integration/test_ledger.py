@@ -180,7 +180,7 @@ def test_given_another_holder_of_the_fence_when_the_heartbeat_finds_out_then_not
 def test_given_half_a_job_when_its_lease_is_given_back_then_another_claim_ends_it_with_the_same_tokens(
     desk: Desk,
 ) -> None:
-    whole, interrupted = (submit(desk.database, 3_000, temperature=0.8) for _ in range(2))
+    whole, interrupted = (submit(desk.database, 1_500, temperature=0.8) for _ in range(2))
     desk.offer(whole)
     assert [desk.verdict(), desk.verdict()] == [(whole, "started"), (whole, "succeeded")]
     desk.offer(interrupted)
