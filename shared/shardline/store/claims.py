@@ -84,7 +84,9 @@ WHERE attempts.job_id = keys.job_id AND attempts.fence = keys.fence
 BEGIN = text("""
 WITH keys AS (
     SELECT * FROM jsonb_to_recordset(CAST(:keys AS jsonb)) AS keys(job_id uuid, fence bigint)
-), locked AS (
+),
+-- Those that it still holds, in the order in which everybody locks jobs.
+locked AS (
     SELECT jobs.id, jobs.fence FROM jobs JOIN keys ON keys.job_id = jobs.id AND keys.fence = jobs.fence
     WHERE jobs.state = 'running' ORDER BY jobs.id FOR UPDATE OF jobs
 )
