@@ -12,7 +12,7 @@ from tenacity import RetryError
 
 from services.relay.relay import Relay
 from services.relay.settings import RelaySettings
-from shardline.broker import Reconnecting
+from shardline.broker import ExpiringControl, Reconnecting
 from shardline.queues import SUBMIT_TASK
 
 
@@ -51,7 +51,7 @@ def terminate(state: Any, signal: str, task_id: Any, **_: Any) -> dict[str, Any]
 
 def make_app(settings: RelaySettings) -> Celery:
     """Connects to nothing until its worker starts."""
-    app = Celery("shardline.relay", set_as_current=False)
+    app = Celery("shardline.relay", set_as_current=False, control=ExpiringControl)
     app.conf.update(settings.celery())
     app.relay = Relay(settings)
     app.steps["worker"].add(RelayStep)

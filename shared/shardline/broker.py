@@ -12,8 +12,31 @@ from functools import wraps
 from typing import Any
 
 from celery import bootsteps
+from celery.app.control import Control
 from celery.worker import state
+from kombu.pidbox import Mailbox
 from redis.exceptions import ResponseError
+
+ANSWER_KEPT_MS = 60_000
+"""Longer than anybody waits: kombu itself would keep the queue of answers for ten seconds."""
+
+
+class ExpiringMailbox(Mailbox):
+    """An answer to one who was killed, or waits no longer, leaves Redis. kombu (5.7) knows when the queue expires only
+    where it was made, which is not where an answer is put into it: it would stay for ever."""
+
+    def _publish_reply(
+        self, reply: Any, exchange: str, routing_key: str, ticket: str, channel: Any = None, *more: Any, **options: Any
+    ) -> None:
+        super()._publish_reply(reply, exchange, routing_key, ticket, channel, *more, **options)
+        with channel.conn_or_acquire() as client:
+            client.pexpire(f"{routing_key}.{exchange}", ANSWER_KEPT_MS)
+
+
+class ExpiringControl(Control):
+    """What `celery inspect` and Flower ask of a worker."""
+
+    Mailbox = ExpiringMailbox
 
 
 class Reconnecting(bootsteps.StartStopStep):

@@ -164,6 +164,18 @@ def test_given_a_revoke_that_overtakes_its_request_when_the_row_comes_then_it_is
     assert here.wait_for_end(task_id).state is JobState.CANCELLED
 
 
+def test_given_one_who_asks_and_dies_when_the_relay_answers_then_the_answer_does_not_stay_in_redis(
+    here: RelayWorld,
+) -> None:
+    with here.app.connection_for_write() as connection:
+        mailbox = here.app.control.mailbox(connection)
+        # What `celery inspect ping` does, up to where it would wait.
+        mailbox._publish("ping", {}, reply_ticket=str(uuid4()), timeout=PATIENCE_S)
+        answer = f"{mailbox.oid}.reply.celery.pidbox"
+        eventually(lambda: here.redis.exists(answer))
+        eventually(lambda: here.redis.pttl(answer) > 0)
+
+
 def test_given_a_celery_submission_when_it_is_done_then_no_event_and_no_result_claims_the_id(here: RelayWorld) -> None:
     seen: list[dict[str, object]] = []
     with here.app.connection_for_read() as connection:

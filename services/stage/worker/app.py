@@ -11,6 +11,7 @@ import services.stage.worker.commands  # noqa: F401 (registers the remote-contro
 from services.stage.worker.broker import Seating
 from services.stage.worker.runtime import Stage
 from services.stage.worker.settings import StageSettings
+from shardline.broker import ExpiringControl
 from shardline.queues import GENERATE_TASK, celery_settings, stage_queue
 
 POOL = "services.stage.worker.pool:EnginePool"
@@ -18,7 +19,7 @@ POOL = "services.stage.worker.pool:EnginePool"
 
 def make_app(settings: StageSettings) -> Celery:
     """A Celery app that knows the one task, whose body never runs: the pool's engine does the work."""
-    app = Celery("shardline.stage", set_as_current=True)
+    app = Celery("shardline.stage", set_as_current=True, control=ExpiringControl)
     app.conf.update(
         celery_settings(settings),
         worker_pool=POOL,
