@@ -104,6 +104,29 @@ def test_given_heads_when_turned_then_each_bit_is_the_model_s(dim: int, dtype: t
     assert all(torch.equal(mine, other) for mine, other in zip(ours, theirs, strict=True))
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_given_views_of_one_wide_product_when_fused_then_they_are_read_where_they_lie(
+    dtype: torch.dtype, kernel: Kernel
+) -> None:
+    # Given query, key, and the two inputs of an MLP's product, side by side in memory
+    wide = draw(1, ROWS, 6 * 64, dtype=dtype)
+    query, key = (part.unflatten(-1, (-1, 64)).transpose(1, 2) for part in wide.split([4 * 64, 2 * 64], dim=-1))
+    turns = [draw(1, ROWS, 64, dtype=dtype, seed=seed) for seed in (5, 6)]
+    module = mlp(dtype)
+    ours = fused(module, kernel)
+    for name, first in (("gate_proj", 0), ("up_proj", 77)):
+        module.get_submodule(name).register_forward_hook(lambda *_, first=first: wide[..., first : first + 77])
+
+    # When each runs
+    turned = Rotary(kernel, lambda *_: pytest.fail("not recognised"))(query, key, *turns)
+
+    # Then no view is taken for dense rows
+    expected = modeling_llama.apply_rotary_pos_emb(query, key, *turns)
+    assert all(torch.equal(mine, other) for mine, other in zip(turned, expected, strict=True))
+    x = draw(ROWS, 32, dtype=dtype)
+    torch.testing.assert_close(ours(x), module(x))
+
+
 def test_given_heads_side_by_side_when_turned_then_the_model_s_function_does_it(kernel: Kernel) -> None:
     heads = [draw(1, num_heads, ROWS, 64, dtype=torch.float32) for num_heads in (4, 2)]
     turns = [draw(1, ROWS, 64, dtype=torch.float32, seed=seed) for seed in (5, 6)]

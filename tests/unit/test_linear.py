@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import weakref
 from collections.abc import Callable, Iterator
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from services.stage.engine.linear import PackedLinear, pack
+from services.stage.engine.linear import Merged, PackedLinear, Part, pack
 from services.stage.engine.products import products
 from services.stage.engine.row_counts import ladders
 
@@ -55,7 +56,50 @@ def test_a_packed_model_says_the_same(dtype: torch.dtype, tied: bool) -> None:
     assert pack(model)
     torch.testing.assert_close(model(ids).logits, expected, atol=2e-2 if dtype == torch.bfloat16 else 1e-5, rtol=0)
     assert isinstance(model.lm_head, PackedLinear) is not tied
-    assert all(isinstance(layer.mlp.up_proj, PackedLinear) for layer in model.model.layers)
+    for layer in model.model.layers:
+        assert isinstance(layer.mlp.down_proj, PackedLinear)
+        assert isinstance(layer.mlp.up_proj, Part)
+        assert layer.self_attn.q_proj.merged is layer.self_attn.v_proj.merged
+
+
+@torch.inference_mode()
+def test_layers_of_one_input_are_one_product_whoever_is_asked_first_and_keep_nothing() -> None:
+    # Given three layers of one width, whose product counts its calls
+    torch.manual_seed(0)
+    names = ("q_proj", "k_proj", "v_proj")
+    layers = nn.ModuleDict({name: nn.Linear(48, num) for name, num in zip(names, (32, 16, 8), strict=True)})
+    original = copy.deepcopy(layers)
+    assert pack(layers)
+    (merged,) = (module for module in layers.modules() if isinstance(module, Merged))
+    seen: list[int] = []
+    merged.layer.register_forward_pre_hook(lambda _, args: seen.append(args[0].shape[-2]))
+
+    # When they are asked in any order, one of them for another input in between, or not all of them
+    x, other = torch.randn(1, 5, 48), torch.randn(1, 3, 48)
+    asked = [
+        ("v_proj", x),
+        ("q_proj", x),
+        ("k_proj", x),
+        ("q_proj", x),
+        ("q_proj", other),
+        ("k_proj", x),
+        ("v_proj", x),
+    ]
+    for name, rows in asked:
+        torch.testing.assert_close(layers[name](rows), original[name](rows))
+    kept = weakref.ref(other)
+    del other, asked, rows
+
+    # Then three that are asked for the same rows cost one product, and rows that went by are not held
+    assert seen == [5, 5, 3, 5]
+    assert kept() is None
+
+
+@torch.inference_mode()
+def test_layers_of_another_width_or_without_a_bias_stay_apart() -> None:
+    layers = nn.ModuleDict({"gate_proj": nn.Linear(8, 6), "up_proj": nn.Linear(8, 6, bias=False)})
+    assert pack(layers)
+    assert all(isinstance(layer, PackedLinear) for layer in layers.values())
 
 
 @torch.inference_mode()

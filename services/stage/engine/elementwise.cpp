@@ -58,7 +58,8 @@ template <class T> void rms_norm(const Norm& c, int32_t num_threads) {
   });
 }
 
-struct Gate { const void *gate, *up; void* out; int64_t num_rows, dim; };
+// gate and up: rows of `dim` elements that lie `gate_stride` and `up_stride` elements apart; out is dense.
+struct Gate { const void *gate, *up; void* out; int64_t num_rows, dim, gate_stride, up_stride; };
 
 inline Floats silu(Floats x) {
   const Floats e = exp_negative((Floats)((Bits)x | 0x80000000u));  // e^-|x|: never overflows
@@ -67,7 +68,7 @@ inline Floats silu(Floats x) {
 
 template <class T> void silu_mul(const Gate& c, int32_t num_threads) {
   for_rows(c.num_rows, c.dim, num_threads, [&](int64_t row) {
-    const T *gate = (const T*)c.gate + row * c.dim, *up = (const T*)c.up + row * c.dim;
+    const T *gate = (const T*)c.gate + row * c.gate_stride, *up = (const T*)c.up + row * c.up_stride;
     T* out = (T*)c.out + row * c.dim;
     for_lanes(c.dim, [&](int64_t at, auto count) {
       const Floats open = rounded<T>(silu(load_first(gate + at, count)));
@@ -76,17 +77,17 @@ template <class T> void silu_mul(const Gate& c, int32_t num_threads) {
   });
 }
 
-// x and out: [num_rows][num_heads][dim]; cos and sin: [num_rows][dim]; the second half of a head turns with the first.
-struct Turn { const void *x, *cos, *sin; void* out; int64_t num_rows, num_heads, dim; };
+// x and out: [num_rows][num_heads][dim], rows of x `stride` elements apart; cos and sin: [num_rows][dim]; the second half
+// of a head turns with the first.
+struct Turn { const void *x, *cos, *sin; void* out; int64_t num_rows, num_heads, dim, stride; };
 
 template <class T> void rotate(const Turn& c, int32_t num_threads) {
   const int64_t half = c.dim / 2;
   for_rows(c.num_rows, c.num_heads * c.dim, num_threads, [&](int64_t row) {
     const T *cos = (const T*)c.cos + row * c.dim, *sin = (const T*)c.sin + row * c.dim;
     for (int64_t head = 0; head < c.num_heads; head++) {
-      const int64_t at = (row * c.num_heads + head) * c.dim;
-      const T* x = (const T*)c.x + at;
-      T* out = (T*)c.out + at;
+      const T* x = (const T*)c.x + row * c.stride + head * c.dim;
+      T* out = (T*)c.out + (row * c.num_heads + head) * c.dim;
       for_lanes(half, [&](int64_t d, auto count) {
         const Floats first = load_first(x + d, count), second = load_first(x + half + d, count);
         auto product = [&](Floats value, const T* by) { return rounded<T>(value * load_first(by, count)); };
@@ -112,18 +113,18 @@ template <class T> struct Rotate { void operator()(const Turn& c, int32_t thread
 
 }  // namespace
 
-// Each returns 0, or -1 for a dtype that is none of ours. All tensors are dense.
+// Each returns 0, or -1 for a dtype that is none of ours. Tensors are dense where no stride is given.
 extern "C" int32_t shardline_rms_norm(const void* x, const float* weight, void* out, int64_t num_rows, int64_t dim,
                                       float eps, int32_t rounds_first, int32_t dtype, int32_t num_threads) {
   return by_dtype<RmsNorm>(Norm{x, weight, out, num_rows, dim, eps, rounds_first}, dtype, num_threads);
 }
 
 extern "C" int32_t shardline_silu_mul(const void* gate, const void* up, void* out, int64_t num_rows, int64_t dim,
-                                      int32_t dtype, int32_t num_threads) {
-  return by_dtype<SiluMul>(Gate{gate, up, out, num_rows, dim}, dtype, num_threads);
+                                      int64_t gate_stride, int64_t up_stride, int32_t dtype, int32_t num_threads) {
+  return by_dtype<SiluMul>(Gate{gate, up, out, num_rows, dim, gate_stride, up_stride}, dtype, num_threads);
 }
 
 extern "C" int32_t shardline_rotate(const void* x, const void* cos, const void* sin, void* out, int64_t num_rows,
-                                    int64_t num_heads, int64_t dim, int32_t dtype, int32_t num_threads) {
-  return by_dtype<Rotate>(Turn{x, cos, sin, out, num_rows, num_heads, dim}, dtype, num_threads);
+                                    int64_t num_heads, int64_t dim, int64_t stride, int32_t dtype, int32_t num_threads) {
+  return by_dtype<Rotate>(Turn{x, cos, sin, out, num_rows, num_heads, dim, stride}, dtype, num_threads);
 }

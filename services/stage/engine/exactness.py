@@ -26,7 +26,7 @@ from services.stage.engine.shard import Shard
 
 log = structlog.get_logger(__name__)
 
-RULES_VERSION = 2
+RULES_VERSION = 3
 MAX_LENGTH = BLOCK_TOKENS + 9
 """The tested sequence crosses a block's edge."""
 CHUNK = 37

@@ -65,10 +65,12 @@ class FusedMlp(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """The same shape."""
-        gate, up = self.gate_proj(x).contiguous(), self.up_proj(x).contiguous()
-        out, dim = torch.empty_like(gate), gate.shape[-1]
+        gate, up = self.gate_proj(x), self.up_proj(x)
+        out = gate.new_empty(gate.shape)
+        gate, up = gate.reshape(-1, gate.shape[-1]), up.reshape(-1, up.shape[-1])
         places = (gate.data_ptr(), up.data_ptr(), out.data_ptr())
-        self._kernel.silu_mul(*places, gate.numel() // dim, dim, DTYPES[gate.dtype], torch.get_num_threads())
+        strides = (gate.stride(0), up.stride(0))
+        self._kernel.silu_mul(*places, *gate.shape, *strides, DTYPES[gate.dtype], torch.get_num_threads())
         return self.down_proj(out)
 
 
@@ -93,18 +95,18 @@ class Rotary:
             x.dim() == 4
             and x.shape[0] == 1
             and x.shape[-1] % 2 == 0
-            and x.transpose(1, 2).is_contiguous()
+            and x[0, :, 0].is_contiguous()
             and cos.shape == sin.shape == shape
             and cos.dtype == sin.dtype == x.dtype
         )
 
     def _turned(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        out = torch.empty_like(x)
-        places = (x.data_ptr(), cos.data_ptr(), sin.data_ptr(), out.data_ptr())
         _, num_heads, num_rows, dim = x.shape
-        assert out.stride() == x.stride(), "empty_like keeps a dense layout"
-        self._kernel.rotate(*places, num_rows, num_heads, dim, DTYPES[x.dtype], torch.get_num_threads())
-        return out
+        out = x.new_empty(1, num_rows, num_heads, dim)
+        places = (x.data_ptr(), cos.data_ptr(), sin.data_ptr(), out.data_ptr())
+        sizes = (num_rows, num_heads, dim, x.stride(2))
+        self._kernel.rotate(*places, *sizes, DTYPES[x.dtype], torch.get_num_threads())
+        return out.transpose(1, 2)
 
 
 def _fused_norm(module: nn.Module, kernel: Kernel) -> FusedRmsNorm | None:

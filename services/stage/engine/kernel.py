@@ -79,8 +79,8 @@ class Kernel:
             raise OSError(f"{path} expects another call layout: delete it and build again")
         self.attend = _typed(library.shardline_attend, POINTER(Call))
         self.rms_norm = _typed(library.shardline_rms_norm, *[c_void_p] * 3, *[c_int64] * 2, c_float, *[c_int32] * 3)
-        self.silu_mul = _typed(library.shardline_silu_mul, *[c_void_p] * 3, *[c_int64] * 2, *[c_int32] * 2)
-        self.rotate = _typed(library.shardline_rotate, *[c_void_p] * 4, *[c_int64] * 3, *[c_int32] * 2)
+        self.silu_mul = _typed(library.shardline_silu_mul, *[c_void_p] * 3, *[c_int64] * 4, *[c_int32] * 2)
+        self.rotate = _typed(library.shardline_rotate, *[c_void_p] * 4, *[c_int64] * 4, *[c_int32] * 2)
         self.isa = isa
         self.path = path
 
