@@ -31,6 +31,7 @@ STREAM_DOOR = "redis"
 UNDISTURBED_S = 600.0
 """On two cores that others use too."""
 JOIN_S = 60.0
+TELL_S = 15.0
 
 ROWS = """
 SELECT id, idempotency_key, extract(epoch FROM finished_at)::float8 FROM jobs
@@ -103,12 +104,18 @@ class Load:
         for thread in self._threads:
             thread.start()
 
-    def drain(self, timeout_s: float) -> bool:
+    def drain(self, timeout_s: float, say: Callable[[str], None]) -> bool:
         """Ask for nothing new; whether all that was asked for ends in time. What has no row yet is still sent again."""
         self._stopping.set()
         until_s = time.monotonic() + timeout_s
-        is_quiet = self._journal.wait_until_quiet(timeout_s)
-        return self._crowd.is_done(max(0.0, until_s - time.monotonic())) and is_quiet
+        while not self._journal.wait_until_quiet(min(TELL_S, max(0.0, until_s - time.monotonic()))):
+            if time.monotonic() >= until_s:
+                return False
+            waiting = self._journal.open()
+            say(
+                f"{len(waiting)} jobs have not ended, {sum(not each.has_row for each in waiting)} of them without a row"
+            )
+        return self._crowd.is_done(max(0.0, until_s - time.monotonic()))
 
     def stop(self) -> None:
         """Threads end; a reader may still want its last event."""

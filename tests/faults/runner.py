@@ -40,11 +40,11 @@ def judged(
     """Hurts a stack that is ready, and ends it. Violations are in the report."""
     say(f"the stack is ready after {target.start_s:.1f} s; running the set undisturbed")
     storm = Storm(target, faults, seed=options.seed, say=say)
-    report = _hurt(options, target, storm, max_faults)
+    report = _hurt(options, target, storm, say, max_faults)
     return report.with_findings([*storm.findings, *target.end()])
 
 
-def _hurt(options: Options, target: TargetT, storm: Storm[TargetT], max_faults: int | None) -> Report:
+def _hurt(options: Options, target: TargetT, storm: Storm[TargetT], say: Say, max_faults: int | None) -> Report:
     """Everything that needs the stack alive."""
     audit.install(target.database_url, lease_s=target.times.lease_s)
     expected = _undisturbed(target, exact=options.exact)
@@ -54,7 +54,7 @@ def _hurt(options: Options, target: TargetT, storm: Storm[TargetT], max_faults: 
         load.start()
         began_s = time.monotonic()
         storm.rage(duration_s=60 * options.minutes, max_faults=max_faults)
-        storm.findings += _drain(load, target, options.patience_s)
+        storm.findings += _drain(load, target, options.patience_s, say)
     took_s = time.monotonic() - began_s
     num_leaked, leaks = remains.kv_leaked(target, num_replicas=options.replicas)
     storm.findings += [*leaks, *memory.findings()]
@@ -103,9 +103,9 @@ def _undisturbed(target: Target, *, exact: bool) -> list[Expected] | None:
     return expected
 
 
-def _drain(load: Load, target: Target, patience_s: float) -> list[Finding]:
+def _drain(load: Load, target: Target, patience_s: float, say: Say) -> list[Finding]:
     """I8: everything ends. Which jobs have not, the judge tells."""
-    is_quiet = load.drain(patience_s)
+    is_quiet = load.drain(patience_s, say)
     findings = [Finding(invariant="I8", count="dead_threads", what=f"the load's {name} died") for name in load.dead()]
     if not is_quiet:
         what = f"{len(target.journal.open())} jobs have not ended {patience_s:.0f} s after the last fault"

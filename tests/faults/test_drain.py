@@ -19,8 +19,8 @@ from tests.stack import until
 
 pytestmark = pytest.mark.whole_machine
 
-NUM_JOBS = 24
-MORE_THAN_DRAINS = 112
+NUM_JOBS = 16
+MORE_THAN_DRAINS = 80
 """More than a head has seats, and those it has take longer than it may drain."""
 
 RUNNING = "SELECT count(*) FROM jobs WHERE id = ANY(:ids) AND state = 'running'"

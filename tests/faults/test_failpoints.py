@@ -14,8 +14,8 @@ from tests.stack import until
 
 pytestmark = pytest.mark.whole_machine
 
-MAX_TOKENS = 300
-NUM_AT_ONCE = 12
+MAX_TOKENS = 150
+NUM_AT_ONCE = 8
 """Jobs that have not ended, at most: a trickle that goes on until the point has struck."""
 
 

@@ -14,7 +14,7 @@ from tests.stack import until
 
 pytestmark = pytest.mark.whole_machine
 
-NUM_JOBS = 32
+NUM_JOBS = 16
 VICTIMS = ("stage-1", "stage-0", "relay", "gateway", "redis")
 
 STARTED = """

@@ -22,7 +22,7 @@ SEED = 987_654_321
 """A stage knows a job by the seed that its producer chose."""
 
 MAX_CRASHES = 2
-NUM_NEIGHBOURS = 24
+NUM_NEIGHBOURS = 12
 
 UNDER_WAY = """
 SELECT count(*) FROM jobs JOIN attempts ON attempts.job_id = jobs.id AND attempts.fence = jobs.fence

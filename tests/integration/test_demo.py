@@ -8,11 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from services.standalone.home import Home
-
-pytestmark = pytest.mark.whole_machine
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 

@@ -22,8 +22,6 @@ from shardline.job import JobState
 from shardline.queues import GENERATE_TASK, INTAKE_QUEUE, SUBMIT_TASK, celery_settings, generate_queue
 from tests.stack import Stack, until
 
-pytestmark = pytest.mark.whole_machine
-
 MODEL = "clerk"
 LONG: dict[str, Any] = {
     "model": MODEL,

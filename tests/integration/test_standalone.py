@@ -20,8 +20,6 @@ from shardline.client import Client
 from tests.models import save_model
 from tests.stack import Stack, until
 
-pytestmark = pytest.mark.whole_machine
-
 NAMES = {"supervisor", "postgres", "redis", "gateway", "relay", "stage-0", "stage-1", "flower"}
 
 
