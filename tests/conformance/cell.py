@@ -1,6 +1,6 @@
 """One cell of the matrix of exact rows: the same jobs in crowds of several sizes and over several stages, bit by bit.
 
-python -m tests.conformance.cell --model clerk|wide --dtype bfloat16 --threads 2 [--prompts 300] [--stages 1 2 3]
+python -m tests.conformance.cell --model clerk|wide --dtype bfloat16 --cores 0-1 [--prompts 300] [--stages 1 2 3]
 
 A process of its own for each, since oneDNN reads ONEDNN_MAX_CPU_ISA once. Prints one JSON line for each number of
 stages: whether the pipeline says that it is exact, and how many jobs had other tokens or log-probabilities.
@@ -27,7 +27,8 @@ from tests.chain import MAX_BUDGET, complete, load_chain
 CLERK = Path(__file__).parents[2] / "services" / "standalone" / "clerk" / "model"
 CROWDS = (64, 32, 3, 1)
 """Jobs at a time. The last run in one stage, each job alone, is what all others are compared with."""
-LENGTHS = range(4, 301)
+LENGTHS = (4, 300)
+"""The shortest and the longest prompt. As many lie below their geometric mean as above it."""
 NUM_NEW = 6
 KV_BYTES = 256 * 2**20
 WIDE: dict[str, Any] = {
@@ -50,7 +51,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", choices=("clerk", "wide"), required=True)
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), required=True)
-    parser.add_argument("--threads", type=int, choices=(1, 2), required=True)
+    parser.add_argument("--cores", required=True, help="a thread for each")
     parser.add_argument("--prompts", type=int, default=300)
     parser.add_argument("--stages", type=int, nargs="+", default=[1, 2, 3])
     options = parser.parse_args()
@@ -61,7 +62,7 @@ def main() -> None:
 
 def verdicts(options: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any]]:
     """For each number of stages."""
-    device = Device.take(("cpu:0", "cpu:0-1")[options.threads - 1], worker="cell", lock_folder=folder, shared=True)
+    device = Device.take(f"cpu:{options.cores}", worker="cell", lock_folder=folder, shared=True)
     model = CLERK if options.model == "clerk" else save_wide(folder)
     jobs = requests(options.prompts, vocab_size=tf.AutoConfig.from_pretrained(model).vocab_size)
     expected: list[Outcome] | None = None
@@ -86,9 +87,11 @@ def outcomes(stages: Sequence[Executor], jobs: Sequence[Request], crowd: int) ->
 
 
 def requests(num: int, *, vocab_size: int) -> list[Request]:
-    """Prompts of 4 to 300 tokens, every other one greedy, all with log-probabilities."""
+    """Prompts of all lengths in any order, every other one greedy, all with log-probabilities."""
     generator = torch.Generator().manual_seed(6)
-    sizes = [LENGTHS[(place * 97) % len(LENGTHS)] for place in range(num)]
+    shortest, longest = LENGTHS
+    shares = (torch.randperm(num, generator=generator) / max(1, num - 1)).tolist()
+    sizes = [round(shortest * (longest / shortest) ** share) for share in shares]
     return [
         Request(
             key=(str(place), 1),

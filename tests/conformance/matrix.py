@@ -50,9 +50,10 @@ class Cell:
     dtype: str
     threads: int
 
-    def verdicts(self, *, prompts: int, stages: Sequence[int]) -> Iterator[Verdict]:
-        """Runs it; as its answers come."""
-        options = {"model": self.model, "dtype": self.dtype, "threads": self.threads, "prompts": prompts}
+    def verdicts(self, *, prompts: int, stages: Sequence[int], cores: Sequence[int] | None = None) -> Iterator[Verdict]:
+        """Runs it, by default on the first cores that there are; as its answers come."""
+        names = ",".join(map(str, cores or usable_cores()[: self.threads]))
+        options = {"model": self.model, "dtype": self.dtype, "cores": names, "prompts": prompts}
         argv = [sys.executable, "-m", "tests.conformance.cell", "--stages", *map(str, stages)]
         argv += [part for name, value in options.items() for part in (f"--{name}", str(value))]
         environment = os.environ | {"ONEDNN_MAX_CPU_ISA": self.isa}
@@ -62,6 +63,11 @@ class Cell:
                 if line.startswith("{"):
                     yield Verdict(**json.loads(line))
         assert process.returncode == 0, f"{self} ended with status {process.returncode}"
+
+
+def usable_cores() -> list[int]:
+    """Those that this process may use."""
+    return sorted(os.sched_getaffinity(0))
 
 
 def offered_isas() -> list[str]:
