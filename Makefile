@@ -14,7 +14,7 @@ TORCH := $(shell sed -n 's/^torch==/torch==/p' constraints.txt)
 TORCH_FROM := $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
 SOURCES := services shared tests migrations
 TEST_OPTIONS ?=
-# Two processes with servers of their own. A file stays in one of them; tests/conftest.py says what runs alone, and last.
+# Two processes with servers of their own. A file stays in one of them; tests/conftest.py says which come last.
 IN_PARALLEL := -n 2 --dist loadgroup --no-loadscope-reorder
 # Of `make chaos` and `make chaos-compose`. Without SEED it draws one and prints it.
 SEED ?=

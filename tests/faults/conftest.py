@@ -11,7 +11,7 @@ from tests.faults.small_stack import MAX_TOKENS, Hurt, small_stack
 
 @pytest.fixture(scope="session")
 def hurt() -> Iterator[Hurt]:
-    """Only for tests marked `whole_machine`."""
+    """Only for tests marked `short_leases`."""
     with small_stack() as hurt:
         yield hurt
 

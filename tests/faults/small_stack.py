@@ -29,14 +29,16 @@ from shardline.queues import INTAKE_QUEUE, SUBMIT_TASK
 from shardline.store.database import connect
 from tests.stack import Stack, until
 
-TIME_SCALE = "0.25"
+TIME_SCALE = "0.5"
+"""Another stack may run beside it: see tests/conftest.py."""
+STALL_S = "15"
 NUM_REQUESTS = 8
-MAX_TOKENS = 450
+MAX_TOKENS = 300
 END_S = 420
 DOORS = ("python", "stream", "celery", "http")
 
 
-def request(number: int, max_tokens: int = 300) -> dict[str, Any]:
+def request(number: int, max_tokens: int = MAX_TOKENS) -> dict[str, Any]:
     """One of NUM_REQUESTS: half greedy, half sampled under their own seeds; long enough for several heartbeats."""
     number %= NUM_REQUESTS
     return {
@@ -113,7 +115,9 @@ def small_stack() -> Iterator[Hurt]:
     folder = Path(tempfile.mkdtemp(prefix="shardline-small-"))
     failpoints = folder / "failpoints"
     failpoints.mkdir()
-    stack = Stack(folder, SHARDLINE_TIME_SCALE=TIME_SCALE, SHARDLINE_FAILPOINTS=str(failpoints))
+    stack = Stack(
+        folder, SHARDLINE_TIME_SCALE=TIME_SCALE, SHARDLINE_STALL_S=STALL_S, SHARDLINE_FAILPOINTS=str(failpoints)
+    )
     try:
         stack.start()
         yield Hurt(stack=stack, failpoints=failpoints)

@@ -17,7 +17,7 @@ from shardline.api_key import bearer
 from tests.faults.small_stack import END_S, MAX_TOKENS, Hurt, Producer, request, tokens_of
 from tests.stack import until
 
-pytestmark = pytest.mark.whole_machine
+pytestmark = pytest.mark.short_leases
 
 NUM_JOBS = 16
 MORE_THAN_DRAINS = 80
@@ -55,7 +55,7 @@ def test_given_more_work_than_the_drain_time_holds_when_a_head_stops_then_it_giv
 ) -> None:
     numbers = range(MORE_THAN_DRAINS)
     with hurt.client() as client:
-        ids = client.submit_many([request(number, MAX_TOKENS) for number in numbers])
+        ids = client.submit_many([request(number) for number in numbers])
         until(lambda: hurt.count(RUNNING, ids) > NUM_JOBS)
         terminate(hurt, "stage-0")
         jobs = client.wait(ids, timeout_s=END_S)
@@ -70,7 +70,7 @@ def test_given_callers_on_the_line_when_a_gateway_is_told_to_stop_then_each_gets
     ids = [uuid4() for _ in undisturbed]
 
     def complete(number: int) -> httpx.Response:
-        body = {**request(number, MAX_TOKENS), "id": str(ids[number])}
+        body = {**request(number), "id": str(ids[number])}
         return httpx.post(url, json=body, headers=bearer(hurt.urls["api_key"]), timeout=60)
 
     with ThreadPoolExecutor(len(ids)) as callers:

@@ -12,7 +12,7 @@ from tests.faults.failpoint_faults import FAULTS, KillAt
 from tests.faults.small_stack import Hurt, Producer, tokens_of
 from tests.stack import until
 
-pytestmark = pytest.mark.whole_machine
+pytestmark = pytest.mark.short_leases
 
 MAX_TOKENS = 150
 NUM_AT_ONCE = 8

@@ -13,10 +13,10 @@ from shardline.client import Client
 from shardline.failpoints import Point
 from shardline.job import Job, JobState
 from tests.faults.arming import Arming, arm
-from tests.faults.small_stack import END_S, MAX_TOKENS, Hurt, request, tokens_of
+from tests.faults.small_stack import END_S, Hurt, request, tokens_of
 from tests.stack import until
 
-pytestmark = pytest.mark.whole_machine
+pytestmark = pytest.mark.short_leases
 
 SEED = 987_654_321
 """A stage knows a job by the seed that its producer chose."""
@@ -65,7 +65,7 @@ def client(hurt: Hurt) -> Iterator[Client]:
 
 
 def neighbours() -> list[dict[str, Any]]:
-    return [request(number, MAX_TOKENS) for number in range(NUM_NEIGHBOURS)]
+    return [request(number) for number in range(NUM_NEIGHBOURS)]
 
 
 def submit_poison(client: Client) -> UUID:

@@ -42,8 +42,8 @@ def stack(folder: Path) -> Iterator[Stack]:
 
 @pytest.fixture
 def own_stack(tmp_path: Path) -> Iterator[Stack]:
-    """A stack for one test that ends it."""
-    stack = Stack(tmp_path)
+    """A small stack for one test that ends it."""
+    stack = Stack(tmp_path, SHARDLINE_STAGES="1")
     stack.start()
     yield stack
     stack.end()
@@ -124,7 +124,7 @@ def test_given_a_supervisor_that_is_killed_when_down_is_called_then_nothing_is_l
 def test_given_a_model_without_a_tokenizer_when_asked_with_ids_then_it_answers_until_ctrl_c_ends_all_in_order(
     tmp_path: Path,
 ) -> None:
-    own_stack = Stack(tmp_path, SHARDLINE_MODEL=str(save_model(tmp_path)))
+    own_stack = Stack(tmp_path, SHARDLINE_MODEL=str(save_model(tmp_path)), SHARDLINE_STAGES="1")
     own_stack.start()
     urls = own_stack.look()["urls"]
     with Client(database_url=urls["database"], redis_url=urls["redis"]) as client:
