@@ -17,7 +17,7 @@ import psutil
 from services.standalone.processes import wait_until_gone
 from tests.faults.fault import Broken, Fault, NotInjected, hold
 from tests.faults.kill_faults import GONE_S
-from tests.faults.remains import within
+from tests.faults.remains import kv_in_use, num_workers, within
 from tests.faults.world import World
 
 LENGTH_BYTES = 8
@@ -94,19 +94,23 @@ class Damage:
 
     def strike(self, world: World, rng: random.Random) -> None:
         """A stage in a random place; the others keep what they loaded before."""
+        if not within(NOTICE_S, lambda: len(kv_in_use(world, num_workers(world))) == num_workers(world)):
+            raise NotInjected("another stage is still reading its weights")
         name, pid = world.pick(rng, "stage-")
         log = world.stack.home.folder / "logs" / f"{HEADS_LOG if self.by_head else name}.log"
-        with damaged(world.model / "model.safetensors", self.harm, rng):
-            begin = log.stat().st_size
-            _kill(name, pid)
-            if not within(NOTICE_S, lambda: self._num_refusals(log, begin) > 0):
-                raise Broken(f"{name} has damaged weights, and nobody says {self.said!r} in {log.name}")
-            hold(LEASES * world.times.lease_s)
-            num_refusals = self._num_refusals(log, begin)
-        if num_refusals > MAX_REFUSALS and not self.by_head:
-            raise Broken(f"{name} was started {num_refusals} times within {LEASES} leases")
-        if self.by_head:
-            _kill(*world.pick(rng, name))
+        try:
+            with damaged(world.model / "model.safetensors", self.harm, rng):
+                begin = log.stat().st_size
+                _kill(name, pid)
+                if not within(NOTICE_S, lambda: self._num_refusals(log, begin) > 0):
+                    raise Broken(f"{name} has damaged weights, and nobody says {self.said!r} in {log.name}")
+                hold(LEASES * world.times.lease_s)
+                num_refusals = self._num_refusals(log, begin)
+            if num_refusals > MAX_REFUSALS and not self.by_head:
+                raise Broken(f"{name} was started {num_refusals} times within {LEASES} leases")
+        finally:
+            if self.by_head:
+                _kill(*world.pick(rng, name))
 
     def _num_refusals(self, log: Path, begin: int) -> int:
         with log.open(errors="replace") as lines:

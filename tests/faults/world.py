@@ -10,7 +10,6 @@ from pathlib import Path
 from types import MappingProxyType
 
 import psutil
-import psycopg
 
 from services.standalone.home import SUPERVISOR
 from services.standalone.processes import is_alive
@@ -37,9 +36,6 @@ SMALL_KV_MIB: Mapping[str, int] = MappingProxyType({"float32": 6, "bfloat16": 4}
 SECOND = f".{SCRIBE.name}"
 """Behind the names of the second stack's processes."""
 
-READY = """
-SELECT count(DISTINCT model) FROM pipelines WHERE model = ANY(%s) AND ready_at IS NOT NULL AND lease_until > now()
-"""
 LOGS_KEPT = REPOSITORY / ".local" / "chaos-logs"
 
 
@@ -115,12 +111,6 @@ class World:
     def redis_url(self) -> str:
         """For the harness itself: past every proxy."""
         return self.redis.url
-
-    def has_pipeline(self) -> bool:
-        """Whether each model can be served now."""
-        with psycopg.connect(self.database_url, connect_timeout=10) as connection:
-            ((number,),) = connection.execute(READY, (list(self.workload.models),)).fetchall()
-        return bool(number == len(self.workload.models))
 
     def pids(self) -> dict[str, int]:
         """Of up.json, those that live."""
