@@ -21,7 +21,8 @@ LENGTHS = (CLERK.limit - 2, CLERK.limit - 2, CLERK.limit - 2, 64)
 """Each long one is about a step of its own. More of them would rightly leave the short one nothing of a step."""
 TRIES, MOST_LATE = 5, 2
 """Now and then a message comes so late that the long ones are through."""
-END_S = 60.0
+END_S = 180.0
+"""Beside other work the jobs that run may take a minute to give back their KV."""
 FIRST_TOKENS = """
 SELECT started_at + make_interval(secs => (timings ->> 'first_token_s')::float8)
 FROM results JOIN attempts USING (job_id, fence) WHERE job_id = ANY(%s) ORDER BY array_position(%s, job_id)
