@@ -33,8 +33,8 @@ settings.load_profile("steady")
 
 @pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the groups in the same hook.
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """One worker of pytest-xdist runs a file as a whole. Files with stacks whose leases are seconds come at the end,
-    when no other is left; those that share a stack are the very last, because it lives to the end of the session."""
+    """One worker of pytest-xdist runs a file as a whole. Files with stacks whose leases are seconds come at the end;
+    those that share a stack are the very last, because it lives to the end of the session."""
     for item in items:
         item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
     items.sort(key=lambda item: (item.get_closest_marker("short_leases") is not None, _shares_stack(item)))

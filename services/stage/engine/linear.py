@@ -125,7 +125,7 @@ def pack(model: nn.Module, *, uses_embedding: bool = True) -> bool:
     at 64 rows; bf16: 20 %). With `uses_embedding=False` (a tail that never looks tokens up) it is packed instead.
     """
     groups = list(_groups(model))
-    weight = groups[0][1][0][1].weight if groups else torch.empty(0)
+    weight = next((layer.weight for layer in model.modules() if _is_linear(layer)), torch.empty(0))
     if not groups or not can_pack(weight.dtype, weight.device):
         _log.info("linear layers stay unpacked", dtype=str(weight.dtype), device=str(weight.device))
         return False
