@@ -29,7 +29,7 @@ CROWDS = (64, 32, 3, 1)
 """Jobs at a time. The last run in one stage, each job alone, is what all others are compared with."""
 LENGTHS = (4, 300)
 """The shortest and the longest prompt. As many lie below their geometric mean as above it."""
-NUM_NEW = 6
+NUM_NEW = 4
 KV_BYTES = 256 * 2**20
 WIDE: dict[str, Any] = {
     "vocab_size": 512,
