@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import ast
+import shutil
+import subprocess
+import sys
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 WALL_CLOCKS = {"time.time", "time.time_ns", "datetime.now", "datetime.utcnow", "datetime.today", "date.today"}
@@ -13,6 +18,10 @@ ONLY_SHOWN = {
     "shared/shardline/tokenise/chat.py": "the date that chat templates may print",
 }
 """Files that read a wall clock, and what becomes of it."""
+
+SUSPENDED_S = 86_400
+SUSPENDED = ("unshare", "--user", "--map-root-user", "--time", f"--boottime={SUSPENDED_S}", "--fork")
+"""Runs a command in a time namespace: there the machine has slept for so long, which its monotonic clock left out."""
 
 
 def reads_wall_clock(path: Path) -> bool:
@@ -27,3 +36,16 @@ def test_given_the_product_when_read_then_wall_clocks_are_only_shown() -> None:
     found = {str(path.relative_to(ROOT)) for path in sources if reads_wall_clock(path)}
 
     assert found == set(ONLY_SHOWN)
+
+
+def test_given_a_machine_that_was_suspended_when_leases_are_timed_then_its_sleep_counts() -> None:
+    if (
+        shutil.which("unshare") is None
+        or subprocess.run((*SUSPENDED, "true"), check=False, capture_output=True).returncode
+    ):
+        pytest.skip("this system lends its users no time namespace")
+    ahead = "import time; from shardline.clock import lease_clock_s; print(lease_clock_s() - time.monotonic())"
+
+    told = subprocess.run((*SUSPENDED, sys.executable, "-c", ahead), check=True, capture_output=True, text=True)
+
+    assert float(told.stdout) > SUSPENDED_S - 60
