@@ -363,10 +363,11 @@ def test_given_jobs_longer_than_the_kv_when_claimed_then_they_are_left_for_a_lar
     with engine.begin() as connection:
         fits, too_long = (one.job_id for one in jobs.insert_jobs(connection, [request()] * 2, prepared=prepared))
         pipelines.ready(connection, "p", 1, seats=4, stages=[], exact=True, kv_tokens=16)
-    (held,) = claim(engine, [fits, too_long])
+    held = claim(engine, [fits, too_long])
+    assert [row.job_id for row in held] == [fits]
     with engine.begin() as connection:
-        claims.heartbeat(connection, [Beat(job_id=fits, fence=held.fence, start=0, ids=(7,))], lease_s=LONG_S)
-        claims.release(connection, [(fits, held.fence)])
+        claims.heartbeat(connection, [Beat(job_id=fits, fence=held[0].fence, start=0, ids=(7,))], lease_s=LONG_S)
+        claims.release(connection, [(fits, held[0].fence)])
 
     assert claim(engine, [fits, too_long]) == [], "its checkpoint counts too"
     with engine.begin() as connection:
