@@ -112,7 +112,7 @@ def a_world(options: Options, docker: Docker) -> Iterator[World]:
         overlays=(PUBLISHED,),
         SHARDLINE_TIME_SCALE=str(TIME_SCALE),
         SHARDLINE_DTYPE=options.dtype,
-        SHARDLINE_KV_MIB=str(SMALL_KV_MIB),
+        SHARDLINE_KV_MIB=str(SMALL_KV_MIB[options.dtype]),
         SHARDLINE_HTTP_PORTS=str(gateway),
         CHAOS_POSTGRES_PORT=str(postgres),
         CHAOS_REDIS_PORT=str(redis),
