@@ -63,11 +63,11 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
             ),
         ),
     ),
+    # The next two change the last bit of few elements: no token of a real stack has followed from that yet.
     Mutant(
         name="one-row matmul allowed",
         patches=(Patch(file="services/stage/engine/padding.py", old="    *(2, 4, 8,", new="    *(1, 2, 4, 8,"),),
         tests=("tests/unit/test_padding.py::test_given_rows_when_padded_then_every_run_is_whole",),
-        hurt=Hurt(faults="kill tail", counts=("token_mismatches", "retracted"), dtype="bfloat16", wide=True),
     ),
     Mutant(
         name="no ceiling for the rows of a product",
@@ -79,7 +79,6 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
             ),
         ),
         tests=("tests/unit/test_padding.py::test_given_rows_when_cut_then_panels_are_allowed_and_few",),
-        hurt=Hurt(faults="kill tail", counts=("token_mismatches", "retracted"), dtype="bfloat16", wide=True),
     ),
     Mutant(
         name="a job that breaks a later stage is kept for ever",
