@@ -27,10 +27,13 @@ __all__ = [
 ]
 
 CANCEL = text("""
+-- In the order in which everybody locks jobs.
 WITH locked AS (
     SELECT id FROM jobs WHERE id = ANY(CAST(:ids AS uuid[])) AND (state = 'queued' OR (state = 'running' AND :running))
     ORDER BY id FOR UPDATE
-), changed AS (
+),
+-- What never ran ends at once; all else is asked to, and its head or a relay ends it.
+changed AS (
     UPDATE jobs SET
         cancel_requested_at = coalesce(cancel_requested_at, now()),
         state = CASE WHEN state = 'queued' AND fence = 0 THEN 'cancelled' ELSE state END,

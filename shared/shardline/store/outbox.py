@@ -23,16 +23,21 @@ STAMP_LOCK = 7_305_793_412
 
 # The inner LIMIT is a literal, so that the planner walks the index in order instead of sorting the backlog.
 STAMP = text(f"""
+-- The seats of live pipelines, by model.
 WITH seats AS (
     SELECT model, sum(seats) AS seats FROM pipelines WHERE lease_until > now() GROUP BY model
-), rooms AS MATERIALIZED (
+),
+-- What each window still takes; a model without a pipeline has a small one, so that its queue is ready when one comes.
+rooms AS MATERIALIZED (
     SELECT models.name AS model, priority,
         greatest({WINDOW_MIN}, {WINDOW_PER_SEAT} * coalesce(seats.seats, 0)) - (
             SELECT count(*) FROM jobs
             WHERE state = 'queued' AND sent_at IS NOT NULL AND model = models.name AND priority = priorities.priority
         ) AS room
     FROM models CROSS JOIN generate_series(0, 9) AS priorities(priority) LEFT JOIN seats ON seats.model = models.name
-), oldest AS (
+),
+-- The first in line of each window, numbered.
+oldest AS (
     SELECT rooms.room, first.id, rooms.priority, first.created_at,
         row_number() OVER (PARTITION BY rooms.model, rooms.priority ORDER BY first.created_at, first.id) AS place
     FROM rooms CROSS JOIN LATERAL (
@@ -42,19 +47,27 @@ WITH seats AS (
         ORDER BY created_at, id LIMIT {MAX_BATCH}
     ) AS first
     WHERE rooms.room > 0
-), due AS (
+),
+-- Those that fit into their window, urgent ones first.
+due AS (
     SELECT id FROM oldest WHERE place <= room ORDER BY priority, created_at, id LIMIT {MAX_BATCH}
-), lost AS (
+),
+-- Sent long ago and claimed by nobody: each time the wait doubles.
+lost AS (
     SELECT id FROM jobs
     WHERE state = 'queued' AND sent_at <= now()
         - make_interval(secs => :resend_s * 2 ^ least(greatest(num_sends - 1, 0), {MAX_DOUBLINGS}))
     ORDER BY sent_at LIMIT {MAX_BATCH}
-), locked AS (
+),
+-- In the order in which everybody locks jobs; what somebody else holds has its turn the next time.
+locked AS (
     SELECT id FROM jobs
     WHERE id = ANY(ARRAY(SELECT id FROM due UNION ALL SELECT id FROM lost)) AND state = 'queued'
         AND cancel_requested_at IS NULL
     ORDER BY id FOR UPDATE SKIP LOCKED
-), stamped AS (
+),
+-- As sent now: the message leaves after COMMIT.
+stamped AS (
     UPDATE jobs SET sent_at = now(), num_sends = num_sends + 1
     FROM locked WHERE jobs.id = locked.id AND state = 'queued'
     RETURNING jobs.id, model, priority, num_sends, traceparent, created_at

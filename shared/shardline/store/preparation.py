@@ -32,7 +32,9 @@ WITH oldest AS (
 -- What those before it take: the first row is in, however long it is.
 weighed AS (
     SELECT id, sum(num_bytes) OVER (ORDER BY created_at, id) - num_bytes AS num_before FROM oldest
-), lent AS (
+),
+-- For one lease: a relay that dies over them gives them back by that.
+lent AS (
     UPDATE jobs SET preparing_until = now() + make_interval(secs => :lease_s)
     FROM weighed WHERE jobs.id = weighed.id AND num_before < :max_bytes
     RETURNING jobs.id, model, prompt, messages, prompt_ids, params, created_at
