@@ -6,8 +6,7 @@ from __future__ import annotations
 import gc
 import sys
 
-# torch and transformers make a million objects that all stay: looking at them again and again takes an eighth of the
-# imports' time.
+# torch and transformers make objects that all stay: to look at them again and again takes an eighth of the time.
 gc.disable()
 
 import structlog

@@ -25,11 +25,8 @@ HELD = """
 SELECT id, fence FROM jobs WHERE state = 'running'
     AND worker IN (SELECT head FROM pipelines WHERE lease_until > now() AND ready_at IS NOT NULL)
 """
-SETTLED = """
-SELECT NOT EXISTS (SELECT FROM jobs WHERE state = 'running' AND lease_until < now())
-    AND NOT EXISTS (SELECT FROM pipelines WHERE lease_until BETWEEN now() AND %s)
-"""
-"""Every lease was renewed since a moment, or is over and swept: a head that died just before it counts no more."""
+UNRENEWED = "SELECT count(*) FROM jobs WHERE state = 'running' AND lease_until < %s"
+"""Leases that are no newer than a moment: overdue, or of a head that died just before it and may be back already."""
 BLAMED = """
 SELECT attempts.job_id FROM attempts JOIN unnest(%s::uuid[], %s::bigint[]) AS held(id, fence)
     ON attempts.job_id = held.id AND attempts.fence = held.fence WHERE outcome = 'crashed'
@@ -60,7 +57,7 @@ def stalling(stall: Stall) -> Callable[[World, random.Random], None]:
     def inject(world: World, rng: random.Random) -> None:
         with session(world) as connection:
             row = connection.execute("SELECT now() + make_interval(secs => %s)", (world.times.lease_s,)).fetchone()
-            if not within(QUIET_S, lambda: connection.execute(SETTLED, row).fetchone() == (True,)):
+            if not within(QUIET_S, lambda: connection.execute(UNRENEWED, row).fetchone() == (0,)):
                 raise NotInjected("leases of the fault before have not been swept")
             held = connection.execute(HELD).fetchall()
         stall(world, rng.uniform(*STALL_S))
