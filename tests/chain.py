@@ -8,13 +8,13 @@ from pathlib import Path
 
 import torch
 
-from services.stage.engine.device import Device
-from services.stage.engine.events import Failed, Finished
+from services.stage.device.device import Device
 from services.stage.engine.executor import Executor
-from services.stage.engine.model_info import ModelInfo
-from services.stage.engine.scheduler import Scheduler, SchedulerConfig
-from services.stage.engine.sequence import Request
-from services.stage.engine.step import StepPlan, StepResult, decode_plan, encode
+from services.stage.model.model_info import ModelInfo
+from services.stage.scheduling.events import Failed, Finished
+from services.stage.scheduling.scheduler import Scheduler, SchedulerConfig
+from services.stage.scheduling.sequence import Request
+from services.stage.scheduling.step import StepPlan, StepResult, decode_plan, encode
 from shardline.job import FinishReason, SamplingParams
 from shardline.split import even_split
 

@@ -12,11 +12,11 @@ gc.disable()
 import structlog
 from pydantic import ValidationError
 
-from services.stage.worker.app import make_app, serve
-from services.stage.worker.head import Head
-from services.stage.worker.later import Later
-from services.stage.worker.runtime import load
-from services.stage.worker.settings import StageSettings
+from services.stage.app import make_app, serve
+from services.stage.head import Head
+from services.stage.later import Later
+from services.stage.runtime import load
+from services.stage.settings import StageSettings
 from shardline import log, metrics
 from shardline.errors import Invalid, Unavailable
 from shardline.threads import die_with_any_thread

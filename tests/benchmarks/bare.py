@@ -18,17 +18,17 @@ from uuid import UUID, uuid4
 
 from tokenizers import Tokenizer
 
-from services.stage.engine.device import Device
+from services.stage.device.device import Device
 from services.stage.engine.engine import Engine, HeadEngine, LaterEngine
-from services.stage.engine.events import Finished
 from services.stage.engine.executor import Executor
-from services.stage.engine.model_info import ModelInfo
-from services.stage.engine.scheduler import Scheduler, SchedulerConfig
-from services.stage.engine.sequence import Request
 from services.stage.hop import Channel, Hop, Kind, Receiver, Sender
 from services.stage.hop.sockets import Sockets
 from services.stage.hop.wiring import Wiring
 from services.stage.hop.zeromq import ZeroMqHop
+from services.stage.model.model_info import ModelInfo
+from services.stage.scheduling.events import Finished
+from services.stage.scheduling.scheduler import Scheduler, SchedulerConfig
+from services.stage.scheduling.sequence import Request
 from shardline.config import Times
 from shardline.split import even_split
 from shardline.tokenise import Completion, Vocabulary

@@ -21,11 +21,11 @@ from typing import Any
 
 import torch
 
-from services.stage.engine.device import Device
+from services.stage.device.device import Device
 from services.stage.engine.executor import Executor
-from services.stage.engine.scheduler import Scheduler, SchedulerConfig
-from services.stage.engine.sequence import Request
-from services.stage.engine.step import StepResult, decode_plan, encode
+from services.stage.scheduling.scheduler import Scheduler, SchedulerConfig
+from services.stage.scheduling.sequence import Request
+from services.stage.scheduling.step import StepResult, decode_plan, encode
 from shardline.job import FinishReason, SamplingParams
 
 BATCH = 64

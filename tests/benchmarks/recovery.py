@@ -25,7 +25,7 @@ from uuid import UUID
 import psutil
 from tenacity import retry, retry_if_result, stop_after_delay, wait_fixed
 
-from services.stage.worker.registry import Registry
+from services.stage.pipeline.registry import Registry
 from services.standalone.home import Home
 from services.standalone.settings import CLERK
 from shardline.client import AsyncClient

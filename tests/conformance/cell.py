@@ -18,9 +18,9 @@ from typing import Any
 import torch
 import transformers as tf
 
-from services.stage.engine.device import Device
+from services.stage.device.device import Device
 from services.stage.engine.executor import Executor
-from services.stage.engine.sequence import Request
+from services.stage.scheduling.sequence import Request
 from shardline.job import SamplingParams
 from tests.chain import MAX_BUDGET, complete, load_chain
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from services.stage.engine.device import Device
+from services.stage.device.device import Device
 
 
 @pytest.fixture(scope="session")

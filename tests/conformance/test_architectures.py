@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers as tf
 
-from services.stage.engine.device import Device
+from services.stage.device.device import Device
 from shardline.job import SamplingParams
 from tests.chain import generate, load_chain, requests
 from tests.models import CONFIGS, VOCAB_SIZE, save_model

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from services.stage.engine.device import Device
+from services.stage.device.device import Device
 from services.stage.engine.executor import Executor
-from services.stage.engine.sequence import Request
+from services.stage.scheduling.sequence import Request
 from shardline.job import SamplingParams
 from tests.chain import generate, load_chain, requests
 from tests.models import VOCAB_SIZE, save_model

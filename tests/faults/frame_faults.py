@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from services.stage.engine.step import StepResult, decode_result
 from services.stage.hop.frame import Frame, Kind, decode
+from services.stage.scheduling.step import StepResult, decode_result
 from shardline.errors import ProtocolError
 from tests.faults.fault import Fault, NotInjected, Simple, hold
 from tests.faults.network_faults import no_links

@@ -11,9 +11,9 @@ from uuid import uuid4
 
 import msgspec
 
-from services.stage.engine.step import Open, Row, StepPlan, encode
 from services.stage.hop.frame import HEADER_BYTES, MAX_MESSAGE_BYTES, MAX_TENSOR_BYTES, Buffer
-from services.stage.worker import control
+from services.stage.pipeline import control
+from services.stage.scheduling.step import Open, Row, StepPlan, encode
 from shardline.job import SamplingParams
 
 CHECKSUM_BYTES = 4

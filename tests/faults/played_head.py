@@ -9,14 +9,14 @@ from uuid import uuid4
 
 import zmq
 
-from services.stage.engine.step import StepResult, decode_result
 from services.stage.hop import Channel, Frame, Kind, Receiver
 from services.stage.hop import frame as frames
 from services.stage.hop.frame import Buffer
 from services.stage.hop.sockets import Sockets
 from services.stage.hop.zeromq import ZeroMqHop
-from services.stage.worker import control
-from services.stage.worker.call import Call
+from services.stage.pipeline import control
+from services.stage.pipeline.call import Call
+from services.stage.scheduling.step import StepResult, decode_result
 from shardline.config import Times
 from shardline.wire import StageCard
 

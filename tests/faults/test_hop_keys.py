@@ -13,7 +13,7 @@ import pytest
 import zmq
 
 from services.stage.hop.sockets import CurveKeys, Sockets
-from services.stage.worker.registry import Registry
+from services.stage.pipeline.registry import Registry
 from services.standalone.ports import LOOPBACK
 from shardline.errors import LinkLost
 from tests.stack import Stack

@@ -21,13 +21,13 @@ import pytest
 import zmq
 from msgspec.structs import replace as replace_struct
 
-from services.stage.engine.step import encode as encode_step
 from services.stage.hop import Channel, Frame, Kind, Receiver
 from services.stage.hop.frame import Buffer, encode
 from services.stage.hop.sockets import Sockets
 from services.stage.hop.zeromq import ZeroMqHop
-from services.stage.worker import control
-from services.stage.worker.registry import Registry
+from services.stage.pipeline import control
+from services.stage.pipeline.registry import Registry
+from services.stage.scheduling.step import encode as encode_step
 from services.standalone.servers import Valkey
 from services.standalone.settings import CLERK
 from shardline.config import Times

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from services.stage.engine.weights import check_file
+from services.stage.model.weights import check_file
 from shardline.errors import Invalid
 from tests.faults.weights_faults import (
     Harm,

@@ -20,20 +20,20 @@ from tenacity import retry, retry_if_result, stop_after_delay, wait_fixed
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
-from services.stage.engine.device import Device
+from services.stage.celery.mailbox import Mailbox
+from services.stage.celery.ticket import Ticket
+from services.stage.device.device import Device
 from services.stage.engine.engine import HeadEngine
-from services.stage.engine.events import Event
 from services.stage.engine.executor import Executor
-from services.stage.engine.scheduler import Scheduler, SchedulerConfig
 from services.stage.hop.wiring import Member, Wiring
-from services.stage.worker.identity import Identity, identity_of
-from services.stage.worker.isolation import Seats
-from services.stage.worker.ledger import Ledger
-from services.stage.worker.mailbox import Mailbox
-from services.stage.worker.metering import Meter
-from services.stage.worker.publisher import Publisher
-from services.stage.worker.requests import Requests
-from services.stage.worker.ticket import Ticket
+from services.stage.jobs.identity import Identity, identity_of
+from services.stage.jobs.isolation import Seats
+from services.stage.jobs.ledger import Ledger
+from services.stage.jobs.publisher import Publisher
+from services.stage.jobs.requests import Requests
+from services.stage.metering import Meter
+from services.stage.scheduling.events import Event
+from services.stage.scheduling.scheduler import Scheduler, SchedulerConfig
 from shardline.config import Times
 from shardline.streams import DeltaWriter
 from tests.models import VOCAB_SIZE, save_model

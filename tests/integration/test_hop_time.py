@@ -12,17 +12,17 @@ from typing import Any, cast
 
 import pytest
 
-from services.stage.engine.device import Device
+from services.stage.device.device import Device
 from services.stage.engine.engine import HeadEngine, LaterEngine
-from services.stage.engine.events import Event, Failed, Finished
 from services.stage.engine.executor import Executor
-from services.stage.engine.scheduler import Scheduler, SchedulerConfig
-from services.stage.engine.sequence import Request
 from services.stage.hop.sockets import Sockets
 from services.stage.hop.wiring import Wiring
-from services.stage.worker.facts import StageStatus
-from services.stage.worker.later import Later
-from services.stage.worker.pipeline import MemberStatus
+from services.stage.later import Later
+from services.stage.pipeline.facts import StageStatus
+from services.stage.pipeline.pipeline import MemberStatus
+from services.stage.scheduling.events import Event, Failed, Finished
+from services.stage.scheduling.scheduler import Scheduler, SchedulerConfig
+from services.stage.scheduling.sequence import Request
 from shardline.job import SamplingParams
 from tests.chain import CountingSink, load_chain
 from tests.integration.ledger_desk import until

@@ -15,11 +15,11 @@ from structlog.testing import capture_logs
 
 from services.stage.engine import engine as engine_module
 from services.stage.engine.engine import HeadEngine
-from services.stage.engine.events import Crashed
 from services.stage.engine.executor import Executor
-from services.stage.engine.scheduler import Scheduler
-from services.stage.worker import claiming as claiming_module
-from services.stage.worker import ledger as ledger_module
+from services.stage.jobs import claiming as claiming_module
+from services.stage.jobs import ledger as ledger_module
+from services.stage.scheduling.events import Crashed
+from services.stage.scheduling.scheduler import Scheduler
 from shardline.clock import lease_clock_s
 from shardline.config import Times
 from shardline.errors import JobFailed

@@ -11,7 +11,7 @@ from sqlalchemy import Connection, Engine
 from sqlalchemy.exc import OperationalError
 
 from services.stage.hop.sockets import Sockets
-from services.stage.worker.epochs import Epochs
+from services.stage.pipeline.epochs import Epochs
 from shardline.errors import Conflict, Unavailable
 from shardline.store import pipelines
 from shardline.store.database import connect

@@ -14,10 +14,10 @@ from celery import Celery
 from celery.contrib.testing.worker import start_worker
 from redis.exceptions import ConnectionError as HungUp
 
-from services.stage.worker.app import make_app
-from services.stage.worker.mailbox import Mailbox
-from services.stage.worker.settings import StageSettings
-from services.stage.worker.ticket import Ticket
+from services.stage.app import make_app
+from services.stage.celery.mailbox import Mailbox
+from services.stage.celery.ticket import Ticket
+from services.stage.settings import StageSettings
 from shardline.queues import GENERATE_TASK
 from tests.integration.ledger_desk import until
 

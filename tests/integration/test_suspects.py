@@ -16,14 +16,14 @@ from celery.contrib.testing.worker import start_worker
 from sqlalchemy import Connection
 from sqlalchemy import Engine as Database
 
+from services.stage.app import make_app
+from services.stage.celery.mailbox import Mailbox
+from services.stage.celery.ticket import Ticket
 from services.stage.engine.executor import Executor
-from services.stage.worker.app import make_app
-from services.stage.worker.claiming import Claiming
-from services.stage.worker.identity import Identity
-from services.stage.worker.isolation import Moment, Seats
-from services.stage.worker.mailbox import Mailbox
-from services.stage.worker.settings import StageSettings
-from services.stage.worker.ticket import Ticket
+from services.stage.jobs.claiming import Claiming
+from services.stage.jobs.identity import Identity
+from services.stage.jobs.isolation import Moment, Seats
+from services.stage.settings import StageSettings
 from shardline.config import Times
 from shardline.job import JobState
 from shardline.queues import GENERATE_TASK

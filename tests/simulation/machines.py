@@ -18,11 +18,11 @@ from tokenizers.models import WordLevel
 
 from services.relay.outbox import Outbox
 from services.relay.sweeper import Sweeper
-from services.stage.engine.step import StepPlan
-from services.stage.worker.head import Head
-from services.stage.worker.later import Later
-from services.stage.worker.runtime import Loaded
-from services.stage.worker.ticket import Ticket
+from services.stage.celery.ticket import Ticket
+from services.stage.head import Head
+from services.stage.later import Later
+from services.stage.runtime import Loaded
+from services.stage.scheduling.step import StepPlan
 from shardline.config import Times
 from shardline.errors import Unavailable
 from shardline.metrics import RelayMetrics
@@ -72,7 +72,7 @@ class Site:
 
 
 class Mailbox:
-    """`services.stage.worker.mailbox.Mailbox` without a descriptor."""
+    """`services.stage.celery.mailbox.Mailbox` without a descriptor."""
 
     def __init__(self) -> None:
         self.woken = Event()
@@ -91,7 +91,7 @@ class Mailbox:
 
 
 class Intake:
-    """`services.stage.worker.intake.Intake` without Celery's consumer."""
+    """`services.stage.celery.intake.Intake` without Celery's consumer."""
 
     def __init__(self, _queue: str, mailbox: Mailbox) -> None:
         self.is_open = False

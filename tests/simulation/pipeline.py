@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from services.stage.engine.events import Crashed, Event, Failed, Finished, MayBegin, Outgrown, Tokens
-from services.stage.engine.kv_cache import BLOCK_TOKENS, blocks_for
-from services.stage.engine.scheduler import Scheduler, SchedulerConfig
-from services.stage.engine.sequence import Key, Request
-from services.stage.engine.step import Open, Row, StepPlan, StepResult, decode_plan, encode
+from services.stage.scheduling.events import Crashed, Event, Failed, Finished, MayBegin, Outgrown, Tokens
+from services.stage.scheduling.kv_cache import BLOCK_TOKENS, blocks_for
+from services.stage.scheduling.scheduler import Scheduler, SchedulerConfig
+from services.stage.scheduling.sequence import Key, Request
+from services.stage.scheduling.step import Open, Row, StepPlan, StepResult, decode_plan, encode
 from shardline.job import FinishReason, SamplingParams, TokenLogprob
 
 NUM_TOKENS = 100

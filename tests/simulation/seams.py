@@ -17,8 +17,10 @@ import zmq
 
 from services.relay import outbox as relay_outbox
 from services.relay import sweeper as relay_sweeper
+from services.stage import head, later
 from services.stage.hop import zeromq
-from services.stage.worker import claiming, epochs, head, later, ledger, link, pipeline, standing
+from services.stage.jobs import claiming, ledger, standing
+from services.stage.pipeline import epochs, link, pipeline
 from shardline.store.sweeps import Partial
 from tests.simulation import machines, pipeline_statements, servers, statements, wires
 from tests.simulation.loom import Event, Loom, current, now_s, threads

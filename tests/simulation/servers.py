@@ -146,7 +146,7 @@ class DeltaWriter:
 
 
 class Registry:
-    """`services.stage.worker.registry.Registry` over this Redis."""
+    """`services.stage.pipeline.registry.Registry` over this Redis."""
 
     def __init__(self, redis: Redis) -> None:
         self._redis = redis

@@ -8,10 +8,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from services.stage.engine.events import Failed, Finished
-from services.stage.engine.kv_cache import blocks_for
-from services.stage.engine.scheduler import SchedulerConfig
-from services.stage.engine.sequence import Key, Request
+from services.stage.scheduling.events import Failed, Finished
+from services.stage.scheduling.kv_cache import blocks_for
+from services.stage.scheduling.scheduler import SchedulerConfig
+from services.stage.scheduling.sequence import Key, Request
 from shardline.job import FinishReason
 from tests.simulation.pipeline import Pipeline, config, expected_output, request
 

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from services.stage.engine.kv_cache import BLOCK_TOKENS
-from services.stage.engine.roster import Known, Roster
-from services.stage.engine.step import Row, StepPlan, StepResult
+from services.stage.scheduling.kv_cache import BLOCK_TOKENS
+from services.stage.scheduling.roster import Known, Roster
+from services.stage.scheduling.step import Row, StepPlan, StepResult
 from shardline.job import SamplingParams
 from tests.simulation.loom import Loom, elapse
 

@@ -10,7 +10,7 @@ from functools import partial
 from itertools import pairwise
 from uuid import UUID
 
-from services.stage.engine.scheduler import Scheduler
+from services.stage.scheduling.scheduler import Scheduler
 from shardline.job import JobState, SamplingParams
 from shardline.streams.cursor import Cursor
 from tests.simulation import statements

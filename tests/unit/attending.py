@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from services.stage.engine.attention import Attention, Batch, HeadShape, PagedKv, Span
-from services.stage.engine.kernel import Kernel, KernelSettings, build, supported_isa
-from services.stage.engine.kv_cache import blocks_for
+from services.stage.attention.attention import Attention, Batch, HeadShape, PagedKv, Span
+from services.stage.kernels.kernel import Kernel, KernelSettings, build, supported_isa
+from services.stage.scheduling.kv_cache import blocks_for
 
 LAYER = 3
 

@@ -17,10 +17,10 @@ from services.stage.hop import Frame, Kind
 from services.stage.hop.sockets import Sockets
 from services.stage.hop.wiring import Wiring
 from services.stage.hop.zeromq import ZeroMqHop
-from services.stage.worker.call import Call
-from services.stage.worker.facts import Capacity, Progress, StageStatus
-from services.stage.worker.link import StageLink
-from services.stage.worker.pipeline import Pipeline
+from services.stage.pipeline.call import Call
+from services.stage.pipeline.facts import Capacity, Progress, StageStatus
+from services.stage.pipeline.link import StageLink
+from services.stage.pipeline.pipeline import Pipeline
 from shardline.config import Times
 from shardline.wire import StageCard
 

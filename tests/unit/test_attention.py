@@ -11,9 +11,9 @@ import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.stage.engine.attention import Attention, Batch, HeadShape, PagedKv, Span
-from services.stage.engine.kernel import Kernel
-from services.stage.engine.paged import LANES
+from services.stage.attention.attention import Attention, Batch, HeadShape, PagedKv, Span
+from services.stage.attention.paged import LANES
+from services.stage.kernels.kernel import Kernel
 from tests.unit.attending import Case, attend, kernels, reference
 
 KERNELS = kernels()

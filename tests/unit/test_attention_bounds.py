@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from services.stage.engine.attention import Attention, Batch, HeadShape, PagedKv, Span
-from services.stage.engine.kernel import Kernel
+from services.stage.attention.attention import Attention, Batch, HeadShape, PagedKv, Span
+from services.stage.kernels.kernel import Kernel
 from shardline.errors import Invalid, ProtocolError
 from tests.unit.attending import Layer, kernels
 

@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.stage.hop.sockets import Sockets
-from services.stage.worker import control
-from services.stage.worker.binding import Binding
-from services.stage.worker.call import Call, Refused
+from services.stage.pipeline import control
+from services.stage.pipeline.binding import Binding
+from services.stage.pipeline.call import Call, Refused
 from shardline.errors import LinkLost
 from shardline.wire import StageCard
 from tests.unit.links import NUM_LAYERS, PATIENCE_S, TIMES, Pipes, make_card, open_pipes

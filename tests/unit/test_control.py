@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.stage.worker import control
+from services.stage.pipeline import control
 from shardline.errors import ProtocolError
 from shardline.wire import PROTOCOL_VERSION
 

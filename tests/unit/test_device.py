@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from services.stage.engine.device import Device, parse_cores, show_cores
-from services.stage.engine.locks import DeviceLocks
+from services.stage.device.device import Device, parse_cores, show_cores
+from services.stage.device.locks import DeviceLocks
 from shardline.errors import Invalid
 
 CORE = min(os.sched_getaffinity(0))
@@ -99,7 +99,7 @@ def test_given_two_workers_that_agree_to_share_when_both_take_a_core_then_an_exc
 
 def test_given_a_holder_that_is_killed_when_its_core_is_taken_then_the_kernel_has_freed_it(tmp_path: Path) -> None:
     script = (
-        "import sys; from pathlib import Path; from services.stage.engine.device import Device;"
+        "import sys; from pathlib import Path; from services.stage.device.device import Device;"
         f"device = Device.take('cpu:{CORE}', worker='victim', lock_folder=Path(sys.argv[1]));"
         "print('held', flush=True); sys.stdin.read()"
     )

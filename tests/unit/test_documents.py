@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry
 
 from services.gateway.settings import GatewaySettings
 from services.relay.settings import RelaySettings
-from services.stage.worker.settings import StageSettings
+from services.stage.settings import StageSettings
 from services.standalone.settings import StandaloneSettings
 from shardline.config import ENV_PREFIX, Settings
 from shardline.metrics import GatewayMetrics, HeadMetrics, RelayMetrics, StageMetrics

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from services.stage.attention.paged import Span
 from services.stage.engine.exactness import Probe, exactness_fingerprint
-from services.stage.engine.paged import Span
 
 SIZE = 4
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from services.stage.engine.device import Device
+from services.stage.device.device import Device
+from services.stage.device.locks import DeviceLocks
+from services.stage.device.promises import Promises
 from services.stage.engine.executor import Executor
-from services.stage.engine.locks import DeviceLocks
-from services.stage.engine.promises import Promises
-from services.stage.engine.step import Open, Row, StepPlan, StepResult
+from services.stage.scheduling.step import Open, Row, StepPlan, StepResult
 from shardline.errors import Invalid, ProtocolError
 from shardline.job import SamplingParams
 from tests.chain import load_chain, run

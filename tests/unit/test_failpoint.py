@@ -14,8 +14,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from services.stage.engine.roster import Roster
-from services.stage.engine.step import Open, Row, StepPlan
+from services.stage.scheduling.roster import Roster
+from services.stage.scheduling.step import Open, Row, StepPlan
 from shardline import failpoints
 from shardline.failpoints import Failpoints, Point, Struck, failpoint, is_struck
 from shardline.job import SamplingParams

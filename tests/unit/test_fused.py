@@ -13,8 +13,8 @@ from transformers.models.gemma2 import modeling_gemma2
 from transformers.models.llama import modeling_llama
 from transformers.models.olmo2 import modeling_olmo2
 
-from services.stage.engine.fused import FusedMlp, FusedRmsNorm, Rotary, fuse
-from services.stage.engine.kernel import Kernel
+from services.stage.kernels.kernel import Kernel
+from services.stage.model.fused import FusedMlp, FusedRmsNorm, Rotary, fuse
 from tests.models import COMMON, CONFIGS
 from tests.unit.attending import kernels
 

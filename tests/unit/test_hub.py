@@ -8,7 +8,7 @@ import huggingface_hub
 import pytest
 from structlog.testing import capture_logs
 
-from services.stage.engine.model_info import ModelInfo
+from services.stage.model.model_info import ModelInfo
 from shardline.errors import Invalid, Unavailable
 from tests.models import save_model
 

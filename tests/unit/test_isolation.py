@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, cast
 
-from services.stage.worker import isolation
-from services.stage.worker.isolation import ISOLATED_STEPS, Moment, Seats, claimable
-from services.stage.worker.live import LiveJob
-from services.stage.worker.mailbox import Mailbox
-from services.stage.worker.ticket import Ticket
+from services.stage.celery.mailbox import Mailbox
+from services.stage.celery.ticket import Ticket
+from services.stage.jobs import isolation
+from services.stage.jobs.isolation import ISOLATED_STEPS, Moment, Seats, claimable
+from services.stage.jobs.live import LiveJob
 
 SEATS = Seats(num_any=4, num_interactive=2)
 MAILBOX = Mailbox()

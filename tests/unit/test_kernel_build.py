@@ -10,7 +10,7 @@ import pytest
 import torch
 from structlog.testing import capture_logs
 
-from services.stage.engine.kernel import KernelSettings, build, library_path, load, supported_isa
+from services.stage.kernels.kernel import KernelSettings, build, library_path, load, supported_isa
 
 COUNTING_COMPILER = """#!/bin/sh
 echo "$*" >> {log}

@@ -7,9 +7,9 @@ from itertools import count
 
 import pytest
 
-from services.stage.engine.events import Finished, Outgrown
-from services.stage.engine.kv_cache import BLOCK_TOKENS
-from services.stage.engine.sequence import Request
+from services.stage.scheduling.events import Finished, Outgrown
+from services.stage.scheduling.kv_cache import BLOCK_TOKENS
+from services.stage.scheduling.sequence import Request
 from shardline.job import FinishReason
 from tests.simulation.pipeline import Pipeline, config, decoding, expected_output, request
 

@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from services.stage.engine import kernel
-from services.stage.engine.attention import Attention, PagedKv, Span
+from services.stage.attention.attention import Attention, PagedKv, Span
 from services.stage.engine.forward import Forward
-from services.stage.engine.heads import probe_heads
-from services.stage.engine.padding import Panels
-from services.stage.engine.shard import Shard
+from services.stage.kernels import kernel
+from services.stage.model.heads import probe_heads
+from services.stage.model.padding import Panels
+from services.stage.model.shard import Shard
 from tests.models import save_model
 
 NUM_TOKENS = 40

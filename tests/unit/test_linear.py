@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from services.stage.engine.linear import Merged, PackedLinear, Part, pack
-from services.stage.engine.products import products
-from services.stage.engine.row_counts import ladders
+from services.stage.model.linear import Merged, PackedLinear, Part, pack
+from services.stage.model.products import products
+from services.stage.model.row_counts import ladders
 
 DTYPES = [torch.float32, torch.bfloat16]
 

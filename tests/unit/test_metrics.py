@@ -11,7 +11,7 @@ from typing import Any, cast
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
-from services.stage.worker.metering import Meter
+from services.stage.metering import Meter
 from services.standalone.ports import free_port
 from shardline import metrics
 

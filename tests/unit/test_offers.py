@@ -6,8 +6,8 @@ from typing import cast
 
 import pytest
 
-from services.stage.worker.offers import Offers
-from services.stage.worker.ticket import Ticket
+from services.stage.celery.ticket import Ticket
+from services.stage.jobs.offers import Offers
 
 
 def tickets(num: int) -> list[Ticket]:

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import torch
 
-from services.stage.engine.attention import Attention, PagedKv, Span
+from services.stage.attention.attention import Attention, PagedKv, Span
 from services.stage.engine.exactness import settle_rows
 from services.stage.engine.executor import pack_shard
 from services.stage.engine.forward import Forward
-from services.stage.engine.heads import probe_heads
-from services.stage.engine.shard import Shard
+from services.stage.model.heads import probe_heads
+from services.stage.model.shard import Shard
 from tests.models import save_model
 
 

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from services.stage.hop.sockets import Sockets
 from services.stage.hop.wiring import Wiring
-from services.stage.worker.facts import Progress, StageStatus
+from services.stage.pipeline.facts import Progress, StageStatus
 from shardline.errors import Unavailable
 from shardline.wire import StageCard
 from tests.unit.links import NUM_LAYERS, PATIENCE_S, TIMES, Pipes, make_card, open_pipes, pass_a_step

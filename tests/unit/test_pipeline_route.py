@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.stage.worker.route import MAX_NAMED, choose_route
+from services.stage.pipeline.route import MAX_NAMED, choose_route
 from shardline.errors import Unavailable
 from shardline.wire import StageCard
 from tests.unit.links import NUM_LAYERS, make_card

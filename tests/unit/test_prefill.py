@@ -6,8 +6,8 @@ from itertools import count
 
 import pytest
 
-from services.stage.engine.kv_cache import BLOCK_TOKENS
-from services.stage.engine.sequence import MAX_OVERTAKEN
+from services.stage.scheduling.kv_cache import BLOCK_TOKENS
+from services.stage.scheduling.sequence import MAX_OVERTAKEN
 from tests.simulation.pipeline import Pipeline, checked, config, decoding, expected_output, request, shape
 
 FULL_BLOCK = BLOCK_TOKENS - 1

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from services.stage.engine.locks import DeviceLocks
-from services.stage.worker.runtime import hop_sockets
-from services.stage.worker.settings import StageSettings
+from services.stage.device.locks import DeviceLocks
+from services.stage.runtime import hop_sockets
+from services.stage.settings import StageSettings
 from services.standalone.cores import CoreClaims
 from shardline.errors import Invalid
 from shardline.private import open_private_file, open_private_folder, private_folder, user_folder

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from services.stage.attention.paged import HeadShape, PagedKv
+from services.stage.device.device import Device
+from services.stage.device.locks import DeviceLocks
+from services.stage.device.promises import Promises
 from services.stage.engine import memory
-from services.stage.engine.device import Device
-from services.stage.engine.locks import DeviceLocks
-from services.stage.engine.paged import HeadShape, PagedKv
-from services.stage.engine.promises import Promises
 from shardline.errors import Invalid
 
 MIB = 1 << 20
@@ -61,7 +61,7 @@ def test_given_a_promise_when_another_looks_then_it_counts_until_it_is_kept_or_i
 def test_given_a_promise_whose_maker_died_when_another_looks_then_it_is_forgotten(
     tmp_path: Path, other: Promises
 ) -> None:
-    code = f"""import os; from pathlib import Path; from services.stage.engine.promises import Promises
+    code = f"""import os; from pathlib import Path; from services.stage.device.promises import Promises
 Promises(Path({str(tmp_path)!r})).make({9 * MIB}); os.kill(os.getpid(), 9)"""
     subprocess.run([sys.executable, "-c", code], check=False, cwd=Path(__file__).parents[2], env=dict(os.environ))
     assert len(list(tmp_path.glob("memory-*.promise"))) == 2

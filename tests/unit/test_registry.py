@@ -10,7 +10,7 @@ import redis
 from msgspec.structs import replace
 
 from services.stage.hop.sockets import Sockets
-from services.stage.worker.registry import MAX_SCANS, Announcer, Registry
+from services.stage.pipeline.registry import MAX_SCANS, Announcer, Registry
 from services.standalone.servers import Valkey
 from shardline import keys
 from shardline.errors import Unavailable

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from services.stage.engine.padding import RUNGS, Ladder
-from services.stage.engine.row_counts import Product, Run, fitting_counts, ladders, telling_rows
+from services.stage.model.padding import RUNGS, Ladder
+from services.stage.model.row_counts import Product, Run, fitting_counts, ladders, telling_rows
 
 WIDTH = 64
 ONE_IN = 100_000

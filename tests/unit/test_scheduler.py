@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from services.stage.engine.events import Crashed, Failed, Finished, Tokens
-from services.stage.engine.kv_cache import BLOCK_TOKENS
-from services.stage.engine.step import StepResult
+from services.stage.scheduling.events import Crashed, Failed, Finished, Tokens
+from services.stage.scheduling.kv_cache import BLOCK_TOKENS
+from services.stage.scheduling.step import StepResult
 from shardline.errors import ProtocolError
 from shardline.job import FinishReason, TokenLogprob
 from tests.simulation.pipeline import NUM_TOKENS, Pipeline, checked, config, decoding, expected_output, request, shape

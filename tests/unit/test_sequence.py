@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from services.stage.engine.sequence import Request, Sequence, Waiting, rank_of
+from services.stage.scheduling.sequence import Request, Sequence, Waiting, rank_of
 from shardline.job import FinishReason, SamplingParams, TokenLogprob
 from tests.simulation.pipeline import EOS, Numbers, request
 

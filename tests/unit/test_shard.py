@@ -12,10 +12,10 @@ import transformers as tf
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from services.stage.engine.heads import probe_heads
-from services.stage.engine.model_info import ModelInfo
-from services.stage.engine.paged import HeadShape
-from services.stage.engine.shard import Passage, Shard
+from services.stage.attention.paged import HeadShape
+from services.stage.model.heads import probe_heads
+from services.stage.model.model_info import ModelInfo
+from services.stage.model.shard import Passage, Shard
 from shardline.errors import Invalid
 from shardline.tokenise import Tokens
 from tests.models import COMMON, save_model

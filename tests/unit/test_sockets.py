@@ -9,8 +9,8 @@ import zmq
 from pydantic import SecretStr
 
 from services.stage.hop.sockets import CurveKeys, Sockets, parse_ports
-from services.stage.worker.runtime import hop_sockets
-from services.stage.worker.settings import StageSettings
+from services.stage.runtime import hop_sockets
+from services.stage.settings import StageSettings
 from services.standalone.ports import free_port
 from shardline.errors import Invalid, Unavailable
 

@@ -12,9 +12,9 @@ import pytest
 from celery.exceptions import Ignore, Terminated
 from kombu.serialization import dumps
 
-from services.stage.worker.mailbox import Mailbox
-from services.stage.worker.pool import EnginePool
-from services.stage.worker.ticket import Ticket
+from services.stage.celery.mailbox import Mailbox
+from services.stage.celery.pool import EnginePool
+from services.stage.celery.ticket import Ticket
 from shardline.errors import JobFailed
 
 

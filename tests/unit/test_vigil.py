@@ -9,10 +9,10 @@ from uuid import UUID
 
 import pytest
 
-from services.stage.worker import control
-from services.stage.worker.facts import Progress
-from services.stage.worker.settings import StageSettings
-from services.stage.worker.vigil import HeadHangs, Vigil
+from services.stage.pipeline import control
+from services.stage.pipeline.facts import Progress
+from services.stage.pipeline.vigil import HeadHangs, Vigil
+from services.stage.settings import StageSettings
 from shardline.config import Times
 from shardline.errors import LinkLost
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from services.stage.engine.weights import check_file, fingerprint, unchanged, weight_files
+from services.stage.model.weights import check_file, fingerprint, unchanged, weight_files
 from shardline.errors import Invalid, Unavailable
 from tests.models import save_model
 

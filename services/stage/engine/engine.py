@@ -15,16 +15,16 @@ from functools import partial
 import structlog
 from torch import Tensor
 
-from services.stage.engine.events import Event
 from services.stage.engine.executor import Executor
 from services.stage.engine.inbox import Inbox
-from services.stage.engine.scheduler import Scheduler
-from services.stage.engine.sequence import Key, Request, TokenSink
-from services.stage.engine.step import StepPlan, StepResult, decode_plan, decode_result, encode
 from services.stage.engine.tensors import name_of, tensor_of, view_of
 from services.stage.hop import Frame, Kind, Receiver
 from services.stage.hop.frame import Buffer
 from services.stage.hop.wiring import Wiring
+from services.stage.scheduling.events import Event
+from services.stage.scheduling.scheduler import Scheduler
+from services.stage.scheduling.sequence import Key, Request, TokenSink
+from services.stage.scheduling.step import StepPlan, StepResult, decode_plan, decode_result, encode
 from shardline import failpoints
 from shardline.clock import lease_clock_s
 from shardline.errors import LinkLost, ProtocolError

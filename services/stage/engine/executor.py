@@ -12,20 +12,22 @@ import structlog
 import torch
 from torch import Tensor
 
-from services.stage.engine import kernel, linear, memory
-from services.stage.engine.attention import Attention, Span
-from services.stage.engine.device import Device
+from services.stage.attention.attention import Attention, Span
+from services.stage.device.device import Device
+from services.stage.engine import memory
 from services.stage.engine.exactness import Probe, exactness_fingerprint, settle_rows
 from services.stage.engine.forward import Forward
-from services.stage.engine.fused import fuse
-from services.stage.engine.heads import probe_heads
-from services.stage.engine.model_info import ModelInfo
-from services.stage.engine.resident import give_back, own
-from services.stage.engine.roster import Roster
 from services.stage.engine.sampler import SampledSequence, Sampler
-from services.stage.engine.shard import Shard
-from services.stage.engine.step import StepPlan, StepResult
-from services.stage.engine.weights import fingerprint
+from services.stage.kernels import kernel
+from services.stage.model import linear
+from services.stage.model.fused import fuse
+from services.stage.model.heads import probe_heads
+from services.stage.model.model_info import ModelInfo
+from services.stage.model.resident import give_back, own
+from services.stage.model.shard import Shard
+from services.stage.model.weights import fingerprint
+from services.stage.scheduling.roster import Roster
+from services.stage.scheduling.step import StepPlan, StepResult
 from shardline.errors import ProtocolError
 
 log = structlog.get_logger(__name__)

@@ -11,11 +11,11 @@ import structlog
 import torch
 from torch import Tensor
 
-from services.stage.engine.attention import Attention
-from services.stage.engine.last_layer import LastLayer
-from services.stage.engine.padding import Panels
-from services.stage.engine.paged import Batch, PagedKv, Span
-from services.stage.engine.shard import Shard
+from services.stage.attention.attention import Attention
+from services.stage.attention.paged import Batch, PagedKv, Span
+from services.stage.model.last_layer import LastLayer
+from services.stage.model.padding import Panels
+from services.stage.model.shard import Shard
 
 log = structlog.get_logger(__name__)
 

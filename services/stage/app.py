@@ -1,0 +1,57 @@
+"""The stage's Celery app and its worker. The only file that starts Celery; the pool finds its stage on the app."""
+
+from __future__ import annotations
+
+from typing import Any, Never
+
+from celery import Celery
+from celery.signals import worker_ready
+
+import services.stage.celery.commands  # noqa: F401 (registers the remote-control commands)
+from services.stage.celery.broker import Seating
+from services.stage.runtime import Stage
+from services.stage.settings import StageSettings
+from shardline.broker import ExpiringControl
+from shardline.queues import GENERATE_TASK, celery_settings, stage_queue
+
+POOL = "services.stage.celery.pool:EnginePool"
+
+
+def make_app(settings: StageSettings) -> Celery:
+    """A Celery app that knows the one task, whose body never runs: the pool's engine does the work."""
+    app = Celery("shardline.stage", set_as_current=True, control=ExpiringControl)
+    app.conf.update(
+        celery_settings(settings),
+        worker_pool=POOL,
+        worker_enable_prefetch_count_reduction=False,
+        worker_soft_shutdown_timeout=0,
+    )
+
+    app.steps["consumer"].add(Seating)
+
+    @app.task(name=GENERATE_TASK)
+    def generate(job_id: str) -> Never:
+        raise AssertionError(f"the pool runs {job_id}, not this body")
+
+    return app
+
+
+def serve(app: Celery, stage: Stage, settings: StageSettings) -> None:
+    """Runs Celery's worker in this thread until it is told to stop; warm shutdown drains."""
+    app.shardline = stage
+
+    def on_ready(sender: Any, **_: Any) -> None:
+        stage.attach(sender)
+
+    worker_ready.connect(on_ready, weak=False)
+    app.worker_main(
+        [
+            "worker",
+            f"--hostname={stage.worker}",
+            f"--concurrency={settings.seats}",
+            f"--queues={stage_queue(stage.worker.partition('@')[0])}",
+            f"--loglevel={settings.log_level}",
+            "--without-gossip",
+            "--without-mingle",
+        ]
+    )

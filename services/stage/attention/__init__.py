@@ -1,0 +1,1 @@
+"""Attention over paged KV. Knows no model and no step."""

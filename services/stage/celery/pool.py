@@ -1,0 +1,154 @@
+"""The Celery pool that is the continuous batch: its seats are places in the batch, its tasks end asynchronously.
+
+`on_apply` returns at once; verdicts come back through the mailbox and are settled in Celery's own thread. The pool
+never runs a task body: the engine does the work.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+from uuid import UUID
+
+import structlog
+from celery.concurrency.base import BasePool
+from kombu.serialization import loads
+from typing_extensions import override
+
+from services.stage.celery.mailbox import Mailbox
+from services.stage.celery.ticket import Ticket
+from shardline.job import DEFAULT_PRIORITY
+
+log = structlog.get_logger(__name__)
+
+POLL_S = 0.2
+
+
+class Desk(Protocol):
+    """Where tickets go: the head's ledger. A stage that is no head has none to take."""
+
+    def offer(self, ticket: Ticket) -> None:
+        """Claim the ticket's row, soon. Must not block."""
+
+    def close(self) -> None:
+        """Take no new work; give back at once what is not claimed yet."""
+
+    def give_back(self) -> None:
+        """Checkpoint, give back every lease, and give a verdict on every ticket."""
+
+    def cancel(self, job_ids: Sequence[str]) -> int:
+        """Stop those that run here; how many did."""
+
+    def stats(self) -> Mapping[str, Any]:
+        """Counters for `inspect stats`."""
+
+
+class EnginePool(BasePool):
+    """Set as `worker_pool`; finds its desk and its drain time on the Celery app (`app.shardline`)."""
+
+    signal_safe = False
+    body_can_be_buffer = True
+    task_join_will_block = False
+    limit: int
+
+    def on_start(self) -> None:
+        """Called once by Celery, after the model is loaded."""
+        self._desk: Desk = self.app.shardline.desk
+        self._drain_s: float = self.app.shardline.drain_s
+        self._mailbox: Mailbox = self.app.shardline.mailbox
+        self._num_interactive: int = self.app.shardline.interactive_seats
+        self._numbers = itertools.count(1)
+        self._tickets: dict[int, Ticket] = {}
+
+    def register_with_event_loop(self, loop: Any) -> None:
+        """Verdicts wake Celery's hub."""
+        loop.add_reader(self._mailbox.fd, self._mailbox.take)
+
+    def has_seat(self) -> bool:
+        """For any job: one more message may come."""
+        return len(self._tickets) < self.limit
+
+    def has_interactive_seat(self) -> bool:
+        """For an interactive job."""
+        return len(self._tickets) < self.limit + self._num_interactive
+
+    @override
+    def on_apply(
+        self,
+        target: Callable[..., Any],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        callback: Callable[..., None] | None = None,
+        accept_callback: Callable[..., None] | None = None,
+        **options: Any,
+    ) -> Ticket:
+        """A message arrived. `args` are those of Celery's tracer: the body holds the job's id."""
+        assert callback is not None
+        assert accept_callback is not None
+        _, task_id, request, body, content_type, content_encoding = args
+        ticket = Ticket(
+            number=next(self._numbers),
+            job_id=str(task_id),
+            priority=_priority(request),
+            mailbox=self._mailbox,
+            on_accepted=accept_callback,
+            on_ended=callback,
+            forget=lambda number: self._tickets.pop(number, None) is not None,
+        )
+        self._tickets[ticket.number] = ticket
+        if _names_a_job(task_id, loads(body, content_type, content_encoding, accept={"application/json"})):
+            self._desk.offer(ticket)
+        else:
+            log.warning("a message without a job's id is dropped", task_id=str(task_id)[:64])
+            ticket.drop()
+        return ticket
+
+    @override
+    def terminate_job(self, pid: int, signal: int | None = None) -> None:
+        """Celery's own terminate is not used: `commands.revoke` goes through the row."""
+
+    def grow(self, n: int = 1) -> None:
+        """Seats can be added at run time; KV blocks still bound what runs at once."""
+        self.limit += n
+
+    def shrink(self, n: int = 1) -> None:
+        """Fewer new tickets; those that hold a seat keep it."""
+        self.limit = max(1, self.limit - n)
+
+    def on_stop(self) -> None:
+        """Warm shutdown. Celery's hub no longer polls, so verdicts are settled here, up to the drain time."""
+        self._desk.close()
+        self._settle_until(time.monotonic() + self._drain_s)
+        if self._tickets:
+            log.info("drain time is over: leases are given back", jobs=len(self._tickets))
+            self._desk.give_back()
+            self._settle_until(time.monotonic() + self._drain_s / 3)
+
+    def on_terminate(self) -> None:
+        """Cold shutdown: leases expire, or are given back if Postgres answers at once."""
+        self._desk.give_back()
+
+    def _settle_until(self, deadline_s: float) -> None:
+        while self._tickets and time.monotonic() < deadline_s:
+            self._mailbox.wait(POLL_S)
+            self._mailbox.take()
+
+    def _get_info(self) -> dict[str, Any]:
+        return {**super()._get_info(), "seats_taken": len(self._tickets), **self._desk.stats()}
+
+
+def _priority(request: Mapping[str, Any]) -> int:
+    """Of the message: the row's when it was sent."""
+    priority = (request.get("delivery_info") or {}).get("priority")
+    return priority if isinstance(priority, int) else DEFAULT_PRIORITY
+
+
+def _names_a_job(task_id: object, payload: Any) -> bool:
+    """The relay sends one argument, the job's id, which is also the task's."""
+    try:
+        (argument,), _, _ = payload
+        return UUID(str(task_id)) == UUID(str(argument))
+    except (TypeError, ValueError):
+        return False

@@ -1,0 +1,115 @@
+"""How a live job ended: its row in Postgres, its last stream entry, Celery's verdict, its line in the log."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import structlog
+
+from services.stage.jobs.live import LiveJob
+from services.stage.scheduling.events import Failed, Finished
+from shardline.job import FinishReason, JobState, Result, Usage
+from shardline.store.claims import End
+from shardline.wire import Delta
+
+log = structlog.get_logger(__name__)
+
+STATES = {
+    FinishReason.STOP: JobState.SUCCEEDED,
+    FinishReason.LENGTH: JobState.SUCCEEDED,
+    FinishReason.CANCELLED: JobState.CANCELLED,
+    FinishReason.EXPIRED: JobState.EXPIRED,
+}
+
+CELERY_STATES = {
+    JobState.SUCCEEDED: "SUCCESS",
+    JobState.FAILED: "FAILURE",
+    JobState.CANCELLED: "REVOKED",
+    JobState.EXPIRED: "REVOKED",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Ending:
+    """The engine's last event of a live job."""
+
+    job: LiveJob
+    event: Finished | Failed
+
+    @property
+    def state(self) -> JobState:
+        """The row's terminal state."""
+        return STATES[self.event.reason] if isinstance(self.event, Finished) else JobState.FAILED
+
+    @property
+    def celery_state(self) -> str:
+        """What a Celery result backend calls it."""
+        return CELERY_STATES[self.state]
+
+    def row(self) -> End:
+        """What is committed: a result with the completion, whole or partial, or the reason of a failure."""
+        job, event = self.job, self.event
+        claimed = job.claimed
+        if isinstance(event, Failed):
+            error = {"code": "engine", "problem": event.reason}
+            return End(job_id=claimed.job_id, fence=claimed.fence, state=self.state, error=error)
+        result = Result(
+            job_id=claimed.job_id,
+            text=event.text,
+            token_ids=event.output_ids,
+            usage=Usage(prompt_tokens=len(claimed.prompt_ids), completion_tokens=len(event.output_ids)),
+            finish_reason=event.reason,
+            exact=job.exact,
+            logprobs=event.logprobs,
+            timings=job.timings(),
+            provenance=job.identity.provenance(),
+        )
+        return End(job_id=claimed.job_id, fence=claimed.fence, state=self.state, result=result)
+
+    def last_delta(self) -> Delta:
+        """Tells readers of the stream that the row is committed."""
+        fence, start = self.job.claimed.fence, len(self.job.ids)
+        if isinstance(self.event, Failed):
+            return Delta(fence=fence, start=start, state=self.state)
+        return Delta(fence=fence, start=start, text=self.event.tail, state=self.state, finish_reason=self.event.reason)
+
+    def value(self) -> Any:
+        """What `AsyncResult.get()` returns, or raises."""
+        if isinstance(self.event, Failed):
+            return RuntimeError(self.event.reason)
+        return {
+            "id": str(self.job.job_id),
+            "text": self.event.text,
+            "token_ids": list(self.event.output_ids),
+            "finish_reason": str(self.event.reason),
+            "usage": {
+                "prompt_tokens": len(self.job.claimed.prompt_ids),
+                "completion_tokens": len(self.event.output_ids),
+            },
+        }
+
+    def settle(self) -> None:
+        """Celery's verdict and the log's line, after COMMIT."""
+        ticket = self.job.ticket
+        self._tell()
+        if self.state is JobState.SUCCEEDED:
+            ticket.succeed({"id": str(self.job.job_id), "completion_tokens": len(self.job.ids)})
+        elif isinstance(self.event, Failed):
+            ticket.fail(self.event.reason)
+        else:
+            ticket.revoke()
+
+    def _tell(self) -> None:
+        claimed, event = self.job.claimed, self.event
+        log.info(
+            "job ended",
+            job_id=str(claimed.job_id),
+            fence=claimed.fence,
+            model=self.job.identity.model,
+            outcome=str(self.state),
+            reason=event.reason,
+            prompt_tokens=len(claimed.prompt_ids),
+            completion_tokens=len(self.job.ids),
+            **self.job.timings(),
+        )

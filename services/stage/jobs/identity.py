@@ -1,0 +1,78 @@
+"""Who this head is in the present epoch: what claims, results and rows name. Knows no transport."""
+
+from __future__ import annotations
+
+import platform
+from dataclasses import dataclass
+from typing import Any
+
+from services.stage.hop.wiring import Wiring
+from services.stage.scheduling.kv_cache import BLOCK_TOKENS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Identity:
+    """Written into attempts and results: the provenance of a completion."""
+
+    model: str
+    worker: str
+    pipeline: str
+    epoch: int
+    fingerprint: str
+    """Of the weights."""
+    revision: str | None
+    """The commit of a model of the hub."""
+    exactness: str
+    exact: bool
+    kv_tokens: int
+    """The longest sequence that its KV holds."""
+    stages: tuple[dict[str, Any], ...]
+    software: dict[str, str]
+
+    def provenance(self) -> dict[str, Any]:
+        """As stored with a result."""
+        return {
+            "worker": self.worker,
+            "pipeline": self.pipeline,
+            "epoch": self.epoch,
+            "weights": self.fingerprint,
+            "revision": self.revision,
+            "exactness": self.exactness,
+            "stages": list(self.stages),
+            **self.software,
+        }
+
+
+def identity_of(
+    wiring: Wiring,
+    *,
+    model: str,
+    worker: str,
+    pipeline: str,
+    fingerprint: str,
+    revision: str | None,
+    dtype: str,
+    software: dict[str, str],
+) -> Identity:
+    """The head's identity for one epoch."""
+    return Identity(
+        model=model,
+        worker=worker,
+        pipeline=pipeline,
+        epoch=wiring.epoch,
+        fingerprint=fingerprint,
+        revision=revision,
+        exactness=wiring.exactness,
+        exact=wiring.exact,
+        kv_tokens=wiring.num_blocks * BLOCK_TOKENS,
+        stages=tuple(
+            {
+                "worker": member.worker,
+                "layers": [member.first_layer, member.last_layer],
+                "device": member.device,
+                "kv_blocks": member.num_blocks,
+            }
+            for member in wiring.members
+        ),
+        software={"dtype": dtype, "machine": platform.machine(), **software},
+    )

@@ -1,0 +1,100 @@
+"""Which of the offered jobs a head may claim now, and which of those may begin: within its seats and its KV, and so
+that a poison job costs nobody else a crash. Knows no Postgres.
+
+A *suspect* is a job that an engine died under before. It is claimed once all that live here have saved a token, and
+until it has too, nobody else is: so whatever it breaks is counted a crash for nobody else. Neither side waits for ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from services.stage.celery.ticket import Ticket
+from services.stage.jobs.live import LiveJob
+from services.stage.scheduling.kv_cache import blocks_for
+from services.stage.scheduling.parking import fits
+from shardline.job import INTERACTIVE
+from shardline.store.claims import Claimed, Key
+
+PATIENCE_BEATS = 0.5
+"""A suspect has waited so long: nobody else is claimed, so that those who live here get to their tokens."""
+
+OVERDUE_BEATS = 1
+"""They have not all got there, and steps are made: a long prompt is no reason to wait, the suspect is claimed now. Each
+heartbeat looks, so that is within two of its arrival."""
+
+ISOLATED_STEPS = 16
+"""A suspect with a long prompt has passed so many steps alone: others are claimed beside it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seats:
+    """Places in the batch: for any job, and beyond them for interactive ones alone."""
+
+    num_any: int
+    num_interactive: int
+
+    @property
+    def num_all(self) -> int:
+        """The whole batch."""
+        return self.num_any + self.num_interactive
+
+    def has_room(self, priority: int, num_taken: int) -> bool:
+        """Whether one more may sit down."""
+        return num_taken < (self.num_all if priority in INTERACTIVE else self.num_any)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moment:
+    """What a decision is made on, besides the tickets."""
+
+    live: Collection[LiveJob]
+    now_s: float
+    heartbeat_s: float
+    num_steps: int
+    """Of this epoch, so far."""
+    is_moving: bool
+    """A step was made of late: who waits, waits for others' prompts and not for an engine that hangs."""
+
+
+def claimable(tickets: Sequence[Ticket], suspects: Sequence[str], seats: Seats, moment: Moment) -> list[Ticket]:
+    """Those to claim now, the best priority first. `suspects` are job ids, in their order."""
+    num_taken = len(moment.live)
+    unproven = [job for job in moment.live if job.is_unproven]
+    if any(job.claimed.crashes > 0 and moment.num_steps - job.began_step < ISOLATED_STEPS for job in unproven):
+        return []
+    doubted = set(suspects)
+    ready = [one for one in tickets if one.job_id in doubted and seats.has_room(one.priority, num_taken)]
+    if ready:
+        waited_beats = (moment.now_s - min(one.began_s for one in ready)) / moment.heartbeat_s
+        if not unproven or (waited_beats >= OVERDUE_BEATS and moment.is_moving):
+            return [min(ready, key=lambda one: suspects.index(one.job_id))]
+        if waited_beats >= PATIENCE_BEATS:
+            return []
+    chosen: list[Ticket] = []
+    for one in sorted(tickets, key=lambda one: one.priority):
+        if one.job_id not in doubted and seats.has_room(one.priority, num_taken + len(chosen)):
+            chosen.append(one)
+    return chosen
+
+
+def beginnable(called: Sequence[LiveJob], moment: Moment) -> list[LiveJob]:
+    """Those of the parked jobs there is room for that may begin now: as if they were claimed now. They have seats."""
+    suspects = [job.ticket.job_id for job in called if job.claimed.crashes > 0]
+    enough = Seats(num_any=len(moment.live) + len(called), num_interactive=0)
+    chosen = {one.job_id for one in claimable([job.ticket for job in called], suspects, enough, moment)}
+    return [job for job in called if job.ticket.job_id in chosen]
+
+
+def without_room(rows: Sequence[Claimed], live: Collection[LiveJob], num_blocks: int) -> set[Key]:
+    """Those of the rows just claimed that wait for KV: the first that does not fit, and all behind it."""
+    begun = [job.num_known for job in live if not job.parked]
+    num_free, has_room = num_blocks - sum(map(blocks_for, begun)), len(begun) == len(live)
+    for number, row in enumerate(rows, start=len(begun)):
+        num_tokens = len(row.prompt_ids) + len(row.output_ids)
+        has_room = has_room and fits(num_tokens, num_free, number)
+        if not has_room:
+            return {(each.job_id, each.fence) for each in rows[number - len(begun) :]}
+        num_free -= blocks_for(num_tokens)
+    return set()

@@ -1,0 +1,40 @@
+"""Tickets that wait for a claim, first come, first asked for. Knows no rows: who may be claimed is not decided here."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+
+from services.stage.celery.ticket import Ticket
+
+
+class Offers:
+    """`put` is for Celery's thread, all else for the ledger's. Bounded by the pool: one ticket per message in hand."""
+
+    def __init__(self) -> None:
+        self._arrived: deque[Ticket] = deque()
+        self._waiting: list[Ticket] = []
+        self._asked_again = False
+
+    def __bool__(self) -> bool:
+        """Whether there is anything new to ask."""
+        return bool(self._arrived) or (self._asked_again and bool(self._waiting))
+
+    def put(self, ticket: Ticket) -> None:
+        """A message arrived."""
+        self._arrived.append(ticket)
+
+    def take(self) -> list[Ticket]:
+        """All of them, the oldest first."""
+        taken, self._waiting, self._asked_again = self._waiting, [], False
+        while self._arrived:
+            taken.append(self._arrived.popleft())
+        return taken
+
+    def put_back(self, tickets: Iterable[Ticket]) -> None:
+        """Taken, and not claimed now: they come first when they are asked for again, or with the next that arrives."""
+        self._waiting.extend(tickets)
+
+    def again(self) -> None:
+        """Something has changed: what waits may be asked for once more."""
+        self._asked_again = True

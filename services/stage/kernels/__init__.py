@@ -1,0 +1,1 @@
+"""C++ kernels for CPU, and their build. Imports nothing of ours."""

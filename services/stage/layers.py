@@ -1,0 +1,22 @@
+"""Which layers this stage holds: said outright, by a split by hand, or by its place in an even split."""
+
+from __future__ import annotations
+
+from services.stage.settings import StageSettings
+from shardline.errors import Invalid
+from shardline.split import even_split, parse_range, parse_split
+
+
+def layers_of(settings: StageSettings, num_layers: int) -> range:
+    """The shard's layers. Raises Invalid, naming the setting."""
+    if settings.layers is not None:
+        layers = parse_range(settings.layers, "SHARDLINE_LAYERS")
+        if layers.stop > num_layers:
+            raise Invalid(
+                "SHARDLINE_LAYERS", f"it ends at layer {layers.stop - 1}, the model has 0-{num_layers - 1}", "Lower it"
+            )
+        return layers
+    stages = parse_split(settings.split, num_layers) if settings.split else even_split(num_layers, settings.num_stages)
+    if settings.place >= len(stages):
+        raise Invalid("SHARDLINE_PLACE", f"{settings.place}, but there are {len(stages)} stages", "Count places from 0")
+    return stages[settings.place]

@@ -1,0 +1,64 @@
+"""A stage's metrics: counted by the engine, or read from its parts when scraped. Knows no HTTP."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import structlog
+from prometheus_client import CollectorRegistry
+
+from services.stage.pipeline.pipeline import Pipeline
+from services.stage.runtime import Loaded
+from services.stage.scheduling.scheduler import Scheduler
+from services.stage.scheduling.step import StepPlan
+from shardline.metrics import HeadMetrics, StageMetrics
+
+log = structlog.get_logger(__name__)
+
+
+class Meter:
+    """One per process."""
+
+    def __init__(self, loaded: Loaded) -> None:
+        self.registry = CollectorRegistry()
+        self._metrics = StageMetrics(self.registry)
+        self._head = HeadMetrics(self.registry) if loaded.is_head else None
+        executor = loaded.executor
+        self._stall_s = loaded.settings.times.stall_s
+        self._warn_above_s = self._stall_s / 2
+        """Also the longest step so far, once one was longer."""
+        self._metrics.exact.set(executor.exact)
+        self._metrics.kv_blocks.labels("used").set_function(lambda: executor.blocks_used)
+        self._metrics.kv_blocks.labels("all").set(executor.num_blocks)
+
+    def step(self, plan: StepPlan, seconds: float) -> None:
+        """The engine's thread, after each step."""
+        metrics = self._metrics
+        metrics.steps.inc()
+        metrics.step_seconds.observe(seconds)
+        if self._head is not None:
+            self._head.output_tokens.inc(plan.num_wanted)
+            self._head.prompt_tokens.inc(sum(row.length for row in plan.rows if not row.decodes))
+        if seconds > self._warn_above_s:
+            self._warn_above_s = seconds
+            log.warning(
+                "a step took long: raise SHARDLINE_STALL_S or lower SHARDLINE_TOKEN_BUDGET",
+                seconds=round(seconds, 1),
+                counts_as_hung_after_s=self._stall_s,
+            )
+
+    def blamed(self, fates: Iterable[str]) -> None:
+        """The ledger's thread: what became of jobs under which the pipeline broke."""
+        if self._head is not None:
+            for fate in fates:
+                self._head.blamed.labels(outcome=fate).inc()
+
+    def watch(self, scheduler: Scheduler, pipeline: Pipeline) -> None:
+        """On a head."""
+        metrics = self._head
+        if metrics is None:
+            return
+        metrics.running.set_function(lambda: scheduler.num_running)
+        metrics.waiting.set_function(lambda: scheduler.num_waiting)
+        metrics.ready.set_function(lambda: pipeline.status().is_ready)
+        metrics.epoch.set_function(lambda: pipeline.status().epoch or 0)

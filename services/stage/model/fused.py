@@ -1,0 +1,178 @@
+"""Elementwise parts of a model on the CPU, each in one pass over memory instead of one per torch operation.
+
+Takes the place of a module or function of transformers only where it gives the same values on trial rows; knows no
+model by name. What it does not recognise stays as it is.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from types import FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from services.stage.kernels.kernel import DTYPES, Kernel
+
+_TRIAL_ROWS = 33
+_MAX_ROUNDINGS = 4
+"""Of the largest value. Another activation, or one without its offset, is hundreds apart."""
+_ROTARY = "apply_rotary_pos_emb"
+
+
+def fuse(model: nn.Module, kernel: Kernel) -> int:
+    """Replaces what it recognises; how many parts it replaced. Call it once weights are where they stay."""
+    num_fused = 0
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if (fused := _fused_norm(child, kernel) or _fused_mlp(child, kernel)) is not None:
+                setattr(parent, name, fused)
+                num_fused += 1
+        num_fused += _fuse_rotary(parent, kernel)
+    return num_fused
+
+
+class FusedRmsNorm(nn.Module):
+    """x / rms(x) * weight over the last dimension."""
+
+    def __init__(self, kernel: Kernel, weight: Tensor, eps: float, *, rounds_first: bool) -> None:
+        super().__init__()
+        self._kernel, self._eps, self._rounds_first = kernel, eps, rounds_first
+        self.register_buffer("scale", weight.detach().float().contiguous())
+
+    scale: Tensor
+    """float32 [D], whatever the model's dtype."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The same shape; `rounds_first`: x / rms(x) is rounded to x's dtype before it is weighted."""
+        x = x.contiguous()
+        out, dim = torch.empty_like(x), x.shape[-1]
+        places = (x.data_ptr(), self.scale.data_ptr(), out.data_ptr())
+        threads = torch.get_num_threads()
+        self._kernel.rms_norm(*places, x.numel() // dim, dim, self._eps, self._rounds_first, DTYPES[x.dtype], threads)
+        return out
+
+
+class FusedMlp(nn.Module):
+    """down(silu(gate(x)) * up(x))."""
+
+    def __init__(self, kernel: Kernel, mlp: Any) -> None:
+        super().__init__()
+        self._kernel = kernel
+        self.gate_proj, self.up_proj, self.down_proj = mlp.gate_proj, mlp.up_proj, mlp.down_proj
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The same shape."""
+        gate, up = self.gate_proj(x), self.up_proj(x)
+        out = gate.new_empty(gate.shape)
+        gate, up = gate.reshape(-1, gate.shape[-1]), up.reshape(-1, up.shape[-1])
+        places = (gate.data_ptr(), up.data_ptr(), out.data_ptr())
+        strides = (gate.stride(0), up.stride(0))
+        self._kernel.silu_mul(*places, *gate.shape, *strides, DTYPES[gate.dtype], torch.get_num_threads())
+        return self.down_proj(out)
+
+
+class Rotary:
+    """Stands for a modelling file's `apply_rotary_pos_emb`, and calls it wherever inputs are not plain."""
+
+    def __init__(self, kernel: Kernel, original: Callable[..., tuple[Tensor, Tensor]]) -> None:
+        self._kernel, self._original = kernel, original
+
+    def __call__(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Query and key [1, H, T, D] turned by cos and sin [1, T, D]."""
+        if args or kwargs or not (self._is_plain(q, cos, sin) and self._is_plain(k, cos, sin)):
+            return self._original(q, k, cos, sin, *args, **kwargs)
+        cos, sin = cos.contiguous(), sin.contiguous()
+        return self._turned(q, cos, sin), self._turned(k, cos, sin)
+
+    @staticmethod
+    def _is_plain(x: Tensor, cos: Tensor, sin: Tensor) -> bool:
+        """Heads of one token side by side in memory, all of a head turned, nothing to convert."""
+        shape = (1, x.shape[-2], x.shape[-1])
+        return (
+            x.dim() == 4
+            and x.shape[0] == 1
+            and x.shape[-1] % 2 == 0
+            and x[0, :, 0].is_contiguous()
+            and cos.shape == sin.shape == shape
+            and cos.dtype == sin.dtype == x.dtype
+        )
+
+    def _turned(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        _, num_heads, num_rows, dim = x.shape
+        out = x.new_empty(1, num_rows, num_heads, dim)
+        places = (x.data_ptr(), cos.data_ptr(), sin.data_ptr(), out.data_ptr())
+        sizes = (num_rows, num_heads, dim, x.stride(2))
+        self._kernel.rotate(*places, *sizes, DTYPES[x.dtype], torch.get_num_threads())
+        return out.transpose(1, 2)
+
+
+def _fused_norm(module: nn.Module, kernel: Kernel) -> FusedRmsNorm | None:
+    weight, eps = getattr(module, "weight", None), getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    if not type(module).__name__.endswith("RMSNorm") or not isinstance(weight, Tensor) or not isinstance(eps, float):
+        return None
+    if weight.dim() != 1 or weight.dtype not in DTYPES or len(inspect.signature(module.forward).parameters) != 1:
+        return None
+    x = _trial(weight.shape[0], dtype=weight.dtype)
+    expected = module(x)
+    kinds = [
+        FusedRmsNorm(kernel, weight.float() + offset, eps, rounds_first=rounds_first)
+        for offset in (0.0, 1.0)
+        for rounds_first in (True, False)
+    ]
+    best = max(kinds, key=lambda kind: int((kind(x) == expected).sum()))
+    return best if _agree(best(x), expected) else None
+
+
+def _fused_mlp(module: Any, kernel: Kernel) -> FusedMlp | None:
+    if {name for name, _ in module.named_children()} != {"gate_proj", "up_proj", "down_proj", "act_fn"}:
+        return None
+    width, dtype = getattr(module.gate_proj, "in_features", None), module.down_proj.weight.dtype
+    if not isinstance(width, int) or dtype not in DTYPES:
+        return None
+    fused, x = FusedMlp(kernel, module), _trial(width, dtype=dtype)
+    return fused if _agree(fused(x), module(x)) else None
+
+
+def _fuse_rotary(module: nn.Module, kernel: Kernel) -> int:
+    """Gives this one module a forward that finds `Rotary` under the function's name."""
+    forward = type(module).forward
+    if not isinstance(forward, FunctionType) or _ROTARY not in forward.__code__.co_names:
+        return 0
+    original = forward.__globals__[_ROTARY]
+    rotary = Rotary(kernel, original)
+    if not _turns_halves(original, rotary):
+        return 0
+    names = forward.__globals__ | {_ROTARY: rotary}
+    fused = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
+    fused.__kwdefaults__ = forward.__kwdefaults__
+    module.forward = MethodType(fused, module)
+    return 1
+
+
+def _turns_halves(original: Callable[..., Any], rotary: Rotary) -> bool:
+    """Whether a modelling file's function does what the kernel does: some turn neighbours, or only a part."""
+    if tuple(inspect.signature(original).parameters)[:4] != ("q", "k", "cos", "sin"):
+        return False
+    q, k = (_trial(4, heads, 32).transpose(1, 2) for heads in (4, 2))
+    cos, sin = (_trial(4, 1, 32)[:, :, 0] for _ in range(2))
+    try:
+        pairs = zip(rotary(q, k, cos, sin), original(q, k, cos, sin), strict=True)
+    except (RuntimeError, TypeError, ValueError):
+        return False
+    return all(_agree(ours, theirs) for ours, theirs in pairs)
+
+
+def _trial(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    rows = (1, *shape) if len(shape) > 1 else (1, _TRIAL_ROWS, *shape)
+    return torch.randn(rows, generator=torch.Generator().manual_seed(sum(rows))).to(dtype)
+
+
+def _agree(ours: Tensor, theirs: Tensor) -> bool:
+    """The same but for roundings: sums run in another order, and e^x has another last bit."""
+    if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
+        return False
+    apart = (ours.float() - theirs.float()).abs().max()
+    return bool(apart <= _MAX_ROUNDINGS * torch.finfo(ours.dtype).eps * theirs.float().abs().max())

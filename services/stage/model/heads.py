@@ -1,0 +1,76 @@
+"""What each layer of a shard keeps per token, found by one run on two rows. Refuses layers that a split would cut.
+
+The run is small and real: whatever a model does to its keys and values on the way is seen as it is.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+from services.stage.attention.paged import HeadShape
+from services.stage.model.refusal import refuse
+from services.stage.model.shard import Shard
+
+PROBE = "shardline_probe"
+NUM_ROWS = 2
+LAYER_INPUTS = frozenset(
+    {"hidden_states", "attention_mask", "position_ids", "position_embeddings", "cache_position", "past_key_values"}
+)
+
+
+def probe_heads(shard: Shard) -> dict[int, HeadShape]:
+    """The KV shape of every layer. Raises Invalid for layers that take or give more than hidden states."""
+    seen: dict[int, HeadShape] = {}
+    hooks = [block.register_forward_pre_hook(_check_inputs, with_kwargs=True) for block in shard.blocks.values()]
+    hooks += [block.register_forward_hook(_check_output) for block in shard.blocks.values()]
+    attention = [
+        module for block in shard.blocks.values() for module in block.modules() if hasattr(module, "layer_idx")
+    ]
+    usual = shard.model.config._attn_implementation  # noqa: SLF001 (transformers has no public reader)
+    shard.model.set_attn_implementation(PROBE)
+    try:
+        shard.hidden(shard.zeros(NUM_ROWS), torch.arange(NUM_ROWS, device=shard.device))
+    finally:
+        shard.model.set_attn_implementation(usual)
+        for hook in hooks:
+            hook.remove()
+    for module in attention:
+        shape = module.__dict__.pop(PROBE, None)
+        if shape is not None:
+            seen[module.__dict__["layer_idx"]] = shape
+    missing = sorted(set(shard.layers) - set(seen))
+    if missing:
+        refuse(f"layers {missing} do not attend through transformers' attention interface")
+    return seen
+
+
+def _record(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
+    """An attention function that notes the shapes on its module and attends to nothing."""
+    module.__dict__[PROBE] = HeadShape(num_kv_heads=key.shape[1], head_dim=key.shape[3], value_head_dim=value.shape[3])
+    return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
+
+
+AttentionInterface.register(PROBE, _record)
+
+
+def _check_inputs(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    others = [name for name, value in kwargs.items() if name not in LAYER_INPUTS and _carries_tensor(value)]
+    if any(_carries_tensor(value) for value in args[1:]):
+        others.append("a second positional input")
+    if others:
+        refuse(f"{type(layer).__name__} takes {', '.join(others)} besides hidden states, which a split would cut")
+
+
+def _check_output(layer: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
+    if not isinstance(output, Tensor):
+        refuse(f"{type(layer).__name__} returns a {type(output).__name__}, not hidden states alone")
+
+
+def _carries_tensor(value: Any) -> bool:
+    if isinstance(value, dict):
+        value = tuple(value.values())
+    return isinstance(value, Tensor) or (isinstance(value, list | tuple) and any(_carries_tensor(v) for v in value))

@@ -1,0 +1,186 @@
+"""What a model is, read from its folder without its weights: sizes, limits, and whether it can be sharded at all.
+
+Knows the rules of refusal; knows nothing of devices, KV or how a shard is loaded.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import structlog
+import transformers as tf
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import (
+    HfHubHTTPError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+    StrictDataclassError,
+)
+
+from services.stage.model.refusal import refuse
+from services.stage.model.weights import weight_files
+from shardline.errors import Unavailable
+from shardline.tokenise import model_row
+
+log = structlog.get_logger(__name__)
+
+HUB_FILES = ("*.json", "model*.safetensors", "tokenizer*", "*.jinja", "*.model", "*.txt")
+ATTENTION_TYPES = frozenset({"full_attention", "sliding_attention"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelInfo:
+    """A causal LM that can be sharded: its folder, its config, and what a scheduler must know of it."""
+
+    path: Path
+    revision: str | None
+    """The hub's commit that was downloaded; a folder has none."""
+    config: Any
+    num_layers: int
+    context_length: int
+    vocab_size: int
+    hidden_size: int
+    eos_ids: tuple[int, ...]
+
+    @classmethod
+    def read(cls, model: str | Path, revision: str | None = None) -> ModelInfo:
+        """From a local folder or a hub id. Raises Invalid, naming why a model cannot be sharded."""
+        path, commit = _find(model, revision)
+        config = _read_config(path)
+        _check_can_be_sharded(config)
+        weight_files(path)
+        return cls(
+            path=path,
+            revision=commit,
+            config=config,
+            num_layers=config.num_hidden_layers,
+            context_length=_context_length(config),
+            vocab_size=config.vocab_size,
+            hidden_size=config.hidden_size,
+            eos_ids=_eos_ids(path, config),
+        )
+
+    def row(self, *, name: str, fingerprint: str) -> dict[str, Any]:
+        """The row of `models` by which every door keeps the limits that a head of this model keeps."""
+        return model_row(
+            self.path,
+            name=name,
+            fingerprint=fingerprint,
+            context_length=self.context_length,
+            vocab_size=self.vocab_size,
+            eos_ids=self.eos_ids,
+            revision=self.revision,
+        )
+
+
+def _find(model: str | Path, revision: str | None) -> tuple[Path, str | None]:
+    """The folder of a model, and its commit if it is of the hub."""
+    path = Path(model).expanduser()
+    if path.is_dir():
+        if revision is not None:
+            refuse(f"{path} is a folder, which has no revision {revision!r}", "Unset SHARDLINE_MODEL_REVISION")
+        return path.resolve(), None
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", str(model)):
+        refuse(f"{str(model)!r} is neither a folder nor a hub id", "Give a folder with config.json, or owner/name")
+    snapshot = _download(str(model), revision)
+    commit = snapshot.name
+    if revision != commit:
+        log.warning(
+            "the model's revision is not fixed: other hosts and later starts may get other weights. "
+            "Set SHARDLINE_MODEL_REVISION to the commit",
+            model=str(model),
+            revision=revision,
+            commit=commit,
+        )
+    return snapshot, commit
+
+
+def _download(model: str, revision: str | None) -> Path:
+    """Safetensors and text files only, into the hub's own cache: the folder `snapshots/<commit>`."""
+    try:
+        return Path(snapshot_download(model, revision=revision, allow_patterns=list(HUB_FILES)))
+    except RevisionNotFoundError as error:
+        refuse(f"the hub's model {model!r} has no revision {revision!r}", "Check SHARDLINE_MODEL_REVISION", error)
+    except (RepositoryNotFoundError, HFValidationError) as error:
+        refuse(f"the hub has no model {model!r}", "Check the name, or HF_TOKEN if it is private", error)
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        raise Unavailable(f"cannot fetch {model!r} from the hub: {error}") from error
+
+
+def _read_config(path: Path) -> Any:
+    file = path / "config.json"
+    if not file.is_file():
+        refuse(f"{path} has no config.json", "Give the folder of a transformers model")
+    try:
+        raw = json.loads(file.read_text(encoding="utf-8"))
+        model_type = raw["model_type"]
+    except (ValueError, KeyError, TypeError) as error:
+        refuse(f"{file} is no model's config: {error!r}", "Copy the model again", error)
+    if model_type not in tf.CONFIG_MAPPING:
+        why = "needs remote code, which is never run" if "auto_map" in raw else "is unknown to this transformers"
+        refuse(f"model type {model_type!r} {why} ({tf.__version__})", "Choose a model that transformers has built in")
+    try:
+        return tf.AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=True)
+    except (ValueError, TypeError, KeyError, OSError, StrictDataclassError) as error:
+        refuse(f"transformers refuses {file}: {error}", "Correct the config", error)
+
+
+def _check_can_be_sharded(config: Any) -> None:
+    kind = config.model_type
+    if config.is_encoder_decoder:
+        refuse(f"{kind!r} is an encoder-decoder, not a causal LM")
+    if config.get_text_config() is not config:
+        refuse(f"{kind!r} is multimodal", "Give its text model alone")
+    if type(config) not in tf.MODEL_FOR_CAUSAL_LM_MAPPING:
+        refuse(f"{kind!r} is not a causal LM")
+    name = model_class(config).__name__
+    if config.architectures and name not in config.architectures:
+        refuse(
+            f"it was saved as {config.architectures[0]}, not as {name}", "Give a checkpoint with a language-model head"
+        )
+    if not config.base_model_pp_plan:
+        refuse(f"{kind!r} has no pipeline plan in transformers {tf.__version__}, so it cannot be sharded")
+    if getattr(config, "quantization_config", None):
+        refuse("it is quantised", "Give the float checkpoint")
+    odd = set(getattr(config, "layer_types", None) or ()) - ATTENTION_TYPES
+    if odd:
+        refuse(f"{kind!r} has layers of type {', '.join(sorted(odd))}; only full and sliding attention are supported")
+    if getattr(config, "num_kv_shared_layers", 0):
+        refuse(f"{kind!r} shares keys and values across layers (num_kv_shared_layers), which a split would cut")
+    if getattr(config, "use_bidirectional_attention", None) or getattr(config, "is_causal", True) is False:
+        refuse(f"{kind!r} attends to later tokens")
+
+
+def model_class(config: Any) -> Any:
+    """transformers' causal LM class of this config."""
+    found = tf.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    return found[0] if isinstance(found, tuple | list) else found
+
+
+def _context_length(config: Any) -> int:
+    """Rope variants that rescale with the longest sequence of a batch are held in the range where they do not."""
+    length = int(config.max_position_embeddings)
+    rope = getattr(config, "rope_parameters", None) or {}
+    layered = [rope, *(part for part in rope.values() if isinstance(part, dict))]
+    originals = [
+        int(part["original_max_position_embeddings"])
+        for part in layered
+        if part.get("rope_type") in ("longrope", "dynamic") and part.get("original_max_position_embeddings")
+    ]
+    return min([length, *originals])
+
+
+def _eos_ids(path: Path, config: Any) -> tuple[int, ...]:
+    """generation_config.json is the word on end of sequence; config.json where that says nothing."""
+    eos = config.eos_token_id
+    if (path / "generation_config.json").is_file():
+        eos = tf.GenerationConfig.from_pretrained(path, local_files_only=True).eos_token_id or eos
+    if eos is None:
+        return ()
+    return tuple(eos) if isinstance(eos, list | tuple) else (int(eos),)

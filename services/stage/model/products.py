@@ -1,0 +1,90 @@
+"""Finds every product of a loaded model whose number of rows matters, and how each is told those that it may see.
+
+Knows layers by their kind: linear ones, packed or plain, routers of mixtures, and experts. A weight of any other kind
+is named, and the model is not exact.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import structlog
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from services.stage.model.experts import expert_products, is_experts
+from services.stage.model.linear import PackedLinear
+from services.stage.model.padding import Ladder, in_panels
+from services.stage.model.row_counts import SAMPLED_OUTPUTS, Product, Run
+
+log = structlog.get_logger(__name__)
+
+
+def products(model: nn.Module) -> tuple[list[Product], bool]:
+    """The products of the model's own weights, and whether these are all: False if it has a weight that this module
+    does not know how to cut."""
+    found: list[Product] = []
+    are_all = True
+    for name, module in model.named_modules():
+        if is_experts(module):
+            found += expert_products(module)
+        elif isinstance(module, PackedLinear):
+            found.append(_packed(module))
+        elif isinstance(module, nn.Linear | Conv1D):
+            found.append(_plain(module))
+        elif _is_router(module):
+            found.append(_router(module))
+        elif _matrices(module) and not isinstance(module, nn.Embedding):
+            log.warning("a weight is multiplied in an unknown way", module=name, kind=type(module).__name__)
+            are_all = False
+    return found, are_all
+
+
+def _packed(layer: PackedLinear) -> Product:
+    assert layer.sample is not None, "its rows were settled before"
+    kind = "packed" if layer.bias is None else "packed with bias"
+    return _product(layer.product, layer.sample, layer.out_features, kind, layer.settle)
+
+
+def _plain(layer: nn.Linear | Conv1D) -> Product:
+    settle = partial(_cut, layer, _flat)
+    if isinstance(layer, Conv1D):
+        return _product(layer.forward, layer.weight.T, layer.nf, "transposed", settle)
+    kind = "plain" if layer.bias is None else "with bias"
+    return _product(layer.forward, layer.weight, layer.out_features, kind, settle)
+
+
+def _router(module: Any) -> Product:
+    weight: Tensor = module.weight
+    return _product(module.forward, weight, weight.shape[0], type(module).__name__, partial(_cut, module, in_panels))
+
+
+def _product(run: Run, weight: Tensor, outputs: int, kind: str, settle: Callable[[Ladder], None]) -> Product:
+    sample = weight.detach()[:SAMPLED_OUTPUTS]
+    width, dtype = weight.shape[1], weight.dtype
+    return Product(run=run, settle=settle, width=width, outputs=outputs, dtype=dtype, sample=sample, kind=kind)
+
+
+def _matrices(module: nn.Module) -> list[str]:
+    return [name for name, parameter in module.named_parameters(recurse=False) if parameter.dim() > 1]
+
+
+def _is_router(module: nn.Module) -> bool:
+    """One weight [experts, width], nothing below, and one input: rows of hidden states."""
+    if isinstance(module, nn.Embedding) or next(module.children(), None) is not None:
+        return False
+    inputs = inspect.signature(module.forward).parameters
+    return _matrices(module) == ["weight"] and module.get_parameter("weight").dim() == 2 and len(inputs) == 1
+
+
+def _cut(module: nn.Module, cutting: Callable[[Run, Tensor, Ladder], Any], ladder: Ladder) -> None:
+    run = module.forward
+    module.forward = lambda x: cutting(run, x, ladder)
+
+
+def _flat(run: Run, x: Tensor, ladder: Ladder) -> Tensor:
+    out: Tensor = in_panels(run, x.reshape(-1, x.shape[-1]), ladder)
+    return out.reshape(*x.shape[:-1], -1)

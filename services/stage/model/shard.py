@@ -1,0 +1,198 @@
+"""A shard: layers [a, b) of a causal LM, loaded by transformers' own loader and computed by its own modules.
+
+A run-time subclass of the model's class replaces everything outside [a, b) by stubs before weights are read, so the
+loader does renames, merges and ties, and reads only what is left. Knows no KV, no StepPlan and no sampling.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers as tf
+from safetensors import SafetensorError
+from torch import Tensor, nn
+
+from services.stage.model.experts import EXPERTS
+from services.stage.model.model_info import ModelInfo, model_class
+from services.stage.model.refusal import refuse
+from services.stage.model.weights import check_file, weight_files
+from shardline.errors import Invalid
+
+REPORTS = ("missing_keys", "mismatched_keys", "error_msgs")
+
+
+class Passage(nn.Module):
+    """Stands where a piece of the model lives on another stage: hands on its first input."""
+
+    def forward(self, hidden: Tensor, *_args: object, **_kwargs: object) -> Tensor:
+        """The input, unchanged."""
+        return hidden
+
+
+@dataclass(frozen=True, slots=True)
+class Pieces:
+    """A decoder's children by use: what runs before its layers, the layers, what runs after."""
+
+    before: tuple[str, ...]
+    layers: str
+    after: tuple[str, ...]
+
+    @classmethod
+    def of(cls, model: Any, num_layers: int) -> Pieces:
+        """As transformers' pipeline plan names them. Raises Invalid where plan and model do not agree."""
+        children = dict(model.base_model.named_children())
+        plan = [name for name in model.config.base_model_pp_plan if name in children]
+        lists = [n for n in plan if isinstance(children[n], nn.ModuleList) and len(children[n]) == num_layers]
+        unplanned = sorted(n for n, m in children.items() if n not in plan and next(m.parameters(), None) is not None)
+        if len(lists) != 1 or unplanned:
+            what = f"parts outside it ({', '.join(unplanned)})" if unplanned else "no single list of layers in it"
+            refuse(f"{model.config.model_type!r} has a pipeline plan, but {what}, so it cannot be sharded")
+        place = plan.index(lists[0])
+        return cls(tuple(plan[:place]), plan[place], tuple(plan[place + 1 :]))
+
+
+def shard_class(info: ModelInfo, layers: range, check_bytes: Callable[[int], None]) -> Any:
+    """The model's class with stubs outside `layers`. `check_bytes` sees the size before any weight is read."""
+    base = model_class(info.config)
+    first, last = layers.start == 0, layers.stop == info.num_layers
+
+    def init(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+        base.__init__(self, config, *args, **kwargs)
+        pieces = Pieces.of(self, info.num_layers)
+        decoder = self.base_model
+        stack = getattr(decoder, pieces.layers)
+        embedding = self.get_input_embeddings()
+        is_tied = bool(self.all_tied_weights_keys)
+        if not first:
+            for name in pieces.before:
+                if not (last and is_tied and getattr(decoder, name) is embedding):
+                    setattr(decoder, name, Passage())
+        for number in range(info.num_layers):
+            if number not in layers:
+                stack[number] = Passage()  # the slot stays: models index their layers by their place in the whole
+        if not last:
+            for name in pieces.after:
+                setattr(decoder, name, Passage())
+            self.set_output_embeddings(Passage())
+            self.all_tied_weights_keys = {}
+        check_bytes(sum(parameter.numel() * parameter.element_size() for parameter in self.parameters()))
+
+    body = {"__init__": init, "__module__": base.__module__, "config_class": type(info.config)}
+    return type(base.__name__, (base,), body)
+
+
+class Shard:
+    """Some layers of a model, ready to compute: `hidden` anywhere, `logits` on the tail."""
+
+    def __init__(self, model: Any, info: ModelInfo, layers: range) -> None:
+        self.model, self.info, self.layers = model, info, layers
+        self.is_first, self.is_last = layers.start == 0, layers.stop == info.num_layers
+        self.decoder = model.base_model
+        self.dtype: torch.dtype = model.dtype
+        self.device: torch.device = model.device
+        stack = getattr(self.decoder, Pieces.of(model, info.num_layers).layers)
+        self.blocks: dict[int, nn.Module] = {number: stack[number] for number in layers}
+        sizes = {int(p.shape[-2]) for block in self.blocks.values() for p in block.parameters() if p.dim() > 1}
+        self.widths = frozenset(sizes | {size // 2 for size in sizes if size % 2 == 0})
+        """Row lengths of elementwise operations: what linears give, or half of it where two are fused."""
+        self._received: Tensor | None = None
+        if not self.is_first:  # whatever the model did before its layers gives way to what the stage before sent
+            self.blocks[layers.start].register_forward_pre_hook(self._take_received, with_kwargs=True)
+
+    @classmethod
+    def load(
+        cls,
+        model: str | Path | ModelInfo,
+        layers: range,
+        *,
+        dtype: torch.dtype,
+        attn_implementation: str,
+        device: torch.device,
+        check_bytes: Callable[[int], None] = lambda _: None,
+    ) -> Shard:
+        """From a folder or hub id. Raises Invalid, with the remedy, for what cannot be sharded or does not fit."""
+        info = model if isinstance(model, ModelInfo) else ModelInfo.read(model)
+        if not 0 <= layers.start < layers.stop <= info.num_layers or layers.step != 1:
+            raise Invalid(
+                "SHARDLINE_SPLIT", f"the model has layers 0-{info.num_layers - 1}, not {layers}", "Correct it"
+            )
+        for file in weight_files(info.path):
+            check_file(file)
+        kind = shard_class(info, layers, check_bytes)
+        with _quiet_loader():
+            try:
+                loaded, report = kind.from_pretrained(
+                    info.path,
+                    dtype=dtype,
+                    attn_implementation=attn_implementation,
+                    experts_implementation=EXPERTS,
+                    use_safetensors=True,
+                    local_files_only=True,
+                    trust_remote_code=False,
+                    output_loading_info=True,
+                    ignore_mismatched_sizes=True,  # the report below names them; the loader's own error does not
+                )
+            except (SafetensorError, RuntimeError, OSError, ValueError) as error:
+                refuse(f"{info.path} cannot be loaded: {error}", "Copy the model again", error)
+        for name in REPORTS:
+            if report[name]:
+                refuse(f"{info.path} has {name} {_some(report[name])}", "Copy the model again, or correct its config")
+        _check_signatures(loaded)
+        return cls(loaded.eval().to(device), info, layers)
+
+    def zeros(self, num_rows: int) -> Tensor:
+        """An input of this many rows: ids on the first shard, hidden states on the others."""
+        if self.is_first:
+            return torch.zeros(num_rows, dtype=torch.long, device=self.device)
+        return torch.zeros(num_rows, self.info.hidden_size, dtype=self.dtype, device=self.device)
+
+    def hidden(self, x: Tensor, position_ids: Tensor) -> Tensor:
+        """Hidden states [T, H] after this shard's layers. `x`: ids [T] on the first shard, else hidden states."""
+        states: Tensor = self.decoder(**self._inputs(x, position_ids)).last_hidden_state
+        return states[0]
+
+    def logits(self, x: Tensor, position_ids: Tensor, wanted: Tensor) -> Tensor:
+        """Logits [W, V] of the wanted rows, with all that the model's own forward does after its layers."""
+        logits: Tensor = self.model(**self._inputs(x, position_ids), logits_to_keep=wanted).logits
+        return logits[0]
+
+    def _inputs(self, x: Tensor, position_ids: Tensor) -> dict[str, Any]:
+        self._received = x = x[None]
+        name = "input_ids" if self.is_first else "inputs_embeds"
+        return {name: x, "position_ids": position_ids[None], "use_cache": False}
+
+    def _take_received(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        if args:
+            return (self._received, *args[1:]), kwargs
+        return args, {**kwargs, "hidden_states": self._received}
+
+
+def _some(names: Any) -> str:
+    shown = sorted(str(name) for name in names)
+    return ", ".join(shown[:3]) + (f" and {len(shown) - 3} more" if len(shown) > 3 else "")
+
+
+def _check_signatures(model: Any) -> None:
+    for part, needed in ((model.base_model, "position_ids"), (model, "logits_to_keep")):
+        if needed not in inspect.signature(part.forward).parameters:
+            refuse(f"{type(part).__name__}.forward takes no {needed}, which packed batches need")
+
+
+@contextmanager
+def _quiet_loader() -> Iterator[None]:
+    """The loader reports the other stages' weights as unexpected, with a progress bar: neither is news here."""
+    verbosity, bars = tf.logging.get_verbosity(), tf.logging.is_progress_bar_enabled()
+    tf.logging.set_verbosity_error()
+    tf.logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        tf.logging.set_verbosity(verbosity)
+        if bars:
+            tf.logging.enable_progress_bar()

@@ -1,0 +1,143 @@
+"""The files of a model: which hold its weights, whether they are whole, and the fingerprint of all that decides tokens.
+
+Knows no torch: nothing is loaded. Checksums are cached by path, size and times of change.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from services.stage.model.cache import recall, store
+from services.stage.model.refusal import refuse
+from shardline.errors import Unavailable
+
+ONE_FILE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+DECIDING = ("config.json", "generation_config.json", "tokenizer*", "*vocab*", "merges.txt", "special_tokens_map.json")
+"""Beside the weights: what turns text into ids and ids into tokens."""
+
+HEADER_MAX_BYTES = 100_000_000
+LENGTH_BYTES = 8
+SHA256_CHARS = 64
+DTYPE_BITS = {"BOOL": 8, "U8": 8, "I8": 8, "I16": 16, "U16": 16, "F16": 16, "BF16": 16, "I32": 32, "U32": 32, "F32": 32}
+DTYPE_BITS |= {"F64": 64, "I64": 64, "U64": 64, "F8_E4M3": 8, "F8_E5M2": 8}
+BROKEN = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
+"""What JSON can cause that is not what we look for."""
+COPY_AGAIN = "Copy the model again, with all its files"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightFile:
+    """A safetensors file that is as long as its header says."""
+
+    path: Path
+    size_bytes: int
+    header_sha256: str
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files that hold the weights, in order of their names. Raises Invalid if any is missing."""
+    if (folder / ONE_FILE).is_file():
+        return [folder / ONE_FILE]
+    index = folder / INDEX
+    if not index.is_file():
+        others = sorted(file.name for file in folder.glob("*.bin"))
+        found = f"only {others[0]}" if others else "no weights"
+        refuse(f"{folder} has {found}, no {ONE_FILE}", "Save the model with save_pretrained (safetensors)")
+    try:
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        missing = [name for name in names if Path(name).name != name or not (folder / name).is_file()]
+    except BROKEN as error:
+        refuse(f"{index} is no safetensors index: {error!r}", COPY_AGAIN, error)
+    if missing or not names:
+        refuse(f"{folder} lacks {', '.join(missing) or 'weights'}", COPY_AGAIN)
+    return [folder / name for name in names]
+
+
+def check_file(path: Path) -> WeightFile:
+    """Reads the header only. Raises Invalid for a file that is cut short, too long or not safetensors."""
+    size_bytes = path.stat().st_size
+    with path.open("rb") as file:
+        header_bytes = int.from_bytes(file.read(LENGTH_BYTES), "little")
+        if not 2 <= header_bytes <= min(HEADER_MAX_BYTES, size_bytes - LENGTH_BYTES):
+            says = f"its header would have {header_bytes:,} of its {size_bytes:,} bytes"
+            refuse(f"{path} is no safetensors file: {says}", COPY_AGAIN)
+        header = file.read(header_bytes)
+    try:
+        tensors = json.loads(header)
+        tensors.pop("__metadata__", None)
+        end = max((_end_of(name, tensor) for name, tensor in tensors.items()), default=0)
+    except BROKEN as error:
+        refuse(f"{path} has a broken safetensors header: {error}", COPY_AGAIN, error)
+    expected_bytes = LENGTH_BYTES + header_bytes + end
+    if size_bytes != expected_bytes:
+        what = "cut short" if size_bytes < expected_bytes else "too long"
+        refuse(f"{path} is {what}: {size_bytes:,} bytes, its header says {expected_bytes:,}", COPY_AGAIN)
+    return WeightFile(path=path, size_bytes=size_bytes, header_sha256=hashlib.sha256(header).hexdigest())
+
+
+def fingerprint(folder: Path, cache_folder: Path) -> str:
+    """sha256 over config, tokenizer and weights. Two stages of one pipeline must agree on it."""
+    digest = hashlib.sha256()
+    for path in _deciding_files(folder):
+        digest.update(_line(path.name, hashlib.sha256(path.read_bytes()).hexdigest()))
+    for path in weight_files(folder):
+        file = check_file(path)
+        digest.update(_line(path.name, file.size_bytes, file.header_sha256, _cached_sha256(path, cache_folder)))
+    return digest.hexdigest()
+
+
+@contextmanager
+def unchanged(folder: Path) -> Iterator[None]:
+    """For loading and the fingerprint of what was loaded: raises Unavailable if a file was written meanwhile."""
+    before = _stamps(folder)
+    yield
+    if _stamps(folder) != before:
+        raise Unavailable(f"{folder} was written while it was read: the next start reads it again")
+
+
+def _end_of(name: str, tensor: Any) -> int:
+    """Where the tensor's bytes end. Raises ValueError when they are not what its shape needs."""
+    begin, end = tensor["data_offsets"]
+    if not 0 <= begin <= end:
+        raise ValueError(f"{name} lies at {begin} to {end}")
+    if tensor["dtype"] in DTYPE_BITS and (end - begin) * 8 != math.prod(tensor["shape"]) * DTYPE_BITS[tensor["dtype"]]:
+        raise ValueError(f"{name} has {end - begin} bytes for the shape {tensor['shape']} of {tensor['dtype']}")
+    return int(end)
+
+
+def _deciding_files(folder: Path) -> Iterator[Path]:
+    yield from sorted({path for pattern in DECIDING for path in folder.glob(pattern) if path.is_file()})
+
+
+def _stamp(path: Path) -> tuple[int, int, int]:
+    """Copying tools may keep the time of modification; the time of change is the system's own."""
+    status = path.stat()
+    return status.st_size, status.st_mtime_ns, status.st_ctime_ns
+
+
+def _stamps(folder: Path) -> dict[str, tuple[int, int, int]]:
+    return {path.name: _stamp(path) for path in (*_deciding_files(folder), *weight_files(folder))}
+
+
+def _line(*parts: object) -> bytes:
+    return (json.dumps(parts) + "\n").encode()
+
+
+def _cached_sha256(path: Path, cache_folder: Path) -> str:
+    """Reading gigabytes at every start would double the time to ready."""
+    key = hashlib.sha256(_line(str(path.resolve()), *_stamp(path))).hexdigest()
+    value = recall(cache_folder, f"{key}.sha256")
+    if value is not None and len(value) == SHA256_CHARS:
+        return value
+    with path.open("rb") as file:
+        value = hashlib.file_digest(file, "sha256").hexdigest()
+    store(cache_folder, f"{key}.sha256", value)
+    return value

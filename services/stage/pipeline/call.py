@@ -1,0 +1,94 @@
+"""A head's end of one control link: one stage, one epoch. Owns the DEALER socket; decides nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from typing import TypeVar
+
+import zmq
+
+from services.stage.hop.sockets import Sockets
+from services.stage.pipeline import control
+from shardline.errors import LinkLost, ProtocolError
+from shardline.wire import StageCard
+
+LINGER_MS = 500
+"""A BYE may still leave after close."""
+
+Answer = TypeVar("Answer", control.Welcome, control.Ready)
+
+
+class Refused(ProtocolError):
+    """The stage does not take part, or no longer."""
+
+
+class Call:
+    """Used by one thread. Every method raises LinkLost when the stage is gone and Refused when it says so."""
+
+    def __init__(self, sockets: Sockets, card: StageCard, timeout_s: float) -> None:
+        self.card = card
+        options: dict[int, int] = {zmq.LINGER: LINGER_MS, zmq.MAXMSGSIZE: control.MAX_CONTROL_BYTES}
+        self.socket, self._watch = sockets.connect(zmq.DEALER, card.control, options, timeout_s)
+        self._poller = zmq.Poller()
+        self.register(self._poller)
+
+    def register(self, poller: zmq.Poller) -> None:
+        """Lets `poller` wait for an answer or for the link's end."""
+        poller.register(self.socket, zmq.POLLIN)
+        poller.register(self._watch.events, zmq.POLLIN)
+
+    def say(self, message: control.ToStage) -> None:
+        """Never blocks."""
+        try:
+            self.socket.send(control.encode(message), zmq.NOBLOCK)
+        except zmq.Again as error:
+            raise LinkLost(f"{self.card.worker}: {self._watch.lost() or 'it takes no messages'}") from error
+
+    def heard(self) -> control.ToHead | None:
+        """The next message that waits."""
+        try:
+            parts = self.socket.recv_multipart(zmq.NOBLOCK)
+        except zmq.Again:
+            problem = self._watch.lost()
+            if problem is not None:
+                raise LinkLost(f"{self.card.worker}: {problem}") from None
+            return None
+        try:
+            message = control.decode_to_head(parts[0])
+        except control.OtherVersion as error:
+            raise Refused(f"{self.card.worker}: {control.RefusalCode.PROTOCOL}: {error}") from error
+        if isinstance(message, control.Refuse):
+            raise Refused(f"{self.card.worker}: {message.code}: {message.reason}")
+        return message
+
+    def expect(self, kind: type[Answer], timeout_s: float) -> Answer:
+        """Waits for an answer of this kind."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            message = self.heard()
+            if isinstance(message, kind):
+                return message
+            if message is None:
+                left_s = deadline - time.monotonic()
+                if left_s <= 0:
+                    raise LinkLost(f"{self.card.worker}: no {kind.__name__.upper()} in {timeout_s:.1f} s")
+                self._poller.poll(math.ceil(left_s * 1000))
+
+    def wait_for_end(self, timeout_s: float) -> None:
+        """Until the stage is gone, or so long. A connection that is closed while an answer is on its way is reset, and
+        the other side then never reads what was said last."""
+        deadline = time.monotonic() + timeout_s
+        with contextlib.suppress(LinkLost, Refused):
+            while (left_s := deadline - time.monotonic()) > 0:
+                if self.heard() is None:
+                    self._poller.poll(math.ceil(left_s * 1000))
+
+    def close(self, goodbye: control.Bye | None = None) -> None:
+        """Says BYE if the stage is to be released."""
+        if goodbye is not None:
+            with contextlib.suppress(LinkLost):  # Gone already.
+                self.say(goodbye)
+        self._watch.close()
+        self.socket.close()

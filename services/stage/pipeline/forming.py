@@ -1,0 +1,180 @@
+"""Forms a pipeline once: binds the stages behind a head and wires them. Owns the handshake; knows no thread.
+
+Stages are called one by one in the order of the layers, so that two heads that race meet at the first and none holds
+what the other waits for.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from uuid import UUID
+
+from services.stage.hop import Channel, Hop, Kind
+from services.stage.hop.sockets import Sockets
+from services.stage.hop.wiring import Member, Wiring
+from services.stage.pipeline import control
+from services.stage.pipeline.call import Call, Refused
+from services.stage.pipeline.facts import Capacity
+from services.stage.pipeline.route import choose_route
+from shardline.errors import LinkLost
+from shardline.failpoints import Point, failpoint
+from shardline.wire import StageCard
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Formed:
+    """A pipeline that is ready: its control links, and the head's own wiring."""
+
+    calls: tuple[Call, ...]
+    wiring: Wiring
+
+    def release(self) -> None:
+        """Frees the stages. The wiring's ends are the engine's to close."""
+        goodbye = control.Bye(pipeline=self.wiring.pipeline, epoch=self.wiring.epoch)
+        for call in self.calls:
+            call.close(goodbye)
+
+
+@dataclass(frozen=True, slots=True)
+class _Bound:
+    call: Call
+    welcome: control.Welcome
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forming:
+    """What every attempt of a head has in common."""
+
+    pipeline: UUID
+    card: StageCard
+    capacity: Capacity
+    sockets: Sockets
+    hop: Hop
+    timeout_s: float
+    """Of each answer."""
+    num_lanes: int | None
+    """As many as stages, unless set."""
+    next_epoch: Callable[[], int]
+
+    def form(self, cards: list[StageCard]) -> Formed:
+        """Raises Unavailable, Conflict, LinkLost or Refused with what is in the way; then nothing is held any more."""
+        choose_route(self.card, cards, pipeline=str(self.pipeline), refused={})  # No epoch is spent without a route.
+        epoch = self.next_epoch()
+        bound: dict[str, _Bound] = {}
+        with ExitStack() as undo:
+            undo.callback(self._release, bound, epoch)
+            route = self._bind(cards, epoch, bound)
+            failpoint(Point.HELLO_SENT)
+            members = [bound.pop(card.incarnation) for card in route]
+            undo.callback(self._release, {member.call.card.incarnation: member for member in members}, epoch)
+            self._release(bound, epoch)
+            bound.clear()
+            wiring = self._wire(members, epoch, undo)
+            undo.pop_all()
+        return Formed(calls=tuple(member.call for member in members), wiring=wiring)
+
+    def _bind(self, cards: list[StageCard], epoch: int, bound: dict[str, _Bound]) -> list[StageCard]:
+        """Calls stages until those in `bound` hold all layers; the next candidate when one refuses. Those bound already
+        are pinged in between, or they would take a head that waits for others for a silent one."""
+        refused: dict[str, str] = {}
+        while True:
+            route = choose_route(self.card, cards, pipeline=str(self.pipeline), refused=refused, prefer=bound)
+            card = next((card for card in route if card.incarnation not in bound), None)
+            if card is None:
+                return route
+            for member in bound.values():
+                member.call.say(control.Ping(pipeline=self.pipeline, epoch=epoch, seq=0))
+            try:
+                bound[card.incarnation] = self._hello(card, epoch)
+            except (LinkLost, Refused) as error:
+                refused[card.incarnation] = str(error)
+
+    def _hello(self, card: StageCard, epoch: int) -> _Bound:
+        call = Call(self.sockets, card, self.timeout_s)
+        try:
+            call.say(
+                control.Hello(
+                    pipeline=self.pipeline,
+                    epoch=epoch,
+                    head=self.card.worker,
+                    model=self.card.model,
+                    fingerprint=self.card.fingerprint,
+                    dtype=self.card.dtype,
+                    first_layer=card.first_layer,
+                    last_layer=card.last_layer,
+                    max_lanes=self.num_lanes or self.card.num_layers,
+                )
+            )
+            return _Bound(call, call.expect(control.Welcome, self.timeout_s))
+        except (LinkLost, Refused):
+            call.close(control.Bye(pipeline=self.pipeline, epoch=epoch))
+            raise
+
+    def _wire(self, members: list[_Bound], epoch: int, undo: ExitStack) -> Wiring:
+        num_stages = len(members) + 1
+        num_blocks = min([self.capacity.num_blocks, *(member.welcome.num_blocks for member in members)])
+        num_lanes = self.num_lanes or num_stages
+        receiver = sender = None
+        if members:
+            results = Channel(pipeline=self.pipeline, epoch=epoch, kind=Kind.RESULT, num_lanes=num_lanes)
+            plans = Channel(pipeline=self.pipeline, epoch=epoch, kind=Kind.PLAN, num_lanes=num_lanes)
+            receiver = self.hop.open_receiver(results)
+            undo.callback(receiver.close)
+            self._start(members, epoch, num_lanes, num_blocks, receiver.address)
+            sender = self.hop.open_sender(plans, members[0].welcome.address, self.timeout_s)
+            undo.callback(sender.close)
+        deadline = time.monotonic() + self.timeout_s
+        for member in members:
+            member.call.expect(control.Ready, max(0.0, deadline - time.monotonic()))
+        return Wiring(
+            pipeline=self.pipeline,
+            epoch=epoch,
+            place=0,
+            num_stages=num_stages,
+            num_lanes=num_lanes,
+            num_blocks=num_blocks,
+            receiver=receiver,
+            sender=sender,
+            members=(_describe(self.card, self.capacity), *map(_member, members)),
+        )
+
+    def _start(self, members: list[_Bound], epoch: int, num_lanes: int, num_blocks: int, results: str) -> None:
+        addresses = [*(member.welcome.address for member in members[1:]), results]
+        for place, (member, next_address) in enumerate(zip(members, addresses, strict=True), start=1):
+            member.call.say(
+                control.Start(
+                    pipeline=self.pipeline,
+                    epoch=epoch,
+                    place=place,
+                    num_stages=len(members) + 1,
+                    num_lanes=num_lanes,
+                    num_blocks=num_blocks,
+                    next_address=next_address,
+                )
+            )
+
+    def _release(self, bound: dict[str, _Bound], epoch: int) -> None:
+        for member in bound.values():
+            member.call.close(control.Bye(pipeline=self.pipeline, epoch=epoch))
+
+
+def _describe(card: StageCard, capacity: Capacity) -> Member:
+    return Member(
+        incarnation=card.incarnation,
+        worker=card.worker,
+        device=card.device,
+        first_layer=card.first_layer,
+        last_layer=card.last_layer,
+        num_blocks=capacity.num_blocks,
+        exactness=capacity.exactness,
+        exact=capacity.exact,
+    )
+
+
+def _member(bound: _Bound) -> Member:
+    welcome = bound.welcome
+    capacity = Capacity(num_blocks=welcome.num_blocks, exactness=welcome.exactness, exact=welcome.exact)
+    return _describe(bound.call.card, capacity)

@@ -1,0 +1,179 @@
+"""How a stage answers heads: what each message does and what is said back. Knows no socket of the control link.
+
+It hands a Wiring over and asks for a status; the engine behind both is unknown here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import structlog
+
+from services.stage.hop import Channel, Hop, Kind, Receiver
+from services.stage.hop.wiring import Wiring
+from services.stage.pipeline import control
+from services.stage.pipeline.binding import Binding, Bound
+from services.stage.pipeline.facts import Capacity, StageStatus
+from shardline.errors import LinkLost, Unavailable
+from shardline.failpoints import Point, failpoint
+from shardline.wire import StageCard
+
+log = structlog.get_logger(__name__)
+
+
+class Reception:
+    """Runs in the link's thread. The callbacks are StageLink's."""
+
+    def __init__(
+        self,
+        *,
+        card: StageCard,
+        capacity: Capacity,
+        hop: Hop,
+        unbind_s: float,
+        connect_s: float,
+        on_wiring: Callable[[Wiring], None],
+        on_unbind: Callable[[], None],
+        on_exit: Callable[[str], None],
+        on_card: Callable[[], None],
+        status: Callable[[], StageStatus],
+    ) -> None:
+        self._incarnation = card.incarnation
+        self._capacity = capacity
+        self._hop = hop
+        self._connect_s = connect_s
+        self._on_wiring = on_wiring
+        self._on_unbind = on_unbind
+        self._on_exit = on_exit
+        self._on_card = on_card
+        self._status = status
+        self._binding = Binding(card, unbind_s)
+        self._receiver: Receiver | None = None
+        """Bound for this epoch, not yet the engine's."""
+
+    @property
+    def bound(self) -> Bound | None:
+        """From any thread: who holds the stage."""
+        return self._binding.bound
+
+    def answer(self, message: control.ToStage, now_s: float) -> control.ToHead | None:
+        """Does what the message says, if its sender is to be obeyed."""
+        if isinstance(message, control.Hello):
+            return self._hello(message, now_s)
+        bound = self._binding.bound
+        if bound is None or not self._binding.obeys(message, now_s):
+            return self._disown(message)
+        match message:
+            case control.Start():
+                return self._start(message, bound)
+            case control.Ping():
+                return self.pong(message.seq)
+            case control.Exit():
+                log.error("told to exit", reason=message.reason)
+                self._on_exit(message.reason)
+            case control.Bye():
+                self._unbind("its head released it")
+        return None
+
+    def pong(self, seq: int) -> control.Pong | None:
+        """What the engine has done for the pipeline that holds the stage."""
+        bound = self._binding.bound
+        if bound is None:
+            return None
+        status = self._status()
+        if status.epoch != bound.epoch:
+            status = StageStatus(epoch=bound.epoch)
+        return control.Pong(
+            pipeline=bound.pipeline,
+            epoch=bound.epoch,
+            seq=seq,
+            num_steps=status.num_steps,
+            num_sequences=status.num_sequences,
+            num_blocks_used=status.num_blocks_used,
+            compute_us=status.compute_us,
+            hop_us=status.hop_us,
+            error=status.error,
+        )
+
+    def check_silence(self, now_s: float) -> None:
+        """Frees the stage from a head that has been silent for too long."""
+        if self._binding.is_silent(now_s):
+            self._unbind("its head is silent")
+
+    def close(self) -> None:
+        """Closes what the engine has not received."""
+        if self._receiver is not None:
+            self._receiver.close()
+            self._receiver = None
+
+    def _hello(self, hello: control.Hello, now_s: float) -> control.Welcome | control.Refuse:
+        was_bound = self._binding.bound is not None
+        refusal = self._binding.hello(hello, now_s)
+        if refusal is not None:
+            return refusal
+        if was_bound:
+            self._void_wiring()
+        channel = Channel(pipeline=hello.pipeline, epoch=hello.epoch, kind=Kind.PLAN, num_lanes=hello.max_lanes)
+        try:
+            self._receiver = self._hop.open_receiver(channel)
+        except Unavailable as error:
+            return self._fail(hello, str(error))
+        log.info("bound", pipeline=str(hello.pipeline), epoch=hello.epoch, head=hello.head)
+        self._on_card()
+        failpoint(Point.HELLO_TAKEN)
+        return control.Welcome(
+            pipeline=hello.pipeline,
+            epoch=hello.epoch,
+            incarnation=self._incarnation,
+            address=self._receiver.address,
+            num_blocks=self._capacity.num_blocks,
+            exactness=self._capacity.exactness,
+            exact=self._capacity.exact,
+        )
+
+    def _start(self, start: control.Start, bound: Bound) -> control.Ready | control.Refuse | None:
+        if self._receiver is None:
+            return None  # A repeated START: the wiring is the engine's already.
+        kind = Kind.RESULT if start.place == start.num_stages - 1 else Kind.PLAN
+        channel = Channel(pipeline=bound.pipeline, epoch=bound.epoch, kind=kind, num_lanes=start.num_lanes)
+        try:
+            sender = self._hop.open_sender(channel, start.next_address, self._connect_s)
+        except LinkLost as error:
+            return self._fail(start, str(error))
+        wiring = Wiring(
+            pipeline=bound.pipeline,
+            epoch=bound.epoch,
+            place=start.place,
+            num_stages=start.num_stages,
+            num_lanes=start.num_lanes,
+            num_blocks=start.num_blocks,
+            receiver=self._receiver,
+            sender=sender,
+        )
+        self._receiver = None
+        self._on_wiring(wiring)
+        return control.Ready(pipeline=bound.pipeline, epoch=bound.epoch)
+
+    def _disown(self, message: control.ToStage) -> control.Refuse | None:
+        """Heads that believe to hold the stage must learn at once that they do not."""
+        if not isinstance(message, control.Ping | control.Start):
+            return None
+        return _refuse(message, control.RefusalCode.STALE, "this stage is not bound to you any more")
+
+    def _fail(self, message: control.ToStage, reason: str) -> control.Refuse:
+        self._unbind(reason)
+        return _refuse(message, control.RefusalCode.FAILED, reason)
+
+    def _unbind(self, reason: str) -> None:
+        log.info("unbound", reason=reason)
+        self._binding.release()
+        self._void_wiring()
+        self._on_card()
+
+    def _void_wiring(self) -> None:
+        self.close()
+        self._on_unbind()
+
+
+def _refuse(message: control.ToStage, code: control.RefusalCode, reason: str) -> control.Refuse:
+    return control.Refuse(pipeline=message.pipeline, epoch=message.epoch, code=code, reason=reason)

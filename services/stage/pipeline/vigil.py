@@ -1,0 +1,129 @@
+"""Judges whether a formed pipeline lives: pings, silence, errors, hung stages. Owns no thread and no socket of its own.
+
+`look` is called on every tick and whenever something arrives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import structlog
+
+from services.stage.pipeline import control
+from services.stage.pipeline.call import Call
+from services.stage.pipeline.facts import Progress
+from services.stage.pipeline.forming import Formed
+from shardline.config import Times
+from shardline.errors import LinkLost
+
+log = structlog.get_logger(__name__)
+
+
+class HeadHangs(Exception):
+    """This head's own engine does not come back: nothing but a new process helps."""
+
+
+@dataclass(slots=True)
+class Pulse:
+    """One stage's signs of life."""
+
+    call: Call
+    pong: control.Pong | None = None
+    """The last one."""
+    round_trip_us: int = 0
+    seq: int = 0
+    asked_s: float = 0.0
+    """When the last PING left."""
+    is_waiting: bool = False
+    """That PING has no answer yet."""
+
+
+class Vigil:
+    """Over one formed pipeline. Times are the caller's monotonic seconds."""
+
+    def __init__(self, formed: Formed, times: Times, progress: Callable[[], Progress], now_s: float) -> None:
+        self._wiring = formed.wiring
+        self._times = times
+        self._progress = progress
+        self._done: tuple[int, ...] = ()
+        """Steps: whose results are back, and those of each later stage."""
+        self._moved_s = self._looked_s = now_s
+        self._own_step_began_s: float | None = None
+        self._own_step_s = 0.0
+        self.pulses = tuple(Pulse(call) for call in formed.calls)
+
+    def look(self, now_s: float) -> None:
+        """Raises LinkLost or Refused with the reason when the pipeline is lost, HeadHangs when this process is.
+
+        Answers are read before silence is judged: after a pause of this process they all wait in the sockets.
+        """
+        for pulse in self.pulses:
+            self._listen(pulse, now_s)
+        for pulse in self.pulses:
+            self._ask(pulse, now_s)
+        self._check_steps(now_s)
+
+    def _listen(self, pulse: Pulse, now_s: float) -> None:
+        while (message := pulse.call.heard()) is not None:
+            if not isinstance(message, control.Pong) or self._is_foreign(message):
+                continue
+            pulse.pong = message
+            if message.error is not None:
+                raise LinkLost(f"{pulse.call.card.worker}: {message.error}")
+            if pulse.is_waiting and message.seq == pulse.seq:
+                pulse.is_waiting = False
+                pulse.round_trip_us = round((now_s - pulse.asked_s) * 1e6)
+
+    def _is_foreign(self, message: control.Pong) -> bool:
+        return (message.pipeline, message.epoch) != (self._wiring.pipeline, self._wiring.epoch)
+
+    def _ask(self, pulse: Pulse, now_s: float) -> None:
+        waited_s = now_s - pulse.asked_s
+        if pulse.is_waiting:
+            if waited_s > self._times.link_dead_s:
+                raise LinkLost(f"{pulse.call.card.worker}: silent for {waited_s:.1f} s")
+        elif waited_s >= self._times.heartbeat_s / 3:
+            pulse.seq += 1
+            pulse.asked_s, pulse.is_waiting = now_s, True
+            pulse.call.say(control.Ping(pipeline=self._wiring.pipeline, epoch=self._wiring.epoch, seq=pulse.seq))
+
+    def _check_steps(self, now_s: float) -> None:
+        """Heartbeats without a finished step of any stage while steps are outstanding: somebody hangs."""
+        progress = self._progress()
+        if self._waits_for_own_step(progress.step_began_s, now_s):
+            self._moved_s = now_s
+            return
+        is_idle = progress.epoch != self._wiring.epoch or progress.num_outstanding == 0
+        done = (progress.num_steps, *(pulse.pong.num_steps if pulse.pong else 0 for pulse in self.pulses))
+        if is_idle or done != self._done:
+            self._done, self._moved_s = done, now_s
+        elif now_s - self._moved_s > self._times.stall_s:
+            self._end_stall(now_s - self._moved_s, progress)
+
+    def _waits_for_own_step(self, began_s: float | None, now_s: float) -> bool:
+        """While the head computes, no other stage is to blame. A pause of this process counts as one heartbeat."""
+        heartbeat_s = self._times.heartbeat_s
+        if began_s is None or began_s != self._own_step_began_s:
+            self._own_step_began_s, self._own_step_s = began_s, 0.0
+        else:
+            self._own_step_s += min(now_s - self._looked_s, heartbeat_s)
+        self._looked_s = now_s
+        if self._own_step_s > self._times.stall_s:
+            raise HeadHangs(
+                f"this head hangs: one step has been computing for {self._own_step_s:.1f} s. If steps may take so long "
+                "here, raise SHARDLINE_STALL_S or lower SHARDLINE_TOKEN_BUDGET"
+            )
+        return self._own_step_s > heartbeat_s
+
+    def _end_stall(self, stalled_s: float, progress: Progress) -> None:
+        """The first stage that is behind is the one that hangs; if none is, the results are lost on their way."""
+        num_due = progress.num_steps + progress.num_outstanding
+        for pulse in self.pulses:
+            if pulse.pong is not None and pulse.pong.num_steps < num_due:
+                reason = f"no step finished for {stalled_s:.1f} s, {pulse.pong.num_steps} of {num_due} done"
+                log.error("stage hangs", stage=pulse.call.card.worker, reason=reason)
+                pulse.call.say(control.Exit(pipeline=self._wiring.pipeline, epoch=self._wiring.epoch, reason=reason))
+                pulse.call.wait_for_end(self._times.heartbeat_s)
+                raise LinkLost(f"{pulse.call.card.worker} hangs: {reason}")
+        raise LinkLost(f"no result for {stalled_s:.1f} s, though every stage has done its steps")

@@ -1,0 +1,189 @@
+"""A stage at run time: what its process is made of, started and stopped in order. Knows no Celery worker.
+
+`Head` and `Later` put the parts together; `Stage` is what Celery's side sees of either.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+from uuid import uuid4
+
+import structlog
+import torch
+import transformers
+
+from services.stage.celery.mailbox import Mailbox
+from services.stage.celery.pool import Desk
+from services.stage.device.device import Device
+from services.stage.engine.executor import Executor
+from services.stage.hop.sockets import CurveKeys, Sockets, parse_ports
+from services.stage.layers import layers_of
+from services.stage.model.model_info import ModelInfo
+from services.stage.model.weights import fingerprint, unchanged
+from services.stage.pipeline.facts import Capacity
+from services.stage.settings import StageSettings
+from shardline.errors import Invalid
+from shardline.wire import StageCard
+
+log = structlog.get_logger(__name__)
+
+MIB = 1 << 20
+
+
+class Stage(Protocol):
+    """What the Celery app carries as `app.shardline`."""
+
+    worker: str
+    drain_s: float
+    interactive_seats: int
+    mailbox: Mailbox
+
+    @property
+    def desk(self) -> Desk:
+        """Where the pool's tickets go."""
+
+    def start(self) -> None:
+        """Start the threads."""
+
+    def attach(self, consumer: Any) -> None:
+        """Celery's consumer is up, in Celery's thread."""
+
+    def describe(self) -> Mapping[str, Any]:
+        """For `inspect stage`."""
+
+    def stop(self) -> None:
+        """After Celery has stopped: end the threads, give the device back."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loaded:
+    """The parts that heads and later stages share: a loaded shard on its device, and how it is reached."""
+
+    settings: StageSettings
+    info: ModelInfo
+    layers: range
+    device: Device
+    executor: Executor
+    weights: str
+    card: StageCard
+    sockets: Sockets
+    worker: str
+
+    @property
+    def capacity(self) -> Capacity:
+        """What it tells the head."""
+        executor = self.executor
+        return Capacity(num_blocks=executor.num_blocks, exactness=executor.fingerprint, exact=executor.exact)
+
+    @property
+    def is_head(self) -> bool:
+        """It holds the first layer."""
+        return self.layers.start == 0
+
+    def describe(self) -> dict[str, Any]:
+        """For people and tests."""
+        executor = self.executor
+        return {
+            "model": self.settings.name,
+            "layers": [self.layers.start, self.layers.stop],
+            "num_layers": self.info.num_layers,
+            "device": self.device.name,
+            "dtype": self.settings.dtype,
+            "attention": executor.attention_kind,
+            "exact": executor.exact,
+            "kv_blocks": executor.num_blocks,
+            "kv_blocks_used": executor.blocks_used,
+            "sequences": executor.num_open,
+        }
+
+
+def load(settings: StageSettings) -> Loaded:
+    """Device, weights, sockets: what can be refused is refused before Celery starts. Raises Invalid, Unavailable."""
+    info = ModelInfo.read(settings.model, settings.model_revision)
+    layers = layers_of(settings, info.num_layers)
+    name = settings.worker_name or f"{settings.pipeline or settings.name}.{settings.place}"
+    worker = f"{name}@{socket.gethostname()}"
+    device = Device.take(settings.device, worker=worker, lock_folder=settings.lock_dir, shared=settings.device_shared)
+    with unchanged(info.path):
+        executor = Executor.load(
+            model=info,
+            layers=layers,
+            device=device,
+            dtype=settings.dtype,
+            kv_bytes=settings.kv_mib * MIB if settings.kv_mib else None,
+            kv_share=settings.kv_share,
+            token_budget=settings.token_budget,
+            max_open=2 * (settings.seats + settings.interactive_seats),
+            cache_folder=settings.cache_dir,
+        )
+        weights = fingerprint(info.path, settings.cache_dir)
+    log.info(
+        "shard loaded",
+        worker=worker,
+        layers=f"{layers.start}-{layers.stop - 1}",
+        device=device.name,
+        attention=executor.attention_kind,
+        exact=executor.exact,
+        kv_blocks=executor.num_blocks,
+    )
+    card = StageCard(
+        incarnation=uuid4().hex,
+        worker=worker,
+        model=settings.name,
+        fingerprint=weights,
+        dtype=settings.dtype,
+        first_layer=layers.start,
+        last_layer=layers.stop,
+        num_layers=info.num_layers,
+        control="",
+        device=device.name,
+        pid=os.getpid(),
+    )
+    return Loaded(
+        settings=settings,
+        info=info,
+        layers=layers,
+        device=device,
+        executor=executor,
+        weights=weights,
+        card=card,
+        sockets=hop_sockets(settings),
+        worker=worker,
+    )
+
+
+def software() -> dict[str, str]:
+    """What computed a result."""
+    return {
+        "torch": str(torch.__version__),
+        "transformers": transformers.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def hop_sockets(settings: StageSettings) -> Sockets:
+    """Over ipc the folder keeps strangers out, over tcp the key does. Raises Invalid."""
+    if settings.hop_transport == "ipc":
+        return Sockets(bind=f"ipc://{settings.run_dir.absolute()}")
+    ports = parse_ports(settings.hop_ports)
+    curve = _curve(settings)
+    return Sockets(bind=f"tcp://{settings.hop_bind}", advertise=settings.hop_host, ports=ports, curve=curve)
+
+
+def _curve(settings: StageSettings) -> CurveKeys | None:
+    if settings.hop_insecure:
+        log.warning("hops are open to whoever reaches this stage: SHARDLINE_HOP_INSECURE is set")
+        return None
+    if settings.hop_secret_key is None:
+        raise Invalid(
+            "SHARDLINE_HOP_SECRET_KEY",
+            "hops over tcp need a key",
+            "Make one (openssl rand -hex 32) and give the same one to all stages; "
+            "or set SHARDLINE_HOP_INSECURE=true where nobody else reaches them",
+        )
+    return CurveKeys.of(settings.hop_secret_key.get_secret_value())

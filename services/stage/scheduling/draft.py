@@ -1,0 +1,28 @@
+"""A step while it is cut: its rows and what is left of its token budget. Decides nothing: that is the scheduler's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from services.stage.scheduling.sequence import Sequence
+from services.stage.scheduling.step import Open, Row
+
+
+@dataclass(slots=True)
+class Draft:
+    """A step while it is cut. `sequences` are those of `rows`, in the same order."""
+
+    budget: int
+    opens: list[Open] = field(default_factory=list)
+    rows: list[Row] = field(default_factory=list)
+    sequences: list[Sequence] = field(default_factory=list)
+
+    def add(self, sequence: Sequence, length: int, ids: tuple[int, ...], blocks: tuple[int, ...]) -> None:
+        """The next `length` tokens of a sequence."""
+        start = sequence.num_computed
+        end = start + length
+        self.rows.append(Row(sequence.number, start, length, ids, blocks, end == len(sequence.ids)))
+        self.sequences.append(sequence)
+        self.budget -= length
+        sequence.num_computed = end
+        sequence.num_in_flight += 1

@@ -1,0 +1,60 @@
+"""What the scheduler says of a job: new tokens, and the one event that ends it. Knows neither rows nor streams."""
+
+from __future__ import annotations
+
+import msgspec
+
+from services.stage.scheduling.sequence import Key
+from shardline.job import FinishReason, TokenLogprob
+
+
+class Tokens(msgspec.Struct, frozen=True, kw_only=True):
+    """New output tokens of a job from output index `start`, and the text they settle."""
+
+    key: Key
+    start: int
+    ids: tuple[int, ...]
+    text: str
+    logprobs: tuple[TokenLogprob, ...] = ()
+
+
+class Finished(msgspec.Struct, frozen=True, kw_only=True):
+    """A completion ended: all of its output, checkpointed tokens included."""
+
+    key: Key
+    reason: FinishReason
+    output_ids: tuple[int, ...]
+    text: str
+    logprobs: tuple[TokenLogprob, ...] | None
+    tail: str = ""
+    """The end of `text` that no Tokens held: it was held back when the job was aborted."""
+
+
+class Failed(msgspec.Struct, frozen=True, kw_only=True):
+    """A job that cannot go on, here or elsewhere."""
+
+    key: Key
+    reason: str
+
+
+class Crashed(msgspec.Struct, frozen=True, kw_only=True):
+    """The pipeline broke twice under a job that got no token, the second time while it was the only suspect."""
+
+    key: Key
+
+
+class MayBegin(msgspec.Struct, frozen=True, kw_only=True):
+    """There is room for a parked job: it waits for `begin`."""
+
+    key: Key
+
+
+class Outgrown(msgspec.Struct, frozen=True, kw_only=True):
+    """A job needs more KV than this pipeline has: it goes back, and another pipeline goes on where it stopped."""
+
+    key: Key
+    num_tokens: int
+    """Prompt and output so far."""
+
+
+Event = Tokens | Finished | Failed | Crashed | MayBegin | Outgrown

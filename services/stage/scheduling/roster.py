@@ -1,0 +1,105 @@
+"""The sequences that are open on a stage: known ids and block tables, kept up by StepPlans. Trusts no plan.
+
+Knows no torch: a plan that does not fit what came before it is refused before anything is computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from services.stage.scheduling.kv_cache import BLOCK_TOKENS, blocks_for
+from services.stage.scheduling.step import Open, Row, StepPlan
+from shardline.errors import ProtocolError
+
+
+class Known:
+    """One open sequence: what the stage knows of it."""
+
+    __slots__ = ("blocks", "ids", "max_blocks", "num_computed", "seed")
+
+    def __init__(self, opened: Open) -> None:
+        self.ids = list(opened.ids)
+        self.blocks: list[int] = []
+        self.max_blocks = opened.num_blocks
+        self.seed = opened.seed
+        self.num_computed = 0
+
+
+class Roster:
+    """Open sequences by number, within the stage's limits."""
+
+    def __init__(self, *, num_blocks: int, max_open: int, vocab_size: int) -> None:
+        self._num_blocks, self._max_open, self._vocab_size = num_blocks, max_open, vocab_size
+        self._known: dict[int, Known] = {}
+        self.blocks_used = 0
+        """KV blocks in the tables of open sequences."""
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def open(self, opened: Open) -> None:
+        """A sequence appears. Raises ProtocolError."""
+        if opened.seq in self._known:
+            raise ProtocolError(f"sequence {opened.seq} is opened twice")
+        if len(self._known) >= self._max_open:
+            raise ProtocolError(f"sequence {opened.seq} would be open beyond the limit of {self._max_open}")
+        self._check_ids(opened.seq, opened.ids)
+        self._known[opened.seq] = Known(opened)
+
+    def close(self, seq: int) -> None:
+        """A sequence is over. Raises ProtocolError."""
+        known = self._known.pop(seq, None)
+        if known is None:
+            raise ProtocolError(f"sequence {seq} is closed, but was not open")
+        self.blocks_used -= len(known.blocks)
+
+    def seeds(self, plan: StepPlan, *, decoding: bool) -> set[int]:
+        """Seeds of the sequences that this plan, not yet taken in, would decode, or whose prompts it would compute."""
+        found = {seq: known.seed for seq, known in self._known.items()} | {each.seq: each.seed for each in plan.opens}
+        return {found[row.seq] for row in plan.rows if row.decodes == decoding and row.seq in found}
+
+    def clear(self) -> None:
+        """Forget all of them."""
+        self._known.clear()
+        self.blocks_used = 0
+
+    def extend(self, plan: StepPlan) -> Iterator[tuple[Row, Known]]:
+        """Each row of the plan with its sequence, extended by the row's ids and blocks. Raises ProtocolError."""
+        for row in plan.rows:
+            known = self._known.get(row.seq)
+            if known is None:
+                raise ProtocolError(f"row of sequence {row.seq}, which is not open")
+            if row.ids:
+                self._check_ids(row.seq, row.ids)
+                known.ids.extend(row.ids)
+            if row.blocks:
+                self._add_blocks(row, known)
+            self._check_span(row, known)
+            known.num_computed = row.start + row.length
+            yield row, known
+
+    def _check_ids(self, seq: int, ids: tuple[int, ...]) -> None:
+        if ids and not 0 <= min(ids) <= max(ids) < self._vocab_size:
+            raise ProtocolError(f"sequence {seq} has a token id outside 0-{self._vocab_size - 1}")
+
+    def _add_blocks(self, row: Row, known: Known) -> None:
+        if not 0 <= min(row.blocks) <= max(row.blocks) < self._num_blocks:
+            raise ProtocolError(f"sequence {row.seq} has a KV block outside 0-{self._num_blocks - 1}")
+        if len(known.blocks) + len(row.blocks) > known.max_blocks:
+            raise ProtocolError(f"sequence {row.seq} takes more than its {known.max_blocks} KV blocks")
+        known.blocks.extend(row.blocks)
+        self.blocks_used += len(row.blocks)
+
+    @staticmethod
+    def _check_span(row: Row, known: Known) -> None:
+        end = row.start + row.length
+        if row.length < 1 or row.start != known.num_computed:
+            raise ProtocolError(
+                f"sequence {row.seq} continues at {row.start} for {row.length}, but {known.num_computed} are computed"
+            )
+        if end > len(known.ids):
+            raise ProtocolError(f"sequence {row.seq} runs to {end}, but only {len(known.ids)} ids are known")
+        if end > len(known.blocks) * BLOCK_TOKENS:
+            raise ProtocolError(
+                f"sequence {row.seq} runs to {end}: {blocks_for(end)} KV blocks, not {len(known.blocks)}"
+            )

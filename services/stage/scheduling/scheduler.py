@@ -1,0 +1,395 @@
+"""The scheduler: cuts steps, owns the KV of every stage, decides who runs. Knows no torch, Redis, Celery or tokenizer.
+
+Pure and single-threaded: the same calls in the same order give the same plans, so a simulation tests all of it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import count, islice, repeat
+
+from services.stage.scheduling.doubt import Doubted
+from services.stage.scheduling.draft import Draft
+from services.stage.scheduling.events import Crashed, Event, Failed, Finished, MayBegin, Outgrown, Tokens
+from services.stage.scheduling.kv_cache import BLOCK_TOKENS, BlockPool, blocks_for
+from services.stage.scheduling.parking import MAX_LOOK_AHEAD, Parking, fits
+from services.stage.scheduling.sequence import Key, Request, Sequence, State, TokenSink, Waiting, rank_of
+from services.stage.scheduling.step import Open, StepPlan, StepResult
+from shardline.errors import ProtocolError
+from shardline.job import FinishReason, TokenLogprob
+
+MIN_CHUNK = 64
+"""Tokens of a prefill that make a step's trip worth it, where the budget has them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerConfig:
+    """`num_blocks` is the minimum over stages, `max_len` the context length, `num_lanes` the steps in flight."""
+
+    num_blocks: int
+    max_seats: int
+    token_budget: int
+    num_lanes: int
+    max_len: int
+
+    def __post_init__(self) -> None:
+        assert min(self.max_seats, self.token_budget, self.num_lanes, self.max_len) >= 1, self
+
+
+class Scheduler:
+    """The hot loop is `schedule` → stages → `apply`. A sequence that leaves gets one close, in the next plan."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self.config = config
+        self._by_key: dict[Key, Sequence] = {}
+        self._waiting = Waiting()
+        self._parked = Parking()
+        self._arrivals = count()
+        self._numbers = count()
+        self._doubted = Doubted()
+        self._clear(config.num_blocks)
+
+    def _clear(self, num_blocks: int) -> None:
+        self._pool = BlockPool(num_blocks)
+        self._next_step = 0
+        self._flights: deque[tuple[StepPlan, list[Sequence]]] = deque()
+        self._closes: list[int] = []
+        self._running: dict[int, Sequence] = {}
+        self._prefilling: dict[int, Sequence] = {}
+        self._ready: dict[int, Sequence] = {}
+        """Decodes whose token has come back, longest ago first."""
+        self._leaving: dict[int, Sequence] = {}
+        """Out of the batch, while steps in flight still use their blocks."""
+        self._suspect: Sequence | None = None
+
+    # What the engine asks for.
+
+    def add(self, request: Request, sink: TokenSink) -> list[Event]:
+        """Takes a request in. The events follow at once: it can never run here, or its checkpoint is complete."""
+        assert request.key not in self._by_key, f"{request.key} was added twice"
+        sequence = Sequence(request, sink, arrival=next(self._arrivals), max_len=self.config.max_len)
+        sequence.suspect = request.suspect or request.key[0] in self._doubted
+        self._by_key[request.key] = sequence
+        self._line_of(sequence).push(sequence)
+        if (refusal := self._refusal(sequence)) is not None:
+            return [self._fail(sequence, refusal)]
+        if (reason := sequence.replay()) is not None:
+            return [self._finish(sequence, reason)]
+        return [self._outgrow(sequence)] if self._is_too_long(sequence) else []
+
+    def abort(self, key: Key, reason: FinishReason = FinishReason.CANCELLED) -> Finished | None:
+        """Drops a job; what it has so far. None: it is not here (any more)."""
+        sequence = self._by_key.get(key)
+        if sequence is None:
+            return None
+        tail = sequence.sink.flush()
+        return self._finish(sequence, reason, tail)
+
+    def begin(self, key: Key) -> None:
+        """A parked request may run from now on."""
+        sequence = self._by_key.get(key)
+        if sequence is not None and sequence.parked:
+            self._parked.remove(sequence)
+            sequence.parked = False
+            self._waiting.push(sequence)
+
+    def may_begin(self) -> list[Event]:
+        """The parked requests that there is room for. Who waits and has begun goes first."""
+        if self._waiting:
+            return []
+        taken = {"num_free": self._pool.num_free, "num_running": len(self._running)}
+        called = self._parked.call(**taken, max_seats=self.config.max_seats)
+        return [MayBegin(key=sequence.request.key) for sequence in called]
+
+    def trust(self, key: Key) -> None:
+        """A suspect's progress is saved: whatever happens now, it is no crash of this attempt. The next may run."""
+        sequence = self._by_key.get(key)
+        if sequence is None or not sequence.suspect:
+            return
+        if sequence.state is State.WAITING:
+            self._line_of(sequence).remove(sequence)
+            sequence.suspect = False
+            self._line_of(sequence).push(sequence)
+        self._clear_of_suspicion(sequence)
+
+    def has(self, key: Key) -> bool:
+        """Whether this attempt waits or runs here."""
+        return key in self._by_key
+
+    def schedule(self) -> StepPlan | None:
+        """The next step, to be sent to every stage. None: nothing can run before a result, or nothing is left."""
+        if len(self._flights) == self.config.num_lanes:
+            return None
+        draft = Draft(self.config.token_budget)
+        self._add_decodes(draft)
+        self._add_chunks(draft)
+        if not draft.rows and (self._flights or not self._closes):
+            return None
+        plan = StepPlan(self._next_step, tuple(draft.opens), tuple(draft.rows), tuple(self._closes))
+        self._next_step += 1
+        self._closes.clear()
+        self._flights.append((plan, draft.sequences))
+        return plan
+
+    def apply(self, result: StepResult) -> list[Event]:
+        """The tail's answer to the oldest step in flight. Raises ProtocolError on any other."""
+        plan, sequences = self._land(result)
+        answers = zip(result.tokens, result.logprobs or repeat(None), strict=False)
+        events: list[Event] = []
+        for row, sequence in zip(plan.rows, sequences, strict=True):
+            sequence.num_in_flight -= 1
+            if row.wants:
+                token, logprob = next(answers)
+                if sequence.state is State.ENDED:
+                    pass
+                elif row.seq in result.bad:
+                    events.append(self._fail(sequence, "the model's logits were not finite"))
+                else:
+                    self._take(sequence, token, logprob, events)
+            if sequence.num_in_flight == 0 and row.seq in self._leaving:
+                self._settle(sequence)
+        return events
+
+    def rebuild(self, num_blocks: int, num_lanes: int | None = None) -> list[Event]:
+        """A new epoch: stages know nothing, steps in flight are lost, every sequence waits again with its tokens."""
+        self.config = replace(self.config, num_blocks=num_blocks, num_lanes=num_lanes or self.config.num_lanes)
+        displaced, alone = [*self._running.values(), *self._leaving.values()], self._suspect
+        self._clear(num_blocks)
+        events: list[Event] = []
+        for sequence in displaced:
+            if sequence.state is State.ENDED:
+                continue
+            if sequence is alone and not sequence.has_progress:
+                events.append(self._blame(sequence))
+                continue
+            # One of those that the epoch gave no token may have broken it: they come back one by one.
+            if not sequence.has_progress:
+                self._doubt(sequence)
+            self._requeue(sequence)
+        return [*events, *(self._outgrow(each) for each in list(self._by_key.values()) if self._is_too_long(each))]
+
+    @property
+    def num_running(self) -> int:
+        """Seats taken."""
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests without a seat."""
+        return len(self._by_key) - len(self._running)
+
+    @property
+    def num_in_flight(self) -> int:
+        """Steps sent and not answered."""
+        return len(self._flights)
+
+    @property
+    def blocks_used(self) -> int:
+        """KV blocks held, those included that steps in flight still use."""
+        return self._pool.num_used
+
+    @property
+    def idle(self) -> bool:
+        """Nothing waits, runs, is in flight or is still to be closed."""
+        return not (self._by_key or self._flights or self._closes)
+
+    # Cutting a step.
+
+    def _add_decodes(self, draft: Draft) -> None:
+        num_decoding = len(self._running) - len(self._prefilling)
+        share = -(-num_decoding // self.config.num_lanes)
+        for sequence in list(islice(self._ready.values(), min(share, draft.budget))):
+            if sequence.state is not State.RUNNING:
+                continue
+            blocks = self._next_block(sequence) if sequence.num_computed == len(sequence.blocks) * BLOCK_TOKENS else ()
+            if blocks is not None:
+                del self._ready[sequence.number]
+                draft.add(sequence, 1, (sequence.ids[-1],), blocks)
+
+    def _add_chunks(self, draft: Draft) -> None:
+        """By rank, each may take half of what is left: a long prompt holds up neither those behind it nor admission.
+        What nobody else needs goes to the first in rank."""
+        left = draft.budget
+        lengths: dict[Sequence, int] = {}
+        for sequence in self._in_line(draft) if left else ():
+            lengths[sequence] = min(max(MIN_CHUNK, left // 2), left, sequence.num_missing)
+            left -= lengths[sequence]
+            if left == 0:
+                break
+        for sequence, length in lengths.items():
+            more = min(left, sequence.num_missing - length)
+            left -= more
+            self._add_chunk(draft, sequence, length + more)
+
+    def _add_chunk(self, draft: Draft, sequence: Sequence, length: int) -> None:
+        blocks = () if sequence.num_computed else tuple(sequence.blocks)
+        draft.add(sequence, length, (), blocks)
+        if sequence.num_missing == 0:
+            del self._prefilling[sequence.number]
+
+    def _in_line(self, draft: Draft) -> Iterator[Sequence]:
+        """Who has ids to compute, by rank: those that have begun, and between them those that find a place now."""
+        for sequence in sorted(self._prefilling.values(), key=rank_of):
+            while (newcomer := self._admissible()) is not None and newcomer.rank < sequence.rank:
+                yield self._start(newcomer, draft)
+            yield sequence
+        while (newcomer := self._admissible()) is not None:
+            yield self._start(newcomer, draft)
+
+    def _admissible(self) -> Sequence | None:
+        """Who is admitted next. One that finds no room may be overtaken by smaller ones, but not for ever."""
+        if len(self._running) == self.config.max_seats:
+            return None
+        for sequence in self._foremost():
+            if fits(len(sequence.ids), self._pool.num_free, len(self._running)):
+                return sequence
+            if sequence.patience == 0:
+                return None
+        return None
+
+    def _foremost(self) -> list[Sequence]:
+        return self._waiting.first(MAX_LOOK_AHEAD, with_suspects=self._suspect is None)
+
+    def _start(self, sequence: Sequence, draft: Draft) -> Sequence:
+        request = sequence.request
+        for overtaken in self._foremost():
+            if overtaken.rank < sequence.rank:
+                overtaken.patience -= 1
+        self._waiting.remove(sequence)
+        sequence.number = next(self._numbers)
+        sequence.state = State.RUNNING
+        sequence.blocks.extend(self._pool.allocate(blocks_for(len(sequence.ids))))
+        self._running[sequence.number] = self._prefilling[sequence.number] = sequence
+        sequence.num_at_start = len(sequence.ids)
+        if sequence.suspect:
+            self._suspect = sequence
+        draft.opens.append(
+            Open(
+                seq=sequence.number,
+                ids=tuple(sequence.ids),
+                num_prompt=len(request.prompt_ids),
+                params=request.params,
+                seed=request.seed,
+                num_blocks=sequence.most_blocks,
+            )
+        )
+        return sequence
+
+    def _next_block(self, sequence: Sequence) -> tuple[int, ...] | None:
+        """One more block, if need be from the sequence ranked last. None: not in this step."""
+        while not self._pool.can_allocate(1):
+            if any(leaver.blocks for leaver in self._leaving.values()):
+                return None  # Blocks come back with a step in flight: preempting more would only waste a prefill.
+            victim = max(self._running.values(), key=rank_of)
+            self._leave(victim, State.PREEMPTED)
+            if victim is sequence:
+                return None
+        blocks = self._pool.allocate(1)
+        sequence.blocks.extend(blocks)
+        return blocks
+
+    # What becomes of a sequence.
+
+    def _land(self, result: StepResult) -> tuple[StepPlan, list[Sequence]]:
+        expected = self._flights[0][0] if self._flights else None
+        if expected is None or result.step != expected.step:
+            raise ProtocolError(f"result of step {result.step}, expected {expected.step if expected else 'none'}")
+        if len(result.tokens) != expected.num_wanted or len(result.logprobs) not in (0, len(result.tokens)):
+            raise ProtocolError(f"step {result.step} wants {expected.num_wanted} tokens, got {len(result.tokens)}")
+        return self._flights.popleft()
+
+    def _take(self, sequence: Sequence, token: int, logprob: TokenLogprob | None, events: list[Event]) -> None:
+        start = sequence.num_outputs
+        text, reason = sequence.accept(token, logprob)
+        logprobs = () if logprob is None else (logprob,)
+        events.append(Tokens(key=sequence.request.key, start=start, ids=(token,), text=text, logprobs=logprobs))
+        if sequence.suspect and not sequence.request.suspect:
+            self._clear_of_suspicion(sequence)  # A broken pipeline is seen here; only a dead head needs saved tokens.
+        if reason is not None:
+            events.append(self._finish(sequence, reason))
+        elif self._is_too_long(sequence):
+            events.append(self._outgrow(sequence))
+        elif sequence.state is State.RUNNING:
+            self._ready[sequence.number] = sequence
+
+    def _refusal(self, sequence: Sequence) -> str | None:
+        num_prompt, config = len(sequence.request.prompt_ids), self.config
+        if not 0 < num_prompt < config.max_len:
+            return f"prompt: {num_prompt} tokens; it must be 1 to {config.max_len - 1}, the context less one"
+        return None
+
+    def _is_too_long(self, sequence: Sequence) -> bool:
+        """All KV together does not hold what is known of it. What it may need later is no reason: it may end before."""
+        return blocks_for(len(sequence.ids)) > self.config.num_blocks
+
+    def _finish(self, sequence: Sequence, reason: FinishReason, tail: str = "") -> Finished:
+        self._end(sequence)
+        return Finished(
+            key=sequence.request.key,
+            reason=reason,
+            output_ids=sequence.output_ids,
+            text=sequence.sink.text,
+            logprobs=None if sequence.request.params.logprobs is None else tuple(sequence.logprobs),
+            tail=tail,
+        )
+
+    def _fail(self, sequence: Sequence, reason: str) -> Failed:
+        self._end(sequence)
+        return Failed(key=sequence.request.key, reason=reason)
+
+    def _outgrow(self, sequence: Sequence) -> Outgrown:
+        self._end(sequence)
+        return Outgrown(key=sequence.request.key, num_tokens=len(sequence.ids))
+
+    def _blame(self, sequence: Sequence) -> Crashed:
+        del self._by_key[sequence.request.key]
+        sequence.state = State.ENDED
+        return Crashed(key=sequence.request.key)
+
+    def _doubt(self, sequence: Sequence) -> None:
+        sequence.suspect = True
+        self._doubted.add(sequence.request.key[0])
+
+    def _clear_of_suspicion(self, sequence: Sequence) -> None:
+        sequence.suspect = False
+        self._doubted.discard(sequence.request.key[0])
+        if self._suspect is sequence:
+            self._suspect = None
+
+    def _end(self, sequence: Sequence) -> None:
+        del self._by_key[sequence.request.key]
+        if sequence.state is State.RUNNING:
+            self._leave(sequence, State.ENDED)
+        elif sequence.state is State.WAITING:
+            self._line_of(sequence).remove(sequence)
+        sequence.state = State.ENDED
+
+    def _leave(self, sequence: Sequence, state: State) -> None:
+        number = sequence.number
+        sequence.state = state
+        del self._running[number]
+        self._prefilling.pop(number, None)
+        self._ready.pop(number, None)
+        self._closes.append(number)
+        self._leaving[number] = sequence
+        if sequence.num_in_flight == 0:
+            self._settle(sequence)
+
+    def _settle(self, sequence: Sequence) -> None:
+        del self._leaving[sequence.number]
+        self._pool.free(sequence.blocks)
+        if self._suspect is sequence:
+            self._suspect = None
+        if sequence.state is State.PREEMPTED:
+            sequence.patience = 0
+            self._requeue(sequence)
+
+    def _line_of(self, sequence: Sequence) -> Waiting:
+        return self._parked if sequence.parked else self._waiting
+
+    def _requeue(self, sequence: Sequence) -> None:
+        sequence.forget_kv()
+        sequence.state = State.WAITING
+        self._waiting.push(sequence)

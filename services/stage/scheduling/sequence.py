@@ -1,0 +1,182 @@
+"""One job's tokens inside the engine: what was asked, what is known, what is in flight. Knows no torch, no tokenizer.
+
+A sequence has no phases: `num_computed` catches up with its ids. KV is a cache: losing it costs one prefill of `ids`.
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass
+from enum import Enum, auto
+from itertools import chain
+from typing import Protocol
+
+from services.stage.scheduling.kv_cache import blocks_for
+from shardline.job import DEFAULT_PRIORITY, FinishReason, SamplingParams, TokenLogprob
+
+Key = tuple[str, int]
+"""(job id, fence): one attempt."""
+
+
+MAX_OVERTAKEN = 32
+"""Smaller requests that one without room lets pass; what was preempted lets none, or both would take turns for ever."""
+
+
+class TokenSink(Protocol):
+    """Turns output tokens into text and says when a completion ends. A pure function of the tokens pushed so far."""
+
+    def push(self, token_id: int, /) -> tuple[str, FinishReason | None]:
+        """The text that this token settles, and the reason if it is the last: then with all that was held back."""
+
+    def flush(self) -> str:
+        """The text still held back, when a completion is ended before its time."""
+
+    @property
+    def text(self) -> str:
+        """All text given out so far."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """One attempt at a job. `output_ids` and `output_logprobs` are the checkpoint of an earlier attempt."""
+
+    key: Key
+    prompt_ids: tuple[int, ...]
+    params: SamplingParams
+    seed: int
+    output_ids: tuple[int, ...] = ()
+    output_logprobs: tuple[TokenLogprob, ...] = ()
+    priority: int = DEFAULT_PRIORITY
+    suspect: bool = False
+    """It may have killed an engine before: runs only when no other suspect does."""
+    parked: bool = False
+    """It found no room when it was claimed: runs only after `begin`."""
+
+
+class State(Enum):
+    """waiting → running → ended, and running → preempted → waiting."""
+
+    WAITING = auto()
+    RUNNING = auto()
+    PREEMPTED = auto()
+    """Out of the batch, but steps in flight still use its blocks."""
+    ENDED = auto()
+
+
+class Sequence:
+    """Mutable, owned by the scheduler. `number` names it to the stages: a new one for each admission."""
+
+    __slots__ = (
+        "blocks",
+        "called",
+        "ids",
+        "logprobs",
+        "most_blocks",
+        "num_at_start",
+        "num_computed",
+        "num_in_flight",
+        "number",
+        "parked",
+        "patience",
+        "rank",
+        "request",
+        "sink",
+        "state",
+        "suspect",
+    )
+
+    def __init__(self, request: Request, sink: TokenSink, *, arrival: int, max_len: int) -> None:
+        num_prompt = len(request.prompt_ids)
+        self.request = request
+        self.sink = sink
+        self.rank = (request.priority, arrival)
+        self.patience = MAX_OVERTAKEN
+        self.most_blocks = blocks_for(min(max_len, num_prompt + (request.params.max_tokens or max_len)))
+        self.ids = list(request.prompt_ids)
+        self.logprobs: list[TokenLogprob] = []
+        self.state = State.WAITING
+        self.suspect = request.suspect
+        """Must not change while the sequence waits in a line."""
+        self.parked = request.parked
+        self.called = False
+        """Parked, and there was room for it."""
+        self.num_at_start = len(self.ids)
+        self.forget_kv()
+
+    def forget_kv(self) -> None:
+        """No stage knows it any more."""
+        self.number = -1
+        self.blocks: list[int] = []
+        self.num_computed = 0
+        self.num_in_flight = 0
+
+    @property
+    def num_outputs(self) -> int:
+        """Output tokens known so far."""
+        return len(self.ids) - len(self.request.prompt_ids)
+
+    @property
+    def num_missing(self) -> int:
+        """Known ids that no step has been given yet."""
+        return len(self.ids) - self.num_computed
+
+    @property
+    def has_progress(self) -> bool:
+        """A token came since it was admitted last."""
+        return len(self.ids) > self.num_at_start
+
+    @property
+    def output_ids(self) -> tuple[int, ...]:
+        """The output tokens known so far."""
+        return tuple(self.ids[len(self.request.prompt_ids) :])
+
+    def replay(self) -> FinishReason | None:
+        """Runs the finish rules over the checkpoint; tokens past the end are dropped."""
+        logprobs = self.request.output_logprobs
+        for index, token in enumerate(self.request.output_ids):
+            _, reason = self.accept(token, logprobs[index] if index < len(logprobs) else None)
+            if reason is not None:
+                return reason
+        return None
+
+    def accept(self, token: int, logprob: TokenLogprob | None) -> tuple[str, FinishReason | None]:
+        """Appends an output token; the text it settles and the reason if it is the last."""
+        self.ids.append(token)
+        if logprob is not None:
+            self.logprobs.append(logprob)
+        return self.sink.push(token)
+
+
+class Waiting:
+    """Sequences that wait for a place, by (priority, arrival). Suspects stand in a line of their own."""
+
+    __slots__ = ("_lines",)
+
+    def __init__(self) -> None:
+        self._lines: tuple[list[tuple[tuple[int, int], Sequence]], ...] = ([], [])
+
+    def __bool__(self) -> bool:
+        return any(self._lines)
+
+    def push(self, sequence: Sequence) -> None:
+        """A preempted sequence keeps its rank, so it stands before all that came later."""
+        heapq.heappush(self._lines[sequence.suspect], (sequence.rank, sequence))
+
+    def first(self, num: int, *, with_suspects: bool) -> list[Sequence]:
+        """Whose turn it is. Suspects that may not run now hold up nobody."""
+        lines = self._lines[: 1 + with_suspects]
+        return [sequence for _, sequence in heapq.nsmallest(num, chain.from_iterable(lines))]
+
+    def remove(self, sequence: Sequence) -> None:
+        """Takes it out of its line, wherever it stands."""
+        line = self._lines[sequence.suspect]
+        if line[0][1] is sequence:
+            heapq.heappop(line)
+        else:
+            line.remove((sequence.rank, sequence))
+            heapq.heapify(line)
+
+
+def rank_of(sequence: Sequence) -> tuple[int, int]:
+    """(priority, arrival): the least is served first and preempted last."""
+    return sequence.rank

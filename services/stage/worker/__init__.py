@@ -1,1 +1,0 @@
-"""The Celery side of a stage: pool, claims, registry, control."""
