@@ -14,7 +14,7 @@ from services.stage.model.model_info import ModelInfo
 from services.stage.scheduling.events import Failed, Finished
 from services.stage.scheduling.scheduler import Scheduler, SchedulerConfig
 from services.stage.scheduling.sequence import Request
-from services.stage.scheduling.step import StepPlan, StepResult, decode_plan, encode
+from services.stage.scheduling.step_plan import StepPlan, StepResult, decode_plan, encode
 from shardline.job import FinishReason, SamplingParams
 from shardline.split import even_split
 

@@ -13,8 +13,8 @@ import structlog
 from pydantic import ValidationError
 
 from services.stage.app import make_app, serve
+from services.stage.follower import Follower
 from services.stage.head import Head
-from services.stage.later import Later
 from services.stage.runtime import load
 from services.stage.settings import StageSettings
 from shardline import log, metrics
@@ -40,7 +40,7 @@ def main() -> int:
     try:
         loaded = load(settings)
         app = make_app(settings)
-        stage = Head(loaded, app) if loaded.is_head else Later(loaded)
+        stage = Head(loaded, app) if loaded.is_head else Follower(loaded)
         stage.start()
     except Invalid as error:
         logger.critical("refused", field=error.field, problem=error.problem, remedy=error.remedy)

@@ -7,8 +7,8 @@ from typing import Any, Never
 from celery import Celery
 from celery.signals import worker_ready
 
-import services.stage.celery.commands  # noqa: F401 (registers the remote-control commands)
-from services.stage.celery.broker import Seating
+import services.stage.celery.remote_control  # noqa: F401 (registers the remote-control commands)
+from services.stage.celery.bootsteps import SeatLimit
 from services.stage.runtime import Stage
 from services.stage.settings import StageSettings
 from shardline.broker import ExpiringControl
@@ -27,7 +27,7 @@ def make_app(settings: StageSettings) -> Celery:
         worker_soft_shutdown_timeout=0,
     )
 
-    app.steps["consumer"].add(Seating)
+    app.steps["consumer"].add(SeatLimit)
 
     @app.task(name=GENERATE_TASK)
     def generate(job_id: str) -> Never:

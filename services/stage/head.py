@@ -11,21 +11,21 @@ import structlog
 from celery import Celery
 from sqlalchemy.exc import DBAPIError
 
-from services.stage.celery.intake import Intake
-from services.stage.celery.mailbox import Mailbox
+from services.stage.celery.hub_calls import HubCalls
+from services.stage.celery.subscription import QueueSubscription
 from services.stage.engine.engine import HeadEngine
 from services.stage.hop.wiring import Wiring
 from services.stage.hop.zeromq import ZeroMqHop
+from services.stage.jobs.delta_publisher import DeltaPublisher
+from services.stage.jobs.engine_requests import EngineRequests
 from services.stage.jobs.identity import identity_of
-from services.stage.jobs.isolation import Seats
-from services.stage.jobs.ledger import Ledger
-from services.stage.jobs.publisher import Publisher
-from services.stage.jobs.requests import Requests
-from services.stage.metering import Meter
+from services.stage.jobs.lease_manager import LeaseManager
+from services.stage.jobs.quarantine import Seats
+from services.stage.metrics import StageMeter
 from services.stage.pipeline.epochs import Epochs
-from services.stage.pipeline.facts import Progress
 from services.stage.pipeline.pipeline import Pipeline
 from services.stage.pipeline.registry import Registry
+from services.stage.pipeline.status import StageProgress
 from services.stage.runtime import Loaded, software
 from services.stage.scheduling.events import Event
 from services.stage.scheduling.scheduler import Scheduler, SchedulerConfig
@@ -51,8 +51,8 @@ class Head:
         self.worker = loaded.worker
         self.drain_s = settings.times.drain_s
         self.interactive_seats = settings.interactive_seats
-        self.mailbox = Mailbox()
-        self.meter = Meter(loaded)
+        self.mailbox = HubCalls()
+        self.meter = StageMeter(loaded)
         self._name = settings.pipeline or f"{settings.name}:{loaded.worker.partition('@')[2]}:{loaded.device.name}"
         self._database = connect(
             settings.database_url.get_secret_value(), application_name=f"shardline {loaded.worker}"
@@ -66,11 +66,11 @@ class Head:
             lease_s=settings.times.lease_s,
         )
         self._model_row = loaded.info.row(name=settings.name, fingerprint=loaded.weights)
-        self._publisher = Publisher(
+        self._publisher = DeltaPublisher(
             DeltaWriter(settings.redis_url), app.backend.store_result if settings.result_backend else None
         )
         self._registry = Registry(settings.redis_url)
-        self._intake = Intake(generate_queue(settings.name), self.mailbox)
+        self._intake = QueueSubscription(generate_queue(settings.name), self.mailbox)
         self._scheduler = Scheduler(
             SchedulerConfig(
                 num_blocks=loaded.executor.num_blocks,
@@ -87,12 +87,12 @@ class Head:
         self._pipeline = self._make_pipeline()
         self.meter.watch(self._scheduler, self._pipeline)
 
-    def _make_ledger(self) -> Ledger:
+    def _make_ledger(self) -> LeaseManager:
         info = self._loaded.info
-        return Ledger(
+        return LeaseManager(
             database=self._database,
             engine=self._engine,
-            requests=Requests(
+            requests=EngineRequests(
                 tokenizer=Tokens.from_row(self._model_row).tokenizer,
                 eos_ids=info.eos_ids,
                 context_length=info.context_length,
@@ -199,9 +199,9 @@ class Head:
         self._engine.unwire()
         self.desk.lost()
 
-    def _progress(self) -> Progress:
+    def _progress(self) -> StageProgress:
         pulse = self._engine.pulse
-        return Progress(
+        return StageProgress(
             epoch=pulse.epoch,
             num_steps=pulse.num_steps - self._scheduler.num_in_flight,
             num_outstanding=self._engine.num_awaited,

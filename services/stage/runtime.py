@@ -17,15 +17,15 @@ import structlog
 import torch
 import transformers
 
-from services.stage.celery.mailbox import Mailbox
-from services.stage.celery.pool import Desk
+from services.stage.celery.hub_calls import HubCalls
+from services.stage.celery.pool import DeliveryHandler
 from services.stage.device.device import Device
 from services.stage.engine.executor import Executor
 from services.stage.hop.sockets import CurveKeys, Sockets, parse_ports
-from services.stage.layers import layers_of
+from services.stage.layer_range import layers_of
 from services.stage.model.model_info import ModelInfo
 from services.stage.model.weights import fingerprint, unchanged
-from services.stage.pipeline.facts import Capacity
+from services.stage.pipeline.status import Capacity
 from services.stage.settings import StageSettings
 from shardline.errors import Invalid
 from shardline.wire import StageCard
@@ -41,10 +41,10 @@ class Stage(Protocol):
     worker: str
     drain_s: float
     interactive_seats: int
-    mailbox: Mailbox
+    mailbox: HubCalls
 
     @property
-    def desk(self) -> Desk:
+    def desk(self) -> DeliveryHandler:
         """Where the pool's tickets go."""
 
     def start(self) -> None:

@@ -19,7 +19,7 @@ from uuid import UUID, uuid4
 from tokenizers import Tokenizer
 
 from services.stage.device.device import Device
-from services.stage.engine.engine import Engine, HeadEngine, LaterEngine
+from services.stage.engine.engine import Engine, FollowerEngine, HeadEngine
 from services.stage.engine.executor import Executor
 from services.stage.hop import Channel, Hop, Kind, Receiver, Sender
 from services.stage.hop.sockets import Sockets
@@ -139,7 +139,7 @@ def serve_later(pipe: Connection, folder: Path, options: argparse.Namespace, pla
     address, num_blocks = pipe.recv()
     kind = Kind.RESULT if place == num_stages - 1 else Kind.PLAN
     sender = hop.open_sender(channel(identity, kind, num_stages), address, CONNECT_S)
-    engine: Engine = LaterEngine(executor, on_lost=_abort, name=f"stage-{place}")
+    engine: Engine = FollowerEngine(executor, on_lost=_abort, name=f"stage-{place}")
     engine.wire(
         wiring(identity, place=place, num_stages=num_stages, num_blocks=num_blocks, receiver=receiver, sender=sender)
     )

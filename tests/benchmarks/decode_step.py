@@ -25,7 +25,7 @@ from services.stage.device.device import Device
 from services.stage.engine.executor import Executor
 from services.stage.scheduling.scheduler import Scheduler, SchedulerConfig
 from services.stage.scheduling.sequence import Request
-from services.stage.scheduling.step import StepResult, decode_plan, encode
+from services.stage.scheduling.step_plan import StepResult, decode_plan, encode
 from shardline.job import FinishReason, SamplingParams
 
 BATCH = 64

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from services.stage.hop.frame import Frame, Kind, decode
-from services.stage.scheduling.step import StepResult, decode_result
+from services.stage.scheduling.step_plan import StepResult, decode_result
 from shardline.errors import ProtocolError
 from tests.faults.fault import Fault, NotInjected, Simple, hold
 from tests.faults.network_faults import no_links

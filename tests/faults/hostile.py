@@ -12,8 +12,8 @@ from uuid import uuid4
 import msgspec
 
 from services.stage.hop.frame import HEADER_BYTES, MAX_MESSAGE_BYTES, MAX_TENSOR_BYTES, Buffer
-from services.stage.pipeline import control
-from services.stage.scheduling.step import Open, Row, StepPlan, encode
+from services.stage.pipeline import messages
+from services.stage.scheduling.step_plan import Open, Row, StepPlan, encode
 from shardline.job import SamplingParams
 
 CHECKSUM_BYTES = 4
@@ -126,7 +126,7 @@ def _plans() -> dict[str, StepPlan]:
     }
 
 
-def messages() -> dict[str, bytes]:
+def damaged_messages() -> dict[str, bytes]:
     """Bytes in place of GOOD, by what is wrong with them."""
     whole = encode(GOOD)
     return {
@@ -149,7 +149,7 @@ def messages() -> dict[str, bytes]:
 def control_messages() -> list[bytes]:
     """Control messages that are right but for their sender, to be broken; and some that are broken already."""
     stranger = uuid4()
-    hello = control.Hello(
+    hello = messages.Hello(
         pipeline=stranger,
         epoch=1,
         head="stranger",
@@ -160,7 +160,7 @@ def control_messages() -> list[bytes]:
         last_layer=1,
         max_lanes=2,
     )
-    start = control.Start(
+    start = messages.Start(
         pipeline=stranger,
         epoch=1,
         place=1,
@@ -169,18 +169,18 @@ def control_messages() -> list[bytes]:
         num_blocks=1,
         next_address="tcp://127.0.0.1:1",
     )
-    exiting = control.Exit(pipeline=stranger, epoch=1, reason="because")
-    whole = control.encode(control.Bye(pipeline=stranger, epoch=1))
+    exiting = messages.Exit(pipeline=stranger, epoch=1, reason="because")
+    whole = messages.encode(messages.Bye(pipeline=stranger, epoch=1))
     return [
-        control.encode(hello),
-        control.encode(start),
-        control.encode(exiting),
-        control.encode(control.Ping(pipeline=stranger, epoch=1, seq=1)),
+        messages.encode(hello),
+        messages.encode(start),
+        messages.encode(exiting),
+        messages.encode(messages.Ping(pipeline=stranger, epoch=1, seq=1)),
         whole,
         whole[:4] + b"\x94" + whole[5:] + b"\x91" * DEEP,
         whole[:4] + b"\x94" + whole[5:] + b"\x81\x01" * DEEP,
         whole[:4] + b"\xdd\xff\xff\xff\xff",
-        control.encode(exiting).replace(b"because", b"bec\xffuse"),
+        messages.encode(exiting).replace(b"because", b"bec\xffuse"),
     ]
 
 

@@ -14,9 +14,9 @@ from services.stage.hop import frame as frames
 from services.stage.hop.frame import Buffer
 from services.stage.hop.sockets import Sockets
 from services.stage.hop.zeromq import ZeroMqHop
-from services.stage.pipeline import control
-from services.stage.pipeline.call import Call
-from services.stage.scheduling.step import StepResult, decode_result
+from services.stage.pipeline import messages
+from services.stage.pipeline.control_client import ControlClient
+from services.stage.scheduling.step_plan import StepResult, decode_result
 from shardline.config import Times
 from shardline.wire import StageCard
 
@@ -33,7 +33,7 @@ class PlayedHead:
         self.card = card
         self._sockets = Sockets(bind="tcp://127.0.0.1")
         self._hop = ZeroMqHop(self._sockets, Times())
-        self._call = Call(self._sockets, card, PATIENCE_S)
+        self._call = ControlClient(self._sockets, card, PATIENCE_S)
         self._results: Receiver | None = None
         self._plans: zmq.Socket[bytes] | None = None
         self.hop_address = ""
@@ -44,12 +44,12 @@ class PlayedHead:
         self._unwire()
         self.epoch += 1
         self._call.say(self.hello())
-        welcome = self._call.expect(control.Welcome, PATIENCE_S)
+        welcome = self._call.expect(messages.Welcome, PATIENCE_S)
         self.hop_address = welcome.address
         channel = Channel(pipeline=self.pipeline, epoch=self.epoch, kind=Kind.RESULT, num_lanes=NUM_LANES)
         self._results = self._hop.open_receiver(channel)
         self._call.say(
-            control.Start(
+            messages.Start(
                 pipeline=self.pipeline,
                 epoch=self.epoch,
                 place=1,
@@ -59,14 +59,14 @@ class PlayedHead:
                 next_address=self._results.address,
             )
         )
-        self._call.expect(control.Ready, PATIENCE_S)
+        self._call.expect(messages.Ready, PATIENCE_S)
         self._plans, watch = self._sockets.connect(zmq.PUSH, welcome.address, {zmq.SNDHWM: 1000}, PATIENCE_S)
         watch.close()
 
-    def hello(self) -> control.Hello:
+    def hello(self) -> messages.Hello:
         """As the stage of this card wants it."""
         card = self.card
-        return control.Hello(
+        return messages.Hello(
             pipeline=self.pipeline,
             epoch=self.epoch,
             head="played",
@@ -110,7 +110,7 @@ class PlayedHead:
 
     def beat(self) -> None:
         """Keeps the stage bound."""
-        self._call.say(control.Ping(pipeline=self.pipeline, epoch=self.epoch, seq=1))
+        self._call.say(messages.Ping(pipeline=self.pipeline, epoch=self.epoch, seq=1))
 
     def told(self) -> str:
         """Until the stage says that it has lost this epoch: why."""
@@ -118,7 +118,7 @@ class PlayedHead:
         self._call.register(poller)
         while True:
             message = self._call.heard()
-            if isinstance(message, control.Pong) and message.epoch == self.epoch and message.error:
+            if isinstance(message, messages.Pong) and message.epoch == self.epoch and message.error:
                 return message.error
             if message is None:
                 assert poller.poll(int(PATIENCE_S * 1000)), "the stage says nothing of its lost epoch"
@@ -126,7 +126,7 @@ class PlayedHead:
     def close(self) -> None:
         """Releases the stage."""
         self._unwire()
-        self._call.close(control.Bye(pipeline=self.pipeline, epoch=self.epoch))
+        self._call.close(messages.Bye(pipeline=self.pipeline, epoch=self.epoch))
         self._sockets.close()
 
     def _unwire(self) -> None:

@@ -6,7 +6,7 @@ from typing import Final
 
 from tests.faults.mutant import Hurt, Layer, Mutant, Patch
 
-LEDGER = "services/stage/jobs/ledger.py"
+LEDGER = "services/stage/jobs/lease_manager.py"
 HOP = "services/stage/hop/zeromq.py"
 SCHEDULER = "services/stage/scheduling/scheduler.py"
 
@@ -66,14 +66,14 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
     # The next two change the last bit of few elements: no token of a real stack has followed from that yet.
     Mutant(
         name="one-row matmul allowed",
-        patches=(Patch(file="services/stage/model/padding.py", old="    *(2, 4, 8,", new="    *(1, 2, 4, 8,"),),
+        patches=(Patch(file="services/stage/model/row_buckets.py", old="    *(2, 4, 8,", new="    *(1, 2, 4, 8,"),),
         tests=("tests/unit/test_padding.py::test_given_rows_when_padded_then_every_run_is_whole",),
     ),
     Mutant(
         name="no ceiling for the rows of a product",
         patches=(
             Patch(
-                file="services/stage/model/padding.py",
+                file="services/stage/model/row_buckets.py",
                 old="    if not ladder:\n        return (num_rows,)",
                 new="    if not ladder or num_rows > ladder[-1]:\n        return (num_rows,)",
             ),

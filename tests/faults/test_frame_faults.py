@@ -11,7 +11,7 @@ from services.stage.hop import Channel, Frame, Kind
 from services.stage.hop.frame import encode as wire
 from services.stage.hop.sockets import Sockets, parse_ports
 from services.stage.hop.zeromq import ZeroMqHop
-from services.stage.scheduling.step import StepResult, encode
+from services.stage.scheduling.step_plan import StepResult, encode
 from shardline.config import Times
 from shardline.errors import LinkLost
 from tests.faults.frame_faults import Answers, Lost, Repeated

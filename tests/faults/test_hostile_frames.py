@@ -25,9 +25,9 @@ from services.stage.hop import Channel, Frame, Kind, Receiver
 from services.stage.hop.frame import Buffer, encode
 from services.stage.hop.sockets import Sockets
 from services.stage.hop.zeromq import ZeroMqHop
-from services.stage.pipeline import control
+from services.stage.pipeline import messages
 from services.stage.pipeline.registry import Registry
-from services.stage.scheduling.step import encode as encode_step
+from services.stage.scheduling.step_plan import encode as encode_step
 from services.standalone.servers import Valkey
 from services.standalone.settings import CLERK
 from shardline.config import Times
@@ -137,12 +137,12 @@ class Intruder:
         """Whatever it is."""
         self._socket.send_multipart(parts)
 
-    def is_answered(self, hello: control.Hello) -> bool:
+    def is_answered(self, hello: messages.Hello) -> bool:
         """Says HELLO; true when everything before it was read, and the answer is a refusal."""
-        self._socket.send(control.encode(hello))
+        self._socket.send(messages.encode(hello))
         while self._socket.poll(100):
-            answer = control.decode_to_head(self._socket.recv_multipart()[0])
-            if isinstance(answer, control.Refuse) and answer.epoch == hello.epoch:
+            answer = messages.decode_to_head(self._socket.recv_multipart()[0])
+            if isinstance(answer, messages.Refuse) and answer.epoch == hello.epoch:
                 return True
         return False
 
@@ -185,7 +185,7 @@ def unharmed(tail: Tail) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("unharmed")
-@pytest.mark.parametrize("message", hostile.messages().values(), ids=hostile.messages())
+@pytest.mark.parametrize("message", hostile.damaged_messages().values(), ids=hostile.damaged_messages())
 def test_given_a_plan_that_does_not_fit_when_sent_then_its_epoch_is_lost(tail: Tail, message: bytes) -> None:
     tail.head.wire()
 

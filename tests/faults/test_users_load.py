@@ -17,8 +17,8 @@ import httpx
 import pytest
 import torch
 
-from services.stage.attention.paged import HeadShape, PagedKv
-from services.stage.scheduling.kv_cache import BLOCK_TOKENS
+from services.stage.attention.paged_kv import HeadShape, PagedKv
+from services.stage.scheduling.kv_blocks import BLOCK_TOKENS
 from shardline.client import Client
 from shardline.errors import Conflict, Unavailable
 from tests.faults.batch import LIVE_EVERY, Batch

@@ -20,18 +20,18 @@ from tenacity import retry, retry_if_result, stop_after_delay, wait_fixed
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
-from services.stage.celery.mailbox import Mailbox
-from services.stage.celery.ticket import Ticket
+from services.stage.celery.delivery import Delivery
+from services.stage.celery.hub_calls import HubCalls
 from services.stage.device.device import Device
 from services.stage.engine.engine import HeadEngine
 from services.stage.engine.executor import Executor
 from services.stage.hop.wiring import Member, Wiring
+from services.stage.jobs.delta_publisher import DeltaPublisher
+from services.stage.jobs.engine_requests import EngineRequests
 from services.stage.jobs.identity import Identity, identity_of
-from services.stage.jobs.isolation import Seats
-from services.stage.jobs.ledger import Ledger
-from services.stage.jobs.publisher import Publisher
-from services.stage.jobs.requests import Requests
-from services.stage.metering import Meter
+from services.stage.jobs.lease_manager import LeaseManager
+from services.stage.jobs.quarantine import Seats
+from services.stage.metrics import StageMeter
 from services.stage.scheduling.events import Event
 from services.stage.scheduling.scheduler import Scheduler, SchedulerConfig
 from shardline.config import Times
@@ -50,13 +50,13 @@ class Desk:
     """One ledger with its engine; the test's thread plays Celery's."""
 
     database: Database
-    ledger: Ledger
+    ledger: LeaseManager
     engine: HeadEngine
     executor: Executor
-    mailbox: Mailbox
+    mailbox: HubCalls
     verdicts: queue.Queue[tuple[UUID, str]]
     numbers: Iterator[int]
-    meter: Meter
+    meter: StageMeter
 
     def blamed(self, outcome: str) -> float | None:
         """What a scraper reads."""
@@ -65,7 +65,7 @@ class Desk:
     def offer(self, job_id: UUID) -> None:
         """One delivery of a job."""
         self.ledger.offer(
-            Ticket(
+            Delivery(
                 number=next(self.numbers),
                 job_id=str(job_id),
                 mailbox=self.mailbox,
@@ -106,14 +106,16 @@ def open_desk(database: Database, executor: Executor, redis_url: str, times: Tim
         ledger.report(events)
 
     engine = HeadEngine(executor, scheduler, emit=report, on_lost=lambda *_: None)
-    publisher = Publisher(DeltaWriter(redis_url), None)
+    publisher = DeltaPublisher(DeltaWriter(redis_url), None)
     announced = threading.Event()
-    meter = Meter(cast(Any, SimpleNamespace(executor=executor, settings=SimpleNamespace(times=times), is_head=True)))
+    meter = StageMeter(
+        cast(Any, SimpleNamespace(executor=executor, settings=SimpleNamespace(times=times), is_head=True))
+    )
     tokenizer = Tokenizer(WordLevel({f"<{number}>": number for number in range(VOCAB_SIZE)}, unk_token="<0>"))
-    ledger = Ledger(
+    ledger = LeaseManager(
         database=database,
         engine=engine,
-        requests=Requests(tokenizer=tokenizer, eos_ids=(2,), context_length=4096),
+        requests=EngineRequests(tokenizer=tokenizer, eos_ids=(2,), context_length=4096),
         publisher=publisher,
         on_announced=announced.set,
         on_superseded=lambda _epoch: None,
@@ -131,7 +133,7 @@ def open_desk(database: Database, executor: Executor, redis_url: str, times: Tim
         ledger=ledger,
         engine=engine,
         executor=executor,
-        mailbox=Mailbox(),
+        mailbox=HubCalls(),
         verdicts=queue.Queue(),
         numbers=count(1),
         meter=meter,

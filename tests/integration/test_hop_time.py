@@ -13,13 +13,13 @@ from typing import Any, cast
 import pytest
 
 from services.stage.device.device import Device
-from services.stage.engine.engine import HeadEngine, LaterEngine
+from services.stage.engine.engine import FollowerEngine, HeadEngine
 from services.stage.engine.executor import Executor
+from services.stage.follower import Follower
 from services.stage.hop.sockets import Sockets
 from services.stage.hop.wiring import Wiring
-from services.stage.later import Later
-from services.stage.pipeline.facts import StageStatus
 from services.stage.pipeline.pipeline import MemberStatus
+from services.stage.pipeline.status import StageStatus
 from services.stage.scheduling.events import Event, Failed, Finished
 from services.stage.scheduling.scheduler import Scheduler, SchedulerConfig
 from services.stage.scheduling.sequence import Request
@@ -36,7 +36,7 @@ class Tail(Stage):
     """A stage with its engine, and what a later stage's worker says of it."""
 
     def __init__(self, sockets: Sockets, executor: Executor) -> None:
-        self.engine = LaterEngine(executor, on_lost=lambda *_: None)
+        self.engine = FollowerEngine(executor, on_lost=lambda *_: None)
         self._parts = SimpleNamespace(_engine=self.engine, _loaded=SimpleNamespace(executor=executor))
         self.engine.start()
         super().__init__(sockets, make_card(MIDDLE, NUM_LAYERS), TIMES)
@@ -53,7 +53,7 @@ class Tail(Stage):
         self.engine.unwire()
 
     def _answer(self) -> StageStatus:
-        return Later._status(cast(Any, self._parts))
+        return Follower._status(cast(Any, self._parts))
 
 
 @dataclass(slots=True, kw_only=True)

@@ -16,8 +16,8 @@ from structlog.testing import capture_logs
 from services.stage.engine import engine as engine_module
 from services.stage.engine.engine import HeadEngine
 from services.stage.engine.executor import Executor
-from services.stage.jobs import claiming as claiming_module
-from services.stage.jobs import ledger as ledger_module
+from services.stage.jobs import claimer as claiming_module
+from services.stage.jobs import lease_manager as ledger_module
 from services.stage.scheduling.events import Crashed
 from services.stage.scheduling.scheduler import Scheduler
 from shardline.clock import lease_clock_s

@@ -15,8 +15,8 @@ from celery.contrib.testing.worker import start_worker
 from redis.exceptions import ConnectionError as HungUp
 
 from services.stage.app import make_app
-from services.stage.celery.mailbox import Mailbox
-from services.stage.celery.ticket import Ticket
+from services.stage.celery.delivery import Delivery
+from services.stage.celery.hub_calls import HubCalls
 from services.stage.settings import StageSettings
 from shardline.queues import GENERATE_TASK
 from tests.integration.ledger_desk import until
@@ -30,9 +30,9 @@ NUM_RECONNECTS = 20
 class Desk:
     """Notes tickets, and settles none unless told."""
 
-    held: list[Ticket] = field(default_factory=list)
+    held: list[Delivery] = field(default_factory=list)
 
-    def offer(self, ticket: Ticket) -> None:
+    def offer(self, ticket: Delivery) -> None:
         self.held.append(ticket)
 
     def cancel(self, job_ids: Sequence[str]) -> int:
@@ -63,7 +63,7 @@ class Desk:
 def app(redis_url: str) -> Celery:
     """A stage's app, as it would be without a stage."""
     app = make_app(StageSettings(model="m", redis_url=redis_url, seats=SEATS, interactive_seats=INTERACTIVE_SEATS))
-    app.shardline = SimpleNamespace(desk=Desk(), mailbox=Mailbox(), drain_s=5.0, interactive_seats=INTERACTIVE_SEATS)
+    app.shardline = SimpleNamespace(desk=Desk(), mailbox=HubCalls(), drain_s=5.0, interactive_seats=INTERACTIVE_SEATS)
     app.conf.broker_connection_retry_on_startup = True
     return app
 

@@ -17,12 +17,12 @@ from sqlalchemy import Connection
 from sqlalchemy import Engine as Database
 
 from services.stage.app import make_app
-from services.stage.celery.mailbox import Mailbox
-from services.stage.celery.ticket import Ticket
+from services.stage.celery.delivery import Delivery
+from services.stage.celery.hub_calls import HubCalls
 from services.stage.engine.executor import Executor
-from services.stage.jobs.claiming import Claiming
+from services.stage.jobs.claimer import Claimer
 from services.stage.jobs.identity import Identity
-from services.stage.jobs.isolation import Moment, Seats
+from services.stage.jobs.quarantine import Moment, Seats
 from services.stage.settings import StageSettings
 from shardline.config import Times
 from shardline.job import JobState
@@ -61,7 +61,7 @@ def crash(database: Database, job_id: UUID) -> None:
 class Head:
     """One head's claiming, its turns called by the test. It holds what it claimed."""
 
-    claiming: Claiming
+    claiming: Claimer
     numbers: Iterator[int] = field(default_factory=lambda: count(1))
     dropped: list[str] = field(default_factory=list)
 
@@ -69,7 +69,7 @@ class Head:
         """One delivery of each."""
         for job_id in job_ids:
             self.claiming.offer(
-                Ticket(
+                Delivery(
                     number=next(self.numbers),
                     job_id=str(job_id),
                     mailbox=MAILBOX,
@@ -85,7 +85,7 @@ class Head:
         return [row.job_id for _, rows in self.claiming.turn(IDENTITY, moment) for row, _ in rows]
 
 
-MAILBOX = Mailbox()
+MAILBOX = HubCalls()
 IDENTITY = Identity(
     worker="h",
     pipeline="p",
@@ -103,9 +103,7 @@ IDENTITY = Identity(
 
 @pytest.fixture
 def make_head(database: Database) -> Callable[[], Head]:
-    return lambda: Head(
-        claiming=Claiming(database=database, seats=Seats(num_any=SEATS, num_interactive=0), times=TIMES)
-    )
+    return lambda: Head(claiming=Claimer(database=database, seats=Seats(num_any=SEATS, num_interactive=0), times=TIMES))
 
 
 @pytest.fixture
@@ -273,7 +271,7 @@ def worker(database: Database, executor: Executor, redis_url: str) -> Iterator[t
     app.conf.broker_connection_retry_on_startup = True
     app.amqp.queues.select_add(QUEUE)
     with open_desk(database, executor, redis_url, TIMES) as desk:
-        app.shardline = SimpleNamespace(desk=desk.ledger, mailbox=Mailbox(), drain_s=5.0, interactive_seats=0)
+        app.shardline = SimpleNamespace(desk=desk.ledger, mailbox=HubCalls(), drain_s=5.0, interactive_seats=0)
         with start_worker(
             app, concurrency=SEATS, pool=app.conf.worker_pool, perform_ping_check=False, shutdown_timeout=60
         ):
@@ -290,7 +288,7 @@ def test_given_arrivals_of_the_best_priority_without_end_when_a_suspect_has_a_se
     placed: list[int] = []
     offer = desk.ledger.offer
 
-    def offering(ticket: Ticket) -> None:
+    def offering(ticket: Delivery) -> None:
         if ticket.job_id == str(suspect):
             placed.append(len(rounds.seen))
         offer(ticket)

@@ -18,11 +18,11 @@ from tokenizers.models import WordLevel
 
 from services.relay.outbox import Outbox
 from services.relay.sweeper import Sweeper
-from services.stage.celery.ticket import Ticket
+from services.stage.celery.delivery import Delivery
+from services.stage.follower import Follower
 from services.stage.head import Head
-from services.stage.later import Later
 from services.stage.runtime import Loaded
-from services.stage.scheduling.step import StepPlan
+from services.stage.scheduling.step_plan import StepPlan
 from shardline.config import Times
 from shardline.errors import Unavailable
 from shardline.metrics import RelayMetrics
@@ -72,7 +72,7 @@ class Site:
 
 
 class Mailbox:
-    """`services.stage.celery.mailbox.Mailbox` without a descriptor."""
+    """`services.stage.celery.hub_calls.Mailbox` without a descriptor."""
 
     def __init__(self) -> None:
         self.woken = Event()
@@ -91,7 +91,7 @@ class Mailbox:
 
 
 class Intake:
-    """`services.stage.celery.intake.Intake` without Celery's consumer."""
+    """`services.stage.celery.subscription.Intake` without Celery's consumer."""
 
     def __init__(self, _queue: str, mailbox: Mailbox) -> None:
         self.is_open = False
@@ -194,11 +194,11 @@ class StageMachine(Machine):
 class LaterMachine(StageMachine):
     """A middle or tail."""
 
-    later: Later | None = None
+    later: Follower | None = None
 
     def run(self) -> None:
         """Starts its threads."""
-        self.later = Later(self.load())
+        self.later = Follower(self.load())
         self.later.start()
 
 
@@ -217,7 +217,7 @@ class HeadMachine(StageMachine):
             head.start()
         except Unavailable:
             self.process.kill()
-        tickets: dict[int, Ticket] = {}
+        tickets: dict[int, Delivery] = {}
         number = 0
         mailbox, intake = cast(Any, head.mailbox), cast(Any, head._intake)
         while True:
@@ -228,7 +228,7 @@ class HeadMachine(StageMachine):
                 mailbox.woken.wait(0.25)
                 continue
             number += 1
-            tickets[number] = Ticket(
+            tickets[number] = Delivery(
                 number=number,
                 job_id=job_id,
                 mailbox=mailbox,

@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from services.stage.scheduling.events import Crashed, Event, Failed, Finished, MayBegin, Outgrown, Tokens
-from services.stage.scheduling.kv_cache import BLOCK_TOKENS, blocks_for
+from services.stage.scheduling.events import Crashed, Event, Failed, Finished, MayBegin, NewTokens, Outgrown
+from services.stage.scheduling.kv_blocks import BLOCK_TOKENS, blocks_for
 from services.stage.scheduling.scheduler import Scheduler, SchedulerConfig
 from services.stage.scheduling.sequence import Key, Request
-from services.stage.scheduling.step import Open, Row, StepPlan, StepResult, decode_plan, encode
+from services.stage.scheduling.step_plan import Open, Row, StepPlan, StepResult, decode_plan, encode
 from shardline.job import FinishReason, SamplingParams, TokenLogprob
 
 NUM_TOKENS = 100
@@ -226,7 +226,7 @@ class Pipeline:
         """Checks that what is told of each job fits together."""
         for event in events:
             assert event.key not in self.ends, "nothing follows the end"
-            if isinstance(event, Tokens):
+            if isinstance(event, NewTokens):
                 assert event.start == len(self.outputs[event.key])
                 self.outputs[event.key].extend(event.ids)
                 self.texts[event.key] += event.text

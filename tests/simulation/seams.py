@@ -17,10 +17,10 @@ import zmq
 
 from services.relay import outbox as relay_outbox
 from services.relay import sweeper as relay_sweeper
-from services.stage import head, later
+from services.stage import follower, head
 from services.stage.hop import zeromq
-from services.stage.jobs import claiming, ledger, standing
-from services.stage.pipeline import epochs, link, pipeline
+from services.stage.jobs import claimer, lease_manager, readiness
+from services.stage.pipeline import control_server, epochs, pipeline
 from shardline.store.sweeps import Partial
 from tests.simulation import machines, pipeline_statements, servers, statements, wires
 from tests.simulation.loom import Event, Loom, current, now_s, threads
@@ -98,13 +98,13 @@ SEAMS: tuple[tuple[Any, str, Any], ...] = (
     (zeromq, "Watch", wires.Watch),
     (zeromq, "Wakeup", wires.Wakeup),
     (pipeline, "Wakeup", wires.Wakeup),
-    (link, "Wakeup", wires.Wakeup),
-    (ledger, "claims", statements),
-    (ledger, "crashes", statements),
-    (claiming, "claims", statements),
-    (claiming, "crashes", statements),
-    (claiming, "outbox", statements),
-    (standing, "pipelines", pipeline_statements),
+    (control_server, "Wakeup", wires.Wakeup),
+    (lease_manager, "claims", statements),
+    (lease_manager, "crashes", statements),
+    (claimer, "claims", statements),
+    (claimer, "crashes", statements),
+    (claimer, "outbox", statements),
+    (readiness, "pipelines", pipeline_statements),
     (head, "claims", statements),
     (epochs, "pipelines", pipeline_statements),
     (head, "connect", lambda database, **_: database),
@@ -117,10 +117,10 @@ SEAMS: tuple[tuple[Any, str, Any], ...] = (
     (head, "Tokens", SimpleNamespace(from_row=lambda _: SimpleNamespace(tokenizer=machines.TOKENIZER))),
     (head, "software", dict),
     (head, "die", _die),
-    (later, "Registry", servers.Registry),
-    (later, "Mailbox", machines.Mailbox),
-    (later, "Meter", Meter),
-    (later, "die", _die),
+    (follower, "Registry", servers.Registry),
+    (follower, "Mailbox", machines.Mailbox),
+    (follower, "Meter", Meter),
+    (follower, "die", _die),
     (relay_outbox, "outbox", statements),
     (relay_sweeper, "sweeps", statements),
     (relay_sweeper, "Decoder", Decoder),

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from services.stage.scheduling.events import Failed, Finished
-from services.stage.scheduling.kv_cache import blocks_for
+from services.stage.scheduling.kv_blocks import blocks_for
 from services.stage.scheduling.scheduler import SchedulerConfig
 from services.stage.scheduling.sequence import Key, Request
 from shardline.job import FinishReason

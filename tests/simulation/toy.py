@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from services.stage.scheduling.kv_cache import BLOCK_TOKENS
-from services.stage.scheduling.roster import Known, Roster
-from services.stage.scheduling.step import Row, StepPlan, StepResult
+from services.stage.scheduling.kv_blocks import BLOCK_TOKENS
+from services.stage.scheduling.open_sequences import OpenSequence, OpenSequences
+from services.stage.scheduling.step_plan import Row, StepPlan, StepResult
 from shardline.job import SamplingParams
 from tests.simulation.loom import Loom, elapse
 
@@ -110,12 +110,12 @@ class Toy:
     hang_s: float = 0.0
     """The next step takes so much longer."""
     _layers: list[Layer] = field(init=False)
-    _roster: Roster = field(init=False)
+    _roster: OpenSequences = field(init=False)
     _told: dict[int, Told] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._layers = [Layer(number, self.num_blocks, 0 if self.exact else self.salt) for number in self.layers]
-        self._roster = Roster(num_blocks=self.num_blocks, max_open=self.max_open, vocab_size=VOCAB_SIZE)
+        self._roster = OpenSequences(num_blocks=self.num_blocks, max_open=self.max_open, vocab_size=VOCAB_SIZE)
 
     @property
     def fingerprint(self) -> str:
@@ -171,7 +171,7 @@ class Toy:
             return StepResult(plan.step, tuple(tokens))
         return torch.tensor(values, dtype=torch.float32).reshape(len(values), 1)
 
-    def _row(self, row: Row, known: Known, given: list[int] | None, first: int) -> list[int]:
+    def _row(self, row: Row, known: OpenSequence, given: list[int] | None, first: int) -> list[int]:
         ids = known.ids[row.start : row.start + row.length]
         if self.on_poison is not None and POISON in ids:
             self.on_poison()

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from services.stage.attention.attention import Attention, Batch, HeadShape, PagedKv, Span
+from services.stage.attention.attention import Attention, HeadShape, MicroBatch, PagedKv, Span
 from services.stage.kernels.kernel import Kernel, KernelSettings, build, supported_isa
-from services.stage.scheduling.kv_cache import blocks_for
+from services.stage.scheduling.kv_blocks import blocks_for
 
 LAYER = 3
 
@@ -97,7 +97,7 @@ def attend(kernel: Kernel | None, case: Case, chunks: Sequence[int], *, min_rows
     outputs: list[list[Tensor]] = [[] for _ in case.lengths]
     for step in _steps(case.lengths, chunks):
         spans = [Span(start=start, length=count, blocks=tables[index]) for index, start, count in step]
-        batch = Batch.of(spans, min_rows=min_rows)
+        batch = MicroBatch.of(spans, min_rows=min_rows)
         attention.use(batch)
         query, key, value = (
             _pack([rows[index][part][:, start : start + count] for index, start, count in step], batch)
@@ -126,7 +126,7 @@ def _steps(lengths: Sequence[int], chunks: Sequence[int]) -> Iterator[list[tuple
         yield step
 
 
-def _pack(parts: list[Tensor], batch: Batch) -> Tensor:
+def _pack(parts: list[Tensor], batch: MicroBatch) -> Tensor:
     """[1, heads, rows, D], with rubbish in the padding rows."""
     packed = torch.cat(parts, dim=1)
     padding = packed.new_full((packed.shape[0], batch.num_rows - packed.shape[1], packed.shape[2]), float("nan"))

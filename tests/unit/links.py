@@ -17,10 +17,10 @@ from services.stage.hop import Frame, Kind
 from services.stage.hop.sockets import Sockets
 from services.stage.hop.wiring import Wiring
 from services.stage.hop.zeromq import ZeroMqHop
-from services.stage.pipeline.call import Call
-from services.stage.pipeline.facts import Capacity, Progress, StageStatus
-from services.stage.pipeline.link import StageLink
+from services.stage.pipeline.control_client import ControlClient
+from services.stage.pipeline.control_server import ControlServer
 from services.stage.pipeline.pipeline import Pipeline
+from services.stage.pipeline.status import Capacity, StageProgress, StageStatus
 from shardline.config import Times
 from shardline.wire import StageCard
 
@@ -60,7 +60,7 @@ class Stage:
         self.may_answer = threading.Event()
         self.may_answer.set()
         self._wired: Wiring | None = None
-        self.link = StageLink(
+        self.link = ControlServer(
             card=card,
             capacity=Capacity(num_blocks=num_blocks, exactness=exactness, exact=True),
             sockets=sockets,
@@ -128,7 +128,7 @@ class Head:
     ) -> None:
         self.readies: queue.Queue[Wiring] = readies or queue.Queue()
         self.losses: queue.Queue[str] = queue.Queue()
-        self.progress = Progress(epoch=-1)
+        self.progress = StageProgress(epoch=-1)
         self._wired: Wiring | None = None
         self.pipeline = Pipeline(
             pipeline=uuid4(),
@@ -195,9 +195,9 @@ class Pipes:
         self.heads.append(head)
         return head
 
-    def call(self, stage: Stage) -> Call:
+    def call(self, stage: Stage) -> ControlClient:
         """A control link of a head that the test plays itself."""
-        return Call(self.sockets, stage.link.card(), PATIENCE_S)
+        return ControlClient(self.sockets, stage.link.card(), PATIENCE_S)
 
     def reason(self, head: Head, text: str) -> str:
         """Until the head's log says this of why it is not ready."""

@@ -11,8 +11,8 @@ import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.stage.attention.attention import Attention, Batch, HeadShape, PagedKv, Span
-from services.stage.attention.paged import LANES
+from services.stage.attention.attention import Attention, HeadShape, MicroBatch, PagedKv, Span
+from services.stage.attention.paged_kv import LANES
 from services.stage.kernels.kernel import Kernel
 from tests.unit.attending import Case, attend, kernels, reference
 
@@ -111,7 +111,7 @@ def test_a_model_of_transformers_gets_what_it_asks_for(name: str, kernel: Kernel
     attention.bind(PagedKv(layers=dict.fromkeys(range(2), shape), num_blocks=3, dtype=torch.float32))
     logits = []
     for start, end in ((0, 21), (21, 30)):
-        attention.use(Batch.of([Span(start=start, length=end - start, blocks=[2])]))
+        attention.use(MicroBatch.of([Span(start=start, length=end - start, blocks=[2])]))
         positions = torch.arange(start, end)[None]
         logits.append(model(ids[:, start:end], position_ids=positions, use_cache=False).logits)
 

@@ -7,14 +7,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from services.stage.attention.attention import Attention, Batch, HeadShape, PagedKv, Span
+from services.stage.attention.attention import Attention, HeadShape, MicroBatch, PagedKv, Span
 from services.stage.kernels.kernel import Kernel
 from shardline.errors import Invalid, ProtocolError
 from tests.unit.attending import Layer, kernels
 
 KERNELS = kernels()
 MODULE = Layer(0)
-GOOD = Batch.of([Span(start=70, length=2, blocks=[3, 1]), Span(start=0, length=1, blocks=[2])])
+GOOD = MicroBatch.of([Span(start=70, length=2, blocks=[3, 1]), Span(start=0, length=1, blocks=[2])])
 
 
 def _int32(*values: int) -> torch.Tensor:
@@ -31,7 +31,7 @@ BROKEN = {
 }
 
 
-def _attend(attention: Attention, batch: Batch) -> tuple[PagedKv, torch.Tensor]:
+def _attend(attention: Attention, batch: MicroBatch) -> tuple[PagedKv, torch.Tensor]:
     kv = PagedKv(layers={0: HeadShape(num_kv_heads=1, head_dim=16)}, num_blocks=4, dtype=torch.float32)
     attention.bind(kv)
     rows = torch.ones(1, 1, 3, 16)
@@ -49,7 +49,7 @@ def test_the_kernel_refuses_rows_outside_its_tables(kernel: Kernel, what: str) -
 @pytest.mark.parametrize("block", [-1, 4])
 def test_sdpa_refuses_blocks_outside_the_pool(block: int) -> None:
     with pytest.raises(ProtocolError, match="4 KV blocks"):
-        _attend(Attention(None), Batch.of([Span(start=0, length=3, blocks=[block])]))
+        _attend(Attention(None), MicroBatch.of([Span(start=0, length=3, blocks=[block])]))
 
 
 @pytest.mark.parametrize("kernel", [*KERNELS, None], ids=lambda kernel: "sdpa" if kernel is None else kernel.isa)

@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.stage.hop.sockets import Sockets
-from services.stage.pipeline import control
+from services.stage.pipeline import messages
 from services.stage.pipeline.binding import Binding
-from services.stage.pipeline.call import Call, Refused
+from services.stage.pipeline.control_client import ControlClient, Refused
 from shardline.errors import LinkLost
 from shardline.wire import StageCard
 from tests.unit.links import NUM_LAYERS, PATIENCE_S, TIMES, Pipes, make_card, open_pipes
@@ -26,8 +26,8 @@ LAST_EPOCH = (1 << 63) - 1
 CARD = make_card(8, NUM_LAYERS)
 
 
-def hello(pipeline: UUID, epoch: int, card: StageCard = CARD) -> control.Hello:
-    return control.Hello(
+def hello(pipeline: UUID, epoch: int, card: StageCard = CARD) -> messages.Hello:
+    return messages.Hello(
         pipeline=pipeline,
         epoch=epoch,
         head="head@here",
@@ -40,8 +40,8 @@ def hello(pipeline: UUID, epoch: int, card: StageCard = CARD) -> control.Hello:
     )
 
 
-def ping(pipeline: UUID, epoch: int, seq: int = 1) -> control.Ping:
-    return control.Ping(pipeline=pipeline, epoch=epoch, seq=seq)
+def ping(pipeline: UUID, epoch: int, seq: int = 1) -> messages.Ping:
+    return messages.Ping(pipeline=pipeline, epoch=epoch, seq=seq)
 
 
 @pytest.fixture
@@ -60,7 +60,7 @@ def test_a_bound_stage_refuses_another_pipeline_by_name(binding: Binding) -> Non
     refusal = binding.hello(hello(OTHERS, 9), 1.0)
 
     assert refusal is not None
-    assert (refusal.code, refusal.pipeline) == (control.RefusalCode.BUSY, OTHERS)
+    assert (refusal.code, refusal.pipeline) == (messages.RefusalCode.BUSY, OTHERS)
     assert f"bound to pipeline {OURS} of head head@here" in refusal.reason
     assert binding.obeys(ping(OURS, 3), 1.0)
 
@@ -72,7 +72,7 @@ def test_an_epoch_that_is_not_higher_is_stale(binding: Binding, epoch: int) -> N
     refusal = binding.hello(hello(OURS, epoch), 1.0)
 
     assert refusal is not None
-    assert refusal.code == control.RefusalCode.STALE
+    assert refusal.code == messages.RefusalCode.STALE
 
 
 def test_a_released_stage_still_knows_its_last_epoch(binding: Binding) -> None:
@@ -154,7 +154,7 @@ def test_whatever_heads_say_one_pipeline_at_a_time_and_its_epochs_only_grow(call
             accepted = binding.hello(hello(pipeline, epoch), 0.0) is None
             if before is not None:
                 assert accepted == (before.pipeline == pipeline and epoch > before.epoch)
-        elif binding.obeys(control.Bye(pipeline=pipeline, epoch=epoch), 0.0):
+        elif binding.obeys(messages.Bye(pipeline=pipeline, epoch=epoch), 0.0):
             binding.release()
             assert before is not None
 
@@ -165,9 +165,9 @@ def pipes() -> Iterator[Pipes]:
         yield pipes
 
 
-def bind(call: Call, pipeline: UUID, epoch: int) -> control.Welcome:
+def bind(call: ControlClient, pipeline: UUID, epoch: int) -> messages.Welcome:
     call.say(hello(pipeline, epoch, call.card))
-    return call.expect(control.Welcome, PATIENCE_S)
+    return call.expect(messages.Welcome, PATIENCE_S)
 
 
 def test_a_stage_welcomes_with_what_it_can_do(pipes: Pipes) -> None:
@@ -215,7 +215,7 @@ def test_a_head_that_dies_frees_its_stage_after_the_silence(pipes: Pipes) -> Non
     bind(dying, OURS, 1)
     other.say(hello(OTHERS, 1, other.card))
     with pytest.raises(Refused, match="busy: bound to pipeline"):
-        other.expect(control.Welcome, PATIENCE_S)
+        other.expect(messages.Welcome, PATIENCE_S)
 
     dying.close()
     stage.unbinds.get(timeout=PATIENCE_S)
@@ -229,7 +229,7 @@ def test_a_released_stage_is_free_at_once(pipes: Pipes) -> None:
     first, second = pipes.call(stage), pipes.call(stage)
     bind(first, OURS, 1)
 
-    first.close(control.Bye(pipeline=OURS, epoch=1))
+    first.close(messages.Bye(pipeline=OURS, epoch=1))
     stage.unbinds.get(timeout=PATIENCE_S)
 
     assert bind(second, OTHERS, 1).pipeline == OTHERS
@@ -242,13 +242,13 @@ def test_a_goodbye_of_an_older_epoch_does_nothing(pipes: Pipes) -> None:
     bind(call, OURS, 1)
     bind(call, OURS, 2)
 
-    call.say(control.Bye(pipeline=OURS, epoch=1))
+    call.say(messages.Bye(pipeline=OURS, epoch=1))
     call.say(ping(OURS, 2, seq=5))
 
     pong = call.heard()
     while pong is None:
         pong = call.heard()
-    assert isinstance(pong, control.Pong)
+    assert isinstance(pong, messages.Pong)
     assert pong.seq == 5
     call.close()
 
@@ -260,7 +260,7 @@ def test_a_head_that_is_not_obeyed_any_more_is_told(pipes: Pipes) -> None:
     call.say(ping(OURS, 1))
 
     with pytest.raises(Refused, match="stale: this stage is not bound to you"):
-        call.expect(control.Ready, PATIENCE_S)
+        call.expect(messages.Ready, PATIENCE_S)
     call.close()
 
 
@@ -270,7 +270,7 @@ def test_a_next_stage_that_cannot_be_reached_is_a_refusal(pipes: Pipes) -> None:
     bind(call, OURS, 1)
 
     call.say(
-        control.Start(
+        messages.Start(
             pipeline=OURS,
             epoch=1,
             place=1,
@@ -282,7 +282,7 @@ def test_a_next_stage_that_cannot_be_reached_is_a_refusal(pipes: Pipes) -> None:
     )
 
     with pytest.raises(Refused, match=r"failed: no link to tcp://127\.0\.0\.1:1"):
-        call.expect(control.Ready, PATIENCE_S)
+        call.expect(messages.Ready, PATIENCE_S)
     assert stage.link.card().bound_to is None
     call.close()
 
@@ -294,7 +294,7 @@ def test_a_head_of_another_version_is_refused_by_name(pipes: Pipes) -> None:
     call.socket.send(b"SC\x02\x00 whatever version 2 says")
 
     with pytest.raises(Refused, match="protocol: the peer speaks protocol version 2, we speak 1"):
-        call.expect(control.Welcome, PATIENCE_S)
+        call.expect(messages.Welcome, PATIENCE_S)
     call.close()
 
 
@@ -306,7 +306,7 @@ def test_thousands_of_fuzzed_messages_leave_the_stage_alive(pipes: Pipes) -> Non
     intruder, call = pipes.call(stage), pipes.call(stage)
     intruder.socket.setsockopt(zmq.SNDTIMEO, int(PATIENCE_S * 1000))
     stranger = make_card(8, NUM_LAYERS, fingerprint="0" * 64)
-    valid = [control.encode(hello(uuid4(), 1, stranger)), control.encode(ping(OURS, 1))]
+    valid = [messages.encode(hello(uuid4(), 1, stranger)), messages.encode(ping(OURS, 1))]
 
     for _ in range(5000):
         raw = bytearray(dice.choice(valid))
@@ -325,10 +325,10 @@ def test_a_message_over_the_limit_breaks_only_its_own_link(pipes: Pipes) -> None
     stage = pipes.stage(8, NUM_LAYERS)
     intruder, call = pipes.call(stage), pipes.call(stage)
 
-    intruder.socket.send(b"\0" * (control.MAX_CONTROL_BYTES + 1))
+    intruder.socket.send(b"\0" * (messages.MAX_CONTROL_BYTES + 1))
 
     with pytest.raises(LinkLost, match="closed"):
-        intruder.expect(control.Welcome, PATIENCE_S)
+        intruder.expect(messages.Welcome, PATIENCE_S)
     assert bind(call, OURS, 1).pipeline == OURS
     intruder.close()
     call.close()

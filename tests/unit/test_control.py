@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.stage.pipeline import control
+from services.stage.pipeline import messages
 from shardline.errors import ProtocolError
 from shardline.wire import PROTOCOL_VERSION
 
 PIPELINE = UUID(int=9)
-HELLO = control.Hello(
+HELLO = messages.Hello(
     pipeline=PIPELINE,
     epoch=4,
     head="head@here",
@@ -26,7 +26,7 @@ HELLO = control.Hello(
     last_layer=8,
     max_lanes=3,
 )
-START = control.Start(
+START = messages.Start(
     pipeline=PIPELINE,
     epoch=4,
     place=1,
@@ -35,7 +35,7 @@ START = control.Start(
     num_blocks=10,
     next_address="tcp://there:1",
 )
-WELCOME = control.Welcome(
+WELCOME = messages.Welcome(
     pipeline=PIPELINE,
     epoch=4,
     incarnation="i",
@@ -44,21 +44,21 @@ WELCOME = control.Welcome(
     exactness="e",
     exact=True,
 )
-PONG = control.Pong(
+PONG = messages.Pong(
     pipeline=PIPELINE, epoch=4, seq=1, num_steps=2, num_sequences=3, num_blocks_used=4, compute_us=5, hop_us=6
 )
-TO_STAGE: list[control.ToStage] = [
+TO_STAGE: list[messages.ToStage] = [
     HELLO,
     START,
-    control.Ping(pipeline=PIPELINE, epoch=4, seq=1),
-    control.Exit(pipeline=PIPELINE, epoch=4, reason="you hang"),
-    control.Bye(pipeline=PIPELINE, epoch=4),
+    messages.Ping(pipeline=PIPELINE, epoch=4, seq=1),
+    messages.Exit(pipeline=PIPELINE, epoch=4, reason="you hang"),
+    messages.Bye(pipeline=PIPELINE, epoch=4),
 ]
-TO_HEAD: list[control.ToHead] = [
+TO_HEAD: list[messages.ToHead] = [
     WELCOME,
     PONG,
-    control.Ready(pipeline=PIPELINE, epoch=4),
-    control.Refuse(pipeline=PIPELINE, epoch=4, code=control.RefusalCode.BUSY, reason="bound"),
+    messages.Ready(pipeline=PIPELINE, epoch=4),
+    messages.Refuse(pipeline=PIPELINE, epoch=4, code=messages.RefusalCode.BUSY, reason="bound"),
 ]
 
 
@@ -67,28 +67,28 @@ def enveloped(payload: bytes, version: int = PROTOCOL_VERSION) -> bytes:
 
 
 @pytest.mark.parametrize("message", TO_STAGE, ids=lambda message: type(message).__name__)
-def test_messages_to_a_stage_survive_the_trip(message: control.ToStage) -> None:
-    assert control.decode_to_stage(control.encode(message)) == message
+def test_messages_to_a_stage_survive_the_trip(message: messages.ToStage) -> None:
+    assert messages.decode_to_stage(messages.encode(message)) == message
 
 
 @pytest.mark.parametrize("message", TO_HEAD, ids=lambda message: type(message).__name__)
-def test_messages_to_a_head_survive_the_trip(message: control.ToHead) -> None:
-    assert control.decode_to_head(control.encode(message)) == message
+def test_messages_to_a_head_survive_the_trip(message: messages.ToHead) -> None:
+    assert messages.decode_to_head(messages.encode(message)) == message
 
 
 def test_a_message_in_the_wrong_direction_is_refused() -> None:
     with pytest.raises(ProtocolError, match="malformed"):
-        control.decode_to_stage(control.encode(WELCOME))
+        messages.decode_to_stage(messages.encode(WELCOME))
 
 
 def test_another_version_is_told_apart_whatever_follows() -> None:
-    with pytest.raises(control.OtherVersion, match="protocol version 2, we speak 1"):
-        control.decode_to_stage(enveloped(b"\xc1 something new", version=2))
+    with pytest.raises(messages.OtherVersion, match="protocol version 2, we speak 1"):
+        messages.decode_to_stage(enveloped(b"\xc1 something new", version=2))
 
 
 def test_a_message_over_the_limit_is_refused_unread() -> None:
     with pytest.raises(ProtocolError, match="has 4 to 65536 bytes, not 65537"):
-        control.decode_to_stage(enveloped(b"\0" * (control.MAX_CONTROL_BYTES - 3)))
+        messages.decode_to_stage(enveloped(b"\0" * (messages.MAX_CONTROL_BYTES - 3)))
 
 
 @pytest.mark.parametrize(
@@ -105,23 +105,23 @@ def test_a_message_over_the_limit_is_refused_unread() -> None:
 )
 def test_a_field_out_of_bounds_is_refused(change: dict[str, object]) -> None:
     with pytest.raises(ProtocolError, match="malformed"):
-        control.decode_to_stage(control.encode(msgspec.structs.replace(START, **change)))
+        messages.decode_to_stage(messages.encode(msgspec.structs.replace(START, **change)))
 
 
 @pytest.mark.parametrize("nesting", [b"\x91", b"\x81\x01"], ids=["arrays", "maps"])
 def test_a_field_too_many_is_refused_however_deep_it_is(nesting: bytes) -> None:
-    whole = control.encode(control.Bye(pipeline=PIPELINE, epoch=4))
+    whole = messages.encode(messages.Bye(pipeline=PIPELINE, epoch=4))
     header, fields = whole[:4], whole[5:]
     assert whole[4] == 0x93
 
     with pytest.raises(ProtocolError, match="malformed"):
-        control.decode_to_stage(header + b"\x94" + fields + nesting * 30_000)
+        messages.decode_to_stage(header + b"\x94" + fields + nesting * 30_000)
 
 
 @settings(max_examples=1000)
 @given(st.binary(max_size=200), st.booleans())
 def test_random_bytes_never_crash_the_decoder(data: bytes, is_enveloped: bool) -> None:
-    for decode in (control.decode_to_stage, control.decode_to_head):
+    for decode in (messages.decode_to_stage, messages.decode_to_head):
         with pytest.raises(ProtocolError):
             decode(enveloped(data) if is_enveloped else data)
 
@@ -129,14 +129,14 @@ def test_random_bytes_never_crash_the_decoder(data: bytes, is_enveloped: bool) -
 @settings(max_examples=1000)
 @given(st.sampled_from([*TO_STAGE, *TO_HEAD]), st.data())
 def test_mutated_messages_are_refused_or_within_bounds(
-    message: control.ToStage | control.ToHead, data: st.DataObject
+    message: messages.ToStage | messages.ToHead, data: st.DataObject
 ) -> None:
-    raw = bytearray(control.encode(message))
+    raw = bytearray(messages.encode(message))
     for _ in range(data.draw(st.integers(1, 4))):
         raw[data.draw(st.integers(0, len(raw) - 1))] = data.draw(st.integers(0, 255))
-    for decode in (control.decode_to_stage, control.decode_to_head):
+    for decode in (messages.decode_to_stage, messages.decode_to_head):
         try:
             decoded = decode(bytes(raw))
         except ProtocolError:
             continue
-        assert decode(control.encode(decoded)) == decoded
+        assert decode(messages.encode(decoded)) == decoded

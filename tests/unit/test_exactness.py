@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from services.stage.attention.paged import Span
+from services.stage.attention.paged_kv import Span
 from services.stage.engine.exactness import Probe, exactness_fingerprint
 
 SIZE = 4

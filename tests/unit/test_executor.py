@@ -13,7 +13,7 @@ from services.stage.device.device import Device
 from services.stage.device.locks import DeviceLocks
 from services.stage.device.promises import Promises
 from services.stage.engine.executor import Executor
-from services.stage.scheduling.step import Open, Row, StepPlan, StepResult
+from services.stage.scheduling.step_plan import Open, Row, StepPlan, StepResult
 from shardline.errors import Invalid, ProtocolError
 from shardline.job import SamplingParams
 from tests.chain import load_chain, run

@@ -14,8 +14,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from services.stage.scheduling.roster import Roster
-from services.stage.scheduling.step import Open, Row, StepPlan
+from services.stage.scheduling.open_sequences import OpenSequences
+from services.stage.scheduling.step_plan import Open, Row, StepPlan
 from shardline import failpoints
 from shardline.failpoints import Failpoints, Point, Struck, failpoint, is_struck
 from shardline.job import SamplingParams
@@ -102,7 +102,7 @@ def test_given_a_folder_in_the_environment_when_a_point_kills_then_the_process_i
 
 
 def test_given_a_plan_when_its_seeds_are_asked_for_then_decodes_and_prompts_are_told_apart() -> None:
-    roster = Roster(num_blocks=8, max_open=8, vocab_size=8)
+    roster = OpenSequences(num_blocks=8, max_open=8, vocab_size=8)
     roster.open(opened(1, seed=10))
     plan = StepPlan(0, (opened(2, seed=20),), (Row(1, 2, 1, (3,), (), True), Row(2, 0, 2, (), (0,), True)), ())
     assert roster.seeds(plan, decoding=True) == {10}

@@ -5,20 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, cast
 
-from services.stage.celery.mailbox import Mailbox
-from services.stage.celery.ticket import Ticket
-from services.stage.jobs import isolation
-from services.stage.jobs.isolation import ISOLATED_STEPS, Moment, Seats, claimable
-from services.stage.jobs.live import LiveJob
+from services.stage.celery.delivery import Delivery
+from services.stage.celery.hub_calls import HubCalls
+from services.stage.jobs import quarantine
+from services.stage.jobs.live_job import LiveJob
+from services.stage.jobs.quarantine import ISOLATED_STEPS, Moment, Seats, claimable
 
 SEATS = Seats(num_any=4, num_interactive=2)
-MAILBOX = Mailbox()
+MAILBOX = HubCalls()
 NOW_S = 100.0
 BEAT_S = 1.0
 
 
-def ticket(name: str, priority: int = 5, waited_s: float = 0.0) -> Ticket:
-    return Ticket(
+def ticket(name: str, priority: int = 5, waited_s: float = 0.0) -> Delivery:
+    return Delivery(
         number=0,
         job_id=name,
         priority=priority,
@@ -40,7 +40,7 @@ class Live:
 
 
 def claimed(
-    tickets: Sequence[Ticket],
+    tickets: Sequence[Delivery],
     suspects: Sequence[str] = (),
     live: Sequence[Live] = (),
     *,
@@ -89,7 +89,7 @@ def test_given_arrivals_without_end_when_a_suspect_waits_then_it_is_claimed_with
 
 
 def test_given_a_suspect_that_has_waited_when_others_compute_their_prompts_then_no_more_are_claimed() -> None:
-    offered = [ticket("suspect", waited_s=isolation.PATIENCE_BEATS * BEAT_S), ticket("new")]
+    offered = [ticket("suspect", waited_s=quarantine.PATIENCE_BEATS * BEAT_S), ticket("new")]
 
     assert claimed(offered, ["suspect"], [Live(is_unproven=True)]) == []
 

@@ -8,7 +8,7 @@ from itertools import count
 import pytest
 
 from services.stage.scheduling.events import Finished, Outgrown
-from services.stage.scheduling.kv_cache import BLOCK_TOKENS
+from services.stage.scheduling.kv_blocks import BLOCK_TOKENS
 from services.stage.scheduling.sequence import Request
 from shardline.job import FinishReason
 from tests.simulation.pipeline import Pipeline, config, decoding, expected_output, request

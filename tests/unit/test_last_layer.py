@@ -11,8 +11,8 @@ from torch import Tensor
 from services.stage.attention.attention import Attention, PagedKv, Span
 from services.stage.engine.forward import Forward
 from services.stage.kernels import kernel
-from services.stage.model.heads import probe_heads
-from services.stage.model.padding import Panels
+from services.stage.model.kv_shapes import probe_heads
+from services.stage.model.row_buckets import Panels
 from services.stage.model.shard import Shard
 from tests.models import save_model
 

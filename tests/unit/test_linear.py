@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from services.stage.model.linear import Merged, PackedLinear, Part, pack
+from services.stage.model.packed_linear import Merged, PackedLinear, Part, pack
 from services.stage.model.products import products
 from services.stage.model.row_counts import ladders
 

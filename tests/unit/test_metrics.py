@@ -11,7 +11,7 @@ from typing import Any, cast
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
-from services.stage.metering import Meter
+from services.stage.metrics import StageMeter
 from services.standalone.ports import free_port
 from shardline import metrics
 
@@ -41,7 +41,7 @@ def scrape_of_stage(*, is_head: bool) -> str:
     """What a stage that has just started shows."""
     executor = SimpleNamespace(exact=True, blocks_used=3, num_blocks=8)
     settings = SimpleNamespace(times=SimpleNamespace(stall_s=30.0))
-    meter = Meter(cast(Any, SimpleNamespace(executor=executor, settings=settings, is_head=is_head)))
+    meter = StageMeter(cast(Any, SimpleNamespace(executor=executor, settings=settings, is_head=is_head)))
     plan = SimpleNamespace(num_wanted=2, rows=[SimpleNamespace(decodes=False, length=7)])
     meter.step(cast(Any, plan), 0.1)
     return generate_latest(meter.registry).decode()

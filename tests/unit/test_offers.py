@@ -6,21 +6,21 @@ from typing import cast
 
 import pytest
 
-from services.stage.celery.ticket import Ticket
-from services.stage.jobs.offers import Offers
+from services.stage.celery.delivery import Delivery
+from services.stage.jobs.claim_queue import ClaimQueue
 
 
-def tickets(num: int) -> list[Ticket]:
+def tickets(num: int) -> list[Delivery]:
     """Told apart by identity: offers never look inside."""
-    return [cast(Ticket, object()) for _ in range(num)]
+    return [cast(Delivery, object()) for _ in range(num)]
 
 
 @pytest.fixture
-def offers() -> Offers:
-    return Offers()
+def offers() -> ClaimQueue:
+    return ClaimQueue()
 
 
-def test_given_tickets_when_taken_then_they_come_in_their_order_and_once(offers: Offers) -> None:
+def test_given_tickets_when_taken_then_they_come_in_their_order_and_once(offers: ClaimQueue) -> None:
     arrived = tickets(3)
     for ticket in arrived:
         offers.put(ticket)
@@ -30,7 +30,7 @@ def test_given_tickets_when_taken_then_they_come_in_their_order_and_once(offers:
     assert not offers
 
 
-def test_given_tickets_put_back_when_another_arrives_then_they_come_first(offers: Offers) -> None:
+def test_given_tickets_put_back_when_another_arrives_then_they_come_first(offers: ClaimQueue) -> None:
     first, second, late = tickets(3)
     offers.put(first)
     offers.put(second)
@@ -43,7 +43,7 @@ def test_given_tickets_put_back_when_another_arrives_then_they_come_first(offers
     assert offers.take() == [first, second, late]
 
 
-def test_given_a_ticket_put_back_when_asked_again_then_it_is_there_and_not_before(offers: Offers) -> None:
+def test_given_a_ticket_put_back_when_asked_again_then_it_is_there_and_not_before(offers: ClaimQueue) -> None:
     offers.again()
     assert not offers
     held = tickets(1)

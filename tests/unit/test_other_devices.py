@@ -13,7 +13,7 @@ from services.stage.attention.attention import Attention, PagedKv, Span
 from services.stage.engine.exactness import settle_rows
 from services.stage.engine.executor import pack_shard
 from services.stage.engine.forward import Forward
-from services.stage.model.heads import probe_heads
+from services.stage.model.kv_shapes import probe_heads
 from services.stage.model.shard import Shard
 from tests.models import save_model
 

@@ -6,10 +6,10 @@ from types import SimpleNamespace
 from typing import Any, cast
 from uuid import UUID
 
-from services.stage.jobs.isolation import without_room
-from services.stage.jobs.live import LiveJob
+from services.stage.jobs.live_job import LiveJob
+from services.stage.jobs.quarantine import without_room
 from services.stage.scheduling.events import MayBegin
-from services.stage.scheduling.kv_cache import BLOCK_TOKENS
+from services.stage.scheduling.kv_blocks import BLOCK_TOKENS
 from services.stage.scheduling.sequence import MAX_OVERTAKEN
 from shardline.store.claims import Claimed
 from tests.simulation.pipeline import Pipeline, config, decoding, expected_output, request

@@ -6,7 +6,7 @@ from itertools import count
 
 import pytest
 
-from services.stage.scheduling.kv_cache import BLOCK_TOKENS
+from services.stage.scheduling.kv_blocks import BLOCK_TOKENS
 from services.stage.scheduling.sequence import MAX_OVERTAKEN
 from tests.simulation.pipeline import Pipeline, checked, config, decoding, expected_output, request, shape
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from services.stage.attention.paged import HeadShape, PagedKv
+from services.stage.attention.paged_kv import HeadShape, PagedKv
 from services.stage.device.device import Device
 from services.stage.device.locks import DeviceLocks
 from services.stage.device.promises import Promises

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from services.stage.model.padding import RUNGS, Ladder
+from services.stage.model.row_buckets import RUNGS, Ladder
 from services.stage.model.row_counts import Product, Run, fitting_counts, ladders, telling_rows
 
 WIDTH = 64

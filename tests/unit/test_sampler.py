@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from services.stage.engine.sampler import Sample, SampledSequence, Sampler, uniform
-from services.stage.scheduling.step import Open
+from services.stage.scheduling.step_plan import Open
 from shardline.job import SamplingParams
 
 VOCAB = 1003

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 from typing import Any, cast
 from uuid import uuid4
 
-from services.stage.jobs.live import LiveJob
-from services.stage.jobs.saving import MAX_REWRITTEN, beats_of
+from services.stage.jobs.checkpoints import MAX_REWRITTEN, beats_of
+from services.stage.jobs.live_job import LiveJob
 from shardline.ids import new_id
 from shardline.job import SamplingParams, TokenLogprob
 from shardline.store.claims import Beat, Claimed

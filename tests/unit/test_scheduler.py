@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from services.stage.scheduling.events import Crashed, Failed, Finished, Tokens
-from services.stage.scheduling.kv_cache import BLOCK_TOKENS
-from services.stage.scheduling.step import StepResult
+from services.stage.scheduling.events import Crashed, Failed, Finished, NewTokens
+from services.stage.scheduling.kv_blocks import BLOCK_TOKENS
+from services.stage.scheduling.step_plan import StepResult
 from shardline.errors import ProtocolError
 from shardline.job import FinishReason, TokenLogprob
 from tests.simulation.pipeline import NUM_TOKENS, Pipeline, checked, config, decoding, expected_output, request, shape
@@ -118,7 +118,7 @@ def test_events_tell_tokens_then_the_end() -> None:
 
     logprobs = (TokenLogprob(token, -1.0),)
     assert events == [
-        Tokens(key=job.key, start=0, ids=(token,), text=f"{token} ", logprobs=logprobs),
+        NewTokens(key=job.key, start=0, ids=(token,), text=f"{token} ", logprobs=logprobs),
         Finished(key=job.key, reason=FinishReason.LENGTH, output_ids=(token,), text=f"{token} ", logprobs=logprobs),
     ]
 
@@ -131,7 +131,7 @@ def test_a_resumed_request_goes_on_at_its_next_token() -> None:
 
     (event,) = pipeline.deliver()
 
-    assert isinstance(event, Tokens)
+    assert isinstance(event, NewTokens)
     assert (event.start, event.ids) == (7, (whole[7],))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from services.stage.scheduling.sequence import Request, Sequence, Waiting, rank_of
+from services.stage.scheduling.sequence import Request, Sequence, WaitingQueue, rank_of
 from shardline.job import FinishReason, SamplingParams, TokenLogprob
 from tests.simulation.pipeline import EOS, Numbers, request
 
@@ -50,7 +50,7 @@ def test_a_replay_restores_logprobs() -> None:
 
 
 def test_the_line_is_kept_by_priority_then_arrival() -> None:
-    waiting = Waiting()
+    waiting = WaitingQueue()
     line = [sequence(request(priority=priority), arrival) for arrival, priority in enumerate([5, 3, 5, 0])]
     for one in line:
         waiting.push(one)
@@ -66,7 +66,7 @@ def test_the_line_is_kept_by_priority_then_arrival() -> None:
 
 
 def test_anyone_can_leave_the_line() -> None:
-    waiting = Waiting()
+    waiting = WaitingQueue()
     line = [sequence(request(), arrival) for arrival in range(5)]
     for one in line:
         waiting.push(one)
@@ -78,7 +78,7 @@ def test_anyone_can_leave_the_line() -> None:
 
 
 def test_a_suspect_waits_aside() -> None:
-    waiting = Waiting()
+    waiting = WaitingQueue()
     suspect, other = sequence(request(suspect=True), 0), sequence(request(), 1)
     waiting.push(suspect)
     waiting.push(other)

@@ -12,10 +12,10 @@ import transformers as tf
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from services.stage.attention.paged import HeadShape
-from services.stage.model.heads import probe_heads
+from services.stage.attention.paged_kv import HeadShape
+from services.stage.model.kv_shapes import probe_heads
 from services.stage.model.model_info import ModelInfo
-from services.stage.model.shard import Passage, Shard
+from services.stage.model.shard import PassThrough, Shard
 from shardline.errors import Invalid
 from shardline.tokenise import Tokens
 from tests.models import COMMON, save_model
@@ -101,8 +101,8 @@ def test_given_a_middle_shard_when_loaded_then_only_its_layers_have_weights(llam
 
     assert seen == [num_bytes(middle)]
     assert num_bytes(middle) < num_bytes(whole) / 2
-    assert [type(layer) is Passage for layer in middle.decoder.layers] == [True, False, False, True]
-    assert isinstance(middle.model.lm_head, Passage)
+    assert [type(layer) is PassThrough for layer in middle.decoder.layers] == [True, False, False, True]
+    assert isinstance(middle.model.lm_head, PassThrough)
 
 
 def test_given_tied_embeddings_when_sharded_then_head_and_tail_have_them(tmp_path: Path) -> None:

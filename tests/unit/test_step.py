@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.stage.scheduling.step import Open, Row, StepPlan, StepResult, decode_plan, decode_result, encode
+from services.stage.scheduling.step_plan import Open, Row, StepPlan, StepResult, decode_plan, decode_result, encode
 from shardline.errors import ProtocolError
 from shardline.job import SamplingParams
 

@@ -12,9 +12,9 @@ import pytest
 from celery.exceptions import Ignore, Terminated
 from kombu.serialization import dumps
 
-from services.stage.celery.mailbox import Mailbox
+from services.stage.celery.delivery import Delivery
+from services.stage.celery.hub_calls import HubCalls
 from services.stage.celery.pool import EnginePool
-from services.stage.celery.ticket import Ticket
 from shardline.errors import JobFailed
 
 
@@ -22,10 +22,10 @@ class NotedDesk:
     """Notes what the pool asks of it."""
 
     def __init__(self) -> None:
-        self.offered: list[Ticket] = []
+        self.offered: list[Delivery] = []
         self.calls: list[str] = []
 
-    def offer(self, ticket: Ticket) -> None:
+    def offer(self, ticket: Delivery) -> None:
         self.offered.append(ticket)
 
     def cancel(self, job_ids: Sequence[str]) -> int:
@@ -51,7 +51,7 @@ def desk() -> NotedDesk:
 @pytest.fixture
 def pool(desk: NotedDesk) -> EnginePool:
     """A started pool that drains for no time at all."""
-    stage = SimpleNamespace(desk=desk, mailbox=Mailbox(), drain_s=0.0, interactive_seats=2)
+    stage = SimpleNamespace(desk=desk, mailbox=HubCalls(), drain_s=0.0, interactive_seats=2)
     pool = EnginePool(limit=4, app=SimpleNamespace(shardline=stage))
     pool.on_start()
     return pool
@@ -105,7 +105,7 @@ def test_given_a_message_when_its_job_succeeds_then_celery_hears_started_and_the
 
 @pytest.mark.parametrize(
     ("verdict", "error"),
-    [(Ticket.drop, Ignore), (Ticket.revoke, Terminated), (lambda ticket: ticket.fail("why"), JobFailed)],
+    [(Delivery.drop, Ignore), (Delivery.revoke, Terminated), (lambda ticket: ticket.fail("why"), JobFailed)],
 )
 def test_given_a_verdict_when_it_is_settled_then_celery_gets_its_exception(
     verdict: Any, error: type[BaseException], pool: EnginePool, desk: NotedDesk

@@ -9,9 +9,9 @@ from uuid import UUID
 
 import pytest
 
-from services.stage.pipeline import control
-from services.stage.pipeline.facts import Progress
-from services.stage.pipeline.vigil import HeadHangs, Vigil
+from services.stage.pipeline import messages
+from services.stage.pipeline.monitor import HeadHangs, PipelineMonitor
+from services.stage.pipeline.status import StageProgress
 from services.stage.settings import StageSettings
 from shardline.config import Times
 from shardline.errors import LinkLost
@@ -27,12 +27,12 @@ class Stage:
     def __init__(self, name: str) -> None:
         self.card = SimpleNamespace(worker=name)
         self.num_steps = 0
-        self.told: list[control.ToStage] = []
-        self._answers: deque[control.Pong] = deque()
+        self.told: list[messages.ToStage] = []
+        self._answers: deque[messages.Pong] = deque()
 
-    def say(self, message: control.ToStage) -> None:
-        if isinstance(message, control.Ping):
-            pong = control.Pong(
+    def say(self, message: messages.ToStage) -> None:
+        if isinstance(message, messages.Ping):
+            pong = messages.Pong(
                 pipeline=PIPELINE,
                 epoch=EPOCH,
                 seq=message.seq,
@@ -46,7 +46,7 @@ class Stage:
         else:
             self.told.append(message)
 
-    def heard(self) -> control.ToHead | None:
+    def heard(self) -> messages.ToHead | None:
         return self._answers.popleft() if self._answers else None
 
     def wait_for_end(self, timeout_s: float) -> None:
@@ -57,11 +57,11 @@ class Watch:
     """A vigil over a head and its stages, one look a second."""
 
     def __init__(self, *stages: Stage, times: Times = TIMES) -> None:
-        self.progress = Progress(epoch=EPOCH, num_outstanding=1)
+        self.progress = StageProgress(epoch=EPOCH, num_outstanding=1)
         self.now_s = 0.0
         wiring = SimpleNamespace(pipeline=PIPELINE, epoch=EPOCH)
         formed = cast(Any, SimpleNamespace(calls=stages, wiring=wiring))
-        self._vigil = Vigil(formed, times, lambda: self.progress, self.now_s)
+        self._vigil = PipelineMonitor(formed, times, lambda: self.progress, self.now_s)
 
     def wait(self, seconds: float) -> None:
         end_s = self.now_s + seconds
@@ -76,7 +76,7 @@ def test_given_stages_that_each_take_long_when_one_after_the_other_is_done_then_
     for stage in stages:
         watch.wait(25)
         stage.num_steps = 1
-    watch.progress = Progress(epoch=EPOCH, num_steps=1, num_outstanding=1)
+    watch.progress = StageProgress(epoch=EPOCH, num_steps=1, num_outstanding=1)
     watch.wait(25)
     assert [stage.told for stage in stages] == [[], [], []]
 
@@ -89,7 +89,7 @@ def test_given_a_stage_that_hangs_when_the_others_are_done_then_it_alone_is_told
     with pytest.raises(LinkLost, match="tail hangs"):
         watch.wait(40)
     assert second.told == []
-    assert [type(message) for message in tail.told] == [control.Exit]
+    assert [type(message) for message in tail.told] == [messages.Exit]
 
 
 @pytest.mark.parametrize(("stall_s", "hangs"), [(30.0, True), (120.0, False)])
@@ -98,7 +98,7 @@ def test_given_a_head_whose_step_takes_a_minute_when_judged_then_the_setting_dec
 ) -> None:
     settings = StageSettings(model="m", stall_s=stall_s)
     watch = Watch(times=settings.times)
-    watch.progress = Progress(epoch=EPOCH, num_outstanding=1, step_began_s=1.0)
+    watch.progress = StageProgress(epoch=EPOCH, num_outstanding=1, step_began_s=1.0)
     if not hangs:
         watch.wait(60)
         return

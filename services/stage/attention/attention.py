@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from services.stage.attention.kernel_backend import KernelBackend
-from services.stage.attention.paged import Backend, Batch, HeadShape, Packed, PagedKv, Rule, Span
+from services.stage.attention.paged_kv import AttentionParams, Backend, HeadShape, MicroBatch, PackedQkv, PagedKv, Span
 from services.stage.attention.sdpa import SdpaBackend
 from services.stage.kernels.kernel import Kernel
-from services.stage.scheduling.kv_cache import BLOCK_TOKENS
+from services.stage.scheduling.kv_blocks import BLOCK_TOKENS
 from shardline.errors import Invalid
 
-__all__ = ["BLOCK_TOKENS", "Attention", "Batch", "HeadShape", "PagedKv", "Span"]
+__all__ = ["BLOCK_TOKENS", "Attention", "HeadShape", "MicroBatch", "PagedKv", "Span"]
 
 
 class KvWritten(Exception):
@@ -44,7 +44,7 @@ class Attention:
         """From now on rows are written to and read from `kv`."""
         self._backend.bind(kv)
 
-    def use(self, batch: Batch) -> None:
+    def use(self, batch: MicroBatch) -> None:
         """The next forward's rows. Here or in the forward: ProtocolError where they point outside the KV."""
         self._backend.use(batch)
 
@@ -60,7 +60,7 @@ class Attention:
         """transformers' attention function: query [1, H, T, D], key and value [1, Hk, T, D] -> [1, T, H, D]."""
         if attention_mask is not None or kwargs.get("position_bias") is not None or kwargs.get("is_causal") is False:
             raise _unsupported(module)
-        rows = Packed(query=query, key=key, value=value)
+        rows = PackedQkv(query=query, key=key, value=value)
         layer = module.layer_idx
         assert isinstance(layer, int), f"{type(module).__name__} has no layer index"
         rule = _rule(module, query.shape[-1], kwargs)
@@ -70,11 +70,11 @@ class Attention:
         return self._backend.attend(layer, rows, rule), None
 
 
-def _rule(module: nn.Module, head_dim: int, options: dict[str, Any]) -> Rule:
+def _rule(module: nn.Module, head_dim: int, options: dict[str, Any]) -> AttentionParams:
     """What the model asks for. Qwen2-MoE passes no window: it keeps it on the module and relies on its mask."""
     scaling = options.get("scaling")
     window = options["sliding_window"] if "sliding_window" in options else getattr(module, "sliding_window", None)
-    return Rule(
+    return AttentionParams(
         scale=head_dim**-0.5 if scaling is None else float(scaling),
         window=window,
         softcap=options.get("softcap"),

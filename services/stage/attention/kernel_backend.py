@@ -7,8 +7,8 @@ from ctypes import byref
 import torch
 from torch import Tensor
 
-from services.stage.attention.paged import Batch, Packed, PagedKv, Rule
-from services.stage.kernels.kernel import DTYPES, Call, Kernel
+from services.stage.attention.paged_kv import AttentionParams, MicroBatch, PackedQkv, PagedKv
+from services.stage.kernels.kernel import DTYPES, AttentionCall, Kernel
 from shardline.errors import ProtocolError
 
 
@@ -19,13 +19,13 @@ class KernelBackend:
 
     def __init__(self, kernel: Kernel) -> None:
         self._kernel = kernel
-        self._calls: dict[int, Call] = {}
+        self._calls: dict[int, AttentionCall] = {}
 
     def bind(self, kv: PagedKv) -> None:
         """From now on rows are written to and read from `kv`."""
         self._kv = kv
         self._calls = {
-            layer: Call(
+            layer: AttentionCall(
                 keys=kv.keys[layer].data_ptr(),
                 values=kv.values[layer].data_ptr(),
                 num_blocks=kv.num_blocks,
@@ -37,7 +37,7 @@ class KernelBackend:
             for layer, shape in kv.shapes.items()
         }
 
-    def use(self, batch: Batch) -> None:
+    def use(self, batch: MicroBatch) -> None:
         """The next rows."""
         self._batch = batch  # keeps the memory alive that the calls point to
         places = (batch.sequence.data_ptr(), batch.position.data_ptr(), batch.table.data_ptr())
@@ -46,7 +46,7 @@ class KernelBackend:
             call.sequence, call.position, call.table = places
             call.num_rows, call.num_sequences, call.table_width, call.num_threads = sizes
 
-    def attend(self, layer: int, rows: Packed, rule: Rule) -> Tensor:
+    def attend(self, layer: int, rows: PackedQkv, rule: AttentionParams) -> Tensor:
         """One layer. The kernel checks every index before it touches memory."""
         dtype, value_dim = self._kv.dtype, self._calls[layer].value_dim
         num_heads, num_rows = rows.query.shape[1:3]
@@ -54,11 +54,11 @@ class KernelBackend:
         self._run(layer, rows, rule, out)
         return out if rows.query.dtype == dtype else out.to(rows.query.dtype)
 
-    def write(self, layer: int, rows: Packed, rule: Rule) -> None:
+    def write(self, layer: int, rows: PackedQkv, rule: AttentionParams) -> None:
         """Only the keys and values."""
         self._run(layer, rows, rule, None)
 
-    def _run(self, layer: int, rows: Packed, rule: Rule, out: Tensor | None) -> None:
+    def _run(self, layer: int, rows: PackedQkv, rule: AttentionParams, out: Tensor | None) -> None:
         call, dtype = self._calls[layer], self._kv.dtype
         num_heads, num_rows = rows.query.shape[1:3]
         key_shape = (1, call.num_kv_heads, call.num_rows, call.dim)

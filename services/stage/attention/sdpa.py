@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from services.stage.attention.paged import Batch, Packed, PagedKv, Rule, Span
-from services.stage.scheduling.kv_cache import BLOCK_TOKENS, blocks_for
+from services.stage.attention.paged_kv import AttentionParams, MicroBatch, PackedQkv, PagedKv, Span
+from services.stage.scheduling.kv_blocks import BLOCK_TOKENS, blocks_for
 from shardline.errors import ProtocolError
 
 
@@ -20,7 +20,7 @@ class SdpaBackend:
         """From now on rows are written to and read from `kv`."""
         self._kv = kv
 
-    def use(self, batch: Batch) -> None:
+    def use(self, batch: MicroBatch) -> None:
         """The next rows, checked here: an index outside the KV would wrap around, or kill the device."""
         self._batch = batch
         for span in batch.spans:
@@ -31,7 +31,7 @@ class SdpaBackend:
         self._block = batch.table[sequence, position // BLOCK_TOKENS].long()
         self._place = position % BLOCK_TOKENS
 
-    def attend(self, layer: int, rows: Packed, rule: Rule) -> Tensor:
+    def attend(self, layer: int, rows: PackedQkv, rule: AttentionParams) -> Tensor:
         """One layer."""
         keys, values = self._written(layer, rows)
         query = rows.query[0].to(self._kv.dtype)
@@ -44,11 +44,11 @@ class SdpaBackend:
             row = end
         return out.to(rows.query.dtype)
 
-    def write(self, layer: int, rows: Packed, _rule: Rule) -> None:
+    def write(self, layer: int, rows: PackedQkv, _rule: AttentionParams) -> None:
         """Only the keys and values."""
         self._written(layer, rows)
 
-    def _written(self, layer: int, rows: Packed) -> tuple[Tensor, Tensor]:
+    def _written(self, layer: int, rows: PackedQkv) -> tuple[Tensor, Tensor]:
         """The layer's keys and values, the new ones among them."""
         key, value = rows.key[0], rows.value[0]
         keys, values = self._kv.keys[layer], self._kv.values[layer][..., : value.shape[-1]]
@@ -64,7 +64,7 @@ def _gather(store: Tensor, blocks: Tensor, span: Span) -> Tensor:
     return store[blocks[: blocks_for(num_tokens)]].transpose(0, 1).flatten(1, 2)[:, :num_tokens]
 
 
-def _attend_span(query: Tensor, keys: Tensor, values: Tensor, span: Span, rule: Rule) -> Tensor:
+def _attend_span(query: Tensor, keys: Tensor, values: Tensor, span: Span, rule: AttentionParams) -> Tensor:
     mask = _visible(keys.shape[1], span, rule, query.device)
     if rule.softcap is not None or rule.sinks is not None:
         return _attend_plainly(query, keys, values, mask, rule)
@@ -73,7 +73,7 @@ def _attend_span(query: Tensor, keys: Tensor, values: Tensor, span: Span, rule: 
     return scaled_dot_product_attention(*batched, mask, scale=rule.scale, enable_gqa=is_grouped)[0]
 
 
-def _visible(num_keys: int, span: Span, rule: Rule, device: torch.device) -> Tensor | None:
+def _visible(num_keys: int, span: Span, rule: AttentionParams, device: torch.device) -> Tensor | None:
     """Which keys each row may see: none after itself, none before its window."""
     if span.length == 1 and (rule.window is None or num_keys <= rule.window):
         return None
@@ -83,7 +83,7 @@ def _visible(num_keys: int, span: Span, rule: Rule, device: torch.device) -> Ten
     return visible if rule.window is None else visible & (column > row - rule.window)
 
 
-def _attend_plainly(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, rule: Rule) -> Tensor:
+def _attend_plainly(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, rule: AttentionParams) -> Tensor:
     """Softcap and sinks, which SDPA does not know, in fp32."""
     num_heads, num_rows, head_dim = query.shape
     grouped = query.float().reshape(keys.shape[0], -1, head_dim)

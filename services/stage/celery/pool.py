@@ -17,8 +17,8 @@ from celery.concurrency.base import BasePool
 from kombu.serialization import loads
 from typing_extensions import override
 
-from services.stage.celery.mailbox import Mailbox
-from services.stage.celery.ticket import Ticket
+from services.stage.celery.delivery import Delivery
+from services.stage.celery.hub_calls import HubCalls
 from shardline.job import DEFAULT_PRIORITY
 
 log = structlog.get_logger(__name__)
@@ -26,10 +26,10 @@ log = structlog.get_logger(__name__)
 POLL_S = 0.2
 
 
-class Desk(Protocol):
+class DeliveryHandler(Protocol):
     """Where tickets go: the head's ledger. A stage that is no head has none to take."""
 
-    def offer(self, ticket: Ticket) -> None:
+    def offer(self, ticket: Delivery) -> None:
         """Claim the ticket's row, soon. Must not block."""
 
     def close(self) -> None:
@@ -55,12 +55,12 @@ class EnginePool(BasePool):
 
     def on_start(self) -> None:
         """Called once by Celery, after the model is loaded."""
-        self._desk: Desk = self.app.shardline.desk
+        self._desk: DeliveryHandler = self.app.shardline.desk
         self._drain_s: float = self.app.shardline.drain_s
-        self._mailbox: Mailbox = self.app.shardline.mailbox
+        self._mailbox: HubCalls = self.app.shardline.mailbox
         self._num_interactive: int = self.app.shardline.interactive_seats
         self._numbers = itertools.count(1)
-        self._tickets: dict[int, Ticket] = {}
+        self._tickets: dict[int, Delivery] = {}
 
     def register_with_event_loop(self, loop: Any) -> None:
         """Verdicts wake Celery's hub."""
@@ -83,12 +83,12 @@ class EnginePool(BasePool):
         callback: Callable[..., None] | None = None,
         accept_callback: Callable[..., None] | None = None,
         **options: Any,
-    ) -> Ticket:
+    ) -> Delivery:
         """A message arrived. `args` are those of Celery's tracer: the body holds the job's id."""
         assert callback is not None
         assert accept_callback is not None
         _, task_id, request, body, content_type, content_encoding = args
-        ticket = Ticket(
+        ticket = Delivery(
             number=next(self._numbers),
             job_id=str(task_id),
             priority=_priority(request),

@@ -24,7 +24,7 @@ from services.stage.hop.wiring import Wiring
 from services.stage.scheduling.events import Event
 from services.stage.scheduling.scheduler import Scheduler
 from services.stage.scheduling.sequence import Key, Request, TokenSink
-from services.stage.scheduling.step import StepPlan, StepResult, decode_plan, decode_result, encode
+from services.stage.scheduling.step_plan import StepPlan, StepResult, decode_plan, decode_result, encode
 from shardline import failpoints
 from shardline.clock import lease_clock_s
 from shardline.errors import LinkLost, ProtocolError
@@ -49,7 +49,7 @@ def _ignore(_plan: StepPlan, _seconds: float) -> None:
 
 
 @dataclass(slots=True)
-class Pulse:
+class EngineProgress:
     """What the engine has done in one epoch, for other threads to read."""
 
     epoch: int
@@ -68,7 +68,7 @@ class Engine(threading.Thread):
         super().__init__(name=name, daemon=True)
         self.executor = executor
         self.inbox = Inbox()
-        self.pulse = Pulse(epoch=-1)
+        self.pulse = EngineProgress(epoch=-1)
         self._on_lost = on_lost
         self._on_step = on_step
         self._wiring: Wiring | None = None
@@ -103,7 +103,7 @@ class Engine(threading.Thread):
 
     def _rewire(self, wiring: Wiring) -> None:
         self._unwire()
-        self.pulse = Pulse(epoch=wiring.epoch)
+        self.pulse = EngineProgress(epoch=wiring.epoch)
         self._wiring = wiring
         self.inbox.wake_by(wiring.receiver.wake if wiring.receiver else None)
 
@@ -237,7 +237,7 @@ class HeadEngine(Engine):
             wait_s = 0.0
 
 
-class LaterEngine(Engine):
+class FollowerEngine(Engine):
     """The loop of a middle or tail: receive a step, run it, pass on the activations or the tail's answer."""
 
     def _turn(self) -> None:

@@ -16,13 +16,13 @@ import torch
 import transformers
 from torch import Tensor
 
-from services.stage.attention.paged import Span
+from services.stage.attention.paged_kv import Span
 from services.stage.device.machine import machine
-from services.stage.model.padding import RUNGS, Panels
 from services.stage.model.products import products
+from services.stage.model.row_buckets import RUNGS, Panels
 from services.stage.model.row_counts import ladders
 from services.stage.model.shard import Shard
-from services.stage.scheduling.kv_cache import BLOCK_TOKENS
+from services.stage.scheduling.kv_blocks import BLOCK_TOKENS
 
 log = structlog.get_logger(__name__)
 

@@ -19,15 +19,15 @@ from services.stage.engine.exactness import Probe, exactness_fingerprint, settle
 from services.stage.engine.forward import Forward
 from services.stage.engine.sampler import SampledSequence, Sampler
 from services.stage.kernels import kernel
-from services.stage.model import linear
+from services.stage.model import packed_linear
 from services.stage.model.fused import fuse
-from services.stage.model.heads import probe_heads
+from services.stage.model.kv_shapes import probe_heads
 from services.stage.model.model_info import ModelInfo
-from services.stage.model.resident import give_back, own
+from services.stage.model.owned_weights import give_back, own
 from services.stage.model.shard import Shard
 from services.stage.model.weights import fingerprint
-from services.stage.scheduling.roster import Roster
-from services.stage.scheduling.step import StepPlan, StepResult
+from services.stage.scheduling.open_sequences import OpenSequences
+from services.stage.scheduling.step_plan import StepPlan, StepResult
 from shardline.errors import ProtocolError
 
 log = structlog.get_logger(__name__)
@@ -43,7 +43,7 @@ class Executor:
         self.num_blocks, self.token_budget = forward.kv.num_blocks, token_budget
         self.exact, self.fingerprint, self.attention_kind = exact, fingerprint, forward.attention.kind
         self._forward, self._device = forward, shard.device
-        self._roster = Roster(num_blocks=self.num_blocks, max_open=max_open, vocab_size=self.info.vocab_size)
+        self._roster = OpenSequences(num_blocks=self.num_blocks, max_open=max_open, vocab_size=self.info.vocab_size)
         self._sampler = Sampler(vocab_size=self.info.vocab_size, eos_ids=self.info.eos_ids, device=shard.device)
         self._sampled: dict[int, SampledSequence] = {}
 
@@ -203,7 +203,7 @@ def pack_shard(shard: Shard) -> bool:
     packed = False
     for piece in pieces:
         originals = [parameter.data for parameter in piece.parameters()]
-        packed = linear.pack(piece, uses_embedding=shard.is_first) or packed
+        packed = packed_linear.pack(piece, uses_embedding=shard.is_first) or packed
         for original in originals:
             give_back(original)
     own(shard.model)

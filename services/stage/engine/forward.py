@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from services.stage.attention.attention import Attention
-from services.stage.attention.paged import Batch, PagedKv, Span
+from services.stage.attention.paged_kv import MicroBatch, PagedKv, Span
 from services.stage.model.last_layer import LastLayer
-from services.stage.model.padding import Panels
+from services.stage.model.row_buckets import Panels
 from services.stage.model.shard import Shard
 
 log = structlog.get_logger(__name__)
@@ -70,7 +70,7 @@ class Forward:
         """The same, with the last layer's work done for the wanted rows alone."""
         padded, position = self._place(spans, x)
         rows = self._rows(wanted, x.device)
-        batch = Batch.of(list(_single_rows(spans, wanted)), min_rows=len(rows), device=x.device)
+        batch = MicroBatch.of(list(_single_rows(spans, wanted)), min_rows=len(rows), device=x.device)
         with last.narrowed(rows, batch):
             return self.shard.logits(padded, position, torch.arange(len(rows), device=x.device))[: len(wanted)]
 
@@ -100,7 +100,7 @@ class Forward:
 
     def _place(self, spans: Sequence[Span], x: Tensor) -> tuple[Tensor, Tensor]:
         """Tells attention the batch; the padded input and the positions."""
-        batch = Batch.of(spans, min_rows=self.panels.padded(len(x)), device=x.device)
+        batch = MicroBatch.of(spans, min_rows=self.panels.padded(len(x)), device=x.device)
         self.attention.use(batch)
         if batch.num_rows > len(x):
             padding = x.new_zeros(batch.num_rows - len(x), *x.shape[1:])

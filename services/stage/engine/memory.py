@@ -6,9 +6,9 @@ from collections.abc import Mapping
 
 import torch
 
-from services.stage.attention.paged import HeadShape, PagedKv
+from services.stage.attention.paged_kv import HeadShape, PagedKv
 from services.stage.device.device import Device
-from services.stage.scheduling.kv_cache import blocks_for
+from services.stage.scheduling.kv_blocks import blocks_for
 from shardline.errors import Invalid
 
 PACKING_FACTOR = 1.05

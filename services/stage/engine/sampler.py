@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from services.stage.scheduling.step import Open
+from services.stage.scheduling.step_plan import Open
 from shardline import failpoints
 from shardline.failpoints import Point, is_struck
 from shardline.job import SamplingParams, TokenLogprob

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from services.stage.hop.wiring import Wiring
-from services.stage.scheduling.kv_cache import BLOCK_TOKENS
+from services.stage.scheduling.kv_blocks import BLOCK_TOKENS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

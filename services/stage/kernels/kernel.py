@@ -49,7 +49,7 @@ class _Strides(ctypes.Structure):
     _fields_ = (("head", c_int64), ("row", c_int64))
 
 
-class Call(ctypes.Structure):
+class AttentionCall(ctypes.Structure):
     """attention.cpp's `Call`, field by field."""
 
     _fields_ = (
@@ -75,9 +75,9 @@ class Kernel:
 
     def __init__(self, path: Path, isa: str) -> None:
         library = ctypes.CDLL(str(path))
-        if library.shardline_call_bytes() != ctypes.sizeof(Call):
+        if library.shardline_call_bytes() != ctypes.sizeof(AttentionCall):
             raise OSError(f"{path} expects another call layout: delete it and build again")
-        self.attend = _typed(library.shardline_attend, POINTER(Call))
+        self.attend = _typed(library.shardline_attend, POINTER(AttentionCall))
         self.rms_norm = _typed(library.shardline_rms_norm, *[c_void_p] * 3, *[c_int64] * 2, c_float, *[c_int32] * 3)
         self.silu_mul = _typed(library.shardline_silu_mul, *[c_void_p] * 3, *[c_int64] * 4, *[c_int32] * 2)
         self.rotate = _typed(library.shardline_rotate, *[c_void_p] * 4, *[c_int64] * 4, *[c_int32] * 2)

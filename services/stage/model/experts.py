@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers.integrations.moe import ExpertsInterface
 
-from services.stage.model.padding import RUNGS, Ladder, Panels, in_panels
+from services.stage.model.row_buckets import RUNGS, Ladder, Panels, in_panels
 from services.stage.model.row_counts import SAMPLED_OUTPUTS, Product
 
 EXPERTS = "shardline_padded"

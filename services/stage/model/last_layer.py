@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from services.stage.attention.attention import Attention, Batch, KvWritten
+from services.stage.attention.attention import Attention, KvWritten, MicroBatch
 
 
 class LastLayer:
@@ -18,12 +18,12 @@ class LastLayer:
 
     def __init__(self, layer: nn.Module, attention: Attention) -> None:
         self._attention = attention
-        self._wanted: tuple[Tensor, Batch] | None = None
+        self._wanted: tuple[Tensor, MicroBatch] | None = None
         self._ends = False
         layer.register_forward_pre_hook(self._narrow, with_kwargs=True)
 
     @contextmanager
-    def narrowed(self, rows: Tensor, batch: Batch) -> Iterator[None]:
+    def narrowed(self, rows: Tensor, batch: MicroBatch) -> Iterator[None]:
         """From the last layer on, forwards within go on with these rows [W] only, which `batch` describes."""
         self._wanted = (rows, batch)
         try:

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from services.stage.model.experts import expert_products, is_experts
-from services.stage.model.linear import PackedLinear
-from services.stage.model.padding import Ladder, in_panels
+from services.stage.model.packed_linear import PackedLinear
+from services.stage.model.row_buckets import Ladder, in_panels
 from services.stage.model.row_counts import SAMPLED_OUTPUTS, Product, Run
 
 log = structlog.get_logger(__name__)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from services.stage.model import cache
-from services.stage.model.padding import REFERENCE_ROWS, RUNGS, Ladder
+from services.stage.model.row_buckets import REFERENCE_ROWS, RUNGS, Ladder
 
 log = structlog.get_logger(__name__)
 

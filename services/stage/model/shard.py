@@ -27,7 +27,7 @@ from shardline.errors import Invalid
 REPORTS = ("missing_keys", "mismatched_keys", "error_msgs")
 
 
-class Passage(nn.Module):
+class PassThrough(nn.Module):
     """Stands where a piece of the model lives on another stage: hands on its first input."""
 
     def forward(self, hidden: Tensor, *_args: object, **_kwargs: object) -> Tensor:
@@ -72,14 +72,14 @@ def shard_class(info: ModelInfo, layers: range, check_bytes: Callable[[int], Non
         if not first:
             for name in pieces.before:
                 if not (last and is_tied and getattr(decoder, name) is embedding):
-                    setattr(decoder, name, Passage())
+                    setattr(decoder, name, PassThrough())
         for number in range(info.num_layers):
             if number not in layers:
-                stack[number] = Passage()  # the slot stays: models index their layers by their place in the whole
+                stack[number] = PassThrough()  # the slot stays: models index their layers by their place in the whole
         if not last:
             for name in pieces.after:
-                setattr(decoder, name, Passage())
-            self.set_output_embeddings(Passage())
+                setattr(decoder, name, PassThrough())
+            self.set_output_embeddings(PassThrough())
             self.all_tied_weights_keys = {}
         check_bytes(sum(parameter.numel() * parameter.element_size() for parameter in self.parameters()))
 

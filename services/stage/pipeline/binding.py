@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from uuid import UUID
 
-from services.stage.pipeline.control import Hello, Message, RefusalCode, Refuse
+from services.stage.pipeline.messages import ControlMessage, Hello, RefusalCode, Refuse
 from shardline.wire import StageCard
 
 
@@ -45,7 +45,7 @@ class Binding:
         self._heard_s = now_s
         return None
 
-    def obeys(self, message: Message, now_s: float) -> bool:
+    def obeys(self, message: ControlMessage, now_s: float) -> bool:
         """True for the pipeline and epoch that hold the stage; hearing them keeps it bound."""
         bound = self.bound
         if bound is None or (message.pipeline, message.epoch) != (bound.pipeline, bound.epoch):

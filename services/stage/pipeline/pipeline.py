@@ -20,10 +20,10 @@ from services.stage.hop import Hop
 from services.stage.hop.sockets import Sockets
 from services.stage.hop.wakeup import Wakeup
 from services.stage.hop.wiring import Member, Wiring
-from services.stage.pipeline.call import Refused
-from services.stage.pipeline.facts import Capacity, Progress
-from services.stage.pipeline.forming import Formed, Forming
-from services.stage.pipeline.vigil import HeadHangs, Pulse, Vigil
+from services.stage.pipeline.assembly import AssembledPipeline, PipelineAssembly
+from services.stage.pipeline.control_client import Refused
+from services.stage.pipeline.monitor import HeadHangs, PipelineMonitor, StageHealth
+from services.stage.pipeline.status import Capacity, StageProgress
 from shardline.config import Times
 from shardline.errors import Conflict, LinkLost, Unavailable
 from shardline.wire import StageCard
@@ -82,10 +82,10 @@ class Pipeline:
         on_ready: Callable[[Wiring], None],
         on_lost: Callable[[str], None],
         on_exit: Callable[[str], None],
-        progress: Callable[[], Progress],
+        progress: Callable[[], StageProgress],
         num_lanes: int | None = None,
     ) -> None:
-        self._forming = Forming(
+        self._forming = PipelineAssembly(
             pipeline=pipeline,
             card=card,
             capacity=capacity,
@@ -105,8 +105,8 @@ class Pipeline:
         self._wakeup = Wakeup()
         self._stopping = False
         self._loss = (-1, "")
-        self._formed: Formed | None = None
-        self._pulses: Sequence[Pulse] = ()
+        self._formed: AssembledPipeline | None = None
+        self._pulses: Sequence[StageHealth] = ()
         self._epoch: int | None = None
         self._reason: str | None = "forming"
         self._thread = threading.Thread(target=self._run, name="pipeline", daemon=True)
@@ -155,7 +155,7 @@ class Pipeline:
             if not is_done:
                 self._on_exit("the pipeline's thread failed")  # A head that watches nothing must not live on.
 
-    def _form(self) -> Formed | None:
+    def _form(self) -> AssembledPipeline | None:
         try:
             return self._forming.form(self._candidates())
         except (Unavailable, Conflict, LinkLost, Refused) as error:
@@ -177,9 +177,9 @@ class Pipeline:
         """Random, so that heads which raced do not meet again."""
         self._wait(random.uniform(0.25, 1.0) * self._times.heartbeat_s)  # noqa: S311 (no secret)
 
-    def _keep(self, formed: Formed) -> None:
+    def _keep(self, formed: AssembledPipeline) -> None:
         """From ready to lost."""
-        vigil = Vigil(formed, self._times, self._progress, time.monotonic())
+        vigil = PipelineMonitor(formed, self._times, self._progress, time.monotonic())
         self._epoch, self._reason, self._pulses, self._formed = formed.wiring.epoch, None, vigil.pulses, formed
         log.info("pipeline ready", pipeline=str(formed.wiring.pipeline), epoch=self._epoch)
         self._on_ready(formed.wiring)
@@ -190,7 +190,7 @@ class Pipeline:
             log.warning("pipeline lost", pipeline=str(formed.wiring.pipeline), epoch=self._epoch, reason=reason)
             self._on_lost(reason)
 
-    def _watch(self, formed: Formed, vigil: Vigil) -> str:
+    def _watch(self, formed: AssembledPipeline, vigil: PipelineMonitor) -> str:
         """Why it ended."""
         while not self._stopping:
             lost_epoch, reason = self._loss
@@ -206,7 +206,7 @@ class Pipeline:
             self._wait(self._times.heartbeat_s / 3, formed)
         return "stopping"
 
-    def _wait(self, timeout_s: float, formed: Formed | None = None) -> None:
+    def _wait(self, timeout_s: float, formed: AssembledPipeline | None = None) -> None:
         poller = zmq.Poller()
         poller.register(self._wakeup.fd, zmq.POLLIN)
         for call in formed.calls if formed else ():
@@ -215,7 +215,7 @@ class Pipeline:
         self._wakeup.clear()
 
 
-def _status(pulse: Pulse) -> MemberStatus:
+def _status(pulse: StageHealth) -> MemberStatus:
     card, pong = pulse.call.card, pulse.pong
     return MemberStatus(
         worker=card.worker,

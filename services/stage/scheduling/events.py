@@ -8,7 +8,7 @@ from services.stage.scheduling.sequence import Key
 from shardline.job import FinishReason, TokenLogprob
 
 
-class Tokens(msgspec.Struct, frozen=True, kw_only=True):
+class NewTokens(msgspec.Struct, frozen=True, kw_only=True):
     """New output tokens of a job from output index `start`, and the text they settle."""
 
     key: Key
@@ -27,7 +27,7 @@ class Finished(msgspec.Struct, frozen=True, kw_only=True):
     text: str
     logprobs: tuple[TokenLogprob, ...] | None
     tail: str = ""
-    """The end of `text` that no Tokens held: it was held back when the job was aborted."""
+    """The end of `text` that no NewTokens held: it was held back when the job was aborted."""
 
 
 class Failed(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,4 +57,4 @@ class Outgrown(msgspec.Struct, frozen=True, kw_only=True):
     """Prompt and output so far."""
 
 
-Event = Tokens | Finished | Failed | Crashed | MayBegin | Outgrown
+Event = NewTokens | Finished | Failed | Crashed | MayBegin | Outgrown

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from services.stage.scheduling.kv_cache import blocks_for
-from services.stage.scheduling.sequence import Sequence, Waiting
+from services.stage.scheduling.kv_blocks import blocks_for
+from services.stage.scheduling.sequence import Sequence, WaitingQueue
 
 RUNNING_PER_SPARE_BLOCK = 8
 """Admission leaves one block free for so many running sequences: a full pool would preempt what it just admitted."""
@@ -22,7 +22,7 @@ def fits(num_tokens: int, num_free: int, num_running: int) -> bool:
     return blocks_for(num_tokens) + num_running // RUNNING_PER_SPARE_BLOCK <= num_free
 
 
-class Parking(Waiting):
+class Parking(WaitingQueue):
     """By rank, as all who wait."""
 
     def call(self, *, num_free: int, num_running: int, max_seats: int) -> Iterator[Sequence]:

@@ -10,13 +10,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import count, islice, repeat
 
-from services.stage.scheduling.doubt import Doubted
-from services.stage.scheduling.draft import Draft
-from services.stage.scheduling.events import Crashed, Event, Failed, Finished, MayBegin, Outgrown, Tokens
-from services.stage.scheduling.kv_cache import BLOCK_TOKENS, BlockPool, blocks_for
+from services.stage.scheduling.events import Crashed, Event, Failed, Finished, MayBegin, NewTokens, Outgrown
+from services.stage.scheduling.kv_blocks import BLOCK_TOKENS, BlockPool, blocks_for
 from services.stage.scheduling.parking import MAX_LOOK_AHEAD, Parking, fits
-from services.stage.scheduling.sequence import Key, Request, Sequence, State, TokenSink, Waiting, rank_of
-from services.stage.scheduling.step import Open, StepPlan, StepResult
+from services.stage.scheduling.quarantine import Quarantine
+from services.stage.scheduling.sequence import Key, Request, Sequence, State, TokenSink, WaitingQueue, rank_of
+from services.stage.scheduling.step_builder import StepBuilder
+from services.stage.scheduling.step_plan import Open, StepPlan, StepResult
 from shardline.errors import ProtocolError
 from shardline.job import FinishReason, TokenLogprob
 
@@ -44,11 +44,11 @@ class Scheduler:
     def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
         self._by_key: dict[Key, Sequence] = {}
-        self._waiting = Waiting()
+        self._waiting = WaitingQueue()
         self._parked = Parking()
         self._arrivals = count()
         self._numbers = count()
-        self._doubted = Doubted()
+        self._doubted = Quarantine()
         self._clear(config.num_blocks)
 
     def _clear(self, num_blocks: int) -> None:
@@ -122,7 +122,7 @@ class Scheduler:
         """The next step, to be sent to every stage. None: nothing can run before a result, or nothing is left."""
         if len(self._flights) == self.config.num_lanes:
             return None
-        draft = Draft(self.config.token_budget)
+        draft = StepBuilder(self.config.token_budget)
         self._add_decodes(draft)
         self._add_chunks(draft)
         if not draft.rows and (self._flights or not self._closes):
@@ -197,7 +197,7 @@ class Scheduler:
 
     # Cutting a step.
 
-    def _add_decodes(self, draft: Draft) -> None:
+    def _add_decodes(self, draft: StepBuilder) -> None:
         num_decoding = len(self._running) - len(self._prefilling)
         share = -(-num_decoding // self.config.num_lanes)
         for sequence in list(islice(self._ready.values(), min(share, draft.budget))):
@@ -208,7 +208,7 @@ class Scheduler:
                 del self._ready[sequence.number]
                 draft.add(sequence, 1, (sequence.ids[-1],), blocks)
 
-    def _add_chunks(self, draft: Draft) -> None:
+    def _add_chunks(self, draft: StepBuilder) -> None:
         """By rank, each may take half of what is left: a long prompt holds up neither those behind it nor admission.
         What nobody else needs goes to the first in rank."""
         left = draft.budget
@@ -223,13 +223,13 @@ class Scheduler:
             left -= more
             self._add_chunk(draft, sequence, length + more)
 
-    def _add_chunk(self, draft: Draft, sequence: Sequence, length: int) -> None:
+    def _add_chunk(self, draft: StepBuilder, sequence: Sequence, length: int) -> None:
         blocks = () if sequence.num_computed else tuple(sequence.blocks)
         draft.add(sequence, length, (), blocks)
         if sequence.num_missing == 0:
             del self._prefilling[sequence.number]
 
-    def _in_line(self, draft: Draft) -> Iterator[Sequence]:
+    def _in_line(self, draft: StepBuilder) -> Iterator[Sequence]:
         """Who has ids to compute, by rank: those that have begun, and between them those that find a place now."""
         for sequence in sorted(self._prefilling.values(), key=rank_of):
             while (newcomer := self._admissible()) is not None and newcomer.rank < sequence.rank:
@@ -252,7 +252,7 @@ class Scheduler:
     def _foremost(self) -> list[Sequence]:
         return self._waiting.first(MAX_LOOK_AHEAD, with_suspects=self._suspect is None)
 
-    def _start(self, sequence: Sequence, draft: Draft) -> Sequence:
+    def _start(self, sequence: Sequence, draft: StepBuilder) -> Sequence:
         request = sequence.request
         for overtaken in self._foremost():
             if overtaken.rank < sequence.rank:
@@ -304,7 +304,7 @@ class Scheduler:
         start = sequence.num_outputs
         text, reason = sequence.accept(token, logprob)
         logprobs = () if logprob is None else (logprob,)
-        events.append(Tokens(key=sequence.request.key, start=start, ids=(token,), text=text, logprobs=logprobs))
+        events.append(NewTokens(key=sequence.request.key, start=start, ids=(token,), text=text, logprobs=logprobs))
         if sequence.suspect and not sequence.request.suspect:
             self._clear_of_suspicion(sequence)  # A broken pipeline is seen here; only a dead head needs saved tokens.
         if reason is not None:
@@ -386,7 +386,7 @@ class Scheduler:
             sequence.patience = 0
             self._requeue(sequence)
 
-    def _line_of(self, sequence: Sequence) -> Waiting:
+    def _line_of(self, sequence: Sequence) -> WaitingQueue:
         return self._parked if sequence.parked else self._waiting
 
     def _requeue(self, sequence: Sequence) -> None:

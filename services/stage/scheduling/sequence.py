@@ -11,7 +11,7 @@ from enum import Enum, auto
 from itertools import chain
 from typing import Protocol
 
-from services.stage.scheduling.kv_cache import blocks_for
+from services.stage.scheduling.kv_blocks import blocks_for
 from shardline.job import DEFAULT_PRIORITY, FinishReason, SamplingParams, TokenLogprob
 
 Key = tuple[str, int]
@@ -147,7 +147,7 @@ class Sequence:
         return self.sink.push(token)
 
 
-class Waiting:
+class WaitingQueue:
     """Sequences that wait for a place, by (priority, arrival). Suspects stand in a line of their own."""
 
     __slots__ = ("_lines",)

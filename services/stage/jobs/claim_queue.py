@@ -5,33 +5,33 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 
-from services.stage.celery.ticket import Ticket
+from services.stage.celery.delivery import Delivery
 
 
-class Offers:
+class ClaimQueue:
     """`put` is for Celery's thread, all else for the ledger's. Bounded by the pool: one ticket per message in hand."""
 
     def __init__(self) -> None:
-        self._arrived: deque[Ticket] = deque()
-        self._waiting: list[Ticket] = []
+        self._arrived: deque[Delivery] = deque()
+        self._waiting: list[Delivery] = []
         self._asked_again = False
 
     def __bool__(self) -> bool:
         """Whether there is anything new to ask."""
         return bool(self._arrived) or (self._asked_again and bool(self._waiting))
 
-    def put(self, ticket: Ticket) -> None:
+    def put(self, ticket: Delivery) -> None:
         """A message arrived."""
         self._arrived.append(ticket)
 
-    def take(self) -> list[Ticket]:
+    def take(self) -> list[Delivery]:
         """All of them, the oldest first."""
         taken, self._waiting, self._asked_again = self._waiting, [], False
         while self._arrived:
             taken.append(self._arrived.popleft())
         return taken
 
-    def put_back(self, tickets: Iterable[Ticket]) -> None:
+    def put_back(self, tickets: Iterable[Delivery]) -> None:
         """Taken, and not claimed now: they come first when they are asked for again, or with the next that arrives."""
         self._waiting.extend(tickets)
 

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from services.stage.scheduling.kv_cache import BLOCK_TOKENS, blocks_for
-from services.stage.scheduling.step import Open, Row, StepPlan
+from services.stage.scheduling.kv_blocks import BLOCK_TOKENS, blocks_for
+from services.stage.scheduling.step_plan import Open, Row, StepPlan
 from shardline.errors import ProtocolError
 
 
-class Known:
+class OpenSequence:
     """One open sequence: what the stage knows of it."""
 
     __slots__ = ("blocks", "ids", "max_blocks", "num_computed", "seed")
@@ -25,12 +25,12 @@ class Known:
         self.num_computed = 0
 
 
-class Roster:
+class OpenSequences:
     """Open sequences by number, within the stage's limits."""
 
     def __init__(self, *, num_blocks: int, max_open: int, vocab_size: int) -> None:
         self._num_blocks, self._max_open, self._vocab_size = num_blocks, max_open, vocab_size
-        self._known: dict[int, Known] = {}
+        self._known: dict[int, OpenSequence] = {}
         self.blocks_used = 0
         """KV blocks in the tables of open sequences."""
 
@@ -44,7 +44,7 @@ class Roster:
         if len(self._known) >= self._max_open:
             raise ProtocolError(f"sequence {opened.seq} would be open beyond the limit of {self._max_open}")
         self._check_ids(opened.seq, opened.ids)
-        self._known[opened.seq] = Known(opened)
+        self._known[opened.seq] = OpenSequence(opened)
 
     def close(self, seq: int) -> None:
         """A sequence is over. Raises ProtocolError."""
@@ -63,7 +63,7 @@ class Roster:
         self._known.clear()
         self.blocks_used = 0
 
-    def extend(self, plan: StepPlan) -> Iterator[tuple[Row, Known]]:
+    def extend(self, plan: StepPlan) -> Iterator[tuple[Row, OpenSequence]]:
         """Each row of the plan with its sequence, extended by the row's ids and blocks. Raises ProtocolError."""
         for row in plan.rows:
             known = self._known.get(row.seq)
@@ -82,7 +82,7 @@ class Roster:
         if ids and not 0 <= min(ids) <= max(ids) < self._vocab_size:
             raise ProtocolError(f"sequence {seq} has a token id outside 0-{self._vocab_size - 1}")
 
-    def _add_blocks(self, row: Row, known: Known) -> None:
+    def _add_blocks(self, row: Row, known: OpenSequence) -> None:
         if not 0 <= min(row.blocks) <= max(row.blocks) < self._num_blocks:
             raise ProtocolError(f"sequence {row.seq} has a KV block outside 0-{self._num_blocks - 1}")
         if len(known.blocks) + len(row.blocks) > known.max_blocks:
@@ -91,7 +91,7 @@ class Roster:
         self.blocks_used += len(row.blocks)
 
     @staticmethod
-    def _check_span(row: Row, known: Known) -> None:
+    def _check_span(row: Row, known: OpenSequence) -> None:
         end = row.start + row.length
         if row.length < 1 or row.start != known.num_computed:
             raise ProtocolError(

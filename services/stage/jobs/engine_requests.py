@@ -10,7 +10,7 @@ from shardline.store.claims import Claimed
 from shardline.tokenise import Completion, Vocabulary
 
 
-class Requests:
+class EngineRequests:
     """Of one model: its tokenizer and its end-of-sequence ids."""
 
     def __init__(self, *, tokenizer: Tokenizer, eos_ids: tuple[int, ...], context_length: int) -> None:

@@ -31,7 +31,7 @@ class StageStatus:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Progress:
+class StageProgress:
     """What a head's engine has done in one epoch."""
 
     epoch: int

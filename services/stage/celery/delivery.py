@@ -10,7 +10,7 @@ from typing import Any
 from billiard.einfo import ExceptionInfo
 from celery.exceptions import Ignore, Terminated
 
-from services.stage.celery.mailbox import Mailbox
+from services.stage.celery.hub_calls import HubCalls
 from shardline.errors import JobFailed
 from shardline.job import DEFAULT_PRIORITY
 
@@ -18,7 +18,7 @@ SIGTERM = 15
 
 
 @dataclass(slots=True, kw_only=True, eq=False, weakref_slot=True)
-class Ticket:
+class Delivery:
     """Celery's side of one delivery. The verdict methods may be called from any thread; each acts in Celery's thread.
 
     The first final verdict counts, a later one does nothing. Celery keeps only a weak reference to a ticket.
@@ -27,7 +27,7 @@ class Ticket:
     number: int
     job_id: str
     priority: int = DEFAULT_PRIORITY
-    mailbox: Mailbox
+    mailbox: HubCalls
     on_accepted: Callable[[int, float], None]
     on_ended: Callable[[tuple[int, Any, float]], None]
     forget: Callable[[int], bool]

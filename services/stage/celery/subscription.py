@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from services.stage.celery.mailbox import Mailbox
+from services.stage.celery.hub_calls import HubCalls
 
 
-class Intake:
+class QueueSubscription:
     """`open` and `close` may be called from any thread and at any time; they act in Celery's thread, in order.
 
     Celery keeps the choice of queues over a reconnect, and asks nobody while it is disconnected.
     """
 
-    def __init__(self, queue: str, mailbox: Mailbox) -> None:
+    def __init__(self, queue: str, mailbox: HubCalls) -> None:
         self._queue = queue
         self._mailbox = mailbox
         self._wanted = False

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from services.stage.celery.ticket import Ticket
-from services.stage.jobs.live import LiveJob
-from services.stage.scheduling.kv_cache import blocks_for
+from services.stage.celery.delivery import Delivery
+from services.stage.jobs.live_job import LiveJob
+from services.stage.scheduling.kv_blocks import blocks_for
 from services.stage.scheduling.parking import fits
 from shardline.job import INTERACTIVE
 from shardline.store.claims import Claimed, Key
@@ -58,7 +58,7 @@ class Moment:
     """A step was made of late: who waits, waits for others' prompts and not for an engine that hangs."""
 
 
-def claimable(tickets: Sequence[Ticket], suspects: Sequence[str], seats: Seats, moment: Moment) -> list[Ticket]:
+def claimable(tickets: Sequence[Delivery], suspects: Sequence[str], seats: Seats, moment: Moment) -> list[Delivery]:
     """Those to claim now, the best priority first. `suspects` are job ids, in their order."""
     num_taken = len(moment.live)
     unproven = [job for job in moment.live if job.is_unproven]
@@ -72,7 +72,7 @@ def claimable(tickets: Sequence[Ticket], suspects: Sequence[str], seats: Seats, 
             return [min(ready, key=lambda one: suspects.index(one.job_id))]
         if waited_beats >= PATIENCE_BEATS:
             return []
-    chosen: list[Ticket] = []
+    chosen: list[Delivery] = []
     for one in sorted(tickets, key=lambda one: one.priority):
         if one.job_id not in doubted and seats.has_room(one.priority, num_taken + len(chosen)):
             chosen.append(one)

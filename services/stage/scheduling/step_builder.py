@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from services.stage.scheduling.sequence import Sequence
-from services.stage.scheduling.step import Open, Row
+from services.stage.scheduling.step_plan import Open, Row
 
 
 @dataclass(slots=True)
-class Draft:
+class StepBuilder:
     """A step while it is cut. `sequences` are those of `rows`, in the same order."""
 
     budget: int

@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from services.stage.scheduling.kv_cache import BLOCK_TOKENS, blocks_for
+from services.stage.scheduling.kv_blocks import BLOCK_TOKENS, blocks_for
 
 LANES = 16
 """Head sizes of stored values are padded to this, so that a vector register never reads past a token's place."""
@@ -31,7 +31,7 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Batch:
+class MicroBatch:
     """One packed micro-batch of T rows. Padding rows come last, belong to no sequence (-1) and write no KV."""
 
     sequence: Tensor
@@ -43,7 +43,7 @@ class Batch:
     spans: tuple[Span, ...]
 
     @classmethod
-    def of(cls, spans: Sequence[Span], *, min_rows: int = 1, device: torch.device | str = "cpu") -> Batch:
+    def of(cls, spans: Sequence[Span], *, min_rows: int = 1, device: torch.device | str = "cpu") -> MicroBatch:
         """Packs spans in their order and pads to `min_rows`."""
         sequence: list[int] = []
         position: list[int] = []
@@ -95,7 +95,7 @@ class HeadShape:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rule:
+class AttentionParams:
     """How one layer's scores become weights."""
 
     scale: float
@@ -107,7 +107,7 @@ class Rule:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Packed:
+class PackedQkv:
     """One layer's new rows: query [1, H, T, D], key [1, Hk, T, D], value [1, Hk, T, Dv], in any strides."""
 
     query: Tensor
@@ -121,13 +121,13 @@ class Backend(Protocol):
     def bind(self, kv: PagedKv) -> None:
         """From now on rows are written to and read from `kv`."""
 
-    def use(self, batch: Batch) -> None:
+    def use(self, batch: MicroBatch) -> None:
         """The next rows; raises ProtocolError where they point outside the KV."""
 
-    def attend(self, layer: int, rows: Packed, rule: Rule) -> Tensor:
+    def attend(self, layer: int, rows: PackedQkv, rule: AttentionParams) -> Tensor:
         """One layer. Raises ProtocolError where rows point outside the KV."""
 
-    def write(self, layer: int, rows: Packed, rule: Rule) -> None:
+    def write(self, layer: int, rows: PackedQkv, rule: AttentionParams) -> None:
         """Only the keys and values of one layer."""
 
 

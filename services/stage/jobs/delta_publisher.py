@@ -24,7 +24,7 @@ MAX_WAITING = 20_000
 """Deltas; a Redis that is away or slow makes readers fall back to Postgres."""
 
 
-class Publisher(threading.Thread):
+class DeltaPublisher(threading.Thread):
     """`store_result` puts a finished job's value into Celery's result backend; None without one."""
 
     def __init__(self, writer: DeltaWriter, store_result: Callable[[str, Any, str], None] | None) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from services.stage.jobs.live import LiveJob
+from services.stage.jobs.live_job import LiveJob
 from shardline.store.claims import Beat
 
 MAX_REWRITTEN = 8_192

@@ -14,9 +14,9 @@ from services.stage.hop import Hop
 from services.stage.hop.sockets import Sockets
 from services.stage.hop.wakeup import Wakeup
 from services.stage.hop.wiring import Wiring
-from services.stage.pipeline import control
-from services.stage.pipeline.facts import Capacity, StageStatus
-from services.stage.pipeline.reception import Reception
+from services.stage.pipeline import messages
+from services.stage.pipeline.control_handler import ControlHandler
+from services.stage.pipeline.status import Capacity, StageStatus
 from shardline.config import Times
 from shardline.errors import ProtocolError
 from shardline.wire import StageCard
@@ -31,7 +31,7 @@ def _ignore() -> None:
     """For callers who announce no card."""
 
 
-class StageLink:
+class ControlServer:
     """The callbacks run in the link's thread and must not block.
 
     `on_wiring` hands over a Wiring; `on_unbind` voids the last one: drop KV and frames, close its ends. `on_exit` must
@@ -52,12 +52,12 @@ class StageLink:
         status: Callable[[], StageStatus],
         on_card: Callable[[], None] = _ignore,
     ) -> None:
-        options: dict[int, int] = {zmq.MAXMSGSIZE: control.MAX_CONTROL_BYTES, zmq.ROUTER_MANDATORY: 1}
+        options: dict[int, int] = {zmq.MAXMSGSIZE: messages.MAX_CONTROL_BYTES, zmq.ROUTER_MANDATORY: 1}
         self._socket, address = sockets.bind(zmq.ROUTER, options)
         self._card = msgspec.structs.replace(card, control=address)
         self._tick_ms = max(1, round(times.heartbeat_s * 1000 / 3))
         self._on_exit = on_exit
-        self._reception = Reception(
+        self._reception = ControlHandler(
             card=self._card,
             capacity=capacity,
             hop=hop,
@@ -131,23 +131,23 @@ class StageLink:
             self._socket.recv()
         try:
             if is_whole:
-                self._handle(identity, control.decode_to_stage(data))
-        except control.OtherVersion as error:
-            self._send(identity, control.refusal_of_version(str(error)))
+                self._handle(identity, messages.decode_to_stage(data))
+        except messages.OtherVersion as error:
+            self._send(identity, messages.refusal_of_version(str(error)))
         except ProtocolError as error:
             log.debug("control message dropped", problem=str(error))
         return True
 
-    def _handle(self, identity: bytes, message: control.ToStage) -> None:
+    def _handle(self, identity: bytes, message: messages.ToStage) -> None:
         answer = self._reception.answer(message, time.monotonic())
-        if isinstance(answer, control.Welcome):
+        if isinstance(answer, messages.Welcome):
             self._head = identity
         self._send(identity, answer)
 
-    def _send(self, identity: bytes, message: control.ToHead | None) -> None:
+    def _send(self, identity: bytes, message: messages.ToHead | None) -> None:
         if message is None:
             return
         try:
-            self._socket.send_multipart([identity, control.encode(message)], zmq.NOBLOCK)
+            self._socket.send_multipart([identity, messages.encode(message)], zmq.NOBLOCK)
         except zmq.ZMQError as error:
             log.debug("answer not taken", problem=str(error))  # A head that is gone, or too slow: it will call again.

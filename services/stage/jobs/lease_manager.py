@@ -16,18 +16,18 @@ import structlog
 from sqlalchemy import Engine as Database
 from sqlalchemy.exc import DBAPIError
 
-from services.stage.celery.ticket import Ticket
+from services.stage.celery.delivery import Delivery
 from services.stage.engine.engine import HeadEngine
-from services.stage.jobs.claiming import Claiming
-from services.stage.jobs.ending import CELERY_STATES, Ending
+from services.stage.jobs.checkpoints import beats_of
+from services.stage.jobs.claimer import Claimer
+from services.stage.jobs.delta_publisher import DeltaPublisher
+from services.stage.jobs.engine_requests import EngineRequests
 from services.stage.jobs.identity import Identity
-from services.stage.jobs.isolation import Moment, Seats, beginnable
-from services.stage.jobs.live import LiveJob
-from services.stage.jobs.publisher import Publisher
-from services.stage.jobs.requests import Requests
-from services.stage.jobs.saving import beats_of
-from services.stage.jobs.standing import Standing
-from services.stage.scheduling.events import Crashed, Event, MayBegin, Outgrown, Tokens
+from services.stage.jobs.live_job import LiveJob
+from services.stage.jobs.outcome import CELERY_STATES, JobOutcome
+from services.stage.jobs.quarantine import Moment, Seats, beginnable
+from services.stage.jobs.readiness import PipelineReadiness
+from services.stage.scheduling.events import Crashed, Event, MayBegin, NewTokens, Outgrown
 from shardline.clock import lease_clock_s
 from shardline.config import Times
 from shardline.failpoints import Point, failpoint
@@ -42,7 +42,7 @@ log = structlog.get_logger(__name__)
 USED_UP = "its crashes are used up"
 
 
-class Ledger(threading.Thread):
+class LeaseManager(threading.Thread):
     """The pool's desk on a head. Every live job and its ticket pass through here exactly once."""
 
     def __init__(
@@ -50,8 +50,8 @@ class Ledger(threading.Thread):
         *,
         database: Database,
         engine: HeadEngine,
-        requests: Requests,
-        publisher: Publisher,
+        requests: EngineRequests,
+        publisher: DeltaPublisher,
         on_announced: Callable[[], None],
         on_superseded: Callable[[int], None],
         on_blamed: Callable[[Iterable[str]], None],
@@ -65,17 +65,17 @@ class Ledger(threading.Thread):
         self._publisher = publisher
         self._on_blamed = on_blamed
         self._times = times
-        self._standing = Standing(
+        self._standing = PipelineReadiness(
             database, seats=seats.num_any, times=times, on_announced=on_announced, on_superseded=on_superseded
         )
-        self._claiming = Claiming(database=database, seats=seats, times=times)
+        self._claiming = Claimer(database=database, seats=seats, times=times)
         self._blamed: deque[tuple[str, int]] = deque()
         self._outgrown: deque[Outgrown] = deque()
         self._called: list[tuple[str, int]] = []
         self._events: deque[Event] = deque()
         self._cancels: deque[str] = deque()
         self._live: dict[tuple[str, int], LiveJob] = {}
-        self._ended: dict[tuple[str, int], Ending] = {}
+        self._ended: dict[tuple[str, int], JobOutcome] = {}
         self._woken = threading.Event()
         self._open = True
         self._giving_back = False
@@ -89,7 +89,7 @@ class Ledger(threading.Thread):
 
     # From other threads -----------------------------------------------------------------------------------------
 
-    def offer(self, ticket: Ticket) -> None:
+    def offer(self, ticket: Delivery) -> None:
         """Celery's thread: claim this row, soon."""
         self._claiming.offer(ticket)
         self._woken.set()
@@ -176,7 +176,7 @@ class Ledger(threading.Thread):
             job = self._live.get(event.key)
             if job is None:
                 continue
-            if isinstance(event, Tokens):
+            if isinstance(event, NewTokens):
                 # Other suspects wait until this one's token is saved.
                 self._next_beat_s = 0.0 if job.is_unproven and job.claimed.crashes > 0 else self._next_beat_s
                 self._publish(job, job.take(event))
@@ -188,7 +188,7 @@ class Ledger(threading.Thread):
                 self._called.append(event.key)
             else:
                 del self._live[event.key]
-                self._ended[event.key] = Ending(job=job, event=event)
+                self._ended[event.key] = JobOutcome(job=job, event=event)
 
     def _publish(self, job: LiveJob, delta: Delta) -> None:
         """At once on an exact pipeline: a resume gives the same tokens. Else after the commit that holds them."""
@@ -234,7 +234,7 @@ class Ledger(threading.Thread):
             is_moving=now_s - self._last_move_s < 1.5 * self._times.heartbeat_s,
         )
 
-    def _start(self, row: Claimed, ticket: Ticket, identity: Identity) -> None:
+    def _start(self, row: Claimed, ticket: Delivery, identity: Identity) -> None:
         job = LiveJob.from_claim(row, ticket, identity, self._engine.pulse.num_steps)
         self._live[job.key] = job
         ticket.accept()

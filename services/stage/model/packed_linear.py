@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from services.stage.model.padding import Ladder, in_panels
+from services.stage.model.row_buckets import Ladder, in_panels
 from services.stage.model.row_counts import SAMPLED_OUTPUTS
 
 _log = structlog.get_logger(__name__)

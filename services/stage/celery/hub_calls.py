@@ -9,7 +9,7 @@ import select
 from collections.abc import Callable
 
 
-class Mailbox:
+class HubCalls:
     """Calls that wait for Celery's thread; `fd` is readable as soon as one does.
 
     Bounded by its users: two calls per ticket, one ticket per seat, one call per change of the pipeline's state.

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 import structlog
 
-from services.stage.pipeline import control
-from services.stage.pipeline.call import Call
-from services.stage.pipeline.facts import Progress
-from services.stage.pipeline.forming import Formed
+from services.stage.pipeline import messages
+from services.stage.pipeline.assembly import AssembledPipeline
+from services.stage.pipeline.control_client import ControlClient
+from services.stage.pipeline.status import StageProgress
 from shardline.config import Times
 from shardline.errors import LinkLost
 
@@ -25,11 +25,11 @@ class HeadHangs(Exception):
 
 
 @dataclass(slots=True)
-class Pulse:
+class StageHealth:
     """One stage's signs of life."""
 
-    call: Call
-    pong: control.Pong | None = None
+    call: ControlClient
+    pong: messages.Pong | None = None
     """The last one."""
     round_trip_us: int = 0
     seq: int = 0
@@ -39,10 +39,12 @@ class Pulse:
     """That PING has no answer yet."""
 
 
-class Vigil:
+class PipelineMonitor:
     """Over one formed pipeline. Times are the caller's monotonic seconds."""
 
-    def __init__(self, formed: Formed, times: Times, progress: Callable[[], Progress], now_s: float) -> None:
+    def __init__(
+        self, formed: AssembledPipeline, times: Times, progress: Callable[[], StageProgress], now_s: float
+    ) -> None:
         self._wiring = formed.wiring
         self._times = times
         self._progress = progress
@@ -51,7 +53,7 @@ class Vigil:
         self._moved_s = self._looked_s = now_s
         self._own_step_began_s: float | None = None
         self._own_step_s = 0.0
-        self.pulses = tuple(Pulse(call) for call in formed.calls)
+        self.pulses = tuple(StageHealth(call) for call in formed.calls)
 
     def look(self, now_s: float) -> None:
         """Raises LinkLost or Refused with the reason when the pipeline is lost, HeadHangs when this process is.
@@ -64,9 +66,9 @@ class Vigil:
             self._ask(pulse, now_s)
         self._check_steps(now_s)
 
-    def _listen(self, pulse: Pulse, now_s: float) -> None:
+    def _listen(self, pulse: StageHealth, now_s: float) -> None:
         while (message := pulse.call.heard()) is not None:
-            if not isinstance(message, control.Pong) or self._is_foreign(message):
+            if not isinstance(message, messages.Pong) or self._is_foreign(message):
                 continue
             pulse.pong = message
             if message.error is not None:
@@ -75,10 +77,10 @@ class Vigil:
                 pulse.is_waiting = False
                 pulse.round_trip_us = round((now_s - pulse.asked_s) * 1e6)
 
-    def _is_foreign(self, message: control.Pong) -> bool:
+    def _is_foreign(self, message: messages.Pong) -> bool:
         return (message.pipeline, message.epoch) != (self._wiring.pipeline, self._wiring.epoch)
 
-    def _ask(self, pulse: Pulse, now_s: float) -> None:
+    def _ask(self, pulse: StageHealth, now_s: float) -> None:
         waited_s = now_s - pulse.asked_s
         if pulse.is_waiting:
             if waited_s > self._times.link_dead_s:
@@ -86,7 +88,7 @@ class Vigil:
         elif waited_s >= self._times.heartbeat_s / 3:
             pulse.seq += 1
             pulse.asked_s, pulse.is_waiting = now_s, True
-            pulse.call.say(control.Ping(pipeline=self._wiring.pipeline, epoch=self._wiring.epoch, seq=pulse.seq))
+            pulse.call.say(messages.Ping(pipeline=self._wiring.pipeline, epoch=self._wiring.epoch, seq=pulse.seq))
 
     def _check_steps(self, now_s: float) -> None:
         """Heartbeats without a finished step of any stage while steps are outstanding: somebody hangs."""
@@ -116,14 +118,14 @@ class Vigil:
             )
         return self._own_step_s > heartbeat_s
 
-    def _end_stall(self, stalled_s: float, progress: Progress) -> None:
+    def _end_stall(self, stalled_s: float, progress: StageProgress) -> None:
         """The first stage that is behind is the one that hangs; if none is, the results are lost on their way."""
         num_due = progress.num_steps + progress.num_outstanding
         for pulse in self.pulses:
             if pulse.pong is not None and pulse.pong.num_steps < num_due:
                 reason = f"no step finished for {stalled_s:.1f} s, {pulse.pong.num_steps} of {num_due} done"
                 log.error("stage hangs", stage=pulse.call.card.worker, reason=reason)
-                pulse.call.say(control.Exit(pipeline=self._wiring.pipeline, epoch=self._wiring.epoch, reason=reason))
+                pulse.call.say(messages.Exit(pipeline=self._wiring.pipeline, epoch=self._wiring.epoch, reason=reason))
                 pulse.call.wait_for_end(self._times.heartbeat_s)
                 raise LinkLost(f"{pulse.call.card.worker} hangs: {reason}")
         raise LinkLost(f"no result for {stalled_s:.1f} s, though every stage has done its steps")

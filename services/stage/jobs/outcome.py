@@ -7,7 +7,7 @@ from typing import Any
 
 import structlog
 
-from services.stage.jobs.live import LiveJob
+from services.stage.jobs.live_job import LiveJob
 from services.stage.scheduling.events import Failed, Finished
 from shardline.job import FinishReason, JobState, Result, Usage
 from shardline.store.claims import End
@@ -31,7 +31,7 @@ CELERY_STATES = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Ending:
+class JobOutcome:
     """The engine's last event of a live job."""
 
     job: LiveJob

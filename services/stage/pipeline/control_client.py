@@ -10,26 +10,26 @@ from typing import TypeVar
 import zmq
 
 from services.stage.hop.sockets import Sockets
-from services.stage.pipeline import control
+from services.stage.pipeline import messages
 from shardline.errors import LinkLost, ProtocolError
 from shardline.wire import StageCard
 
 LINGER_MS = 500
 """A BYE may still leave after close."""
 
-Answer = TypeVar("Answer", control.Welcome, control.Ready)
+Answer = TypeVar("Answer", messages.Welcome, messages.Ready)
 
 
 class Refused(ProtocolError):
     """The stage does not take part, or no longer."""
 
 
-class Call:
+class ControlClient:
     """Used by one thread. Every method raises LinkLost when the stage is gone and Refused when it says so."""
 
     def __init__(self, sockets: Sockets, card: StageCard, timeout_s: float) -> None:
         self.card = card
-        options: dict[int, int] = {zmq.LINGER: LINGER_MS, zmq.MAXMSGSIZE: control.MAX_CONTROL_BYTES}
+        options: dict[int, int] = {zmq.LINGER: LINGER_MS, zmq.MAXMSGSIZE: messages.MAX_CONTROL_BYTES}
         self.socket, self._watch = sockets.connect(zmq.DEALER, card.control, options, timeout_s)
         self._poller = zmq.Poller()
         self.register(self._poller)
@@ -39,14 +39,14 @@ class Call:
         poller.register(self.socket, zmq.POLLIN)
         poller.register(self._watch.events, zmq.POLLIN)
 
-    def say(self, message: control.ToStage) -> None:
+    def say(self, message: messages.ToStage) -> None:
         """Never blocks."""
         try:
-            self.socket.send(control.encode(message), zmq.NOBLOCK)
+            self.socket.send(messages.encode(message), zmq.NOBLOCK)
         except zmq.Again as error:
             raise LinkLost(f"{self.card.worker}: {self._watch.lost() or 'it takes no messages'}") from error
 
-    def heard(self) -> control.ToHead | None:
+    def heard(self) -> messages.ToHead | None:
         """The next message that waits."""
         try:
             parts = self.socket.recv_multipart(zmq.NOBLOCK)
@@ -56,10 +56,10 @@ class Call:
                 raise LinkLost(f"{self.card.worker}: {problem}") from None
             return None
         try:
-            message = control.decode_to_head(parts[0])
-        except control.OtherVersion as error:
-            raise Refused(f"{self.card.worker}: {control.RefusalCode.PROTOCOL}: {error}") from error
-        if isinstance(message, control.Refuse):
+            message = messages.decode_to_head(parts[0])
+        except messages.OtherVersion as error:
+            raise Refused(f"{self.card.worker}: {messages.RefusalCode.PROTOCOL}: {error}") from error
+        if isinstance(message, messages.Refuse):
             raise Refused(f"{self.card.worker}: {message.code}: {message.reason}")
         return message
 
@@ -85,7 +85,7 @@ class Call:
                 if self.heard() is None:
                     self._poller.poll(math.ceil(left_s * 1000))
 
-    def close(self, goodbye: control.Bye | None = None) -> None:
+    def close(self, goodbye: messages.Bye | None = None) -> None:
         """Says BYE if the stage is to be released."""
         if goodbye is not None:
             with contextlib.suppress(LinkLost):  # Gone already.

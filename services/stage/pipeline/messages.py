@@ -53,14 +53,14 @@ class RefusalCode(StrEnum):
     """It cannot open its hop."""
 
 
-class Message(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=True):
+class ControlMessage(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=True):
     """Base of all control messages. Answers repeat pipeline and epoch: whoever has gone on ignores them."""
 
     pipeline: UUID
     epoch: Epoch
 
 
-class Hello(Message, frozen=True, kw_only=True, array_like=True, tag=1):
+class Hello(ControlMessage, frozen=True, kw_only=True, array_like=True, tag=1):
     """Join me. The stage gives up lower epochs of this pipeline at once."""
 
     head: Name
@@ -73,7 +73,7 @@ class Hello(Message, frozen=True, kw_only=True, array_like=True, tag=1):
     """What the stage's queues must hold at least."""
 
 
-class Welcome(Message, frozen=True, kw_only=True, array_like=True, tag=2):
+class Welcome(ControlMessage, frozen=True, kw_only=True, array_like=True, tag=2):
     """Bound. `address` receives plans, for this epoch only."""
 
     incarnation: Name
@@ -83,14 +83,14 @@ class Welcome(Message, frozen=True, kw_only=True, array_like=True, tag=2):
     exact: bool
 
 
-class Refuse(Message, frozen=True, kw_only=True, array_like=True, tag=3):
+class Refuse(ControlMessage, frozen=True, kw_only=True, array_like=True, tag=3):
     """Not bound."""
 
     code: RefusalCode
     reason: Text
 
 
-class Start(Message, frozen=True, kw_only=True, array_like=True, tag=4):
+class Start(ControlMessage, frozen=True, kw_only=True, array_like=True, tag=4):
     """The whole chain is bound: connect to `next_address` and take your place."""
 
     place: Small
@@ -101,17 +101,17 @@ class Start(Message, frozen=True, kw_only=True, array_like=True, tag=4):
     next_address: Address
 
 
-class Ready(Message, frozen=True, kw_only=True, array_like=True, tag=5):
+class Ready(ControlMessage, frozen=True, kw_only=True, array_like=True, tag=5):
     """Connected; plans may come."""
 
 
-class Ping(Message, frozen=True, kw_only=True, array_like=True, tag=6):
+class Ping(ControlMessage, frozen=True, kw_only=True, array_like=True, tag=6):
     """The head is alive."""
 
     seq: Count
 
 
-class Pong(Message, frozen=True, kw_only=True, array_like=True, tag=7):
+class Pong(ControlMessage, frozen=True, kw_only=True, array_like=True, tag=7):
     """The stage is alive; unasked for (seq 0) when an error must be told at once."""
 
     seq: Count
@@ -127,13 +127,13 @@ class Pong(Message, frozen=True, kw_only=True, array_like=True, tag=7):
     """Set: this epoch is over for the stage."""
 
 
-class Exit(Message, frozen=True, kw_only=True, array_like=True, tag=8):
+class Exit(ControlMessage, frozen=True, kw_only=True, array_like=True, tag=8):
     """You hang: leave with a non-zero status, so that the supervisor starts you anew."""
 
     reason: Text
 
 
-class Bye(Message, frozen=True, kw_only=True, array_like=True, tag=9):
+class Bye(ControlMessage, frozen=True, kw_only=True, array_like=True, tag=9):
     """Released; the stage is free."""
 
 

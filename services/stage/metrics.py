@@ -10,13 +10,13 @@ from prometheus_client import CollectorRegistry
 from services.stage.pipeline.pipeline import Pipeline
 from services.stage.runtime import Loaded
 from services.stage.scheduling.scheduler import Scheduler
-from services.stage.scheduling.step import StepPlan
+from services.stage.scheduling.step_plan import StepPlan
 from shardline.metrics import HeadMetrics, StageMetrics
 
 log = structlog.get_logger(__name__)
 
 
-class Meter:
+class StageMeter:
     """One per process."""
 
     def __init__(self, loaded: Loaded) -> None:

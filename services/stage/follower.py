@@ -5,23 +5,23 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from services.stage.celery.mailbox import Mailbox
-from services.stage.celery.ticket import Ticket
-from services.stage.engine.engine import LaterEngine
+from services.stage.celery.delivery import Delivery
+from services.stage.celery.hub_calls import HubCalls
+from services.stage.engine.engine import FollowerEngine
 from services.stage.hop.zeromq import ZeroMqHop
-from services.stage.metering import Meter
-from services.stage.pipeline.facts import StageStatus
-from services.stage.pipeline.link import StageLink
+from services.stage.metrics import StageMeter
+from services.stage.pipeline.control_server import ControlServer
 from services.stage.pipeline.registry import Announcer, Registry
+from services.stage.pipeline.status import StageStatus
 from services.stage.runtime import Loaded
 from shardline.threads import die
 from shardline.wire import StageCard
 
 
-class NoDesk:
+class NoDeliveries:
     """The desk of a stage to which no job is ever sent."""
 
-    def offer(self, ticket: Ticket) -> None:
+    def offer(self, ticket: Delivery) -> None:
         """Acknowledged unread."""
         ticket.drop()
 
@@ -40,7 +40,7 @@ class NoDesk:
         return {}
 
 
-class Later:
+class Follower:
     """The parts of a later stage, and the order in which they start and stop."""
 
     def __init__(self, loaded: Loaded) -> None:
@@ -49,13 +49,13 @@ class Later:
         self.worker = loaded.worker
         self.drain_s = times.drain_s
         self.interactive_seats = 0
-        self.mailbox = Mailbox()
-        self.desk = NoDesk()
-        self.meter = Meter(loaded)
-        self._engine = LaterEngine(loaded.executor, on_lost=self._on_lost, on_step=self.meter.step)
+        self.mailbox = HubCalls()
+        self.desk = NoDeliveries()
+        self.meter = StageMeter(loaded)
+        self._engine = FollowerEngine(loaded.executor, on_lost=self._on_lost, on_step=self.meter.step)
         self._registry = Registry(loaded.settings.redis_url)
         self._announcer = Announcer(self._registry, self._card)
-        self._link = StageLink(
+        self._link = ControlServer(
             card=loaded.card,
             capacity=loaded.capacity,
             sockets=loaded.sockets,

@@ -16,7 +16,7 @@ from shardline.broker import Reconnecting, guard
 from shardline.job import INTERACTIVE
 
 
-class Seating(Reconnecting):
+class SeatLimit(Reconnecting):
     """Messages of jobs are never put back by the worker that took them: the relay knows better which to send again."""
 
     def start(self, c: Any) -> None:

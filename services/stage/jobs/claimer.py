@@ -10,11 +10,11 @@ import structlog
 from sqlalchemy import Connection
 from sqlalchemy import Engine as Database
 
-from services.stage.celery.ticket import Ticket
+from services.stage.celery.delivery import Delivery
+from services.stage.jobs.claim_queue import ClaimQueue
 from services.stage.jobs.identity import Identity
-from services.stage.jobs.isolation import Moment, Seats, claimable, without_room
-from services.stage.jobs.offers import Offers
-from services.stage.scheduling.kv_cache import BLOCK_TOKENS
+from services.stage.jobs.quarantine import Moment, Seats, claimable, without_room
+from services.stage.scheduling.kv_blocks import BLOCK_TOKENS
 from shardline.clock import lease_clock_s
 from shardline.config import Times
 from shardline.failpoints import Point, failpoint
@@ -27,16 +27,16 @@ CLAIM_BATCH = 64
 """Rows of one transaction."""
 
 
-class Claiming:
+class Claimer:
     """`offer` is for Celery's thread, all else for the ledger's."""
 
     def __init__(self, *, database: Database, seats: Seats, times: Times) -> None:
         self._database = database
         self._seats = seats
         self._times = times
-        self._offers = Offers()
+        self._offers = ClaimQueue()
 
-    def offer(self, ticket: Ticket) -> None:
+    def offer(self, ticket: Delivery) -> None:
         """Claim this row, soon."""
         self._offers.put(ticket)
 
@@ -44,7 +44,7 @@ class Claiming:
         """A seat was left or a token saved: those that wait may have their turn."""
         self._offers.again()
 
-    def turn(self, identity: Identity, moment: Moment) -> Iterator[tuple[float, list[tuple[Claimed, Ticket]]]]:
+    def turn(self, identity: Identity, moment: Moment) -> Iterator[tuple[float, list[tuple[Claimed, Delivery]]]]:
         """Claims what may be claimed now, batch by batch: when it was asked for, and the rows that are ours. The others
         that were asked for are ended, held by somebody or too long: dropped; what is due of them is sent again."""
         if not self._offers:
@@ -81,7 +81,7 @@ class Claiming:
         for ticket in tickets:
             ticket.drop()
 
-    def _choose(self, tickets: Sequence[Ticket], moment: Moment) -> tuple[list[Ticket], bool]:
+    def _choose(self, tickets: Sequence[Delivery], moment: Moment) -> tuple[list[Delivery], bool]:
         """Those to claim now, and whether they are a suspect, alone."""
         with self._database.begin() as connection:
             found = crashes.suspects(connection, [ticket.job_id for ticket in tickets])

@@ -6,9 +6,9 @@ import time
 from dataclasses import dataclass, field
 from uuid import UUID
 
-from services.stage.celery.ticket import Ticket
+from services.stage.celery.delivery import Delivery
 from services.stage.jobs.identity import Identity
-from services.stage.scheduling.events import Tokens
+from services.stage.scheduling.events import NewTokens
 from shardline.job import TokenLogprob
 from shardline.store.claims import Beat, Claimed
 from shardline.wire import Delta
@@ -19,7 +19,7 @@ class LiveJob:
     """Filled by the ledger from the engine's events; `num_saved` output tokens are in Postgres."""
 
     claimed: Claimed
-    ticket: Ticket
+    ticket: Delivery
     identity: Identity
     """Who claimed it, in which epoch."""
     exact: bool
@@ -38,7 +38,7 @@ class LiveJob:
     """Beats in a row that saved no token of it: there were too many log-probabilities."""
 
     @classmethod
-    def from_claim(cls, claimed: Claimed, ticket: Ticket, identity: Identity, num_steps: int) -> LiveJob:
+    def from_claim(cls, claimed: Claimed, ticket: Delivery, identity: Identity, num_steps: int) -> LiveJob:
         """A job just claimed, with the tokens of earlier attempts."""
         return cls(
             claimed=claimed,
@@ -76,7 +76,7 @@ class LiveJob:
         """Postgres knows that it runs from now on."""
         self.parked, self.began_step = False, num_steps
 
-    def take(self, tokens: Tokens) -> Delta:
+    def take(self, tokens: NewTokens) -> Delta:
         """Adds the engine's tokens; returns what a reader of the stream gets."""
         if self.first_token_s is None:
             self.first_token_s = time.monotonic()

@@ -15,7 +15,7 @@ from shardline.config import Times
 from shardline.store import pipelines
 
 
-class Standing:
+class PipelineReadiness:
     """`on_announced`: Postgres knows that the pipeline is ready. `on_superseded`: another head took its epoch."""
 
     def __init__(

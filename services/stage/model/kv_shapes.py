@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from services.stage.attention.paged import HeadShape
+from services.stage.attention.paged_kv import HeadShape
 from services.stage.model.refusal import refuse
 from services.stage.model.shard import Shard
 

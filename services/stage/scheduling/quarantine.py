@@ -5,7 +5,7 @@ from __future__ import annotations
 MAX_DOUBTED = 1024
 
 
-class Doubted:
+class Quarantine:
     """Job ids; the oldest is forgotten first."""
 
     def __init__(self) -> None:

@@ -15,37 +15,37 @@ from uuid import UUID
 from services.stage.hop import Channel, Hop, Kind
 from services.stage.hop.sockets import Sockets
 from services.stage.hop.wiring import Member, Wiring
-from services.stage.pipeline import control
-from services.stage.pipeline.call import Call, Refused
-from services.stage.pipeline.facts import Capacity
+from services.stage.pipeline import messages
+from services.stage.pipeline.control_client import ControlClient, Refused
 from services.stage.pipeline.route import choose_route
+from services.stage.pipeline.status import Capacity
 from shardline.errors import LinkLost
 from shardline.failpoints import Point, failpoint
 from shardline.wire import StageCard
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Formed:
+class AssembledPipeline:
     """A pipeline that is ready: its control links, and the head's own wiring."""
 
-    calls: tuple[Call, ...]
+    calls: tuple[ControlClient, ...]
     wiring: Wiring
 
     def release(self) -> None:
         """Frees the stages. The wiring's ends are the engine's to close."""
-        goodbye = control.Bye(pipeline=self.wiring.pipeline, epoch=self.wiring.epoch)
+        goodbye = messages.Bye(pipeline=self.wiring.pipeline, epoch=self.wiring.epoch)
         for call in self.calls:
             call.close(goodbye)
 
 
 @dataclass(frozen=True, slots=True)
 class _Bound:
-    call: Call
-    welcome: control.Welcome
+    call: ControlClient
+    welcome: messages.Welcome
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Forming:
+class PipelineAssembly:
     """What every attempt of a head has in common."""
 
     pipeline: UUID
@@ -59,7 +59,7 @@ class Forming:
     """As many as stages, unless set."""
     next_epoch: Callable[[], int]
 
-    def form(self, cards: list[StageCard]) -> Formed:
+    def form(self, cards: list[StageCard]) -> AssembledPipeline:
         """Raises Unavailable, Conflict, LinkLost or Refused with what is in the way; then nothing is held any more."""
         choose_route(self.card, cards, pipeline=str(self.pipeline), refused={})  # No epoch is spent without a route.
         epoch = self.next_epoch()
@@ -74,7 +74,7 @@ class Forming:
             bound.clear()
             wiring = self._wire(members, epoch, undo)
             undo.pop_all()
-        return Formed(calls=tuple(member.call for member in members), wiring=wiring)
+        return AssembledPipeline(calls=tuple(member.call for member in members), wiring=wiring)
 
     def _bind(self, cards: list[StageCard], epoch: int, bound: dict[str, _Bound]) -> list[StageCard]:
         """Calls stages until those in `bound` hold all layers; the next candidate when one refuses. Those bound already
@@ -86,17 +86,17 @@ class Forming:
             if card is None:
                 return route
             for member in bound.values():
-                member.call.say(control.Ping(pipeline=self.pipeline, epoch=epoch, seq=0))
+                member.call.say(messages.Ping(pipeline=self.pipeline, epoch=epoch, seq=0))
             try:
                 bound[card.incarnation] = self._hello(card, epoch)
             except (LinkLost, Refused) as error:
                 refused[card.incarnation] = str(error)
 
     def _hello(self, card: StageCard, epoch: int) -> _Bound:
-        call = Call(self.sockets, card, self.timeout_s)
+        call = ControlClient(self.sockets, card, self.timeout_s)
         try:
             call.say(
-                control.Hello(
+                messages.Hello(
                     pipeline=self.pipeline,
                     epoch=epoch,
                     head=self.card.worker,
@@ -108,9 +108,9 @@ class Forming:
                     max_lanes=self.num_lanes or self.card.num_layers,
                 )
             )
-            return _Bound(call, call.expect(control.Welcome, self.timeout_s))
+            return _Bound(call, call.expect(messages.Welcome, self.timeout_s))
         except (LinkLost, Refused):
-            call.close(control.Bye(pipeline=self.pipeline, epoch=epoch))
+            call.close(messages.Bye(pipeline=self.pipeline, epoch=epoch))
             raise
 
     def _wire(self, members: list[_Bound], epoch: int, undo: ExitStack) -> Wiring:
@@ -128,7 +128,7 @@ class Forming:
             undo.callback(sender.close)
         deadline = time.monotonic() + self.timeout_s
         for member in members:
-            member.call.expect(control.Ready, max(0.0, deadline - time.monotonic()))
+            member.call.expect(messages.Ready, max(0.0, deadline - time.monotonic()))
         return Wiring(
             pipeline=self.pipeline,
             epoch=epoch,
@@ -145,7 +145,7 @@ class Forming:
         addresses = [*(member.welcome.address for member in members[1:]), results]
         for place, (member, next_address) in enumerate(zip(members, addresses, strict=True), start=1):
             member.call.say(
-                control.Start(
+                messages.Start(
                     pipeline=self.pipeline,
                     epoch=epoch,
                     place=place,
@@ -158,7 +158,7 @@ class Forming:
 
     def _release(self, bound: dict[str, _Bound], epoch: int) -> None:
         for member in bound.values():
-            member.call.close(control.Bye(pipeline=self.pipeline, epoch=epoch))
+            member.call.close(messages.Bye(pipeline=self.pipeline, epoch=epoch))
 
 
 def _describe(card: StageCard, capacity: Capacity) -> Member:

@@ -11,9 +11,9 @@ import structlog
 
 from services.stage.hop import Channel, Hop, Kind, Receiver
 from services.stage.hop.wiring import Wiring
-from services.stage.pipeline import control
+from services.stage.pipeline import messages
 from services.stage.pipeline.binding import Binding, Bound
-from services.stage.pipeline.facts import Capacity, StageStatus
+from services.stage.pipeline.status import Capacity, StageStatus
 from shardline.errors import LinkLost, Unavailable
 from shardline.failpoints import Point, failpoint
 from shardline.wire import StageCard
@@ -21,7 +21,7 @@ from shardline.wire import StageCard
 log = structlog.get_logger(__name__)
 
 
-class Reception:
+class ControlHandler:
     """Runs in the link's thread. The callbacks are StageLink's."""
 
     def __init__(
@@ -56,26 +56,26 @@ class Reception:
         """From any thread: who holds the stage."""
         return self._binding.bound
 
-    def answer(self, message: control.ToStage, now_s: float) -> control.ToHead | None:
+    def answer(self, message: messages.ToStage, now_s: float) -> messages.ToHead | None:
         """Does what the message says, if its sender is to be obeyed."""
-        if isinstance(message, control.Hello):
+        if isinstance(message, messages.Hello):
             return self._hello(message, now_s)
         bound = self._binding.bound
         if bound is None or not self._binding.obeys(message, now_s):
             return self._disown(message)
         match message:
-            case control.Start():
+            case messages.Start():
                 return self._start(message, bound)
-            case control.Ping():
+            case messages.Ping():
                 return self.pong(message.seq)
-            case control.Exit():
+            case messages.Exit():
                 log.error("told to exit", reason=message.reason)
                 self._on_exit(message.reason)
-            case control.Bye():
+            case messages.Bye():
                 self._unbind("its head released it")
         return None
 
-    def pong(self, seq: int) -> control.Pong | None:
+    def pong(self, seq: int) -> messages.Pong | None:
         """What the engine has done for the pipeline that holds the stage."""
         bound = self._binding.bound
         if bound is None:
@@ -83,7 +83,7 @@ class Reception:
         status = self._status()
         if status.epoch != bound.epoch:
             status = StageStatus(epoch=bound.epoch)
-        return control.Pong(
+        return messages.Pong(
             pipeline=bound.pipeline,
             epoch=bound.epoch,
             seq=seq,
@@ -106,7 +106,7 @@ class Reception:
             self._receiver.close()
             self._receiver = None
 
-    def _hello(self, hello: control.Hello, now_s: float) -> control.Welcome | control.Refuse:
+    def _hello(self, hello: messages.Hello, now_s: float) -> messages.Welcome | messages.Refuse:
         was_bound = self._binding.bound is not None
         refusal = self._binding.hello(hello, now_s)
         if refusal is not None:
@@ -121,7 +121,7 @@ class Reception:
         log.info("bound", pipeline=str(hello.pipeline), epoch=hello.epoch, head=hello.head)
         self._on_card()
         failpoint(Point.HELLO_TAKEN)
-        return control.Welcome(
+        return messages.Welcome(
             pipeline=hello.pipeline,
             epoch=hello.epoch,
             incarnation=self._incarnation,
@@ -131,7 +131,7 @@ class Reception:
             exact=self._capacity.exact,
         )
 
-    def _start(self, start: control.Start, bound: Bound) -> control.Ready | control.Refuse | None:
+    def _start(self, start: messages.Start, bound: Bound) -> messages.Ready | messages.Refuse | None:
         if self._receiver is None:
             return None  # A repeated START: the wiring is the engine's already.
         kind = Kind.RESULT if start.place == start.num_stages - 1 else Kind.PLAN
@@ -152,17 +152,17 @@ class Reception:
         )
         self._receiver = None
         self._on_wiring(wiring)
-        return control.Ready(pipeline=bound.pipeline, epoch=bound.epoch)
+        return messages.Ready(pipeline=bound.pipeline, epoch=bound.epoch)
 
-    def _disown(self, message: control.ToStage) -> control.Refuse | None:
+    def _disown(self, message: messages.ToStage) -> messages.Refuse | None:
         """Heads that believe to hold the stage must learn at once that they do not."""
-        if not isinstance(message, control.Ping | control.Start):
+        if not isinstance(message, messages.Ping | messages.Start):
             return None
-        return _refuse(message, control.RefusalCode.STALE, "this stage is not bound to you any more")
+        return _refuse(message, messages.RefusalCode.STALE, "this stage is not bound to you any more")
 
-    def _fail(self, message: control.ToStage, reason: str) -> control.Refuse:
+    def _fail(self, message: messages.ToStage, reason: str) -> messages.Refuse:
         self._unbind(reason)
-        return _refuse(message, control.RefusalCode.FAILED, reason)
+        return _refuse(message, messages.RefusalCode.FAILED, reason)
 
     def _unbind(self, reason: str) -> None:
         log.info("unbound", reason=reason)
@@ -175,5 +175,5 @@ class Reception:
         self._on_unbind()
 
 
-def _refuse(message: control.ToStage, code: control.RefusalCode, reason: str) -> control.Refuse:
-    return control.Refuse(pipeline=message.pipeline, epoch=message.epoch, code=code, reason=reason)
+def _refuse(message: messages.ToStage, code: messages.RefusalCode, reason: str) -> messages.Refuse:
+    return messages.Refuse(pipeline=message.pipeline, epoch=message.epoch, code=code, reason=reason)
