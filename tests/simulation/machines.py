@@ -71,8 +71,8 @@ class Site:
     """Steps that a head began for a claim whose lease was over."""
 
 
-class Mailbox:
-    """`services.stage.celery.hub_calls.Mailbox` without a descriptor."""
+class HubCalls:
+    """`services.stage.celery.hub_calls.HubCalls` without a descriptor."""
 
     def __init__(self) -> None:
         self.woken = Event()
@@ -90,10 +90,10 @@ class Mailbox:
             self._calls.popleft()()
 
 
-class Intake:
-    """`services.stage.celery.subscription.Intake` without Celery's consumer."""
+class QueueSubscription:
+    """`services.stage.celery.subscription.QueueSubscription` without Celery's consumer."""
 
-    def __init__(self, _queue: str, mailbox: Mailbox) -> None:
+    def __init__(self, _queue: str, mailbox: HubCalls) -> None:
         self.is_open = False
         self._mailbox = mailbox
 

@@ -26,7 +26,7 @@ from tests.simulation import machines, pipeline_statements, servers, statements,
 from tests.simulation.loom import Event, Loom, current, now_s, threads
 
 
-class Meter:
+class StageMeter:
     """Counts nothing."""
 
     registry = None
@@ -110,16 +110,16 @@ SEAMS: tuple[tuple[Any, str, Any], ...] = (
     (head, "connect", lambda database, **_: database),
     (head, "DeltaWriter", servers.DeltaWriter),
     (head, "Registry", servers.Registry),
-    (head, "Mailbox", machines.Mailbox),
-    (head, "Intake", machines.Intake),
-    (head, "Meter", Meter),
+    (head, "HubCalls", machines.HubCalls),
+    (head, "QueueSubscription", machines.QueueSubscription),
+    (head, "StageMeter", StageMeter),
     (head, "register_model", lambda *_: None),
     (head, "Tokens", SimpleNamespace(from_row=lambda _: SimpleNamespace(tokenizer=machines.TOKENIZER))),
     (head, "software", dict),
     (head, "die", _die),
     (follower, "Registry", servers.Registry),
-    (follower, "Mailbox", machines.Mailbox),
-    (follower, "Meter", Meter),
+    (follower, "HubCalls", machines.HubCalls),
+    (follower, "StageMeter", StageMeter),
     (follower, "die", _die),
     (relay_outbox, "outbox", statements),
     (relay_sweeper, "sweeps", statements),
