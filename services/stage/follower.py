@@ -1,4 +1,4 @@
-"""A middle or tail stage: its engine, its control link, its card. It never talks to Postgres and takes no job."""
+"""A follower is a middle or tail stage: engine, control link, card. It never talks to Postgres and takes no job."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 from services.stage.celery.delivery import Delivery
 from services.stage.celery.hub_calls import HubCalls
 from services.stage.engine.engine import FollowerEngine
+from services.stage.hop.wiring import Wiring
 from services.stage.hop.zeromq import ZeroMqHop
 from services.stage.metrics import StageMeter
 from services.stage.pipeline.control_server import ControlServer
@@ -19,13 +20,13 @@ from shardline.wire import StageCard
 
 
 class NoDeliveries:
-    """The desk of a stage to which no job is ever sent."""
+    """The delivery_handler of a stage to which no job is ever sent."""
 
-    def offer(self, ticket: Delivery) -> None:
+    def offer(self, delivery: Delivery) -> None:
         """Acknowledged unread."""
-        ticket.drop()
+        delivery.drop()
 
-    def cancel(self, job_ids: Sequence[str]) -> int:  # noqa: ARG002 (the Desk's signature)
+    def cancel(self, job_ids: Sequence[str]) -> int:  # noqa: ARG002 (DeliveryHandler's signature)
         """Nothing runs here under a job's id."""
         return 0
 
@@ -41,7 +42,7 @@ class NoDeliveries:
 
 
 class Follower:
-    """The parts of a later stage, and the order in which they start and stop."""
+    """The parts of a follower, and the order in which they start and stop. A control link's StageHost."""
 
     def __init__(self, loaded: Loaded) -> None:
         times = loaded.settings.times
@@ -49,29 +50,25 @@ class Follower:
         self.worker = loaded.worker
         self.drain_s = times.drain_s
         self.interactive_seats = 0
-        self.mailbox = HubCalls()
-        self.desk = NoDeliveries()
+        self.hub = HubCalls()
+        self.delivery_handler = NoDeliveries()
         self.meter = StageMeter(loaded)
         self._engine = FollowerEngine(loaded.executor, on_lost=self._on_lost, on_step=self.meter.step)
         self._registry = Registry(loaded.settings.redis_url)
         self._announcer = Announcer(self._registry, self._card)
-        self._link = ControlServer(
+        self._control = ControlServer(
             card=loaded.card,
             capacity=loaded.capacity,
             sockets=loaded.sockets,
             hop=ZeroMqHop(loaded.sockets, times),
+            host=self,
             times=times,
-            on_wiring=self._engine.wire,
-            on_unbind=self._engine.unwire,
-            on_exit=die,
-            status=self._status,
-            on_card=self._announcer.touch,
         )
 
     def start(self) -> None:
         """Answers heads from now on."""
         self._engine.start()
-        self._link.start()
+        self._control.start()
         self._announcer.start()
 
     def attach(self, consumer: Any) -> None:
@@ -79,39 +76,56 @@ class Follower:
 
     def describe(self) -> Mapping[str, Any]:
         """For `inspect stage`."""
-        pulse = self._engine.pulse
+        progress = self._engine.progress
         return {
             **self._loaded.describe(),
             "role": "tail" if self._loaded.executor.is_last else "middle",
-            "bound_to": self._link.card().bound_to,
-            "epoch": pulse.epoch,
-            "steps": pulse.num_steps,
+            "bound_to": self._control.card().bound_to,
+            "epoch": progress.epoch,
+            "steps": progress.num_steps,
         }
 
     def stop(self) -> None:
-        """The head sees the link close, and forms its pipeline anew."""
+        """The card goes first, then the link: the head sees it close and forms its pipeline without this stage."""
         self._announcer.stop()
-        self._link.stop()
+        self._control.stop()
         self._engine.stop()
         self._engine.join()
         self._registry.close()
         self._loaded.device.release()
 
-    def _on_lost(self, *_: object) -> None:
-        """The pulse holds the error; the head must hear of it now."""
-        self._link.report()
+    def wire(self, wiring: Wiring) -> None:
+        """A head begins an epoch with this stage."""
+        self._engine.wire(wiring)
 
-    def _card(self) -> StageCard:
-        return self._link.card()
+    def unwire(self) -> None:
+        """The epoch is over."""
+        self._engine.unwire()
 
-    def _status(self) -> StageStatus:
-        pulse, executor = self._engine.pulse, self._loaded.executor
+    def card_changed(self) -> None:
+        """The registry shall know who holds the stage."""
+        self._announcer.touch()
+
+    def status(self) -> StageStatus:
+        """For the head that holds the stage."""
+        progress, executor = self._engine.progress, self._loaded.executor
         return StageStatus(
-            epoch=pulse.epoch,
-            num_steps=pulse.num_steps,
+            epoch=progress.epoch,
+            num_steps=progress.num_steps,
             num_sequences=executor.num_open,
             num_blocks_used=executor.blocks_used,
-            compute_us=int(pulse.compute_s * 1e6),
-            hop_us=int(pulse.hop_s * 1e6),
-            error=pulse.error,
+            compute_us=int(progress.compute_s * 1e6),
+            hop_us=int(progress.hop_s * 1e6),
+            error=progress.error,
         )
+
+    def exit(self, reason: str) -> None:
+        """A supervisor starts the stage again."""
+        die(reason)
+
+    def _on_lost(self, *_: object) -> None:
+        """The engine's progress holds the error; the head must hear of it now."""
+        self._control.report()
+
+    def _card(self) -> StageCard:
+        return self._control.card()

@@ -1,8 +1,8 @@
-"""A head stage: scheduler and engine, its pipeline, the ledger of its jobs. The only stage that takes jobs."""
+"""A head stage: scheduler and engine, its pipeline, the leases of its jobs. The only stage that takes jobs."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 from uuid import NAMESPACE_URL, uuid5
@@ -22,6 +22,7 @@ from services.stage.jobs.identity import identity_of
 from services.stage.jobs.lease_manager import LeaseManager
 from services.stage.jobs.quarantine import Seats
 from services.stage.metrics import StageMeter
+from services.stage.pipeline.assembly import PipelineAssembly
 from services.stage.pipeline.epochs import Epochs
 from services.stage.pipeline.pipeline import Pipeline
 from services.stage.pipeline.registry import Registry
@@ -37,12 +38,13 @@ from shardline.store.models import register_model
 from shardline.streams import DeltaWriter
 from shardline.threads import die
 from shardline.tokenise import Tokens
+from shardline.wire import StageCard
 
 log = structlog.get_logger(__name__)
 
 
 class Head:
-    """The parts of a head, and the order in which they start and stop."""
+    """The parts of a head, and the order in which they start and stop. The host of its pipeline and of its leases."""
 
     def __init__(self, loaded: Loaded, app: Celery) -> None:
         settings = loaded.settings
@@ -51,7 +53,7 @@ class Head:
         self.worker = loaded.worker
         self.drain_s = settings.times.drain_s
         self.interactive_seats = settings.interactive_seats
-        self.mailbox = HubCalls()
+        self.hub = HubCalls()
         self.meter = StageMeter(loaded)
         self._name = settings.pipeline or f"{settings.name}:{loaded.worker.partition('@')[2]}:{loaded.device.name}"
         self._database = connect(
@@ -70,7 +72,7 @@ class Head:
             DeltaWriter(settings.redis_url), app.backend.store_result if settings.result_backend else None
         )
         self._registry = Registry(settings.redis_url)
-        self._intake = QueueSubscription(generate_queue(settings.name), self.mailbox)
+        self._subscription = QueueSubscription(generate_queue(settings.name), self.hub)
         self._scheduler = Scheduler(
             SchedulerConfig(
                 num_blocks=loaded.executor.num_blocks,
@@ -80,14 +82,18 @@ class Head:
                 max_len=loaded.info.context_length,
             )
         )
-        self._engine = HeadEngine(
-            loaded.executor, self._scheduler, emit=self._report, on_lost=self._lose, on_step=self.meter.step
-        )
-        self.desk = self._make_ledger()
         self._pipeline = self._make_pipeline()
+        self._engine = HeadEngine(
+            loaded.executor,
+            self._scheduler,
+            emit=self._report,
+            on_lost=self._pipeline.lost,
+            on_step=self.meter.step,
+        )
+        self.delivery_handler = self._make_lease_manager()
         self.meter.watch(self._scheduler, self._pipeline)
 
-    def _make_ledger(self) -> LeaseManager:
+    def _make_lease_manager(self) -> LeaseManager:
         info = self._loaded.info
         return LeaseManager(
             database=self._database,
@@ -98,30 +104,24 @@ class Head:
                 context_length=info.context_length,
             ),
             publisher=self._publisher,
-            on_announced=self._intake.open,
-            on_superseded=self._superseded,
-            on_blamed=self.meter.blamed,
+            host=self,
             seats=Seats(num_any=self._settings.seats, num_interactive=self._settings.interactive_seats),
             times=self._settings.times,
         )
 
     def _make_pipeline(self) -> Pipeline:
         loaded, settings = self._loaded, self._settings
-        return Pipeline(
+        assembly = PipelineAssembly(
             pipeline=uuid5(NAMESPACE_URL, f"pipeline {self._name}"),
             card=loaded.card,
             capacity=loaded.capacity,
             sockets=loaded.sockets,
             hop=ZeroMqHop(loaded.sockets, settings.times),
-            times=settings.times,
-            cards=lambda: self._registry.cards(settings.name),
-            next_epoch=self._epochs.take,
-            on_ready=self._on_ready,
-            on_lost=self._on_lost,
-            on_exit=die,
-            progress=self._progress,
+            timeout_s=settings.times.link_dead_s,
             num_lanes=settings.lanes,
+            next_epoch=self._epochs.take,
         )
+        return Pipeline(assembly, self, settings.times)
 
     def start(self) -> None:
         """Registers the model, then forms the pipeline. Raises Unavailable when Postgres cannot be reached."""
@@ -134,13 +134,13 @@ class Head:
         if num_held:
             log.warning("this head's predecessor left jobs behind: they are requeued", jobs=num_held)
         self._publisher.start()
-        self.desk.start()
+        self.delivery_handler.start()
         self._engine.start()
         self._pipeline.start()
 
     def attach(self, consumer: Any) -> None:
-        """Celery's consumer is up: the intake acts on it."""
-        self._intake.attach(consumer)
+        """Celery's consumer is up: the subscription acts on it."""
+        self._subscription.attach(consumer)
 
     def describe(self) -> Mapping[str, Any]:
         """For `inspect stage`."""
@@ -148,7 +148,7 @@ class Head:
         return {
             **self._loaded.describe(),
             "role": "head",
-            "steps": self._engine.pulse.num_steps,
+            "steps": self._engine.num_steps,
             "running": self._scheduler.num_running,
             "waiting": self._scheduler.num_waiting,
             "pipeline": {**status, "name": self._name},
@@ -156,8 +156,8 @@ class Head:
 
     def stop(self) -> None:
         """Leases are given back, then the stages are released."""
-        self.desk.stop()
-        self.desk.join()
+        self.delivery_handler.stop()
+        self.delivery_handler.join()
         self._pipeline.stop()
         self._epochs.release()
         self._engine.stop()
@@ -169,19 +169,19 @@ class Head:
         self._loaded.device.release()
 
     def _report(self, events: Sequence[Event]) -> None:
-        self.desk.report(events)
+        """The engine's thread."""
+        self.delivery_handler.report(events)
 
-    def _lose(self, epoch: int, reason: str) -> None:
-        self._pipeline.lost(epoch, reason)
+    # The pipeline's thread ----------------------------------------------------------------------------------------
 
-    def _superseded(self, epoch: int) -> None:
-        self._lose(
-            epoch, "another head took this pipeline: its lease had run out, or a process of the same name started"
-        )
+    def list_cards(self) -> list[StageCard]:
+        """The stages of this model. Raises Unavailable."""
+        return self._registry.cards(self._settings.name)
 
-    def _on_ready(self, wiring: Wiring) -> None:
+    def pipeline_ready(self, wiring: Wiring) -> None:
+        """The engine steps from now on; jobs come once Postgres knows."""
         self._engine.wire(wiring)
-        self.desk.ready(
+        self.delivery_handler.ready(
             identity_of(
                 wiring,
                 model=self._settings.name,
@@ -194,16 +194,38 @@ class Head:
             )
         )
 
-    def _on_lost(self, reason: str) -> None:  # noqa: ARG002 (the pipeline has logged it)
-        self._intake.close()
+    def pipeline_lost(self, reason: str) -> None:  # noqa: ARG002 (the pipeline has logged it)
+        """No more jobs come; those that run keep their leases for a while."""
+        self._subscription.close()
         self._engine.unwire()
-        self.desk.lost()
+        self.delivery_handler.lost()
 
-    def _progress(self) -> StageProgress:
-        pulse = self._engine.pulse
+    def progress(self) -> StageProgress:
+        """What the engine has done in its epoch."""
+        progress = self._engine.progress
         return StageProgress(
-            epoch=pulse.epoch,
-            num_steps=pulse.num_steps - self._scheduler.num_in_flight,
+            epoch=progress.epoch,
+            num_steps=progress.num_steps - self._scheduler.num_in_flight,
             num_outstanding=self._engine.num_awaited,
             step_began_s=self._engine.step_began_s,
         )
+
+    def exit(self, reason: str) -> None:
+        """A supervisor starts the head again."""
+        die(reason)
+
+    # The lease manager's thread -----------------------------------------------------------------------------------
+
+    def readiness_announced(self) -> None:
+        """Jobs may come."""
+        self._subscription.open()
+
+    def epoch_superseded(self, epoch: int) -> None:
+        """The pipeline is another head's now."""
+        self._pipeline.lost(
+            epoch, "another head took this pipeline: its lease had run out, or a process of the same name started"
+        )
+
+    def jobs_crashed(self, outcomes: Iterable[str]) -> None:
+        """Counted."""
+        self.meter.blamed(outcomes)

@@ -48,7 +48,7 @@ class StageMeter:
             )
 
     def blamed(self, fates: Iterable[str]) -> None:
-        """The ledger's thread: what became of jobs under which the pipeline broke."""
+        """The lease manager's thread: what became of jobs under which the pipeline broke."""
         if self._head is not None:
             for fate in fates:
                 self._head.blamed.labels(outcome=fate).inc()

@@ -41,11 +41,11 @@ class Stage(Protocol):
     worker: str
     drain_s: float
     interactive_seats: int
-    mailbox: HubCalls
+    hub: HubCalls
 
     @property
-    def desk(self) -> DeliveryHandler:
-        """Where the pool's tickets go."""
+    def delivery_handler(self) -> DeliveryHandler:
+        """Where the pool's deliveries go."""
 
     def start(self) -> None:
         """Start the threads."""

@@ -38,6 +38,11 @@ class Times(BaseModel):
         """A head stops emitting this long before its lease can expire by Postgres's clock."""
         return self.lease_s / 5
 
+    @property
+    def fence_s(self) -> float:
+        """A head emits for this long after it sent a heartbeat."""
+        return self.lease_s - self.fence_margin_s
+
 
 class FileSecrets(PydanticBaseSettingsSource):
     """`SHARDLINE_X_FILE=/run/secrets/x` gives SHARDLINE_X, as Compose and Kubernetes mount secrets."""

@@ -43,7 +43,7 @@ ADMIT = "DROP EVENT TRIGGER faults_refuse"
 BACKENDS = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE application_name = %s"
 
 
-def ledger_hangs(world: World, rng: random.Random) -> None:
+def lease_manager_hangs(world: World, rng: random.Random) -> None:
     """The thread that speaks to Postgres stands still just after a heartbeat; the engine does not know."""
     pause_s = HANGS_LEASES * world.times.lease_s
     arm(world.failpoints, Point.HEARTBEAT_AFTER_COMMIT, "pause", pause_s=pause_s).wait()
@@ -108,8 +108,8 @@ def too_old(world: World) -> str | None:
 
 
 FAULTS: tuple[Fault, ...] = (
-    Simple(kind="lease: a ledger hangs 1.4 leases", inject=ledger_hangs),
-    Simple(kind="lease: a ledger hangs while its head drains", inject=drains_late),
+    Simple(kind="lease: a lease manager hangs 1.4 leases", inject=lease_manager_hangs),
+    Simple(kind="lease: a lease manager hangs while its head drains", inject=drains_late),
     Simple(kind="lease: a head dies unsure of its heartbeats", inject=dies_unsure, is_kill=True),
     Simple(kind="lease: a head is cut off from Postgres 4 leases", inject=cut_off, why_not=too_old),
 )

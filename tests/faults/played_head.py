@@ -43,12 +43,12 @@ class PlayedHead:
         """The next epoch: HELLO, START, READY."""
         self._unwire()
         self.epoch += 1
-        self._call.say(self.hello())
+        self._call.send(self.hello())
         welcome = self._call.expect(messages.Welcome, PATIENCE_S)
         self.hop_address = welcome.address
         channel = Channel(pipeline=self.pipeline, epoch=self.epoch, kind=Kind.RESULT, num_lanes=NUM_LANES)
         self._results = self._hop.open_receiver(channel)
-        self._call.say(
+        self._call.send(
             messages.Start(
                 pipeline=self.pipeline,
                 epoch=self.epoch,
@@ -110,14 +110,14 @@ class PlayedHead:
 
     def beat(self) -> None:
         """Keeps the stage bound."""
-        self._call.say(messages.Ping(pipeline=self.pipeline, epoch=self.epoch, seq=1))
+        self._call.send(messages.Ping(pipeline=self.pipeline, epoch=self.epoch, seq=1))
 
     def told(self) -> str:
         """Until the stage says that it has lost this epoch: why."""
         poller = zmq.Poller()
         self._call.register(poller)
         while True:
-            message = self._call.heard()
+            message = self._call.receive()
             if isinstance(message, messages.Pong) and message.epoch == self.epoch and message.error:
                 return message.error
             if message is None:

@@ -17,7 +17,7 @@ SWEEP_TESTS: Final = "tests/integration/test_store_sweeps.py"
 RULES: Final = "tests/integration/test_store_rules.py"
 
 HEADS_DIE = Hurt(faults="kill head", counts=("lost",))
-A_LEDGER_HANGS = Hurt(faults="lease: a ledger hangs 1.4 leases", counts=("stale_commits",), stages=1, replicas=2)
+LEASE_MANAGER_HANGS = Hurt(faults="lease: a lease manager hangs 1.4 leases", counts=("stale_commits",), stages=1, replicas=2)
 
 END_LOCK = """    SELECT jobs.id FROM jobs JOIN ends ON ends.job_id = jobs.id AND ends.fence = jobs.fence
     WHERE jobs.state = :held"""
@@ -48,7 +48,7 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
             Patch(file=STATEMENTS, old=HELD_END, new=HELD_END.replace("one.fence", "job.fence")),
         ),
         tests=(f"{CLAIM_TESTS}::test_given_a_stale_fence_when_it_writes_then_nothing_changes", ROWS_AGREE),
-        hurt=A_LEDGER_HANGS,
+        hurt=LEASE_MANAGER_HANGS,
     ),
     Mutant(
         name="no fence in the write of a heartbeat",
@@ -59,7 +59,7 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
             Patch(file=STATEMENTS, old=HELD_BEAT, new=HELD_BEAT.replace("beat.fence", "job.fence")),
         ),
         tests=(f"{CLAIM_TESTS}::test_given_a_stale_fence_when_it_writes_then_nothing_changes", ROWS_AGREE),
-        hurt=A_LEDGER_HANGS,
+        hurt=LEASE_MANAGER_HANGS,
     ),
     Mutant(
         name="rescue and release without fence",
@@ -69,7 +69,7 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
             Patch(file=STATEMENTS, old=HELD_REQUEUE, new=HELD_REQUEUE.replace("(job, fence, J", "(job, job.fence, J")),
         ),
         tests=(f"{CLAIM_TESTS}::test_given_a_stale_fence_when_it_writes_then_nothing_changes", ROWS_AGREE),
-        hurt=replace(A_LEDGER_HANGS, faults="lease: a ledger hangs while its head drains"),
+        hurt=replace(LEASE_MANAGER_HANGS, faults="lease: a lease manager hangs while its head drains"),
     ),
     Mutant(
         name="a claim takes no new fence",

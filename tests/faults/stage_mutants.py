@@ -6,7 +6,7 @@ from typing import Final
 
 from tests.faults.mutant import Hurt, Layer, Mutant, Patch
 
-LEDGER = "services/stage/jobs/lease_manager.py"
+LEASE_MANAGER = "services/stage/jobs/lease_manager.py"
 HOP = "services/stage/hop/zeromq.py"
 SCHEDULER = "services/stage/scheduling/scheduler.py"
 
@@ -19,8 +19,8 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
         patches=(
             Patch(
                 file="services/stage/engine/engine.py",
-                old="self.fenced = lease_clock_s() >= self.may_run_until_s",
-                new="self.fenced = False",
+                old="self.is_fenced = lease_clock_s() >= self._may_run_until_s",
+                new="self.is_fenced = False",
             ),
         ),
         is_simulated=True,
@@ -30,7 +30,11 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
     ),
     Mutant(
         name="deltas ahead of the checkpoint with exact=false",
-        patches=(Patch(file=LEDGER, old="        if job.exact:\n", new="        if job.exact or True:\n"),),
+        patches=(
+            Patch(
+                file=LEASE_MANAGER, old="                if job.exact:\n", new="                if job.exact or True:\n"
+            ),
+        ),
         is_simulated=True,
         hurt=Hurt(
             faults="kill head at after-emit",

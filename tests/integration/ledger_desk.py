@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import queue
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
@@ -53,7 +53,7 @@ class Desk:
     ledger: LeaseManager
     engine: HeadEngine
     executor: Executor
-    mailbox: HubCalls
+    hub: HubCalls
     verdicts: queue.Queue[tuple[UUID, str]]
     numbers: Iterator[int]
     meter: StageMeter
@@ -68,7 +68,7 @@ class Desk:
             Delivery(
                 number=next(self.numbers),
                 job_id=str(job_id),
-                mailbox=self.mailbox,
+                hub=self.hub,
                 on_accepted=lambda _number, _began_s: self.verdicts.put((job_id, "started")),
                 on_ended=lambda outcome: self.verdicts.put((job_id, _name(outcome))),
                 forget=lambda _number: True,
@@ -86,8 +86,27 @@ class Desk:
         return self.verdicts.get_nowait()
 
     def _has_verdict(self) -> bool:
-        self.mailbox.take()
+        self.hub.take()
         return not self.verdicts.empty()
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """The ledger's head, without a pipeline."""
+
+    announced: threading.Event
+    meter: StageMeter
+
+    def readiness_announced(self) -> None:
+        """A test may offer."""
+        self.announced.set()
+
+    def epoch_superseded(self, epoch: int) -> None:
+        """No other head takes its name."""
+
+    def jobs_crashed(self, outcomes: Iterable[str]) -> None:
+        """Counted."""
+        self.meter.blamed(outcomes)
 
 
 def _name(outcome: tuple[int, Any, float]) -> str:
@@ -117,9 +136,7 @@ def open_desk(database: Database, executor: Executor, redis_url: str, times: Tim
         engine=engine,
         requests=EngineRequests(tokenizer=tokenizer, eos_ids=(2,), context_length=4096),
         publisher=publisher,
-        on_announced=announced.set,
-        on_superseded=lambda _epoch: None,
-        on_blamed=meter.blamed,
+        host=Host(announced, meter),
         seats=Seats(num_any=8, num_interactive=0),
         times=times,
     )
@@ -133,7 +150,7 @@ def open_desk(database: Database, executor: Executor, redis_url: str, times: Tim
         ledger=ledger,
         engine=engine,
         executor=executor,
-        mailbox=HubCalls(),
+        hub=HubCalls(),
         verdicts=queue.Queue(),
         numbers=count(1),
         meter=meter,

@@ -46,14 +46,14 @@ class Tail(Stage):
         self.engine.stop()
         self.engine.join()
 
-    def _wire(self, wiring: Wiring) -> None:
+    def wire(self, wiring: Wiring) -> None:
         self.engine.wire(wiring)
 
-    def _unwire(self) -> None:
+    def unwire(self) -> None:
         self.engine.unwire()
 
-    def _answer(self) -> StageStatus:
-        return Follower._status(cast(Any, self._parts))
+    def status(self) -> StageStatus:
+        return Follower.status(cast(Any, self._parts))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -78,13 +78,13 @@ class Pair:
 
         def status() -> MemberStatus | None:
             (member,) = self.head.pipeline.status().stages
-            return member if member.num_steps == self.tail.engine.pulse.num_steps and self._is_idle() else None
+            return member if member.num_steps == self.tail.engine.progress.num_steps and self._is_idle() else None
 
         return cast(MemberStatus, until(status))
 
     def _is_idle(self) -> bool:
         """The result of the last step has left, and its time is counted."""
-        return self.tail.engine.pulse.num_steps == self.engine.pulse.num_steps
+        return self.tail.engine.progress.num_steps == self.engine.progress.num_steps
 
 
 @pytest.fixture
@@ -130,6 +130,6 @@ def test_given_steps_through_a_tail_when_the_head_is_asked_then_it_tells_the_tim
     second = pair.told()
 
     assert second.num_steps > first.num_steps >= 4
-    pulse = pair.tail.engine.pulse
-    assert second.hop_us <= pulse.hop_s * 1e6
-    assert pulse.hop_s + pulse.compute_s <= time.perf_counter() - pair.began_s, "no time is counted twice"
+    progress = pair.tail.engine.progress
+    assert second.hop_us <= progress.hop_s * 1e6
+    assert progress.hop_s + progress.compute_s <= time.perf_counter() - pair.began_s, "no time is counted twice"

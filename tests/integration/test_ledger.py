@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 from uuid import UUID
 
 import pytest
+import redis
 from celery.exceptions import Ignore, Terminated
 from sqlalchemy import Engine as Database
 from sqlalchemy import text
@@ -17,13 +18,14 @@ from services.stage.engine import engine as engine_module
 from services.stage.engine.engine import HeadEngine
 from services.stage.engine.executor import Executor
 from services.stage.jobs import claimer as claiming_module
-from services.stage.jobs import lease_manager as ledger_module
+from services.stage.jobs import heartbeater as heartbeater_module
 from services.stage.scheduling.events import Crashed
 from services.stage.scheduling.scheduler import Scheduler
 from shardline.clock import lease_clock_s
 from shardline.config import Times
 from shardline.errors import JobFailed
 from shardline.job import JobState
+from shardline.keys import job_stream
 from shardline.store import jobs
 from tests.integration.ledger_desk import Desk, identity, open_desk, tiny_executor, until
 from tests.integration.store_world import cell, change, request, state, world
@@ -76,6 +78,16 @@ def saved_tokens(database: Database, job_id: UUID) -> int:
     )
 
 
+def num_blocked(database: Database) -> int:
+    """Statements that wait for another transaction's lock."""
+    return int(cell(database, "SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock'"))
+
+
+def num_entries(client: redis.Redis, job_id: UUID) -> int:
+    """Deltas that were ever written to a job's stream."""
+    return int(cast(Any, client.xinfo_stream(job_stream(job_id)))["entries-added"])
+
+
 def test_given_a_queued_job_when_it_is_offered_then_it_is_claimed_run_committed_and_settled(desk: Desk) -> None:
     job_id = submit(desk.database, 12)
 
@@ -119,7 +131,7 @@ def test_given_a_statement_that_postgres_refuses_when_it_is_mended_then_the_log_
     (line,) = [one for one in told if one["event"].startswith("Postgres")][:-1]
     assert (line["event"].partition(":")[0], line["log_level"]) == ("Postgres refuses a statement", "error")
     assert (line["sqlstate"], "results" in line["error"]) == ("42P01", True)
-    assert told[-1]["event"] == "Postgres is back"
+    assert told[-1]["event"] == "Postgres works again"
 
 
 def test_given_a_running_job_when_it_is_delivered_again_then_the_copy_is_dropped_and_the_job_goes_on(
@@ -177,8 +189,8 @@ def test_given_another_holder_of_the_fence_when_the_heartbeat_finds_out_then_not
     until(lambda: desk.executor.blocks_used == 0)
 
 
-def test_given_half_a_job_when_its_lease_is_given_back_then_another_claim_ends_it_with_the_same_tokens(
-    desk: Desk,
+def test_given_half_a_job_when_its_lease_is_given_back_then_another_head_ends_it_with_the_same_tokens(
+    desk: Desk, redis_url: str
 ) -> None:
     whole, interrupted = (submit(desk.database, 1_500, temperature=0.8) for _ in range(2))
     desk.offer(whole)
@@ -191,11 +203,31 @@ def test_given_half_a_job_when_its_lease_is_given_back_then_another_claim_ends_i
 
     assert desk.verdict() == (interrupted, Ignore.__name__)
     assert state(desk.database, interrupted) is JobState.QUEUED
-    desk.offer(interrupted)
-    assert [desk.verdict(), desk.verdict()] == [(interrupted, "started"), (interrupted, "succeeded")]
+    with open_desk(desk.database, desk.executor, redis_url, TIMES) as other:
+        other.offer(interrupted)
+        assert [other.verdict(), other.verdict()] == [(interrupted, "started"), (interrupted, "succeeded")]
     tokens = "SELECT token_ids FROM results WHERE job_id = :id"
     assert cell(desk.database, tokens, id=interrupted) == cell(desk.database, tokens, id=whole)
     assert cell(desk.database, "SELECT crashes FROM jobs WHERE id = :id", id=interrupted) == 0
+
+
+@pytest.mark.parametrize("times", [TIMES.model_copy(update={"lease_s": 3_600.0})], ids=["lease of an hour"])
+def test_given_a_heartbeat_that_postgres_holds_up_when_tokens_are_made_then_their_readers_get_them(
+    desk: Desk, redis_url: str
+) -> None:
+    job_id = submit(desk.database, LONG)
+    desk.offer(job_id)
+    assert desk.verdict() == (job_id, "started")
+    with redis.Redis.from_url(redis_url) as client, desk.database.connect() as other, other.begin():
+        other.execute(text("SELECT FROM jobs WHERE id = :id FOR UPDATE"), {"id": job_id})
+        until(lambda: num_blocked(desk.database) == 1)
+
+        num_streamed = num_entries(client, job_id)
+
+        until(lambda: num_entries(client, job_id) > num_streamed + 3)
+        assert num_blocked(desk.database) == 1, "the heartbeat still waits"
+    assert desk.ledger.cancel([str(job_id)]) == 1
+    assert desk.verdict() == (job_id, Terminated.__name__)
 
 
 def test_given_a_pipeline_that_forms_when_jobs_are_offered_then_they_wait_unclaimed_until_it_is_ready(
@@ -354,7 +386,7 @@ def test_given_a_step_in_flight_when_the_head_is_held_back_then_nobody_is_late_w
     assert scheduler.schedule() is not None
     assert engine.num_awaited == 1
 
-    engine.fenced = True
+    engine.is_fenced = True
 
     assert engine.num_awaited == 0
 
@@ -364,7 +396,7 @@ def test_given_a_machine_that_was_suspended_when_it_wakes_then_no_step_is_made_b
     desk: Desk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     suspended_s = [0.0]
-    for module in (engine_module, ledger_module, claiming_module):
+    for module in (engine_module, heartbeater_module, claiming_module):
         monkeypatch.setattr(module, "lease_clock_s", lambda: lease_clock_s() + suspended_s[0])
     job_id = submit(desk.database, LONG)
     desk.offer(job_id)
@@ -374,14 +406,14 @@ def test_given_a_machine_that_was_suspended_when_it_wakes_then_no_step_is_made_b
     with desk.database.connect() as other, other.begin():
         other.execute(text("SELECT FROM jobs WHERE id = :id FOR UPDATE"), {"id": job_id})
         suspended_s[0] = 7_200.0
-        until(lambda: desk.engine.fenced)
-        num_steps = desk.engine.pulse.num_steps
+        until(lambda: desk.engine.is_fenced)
+        num_steps = desk.engine.progress.num_steps
         for _ in range(3):
             turned = threading.Event()
             desk.engine.inbox.put(turned.set)
             assert turned.wait(30)
-        assert desk.engine.pulse.num_steps == num_steps
-    until(lambda: desk.engine.pulse.num_steps > num_steps)
+        assert desk.engine.progress.num_steps == num_steps
+    until(lambda: desk.engine.progress.num_steps > num_steps)
 
     assert desk.ledger.cancel([str(job_id)]) == 1
     assert desk.verdict() == (job_id, Terminated.__name__)

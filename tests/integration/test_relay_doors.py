@@ -168,7 +168,7 @@ def test_given_one_who_asks_and_dies_when_the_relay_answers_then_the_answer_does
     here: RelayWorld,
 ) -> None:
     with here.app.connection_for_write() as connection:
-        mailbox = here.app.control.mailbox(connection)
+        mailbox = here.app.control.hub(connection)
         # What `celery inspect ping` does, up to where it would wait.
         mailbox._publish("ping", {}, reply_ticket=str(uuid4()), timeout=PATIENCE_S)
         answer = f"{mailbox.oid}.reply.celery.pidbox"

@@ -63,7 +63,9 @@ class Desk:
 def app(redis_url: str) -> Celery:
     """A stage's app, as it would be without a stage."""
     app = make_app(StageSettings(model="m", redis_url=redis_url, seats=SEATS, interactive_seats=INTERACTIVE_SEATS))
-    app.shardline = SimpleNamespace(desk=Desk(), mailbox=HubCalls(), drain_s=5.0, interactive_seats=INTERACTIVE_SEATS)
+    app.shardline = SimpleNamespace(
+        delivery_handler=Desk(), hub=HubCalls(), drain_s=5.0, interactive_seats=INTERACTIVE_SEATS
+    )
     app.conf.broker_connection_retry_on_startup = True
     return app
 
@@ -73,7 +75,7 @@ def desk(app: Celery) -> Iterator[Desk]:
     """Of a worker that consumes."""
     app.amqp.queues.select_add(QUEUE)
     with start_worker(app, concurrency=SEATS, pool=app.conf.worker_pool, perform_ping_check=False, shutdown_timeout=60):
-        yield app.shardline.desk
+        yield app.shardline.delivery_handler
 
 
 def send(app: Celery, num: int, priority: int) -> None:
@@ -121,7 +123,7 @@ def test_given_a_full_pool_when_redis_hangs_up_many_times_then_it_lets_in_no_mor
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(seating, "start", counted)
         for _ in range(NUM_RECONNECTS):
-            app.shardline.mailbox.post(hang_up)
+            app.shardline.hub.post(hang_up)
             assert connected.acquire(timeout=60), "the worker did not connect again"
 
     room = SEATS + INTERACTIVE_SEATS

@@ -15,17 +15,22 @@ from celery import Celery
 from celery.contrib.testing.worker import start_worker
 from sqlalchemy import Connection
 from sqlalchemy import Engine as Database
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 from services.stage.app import make_app
 from services.stage.celery.delivery import Delivery
 from services.stage.celery.hub_calls import HubCalls
 from services.stage.engine.executor import Executor
 from services.stage.jobs.claimer import Claimer
+from services.stage.jobs.engine_requests import EngineRequests
 from services.stage.jobs.identity import Identity
+from services.stage.jobs.live_jobs import LiveJobs
 from services.stage.jobs.quarantine import Moment, Seats
+from services.stage.scheduling.sequence import Key, Request, TokenSink
 from services.stage.settings import StageSettings
 from shardline.config import Times
-from shardline.job import JobState
+from shardline.job import FinishReason, JobState
 from shardline.queues import GENERATE_TASK
 from shardline.store import claims, crashes, jobs
 from shardline.store.claims import Claimed
@@ -59,20 +64,21 @@ def crash(database: Database, job_id: UUID) -> None:
 
 @dataclass(slots=True, kw_only=True)
 class Head:
-    """One head's claiming, its turns called by the test. It holds what it claimed."""
+    """One head's claimer, its turns called by the test. It holds what it claimed."""
 
-    claiming: Claimer
+    claimer: Claimer
+    jobs: LiveJobs
     numbers: Iterator[int] = field(default_factory=lambda: count(1))
     dropped: list[str] = field(default_factory=list)
 
     def offer(self, *job_ids: UUID) -> None:
         """One delivery of each."""
         for job_id in job_ids:
-            self.claiming.offer(
+            self.claimer.offer(
                 Delivery(
                     number=next(self.numbers),
                     job_id=str(job_id),
-                    mailbox=MAILBOX,
+                    hub=HUB,
                     on_accepted=lambda *_: None,
                     on_ended=lambda _: None,
                     forget=lambda _: True,
@@ -82,10 +88,38 @@ class Head:
     def turn(self) -> list[UUID]:
         """What it claims now, with nothing alive."""
         moment = Moment(live=(), now_s=0.0, heartbeat_s=1.0, num_steps=0, is_moving=True)
-        return [row.job_id for _, rows in self.claiming.turn(IDENTITY, moment) for row, _ in rows]
+        held = set(self.jobs)
+        self.claimer.claim_waiting(IDENTITY, moment)
+        return [job.job_id for job in self.jobs if job not in held]
 
 
-MAILBOX = HubCalls()
+class IdleEngine:
+    """Takes jobs and makes no step."""
+
+    num_steps = 0
+    is_fenced = False
+
+    def extend_lease(self, until_s: float) -> None:
+        """It has nothing to stop."""
+
+    def add(self, request: Request, sink: TokenSink) -> None:
+        """Kept by the head's live jobs alone."""
+
+    def begin(self, key: Key) -> None:
+        """Not yet."""
+
+    def end(self, key: Key, reason: FinishReason) -> None:
+        """Never."""
+
+    def release(self, key: Key) -> None:
+        """Never: no token is made."""
+
+    def forget(self, key: Key) -> None:
+        """It knows none."""
+
+
+HUB = HubCalls()
+TOKENIZER = Tokenizer(WordLevel({"<0>": 0}, unk_token="<0>"))
 IDENTITY = Identity(
     worker="h",
     pipeline="p",
@@ -103,7 +137,22 @@ IDENTITY = Identity(
 
 @pytest.fixture
 def make_head(database: Database) -> Callable[[], Head]:
-    return lambda: Head(claiming=Claimer(database=database, seats=Seats(num_any=SEATS, num_interactive=0), times=TIMES))
+    def make() -> Head:
+        engine = IdleEngine()
+        jobs = LiveJobs(engine)
+        claimer = Claimer(
+            database=database,
+            engine=engine,
+            requests=EngineRequests(
+                tokenizer=Tokenizer(WordLevel({"<0>": 0}, unk_token="<0>")), eos_ids=(2,), context_length=4096
+            ),
+            jobs=jobs,
+            seats=Seats(num_any=SEATS, num_interactive=0),
+            times=TIMES,
+        )
+        return Head(claimer=claimer, jobs=jobs)
+
+    return make
 
 
 @pytest.fixture
@@ -154,7 +203,7 @@ def test_given_two_heads_that_chose_the_same_suspect_when_they_claim_then_one_ha
 
     assert taken == [suspect]
     assert cell(database, "SELECT fence FROM jobs WHERE id = :id", id=suspect) == 1
-    second.claiming.again()
+    second.claimer.again()
     assert second.turn() == [other], "it waited, and its ticket was kept"
 
 
@@ -174,7 +223,7 @@ def test_given_a_cancel_between_choice_and_claim_of_a_suspect_then_it_is_not_cla
 
     assert head.turn() == []
     assert state(database, suspect) is JobState.CANCELLED
-    head.claiming.again()
+    head.claimer.again()
     assert head.turn() == [other]
 
 
@@ -188,7 +237,7 @@ def test_given_a_suspect_that_another_head_proved_meanwhile_when_claimed_then_it
     between(lambda: change(database, "UPDATE jobs SET crashes = 0"))
 
     assert head.turn() == [suspect]
-    head.claiming.again()
+    head.claimer.again()
     assert head.turn() == [other]
 
 
@@ -271,7 +320,7 @@ def worker(database: Database, executor: Executor, redis_url: str) -> Iterator[t
     app.conf.broker_connection_retry_on_startup = True
     app.amqp.queues.select_add(QUEUE)
     with open_desk(database, executor, redis_url, TIMES) as desk:
-        app.shardline = SimpleNamespace(desk=desk.ledger, mailbox=HubCalls(), drain_s=5.0, interactive_seats=0)
+        app.shardline = SimpleNamespace(delivery_handler=desk.ledger, hub=HubCalls(), drain_s=5.0, interactive_seats=0)
         with start_worker(
             app, concurrency=SEATS, pool=app.conf.worker_pool, perform_ping_check=False, shutdown_timeout=60
         ):
@@ -282,7 +331,7 @@ def test_given_arrivals_of_the_best_priority_without_end_when_a_suspect_has_a_se
     database: Database, worker: tuple[Worker, Desk], rounds: Rounds, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     head, desk = worker
-    rounds.num_steps = lambda: desk.engine.pulse.num_steps
+    rounds.num_steps = lambda: desk.engine.progress.num_steps
     (suspect,) = submit(database)
     crash(database, suspect)
     placed: list[int] = []

@@ -203,40 +203,42 @@ class LaterMachine(StageMachine):
 
 
 class HeadMachine(StageMachine):
-    """A head with Celery's part: it takes messages while it has seats, and settles tickets."""
+    """A head with Celery's part: it takes messages while it has seats, and settles deliveries."""
 
     head: Head | None = None
-    num_tickets = 0
+    num_deliveries = 0
     is_draining = False
 
     def run(self) -> None:
         """Celery's thread."""
-        self.is_draining, self.num_tickets = False, 0
+        self.is_draining, self.num_deliveries = False, 0
         head = self.head = Head(self.load(), cast(Any, None))
         try:
             head.start()
         except Unavailable:
             self.process.kill()
-        tickets: dict[int, Delivery] = {}
+        deliveries: dict[int, Delivery] = {}
         number = 0
-        mailbox, intake = cast(Any, head.mailbox), cast(Any, head._intake)
+        hub, subscription = cast(Any, head.hub), cast(Any, head._subscription)
         while True:
-            mailbox.take()
-            self.num_tickets = len(tickets)
-            job_id = self._message() if intake.is_open and not self.is_draining and len(tickets) < SEATS else None
+            hub.take()
+            self.num_deliveries = len(deliveries)
+            job_id = (
+                self._message() if subscription.is_open and not self.is_draining and len(deliveries) < SEATS else None
+            )
             if job_id is None:
-                mailbox.woken.wait(0.25)
+                hub.woken.wait(0.25)
                 continue
             number += 1
-            tickets[number] = Delivery(
+            deliveries[number] = Delivery(
                 number=number,
                 job_id=job_id,
-                mailbox=mailbox,
+                hub=hub,
                 on_accepted=lambda *_: None,
                 on_ended=lambda _: None,
-                forget=lambda number: tickets.pop(number, None) is not None,
+                forget=lambda number: deliveries.pop(number, None) is not None,
             )
-            head.desk.offer(tickets[number])
+            head.delivery_handler.offer(deliveries[number])
 
     def drain(self) -> None:
         """SIGTERM: finish what can be finished, give back the rest, go."""
@@ -247,11 +249,11 @@ class HeadMachine(StageMachine):
         if head is None or self.is_draining:
             return
         self.is_draining = True
-        head.desk.close()
+        head.delivery_handler.close()
         until_s = now_s() + TIMES.drain_s
-        while self.num_tickets and now_s() < until_s:
+        while self.num_deliveries and now_s() < until_s:
             elapse(0.1)
-        head.desk.give_back()
+        head.delivery_handler.give_back()
         elapse(TIMES.drain_s / 3)
         head.stop()
         self.process.kill()

@@ -78,7 +78,7 @@ def request(
     num_prompt: int = 5,
     max_tokens: int = 1000,
     priority: int = 5,
-    suspect: bool = False,
+    quarantined: bool = False,
     parked: bool = False,
     output_ids: tuple[int, ...] = (),
     logprobs: int | None = None,
@@ -92,7 +92,7 @@ def request(
         seed=seed,
         output_ids=output_ids,
         priority=priority,
-        suspect=suspect,
+        quarantined=quarantined,
         parked=parked,
     )
 

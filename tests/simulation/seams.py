@@ -19,7 +19,7 @@ from services.relay import outbox as relay_outbox
 from services.relay import sweeper as relay_sweeper
 from services.stage import follower, head
 from services.stage.hop import zeromq
-from services.stage.jobs import claimer, lease_manager, readiness
+from services.stage.jobs import claimer, finisher, heartbeater, readiness
 from services.stage.pipeline import control_server, epochs, pipeline
 from shardline.store.sweeps import Partial
 from tests.simulation import machines, pipeline_statements, servers, statements, wires
@@ -99,8 +99,9 @@ SEAMS: tuple[tuple[Any, str, Any], ...] = (
     (zeromq, "Wakeup", wires.Wakeup),
     (pipeline, "Wakeup", wires.Wakeup),
     (control_server, "Wakeup", wires.Wakeup),
-    (lease_manager, "claims", statements),
-    (lease_manager, "crashes", statements),
+    (heartbeater, "claims", statements),
+    (finisher, "claims", statements),
+    (finisher, "crashes", statements),
     (claimer, "claims", statements),
     (claimer, "crashes", statements),
     (claimer, "outbox", statements),

@@ -65,7 +65,7 @@ class Life(RuleBasedStateMachine):
     def add_one(self, num_prompt: int, limit: int, priority: int, flags: tuple[bool, bool], num_resumed: int) -> None:
         limit, name, (suspect, parked) = min(limit, MAX_LEN - num_prompt), f"job {len(self.jobs)}", flags
         fresh = request(
-            name, num_prompt=num_prompt, max_tokens=limit, priority=priority, suspect=suspect, parked=parked
+            name, num_prompt=num_prompt, max_tokens=limit, priority=priority, quarantined=suspect, parked=parked
         )
         job = replace(fresh, output_ids=tuple(expected_output(fresh, limit)[:num_resumed]))
         self.jobs[job.key] = (job, limit)
@@ -97,7 +97,7 @@ class Life(RuleBasedStateMachine):
     @precondition(lambda self: self.jobs)
     @rule(data=st.data())
     def trust(self, data: st.DataObject) -> None:
-        self.pipeline.scheduler.trust(data.draw(st.sampled_from(sorted(self.jobs))))
+        self.pipeline.scheduler.release(data.draw(st.sampled_from(sorted(self.jobs))))
 
     @rule(num_blocks=pools, num_lanes=st.one_of(st.none(), lanes))
     def rebuild(self, num_blocks: int, num_lanes: int | None) -> None:
@@ -109,7 +109,7 @@ class Life(RuleBasedStateMachine):
         running = list(scheduler._running.values())
         assert scheduler.num_running <= scheduler.config.max_seats
         assert scheduler.num_in_flight == len(self.pipeline.flights) <= scheduler.config.num_lanes
-        assert sum(sequence.suspect for sequence in running) <= 1
+        assert sum(sequence.quarantined for sequence in running) <= 1
         assert not any(sequence.parked for sequence in running)
         held = [block for sequence in [*running, *scheduler._leaving.values()] for block in sequence.blocks]
         assert len(held) == len(set(held)) == scheduler.blocks_used

@@ -17,6 +17,7 @@ from services.stage.hop import Frame, Kind
 from services.stage.hop.sockets import Sockets
 from services.stage.hop.wiring import Wiring
 from services.stage.hop.zeromq import ZeroMqHop
+from services.stage.pipeline.assembly import PipelineAssembly
 from services.stage.pipeline.control_client import ControlClient
 from services.stage.pipeline.control_server import ControlServer
 from services.stage.pipeline.pipeline import Pipeline
@@ -55,7 +56,7 @@ class Stage:
         self.wirings: queue.Queue[Wiring] = queue.Queue()
         self.unbinds: queue.Queue[None] = queue.Queue()
         self.exits: queue.Queue[str] = queue.Queue()
-        self.status = StageStatus(epoch=-1)
+        self.last_status = StageStatus(epoch=-1)
         self.asked: queue.Queue[None] = queue.Queue()
         self.may_answer = threading.Event()
         self.may_answer.set()
@@ -65,17 +66,14 @@ class Stage:
             capacity=Capacity(num_blocks=num_blocks, exactness=exactness, exact=True),
             sockets=sockets,
             hop=ZeroMqHop(sockets, times),
+            host=self,
             times=times,
-            on_wiring=self._wire,
-            on_unbind=self._unwire,
-            on_exit=self.exits.put,
-            status=self._answer,
         )
         self.link.start()
 
     def has_told(self, status: StageStatus) -> None:
         """Until the head has it: a head asks again only when the answer before has arrived."""
-        self.status = status
+        self.last_status = status
         while not self.asked.empty():
             self.asked.get()
         for _ in range(3):
@@ -84,7 +82,7 @@ class Stage:
     def fail(self, error: str) -> None:
         """As an engine does that lost its hop."""
         assert self._wired is not None
-        self.status = StageStatus(epoch=self._wired.epoch, error=error)
+        self.last_status = StageStatus(epoch=self._wired.epoch, error=error)
         self.link.report()
 
     def close(self) -> None:
@@ -93,23 +91,33 @@ class Stage:
         self.link.stop()
         self._close_wiring()
 
-    def _wire(self, wiring: Wiring) -> None:
+    def wire(self, wiring: Wiring) -> None:
+        """A head has bound this stage."""
         self._wired = wiring
         self.wirings.put(wiring)
 
-    def _unwire(self) -> None:
+    def unwire(self) -> None:
+        """It is free again."""
         self._close_wiring()
         self.unbinds.put(None)
+
+    def card_changed(self) -> None:
+        """The registry of these tests reads the card itself."""
+
+    def status(self) -> StageStatus:
+        """The last one told, once a test lets it answer."""
+        self.may_answer.wait()
+        self.asked.put(None)
+        return self.last_status
+
+    def exit(self, reason: str) -> None:
+        """Noted."""
+        self.exits.put(reason)
 
     def _close_wiring(self) -> None:
         if self._wired is not None:
             self._wired.close()
             self._wired = None
-
-    def _answer(self) -> StageStatus:
-        self.may_answer.wait()
-        self.asked.put(None)
-        return self.status
 
 
 class Head:
@@ -128,22 +136,20 @@ class Head:
     ) -> None:
         self.readies: queue.Queue[Wiring] = readies or queue.Queue()
         self.losses: queue.Queue[str] = queue.Queue()
-        self.progress = StageProgress(epoch=-1)
+        self.last_progress = StageProgress(epoch=-1)
+        self.list_cards = cards
         self._wired: Wiring | None = None
-        self.pipeline = Pipeline(
+        assembly = PipelineAssembly(
             pipeline=uuid4(),
             card=card,
             capacity=Capacity(num_blocks=num_blocks, exactness="e", exact=True),
             sockets=sockets,
             hop=ZeroMqHop(sockets, times),
-            times=times,
-            cards=cards,
+            timeout_s=times.link_dead_s,
+            num_lanes=None,
             next_epoch=next_epoch or itertools.count(1).__next__,
-            on_ready=self._wire,
-            on_lost=self._unwire,
-            on_exit=self.losses.put,
-            progress=lambda: self.progress,
         )
+        self.pipeline = Pipeline(assembly, self, times)
         self.pipeline.start()
 
     def ready(self) -> Wiring:
@@ -155,12 +161,22 @@ class Head:
         self.pipeline.stop()
         self._close_wiring()
 
-    def _wire(self, wiring: Wiring) -> None:
+    def pipeline_ready(self, wiring: Wiring) -> None:
+        """Its pipeline is formed."""
         self._wired = wiring
         self.readies.put(wiring)
 
-    def _unwire(self, reason: str) -> None:
+    def pipeline_lost(self, reason: str) -> None:
+        """And lost."""
         self._close_wiring()
+        self.losses.put(reason)
+
+    def progress(self) -> StageProgress:
+        """What a test says that its engine did."""
+        return self.last_progress
+
+    def exit(self, reason: str) -> None:
+        """Noted."""
         self.losses.put(reason)
 
     def _close_wiring(self) -> None:

@@ -166,7 +166,7 @@ def pipes() -> Iterator[Pipes]:
 
 
 def bind(call: ControlClient, pipeline: UUID, epoch: int) -> messages.Welcome:
-    call.say(hello(pipeline, epoch, call.card))
+    call.send(hello(pipeline, epoch, call.card))
     return call.expect(messages.Welcome, PATIENCE_S)
 
 
@@ -213,7 +213,7 @@ def test_a_head_that_dies_frees_its_stage_after_the_silence(pipes: Pipes) -> Non
     stage = pipes.stage(8, NUM_LAYERS, TIMES.model_copy(update={"unbind_s": 0.3}))
     dying, other = pipes.call(stage), pipes.call(stage)
     bind(dying, OURS, 1)
-    other.say(hello(OTHERS, 1, other.card))
+    other.send(hello(OTHERS, 1, other.card))
     with pytest.raises(Refused, match="busy: bound to pipeline"):
         other.expect(messages.Welcome, PATIENCE_S)
 
@@ -242,12 +242,12 @@ def test_a_goodbye_of_an_older_epoch_does_nothing(pipes: Pipes) -> None:
     bind(call, OURS, 1)
     bind(call, OURS, 2)
 
-    call.say(messages.Bye(pipeline=OURS, epoch=1))
-    call.say(ping(OURS, 2, seq=5))
+    call.send(messages.Bye(pipeline=OURS, epoch=1))
+    call.send(ping(OURS, 2, seq=5))
 
-    pong = call.heard()
+    pong = call.receive()
     while pong is None:
-        pong = call.heard()
+        pong = call.receive()
     assert isinstance(pong, messages.Pong)
     assert pong.seq == 5
     call.close()
@@ -257,7 +257,7 @@ def test_a_head_that_is_not_obeyed_any_more_is_told(pipes: Pipes) -> None:
     stage = pipes.stage(8, NUM_LAYERS)
     call = pipes.call(stage)
 
-    call.say(ping(OURS, 1))
+    call.send(ping(OURS, 1))
 
     with pytest.raises(Refused, match="stale: this stage is not bound to you"):
         call.expect(messages.Ready, PATIENCE_S)
@@ -269,7 +269,7 @@ def test_a_next_stage_that_cannot_be_reached_is_a_refusal(pipes: Pipes) -> None:
     call = pipes.call(stage)
     bind(call, OURS, 1)
 
-    call.say(
+    call.send(
         messages.Start(
             pipeline=OURS,
             epoch=1,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import cast
 
 from services.stage.celery.delivery import Delivery
 from services.stage.celery.hub_calls import HubCalls
@@ -22,7 +22,7 @@ def ticket(name: str, priority: int = 5, waited_s: float = 0.0) -> Delivery:
         number=0,
         job_id=name,
         priority=priority,
-        mailbox=MAILBOX,
+        hub=MAILBOX,
         on_accepted=lambda *_: None,
         on_ended=lambda _: None,
         forget=lambda _: True,
@@ -33,10 +33,10 @@ def ticket(name: str, priority: int = 5, waited_s: float = 0.0) -> Delivery:
 class Live:
     """What a decision reads of a live job."""
 
-    def __init__(self, *, is_unproven: bool = False, crashes: int = 0, began_step: int = 0) -> None:
-        self.is_unproven = is_unproven
+    def __init__(self, *, is_unsaved: bool = False, crashes: int = 0, began_step: int = 0) -> None:
+        self.is_unsaved = is_unsaved
         self.began_step = began_step
-        self.claimed = cast(Any, type("Claimed", (), {"crashes": crashes}))
+        self.is_quarantined = crashes > 0
 
 
 def claimed(
@@ -70,19 +70,19 @@ def test_given_more_tickets_than_seats_when_claimed_then_batch_jobs_leave_the_re
 def test_given_a_suspect_among_others_when_prompts_are_computed_then_only_the_suspect_waits() -> None:
     offered = [ticket("a"), ticket("suspect"), ticket("b")]
 
-    assert claimed(offered, ["suspect"], [Live(is_unproven=True)]) == ["a", "b"]
+    assert claimed(offered, ["suspect"], [Live(is_unsaved=True)]) == ["a", "b"]
     assert claimed(offered, ["suspect"], [Live()]) == ["suspect"]
 
 
 def test_given_arrivals_without_end_when_a_suspect_waits_then_it_is_claimed_within_two_heartbeats() -> None:
     """Each arrival is claimed while it may, and none of them ever gets a token."""
-    live = [Live(is_unproven=True)]
+    live = [Live(is_unsaved=True)]
     for beat in range(3):
         offered = [ticket("suspect", waited_s=beat * BEAT_S), ticket(f"new {beat}")]
         chosen = claimed(offered, ["suspect"], live)
         if chosen == ["suspect"]:
             break
-        live += [Live(is_unproven=True) for _ in chosen]
+        live += [Live(is_unsaved=True) for _ in chosen]
 
     assert chosen == ["suspect"]
     assert beat * BEAT_S <= 2.0
@@ -91,13 +91,13 @@ def test_given_arrivals_without_end_when_a_suspect_waits_then_it_is_claimed_with
 def test_given_a_suspect_that_has_waited_when_others_compute_their_prompts_then_no_more_are_claimed() -> None:
     offered = [ticket("suspect", waited_s=quarantine.PATIENCE_BEATS * BEAT_S), ticket("new")]
 
-    assert claimed(offered, ["suspect"], [Live(is_unproven=True)]) == []
+    assert claimed(offered, ["suspect"], [Live(is_unsaved=True)]) == []
 
 
 def test_given_an_engine_that_hangs_when_a_suspect_is_overdue_then_it_is_not_drawn_in() -> None:
     offered = [ticket("suspect", waited_s=60.0)]
 
-    assert claimed(offered, ["suspect"], [Live(is_unproven=True)], is_moving=False) == []
+    assert claimed(offered, ["suspect"], [Live(is_unsaved=True)], is_moving=False) == []
 
 
 def test_given_a_suspect_without_a_free_seat_when_it_waits_then_it_holds_up_nobody_who_has_one() -> None:
@@ -107,7 +107,7 @@ def test_given_a_suspect_without_a_free_seat_when_it_waits_then_it_holds_up_nobo
 
 
 def test_given_a_suspect_that_runs_when_its_prompt_is_long_then_others_wait_for_some_steps_and_no_longer() -> None:
-    suspect = Live(is_unproven=True, crashes=1, began_step=7)
+    suspect = Live(is_unsaved=True, crashes=1, began_step=7)
 
     assert claimed([ticket("new")], live=[suspect], num_steps=7 + ISOLATED_STEPS - 1) == []
     assert claimed([ticket("new")], live=[suspect], num_steps=7 + ISOLATED_STEPS) == ["new"]

@@ -235,7 +235,7 @@ def test_a_hung_stage_is_told_to_exit(pipes: Pipes) -> None:
     middle.has_told(StageStatus(epoch=epoch, num_steps=7))
     tail.has_told(StageStatus(epoch=epoch, num_steps=6))
 
-    head.progress = StageProgress(epoch=epoch, num_steps=6, num_outstanding=1)
+    head.last_progress = StageProgress(epoch=epoch, num_steps=6, num_outstanding=1)
 
     assert "6 of 7 done" in tail.exits.get(timeout=PATIENCE_S)
     assert "hangs" in head.losses.get(timeout=PATIENCE_S)
@@ -248,7 +248,7 @@ def test_a_head_that_hangs_in_its_own_step_exits_and_blames_nobody(pipes: Pipes)
     epoch = head.ready().epoch
     tail.has_told(StageStatus(epoch=epoch, num_steps=6))
 
-    head.progress = StageProgress(epoch=epoch, num_steps=6, num_outstanding=1, step_began_s=1.0)
+    head.last_progress = StageProgress(epoch=epoch, num_steps=6, num_outstanding=1, step_began_s=1.0)
 
     assert "this head hangs" in head.losses.get(timeout=PATIENCE_S)
     assert tail.exits.empty()

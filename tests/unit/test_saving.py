@@ -38,7 +38,7 @@ def live(num_saved: int, num_new: int, *, with_logprobs: bool = True) -> LiveJob
     )
     return LiveJob(
         claimed=claimed,
-        ticket=cast(Any, SimpleNamespace(number=uuid4())),
+        delivery=cast(Any, SimpleNamespace(number=uuid4())),
         identity=cast(Any, SimpleNamespace()),
         exact=True,
         ids=[7] * num,

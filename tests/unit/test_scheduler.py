@@ -205,7 +205,7 @@ def test_aborting_what_is_not_here_says_so() -> None:
 def test_suspects_run_one_at_a_time_and_hold_up_nobody() -> None:
     pipeline = Pipeline(config())
     for name, suspect in [("a", True), ("b", True), ("c", False)]:
-        pipeline.add(request(name, max_tokens=1, suspect=suspect))
+        pipeline.add(request(name, max_tokens=1, quarantined=suspect))
 
     plan = pipeline.schedule()
 
@@ -305,14 +305,14 @@ def test_a_doubted_job_that_comes_back_as_a_new_attempt_is_still_a_suspect() -> 
 
 def test_a_job_with_a_crash_behind_it_keeps_others_waiting_until_it_is_trusted() -> None:
     pipeline = Pipeline(config())
-    pipeline.add(request("first", suspect=True))
-    pipeline.add(request("second", suspect=True))
+    pipeline.add(request("first", quarantined=True))
+    pipeline.add(request("second", quarantined=True))
     pipeline.schedule()
     pipeline.deliver()
     assert len(checked(pipeline.schedule()).rows) == 1
     pipeline.deliver()
 
-    pipeline.scheduler.trust(("first", 1))
+    pipeline.scheduler.release(("first", 1))
 
     assert len(checked(pipeline.schedule()).rows) == 2
 

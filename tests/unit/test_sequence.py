@@ -56,8 +56,8 @@ def test_the_line_is_kept_by_priority_then_arrival() -> None:
         waiting.push(one)
 
     order = []
-    foremost = waiting.first(3, with_suspects=True)
-    while first := waiting.first(1, with_suspects=True):
+    foremost = waiting.first(3, with_quarantined=True)
+    while first := waiting.first(1, with_quarantined=True):
         waiting.remove(first[0])
         order.append(first[0].rank)
 
@@ -74,17 +74,17 @@ def test_anyone_can_leave_the_line() -> None:
     waiting.remove(line[3])
     waiting.remove(line[0])
 
-    assert waiting.first(1, with_suspects=False) == [line[1]]
+    assert waiting.first(1, with_quarantined=False) == [line[1]]
 
 
 def test_a_suspect_waits_aside() -> None:
     waiting = WaitingQueue()
-    suspect, other = sequence(request(suspect=True), 0), sequence(request(), 1)
+    suspect, other = sequence(request(quarantined=True), 0), sequence(request(), 1)
     waiting.push(suspect)
     waiting.push(other)
 
-    assert waiting.first(2, with_suspects=True) == [suspect, other]
-    assert waiting.first(2, with_suspects=False) == [other]
+    assert waiting.first(2, with_quarantined=True) == [suspect, other]
+    assert waiting.first(2, with_quarantined=False) == [other]
 
 
 def test_the_youngest_of_the_lowest_priority_ranks_last() -> None:

@@ -51,7 +51,7 @@ def desk() -> NotedDesk:
 @pytest.fixture
 def pool(desk: NotedDesk) -> EnginePool:
     """A started pool that drains for no time at all."""
-    stage = SimpleNamespace(desk=desk, mailbox=HubCalls(), drain_s=0.0, interactive_seats=2)
+    stage = SimpleNamespace(delivery_handler=desk, hub=HubCalls(), drain_s=0.0, interactive_seats=2)
     pool = EnginePool(limit=4, app=SimpleNamespace(shardline=stage))
     pool.on_start()
     return pool
@@ -76,7 +76,7 @@ def deliver(pool: EnginePool, task_id: str, *arguments: object) -> list[Any]:
 
 def settle(pool: EnginePool) -> None:
     """What Celery's event loop does when the mailbox is readable."""
-    pool.app.shardline.mailbox.take()
+    pool.app.shardline.hub.take()
 
 
 def ending(told: list[Any]) -> type[BaseException]:

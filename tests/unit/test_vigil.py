@@ -30,7 +30,7 @@ class Stage:
         self.told: list[messages.ToStage] = []
         self._answers: deque[messages.Pong] = deque()
 
-    def say(self, message: messages.ToStage) -> None:
+    def send(self, message: messages.ToStage) -> None:
         if isinstance(message, messages.Ping):
             pong = messages.Pong(
                 pipeline=PIPELINE,
@@ -46,7 +46,7 @@ class Stage:
         else:
             self.told.append(message)
 
-    def heard(self) -> messages.ToHead | None:
+    def receive(self) -> messages.ToHead | None:
         return self._answers.popleft() if self._answers else None
 
     def wait_for_end(self, timeout_s: float) -> None:
@@ -54,20 +54,20 @@ class Stage:
 
 
 class Watch:
-    """A vigil over a head and its stages, one look a second."""
+    """A monitor of a head and its stages, one check a second."""
 
     def __init__(self, *stages: Stage, times: Times = TIMES) -> None:
         self.progress = StageProgress(epoch=EPOCH, num_outstanding=1)
         self.now_s = 0.0
         wiring = SimpleNamespace(pipeline=PIPELINE, epoch=EPOCH)
-        formed = cast(Any, SimpleNamespace(calls=stages, wiring=wiring))
-        self._vigil = PipelineMonitor(formed, times, lambda: self.progress, self.now_s)
+        assembled = cast(Any, SimpleNamespace(clients=stages, wiring=wiring))
+        self._monitor = PipelineMonitor(assembled, times, lambda: self.progress, self.now_s)
 
     def wait(self, seconds: float) -> None:
         end_s = self.now_s + seconds
         while self.now_s < end_s:
             self.now_s += 1.0
-            self._vigil.look(self.now_s)
+            self._monitor.check(self.now_s)
 
 
 def test_given_stages_that_each_take_long_when_one_after_the_other_is_done_then_nobody_hangs() -> None:

@@ -1,4 +1,4 @@
-"""A ticket: one delivery of a job by Celery, and the verdict that other threads give on it. Knows no Postgres."""
+"""A delivery: one delivery of a job by Celery, and the verdict that other threads give on it. Knows no Postgres."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ SIGTERM = 15
 class Delivery:
     """Celery's side of one delivery. The verdict methods may be called from any thread; each acts in Celery's thread.
 
-    The first final verdict counts, a later one does nothing. Celery keeps only a weak reference to a ticket.
+    The first final verdict counts, a later one does nothing. Celery keeps only a weak reference to a delivery.
     """
 
     number: int
     job_id: str
     priority: int = DEFAULT_PRIORITY
-    mailbox: HubCalls
+    hub: HubCalls
     on_accepted: Callable[[int, float], None]
     on_ended: Callable[[tuple[int, Any, float]], None]
     forget: Callable[[int], bool]
@@ -37,7 +37,7 @@ class Delivery:
     def accept(self) -> None:
         """The row was claimed: Celery says STARTED."""
         now_s = time.monotonic()
-        self.mailbox.post(lambda: self.on_accepted(self.number, now_s))
+        self.hub.post(lambda: self.on_accepted(self.number, now_s))
 
     def succeed(self, value: dict[str, Any]) -> None:
         """The result row is committed."""
@@ -59,7 +59,7 @@ class Delivery:
         """Called by Celery itself; does nothing: a stop goes through the row (see `commands`)."""
 
     def _end(self, failed: int, value: Any) -> None:
-        self.mailbox.post(lambda: self._settle((failed, value, time.monotonic() - self.began_s)))
+        self.hub.post(lambda: self._settle((failed, value, time.monotonic() - self.began_s)))
 
     def _settle(self, outcome: tuple[int, Any, float]) -> None:
         if self.forget(self.number):

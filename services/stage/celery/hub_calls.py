@@ -12,7 +12,7 @@ from collections.abc import Callable
 class HubCalls:
     """Calls that wait for Celery's thread; `fd` is readable as soon as one does.
 
-    Bounded by its users: two calls per ticket, one ticket per seat, one call per change of the pipeline's state.
+    Bounded by its users: two calls per delivery, one delivery per seat, one call per change of the pipeline's state.
     """
 
     def __init__(self) -> None:

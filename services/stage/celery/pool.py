@@ -1,6 +1,6 @@
 """The Celery pool that is the continuous batch: its seats are places in the batch, its tasks end asynchronously.
 
-`on_apply` returns at once; verdicts come back through the mailbox and are settled in Celery's own thread. The pool
+`on_apply` returns at once; verdicts come back through the hub and are settled in Celery's own thread. The pool
 never runs a task body: the engine does the work.
 """
 
@@ -27,16 +27,16 @@ POLL_S = 0.2
 
 
 class DeliveryHandler(Protocol):
-    """Where tickets go: the head's ledger. A stage that is no head has none to take."""
+    """Where deliveries go: the head's lease manager. A follower drops them."""
 
-    def offer(self, ticket: Delivery) -> None:
-        """Claim the ticket's row, soon. Must not block."""
+    def offer(self, delivery: Delivery) -> None:
+        """Claim the delivery's row, soon. Must not block."""
 
     def close(self) -> None:
         """Take no new work; give back at once what is not claimed yet."""
 
     def give_back(self) -> None:
-        """Checkpoint, give back every lease, and give a verdict on every ticket."""
+        """Checkpoint, give back every lease, and give a verdict on every delivery."""
 
     def cancel(self, job_ids: Sequence[str]) -> int:
         """Stop those that run here; how many did."""
@@ -46,7 +46,7 @@ class DeliveryHandler(Protocol):
 
 
 class EnginePool(BasePool):
-    """Set as `worker_pool`; finds its desk and its drain time on the Celery app (`app.shardline`)."""
+    """Set as `worker_pool`; finds its handler and its drain time on the Celery app (`app.shardline`)."""
 
     signal_safe = False
     body_can_be_buffer = True
@@ -55,24 +55,24 @@ class EnginePool(BasePool):
 
     def on_start(self) -> None:
         """Called once by Celery, after the model is loaded."""
-        self._desk: DeliveryHandler = self.app.shardline.desk
+        self._handler: DeliveryHandler = self.app.shardline.delivery_handler
         self._drain_s: float = self.app.shardline.drain_s
-        self._mailbox: HubCalls = self.app.shardline.mailbox
+        self._hub: HubCalls = self.app.shardline.hub
         self._num_interactive: int = self.app.shardline.interactive_seats
         self._numbers = itertools.count(1)
-        self._tickets: dict[int, Delivery] = {}
+        self._deliveries: dict[int, Delivery] = {}
 
     def register_with_event_loop(self, loop: Any) -> None:
         """Verdicts wake Celery's hub."""
-        loop.add_reader(self._mailbox.fd, self._mailbox.take)
+        loop.add_reader(self._hub.fd, self._hub.take)
 
     def has_seat(self) -> bool:
         """For any job: one more message may come."""
-        return len(self._tickets) < self.limit
+        return len(self._deliveries) < self.limit
 
     def has_interactive_seat(self) -> bool:
         """For an interactive job."""
-        return len(self._tickets) < self.limit + self._num_interactive
+        return len(self._deliveries) < self.limit + self._num_interactive
 
     @override
     def on_apply(
@@ -88,22 +88,22 @@ class EnginePool(BasePool):
         assert callback is not None
         assert accept_callback is not None
         _, task_id, request, body, content_type, content_encoding = args
-        ticket = Delivery(
+        delivery = Delivery(
             number=next(self._numbers),
             job_id=str(task_id),
             priority=_priority(request),
-            mailbox=self._mailbox,
+            hub=self._hub,
             on_accepted=accept_callback,
             on_ended=callback,
-            forget=lambda number: self._tickets.pop(number, None) is not None,
+            forget=lambda number: self._deliveries.pop(number, None) is not None,
         )
-        self._tickets[ticket.number] = ticket
+        self._deliveries[delivery.number] = delivery
         if _names_a_job(task_id, loads(body, content_type, content_encoding, accept={"application/json"})):
-            self._desk.offer(ticket)
+            self._handler.offer(delivery)
         else:
             log.warning("a message without a job's id is dropped", task_id=str(task_id)[:64])
-            ticket.drop()
-        return ticket
+            delivery.drop()
+        return delivery
 
     @override
     def terminate_job(self, pid: int, signal: int | None = None) -> None:
@@ -114,29 +114,29 @@ class EnginePool(BasePool):
         self.limit += n
 
     def shrink(self, n: int = 1) -> None:
-        """Fewer new tickets; those that hold a seat keep it."""
+        """Fewer new deliveries; those that hold a seat keep it."""
         self.limit = max(1, self.limit - n)
 
     def on_stop(self) -> None:
         """Warm shutdown. Celery's hub no longer polls, so verdicts are settled here, up to the drain time."""
-        self._desk.close()
+        self._handler.close()
         self._settle_until(time.monotonic() + self._drain_s)
-        if self._tickets:
-            log.info("drain time is over: leases are given back", jobs=len(self._tickets))
-            self._desk.give_back()
+        if self._deliveries:
+            log.info("drain time is over: leases are given back", jobs=len(self._deliveries))
+            self._handler.give_back()
             self._settle_until(time.monotonic() + self._drain_s / 3)
 
     def on_terminate(self) -> None:
         """Cold shutdown: leases expire, or are given back if Postgres answers at once."""
-        self._desk.give_back()
+        self._handler.give_back()
 
     def _settle_until(self, deadline_s: float) -> None:
-        while self._tickets and time.monotonic() < deadline_s:
-            self._mailbox.wait(POLL_S)
-            self._mailbox.take()
+        while self._deliveries and time.monotonic() < deadline_s:
+            self._hub.wait(POLL_S)
+            self._hub.take()
 
     def _get_info(self) -> dict[str, Any]:
-        return {**super()._get_info(), "seats_taken": len(self._tickets), **self._desk.stats()}
+        return {**super()._get_info(), "seats_taken": len(self._deliveries), **self._handler.stats()}
 
 
 def _priority(request: Mapping[str, Any]) -> int:

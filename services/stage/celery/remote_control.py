@@ -17,7 +17,7 @@ from celery.worker.control import control_command, inspect_command
 def revoke(state: Any, task_id: Any, terminate: bool = False, **_: Any) -> dict[str, Any]:
     """Stop running jobs when `terminate` is set. Queued ones are the relays' business, which write the rows."""
     ids = [str(one) for one in maybe_list(task_id) or []]
-    stopped = state.app.shardline.desk.cancel(ids) if terminate else 0
+    stopped = state.app.shardline.delivery_handler.cancel(ids) if terminate else 0
     return {"ok": f"{stopped} of {len(ids)} jobs run here and are being cancelled"}
 
 

@@ -13,9 +13,9 @@ class QueueSubscription:
     Celery keeps the choice of queues over a reconnect, and asks nobody while it is disconnected.
     """
 
-    def __init__(self, queue: str, mailbox: HubCalls) -> None:
+    def __init__(self, queue: str, hub: HubCalls) -> None:
         self._queue = queue
-        self._mailbox = mailbox
+        self._hub = hub
         self._wanted = False
         self._consumer: Any = None
 
@@ -34,7 +34,7 @@ class QueueSubscription:
 
     def _want(self, *, wanted: bool) -> None:
         self._wanted = wanted
-        self._mailbox.post(self._apply)
+        self._hub.post(self._apply)
 
     def _apply(self) -> None:
         consumer = self._consumer

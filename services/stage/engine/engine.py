@@ -68,7 +68,7 @@ class Engine(threading.Thread):
         super().__init__(name=name, daemon=True)
         self.executor = executor
         self.inbox = Inbox()
-        self.pulse = EngineProgress(epoch=-1)
+        self.progress = EngineProgress(epoch=-1)
         self._on_lost = on_lost
         self._on_step = on_step
         self._wiring: Wiring | None = None
@@ -103,7 +103,7 @@ class Engine(threading.Thread):
 
     def _rewire(self, wiring: Wiring) -> None:
         self._unwire()
-        self.pulse = EngineProgress(epoch=wiring.epoch)
+        self.progress = EngineProgress(epoch=wiring.epoch)
         self._wiring = wiring
         self.inbox.wake_by(wiring.receiver.wake if wiring.receiver else None)
 
@@ -118,10 +118,10 @@ class Engine(threading.Thread):
         self._running = False
 
     def _lose(self, reason: str) -> None:
-        log.warning("epoch lost", reason=reason, epoch=self.pulse.epoch)
-        self.pulse.error = reason
+        log.warning("epoch lost", reason=reason, epoch=self.progress.epoch)
+        self.progress.error = reason
         self._unwire()
-        self._on_lost(self.pulse.epoch, reason)
+        self._on_lost(self.progress.epoch, reason)
 
     def _run_step(self, plan: StepPlan, hidden: Tensor | None) -> Tensor | StepResult:
         began_s = self.step_began_s = time.perf_counter()
@@ -132,8 +132,8 @@ class Engine(threading.Thread):
         finally:
             self.step_began_s = None
         compute_s = time.perf_counter() - began_s
-        self.pulse.num_steps += 1
-        self.pulse.compute_s += compute_s
+        self.progress.num_steps += 1
+        self.progress.compute_s += compute_s
         self._on_step(plan, compute_s)
         return out
 
@@ -158,16 +158,25 @@ class HeadEngine(Engine):
     ) -> None:
         super().__init__(executor, on_lost=on_lost, on_step=on_step)
         self.scheduler = scheduler
-        self.may_run_until_s = float("inf")
+        self._may_run_until_s = float("inf")
         """Self-fencing, by the clock of leases: past this moment nothing is scheduled and nothing is emitted."""
-        self.fenced = False
-        """The loop turns, held back by `may_run_until_s` alone."""
+        self.is_fenced = False
+        """The loop turns, held back by its leases alone."""
         self._emit = emit
 
     @property
     def num_awaited(self) -> int:
         """Steps whose answers are taken as they come. While the loop is held back they wait, and nobody is late."""
-        return 0 if self.fenced else self.scheduler.num_in_flight
+        return 0 if self.is_fenced else self.scheduler.num_in_flight
+
+    @property
+    def num_steps(self) -> int:
+        """Computed in this epoch."""
+        return self.progress.num_steps
+
+    def extend_lease(self, until_s: float) -> None:
+        """From any thread: schedule and emit until this moment of the lease clock, and no longer."""
+        self._may_run_until_s = until_s
 
     def add(self, request: Request, sink: TokenSink) -> None:
         """From any thread: a claimed job."""
@@ -181,9 +190,9 @@ class HeadEngine(Engine):
         """From any thread: a parked job may run."""
         self.inbox.put(lambda: self.scheduler.begin(key))
 
-    def trust(self, key: Key) -> None:
-        """From any thread: a suspect's tokens are saved; the next suspect may run."""
-        self.inbox.put(lambda: self.scheduler.trust(key))
+    def release(self, key: Key) -> None:
+        """From any thread: a quarantined job's tokens are saved; the next one may run."""
+        self.inbox.put(lambda: self.scheduler.release(key))
 
     def forget(self, key: Key) -> None:
         """From any thread: drop a job without an event. Its KV is freed on every stage by the next plan."""
@@ -210,8 +219,8 @@ class HeadEngine(Engine):
 
     def _turn(self) -> None:
         wiring = self._wiring
-        self.fenced = lease_clock_s() >= self.may_run_until_s
-        if wiring is None or self.fenced:
+        self.is_fenced = lease_clock_s() >= self._may_run_until_s
+        if wiring is None or self.is_fenced:
             self.inbox.wait(IDLE_WAIT_S)
             return
         plan = self.scheduler.schedule()
@@ -250,13 +259,13 @@ class FollowerEngine(Engine):
         frame = wiring.receiver.receive(IDLE_WAIT_S)
         if frame is None:
             return
-        began_s, computed_s = time.perf_counter(), self.pulse.compute_s
+        began_s, computed_s = time.perf_counter(), self.progress.compute_s
         plan = decode_plan(frame.message)
         if plan.step != frame.step:
             raise ProtocolError(f"a plan of step {plan.step} in the frame of step {frame.step}")
         out = self._run_step(plan, tensor_of(frame, self.executor.dtype) if plan.rows else None)
         wiring.sender.send(_frame(wiring, plan, frame.message, out))
-        self.pulse.hop_s += time.perf_counter() - began_s - (self.pulse.compute_s - computed_s)
+        self.progress.hop_s += time.perf_counter() - began_s - (self.progress.compute_s - computed_s)
 
 
 def _frame(wiring: Wiring, plan: StepPlan, message: Buffer, out: Tensor | StepResult) -> Frame:

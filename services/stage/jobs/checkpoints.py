@@ -23,10 +23,10 @@ def beats_of(jobs: Sequence[LiveJob]) -> list[Beat]:
 
 
 def _chosen(jobs: Iterable[LiveJob]) -> Iterable[LiveJob]:
-    """First those of which nothing is saved, because their first tokens show that they harm no engine; then who was
-    passed over most."""
+    """First those of which nothing is saved, because their first tokens show that they harm no engine; then those that
+    were passed over most often."""
     num_rewritten = 0
-    for job in sorted(jobs, key=lambda job: (not job.is_unproven, -job.num_passed_over)):
+    for job in sorted(jobs, key=lambda job: (not job.is_unsaved, -job.num_passed_over)):
         cost = len(job.logprobs) if len(job.logprobs) > job.num_saved else 0
         if cost and num_rewritten and num_rewritten + cost > MAX_REWRITTEN:
             job.num_passed_over += 1

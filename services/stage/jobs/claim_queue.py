@@ -1,4 +1,4 @@
-"""Tickets that wait for a claim, first come, first asked for. Knows no rows: who may be claimed is not decided here."""
+"""Deliveries that wait for a claim, in order of arrival. Knows no rows: which may be claimed is not decided here."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from services.stage.celery.delivery import Delivery
 
 
 class ClaimQueue:
-    """`put` is for Celery's thread, all else for the ledger's. Bounded by the pool: one ticket per message in hand."""
+    """`put` is for Celery's thread, all else for the lease manager's. Bounded by the pool: one delivery a seat."""
 
     def __init__(self) -> None:
         self._arrived: deque[Delivery] = deque()
@@ -20,9 +20,9 @@ class ClaimQueue:
         """Whether there is anything new to ask."""
         return bool(self._arrived) or (self._asked_again and bool(self._waiting))
 
-    def put(self, ticket: Delivery) -> None:
+    def put(self, delivery: Delivery) -> None:
         """A message arrived."""
-        self._arrived.append(ticket)
+        self._arrived.append(delivery)
 
     def take(self) -> list[Delivery]:
         """All of them, the oldest first."""
@@ -31,9 +31,9 @@ class ClaimQueue:
             taken.append(self._arrived.popleft())
         return taken
 
-    def put_back(self, tickets: Iterable[Delivery]) -> None:
+    def put_back(self, deliveries: Iterable[Delivery]) -> None:
         """Taken, and not claimed now: they come first when they are asked for again, or with the next that arrives."""
-        self._waiting.extend(tickets)
+        self._waiting.extend(deliveries)
 
     def again(self) -> None:
         """Something has changed: what waits may be asked for once more."""

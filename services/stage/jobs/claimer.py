@@ -1,4 +1,7 @@
-"""Tickets become claimed rows, many in one transaction. Owns the tickets that wait; knows no engine."""
+"""Deliveries become claimed rows, many in one transaction, and claimed rows become work of the engine.
+
+Owns the deliveries that wait and the parked jobs that may begin; knows neither heartbeats nor ends.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +15,14 @@ from sqlalchemy import Engine as Database
 
 from services.stage.celery.delivery import Delivery
 from services.stage.jobs.claim_queue import ClaimQueue
+from services.stage.jobs.engine_requests import EngineRequests
 from services.stage.jobs.identity import Identity
-from services.stage.jobs.quarantine import Moment, Seats, claimable, without_room
+from services.stage.jobs.job_engine import JobEngine
+from services.stage.jobs.live_job import LiveJob
+from services.stage.jobs.live_jobs import LiveJobs
+from services.stage.jobs.quarantine import Moment, Seats, beginnable, claimable, without_room
 from services.stage.scheduling.kv_blocks import BLOCK_TOKENS
+from services.stage.scheduling.sequence import Key
 from shardline.clock import lease_clock_s
 from shardline.config import Times
 from shardline.failpoints import Point, failpoint
@@ -28,70 +36,115 @@ CLAIM_BATCH = 64
 
 
 class Claimer:
-    """`offer` is for Celery's thread, all else for the ledger's."""
+    """`offer` is for Celery's thread, all else for the lease manager's."""
 
-    def __init__(self, *, database: Database, seats: Seats, times: Times) -> None:
+    def __init__(
+        self,
+        *,
+        database: Database,
+        engine: JobEngine,
+        requests: EngineRequests,
+        jobs: LiveJobs,
+        seats: Seats,
+        times: Times,
+    ) -> None:
         self._database = database
+        self._engine = engine
+        self._requests = requests
+        self._jobs = jobs
         self._seats = seats
         self._times = times
-        self._offers = ClaimQueue()
+        self._queue = ClaimQueue()
+        self._may_begin: list[Key] = []
 
-    def offer(self, ticket: Delivery) -> None:
+    def offer(self, delivery: Delivery) -> None:
         """Claim this row, soon."""
-        self._offers.put(ticket)
+        self._queue.put(delivery)
 
     def again(self) -> None:
         """A seat was left or a token saved: those that wait may have their turn."""
-        self._offers.again()
+        self._queue.again()
 
-    def turn(self, identity: Identity, moment: Moment) -> Iterator[tuple[float, list[tuple[Claimed, Delivery]]]]:
-        """Claims what may be claimed now, batch by batch: when it was asked for, and the rows that are ours. The others
-        that were asked for are ended, held by somebody or too long: dropped; what is due of them is sent again."""
-        if not self._offers:
-            return
-        waiting = {id(ticket): ticket for ticket in self._offers.take()}
-        try:
-            chosen, with_suspect = self._choose(list(waiting.values()), moment)
-            for first in range(0, len(chosen), CLAIM_BATCH):
-                tickets, sent_s = chosen[first : first + CLAIM_BATCH], lease_clock_s()
-                unclaimed = {ticket.job_id: ticket for ticket in tickets}
-                rows = self._claim(list(unclaimed), identity, moment, with_suspect)
-                mine = [(row, unclaimed.pop(str(row.job_id))) for row in rows]
-                claimed = {id(ticket) for _, ticket in mine}
-                for ticket in tickets:
-                    del waiting[id(ticket)]
-                    if id(ticket) not in claimed:
-                        ticket.drop()
-                yield sent_s, mine
-        finally:
-            self._offers.put_back(waiting.values())
+    def claim_waiting(self, identity: Identity, moment: Moment) -> None:
+        """Claims what may be claimed now and hands it to the engine. The other rows that were asked for have ended, are
+        claimed elsewhere or too long: their deliveries are dropped, and a relay sends what is due again."""
+        for sent_s, rows in self._claim_batches(identity, moment):
+            if not self._jobs:
+                self._engine.extend_lease(sent_s + self._times.fence_s)
+            for row, delivery in rows:
+                job = LiveJob.from_claim(row, delivery, identity, self._engine.num_steps)
+                self._jobs.add(job)
+                delivery.accept()
+                self._engine.add(*self._requests.build(row))
 
     def return_unread(self) -> None:
         """At shutdown: what waits is sent to another head at once."""
-        self._offers.again()
-        if not self._offers:
+        self._queue.again()
+        if not self._queue:
             return
-        tickets = self._offers.take()
+        deliveries = self._queue.take()
         try:
             with self._database.begin() as connection:
-                outbox.unstamp(connection, [UUID(ticket.job_id) for ticket in tickets])
+                outbox.unstamp(connection, [UUID(delivery.job_id) for delivery in deliveries])
         except BaseException:
-            self._offers.put_back(tickets)
+            self._queue.put_back(deliveries)
             raise
-        for ticket in tickets:
-            ticket.drop()
+        for delivery in deliveries:
+            delivery.drop()
 
-    def _choose(self, tickets: Sequence[Delivery], moment: Moment) -> tuple[list[Delivery], bool]:
-        """Those to claim now, and whether they are a suspect, alone."""
+    def note_room(self, key: Key) -> None:
+        """The engine has room for a parked job."""
+        self._may_begin.append(key)
+
+    def begin_parked(self, moment: Moment) -> None:
+        """Parked jobs there is room for: in Postgres first, so that it can tell what was computed when a head dies."""
+        waiting = self._jobs.select(self._may_begin)
+        chosen = beginnable(waiting, moment) if waiting else []
+        if chosen:
+            with self._database.begin() as connection:
+                begun = claims.begin(connection, [job.attempt for job in chosen])
+        self._may_begin = [job.key for job in waiting if job not in chosen]
+        for job in chosen:
+            if job.job_id in begun:
+                job.begin(self._engine.num_steps)
+                self._engine.begin(job.key)
+            else:
+                self._jobs.drop(job)
+
+    def _claim_batches(
+        self, identity: Identity, moment: Moment
+    ) -> Iterator[tuple[float, list[tuple[Claimed, Delivery]]]]:
+        """Batch by batch: when it was asked for, and the rows that are ours."""
+        if not self._queue:
+            return
+        waiting = dict.fromkeys(self._queue.take())
+        try:
+            chosen, with_quarantined = self._choose(list(waiting), moment)
+            for first in range(0, len(chosen), CLAIM_BATCH):
+                deliveries, sent_s = chosen[first : first + CLAIM_BATCH], lease_clock_s()
+                by_id = {delivery.job_id: delivery for delivery in deliveries}
+                rows = self._claim(list(by_id), identity, moment, with_quarantined)
+                claimed = [(row, by_id[str(row.job_id)]) for row in rows]
+                kept = {delivery for _, delivery in claimed}
+                for delivery in deliveries:
+                    del waiting[delivery]
+                    if delivery not in kept:
+                        delivery.drop()
+                yield sent_s, claimed
+        finally:
+            self._queue.put_back(waiting)
+
+    def _choose(self, deliveries: Sequence[Delivery], moment: Moment) -> tuple[list[Delivery], bool]:
+        """Those to claim now, and whether they are a quarantined job, alone."""
         with self._database.begin() as connection:
-            found = crashes.suspects(connection, [ticket.job_id for ticket in tickets])
-        suspects = [str(job_id) for job_id in found]
-        chosen = claimable(tickets, suspects, self._seats, moment)
-        return chosen, any(ticket.job_id in suspects for ticket in chosen)
+            found = crashes.suspects(connection, [delivery.job_id for delivery in deliveries])
+        quarantined = [str(job_id) for job_id in found]
+        chosen = claimable(deliveries, quarantined, self._seats, moment)
+        return chosen, any(delivery.job_id in quarantined for delivery in chosen)
 
-    def _claim(self, ids: Sequence[str], identity: Identity, moment: Moment, with_suspect: bool) -> list[Claimed]:
+    def _claim(self, ids: Sequence[str], identity: Identity, moment: Moment, with_quarantined: bool) -> list[Claimed]:
         """Between the choice and this an engine may have died under one of them elsewhere: then it is not taken with
-        the others, but comes again as a suspect."""
+        the others, but comes again as a quarantined job."""
         failpoint(Point.BEFORE_CLAIM)
         with self._database.begin() as connection:
             claimed = claims.claim(
@@ -104,7 +157,7 @@ class Claimer:
                 exactness=identity.exactness,
                 lease_s=self._times.lease_s,
                 exact_wait_s=self._times.exact_wait_s,
-                suspects=with_suspect,
+                suspects=with_quarantined,
             )
             if parked := without_room(claimed, moment.live, identity.kv_tokens // BLOCK_TOKENS):
                 claims.park(connection, parked)

@@ -1,13 +1,13 @@
 """The publisher: the head's one thread that writes streams and Celery results to Redis. Nothing waits for it.
 
-What it drops while Redis is away is in Postgres: streams and results in Redis are never truth.
+What it drops while Redis is unreachable is in Postgres: streams and results in Redis are never truth.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 from uuid import UUID
 
@@ -21,7 +21,7 @@ from shardline.wire import Delta
 log = structlog.get_logger(__name__)
 
 MAX_WAITING = 20_000
-"""Deltas; a Redis that is away or slow makes readers fall back to Postgres."""
+"""Deltas. While Redis is unreachable or slow, readers fall back to Postgres."""
 
 
 class DeltaPublisher(threading.Thread):
@@ -37,12 +37,17 @@ class DeltaPublisher(threading.Thread):
         self._running = True
 
     def delta(self, job_id: UUID, delta: Delta) -> None:
-        """From the ledger's thread: for the readers of this job's stream, soon."""
+        """From any thread: for the readers of this job's stream, soon. Calls for one job keep their order."""
         self._deltas.append((job_id, delta))
         self._woken.set()
 
+    def deltas(self, job_id: UUID, deltas: Iterable[Delta]) -> None:
+        """Several, in order."""
+        for delta in deltas:
+            self.delta(job_id, delta)
+
     def result(self, job_id: UUID, value: Any, state: str) -> None:
-        """From the ledger's thread, after COMMIT. `state` is Celery's."""
+        """From the lease manager's thread, after COMMIT. `state` is Celery's."""
         if self._store_result is not None:
             self._results.append((job_id, value, state))
             self._woken.set()
@@ -60,7 +65,7 @@ class DeltaPublisher(threading.Thread):
             try:
                 self._write()
             except RedisError as error:
-                log.warning("Redis is away: stream entries are dropped", error=str(error)[:200])
+                log.warning("Redis unreachable: stream entries dropped", error=str(error)[:200])
 
     def _write(self) -> None:
         batch = [self._deltas.popleft() for _ in range(len(self._deltas))]

@@ -18,7 +18,7 @@ class EngineRequests:
         self._context_length = context_length
 
     def build(self, row: Claimed) -> tuple[Request, Completion]:
-        """The request to schedule and the sink of its tokens. A job that crashed an engine before is a suspect."""
+        """The request to schedule and the sink of its tokens. A job that crashed an engine before is quarantined."""
         params = msgspec.structs.replace(row.params, max_tokens=row.max_tokens, seed=row.seed)
         request = Request(
             key=(str(row.job_id), row.fence),
@@ -28,7 +28,7 @@ class EngineRequests:
             output_ids=row.output_ids,
             output_logprobs=row.logprobs or (),
             priority=row.priority,
-            suspect=row.crashes > 0,
+            quarantined=row.crashes > 0,
             parked=row.parked,
         )
         return request, Completion(self._vocabulary, params, room=self._context_length - len(row.prompt_ids))

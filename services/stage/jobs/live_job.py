@@ -1,4 +1,4 @@
-"""A live job: one claimed row, its ticket and its tokens so far. Knows neither Postgres nor the engine."""
+"""A live job: one claimed row, its delivery and its tokens so far. Knows no statement and no engine."""
 
 from __future__ import annotations
 
@@ -11,38 +11,45 @@ from services.stage.jobs.identity import Identity
 from services.stage.scheduling.events import NewTokens
 from shardline.job import TokenLogprob
 from shardline.store.claims import Beat, Claimed
+from shardline.store.claims import Key as AttemptKey
 from shardline.wire import Delta
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class LiveJob:
-    """Filled by the ledger from the engine's events; `num_saved` output tokens are in Postgres."""
+    """The lease manager's thread writes it, but for the one field that is the engine's."""
 
+    # Fixed by the claim.
     claimed: Claimed
-    ticket: Delivery
+    delivery: Delivery
     identity: Identity
     """Who claimed it, in which epoch."""
     exact: bool
+    began_s: float = field(default_factory=time.monotonic)
+
+    # The engine's thread.
+    first_token_s: float | None = None
+
+    # The lease manager's thread.
     ids: list[int]
     logprobs: list[TokenLogprob]
     num_saved: int
+    """Output tokens that are in Postgres."""
     parked: bool = False
     """It waits for KV: nothing of it is computed."""
     began_step: int = 0
     """The engine's count of steps when it was claimed; of a parked one, when it began."""
-    began_s: float = field(default_factory=time.monotonic)
-    first_token_s: float | None = None
     held: list[Delta] = field(default_factory=list)
     """Deltas of a job that is not exact wait for the commit that holds their tokens."""
     num_passed_over: int = 0
     """Beats in a row that saved no token of it: there were too many log-probabilities."""
 
     @classmethod
-    def from_claim(cls, claimed: Claimed, ticket: Delivery, identity: Identity, num_steps: int) -> LiveJob:
+    def from_claim(cls, claimed: Claimed, delivery: Delivery, identity: Identity, num_steps: int) -> LiveJob:
         """A job just claimed, with the tokens of earlier attempts."""
         return cls(
             claimed=claimed,
-            ticket=ticket,
+            delivery=delivery,
             identity=identity,
             exact=identity.exact and claimed.exact,
             ids=list(claimed.output_ids),
@@ -63,8 +70,18 @@ class LiveJob:
         return self.claimed.job_id
 
     @property
-    def is_unproven(self) -> bool:
-        """It runs and no token of this attempt is saved: a dead head would count as a crash."""
+    def attempt(self) -> AttemptKey:
+        """The store's key: (id, fence)."""
+        return self.claimed.job_id, self.claimed.fence
+
+    @property
+    def is_quarantined(self) -> bool:
+        """An engine died under an earlier attempt of it."""
+        return self.claimed.crashes > 0
+
+    @property
+    def is_unsaved(self) -> bool:
+        """It runs and no token of this attempt is saved: if the head died now, that would count as a crash."""
         return not self.parked and self.num_saved == len(self.claimed.output_ids)
 
     @property
@@ -76,12 +93,8 @@ class LiveJob:
         """Postgres knows that it runs from now on."""
         self.parked, self.began_step = False, num_steps
 
-    def take(self, tokens: NewTokens) -> Delta:
-        """Adds the engine's tokens; returns what a reader of the stream gets."""
-        if self.first_token_s is None:
-            self.first_token_s = time.monotonic()
-        self.ids.extend(tokens.ids)
-        self.logprobs.extend(tokens.logprobs)
+    def delta(self, tokens: NewTokens) -> Delta:
+        """What a reader of the stream gets."""
         return Delta(
             fence=self.claimed.fence,
             start=tokens.start,
@@ -89,6 +102,23 @@ class LiveJob:
             text=tokens.text,
             logprobs=tokens.logprobs or None,
         )
+
+    def note_token(self) -> None:
+        """The engine's thread: a token was made."""
+        if self.first_token_s is None:
+            self.first_token_s = time.monotonic()
+
+    def take(self, tokens: NewTokens) -> None:
+        """Adds tokens, to be saved by the next heartbeat; without exactness their reader waits for that."""
+        self.ids.extend(tokens.ids)
+        self.logprobs.extend(tokens.logprobs)
+        if not self.exact:
+            self.held.append(self.delta(tokens))
+
+    def take_held(self) -> list[Delta]:
+        """Deltas that may be published now: all of their tokens are saved."""
+        held, self.held = self.held, []
+        return held
 
     def beat(self) -> Beat:
         """What the next heartbeat saves: the tokens since the last one."""

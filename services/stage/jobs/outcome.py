@@ -91,14 +91,14 @@ class JobOutcome:
 
     def settle(self) -> None:
         """Celery's verdict and the log's line, after COMMIT."""
-        ticket = self.job.ticket
+        delivery = self.job.delivery
         self._tell()
         if self.state is JobState.SUCCEEDED:
-            ticket.succeed({"id": str(self.job.job_id), "completion_tokens": len(self.job.ids)})
+            delivery.succeed({"id": str(self.job.job_id), "completion_tokens": len(self.job.ids)})
         elif isinstance(self.event, Failed):
-            ticket.fail(self.event.reason)
+            delivery.fail(self.event.reason)
         else:
-            ticket.revoke()
+            delivery.revoke()
 
     def _tell(self) -> None:
         claimed, event = self.job.claimed, self.event

@@ -1,8 +1,9 @@
 """Which of the offered jobs a head may claim now, and which of those may begin: within its seats and its KV, and so
 that a poison job costs nobody else a crash. Knows no Postgres.
 
-A *suspect* is a job that an engine died under before. It is claimed once all that live here have saved a token, and
-until it has too, nobody else is: so whatever it breaks is counted a crash for nobody else. Neither side waits for ever.
+A *quarantined* job is one that an engine died under before. It is claimed once all jobs that live here have saved a
+token, and until it has too, no other is: so what it breaks is counted a crash of no other job. Neither side waits for
+ever.
 """
 
 from __future__ import annotations
@@ -18,14 +19,15 @@ from shardline.job import INTERACTIVE
 from shardline.store.claims import Claimed, Key
 
 PATIENCE_BEATS = 0.5
-"""A suspect has waited so long: nobody else is claimed, so that those who live here get to their tokens."""
+"""A quarantined job has waited for this many heartbeats: nothing else is claimed, so that live jobs get to a token."""
 
 OVERDUE_BEATS = 1
-"""They have not all got there, and steps are made: a long prompt is no reason to wait, the suspect is claimed now. Each
+"""They have not all got there, and steps are made: a long prompt is no reason to wait, the quarantined job is claimed
+now. Each
 heartbeat looks, so that is within two of its arrival."""
 
 ISOLATED_STEPS = 16
-"""A suspect with a long prompt has passed so many steps alone: others are claimed beside it."""
+"""A quarantined job with a long prompt has run alone for this many steps: others are claimed beside it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +49,7 @@ class Seats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moment:
-    """What a decision is made on, besides the tickets."""
+    """What a decision is made on, besides the deliveries."""
 
     live: Collection[LiveJob]
     now_s: float
@@ -58,33 +60,35 @@ class Moment:
     """A step was made of late: who waits, waits for others' prompts and not for an engine that hangs."""
 
 
-def claimable(tickets: Sequence[Delivery], suspects: Sequence[str], seats: Seats, moment: Moment) -> list[Delivery]:
-    """Those to claim now, the best priority first. `suspects` are job ids, in their order."""
+def claimable(
+    deliveries: Sequence[Delivery], quarantined: Sequence[str], seats: Seats, moment: Moment
+) -> list[Delivery]:
+    """Those to claim now, the best priority first. `quarantined` are job ids, in their order."""
     num_taken = len(moment.live)
-    unproven = [job for job in moment.live if job.is_unproven]
-    if any(job.claimed.crashes > 0 and moment.num_steps - job.began_step < ISOLATED_STEPS for job in unproven):
+    unsaved = [job for job in moment.live if job.is_unsaved]
+    if any(job.is_quarantined and moment.num_steps - job.began_step < ISOLATED_STEPS for job in unsaved):
         return []
-    doubted = set(suspects)
-    ready = [one for one in tickets if one.job_id in doubted and seats.has_room(one.priority, num_taken)]
+    quarantined_ids = set(quarantined)
+    ready = [one for one in deliveries if one.job_id in quarantined_ids and seats.has_room(one.priority, num_taken)]
     if ready:
         waited_beats = (moment.now_s - min(one.began_s for one in ready)) / moment.heartbeat_s
-        if not unproven or (waited_beats >= OVERDUE_BEATS and moment.is_moving):
-            return [min(ready, key=lambda one: suspects.index(one.job_id))]
+        if not unsaved or (waited_beats >= OVERDUE_BEATS and moment.is_moving):
+            return [min(ready, key=lambda one: quarantined.index(one.job_id))]
         if waited_beats >= PATIENCE_BEATS:
             return []
     chosen: list[Delivery] = []
-    for one in sorted(tickets, key=lambda one: one.priority):
-        if one.job_id not in doubted and seats.has_room(one.priority, num_taken + len(chosen)):
+    for one in sorted(deliveries, key=lambda one: one.priority):
+        if one.job_id not in quarantined_ids and seats.has_room(one.priority, num_taken + len(chosen)):
             chosen.append(one)
     return chosen
 
 
 def beginnable(called: Sequence[LiveJob], moment: Moment) -> list[LiveJob]:
     """Those of the parked jobs there is room for that may begin now: as if they were claimed now. They have seats."""
-    suspects = [job.ticket.job_id for job in called if job.claimed.crashes > 0]
+    quarantined = [job.delivery.job_id for job in called if job.is_quarantined]
     enough = Seats(num_any=len(moment.live) + len(called), num_interactive=0)
-    chosen = {one.job_id for one in claimable([job.ticket for job in called], suspects, enough, moment)}
-    return [job for job in called if job.ticket.job_id in chosen]
+    chosen = {one.job_id for one in claimable([job.delivery for job in called], quarantined, enough, moment)}
+    return [job for job in called if job.delivery.job_id in chosen]
 
 
 def without_room(rows: Sequence[Claimed], live: Collection[LiveJob], num_blocks: int) -> set[Key]:

@@ -1,37 +1,29 @@
 """What a head is in the present epoch, and the row of its pipeline that says so. Knows no jobs.
 
-The row follows what is so: `ready` and `lost` come from the pipeline's thread, the ledger's writes them down.
+The row follows the head's state: `ready` and `lost` come from the pipeline's thread, the lease manager's thread writes
+them down.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 
 from sqlalchemy import Engine as Database
 
 from services.stage.jobs.identity import Identity
+from services.stage.jobs.lease_host import LeaseHost
 from shardline.config import Times
 from shardline.store import pipelines
 
 
 class PipelineReadiness:
-    """`on_announced`: Postgres knows that the pipeline is ready. `on_superseded`: another head took its epoch."""
+    """The lease manager's thread writes it down and reads it, but for `ready` and `lost`."""
 
-    def __init__(
-        self,
-        database: Database,
-        *,
-        seats: int,
-        times: Times,
-        on_announced: Callable[[], None],
-        on_superseded: Callable[[int], None],
-    ) -> None:
+    def __init__(self, database: Database, *, seats: int, times: Times, host: LeaseHost) -> None:
         self._database = database
         self._seats = seats
         self._times = times
-        self._on_announced = on_announced
-        self._on_superseded = on_superseded
+        self._host = host
         self._recovering_since_s: float | None = None
         self._announced: Identity | None = None
         """The epoch whose readiness is in Postgres."""
@@ -48,7 +40,7 @@ class PipelineReadiness:
 
     @property
     def is_recovering(self) -> bool:
-        """A stage was lost, and the pipeline forms anew."""
+        """A stage was lost, and the pipeline is being formed again."""
         return self._recovering_since_s is not None
 
     @property
@@ -82,7 +74,7 @@ class PipelineReadiness:
                 )
         self._announced = identity
         if identity is not None:
-            self._on_announced()
+            self._host.readiness_announced()
 
     def renew(self) -> None:
         """The row's lease."""
@@ -92,4 +84,4 @@ class PipelineReadiness:
         with self._database.begin() as connection:
             held = pipelines.renew(connection, announced.pipeline, announced.epoch, self._times.lease_s)
         if not held and announced is self.identity:
-            self._on_superseded(announced.epoch)
+            self._host.epoch_superseded(announced.epoch)

@@ -28,25 +28,26 @@ from shardline.wire import StageCard
 class AssembledPipeline:
     """A pipeline that is ready: its control links, and the head's own wiring."""
 
-    calls: tuple[ControlClient, ...]
+    clients: tuple[ControlClient, ...]
     wiring: Wiring
 
     def release(self) -> None:
         """Frees the stages. The wiring's ends are the engine's to close."""
         goodbye = messages.Bye(pipeline=self.wiring.pipeline, epoch=self.wiring.epoch)
-        for call in self.calls:
-            call.close(goodbye)
+        for client in self.clients:
+            client.close(goodbye)
 
 
 @dataclass(frozen=True, slots=True)
 class _Bound:
-    call: ControlClient
+    client: ControlClient
     welcome: messages.Welcome
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineAssembly:
-    """What every attempt of a head has in common."""
+    """What every attempt of a head has in common. `next_epoch` raises Unavailable while Postgres is unreachable, and
+    Conflict while the pipeline is another head's."""
 
     pipeline: UUID
     card: StageCard
@@ -69,12 +70,12 @@ class PipelineAssembly:
             route = self._bind(cards, epoch, bound)
             failpoint(Point.HELLO_SENT)
             members = [bound.pop(card.incarnation) for card in route]
-            undo.callback(self._release, {member.call.card.incarnation: member for member in members}, epoch)
+            undo.callback(self._release, {member.client.card.incarnation: member for member in members}, epoch)
             self._release(bound, epoch)
             bound.clear()
             wiring = self._wire(members, epoch, undo)
             undo.pop_all()
-        return AssembledPipeline(calls=tuple(member.call for member in members), wiring=wiring)
+        return AssembledPipeline(clients=tuple(member.client for member in members), wiring=wiring)
 
     def _bind(self, cards: list[StageCard], epoch: int, bound: dict[str, _Bound]) -> list[StageCard]:
         """Calls stages until those in `bound` hold all layers; the next candidate when one refuses. Those bound already
@@ -86,16 +87,16 @@ class PipelineAssembly:
             if card is None:
                 return route
             for member in bound.values():
-                member.call.say(messages.Ping(pipeline=self.pipeline, epoch=epoch, seq=0))
+                member.client.send(messages.Ping(pipeline=self.pipeline, epoch=epoch, seq=0))
             try:
                 bound[card.incarnation] = self._hello(card, epoch)
             except (LinkLost, Refused) as error:
                 refused[card.incarnation] = str(error)
 
     def _hello(self, card: StageCard, epoch: int) -> _Bound:
-        call = ControlClient(self.sockets, card, self.timeout_s)
+        client = ControlClient(self.sockets, card, self.timeout_s)
         try:
-            call.say(
+            client.send(
                 messages.Hello(
                     pipeline=self.pipeline,
                     epoch=epoch,
@@ -108,9 +109,9 @@ class PipelineAssembly:
                     max_lanes=self.num_lanes or self.card.num_layers,
                 )
             )
-            return _Bound(call, call.expect(messages.Welcome, self.timeout_s))
+            return _Bound(client, client.expect(messages.Welcome, self.timeout_s))
         except (LinkLost, Refused):
-            call.close(messages.Bye(pipeline=self.pipeline, epoch=epoch))
+            client.close(messages.Bye(pipeline=self.pipeline, epoch=epoch))
             raise
 
     def _wire(self, members: list[_Bound], epoch: int, undo: ExitStack) -> Wiring:
@@ -128,7 +129,7 @@ class PipelineAssembly:
             undo.callback(sender.close)
         deadline = time.monotonic() + self.timeout_s
         for member in members:
-            member.call.expect(messages.Ready, max(0.0, deadline - time.monotonic()))
+            member.client.expect(messages.Ready, max(0.0, deadline - time.monotonic()))
         return Wiring(
             pipeline=self.pipeline,
             epoch=epoch,
@@ -144,7 +145,7 @@ class PipelineAssembly:
     def _start(self, members: list[_Bound], epoch: int, num_lanes: int, num_blocks: int, results: str) -> None:
         addresses = [*(member.welcome.address for member in members[1:]), results]
         for place, (member, next_address) in enumerate(zip(members, addresses, strict=True), start=1):
-            member.call.say(
+            member.client.send(
                 messages.Start(
                     pipeline=self.pipeline,
                     epoch=epoch,
@@ -158,7 +159,7 @@ class PipelineAssembly:
 
     def _release(self, bound: dict[str, _Bound], epoch: int) -> None:
         for member in bound.values():
-            member.call.close(messages.Bye(pipeline=self.pipeline, epoch=epoch))
+            member.client.close(messages.Bye(pipeline=self.pipeline, epoch=epoch))
 
 
 def _describe(card: StageCard, capacity: Capacity) -> Member:
@@ -177,4 +178,4 @@ def _describe(card: StageCard, capacity: Capacity) -> Member:
 def _member(bound: _Bound) -> Member:
     welcome = bound.welcome
     capacity = Capacity(num_blocks=welcome.num_blocks, exactness=welcome.exactness, exact=welcome.exact)
-    return _describe(bound.call.card, capacity)
+    return _describe(bound.client.card, capacity)

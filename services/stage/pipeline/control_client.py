@@ -39,14 +39,14 @@ class ControlClient:
         poller.register(self.socket, zmq.POLLIN)
         poller.register(self._watch.events, zmq.POLLIN)
 
-    def say(self, message: messages.ToStage) -> None:
+    def send(self, message: messages.ToStage) -> None:
         """Never blocks."""
         try:
             self.socket.send(messages.encode(message), zmq.NOBLOCK)
         except zmq.Again as error:
             raise LinkLost(f"{self.card.worker}: {self._watch.lost() or 'it takes no messages'}") from error
 
-    def heard(self) -> messages.ToHead | None:
+    def receive(self) -> messages.ToHead | None:
         """The next message that waits."""
         try:
             parts = self.socket.recv_multipart(zmq.NOBLOCK)
@@ -67,7 +67,7 @@ class ControlClient:
         """Waits for an answer of this kind."""
         deadline = time.monotonic() + timeout_s
         while True:
-            message = self.heard()
+            message = self.receive()
             if isinstance(message, kind):
                 return message
             if message is None:
@@ -77,18 +77,18 @@ class ControlClient:
                 self._poller.poll(math.ceil(left_s * 1000))
 
     def wait_for_end(self, timeout_s: float) -> None:
-        """Until the stage is gone, or so long. A connection that is closed while an answer is on its way is reset, and
-        the other side then never reads what was said last."""
+        """Until the stage is gone, or `timeout_s` passed. A connection that is closed while an answer is on its way is
+        reset, and the other side then never reads the last message."""
         deadline = time.monotonic() + timeout_s
         with contextlib.suppress(LinkLost, Refused):
             while (left_s := deadline - time.monotonic()) > 0:
-                if self.heard() is None:
+                if self.receive() is None:
                     self._poller.poll(math.ceil(left_s * 1000))
 
     def close(self, goodbye: messages.Bye | None = None) -> None:
         """Says BYE if the stage is to be released."""
         if goodbye is not None:
             with contextlib.suppress(LinkLost):  # Gone already.
-                self.say(goodbye)
+                self.send(goodbye)
         self._watch.close()
         self.socket.close()

@@ -5,15 +5,15 @@ It hands a Wiring over and asks for a status; the engine behind both is unknown 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import structlog
 
 from services.stage.hop import Channel, Hop, Kind, Receiver
 from services.stage.hop.wiring import Wiring
 from services.stage.pipeline import messages
 from services.stage.pipeline.binding import Binding, Bound
+from services.stage.pipeline.hosts import StageHost
 from services.stage.pipeline.status import Capacity, StageStatus
+from shardline.config import Times
 from shardline.errors import LinkLost, Unavailable
 from shardline.failpoints import Point, failpoint
 from shardline.wire import StageCard
@@ -22,32 +22,15 @@ log = structlog.get_logger(__name__)
 
 
 class ControlHandler:
-    """Runs in the link's thread. The callbacks are StageLink's."""
+    """Runs in the control link's thread."""
 
-    def __init__(
-        self,
-        *,
-        card: StageCard,
-        capacity: Capacity,
-        hop: Hop,
-        unbind_s: float,
-        connect_s: float,
-        on_wiring: Callable[[Wiring], None],
-        on_unbind: Callable[[], None],
-        on_exit: Callable[[str], None],
-        on_card: Callable[[], None],
-        status: Callable[[], StageStatus],
-    ) -> None:
+    def __init__(self, *, card: StageCard, capacity: Capacity, hop: Hop, host: StageHost, times: Times) -> None:
         self._incarnation = card.incarnation
         self._capacity = capacity
         self._hop = hop
-        self._connect_s = connect_s
-        self._on_wiring = on_wiring
-        self._on_unbind = on_unbind
-        self._on_exit = on_exit
-        self._on_card = on_card
-        self._status = status
-        self._binding = Binding(card, unbind_s)
+        self._host = host
+        self._connect_s = times.link_dead_s / 2
+        self._binding = Binding(card, times.unbind_s)
         self._receiver: Receiver | None = None
         """Bound for this epoch, not yet the engine's."""
 
@@ -70,7 +53,7 @@ class ControlHandler:
                 return self.pong(message.seq)
             case messages.Exit():
                 log.error("told to exit", reason=message.reason)
-                self._on_exit(message.reason)
+                self._host.exit(message.reason)
             case messages.Bye():
                 self._unbind("its head released it")
         return None
@@ -80,7 +63,7 @@ class ControlHandler:
         bound = self._binding.bound
         if bound is None:
             return None
-        status = self._status()
+        status = self._host.status()
         if status.epoch != bound.epoch:
             status = StageStatus(epoch=bound.epoch)
         return messages.Pong(
@@ -119,7 +102,7 @@ class ControlHandler:
         except Unavailable as error:
             return self._fail(hello, str(error))
         log.info("bound", pipeline=str(hello.pipeline), epoch=hello.epoch, head=hello.head)
-        self._on_card()
+        self._host.card_changed()
         failpoint(Point.HELLO_TAKEN)
         return messages.Welcome(
             pipeline=hello.pipeline,
@@ -151,7 +134,7 @@ class ControlHandler:
             sender=sender,
         )
         self._receiver = None
-        self._on_wiring(wiring)
+        self._host.wire(wiring)
         return messages.Ready(pipeline=bound.pipeline, epoch=bound.epoch)
 
     def _disown(self, message: messages.ToStage) -> messages.Refuse | None:
@@ -168,11 +151,11 @@ class ControlHandler:
         log.info("unbound", reason=reason)
         self._binding.release()
         self._void_wiring()
-        self._on_card()
+        self._host.card_changed()
 
     def _void_wiring(self) -> None:
         self.close()
-        self._on_unbind()
+        self._host.unwire()
 
 
 def _refuse(message: messages.ToStage, code: messages.RefusalCode, reason: str) -> messages.Refuse:

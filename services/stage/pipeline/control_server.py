@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
 
 import msgspec
 import structlog
@@ -13,10 +12,10 @@ import zmq
 from services.stage.hop import Hop
 from services.stage.hop.sockets import Sockets
 from services.stage.hop.wakeup import Wakeup
-from services.stage.hop.wiring import Wiring
 from services.stage.pipeline import messages
 from services.stage.pipeline.control_handler import ControlHandler
-from services.stage.pipeline.status import Capacity, StageStatus
+from services.stage.pipeline.hosts import StageHost
+from services.stage.pipeline.status import Capacity
 from shardline.config import Times
 from shardline.errors import ProtocolError
 from shardline.wire import StageCard
@@ -27,52 +26,22 @@ MAX_BATCH = 100
 log = structlog.get_logger(__name__)
 
 
-def _ignore() -> None:
-    """For callers who announce no card."""
-
-
 class ControlServer:
-    """The callbacks run in the link's thread and must not block.
-
-    `on_wiring` hands over a Wiring; `on_unbind` voids the last one: drop KV and frames, close its ends. `on_exit` must
-    end the process with a non-zero status. `on_card` says that `card()` has changed.
-    """
+    """Serves heads in a thread of its own; the host is called in it."""
 
     def __init__(
-        self,
-        *,
-        card: StageCard,
-        capacity: Capacity,
-        sockets: Sockets,
-        hop: Hop,
-        times: Times,
-        on_wiring: Callable[[Wiring], None],
-        on_unbind: Callable[[], None],
-        on_exit: Callable[[str], None],
-        status: Callable[[], StageStatus],
-        on_card: Callable[[], None] = _ignore,
+        self, *, card: StageCard, capacity: Capacity, sockets: Sockets, hop: Hop, host: StageHost, times: Times
     ) -> None:
         options: dict[int, int] = {zmq.MAXMSGSIZE: messages.MAX_CONTROL_BYTES, zmq.ROUTER_MANDATORY: 1}
         self._socket, address = sockets.bind(zmq.ROUTER, options)
         self._card = msgspec.structs.replace(card, control=address)
         self._tick_ms = max(1, round(times.heartbeat_s * 1000 / 3))
-        self._on_exit = on_exit
-        self._reception = ControlHandler(
-            card=self._card,
-            capacity=capacity,
-            hop=hop,
-            unbind_s=times.unbind_s,
-            connect_s=times.link_dead_s / 2,
-            on_wiring=on_wiring,
-            on_unbind=on_unbind,
-            on_exit=on_exit,
-            on_card=on_card,
-            status=status,
-        )
+        self._host = host
+        self._handler = ControlHandler(card=self._card, capacity=capacity, hop=hop, host=host, times=times)
         self._head = b""
         self._wakeup = Wakeup()
         self._stopping = False
-        self._thread = threading.Thread(target=self._run, name="stage-link", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="control-server", daemon=True)
 
     def start(self) -> None:
         """Answers from now on."""
@@ -87,7 +56,7 @@ class ControlServer:
 
     def card(self) -> StageCard:
         """From any thread: the card with the control address and the pipeline that holds the stage."""
-        bound = self._reception.bound
+        bound = self._handler.bound
         return msgspec.structs.replace(self._card, bound_to=str(bound.pipeline) if bound else None)
 
     def report(self) -> None:
@@ -100,11 +69,11 @@ class ControlServer:
             self._serve()
             is_done = True
         finally:
-            self._reception.close()
+            self._handler.close()
             self._socket.close()
             self._wakeup.close()
             if not is_done:
-                self._on_exit("the control link's thread failed")  # A deaf stage must not live on.
+                self._host.exit("the control link's thread failed")  # A deaf stage must not live on.
 
     def _serve(self) -> None:
         poller = zmq.Poller()
@@ -113,11 +82,11 @@ class ControlServer:
         while not self._stopping:
             poller.poll(self._tick_ms)
             if self._wakeup.clear():
-                self._send(self._head, self._reception.pong(0))
+                self._send(self._head, self._handler.pong(0))
             for _ in range(MAX_BATCH):
                 if not self._take():
                     break
-            self._reception.check_silence(time.monotonic())
+            self._handler.check_silence(time.monotonic())
 
     def _take(self) -> bool:
         """Handles one message; False when none waits."""
@@ -139,7 +108,7 @@ class ControlServer:
         return True
 
     def _handle(self, identity: bytes, message: messages.ToStage) -> None:
-        answer = self._reception.answer(message, time.monotonic())
+        answer = self._handler.answer(message, time.monotonic())
         if isinstance(answer, messages.Welcome):
             self._head = identity
         self._send(identity, answer)

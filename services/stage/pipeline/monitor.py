@@ -1,6 +1,6 @@
-"""Judges whether a formed pipeline lives: pings, silence, errors, hung stages. Owns no thread and no socket of its own.
+"""Whether an assembled pipeline lives: pings, silence, errors, hung stages. Owns no thread and no socket of its own.
 
-`look` is called on every tick and whenever something arrives.
+`check` is called on every tick and whenever something arrives.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class HeadHangs(Exception):
 class StageHealth:
     """One stage's signs of life."""
 
-    call: ControlClient
+    client: ControlClient
     pong: messages.Pong | None = None
     """The last one."""
     round_trip_us: int = 0
@@ -40,12 +40,12 @@ class StageHealth:
 
 
 class PipelineMonitor:
-    """Over one formed pipeline. Times are the caller's monotonic seconds."""
+    """Over one assembled pipeline. Times are the caller's monotonic seconds."""
 
     def __init__(
-        self, formed: AssembledPipeline, times: Times, progress: Callable[[], StageProgress], now_s: float
+        self, assembled: AssembledPipeline, times: Times, progress: Callable[[], StageProgress], now_s: float
     ) -> None:
-        self._wiring = formed.wiring
+        self._wiring = assembled.wiring
         self._times = times
         self._progress = progress
         self._done: tuple[int, ...] = ()
@@ -53,51 +53,51 @@ class PipelineMonitor:
         self._moved_s = self._looked_s = now_s
         self._own_step_began_s: float | None = None
         self._own_step_s = 0.0
-        self.pulses = tuple(StageHealth(call) for call in formed.calls)
+        self.stages = tuple(StageHealth(client) for client in assembled.clients)
 
-    def look(self, now_s: float) -> None:
+    def check(self, now_s: float) -> None:
         """Raises LinkLost or Refused with the reason when the pipeline is lost, HeadHangs when this process is.
 
         Answers are read before silence is judged: after a pause of this process they all wait in the sockets.
         """
-        for pulse in self.pulses:
-            self._listen(pulse, now_s)
-        for pulse in self.pulses:
-            self._ask(pulse, now_s)
+        for stage in self.stages:
+            self._listen(stage, now_s)
+        for stage in self.stages:
+            self._ask(stage, now_s)
         self._check_steps(now_s)
 
-    def _listen(self, pulse: StageHealth, now_s: float) -> None:
-        while (message := pulse.call.heard()) is not None:
+    def _listen(self, stage: StageHealth, now_s: float) -> None:
+        while (message := stage.client.receive()) is not None:
             if not isinstance(message, messages.Pong) or self._is_foreign(message):
                 continue
-            pulse.pong = message
+            stage.pong = message
             if message.error is not None:
-                raise LinkLost(f"{pulse.call.card.worker}: {message.error}")
-            if pulse.is_waiting and message.seq == pulse.seq:
-                pulse.is_waiting = False
-                pulse.round_trip_us = round((now_s - pulse.asked_s) * 1e6)
+                raise LinkLost(f"{stage.client.card.worker}: {message.error}")
+            if stage.is_waiting and message.seq == stage.seq:
+                stage.is_waiting = False
+                stage.round_trip_us = round((now_s - stage.asked_s) * 1e6)
 
     def _is_foreign(self, message: messages.Pong) -> bool:
         return (message.pipeline, message.epoch) != (self._wiring.pipeline, self._wiring.epoch)
 
-    def _ask(self, pulse: StageHealth, now_s: float) -> None:
-        waited_s = now_s - pulse.asked_s
-        if pulse.is_waiting:
+    def _ask(self, stage: StageHealth, now_s: float) -> None:
+        waited_s = now_s - stage.asked_s
+        if stage.is_waiting:
             if waited_s > self._times.link_dead_s:
-                raise LinkLost(f"{pulse.call.card.worker}: silent for {waited_s:.1f} s")
+                raise LinkLost(f"{stage.client.card.worker}: silent for {waited_s:.1f} s")
         elif waited_s >= self._times.heartbeat_s / 3:
-            pulse.seq += 1
-            pulse.asked_s, pulse.is_waiting = now_s, True
-            pulse.call.say(messages.Ping(pipeline=self._wiring.pipeline, epoch=self._wiring.epoch, seq=pulse.seq))
+            stage.seq += 1
+            stage.asked_s, stage.is_waiting = now_s, True
+            stage.client.send(messages.Ping(pipeline=self._wiring.pipeline, epoch=self._wiring.epoch, seq=stage.seq))
 
     def _check_steps(self, now_s: float) -> None:
-        """Heartbeats without a finished step of any stage while steps are outstanding: somebody hangs."""
+        """Heartbeats without a finished step of any stage while steps are outstanding: a stage hangs."""
         progress = self._progress()
         if self._waits_for_own_step(progress.step_began_s, now_s):
             self._moved_s = now_s
             return
         is_idle = progress.epoch != self._wiring.epoch or progress.num_outstanding == 0
-        done = (progress.num_steps, *(pulse.pong.num_steps if pulse.pong else 0 for pulse in self.pulses))
+        done = (progress.num_steps, *(stage.pong.num_steps if stage.pong else 0 for stage in self.stages))
         if is_idle or done != self._done:
             self._done, self._moved_s = done, now_s
         elif now_s - self._moved_s > self._times.stall_s:
@@ -121,11 +121,13 @@ class PipelineMonitor:
     def _end_stall(self, stalled_s: float, progress: StageProgress) -> None:
         """The first stage that is behind is the one that hangs; if none is, the results are lost on their way."""
         num_due = progress.num_steps + progress.num_outstanding
-        for pulse in self.pulses:
-            if pulse.pong is not None and pulse.pong.num_steps < num_due:
-                reason = f"no step finished for {stalled_s:.1f} s, {pulse.pong.num_steps} of {num_due} done"
-                log.error("stage hangs", stage=pulse.call.card.worker, reason=reason)
-                pulse.call.say(messages.Exit(pipeline=self._wiring.pipeline, epoch=self._wiring.epoch, reason=reason))
-                pulse.call.wait_for_end(self._times.heartbeat_s)
-                raise LinkLost(f"{pulse.call.card.worker} hangs: {reason}")
+        for stage in self.stages:
+            if stage.pong is not None and stage.pong.num_steps < num_due:
+                reason = f"no step finished for {stalled_s:.1f} s, {stage.pong.num_steps} of {num_due} done"
+                log.error("stage hangs", stage=stage.client.card.worker, reason=reason)
+                stage.client.send(
+                    messages.Exit(pipeline=self._wiring.pipeline, epoch=self._wiring.epoch, reason=reason)
+                )
+                stage.client.wait_for_end(self._times.heartbeat_s)
+                raise LinkLost(f"{stage.client.card.worker} hangs: {reason}")
         raise LinkLost(f"no result for {stalled_s:.1f} s, though every stage has done its steps")

@@ -1,4 +1,4 @@
-"""A head's pipeline: forms it, watches it, forms it anew. Owns the thread and the states; knows no engine, no Postgres.
+"""A head's pipeline: forms it, monitors it, forms it again. Owns the thread and the states; knows no engine and no SQL.
 
 forming ⇄ ready
 """
@@ -9,21 +9,18 @@ import math
 import random
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from uuid import UUID
 
 import structlog
 import zmq
 
-from services.stage.hop import Hop
-from services.stage.hop.sockets import Sockets
 from services.stage.hop.wakeup import Wakeup
-from services.stage.hop.wiring import Member, Wiring
+from services.stage.hop.wiring import Member
 from services.stage.pipeline.assembly import AssembledPipeline, PipelineAssembly
 from services.stage.pipeline.control_client import Refused
+from services.stage.pipeline.hosts import PipelineHost
 from services.stage.pipeline.monitor import HeadHangs, PipelineMonitor, StageHealth
-from services.stage.pipeline.status import Capacity, StageProgress
 from shardline.config import Times
 from shardline.errors import Conflict, LinkLost, Unavailable
 from shardline.wire import StageCard
@@ -61,52 +58,18 @@ class PipelineStatus:
 
 
 class Pipeline:
-    """The callbacks run in the pipeline's thread and must not block for long.
+    """Forms the pipeline as often as it is lost, in a thread of its own."""
 
-    `cards` lists the registry and `next_epoch` takes a new epoch from Postgres; both raise Unavailable when their
-    server is away, and `next_epoch` Conflict while the pipeline is another head's. Every `on_ready` is followed by one
-    `on_lost` before the next. `on_exit` must end the process.
-    """
-
-    def __init__(
-        self,
-        *,
-        pipeline: UUID,
-        card: StageCard,
-        capacity: Capacity,
-        sockets: Sockets,
-        hop: Hop,
-        times: Times,
-        cards: Callable[[], list[StageCard]],
-        next_epoch: Callable[[], int],
-        on_ready: Callable[[Wiring], None],
-        on_lost: Callable[[str], None],
-        on_exit: Callable[[str], None],
-        progress: Callable[[], StageProgress],
-        num_lanes: int | None = None,
-    ) -> None:
-        self._forming = PipelineAssembly(
-            pipeline=pipeline,
-            card=card,
-            capacity=capacity,
-            sockets=sockets,
-            hop=hop,
-            timeout_s=times.link_dead_s,
-            num_lanes=num_lanes,
-            next_epoch=next_epoch,
-        )
+    def __init__(self, assembly: PipelineAssembly, host: PipelineHost, times: Times) -> None:
+        self._assembly = assembly
+        self._host = host
         self._times = times
-        self._cards = cards
         self._known: list[StageCard] = []
-        self._on_ready = on_ready
-        self._on_lost = on_lost
-        self._on_exit = on_exit
-        self._progress = progress
         self._wakeup = Wakeup()
         self._stopping = False
         self._loss = (-1, "")
-        self._formed: AssembledPipeline | None = None
-        self._pulses: Sequence[StageHealth] = ()
+        self._assembled: AssembledPipeline | None = None
+        self._stages: Sequence[StageHealth] = ()
         self._epoch: int | None = None
         self._reason: str | None = "forming"
         self._thread = threading.Thread(target=self._run, name="pipeline", daemon=True)
@@ -116,7 +79,7 @@ class Pipeline:
         self._thread.start()
 
     def stop(self) -> None:
-        """Releases the stages. The engine's wiring stays the engine's; `on_lost` is not called."""
+        """Releases the stages. The engine's wiring stays the engine's; the host is not told."""
         self._stopping = True
         self._wakeup.wake()
         if self._thread.is_alive():
@@ -130,44 +93,44 @@ class Pipeline:
 
     def status(self) -> PipelineStatus:
         """From any thread."""
-        formed = self._formed
+        assembled = self._assembled
         return PipelineStatus(
-            pipeline=str(self._forming.pipeline),
-            is_ready=formed is not None,
+            pipeline=str(self._assembly.pipeline),
+            is_ready=assembled is not None,
             epoch=self._epoch,
             reason=self._reason,
-            members=formed.wiring.members if formed else (),
-            stages=tuple(_status(pulse) for pulse in self._pulses),
+            members=assembled.wiring.members if assembled else (),
+            stages=tuple(_status(stage) for stage in self._stages),
         )
 
     def _run(self) -> None:
         is_done = False
         try:
             while not self._stopping:
-                formed = self._form()
-                if formed is None:
+                assembled = self._form()
+                if assembled is None:
                     self._pause()
                 else:
-                    self._keep(formed)
+                    self._keep(assembled)
             is_done = True
         finally:
             self._wakeup.close()
             if not is_done:
-                self._on_exit("the pipeline's thread failed")  # A head that watches nothing must not live on.
+                self._host.exit("the pipeline's thread failed")  # A head that watches nothing must not live on.
 
     def _form(self) -> AssembledPipeline | None:
         try:
-            return self._forming.form(self._candidates())
+            return self._assembly.form(self._candidates())
         except (Unavailable, Conflict, LinkLost, Refused) as error:
             if str(error) != self._reason:
-                log.warning("pipeline not formed", pipeline=str(self._forming.pipeline), reason=str(error))
+                log.warning("pipeline not assembled", pipeline=str(self._assembly.pipeline), reason=str(error))
             self._reason = str(error)
             return None
 
     def _candidates(self) -> list[StageCard]:
-        """The registry's cards; while Redis is away, those seen last."""
+        """The registry's cards; while Redis is unreachable, those seen last."""
         try:
-            self._known = self._cards()
+            self._known = self._host.list_cards()
         except Unavailable:
             if not self._known:
                 raise
@@ -177,46 +140,51 @@ class Pipeline:
         """Random, so that heads which raced do not meet again."""
         self._wait(random.uniform(0.25, 1.0) * self._times.heartbeat_s)  # noqa: S311 (no secret)
 
-    def _keep(self, formed: AssembledPipeline) -> None:
+    def _keep(self, assembled: AssembledPipeline) -> None:
         """From ready to lost."""
-        vigil = PipelineMonitor(formed, self._times, self._progress, time.monotonic())
-        self._epoch, self._reason, self._pulses, self._formed = formed.wiring.epoch, None, vigil.pulses, formed
-        log.info("pipeline ready", pipeline=str(formed.wiring.pipeline), epoch=self._epoch)
-        self._on_ready(formed.wiring)
-        reason = self._watch(formed, vigil)
-        self._formed, self._pulses, self._reason = None, (), reason
-        formed.release()
+        monitor = PipelineMonitor(assembled, self._times, self._host.progress, time.monotonic())
+        self._epoch, self._reason, self._stages, self._assembled = (
+            assembled.wiring.epoch,
+            None,
+            monitor.stages,
+            assembled,
+        )
+        log.info("pipeline ready", pipeline=str(assembled.wiring.pipeline), epoch=self._epoch)
+        self._host.pipeline_ready(assembled.wiring)
+        reason = self._watch(assembled, monitor)
+        self._assembled, self._stages, self._reason = None, (), reason
+        assembled.release()
         if not self._stopping:
-            log.warning("pipeline lost", pipeline=str(formed.wiring.pipeline), epoch=self._epoch, reason=reason)
-            self._on_lost(reason)
+            log.warning("pipeline lost", pipeline=str(assembled.wiring.pipeline), epoch=self._epoch, reason=reason)
+            self._host.pipeline_lost(reason)
 
-    def _watch(self, formed: AssembledPipeline, vigil: PipelineMonitor) -> str:
+    def _watch(self, assembled: AssembledPipeline, monitor: PipelineMonitor) -> str:
         """Why it ended."""
         while not self._stopping:
             lost_epoch, reason = self._loss
-            if lost_epoch == formed.wiring.epoch:
+            if lost_epoch == assembled.wiring.epoch:
                 return reason
             try:
-                vigil.look(time.monotonic())
+                monitor.check(time.monotonic())
             except (LinkLost, Refused) as error:
                 return str(error)
             except HeadHangs as error:
-                self._on_exit(str(error))
+                self._host.exit(str(error))
                 return str(error)
-            self._wait(self._times.heartbeat_s / 3, formed)
+            self._wait(self._times.heartbeat_s / 3, assembled)
         return "stopping"
 
-    def _wait(self, timeout_s: float, formed: AssembledPipeline | None = None) -> None:
+    def _wait(self, timeout_s: float, assembled: AssembledPipeline | None = None) -> None:
         poller = zmq.Poller()
         poller.register(self._wakeup.fd, zmq.POLLIN)
-        for call in formed.calls if formed else ():
-            call.register(poller)
+        for client in assembled.clients if assembled else ():
+            client.register(poller)
         poller.poll(math.ceil(timeout_s * 1000))
         self._wakeup.clear()
 
 
-def _status(pulse: StageHealth) -> MemberStatus:
-    card, pong = pulse.call.card, pulse.pong
+def _status(stage: StageHealth) -> MemberStatus:
+    card, pong = stage.client.card, stage.pong
     return MemberStatus(
         worker=card.worker,
         device=card.device,
@@ -226,5 +194,5 @@ def _status(pulse: StageHealth) -> MemberStatus:
         num_blocks_used=pong.num_blocks_used if pong else 0,
         compute_us=pong.compute_us if pong else 0,
         hop_us=pong.hop_us if pong else 0,
-        round_trip_us=pulse.round_trip_us,
+        round_trip_us=stage.round_trip_us,
     )

@@ -38,7 +38,7 @@ class Failed(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Crashed(msgspec.Struct, frozen=True, kw_only=True):
-    """The pipeline broke twice under a job that got no token, the second time while it was the only suspect."""
+    """The pipeline broke twice under a job that got no token, the second time while it was the only quarantined one."""
 
     key: Key
 

@@ -28,7 +28,7 @@ class Parking(WaitingQueue):
     def call(self, *, num_free: int, num_running: int, max_seats: int) -> Iterator[Sequence]:
         """Those that there is room for, each once. Smaller ones may pass one that finds none, but not for ever."""
         passed: list[Sequence] = []
-        for sequence in self.first(MAX_LOOK_AHEAD, with_suspects=True) if self else ():
+        for sequence in self.first(MAX_LOOK_AHEAD, with_quarantined=True) if self else ():
             if num_running == max_seats:
                 return
             if fits(len(sequence.ids), num_free, num_running):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-MAX_DOUBTED = 1024
+MAX_QUARANTINED = 1024
 
 
 class Quarantine:
@@ -15,9 +15,9 @@ class Quarantine:
         return job_id in self._ids
 
     def add(self, job_id: str) -> None:
-        """From now on it runs as a suspect."""
+        """From now on it runs alone among its kind."""
         self._ids[job_id] = None
-        if len(self._ids) > MAX_DOUBTED:
+        if len(self._ids) > MAX_QUARANTINED:
             del self._ids[next(iter(self._ids))]
 
     def discard(self, job_id: str) -> None:

@@ -48,7 +48,7 @@ class Scheduler:
         self._parked = Parking()
         self._arrivals = count()
         self._numbers = count()
-        self._doubted = Quarantine()
+        self._quarantine = Quarantine()
         self._clear(config.num_blocks)
 
     def _clear(self, num_blocks: int) -> None:
@@ -62,7 +62,7 @@ class Scheduler:
         """Decodes whose token has come back, longest ago first."""
         self._leaving: dict[int, Sequence] = {}
         """Out of the batch, while steps in flight still use their blocks."""
-        self._suspect: Sequence | None = None
+        self._in_quarantine: Sequence | None = None
 
     # What the engine asks for.
 
@@ -70,7 +70,7 @@ class Scheduler:
         """Takes a request in. The events follow at once: it can never run here, or its checkpoint is complete."""
         assert request.key not in self._by_key, f"{request.key} was added twice"
         sequence = Sequence(request, sink, arrival=next(self._arrivals), max_len=self.config.max_len)
-        sequence.suspect = request.suspect or request.key[0] in self._doubted
+        sequence.quarantined = request.quarantined or request.key[0] in self._quarantine
         self._by_key[request.key] = sequence
         self._line_of(sequence).push(sequence)
         if (refusal := self._refusal(sequence)) is not None:
@@ -103,16 +103,16 @@ class Scheduler:
         called = self._parked.call(**taken, max_seats=self.config.max_seats)
         return [MayBegin(key=sequence.request.key) for sequence in called]
 
-    def trust(self, key: Key) -> None:
-        """A suspect's progress is saved: whatever happens now, it is no crash of this attempt. The next may run."""
+    def release(self, key: Key) -> None:
+        """A quarantined job's tokens are saved: what happens now is no crash of this attempt. The next may run."""
         sequence = self._by_key.get(key)
-        if sequence is None or not sequence.suspect:
+        if sequence is None or not sequence.quarantined:
             return
         if sequence.state is State.WAITING:
             self._line_of(sequence).remove(sequence)
-            sequence.suspect = False
+            sequence.quarantined = False
             self._line_of(sequence).push(sequence)
-        self._clear_of_suspicion(sequence)
+        self._release(sequence)
 
     def has(self, key: Key) -> bool:
         """Whether this attempt waits or runs here."""
@@ -122,15 +122,15 @@ class Scheduler:
         """The next step, to be sent to every stage. None: nothing can run before a result, or nothing is left."""
         if len(self._flights) == self.config.num_lanes:
             return None
-        draft = StepBuilder(self.config.token_budget)
-        self._add_decodes(draft)
-        self._add_chunks(draft)
-        if not draft.rows and (self._flights or not self._closes):
+        builder = StepBuilder(self.config.token_budget)
+        self._add_decodes(builder)
+        self._add_chunks(builder)
+        if not builder.rows and (self._flights or not self._closes):
             return None
-        plan = StepPlan(self._next_step, tuple(draft.opens), tuple(draft.rows), tuple(self._closes))
+        plan = StepPlan(self._next_step, tuple(builder.opens), tuple(builder.rows), tuple(self._closes))
         self._next_step += 1
         self._closes.clear()
-        self._flights.append((plan, draft.sequences))
+        self._flights.append((plan, builder.sequences))
         return plan
 
     def apply(self, result: StepResult) -> list[Event]:
@@ -155,18 +155,18 @@ class Scheduler:
     def rebuild(self, num_blocks: int, num_lanes: int | None = None) -> list[Event]:
         """A new epoch: stages know nothing, steps in flight are lost, every sequence waits again with its tokens."""
         self.config = replace(self.config, num_blocks=num_blocks, num_lanes=num_lanes or self.config.num_lanes)
-        displaced, alone = [*self._running.values(), *self._leaving.values()], self._suspect
+        displaced, alone = [*self._running.values(), *self._leaving.values()], self._in_quarantine
         self._clear(num_blocks)
         events: list[Event] = []
         for sequence in displaced:
             if sequence.state is State.ENDED:
                 continue
             if sequence is alone and not sequence.has_progress:
-                events.append(self._blame(sequence))
+                events.append(self._crash(sequence))
                 continue
             # One of those that the epoch gave no token may have broken it: they come back one by one.
             if not sequence.has_progress:
-                self._doubt(sequence)
+                self._put_in_quarantine(sequence)
             self._requeue(sequence)
         return [*events, *(self._outgrow(each) for each in list(self._by_key.values()) if self._is_too_long(each))]
 
@@ -197,23 +197,23 @@ class Scheduler:
 
     # Cutting a step.
 
-    def _add_decodes(self, draft: StepBuilder) -> None:
+    def _add_decodes(self, builder: StepBuilder) -> None:
         num_decoding = len(self._running) - len(self._prefilling)
         share = -(-num_decoding // self.config.num_lanes)
-        for sequence in list(islice(self._ready.values(), min(share, draft.budget))):
+        for sequence in list(islice(self._ready.values(), min(share, builder.budget))):
             if sequence.state is not State.RUNNING:
                 continue
             blocks = self._next_block(sequence) if sequence.num_computed == len(sequence.blocks) * BLOCK_TOKENS else ()
             if blocks is not None:
                 del self._ready[sequence.number]
-                draft.add(sequence, 1, (sequence.ids[-1],), blocks)
+                builder.add(sequence, 1, (sequence.ids[-1],), blocks)
 
-    def _add_chunks(self, draft: StepBuilder) -> None:
+    def _add_chunks(self, builder: StepBuilder) -> None:
         """By rank, each may take half of what is left: a long prompt holds up neither those behind it nor admission.
         What nobody else needs goes to the first in rank."""
-        left = draft.budget
+        left = builder.budget
         lengths: dict[Sequence, int] = {}
-        for sequence in self._in_line(draft) if left else ():
+        for sequence in self._in_line(builder) if left else ():
             lengths[sequence] = min(max(MIN_CHUNK, left // 2), left, sequence.num_missing)
             left -= lengths[sequence]
             if left == 0:
@@ -221,22 +221,22 @@ class Scheduler:
         for sequence, length in lengths.items():
             more = min(left, sequence.num_missing - length)
             left -= more
-            self._add_chunk(draft, sequence, length + more)
+            self._add_chunk(builder, sequence, length + more)
 
-    def _add_chunk(self, draft: StepBuilder, sequence: Sequence, length: int) -> None:
+    def _add_chunk(self, builder: StepBuilder, sequence: Sequence, length: int) -> None:
         blocks = () if sequence.num_computed else tuple(sequence.blocks)
-        draft.add(sequence, length, (), blocks)
+        builder.add(sequence, length, (), blocks)
         if sequence.num_missing == 0:
             del self._prefilling[sequence.number]
 
-    def _in_line(self, draft: StepBuilder) -> Iterator[Sequence]:
+    def _in_line(self, builder: StepBuilder) -> Iterator[Sequence]:
         """Who has ids to compute, by rank: those that have begun, and between them those that find a place now."""
         for sequence in sorted(self._prefilling.values(), key=rank_of):
             while (newcomer := self._admissible()) is not None and newcomer.rank < sequence.rank:
-                yield self._start(newcomer, draft)
+                yield self._start(newcomer, builder)
             yield sequence
         while (newcomer := self._admissible()) is not None:
-            yield self._start(newcomer, draft)
+            yield self._start(newcomer, builder)
 
     def _admissible(self) -> Sequence | None:
         """Who is admitted next. One that finds no room may be overtaken by smaller ones, but not for ever."""
@@ -250,9 +250,9 @@ class Scheduler:
         return None
 
     def _foremost(self) -> list[Sequence]:
-        return self._waiting.first(MAX_LOOK_AHEAD, with_suspects=self._suspect is None)
+        return self._waiting.first(MAX_LOOK_AHEAD, with_quarantined=self._in_quarantine is None)
 
-    def _start(self, sequence: Sequence, draft: StepBuilder) -> Sequence:
+    def _start(self, sequence: Sequence, builder: StepBuilder) -> Sequence:
         request = sequence.request
         for overtaken in self._foremost():
             if overtaken.rank < sequence.rank:
@@ -263,9 +263,9 @@ class Scheduler:
         sequence.blocks.extend(self._pool.allocate(blocks_for(len(sequence.ids))))
         self._running[sequence.number] = self._prefilling[sequence.number] = sequence
         sequence.num_at_start = len(sequence.ids)
-        if sequence.suspect:
-            self._suspect = sequence
-        draft.opens.append(
+        if sequence.quarantined:
+            self._in_quarantine = sequence
+        builder.opens.append(
             Open(
                 seq=sequence.number,
                 ids=tuple(sequence.ids),
@@ -305,8 +305,8 @@ class Scheduler:
         text, reason = sequence.accept(token, logprob)
         logprobs = () if logprob is None else (logprob,)
         events.append(NewTokens(key=sequence.request.key, start=start, ids=(token,), text=text, logprobs=logprobs))
-        if sequence.suspect and not sequence.request.suspect:
-            self._clear_of_suspicion(sequence)  # A broken pipeline is seen here; only a dead head needs saved tokens.
+        if sequence.quarantined and not sequence.request.quarantined:
+            self._release(sequence)  # A broken pipeline is seen here; only a dead head needs saved tokens.
         if reason is not None:
             events.append(self._finish(sequence, reason))
         elif self._is_too_long(sequence):
@@ -343,20 +343,20 @@ class Scheduler:
         self._end(sequence)
         return Outgrown(key=sequence.request.key, num_tokens=len(sequence.ids))
 
-    def _blame(self, sequence: Sequence) -> Crashed:
+    def _crash(self, sequence: Sequence) -> Crashed:
         del self._by_key[sequence.request.key]
         sequence.state = State.ENDED
         return Crashed(key=sequence.request.key)
 
-    def _doubt(self, sequence: Sequence) -> None:
-        sequence.suspect = True
-        self._doubted.add(sequence.request.key[0])
+    def _put_in_quarantine(self, sequence: Sequence) -> None:
+        sequence.quarantined = True
+        self._quarantine.add(sequence.request.key[0])
 
-    def _clear_of_suspicion(self, sequence: Sequence) -> None:
-        sequence.suspect = False
-        self._doubted.discard(sequence.request.key[0])
-        if self._suspect is sequence:
-            self._suspect = None
+    def _release(self, sequence: Sequence) -> None:
+        sequence.quarantined = False
+        self._quarantine.discard(sequence.request.key[0])
+        if self._in_quarantine is sequence:
+            self._in_quarantine = None
 
     def _end(self, sequence: Sequence) -> None:
         del self._by_key[sequence.request.key]
@@ -380,8 +380,8 @@ class Scheduler:
     def _settle(self, sequence: Sequence) -> None:
         del self._leaving[sequence.number]
         self._pool.free(sequence.blocks)
-        if self._suspect is sequence:
-            self._suspect = None
+        if self._in_quarantine is sequence:
+            self._in_quarantine = None
         if sequence.state is State.PREEMPTED:
             sequence.patience = 0
             self._requeue(sequence)

@@ -47,8 +47,8 @@ class Request:
     output_ids: tuple[int, ...] = ()
     output_logprobs: tuple[TokenLogprob, ...] = ()
     priority: int = DEFAULT_PRIORITY
-    suspect: bool = False
-    """It may have killed an engine before: runs only when no other suspect does."""
+    quarantined: bool = False
+    """It may have killed an engine before: runs only when no other quarantined one does."""
     parked: bool = False
     """It found no room when it was claimed: runs only after `begin`."""
 
@@ -78,11 +78,11 @@ class Sequence:
         "number",
         "parked",
         "patience",
+        "quarantined",
         "rank",
         "request",
         "sink",
         "state",
-        "suspect",
     )
 
     def __init__(self, request: Request, sink: TokenSink, *, arrival: int, max_len: int) -> None:
@@ -95,7 +95,7 @@ class Sequence:
         self.ids = list(request.prompt_ids)
         self.logprobs: list[TokenLogprob] = []
         self.state = State.WAITING
-        self.suspect = request.suspect
+        self.quarantined = request.quarantined
         """Must not change while the sequence waits in a line."""
         self.parked = request.parked
         self.called = False
@@ -148,7 +148,7 @@ class Sequence:
 
 
 class WaitingQueue:
-    """Sequences that wait for a place, by (priority, arrival). Suspects stand in a line of their own."""
+    """Sequences that wait for a place, by (priority, arrival). Quarantined ones stand in a line of their own."""
 
     __slots__ = ("_lines",)
 
@@ -160,16 +160,16 @@ class WaitingQueue:
 
     def push(self, sequence: Sequence) -> None:
         """A preempted sequence keeps its rank, so it stands before all that came later."""
-        heapq.heappush(self._lines[sequence.suspect], (sequence.rank, sequence))
+        heapq.heappush(self._lines[sequence.quarantined], (sequence.rank, sequence))
 
-    def first(self, num: int, *, with_suspects: bool) -> list[Sequence]:
-        """Whose turn it is. Suspects that may not run now hold up nobody."""
-        lines = self._lines[: 1 + with_suspects]
+    def first(self, num: int, *, with_quarantined: bool) -> list[Sequence]:
+        """Whose turn it is. Quarantined ones that may not run now hold up nobody."""
+        lines = self._lines[: 1 + with_quarantined]
         return [sequence for _, sequence in heapq.nsmallest(num, chain.from_iterable(lines))]
 
     def remove(self, sequence: Sequence) -> None:
         """Takes it out of its line, wherever it stands."""
-        line = self._lines[sequence.suspect]
+        line = self._lines[sequence.quarantined]
         if line[0][1] is sequence:
             heapq.heappop(line)
         else:

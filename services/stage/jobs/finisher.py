@@ -1,0 +1,144 @@
+"""How live jobs leave a head: committed, counted a crash, or given back. Owns what waits for a COMMIT.
+
+Knows neither claims nor when leases are renewed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import structlog
+from sqlalchemy import Connection
+from sqlalchemy import Engine as Database
+
+from services.stage.jobs.delta_publisher import DeltaPublisher
+from services.stage.jobs.lease_host import LeaseHost
+from services.stage.jobs.live_job import LiveJob
+from services.stage.jobs.live_jobs import LiveJobs
+from services.stage.jobs.outcome import CELERY_STATES, JobOutcome
+from services.stage.scheduling.events import Crashed, Failed, Finished, Outgrown
+from shardline.config import Times
+from shardline.failpoints import Point, failpoint
+from shardline.job import JobState
+from shardline.store import claims, crashes
+from shardline.wire import Delta
+
+log = structlog.get_logger(__name__)
+
+USED_UP = "its crashes are used up"
+
+
+class Finisher:
+    """Runs in the lease manager's thread. Each method is one transaction; a COMMIT whose outcome is unknown is simply
+    done again."""
+
+    def __init__(
+        self,
+        *,
+        database: Database,
+        jobs: LiveJobs,
+        publisher: DeltaPublisher,
+        host: LeaseHost,
+        times: Times,
+    ) -> None:
+        self._database = database
+        self._jobs = jobs
+        self._publisher = publisher
+        self._host = host
+        self._times = times
+        self._outcomes: list[JobOutcome] = []
+        self._crashed: list[Crashed] = []
+        self._outgrown: list[Outgrown] = []
+
+    @property
+    def num_uncommitted(self) -> int:
+        """Ended jobs whose results are not in Postgres yet."""
+        return len(self._outcomes)
+
+    def note(self, event: Finished | Failed | Crashed | Outgrown) -> None:
+        """The engine has let go of a job."""
+        if isinstance(event, Crashed):
+            self._crashed.append(event)
+        elif isinstance(event, Outgrown):
+            self._outgrown.append(event)
+        else:
+            self._outcomes.append(JobOutcome(job=self._jobs.remove(event.key), event=event))
+
+    def commit_outcomes(self) -> bool:
+        """Every result that waits, in one transaction. Returns whether there was any: seats are free."""
+        outcomes = self._outcomes
+        if not outcomes:
+            return False
+        with self._database.begin() as connection:
+            committed = claims.end(connection, [outcome.row() for outcome in outcomes])
+            failpoint(Point.END_BEFORE_COMMIT)
+        failpoint(Point.END_AFTER_COMMIT)
+        self._outcomes = []
+        for outcome in outcomes:
+            self._settle(outcome, committed.get(outcome.job.job_id))
+        return True
+
+    def _settle(self, outcome: JobOutcome, state: JobState | None) -> None:
+        job = outcome.job
+        if state is outcome.state:
+            self._publisher.deltas(job.job_id, job.take_held())
+            self._publisher.delta(job.job_id, outcome.last_delta())
+            self._publisher.result(job.job_id, outcome.value(), outcome.celery_state)
+            outcome.settle()
+        elif state in (JobState.CANCELLED, JobState.EXPIRED):
+            job.delivery.revoke()  # A relay was first, under the same fence.
+        else:
+            job.delivery.drop()  # The lease was lost.
+
+    def give_back_crashed(self) -> None:
+        """Jobs under which the pipeline broke while they ran alone: each is counted a crash, which may be its end."""
+        jobs = self._jobs.select(event.key for event in self._crashed)
+        if jobs:
+            with self._database.begin() as connection:
+                self._save(connection, jobs)
+                outcomes = crashes.blame(connection, [job.attempt for job in jobs])
+            self._host.jobs_crashed(outcomes.values())
+            log.warning(
+                "the pipeline broke under quarantined jobs", outcomes={str(key): end for key, end in outcomes.items()}
+            )
+            for job in jobs:
+                if outcomes.get(job.job_id) == JobState.FAILED:
+                    self._fail(job)
+                self._jobs.drop(job)
+        self._crashed.clear()
+
+    def _fail(self, job: LiveJob) -> None:
+        self._publisher.delta(job.job_id, Delta(fence=job.claimed.fence, start=len(job.ids), state=JobState.FAILED))
+        self._publisher.result(job.job_id, RuntimeError(USED_UP), CELERY_STATES[JobState.FAILED])
+        job.delivery.fail(USED_UP)
+
+    def give_back_outgrown(self) -> None:
+        """Jobs that need more KV than this pipeline has: a claim here does not get them again, a larger one does."""
+        jobs = {job.key: job for job in self._jobs.select(event.key for event in self._outgrown)}
+        self._give_back(list(jobs.values()))
+        for event in self._outgrown:
+            if event.key in jobs:
+                log.warning(
+                    "a job needs more KV than this pipeline has: given back, for a larger one to go on",
+                    job_id=event.key[0],
+                    tokens=event.num_tokens,
+                )
+        self._outgrown.clear()
+
+    def give_back_all(self) -> None:
+        """Every live job goes on elsewhere, or here later."""
+        self._give_back(list(self._jobs))
+
+    def _give_back(self, jobs: Sequence[LiveJob]) -> None:
+        """Saves the tokens and ends the leases. No crash is counted."""
+        if not jobs:
+            return
+        with self._database.begin() as connection:
+            self._save(connection, jobs)
+            claims.release(connection, [job.attempt for job in jobs])
+        log.info("leases given back", jobs=len(jobs))
+        for job in jobs:
+            self._jobs.drop(job)
+
+    def _save(self, connection: Connection, jobs: Iterable[LiveJob]) -> None:
+        claims.heartbeat(connection, [job.beat() for job in jobs], lease_s=self._times.lease_s)

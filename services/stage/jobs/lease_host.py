@@ -1,0 +1,19 @@
+"""What the job life cycle tells the head it belongs to. Owns the Protocol; knows no head."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Protocol
+
+
+class LeaseHost(Protocol):
+    """Called in the lease manager's thread. No method may block."""
+
+    def readiness_announced(self) -> None:
+        """Postgres knows that the pipeline is ready: jobs may come."""
+
+    def epoch_superseded(self, epoch: int) -> None:
+        """Another head took the pipeline's name."""
+
+    def jobs_crashed(self, outcomes: Iterable[str]) -> None:
+        """The pipeline broke under jobs that ran alone; what became of each."""
