@@ -23,6 +23,9 @@ UNSAFE_CALLS = {"eval", "exec", "os.system", "os.popen", "torch.load", "yaml.loa
 UNSAFE_KEYWORDS = {"shell", "trust_remote_code", "weights_only"}
 """Allowed only with the safe value: shell=False, trust_remote_code=False, weights_only=True."""
 
+CHAOS_ROOMS = ("mutants", "driver", "faults", "judge", "stack", "load", "network", "shims", "report")
+"""Of tests/chaos: each imports only those that come after it."""
+
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -119,6 +122,19 @@ def test_given_any_function_when_read_then_it_imports_nothing_of_ours() -> None:
         if name.split(".")[0] in OWN_PACKAGES
     ]
     assert hidden == []
+
+
+def test_folders_of_the_chaos_tool_import_one_way() -> None:
+    chaos = ROOT / "tests" / "chaos"
+    assert {path.name for path in chaos.iterdir() if path.is_dir() and path.name != "__pycache__"} == set(CHAOS_ROOMS)
+    backwards = [
+        _at(path, line, f"import of {name}")
+        for place, room in enumerate(CHAOS_ROOMS)
+        for path in sorted((chaos / room).rglob("*.py"))
+        for line, name in _imports(_tree(path))
+        if name.startswith("tests.chaos.") and name.split(".")[2] not in CHAOS_ROOMS[place:]
+    ]
+    assert backwards == []
 
 
 def test_given_the_product_when_read_then_nothing_in_it_runs_foreign_bytes() -> None:

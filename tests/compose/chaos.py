@@ -1,4 +1,4 @@
-"""`python -m tests.compose.chaos`: one chaos run against the containers of Compose; `tests.faults` has all it needs."""
+"""`python -m tests.compose.chaos`: one chaos run against the containers of Compose; `tests.chaos` has all it needs."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Annotated
 
 import typer
 
+from tests.chaos.driver.command import conduct, seeded, wanted
+from tests.chaos.driver.runner import judged
+from tests.chaos.driver.storm import Say
+from tests.chaos.faults.fault import Fault
+from tests.chaos.report.report import Report
+from tests.chaos.stack.world import Options
 from tests.compose.container_faults import GROUPS
 from tests.compose.engine import Docker, find_or_start
 from tests.compose.world import LOGS_KEPT, World, a_world
-from tests.faults.command import conduct, seeded, wanted
-from tests.faults.fault import Fault
-from tests.faults.report import Report
-from tests.faults.runner import judged
-from tests.faults.storm import Say
-from tests.faults.world import Options
 from tests.stack import REPOSITORY
 
 FILE = REPOSITORY / ".local" / "chaos-compose.json"

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from tests.chaos.driver.drawing import among
+from tests.chaos.stack.world import Options
 from tests.compose.chaos import run
 from tests.compose.container_faults import GROUPS
 from tests.compose.engine import Docker
-from tests.faults.drawing import among
-from tests.faults.world import Options
 
 pytestmark = pytest.mark.timeout(1800)
 

@@ -15,14 +15,14 @@ import psycopg
 
 from services.standalone.ports import LOOPBACK, is_taken
 from shardline.config import Times
+from tests.chaos.load.journal import Journal
+from tests.chaos.load.target import Running
+from tests.chaos.load.users import CLERK
+from tests.chaos.load.workload import Workload, of_users
+from tests.chaos.report.finding import Finding
+from tests.chaos.stack.world import SMALL_KV_MIB, TIME_SCALE, Options
 from tests.compose.engine import Docker
 from tests.compose.stack import Stack, until
-from tests.faults.finding import Finding
-from tests.faults.journal import Journal
-from tests.faults.target import Running
-from tests.faults.users import CLERK
-from tests.faults.workload import Workload, of_users
-from tests.faults.world import SMALL_KV_MIB, TIME_SCALE, Options
 from tests.stack import REPOSITORY
 
 PROJECT = "shardline-chaos"

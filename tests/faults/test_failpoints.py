@@ -8,7 +8,7 @@ from contextlib import closing
 
 import pytest
 
-from tests.faults.failpoint_faults import FAULTS, KillAt
+from tests.chaos.faults.failpoint_faults import FAULTS, KillAt
 from tests.faults.small_stack import Hurt, Producer, tokens_of
 from tests.stack import until
 

@@ -12,7 +12,7 @@ import pytest
 from shardline.client import Client
 from shardline.failpoints import Point
 from shardline.job import Job, JobState
-from tests.faults.arming import Arming, arm
+from tests.chaos.faults.arming import Arming, arm
 from tests.faults.small_stack import END_S, Hurt, request, tokens_of
 from tests.stack import until
 

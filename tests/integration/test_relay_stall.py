@@ -12,7 +12,7 @@ from services.standalone.servers import Postgres
 from shardline.config import Times
 from shardline.job import JobState
 from shardline.store.claims import Beat, heartbeat
-from tests.faults.proxy import Direction, Proxy
+from tests.chaos.network.proxy import Direction, Proxy
 from tests.integration.relay_world import TIME_SCALE, RelayWorld, eventually, relay_world
 from tests.integration.store_world import cell, change, running, state, submit
 

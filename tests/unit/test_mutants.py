@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.mutant import Mutant
-from tests.faults.mutants import MUTANTS
+from tests.chaos.mutants.catalog import MUTANTS
+from tests.chaos.mutants.mutant import Mutant
 
 ROOT = Path(__file__).resolve().parents[2]
 
