@@ -18,8 +18,8 @@ from hypothesis import HealthCheck, settings
 from psycopg import sql
 
 from services.standalone.servers import FAST, Postgres, Valkey
+from tests.repository import REPOSITORY
 
-REPOSITORY = Path(__file__).resolve().parent.parent
 TEMPLATE = "shardline_template"
 
 # The same examples in every run, and none of them timed: what a change did not touch cannot fail it.

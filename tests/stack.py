@@ -16,8 +16,8 @@ from tenacity import retry, retry_if_result, stop_after_delay, wait_fixed
 from services.standalone.home import Home
 from services.standalone.processes import wait_until_gone
 from shardline.api_key import bearer
+from tests.repository import REPOSITORY
 
-REPOSITORY = Path(__file__).resolve().parents[1]
 START_S = 600
 
 

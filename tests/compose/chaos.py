@@ -17,7 +17,7 @@ from tests.chaos.stack.world import Options
 from tests.compose.container_faults import GROUPS
 from tests.compose.engine import Docker, find_or_start
 from tests.compose.world import LOGS_KEPT, World, a_world
-from tests.stack import REPOSITORY
+from tests.repository import REPOSITORY
 
 FILE = REPOSITORY / ".local" / "chaos-compose.json"
 

@@ -11,7 +11,8 @@ from typing import Any
 import httpx
 from tenacity import retry, retry_if_result, stop_after_delay, wait_fixed
 
-from tests.compose.engine import REPOSITORY, Docker, run
+from tests.compose.engine import Docker, run
+from tests.repository import REPOSITORY
 
 PROJECT = "shardline-test"
 MODEL = "clerk"

@@ -23,7 +23,7 @@ from tests.chaos.report.finding import Finding
 from tests.chaos.stack.world import SMALL_KV_MIB, TIME_SCALE, Options
 from tests.compose.engine import Docker
 from tests.compose.stack import Stack, until
-from tests.stack import REPOSITORY
+from tests.repository import REPOSITORY
 
 PROJECT = "shardline-chaos"
 NETWORK = f"{PROJECT}_shardline"

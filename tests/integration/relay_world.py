@@ -29,8 +29,8 @@ from shardline.store import jobs, models
 from shardline.store.bells import listening
 from shardline.tables import DONE_CHANNEL
 from tests.integration.store_world import MODEL, claim, model_row, world
+from tests.repository import REPOSITORY
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 PATIENCE_S = 60.0
 TIME_SCALE = 0.2
 

@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from uuid import UUID, uuid4
 
 import pytest
@@ -16,10 +15,11 @@ from typer.testing import CliRunner, Result
 from shardline.cli.commands import cli
 from shardline.job import JobState
 from shardline.store import pipelines
+from tests.repository import REPOSITORY
 from tests.tiny_head import TinyHead, tiny_head
 
 PROMPT = "sum: 1 + 2 ="
-SHARED = Path(__file__).resolve().parents[2] / "shared"
+SHARED = REPOSITORY / "shared"
 Shardline = Callable[..., Result]
 
 

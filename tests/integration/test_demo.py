@@ -9,8 +9,7 @@ import sys
 from pathlib import Path
 
 from services.standalone.home import Home
-
-REPOSITORY = Path(__file__).resolve().parents[2]
+from tests.repository import REPOSITORY
 
 
 def test_given_a_fresh_folder_when_the_demo_is_run_then_every_figure_holds_and_nothing_is_left(tmp_path: Path) -> None:

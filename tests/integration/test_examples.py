@@ -24,11 +24,11 @@ from shardline.client import AsyncClient
 from shardline.job import JobState
 from tests.integration.gateway_world import running_gateway
 from tests.integration.relay_world import relay_world
+from tests.repository import REPOSITORY
 from tests.tiny_head import tiny_head
 
-ROOT = Path(__file__).resolve().parents[2]
-README = (ROOT / "README.md").read_text(encoding="utf-8")
-EXAMPLES = sorted((ROOT / "docs/examples").glob("*.py"))
+README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+EXAMPLES = sorted((REPOSITORY / "docs/examples").glob("*.py"))
 JOB_ID = re.compile(r"\b[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}\b")
 PATIENCE_S = 60.0
 
@@ -63,7 +63,7 @@ class Stack:
         """What a program of a producer prints. It has Shardline's library and nothing of its services."""
         environment = {
             **os.environ,
-            "PYTHONPATH": str(ROOT / "shared"),
+            "PYTHONPATH": str(REPOSITORY / "shared"),
             "SHARDLINE_DATABASE_URL": self.database_url,
             "SHARDLINE_REDIS_URL": self.redis_url,
             "SHARDLINE_API_KEY": self.api_key,

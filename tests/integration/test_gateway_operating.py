@@ -9,7 +9,6 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
-from pathlib import Path
 from uuid import UUID
 
 import httpx
@@ -20,10 +19,10 @@ from services.standalone.ports import free_port
 from services.standalone.servers import Postgres
 from shardline.api_key import bearer
 from tests.integration.gateway_world import PROMPT, events_of, gateway_server, make_key, running_gateway
+from tests.repository import REPOSITORY
 from tests.tiny_head import TinyHead, tiny_head
 
 JOBS = "/v1/jobs"
-REPOSITORY = Path(__file__).resolve().parents[2]
 JSON = {"Content-Type": "application/json"}
 BODY = {"model": "clerk", "prompt": PROMPT}
 CHAT_STREAM = {"model": "clerk", "messages": [{"role": "user", "content": PROMPT}], "stream": True}

@@ -5,15 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from sqlalchemy import Engine, text
 
 from shardline.store.database import connect
 from shardline.tables import metadata
-
-REPOSITORY = Path(__file__).resolve().parents[2]
+from tests.repository import REPOSITORY
 
 CONSTRAINTS = """
 SELECT conrelid::regclass || ' ' || conname || ' ' || pg_get_constraintdef(oid)

@@ -12,7 +12,8 @@ from typing import Any
 import psycopg
 import pytest
 
-from tests.integration.test_migrations import INDEXES, REPOSITORY, alembic
+from tests.integration.test_migrations import INDEXES, alembic
+from tests.repository import REPOSITORY
 from tests.stack import until
 
 OLD, NEW = "0001", "0002"

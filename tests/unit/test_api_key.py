@@ -9,8 +9,9 @@ import pytest
 
 from shardline.api_key import Scope, new_key, parse_key, parse_scopes
 from shardline.errors import Invalid
+from tests.repository import REPOSITORY
 
-SECRETS = Path(__file__).resolve().parents[2] / "docker" / "secrets.sh"
+SECRETS = REPOSITORY / "docker" / "secrets.sh"
 
 
 def test_given_keys_when_made_then_no_two_have_an_id_or_a_secret_in_common_and_each_is_read_back() -> None:

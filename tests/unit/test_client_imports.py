@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from pathlib import Path
 
-SHARED = Path(__file__).resolve().parents[2] / "shared"
+from tests.repository import REPOSITORY
+
+SHARED = REPOSITORY / "shared"
 FOREIGN = (
     "celery",
     "kombu",

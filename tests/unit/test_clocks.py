@@ -8,7 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.repository import REPOSITORY
+
 WALL_CLOCKS = {"time.time", "time.time_ns", "datetime.now", "datetime.utcnow", "datetime.today", "date.today"}
 ONLY_SHOWN = {
     "services/gateway/completing.py": "OpenAI's field `created`",
@@ -27,10 +28,10 @@ def reads_wall_clock(path: Path) -> bool:
 
 
 def test_given_the_product_when_read_then_wall_clocks_are_only_shown() -> None:
-    sources = [path for folder in ("services", "shared/shardline") for path in (ROOT / folder).rglob("*.py")]
+    sources = [path for folder in ("services", "shared/shardline") for path in (REPOSITORY / folder).rglob("*.py")]
     assert sources
 
-    found = {str(path.relative_to(ROOT)) for path in sources if reads_wall_clock(path)}
+    found = {str(path.relative_to(REPOSITORY)) for path in sources if reads_wall_clock(path)}
 
     assert found == set(ONLY_SHOWN)
 

@@ -19,8 +19,9 @@ from services.stage.scheduling.step_plan import Open, Row, StepPlan
 from shardline import failpoints
 from shardline.failpoints import Failpoints, Point, Struck, failpoint, is_struck
 from shardline.job import SamplingParams
+from tests.repository import REPOSITORY
 
-SHARED = Path(__file__).resolve().parents[2] / "shared"
+SHARED = REPOSITORY / "shared"
 PASS = "from shardline.failpoints import Point, failpoint; failpoint(Point.MID_DECODE, place=1); print('lives')"
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import urllib.request
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -14,6 +13,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from services.stage.metrics import StageMeter
 from services.standalone.ports import free_port
 from shardline import metrics
+from tests.repository import REPOSITORY
 
 
 def test_given_all_sets_when_registered_together_then_every_name_is_unique_and_ours() -> None:
@@ -61,7 +61,7 @@ def test_given_a_later_stage_when_scraped_then_it_does_not_say_that_a_pipeline_i
     assert "shardline_pipeline_ready" not in scrape_of_stage(is_head=False)
 
 
-OPERATING = (Path(__file__).parents[2] / "docs" / "operating.md").read_text(encoding="utf-8")
+OPERATING = (REPOSITORY / "docs" / "operating.md").read_text(encoding="utf-8")
 ALARMS = OPERATING.partition("Alarm on:")[2].partition("\n\n")[0]
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
-CONFTEST = Path(__file__).resolve().parents[1] / "conftest.py"
+from tests.repository import REPOSITORY
+
+CONFTEST = REPOSITORY / "tests" / "conftest.py"
 
 
 def test_given_a_test_when_collected_then_its_group_is_its_file(request: pytest.FixtureRequest) -> None:

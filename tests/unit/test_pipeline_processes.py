@@ -14,9 +14,9 @@ import zmq
 from services.stage.hop.sockets import CurveKeys, Sockets
 from shardline.config import Times
 from shardline.wire import StageCard, decode_card
+from tests.repository import REPOSITORY
 from tests.unit.links import NUM_LAYERS, PATIENCE_S, Pipes, open_pipes, pass_a_step
 
-ROOT = Path(__file__).resolve().parents[2]
 QUICK = Times(heartbeat_s=0.1, link_dead_s=1.0, unbind_s=0.5, stall_s=60.0)
 
 
@@ -26,8 +26,8 @@ class Process:
     def __init__(self) -> None:
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.unit.lone_stage", QUICK.model_dump_json()],
-            cwd=ROOT,
-            env={"PYTHONPATH": f"{ROOT}:{ROOT / 'shared'}"},
+            cwd=REPOSITORY,
+            env={"PYTHONPATH": f"{REPOSITORY}:{REPOSITORY / 'shared'}"},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
         )

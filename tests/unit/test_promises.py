@@ -17,6 +17,7 @@ from services.stage.device.locks import DeviceLocks
 from services.stage.device.promises import Promises
 from services.stage.engine import memory
 from shardline.errors import Invalid
+from tests.repository import REPOSITORY
 
 MIB = 1 << 20
 HEADS = {0: HeadShape(num_kv_heads=2, head_dim=16)}
@@ -63,7 +64,7 @@ def test_given_a_promise_whose_maker_died_when_another_looks_then_it_is_forgotte
 ) -> None:
     code = f"""import os; from pathlib import Path; from services.stage.device.promises import Promises
 Promises(Path({str(tmp_path)!r})).make({9 * MIB}); os.kill(os.getpid(), 9)"""
-    subprocess.run([sys.executable, "-c", code], check=False, cwd=Path(__file__).parents[2], env=dict(os.environ))
+    subprocess.run([sys.executable, "-c", code], check=False, cwd=REPOSITORY, env=dict(os.environ))
     assert len(list(tmp_path.glob("memory-*.promise"))) == 2
 
     assert other.others() == 0

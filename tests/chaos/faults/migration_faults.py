@@ -13,7 +13,7 @@ from pathlib import Path
 from tests.chaos.faults.fault import Broken, Fault, Simple, hold
 from tests.chaos.faults.postgres_faults import session
 from tests.chaos.stack.world import World
-from tests.stack import REPOSITORY
+from tests.repository import REPOSITORY
 
 CONFIG = Path(__file__).parent / "next_release" / "alembic.ini"
 MAX_UNANSWERED = 1

@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from tests.chaos.mutants.mutant import STATEMENTS, Mutant, Patch
+from tests.repository import REPOSITORY
 
-ROOT = Path(__file__).resolve().parents[3]
 COPIED = ("services", "shared", "tests", "migrations", "pyproject.toml", "compose.yaml")
 """The last is read for what Redis may hold."""
 BUILT = ".build"
@@ -39,13 +39,13 @@ def copy_of(patches: Sequence[Patch]) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="shardline-mutant-") as name:
         folder = Path(name)
         for entry in COPIED:
-            source = ROOT / entry
+            source = REPOSITORY / entry
             if source.is_dir():
                 shutil.copytree(source, folder / entry, ignore=shutil.ignore_patterns("__pycache__"))
             else:
                 shutil.copy(source, folder / entry)
-        if (ROOT / BUILT).exists():
-            (folder / BUILT).symlink_to((ROOT / BUILT).resolve())
+        if (REPOSITORY / BUILT).exists():
+            (folder / BUILT).symlink_to((REPOSITORY / BUILT).resolve())
         for patch in patches:
             path = folder / patch.file
             source_text = path.read_text(encoding="utf-8")

@@ -17,8 +17,8 @@ import msgspec
 from tests.chaos.mutants.mutant import Hurt
 from tests.chaos.mutants.mutated import Unfit, run
 from tests.chaos.report.report import FILE, Report
+from tests.repository import REPOSITORY
 from tests.simulation.__main__ import BROKEN_RUNS
-from tests.stack import REPOSITORY
 
 SEEDS_PER_RUN = 300
 RUN_S = 180.0

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tests.chaos.report.finding import Finding
-from tests.stack import REPOSITORY
+from tests.repository import REPOSITORY
 
 ENDS = """
 SELECT state, count(*), coalesce(sum(completion_tokens), 0)

@@ -29,7 +29,8 @@ from tests.chaos.shims.clock import Clock
 from tests.chaos.shims.disk import Disk
 from tests.chaos.shims.shim import preloaded
 from tests.chaos.stack.world import KV_MIB, LOGS_KEPT, SMALL_KV_MIB, Options, World
-from tests.stack import REPOSITORY, Stack
+from tests.repository import REPOSITORY
+from tests.stack import Stack
 
 DEBUG = {"enable-debug-command": "local"}
 PLAIN = "?sslmode=disable&gssencmode=disable"

@@ -25,7 +25,8 @@ from tests.chaos.report.finding import Finding
 from tests.chaos.shims.clock import Clock
 from tests.chaos.shims.disk import Disk
 from tests.chaos.stack import family
-from tests.stack import REPOSITORY, Stack, until
+from tests.repository import REPOSITORY
+from tests.stack import Stack, until
 
 TIME_SCALE = 0.25
 KV_MIB = 64
