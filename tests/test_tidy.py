@@ -137,6 +137,13 @@ def test_folders_of_the_chaos_tool_import_one_way() -> None:
     assert backwards == []
 
 
+def test_folders_of_the_stages_tests_are_folders_of_the_stage() -> None:
+    rooms = {path.name for path in (ROOT / "services" / "stage").iterdir() if path.is_dir()}
+    tested = [path for suite in ("unit", "integration") for path in (ROOT / "tests" / suite / "stage").iterdir()]
+    assert tested
+    assert [str(path.relative_to(ROOT)) for path in tested if path.is_dir() and path.name not in rooms] == []
+
+
 def test_given_the_product_when_read_then_nothing_in_it_runs_foreign_bytes() -> None:
     unsafe = [
         _at(path, line, f"import of {name}")

@@ -19,7 +19,7 @@ from shardline.job import FinishReason, JobRequest, JobState, Result, SamplingPa
 from shardline.store import claims, crashes, jobs, outbox, pipelines, sweeps
 from shardline.store.claims import Beat, End
 from shardline.store.sweeps import Partial
-from tests.integration.store_world import MODEL, cell, world
+from tests.integration.store.store_world import MODEL, cell, world
 from tests.simulation import pipeline_statements, statements
 from tests.simulation.rows import Connection, Job, Tables
 

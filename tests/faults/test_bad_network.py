@@ -15,7 +15,7 @@ from shardline.config import Times
 from shardline.errors import LinkLost
 from tests.chaos.network.hop_net import HopNet
 from tests.chaos.network.proxy import Direction, Proxy
-from tests.unit.links import NUM_LAYERS, PATIENCE_S, Pipes, Stage, open_pipes, pass_a_step
+from tests.links import NUM_LAYERS, PATIENCE_S, Pipes, Stage, open_pipes, pass_a_step
 
 TIMES = Times(heartbeat_s=0.1, link_dead_s=0.8, unbind_s=1.0, stall_s=60.0)
 CHANNEL = Channel(pipeline=UUID(int=1), epoch=1, kind=Kind.PLAN, num_lanes=2)

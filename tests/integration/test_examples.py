@@ -22,8 +22,8 @@ import pytest_asyncio
 
 from shardline.client import AsyncClient
 from shardline.job import JobState
-from tests.integration.gateway_world import running_gateway
-from tests.integration.relay_world import relay_world
+from tests.integration.gateway.gateway_world import running_gateway
+from tests.integration.relay.relay_world import relay_world
 from tests.repository import REPOSITORY
 from tests.tiny_head import tiny_head
 

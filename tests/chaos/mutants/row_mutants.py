@@ -12,9 +12,9 @@ OUTBOX = "shared/shardline/store/outbox.py"
 CRASHES = "shared/shardline/store/crashes.py"
 
 ROWS_AGREE: Final = "tests/conformance/test_rows.py"
-CLAIM_TESTS: Final = "tests/integration/test_store_claims.py"
-SWEEP_TESTS: Final = "tests/integration/test_store_sweeps.py"
-RULES: Final = "tests/integration/test_store_rules.py"
+CLAIM_TESTS: Final = "tests/integration/store/test_claims.py"
+SWEEP_TESTS: Final = "tests/integration/store/test_sweeps.py"
+RULES: Final = "tests/integration/store/test_rules.py"
 
 HEADS_DIE = Hurt(faults="kill head", counts=("lost",))
 A_LEDGER_HANGS = Hurt(faults="lease: a ledger hangs 1.4 leases", counts=("stale_commits",), stages=1, replicas=2)
@@ -101,7 +101,7 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
             Patch(file=STATEMENTS, old="for job in due + lost if", new="for job in due if"),
         ),
         tests=(
-            "tests/integration/test_store_outbox.py"
+            "tests/integration/store/test_outbox.py"
             "::test_given_an_unclaimed_job_when_time_passes_then_it_is_sent_again_ever_more_rarely",
             ROWS_AGREE,
         ),
@@ -169,7 +169,7 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
             ),
         ),
         tests=(
-            "tests/integration/test_relay_intake.py"
+            "tests/integration/relay/test_intake.py"
             "::test_given_postgres_away_when_entries_are_taken_then_they_stay_unacknowledged_for_the_next_relay",
         ),
         hurt=Hurt(faults="kill relay at intake-taken", counts=("lost",), redis_lasts=True),

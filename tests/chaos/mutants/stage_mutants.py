@@ -10,8 +10,8 @@ LEDGER = "services/stage/jobs/lease_manager.py"
 HOP = "services/stage/hop/zeromq.py"
 SCHEDULER = "services/stage/scheduling/scheduler.py"
 
-KV_RULE: Final = "tests/unit/test_kv_rule.py"
-PREFILL: Final = "tests/unit/test_prefill.py"
+KV_RULE: Final = "tests/unit/stage/scheduling/test_kv_rule.py"
+PREFILL: Final = "tests/unit/stage/scheduling/test_prefill.py"
 
 MUTANTS: Final[tuple[Mutant, ...]] = (
     Mutant(
@@ -67,7 +67,7 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
     Mutant(
         name="one-row matmul allowed",
         patches=(Patch(file="services/stage/model/row_buckets.py", old="    *(2, 4, 8,", new="    *(1, 2, 4, 8,"),),
-        tests=("tests/unit/test_padding.py::test_given_rows_when_padded_then_every_run_is_whole",),
+        tests=("tests/unit/stage/model/test_row_buckets.py::test_given_rows_when_padded_then_every_run_is_whole",),
     ),
     Mutant(
         name="no ceiling for the rows of a product",
@@ -78,7 +78,7 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
                 new="    if not ladder or num_rows > ladder[-1]:\n        return (num_rows,)",
             ),
         ),
-        tests=("tests/unit/test_padding.py::test_given_rows_when_cut_then_panels_are_allowed_and_few",),
+        tests=("tests/unit/stage/model/test_row_buckets.py::test_given_rows_when_cut_then_panels_are_allowed_and_few",),
     ),
     Mutant(
         name="a job that breaks a later stage is kept for ever",

@@ -1,0 +1,387 @@
+"""A head's ledger between a real Postgres, a real engine on a tiny model, and tickets that a test reads."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+from uuid import UUID
+
+import pytest
+from celery.exceptions import Ignore, Terminated
+from sqlalchemy import Engine as Database
+from sqlalchemy import text
+from structlog.testing import capture_logs
+
+from services.stage.engine import engine as engine_module
+from services.stage.engine.engine import HeadEngine
+from services.stage.engine.executor import Executor
+from services.stage.jobs import claimer as claiming_module
+from services.stage.jobs import lease_manager as ledger_module
+from services.stage.scheduling.events import Crashed
+from services.stage.scheduling.scheduler import Scheduler
+from shardline.clock import lease_clock_s
+from shardline.config import Times
+from shardline.errors import JobFailed
+from shardline.job import JobState
+from shardline.store import jobs
+from tests.integration.stage.jobs.desk import Desk, identity, open_desk, tiny_executor, until
+from tests.integration.store.store_world import cell, change, request, state, world
+from tests.simulation.pipeline import Numbers
+from tests.simulation.pipeline import config as scheduler_config
+from tests.simulation.pipeline import request as engine_request
+
+TIMES = Times().scaled(0.2)
+LONG = 4_000
+"""More tokens than a test lets a job reach."""
+
+
+@pytest.fixture(scope="module")
+def executor(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Executor]:
+    """A tiny model with a long context."""
+    with tiny_executor(tmp_path_factory.mktemp("ledger")) as executor:
+        yield executor
+
+
+@pytest.fixture
+def database(database_url: str) -> Iterator[Database]:
+    with world(database_url) as engine:
+        yield engine
+
+
+@pytest.fixture
+def times() -> Times:
+    """The protocol's; tests override it."""
+    return TIMES
+
+
+@pytest.fixture
+def desk(database: Database, executor: Executor, redis_url: str, times: Times) -> Iterator[Desk]:
+    """Ready to take jobs."""
+    with open_desk(database, executor, redis_url, times) as desk:
+        yield desk
+
+
+def submit(database: Database, max_tokens: int, **fields: Any) -> UUID:
+    """One prepared job that runs to its limit."""
+    wanted = request(max_tokens=max_tokens, ignore_eos=True, seed=5, **fields)
+    with database.begin() as connection:
+        return jobs.insert_jobs(connection, [wanted], prepared=[((5, 6), max_tokens)])[0].job_id
+
+
+def saved_tokens(database: Database, job_id: UUID) -> int:
+    """Checkpointed tokens of the newest attempt."""
+    return int(
+        cell(database, "SELECT coalesce(max(cardinality(tokens)), 0) FROM attempts WHERE job_id = :id", id=job_id)
+    )
+
+
+def test_given_a_queued_job_when_it_is_offered_then_it_is_claimed_run_committed_and_settled(desk: Desk) -> None:
+    job_id = submit(desk.database, 12)
+
+    desk.offer(job_id)
+
+    assert desk.verdict() == (job_id, "started")
+    assert desk.verdict() == (job_id, "succeeded")
+    with desk.database.begin() as connection:
+        job = jobs.get_job(connection, job_id)
+    assert job is not None
+    assert job.result is not None
+    assert (job.state, len(job.result.token_ids), job.result.exact) == (JobState.SUCCEEDED, 12, True)
+    assert job.result.provenance["pipeline"] == "p"
+
+
+def test_given_a_job_that_ends_when_it_is_committed_then_one_line_of_the_log_says_all_of_it(desk: Desk) -> None:
+    with capture_logs() as told:
+        job_id = submit(desk.database, 12)
+        desk.offer(job_id)
+        assert desk.verdict() == (job_id, "started")
+        assert desk.verdict() == (job_id, "succeeded")
+
+    (line,) = [one for one in told if one.get("job_id") == str(job_id)]
+    assert (line["event"], line["log_level"], line["outcome"]) == ("job ended", "info", "succeeded")
+    assert (line["model"], line["reason"], line["completion_tokens"]) == ("m", "length", 12)
+    assert {"prompt_tokens", "queued_s", "running_s", "first_token_s"} <= line.keys()
+
+
+def test_given_a_statement_that_postgres_refuses_when_it_is_mended_then_the_log_has_said_which_and_nothing_is_lost(
+    desk: Desk,
+) -> None:
+    with capture_logs() as told:
+        change(desk.database, "ALTER TABLE results RENAME TO hidden")
+        job_id = submit(desk.database, 12)
+        desk.offer(job_id)
+        until(lambda: desk.ledger.stats()["database_away"])
+        change(desk.database, "ALTER TABLE hidden RENAME TO results")
+        assert desk.verdict() == (job_id, "started")
+        assert desk.verdict() == (job_id, "succeeded")
+        until(lambda: not desk.ledger.stats()["database_away"])
+    (line,) = [one for one in told if one["event"].startswith("Postgres")][:-1]
+    assert (line["event"].partition(":")[0], line["log_level"]) == ("Postgres refuses a statement", "error")
+    assert (line["sqlstate"], "results" in line["error"]) == ("42P01", True)
+    assert told[-1]["event"] == "Postgres is back"
+
+
+def test_given_a_running_job_when_it_is_delivered_again_then_the_copy_is_dropped_and_the_job_goes_on(
+    desk: Desk,
+) -> None:
+    job_id = submit(desk.database, LONG)
+    desk.offer(job_id)
+    assert desk.verdict() == (job_id, "started")
+
+    desk.offer(job_id)
+
+    assert desk.verdict() == (job_id, Ignore.__name__)
+    assert state(desk.database, job_id) is JobState.RUNNING
+    assert desk.ledger.cancel([str(job_id)]) == 1
+    assert desk.verdict() == (job_id, Terminated.__name__)
+    assert state(desk.database, job_id) is JobState.CANCELLED
+
+
+def test_given_a_cancel_in_the_row_when_the_heartbeat_reads_it_then_the_partial_tokens_are_kept(desk: Desk) -> None:
+    job_id = submit(desk.database, LONG)
+    desk.offer(job_id)
+    assert desk.verdict() == (job_id, "started")
+    until(lambda: saved_tokens(desk.database, job_id) > 0)
+
+    change(desk.database, "UPDATE jobs SET cancel_requested_at = now() WHERE id = :id", id=job_id)
+
+    assert desk.verdict() == (job_id, Terminated.__name__)
+    assert cell(desk.database, "SELECT finish_reason FROM results WHERE job_id = :id", id=job_id) == "cancelled"
+    assert cell(desk.database, "SELECT completion_tokens FROM results WHERE job_id = :id", id=job_id) > 0
+    until(lambda: desk.executor.blocks_used == 0)
+
+
+def test_given_a_deadline_that_passes_when_the_heartbeat_reads_it_then_the_job_expires(desk: Desk) -> None:
+    job_id = submit(desk.database, LONG)
+    desk.offer(job_id)
+    assert desk.verdict() == (job_id, "started")
+
+    change(desk.database, "UPDATE jobs SET deadline_at = now() WHERE id = :id", id=job_id)
+
+    assert desk.verdict() == (job_id, Terminated.__name__)
+    assert state(desk.database, job_id) is JobState.EXPIRED
+
+
+def test_given_another_holder_of_the_fence_when_the_heartbeat_finds_out_then_nothing_more_is_written(
+    desk: Desk,
+) -> None:
+    job_id = submit(desk.database, LONG)
+    desk.offer(job_id)
+    assert desk.verdict() == (job_id, "started")
+
+    change(desk.database, "UPDATE jobs SET fence = fence + 1, worker = 'other' WHERE id = :id", id=job_id)
+
+    assert desk.verdict() == (job_id, Ignore.__name__)
+    assert cell(desk.database, "SELECT worker FROM jobs WHERE id = :id", id=job_id) == "other"
+    until(lambda: desk.executor.blocks_used == 0)
+
+
+def test_given_half_a_job_when_its_lease_is_given_back_then_another_claim_ends_it_with_the_same_tokens(
+    desk: Desk,
+) -> None:
+    whole, interrupted = (submit(desk.database, 1_500, temperature=0.8) for _ in range(2))
+    desk.offer(whole)
+    assert [desk.verdict(), desk.verdict()] == [(whole, "started"), (whole, "succeeded")]
+    desk.offer(interrupted)
+    assert desk.verdict() == (interrupted, "started")
+    until(lambda: saved_tokens(desk.database, interrupted) > 0)
+
+    desk.ledger.give_back()
+
+    assert desk.verdict() == (interrupted, Ignore.__name__)
+    assert state(desk.database, interrupted) is JobState.QUEUED
+    desk.offer(interrupted)
+    assert [desk.verdict(), desk.verdict()] == [(interrupted, "started"), (interrupted, "succeeded")]
+    tokens = "SELECT token_ids FROM results WHERE job_id = :id"
+    assert cell(desk.database, tokens, id=interrupted) == cell(desk.database, tokens, id=whole)
+    assert cell(desk.database, "SELECT crashes FROM jobs WHERE id = :id", id=interrupted) == 0
+
+
+def test_given_a_pipeline_that_forms_when_jobs_are_offered_then_they_wait_unclaimed_until_it_is_ready(
+    desk: Desk,
+) -> None:
+    desk.ledger.lost()
+    until(lambda: cell(desk.database, "SELECT ready_at IS NULL FROM pipelines WHERE id = 'p'"))
+    job_id = submit(desk.database, 4)
+    desk.offer(job_id)
+    assert state(desk.database, job_id) is JobState.QUEUED
+
+    desk.ledger.ready(identity(desk.executor))
+
+    assert [desk.verdict(), desk.verdict()] == [(job_id, "started"), (job_id, "succeeded")]
+
+
+@pytest.mark.parametrize("times", [TIMES, Times().scaled(1000)], ids=["usual", "no-heartbeat-for-long"])
+def test_given_two_suspects_when_offered_then_the_second_is_claimed_once_the_first_has_saved_tokens(desk: Desk) -> None:
+    first, second = submit(desk.database, LONG), submit(desk.database, LONG)
+    change(desk.database, "UPDATE jobs SET crashes = 1")
+    for job_id in (first, second):
+        desk.offer(job_id)
+    assert [desk.verdict(), desk.verdict()] == [(first, "started"), (second, "started")]
+    assert saved_tokens(desk.database, first) > 0
+
+
+def test_given_suspects_that_wait_when_the_ledger_closes_then_they_go_back_unread(desk: Desk) -> None:
+    desk.engine.unwire()
+    first, second = submit(desk.database, LONG), submit(desk.database, LONG)
+    change(desk.database, "UPDATE jobs SET crashes = 1")
+    for job_id in (first, second):
+        desk.offer(job_id)
+    assert desk.verdict() == (first, "started")
+    good = submit(desk.database, LONG)
+    desk.offer(good)
+
+    desk.ledger.close()
+
+    assert {desk.verdict(), desk.verdict()} == {(second, Ignore.__name__), (good, Ignore.__name__)}
+    assert [state(desk.database, job_id) for job_id in (second, good)] == [JobState.QUEUED] * 2
+
+
+def test_given_a_job_that_breaks_the_pipeline_alone_when_blamed_then_crashes_are_counted_to_its_end(
+    desk: Desk,
+) -> None:
+    desk.engine.unwire()
+    job_id = submit(desk.database, LONG, max_crashes=2)
+    for fence, verdict in ((1, Ignore.__name__), (2, JobFailed.__name__)):
+        desk.offer(job_id)
+        assert desk.verdict() == (job_id, "started")
+        desk.ledger.report([Crashed(key=(str(job_id), fence))])
+        assert desk.verdict() == (job_id, verdict)
+    assert state(desk.database, job_id) is JobState.FAILED
+    error = cell(desk.database, "SELECT error FROM jobs WHERE id = :id", id=job_id)
+    assert (error["code"], [attempt["fence"] for attempt in error["attempts"]]) == ("crashed", [2, 1])
+    assert (desk.blamed("crashed"), desk.blamed("failed"), desk.blamed("lost")) == (1, 1, 0)
+
+
+def test_given_a_blamed_job_with_tokens_when_given_back_then_they_are_kept_and_no_crash_is_counted(desk: Desk) -> None:
+    job_id = submit(desk.database, LONG)
+    desk.offer(job_id)
+    assert desk.verdict() == (job_id, "started")
+    until(lambda: saved_tokens(desk.database, job_id) > 0)
+
+    desk.ledger.report([Crashed(key=(str(job_id), 1))])
+
+    assert desk.verdict() == (job_id, Ignore.__name__)
+    assert cell(desk.database, "SELECT outcome FROM attempts WHERE job_id = :id", id=job_id) == "lost"
+    assert (desk.blamed("lost"), desk.blamed("crashed")) == (1, 0)
+    assert cell(desk.database, "SELECT crashes FROM jobs WHERE id = :id", id=job_id) == 0
+
+
+def test_given_shutdown_when_jobs_are_offered_then_they_go_back_unread(desk: Desk) -> None:
+    desk.ledger.close()
+    job_id = submit(desk.database, 4)
+
+    desk.offer(job_id)
+
+    assert desk.verdict() == (job_id, Ignore.__name__)
+    assert state(desk.database, job_id) is JobState.QUEUED
+
+
+def test_given_a_job_that_outgrows_the_kv_when_more_of_it_comes_then_it_ends_with_the_same_tokens(desk: Desk) -> None:
+    whole, outgrown = submit(desk.database, 300), submit(desk.database, 300)
+    desk.offer(whole)
+    assert [desk.verdict(), desk.verdict()] == [(whole, "started"), (whole, "succeeded")]
+    desk.rebuild(num_blocks=2)
+
+    desk.offer(outgrown)
+
+    assert [desk.verdict(), desk.verdict()] == [(outgrown, "started"), (outgrown, Ignore.__name__)]
+    assert (state(desk.database, outgrown), saved_tokens(desk.database, outgrown)) == (JobState.QUEUED, 127)
+    desk.offer(outgrown)
+    assert desk.verdict() == (outgrown, Ignore.__name__), "it is not claimed by that pipeline again"
+    late = "SELECT not_before > now() AND sent_at IS NULL FROM jobs WHERE id = :id"
+    assert cell(desk.database, late, id=outgrown)
+    desk.rebuild(num_blocks=8)
+    change(desk.database, "UPDATE jobs SET not_before = now() WHERE id = :id", id=outgrown)
+    desk.offer(outgrown)
+    assert [desk.verdict(), desk.verdict()] == [(outgrown, "started"), (outgrown, "succeeded")]
+    tokens = "SELECT token_ids FROM results WHERE job_id = :id"
+    assert cell(desk.database, tokens, id=outgrown) == cell(desk.database, tokens, id=whole)
+    assert cell(desk.database, "SELECT crashes FROM jobs WHERE id = :id", id=outgrown) == 0
+
+
+def test_given_kv_for_one_job_when_three_are_claimed_then_two_are_parked_until_there_is_room(desk: Desk) -> None:
+    desk.rebuild(num_blocks=1)
+    desk.engine.unwire()
+    first, *others = ids = [submit(desk.database, 12) for _ in range(3)]
+    for job_id in ids:
+        desk.offer(job_id)
+    assert {desk.verdict() for _ in ids} == {(job_id, "started") for job_id in ids}
+    is_parked = "SELECT parked FROM attempts WHERE job_id = :id AND fence = 1"
+    assert [cell(desk.database, is_parked, id=job_id) for job_id in ids] == [False, True, True]
+
+    desk.rebuild(num_blocks=1)
+
+    assert [desk.verdict() for _ in ids] == [(job_id, "succeeded") for job_id in (first, *others)]
+    assert [cell(desk.database, is_parked, id=job_id) for job_id in ids] == [False] * 3
+
+
+def test_given_a_parked_job_that_a_relay_took_when_there_is_room_then_it_does_not_run_here(desk: Desk) -> None:
+    desk.rebuild(num_blocks=1)
+    desk.engine.unwire()
+    first, parked = submit(desk.database, 12), submit(desk.database, 12)
+    for job_id in (first, parked):
+        desk.offer(job_id)
+    assert [desk.verdict(), desk.verdict()] == [(first, "started"), (parked, "started")]
+
+    change(desk.database, "UPDATE jobs SET fence = fence + 1, worker = 'other' WHERE id = :id", id=parked)
+    desk.rebuild(num_blocks=1)
+
+    assert {desk.verdict(), desk.verdict()} == {(first, "succeeded"), (parked, Ignore.__name__)}
+    assert saved_tokens(desk.database, parked) == 0
+
+
+def test_given_running_jobs_when_a_stage_comes_back_with_less_kv_then_none_fails(desk: Desk) -> None:
+    job_id = submit(desk.database, LONG)
+    desk.offer(job_id)
+    assert desk.verdict() == (job_id, "started")
+    until(lambda: saved_tokens(desk.database, job_id) > 130)
+
+    desk.rebuild(num_blocks=2)
+
+    assert desk.verdict() == (job_id, Ignore.__name__)
+    assert state(desk.database, job_id) is JobState.QUEUED
+    assert saved_tokens(desk.database, job_id) > 130
+
+
+def test_given_a_step_in_flight_when_the_head_is_held_back_then_nobody_is_late_with_its_answer(
+    executor: Executor,
+) -> None:
+    scheduler = Scheduler(scheduler_config())
+    engine = HeadEngine(executor, scheduler, emit=lambda _: None, on_lost=lambda *_: None)
+    scheduler.add(engine_request(), Numbers(1))
+    assert scheduler.schedule() is not None
+    assert engine.num_awaited == 1
+
+    engine.fenced = True
+
+    assert engine.num_awaited == 0
+
+
+@pytest.mark.parametrize("times", [TIMES.model_copy(update={"lease_s": 3_600.0})], ids=["lease of an hour"])
+def test_given_a_machine_that_was_suspended_when_it_wakes_then_no_step_is_made_before_a_heartbeat_is_back(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    suspended_s = [0.0]
+    for module in (engine_module, ledger_module, claiming_module):
+        monkeypatch.setattr(module, "lease_clock_s", lambda: lease_clock_s() + suspended_s[0])
+    job_id = submit(desk.database, LONG)
+    desk.offer(job_id)
+    assert desk.verdict() == (job_id, "started")
+    until(lambda: saved_tokens(desk.database, job_id) > 0)
+
+    with desk.database.connect() as other, other.begin():
+        other.execute(text("SELECT FROM jobs WHERE id = :id FOR UPDATE"), {"id": job_id})
+        suspended_s[0] = 7_200.0
+        until(lambda: desk.engine.fenced)
+        num_steps = desk.engine.pulse.num_steps
+        for _ in range(3):
+            turned = threading.Event()
+            desk.engine.inbox.put(turned.set)
+            assert turned.wait(30)
+        assert desk.engine.pulse.num_steps == num_steps
+    until(lambda: desk.engine.pulse.num_steps > num_steps)
+
+    assert desk.ledger.cancel([str(job_id)]) == 1
+    assert desk.verdict() == (job_id, Terminated.__name__)
