@@ -17,6 +17,7 @@ FILE_LINES_MEDIAN = 120
 FUNCTION_LINES_MAX = 60
 FUNCTION_LINES_P90 = 30
 FUNCTION_LINES_MEDIAN = 10
+TEST_NAME_LENGTH_MAX = 80
 OWN_PACKAGES = {"shardline", "services", "tests", "migrations"}
 UNSAFE_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve"}
 UNSAFE_CALLS = {"eval", "exec", "os.system", "os.popen", "torch.load", "yaml.load"}
@@ -173,6 +174,17 @@ def test_given_any_test_when_read_then_it_is_never_skipped_and_never_sleeps() ->
         if isinstance(node, ast.Attribute | ast.Name) and forbidden.match(ast.unparse(node))
     ]
     assert found == []
+
+
+def test_names_of_tests_have_at_most_80_characters() -> None:
+    names = [(path, function) for path in _python_files("tests") for function in _functions(path)]
+    tests = [(path, function) for path, function in names if function.name.startswith("test_")]
+    assert tests
+    assert [
+        _at(path, function.lineno, f"{function.name} has {len(function.name)} characters")
+        for path, function in tests
+        if len(function.name) > TEST_NAME_LENGTH_MAX
+    ] == []
 
 
 def test_given_any_silenced_check_when_read_then_it_names_the_rule_and_the_reason() -> None:

@@ -64,9 +64,7 @@ def test_given_a_job_when_another_head_writes_then_it_is_found(database_url: str
     assert OTHER in finding.what
 
 
-def test_given_a_lease_when_a_relay_takes_the_job_before_its_end_then_it_is_found_and_after_it_is_not(
-    database_url: str, job_id: UUID
-) -> None:
+def test_a_lease_taken_by_a_relay_before_its_end_is_found(database_url: str, job_id: UUID) -> None:
     write(database_url, HOLDER, CUT_SHORT, job_id)
     write(database_url, RELAY, REQUEUE, job_id)
     assert audit.stale_writes(database_url) == []
@@ -77,9 +75,7 @@ def test_given_a_lease_when_a_relay_takes_the_job_before_its_end_then_it_is_foun
 
 
 @pytest.mark.parametrize("shift_s", [3600, -3600])
-def test_given_a_clock_that_is_wrong_when_a_holder_takes_a_lease_by_it_then_it_is_found(
-    database_url: str, job_id: UUID, shift_s: int
-) -> None:
+def test_a_lease_taken_by_a_wrong_clock_is_found(database_url: str, job_id: UUID, shift_s: int) -> None:
     with psycopg.connect(database_url, application_name=HOLDER) as connection:
         connection.execute(LEASE, (LEASE_S + shift_s, job_id))
     assert [finding.job_id for finding in audit.stale_writes(database_url)] == [job_id]
@@ -100,7 +96,7 @@ def test_given_a_running_job_when_somebody_asks_to_cancel_it_then_nothing_is_fou
         pytest.param((201, 203, 204), True, id="for longer than a lease"),
     ],
 )
-def test_given_deltas_of_an_older_fence_when_they_go_on_after_the_next_claim_then_that_is_found(
+def test_deltas_of_an_older_fence_after_the_next_claim_are_found(
     database_url: str, redis_url: str, job_id: UUID, times_s: tuple[float, ...], is_found: bool
 ) -> None:
     with redis.Redis.from_url(redis_url) as client:

@@ -191,26 +191,20 @@ def test_given_a_stream_unlike_the_result_when_judged_then_it_is_retracted(
 
 
 @pytest.mark.parametrize("text", ["wor", "woord", "wo\ufffdrd", ""])
-def test_given_a_joined_stream_whose_text_is_not_the_results_when_judged_then_that_is_counted(
-    database_url: str, job_id: UUID, text: str
-) -> None:
+def test_joined_stream_text_unlike_the_result_is_counted(database_url: str, job_id: UUID, text: str) -> None:
     watched = read(job_id, *TOKENS)
     watched.text, watched.num_joins = text, 2
     assert found(database_url, job_id, watched) == [("I9", "text_mismatches")]
 
 
-def test_given_a_stream_that_was_left_when_its_text_is_the_results_beginning_then_nothing_is_found(
-    database_url: str, job_id: UUID
-) -> None:
+def test_a_stream_left_early_may_hold_the_beginning_of_the_text(database_url: str, job_id: UUID) -> None:
     left = Watched(job_id=job_id, tokens=list(TOKENS[:2]), text="wo", logprobs=LOGPROBS[:2])
     assert found(database_url, job_id, left) == []
     left.text = "wa"
     assert found(database_url, job_id, left) == [("I9", "text_mismatches")]
 
 
-def test_given_a_streamed_log_probability_unlike_the_results_when_judged_then_that_is_counted(
-    database_url: str, job_id: UUID
-) -> None:
+def test_a_streamed_log_probability_unlike_the_result_is_counted(database_url: str, job_id: UUID) -> None:
     watched = read(job_id, *TOKENS)
     watched.logprobs = [*LOGPROBS[:3], [TOKENS[3], -0.25, []]]
     assert found(database_url, job_id, watched) == [("I9", "logprob_mismatches")]
@@ -223,7 +217,7 @@ def test_given_a_stream_with_a_gap_when_judged_then_it_is_retracted(database_url
 
 
 @pytest.mark.parametrize(("hears_partials", "counts"), [(False, []), (True, ["retracted"])])
-def test_given_a_cancelled_job_when_its_reader_was_given_no_result_then_only_who_is_given_partial_ones_was_told_wrong(
+def test_a_cancelled_job_without_result_is_wrong_only_where_partials_are_given(
     job_id: UUID, *, hears_partials: bool, counts: list[str]
 ) -> None:
     """A stream may have told more than was saved: a reader in Python, who hears no partial result, cannot know."""

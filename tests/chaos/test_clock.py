@@ -74,7 +74,7 @@ def test_given_a_process_when_its_clock_is_shifted_then_only_its_wall_clock_jump
     assert not process.clock.has(os.getpid())
 
 
-def test_given_a_machine_that_was_suspended_when_leases_are_judged_then_the_time_has_passed(process: Shifted) -> None:
+def test_time_in_suspension_counts_when_leases_are_judged(process: Shifted) -> None:
     before = process.told()
 
     process.clock.suspend(process.pid, HOUR_S)

@@ -13,7 +13,7 @@ from tests.compose.container_faults import GROUPS, ROLES
 FAULTS = among("all", GROUPS)
 
 
-def test_given_all_groups_when_named_then_no_two_faults_share_a_kind_and_none_has_a_comma() -> None:
+def test_no_two_faults_share_a_kind_and_no_kind_has_a_comma() -> None:
     assert len(FAULTS) == sum(len(faults) for faults in GROUPS.values())
     assert [fault.kind for fault in FAULTS if "," in fault.kind] == []
 

@@ -46,9 +46,7 @@ def write(disk: Disk, path: Path, way: str) -> str:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_given_a_full_folder_when_written_then_there_alone_is_no_room_until_it_is_freed(
-    way: str, disk: Disk, tmp_path: Path
-) -> None:
+def test_only_the_full_folder_has_no_room_until_it_is_freed(way: str, disk: Disk, tmp_path: Path) -> None:
     full, neighbour = tmp_path / "full", tmp_path / "fuller"
     disk.fill(full)
     assert write(disk, full / "file", way) == "No space left on device"

@@ -67,7 +67,7 @@ def test_given_bytes_in_any_pieces_when_tapped_then_each_whole_message_is_seen_o
     assert seen == [[b"a", b"b" * 300], [b"c"], [b"d"]]
 
 
-def test_given_answers_of_two_epochs_when_one_fits_then_the_older_one_comes_before_it() -> None:
+def test_an_answer_of_an_older_epoch_comes_before_the_fitting_one() -> None:
     repeated = Repeated()
     old = [answer(0, 1, 2, epoch=1), answer(1, 3, 4, epoch=1)]
     for frame in old:
@@ -100,9 +100,7 @@ def hop(net: HopNet) -> Iterator[ZeroMqHop]:
     sockets.close()
 
 
-def test_given_a_tapped_link_when_an_answer_is_lost_then_the_next_one_breaks_the_link(
-    net: HopNet, hop: ZeroMqHop
-) -> None:
+def test_a_lost_answer_breaks_the_link_at_the_next_one(net: HopNet, hop: ZeroMqHop) -> None:
     lost = Lost()
     for proxy in net.proxies.values():
         proxy.tap = lambda: Tap(lost.pass_on)

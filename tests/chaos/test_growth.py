@@ -92,7 +92,7 @@ def test_given_a_queue_that_grew_when_judged_then_it_is_found_by_name_and_by_mem
     assert "more than before" in whats[1]
 
 
-def test_given_sessions_when_judged_then_one_too_many_and_one_in_a_transaction_are_found(database_url: str) -> None:
+def test_one_session_too_many_and_one_idle_in_transaction_are_found(database_url: str) -> None:
     def whats(num_own: int, lease_s: float) -> list[str]:
         judged = in_postgres(database_url, ["flower"], num_own=num_own, lease_s=lease_s, quiet_s=0.5)
         return [str(each) for each in judged]

@@ -53,7 +53,7 @@ def test_given_a_name_of_nothing_when_chosen_then_the_error_says_what_there_is()
 
 
 @pytest.mark.parametrize("workload", [lab(), of_users([CLERK, SCRIBE])], ids=["lab", "users"])
-def test_given_a_set_of_requests_when_compared_then_no_two_are_the_same_and_each_is_valid(workload: Workload) -> None:
+def test_all_requests_of_a_set_differ_and_are_valid(workload: Workload) -> None:
     assert len({json.dumps(request) for request in workload.requests}) == len(workload.requests)
     for request in workload.requests:
         assert parse_request({**request, **PLAIN.fields}).seed is not None
@@ -101,7 +101,7 @@ def test_given_lines_of_a_stream_when_read_then_tokens_gaps_and_the_end_are_kept
     assert (watched.end_state, watched.end_tokens) == ("succeeded", [1, 2, 3, 4])
 
 
-def test_given_a_stream_that_begins_anew_when_read_then_it_has_taken_back_what_it_gave() -> None:
+def test_a_stream_that_begins_anew_counts_as_taken_back() -> None:
     watched = Watched(job_id=uuid4(), tokens=[1, 2])
     error = {"error": {"message": "diverged"}}
     note(watched, Event(name="interrupted", place="2-abc", document=error))
@@ -120,7 +120,7 @@ def test_given_an_open_job_when_it_ends_then_a_waiter_hears_when() -> None:
     assert journal.wait_until_quiet(0)
 
 
-def test_given_a_mark_when_its_job_has_a_token_more_then_that_is_progress_and_a_late_reader_is_not() -> None:
+def test_a_later_token_is_progress_and_a_late_reader_is_not() -> None:
     journal = Journal()
     first, second = (journal.ask(Asked(id=uuid4(), number=0, door="sql")).id for _ in range(2))
     journal.has_rows([first, second])
@@ -133,7 +133,7 @@ def test_given_a_mark_when_its_job_has_a_token_more_then_that_is_progress_and_a_
     assert journal.wait_for_progress(mark, 0) is not None
 
 
-def test_given_a_mark_when_jobs_end_then_only_one_that_was_accepted_before_is_progress() -> None:
+def test_only_the_end_of_a_job_accepted_before_the_mark_is_progress() -> None:
     journal = Journal()
     before, after = (journal.ask(Asked(id=uuid4(), number=0, door="sql")) for _ in range(2))
     journal.has_rows([before.id])

@@ -44,9 +44,7 @@ def hop(net: HopNet) -> Iterator[ZeroMqHop]:
     sockets.close()
 
 
-def test_given_a_link_when_its_proxy_is_cut_then_steps_passed_until_then_and_both_ends_know(
-    net: HopNet, hop: ZeroMqHop
-) -> None:
+def test_a_cut_proxy_lets_steps_pass_until_then_and_both_ends_notice(net: HopNet, hop: ZeroMqHop) -> None:
     receiver = hop.open_receiver(CHANNEL)
     sender = hop.open_sender(CHANNEL, receiver.address, PATIENCE_S)
     sender.send(FRAME)
@@ -67,7 +65,7 @@ def test_given_a_process_that_is_gone_when_asked_then_nobody_calls_it(net: HopNe
 
 
 @pytest.mark.parametrize("is_open", [False, True])
-def test_given_a_stacks_hops_when_they_are_encrypted_then_no_fault_of_frames_is_possible(is_open: bool) -> None:
+def test_encrypted_hops_allow_no_fault_of_frames(is_open: bool) -> None:
     net = HopNet(is_open=is_open)
     world = cast(World, SimpleNamespace(num_stages=2, hop_net=net))
     assert net.settings["SHARDLINE_HOP_INSECURE"] == str(is_open).lower()

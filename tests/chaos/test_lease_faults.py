@@ -14,7 +14,7 @@ def session(database_url: str, name: str) -> psycopg.Connection[tuple[object, ..
     return psycopg.connect(database_url, application_name=name, autocommit=True)
 
 
-def test_given_two_heads_when_one_is_refused_then_its_sessions_end_and_it_is_let_in_again_afterwards(
+def test_a_refused_heads_sessions_end_and_it_may_return_afterwards(
     database_url: str,
 ) -> None:
     with session(database_url, HEAD) as head, session(database_url, OTHER) as other, session(database_url, "t") as own:

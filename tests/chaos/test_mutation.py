@@ -51,7 +51,7 @@ def test_given_a_mutant_that_cannot_be_imported_when_copied_then_the_gate_says_s
         pass
 
 
-def test_given_many_chaos_runs_when_done_without_a_mutant_then_each_stack_runs_once_with_all_its_faults() -> None:
+def test_chaos_runs_without_a_mutant_share_one_run_per_stack() -> None:
     one, other = Hurt(faults="a,b", counts=("lost",), minutes=0.5), Hurt(faults="b,c", counts=("stuck",), minutes=0.5)
     two_heads = Hurt(faults="a", counts=("lost",), replicas=2)
     joined, alone = together([one, two_heads, other, one])
@@ -59,7 +59,7 @@ def test_given_many_chaos_runs_when_done_without_a_mutant_then_each_stack_runs_o
     assert (alone.faults, alone.replicas) == ("a", 2)
 
 
-def test_given_a_copy_when_a_users_load_is_raised_in_it_then_nothing_that_it_reads_is_missing(folder: Path) -> None:
+def test_the_copy_for_a_mutant_holds_all_that_the_users_load_reads(folder: Path) -> None:
     told = run(
         folder, "-c", "from tests.chaos.stack.own_world import composed_redis; print(*composed_redis())", timeout_s=60
     )

@@ -114,7 +114,7 @@ def test_given_nobody_behind_it_when_called_then_the_caller_is_reset() -> None:
     proxy.stop()
 
 
-def test_given_half_open_when_both_talk_then_nothing_arrives_and_new_callers_wait_until_it_is_over(pair: Pair) -> None:
+def test_a_half_open_proxy_delivers_nothing_until_it_is_cleared(pair: Pair) -> None:
     pair.proxy.half_open()
     caller = pair.call()
     for end in (pair.client, pair.server, caller):
@@ -142,9 +142,7 @@ def test_given_a_delay_when_both_talk_then_a_round_trip_takes_both_ways(pair: Pa
 
 
 @pytest.mark.parametrize("direction", Direction)
-def test_given_a_one_way_partition_when_both_talk_then_one_is_heard_and_the_other_when_it_is_over(
-    pair: Pair, direction: Direction
-) -> None:
+def test_a_one_way_partition_delivers_one_direction_until_it_is_cleared(pair: Pair, direction: Direction) -> None:
     cut_off, heard = (pair.client, pair.server) if direction is Direction.TO_SERVER else (pair.server, pair.client)
     pair.proxy.drop(direction)
     cut_off.sendall(b"one")
@@ -168,7 +166,7 @@ def test_given_a_partition_when_the_one_cut_off_closes_then_its_end_is_hidden_to
     assert pair.server.recv(1) == b""
 
 
-def test_given_bytes_on_their_way_when_cut_then_both_ends_are_reset_and_new_ones_served(pair: Pair) -> None:
+def test_a_cut_resets_both_ends_and_new_connections_are_served(pair: Pair) -> None:
     pair.proxy.drop(Direction.TO_SERVER)
     pair.client.sendall(b"never arrives")
     assert is_quiet(pair.server)

@@ -79,7 +79,7 @@ def asked_for(dress: Dress = KEYED) -> Asked:
     return Asked(id=uuid4(), number=0, door="http", dress=dress)
 
 
-def test_given_a_keyed_request_when_it_is_answered_twice_alike_then_the_journal_has_the_rows_id() -> None:
+def test_two_equal_answers_for_one_key_give_the_journal_the_rows_id() -> None:
     job_id, asked = uuid4(), asked_for()
     sender = producer(answering(Answer(job_id=job_id, is_new=True), Answer(job_id=job_id, is_new=False)))
     assert counts(sender, asked, 2) == []
@@ -97,21 +97,19 @@ def test_given_a_keyed_request_when_it_is_answered_twice_alike_then_the_journal_
         pytest.param(Unavailable("away"), [], id="a door that is away"),
     ],
 )
-def test_given_an_accepted_request_when_it_comes_again_then_a_wrong_answer_is_counted(
-    second: Answer | Exception, found: list[str]
-) -> None:
+def test_a_wrong_answer_to_a_repeated_request_is_counted(second: Answer | Exception, found: list[str]) -> None:
     asked = asked_for()
     assert counts(producer(answering(Answer(job_id=uuid4(), is_new=True), second)), asked, 2) == found
     assert asked.is_unsure == isinstance(second, Unavailable)
 
 
-def test_given_an_accepted_request_when_a_door_calls_it_new_again_then_that_is_counted() -> None:
+def test_an_accepted_request_called_new_again_is_counted() -> None:
     job_id = uuid4()
     door = answering(Answer(job_id=job_id, is_new=True), Answer(job_id=job_id, is_new=True))
     assert counts(producer(door), asked_for(), 2) == ["mistold"]
 
 
-def test_given_a_request_with_its_own_id_when_the_door_gives_another_then_it_is_a_second_job() -> None:
+def test_another_id_than_the_requests_own_counts_as_a_second_job() -> None:
     assert counts(producer(answering(Answer(job_id=uuid4()))), asked_for(Dress()), 1) == ["duplicated"]
 
 
@@ -121,9 +119,7 @@ def test_given_a_lost_answer_when_the_repeat_is_called_new_then_all_is_well() ->
 
 
 @pytest.mark.parametrize(("status", "refused"), [(400, True), (500, True), (429, False), (503, False)])
-def test_given_a_good_request_when_a_door_refuses_it_then_that_is_counted_unless_it_is_busy(
-    status: int, refused: bool
-) -> None:
+def test_a_refused_good_request_is_counted_unless_the_door_is_busy(status: int, refused: bool) -> None:
     request = httpx.Request("POST", "http://gateway/v1/jobs")
     error = httpx.HTTPStatusError("no", request=request, response=httpx.Response(status, request=request))
     assert is_refusal(error) == refused
@@ -135,7 +131,7 @@ def test_given_a_key_when_it_travels_over_http_then_it_is_a_header() -> None:
     assert (body, headers) == ({"model": "clerk"}, {"Idempotency-Key": "once"})
 
 
-def test_given_requests_of_ours_when_called_by_openais_routes_then_they_have_its_form() -> None:
+def test_our_requests_take_openais_form_for_openais_routes() -> None:
     assert openai_form({"prompt": "a", "logprobs": 3}) == ("/v1/completions", {"prompt": "a", "logprobs": 3})
     route, body = openai_form({"messages": [], "logprobs": 3})
     assert (route, body) == ("/v1/chat/completions", {"messages": [], "logprobs": True, "top_logprobs": 3})
@@ -165,15 +161,13 @@ def test_given_any_request_when_it_becomes_a_row_then_nothing_of_it_is_lost() ->
         assert (values["delay_s"], values["max_crashes"]) == (2.0, 3)
 
 
-def test_given_compose_when_its_redis_is_read_then_its_memory_has_a_limit_and_a_policy() -> None:
+def test_the_redis_of_compose_has_a_memory_limit_and_a_policy() -> None:
     found = composed_redis()
     assert found["maxmemory"].endswith("mb")
     assert found["maxmemory-policy"]
 
 
-def test_given_a_bulk_load_when_it_is_sent_twice_and_stopped_then_each_row_is_there_once_and_what_was_held_is_cancelled(
-    database_url: str, redis_url: str
-) -> None:
+def test_a_bulk_load_sent_twice_stores_each_row_once_and_cancels_held_rows(database_url: str, redis_url: str) -> None:
     journal, stopping, drained = Journal(), threading.Event(), threading.Event()
     with Client(database_url=database_url, redis_url=redis_url) as client:
         batch = Batch(
@@ -199,7 +193,7 @@ def test_given_a_bulk_load_when_it_is_sent_twice_and_stopped_then_each_row_is_th
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_given_the_second_models_kv_when_counted_then_it_holds_its_limit_and_a_part_of_its_context(
+def test_the_second_models_kv_holds_its_limit_and_part_of_its_context(
     dtype: torch.dtype,
 ) -> None:
     shape = HeadShape(num_kv_heads=NUM_KV_HEADS, head_dim=HEAD_DIM, value_head_dim=HEAD_DIM)
@@ -216,7 +210,7 @@ def test_given_the_second_models_kv_when_counted_then_it_holds_its_limit_and_a_p
         pytest.param([Unavailable("a lock")] * 2, True, id="no answer twice"),
     ],
 )
-def test_given_a_migration_when_a_request_is_repeated_then_only_missing_answers_speak_against_it(
+def test_only_a_missing_answer_fails_a_request_repeated_during_a_migration(
     answers: list[Answer | Exception], is_broken: bool
 ) -> None:
     sender = producer(answering(*answers))

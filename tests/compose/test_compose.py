@@ -29,7 +29,7 @@ SECRETS = {
 LIVE = "lease_until > now() AND ready_at IS NOT NULL"
 
 
-def test_given_the_gateways_image_when_its_packages_are_listed_then_torch_and_celery_are_not_there(
+def test_the_gateway_image_contains_neither_torch_nor_celery(
     stack: Stack,
 ) -> None:
     listed = stack.docker.run(
@@ -81,13 +81,13 @@ def test_given_a_prompt_when_sent_over_http_then_it_is_answered_through_both_sta
     assert provenance == "cpu:1"
 
 
-def test_given_flower_when_asked_then_it_shows_every_worker_and_only_to_those_with_the_password(stack: Stack) -> None:
+def test_flower_shows_every_worker_only_with_the_password(stack: Stack) -> None:
     with stack.flower() as flower:
         assert flower.get("/api/workers", auth=None).status_code == 401
         until(lambda: len(flower.get("/api/workers", params={"refresh": "1"}, timeout=30).json()) == 3)
 
 
-def test_given_running_jobs_when_a_stage_crashes_then_it_is_restarted_and_they_succeed(stack: Stack) -> None:
+def test_a_crashed_stage_is_restarted_and_running_jobs_succeed(stack: Stack) -> None:
     load = Load(stack.gateways(), stack.api_key, seed=5)
     for _ in range(NUM_LONG):
         load.push(LONG_TOKENS)
@@ -97,7 +97,7 @@ def test_given_running_jobs_when_a_stage_crashes_then_it_is_restarted_and_they_s
     assert ends(stack, load) == once_each(load)
 
 
-def test_given_load_when_scaled_out_and_back_then_every_accepted_job_succeeds_exactly_once(stack: Stack) -> None:
+def test_every_accepted_job_succeeds_once_while_the_stack_scales_out_and_back(stack: Stack) -> None:
     began_s = time.time()
     with Load(stack.gateways(), stack.api_key, seed=7) as load:
         push_on(load)

@@ -349,7 +349,7 @@ def engine(database_url: str) -> Iterator[Engine]:
         yield engine
 
 
-def test_given_the_same_operations_when_done_in_memory_and_in_postgres_then_answers_and_rows_agree(
+def test_memory_and_postgres_agree_on_answers_and_rows(
     engine: Engine,
 ) -> None:
     for seed in SEQUENCES:

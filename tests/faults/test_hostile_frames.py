@@ -262,7 +262,7 @@ def test_given_strangers_who_talk_nonsense_when_they_call_then_the_ports_serve_o
             connection.sendall(hostile.calls(rng, kind))
 
 
-def test_given_a_receiver_that_looks_at_every_frame_when_they_are_broken_then_it_goes_on(
+def test_a_receiver_goes_on_after_broken_frames(
     rng: random.Random,
 ) -> None:
     sockets = Sockets(bind="tcp://127.0.0.1")

@@ -74,7 +74,7 @@ def submit_poison(client: Client) -> UUID:
 
 
 @pytest.mark.parametrize("poison", POISONS, ids=lambda poison: poison.what)
-def test_given_neighbours_under_way_when_a_job_keeps_breaking_its_process_then_it_alone_ends_a_dead_letter(
+def test_only_the_job_that_keeps_breaking_its_process_ends_as_a_dead_letter(
     poison: Poison, hurt: Hurt, client: Client, said: list[tuple[int, ...]]
 ) -> None:
     ids = client.submit_many(neighbours())
@@ -104,7 +104,7 @@ def check_dead_letter(client: Client, dead: Job) -> None:
     assert dead.id in [job.id for job in client.list_dead()]
 
 
-def test_given_logits_that_are_no_numbers_when_sampled_then_the_job_fails_at_once_and_alone(
+def test_logits_that_are_not_numbers_fail_their_job_at_once_and_alone(
     hurt: Hurt, client: Client, said: list[tuple[int, ...]]
 ) -> None:
     arming = arm(hurt.failpoints, Point.NAN_LOGITS, "nan", when={"seed": SEED})

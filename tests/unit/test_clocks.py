@@ -36,7 +36,7 @@ def test_given_the_product_when_read_then_wall_clocks_are_only_shown() -> None:
     assert found == set(ONLY_SHOWN)
 
 
-def test_given_a_machine_that_was_suspended_when_leases_are_timed_then_its_sleep_counts() -> None:
+def test_time_in_suspension_counts_for_leases() -> None:
     behind = "clock_gettime(CLOCK_BOOTTIME) - lease_clock_s()"
     code = f"from time import *; from shardline.clock import lease_clock_s; print({behind})"
 

@@ -83,7 +83,7 @@ def _defines(node: ast.stmt) -> list[str]:
     return [target.id for target in targets if isinstance(target, ast.Name)]
 
 
-def test_given_the_metrics_when_compared_with_operating_then_each_has_a_row_and_each_row_a_metric() -> None:
+def test_the_metrics_and_the_rows_of_operating_are_the_same() -> None:
     rows = "\n".join(line.split("|")[1] for line in OPERATING.splitlines() if line.startswith("| `shardline_"))
     named = set(re.findall(r"`(shardline_\w+)`", rows))
     for prefix, rest in re.findall(r"`(shardline_[a-z]+)_\w+`, `…_(\w+)`", rows):

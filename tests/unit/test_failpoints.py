@@ -93,16 +93,14 @@ def test_given_a_file_that_says_nonsense_when_passed_then_it_is_refused(says: di
 
 
 @pytest.mark.parametrize(("place", "status"), [(1, -signal.SIGKILL), (2, 0)])
-def test_given_a_folder_in_the_environment_when_a_point_kills_then_the_process_is_gone(
-    place: int, status: int, tmp_path: Path
-) -> None:
+def test_a_failpoint_set_by_the_environment_kills_the_process(place: int, status: int, tmp_path: Path) -> None:
     arm(tmp_path, action="kill", when={"place": place})
     env = {**os.environ, "PYTHONPATH": str(SHARED), "SHARDLINE_FAILPOINTS": str(tmp_path)}
     ran = subprocess.run([sys.executable, "-c", PASS], env=env, capture_output=True, text=True, check=False)
     assert (ran.returncode, ran.stdout) == (status, "lives\n" if status == 0 else "")
 
 
-def test_given_a_plan_when_its_seeds_are_asked_for_then_decodes_and_prompts_are_told_apart() -> None:
+def test_the_seeds_of_a_plan_tell_decodes_from_prompts() -> None:
     roster = OpenSequences(num_blocks=8, max_open=8, vocab_size=8)
     roster.open(opened(1, seed=10))
     plan = StepPlan(0, (opened(2, seed=20),), (Row(1, 2, 1, (3,), (), True), Row(2, 0, 2, (), (0,), True)), ())

@@ -63,7 +63,7 @@ def test_given_a_library_when_it_logs_then_its_lines_look_the_same(capsys: pytes
         (consumer.MESSAGE_DECODE_ERROR, (ValueError(SECRET), "json", "utf-8", SECRET, SECRET)),
     ],
 )
-def test_given_a_message_that_celery_refuses_when_logged_then_what_it_holds_is_left_out(
+def test_the_content_of_a_message_that_celery_refuses_is_not_logged(
     capsys: pytest.CaptureFixture[str], template: str, arguments: tuple[object, ...]
 ) -> None:
     log.configure(service="relay", form="json")

@@ -56,7 +56,7 @@ def test_given_stages_of_a_pipeline_when_scraped_then_each_token_is_counted_once
     assert "shardline_steps_total 1.0" in later
 
 
-def test_given_a_later_stage_when_scraped_then_it_does_not_say_that_a_pipeline_is_down() -> None:
+def test_a_later_stage_does_not_report_its_pipeline_down() -> None:
     assert "shardline_pipeline_ready 0.0" in scrape_of_stage(is_head=True)
     assert "shardline_pipeline_ready" not in scrape_of_stage(is_head=False)
 
@@ -66,7 +66,7 @@ ALARMS = OPERATING.partition("Alarm on:")[2].partition("\n\n")[0]
 
 
 @pytest.mark.parametrize("name", sorted(set(re.findall(r"shardline_\w+", ALARMS)) - {"shardline_jobs"}))
-def test_given_services_that_have_just_started_when_scraped_then_each_alarm_has_what_it_looks_at(name: str) -> None:
+def test_services_that_have_just_started_export_what_each_alarm_reads(name: str) -> None:
     relay = CollectorRegistry()
     metrics.RelayMetrics(relay)
     shown = scrape_of_stage(is_head=True) + generate_latest(relay).decode()

@@ -12,7 +12,7 @@ from tests.repository import REPOSITORY
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
-def test_given_a_mutant_when_applied_then_each_patch_fits_once_and_the_file_still_parses(mutant: Mutant) -> None:
+def test_each_patch_of_a_mutant_fits_once_and_its_file_still_parses(mutant: Mutant) -> None:
     sources: dict[str, str] = {}
     for patch in mutant.patches:
         source = sources.get(patch.file) or (REPOSITORY / patch.file).read_text(encoding="utf-8")

@@ -32,7 +32,7 @@ def test_given_a_function_in_the_path_when_looked_up_then_it_exists(file: str, n
     assert not name or name in names(tree)
 
 
-def test_given_the_path_when_counted_then_it_has_eight_steps_and_crosses_every_service() -> None:
+def test_the_path_has_eight_steps_and_crosses_every_service() -> None:
     assert "".join(STEPS) == "12345678"
     folders = {file.split("/")[1] for file, _ in REFERENCES if file.startswith("services/")}
     assert {"gateway", "relay", "stage", "standalone"} <= folders

@@ -20,8 +20,7 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
             ),
         ),
         tests=(
-            "tests/integration/store/test_repeats.py"
-            "::test_given_a_request_when_it_comes_again_in_any_stage_of_its_life_then_it_is_the_same_job",
+            "tests/integration/store/test_repeats.py::test_a_request_repeated_at_any_stage_of_its_life_is_the_same_job",
         ),
         hurt=Hurt(faults="kill gateway", counts=("conflicts",), load="users"),
     ),
@@ -36,7 +35,7 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
         ),
         tests=(
             "tests/unit/tokenize/test_text_rule.py"
-            "::test_given_any_output_when_its_stream_is_joined_after_any_token_then_the_rest_is_the_results_text",
+            "::test_the_rest_of_a_stream_joined_after_any_token_is_the_rest_of_the_text",
         ),
         hurt=Hurt(faults="redis: flushall", counts=("text_mismatches",), minutes=2.0, load="users"),
     ),

@@ -101,8 +101,7 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
             Patch(file=STATEMENTS, old="for job in due + lost if", new="for job in due if"),
         ),
         tests=(
-            "tests/integration/store/test_outbox.py"
-            "::test_given_an_unclaimed_job_when_time_passes_then_it_is_sent_again_ever_more_rarely",
+            "tests/integration/store/test_outbox.py::test_an_unclaimed_job_is_sent_again_ever_more_rarely",
             ROWS_AGREE,
         ),
         is_simulated=True,
@@ -150,7 +149,7 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
                 new="        tables.grant(job, connection.client_s + lease_s)\n        if beat.ids:",
             ),
         ),
-        tests=(f"{RULES}::test_given_a_worker_whose_clock_is_wrong_when_it_beats_then_its_lease_is_by_postgres_time",),
+        tests=(f"{RULES}::test_a_lease_follows_the_time_of_postgres_and_not_the_workers_clock",),
         is_simulated=True,
         hurt=Hurt(
             faults="clock: a head two hours ahead dies,clock: a stage two hours behind",
@@ -168,10 +167,7 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
                 "        failpoint(Point.INTAKE_TAKEN)\n",
             ),
         ),
-        tests=(
-            "tests/integration/relay/test_intake.py"
-            "::test_given_postgres_away_when_entries_are_taken_then_they_stay_unacknowledged_for_the_next_relay",
-        ),
+        tests=("tests/integration/relay/test_intake.py::test_entries_taken_without_postgres_stay_for_the_next_relay",),
         hurt=Hurt(faults="kill relay at intake-taken", counts=("lost",), redis_lasts=True),
     ),
     Mutant(
@@ -181,7 +177,7 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
             Patch(file=STATEMENTS, old="saved[: beat.start] + beat.ids", new="saved + beat.ids"),
         ),
         tests=(
-            f"{CLAIM_TESTS}::test_given_a_heartbeat_twice_when_its_first_answer_was_lost_then_the_tokens_are_there_once",
+            f"{CLAIM_TESTS}::test_a_repeated_heartbeat_stores_its_tokens_once",
             ROWS_AGREE,
         ),
         is_simulated=True,
@@ -198,8 +194,7 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
             ),
         ),
         tests=(
-            f"{SWEEP_TESTS}"
-            "::test_given_an_expired_lease_with_new_tokens_when_swept_then_it_is_queued_and_no_crash_counts",
+            f"{SWEEP_TESTS}::test_an_expired_lease_with_new_tokens_is_requeued_without_a_crash",
             ROWS_AGREE,
         ),
         is_simulated=True,
@@ -212,7 +207,7 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
             Patch(file=STATEMENTS, old="        if attempt.parked:", new="        if attempt.parked is None:"),
         ),
         tests=(
-            f"{SWEEP_TESTS}::test_given_an_expired_lease_of_a_parked_job_when_swept_then_it_is_queued_and_no_crash_counts",
+            f"{SWEEP_TESTS}::test_an_expired_lease_of_a_parked_job_is_requeued_without_a_crash",
             ROWS_AGREE,
         ),
     ),
@@ -241,8 +236,6 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
                 new="",
             ),
         ),
-        tests=(
-            f"{CLAIM_TESTS}::test_given_jobs_longer_than_the_kv_when_claimed_then_they_are_left_for_a_larger_pipeline",
-        ),
+        tests=(f"{CLAIM_TESTS}::test_jobs_longer_than_the_kv_are_left_for_a_larger_pipeline",),
     ),
 )

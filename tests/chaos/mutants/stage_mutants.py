@@ -94,7 +94,7 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
     Mutant(
         name="prefill rule: the first in line takes the whole step",
         patches=(Patch(file=SCHEDULER, old="max(MIN_CHUNK, left // 2)", new="left"),),
-        tests=(f"{PREFILL}::test_a_prefill_takes_half_of_what_is_left_while_others_wait_and_all_of_it_when_none_does",),
+        tests=(f"{PREFILL}::test_a_prefill_takes_half_of_what_is_left_while_others_wait_else_all",),
         hurt=Hurt(faults="prefill", counts=("broken",)),
     ),
     Mutant(
@@ -107,18 +107,12 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
             ),
             Patch(file=SCHEDULER, old="max(MIN_CHUNK, left // 2)", new="left"),
         ),
-        tests=(
-            f"{PREFILL}"
-            "::test_given_many_long_prompts_when_an_urgent_one_arrives_then_its_first_token_comes_within_three_steps",
-        ),
+        tests=(f"{PREFILL}::test_an_urgent_prompt_has_its_first_token_in_three_steps_among_long_ones",),
     ),
     Mutant(
         name="KV rule: a smaller pool fails running jobs",
         patches=(Patch(file=SCHEDULER, old="*(self._outgrow(each) for", new='*(self._fail(each, "no KV") for'),),
-        tests=(
-            f"{KV_RULE}"
-            "::test_given_running_jobs_when_a_new_epoch_has_less_kv_then_the_long_one_goes_back_and_the_others_go_on",
-        ),
+        tests=(f"{KV_RULE}::test_a_new_epoch_with_less_kv_gives_back_the_long_job_and_runs_the_others",),
         hurt=Hurt(faults="memory: one of two pipelines", counts=("lost",), load="users"),
     ),
     Mutant(
@@ -130,6 +124,6 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
                 new="return sequence.most_blocks > self.config.num_blocks",
             ),
         ),
-        tests=(f"{KV_RULE}::test_given_a_limit_beyond_the_pool_when_the_completion_ends_before_then_it_is_whole",),
+        tests=(f"{KV_RULE}::test_a_completion_within_the_pool_is_whole_though_its_limit_is_beyond",),
     ),
 )

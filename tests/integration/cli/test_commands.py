@@ -48,9 +48,7 @@ def submitted(shardline: Shardline, *options: str) -> UUID:
     return UUID(ran.stdout.strip())
 
 
-def test_given_a_prompt_when_submitted_and_waited_for_then_the_completion_is_all_that_is_printed(
-    shardline: Shardline, head: TinyHead
-) -> None:
+def test_submit_and_wait_prints_the_completion_alone(shardline: Shardline, head: TinyHead) -> None:
     with head.serving():
         ran = shardline("submit", PROMPT, "--temperature", "0", "--seed", 7, "--wait")
     assert (ran.exit_code, ran.stdout) == (0, f"{PROMPT}\n")

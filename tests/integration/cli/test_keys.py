@@ -86,9 +86,7 @@ def test_given_a_link_where_the_file_should_be_when_made_then_it_is_not_followed
     assert not (tmp_path / "target").exists()
 
 
-def test_given_a_key_when_rotated_then_both_are_valid_for_a_while_and_a_third_has_its_own(
-    shardline: Shardline, database_url: str
-) -> None:
+def test_a_rotated_key_stays_valid_for_a_while_beside_the_new_one(shardline: Shardline, database_url: str) -> None:
     old = shardline("create", "a", "--tenant", "acme", "--scopes", "read", "--days", "2").stdout.strip()
     new = shardline("rotate", "a", "--grace-hours", "1").stdout.strip()
     first, second = known(database_url, old), known(database_url, new)
@@ -117,7 +115,7 @@ def test_given_keys_when_revoked_by_name_then_all_of_the_name_end_and_by_id_the_
     assert shardline("create", "a").exit_code == 0, "the name is free again"
 
 
-def test_given_a_key_made_elsewhere_when_stored_again_then_nothing_changes_even_if_it_was_revoked(
+def test_storing_a_known_key_again_changes_nothing_even_if_it_was_revoked(
     shardline: Shardline, database_url: str, tmp_path: Path
 ) -> None:
     file = tmp_path / "api_key"

@@ -58,9 +58,7 @@ async def test_given_the_callers_transaction_when_it_rolls_back_then_no_job_is_l
     assert [job.id for job in await client.list()] == [job_id]
 
 
-async def test_given_many_who_ask_for_jobs_at_once_when_read_then_they_share_one_connection_and_few_queries(
-    client: AsyncClient, database_url: str
-) -> None:
+async def test_concurrent_reads_share_one_connection_and_few_queries(client: AsyncClient, database_url: str) -> None:
     ids = await client.submit_many({"model": "clerk", "prompt": PROMPT} for _ in range(20))
     unknown = uuid4()
     queries: list[str] = []
@@ -149,9 +147,7 @@ async def test_given_redis_lost_in_the_middle_when_streamed_then_every_token_com
     assert "".join(delta.text for delta in deltas) == PROMPT
 
 
-async def test_given_a_job_that_goes_on_with_other_tokens_when_streamed_then_the_reader_is_told(
-    client: AsyncClient, head: TinyHead
-) -> None:
+async def test_a_stream_tells_its_reader_when_the_tokens_change(client: AsyncClient, head: TinyHead) -> None:
     job_id = await client.submit("clerk", PROMPT)
     sequence = head.claim()
     stream = client.stream(job_id)
@@ -167,7 +163,7 @@ async def test_given_a_job_that_goes_on_with_other_tokens_when_streamed_then_the
     assert tuple(token_id for delta in await _collect(client, job_id) for token_id in delta.ids) == other.output_ids
 
 
-async def test_given_redis_away_when_many_jobs_are_followed_then_their_rows_are_read_together(
+async def test_rows_of_many_followed_jobs_are_read_together_without_redis(
     client: AsyncClient, head: TinyHead, redis_server: Valkey
 ) -> None:
     ids = await client.submit_many({"model": "clerk", "prompt": PROMPT} for _ in range(100))
@@ -201,9 +197,7 @@ async def _collect(client: AsyncClient, job_id: UUID) -> list[Delta]:
     return [delta async for delta in client.stream(job_id)]
 
 
-async def test_given_lists_that_do_not_come_back_when_a_job_is_submitted_then_it_is_accepted_at_once(
-    client: AsyncClient, database_url: str
-) -> None:
+async def test_a_job_is_accepted_at_once_while_list_queries_hang(client: AsyncClient, database_url: str) -> None:
     blocker = connect(database_url)
     with blocker.connect() as connection:
         connection.execute(text("LOCK TABLE results IN ACCESS EXCLUSIVE MODE"))

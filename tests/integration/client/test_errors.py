@@ -28,9 +28,7 @@ def client(engine: Engine, redis_url: str) -> Iterator[Client]:
 
 
 @pytest.mark.parametrize("code", BUSY)
-def test_given_a_postgres_that_refuses_for_now_when_asked_then_it_is_busy_and_not_away(
-    engine: Engine, code: str
-) -> None:
+def test_a_postgres_that_refuses_for_now_is_busy_and_not_away(engine: Engine, code: str) -> None:
     refusal = f"DO $$ BEGIN RAISE EXCEPTION 'not now' USING ERRCODE = '{code}'; END $$"
     with pytest.raises(Busy, match=f"^{BUSY[code]}: not now"), reachable(), engine.begin() as connection:
         connection.execute(text(refusal))
@@ -41,9 +39,7 @@ def test_given_a_statement_over_its_time_when_ended_then_the_time_limit_is_named
         connection.execute(text("SELECT pg_sleep(60)"))
 
 
-def test_given_a_row_that_another_transaction_holds_when_submitted_then_the_lock_is_named(
-    client: Client, database_url: str
-) -> None:
+def test_submitting_over_a_locked_row_names_the_lock(client: Client, database_url: str) -> None:
     other = connect(database_url)
     with other.begin() as connection:
         connection.execute(text("LOCK TABLE jobs IN EXCLUSIVE MODE"))

@@ -62,7 +62,7 @@ def test_given_token_ids_and_messages_when_submitted_then_both_run(client: Clien
     assert second.result.text == PROMPT
 
 
-def test_given_ten_thousand_prompts_when_submitted_in_one_call_then_all_are_there_in_order(client: Client) -> None:
+def test_ten_thousand_prompts_in_one_call_are_stored_in_order(client: Client) -> None:
     ids = client.submit_many({"model": "clerk", "prompt": f"sum: {n} + 1 ="} for n in range(10_000))
     assert len(set(ids)) == num_jobs(client) == 10_000
     assert client.get(ids[1234]).prompt == "sum: 1234 + 1 ="
@@ -118,7 +118,7 @@ def test_given_an_id_or_key_when_repeated_then_nothing_is_inserted(client: Clien
     assert num_jobs(client) == 1
 
 
-def test_given_a_chat_whose_answer_was_lost_when_repeated_with_its_id_then_it_is_the_same_job(client: Client) -> None:
+def test_a_chat_repeated_with_its_id_is_the_same_job(client: Client) -> None:
     own, messages = uuid4(), [{"role": "system", "content": "brief"}, {"role": "user", "content": PROMPT}]
     assert [client.submit("clerk", messages=messages, id=own, temperature=0) for _ in "ab"] == [own, own]
     assert num_jobs(client) == 1
@@ -153,7 +153,7 @@ def test_given_no_such_job_when_asked_for_then_it_is_not_found(client: Client) -
             ask(uuid4())
 
 
-def test_given_one_id_twice_and_one_unknown_when_waited_for_then_the_unknown_is_named(client: Client) -> None:
+def test_waiting_for_an_unknown_id_names_it(client: Client) -> None:
     job_id, unknown = client.submit("clerk", PROMPT), uuid4()
     with pytest.raises(NotFound, match=str(unknown)):
         client.wait([job_id, job_id, unknown], 60)
@@ -171,7 +171,7 @@ def test_given_jobs_when_listed_then_the_newest_come_first_by_pages(client: Clie
     assert client.list(model="other") == []
 
 
-def test_given_a_page_whose_last_job_is_deleted_when_the_next_is_read_then_its_end_still_stands_and_its_id_is_refused(
+def test_a_page_token_outlives_its_deleted_job_and_a_deleted_id_is_refused(
     client: Client,
 ) -> None:
     ids = [client.submit("clerk", PROMPT) for _ in range(4)]
@@ -204,7 +204,7 @@ def test_given_a_running_job_when_streamed_then_tokens_come_as_they_are_made(cli
     ("state", "error"),
     [(JobState.FAILED, JobFailed), (JobState.CANCELLED, JobCancelled), (JobState.EXPIRED, JobExpired)],
 )
-def test_given_a_live_reader_when_the_job_ends_without_completion_then_the_stream_raises(
+def test_a_live_stream_raises_when_the_job_ends_without_a_completion(
     client: Client, head: TinyHead, state: JobState, error: type[Exception]
 ) -> None:
     job_id = client.submit("clerk", PROMPT)
@@ -217,9 +217,7 @@ def test_given_a_live_reader_when_the_job_ends_without_completion_then_the_strea
         list(stream)
 
 
-def test_given_a_job_that_goes_on_with_other_tokens_when_streamed_then_the_reader_is_told_and_may_begin_anew(
-    client: Client, head: TinyHead
-) -> None:
+def test_a_stream_tells_its_reader_when_the_tokens_change_and_may_restart(client: Client, head: TinyHead) -> None:
     job_id = client.submit("clerk", PROMPT)
     sequence = head.claim()
     stream = client.stream(job_id)

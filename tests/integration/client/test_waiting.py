@@ -66,7 +66,7 @@ def run_all(head: TinyHead, ids: Sequence[UUID]) -> None:
         head.finish(sequence)
 
 
-def test_given_many_waiting_threads_when_their_connection_is_cut_then_one_listens_for_all_and_each_gets_its_job(
+def test_one_listener_serves_all_waiting_threads_after_its_connection_is_cut(
     database_url: str, redis_url: str, head: TinyHead, server: Server
 ) -> None:
     with Client(database_url=database_url, redis_url=redis_url) as client, ThreadPoolExecutor(NUM_WAITING) as threads:
@@ -84,7 +84,7 @@ def test_given_many_waiting_threads_when_their_connection_is_cut_then_one_listen
     assert client._ends.num_waiting == 0
 
 
-async def test_given_many_waiting_tasks_when_their_connection_is_cut_then_one_listens_for_all_and_each_gets_its_job(
+async def test_one_listener_serves_all_waiting_tasks_after_its_connection_is_cut(
     database_url: str, redis_url: str, head: TinyHead, server: Server
 ) -> None:
     async with AsyncClient(database_url=database_url, redis_url=redis_url) as client:

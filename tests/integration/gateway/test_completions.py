@@ -141,9 +141,7 @@ async def test_given_a_failing_job_when_streamed_then_the_stream_says_so(
     assert done == "[DONE]"
 
 
-async def test_given_a_job_that_goes_on_with_other_tokens_when_streamed_then_the_stream_ends_with_an_error(
-    http: httpx.AsyncClient, head: TinyHead
-) -> None:
+async def test_a_stream_ends_with_an_error_when_the_tokens_change(http: httpx.AsyncClient, head: TinyHead) -> None:
     fields = {"model": "clerk", "prompt": PROMPT, "stream": True, "return_token_ids": True}
     async with http.stream("POST", TEXT, json=fields) as reply:
         sequence, events = await claimed(head), events_of(reply)
@@ -176,7 +174,7 @@ async def test_given_a_job_without_completion_when_waited_for_then_the_status_sa
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_given_a_caller_with_a_key_when_its_connection_breaks_then_the_job_goes_on_and_the_repeat_gets_it(
+async def test_a_job_with_a_key_survives_its_callers_connection_and_the_repeat_gets_it(
     http: httpx.AsyncClient, head: TinyHead, stream: bool
 ) -> None:
     fields, headers = {"model": "clerk", "prompt": PROMPT}, {"Idempotency-Key": "order-8"}
@@ -238,7 +236,7 @@ async def test_given_an_id_or_key_when_a_request_is_repeated_then_it_is_the_same
     assert (replies[2].status_code, replies[2].json()["error"]["code"]) == (409, "conflict")
 
 
-async def test_given_a_repeat_with_the_same_id_when_its_caller_leaves_then_the_first_one_gets_its_answer(
+async def test_a_repeat_that_leaves_does_not_cost_the_first_caller_its_answer(
     http: httpx.AsyncClient, head: TinyHead
 ) -> None:
     fields = {"model": "clerk", "prompt": PROMPT, "id": str(uuid4())}
@@ -291,7 +289,7 @@ CHAT_NEUTRAL = {
     ("route", "fields"),
     [(TEXT, {"prompt": PROMPT, **TEXT_NEUTRAL}), (CHAT, {"messages": MESSAGES, **CHAT_NEUTRAL})],
 )
-async def test_given_openais_known_fields_at_neutral_values_when_sent_then_they_are_accepted(
+async def test_openais_known_fields_are_accepted_at_neutral_values(
     http: httpx.AsyncClient, head: TinyHead, route: str, fields: dict[str, Any]
 ) -> None:
     with head.serving():
@@ -299,7 +297,7 @@ async def test_given_openais_known_fields_at_neutral_values_when_sent_then_they_
     assert reply.status_code == 200, reply.text
 
 
-async def test_given_an_old_client_when_a_relay_refuses_its_job_then_it_is_the_callers_mistake(
+async def test_a_job_of_an_old_client_refused_by_a_relay_is_the_callers_error(
     http: httpx.AsyncClient, head: TinyHead
 ) -> None:
     asking = asyncio.create_task(http.post(TEXT, json={"model": "clerk", "prompt": PROMPT}))

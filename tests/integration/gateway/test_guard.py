@@ -123,7 +123,7 @@ def test_given_the_apps_routes_when_read_then_each_but_the_probes_wants_a_scope(
     assert wanted["GET", "/metrics"] == {"admin"}
 
 
-async def test_given_each_route_when_the_key_will_not_do_then_the_answer_says_why_and_nothing_else(
+async def test_each_route_says_why_it_refuses_a_key_and_nothing_else(
     http: httpx.AsyncClient, database_url: str
 ) -> None:
     mine = await job_of(http)
@@ -147,7 +147,7 @@ async def test_given_each_route_when_the_key_will_not_do_then_the_answer_says_wh
     assert len((await http.get(JOBS)).json()["data"]) == 1
 
 
-async def test_given_each_route_when_the_keys_scopes_are_too_narrow_then_it_is_forbidden_and_with_its_scope_it_is_not(
+async def test_each_route_is_forbidden_without_its_scope_and_allowed_with_it(
     http: httpx.AsyncClient, database_url: str
 ) -> None:
     for method, template, route in GUARDED:
@@ -161,9 +161,7 @@ async def test_given_each_route_when_the_keys_scopes_are_too_narrow_then_it_is_f
         assert await status_of(http, method, path_of(template, mine), alone) in (200, 202), f"{method} {template}"
 
 
-async def test_given_readiness_when_asked_then_only_a_caller_with_a_key_hears_more_than_yes_or_no(
-    http: httpx.AsyncClient, database_url: str
-) -> None:
+async def test_readiness_tells_details_only_to_a_caller_with_a_key(http: httpx.AsyncClient, database_url: str) -> None:
     nobody, stranger = {"Authorization": ""}, bearer(new_key())
     reply = await ask(http, "GET", "/ready", nobody)
     assert (reply.status_code, reply.json()) == (200, {"ready": True})
@@ -199,7 +197,7 @@ async def test_given_another_tenants_job_when_asked_for_by_any_route_then_it_is_
 @pytest.mark.parametrize(
     ("path", "body"), [(JOBS, BODY), ("/v1/completions", BODY), ("/v1/chat/completions", CHAT)], ids=lambda each: each
 )
-async def test_given_a_body_that_names_a_tenant_when_it_is_not_the_keys_then_it_is_forbidden(
+async def test_naming_another_tenant_than_the_keys_is_forbidden(
     http: httpx.AsyncClient, database_url: str, *, path: str, body: dict[str, Any]
 ) -> None:
     theirs = bearer(make_key(database_url, tenant=OTHER_TENANT))
@@ -211,7 +209,7 @@ async def test_given_a_body_that_names_a_tenant_when_it_is_not_the_keys_then_it_
     assert (await http.get(f"{JOBS}/{own.json()['id']}", headers=theirs)).json()["tenant"] == OTHER_TENANT
 
 
-async def test_given_another_tenants_id_or_key_when_submitted_again_then_nothing_of_that_job_is_told(
+async def test_another_tenants_id_or_key_tells_nothing_of_its_job(
     http: httpx.AsyncClient, head: TinyHead, database_url: str
 ) -> None:
     theirs = bearer(make_key(database_url, tenant=OTHER_TENANT))
@@ -228,7 +226,7 @@ async def test_given_another_tenants_id_or_key_when_submitted_again_then_nothing
     assert (mine.status_code, mine.json()["state"]) == (202, "queued"), "keys of a request belong to its tenant"
 
 
-async def test_given_a_remembered_key_when_postgres_is_away_then_its_owner_still_comes_in_and_others_are_told_to_wait(
+async def test_remembered_keys_are_served_without_postgres_and_others_told_to_wait(
     http: httpx.AsyncClient, head: TinyHead, database_url: str, postgres_server: Postgres
 ) -> None:
     unread = make_key(database_url)
@@ -272,9 +270,7 @@ async def test_given_a_key_when_used_then_its_row_says_so_after_the_request(
     assert last_used[parse_key(idle).key_id] is None
 
 
-async def test_given_a_port_of_their_own_when_figures_are_scraped_there_then_no_key_is_asked_for(
-    database_url: str, redis_url: str, head: TinyHead
-) -> None:
+async def test_metrics_on_their_own_port_need_no_key(database_url: str, redis_url: str, head: TinyHead) -> None:
     port = free_port()
     async with running_gateway(database_url, redis_url, metrics_port=port), httpx.AsyncClient() as anybody:
         reply = await anybody.get(f"http://127.0.0.1:{port}/metrics")

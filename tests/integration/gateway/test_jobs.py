@@ -58,9 +58,7 @@ def ids_and_text(events: list[Event]) -> tuple[list[int], str]:
     return [token_id for delta in deltas for token_id in delta["token_ids"]], "".join(delta["text"] for delta in deltas)
 
 
-async def test_given_a_job_when_submitted_then_the_answer_comes_at_once_and_the_row_is_there(
-    http: httpx.AsyncClient, head: TinyHead
-) -> None:
+async def test_submitting_answers_at_once_with_the_row_stored(http: httpx.AsyncClient, head: TinyHead) -> None:
     own = str(uuid4())
     reply = await http.post(JOBS, json={"model": "clerk", "prompt": PROMPT, "id": own, "metadata": {"a": [1]}})
     assert (reply.status_code, reply.headers["location"]) == (202, f"/v1/jobs/{own}")
@@ -97,7 +95,7 @@ async def test_given_a_repeat_when_submitted_then_it_is_the_same_job(http: httpx
     assert first.json()["id"] == second.json()["id"]
 
 
-async def test_given_an_own_id_when_a_request_comes_again_then_the_answer_is_200_with_its_present_state(
+async def test_a_request_repeated_with_its_own_id_gets_200_and_the_present_state(
     http: httpx.AsyncClient, head: TinyHead
 ) -> None:
     fields = {"model": "clerk", "messages": [{"role": "user", "content": PROMPT}], "id": str(uuid4())}
@@ -145,9 +143,7 @@ async def test_given_a_cut_connection_when_joined_again_then_nothing_is_missed_o
     assert [event.name for event in after][-1] == "end"
 
 
-async def test_given_a_job_that_goes_on_with_other_tokens_when_followed_then_the_reader_begins_anew(
-    http: httpx.AsyncClient, head: TinyHead
-) -> None:
+async def test_a_follower_restarts_when_the_tokens_change(http: httpx.AsyncClient, head: TinyHead) -> None:
     job_id = await submit(http)
     sequence = head.claim()
     async with http.stream("GET", f"{JOBS}/{job_id}/events") as reply:
@@ -170,7 +166,7 @@ async def test_given_a_job_that_goes_on_with_other_tokens_when_followed_then_the
     assert (cut.name, cut.data["error"]["code"]) == ("interrupted", "stream_diverged")
 
 
-async def test_given_redis_lost_under_a_reader_when_the_job_goes_on_then_nothing_is_missed_or_repeated(
+async def test_a_reader_misses_and_repeats_nothing_when_redis_is_lost(
     http: httpx.AsyncClient, head: TinyHead, redis_server: Valkey
 ) -> None:
     job_id = await submit(http)
@@ -208,7 +204,7 @@ def only_the_head_connects(postgres_url: str, head: TinyHead) -> Iterator[None]:
             operator.execute(allow(sql.Identifier(name), sql.SQL("true")))
 
 
-async def test_given_postgres_away_at_the_end_when_it_comes_back_then_the_reader_gets_the_end(
+async def test_a_reader_gets_the_end_once_postgres_is_back(
     database_url: str, redis_url: str, postgres_url: str, head: TinyHead
 ) -> None:
     async with running_gateway(database_url, redis_url, http_keep_alive_s=0.1) as http:
@@ -227,7 +223,7 @@ async def test_given_postgres_away_at_the_end_when_it_comes_back_then_the_reader
     ]
 
 
-async def test_given_postgres_away_for_long_when_a_job_ends_then_the_reader_is_told_how_to_join_again(
+async def test_a_reader_is_told_how_to_rejoin_when_postgres_stays_away(
     database_url: str, redis_url: str, postgres_url: str, head: TinyHead
 ) -> None:
     async with running_gateway(database_url, redis_url, http_end_wait_s=0.2) as http:
@@ -283,7 +279,7 @@ async def test_given_a_silent_job_when_followed_then_comments_keep_the_line_open
             assert "event: end" in [line async for line in lines]
 
 
-async def test_given_an_answer_that_takes_longer_than_a_keep_alive_when_a_job_ends_then_the_reader_waits_for_it(
+async def test_a_reader_waits_for_an_end_that_takes_longer_than_a_keep_alive(
     database_url: str, redis_url: str, head: TinyHead
 ) -> None:
     async with running_gateway(database_url, redis_url, http_keep_alive_s=1e-6) as http:
@@ -314,7 +310,7 @@ async def test_given_jobs_when_listed_then_pages_follow_each_other(http: httpx.A
         assert ([job["id"] for job in second["data"]], second["has_more"], second["next"]) == (ids[:1], False, None)
 
 
-async def test_given_a_page_whose_last_job_is_deleted_when_the_next_is_read_then_nothing_is_left_out(
+async def test_no_job_is_left_out_when_the_last_job_of_a_page_is_deleted(
     http: httpx.AsyncClient, head: TinyHead
 ) -> None:
     ids = [await submit(http) for _ in range(3)]

@@ -38,14 +38,14 @@ def id_of(key: str) -> str:
     return parse_key(key).key_id
 
 
-async def test_given_guesses_at_once_when_looked_up_then_one_query_at_a_time_reads_them_all(database_url: str) -> None:
+async def test_concurrent_guesses_are_looked_up_by_one_query_at_a_time(database_url: str) -> None:
     async with a_keyring(database_url) as (ring, statements):
         entries = await asyncio.gather(*(ring.get(id_of(new_key())) for _ in range(200)))
         assert {entry.known for entry in entries} == {None}
         assert len(statements) == 2, "the first one's, and that of all who came meanwhile"
 
 
-async def test_given_guesses_without_end_when_tried_then_what_is_remembered_stays_small_and_no_key_is_forgotten(
+async def test_endless_guesses_take_little_memory_and_push_out_no_valid_key(
     database_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(keyring, "MAX_REMEMBERED", 8)
@@ -61,7 +61,7 @@ async def test_given_guesses_without_end_when_tried_then_what_is_remembered_stay
         assert len(statements) == before, "both are remembered"
 
 
-async def test_given_more_guesses_than_may_wait_when_they_come_at_once_then_the_rest_is_told_to_come_back(
+async def test_guesses_beyond_the_waiting_room_are_told_to_come_back(
     database_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(keyring, "MAX_WAITING", 8)
@@ -74,7 +74,7 @@ async def test_given_more_guesses_than_may_wait_when_they_come_at_once_then_the_
         assert (await ring.get(id_of(new_key()))).known is None, "and then there is room again"
 
 
-async def test_given_a_postgres_that_says_nothing_when_a_known_key_comes_then_it_does_not_wait_for_it(
+async def test_a_known_key_does_not_wait_for_a_silent_postgres(
     database_url: str,
 ) -> None:
     key_id = id_of(make_key(database_url))

@@ -113,9 +113,7 @@ async def test_given_wrong_requests_when_sent_then_each_raises_its_class(
     assert num_jobs(head) == 1
 
 
-async def test_given_a_job_that_fails_when_waited_for_then_the_client_does_not_submit_it_again(
-    client: AsyncOpenAI, head: TinyHead
-) -> None:
+async def test_the_client_does_not_submit_a_failed_job_again(client: AsyncOpenAI, head: TinyHead) -> None:
     asking = asyncio.create_task(client.completions.create(model="clerk", prompt=PROMPT))
     head.end(await claimed(head), JobState.FAILED)
     with pytest.raises(openai.InternalServerError, match="it broke the engine"):
@@ -151,9 +149,7 @@ async def test_given_a_full_door_when_the_client_comes_again_then_it_is_served(
     assert num_jobs(head) == 2
 
 
-async def test_given_a_stream_that_is_closed_when_it_has_no_key_then_its_job_is_cancelled_else_it_is_found_again(
-    client: AsyncOpenAI, head: TinyHead
-) -> None:
+async def test_closing_a_stream_cancels_its_job_unless_it_has_a_key(client: AsyncOpenAI, head: TinyHead) -> None:
     key = {"Idempotency-Key": "order-2"}
     keyed = await client.completions.create(model="clerk", prompt=PROMPT, stream=True, extra_headers=key)
     kept = await claimed(head)

@@ -62,9 +62,7 @@ async def test_given_registered_models_when_listed_then_each_says_its_limit(
     assert (await http.get("/v1/models/clerk")).json() == model
 
 
-async def test_given_pipelines_with_less_kv_than_the_context_when_asked_then_it_is_the_limit_of_requests(
-    http: httpx.AsyncClient, head: TinyHead
-) -> None:
+async def test_a_pipelines_kv_below_the_context_limits_requests(http: httpx.AsyncClient, head: TinyHead) -> None:
     head.ready(kv_tokens=64)
 
     (model,) = (await http.get("/v1/models")).json()["data"]
@@ -101,7 +99,7 @@ async def test_given_requests_when_scraped_then_figures_count_routes_not_paths(h
     assert 'shardline_jobs_refused_total{code="invalid_value"} 1.0' in text
 
 
-async def test_given_many_callers_at_once_when_they_submit_then_one_wrong_request_harms_nobody(
+async def test_one_wrong_request_harms_none_of_many_concurrent_callers(
     http: httpx.AsyncClient,
 ) -> None:
     bodies = [{**BODY, "metadata": {"a": "\0"}} if place % 10 == 3 else BODY for place in range(60)]
@@ -210,7 +208,7 @@ async def test_given_a_waiting_caller_when_told_to_stop_then_the_gateway_answers
         assert (text, closing["choices"][0]["finish_reason"], done) == (PROMPT, "stop", "[DONE]")
 
 
-async def test_given_callers_on_the_line_when_the_time_for_answers_is_over_then_each_hears_that_its_job_goes_on(
+async def test_callers_hear_that_their_jobs_go_on_when_the_stop_time_is_over(
     database_url: str, redis_url: str, head: TinyHead
 ) -> None:
     server = gateway_server(database_url, redis_url, time_scale=0.01)
@@ -240,7 +238,7 @@ async def test_given_callers_on_the_line_when_the_time_for_answers_is_over_then_
     assert not any(head.beat(sequence) for sequence in head.claim_all()), "a job was cancelled"
 
 
-async def test_given_a_shell_that_allows_few_open_files_when_more_callers_come_then_each_is_answered(
+async def test_every_caller_is_answered_where_the_shell_allows_few_open_files(
     database_url: str, redis_url: str, head: TinyHead
 ) -> None:
     few, many = 64, 100
@@ -263,7 +261,7 @@ def queued_jobs(head: TinyHead) -> list[UUID]:
         return list(connection.scalars(text("SELECT id FROM jobs WHERE state = 'queued'")))
 
 
-async def test_given_announced_bodies_when_others_submit_then_only_bytes_that_came_take_room(
+async def test_only_received_bytes_of_announced_bodies_take_room(
     database_url: str, redis_url: str, head: TinyHead
 ) -> None:
     limits = {"http_max_body_bytes": 4096, "http_max_buffered_bytes": 8192}

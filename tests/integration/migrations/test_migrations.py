@@ -50,7 +50,7 @@ def test_given_the_migrated_schema_when_checked_then_it_is_what_the_tables_say(d
 
 
 @pytest.mark.parametrize("query", [CONSTRAINTS, INDEXES, COLUMNS], ids=["constraints", "indexes", "columns"])
-def test_given_the_tables_when_created_directly_then_every_detail_equals_the_migrations(
+def test_tables_created_directly_equal_the_migrated_ones(
     database_url: str, empty_database_url: str, query: str
 ) -> None:
     direct = connect(empty_database_url)
@@ -61,7 +61,7 @@ def test_given_the_tables_when_created_directly_then_every_detail_equals_the_mig
     migrated.dispose()
 
 
-def test_given_rows_when_migrated_down_and_up_then_nothing_is_left_and_all_works_again(empty_database_url: str) -> None:
+def test_migrating_down_and_up_leaves_nothing_and_works_again(empty_database_url: str) -> None:
     engine = connect(empty_database_url)
     alembic(empty_database_url, "upgrade", "head")
     with engine.begin() as connection:

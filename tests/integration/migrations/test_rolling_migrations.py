@@ -59,7 +59,7 @@ def column(connection: psycopg.Connection[Any], query: str) -> list[Any]:
     return [row[0] for row in connection.execute(query)]
 
 
-def test_given_jobs_by_plain_sql_when_upgraded_and_downgraded_then_all_of_them_are_kept(
+def test_jobs_inserted_by_sql_survive_upgrade_and_downgrade(
     empty_database_url: str, producer: psycopg.Connection[Any]
 ) -> None:
     old_indexes = column(producer, INDEXES)
@@ -72,7 +72,7 @@ def test_given_jobs_by_plain_sql_when_upgraded_and_downgraded_then_all_of_them_a
     assert column(producer, PROMPTS) == [f"{place} {when}" for place in range(3) for when in ("after", "before")]
 
 
-def test_given_a_transaction_of_a_producer_when_indexes_are_made_then_others_go_on_and_no_index_stays_broken(
+def test_a_producers_open_transaction_leaves_no_broken_index_and_blocks_nobody(
     empty_database_url: str, producer: psycopg.Connection[Any]
 ) -> None:
     with closing(psycopg.connect(empty_database_url)) as slow:
@@ -86,7 +86,7 @@ def test_given_a_transaction_of_a_producer_when_indexes_are_made_then_others_go_
     assert column(producer, INVALID) == [0]
 
 
-def test_given_a_step_that_was_cut_short_when_tried_again_then_its_half_made_index_is_made_anew(
+def test_a_retried_migration_rebuilds_its_half_made_index(
     empty_database_url: str, producer: psycopg.Connection[Any]
 ) -> None:
     with closing(psycopg.connect(empty_database_url)) as slow:
@@ -103,7 +103,7 @@ def test_given_a_step_that_was_cut_short_when_tried_again_then_its_half_made_ind
     assert column(producer, INVALID) == [0]
 
 
-def test_given_two_operators_when_indexes_are_made_at_once_then_neither_waits_for_the_other_in_a_circle(
+def test_two_concurrent_migrations_of_indexes_do_not_deadlock(
     empty_database_url: str, producer: psycopg.Connection[Any]
 ) -> None:
     with migrating(empty_database_url, "upgrade", NEW), migrating(empty_database_url, "upgrade", NEW):
@@ -111,7 +111,7 @@ def test_given_two_operators_when_indexes_are_made_at_once_then_neither_waits_fo
     assert column(producer, INVALID) == [0]
 
 
-def test_given_a_reader_that_holds_a_table_when_it_is_to_be_changed_then_the_migration_steps_back_for_the_doors(
+def test_a_migration_steps_back_from_a_table_that_a_reader_holds(
     empty_database_url: str, producer: psycopg.Connection[Any]
 ) -> None:
     alembic(empty_database_url, "upgrade", NEW)
@@ -125,7 +125,7 @@ def test_given_a_reader_that_holds_a_table_when_it_is_to_be_changed_then_the_mig
     assert column(producer, "SELECT label FROM jobs") == ["none"]
 
 
-def test_given_a_later_schema_when_the_earlier_release_migrates_then_it_leaves_it_alone(
+def test_an_earlier_release_leaves_a_later_schema_alone(
     empty_database_url: str, producer: psycopg.Connection[Any]
 ) -> None:
     alembic(empty_database_url, "-c", str(NEXT_RELEASE), "upgrade", "head")

@@ -67,9 +67,7 @@ def test_given_one_bad_request_in_a_batch_when_taken_then_it_fails_alone(
 
 
 @pytest.mark.parametrize("document", [None, [], "text", {}, {"prompt": "one"}, {"model": 7}, {**GOOD, "id": "no uuid"}])
-def test_given_a_document_that_no_row_can_hold_when_taken_then_it_is_dead_with_a_reason(
-    engine: Engine, document: object
-) -> None:
+def test_a_document_that_no_row_can_hold_is_a_dead_letter_with_a_reason(engine: Engine, document: object) -> None:
     good, dead = take(engine, GOOD, document)
     assert (good.fate, dead.fate) == ("accepted", "dead")
     assert dead.reason is not None
@@ -87,7 +85,7 @@ def test_given_a_conflict_in_a_batch_when_taken_then_the_first_job_stays_as_it_i
 
 @pytest.mark.parametrize("content", [{"prompt": "one"}, {"messages": [{"role": "user", "content": "hi"}]}])
 @pytest.mark.parametrize("key", [{}, {"idempotency_key": "k"}])
-def test_given_a_request_delivered_twice_when_taken_then_it_is_accepted_twice_and_stored_once(
+def test_a_request_delivered_twice_is_accepted_twice_and_stored_once(
     engine: Engine, content: dict[str, Any], key: dict[str, Any]
 ) -> None:
     arrival = Arrival(id=new_id(), document={"model": MODEL, "temperature": 0.5, **content, **key})
@@ -103,9 +101,7 @@ def test_given_an_invalid_request_delivered_twice_when_taken_then_both_say_the_s
 
 @settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(field=fields, value=documents)
-def test_given_anything_in_any_field_when_taken_then_the_request_beside_it_is_accepted(
-    engine: Engine, field: str, value: object
-) -> None:
+def test_any_value_in_any_field_leaves_the_next_request_accepted(engine: Engine, field: str, value: object) -> None:
     beside, strange = take(engine, GOOD, {**GOOD, field: value})
     assert beside.fate == "accepted"
     assert strange.fate in ("accepted", "failed", "dead")

@@ -26,7 +26,7 @@ def here(database_url: str, redis_url: str, tmp_path: Path) -> Iterator[RelayWor
         yield here
 
 
-def test_given_plain_sql_when_inserted_then_it_is_tokenised_and_its_id_is_sent_by_celery(here: RelayWorld) -> None:
+def test_a_row_inserted_by_sql_is_tokenized_and_its_id_sent_by_celery(here: RelayWorld) -> None:
     change(here.engine, "INSERT INTO jobs (model, prompt) VALUES ('m', 'one two')")
     (sent,) = here.take_messages(1)
     job = here.job(sent)
@@ -35,7 +35,7 @@ def test_given_plain_sql_when_inserted_then_it_is_tokenised_and_its_id_is_sent_b
     assert here.claim(sent)
 
 
-def test_given_rows_of_nonsense_when_inserted_by_hand_then_they_fail_with_a_reason_and_hold_up_nothing(
+def test_invalid_rows_inserted_by_hand_fail_with_a_reason_and_block_nothing(
     here: RelayWorld,
 ) -> None:
     with here.engine.begin() as connection:
@@ -66,7 +66,7 @@ def test_given_rows_of_nonsense_when_inserted_by_hand_then_they_fail_with_a_reas
     }
 
 
-def test_given_pipelines_with_less_kv_than_the_context_when_a_row_is_prepared_then_its_limit_is_theirs(
+def test_a_pipelines_kv_below_the_context_limits_a_prepared_row(
     here: RelayWorld,
 ) -> None:
     with here.engine.begin() as connection:
@@ -78,14 +78,14 @@ def test_given_pipelines_with_less_kv_than_the_context_when_a_row_is_prepared_th
     assert cell(here.engine, "SELECT max_tokens FROM jobs WHERE id = :id", id=sent) == 14
 
 
-def test_given_another_service_when_it_sends_a_celery_task_then_the_task_id_is_the_job(here: RelayWorld) -> None:
+def test_a_celery_task_of_another_service_becomes_the_job_of_its_id(here: RelayWorld) -> None:
     task_id = here.submit({"model": MODEL, "prompt": "one", "metadata": {"a": 1}}, task_id=str(uuid4()))
     assert here.take_messages(1) == [task_id]
     assert (job := here.job(task_id)) is not None
     assert job.metadata == {"a": 1}
 
 
-def test_given_an_invalid_celery_task_when_sent_then_a_failed_row_or_a_dead_letter_says_why(here: RelayWorld) -> None:
+def test_an_invalid_celery_task_becomes_a_failed_row_or_a_dead_letter(here: RelayWorld) -> None:
     bad = here.submit({"model": MODEL, "prompt": "one", "top_p": 9})
     lost = here.submit({"prompt": "one"})
     job = here.wait_for_end(bad)
@@ -95,7 +95,7 @@ def test_given_an_invalid_celery_task_when_sent_then_a_failed_row_or_a_dead_lett
     assert json.loads(dead[b"reason"])["field"] == "model"
 
 
-def test_given_the_same_celery_task_twice_when_sent_then_one_row_and_a_different_one_is_refused(
+def test_a_repeated_celery_task_is_one_row_and_a_changed_one_is_refused(
     here: RelayWorld,
 ) -> None:
     task_id = str(uuid4())
@@ -105,7 +105,7 @@ def test_given_the_same_celery_task_twice_when_sent_then_one_row_and_a_different
     assert cell(here.engine, "SELECT prompt FROM jobs") == "one"
 
 
-def test_given_entries_of_the_intake_stream_when_added_then_each_ends_as_a_row_or_a_dead_letter(
+def test_each_intake_entry_ends_as_a_row_or_a_dead_letter(
     here: RelayWorld,
 ) -> None:
     job_id = str(uuid4())
@@ -157,14 +157,14 @@ def test_given_a_running_job_when_revoked_then_only_terminate_asks_it_to_end(her
     assert here.wait_for(task_id, lambda job: job.cancel_requested).state is JobState.RUNNING
 
 
-def test_given_a_revoke_that_overtakes_its_request_when_the_row_comes_then_it_is_cancelled(here: RelayWorld) -> None:
+def test_a_revoke_before_its_request_cancels_the_later_row(here: RelayWorld) -> None:
     task_id = str(uuid4())
     here.app.control.revoke(task_id, reply=True)
     here.submit({"model": MODEL, "prompt": "one"}, task_id=task_id)
     assert here.wait_for_end(task_id).state is JobState.CANCELLED
 
 
-def test_given_one_who_asks_and_dies_when_the_relay_answers_then_the_answer_does_not_stay_in_redis(
+def test_an_answer_to_a_dead_caller_does_not_stay_in_redis(
     here: RelayWorld,
 ) -> None:
     with here.app.connection_for_write() as connection:
@@ -176,7 +176,7 @@ def test_given_one_who_asks_and_dies_when_the_relay_answers_then_the_answer_does
         eventually(lambda: here.redis.pttl(answer) > 0)
 
 
-def test_given_a_celery_submission_when_it_is_done_then_no_event_and_no_result_claims_the_id(here: RelayWorld) -> None:
+def test_a_celery_submission_publishes_no_event_and_no_result_of_its_id(here: RelayWorld) -> None:
     seen: list[dict[str, object]] = []
     with here.app.connection_for_read() as connection:
         receiver = here.app.events.Receiver(connection, handlers={"*": seen.append})
@@ -192,7 +192,7 @@ def test_given_a_celery_submission_when_it_is_done_then_no_event_and_no_result_c
     assert here.app.AsyncResult(task_id).state == "PENDING"
 
 
-def test_given_a_result_backend_when_a_job_ends_without_a_head_then_its_producer_is_not_left_waiting(
+def test_the_producer_of_a_job_that_ends_without_a_head_gets_a_result(
     here: RelayWorld,
 ) -> None:
     bad_request = here.submit({"model": MODEL, "prompt": "one", "top_p": 9})

@@ -38,9 +38,7 @@ def all_sent(here: RelayWorld, ids: set[str]) -> bool:
     return bool(cell(here.engine, "SELECT count(*) FROM jobs WHERE sent_at IS NOT NULL") == len(ids))
 
 
-def test_given_a_redis_that_lost_everything_when_it_is_back_then_the_window_is_sent_again_at_once(
-    here: RelayWorld, redis_server: Valkey
-) -> None:
+def test_the_window_is_sent_again_at_once_after_redis_lost_everything(here: RelayWorld, redis_server: Valkey) -> None:
     here.start_relay()
     ids = insert(here)
     eventually(lambda: all_sent(here, ids))
@@ -96,7 +94,7 @@ def test_given_a_full_redis_when_it_has_room_again_then_the_same_relay_goes_on(h
     assert relay.process.poll() is None
 
 
-def test_given_a_request_that_a_relay_holds_when_redis_dies_then_the_same_relay_stores_it(
+def test_a_relay_stores_the_request_it_holds_though_redis_dies(
     here: RelayWorld, redis_server: Valkey, postgres_server: Postgres
 ) -> None:
     relay = here.start_relay()
@@ -131,7 +129,7 @@ def test_given_postgres_away_when_requests_come_in_then_they_wait_and_become_row
     eventually(lambda: here.redis.xlen(INTAKE) == 0)
 
 
-def test_given_a_dead_relay_when_it_had_taken_entries_then_another_takes_them_over_once(here: RelayWorld) -> None:
+def test_entries_taken_by_a_dead_relay_are_taken_over_once(here: RelayWorld) -> None:
     here.redis.xgroup_create(INTAKE, INTAKE_GROUP, id="0", mkstream=True)
     for number in range(NUM_JOBS):
         here.redis.xadd(INTAKE, {"request": json.dumps({"model": MODEL, "prompt": "one", "metadata": {"n": number}})})
@@ -144,7 +142,7 @@ def test_given_a_dead_relay_when_it_had_taken_entries_then_another_takes_them_ov
     assert cell(here.engine, "SELECT count(*) FROM jobs") == NUM_JOBS
 
 
-def test_given_an_entry_committed_but_not_acknowledged_when_taken_again_then_there_is_one_row(here: RelayWorld) -> None:
+def test_an_entry_committed_but_not_acknowledged_becomes_one_row(here: RelayWorld) -> None:
     here.redis.xgroup_create(INTAKE, INTAKE_GROUP, id="0", mkstream=True)
     document = json.dumps({"model": MODEL, "prompt": "one"})
     here.redis.xadd(INTAKE, {"request": document}, id="1-1")
@@ -158,7 +156,7 @@ def test_given_an_entry_committed_but_not_acknowledged_when_taken_again_then_the
     assert cell(here.engine, "SELECT count(*) FROM jobs") == 1
 
 
-def test_given_relays_killed_all_the_time_when_requests_come_then_each_becomes_one_row(here: RelayWorld) -> None:
+def test_each_request_becomes_one_row_while_relays_are_killed(here: RelayWorld) -> None:
     num_rounds = 3
     for turn in range(num_rounds):
         relay = here.start_relay()
@@ -172,7 +170,7 @@ def test_given_relays_killed_all_the_time_when_requests_come_then_each_becomes_o
     assert cell(here.engine, "SELECT count(DISTINCT metadata) FROM jobs") == expected
 
 
-def test_given_two_relays_and_a_backlog_when_heads_claim_then_every_job_is_sent_and_claimed_once(
+def test_two_relays_with_a_backlog_send_every_job_and_it_is_claimed_once(
     here: RelayWorld,
 ) -> None:
     here.start_relay()
@@ -186,7 +184,7 @@ def test_given_two_relays_and_a_backlog_when_heads_claim_then_every_job_is_sent_
     assert claimed == ids
 
 
-def test_given_a_dead_head_when_its_lease_expires_then_a_relay_requeues_and_sends_again(here: RelayWorld) -> None:
+def test_a_job_whose_lease_expired_is_requeued_and_sent_again(here: RelayWorld) -> None:
     here.start_relay()
     ids = insert(here, 1)
     here.take_messages(1)

@@ -53,7 +53,7 @@ def warnings(watcher: Growth) -> list[MutableMapping[str, Any]]:
 
 
 @pytest.mark.parametrize(("keeps_all", "num_warnings"), [(True, 1), (False, 0)])
-def test_given_tables_that_grow_when_watched_then_there_is_a_warning_unless_retention_is_on(
+def test_growing_tables_are_warned_of_unless_retention_is_on(
     engine: Engine, registry: CollectorRegistry, monkeypatch: pytest.MonkeyPatch, *, keeps_all: bool, num_warnings: int
 ) -> None:
     monkeypatch.setattr(growth, "KEPT_BYTES", 1_000_000)
@@ -74,7 +74,7 @@ def test_given_tables_that_grow_when_watched_then_there_is_a_warning_unless_rete
     assert warnings(watching) == [], "not again until it has doubled"
 
 
-def test_given_dead_letters_when_watched_then_they_are_counted_and_said_with_or_without_retention(
+def test_dead_letters_are_counted_and_warned_of_with_and_without_retention(
     engine: Engine, registry: CollectorRegistry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(growth, "KEPT_DEAD", 3)
@@ -89,7 +89,7 @@ def test_given_dead_letters_when_watched_then_they_are_counted_and_said_with_or_
     assert registry.get_sample_value("shardline_dead_letters") == 3
 
 
-def test_given_an_open_transaction_when_heartbeats_go_on_then_the_old_versions_are_shown_and_said(
+def test_row_versions_kept_by_an_open_transaction_are_shown_and_warned_of(
     engine: Engine, registry: CollectorRegistry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(growth, "DEAD_ROWS", 50)
@@ -132,7 +132,7 @@ def num_updates(engine: Engine) -> dict[str, tuple[int, int]]:
     return {row.relname: (row.n_tup_upd, row.n_tup_hot_upd) for row in rows}
 
 
-def test_given_a_value_that_grows_when_watched_then_it_is_said_at_the_first_bound_and_at_each_doubling() -> None:
+def test_a_growing_value_is_warned_of_at_its_bound_and_at_each_doubling() -> None:
     bound = Doubling(10)
     assert [value for value in range(0, 100, 5) if bound.reached(value)] == [10, 20, 40, 80]
 

@@ -34,9 +34,7 @@ def intake(database: Engine, redis: Redis) -> Intake:
     return Intake(database=database, redis=redis, times=TIMES, batch=8, metrics=RelayMetrics(CollectorRegistry()))
 
 
-def test_given_postgres_away_when_entries_are_taken_then_they_stay_unacknowledged_for_the_next_relay(
-    engine: Engine, redis_url: str
-) -> None:
+def test_entries_taken_without_postgres_stay_for_the_next_relay(engine: Engine, redis_url: str) -> None:
     redis, away = Redis.from_url(redis_url), connect(NOWHERE)
     redis.xgroup_create(INTAKE, INTAKE_GROUP, id="0", mkstream=True)
     redis.xadd(INTAKE, {"request": json.dumps({"model": MODEL, "prompt": "one"})})
@@ -53,7 +51,7 @@ def test_given_postgres_away_when_entries_are_taken_then_they_stay_unacknowledge
 
 
 @pytest.mark.parametrize("is_abandoned", [False, True], ids=["new", "of a dead relay"])
-def test_given_entries_of_megabytes_when_taken_then_each_batch_is_a_few_and_all_are_accepted(
+def test_entries_of_megabytes_are_taken_a_few_at_a_time_and_all_accepted(
     engine: Engine, redis_url: str, is_abandoned: bool
 ) -> None:
     """Five of 3 MB and a small one: a batch reads on while it has less than 8 MiB."""
@@ -93,9 +91,7 @@ def test_given_many_entries_when_taken_then_each_batch_has_as_many_as_are_set(en
     redis.close()
 
 
-def test_given_an_entry_of_a_dead_relay_that_another_has_done_when_its_turn_comes_then_nothing_is_refused(
-    engine: Engine, redis_url: str
-) -> None:
+def test_an_entry_that_another_relay_has_finished_is_not_refused(engine: Engine, redis_url: str) -> None:
     redis = Redis.from_url(redis_url)
     redis.xgroup_create(INTAKE, INTAKE_GROUP, id="0", mkstream=True)
     requests = [{"model": MODEL, "prompt": "x" * size} for size in (9_000_000, 3)]

@@ -86,7 +86,7 @@ def test_given_rows_when_they_are_tokenised_then_no_transaction_waits_for_it(
     assert cell(engine, "SELECT count(*) FROM jobs WHERE prepared_at IS NOT NULL") == 3
 
 
-def test_given_a_row_that_is_tokenised_when_it_is_cancelled_then_nobody_waits_and_it_is_not_sent(
+def test_cancelling_a_row_under_tokenization_waits_for_nobody_and_it_is_not_sent(
     engine: Engine, while_tokenised: Callable[[Look], None]
 ) -> None:
     (job_id,) = insert(engine)
@@ -104,7 +104,7 @@ def test_given_a_row_that_is_tokenised_when_it_is_cancelled_then_nobody_waits_an
     assert state(engine, job_id) is JobState.CANCELLED
 
 
-def test_given_many_long_prompts_and_an_impatient_postgres_when_prepared_then_all_get_through(engine: Engine) -> None:
+def test_many_long_prompts_are_prepared_under_short_postgres_timeouts(engine: Engine) -> None:
     insert(engine, NUM_LONG, LONG_PROMPT)
     impatient = connect(engine.url.render_as_string(hide_password=False), idle_timeout_s=IDLE_S)
     relay = preparer(impatient)
@@ -117,7 +117,7 @@ def test_given_many_long_prompts_and_an_impatient_postgres_when_prepared_then_al
     impatient.dispose()
 
 
-def test_given_a_batch_under_way_when_some_of_it_is_done_then_that_is_marked_before_the_rest(
+def test_finished_rows_of_a_batch_are_marked_before_the_rest(
     engine: Engine, while_tokenised: Callable[[Look], None]
 ) -> None:
     insert(engine, 3)
@@ -132,7 +132,7 @@ def test_given_a_batch_under_way_when_some_of_it_is_done_then_that_is_marked_bef
     assert num_done == [0, 1, 2]
 
 
-def test_given_postgres_away_when_rows_are_marked_then_the_next_turn_goes_on_with_them(
+def test_rows_not_marked_for_want_of_postgres_are_marked_in_the_next_turn(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (job_id,) = insert(engine)

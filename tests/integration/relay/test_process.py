@@ -35,7 +35,7 @@ def here(database_url: str, redis_url: str, tmp_path: Path) -> Iterator[RelayWor
         yield here
 
 
-def test_given_a_loop_that_ends_by_no_exception_when_it_is_gone_then_the_relay_ends_for_its_supervisor(
+def test_a_relay_ends_when_one_of_its_loops_has_gone(
     here: RelayWorld,
 ) -> None:
     relay = here.start_relay(wait=False, program=("-c", PANICKING))
@@ -43,7 +43,7 @@ def test_given_a_loop_that_ends_by_no_exception_when_it_is_gone_then_the_relay_e
     assert b"the thread sweeper failed" in relay.log.read_bytes()
 
 
-def test_given_messages_that_are_no_submission_when_refused_then_their_prompts_are_not_logged(here: RelayWorld) -> None:
+def test_prompts_of_refused_messages_are_not_logged(here: RelayWorld) -> None:
     relay = here.start_relay()
     document = {"model": MODEL, "prompt": SECRET}
     with here.app.connection_for_write() as connection:

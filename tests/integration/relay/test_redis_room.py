@@ -55,9 +55,7 @@ def engine(database_url: str) -> Iterator[Engine]:
         yield engine
 
 
-def test_given_more_finished_streams_than_room_when_jobs_are_sent_then_no_message_is_refused_or_lost(
-    small: Valkey, client: redis.Redis
-) -> None:
+def test_no_message_is_lost_when_finished_streams_outgrow_redis(small: Valkey, client: redis.Redis) -> None:
     writer = DeltaWriter(small.url)
     for number in range(NUM_MESSAGES):
         client.lpush(QUEUE, f"{number}")
@@ -71,7 +69,7 @@ def test_given_more_finished_streams_than_room_when_jobs_are_sent_then_no_messag
     assert client.llen(QUEUE) == NUM_MESSAGES
 
 
-def test_given_malformed_requests_without_end_when_buried_then_the_newest_are_kept_in_few_megabytes(
+def test_dead_intake_entries_keep_the_newest_within_a_few_megabytes(
     client: redis.Redis,
 ) -> None:
     for number in range(200):

@@ -119,7 +119,7 @@ def test_given_dead_letters_when_cleaned_then_only_old_ones_that_were_replayed_g
     assert left(engine) == {alone, young, *replays}
 
 
-def test_given_a_replay_that_is_old_too_when_cleaned_then_it_goes_only_after_its_dead_letter(engine: Engine) -> None:
+def test_an_old_replay_is_deleted_only_after_its_dead_letter(engine: Engine) -> None:
     letter = dead(engine, days=90)
     replay = replayed(engine, letter)
     change(engine, "UPDATE jobs SET prompt_ids = '{5}', max_tokens = 8, prepared_at = now() WHERE id = :id", id=replay)
@@ -141,7 +141,7 @@ def test_given_many_old_jobs_when_cleaned_then_they_go_in_batches_the_oldest_fir
     assert [clean(engine, max_batch=2) for _ in range(3)] == [2, 1, 0]
 
 
-def test_given_a_row_that_somebody_locks_when_cleaned_then_the_others_go_without_a_wait(engine: Engine) -> None:
+def test_a_locked_row_does_not_hold_up_the_deletion_of_others(engine: Engine) -> None:
     locked, free = ended(engine, days=40), ended(engine, days=31)
     with engine.connect() as other, other.begin():
         other.execute(text("SELECT FROM jobs WHERE id = :id FOR UPDATE"), {"id": locked})
@@ -157,7 +157,7 @@ def test_given_a_relay_that_cleans_when_another_wants_to_then_it_leaves_it_alone
         assert clean(engine) == 0
 
 
-def test_given_batches_when_turned_then_they_are_counted_and_the_next_comes_at_once_until_none_is_left(
+def test_retention_counts_its_batches_and_goes_on_until_none_is_left(
     engine: Engine,
 ) -> None:
     registry = CollectorRegistry()
@@ -201,7 +201,7 @@ def test_given_many_jobs_when_old_ones_are_looked_for_then_the_young_are_not_rea
     assert "Index Only Scan using jobs_listing" in plan, plan
 
 
-def test_given_old_jobs_of_megabytes_when_cleaned_then_each_batch_deletes_a_few_and_all_go(engine: Engine) -> None:
+def test_old_jobs_of_megabytes_are_all_deleted_a_few_at_a_time(engine: Engine) -> None:
     """Seven of 6 MB, wherever their bytes are: a batch begins a row while it has 16 or less before it."""
     old = [ended(engine, days=40) for _ in range(7)]
     ids = "SELECT array_agg((random() * 1e9)::int) FROM generate_series(1, 1500000)"
@@ -226,7 +226,7 @@ def test_given_old_jobs_of_megabytes_when_cleaned_then_each_batch_deletes_a_few_
     assert left(engine) == set()
 
 
-def test_given_many_that_stay_when_cleaned_then_a_batch_reads_some_and_a_pass_gets_to_what_lies_behind(
+def test_retention_gets_behind_many_rows_that_stay(
     engine: Engine,
 ) -> None:
     many(engine, retention.MAX_READ, "'queued', NULL")

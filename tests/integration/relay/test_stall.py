@@ -44,9 +44,7 @@ def wait_for_a_sweep(here: RelayWorld) -> None:
         here.wait_for_end(job_id)
 
 
-def test_given_a_postgres_that_stalls_for_a_lease_when_it_answers_then_heads_may_beat_before_any_rescue(
-    here: RelayWorld, proxy: Proxy
-) -> None:
+def test_heads_may_beat_before_a_rescue_after_a_stall_of_postgres(here: RelayWorld, proxy: Proxy) -> None:
     database = here.engine.url.database
     relayed = replace(here, database_url=f"postgresql://shardline@{proxy.host}:{proxy.port}/{database}")
     relayed.start_relay()

@@ -92,7 +92,7 @@ def expired(engine: Engine, *, crashes: int = 0) -> None:
         pass_time(connection, claimed.job_id, "lease_until")
 
 
-def test_given_jobs_that_crashed_when_swept_then_each_is_counted_by_what_became_of_it(
+def test_swept_jobs_that_crashed_are_counted_by_what_became_of_them(
     engine: Engine, registry: CollectorRegistry, sweeper: Sweeper
 ) -> None:
     expired(engine)
@@ -103,7 +103,7 @@ def test_given_jobs_that_crashed_when_swept_then_each_is_counted_by_what_became_
     assert (swept(registry, "crashed"), swept(registry, "failed")) == (1, 1)
 
 
-def test_given_rows_moved_by_the_first_sweep_when_the_second_fails_then_they_are_counted(
+def test_rows_of_the_first_sweep_are_counted_though_the_second_fails(
     engine: Engine, registry: CollectorRegistry, sweeper: Sweeper
 ) -> None:
     submit(engine)
@@ -122,7 +122,7 @@ def num_running(engine: Engine) -> int:
     return int(cell(engine, "SELECT count(*) FROM jobs WHERE state = 'running' AND crashes = 0"))
 
 
-def test_given_a_silence_of_half_a_lease_when_swept_then_no_lease_counts_as_expired_for_one_lease(
+def test_no_lease_expires_for_one_lease_after_half_a_lease_of_silence(
     engine: Engine, sweeper: Sweeper, clock: Clock
 ) -> None:
     sweeper.turn()
@@ -138,7 +138,7 @@ def test_given_a_silence_of_half_a_lease_when_swept_then_no_lease_counts_as_expi
     assert num_running(engine) == 0
 
 
-def test_given_an_answer_that_takes_half_a_lease_when_swept_then_no_lease_counts_as_expired(
+def test_no_lease_expires_when_an_answer_takes_half_a_lease(
     engine: Engine, sweeper: Sweeper, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sweeper.turn()
@@ -155,7 +155,7 @@ def test_given_an_answer_that_takes_half_a_lease_when_swept_then_no_lease_counts
     assert num_running(engine) == 1
 
 
-def test_given_a_stall_between_statements_when_swept_then_leases_are_judged_by_the_first_one(engine: Engine) -> None:
+def test_a_stall_between_statements_judges_leases_by_the_first_one(engine: Engine) -> None:
     claimed = running(engine)
     with engine.begin() as connection:
         sweeps.fix_now(connection)
@@ -173,7 +173,7 @@ def test_given_turns_as_ever_when_a_lease_expires_then_it_is_rescued_at_once(
     assert num_running(engine) == 0
 
 
-def test_given_a_partial_result_when_its_tokenizer_loads_then_no_transaction_is_open_and_it_ends(
+def test_a_partial_result_ends_with_no_transaction_open_while_its_tokenizer_loads(
     engine: Engine, sweeper: Sweeper, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with engine.begin() as connection:
@@ -201,9 +201,7 @@ def test_given_a_partial_result_when_its_tokenizer_loads_then_no_transaction_is_
     assert cell(engine, "SELECT state || ': ' || text FROM jobs JOIN results ON job_id = id") == "cancelled: one two"
 
 
-def test_given_jobs_that_end_when_counted_again_then_the_gauge_shows_none_instead_of_vanishing(
-    engine: Engine, registry: CollectorRegistry
-) -> None:
+def test_the_gauge_of_ended_jobs_shows_zero_instead_of_vanishing(engine: Engine, registry: CollectorRegistry) -> None:
     census = Census(database=engine, times=TIMES, metrics=RelayMetrics(registry))
     submit(engine, 2)
 
@@ -217,7 +215,7 @@ def test_given_jobs_that_end_when_counted_again_then_the_gauge_shows_none_instea
     assert queued() == 0
 
 
-def test_given_many_revokes_when_turned_then_each_transaction_has_a_batch_and_all_are_cancelled(
+def test_many_revokes_are_cancelled_in_one_batch_per_transaction(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     metrics = RelayMetrics(CollectorRegistry())

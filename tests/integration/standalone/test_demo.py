@@ -12,7 +12,7 @@ from services.standalone.home import Home
 from tests.repository import REPOSITORY
 
 
-def test_given_a_fresh_folder_when_the_demo_is_run_then_every_figure_holds_and_nothing_is_left(tmp_path: Path) -> None:
+def test_the_demo_holds_every_figure_and_leaves_nothing_behind(tmp_path: Path) -> None:
     demo = subprocess.run(
         [sys.executable, "-m", "services.standalone", "demo"],
         cwd=tmp_path,

@@ -38,7 +38,7 @@ def test_given_the_stream_door_when_it_returns_then_each_entry_is_one_request(pr
     assert [request["prompt"] for request in requests] == PROMPTS
 
 
-def test_given_the_celery_door_when_it_returns_then_relays_find_the_tasks_in_their_queue(producer: Producer) -> None:
+def test_tasks_of_the_celery_door_are_in_the_queue_of_relays(producer: Producer) -> None:
     ids = submit(producer, "celery", PROMPTS)
     messages = redis.Redis.from_url(producer.urls["redis"]).lrange(INTAKE_QUEUE, 0, -1)
     assert isinstance(messages, list)

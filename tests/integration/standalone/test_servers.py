@@ -57,7 +57,7 @@ def test_given_a_fixed_port_that_is_taken_when_started_then_it_says_so(tmp_path:
     assert not second.is_running()
 
 
-def test_given_committed_rows_when_postgres_is_killed_then_they_are_there_after_a_restart(tmp_path: Path) -> None:
+def test_committed_rows_survive_a_killed_postgres(tmp_path: Path) -> None:
     server = Postgres(tmp_path, settings=FAST)
     server.start()
     try:

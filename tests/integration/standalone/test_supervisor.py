@@ -84,9 +84,7 @@ def test_given_a_stack_when_another_is_started_in_its_folder_then_it_is_refused(
 
 
 @pytest.mark.parametrize("name", ["stage-1", "relay", "gateway", "flower"])
-def test_given_a_service_that_is_killed_when_it_was_restarted_then_the_record_says_so_and_it_works(
-    stack: Stack, name: str
-) -> None:
+def test_a_killed_service_is_restarted_recorded_and_works(stack: Stack, name: str) -> None:
     before = stack.look()["processes"][name]
     os.kill(before, signal.SIGKILL)
     until(lambda: stack.look()["processes"].get(name, before) != before)
@@ -121,7 +119,7 @@ def test_given_a_supervisor_that_is_killed_when_down_is_called_then_nothing_is_l
     assert own_stack.home.published() is None
 
 
-def test_given_a_model_without_a_tokenizer_when_asked_with_ids_then_it_answers_until_ctrl_c_ends_all_in_order(
+def test_a_model_without_a_tokenizer_answers_ids_until_ctrl_c_stops_it_in_order(
     tmp_path: Path,
 ) -> None:
     own_stack = Stack(tmp_path, SHARDLINE_MODEL=str(save_model(tmp_path)), SHARDLINE_STAGES="1")

@@ -93,7 +93,7 @@ def test_given_a_job_that_may_not_run_when_claimed_then_it_is_left_alone(engine:
     assert claim(engine, [job_id]) == []
 
 
-def test_given_a_job_that_an_engine_died_under_since_it_was_looked_at_when_claimed_with_others_then_it_is_left(
+def test_a_claim_leaves_a_job_whose_engine_died_since_it_was_read(
     engine: Engine,
 ) -> None:
     innocent, poison = submit(engine, 2)
@@ -105,7 +105,7 @@ def test_given_a_job_that_an_engine_died_under_since_it_was_looked_at_when_claim
     assert [one.job_id for one in claim(engine, [poison], suspects=True)] == [poison]
 
 
-def test_given_a_job_that_crashes_while_a_claim_waits_for_its_row_when_claimed_with_others_then_it_is_left(
+def test_a_claim_leaves_a_job_that_crashes_while_it_waits_for_its_row(
     engine: Engine,
 ) -> None:
     (poison,) = submit(engine)
@@ -140,7 +140,7 @@ def test_given_many_heads_when_they_claim_the_same_jobs_then_each_job_has_one_ho
     assert sorted(claimed) == sorted(ids)
 
 
-def test_given_a_claim_and_a_cancel_at_once_when_both_commit_then_the_job_is_cancelled_or_its_head_told(
+def test_a_concurrent_cancel_ends_the_job_or_reaches_its_head(
     engine: Engine,
 ) -> None:
     ids = submit(engine, 40)
@@ -186,7 +186,7 @@ def test_given_a_resumed_job_when_claimed_then_tokens_and_logprobs_go_on(engine:
     assert of(engine, RELEASED, first) == "released"
 
 
-def test_given_a_heartbeat_twice_when_its_first_answer_was_lost_then_the_tokens_are_there_once(engine: Engine) -> None:
+def test_a_repeated_heartbeat_stores_its_tokens_once(engine: Engine) -> None:
     claimed = running(engine)
     beat(engine, claimed, 0, 1, 2, 3, logprobs=True)
     for _ in range(2):
@@ -235,7 +235,7 @@ def test_given_a_stale_fence_when_it_writes_then_nothing_changes(engine: Engine)
     assert cell(engine, "SELECT count(*) FROM results") == 0
 
 
-def test_given_a_finished_job_when_its_end_is_written_then_row_result_and_attempt_agree(engine: Engine) -> None:
+def test_row_result_and_attempt_agree_on_a_finished_job(engine: Engine) -> None:
     claimed = running(engine)
     assert end(engine, success(claimed, 7, 8, 1)) == {claimed.job_id: JobState.SUCCEEDED}
     with engine.begin() as connection:
@@ -246,7 +246,7 @@ def test_given_a_finished_job_when_its_end_is_written_then_row_result_and_attemp
     assert of(engine, RELEASED, claimed) == "succeeded"
 
 
-def test_given_an_end_whose_answer_was_lost_when_repeated_then_it_is_still_mine_and_once(engine: Engine) -> None:
+def test_a_repeated_end_is_still_accepted_and_written_once(engine: Engine) -> None:
     claimed = running(engine)
     for _ in range(2):
         assert end(engine, success(claimed)) == {claimed.job_id: JobState.SUCCEEDED}
@@ -279,7 +279,7 @@ def test_given_a_batch_of_ends_when_written_then_each_job_has_its_own(engine: En
     assert (other.result.text, other.result.finish_reason) == ("nul \ufffd and ?", FinishReason.CANCELLED)
 
 
-def test_given_a_job_that_started_elsewhere_when_claimed_then_other_exactness_waits_and_is_said(engine: Engine) -> None:
+def test_a_job_started_with_other_exactness_waits_and_that_is_said(engine: Engine) -> None:
     first = running(engine)
     release(engine, first)
     assert claim(engine, [first.job_id], exactness="y") == []
@@ -294,14 +294,14 @@ def test_given_a_job_that_started_elsewhere_when_claimed_then_other_exactness_wa
     assert cell(engine, "SELECT exact FROM results") is False
 
 
-def test_given_a_started_job_when_a_head_of_the_same_exactness_claims_then_it_stays_exact(engine: Engine) -> None:
+def test_a_started_job_stays_exact_on_a_head_of_the_same_exactness(engine: Engine) -> None:
     first = running(engine)
     release(engine, first)
     (second,) = claim(engine, [first.job_id])
     assert second.exact
 
 
-def test_given_a_released_job_when_read_then_it_is_sent_again_at_once_and_no_crash_counts(engine: Engine) -> None:
+def test_a_released_job_is_sent_again_at_once_without_a_crash(engine: Engine) -> None:
     claimed = running(engine)
     change(engine, "UPDATE jobs SET sent_at = now(), num_sends = 4")
     release(engine, claimed)
@@ -318,7 +318,7 @@ def test_given_listeners_when_jobs_arrive_and_end_then_the_bells_ring(database_u
         assert not arrivals.wait(0)
 
 
-def test_given_heads_relays_and_doors_at_once_when_they_lock_many_rows_then_nobody_deadlocks(engine: Engine) -> None:
+def test_heads_relays_and_doors_lock_many_rows_without_deadlock(engine: Engine) -> None:
     ids = submit(engine, 60)
     claimed = {one.job_id: one for one in claim(engine, ids)}
     gate = threading.Barrier(3)
@@ -346,9 +346,7 @@ def test_given_a_head_that_is_not_exact_when_it_claims_then_the_job_never_is_aga
     assert not running(engine).exact
 
 
-def test_given_a_session_that_hangs_in_a_transaction_when_its_time_is_over_then_its_locks_go(
-    database_url: str, engine: Engine
-) -> None:
+def test_a_session_idle_in_transaction_loses_its_locks(database_url: str, engine: Engine) -> None:
     claimed = running(engine)
     frozen = connect(database_url, idle_timeout_s=0.2)
     with closing(frozen.raw_connection()) as hung:
@@ -358,7 +356,7 @@ def test_given_a_session_that_hangs_in_a_transaction_when_its_time_is_over_then_
     frozen.dispose()
 
 
-def test_given_jobs_longer_than_the_kv_when_claimed_then_they_are_left_for_a_larger_pipeline(engine: Engine) -> None:
+def test_jobs_longer_than_the_kv_are_left_for_a_larger_pipeline(engine: Engine) -> None:
     prepared = [((5,) * num_prompt, 8) for num_prompt in (16, 17)]
     with engine.begin() as connection:
         fits, too_long = (one.job_id for one in jobs.insert_jobs(connection, [request()] * 2, prepared=prepared))

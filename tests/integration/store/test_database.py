@@ -35,7 +35,7 @@ def failure(engine: Engine, statement: str, **values: object) -> Failure:
         ("SELECT pg_terminate_backend(pg_backend_pid())", "57P01", True),
     ],
 )
-def test_given_an_error_of_the_server_when_told_then_the_code_says_whether_it_is_away(
+def test_the_code_of_a_server_error_says_whether_it_is_away(
     engine: Engine, statement: str, sqlstate: str, *, is_lost: bool
 ) -> None:
     found = failure(engine, statement)

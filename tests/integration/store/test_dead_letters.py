@@ -55,9 +55,7 @@ def die(engine: Engine, **fields: Any) -> UUID:
     return job_id
 
 
-def test_given_jobs_of_all_ends_when_dead_letters_are_listed_then_only_the_crashed_are_there_newest_first(
-    engine: Engine, client: Client
-) -> None:
+def test_only_crashed_jobs_are_dead_letters_newest_first(engine: Engine, client: Client) -> None:
     dead = [die(engine) for _ in range(3)]
     (good,) = claim(engine, submit(engine))
     end_jobs(engine, success(good))
@@ -81,9 +79,7 @@ def test_given_many_ended_jobs_when_dead_letters_are_listed_then_an_index_finds_
     assert "jobs_dead" in json.dumps(plan)
 
 
-def test_given_a_dead_letter_when_shown_then_every_attempt_tells_who_had_it_and_how_it_ended(
-    engine: Engine, client: Client
-) -> None:
+def test_a_dead_letter_shows_every_attempts_head_and_end(engine: Engine, client: Client) -> None:
     letter = client.get_dead(die(engine))
     assert [(one.fence, one.worker, one.num_tokens) for one in letter.attempts] == [(2, "h", 0), (1, "h", 0)]
     assert [one.outcome for one in letter.attempts] == ["failed", "crashed"]
@@ -139,9 +135,7 @@ async def test_given_the_asynchronous_client_when_it_asks_then_the_answers_are_t
     assert client.get(new_id).replay_of == dead_id
 
 
-def test_given_the_command_line_when_dead_letters_are_handled_then_people_see_what_happened(
-    engine: Engine, shardline: Shardline
-) -> None:
+def test_the_command_line_shows_what_happened_to_dead_letters(engine: Engine, shardline: Shardline) -> None:
     dead_id = die(engine, prompt="poison")
     listed = shardline("dead", "list", "--model", MODEL).stdout
     assert [part for part in (str(dead_id), MODEL, "poison") if part not in listed] == []
@@ -153,9 +147,7 @@ def test_given_the_command_line_when_dead_letters_are_handled_then_people_see_wh
     assert (document["job"]["id"], len(document["attempts"])) == (str(dead_id), 2)
 
 
-def test_given_a_job_that_is_no_dead_letter_when_replayed_by_command_then_the_status_says_so(
-    engine: Engine, shardline: Shardline
-) -> None:
+def test_replaying_no_dead_letter_by_command_sets_the_exit_status(engine: Engine, shardline: Shardline) -> None:
     (queued,) = submit(engine)
     ran = shardline("dead", "replay", queued)
     assert (ran.exit_code, "no dead letter" in ran.stderr) == (2, True)

@@ -108,7 +108,7 @@ def test_given_one_key_twice_in_a_batch_when_inserted_then_one_row_serves_both(e
     assert cell(engine, "SELECT count(*) FROM jobs") == 2
 
 
-def test_given_a_repeat_after_preparation_when_inserted_then_it_is_still_the_same_request(engine: Engine) -> None:
+def test_a_repeat_after_preparation_is_still_the_same_request(engine: Engine) -> None:
     (job_id,) = submit(engine, idempotency_key="k")
     assert insert(engine, request(idempotency_key="k")) == [job_id]
 
@@ -120,7 +120,7 @@ def test_given_a_key_in_use_when_another_request_has_it_then_conflict(engine: En
         insert(engine, request(idempotency_key="k", **other))
 
 
-def test_given_one_key_twice_with_other_prompts_in_a_batch_when_inserted_then_conflict(engine: Engine) -> None:
+def test_one_key_twice_in_a_batch_with_other_prompts_is_a_conflict(engine: Engine) -> None:
     with pytest.raises(Conflict):
         insert(engine, request(idempotency_key="k"), request(idempotency_key="k", prompt="another"))
     assert cell(engine, "SELECT count(*) FROM jobs") == 0
@@ -144,7 +144,7 @@ def test_given_a_rolled_back_transaction_when_read_then_nothing_was_accepted(eng
     assert cell(engine, "SELECT count(*) FROM jobs") == 0
 
 
-def test_given_ten_thousand_requests_when_inserted_then_one_transaction_holds_them_in_order(engine: Engine) -> None:
+def test_one_transaction_stores_ten_thousand_requests_in_order(engine: Engine) -> None:
     began_s = time.perf_counter()
     ids = insert(engine, *(request(prompt=f"text {number}") for number in range(10_000)))
     print(f"10,000 rows: {10_000 / (time.perf_counter() - began_s):.0f} rows/s")
@@ -199,7 +199,7 @@ def test_given_a_running_job_when_cancelled_then_its_head_hears_of_it(engine: En
         assert reply[claimed.job_id, claimed.fence].cancel_requested
 
 
-def test_given_a_job_in_each_state_when_its_progress_is_read_then_a_stream_can_rejoin(engine: Engine) -> None:
+def test_a_stream_can_rejoin_from_the_progress_of_any_state(engine: Engine) -> None:
     claimed = running(engine)
     beat = _beat(claimed, 7, 8)
     with engine.begin() as connection:
@@ -236,7 +236,7 @@ async def test_given_asyncio_when_the_same_functions_run_then_they_do_the_same(
     assert [state(engine, job_id) for job_id in ids] == [JobState.CANCELLED, JobState.QUEUED]
 
 
-def test_given_readers_when_parameters_in_a_row_are_nonsense_then_the_row_stays_readable(engine: Engine) -> None:
+def test_a_row_with_nonsense_parameters_stays_readable(engine: Engine) -> None:
     change(engine, """INSERT INTO jobs (model, prompt, params) VALUES ('m', 'x', '{"top_p": "much"}')""")
     with engine.begin() as connection:
         (summary,) = listing.list_jobs(connection)

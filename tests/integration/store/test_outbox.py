@@ -48,7 +48,7 @@ def ids_of(sends: list[Send]) -> list[UUID]:
     return [send.job_id for send in sends]
 
 
-def test_given_jobs_of_several_priorities_when_stamped_then_urgent_ones_then_old_ones_come_first(
+def test_urgent_jobs_are_stamped_first_then_old_ones(
     engine: Engine,
 ) -> None:
     (late,) = submit(engine, priority=9)
@@ -60,7 +60,7 @@ def test_given_jobs_of_several_priorities_when_stamped_then_urgent_ones_then_old
     assert stamp(engine) == []
 
 
-def test_given_a_backlog_when_stamped_then_only_a_window_per_priority_is_out_until_heads_claim(engine: Engine) -> None:
+def test_only_a_window_per_priority_is_sent_until_heads_claim(engine: Engine) -> None:
     ids = submit(engine, WINDOW_MIN + 10)
     (other,) = submit(engine, priority=1)
     first = stamp(engine)
@@ -72,7 +72,7 @@ def test_given_a_backlog_when_stamped_then_only_a_window_per_priority_is_out_unt
     assert cell(engine, "SELECT count(*) FROM jobs WHERE sent_at IS NULL") == len(ids) - WINDOW_MIN - 7
 
 
-def test_given_heads_with_many_seats_when_stamped_then_the_window_is_four_times_as_many(engine: Engine) -> None:
+def test_the_window_is_four_times_the_seats_of_heads(engine: Engine) -> None:
     with engine.begin() as connection:
         pipelines.ready(connection, "p", 1, seats=20, stages=[], exact=True)
     submit(engine, 100)
@@ -86,7 +86,7 @@ def test_given_a_job_that_is_not_due_when_stamped_then_it_stays(engine: Engine, 
     assert stamp(engine) == []
 
 
-def test_given_an_unclaimed_job_when_time_passes_then_it_is_sent_again_ever_more_rarely(engine: Engine) -> None:
+def test_an_unclaimed_job_is_sent_again_ever_more_rarely(engine: Engine) -> None:
     (job_id,) = submit(engine)
     stamp(engine)
     for num_sends in range(2, 8):
@@ -98,7 +98,7 @@ def test_given_an_unclaimed_job_when_time_passes_then_it_is_sent_again_ever_more
     assert stamp(engine, resend_s=300.0) == []
 
 
-def test_given_sending_failed_when_unstamped_then_they_are_due_at_once_and_claimed_ones_are_not(engine: Engine) -> None:
+def test_jobs_that_could_not_be_sent_are_due_at_once_unless_claimed(engine: Engine) -> None:
     ids = submit(engine, 3)
     stamp(engine)
     claim(engine, ids[:1])
@@ -110,7 +110,7 @@ def test_given_sending_failed_when_unstamped_then_they_are_due_at_once_and_claim
     assert set(ids_of(stamp(engine))) == set(ids[1:])
 
 
-def test_given_several_relays_when_they_stamp_at_once_then_together_they_keep_to_the_window(engine: Engine) -> None:
+def test_concurrent_relays_keep_to_the_window_together(engine: Engine) -> None:
     submit(engine, 3 * WINDOW_MIN)
     gate = threading.Barrier(4)
 
@@ -123,7 +123,7 @@ def test_given_several_relays_when_they_stamp_at_once_then_together_they_keep_to
     assert len(sent) == len(set(sent)) == WINDOW_MIN
 
 
-def test_given_several_models_when_stamped_then_a_backlog_of_one_does_not_hold_up_another(engine: Engine) -> None:
+def test_the_backlog_of_one_model_does_not_hold_up_another(engine: Engine) -> None:
     submit(engine, WINDOW_MIN + 1)
     with engine.begin() as connection:
         models.register_model(connection, model_row("n"))
@@ -137,7 +137,7 @@ def take(engine: Engine, **bounds: int) -> list[UUID]:
         return [row.id for row in preparation.take_unprepared(connection, lease_s=60, **bounds)]
 
 
-def test_given_unprepared_rows_when_taken_then_no_other_relay_gets_them_and_none_is_sent(engine: Engine) -> None:
+def test_unprepared_rows_are_taken_by_one_relay_and_not_sent(engine: Engine) -> None:
     with engine.begin() as connection:
         stored = jobs.insert_jobs(connection, [request(), request(seed=None, prompt=(1, 2))])
         ids = [one.job_id for one in stored]
@@ -153,7 +153,7 @@ def test_given_unprepared_rows_when_taken_then_no_other_relay_gets_them_and_none
     assert (claimed.prompt_ids, claimed.max_tokens, claimed.seed) == ((5, 6), 4, 99)
 
 
-def test_given_rows_whose_relay_is_silent_when_their_time_is_over_then_the_next_takes_them(engine: Engine) -> None:
+def test_rows_of_a_silent_relay_go_to_the_next_one(engine: Engine) -> None:
     (job_id,) = insert(engine)
     assert take(engine) == [job_id]
     with engine.begin() as connection:

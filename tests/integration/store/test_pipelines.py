@@ -25,7 +25,7 @@ def take(engine: Engine, pipeline: str, lease_s: float = LONG_S, held: int = 0) 
         return pipelines.take_epoch(connection, pipeline, **head, lease_s=lease_s, held=held)
 
 
-def test_given_a_pipeline_when_an_epoch_is_taken_then_it_grows_and_the_old_head_can_change_nothing(
+def test_each_epoch_is_higher_and_fences_off_the_old_head(
     engine: Engine,
 ) -> None:
     assert [take(engine, "p", held=1), take(engine, "p", held=2), take(engine, "q")] == [2, 3, 1]
@@ -38,9 +38,7 @@ def test_given_a_pipeline_when_an_epoch_is_taken_then_it_grows_and_the_old_head_
 
 
 @pytest.mark.parametrize("held", [0, 2])
-def test_given_a_head_that_lives_when_another_asks_for_its_pipeline_then_it_gets_none_until_that_one_goes(
-    engine: Engine, held: int
-) -> None:
+def test_a_second_head_gets_no_epoch_while_the_first_lives(engine: Engine, held: int) -> None:
     assert take(engine, "p", held=held) is None
     with engine.begin() as connection:
         assert pipelines.holder(connection, "p") == "h"
@@ -51,7 +49,7 @@ def test_given_a_head_that_lives_when_another_asks_for_its_pipeline_then_it_gets
         assert (pipelines.holder(connection, "p"), pipelines.holder(connection, "q")) == ("h2", None)
 
 
-def test_given_a_head_that_was_silent_for_a_lease_when_another_asks_then_the_pipeline_changes_hands(
+def test_a_pipeline_changes_hands_after_a_lease_of_silence(
     engine: Engine,
 ) -> None:
     with engine.begin() as connection:
@@ -73,7 +71,7 @@ def test_given_stages_bound_when_a_head_says_ready_then_doors_see_it_until_it_is
         assert [live.ready for live in pipelines.live_pipelines(connection)] == [False]
 
 
-def test_given_a_head_that_goes_or_is_silent_when_asked_then_its_pipeline_does_not_live(engine: Engine) -> None:
+def test_a_pipeline_does_not_live_without_its_head(engine: Engine) -> None:
     take(engine, "silent", lease_s=-1)
     with engine.begin() as connection:
         pipelines.release(connection, "p", 1)
@@ -92,7 +90,7 @@ def test_given_a_model_when_registered_again_then_the_newest_row_counts(engine: 
         assert models.model_names(connection) == [row["name"] for row in models.get_models(connection)] == [MODEL, "n"]
 
 
-def test_given_pipelines_of_a_model_when_asked_for_the_longest_then_those_count_that_live_or_lately_did(
+def test_the_longest_pipeline_is_among_those_that_live_or_lately_did(
     engine: Engine,
 ) -> None:
     with engine.begin() as connection:

@@ -139,7 +139,7 @@ def test_given_many_jobs_when_listed_by_any_filter_then_each_page_walks_an_index
     assert faults(plans) == []
 
 
-def test_given_many_jobs_when_each_statement_of_doors_and_relays_runs_then_it_finds_its_rows_by_an_index(
+def test_every_statement_of_doors_and_relays_finds_its_rows_by_an_index(
     engine: Engine, plans: list[tuple[str, dict[str, Any]]]
 ) -> None:
     with engine.begin() as connection:
@@ -175,7 +175,7 @@ def test_given_many_jobs_when_each_statement_of_doors_and_relays_runs_then_it_fi
     assert faults(plans) == []
 
 
-def test_given_many_jobs_when_each_statement_of_heads_runs_then_it_finds_its_rows_by_an_index(
+def test_every_statement_of_heads_finds_its_rows_by_an_index(
     engine: Engine, plans: list[tuple[str, dict[str, Any]]]
 ) -> None:
     head: Any = {"worker": "h", "pipeline": "p", "epoch": 1, "fingerprint": "w", "exactness": "x"}

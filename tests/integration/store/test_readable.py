@@ -28,7 +28,7 @@ def row(engine: Engine, query: str, **values: Any) -> tuple[Any, ...]:
         return tuple(connection.execute(text(query), values).one())
 
 
-def test_given_a_parameter_of_a_later_release_when_claimed_then_its_job_waits_and_the_others_run(
+def test_a_job_with_a_later_releases_parameter_waits_and_others_run(
     engine: Engine,
 ) -> None:
     newer, known = submit(engine, 2)
@@ -44,7 +44,7 @@ def test_given_a_parameter_of_a_later_release_when_claimed_then_its_job_waits_an
     assert job.params.temperature == 0.5
 
 
-def test_given_a_job_that_waits_for_a_newer_head_when_its_time_comes_then_it_is_sent_and_that_head_runs_it(
+def test_a_job_for_a_newer_head_is_sent_when_due_and_runs_there(
     engine: Engine,
 ) -> None:
     (newer,) = submit(engine)
@@ -58,7 +58,7 @@ def test_given_a_job_that_waits_for_a_newer_head_when_its_time_comes_then_it_is_
     assert [one.job_id for one in claim(engine, [newer])] == [newer]
 
 
-def test_given_a_window_full_of_rows_for_newer_heads_when_claimed_then_later_jobs_are_sent(engine: Engine) -> None:
+def test_rows_for_newer_heads_that_fill_the_window_let_later_jobs_pass(engine: Engine) -> None:
     newer = submit(engine, outbox.WINDOW_MIN)
     change(engine, """UPDATE jobs SET params = '{"grammar": "json"}'""")
     (known,) = submit(engine)
@@ -70,9 +70,7 @@ def test_given_a_window_full_of_rows_for_newer_heads_when_claimed_then_later_job
 
 
 @pytest.mark.parametrize("params", ['{"top_p": "much"}', '{"temperature": 7}'])
-def test_given_a_parameter_changed_by_hand_when_claimed_then_its_job_fails_alone_and_says_why(
-    engine: Engine, params: str
-) -> None:
+def test_a_job_with_a_parameter_changed_by_hand_fails_alone_with_a_reason(engine: Engine, params: str) -> None:
     broken, known = submit(engine, 2)
     change(engine, SET_PARAMS, id=broken, params=params)
     assert [one.job_id for one in claim(engine, [broken, known])] == [known]

@@ -82,7 +82,7 @@ def names() -> list[dict[str, object]]:
     ],
     ids=["text", "chat", "token ids", "parameters"],
 )
-def test_given_a_request_when_it_comes_again_in_any_stage_of_its_life_then_it_is_the_same_job(
+def test_a_request_repeated_at_any_stage_of_its_life_is_the_same_job(
     engine: Engine, name: dict[str, object], content: dict[str, object]
 ) -> None:
     wanted = request(**name, **content)
@@ -102,7 +102,7 @@ def test_given_a_request_when_it_comes_again_in_any_stage_of_its_life_then_it_is
     assert cell(engine, "SELECT count(*) FROM jobs") == 1
 
 
-def test_given_another_time_trace_or_note_when_a_request_comes_again_then_the_first_one_stands(engine: Engine) -> None:
+def test_a_repeat_with_another_time_trace_or_note_keeps_the_first_one(engine: Engine) -> None:
     (first,) = insert(engine, request(idempotency_key="k", metadata={"try": 1}, priority=1))
     again = request(
         idempotency_key="k",
@@ -129,7 +129,7 @@ def test_given_another_time_trace_or_note_when_a_request_comes_again_then_the_fi
         ({"seed": 7}, "seed"),
     ],
 )
-def test_given_an_id_or_key_in_use_when_something_else_has_it_then_conflict_names_the_fields(
+def test_a_conflict_over_an_id_or_key_names_the_fields(
     engine: Engine, name: dict[str, object], other: dict[str, object], fields: str
 ) -> None:
     insert(engine, request(**name))
@@ -155,13 +155,13 @@ def test_given_another_tenants_id_when_a_request_has_it_then_conflict(engine: En
     assert ours.is_new
 
 
-def test_given_an_id_of_one_job_and_a_key_of_another_when_a_request_has_both_then_conflict(engine: Engine) -> None:
+def test_an_id_of_one_job_with_a_key_of_another_is_a_conflict(engine: Engine) -> None:
     (first, _) = insert(engine, request(), request(idempotency_key="k"))
     with pytest.raises(Conflict, match="send one"):
         insert(engine, request(id=first.job_id, idempotency_key="k"))
 
 
-def test_given_a_request_that_was_refused_when_its_id_comes_corrected_then_conflict_says_why(engine: Engine) -> None:
+def test_a_corrected_request_under_a_refused_id_is_a_conflict_with_the_reason(engine: Engine) -> None:
     refused = jobs.FailedRequest(
         id=new_id(), model=MODEL, prompt="text", error=Invalid("top_p", "bad", "fix").as_dict()
     )
@@ -171,7 +171,7 @@ def test_given_a_request_that_was_refused_when_its_id_comes_corrected_then_confl
         insert(engine, request(id=refused.id))
 
 
-def test_given_a_job_that_its_relay_found_invalid_when_repeated_then_its_producer_reads_why(engine: Engine) -> None:
+def test_repeating_a_job_found_invalid_tells_its_producer_why(engine: Engine) -> None:
     (stored,) = insert(engine, request(idempotency_key="k"))
     with engine.begin() as connection:
         preparation.mark_failed(connection, {stored.job_id: Invalid("model", "unknown", "fix").as_dict()})
@@ -192,7 +192,7 @@ def test_given_one_id_twice_in_a_batch_when_inserted_then_only_the_first_is_new(
     assert stored[3].job_id == stored[4].job_id
 
 
-def test_given_forty_thousand_keys_when_repeated_in_another_order_then_each_finds_its_job(engine: Engine) -> None:
+def test_forty_thousand_keys_in_another_order_find_their_jobs(engine: Engine) -> None:
     keyed = [request(prompt="x", idempotency_key=f"key {number}") for number in range(40_000)]
     first = insert(engine, *keyed)
     again = insert(engine, *reversed(keyed))
@@ -201,7 +201,7 @@ def test_given_forty_thousand_keys_when_repeated_in_another_order_then_each_find
     assert {one.is_new for one in again} == {False}
 
 
-def test_given_two_batches_with_the_same_keys_in_other_orders_when_at_once_then_neither_is_refused(
+def test_two_batches_with_the_same_keys_in_other_orders_both_succeed(
     engine: Engine,
 ) -> None:
     one, two = [request(idempotency_key=key) for key in "ab"], [request(idempotency_key=key) for key in "ba"]
@@ -214,7 +214,7 @@ def test_given_two_batches_with_the_same_keys_in_other_orders_when_at_once_then_
     assert sorted(row.is_new for rows in stored for row in rows) == [False, False, True, True]
 
 
-def test_given_the_orders_of_the_requests_when_two_statements_keep_them_then_postgres_ends_one(engine: Engine) -> None:
+def test_two_statements_in_the_order_of_requests_deadlock(engine: Engine) -> None:
     """What the one above is kept from."""
     one, two = [request(idempotency_key=key) for key in "ab"], [request(idempotency_key=key) for key in "ba"]
     with pytest.raises(OperationalError) as caught:

@@ -28,7 +28,7 @@ def test_given_a_result_when_a_second_one_is_inserted_then_the_database_refuses_
         change(engine, "INSERT INTO results SELECT * FROM results WHERE job_id = :id", id=claimed.job_id)
 
 
-def test_given_a_worker_whose_clock_is_wrong_when_it_beats_then_its_lease_is_by_postgres_time(
+def test_a_lease_follows_the_time_of_postgres_and_not_the_workers_clock(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = time.time

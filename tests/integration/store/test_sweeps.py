@@ -75,7 +75,7 @@ def test_given_a_lease_that_runs_when_swept_then_nothing_moves(engine: Engine) -
     assert state(engine, claimed.job_id) is JobState.RUNNING
 
 
-def test_given_an_expired_lease_with_new_tokens_when_swept_then_it_is_queued_and_no_crash_counts(
+def test_an_expired_lease_with_new_tokens_is_requeued_without_a_crash(
     engine: Engine,
 ) -> None:
     claimed = running(engine)
@@ -87,7 +87,7 @@ def test_given_an_expired_lease_with_new_tokens_when_swept_then_it_is_queued_and
     assert again.output_ids == (7,)
 
 
-def test_given_an_expired_lease_of_a_parked_job_when_swept_then_it_is_queued_and_no_crash_counts(
+def test_an_expired_lease_of_a_parked_job_is_requeued_without_a_crash(
     engine: Engine,
 ) -> None:
     """Until it has begun: then nobody can tell any more that it broke nothing."""
@@ -104,7 +104,7 @@ def test_given_an_expired_lease_of_a_parked_job_when_swept_then_it_is_queued_and
     assert (read(engine, waiting.job_id).crashes, read(engine, begun.job_id).crashes) == (1, 2)
 
 
-def test_given_a_parked_job_that_was_taken_back_when_it_is_to_begin_then_it_is_not_its_heads_any_more(
+def test_a_parked_job_that_was_taken_back_is_lost_to_its_head(
     engine: Engine,
 ) -> None:
     claimed = running(engine)
@@ -117,7 +117,7 @@ def test_given_a_parked_job_that_was_taken_back_when_it_is_to_begin_then_it_is_n
         assert claims.begin(connection, [(claimed.job_id, claimed.fence)]) == set()
 
 
-def test_given_a_head_that_starts_anew_when_swept_then_only_what_its_predecessor_held_is_queued(engine: Engine) -> None:
+def test_the_sweep_requeues_only_what_a_restarted_heads_predecessor_held(engine: Engine) -> None:
     left, elsewhere, of_another = running(engine), running(engine, worker="h2"), running(engine)
     change(engine, "UPDATE jobs SET pipeline = 'q' WHERE id = :id", id=of_another.job_id)
     with engine.begin() as connection:
@@ -130,7 +130,7 @@ def test_given_a_head_that_starts_anew_when_swept_then_only_what_its_predecessor
     assert end(engine, success(left)) == {}
 
 
-def test_given_attempts_without_a_token_of_their_own_when_swept_then_crashes_end_in_a_dead_letter(
+def test_attempts_without_a_token_of_their_own_end_in_a_dead_letter(
     engine: Engine,
 ) -> None:
     (job_id,) = submit(engine, max_crashes=3)
@@ -151,7 +151,7 @@ def test_given_attempts_without_a_token_of_their_own_when_swept_then_crashes_end
     )
 
 
-def test_given_a_crash_when_the_next_attempt_saves_a_token_then_the_crash_is_forgotten(engine: Engine) -> None:
+def test_a_crash_is_forgotten_once_the_next_attempt_saves_a_token(engine: Engine) -> None:
     claimed = running(engine)
     expire(engine, claimed)
     assert sweep(engine) == {"crashed": 1}
@@ -177,7 +177,7 @@ def test_given_resumed_tokens_only_when_the_lease_expires_then_it_is_a_crash(eng
     [("cancel_requested_at", "cancelled"), ("deadline_at", "expired")],
     ids=["cancel", "deadline"],
 )
-def test_given_a_lost_head_when_the_job_was_to_stop_then_its_saved_tokens_become_the_result(
+def test_saved_tokens_become_the_result_of_a_stopped_job_without_a_head(
     engine: Engine, column: str, end_state: str
 ) -> None:
     claimed = running(engine)
@@ -203,7 +203,7 @@ def test_given_a_requeued_job_when_cancelled_then_a_sweep_ends_it_with_its_token
     assert cell(engine, "SELECT outcome FROM attempts") == "lost"
 
 
-def test_given_a_text_that_is_not_known_yet_when_swept_then_the_job_stays_for_the_next_sweep(engine: Engine) -> None:
+def test_a_job_whose_text_is_not_known_yet_waits_for_the_next_sweep(engine: Engine) -> None:
     waiting, leased = running(engine), running(engine)
     expire(engine, waiting, 7)
     sweep(engine)
@@ -219,9 +219,7 @@ def test_given_a_text_that_is_not_known_yet_when_swept_then_the_job_stays_for_th
 
 
 @pytest.mark.parametrize("is_queued", [False, True], ids=["lease expired", "waiting"])
-def test_given_partial_results_of_megabytes_when_swept_then_each_sweep_reads_a_few_and_all_end(
-    engine: Engine, is_queued: bool
-) -> None:
+def test_partial_results_of_megabytes_all_end_a_few_per_sweep(engine: Engine, is_queued: bool) -> None:
     """Five of 3 MB: a sweep begins a row while it has read less than 8."""
     for claimed in claim(engine, submit(engine, 5)):
         expire(engine, claimed, 7)
@@ -251,7 +249,7 @@ def test_given_partial_results_of_megabytes_when_swept_then_each_sweep_reads_a_f
     assert read_at_once == [3 * 750_000, 2 * 750_000, 0]
 
 
-def test_given_queued_jobs_past_their_deadline_when_swept_then_they_expire_without_a_result(engine: Engine) -> None:
+def test_queued_jobs_past_their_deadline_expire_without_a_result(engine: Engine) -> None:
     late, timely = submit(engine, deadline_s=100) + submit(engine, deadline_s=100)
     with engine.begin() as connection:
         pass_time(connection, late, "deadline_at")
@@ -266,7 +264,7 @@ def test_given_a_cancel_by_plain_sql_when_swept_then_the_job_ends(engine: Engine
     assert sweep(engine) == {"cancelled": 1}
 
 
-def test_given_postgres_just_restarted_when_swept_then_heads_have_one_lease_to_beat_again(engine: Engine) -> None:
+def test_heads_have_one_lease_to_beat_after_a_restart_of_postgres(engine: Engine) -> None:
     claimed = running(engine)
     expire(engine, claimed, 7)
     with engine.begin() as connection:
@@ -274,7 +272,7 @@ def test_given_postgres_just_restarted_when_swept_then_heads_have_one_lease_to_b
     assert state(engine, claimed.job_id) is JobState.RUNNING
 
 
-def test_given_heads_and_relays_at_once_when_leases_ran_out_then_the_first_write_wins(engine: Engine) -> None:
+def test_the_first_write_wins_between_heads_and_relays_after_a_lease(engine: Engine) -> None:
     claimed = claim(engine, submit(engine, 40))
     for one in claimed:
         expire(engine, one, 7)
@@ -298,7 +296,7 @@ def test_given_heads_and_relays_at_once_when_leases_ran_out_then_the_first_write
         assert state(engine, one.job_id) is (JobState.SUCCEEDED if one.job_id in finished else JobState.QUEUED)
 
 
-def test_given_jobs_in_all_states_when_counted_then_only_those_that_have_not_ended_count(engine: Engine) -> None:
+def test_only_jobs_that_have_not_ended_are_counted(engine: Engine) -> None:
     claimed = running(engine)
     submit(engine, 2)
     end(engine, success(running(engine)))
@@ -307,7 +305,7 @@ def test_given_jobs_in_all_states_when_counted_then_only_those_that_have_not_end
     assert claimed.fence == 1
 
 
-def test_given_a_long_backlog_when_counted_then_the_count_stops_at_its_limit_for_each_model(
+def test_the_count_of_a_long_backlog_stops_at_its_limit_per_model(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     limited = sweeps.COUNTS.text.replace(f"LIMIT {sweeps.MAX_COUNTED}", "LIMIT 3")

@@ -38,18 +38,14 @@ def server(redis_url: str) -> Iterator[redis.Redis]:
         yield server
 
 
-def test_given_deltas_of_many_jobs_when_written_then_each_stream_has_its_own_and_expires(
-    writer: DeltaWriter, server: redis.Redis
-) -> None:
+def test_each_job_has_a_stream_of_its_own_that_expires(writer: DeltaWriter, server: redis.Redis) -> None:
     writer.write([(JOB, delta(0)), (OTHER, delta(0)), (JOB, delta(1))])
     writer.write([])
     assert (server.xlen(job_stream(JOB)), server.xlen(job_stream(OTHER))) == (2, 1)
     assert 0 < int(str(server.ttl(job_stream(JOB)))) <= STREAM_TTL_S
 
 
-def test_given_a_stream_that_the_server_lost_when_written_then_what_comes_after_expires_too(
-    writer: DeltaWriter, server: redis.Redis
-) -> None:
+def test_a_stream_recreated_after_its_loss_expires_too(writer: DeltaWriter, server: redis.Redis) -> None:
     writer.write([(JOB, delta(0))])
     server.flushall()
 
@@ -78,7 +74,7 @@ def test_given_a_job_that_ends_when_written_then_its_stream_goes_soon(writer: De
     assert int(str(server.ttl(job_stream(OTHER)))) > STREAM_ENDED_TTL_S
 
 
-def test_given_redis_away_when_written_then_one_error_stands_for_many_and_nothing_blocks() -> None:
+def test_writing_without_redis_logs_one_error_and_blocks_nothing() -> None:
     writer = DeltaWriter("redis://127.0.0.1:1/0")
     with pytest.raises(redis.ConnectionError):
         writer.write([(JOB, delta(0))])
@@ -86,9 +82,7 @@ def test_given_redis_away_when_written_then_one_error_stands_for_many_and_nothin
     assert writer.num_dropped == 3
 
 
-def test_given_a_stream_when_read_then_every_delta_comes_and_strange_entries_are_passed_over(
-    writer: DeltaWriter, server: redis.Redis
-) -> None:
+def test_every_delta_is_read_and_foreign_entries_are_passed_over(writer: DeltaWriter, server: redis.Redis) -> None:
     writer.write([(JOB, delta(0))])
     server.xadd(job_stream(JOB), {"d": b"{"})
     server.xadd(job_stream(JOB), {"x": b"1"})

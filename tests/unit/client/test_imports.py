@@ -30,7 +30,7 @@ def test_given_only_the_librarys_own_needs_when_the_client_is_imported_then_it_l
     assert ran.returncode == 0, ran.stderr
 
 
-def test_given_the_gateway_when_it_is_imported_then_neither_torch_nor_celery_comes_with_it() -> None:
+def test_importing_the_gateway_imports_neither_torch_nor_celery() -> None:
     program = (
         "import services.gateway.app, sys; print(*{'torch', 'transformers', 'celery', 'kombu'} & set(sys.modules))"
     )

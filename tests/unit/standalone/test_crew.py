@@ -47,7 +47,7 @@ def stage(tmp_path: Path) -> Iterator[Stage]:
         yield Stage(tmp_path, inbox)
 
 
-def test_given_a_child_that_is_killed_when_tended_then_it_runs_again_and_that_is_said(stage: Stage) -> None:
+def test_a_killed_child_is_restarted_and_that_is_said(stage: Stage) -> None:
     child = stage.child("relay", READY + "signal.pause()")
     first = child.pid
     os.kill(first, signal.SIGKILL)
@@ -60,21 +60,21 @@ def test_given_a_child_that_is_killed_when_tended_then_it_runs_again_and_that_is
     stage.crew.stop([[child]], grace_s=30)
 
 
-def test_given_a_child_that_cannot_work_when_it_keeps_ending_then_the_start_fails_with_its_log(stage: Stage) -> None:
+def test_a_child_that_keeps_ending_fails_the_start_with_its_log(stage: Stage) -> None:
     stage.child("gateway", "print('no such model'); raise SystemExit(3)")
     with pytest.raises(StartFailed, match="no such model"):
         stage.tend_until(lambda: False, max_deaths=1)
     assert "exit status 3" in stage.said[0]
 
 
-def test_given_a_child_that_refuses_its_settings_when_it_ends_then_it_is_not_tried_again(stage: Stage) -> None:
+def test_a_child_that_refuses_its_settings_is_not_restarted(stage: Stage) -> None:
     stage.child("stage-0", "print('cpu:0 is held'); raise SystemExit(2)")
     with pytest.raises(StartFailed, match="cpu:0 is held"):
         stage.tend_until(lambda: False, max_deaths=3)
     assert len(stage.recorded) == 1
 
 
-def test_given_a_log_that_cannot_be_opened_when_a_child_is_restarted_then_it_is_tried_again_until_it_can(
+def test_a_child_is_restarted_as_soon_as_its_log_can_be_opened(
     stage: Stage,
 ) -> None:
     child = stage.child("relay", READY + "signal.pause()")
@@ -117,9 +117,7 @@ def test_given_groups_when_stopped_then_each_group_ends_before_the_next_is_asked
     assert order.read_text().split() == ["gateway", "head", "tail"]
 
 
-def test_given_a_child_that_ignores_the_request_when_its_grace_is_over_then_it_and_its_children_are_killed(
-    stage: Stage, tmp_path: Path
-) -> None:
+def test_a_child_that_ignores_the_stop_is_killed_with_its_children(stage: Stage, tmp_path: Path) -> None:
     flag = tmp_path / "grandchild"
     program = (
         "import os, signal, subprocess, sys\n"
@@ -168,7 +166,7 @@ def test_given_a_log_that_outgrew_its_limit_when_bounded_then_one_older_copy_is_
     assert (tmp_path / "relay.log.1").read_text() == "x" * 11
 
 
-def test_given_no_room_for_the_older_copy_when_a_log_is_bounded_then_it_is_bounded_all_the_same(tmp_path: Path) -> None:
+def test_a_log_is_bounded_without_room_for_its_older_copy(tmp_path: Path) -> None:
     log = tmp_path / "relay.log"
     log.write_text("x" * 11)
     (tmp_path / "relay.log.1").symlink_to("/dev/full")
@@ -176,7 +174,7 @@ def test_given_no_room_for_the_older_copy_when_a_log_is_bounded_then_it_is_bound
     assert log.stat().st_size == 0
 
 
-def test_given_an_output_without_room_when_something_is_said_then_the_supervisor_lives_on() -> None:
+def test_the_supervisor_lives_on_when_its_output_has_no_room() -> None:
     program = (
         "import sys; from services.standalone.__main__ import _say\n"
         "for number in range(10_000): _say(f'relay ended {number}')\n"

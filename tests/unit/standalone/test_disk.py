@@ -11,7 +11,7 @@ import pytest
 from services.standalone.disk import LOW_BYTES, DiskWatch
 
 
-def test_given_a_disk_that_fills_and_empties_when_looked_at_then_each_change_is_one_line(
+def test_each_change_of_a_disk_that_fills_and_empties_is_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said: list[str] = []

@@ -51,7 +51,7 @@ def test_given_right_answers_when_summed_up_then_every_figure_is_there_and_all_h
     assert figures.shortfalls(num=2, num_doors=2, min_accuracy=0.95) == []
 
 
-def test_given_a_wrong_a_failed_and_a_lost_job_when_summed_up_then_each_is_counted_as_what_it_is() -> None:
+def test_wrong_failed_and_lost_jobs_are_counted_as_what_they_are() -> None:
     wrong, failed, lost = asked("client", "1"), asked("http", "2"), asked("sql", "3")
     figures = summarise(
         [wrong, failed, lost], [row(wrong, "1 "), row(failed, None, state="failed")], flower_tasks_seen=1
@@ -83,9 +83,7 @@ def test_given_any_figure_that_falls_short_when_judged_then_the_demo_fails(chang
 
 
 @given(st.lists(st.floats(0, 1e6), min_size=1).map(sorted), st.floats(0.01, 1))
-def test_given_any_values_when_a_percentile_is_taken_then_that_share_does_not_exceed_it(
-    values: list[float], share: float
-) -> None:
+def test_that_share_of_values_does_not_exceed_the_percentile(values: list[float], share: float) -> None:
     value = percentile(values, share)
     assert value in values
     assert sum(each <= value for each in values) >= share * len(values) - 1e-9

@@ -45,7 +45,7 @@ def test_given_a_recorded_process_when_its_supervisor_is_gone_then_down_ends_it(
     assert stop_stack(home, drain_s=1) == []
 
 
-def test_given_a_pid_that_belongs_to_another_process_now_when_down_then_that_one_lives(
+def test_down_leaves_a_process_alone_that_has_got_a_recorded_pid(
     tmp_path: Path, stranger: subprocess.Popen[bytes]
 ) -> None:
     home = Home(tmp_path)
@@ -56,7 +56,7 @@ def test_given_a_pid_that_belongs_to_another_process_now_when_down_then_that_one
     assert earlier.find() is None
 
 
-def test_given_a_record_when_a_process_is_added_then_the_others_keep_their_start_times(
+def test_adding_a_process_to_the_record_keeps_the_others_start_times(
     tmp_path: Path, stranger: subprocess.Popen[bytes]
 ) -> None:
     home = Home(tmp_path)
@@ -67,7 +67,7 @@ def test_given_a_record_when_a_process_is_added_then_the_others_keep_their_start
     assert set(home.alive()) == {"one", "two"}
 
 
-def test_given_up_json_when_published_then_only_its_owner_reads_it_and_it_is_replaced_whole(tmp_path: Path) -> None:
+def test_up_json_is_replaced_whole_and_only_its_owner_reads_it(tmp_path: Path) -> None:
     home = Home(tmp_path)
     home.publish({"stages": 1})
     home.publish({"stages": 2})
@@ -83,7 +83,7 @@ def test_given_a_file_that_others_can_read_when_replaced_then_they_cannot(tmp_pa
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
-def test_given_no_room_when_a_file_is_replaced_then_the_old_one_stays_and_nothing_else(tmp_path: Path) -> None:
+def test_replacing_a_file_without_room_keeps_the_old_one_alone(tmp_path: Path) -> None:
     path = tmp_path / "up.json"
     write_private(path, b"old")
     program = (
@@ -97,7 +97,7 @@ def test_given_no_room_when_a_file_is_replaced_then_the_old_one_stays_and_nothin
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_given_a_ready_stack_when_up_json_cannot_be_written_then_it_is_said_once_and_written_later(
+def test_an_up_json_that_cannot_be_written_is_said_once_and_written_later(
     tmp_path: Path,
 ) -> None:
     folder, said = tmp_path / "home", list[str]()
@@ -118,7 +118,7 @@ def test_given_a_ready_stack_when_up_json_cannot_be_written_then_it_is_said_once
     assert set(Home(folder).recorded()) == {"relay"}
 
 
-def test_given_a_stack_on_some_cores_when_another_claims_all_then_it_learns_which_are_taken(tmp_path: Path) -> None:
+def test_a_stack_that_claims_all_cores_learns_which_are_taken(tmp_path: Path) -> None:
     with CoreClaims(tmp_path) as first, CoreClaims(tmp_path) as second:
         assert first.claim([0, 1, 2]) == frozenset()
         first.keep([1])

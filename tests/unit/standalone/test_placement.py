@@ -20,17 +20,17 @@ def test_given_two_cores_and_two_stages_when_placed_then_each_has_its_own() -> N
     assert (second.name, second.layers_text, second.device, second.shared) == ("stage-1", "4-7", "cpu:1", False)
 
 
-def test_given_two_replicas_on_two_cores_when_placed_then_they_share_and_are_named_apart() -> None:
+def test_two_replicas_on_two_cores_share_and_have_names_of_their_own() -> None:
     stages = places(StandaloneSettings(stages=2, replicas=2), 8, [0, 1])
     assert [stage.name for stage in stages] == ["stage-0", "stage-1", "stage-0.1", "stage-1.1"]
     assert all(stage.shared for stage in stages)
 
 
-def test_given_more_cores_than_stages_when_placed_then_each_stage_gets_an_equal_share() -> None:
+def test_each_stage_gets_an_equal_share_of_more_cores() -> None:
     assert [stage.device for stage in places(StandaloneSettings(stages=2), 8, [0, 1, 2, 5])] == ["cpu:0,1", "cpu:2,5"]
 
 
-def test_given_cores_of_another_stack_when_placed_then_free_ones_come_first_and_sharing_is_known() -> None:
+def test_free_cores_are_placed_before_those_of_another_stack() -> None:
     stages = places(StandaloneSettings(stages=2, stage_cores=1), 8, [0, 1, 2], taken=frozenset({0, 1}))
     assert [(stage.device, stage.shared) for stage in stages] == [("cpu:2", False), ("cpu:0", True)]
 
@@ -56,9 +56,7 @@ def test_given_an_impossible_wish_when_placed_then_the_setting_is_named(
 
 
 @given(st.integers(1, 40), st.integers(1, 16))
-def test_given_any_numbers_when_grouped_then_groups_overlap_only_if_there_are_too_few_cores(
-    num: int, have: int
-) -> None:
+def test_groups_overlap_only_if_there_are_too_few_cores(num: int, have: int) -> None:
     groups = core_groups(num, None, list(range(have)), frozenset())
     used = [core for group in groups for core in group]
     assert len(groups) == num

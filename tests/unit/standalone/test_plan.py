@@ -37,7 +37,7 @@ def test_given_a_plan_when_read_then_every_service_knows_the_servers(tmp_path: P
         assert service.env["SHARDLINE_REDIS_URL"] == ADDRESSES.redis
 
 
-def test_given_a_plan_when_read_then_stages_know_their_layers_and_pipelines_are_apart(tmp_path: Path) -> None:
+def test_planned_stages_know_their_layers_and_pipelines_differ(tmp_path: Path) -> None:
     made = plan(tmp_path, replicas=2)
     stages = {service.name: service.env for service in (*made.heads, *made.others)}
     assert [stages[name]["SHARDLINE_LAYERS"] for name in ("stage-0", "stage-1")] == ["0-3", "4-7"]
@@ -45,16 +45,14 @@ def test_given_a_plan_when_read_then_stages_know_their_layers_and_pipelines_are_
     assert {stages[name]["SHARDLINE_MODEL_NAME"] for name in stages} == {tmp_path.name}
 
 
-def test_given_a_plan_when_stopped_then_the_door_closes_first_and_heads_drain_before_their_stages(
+def test_a_stop_closes_the_door_first_and_drains_heads_before_their_stages(
     tmp_path: Path,
 ) -> None:
     names = [[service.name for service in group] for group in plan(tmp_path).stop_order]
     assert names == [["gateway"], ["stage-0"], ["stage-1", "relay", "flower"]]
 
 
-def test_given_flower_settings_in_the_shell_when_planned_then_flower_keeps_its_password(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_flower_settings_of_the_shell_do_not_drop_its_password(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLOWER_UNAUTHENTICATED_API", "true")
     env = plan(tmp_path).flower.env
     assert "FLOWER_UNAUTHENTICATED_API" not in env

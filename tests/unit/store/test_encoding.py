@@ -26,7 +26,7 @@ def test_given_any_logprobs_when_stored_and_read_then_they_are_the_same(logprobs
     assert load_logprobs(document) == tuple(logprobs)
 
 
-def test_given_an_impossible_token_when_stored_then_its_logprob_is_a_number_that_json_has() -> None:
+def test_the_logprob_of_an_impossible_token_is_a_number_that_json_has() -> None:
     stored = dump_logprobs([TokenLogprob(1, -math.inf, ((2, math.nan),))])
     assert stored == [[1, NO_PROBABILITY, [[2, NO_PROBABILITY]]]]
 

@@ -25,7 +25,7 @@ def test_given_many_small_rows_when_chunked_then_each_statement_has_the_most_row
 
 
 @pytest.mark.parametrize("field", ["prompt", "messages", "metadata"])
-def test_given_large_rows_when_chunked_then_each_statement_has_a_bounded_size_and_none_is_left_out(field: str) -> None:
+def test_chunks_of_large_rows_have_a_bounded_size_and_leave_none_out(field: str) -> None:
     def large(key: str, chars: int) -> dict[str, Any]:
         text = "x" * chars
         value: Any = {"prompt": text, "messages": (Message(role="user", content=text),), "metadata": {"a": text}}[field]
@@ -55,7 +55,7 @@ def test_given_tokens_of_a_door_when_made_into_a_row_then_text_and_ids_are_kept(
 
 
 @pytest.mark.parametrize("number", [float("inf"), float("-inf"), float("nan")])
-def test_given_a_number_that_json_has_not_when_made_into_a_row_then_its_field_is_named(number: float) -> None:
+def test_a_number_that_json_has_not_names_its_field(number: float) -> None:
     with pytest.raises(Invalid, match="which JSON has not") as caught:
         row(metadata={"deep": [{"score": number}]})
     assert caught.value.field == "metadata"

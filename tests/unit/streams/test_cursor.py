@@ -72,7 +72,7 @@ def test_given_a_gap_when_postgres_fills_it_then_the_stream_goes_on() -> None:
     assert taken(cursor) == (IDS[2:6], "cdef")
 
 
-def test_given_no_tokenizer_when_a_gap_is_filled_then_the_text_comes_whole_at_the_end() -> None:
+def test_the_text_comes_whole_at_the_end_without_a_tokenizer() -> None:
     cursor = Cursor()
     cursor.push(delta(0, 2))
     cursor.catch_up(0, IDS[:4], fence=1)
@@ -87,14 +87,14 @@ def test_given_no_tokenizer_when_a_gap_is_filled_then_the_text_comes_whole_at_th
     assert cursor.ended
 
 
-def test_given_a_reader_that_joins_again_when_the_stream_is_there_then_it_gets_the_rest() -> None:
+def test_a_reader_that_rejoins_a_stream_gets_the_rest() -> None:
     cursor = Cursor(after=place(3), text_of=text_of)
     for start in range(5):
         cursor.push(delta(start, start + 1))
     assert taken(cursor) == (IDS[3:5], "de")
 
 
-def test_given_a_reader_that_joins_again_when_the_stream_is_lost_then_it_gets_the_rest() -> None:
+def test_a_reader_that_rejoins_after_the_stream_was_lost_gets_the_rest() -> None:
     cursor = Cursor(after=place(3), text_of=text_of)
     cursor.catch_up(0, IDS[:2], fence=1)
     assert taken(cursor) == ((), "")
@@ -102,7 +102,7 @@ def test_given_a_reader_that_joins_again_when_the_stream_is_lost_then_it_gets_th
     assert taken(cursor) == (IDS[3:5], "de")
 
 
-def test_given_a_delta_across_the_point_of_joining_when_pushed_then_postgres_must_help() -> None:
+def test_a_delta_across_the_point_of_joining_needs_postgres() -> None:
     cursor = Cursor(after=place(3), text_of=text_of)
     cursor.push(delta(0, 5))
     assert cursor.has_gap
@@ -122,7 +122,7 @@ def test_given_a_reader_ahead_of_the_job_when_it_ends_then_it_gets_only_the_end(
     after=st.integers(0, 12),
     events=st.lists(st.tuples(st.booleans(), st.integers(0, 19), st.integers(1, 4)), max_size=40),
 )
-def test_given_any_interleaving_when_the_job_ends_then_every_token_and_letter_came_once(
+def test_every_token_and_letter_comes_once_in_any_interleaving(
     total: int, after: int, events: list[tuple[bool, int, int]]
 ) -> None:
     after = min(after, total)
@@ -146,7 +146,7 @@ def other(start: int) -> Delta:
     return Delta(fence=2, start=start, ids=OTHER_IDS[start : start + 1], text="B")
 
 
-def test_given_a_job_that_moved_to_another_exactness_when_its_tokens_differ_then_the_reader_is_told() -> None:
+def test_a_reader_is_told_when_another_exactness_changes_the_tokens() -> None:
     cursor = Cursor()
     cursor.catch_up(0, (), fence=1, only_learn=True)
     for number in range(5):
@@ -161,7 +161,7 @@ def test_given_a_job_that_moved_to_another_exactness_when_its_tokens_differ_then
     assert cursor.take() == []
 
 
-def test_given_the_differing_tokens_lost_by_redis_when_the_next_one_fits_then_it_is_not_spliced_on() -> None:
+def test_a_delta_after_lost_changed_tokens_is_not_spliced_on() -> None:
     cursor = Cursor()
     cursor.push(delta(0, 5))
     taken(cursor)
@@ -174,7 +174,7 @@ def test_given_the_differing_tokens_lost_by_redis_when_the_next_one_fits_then_it
 
 
 @pytest.mark.parametrize("num_saved", [4, 6])
-def test_given_all_deltas_of_the_other_head_lost_when_the_job_ends_then_the_reader_is_told(num_saved: int) -> None:
+def test_a_reader_that_missed_all_deltas_of_the_other_head_is_told_at_the_end(num_saved: int) -> None:
     cursor = Cursor()
     cursor.push(delta(0, 5))
     fence, same_start, other_start = cursor.asked()
@@ -183,7 +183,7 @@ def test_given_all_deltas_of_the_other_head_lost_when_the_job_ends_then_the_read
         cursor.catch_up(other_start, OTHER_IDS[:num_saved], fence=2, text="ab" + "B" * 4, state="succeeded")
 
 
-def test_given_a_late_reader_when_the_stream_holds_both_heads_tokens_then_it_gets_those_that_count() -> None:
+def test_a_late_reader_of_both_heads_deltas_gets_those_that_count() -> None:
     cursor = Cursor()
     cursor.catch_up(0, OTHER_IDS[:3], fence=2, only_learn=True)
     for one in [*(delta(number, number + 1) for number in range(5)), *(other(number) for number in range(2, 6))]:
@@ -191,7 +191,7 @@ def test_given_a_late_reader_when_the_stream_holds_both_heads_tokens_then_it_get
     assert taken(cursor) == (OTHER_IDS, "abBBBB")
 
 
-def test_given_a_reader_that_joins_again_when_it_has_tokens_that_count_no_more_then_it_is_told() -> None:
+def test_a_reader_that_rejoins_with_outdated_tokens_is_told() -> None:
     for after in (place(5), place(6)):
         cursor = Cursor(after=after, text_of=text_of)
         with pytest.raises(Diverged):

@@ -90,7 +90,7 @@ def test_words_and_bytes_of_sentencepiece_models_come_out_whole(pieces: list[lis
     assert "".join(deltas) + detokeniser.flush() == PIECES.decode(ids)
 
 
-def test_a_replacement_character_that_was_meant_is_none_of_the_broken_bytes_behind_it() -> None:
+def test_a_meant_replacement_character_is_none_of_the_broken_bytes_behind_it() -> None:
     detokeniser = Detokeniser(Vocabulary(PIECES, []))
     ids = [byte + 1 for byte in "\ufffdࠀ".encode()]
 

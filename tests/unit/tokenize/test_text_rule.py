@@ -60,7 +60,7 @@ def heads_deltas(one: Completion, ids: list[int]) -> tuple[list[Delta], Delta, s
 @pytest.mark.parametrize("tokenizer", [BYTES, PIECES], ids=["byte-level", "byte-fallback"])
 @settings(max_examples=400)
 @given(data=st.data(), params=params)
-def test_given_any_output_when_its_stream_is_joined_after_any_token_then_the_rest_is_the_results_text(
+def test_the_rest_of_a_stream_joined_after_any_token_is_the_rest_of_the_text(
     tokenizer: Tokenizer, data: st.DataObject, params: SamplingParams
 ) -> None:
     vocabulary = Vocabulary(tokenizer, [EOS[id(tokenizer)]])
@@ -88,7 +88,7 @@ def test_given_any_output_when_its_stream_is_joined_after_any_token_then_the_res
 
 
 @given(data=st.data(), params=params)
-def test_given_a_checkpoint_when_a_relay_ends_the_job_then_its_text_begins_as_the_stream_did(
+def test_the_text_of_a_job_ended_by_a_relay_begins_as_its_stream_did(
     data: st.DataObject, params: SamplingParams
 ) -> None:
     vocabulary = Vocabulary(PIECES, [EOS[id(PIECES)]])

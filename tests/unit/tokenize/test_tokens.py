@@ -34,7 +34,7 @@ def clerk(row: dict[str, Any]) -> Tokens:
     return Tokens.from_row(row)
 
 
-def test_given_a_models_folder_when_read_then_the_row_has_its_texts_and_the_limits_of_its_head(
+def test_the_row_of_a_models_folder_has_its_texts_and_its_heads_limits(
     row: dict[str, Any],
 ) -> None:
     assert (row["context_length"], row["vocab_size"], row["eos_token_ids"]) == (512, 896, [2])
@@ -91,14 +91,14 @@ def test_given_no_max_tokens_when_prepared_then_it_is_what_the_context_leaves(cl
 
 
 @pytest.mark.parametrize(("kv_tokens", "max_tokens"), [(256, 56), (100_000, 312), (None, 312)])
-def test_given_no_max_tokens_when_pipelines_hold_less_than_the_context_then_it_is_what_they_leave(
+def test_max_tokens_defaults_to_what_pipelines_below_the_context_leave(
     clerk: Tokens, kv_tokens: int | None, max_tokens: int
 ) -> None:
     assert clerk.within(kv_tokens).prepare(prompt=(5,) * 200, params=NO_LIMITS).max_tokens == max_tokens
 
 
 @pytest.mark.parametrize(("num_prompt", "max_tokens", "field"), [(256, None, "prompt"), (200, 57, "max_tokens")])
-def test_given_a_request_that_no_pipeline_holds_when_prepared_then_the_limit_is_named(
+def test_a_request_that_no_pipeline_holds_names_the_limit(
     clerk: Tokens, num_prompt: int, max_tokens: int | None, field: str
 ) -> None:
     with pytest.raises(Invalid, match="256 tokens that the KV of clerk's pipelines holds") as caught:
@@ -120,7 +120,7 @@ def test_given_a_request_that_no_pipeline_holds_when_prepared_then_the_limit_is_
         ({"messages": [Message("system", "x")]}, {}, "messages", "no user message", "roles"),
     ],
 )
-def test_given_a_request_over_a_limit_when_prepared_then_field_limit_and_remedy_are_named(
+def test_a_request_over_a_limit_names_field_limit_and_remedy(
     clerk: Tokens, *, request_fields: dict[str, Any], params: dict[str, Any], field: str, limit: str, remedy: str
 ) -> None:
     with pytest.raises(Invalid) as caught:
@@ -130,7 +130,7 @@ def test_given_a_request_over_a_limit_when_prepared_then_field_limit_and_remedy_
     assert remedy in caught.value.remedy
 
 
-def test_given_a_model_without_template_when_messages_come_then_the_other_door_is_named(row: dict[str, Any]) -> None:
+def test_messages_for_a_model_without_template_name_the_other_door(row: dict[str, Any]) -> None:
     with pytest.raises(Invalid, match="/v1/completions"):
         Tokens.from_row({**row, "chat_template": None}).prepare(messages=[Message("user", "x")], params=NO_LIMITS)
 

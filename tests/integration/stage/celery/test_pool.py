@@ -88,9 +88,7 @@ def hang_up() -> None:
     raise HungUp("Connection closed by server.")
 
 
-def test_given_batch_jobs_in_all_seats_when_interactive_ones_arrive_then_they_get_seats_of_their_own(
-    app: Celery, desk: Desk
-) -> None:
+def test_interactive_jobs_get_their_own_seats_beside_batch_jobs(app: Celery, desk: Desk) -> None:
     send(app, 20, 5)
     until(lambda: desk.priorities() == [5] * SEATS)
 
@@ -104,9 +102,7 @@ def test_given_batch_jobs_in_all_seats_when_interactive_ones_arrive_then_they_ge
     until(lambda: len(desk.held) == SEATS)
 
 
-def test_given_a_full_pool_when_redis_hangs_up_many_times_then_it_lets_in_no_more_than_it_has_seats(
-    app: Celery, desk: Desk
-) -> None:
+def test_a_full_pool_takes_no_more_than_its_seats_when_redis_hangs_up(app: Celery, desk: Desk) -> None:
     send(app, 200, 5)
     send(app, 200, 3)
     until(lambda: len(desk.held) >= SEATS + INTERACTIVE_SEATS)

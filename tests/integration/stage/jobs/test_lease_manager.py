@@ -76,7 +76,7 @@ def saved_tokens(database: Database, job_id: UUID) -> int:
     )
 
 
-def test_given_a_queued_job_when_it_is_offered_then_it_is_claimed_run_committed_and_settled(desk: Desk) -> None:
+def test_an_offered_job_is_claimed_run_committed_and_settled(desk: Desk) -> None:
     job_id = submit(desk.database, 12)
 
     desk.offer(job_id)
@@ -91,7 +91,7 @@ def test_given_a_queued_job_when_it_is_offered_then_it_is_claimed_run_committed_
     assert job.result.provenance["pipeline"] == "p"
 
 
-def test_given_a_job_that_ends_when_it_is_committed_then_one_line_of_the_log_says_all_of_it(desk: Desk) -> None:
+def test_a_committed_job_is_one_line_of_the_log(desk: Desk) -> None:
     with capture_logs() as told:
         job_id = submit(desk.database, 12)
         desk.offer(job_id)
@@ -104,7 +104,7 @@ def test_given_a_job_that_ends_when_it_is_committed_then_one_line_of_the_log_say
     assert {"prompt_tokens", "queued_s", "running_s", "first_token_s"} <= line.keys()
 
 
-def test_given_a_statement_that_postgres_refuses_when_it_is_mended_then_the_log_has_said_which_and_nothing_is_lost(
+def test_a_refused_statement_is_logged_and_nothing_is_lost_once_it_is_mended(
     desk: Desk,
 ) -> None:
     with capture_logs() as told:
@@ -122,7 +122,7 @@ def test_given_a_statement_that_postgres_refuses_when_it_is_mended_then_the_log_
     assert told[-1]["event"] == "Postgres is back"
 
 
-def test_given_a_running_job_when_it_is_delivered_again_then_the_copy_is_dropped_and_the_job_goes_on(
+def test_a_second_delivery_of_a_running_job_is_dropped(
     desk: Desk,
 ) -> None:
     job_id = submit(desk.database, LONG)
@@ -138,7 +138,7 @@ def test_given_a_running_job_when_it_is_delivered_again_then_the_copy_is_dropped
     assert state(desk.database, job_id) is JobState.CANCELLED
 
 
-def test_given_a_cancel_in_the_row_when_the_heartbeat_reads_it_then_the_partial_tokens_are_kept(desk: Desk) -> None:
+def test_a_cancel_read_by_the_heartbeat_keeps_the_partial_tokens(desk: Desk) -> None:
     job_id = submit(desk.database, LONG)
     desk.offer(job_id)
     assert desk.verdict() == (job_id, "started")
@@ -152,7 +152,7 @@ def test_given_a_cancel_in_the_row_when_the_heartbeat_reads_it_then_the_partial_
     until(lambda: desk.executor.blocks_used == 0)
 
 
-def test_given_a_deadline_that_passes_when_the_heartbeat_reads_it_then_the_job_expires(desk: Desk) -> None:
+def test_a_job_past_its_deadline_expires_at_the_heartbeat(desk: Desk) -> None:
     job_id = submit(desk.database, LONG)
     desk.offer(job_id)
     assert desk.verdict() == (job_id, "started")
@@ -163,7 +163,7 @@ def test_given_a_deadline_that_passes_when_the_heartbeat_reads_it_then_the_job_e
     assert state(desk.database, job_id) is JobState.EXPIRED
 
 
-def test_given_another_holder_of_the_fence_when_the_heartbeat_finds_out_then_nothing_more_is_written(
+def test_nothing_more_is_written_once_another_head_holds_the_fence(
     desk: Desk,
 ) -> None:
     job_id = submit(desk.database, LONG)
@@ -177,7 +177,7 @@ def test_given_another_holder_of_the_fence_when_the_heartbeat_finds_out_then_not
     until(lambda: desk.executor.blocks_used == 0)
 
 
-def test_given_half_a_job_when_its_lease_is_given_back_then_another_claim_ends_it_with_the_same_tokens(
+def test_a_released_job_ends_elsewhere_with_the_same_tokens(
     desk: Desk,
 ) -> None:
     whole, interrupted = (submit(desk.database, 1_500, temperature=0.8) for _ in range(2))
@@ -198,7 +198,7 @@ def test_given_half_a_job_when_its_lease_is_given_back_then_another_claim_ends_i
     assert cell(desk.database, "SELECT crashes FROM jobs WHERE id = :id", id=interrupted) == 0
 
 
-def test_given_a_pipeline_that_forms_when_jobs_are_offered_then_they_wait_unclaimed_until_it_is_ready(
+def test_jobs_wait_unclaimed_until_the_pipeline_is_ready(
     desk: Desk,
 ) -> None:
     desk.ledger.lost()
@@ -213,7 +213,7 @@ def test_given_a_pipeline_that_forms_when_jobs_are_offered_then_they_wait_unclai
 
 
 @pytest.mark.parametrize("times", [TIMES, Times().scaled(1000)], ids=["usual", "no-heartbeat-for-long"])
-def test_given_two_suspects_when_offered_then_the_second_is_claimed_once_the_first_has_saved_tokens(desk: Desk) -> None:
+def test_a_second_suspect_is_claimed_once_the_first_has_saved_tokens(desk: Desk) -> None:
     first, second = submit(desk.database, LONG), submit(desk.database, LONG)
     change(desk.database, "UPDATE jobs SET crashes = 1")
     for job_id in (first, second):
@@ -238,7 +238,7 @@ def test_given_suspects_that_wait_when_the_ledger_closes_then_they_go_back_unrea
     assert [state(desk.database, job_id) for job_id in (second, good)] == [JobState.QUEUED] * 2
 
 
-def test_given_a_job_that_breaks_the_pipeline_alone_when_blamed_then_crashes_are_counted_to_its_end(
+def test_a_job_that_breaks_the_pipeline_alone_is_counted_to_its_end(
     desk: Desk,
 ) -> None:
     desk.engine.unwire()
@@ -254,7 +254,7 @@ def test_given_a_job_that_breaks_the_pipeline_alone_when_blamed_then_crashes_are
     assert (desk.blamed("crashed"), desk.blamed("failed"), desk.blamed("lost")) == (1, 1, 0)
 
 
-def test_given_a_blamed_job_with_tokens_when_given_back_then_they_are_kept_and_no_crash_is_counted(desk: Desk) -> None:
+def test_a_blamed_job_with_tokens_keeps_them_and_counts_no_crash(desk: Desk) -> None:
     job_id = submit(desk.database, LONG)
     desk.offer(job_id)
     assert desk.verdict() == (job_id, "started")
@@ -278,7 +278,7 @@ def test_given_shutdown_when_jobs_are_offered_then_they_go_back_unread(desk: Des
     assert state(desk.database, job_id) is JobState.QUEUED
 
 
-def test_given_a_job_that_outgrows_the_kv_when_more_of_it_comes_then_it_ends_with_the_same_tokens(desk: Desk) -> None:
+def test_a_job_that_outgrows_the_kv_ends_with_the_same_tokens(desk: Desk) -> None:
     whole, outgrown = submit(desk.database, 300), submit(desk.database, 300)
     desk.offer(whole)
     assert [desk.verdict(), desk.verdict()] == [(whole, "started"), (whole, "succeeded")]
@@ -301,7 +301,7 @@ def test_given_a_job_that_outgrows_the_kv_when_more_of_it_comes_then_it_ends_wit
     assert cell(desk.database, "SELECT crashes FROM jobs WHERE id = :id", id=outgrown) == 0
 
 
-def test_given_kv_for_one_job_when_three_are_claimed_then_two_are_parked_until_there_is_room(desk: Desk) -> None:
+def test_two_of_three_jobs_are_parked_while_the_kv_holds_one(desk: Desk) -> None:
     desk.rebuild(num_blocks=1)
     desk.engine.unwire()
     first, *others = ids = [submit(desk.database, 12) for _ in range(3)]
@@ -317,7 +317,7 @@ def test_given_kv_for_one_job_when_three_are_claimed_then_two_are_parked_until_t
     assert [cell(desk.database, is_parked, id=job_id) for job_id in ids] == [False] * 3
 
 
-def test_given_a_parked_job_that_a_relay_took_when_there_is_room_then_it_does_not_run_here(desk: Desk) -> None:
+def test_a_parked_job_taken_by_a_relay_does_not_run_here(desk: Desk) -> None:
     desk.rebuild(num_blocks=1)
     desk.engine.unwire()
     first, parked = submit(desk.database, 12), submit(desk.database, 12)
@@ -345,7 +345,7 @@ def test_given_running_jobs_when_a_stage_comes_back_with_less_kv_then_none_fails
     assert saved_tokens(desk.database, job_id) > 130
 
 
-def test_given_a_step_in_flight_when_the_head_is_held_back_then_nobody_is_late_with_its_answer(
+def test_a_head_that_is_held_back_calls_no_answer_late(
     executor: Executor,
 ) -> None:
     scheduler = Scheduler(scheduler_config())
@@ -360,9 +360,7 @@ def test_given_a_step_in_flight_when_the_head_is_held_back_then_nobody_is_late_w
 
 
 @pytest.mark.parametrize("times", [TIMES.model_copy(update={"lease_s": 3_600.0})], ids=["lease of an hour"])
-def test_given_a_machine_that_was_suspended_when_it_wakes_then_no_step_is_made_before_a_heartbeat_is_back(
-    desk: Desk, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_head_makes_no_step_after_suspension_before_a_heartbeat(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
     suspended_s = [0.0]
     for module in (engine_module, ledger_module, claiming_module):
         monkeypatch.setattr(module, "lease_clock_s", lambda: lease_clock_s() + suspended_s[0])

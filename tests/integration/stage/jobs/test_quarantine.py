@@ -124,7 +124,7 @@ def between(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], None]], N
     return arrange
 
 
-def test_given_a_job_that_becomes_a_suspect_between_choice_and_claim_then_nobody_is_claimed_with_it(
+def test_a_job_that_becomes_a_suspect_before_its_claim_is_claimed_alone(
     database: Database, make_head: Callable[[], Head], between: Callable[[Callable[[], None]], None]
 ) -> None:
     poison, innocent = submit(database, 2)
@@ -139,7 +139,7 @@ def test_given_a_job_that_becomes_a_suspect_between_choice_and_claim_then_nobody
     assert head.turn() == [poison]
 
 
-def test_given_two_heads_that_chose_the_same_suspect_when_they_claim_then_one_has_it_and_no_job_is_lost(
+def test_two_heads_that_chose_one_suspect_lose_no_job(
     database: Database, make_head: Callable[[], Head], between: Callable[[Callable[[], None]], None]
 ) -> None:
     suspect, other = submit(database, 2)
@@ -158,7 +158,7 @@ def test_given_two_heads_that_chose_the_same_suspect_when_they_claim_then_one_ha
     assert second.turn() == [other], "it waited, and its ticket was kept"
 
 
-def test_given_a_cancel_between_choice_and_claim_of_a_suspect_then_it_is_not_claimed_and_others_are_next(
+def test_a_suspect_cancelled_before_its_claim_makes_way_for_others(
     database: Database, make_head: Callable[[], Head], between: Callable[[Callable[[], None]], None]
 ) -> None:
     suspect, other = submit(database, 2)
@@ -178,7 +178,7 @@ def test_given_a_cancel_between_choice_and_claim_of_a_suspect_then_it_is_not_cla
     assert head.turn() == [other]
 
 
-def test_given_a_suspect_that_another_head_proved_meanwhile_when_claimed_then_it_is_alone_all_the_same(
+def test_a_suspect_proven_by_another_head_is_still_claimed_alone(
     database: Database, make_head: Callable[[], Head], between: Callable[[Callable[[], None]], None]
 ) -> None:
     suspect, other = submit(database, 2)
@@ -278,7 +278,7 @@ def worker(database: Database, executor: Executor, redis_url: str) -> Iterator[t
             yield Worker(app=app, database=database), desk
 
 
-def test_given_arrivals_of_the_best_priority_without_end_when_a_suspect_has_a_seat_then_it_is_claimed_in_two_heartbeats(
+def test_a_suspect_with_a_seat_is_claimed_within_two_heartbeats_of_endless_arrivals(
     database: Database, worker: tuple[Worker, Desk], rounds: Rounds, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     head, desk = worker

@@ -45,9 +45,7 @@ def epochs_of(engine: Engine, head: str, *, lease_s: float = LONG_S) -> Epochs:
     return Epochs(engine, NAME, model="m", fingerprint="w", head=head, lease_s=lease_s)
 
 
-def test_given_a_head_that_lives_when_a_second_of_its_name_comes_then_it_waits_until_the_first_has_gone(
-    engine: Engine, pipes: Pipes
-) -> None:
+def test_a_second_head_of_one_name_waits_until_the_first_has_gone(engine: Engine, pipes: Pipes) -> None:
     pipes.stage(8, 12)
     pipes.stage(8, 12)
     first_epochs = epochs_of(engine, "first@here")
@@ -75,7 +73,7 @@ def test_given_a_head_that_was_killed_when_it_starts_again_then_it_goes_on_at_on
         killed.take()  # It was alive after all: a twin takes the name once, at its start, and not for ever.
 
 
-def test_given_an_epoch_whose_answer_was_lost_when_the_next_is_taken_then_the_head_does_not_wait_for_its_own_lease(
+def test_a_head_does_not_wait_for_its_own_lease_after_a_lost_answer(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     epochs = epochs_of(engine, "head@here")
@@ -88,7 +86,7 @@ def test_given_an_epoch_whose_answer_was_lost_when_the_next_is_taken_then_the_he
     assert epochs.take() == 3
 
 
-def test_given_postgres_away_when_an_epoch_is_wanted_then_it_says_so_and_an_end_is_no_error() -> None:
+def test_an_epoch_wanted_without_postgres_says_so_and_may_be_given_up() -> None:
     away = connect("postgresql://nobody@127.0.0.1:1/none")
     epochs = epochs_of(away, "head@here")
     with pytest.raises(Unavailable, match="Postgres is away"):

@@ -85,9 +85,7 @@ def ending(told: list[Any]) -> type[BaseException]:
     return type(value.exception.exc)
 
 
-def test_given_a_message_when_its_job_succeeds_then_celery_hears_started_and_the_value(
-    pool: EnginePool, desk: NotedDesk
-) -> None:
+def test_celery_hears_started_and_the_value_of_a_succeeded_job(pool: EnginePool, desk: NotedDesk) -> None:
     job_id = str(uuid4())
     told = deliver(pool, job_id, job_id)
     (ticket,) = desk.offered
@@ -134,7 +132,7 @@ def test_given_two_final_verdicts_when_they_are_settled_then_the_first_counts(
 
 
 @pytest.mark.parametrize("arguments", [(), ("nonsense",), (None,), (str(uuid4()),), (str(uuid4()), 2)])
-def test_given_a_message_without_its_jobs_id_when_it_arrives_then_it_is_dropped_unread(
+def test_a_message_without_its_jobs_id_is_dropped_unread(
     arguments: tuple[object, ...], pool: EnginePool, desk: NotedDesk
 ) -> None:
     told = deliver(pool, str(uuid4()), *arguments)
@@ -144,9 +142,7 @@ def test_given_a_message_without_its_jobs_id_when_it_arrives_then_it_is_dropped_
     assert ending(told) is Ignore
 
 
-def test_given_jobs_that_outlast_the_drain_when_the_pool_stops_then_they_are_given_back(
-    pool: EnginePool, desk: NotedDesk
-) -> None:
+def test_a_stopping_pool_gives_back_jobs_that_outlast_the_drain(pool: EnginePool, desk: NotedDesk) -> None:
     pool._drain_s = 0.5
     job_id = str(uuid4())
     told = deliver(pool, job_id, job_id)
@@ -157,9 +153,7 @@ def test_given_jobs_that_outlast_the_drain_when_the_pool_stops_then_they_are_giv
     assert ending(told) is Ignore
 
 
-def test_given_connections_that_are_lost_when_messages_come_again_then_the_pool_counts_its_seats_over_all_of_them(
-    pool: EnginePool, desk: NotedDesk
-) -> None:
+def test_the_pool_counts_its_seats_over_all_lost_connections(pool: EnginePool, desk: NotedDesk) -> None:
     """kombu asks before each message; after a reconnect its own count begins at 0."""
     for _ in range(20):
         for _ in range(pool.limit):

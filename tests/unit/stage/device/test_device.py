@@ -84,7 +84,7 @@ def test_given_a_held_core_when_another_worker_takes_it_then_the_holder_is_named
     take(tmp_path, worker="second").release()
 
 
-def test_given_two_workers_that_agree_to_share_when_both_take_a_core_then_an_exclusive_one_is_refused(
+def test_an_exclusive_worker_is_refused_a_shared_core(
     tmp_path: Path,
 ) -> None:
     first, second = take(tmp_path, shared=True), take(tmp_path, worker="second", shared=True)
@@ -97,7 +97,7 @@ def test_given_two_workers_that_agree_to_share_when_both_take_a_core_then_an_exc
     take(tmp_path, worker="third").release()
 
 
-def test_given_a_holder_that_is_killed_when_its_core_is_taken_then_the_kernel_has_freed_it(tmp_path: Path) -> None:
+def test_the_kernel_frees_the_core_of_a_killed_holder(tmp_path: Path) -> None:
     script = (
         "import sys; from pathlib import Path; from services.stage.device.device import Device;"
         f"device = Device.take('cpu:{CORE}', worker='victim', lock_folder=Path(sys.argv[1]));"
@@ -139,7 +139,7 @@ def test_given_no_such_gpu_when_taken_then_it_is_said(tmp_path: Path) -> None:
         Device.take("cuda:99", worker="first", lock_folder=tmp_path)
 
 
-def test_given_no_room_for_the_holders_name_when_a_core_is_taken_then_it_is_held_all_the_same(tmp_path: Path) -> None:
+def test_a_core_is_held_though_its_holders_name_cannot_be_written(tmp_path: Path) -> None:
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
     try:
@@ -152,7 +152,7 @@ def test_given_no_room_for_the_holders_name_when_a_core_is_taken_then_it_is_held
     locks.release()
 
 
-def test_given_a_lock_folder_that_is_a_file_when_a_device_is_taken_then_the_setting_is_named(tmp_path: Path) -> None:
+def test_a_lock_folder_that_is_a_file_names_the_setting(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
 
     with pytest.raises(Invalid, match="SHARDLINE_LOCK_DIR"):

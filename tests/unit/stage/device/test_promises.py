@@ -45,9 +45,7 @@ def other(tmp_path: Path) -> Iterator[Promises]:
     promises.release()
 
 
-def test_given_a_promise_when_another_looks_then_it_counts_until_it_is_kept_or_its_maker_is_gone(
-    tmp_path: Path, other: Promises
-) -> None:
+def test_a_promise_counts_until_it_is_kept_or_its_maker_is_gone(tmp_path: Path, other: Promises) -> None:
     mine = Promises(tmp_path)
     other.make(5 * MIB)
     assert (mine.others(), mine.others(same_cgroup=True), other.others()) == (5 * MIB, 5 * MIB, 0)
@@ -71,9 +69,7 @@ Promises(Path({str(tmp_path)!r})).make({9 * MIB}); os.kill(os.getpid(), 9)"""
     assert len(list(tmp_path.glob("memory-*.promise"))) == 1
 
 
-def test_given_another_stage_that_loads_when_memory_is_asked_for_then_its_promise_is_not_free(
-    device: Device, other: Promises
-) -> None:
+def test_memory_promised_to_a_loading_stage_is_not_free(device: Device, other: Promises) -> None:
     assert device.available_bytes() > 0
 
     other.make(ALL_BYTES)
@@ -81,18 +77,14 @@ def test_given_another_stage_that_loads_when_memory_is_asked_for_then_its_promis
     assert device.available_bytes() == 0
 
 
-def test_given_memory_that_another_was_promised_when_a_stage_starts_then_it_is_refused_with_the_figures(
-    device: Device, other: Promises
-) -> None:
+def test_a_stage_is_refused_memory_promised_to_another_with_the_figures(device: Device, other: Promises) -> None:
     other.make(ALL_BYTES)
 
     with pytest.raises(Invalid, match=r"other stages of this host are about to take"):
         memory.check_fits(1024 * MIB, None, device)
 
 
-def test_given_a_stage_that_has_taken_its_memory_when_others_look_then_its_promise_is_kept(
-    device: Device, other: Promises
-) -> None:
+def test_a_promise_is_kept_once_the_stage_has_taken_its_memory(device: Device, other: Promises) -> None:
     memory.check_fits(8 * MIB, 4 * MIB, device)
     assert other.others() > 12 * MIB
 

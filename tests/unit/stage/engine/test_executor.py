@@ -108,7 +108,7 @@ def test_given_chunks_that_want_nothing_when_run_then_the_last_gives_the_same_to
     assert second.tokens == whole.tokens
 
 
-def test_given_a_reset_when_the_history_is_opened_again_then_the_next_token_is_the_same(stages: list[Executor]) -> None:
+def test_the_next_token_is_the_same_when_the_history_is_opened_again(stages: list[Executor]) -> None:
     (token,) = run(stages, plan(PREFILL, opens=(opening(),))).tokens
     expected = run(stages, plan(Row(0, 5, 1, (token,), (), wants=True)))
     for stage in stages:
@@ -158,14 +158,14 @@ def test_given_a_plan_that_does_not_fit_when_run_then_it_is_a_protocol_error(
         (torch.zeros(5, 32, dtype=torch.bfloat16), "of torch.bfloat16"),
     ],
 )
-def test_given_other_activations_than_the_plan_needs_when_run_then_it_is_a_protocol_error(
+def test_activations_that_do_not_fit_the_plan_are_a_protocol_error(
     hidden: Tensor | None, shown: str, stages: list[Executor]
 ) -> None:
     with pytest.raises(ProtocolError, match=rf"activations \(5, 32\) of torch\.float32 are needed, .*{shown}"):
         stages[1].run(plan(PREFILL, opens=(opening(),)), hidden)
 
 
-def test_given_activations_that_are_not_finite_when_the_tail_runs_then_only_their_sequence_is_bad(
+def test_activations_that_are_not_finite_spoil_only_their_sequence(
     stages: list[Executor],
 ) -> None:
     step = plan(PREFILL, Row(1, 0, 5, (), (1,), wants=True), opens=(opening(), opening(1)))

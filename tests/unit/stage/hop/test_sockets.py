@@ -92,7 +92,7 @@ def test_a_key_pair_follows_from_its_secret_and_is_never_shown() -> None:
     assert repr(one) == "CurveKeys(…)"
 
 
-def test_hops_over_tcp_without_a_key_are_refused_unless_somebody_says_that_they_may_be_open() -> None:
+def test_hops_over_tcp_without_a_key_are_refused_unless_declared_insecure() -> None:
     tcp = StageSettings(model="m", hop_transport="tcp", hop_bind="127.0.0.1")
 
     with pytest.raises(Invalid, match=r"SHARDLINE_HOP_SECRET_KEY: hops over tcp need a key\. Make one"):

@@ -61,9 +61,7 @@ def rewritten(beats: list[Beat]) -> int:
     return sum(beat.start + len(beat.logprobs) for beat in beats if beat.logprobs)
 
 
-def test_given_many_long_jobs_with_logprobs_when_they_beat_then_each_beat_is_bounded_and_each_job_has_its_turn() -> (
-    None
-):
+def test_each_beat_of_long_jobs_with_logprobs_is_bounded_and_takes_turns() -> None:
     jobs = [live(4_000, 10) for _ in range(64)]
     saved: list[set[object]] = []
     for _ in range(32):
@@ -75,19 +73,19 @@ def test_given_many_long_jobs_with_logprobs_when_they_beat_then_each_beat_is_bou
     assert all(len(beat.ids) == len(beat.logprobs) for beat in beats)
 
 
-def test_given_one_job_over_the_bound_among_small_ones_when_they_beat_then_it_is_saved_alone_and_soon() -> None:
+def test_one_job_over_the_bound_among_small_ones_is_saved_alone_and_soon() -> None:
     jobs = [*(live(1_000, 10) for _ in range(4)), live(2 * MAX_REWRITTEN, 10)]
     first, second = save(jobs), save(jobs)
     assert [len(beat.ids) for beat in first] == [10, 10, 10, 10, 0]
     assert [len(beat.ids) for beat in second] == [0, 0, 0, 0, 10]
 
 
-def test_given_jobs_without_logprobs_when_they_beat_then_all_of_their_tokens_are_saved() -> None:
+def test_all_tokens_of_jobs_without_logprobs_are_saved() -> None:
     jobs = [live(100_000, 5, with_logprobs=False) for _ in range(64)]
     assert all(len(beat.ids) == 5 for beat in save(jobs))
 
 
-def test_given_first_tokens_among_long_jobs_when_they_beat_then_they_are_saved_at_once() -> None:
+def test_first_tokens_among_long_jobs_are_saved_at_once() -> None:
     jobs = [live(4_000, 10) for _ in range(64)]
     for _ in range(3):
         save(jobs)

@@ -57,7 +57,7 @@ def claimed(
     return [one.job_id for one in claimable(tickets, suspects, SEATS, moment)]
 
 
-def test_given_more_tickets_than_seats_when_claimed_then_batch_jobs_leave_the_reserve_to_interactive_ones() -> None:
+def test_batch_jobs_leave_the_reserve_of_seats_to_interactive_ones() -> None:
     batch = [ticket(f"batch {number}", priority=5 + number) for number in range(9)]
     urgent = [ticket(f"urgent {number}", priority=3) for number in range(3)]
 
@@ -67,14 +67,14 @@ def test_given_more_tickets_than_seats_when_claimed_then_batch_jobs_leave_the_re
     assert claimed(batch, live=[Live()] * 3) == ["batch 0"]
 
 
-def test_given_a_suspect_among_others_when_prompts_are_computed_then_only_the_suspect_waits() -> None:
+def test_only_the_suspect_waits_while_prompts_are_computed() -> None:
     offered = [ticket("a"), ticket("suspect"), ticket("b")]
 
     assert claimed(offered, ["suspect"], [Live(is_unproven=True)]) == ["a", "b"]
     assert claimed(offered, ["suspect"], [Live()]) == ["suspect"]
 
 
-def test_given_arrivals_without_end_when_a_suspect_waits_then_it_is_claimed_within_two_heartbeats() -> None:
+def test_a_suspect_is_claimed_within_two_heartbeats_of_endless_arrivals() -> None:
     """Each arrival is claimed while it may, and none of them ever gets a token."""
     live = [Live(is_unproven=True)]
     for beat in range(3):
@@ -88,25 +88,25 @@ def test_given_arrivals_without_end_when_a_suspect_waits_then_it_is_claimed_with
     assert beat * BEAT_S <= 2.0
 
 
-def test_given_a_suspect_that_has_waited_when_others_compute_their_prompts_then_no_more_are_claimed() -> None:
+def test_no_more_jobs_are_claimed_once_a_suspect_has_waited() -> None:
     offered = [ticket("suspect", waited_s=quarantine.PATIENCE_BEATS * BEAT_S), ticket("new")]
 
     assert claimed(offered, ["suspect"], [Live(is_unproven=True)]) == []
 
 
-def test_given_an_engine_that_hangs_when_a_suspect_is_overdue_then_it_is_not_drawn_in() -> None:
+def test_an_overdue_suspect_is_not_claimed_into_a_hanging_engine() -> None:
     offered = [ticket("suspect", waited_s=60.0)]
 
     assert claimed(offered, ["suspect"], [Live(is_unproven=True)], is_moving=False) == []
 
 
-def test_given_a_suspect_without_a_free_seat_when_it_waits_then_it_holds_up_nobody_who_has_one() -> None:
+def test_a_suspect_without_a_free_seat_holds_up_nobody_who_has_one() -> None:
     offered = [ticket("suspect", waited_s=60.0), ticket("urgent", priority=0)]
 
     assert claimed(offered, ["suspect"], [Live()] * 4) == ["urgent"]
 
 
-def test_given_a_suspect_that_runs_when_its_prompt_is_long_then_others_wait_for_some_steps_and_no_longer() -> None:
+def test_others_wait_a_bounded_number_of_steps_for_a_suspects_long_prompt() -> None:
     suspect = Live(is_unproven=True, crashes=1, began_step=7)
 
     assert claimed([ticket("new")], live=[suspect], num_steps=7 + ISOLATED_STEPS - 1) == []
@@ -114,7 +114,7 @@ def test_given_a_suspect_that_runs_when_its_prompt_is_long_then_others_wait_for_
     assert claimed([ticket("new")], live=[suspect], num_steps=0) == [], "the count starts anew with an epoch"
 
 
-def test_given_several_suspects_when_none_runs_then_the_first_in_their_order_is_claimed_alone() -> None:
+def test_the_first_of_several_suspects_is_claimed_alone() -> None:
     offered = [ticket("b"), ticket("a"), ticket("other")]
 
     assert claimed(offered, ["a", "b"]) == ["a"]

@@ -105,9 +105,7 @@ def test_given_heads_when_turned_then_each_bit_is_the_model_s(dim: int, dtype: t
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_given_views_of_one_wide_product_when_fused_then_they_are_read_where_they_lie(
-    dtype: torch.dtype, kernel: Kernel
-) -> None:
+def test_fused_views_of_one_wide_product_are_read_in_place(dtype: torch.dtype, kernel: Kernel) -> None:
     # Given query, key, and the two inputs of an MLP's product, side by side in memory
     wide = draw(1, ROWS, 6 * 64, dtype=dtype)
     query, key = (part.unflatten(-1, (-1, 64)).transpose(1, 2) for part in wide.split([4 * 64, 2 * 64], dim=-1))
@@ -186,7 +184,7 @@ def test_given_something_else_when_fused_then_it_is_left_alone(module: nn.Module
     assert parent["part"] is module
 
 
-def test_given_a_model_that_turns_neighbours_when_fused_then_its_positions_are_left_alone(kernel: Kernel) -> None:
+def test_positions_of_a_model_that_rotates_neighbors_are_not_fused(kernel: Kernel) -> None:
     layer = modeling_cohere.CohereAttention(tf.CohereConfig(**COMMON), 0)
 
     assert fuse(nn.ModuleDict({"attention": layer}), kernel) == 0

@@ -51,9 +51,7 @@ def test_given_a_prefill_when_few_rows_are_wanted_then_their_logits_are_those_of
 
 @pytest.mark.parametrize("asked", [True, False], ids=["narrowed", "written"])
 @torch.inference_mode()
-def test_given_a_prefill_of_which_little_is_wanted_when_decoding_then_the_next_row_sees_all_of_it(
-    forward: Forward, asked: bool
-) -> None:
+def test_a_row_after_a_narrowed_prefill_attends_to_all_of_it(forward: Forward, asked: bool) -> None:
     forward.wanted([PROMPT], ids([PROMPT]), list(range(NUM_TOKENS)))
     expected = forward.wanted([NEXT], ids([NEXT]), [0])
     for store in (*forward.kv.keys.values(), *forward.kv.values.values()):

@@ -38,9 +38,7 @@ def test_given_a_commit_when_read_then_it_is_that_one_and_its_row_says_so(hub: P
 
 
 @pytest.mark.parametrize("revision", [None, "main"])
-def test_given_a_revision_that_moves_when_read_then_its_commit_is_kept_and_a_warning_names_it(
-    hub: Path, revision: str | None
-) -> None:
+def test_the_commit_of_a_moving_revision_is_kept_and_warned_of(hub: Path, revision: str | None) -> None:
     with capture_logs() as logs:
         info = ModelInfo.read("owner/name", revision)
 

@@ -18,7 +18,7 @@ def mapped_linear(path: Path) -> nn.Linear:
     return linear
 
 
-def test_given_a_mapped_weight_when_owned_then_a_change_of_its_file_does_not_reach_it(tmp_path: Path) -> None:
+def test_owned_weights_do_not_change_with_their_file(tmp_path: Path) -> None:
     path = tmp_path / "weights"
     linear, other = mapped_linear(path), mapped_linear(path)
 

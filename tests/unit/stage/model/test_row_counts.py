@@ -55,7 +55,7 @@ def old_rule(run: Run) -> bool:
 
 
 @pytest.mark.parametrize("bad", [{2, 4, 8}, {32}, {120}, {192, 224, 256}, {512}, set(RUNGS) - {64}], ids=str)
-def test_given_one_changed_element_in_100_000_when_tried_then_its_row_counts_are_left_out(bad: set[int]) -> None:
+def test_row_counts_that_change_one_element_in_100_000_are_left_out(bad: set[int]) -> None:
     run = spoiled(bad)
     assert old_rule(run), "its predecessor would have allowed all of them"
 
@@ -78,7 +78,7 @@ def test_given_several_outputs_when_tried_then_each_is_compared() -> None:
     assert fitting_counts(several) == tuple(count for count in RUNGS if count >= 40)
 
 
-def test_given_another_order_of_summation_when_rows_tell_then_it_shows_a_hundred_times_as_often() -> None:
+def test_telling_rows_show_another_order_of_summation_far_more_often() -> None:
     # Given one weight, and its product in bfloat16 summed in two orders
     width, outputs = 512, 192
     generator = torch.Generator().manual_seed(2)
@@ -120,9 +120,7 @@ def test_given_an_answer_on_disk_when_asked_again_then_nothing_is_tried(tmp_path
 
 
 @pytest.mark.parametrize("text", ["", "[", "[40, 41]", "[2, 4]", "3", "{}"])
-def test_given_an_answer_that_this_version_did_not_write_when_asked_then_it_is_tried_again(
-    text: str, tmp_path: Path
-) -> None:
+def test_an_answer_written_by_another_version_is_probed_again(text: str, tmp_path: Path) -> None:
     ladder_of(product(lambda x: x), "here", tmp_path)
     (stored,) = tmp_path.iterdir()
     stored.write_text(text)

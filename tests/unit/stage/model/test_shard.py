@@ -66,7 +66,7 @@ def test_given_a_generation_config_when_read_then_its_ends_count(
     assert ModelInfo.read(path).eos_ids == ids
 
 
-def test_given_a_rope_that_follows_the_batch_when_read_then_the_context_ends_before_it_does(tmp_path: Path) -> None:
+def test_the_context_ends_before_a_rope_follows_the_batch(tmp_path: Path) -> None:
     path = save_model(tmp_path)
     rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 128}
     edit(path, rope_parameters=rope)
@@ -82,9 +82,7 @@ def test_given_a_rope_that_follows_the_batch_when_read_then_the_context_ends_bef
     ],
     ids=["phi-3-128k", "legacy dynamic"],
 )
-def test_given_a_rope_as_older_configs_write_it_when_a_head_registers_the_model_then_doors_take_what_the_head_takes(
-    config: dict[str, Any], tmp_path: Path
-) -> None:
+def test_doors_and_heads_read_a_rope_of_older_configs_alike(config: dict[str, Any], tmp_path: Path) -> None:
     path = save_model(tmp_path, config.get("model_type", "llama"))
     edit(path, rope_parameters=None, max_position_embeddings=4096, **config)
     info = ModelInfo.read(path)
@@ -188,7 +186,7 @@ def test_given_no_model_when_read_then_it_is_said(
         ModelInfo.read(name)
 
 
-def test_given_a_missing_tensor_when_loaded_then_it_is_named_by_the_shard_that_needs_it(tmp_path: Path) -> None:
+def test_a_missing_tensor_is_named_by_the_shard_that_needs_it(tmp_path: Path) -> None:
     path = save_model(tmp_path)
     tensors = load_file(path / WEIGHTS)
     del tensors["model.layers.3.mlp.up_proj.weight"]
@@ -199,7 +197,7 @@ def test_given_a_missing_tensor_when_loaded_then_it_is_named_by_the_shard_that_n
         load(path, range(2, 4))
 
 
-def test_given_tensors_of_another_shape_than_the_config_when_loaded_then_they_are_named(tmp_path: Path) -> None:
+def test_tensors_of_another_shape_than_the_config_are_named(tmp_path: Path) -> None:
     path = save_model(tmp_path)
     edit(path, intermediate_size=64)
 

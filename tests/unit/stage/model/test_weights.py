@@ -56,7 +56,7 @@ def test_given_a_flipped_bit_under_the_same_times_when_fingerprinted_then_it_dif
     assert fingerprint(model, tmp_path / "cache") != first
 
 
-def test_given_weights_that_are_replaced_while_they_are_read_when_loaded_then_that_start_fails(model: Path) -> None:
+def test_weights_replaced_while_they_are_read_fail_that_start(model: Path) -> None:
     with unchanged(model):
         pass
     with pytest.raises(Unavailable, match="was written while it was read"), unchanged(model):
@@ -148,7 +148,7 @@ def test_given_a_hostile_index_when_weights_are_looked_for_then_it_is_refused(tm
         weight_files(tmp_path)
 
 
-def test_given_thousands_of_broken_files_when_checked_then_each_is_refused_or_as_long_as_it_says(model: Path) -> None:
+def test_each_of_thousands_of_broken_files_is_refused_or_as_long_as_it_says(model: Path) -> None:
     seed = random.randrange(1 << 32)
     print(f"seed {seed}")
     dice = random.Random(seed)
@@ -166,7 +166,7 @@ def test_given_thousands_of_broken_files_when_checked_then_each_is_refused_or_as
             continue
 
 
-def test_given_a_header_whose_shape_needs_other_bytes_when_checked_then_the_tensor_is_named(tmp_path: Path) -> None:
+def test_a_header_whose_shape_needs_other_bytes_names_the_tensor(tmp_path: Path) -> None:
     header = json.dumps({"embed": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 20]}}).encode()
     file = tmp_path / "model.safetensors"
     file.write_bytes(len(header).to_bytes(8, "little") + header + bytes(20))
@@ -175,7 +175,7 @@ def test_given_a_header_whose_shape_needs_other_bytes_when_checked_then_the_tens
         check_file(file)
 
 
-def test_given_only_a_pickle_when_weights_are_looked_for_then_safetensors_are_asked_for(tmp_path: Path) -> None:
+def test_weights_that_are_only_a_pickle_ask_for_safetensors(tmp_path: Path) -> None:
     (tmp_path / "pytorch_model.bin").touch()
 
     with pytest.raises(Invalid, match=r"only pytorch_model\.bin, no model\.safetensors.*save_pretrained"):

@@ -70,7 +70,7 @@ class Watch:
             self._vigil.look(self.now_s)
 
 
-def test_given_stages_that_each_take_long_when_one_after_the_other_is_done_then_nobody_hangs() -> None:
+def test_stages_that_each_take_long_in_turn_are_not_hung() -> None:
     stages = [Stage("second"), Stage("third"), Stage("tail")]
     watch = Watch(*stages)
     for stage in stages:
@@ -81,7 +81,7 @@ def test_given_stages_that_each_take_long_when_one_after_the_other_is_done_then_
     assert [stage.told for stage in stages] == [[], [], []]
 
 
-def test_given_a_stage_that_hangs_when_the_others_are_done_then_it_alone_is_told_to_exit() -> None:
+def test_only_the_stage_that_hangs_is_told_to_exit() -> None:
     second, tail = Stage("second"), Stage("tail")
     watch = Watch(second, tail)
     watch.wait(25)

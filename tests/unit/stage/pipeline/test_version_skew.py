@@ -48,9 +48,7 @@ def newer() -> Iterator[StageCard]:
     context.term()
 
 
-def test_given_a_stage_of_another_version_when_a_head_calls_it_then_the_head_says_which(
-    pipes: Pipes, newer: StageCard
-) -> None:
+def test_a_head_names_the_version_of_a_stage_of_another_one(pipes: Pipes, newer: StageCard) -> None:
     head = pipes.head(8, cards=lambda: [newer])
 
     reason = pipes.reason(head, f"protocol: the peer speaks protocol version {NEWER}, we speak {PROTOCOL_VERSION}")
@@ -69,7 +67,7 @@ def test_given_a_spare_of_our_version_when_a_head_meets_both_then_it_takes_the_s
     assert [member.worker for member in head.ready().members][1:] == [pipes.stages[0].link.card().worker]
 
 
-def test_given_a_stage_with_one_flipped_weight_when_a_head_looks_for_stages_then_both_fingerprints_are_named(
+def test_both_fingerprints_are_named_where_one_weight_differs(
     pipes: Pipes,
 ) -> None:
     flipped = "e" + "f" * 63

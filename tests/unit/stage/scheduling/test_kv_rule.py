@@ -23,7 +23,7 @@ def lasting(num_prompt: int, max_tokens: int) -> Request:
     return next(job for job in jobs if len(expected_output(job, max_tokens)) == max_tokens)
 
 
-def test_given_a_limit_beyond_the_pool_when_the_completion_ends_before_then_it_is_whole() -> None:
+def test_a_completion_within_the_pool_is_whole_though_its_limit_is_beyond() -> None:
     jobs = (request(str(number), num_prompt=20, max_tokens=1000) for number in count())
     job = next(job for job in jobs if len(expected_output(job, 1000)) < LIMIT - 20)
     pipeline = Pipeline(config(num_blocks=4, max_len=2000))
@@ -37,7 +37,7 @@ def test_given_a_limit_beyond_the_pool_when_the_completion_ends_before_then_it_i
 
 
 @pytest.mark.parametrize("num_lanes", [1, 2])
-def test_given_a_job_that_outgrows_the_pool_when_a_larger_one_goes_on_then_the_tokens_are_the_same(
+def test_a_job_that_outgrows_the_pool_goes_on_in_a_larger_one_with_the_same_tokens(
     num_lanes: int,
 ) -> None:
     job = lasting(num_prompt=20, max_tokens=300)
@@ -54,7 +54,7 @@ def test_given_a_job_that_outgrows_the_pool_when_a_larger_one_goes_on_then_the_t
 
 
 @pytest.mark.parametrize("num_prompt", [LIMIT, LIMIT + 1])
-def test_given_a_prompt_when_the_pool_holds_it_then_it_runs_else_it_goes_back_at_once(num_prompt: int) -> None:
+def test_a_prompt_runs_if_the_pool_holds_it_and_else_goes_back_at_once(num_prompt: int) -> None:
     pipeline = Pipeline(config(num_blocks=4))
     job = request(num_prompt=num_prompt, max_tokens=1)
 
@@ -66,7 +66,7 @@ def test_given_a_prompt_when_the_pool_holds_it_then_it_runs_else_it_goes_back_at
     assert isinstance(pipeline.ends[job.key], Outgrown if is_back_at_once else Finished)
 
 
-def test_given_running_jobs_when_a_new_epoch_has_less_kv_then_the_long_one_goes_back_and_the_others_go_on() -> None:
+def test_a_new_epoch_with_less_kv_gives_back_the_long_job_and_runs_the_others() -> None:
     pipeline = Pipeline(config())
     long, short = lasting(num_prompt=130, max_tokens=50), request("short", num_prompt=5, max_tokens=9)
     decoding(pipeline, long.key[0], num_prompt=130, max_tokens=50)

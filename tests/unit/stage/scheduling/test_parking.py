@@ -15,7 +15,7 @@ from shardline.store.claims import Claimed
 from tests.simulation.pipeline import Pipeline, config, decoding, expected_output, request
 
 
-def test_given_a_parked_job_when_there_is_room_then_it_is_called_once_and_runs_only_after_it_began() -> None:
+def test_a_parked_job_is_called_once_and_runs_only_after_it_began() -> None:
     pipeline = Pipeline(config())
     job = request(max_tokens=3, parked=True)
     pipeline.add(job)
@@ -41,7 +41,7 @@ def test_given_no_room_when_a_job_is_parked_then_it_is_called_as_soon_as_there_i
     assert pipeline.called == [("waits", 1)]
 
 
-def test_given_jobs_that_wait_and_have_begun_when_there_is_room_then_no_parked_one_is_called() -> None:
+def test_begun_jobs_that_wait_get_room_before_any_parked_one() -> None:
     pipeline = Pipeline(config(max_seats=1))
     for name, parked in (("runs", False), ("waits", False), ("parked", True)):
         pipeline.add(request(name, max_tokens=1, parked=parked))
@@ -53,7 +53,7 @@ def test_given_jobs_that_wait_and_have_begun_when_there_is_room_then_no_parked_o
     assert [name for name, _ in pipeline.ends] == ["runs", "waits", "parked"]
 
 
-def test_given_a_long_job_when_smaller_ones_keep_coming_then_they_pass_it_a_bounded_number_of_times() -> None:
+def test_smaller_jobs_pass_a_long_one_a_bounded_number_of_times() -> None:
     pipeline = Pipeline(config(num_blocks=4))
     decoding(pipeline, "runs", num_prompt=BLOCK_TOKENS, max_tokens=1000)
     long = request("long", num_prompt=4 * BLOCK_TOKENS, parked=True)
@@ -90,7 +90,7 @@ def parked(sizes: list[int], *, num_blocks: int, live: list[tuple[int, bool]]) -
     return sorted(job_id.int for job_id, _ in waiting)
 
 
-def test_given_claimed_rows_when_the_kv_holds_the_first_of_them_then_all_from_the_next_one_on_wait() -> None:
+def test_claimed_rows_behind_the_first_that_needs_more_kv_wait() -> None:
     assert parked([10, 64, 65, 1], num_blocks=4, live=[]) == [3]
     assert parked([10, 200, 1], num_blocks=4, live=[]) == [1, 2]
     assert parked([10, 20], num_blocks=4, live=[(130, False)]) == [1]

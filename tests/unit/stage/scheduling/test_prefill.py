@@ -25,7 +25,7 @@ def steps_to_first_token(pipeline: Pipeline, name: str) -> int:
 
 
 @pytest.mark.parametrize(("long_priority", "short_priority"), [(9, 0), (5, 5), (0, 9)])
-def test_given_a_long_prompt_in_prefill_when_a_short_one_arrives_then_its_first_token_comes_within_three_steps(
+def test_a_short_prompt_has_its_first_token_in_three_steps_beside_a_long_prefill(
     long_priority: int, short_priority: int
 ) -> None:
     pipeline = Pipeline(config(num_blocks=2_000, token_budget=512, max_len=120_000))
@@ -39,7 +39,7 @@ def test_given_a_long_prompt_in_prefill_when_a_short_one_arrives_then_its_first_
     assert steps_to_first_token(pipeline, "short") <= 3
 
 
-def test_given_many_long_prompts_when_an_urgent_one_arrives_then_its_first_token_comes_within_three_steps() -> None:
+def test_an_urgent_prompt_has_its_first_token_in_three_steps_among_long_ones() -> None:
     pipeline = Pipeline(config(num_blocks=2_000, token_budget=512, max_len=20_000))
     for number in range(7):
         pipeline.add(request(f"long {number}", num_prompt=10_000))
@@ -52,7 +52,7 @@ def test_given_many_long_prompts_when_an_urgent_one_arrives_then_its_first_token
     assert steps_to_first_token(pipeline, "urgent") <= 3
 
 
-def test_a_prefill_takes_half_of_what_is_left_while_others_wait_and_all_of_it_when_none_does() -> None:
+def test_a_prefill_takes_half_of_what_is_left_while_others_wait_else_all() -> None:
     pipeline = Pipeline(config(token_budget=400))
     pipeline.add(request("alone", num_prompt=500, max_tokens=1))
     assert shape(pipeline.schedule()) == [(0, 0, 400)]

@@ -276,7 +276,7 @@ def test_jobs_that_a_lost_epoch_gave_no_token_come_back_one_by_one() -> None:
     assert pipeline.outputs["b", 1] == expected_output(request("b", num_prompt=8), 9)
 
 
-def test_a_job_that_breaks_the_pipeline_again_while_it_is_the_only_suspect_is_blamed_alone() -> None:
+def test_the_only_suspect_that_breaks_the_pipeline_again_is_blamed_alone() -> None:
     pipeline = Pipeline(config())
     for name in ("poison", "good", "better"):
         pipeline.add(request(name, max_tokens=9))
