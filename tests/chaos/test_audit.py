@@ -51,13 +51,13 @@ def write(database_url: str, name: str, change: str, job_id: UUID) -> None:
 
 
 @pytest.mark.parametrize("change", [BEAT, CUT_SHORT, END, REQUEUE, SAVE])
-def test_given_a_job_when_its_holder_writes_then_nothing_is_found(database_url: str, job_id: UUID, change: str) -> None:
+def test_writes_of_the_holder_are_no_finding(database_url: str, job_id: UUID, change: str) -> None:
     write(database_url, HOLDER, change, job_id)
     assert audit.stale_writes(database_url) == []
 
 
 @pytest.mark.parametrize("change", [BEAT, END, REQUEUE, SAVE])
-def test_given_a_job_when_another_head_writes_then_it_is_found(database_url: str, job_id: UUID, change: str) -> None:
+def test_a_write_of_another_head_is_found(database_url: str, job_id: UUID, change: str) -> None:
     write(database_url, OTHER, change, job_id)
     (finding,) = audit.stale_writes(database_url)
     assert (finding.invariant, finding.count, finding.job_id) == ("I3", "stale_commits", job_id)
@@ -81,9 +81,7 @@ def test_a_lease_taken_by_a_wrong_clock_is_found(database_url: str, job_id: UUID
     assert [finding.job_id for finding in audit.stale_writes(database_url)] == [job_id]
 
 
-def test_given_a_running_job_when_somebody_asks_to_cancel_it_then_nothing_is_found(
-    database_url: str, job_id: UUID
-) -> None:
+def test_a_cancel_request_for_a_running_job_is_no_finding(database_url: str, job_id: UUID) -> None:
     write(database_url, "gateway", CANCEL, job_id)
     assert audit.stale_writes(database_url) == []
 

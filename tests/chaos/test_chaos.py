@@ -28,7 +28,7 @@ KINDS = (
 )
 
 
-def test_given_faults_under_load_when_all_is_over_then_every_invariant_holds() -> None:
+def test_every_invariant_holds_after_faults_under_load() -> None:
     report = run(
         Options(seed=SEED, minutes=5, time_scale=TIME_SCALE), chosen(",".join(KINDS)), print, max_faults=NUM_FAULTS
     )

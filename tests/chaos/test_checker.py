@@ -71,7 +71,7 @@ def read(job_id: UUID, *tokens: int) -> Watched:
     )
 
 
-def test_given_an_honest_life_when_judged_then_nothing_is_found(database_url: str, job_id: UUID) -> None:
+def test_an_honest_life_is_no_finding(database_url: str, job_id: UUID) -> None:
     assert found(database_url, job_id, read(job_id, *TOKENS)) == []
 
 
@@ -151,7 +151,7 @@ def test_given_an_honest_life_when_judged_then_nothing_is_found(database_url: st
         ),
     ],
 )
-def test_given_a_violation_in_the_rows_when_judged_then_it_is_found(
+def test_a_violation_in_the_rows_is_found(
     database_url: str, job_id: UUID, change: str, expected: tuple[str, str]
 ) -> None:
     with psycopg.connect(database_url) as connection:
@@ -160,9 +160,7 @@ def test_given_a_violation_in_the_rows_when_judged_then_it_is_found(
     assert expected in found(database_url, job_id)
 
 
-def test_given_no_undisturbed_run_when_judged_then_a_job_is_held_to_its_own_result(
-    database_url: str, job_id: UUID
-) -> None:
+def test_a_job_is_held_to_its_own_result_without_an_undisturbed_run(database_url: str, job_id: UUID) -> None:
     asked, stream = [Asked(id=job_id, number=0, door="sql", promised=True)], read(job_id, *TOKENS)
     assert judge(database_url, asked, [stream], None) == []
     with psycopg.connect(database_url) as connection:
@@ -170,7 +168,7 @@ def test_given_no_undisturbed_run_when_judged_then_a_job_is_held_to_its_own_resu
     assert {"token_mismatches", "retracted"} == {one.count for one in judge(database_url, asked, [stream], None)}
 
 
-def test_given_a_job_of_an_unknown_id_when_judged_then_it_is_a_duplicate(database_url: str, job_id: UUID) -> None:
+def test_a_job_of_an_unknown_id_is_a_duplicate(database_url: str, job_id: UUID) -> None:
     with psycopg.connect(database_url) as connection:
         connection.execute(JOB, {"id": uuid4(), "state": "queued"})
     assert found(database_url, job_id) == [("I2", "duplicated")]
@@ -184,9 +182,7 @@ def test_given_a_job_of_an_unknown_id_when_judged_then_it_is_a_duplicate(databas
         pytest.param((11, 12, 13, 14, 14), id="a token too many"),
     ],
 )
-def test_given_a_stream_unlike_the_result_when_judged_then_it_is_retracted(
-    database_url: str, job_id: UUID, tokens: tuple[int, ...]
-) -> None:
+def test_a_stream_unlike_the_result_is_retracted(database_url: str, job_id: UUID, tokens: tuple[int, ...]) -> None:
     assert found(database_url, job_id, read(job_id, *tokens)) == [("I9", "retracted")]
 
 
@@ -210,7 +206,7 @@ def test_a_streamed_log_probability_unlike_the_result_is_counted(database_url: s
     assert found(database_url, job_id, watched) == [("I9", "logprob_mismatches")]
 
 
-def test_given_a_stream_with_a_gap_when_judged_then_it_is_retracted(database_url: str, job_id: UUID) -> None:
+def test_a_stream_with_a_gap_is_retracted(database_url: str, job_id: UUID) -> None:
     watched = read(job_id, *TOKENS)
     watched.gaps.append("an event starts at 3, 2 tokens were there")
     assert found(database_url, job_id, watched) == [("I9", "retracted")]

@@ -61,7 +61,7 @@ def process(tmp_path: Path) -> Iterator[Shifted]:
         yield Shifted(clock=clock, pid=child.pid, told=told)
 
 
-def test_given_a_process_when_its_clock_is_shifted_then_only_its_wall_clock_jumps(process: Shifted) -> None:
+def test_a_shifted_clock_moves_only_the_wall_clock_of_its_process(process: Shifted) -> None:
     before = process.told()
     assert abs(before.wall_s - time.time()) < NEAR_S
     for shift_s in (HOUR_S, -HOUR_S, 0.0):

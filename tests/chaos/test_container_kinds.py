@@ -31,11 +31,11 @@ def test_no_two_faults_share_a_kind_and_no_kind_has_a_comma() -> None:
         "docker restart {}",
     ],
 )
-def test_given_a_service_when_looked_up_then_everything_happens_to_it(what: str, role: str) -> None:
+def test_every_kind_of_fault_happens_to_each_service(what: str, role: str) -> None:
     assert what.format(role) in {fault.kind for fault in FAULTS}
 
 
-def test_given_a_seed_when_faults_are_drawn_then_the_same_seed_draws_the_same() -> None:
+def test_one_seed_draws_the_same_faults() -> None:
     def kinds(seed: int) -> list[str]:
         return [fault.kind for fault in itertools.islice(drawn(FAULTS, random.Random(seed)), 100)]
 

@@ -50,7 +50,7 @@ def zmtp(*parts: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("size", CHUNKS)
-def test_given_bytes_in_any_pieces_when_tapped_then_each_whole_message_is_seen_once(size: int) -> None:
+def test_a_tap_sees_each_whole_message_once_in_any_pieces(size: int) -> None:
     seen: list[list[bytes]] = []
 
     def drop_the_second(raw: bytes, parts: list[bytes]) -> bytes:

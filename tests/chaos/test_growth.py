@@ -51,7 +51,7 @@ def found(redis_url: str, database_url: str) -> str:
 
 
 @pytest.mark.usefixtures("job_id")
-def test_given_streams_and_queues_when_judged_then_nothing_is_found(
+def test_expiring_streams_and_short_queues_are_no_finding(
     redis_url: str, database_url: str, client: redis.Redis
 ) -> None:
     client.lpush("shardline.generate.clerk\x06\x163", "message")
@@ -60,28 +60,28 @@ def test_given_streams_and_queues_when_judged_then_nothing_is_found(
     assert found(redis_url, database_url) == ""
 
 
-def test_given_an_entry_too_many_when_judged_then_the_stream_is_found(
+def test_a_stream_with_an_entry_too_many_is_found(
     redis_url: str, database_url: str, client: redis.Redis, job_id: UUID
 ) -> None:
     write(client, job_id, 1)
     assert f"{2 * ENTRIES_PER_ATTEMPT + 1} entries" in found(redis_url, database_url)
 
 
-def test_given_a_stream_that_never_expires_when_judged_then_it_is_found(
+def test_a_stream_that_never_expires_is_found(
     redis_url: str, database_url: str, client: redis.Redis, job_id: UUID
 ) -> None:
     client.persist(keys.job_stream(job_id))
     assert "never expire" in found(redis_url, database_url)
 
 
-def test_given_a_request_nobody_takes_when_judged_then_the_intake_is_found(
+def test_a_request_that_nobody_takes_is_found_in_the_intake(
     redis_url: str, database_url: str, client: redis.Redis
 ) -> None:
     client.xadd(keys.INTAKE, {"request": "{}"})
     assert "never empty" in found(redis_url, database_url)
 
 
-def test_given_a_queue_that_grew_when_judged_then_it_is_found_by_name_and_by_memory(
+def test_a_queue_that_grew_is_found_by_name_and_by_memory(
     redis_url: str, database_url: str, client: redis.Redis
 ) -> None:
     before_bytes = redis_bytes(redis_url)
@@ -106,12 +106,10 @@ def test_one_session_too_many_and_one_idle_in_transaction_are_found(database_url
 
 
 @pytest.mark.parametrize(("name", "is_too_much"), [("relay", True), ("stage-0", False)])
-def test_given_a_process_that_doubled_when_judged_then_only_a_stage_may_for_its_kv(
-    name: str, is_too_much: bool
-) -> None:
+def test_only_a_stage_may_double_its_memory_for_its_kv(name: str, is_too_much: bool) -> None:
     life = Life(name=name, warm_bytes=50 * MIB, last_bytes=100 * MIB)
     assert (life.growth_bytes > life.growth_max_bytes) == is_too_much
 
 
-def test_given_a_process_that_is_not_warm_when_judged_then_it_has_not_grown() -> None:
+def test_a_process_that_is_not_warm_has_not_grown() -> None:
     assert Life(name="relay", last_bytes=80 * MIB).growth_bytes == 0

@@ -26,28 +26,28 @@ def kinds(seed: int, num: int) -> list[str]:
     return [fault.kind for fault in itertools.islice(drawn(chosen("all"), random.Random(seed)), num)]
 
 
-def test_given_a_seed_when_faults_are_drawn_then_the_same_seed_draws_the_same() -> None:
+def test_one_seed_draws_the_same_faults() -> None:
     assert kinds(1, 100) == kinds(1, 100)
     assert kinds(1, 100) != kinds(2, 100)
 
 
-def test_given_many_draws_when_counted_then_every_kind_comes_and_a_third_are_kills() -> None:
+def test_every_kind_is_drawn_and_a_third_are_kills() -> None:
     faults = {fault.kind: fault for fault in chosen("all")}
     drawn_kinds = kinds(3, 3 * len(faults))
     assert set(drawn_kinds) == set(faults)
     assert sum(faults[kind].is_kill for kind in drawn_kinds) > len(drawn_kinds) / 3
 
 
-def test_given_all_groups_when_named_then_no_two_faults_share_a_kind() -> None:
+def test_no_two_faults_share_a_kind() -> None:
     assert len(chosen("all")) == sum(len(faults) for faults in GROUPS.values())
 
 
-def test_given_a_whole_kind_when_chosen_then_longer_kinds_are_not() -> None:
+def test_choosing_a_whole_kind_leaves_longer_kinds_out() -> None:
     assert [fault.kind for fault in chosen("kill head")] == ["kill head"]
     assert len(chosen("kill head at")) > 1
 
 
-def test_given_a_name_of_nothing_when_chosen_then_the_error_says_what_there_is() -> None:
+def test_choosing_an_unknown_name_lists_the_known_ones() -> None:
     with pytest.raises(ValueError, match=r"earthquake.*redis"):
         chosen("earthquake")
 
@@ -59,7 +59,7 @@ def test_all_requests_of_a_set_differ_and_are_valid(workload: Workload) -> None:
         assert parse_request({**request, **PLAIN.fields}).seed is not None
 
 
-def test_given_the_users_load_when_looked_at_then_it_holds_what_users_send() -> None:
+def test_the_users_load_holds_what_users_send() -> None:
     requests = of_users([CLERK, SCRIBE]).requests
     lengths = {len(one["prompt"]) for one in requests if isinstance(one.get("prompt"), list)}
     turns = [[message["role"] for message in one["messages"]] for one in requests if "messages" in one]
@@ -71,7 +71,7 @@ def test_given_the_users_load_when_looked_at_then_it_holds_what_users_send() -> 
     assert not any("max_crashes" in one for one in requests)
 
 
-def test_given_lines_of_a_stream_when_read_then_tokens_gaps_and_the_end_are_kept() -> None:
+def test_tokens_gaps_and_the_end_are_read_from_a_stream() -> None:
     watched = Watched(job_id=uuid4())
     lines = [
         "retry: 1000",
@@ -110,7 +110,7 @@ def test_a_stream_that_begins_anew_counts_as_taken_back() -> None:
     assert len(watched.gaps) == 1
 
 
-def test_given_an_open_job_when_it_ends_then_a_waiter_hears_when() -> None:
+def test_a_waiter_hears_when_an_open_job_ends() -> None:
     journal = Journal()
     asked = journal.ask(Asked(id=uuid4(), number=0, door="sql"))
     assert not journal.wait_until_quiet(0)
@@ -145,7 +145,7 @@ def test_only_the_end_of_a_job_accepted_before_the_mark_is_progress() -> None:
     assert journal.wait_for_progress(mark, 0) == mark.at_s + 2
 
 
-def test_given_a_mark_when_its_jobs_had_ended_unseen_then_any_end_is_progress() -> None:
+def test_any_end_is_progress_after_ends_that_nobody_saw() -> None:
     journal = Journal()
     before, after = (journal.ask(Asked(id=uuid4(), number=0, door="sql")) for _ in range(2))
     journal.has_rows([before.id])
@@ -156,7 +156,7 @@ def test_given_a_mark_when_its_jobs_had_ended_unseen_then_any_end_is_progress() 
     assert journal.wait_for_progress(mark, 0) == mark.at_s + 1
 
 
-def test_given_a_finding_when_reported_then_it_is_counted_and_the_run_does_not_hold() -> None:
+def test_a_reported_finding_is_counted_and_fails_the_run() -> None:
     struck = [Struck(at_s=0, kind="kill head", is_kill=True, took_s=0, recovery_s=1)]
     calm = Report(
         seed=1,

@@ -60,7 +60,7 @@ def test_a_cut_proxy_lets_steps_pass_until_then_and_both_ends_notice(net: HopNet
     sender.close()
 
 
-def test_given_a_process_that_is_gone_when_asked_then_nobody_calls_it(net: HopNet) -> None:
+def test_nobody_calls_a_process_that_is_gone(net: HopNet) -> None:
     assert net.to(1 << 22) == []
 
 

@@ -32,18 +32,18 @@ def folder() -> Iterator[Path]:
         pytest.param("assert 1 == 1", 0, id="nothing"),
     ],
 )
-def test_given_a_test_when_it_fails_then_only_an_assertion_counts(folder: Path, body: str, num_caught: int) -> None:
+def test_only_an_assertion_counts_as_a_failed_test(folder: Path, body: str, num_caught: int) -> None:
     (folder / PROBE).write_text(HEAD + body)
     assert by_test(folder, PROBE, NUM_RUNS) == num_caught
 
 
-def test_given_a_test_that_cannot_be_collected_when_run_then_the_gate_says_so(folder: Path) -> None:
+def test_the_gate_names_a_test_that_cannot_be_collected(folder: Path) -> None:
     (folder / PROBE).write_text("import what_nobody_has\n" + HEAD + "pass")
     with pytest.raises(Unfit, match="what_nobody_has"):
         by_test(folder, PROBE, NUM_RUNS)
 
 
-def test_given_a_mutant_that_cannot_be_imported_when_copied_then_the_gate_says_so() -> None:
+def test_the_gate_names_a_mutant_that_cannot_be_imported() -> None:
     broken = Patch(
         file="shared/shardline/keys.py", old="from __future__ import annotations\n", new="import nothing_here\n"
     )

@@ -84,7 +84,7 @@ def exchange(client: socket.socket, server: socket.socket) -> None:
     assert receive(client, len(question)) == question[::-1]
 
 
-def test_given_fair_weather_when_both_talk_then_every_byte_and_the_end_arrive(pair: Pair) -> None:
+def test_a_clear_proxy_delivers_every_byte_and_the_end(pair: Pair) -> None:
     exchange(pair.client, pair.server)
 
     pair.client.shutdown(socket.SHUT_WR)
@@ -95,11 +95,11 @@ def test_given_fair_weather_when_both_talk_then_every_byte_and_the_end_arrive(pa
     assert pair.client.recv(1) == b""
 
 
-def test_given_a_unix_socket_behind_it_when_both_talk_then_every_byte_arrives(unix_pair: Pair) -> None:
+def test_a_proxy_to_a_unix_socket_delivers_every_byte(unix_pair: Pair) -> None:
     exchange(unix_pair.client, unix_pair.server)
 
 
-def test_given_nobody_behind_it_when_called_then_the_caller_is_reset() -> None:
+def test_a_proxy_with_nobody_behind_it_resets_its_caller() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address = listener.getsockname()
     proxy = Proxy(address)
@@ -132,7 +132,7 @@ def test_a_half_open_proxy_delivers_nothing_until_it_is_cleared(pair: Pair) -> N
     exchange(*pair.connect())
 
 
-def test_given_a_delay_when_both_talk_then_a_round_trip_takes_both_ways(pair: Pair) -> None:
+def test_a_delay_counts_both_ways_of_a_round_trip(pair: Pair) -> None:
     pair.proxy.delay(0.1, 0.05)
     started_s = time.monotonic()
 
@@ -156,7 +156,7 @@ def test_a_one_way_partition_delivers_one_direction_until_it_is_cleared(pair: Pa
     assert receive(heard, 6) == b"onetwo"
 
 
-def test_given_a_partition_when_the_one_cut_off_closes_then_its_end_is_hidden_too(pair: Pair) -> None:
+def test_a_partition_hides_the_end_of_the_side_cut_off(pair: Pair) -> None:
     pair.proxy.drop(Direction.TO_SERVER)
     pair.client.close()
 
@@ -180,7 +180,7 @@ def test_a_cut_resets_both_ends_and_new_connections_are_served(pair: Pair) -> No
     exchange(*pair.connect())
 
 
-def test_given_a_slow_link_when_one_floods_then_it_is_held_back_until_it_clears(pair: Pair) -> None:
+def test_a_slow_link_holds_a_flood_back_until_it_is_cleared(pair: Pair) -> None:
     pair.proxy.slow(10_000)
     pair.client.setblocking(False)
     num_sent = 0
@@ -194,7 +194,7 @@ def test_given_a_slow_link_when_one_floods_then_it_is_held_back_until_it_clears(
     assert len(receive(pair.server, num_sent - 2_000)) == num_sent - 2_000
 
 
-def test_given_open_links_when_stopped_then_they_end_and_nobody_listens() -> None:
+def test_a_stopped_proxy_ends_its_links_and_does_not_listen() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         proxy = Proxy(listener.getsockname())
         proxy.start()

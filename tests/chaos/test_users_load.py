@@ -113,7 +113,7 @@ def test_another_id_than_the_requests_own_counts_as_a_second_job() -> None:
     assert counts(producer(answering(Answer(job_id=uuid4()))), asked_for(Dress()), 1) == ["duplicated"]
 
 
-def test_given_a_lost_answer_when_the_repeat_is_called_new_then_all_is_well() -> None:
+def test_a_repeat_called_new_after_a_lost_answer_is_no_finding() -> None:
     door = answering(Unavailable("unknown"), Answer(job_id=uuid4(), is_new=True))
     assert counts(producer(door), asked_for(), 2) == []
 
@@ -126,7 +126,7 @@ def test_a_refused_good_request_is_counted_unless_the_door_is_busy(status: int, 
     assert counts(producer(answering(error)), asked_for(), 1) == (["refused"] if refused else [])
 
 
-def test_given_a_key_when_it_travels_over_http_then_it_is_a_header() -> None:
+def test_a_key_is_a_header_over_http() -> None:
     body, headers = with_header({"model": "clerk", "idempotency_key": "once"})
     assert (body, headers) == ({"model": "clerk"}, {"Idempotency-Key": "once"})
 
@@ -138,7 +138,7 @@ def test_our_requests_take_openais_form_for_openais_routes() -> None:
 
 
 @pytest.mark.parametrize("said", [lambda text: {"text": text}, lambda text: {"delta": {"content": text}}])
-def test_given_chunks_of_a_call_when_heard_then_tokens_text_and_the_end_are_kept(
+def test_tokens_text_and_the_end_are_read_from_chunks(
     said: Callable[[str], dict[str, object]],
 ) -> None:
     watched = Watched(job_id=uuid4())
@@ -151,7 +151,7 @@ def test_given_chunks_of_a_call_when_heard_then_tokens_text_and_the_end_are_kept
     assert (watched.end_state, watched.end_tokens) == ("succeeded", [1, 2, 3])
 
 
-def test_given_any_request_when_it_becomes_a_row_then_nothing_of_it_is_lost() -> None:
+def test_a_row_loses_nothing_of_its_request() -> None:
     for number, request in enumerate(of_users([CLERK]).requests):
         values = row({**request, "metadata": {"n": number}, "delay_s": 2.0}, None)
         prompt = values["prompt"] if values["prompt_ids"] is None else values["prompt_ids"]

@@ -41,11 +41,11 @@ def test_the_gateway_image_contains_neither_torch_nor_celery(
 
 
 @pytest.mark.parametrize("name", OWN)
-def test_given_an_image_when_searched_for_a_compiler_then_there_is_none(stack: Stack, name: str) -> None:
+def test_no_image_contains_a_compiler(stack: Stack, name: str) -> None:
     assert stack.docker.once(stack.image(name), "sh", "-c", FIND_COMPILERS) == ""
 
 
-def test_given_the_stack_when_up_then_all_is_healthy_and_the_migration_has_ended(stack: Stack) -> None:
+def test_the_stack_is_healthy_and_its_migration_has_ended(stack: Stack) -> None:
     states = {each["Service"]: (each["State"], each["Health"], each["ExitCode"]) for each in stack.containers()}
     assert states.pop("migrate") == ("exited", "", 0)
     assert set(states) == {"redis", "postgres", "gateway", "relay", "stage-0", "stage-1", "flower"}
@@ -53,7 +53,7 @@ def test_given_the_stack_when_up_then_all_is_healthy_and_the_migration_has_ended
 
 
 @pytest.mark.parametrize("service", SECRETS)
-def test_given_a_service_when_it_runs_then_it_is_not_root_and_has_its_secrets_alone(stack: Stack, service: str) -> None:
+def test_no_service_is_root_and_each_has_its_own_secrets_alone(stack: Stack, service: str) -> None:
     assert stack.inside(service, "id", "-u") == APP_USER
     names = SECRETS[service]
     assert stack.inside(service, "ls", "/run/secrets").split() == names
@@ -62,14 +62,14 @@ def test_given_a_service_when_it_runs_then_it_is_not_root_and_has_its_secrets_al
     assert ("SHARDLINE_DATABASE_URL" in stack.inside(service, "env")) == ("database_url" in names)
 
 
-def test_given_the_containers_when_inspected_then_no_secret_is_in_their_settings(stack: Stack) -> None:
+def test_no_secret_is_in_a_containers_settings(stack: Stack) -> None:
     shown = stack.docker.run("inspect", *(each["Name"] for each in stack.containers())).stdout
     secrets = [path.read_text() for path in stack.secrets.iterdir()]
     assert len(secrets) == 5
     assert [secret for secret in secrets if secret in shown] == []
 
 
-def test_given_a_prompt_when_sent_over_http_then_it_is_answered_through_both_stages(stack: Stack) -> None:
+def test_a_prompt_over_http_is_answered_through_both_stages(stack: Stack) -> None:
     (gateway,) = stack.gateways()
     request = {"model": MODEL, "prompt": "sort: 3, 1, 2 =", "max_tokens": 16, "temperature": 0, "ignore_eos": True}
     url = f"{gateway}/v1/completions"

@@ -23,7 +23,7 @@ KINDS = (
 )
 
 
-def test_given_containers_under_load_when_faults_are_over_then_every_invariant_holds(docker: Docker) -> None:
+def test_every_invariant_holds_after_faults_in_containers_under_load(docker: Docker) -> None:
     faults = among(",".join(KINDS), GROUPS)
     report = run(Options(seed=SEED, minutes=10), faults, docker, print, max_faults=len(KINDS))
 

@@ -146,9 +146,7 @@ def test_the_receiver_of_a_bad_hop_notices_the_missing_heartbeat(
     receiver.close()
 
 
-def test_given_frames_in_a_connection_when_it_breaks_then_none_is_skipped_in_silence(
-    net: HopNet, hop: ZeroMqHop
-) -> None:
+def test_no_frame_is_skipped_in_silence_when_its_connection_breaks(net: HopNet, hop: ZeroMqHop) -> None:
     receiver = hop.open_receiver(CHANNEL)
     sender = hop.open_sender(CHANNEL, receiver.address, PATIENCE_S)
     sender.send(frame(0))

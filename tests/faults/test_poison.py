@@ -121,7 +121,7 @@ def test_logits_that_are_not_numbers_fail_their_job_at_once_and_alone(
     assert {job.crashes for job in jobs} == {0}
 
 
-def test_given_a_mended_worker_when_a_dead_letter_is_replayed_then_it_succeeds(hurt: Hurt, client: Client) -> None:
+def test_a_replayed_dead_letter_succeeds_on_a_mended_worker(hurt: Hurt, client: Client) -> None:
     (newest, *_) = client.list_dead(limit=1)
     replayed = client.wait(client.replay(newest.id), timeout_s=END_S)
     assert (replayed.replay_of, replayed.seed) == (newest.id, SEED)

@@ -152,9 +152,7 @@ def test_a_job_delivered_twice_ends_cancelled_when_terminated_in_flower(
     until(lambda: blocks_used(producer) == [0, 0])
 
 
-def test_given_a_queued_job_when_it_is_revoked_in_flower_then_its_row_ends_cancelled(
-    flower: Flower, client: Client
-) -> None:
+def test_a_queued_job_revoked_in_flower_ends_cancelled(flower: Flower, client: Client) -> None:
     job_id = client.submit(**LONG, delay_s=3600)
 
     flower.revoke(job_id, terminate=False)

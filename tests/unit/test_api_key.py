@@ -35,7 +35,7 @@ def test_keys_differ_in_id_and_secret_and_are_read_back() -> None:
         "sk-shardline-0123456789abcdef-" + "ä" * 43,
     ],
 )
-def test_given_a_text_that_is_no_key_when_read_then_it_is_refused_and_not_repeated(broken: str) -> None:
+def test_a_text_that_is_no_key_is_refused_and_not_repeated(broken: str) -> None:
     with pytest.raises(Invalid) as refused:
         parse_key(broken)
     assert "aaaa" not in str(refused.value)
@@ -52,7 +52,7 @@ def test_the_script_of_secrets_makes_a_valid_key_once(tmp_path: Path) -> None:
     assert (other / "api_key").read_text() != key
 
 
-def test_given_names_of_scopes_when_read_then_an_unknown_one_is_named() -> None:
+def test_an_unknown_scope_is_named() -> None:
     assert parse_scopes("read, submit,read") == (Scope.SUBMIT, Scope.READ)
     with pytest.raises(Invalid, match="'write' is none"):
         parse_scopes("read,write")

@@ -27,7 +27,7 @@ def reads_wall_clock(path: Path) -> bool:
     return any(isinstance(node, ast.Attribute) and ast.unparse(node) in WALL_CLOCKS for node in ast.walk(tree))
 
 
-def test_given_the_product_when_read_then_wall_clocks_are_only_shown() -> None:
+def test_wall_clocks_are_only_shown() -> None:
     sources = [path for folder in ("services", "shared/shardline") for path in (REPOSITORY / folder).rglob("*.py")]
     assert sources
 

@@ -31,13 +31,13 @@ def arm(folder: Path, name: str = Point.MID_DECODE, **says: Any) -> Path:
     return path
 
 
-def test_given_no_folder_when_a_point_is_passed_then_nothing_happens() -> None:
+def test_passing_a_point_without_a_folder_does_nothing() -> None:
     assert failpoints.ARMED is None
     failpoint(Point.MID_DECODE, place=0)
     assert not is_struck(Point.NAN_LOGITS, "nan")
 
 
-def test_given_an_armed_point_when_passed_then_it_strikes_once_and_leaves_a_mark(tmp_path: Path) -> None:
+def test_an_armed_point_strikes_once_and_leaves_a_mark(tmp_path: Path) -> None:
     path = arm(tmp_path)
     points = Failpoints(tmp_path)
     assert [points.take(Point.MID_DECODE, {}), points.take(Point.MID_DECODE, {})] == ["nan", None]
@@ -49,7 +49,7 @@ def test_given_an_armed_point_when_passed_then_it_strikes_once_and_leaves_a_mark
     ("when", "strikes"),
     [({"place": 1}, True), ({"place": 0}, False), ({"seed": 7}, True), ({"seed": 8}, False), ({"door": "sql"}, False)],
 )
-def test_given_conditions_when_facts_differ_then_the_point_stays_armed(
+def test_a_point_stays_armed_while_its_conditions_differ(
     when: dict[str, int | str], strikes: bool, tmp_path: Path
 ) -> None:
     path = arm(tmp_path, when=when)
@@ -57,13 +57,13 @@ def test_given_conditions_when_facts_differ_then_the_point_stays_armed(
     assert (action == "nan", path.exists()) == (strikes, not strikes)
 
 
-def test_given_several_times_when_passed_more_often_then_it_strikes_so_often(tmp_path: Path) -> None:
+def test_a_point_strikes_as_often_as_armed(tmp_path: Path) -> None:
     arm(tmp_path, times=3)
     points = Failpoints(tmp_path)
     assert [points.take(Point.MID_DECODE, {}) for _ in range(5)] == ["nan", "nan", "nan", None, None]
 
 
-def test_given_no_end_when_passed_then_it_strikes_for_ever(tmp_path: Path) -> None:
+def test_a_point_armed_without_end_strikes_every_time(tmp_path: Path) -> None:
     path = arm(tmp_path, times=None)
     points = Failpoints(tmp_path)
     assert [points.take(Point.MID_DECODE, {}) for _ in range(5)] == ["nan"] * 5
@@ -71,7 +71,7 @@ def test_given_no_end_when_passed_then_it_strikes_for_ever(tmp_path: Path) -> No
     assert len(list(tmp_path.glob("*.struck"))) == 5
 
 
-def test_given_many_claimants_when_they_race_then_one_wins(tmp_path: Path) -> None:
+def test_one_of_many_claimants_wins_a_point(tmp_path: Path) -> None:
     arm(tmp_path)
     points = [Failpoints(tmp_path) for _ in range(8)]
     with ThreadPoolExecutor(8) as threads:
@@ -79,14 +79,14 @@ def test_given_many_claimants_when_they_race_then_one_wins(tmp_path: Path) -> No
     assert sorted(filter(None, actions)) == ["nan"]
 
 
-def test_given_the_action_raise_when_passed_then_it_raises(tmp_path: Path) -> None:
+def test_the_action_raise_raises(tmp_path: Path) -> None:
     arm(tmp_path, action="raise")
     with pytest.raises(Struck, match=Point.MID_DECODE):
         Failpoints(tmp_path).take(Point.MID_DECODE, {})
 
 
 @pytest.mark.parametrize("says", [{"action": "burn"}, {"pause_s": 10_000}, {"times": 0}, {"place": 1}])
-def test_given_a_file_that_says_nonsense_when_passed_then_it_is_refused(says: dict[str, Any], tmp_path: Path) -> None:
+def test_a_failpoint_file_of_nonsense_is_refused(says: dict[str, Any], tmp_path: Path) -> None:
     arm(tmp_path, **says)
     with pytest.raises(msgspec.ValidationError):
         Failpoints(tmp_path).take(Point.MID_DECODE, {})

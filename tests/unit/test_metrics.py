@@ -16,7 +16,7 @@ from shardline import metrics
 from tests.repository import REPOSITORY
 
 
-def test_given_all_sets_when_registered_together_then_every_name_is_unique_and_ours() -> None:
+def test_every_metrics_name_is_unique_and_ours() -> None:
     registry = CollectorRegistry()
     for kind in (metrics.GatewayMetrics, metrics.RelayMetrics, metrics.StageMetrics, metrics.HeadMetrics):
         kind(registry)
@@ -26,7 +26,7 @@ def test_given_all_sets_when_registered_together_then_every_name_is_unique_and_o
     assert all(metric.documentation for metric in registry.collect())
 
 
-def test_given_a_port_when_served_then_scrapers_read_it() -> None:
+def test_scrapers_read_the_served_port() -> None:
     registry = CollectorRegistry()
     metrics.RelayMetrics(registry).sent.labels("clerk").inc(3)
     port = free_port()
@@ -47,7 +47,7 @@ def scrape_of_stage(*, is_head: bool) -> str:
     return generate_latest(meter.registry).decode()
 
 
-def test_given_stages_of_a_pipeline_when_scraped_then_each_token_is_counted_once() -> None:
+def test_stages_of_a_pipeline_count_each_token_once() -> None:
     head, later = scrape_of_stage(is_head=True), scrape_of_stage(is_head=False)
     assert "shardline_output_tokens_total 2.0" in head
     assert "shardline_prompt_tokens_total 7.0" in head

@@ -24,7 +24,7 @@ def test_each_patch_of_a_mutant_fits_once_and_its_file_still_parses(mutant: Muta
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
-def test_given_a_mutant_when_looked_up_then_the_tests_that_must_notice_exist(mutant: Mutant) -> None:
+def test_the_tests_that_must_notice_a_mutant_exist(mutant: Mutant) -> None:
     assert mutant.tests or mutant.is_simulated
     for node in mutant.tests:
         file, _, name = node.partition("::")
@@ -32,5 +32,5 @@ def test_given_a_mutant_when_looked_up_then_the_tests_that_must_notice_exist(mut
         assert not name or f"def {name}(" in source, node
 
 
-def test_given_all_mutants_when_listed_then_their_names_differ() -> None:
+def test_the_names_of_mutants_differ() -> None:
     assert len({mutant.name for mutant in MUTANTS}) == len(MUTANTS)

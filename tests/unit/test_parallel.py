@@ -9,7 +9,7 @@ from tests.repository import REPOSITORY
 CONFTEST = REPOSITORY / "tests" / "conftest.py"
 
 
-def test_given_a_test_when_collected_then_its_group_is_its_file(request: pytest.FixtureRequest) -> None:
+def test_the_group_of_a_test_is_its_file(request: pytest.FixtureRequest) -> None:
     group = request.node.get_closest_marker("xdist_group")
     assert group is not None
     assert group.args == ("tests/unit/test_parallel.py",)

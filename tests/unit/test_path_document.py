@@ -27,7 +27,7 @@ def names(node: ast.AST, prefix: str = "") -> set[str]:
 
 
 @pytest.mark.parametrize(("file", "name"), REFERENCES)
-def test_given_a_function_in_the_path_when_looked_up_then_it_exists(file: str, name: str) -> None:
+def test_every_function_in_the_path_exists(file: str, name: str) -> None:
     tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))
     assert not name or name in names(tree)
 

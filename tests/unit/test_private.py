@@ -25,7 +25,7 @@ def foreign(path: Path) -> Path:
     return path
 
 
-def test_given_no_folder_when_asked_for_then_it_is_its_users_alone(tmp_path: Path) -> None:
+def test_a_new_folder_is_its_users_alone(tmp_path: Path) -> None:
     path = private_folder(tmp_path / "a" / "b", "FIELD")
     assert stat.S_IMODE(path.stat().st_mode) == 0o700
     assert private_folder(path, "FIELD") == path, "and so it is found again"
@@ -40,7 +40,7 @@ def test_another_owners_file_in_place_of_a_folder_names_field_and_remedy(tmp_pat
 
 
 @pytest.mark.parametrize("mode", [0o770, 0o707, 0o1777])
-def test_given_a_folder_in_which_others_may_write_when_asked_for_then_it_is_refused(tmp_path: Path, mode: int) -> None:
+def test_a_folder_in_which_others_may_write_is_refused(tmp_path: Path, mode: int) -> None:
     (tmp_path / "x").mkdir()
     (tmp_path / "x").chmod(mode)
     with pytest.raises(Invalid, match=r"FIELD: others may write in .* \(mode .*\)\. .*chmod go-w"):

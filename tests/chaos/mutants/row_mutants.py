@@ -47,7 +47,7 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
             Patch(file=CLAIMS, old=END_WRITE, new=END_WRITE.replace(" AND ends.fence = jobs.fence", "")),
             Patch(file=STATEMENTS, old=HELD_END, new=HELD_END.replace("one.fence", "job.fence")),
         ),
-        tests=(f"{CLAIM_TESTS}::test_given_a_stale_fence_when_it_writes_then_nothing_changes", ROWS_AGREE),
+        tests=(f"{CLAIM_TESTS}::test_a_write_under_a_stale_fence_changes_nothing", ROWS_AGREE),
         hurt=A_LEDGER_HANGS,
     ),
     Mutant(
@@ -58,7 +58,7 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
             Patch(file=CLAIMS, old=BEAT_REPLY, new=BEAT_REPLY.replace(" AND beats.fence = renewed.fence", "")),
             Patch(file=STATEMENTS, old=HELD_BEAT, new=HELD_BEAT.replace("beat.fence", "job.fence")),
         ),
-        tests=(f"{CLAIM_TESTS}::test_given_a_stale_fence_when_it_writes_then_nothing_changes", ROWS_AGREE),
+        tests=(f"{CLAIM_TESTS}::test_a_write_under_a_stale_fence_changes_nothing", ROWS_AGREE),
         hurt=A_LEDGER_HANGS,
     ),
     Mutant(
@@ -68,7 +68,7 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
             Patch(file=CLAIMS, old=REQUEUE_WRITE, new=REQUEUE_WRITE.replace(" AND keys.fence = jobs.fence", "")),
             Patch(file=STATEMENTS, old=HELD_REQUEUE, new=HELD_REQUEUE.replace("(job, fence, J", "(job, job.fence, J")),
         ),
-        tests=(f"{CLAIM_TESTS}::test_given_a_stale_fence_when_it_writes_then_nothing_changes", ROWS_AGREE),
+        tests=(f"{CLAIM_TESTS}::test_a_write_under_a_stale_fence_changes_nothing", ROWS_AGREE),
         hurt=replace(A_LEDGER_HANGS, faults="lease: a ledger hangs while its head drains"),
     ),
     Mutant(
@@ -79,7 +79,7 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
             ),
             Patch(file=STATEMENTS, old="JobState.RUNNING, job.fence + 1, worker", new="JobState.RUNNING, 1, worker"),
         ),
-        tests=(f"{CLAIM_TESTS}::test_given_a_job_that_ran_before_when_claimed_then_its_fence_is_the_next_one",),
+        tests=(f"{CLAIM_TESTS}::test_a_job_that_ran_before_is_claimed_with_the_next_fence",),
         hurt=HEADS_DIE,
     ),
     Mutant(
@@ -116,7 +116,7 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
                 new="",
             ),
         ),
-        tests=(f"{RULES}::test_given_a_result_when_a_second_one_is_inserted_then_the_database_refuses_it",),
+        tests=(f"{RULES}::test_the_database_refuses_a_second_result",),
         hurt=Hurt(faults="postgres: COMMITs with unknown outcome", counts=("duplicated",), minutes=1.5),
         hidden_by=Layer(
             name="the condition that only a running job ends",
@@ -220,7 +220,7 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
                 new="AND jobs.model = pipelines.model AND pipelines.epoch >= :epoch",
             ),
         ),
-        tests=(f"{CLAIM_TESTS}::test_given_a_head_of_an_older_epoch_when_it_claims_then_it_gets_nothing", ROWS_AGREE),
+        tests=(f"{CLAIM_TESTS}::test_a_head_of_an_older_epoch_claims_nothing", ROWS_AGREE),
     ),
     Mutant(
         name="KV rule: a claim of what is too long for the pipeline",

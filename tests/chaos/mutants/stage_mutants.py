@@ -67,7 +67,7 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
     Mutant(
         name="one-row matmul allowed",
         patches=(Patch(file="services/stage/model/row_buckets.py", old="    *(2, 4, 8,", new="    *(1, 2, 4, 8,"),),
-        tests=("tests/unit/stage/model/test_row_buckets.py::test_given_rows_when_padded_then_every_run_is_whole",),
+        tests=("tests/unit/stage/model/test_row_buckets.py::test_every_padded_run_is_whole",),
     ),
     Mutant(
         name="no ceiling for the rows of a product",
@@ -78,7 +78,7 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
                 new="    if not ladder or num_rows > ladder[-1]:\n        return (num_rows,)",
             ),
         ),
-        tests=("tests/unit/stage/model/test_row_buckets.py::test_given_rows_when_cut_then_panels_are_allowed_and_few",),
+        tests=("tests/unit/stage/model/test_row_buckets.py::test_rows_are_cut_into_few_allowed_panels",),
     ),
     Mutant(
         name="a job that breaks a later stage is kept for ever",

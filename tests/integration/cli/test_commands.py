@@ -55,15 +55,13 @@ def test_submit_and_wait_prints_the_completion_alone(shardline: Shardline, head:
     assert UUID(ran.stderr.removeprefix("job ").strip())
 
 
-def test_given_a_prompt_on_standard_input_when_streamed_then_its_text_comes_once(
-    shardline: Shardline, head: TinyHead
-) -> None:
+def test_a_prompt_from_standard_input_is_streamed_once(shardline: Shardline, head: TinyHead) -> None:
     with head.serving():
         ran = shardline("submit", "--stream", stdin=f"{PROMPT}\n")
     assert (ran.exit_code, ran.stdout) == (0, f"{PROMPT}\n")
 
 
-def test_given_json_when_followed_then_every_line_is_a_document(shardline: Shardline, head: TinyHead) -> None:
+def test_every_line_is_a_document_when_json_is_followed(shardline: Shardline, head: TinyHead) -> None:
     job_id = submitted(shardline, "--max-tokens", "4", "-f", 'metadata={"order":7}')
     head.finish(head.claim())
     deltas = [json.loads(line) for line in shardline("stream", job_id, "--json").stdout.splitlines()]
@@ -73,7 +71,7 @@ def test_given_json_when_followed_then_every_line_is_a_document(shardline: Shard
     assert [token_id for delta in deltas for token_id in delta.get("ids", ())] == job["result"]["token_ids"]
 
 
-def test_given_jobs_when_listed_then_people_see_ids_and_states(shardline: Shardline, head: TinyHead) -> None:
+def test_listed_jobs_show_ids_and_states(shardline: Shardline, head: TinyHead) -> None:
     first, second = submitted(shardline), submitted(shardline)
     shown = shardline("list", "--model", "clerk").stdout
     assert shown.index(str(second)) < shown.index(str(first))
@@ -84,16 +82,14 @@ def test_given_jobs_when_listed_then_people_see_ids_and_states(shardline: Shardl
     assert len(shardline("list", "--limit", 1, "--json").stdout.splitlines()) == 1
 
 
-def test_given_a_job_that_ended_when_shown_then_its_result_and_provenance_are_there(
-    shardline: Shardline, head: TinyHead
-) -> None:
+def test_an_ended_job_shows_result_and_provenance(shardline: Shardline, head: TinyHead) -> None:
     job_id = submitted(shardline)
     head.finish(head.claim())
     shown = shardline("get", job_id).stdout
     assert [word for word in ("succeeded", "stop", "running 0.100 s", f"\n{PROMPT}\n") if word not in shown] == []
 
 
-def test_given_a_queued_job_when_cancelled_then_waiting_for_it_ends_with_status_1(shardline: Shardline) -> None:
+def test_waiting_for_a_cancelled_job_ends_with_status_1(shardline: Shardline) -> None:
     job_id = submitted(shardline)
     assert shardline("cancel", job_id).stdout == f"{job_id} cancelled\n"
     ran = shardline("wait", job_id)
@@ -101,7 +97,7 @@ def test_given_a_queued_job_when_cancelled_then_waiting_for_it_ends_with_status_
     assert "was cancelled" in ran.stderr
 
 
-def test_given_a_job_that_failed_when_followed_then_the_reason_is_told(shardline: Shardline, head: TinyHead) -> None:
+def test_following_a_failed_job_tells_the_reason(shardline: Shardline, head: TinyHead) -> None:
     job_id = submitted(shardline)
     head.end(head.claim(), JobState.FAILED)
     for command in ("wait", "stream"):
@@ -110,14 +106,12 @@ def test_given_a_job_that_failed_when_followed_then_the_reason_is_told(shardline
     assert "it broke the engine" in shardline("get", job_id).stdout
 
 
-def test_given_no_such_job_or_no_time_when_waited_for_then_the_status_says_which(shardline: Shardline) -> None:
+def test_the_status_tells_no_such_job_from_no_time(shardline: Shardline) -> None:
     assert [shardline(command, uuid4()).exit_code for command in ("get", "wait", "stream", "cancel")] == [3] * 4
     assert shardline("wait", submitted(shardline), "--timeout-s", 0.05).exit_code == 124
 
 
-def test_given_a_pipeline_when_shown_then_its_stages_have_layers_and_devices(
-    shardline: Shardline, head: TinyHead
-) -> None:
+def test_a_pipeline_shows_its_stages_layers_and_devices(shardline: Shardline, head: TinyHead) -> None:
     stages = [
         {"worker": "p.0@h", "layers": [0, 4], "device": "cpu:0"},
         {"worker": "p.1@h", "layers": [4, 8], "device": "cpu:1"},
@@ -132,24 +126,24 @@ def test_given_a_pipeline_when_shown_then_its_stages_have_layers_and_devices(
     assert [document["stages"] for document in documents if document["id"] == "p"] == [stages]
 
 
-def test_given_models_when_shown_then_their_limits_are_there(shardline: Shardline, head: TinyHead) -> None:
+def test_models_show_their_limits(shardline: Shardline, head: TinyHead) -> None:
     assert "clerk" in shardline("models").stdout
     (model,) = [json.loads(line) for line in shardline("models", "--json").stdout.splitlines()]
     assert (model["name"], model["ready"], model["context_length"]) == ("clerk", True, head.tokens.context_length)
 
 
-def test_given_no_model_at_all_when_none_is_named_then_one_is_asked_for(shardline: Shardline) -> None:
+def test_a_model_is_asked_for_where_none_is_registered(shardline: Shardline) -> None:
     ran = shardline("submit", PROMPT)
     assert (ran.exit_code, ran.stdout) == (2, "")
     assert "--model" in ran.stderr
 
 
-def test_given_a_database_without_tables_when_asked_then_the_remedy_is_named(empty_database_url: str) -> None:
+def test_a_database_without_tables_names_the_remedy(empty_database_url: str) -> None:
     ran = CliRunner().invoke(cli, ["list"], env={"SHARDLINE_DATABASE_URL": empty_database_url})
     assert (ran.exit_code, "alembic upgrade head" in ran.stderr) == (4, True)
 
 
-def test_given_the_command_itself_when_run_then_it_speaks_through_its_streams(servers: dict[str, str]) -> None:
+def test_the_command_speaks_through_its_streams(servers: dict[str, str]) -> None:
     ran = subprocess.run(
         [sys.executable, "-m", "shardline.cli", "submit", PROMPT, "--model", "clerk", "--json"],
         env={**os.environ, **servers, "PYTHONPATH": str(SHARED)},

@@ -43,9 +43,7 @@ def listed(shardline: Shardline) -> list[dict[str, Any]]:
     return [json.loads(line) for line in shardline("list", "--json").stdout.splitlines()]
 
 
-def test_given_a_key_when_made_then_it_is_printed_once_and_only_its_hash_is_stored(
-    shardline: Shardline, database_url: str
-) -> None:
+def test_a_key_is_printed_once_and_only_its_hash_is_stored(shardline: Shardline, database_url: str) -> None:
     ran = shardline("create", "reports", "--tenant", "acme", "--scopes", "read,submit", "--days", "1")
     key = ran.stdout.strip()
     stored = known(database_url, key)
@@ -65,7 +63,7 @@ def test_given_a_key_when_made_then_it_is_printed_once_and_only_its_hash_is_stor
     ]
 
 
-def test_given_a_file_when_a_key_is_made_into_it_then_its_owner_alone_can_read_it(
+def test_only_its_owner_can_read_a_key_made_into_a_file(
     shardline: Shardline, database_url: str, tmp_path: Path
 ) -> None:
     file = tmp_path / "key"
@@ -78,9 +76,7 @@ def test_given_a_file_when_a_key_is_made_into_it_then_its_owner_alone_can_read_i
     assert [key["name"] for key in listed(shardline)] == ["a"], "a wrong path leaves no key"
 
 
-def test_given_a_link_where_the_file_should_be_when_made_then_it_is_not_followed(
-    shardline: Shardline, tmp_path: Path
-) -> None:
+def test_a_key_is_not_written_through_a_link(shardline: Shardline, tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "target")
     assert shardline("create", "a", "--output", tmp_path / "link").exit_code == 2
     assert not (tmp_path / "target").exists()
@@ -102,9 +98,7 @@ def test_a_rotated_key_stays_valid_for_a_while_beside_the_new_one(shardline: Sha
     assert [key["name"] for key in listed(shardline)] == ["a"] * 3
 
 
-def test_given_keys_when_revoked_by_name_then_all_of_the_name_end_and_by_id_the_one(
-    shardline: Shardline, database_url: str
-) -> None:
+def test_revoking_a_name_ends_all_of_its_keys_and_an_id_only_one(shardline: Shardline, database_url: str) -> None:
     old = shardline("create", "a").stdout.strip()
     new = shardline("rotate", "a").stdout.strip()
     assert shardline("revoke", parse_key(old).key_id).exit_code == 0
@@ -142,7 +136,7 @@ def test_storing_a_known_key_again_changes_nothing_even_if_it_was_revoked(
         (("create", "taken"), "exists; rotate it"),
     ],
 )
-def test_given_a_wrong_request_when_made_then_one_line_says_why_and_no_key_is_there(
+def test_a_wrong_request_makes_no_key_and_says_why_in_one_line(
     shardline: Shardline, arguments: tuple[str, ...], words: str
 ) -> None:
     shardline("create", "taken")

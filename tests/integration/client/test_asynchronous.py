@@ -35,9 +35,7 @@ async def client(database_url: str, redis_url: str) -> AsyncIterator[AsyncClient
         yield client
 
 
-async def test_given_many_jobs_when_waited_for_at_once_then_each_waiter_gets_its_own(
-    client: AsyncClient, head: TinyHead
-) -> None:
+async def test_each_of_many_waiters_gets_its_own_job(client: AsyncClient, head: TinyHead) -> None:
     prompts = [f"sum: {number} + 1 =" for number in range(40)]
     ids = await client.submit_many({"model": "clerk", "prompt": prompt} for prompt in prompts)
     with head.serving():
@@ -47,7 +45,7 @@ async def test_given_many_jobs_when_waited_for_at_once_then_each_waiter_gets_its
     assert alone == together
 
 
-async def test_given_the_callers_transaction_when_it_rolls_back_then_no_job_is_left(client: AsyncClient) -> None:
+async def test_no_job_is_left_when_the_callers_transaction_rolls_back(client: AsyncClient) -> None:
     async with AsyncSession(client.database) as session:
         await client.submit("clerk", PROMPT, session=session)
         await session.rollback()
@@ -74,14 +72,14 @@ async def test_concurrent_reads_share_one_connection_and_few_queries(client: Asy
     assert sum("FROM jobs" in query for query in queries) <= len(found) / MAX_ROWS + 1
 
 
-async def test_given_wrong_requests_when_submitted_then_the_field_is_named(client: AsyncClient) -> None:
+async def test_submitting_a_wrong_request_names_the_field(client: AsyncClient) -> None:
     with pytest.raises(Invalid, match=r"requests\[0\].temperature"):
         await client.submit_many([{"model": "clerk", "prompt": "a", "temperature": 9}])
     with pytest.raises(Invalid, match="prompt"):
         await client.submit("clerk")
 
 
-async def test_given_no_such_job_when_asked_for_then_it_is_not_found(client: AsyncClient) -> None:
+async def test_an_unknown_job_is_not_found(client: AsyncClient) -> None:
     for ask in (client.get, client.wait):
         with pytest.raises(NotFound):
             await ask(uuid4())
@@ -91,15 +89,13 @@ async def test_given_no_such_job_when_asked_for_then_it_is_not_found(client: Asy
         await anext(client.follow(uuid4(), after=Place(num_tokens=1, digest=None)))
 
 
-async def test_given_a_job_that_never_ends_when_waited_for_then_the_time_is_kept(client: AsyncClient) -> None:
+async def test_waiting_for_a_job_that_never_ends_times_out(client: AsyncClient) -> None:
     job_id = await client.submit("clerk", PROMPT)
     with pytest.raises(TimeoutError):
         await client.wait(job_id, 0.05)
 
 
-async def test_given_ends_without_completion_when_waited_for_then_each_has_its_error(
-    client: AsyncClient, head: TinyHead
-) -> None:
+async def test_each_end_without_a_completion_raises_its_error(client: AsyncClient, head: TinyHead) -> None:
     failing = await client.submit("clerk", PROMPT)
     head.end(head.claim(), JobState.FAILED)
     cancelled = await client.submit("clerk", PROMPT)
@@ -114,9 +110,7 @@ async def test_given_ends_without_completion_when_waited_for_then_each_has_its_e
     assert [job.state for job in jobs] == [JobState.FAILED, JobState.CANCELLED]
 
 
-async def test_given_two_readers_of_one_job_when_streamed_then_both_get_every_token_once(
-    client: AsyncClient, head: TinyHead
-) -> None:
+async def test_two_readers_of_one_job_get_every_token_once(client: AsyncClient, head: TinyHead) -> None:
     job_id = await client.submit("clerk", PROMPT)
     sequence = head.claim()
     head.say(sequence, 2)
@@ -130,7 +124,7 @@ async def test_given_two_readers_of_one_job_when_streamed_then_both_get_every_to
         assert "".join(delta.text for delta in found) == PROMPT
 
 
-async def test_given_redis_lost_in_the_middle_when_streamed_then_every_token_comes_once(
+async def test_every_token_comes_once_when_redis_is_lost_in_the_middle(
     client: AsyncClient, head: TinyHead, redis_server: Valkey
 ) -> None:
     job_id = await client.submit("clerk", PROMPT)
@@ -181,7 +175,7 @@ async def test_rows_of_many_followed_jobs_are_read_together_without_redis(
     redis_server.restart()
 
 
-async def test_given_postgres_restarted_when_waited_for_then_waiting_goes_on(
+async def test_waiting_goes_on_after_a_restart_of_postgres(
     client: AsyncClient, head: TinyHead, postgres_server: Postgres
 ) -> None:
     job_id = await client.submit("clerk", PROMPT)

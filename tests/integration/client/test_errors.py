@@ -34,7 +34,7 @@ def test_a_postgres_that_refuses_for_now_is_busy_and_not_away(engine: Engine, co
         connection.execute(text(refusal))
 
 
-def test_given_a_statement_over_its_time_when_ended_then_the_time_limit_is_named(engine: Engine) -> None:
+def test_a_statement_over_its_time_names_the_limit(engine: Engine) -> None:
     with pytest.raises(Busy, match="statement_timeout"), reachable(), engine.begin() as connection:
         connection.execute(text("SELECT pg_sleep(60)"))
 
@@ -49,12 +49,12 @@ def test_submitting_over_a_locked_row_names_the_lock(client: Client, database_ur
     client.submit("m", "one")
 
 
-def test_given_every_connection_in_use_when_submitted_then_the_pool_is_named(client: Client, engine: Engine) -> None:
+def test_submitting_without_a_free_connection_names_the_pool(client: Client, engine: Engine) -> None:
     with engine.connect(), pytest.raises(Busy, match="every connection of this process's pool is in use"):
         client.submit("m", "one")
 
 
-def test_given_a_server_that_is_away_when_asked_then_it_is_not_called_busy(redis_url: str) -> None:
+def test_a_server_that_is_away_is_not_called_busy(redis_url: str) -> None:
     with (
         Client(database_url="postgresql://shardline@127.0.0.1:1/none", redis_url=redis_url) as client,
         pytest.raises(Unavailable, match="cannot be reached") as caught,

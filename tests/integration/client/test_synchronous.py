@@ -38,7 +38,7 @@ def num_jobs(client: Client) -> int:
         return int(connection.execute(text("SELECT count(*) FROM jobs")).scalar_one())
 
 
-def test_given_a_prompt_when_it_ran_then_the_result_has_text_tokens_and_usage(client: Client, head: TinyHead) -> None:
+def test_a_result_has_text_tokens_and_usage(client: Client, head: TinyHead) -> None:
     job_id = client.submit("clerk", PROMPT, max_tokens=4, metadata={"order": 7})
     with head.serving():
         job = client.wait(job_id, 60)
@@ -49,7 +49,7 @@ def test_given_a_prompt_when_it_ran_then_the_result_has_text_tokens_and_usage(cl
     assert job.metadata == {"order": 7}
 
 
-def test_given_token_ids_and_messages_when_submitted_then_both_run(client: Client, head: TinyHead) -> None:
+def test_token_ids_and_messages_run(client: Client, head: TinyHead) -> None:
     ids = [
         client.submit("clerk", [1, 20, 21]),
         client.submit("clerk", messages=[{"role": "user", "content": PROMPT}]),
@@ -68,7 +68,7 @@ def test_ten_thousand_prompts_in_one_call_are_stored_in_order(client: Client) ->
     assert client.get(ids[1234]).prompt == "sum: 1234 + 1 ="
 
 
-def test_given_one_wrong_request_among_many_when_submitted_then_none_is_stored(client: Client) -> None:
+def test_one_wrong_request_among_many_stores_none(client: Client) -> None:
     with pytest.raises(Invalid) as caught:
         client.submit_many([{"model": "clerk", "prompt": "a"}, {"model": "clerk", "prompt": "a", "top_p": 2}])
     assert caught.value.field == "requests[1].top_p"
@@ -87,16 +87,14 @@ def test_given_one_wrong_request_among_many_when_submitted_then_none_is_stored(c
         ({"prompt": "a", "tenant": "nobody"}, "tenant"),
     ],
 )
-def test_given_a_wrong_request_when_submitted_then_its_field_is_named(
-    client: Client, fields: dict[str, Any], field: str
-) -> None:
+def test_submitting_a_wrong_request_names_its_field(client: Client, fields: dict[str, Any], field: str) -> None:
     with pytest.raises(Invalid) as caught:
         client.submit("clerk", **fields)
     assert caught.value.field == field
     assert num_jobs(client) == 0
 
 
-def test_given_the_callers_transaction_when_it_rolls_back_then_no_job_is_left(client: Client) -> None:
+def test_no_job_is_left_when_the_callers_transaction_rolls_back(client: Client) -> None:
     with Session(client.database) as session:
         client.submit("clerk", PROMPT, session=session)
         session.rollback()
@@ -108,7 +106,7 @@ def test_given_the_callers_transaction_when_it_rolls_back_then_no_job_is_left(cl
     assert client.get(job_id).state is JobState.QUEUED
 
 
-def test_given_an_id_or_key_when_repeated_then_nothing_is_inserted(client: Client) -> None:
+def test_repeating_an_id_or_key_inserts_nothing(client: Client) -> None:
     own = uuid4()
     assert client.submit("clerk", PROMPT, id=own, idempotency_key="k") == own
     assert client.submit("clerk", PROMPT, id=own) == own
@@ -124,7 +122,7 @@ def test_a_chat_repeated_with_its_id_is_the_same_job(client: Client) -> None:
     assert num_jobs(client) == 1
 
 
-def test_given_a_queued_job_when_cancelled_then_a_waiter_is_told(client: Client) -> None:
+def test_a_waiter_is_told_of_a_cancelled_job(client: Client) -> None:
     job_id = client.submit("clerk", PROMPT)
     assert client.cancel(job_id) == {job_id: JobState.CANCELLED}
     with pytest.raises(JobCancelled):
@@ -132,7 +130,7 @@ def test_given_a_queued_job_when_cancelled_then_a_waiter_is_told(client: Client)
     assert client.wait(job_id, 60, must_succeed=False).state is JobState.CANCELLED
 
 
-def test_given_a_job_that_fails_when_waited_for_then_its_reason_is_raised(client: Client, head: TinyHead) -> None:
+def test_waiting_for_a_failed_job_raises_its_reason(client: Client, head: TinyHead) -> None:
     job_id = client.submit("clerk", PROMPT)
     head.end(head.claim(), JobState.FAILED)
     with pytest.raises(JobFailed, match="it broke the engine"):
@@ -141,13 +139,13 @@ def test_given_a_job_that_fails_when_waited_for_then_its_reason_is_raised(client
         list(client.stream(job_id))
 
 
-def test_given_a_job_that_never_ends_when_waited_for_then_the_time_is_kept(client: Client) -> None:
+def test_waiting_for_a_job_that_never_ends_times_out(client: Client) -> None:
     job_id = client.submit("clerk", PROMPT)
     with pytest.raises(TimeoutError, match="1 jobs"):
         client.wait(job_id, 0.05)
 
 
-def test_given_no_such_job_when_asked_for_then_it_is_not_found(client: Client) -> None:
+def test_an_unknown_job_is_not_found(client: Client) -> None:
     for ask in (client.get, client.wait, lambda job_id: list(client.stream(job_id))):
         with pytest.raises(NotFound):
             ask(uuid4())
@@ -161,7 +159,7 @@ def test_waiting_for_an_unknown_id_names_it(client: Client) -> None:
     assert [job.id for job in client.wait([job_id, job_id], 60, must_succeed=False)] == [job_id, job_id]
 
 
-def test_given_jobs_when_listed_then_the_newest_come_first_by_pages(client: Client) -> None:
+def test_jobs_are_listed_newest_first_by_pages(client: Client) -> None:
     ids = [client.submit("clerk", PROMPT) for _ in range(5)]
     client.cancel(ids[0])
     page = client.list(limit=2)
@@ -187,7 +185,7 @@ def test_a_page_token_outlives_its_deleted_job_and_a_deleted_id_is_refused(
             read(after=page[-1].id)
 
 
-def test_given_a_running_job_when_streamed_then_tokens_come_as_they_are_made(client: Client, head: TinyHead) -> None:
+def test_tokens_are_streamed_as_they_are_made(client: Client, head: TinyHead) -> None:
     job_id = client.submit("clerk", PROMPT)
     sequence = head.claim()
     stream = client.stream(job_id)
@@ -235,7 +233,7 @@ def test_a_stream_tells_its_reader_when_the_tokens_change_and_may_restart(client
     assert "".join(delta.text for delta in anew) == (client.wait(job_id, 60).result or pytest.fail("no result")).text
 
 
-def test_given_redis_lost_in_the_middle_when_streamed_then_every_token_comes_once(
+def test_every_token_comes_once_when_redis_is_lost_in_the_middle(
     client: Client, head: TinyHead, redis_server: Valkey
 ) -> None:
     job_id = client.submit("clerk", PROMPT)
@@ -253,9 +251,7 @@ def test_given_redis_lost_in_the_middle_when_streamed_then_every_token_comes_onc
     assert "".join(delta.text for delta in deltas) == PROMPT
 
 
-def test_given_no_redis_at_all_when_streamed_then_postgres_gives_everything(
-    database_url: str, head: TinyHead, redis_server: Valkey
-) -> None:
+def test_postgres_streams_everything_without_redis(database_url: str, head: TinyHead, redis_server: Valkey) -> None:
     with Client(database_url=database_url, redis_url="redis://127.0.0.1:1/0") as client:
         job_id = client.submit("clerk", PROMPT)
         sequence = head.claim()
@@ -268,9 +264,7 @@ def test_given_no_redis_at_all_when_streamed_then_postgres_gives_everything(
         assert first.text + "".join(delta.text for delta in stream) == PROMPT
 
 
-def test_given_an_ended_job_when_streamed_later_then_it_comes_whole(
-    client: Client, head: TinyHead, redis_server: Valkey
-) -> None:
+def test_an_ended_job_is_streamed_whole(client: Client, head: TinyHead, redis_server: Valkey) -> None:
     job_id = client.submit("clerk", PROMPT)
     head.finish(head.claim())
     redis_server.restart()
@@ -278,7 +272,7 @@ def test_given_an_ended_job_when_streamed_later_then_it_comes_whole(
     assert (delta.text, delta.state) == (PROMPT, "succeeded")
 
 
-def test_given_threads_when_they_share_a_client_then_each_gets_its_own(client: Client, head: TinyHead) -> None:
+def test_threads_that_share_a_client_get_their_own_jobs(client: Client, head: TinyHead) -> None:
     def ask(number: int) -> tuple[UUID, str]:
         job_id = client.submit("clerk", f"sum: {number} + 1 =")
         job = client.wait(job_id, 60)
@@ -290,15 +284,13 @@ def test_given_threads_when_they_share_a_client_then_each_gets_its_own(client: C
     assert sorted(answers.values()) == sorted(f"sum: {number} + 1 =" for number in range(12))
 
 
-def test_given_no_postgres_when_submitted_then_it_says_that_it_is_away(redis_url: str) -> None:
+def test_submitting_without_postgres_says_that_it_is_away(redis_url: str) -> None:
     address = "postgresql://nobody@127.0.0.1:1/none"
     with Client(database_url=address, redis_url=redis_url) as client, pytest.raises(Unavailable, match="Postgres"):
         client.submit("clerk", PROMPT)
 
 
-def test_given_a_postgres_without_writes_when_submitted_then_it_says_so(
-    client: Client, database_url: str, redis_url: str
-) -> None:
+def test_submitting_to_a_read_only_postgres_says_so(client: Client, database_url: str, redis_url: str) -> None:
     with client.database.begin() as connection:
         name = connection.execute(text("SELECT current_database()")).scalar_one()
         connection.execute(text(f'ALTER DATABASE "{name}" SET default_transaction_read_only = on'))

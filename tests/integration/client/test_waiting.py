@@ -99,7 +99,7 @@ async def test_one_listener_serves_all_waiting_tasks_after_its_connection_is_cut
     assert [(job.id, job.state) for job in jobs] == [(job_id, JobState.SUCCEEDED) for job_id in ids]
 
 
-def test_given_nobody_who_waits_any_more_when_the_last_has_left_then_nobody_listens(
+def test_nobody_listens_once_the_last_waiter_has_left(
     database_url: str, redis_url: str, head: TinyHead, server: Server
 ) -> None:
     with Client(database_url=database_url, redis_url=redis_url) as client:
@@ -113,9 +113,7 @@ def test_given_nobody_who_waits_any_more_when_the_last_has_left_then_nobody_list
             pass
 
 
-def test_given_the_one_who_listens_when_it_leaves_then_the_next_one_hears_the_bell(
-    database_url: str, server: Server
-) -> None:
+def test_the_next_waiter_hears_the_bell_when_the_listener_leaves(database_url: str, server: Server) -> None:
     ended: set[UUID] = set()
     first, second = uuid4(), uuid4()
     ends = SyncEnds(ended.intersection, libpq_url(database_url), poll_s=NEVER_S)
@@ -131,9 +129,7 @@ def test_given_the_one_who_listens_when_it_leaves_then_the_next_one_hears_the_be
             waiting.result()
 
 
-def test_given_many_who_wait_when_one_bell_rings_then_one_look_is_made_for_all(
-    database_url: str, server: Server
-) -> None:
+def test_one_bell_makes_one_query_for_all_waiters(database_url: str, server: Server) -> None:
     looks: list[int] = []
     ids = [uuid4() for _ in range(NUM_WAITING)]
     over = Event()

@@ -61,7 +61,7 @@ def head(database_url: str, redis_url: str) -> Iterator[TinyHead]:
 
 
 @pytest.mark.parametrize("label", LABELS)
-async def test_given_requests_of_every_kind_when_sent_then_each_answer_is_as_described(
+async def test_each_answer_is_as_the_api_describes(
     database_url: str, redis_url: str, head: TinyHead, label: str
 ) -> None:
     async with running_gateway(database_url, redis_url) as http:

@@ -31,9 +31,7 @@ async def http(database_url: str, redis_url: str, head: TinyHead) -> AsyncIterat
         yield http
 
 
-async def test_given_a_prompt_when_completed_then_the_answer_has_openais_shape(
-    http: httpx.AsyncClient, head: TinyHead
-) -> None:
+async def test_a_completion_has_openais_shape(http: httpx.AsyncClient, head: TinyHead) -> None:
     with head.serving():
         reply = await http.post(TEXT, json={"model": "clerk", "prompt": PROMPT, "max_tokens": 4})
     assert reply.status_code == 200
@@ -48,7 +46,7 @@ async def test_given_a_prompt_when_completed_then_the_answer_has_openais_shape(
     assert (job["state"], job["result"]["text"]) == ("succeeded", "sum: 1")
 
 
-async def test_given_token_ids_when_completed_then_token_ids_come_back(http: httpx.AsyncClient, head: TinyHead) -> None:
+async def test_token_ids_are_answered_with_token_ids(http: httpx.AsyncClient, head: TinyHead) -> None:
     with head.serving():
         for prompt in ([1, 20, 21], [[1, 20, 21]]):
             fields = {"model": "clerk", "prompt": prompt, "return_token_ids": True}
@@ -57,7 +55,7 @@ async def test_given_token_ids_when_completed_then_token_ids_come_back(http: htt
             assert choice["finish_reason"] == "stop"
 
 
-async def test_given_messages_when_answered_then_the_template_was_used(http: httpx.AsyncClient, head: TinyHead) -> None:
+async def test_messages_are_rendered_by_the_template(http: httpx.AsyncClient, head: TinyHead) -> None:
     parts = [{"type": "text", "text": "sum: 1 + 2"}]
     with head.serving():
         fields = {"model": "clerk", "messages": [{"role": "user", "content": parts}], "max_completion_tokens": 20}
@@ -68,9 +66,7 @@ async def test_given_messages_when_answered_then_the_template_was_used(http: htt
     assert body["choices"][0]["message"] == {"role": "assistant", "content": PROMPT, "refusal": None}
 
 
-async def test_given_logprobs_when_asked_for_then_both_of_openais_forms_are_given(
-    http: httpx.AsyncClient, head: TinyHead
-) -> None:
+async def test_logprobs_come_in_both_of_openais_forms(http: httpx.AsyncClient, head: TinyHead) -> None:
     with head.serving():
         text = await http.post(TEXT, json={"model": "clerk", "prompt": PROMPT, "max_tokens": 3, "logprobs": 2})
         fields = {"model": "clerk", "messages": MESSAGES, "max_tokens": 2, "logprobs": True, "top_logprobs": 1}
@@ -89,9 +85,7 @@ async def test_given_logprobs_when_asked_for_then_both_of_openais_forms_are_give
     }
 
 
-async def test_given_a_stream_when_tokens_are_made_then_they_arrive_one_by_one(
-    http: httpx.AsyncClient, head: TinyHead
-) -> None:
+async def test_tokens_are_streamed_one_by_one(http: httpx.AsyncClient, head: TinyHead) -> None:
     fields = {"model": "clerk", "prompt": PROMPT, "stream": True, "stream_options": {"include_usage": True}}
     async with http.stream("POST", TEXT, json={**fields, "return_token_ids": True}) as reply:
         assert reply.headers["content-type"].startswith("text/event-stream")
@@ -116,9 +110,7 @@ async def test_given_a_stream_when_tokens_are_made_then_they_arrive_one_by_one(
     assert done == "[DONE]"
 
 
-async def test_given_a_chat_stream_when_it_runs_then_the_role_comes_first(
-    http: httpx.AsyncClient, head: TinyHead
-) -> None:
+async def test_a_chat_stream_begins_with_the_role(http: httpx.AsyncClient, head: TinyHead) -> None:
     with head.serving():
         async with http.stream("POST", CHAT, json={"model": "clerk", "messages": MESSAGES, "stream": True}) as reply:
             *chunks, closing, done = [event.data async for event in events_of(reply)]
@@ -129,9 +121,7 @@ async def test_given_a_chat_stream_when_it_runs_then_the_role_comes_first(
     assert done == "[DONE]"
 
 
-async def test_given_a_failing_job_when_streamed_then_the_stream_says_so(
-    http: httpx.AsyncClient, head: TinyHead
-) -> None:
+async def test_the_stream_of_a_failing_job_says_so(http: httpx.AsyncClient, head: TinyHead) -> None:
     async with http.stream("POST", TEXT, json={"model": "clerk", "prompt": PROMPT, "stream": True}) as reply:
         sequence = await claimed(head)
         head.end(sequence, JobState.FAILED)
@@ -162,7 +152,7 @@ async def test_a_stream_ends_with_an_error_when_the_tokens_change(http: httpx.As
 @pytest.mark.parametrize(
     ("state", "status", "code"), [(JobState.FAILED, 500, "job_failed"), (JobState.CANCELLED, 409, "job_cancelled")]
 )
-async def test_given_a_job_without_completion_when_waited_for_then_the_status_says_why(
+async def test_the_status_says_why_there_is_no_completion(
     http: httpx.AsyncClient, head: TinyHead, state: JobState, status: int, code: str
 ) -> None:
     asking = asyncio.create_task(http.post(TEXT, json={"model": "clerk", "prompt": PROMPT}))
@@ -199,7 +189,7 @@ async def test_a_job_with_a_key_survives_its_callers_connection_and_the_repeat_g
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_given_a_caller_who_leaves_when_the_job_runs_then_it_is_cancelled(
+async def test_the_job_of_a_caller_who_leaves_is_cancelled(
     http: httpx.AsyncClient, head: TinyHead, stream: bool
 ) -> None:
     asking = asyncio.create_task(http.post(TEXT, json={"model": "clerk", "prompt": PROMPT, "stream": stream}))
@@ -223,7 +213,7 @@ async def test_given_a_caller_who_leaves_when_the_job_runs_then_it_is_cancelled(
         (TEXT, {"prompt": PROMPT}, {"prompt": PROMPT, "temperature": 0.5}),
     ],
 )
-async def test_given_an_id_or_key_when_a_request_is_repeated_then_it_is_the_same_job(
+async def test_a_request_repeated_by_id_or_key_is_the_same_job(
     http: httpx.AsyncClient, head: TinyHead, *, name: dict[str, str], route: str, content: Any, other: Any
 ) -> None:
     headers = {} if name else {"Idempotency-Key": "order-7"}

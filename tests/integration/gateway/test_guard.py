@@ -114,7 +114,7 @@ def path_of(template: str, job_id: str) -> str:
     return template.replace("{job_id}", job_id).replace("{name:path}", "clerk")
 
 
-def test_given_the_apps_routes_when_read_then_each_but_the_probes_wants_a_scope() -> None:
+def test_every_route_but_the_probes_wants_a_scope() -> None:
     wanted = {(method, path): scopes_of(route.dependant) for method, path, route in routes()}
     assert {path for (_, path), scopes in wanted.items() if not scopes} == OPEN == {"/health", "/ready"}
     assert all(scopes <= set(Scope) for scopes in wanted.values())
@@ -172,9 +172,7 @@ async def test_readiness_tells_details_only_to_a_caller_with_a_key(http: httpx.A
     assert (await ask(http, "GET", "/health", stranger)).status_code == 200
 
 
-async def test_given_another_tenants_job_when_asked_for_by_any_route_then_it_is_not_there(
-    http: httpx.AsyncClient, database_url: str
-) -> None:
+async def test_another_tenants_job_is_not_there_by_any_route(http: httpx.AsyncClient, database_url: str) -> None:
     mine = await job_of(http)
     theirs = bearer(make_key(database_url, tenant=OTHER_TENANT))
     with_id = [(method, path) for method, path, _ in GUARDED if "{job_id}" in path]
@@ -244,7 +242,7 @@ async def test_remembered_keys_are_served_without_postgres_and_others_told_to_wa
             await asyncio.to_thread(head.wait_for_bell)
 
 
-async def test_given_a_fresh_key_when_revoked_then_it_is_trusted_no_longer_than_that(
+async def test_a_revoked_key_is_trusted_no_longer_than_it_is_fresh(
     database_url: str, redis_url: str, head: TinyHead
 ) -> None:
     key = make_key(database_url)
@@ -257,9 +255,7 @@ async def test_given_a_fresh_key_when_revoked_then_it_is_trusted_no_longer_than_
         assert (await http.get(JOBS, headers=bearer(key))).status_code == 401
 
 
-async def test_given_a_key_when_used_then_its_row_says_so_after_the_request(
-    database_url: str, redis_url: str, head: TinyHead
-) -> None:
+async def test_the_use_of_a_key_is_stored_after_the_request(database_url: str, redis_url: str, head: TinyHead) -> None:
     used, idle = make_key(database_url), make_key(database_url)
     async with running_gateway(database_url, redis_url) as http:
         await http.get(JOBS, headers=bearer(used))
@@ -278,15 +274,13 @@ async def test_metrics_on_their_own_port_need_no_key(database_url: str, redis_ur
 
 
 @pytest.mark.parametrize("host", ["evil.example", "evil.example:8000", "", "127.0.0.1.evil.example", "[::2]"])
-async def test_given_a_page_that_points_its_name_here_when_it_asks_then_it_is_refused(
-    http: httpx.AsyncClient, host: str
-) -> None:
+async def test_a_request_under_a_foreign_host_name_is_refused(http: httpx.AsyncClient, host: str) -> None:
     reply = await http.get(JOBS, headers={"Host": host})
     check_refusal(reply, 421, "misdirected_request", host)
     assert (await http.get("/health", headers={"Host": host})).status_code == 200
 
 
-async def test_given_names_of_its_own_when_asked_by_one_then_the_gateway_answers(
+async def test_the_gateway_answers_under_its_configured_names(
     database_url: str, redis_url: str, head: TinyHead
 ) -> None:
     async with running_gateway(database_url, redis_url, http_allowed_hosts="Shardline.example, other") as http:
@@ -304,9 +298,7 @@ async def test_given_names_of_its_own_when_asked_by_one_then_the_gateway_answers
 
 
 @pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "", "application/jsonp"])
-async def test_given_a_body_that_a_form_could_send_when_posted_then_it_is_refused(
-    http: httpx.AsyncClient, kind: str
-) -> None:
+async def test_a_body_that_a_form_could_send_is_refused(http: httpx.AsyncClient, kind: str) -> None:
     content = b'{"model": "clerk", "prompt": "a"}'
     for method, path, _ in GUARDED:
         if method == "POST":

@@ -80,15 +80,13 @@ async def test_submitting_answers_at_once_with_the_row_stored(http: httpx.AsyncC
     )
 
 
-async def test_given_a_callers_trace_when_submitted_then_it_travels_with_the_row(
-    http: httpx.AsyncClient, head: TinyHead
-) -> None:
+async def test_a_callers_trace_is_stored_in_the_row(http: httpx.AsyncClient, head: TinyHead) -> None:
     traceparent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
     await http.post(JOBS, json={"model": "clerk", "prompt": PROMPT}, headers={"traceparent": traceparent})
     assert head.claim().claimed.traceparent == traceparent
 
 
-async def test_given_a_repeat_when_submitted_then_it_is_the_same_job(http: httpx.AsyncClient) -> None:
+async def test_a_repeat_is_the_same_job(http: httpx.AsyncClient) -> None:
     fields = {"model": "clerk", "prompt": PROMPT, "idempotency_key": "k"}
     first, second = [await http.post(JOBS, json=fields) for _ in "ab"]
     assert (first.status_code, second.status_code) == (202, 200)
@@ -106,9 +104,7 @@ async def test_a_request_repeated_with_its_own_id_gets_200_and_the_present_state
     assert (second.status_code, second.json()["state"]) == (200, "succeeded")
 
 
-async def test_given_a_running_job_when_followed_then_events_count_its_tokens(
-    http: httpx.AsyncClient, head: TinyHead
-) -> None:
+async def test_events_count_the_tokens_of_a_running_job(http: httpx.AsyncClient, head: TinyHead) -> None:
     job_id = await submit(http, logprobs=1)
     sequence = head.claim()
     head.finish(sequence)
@@ -121,7 +117,7 @@ async def test_given_a_running_job_when_followed_then_events_count_its_tokens(
 
 @pytest.mark.parametrize("way", ["header", "query"])
 @pytest.mark.parametrize("is_redis_lost", [False, True])
-async def test_given_a_cut_connection_when_joined_again_then_nothing_is_missed_or_repeated(
+async def test_a_rejoined_reader_misses_and_repeats_nothing(
     http: httpx.AsyncClient, head: TinyHead, redis_server: Valkey, *, way: str, is_redis_lost: bool
 ) -> None:
     job_id = await submit(http)
@@ -243,9 +239,7 @@ async def test_a_reader_is_told_how_to_rejoin_when_postgres_stays_away(
     assert (again.name, again.data["state"], again.data["result"]["text"]) == ("end", "succeeded", PROMPT)
 
 
-async def test_given_an_ended_job_when_followed_from_its_end_then_only_the_end_comes(
-    http: httpx.AsyncClient, head: TinyHead
-) -> None:
+async def test_only_the_end_is_sent_to_a_follower_from_the_end(http: httpx.AsyncClient, head: TinyHead) -> None:
     job_id = await submit(http)
     sequence = head.claim()
     head.finish(sequence)
@@ -253,9 +247,7 @@ async def test_given_an_ended_job_when_followed_from_its_end_then_only_the_end_c
     assert (event.name, event.data["result"]["text"]) == ("end", PROMPT)
 
 
-async def test_given_a_reader_who_leaves_when_the_job_runs_then_it_goes_on(
-    http: httpx.AsyncClient, head: TinyHead
-) -> None:
+async def test_a_job_goes_on_when_its_reader_leaves(http: httpx.AsyncClient, head: TinyHead) -> None:
     job_id = await submit(http)
     sequence = head.claim()
     head.say(sequence)
@@ -265,7 +257,7 @@ async def test_given_a_reader_who_leaves_when_the_job_runs_then_it_goes_on(
     assert (await http.get(f"{JOBS}/{job_id}")).json()["state"] == "succeeded"
 
 
-async def test_given_a_silent_job_when_followed_then_comments_keep_the_line_open(
+async def test_comments_keep_the_connection_of_a_silent_job_open(
     database_url: str, redis_url: str, head: TinyHead
 ) -> None:
     async with running_gateway(database_url, redis_url, http_keep_alive_s=0.05) as http:
@@ -288,7 +280,7 @@ async def test_a_reader_waits_for_an_end_that_takes_longer_than_a_keep_alive(
         assert [event.name for event in await read(http, job_id, params={"after": 1_000_000})] == ["end"]
 
 
-async def test_given_jobs_when_cancelled_then_their_states_tell(http: httpx.AsyncClient, head: TinyHead) -> None:
+async def test_states_tell_what_a_cancel_did(http: httpx.AsyncClient, head: TinyHead) -> None:
     running = await submit(http)
     sequence = head.claim()
     queued = await submit(http)
@@ -301,7 +293,7 @@ async def test_given_jobs_when_cancelled_then_their_states_tell(http: httpx.Asyn
     assert (await http.delete(f"{JOBS}/{uuid4()}")).status_code == 404
 
 
-async def test_given_jobs_when_listed_then_pages_follow_each_other(http: httpx.AsyncClient) -> None:
+async def test_listed_pages_follow_each_other(http: httpx.AsyncClient) -> None:
     ids = [await submit(http) for _ in range(3)]
     first = (await http.get(JOBS, params={"limit": 2, "model": "clerk", "state": "queued"})).json()
     assert ([job["id"] for job in first["data"]], first["has_more"]) == (ids[:0:-1], True)
@@ -324,16 +316,12 @@ async def test_no_job_is_left_out_when_the_last_job_of_a_page_is_deleted(
 
 
 @pytest.mark.parametrize("query", ["stat=failed", "limit=1&limit=2"])
-async def test_given_a_query_that_says_something_else_when_listed_then_it_is_refused(
-    http: httpx.AsyncClient, query: str
-) -> None:
+async def test_a_wrong_listing_query_names_its_parameter(http: httpx.AsyncClient, query: str) -> None:
     reply = await http.get(f"{JOBS}?{query}")
     assert (reply.status_code, reply.json()["error"]["param"]) == (400, query.partition("=")[0])
 
 
-async def test_given_large_jobs_when_listed_then_their_bodies_stay_where_they_are(
-    http: httpx.AsyncClient, head: TinyHead
-) -> None:
+async def test_listing_large_jobs_does_not_read_their_bodies(http: httpx.AsyncClient, head: TinyHead) -> None:
     await submit(http, metadata={"note": "x" * 10_000})
     head.finish(head.claim())
     reply = await http.get(JOBS)
@@ -360,7 +348,7 @@ async def test_given_large_jobs_when_listed_then_their_bodies_stay_where_they_ar
         ("GET", "/v1/models/none", 404, "model"),
     ],
 )
-async def test_given_a_wrong_request_when_sent_then_openais_error_body_says_why(
+async def test_a_wrong_request_is_answered_with_openais_error_body(
     http: httpx.AsyncClient, method: str, path: str, *, status: int, param: str | None
 ) -> None:
     reply = await http.request(method, path)
@@ -386,7 +374,7 @@ async def test_given_a_wrong_request_when_sent_then_openais_error_body_says_why(
         ({"stream": True}, 400, "stream", "docs/jobs.md"),
     ],
 )
-async def test_given_a_wrong_job_when_sent_then_field_limit_and_remedy_are_named(
+async def test_a_wrong_job_names_field_limit_and_remedy(
     http: httpx.AsyncClient, fields: dict[str, Any], status: int, *, param: str, words: str
 ) -> None:
     reply = await http.post(JOBS, json={"model": "clerk", "prompt": PROMPT, **fields})

@@ -48,9 +48,7 @@ def num_jobs(head: TinyHead) -> int:
         return int(connection.execute(text("SELECT count(*) FROM jobs")).scalar_one())
 
 
-async def test_given_a_chat_when_asked_for_then_the_client_reads_the_answer(
-    client: AsyncOpenAI, head: TinyHead
-) -> None:
+async def test_the_client_reads_a_chat_answer(client: AsyncOpenAI, head: TinyHead) -> None:
     with head.serving():
         answer = await client.chat.completions.create(
             model="clerk", messages=MESSAGES, max_completion_tokens=32, logprobs=True, top_logprobs=2
@@ -64,9 +62,7 @@ async def test_given_a_chat_when_asked_for_then_the_client_reads_the_answer(
     assert answer.usage.completion_tokens == len(choice.logprobs.content)
 
 
-async def test_given_a_prompt_when_completed_then_the_client_reads_the_answer(
-    client: AsyncOpenAI, head: TinyHead
-) -> None:
+async def test_the_client_reads_a_completion(client: AsyncOpenAI, head: TinyHead) -> None:
     with head.serving():
         answer = await client.completions.create(model="clerk", prompt=PROMPT, max_tokens=4, logprobs=1)
     (choice,) = answer.choices
@@ -77,9 +73,7 @@ async def test_given_a_prompt_when_completed_then_the_client_reads_the_answer(
     assert (await client.models.retrieve("clerk")).id == "clerk"
 
 
-async def test_given_streams_when_read_then_the_text_and_the_usage_are_whole(
-    client: AsyncOpenAI, head: TinyHead
-) -> None:
+async def test_streams_have_the_whole_text_and_the_usage(client: AsyncOpenAI, head: TinyHead) -> None:
     with head.serving():
         chat = await client.chat.completions.create(
             model="clerk", messages=MESSAGES, stream=True, stream_options={"include_usage": True}
@@ -93,7 +87,7 @@ async def test_given_streams_when_read_then_the_text_and_the_usage_are_whole(
     assert pieces[-1].choices[0].finish_reason == "stop"
 
 
-async def test_given_wrong_requests_when_sent_then_each_raises_its_class(
+async def test_each_wrong_request_raises_its_class(
     client: AsyncOpenAI, head: TinyHead, http: httpx.AsyncClient
 ) -> None:
     with pytest.raises(openai.BadRequestError) as wrong:
@@ -121,7 +115,7 @@ async def test_the_client_does_not_submit_a_failed_job_again(client: AsyncOpenAI
     assert num_jobs(head) == 1
 
 
-async def test_given_a_job_that_fails_when_streamed_then_the_client_raises(client: AsyncOpenAI, head: TinyHead) -> None:
+async def test_the_client_raises_when_a_streamed_job_fails(client: AsyncOpenAI, head: TinyHead) -> None:
     stream = await client.completions.create(model="clerk", prompt=PROMPT, stream=True)
     sequence = await claimed(head)
     head.say(sequence)
@@ -130,7 +124,7 @@ async def test_given_a_job_that_fails_when_streamed_then_the_client_raises(clien
         _ = [chunk async for chunk in stream]
 
 
-async def test_given_a_full_door_when_the_client_comes_again_then_it_is_served(
+async def test_the_client_is_served_when_it_retries_at_a_full_door(
     database_url: str, redis_url: str, head: TinyHead
 ) -> None:
     async with running_gateway(database_url, redis_url, http_max_in_flight=1) as http, official(http) as client:

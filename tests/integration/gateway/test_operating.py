@@ -41,9 +41,7 @@ async def http(database_url: str, redis_url: str, head: TinyHead) -> AsyncIterat
         yield http
 
 
-async def test_given_a_pipeline_when_it_becomes_ready_then_so_does_the_gateway(
-    http: httpx.AsyncClient, head: TinyHead
-) -> None:
+async def test_the_gateway_is_ready_when_a_pipeline_is(http: httpx.AsyncClient, head: TinyHead) -> None:
     reply = await http.get("/ready")
     assert (reply.status_code, reply.json()["ready"]) == (503, False)
     assert reply.json()["models"]["clerk"]["ready"] is False
@@ -54,9 +52,7 @@ async def test_given_a_pipeline_when_it_becomes_ready_then_so_does_the_gateway(
     assert (await http.get("/health")).json() == {"status": "ok"}
 
 
-async def test_given_registered_models_when_listed_then_each_says_its_limit(
-    http: httpx.AsyncClient, head: TinyHead
-) -> None:
+async def test_each_listed_model_shows_its_limit(http: httpx.AsyncClient, head: TinyHead) -> None:
     (model,) = (await http.get("/v1/models")).json()["data"]
     assert (model["id"], model["object"], model["max_model_len"], model["ready"]) == ("clerk", "model", 512, False)
     assert (await http.get("/v1/models/clerk")).json() == model
@@ -75,7 +71,7 @@ async def test_a_pipelines_kv_below_the_context_limits_requests(http: httpx.Asyn
     assert "64 tokens" in refused.json()["error"]["message"]
 
 
-async def test_given_the_api_description_when_read_then_it_knows_every_field(http: httpx.AsyncClient) -> None:
+async def test_the_api_description_knows_every_field(http: httpx.AsyncClient) -> None:
     document = (await http.get("/openapi.json")).json()
     schemas = document["components"]["schemas"]
     for route, name in (("/v1/completions", "CompletionRequest"), (JOBS, "JobRequest")):
@@ -89,7 +85,7 @@ async def test_given_the_api_description_when_read_then_it_knows_every_field(htt
     assert "security" not in document["paths"]["/health"]["get"]
 
 
-async def test_given_requests_when_scraped_then_figures_count_routes_not_paths(http: httpx.AsyncClient) -> None:
+async def test_metrics_count_routes_and_not_paths(http: httpx.AsyncClient) -> None:
     await http.post(JOBS, json=BODY)
     await http.get(f"{JOBS}/x")
     text = (await http.get("/metrics")).text
@@ -108,9 +104,7 @@ async def test_one_wrong_request_harms_none_of_many_concurrent_callers(
     assert len({reply.json()["id"] for reply in replies if reply.status_code == 202}) == 54
 
 
-async def test_given_a_full_door_when_one_more_comes_then_it_is_told_when_to_come_back(
-    database_url: str, redis_url: str, head: TinyHead
-) -> None:
+async def test_a_caller_at_a_full_door_is_told_when_to_retry(database_url: str, redis_url: str, head: TinyHead) -> None:
     async with running_gateway(database_url, redis_url, http_max_in_flight=1) as http:
         fields = {**BODY, "stream": True, "return_token_ids": True}
         async with http.stream("POST", "/v1/completions", json=fields) as stream:
@@ -121,7 +115,7 @@ async def test_given_a_full_door_when_one_more_comes_then_it_is_told_when_to_com
             assert (await http.get("/health")).status_code == 200
 
 
-async def test_given_as_many_followers_as_there_may_be_when_jobs_come_then_they_are_taken(
+async def test_jobs_are_taken_while_followers_are_at_their_limit(
     database_url: str, redis_url: str, head: TinyHead
 ) -> None:
     async with running_gateway(database_url, redis_url, http_max_in_flight=1, http_max_followers=1) as http:
@@ -133,9 +127,7 @@ async def test_given_as_many_followers_as_there_may_be_when_jobs_come_then_they_
             assert (reply.status_code, reply.json()["error"]["code"]) == (429, "overloaded")
 
 
-async def test_given_a_body_over_the_limit_when_sent_then_it_is_refused(
-    database_url: str, redis_url: str, head: TinyHead
-) -> None:
+async def test_a_body_over_the_limit_is_refused(database_url: str, redis_url: str, head: TinyHead) -> None:
     async def chunks() -> AsyncIterator[bytes]:
         for _ in range(4):
             yield b" " * 600
@@ -147,7 +139,7 @@ async def test_given_a_body_over_the_limit_when_sent_then_it_is_refused(
         assert (await http.post(JOBS, json=BODY)).status_code == 202
 
 
-async def test_given_a_body_that_never_comes_when_its_time_is_over_then_the_caller_is_told(
+async def test_a_caller_whose_body_never_comes_is_told_in_time(
     database_url: str, redis_url: str, head: TinyHead
 ) -> None:
     async with running_gateway(database_url, redis_url, http_body_timeout_s=0.05) as http:
@@ -160,16 +152,14 @@ async def test_given_a_body_that_never_comes_when_its_time_is_over_then_the_call
 
 
 @pytest.mark.parametrize("depth", [40, 400, 4_000])
-async def test_given_deep_nesting_when_sent_then_it_is_refused_like_any_wrong_field(
-    http: httpx.AsyncClient, depth: int
-) -> None:
+async def test_deep_nesting_is_refused_like_any_wrong_field(http: httpx.AsyncClient, depth: int) -> None:
     nested = b"[" * depth + b"]" * depth
     content = b'{"model": "clerk", "prompt": "a", "metadata": {"a": ' + nested + b"}}"
     reply = await http.post(JOBS, content=content, headers=JSON)
     assert reply.status_code == 400, reply.text
 
 
-async def test_given_postgres_away_when_a_job_comes_then_it_is_told_to_come_back(
+async def test_a_job_is_told_to_retry_while_postgres_is_away(
     http: httpx.AsyncClient, head: TinyHead, postgres_server: Postgres
 ) -> None:
     assert (await http.post(JOBS, json=BODY)).status_code == 202
@@ -190,9 +180,7 @@ async def test_given_postgres_away_when_a_job_comes_then_it_is_told_to_come_back
             await asyncio.to_thread(head.wait_for_bell)
 
 
-async def test_given_a_waiting_caller_when_told_to_stop_then_the_gateway_answers_first(
-    database_url: str, redis_url: str
-) -> None:
+async def test_a_stopping_gateway_answers_a_waiting_caller_first(database_url: str, redis_url: str) -> None:
     with tiny_head(database_url, redis_url) as head:
         async with gateway_process(database_url, redis_url) as (process, http):
             async with http.stream("POST", "/v1/completions", json={**BODY, "stream": True}) as stream:

@@ -45,7 +45,7 @@ def read(engine: Engine, query: str) -> list[str]:
         return list(connection.scalars(text(query)))
 
 
-def test_given_the_migrated_schema_when_checked_then_it_is_what_the_tables_say(database_url: str) -> None:
+def test_the_migrated_schema_is_what_the_tables_say(database_url: str) -> None:
     assert "No new upgrade operations detected" in alembic(database_url, "check")
 
 
@@ -74,12 +74,12 @@ def test_migrating_down_and_up_leaves_nothing_and_works_again(empty_database_url
     engine.dispose()
 
 
-def test_given_two_operators_when_they_migrate_at_once_then_both_succeed(empty_database_url: str) -> None:
+def test_two_concurrent_migrations_both_succeed(empty_database_url: str) -> None:
     command = [sys.executable, "-m", "alembic", "upgrade", "head"]
     environment = {**os.environ, "SHARDLINE_DATABASE_URL": empty_database_url}
     both = [subprocess.Popen(command, cwd=REPOSITORY, env=environment) for _ in range(2)]
     assert [process.wait(timeout=60) for process in both] == [0, 0]
 
 
-def test_given_an_administrator_when_sql_is_asked_for_then_no_server_is_needed() -> None:
+def test_printing_sql_needs_no_server() -> None:
     assert "CREATE TABLE jobs" in alembic("postgresql://nowhere.invalid/none", "upgrade", "head", "--sql")

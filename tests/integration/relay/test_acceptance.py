@@ -57,9 +57,7 @@ def nested(depth: int) -> Any:
         ({"unknown": 1}, "unknown"),
     ],
 )
-def test_given_one_bad_request_in_a_batch_when_taken_then_it_fails_alone(
-    engine: Engine, change: dict[str, Any], field: str
-) -> None:
+def test_one_bad_request_in_a_batch_fails_alone(engine: Engine, change: dict[str, Any], field: str) -> None:
     before, bad, after = take(engine, GOOD, {**GOOD, **change}, GOOD)
     assert (before.fate, bad.fate, after.fate) == ("accepted", "failed", "accepted")
     assert cell(engine, "SELECT error->>'field' FROM jobs WHERE state = 'failed'") == field
@@ -74,7 +72,7 @@ def test_a_document_that_no_row_can_hold_is_a_dead_letter_with_a_reason(engine: 
     assert cell(engine, "SELECT count(*) FROM jobs") == 1
 
 
-def test_given_a_conflict_in_a_batch_when_taken_then_the_first_job_stays_as_it_is(engine: Engine) -> None:
+def test_a_conflict_in_a_batch_leaves_the_first_job_as_it_is(engine: Engine) -> None:
     first = str(new_id())
     verdicts = take(
         engine, {**GOOD, "id": first}, {**GOOD, "id": first, "prompt": "two"}, {**GOOD, "id": first, "top_p": 9}
@@ -93,7 +91,7 @@ def test_a_request_delivered_twice_is_accepted_twice_and_stored_once(
     assert cell(engine, "SELECT count(*) FROM jobs") == 1
 
 
-def test_given_an_invalid_request_delivered_twice_when_taken_then_both_say_the_same(engine: Engine) -> None:
+def test_both_deliveries_of_an_invalid_request_say_the_same(engine: Engine) -> None:
     arrival = Arrival(id=new_id(), document={**GOOD, "top_p": 9})
     assert accept(engine, [arrival]) == accept(engine, [arrival])
     assert cell(engine, "SELECT count(*) FROM jobs") == 1

@@ -127,14 +127,14 @@ def test_each_intake_entry_ends_as_a_row_or_a_dead_letter(
     assert cell(here.engine, "SELECT count(*) FROM jobs") == 5
 
 
-def test_given_a_lost_consumer_group_when_an_entry_is_added_then_it_is_made_again(here: RelayWorld) -> None:
+def test_a_lost_consumer_group_is_made_again(here: RelayWorld) -> None:
     eventually(lambda: here.redis.exists(INTAKE))
     here.redis.xgroup_destroy(INTAKE, INTAKE_GROUP)
     here.redis.xadd(INTAKE, {"request": json.dumps({"model": MODEL, "prompt": "one"})})
     assert len(here.take_messages(1)) == 1
 
 
-def test_given_a_queued_job_when_revoked_then_its_row_is_cancelled(here: RelayWorld) -> None:
+def test_revoking_a_queued_job_cancels_its_row(here: RelayWorld) -> None:
     task_id = here.submit({"model": MODEL, "prompt": "one"})
     here.take_messages(1)
     (reply,) = here.app.control.revoke(task_id, reply=True)
@@ -142,7 +142,7 @@ def test_given_a_queued_job_when_revoked_then_its_row_is_cancelled(here: RelayWo
     assert here.wait_for_end(task_id).state is JobState.CANCELLED
 
 
-def test_given_a_running_job_when_revoked_then_only_terminate_asks_it_to_end(here: RelayWorld) -> None:
+def test_only_terminate_ends_a_running_job(here: RelayWorld) -> None:
     task_id = here.submit({"model": MODEL, "prompt": "one"})
     here.take_messages(1)
     assert here.claim(task_id)

@@ -48,7 +48,7 @@ def test_the_window_is_sent_again_at_once_after_redis_lost_everything(here: Rela
     assert set(here.take_messages(NUM_JOBS)) == ids
 
 
-def test_given_a_flushed_redis_when_the_mark_is_gone_then_the_window_is_sent_again(here: RelayWorld) -> None:
+def test_the_window_is_sent_again_after_a_flush_of_redis(here: RelayWorld) -> None:
     here.start_relay()
     ids = insert(here)
     eventually(lambda: all_sent(here, ids) and here.redis.exists(OUTBOX_MARK))
@@ -56,9 +56,7 @@ def test_given_a_flushed_redis_when_the_mark_is_gone_then_the_window_is_sent_aga
     assert set(here.take_messages(NUM_JOBS)) == ids
 
 
-def test_given_redis_away_when_jobs_are_accepted_then_they_are_sent_once_it_is_back(
-    here: RelayWorld, redis_server: Valkey
-) -> None:
+def test_jobs_accepted_without_redis_are_sent_once_it_is_back(here: RelayWorld, redis_server: Valkey) -> None:
     relay = here.start_relay()
     redis_server.kill()
     ids = insert(here)
@@ -68,9 +66,7 @@ def test_given_redis_away_when_jobs_are_accepted_then_they_are_sent_once_it_is_b
     assert relay.process.poll() is None
 
 
-def test_given_a_frozen_redis_when_rows_need_care_then_sweeps_and_preparation_go_on(
-    here: RelayWorld, redis_server: Valkey
-) -> None:
+def test_sweeps_and_preparation_go_on_while_redis_is_frozen(here: RelayWorld, redis_server: Valkey) -> None:
     relay = here.start_relay()
     redis_server.pause()
     ids = insert(here)
@@ -82,7 +78,7 @@ def test_given_a_frozen_redis_when_rows_need_care_then_sweeps_and_preparation_go
     assert relay.process.poll() is None
 
 
-def test_given_a_full_redis_when_it_has_room_again_then_the_same_relay_goes_on(here: RelayWorld) -> None:
+def test_a_relay_goes_on_once_a_full_redis_has_room(here: RelayWorld) -> None:
     relay = here.start_relay()
     here.redis.config_set("maxmemory", 1)
     here.redis.client_kill_filter(_type="normal")
@@ -111,9 +107,7 @@ def test_a_relay_stores_the_request_it_holds_though_redis_dies(
     assert relay.process.poll() is None
 
 
-def test_given_postgres_away_when_requests_come_in_then_they_wait_and_become_rows(
-    here: RelayWorld, postgres_server: Postgres
-) -> None:
+def test_requests_wait_for_postgres_and_become_rows(here: RelayWorld, postgres_server: Postgres) -> None:
     relay = here.start_relay()
     postgres_server.kill()
     try:
@@ -205,14 +199,14 @@ def test_a_job_whose_lease_expired_is_requeued_and_sent_again(here: RelayWorld) 
     assert job.result.text == "one two"
 
 
-def test_given_a_relay_at_work_when_told_to_stop_then_it_ends_promptly_and_cleanly(here: RelayWorld) -> None:
+def test_a_stopped_relay_ends_promptly_and_cleanly(here: RelayWorld) -> None:
     relay = here.start_relay()
     insert(here)
     assert relay.stop() == 0
     assert b"Traceback" not in relay.log.read_bytes()
 
 
-def test_given_a_relay_whose_servers_are_away_when_told_to_stop_then_it_still_ends(
+def test_a_stopped_relay_ends_though_its_servers_are_away(
     here: RelayWorld, redis_server: Valkey, postgres_server: Postgres
 ) -> None:
     relay = here.start_relay()

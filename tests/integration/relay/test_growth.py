@@ -105,7 +105,7 @@ def test_row_versions_kept_by_an_open_transaction_are_shown_and_warned_of(
     assert (registry.get_sample_value("shardline_dead_rows", {"table": "attempts"}) or 0) >= 50
 
 
-def test_given_running_jobs_when_their_heartbeats_are_saved_then_no_index_is_written(engine: Engine) -> None:
+def test_heartbeats_write_no_index(engine: Engine) -> None:
     claimed = claim(engine, submit(engine, 8))
     before = num_updates(engine)
     beat_often(engine, claimed, num_beats=100)
@@ -137,6 +137,6 @@ def test_a_growing_value_is_warned_of_at_its_bound_and_at_each_doubling() -> Non
     assert [value for value in range(0, 100, 5) if bound.reached(value)] == [10, 20, 40, 80]
 
 
-def test_given_a_relay_when_made_then_it_watches(database_url: str, redis_url: str) -> None:
+def test_a_new_relay_watches_growth(database_url: str, redis_url: str) -> None:
     relay = Relay(RelaySettings(database_url=database_url, redis_url=redis_url))
     assert [loop.name for loop in relay._loops if isinstance(loop, Growth)] == ["growth"]

@@ -76,7 +76,7 @@ def test_entries_of_megabytes_are_taken_a_few_at_a_time_and_all_accepted(
     redis.close()
 
 
-def test_given_many_entries_when_taken_then_each_batch_has_as_many_as_are_set(engine: Engine, redis_url: str) -> None:
+def test_each_batch_takes_the_configured_number_of_entries(engine: Engine, redis_url: str) -> None:
     redis = Redis.from_url(redis_url)
     for number in range(20):
         redis.xadd(INTAKE, {"request": json.dumps({"model": MODEL, "prompt": f"number {number}"})})

@@ -72,9 +72,7 @@ def while_tokenised(monkeypatch: pytest.MonkeyPatch) -> Callable[[Look], None]:
     return install
 
 
-def test_given_rows_when_they_are_tokenised_then_no_transaction_waits_for_it(
-    engine: Engine, while_tokenised: Callable[[Look], None]
-) -> None:
+def test_no_transaction_waits_for_tokenization(engine: Engine, while_tokenised: Callable[[Look], None]) -> None:
     idle = "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND state LIKE 'idle in trans%'"
     seen: list[int] = []
     while_tokenised(lambda: seen.append(cell(engine, idle)))

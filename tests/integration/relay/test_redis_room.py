@@ -83,9 +83,7 @@ def test_dead_intake_entries_keep_the_newest_within_a_few_megabytes(
     assert client.ttl(INTAKE_DEAD) > 0
 
 
-def test_given_a_full_redis_when_an_entry_is_refused_then_the_intake_goes_on(
-    engine: Engine, client: redis.Redis
-) -> None:
+def test_the_intake_goes_on_when_a_full_redis_refuses_an_entry(engine: Engine, client: redis.Redis) -> None:
     client.xgroup_create(INTAKE, INTAKE_GROUP, id="0", mkstream=True)
     client.xadd(INTAKE, {"request": "no request"})
     metrics = RelayMetrics(CollectorRegistry())

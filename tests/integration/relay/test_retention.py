@@ -84,9 +84,7 @@ def left(engine: Engine) -> set[UUID]:
 
 
 @pytest.mark.parametrize("state", [state for state in JobState if state.terminal])
-def test_given_ended_jobs_when_cleaned_then_the_old_go_with_attempts_and_results(
-    engine: Engine, state: JobState
-) -> None:
+def test_old_ended_jobs_are_deleted_with_attempts_and_results(engine: Engine, state: JobState) -> None:
     ended(engine, days=31, state=state)
     young = ended(engine, days=29, state=state)
 
@@ -97,7 +95,7 @@ def test_given_ended_jobs_when_cleaned_then_the_old_go_with_attempts_and_results
         assert cell(engine, f"SELECT array_agg(job_id) FROM {table}") == [young]
 
 
-def test_given_jobs_that_have_not_ended_when_cleaned_then_they_stay_however_old(engine: Engine) -> None:
+def test_jobs_that_have_not_ended_stay_however_old(engine: Engine) -> None:
     (queued,) = submit(engine)
     (taken,) = submit(engine)
     claim(engine, [taken])
@@ -110,7 +108,7 @@ def test_given_jobs_that_have_not_ended_when_cleaned_then_they_stay_however_old(
     assert left(engine) == {queued, taken, late}
 
 
-def test_given_dead_letters_when_cleaned_then_only_old_ones_that_were_replayed_go(engine: Engine) -> None:
+def test_only_old_replayed_dead_letters_are_deleted(engine: Engine) -> None:
     alone, old, young = dead(engine, days=400), dead(engine, days=31), dead(engine, days=1)
     replays = {replayed(engine, old), replayed(engine, young)}
 
@@ -133,7 +131,7 @@ def test_an_old_replay_is_deleted_only_after_its_dead_letter(engine: Engine) -> 
     assert left(engine) == set()
 
 
-def test_given_many_old_jobs_when_cleaned_then_they_go_in_batches_the_oldest_first(engine: Engine) -> None:
+def test_old_jobs_are_deleted_in_batches_oldest_first(engine: Engine) -> None:
     old = [ended(engine, days=days) for days in (35, 34, 33, 32, 31)]
 
     assert clean(engine, max_batch=2) == 2
@@ -150,7 +148,7 @@ def test_a_locked_row_does_not_hold_up_the_deletion_of_others(engine: Engine) ->
     assert clean(engine) == 1
 
 
-def test_given_a_relay_that_cleans_when_another_wants_to_then_it_leaves_it_alone(engine: Engine) -> None:
+def test_a_second_relay_leaves_deletion_to_the_first(engine: Engine) -> None:
     ended(engine, days=31)
     with engine.connect() as first, first.begin():
         assert delete_old(first, age_s=30 * DAY_S).num_deleted == 1
@@ -171,12 +169,12 @@ def test_retention_counts_its_batches_and_goes_on_until_none_is_left(
     assert len(left(engine)) == 1
 
 
-def test_given_no_setting_when_a_relay_is_made_then_nothing_is_ever_deleted(database_url: str, redis_url: str) -> None:
+def test_nothing_is_deleted_without_the_setting(database_url: str, redis_url: str) -> None:
     relay = Relay(RelaySettings(database_url=database_url, redis_url=redis_url))
     assert not [loop for loop in relay._loops if isinstance(loop, Retention)]
 
 
-def test_given_the_setting_when_a_relay_runs_then_old_jobs_go(
+def test_the_setting_deletes_old_jobs(
     database_url: str, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SHARDLINE_RETENTION_DAYS", "30")
@@ -187,7 +185,7 @@ def test_given_the_setting_when_a_relay_runs_then_old_jobs_go(
         assert left(here.engine) == {young}
 
 
-def test_given_many_jobs_when_old_ones_are_looked_for_then_the_young_are_not_read(engine: Engine) -> None:
+def test_looking_for_old_jobs_reads_no_young_ones(engine: Engine) -> None:
     change(
         engine,
         "INSERT INTO jobs (model, prompt, state, finished_at) "

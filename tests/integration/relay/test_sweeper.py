@@ -163,7 +163,7 @@ def test_a_stall_between_statements_judges_leases_by_the_first_one(engine: Engin
         assert sweeps.sweep_leases(connection, lambda *_: "", lease_s=0) == {}
 
 
-def test_given_turns_as_ever_when_a_lease_expires_then_it_is_rescued_at_once(
+def test_an_expired_lease_is_rescued_at_once_between_normal_turns(
     engine: Engine, sweeper: Sweeper, clock: Clock
 ) -> None:
     sweeper.turn()

@@ -21,7 +21,7 @@ def producer(database_url: str, redis_url: str) -> Producer:
 
 
 @pytest.mark.parametrize("door", ["client", "sql"])
-def test_given_a_door_into_postgres_when_it_returns_then_the_rows_are_there(producer: Producer, door: str) -> None:
+def test_rows_are_stored_when_a_postgres_door_returns(producer: Producer, door: str) -> None:
     ids = submit(producer, door, PROMPTS)
     assert states(producer.urls["database"], ids) == dict.fromkeys(ids, "queued")
     found = {row["id"]: row["prompt"] for row in rows(producer.urls["database"], ids)}
@@ -30,7 +30,7 @@ def test_given_a_door_into_postgres_when_it_returns_then_the_rows_are_there(prod
     assert summarise(asked, rows(producer.urls["database"], ids), flower_tasks_seen=0).result_rows == 0
 
 
-def test_given_the_stream_door_when_it_returns_then_each_entry_is_one_request(producer: Producer) -> None:
+def test_each_entry_of_the_stream_door_is_one_request(producer: Producer) -> None:
     ids = submit(producer, "redis", PROMPTS)
     entries = redis.Redis.from_url(producer.urls["redis"]).xrange(keys.INTAKE) or []
     requests = [json.loads((fields or {})[b"request"]) for _, fields in entries]
@@ -45,5 +45,5 @@ def test_tasks_of_the_celery_door_are_in_the_queue_of_relays(producer: Producer)
     assert {json.loads(message)["headers"]["id"] for message in messages} == {str(each) for each in ids}
 
 
-def test_given_all_doors_when_counted_then_there_are_five() -> None:
+def test_there_are_five_doors() -> None:
     assert list(DOORS) == ["client", "celery", "redis", "sql", "http"]

@@ -20,13 +20,13 @@ from services.standalone.processes import StartFailed
 from services.standalone.servers import FAST, Postgres, Valkey, socket_folder
 
 
-def test_given_a_database_when_asked_for_its_encoding_then_it_is_utf8(database_url: str) -> None:
+def test_the_databases_encoding_is_utf8(database_url: str) -> None:
     with psycopg.connect(database_url) as connection:
         assert connection.execute("SHOW server_encoding").fetchone() == ("UTF8",)
         assert connection.execute("SELECT upper('äé')").fetchone() == ("ÄÉ",)
 
 
-def test_given_a_dead_redis_when_restarted_then_it_is_empty_on_the_same_port(redis_server: Valkey) -> None:
+def test_a_restarted_redis_is_empty_on_the_same_port(redis_server: Valkey) -> None:
     url = redis_server.url
     redis.Redis.from_url(url).set("left", "over")
     redis_server.kill()
@@ -37,7 +37,7 @@ def test_given_a_dead_redis_when_restarted_then_it_is_empty_on_the_same_port(red
     assert redis.Redis.from_url(url).dbsize() == 0
 
 
-def test_given_a_paused_redis_when_resumed_then_it_answers_again(redis_server: Valkey) -> None:
+def test_a_resumed_redis_answers_again(redis_server: Valkey) -> None:
     redis_server.pause()
     with pytest.raises(redis.TimeoutError):
         redis.Redis.from_url(redis_server.url, socket_timeout=0.1).ping()
@@ -45,12 +45,12 @@ def test_given_a_paused_redis_when_resumed_then_it_answers_again(redis_server: V
     assert redis.Redis.from_url(redis_server.url).ping()
 
 
-def test_given_redis_when_asked_without_the_password_then_it_refuses(redis_server: Valkey) -> None:
+def test_redis_refuses_without_the_password(redis_server: Valkey) -> None:
     with pytest.raises(redis.AuthenticationError):
         redis.Redis(port=redis_server.port, retry=Retry(NoBackoff(), 0)).ping()
 
 
-def test_given_a_fixed_port_that_is_taken_when_started_then_it_says_so(tmp_path: Path, redis_server: Valkey) -> None:
+def test_a_fixed_port_that_is_taken_is_named(tmp_path: Path, redis_server: Valkey) -> None:
     second = Valkey(tmp_path, port=redis_server.port)
     with pytest.raises(StartFailed):
         second.start()
@@ -70,7 +70,7 @@ def test_committed_rows_survive_a_killed_postgres(tmp_path: Path) -> None:
         server.stop()
 
 
-def test_given_a_stale_pid_file_when_started_then_the_pids_new_owner_is_left_alone(tmp_path: Path) -> None:
+def test_a_stale_pid_file_leaves_the_pids_new_owner_alone(tmp_path: Path) -> None:
     server = Postgres(tmp_path, settings=FAST)
     server.start()
     server.stop()
@@ -84,7 +84,7 @@ def test_given_a_stale_pid_file_when_started_then_the_pids_new_owner_is_left_alo
         server.stop()
 
 
-def test_given_a_parent_that_is_killed_when_it_is_gone_then_its_servers_are_gone_too(tmp_path: Path) -> None:
+def test_servers_end_with_their_killed_parent(tmp_path: Path) -> None:
     program = (
         "import sys, signal; from pathlib import Path; from services.standalone.servers import Postgres, Valkey\n"
         "home = Path(sys.argv[1]); servers = [Postgres(home), Valkey(home)]\n"
@@ -101,11 +101,11 @@ def test_given_a_parent_that_is_killed_when_it_is_gone_then_its_servers_are_gone
     assert alive == []
 
 
-def test_given_a_home_with_a_long_path_when_sockets_are_placed_then_the_path_fits(tmp_path: Path) -> None:
+def test_the_path_of_sockets_fits_in_a_home_with_a_long_path(tmp_path: Path) -> None:
     folder = socket_folder(tmp_path / ("long" * 30))
     assert len(str(folder)) < 100
     assert folder.is_dir()
 
 
-def test_given_two_free_ports_when_drawn_then_both_can_be_used() -> None:
+def test_two_free_ports_can_both_be_used() -> None:
     assert free_port() > 1023

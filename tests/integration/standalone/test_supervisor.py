@@ -49,7 +49,7 @@ def own_stack(tmp_path: Path) -> Iterator[Stack]:
     stack.end()
 
 
-def test_given_a_ready_stack_when_its_record_is_read_then_all_of_it_is_true(stack: Stack) -> None:
+def test_the_record_of_a_ready_stack_is_true(stack: Stack) -> None:
     up = stack.look()
     for secret in (stack.home.up_file, stack.home.folder / "api_key"):
         assert stat.S_IMODE(secret.stat().st_mode) == 0o600
@@ -61,14 +61,14 @@ def test_given_a_ready_stack_when_its_record_is_read_then_all_of_it_is_true(stac
     assert {path.stem for path in (stack.home.folder / "logs").glob("*.log")} >= NAMES - {"supervisor"}
 
 
-def test_given_a_ready_stack_when_asked_then_it_answers(stack: Stack) -> None:
+def test_a_ready_stack_answers(stack: Stack) -> None:
     answer = stack.complete()
     assert answer.status_code == 200
     assert httpx.get(f"{stack.look()['urls']['gateway']}/v1/models").status_code == 401, "nobody without a key"
     assert answer.json()["choices"][0]["text"]
 
 
-def test_given_flower_when_asked_without_the_password_then_it_refuses(stack: Stack) -> None:
+def test_flower_refuses_without_the_password(stack: Stack) -> None:
     flower = stack.look()["urls"]["flower"]
     assert httpx.get(f"{flower}/api/workers").status_code == 200
     bare = httpx.URL(flower).copy_with(userinfo=b"")
@@ -76,7 +76,7 @@ def test_given_flower_when_asked_without_the_password_then_it_refuses(stack: Sta
     assert httpx.get(bare.join("/")).status_code == 401
 
 
-def test_given_a_stack_when_another_is_started_in_its_folder_then_it_is_refused(stack: Stack) -> None:
+def test_a_second_stack_in_one_folder_is_refused(stack: Stack) -> None:
     second = stack.command("up")
     assert second.returncode == 1
     assert "already runs" in second.stdout
@@ -93,15 +93,13 @@ def test_a_killed_service_is_restarted_recorded_and_works(stack: Stack, name: st
     assert f"{name} ended (killed by SIGKILL)" in stack.output.read_text()
 
 
-def test_given_a_stack_when_its_status_is_asked_then_every_process_is_listed(stack: Stack) -> None:
+def test_the_status_of_a_stack_lists_every_process(stack: Stack) -> None:
     status = stack.command("status")
     assert status.returncode == 0
     assert all(name in status.stdout for name in NAMES)
 
 
-def test_given_two_stacks_when_they_share_cores_then_they_say_so_and_both_answer(
-    stack: Stack, own_stack: Stack
-) -> None:
+def test_two_stacks_on_shared_cores_say_so_and_both_answer(stack: Stack, own_stack: Stack) -> None:
     assert "shares cpu:" in own_stack.output.read_text()
     assert stack.complete().status_code == own_stack.complete().status_code == 200
     assert own_stack.command("down").returncode == 0
@@ -111,7 +109,7 @@ def test_given_two_stacks_when_they_share_cores_then_they_say_so_and_both_answer
     assert stack.complete().status_code == 200
 
 
-def test_given_a_supervisor_that_is_killed_when_down_is_called_then_nothing_is_left(own_stack: Stack) -> None:
+def test_down_after_a_killed_supervisor_leaves_nothing(own_stack: Stack) -> None:
     own_stack.process.kill()
     own_stack.process.wait()
     assert own_stack.command("down").returncode == 0
@@ -136,7 +134,7 @@ def test_a_model_without_a_tokenizer_answers_ids_until_ctrl_c_stops_it_in_order(
     assert own_stack.output.read_text().rstrip().endswith("stopped")
 
 
-def test_given_a_taken_port_when_started_then_it_is_refused_and_the_setting_is_named(tmp_path: Path) -> None:
+def test_a_taken_port_is_refused_and_names_the_setting(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         refused = Stack(tmp_path, SHARDLINE_HTTP_PORT=str(port)).command("up")
@@ -154,16 +152,14 @@ def test_given_a_taken_port_when_started_then_it_is_refused_and_the_setting_is_n
         ("SHARDLINE_MODEL", "/no/such/model"),
     ],
 )
-def test_given_an_impossible_setting_when_started_then_one_line_names_it(
-    tmp_path: Path, setting: str, value: str
-) -> None:
+def test_an_impossible_setting_is_named_in_one_line(tmp_path: Path, setting: str, value: str) -> None:
     refused = Stack(tmp_path, **{setting: value}).command("up")
     assert refused.returncode == 1
     assert setting in refused.stdout
     assert "Traceback" not in refused.stdout + refused.stderr
 
 
-def test_given_nothing_that_runs_when_down_is_called_then_that_is_fine(tmp_path: Path) -> None:
+def test_down_succeeds_where_nothing_runs(tmp_path: Path) -> None:
     assert Stack(tmp_path / "nowhere").command("down").returncode == 0
 
 

@@ -64,7 +64,7 @@ def of(engine: Engine, query: str, claimed: Claimed) -> Any:
     return cell(engine, query, id=claimed.job_id, fence=claimed.fence)
 
 
-def test_given_prepared_jobs_when_claimed_then_the_head_gets_all_it_needs(engine: Engine) -> None:
+def test_claiming_prepared_jobs_gives_the_head_all_it_needs(engine: Engine) -> None:
     ids = submit(engine, 3, seed=11, temperature=0.5, priority=2, traceparent="t")
     claimed = claim(engine, ids)
     assert {one.job_id for one in claimed} == set(ids)
@@ -87,7 +87,7 @@ def test_given_prepared_jobs_when_claimed_then_the_head_gets_all_it_needs(engine
         "state = 'failed', finished_at = now()",
     ],
 )
-def test_given_a_job_that_may_not_run_when_claimed_then_it_is_left_alone(engine: Engine, change_row: str) -> None:
+def test_a_job_that_may_not_run_is_not_claimed(engine: Engine, change_row: str) -> None:
     (job_id,) = submit(engine)
     change(engine, f"UPDATE jobs SET {change_row}")
     assert claim(engine, [job_id]) == []
@@ -118,7 +118,7 @@ def test_a_claim_leaves_a_job_that_crashes_while_it_waits_for_its_row(
         assert claiming.result() == []
 
 
-def test_given_a_head_of_an_older_epoch_when_it_claims_then_it_gets_nothing(engine: Engine) -> None:
+def test_a_head_of_an_older_epoch_claims_nothing(engine: Engine) -> None:
     ids = submit(engine)
     with engine.begin() as connection:
         head = {"model": "m", "fingerprint": "w", "head": "h2"}
@@ -127,7 +127,7 @@ def test_given_a_head_of_an_older_epoch_when_it_claims_then_it_gets_nothing(engi
     assert claim(engine, ids, epoch=2) != []
 
 
-def test_given_many_heads_when_they_claim_the_same_jobs_then_each_job_has_one_holder(engine: Engine) -> None:
+def test_a_job_claimed_by_many_heads_has_one_holder(engine: Engine) -> None:
     ids = submit(engine, 40)
     gate = threading.Barrier(4)
 
@@ -169,14 +169,14 @@ def test_a_concurrent_cancel_ends_the_job_or_reaches_its_head(
             assert state(engine, job_id) is JobState.CANCELLED
 
 
-def test_given_a_job_that_ran_before_when_claimed_then_its_fence_is_the_next_one(engine: Engine) -> None:
+def test_a_job_that_ran_before_is_claimed_with_the_next_fence(engine: Engine) -> None:
     (job_id,) = submit(engine)
     change(engine, "UPDATE jobs SET fence = 7")
     (claimed,) = claim(engine, [job_id])
     assert claimed.fence == 8
 
 
-def test_given_a_resumed_job_when_claimed_then_tokens_and_logprobs_go_on(engine: Engine) -> None:
+def test_tokens_and_logprobs_of_a_resumed_job_go_on(engine: Engine) -> None:
     first = running(engine)
     assert beat(engine, first, 0, 7, 8, logprobs=True) == HOLDS
     assert release(engine, first)
@@ -198,20 +198,20 @@ def test_a_repeated_heartbeat_stores_its_tokens_once(engine: Engine) -> None:
     assert [entry[0] for entry in logprobs] == [1, 9]
 
 
-def test_given_a_gap_in_the_tokens_when_a_head_beats_then_it_loses_its_claim(engine: Engine) -> None:
+def test_a_head_that_skips_tokens_loses_its_claim(engine: Engine) -> None:
     claimed = running(engine)
     assert beat(engine, claimed, 2, 4) is None
     assert of(engine, TOKENS, claimed) == []
 
 
-def test_given_a_passed_deadline_when_a_head_beats_then_it_is_told(engine: Engine) -> None:
+def test_a_heartbeat_hears_of_a_passed_deadline(engine: Engine) -> None:
     claimed = running(engine)
     with engine.begin() as connection:
         pass_time(connection, claimed.job_id, "deadline_at")
     assert beat(engine, claimed) == BeatReply(cancel_requested=False, expired=True)
 
 
-def test_given_a_heartbeat_when_it_commits_then_no_index_of_jobs_was_written(engine: Engine) -> None:
+def test_a_heartbeat_writes_no_index_of_jobs(engine: Engine) -> None:
     claimed = running(engine)
     change(engine, "SELECT pg_stat_force_next_flush()")
     query = "SELECT n_tup_upd - n_tup_hot_upd FROM pg_stat_user_tables WHERE relname = 'jobs'"
@@ -222,7 +222,7 @@ def test_given_a_heartbeat_when_it_commits_then_no_index_of_jobs_was_written(eng
     assert cell(engine, query) == before
 
 
-def test_given_a_stale_fence_when_it_writes_then_nothing_changes(engine: Engine) -> None:
+def test_a_write_under_a_stale_fence_changes_nothing(engine: Engine) -> None:
     stale = running(engine)
     release(engine, stale)
     (fresh,) = claim(engine, [stale.job_id])
@@ -253,7 +253,7 @@ def test_a_repeated_end_is_still_accepted_and_written_once(engine: Engine) -> No
     assert cell(engine, "SELECT count(*) FROM results") == 1
 
 
-def test_given_a_batch_of_ends_when_written_then_each_job_has_its_own(engine: Engine) -> None:
+def test_each_job_of_a_batch_of_ends_has_its_own(engine: Engine) -> None:
     done, failed, cancelled, stale = claim(engine, submit(engine, 4))
     release(engine, stale)
     partial = Result(
@@ -309,7 +309,7 @@ def test_a_released_job_is_sent_again_at_once_without_a_crash(engine: Engine) ->
     assert row == "(queued,0,t,0,t)"
 
 
-def test_given_listeners_when_jobs_arrive_and_end_then_the_bells_ring(database_url: str, engine: Engine) -> None:
+def test_bells_ring_when_jobs_arrive_and_end(database_url: str, engine: Engine) -> None:
     with listening(database_url, JOBS_CHANNEL) as arrivals, listening(database_url, DONE_CHANNEL) as done:
         claimed = running(engine)
         assert arrivals.wait(10)
@@ -340,7 +340,7 @@ def test_heads_relays_and_doors_lock_many_rows_without_deadlock(engine: Engine) 
         list(threads.map(many, ["beat", "cancel", "end"]))
 
 
-def test_given_a_head_that_is_not_exact_when_it_claims_then_the_job_never_is_again(engine: Engine) -> None:
+def test_a_job_claimed_by_an_inexact_head_is_never_exact_again(engine: Engine) -> None:
     with engine.begin() as connection:
         pipelines.ready(connection, "p", 1, seats=4, stages=[], exact=False)
     assert not running(engine).exact

@@ -44,12 +44,12 @@ def test_the_code_of_a_server_error_says_whether_it_is_away(
     assert "\n" not in found.problem
 
 
-def test_given_no_server_when_told_then_it_is_away_without_a_code() -> None:
+def test_an_unreachable_server_is_away_without_a_code() -> None:
     found = failure(connect(f"postgresql://127.0.0.1:{free_port()}/none"), "SELECT 1")
     assert (found.sqlstate, found.is_lost) == (None, True)
     assert str(found).startswith("Postgres is away: ")
 
 
-def test_given_what_the_driver_does_not_send_when_told_then_nobody_is_away(engine: Engine) -> None:
+def test_what_the_driver_refuses_to_send_is_no_lost_server(engine: Engine) -> None:
     found = failure(engine, "SELECT CAST(:name AS text)", name="a\0b")
     assert (found.sqlstate, found.is_lost) == (None, False)

@@ -70,7 +70,7 @@ def test_only_crashed_jobs_are_dead_letters_newest_first(engine: Engine, client:
     assert client.list_dead(model="another") == []
 
 
-def test_given_many_ended_jobs_when_dead_letters_are_listed_then_an_index_finds_them(engine: Engine) -> None:
+def test_an_index_finds_dead_letters_among_many_ended_jobs(engine: Engine) -> None:
     plan = cell(
         engine,
         "EXPLAIN (FORMAT JSON) SELECT id FROM jobs WHERE state = 'failed' AND error ->> 'code' = 'crashed' "
@@ -87,7 +87,7 @@ def test_a_dead_letter_shows_every_attempts_head_and_end(engine: Engine, client:
     assert (letter.job.error or {})["crashes"] == 2
 
 
-def test_given_a_dead_letter_when_replayed_then_a_new_job_asks_for_the_same(engine: Engine, client: Client) -> None:
+def test_replaying_a_dead_letter_makes_a_new_job_that_asks_the_same(engine: Engine, client: Client) -> None:
     dead_id = die(engine, prompt="again", temperature=0.5, seed=42, priority=2, metadata={"order": 7}, deadline_s=3600)
     new_id = client.replay(dead_id)
     dead, new = client.get(dead_id), client.get(new_id)
@@ -99,12 +99,12 @@ def test_given_a_dead_letter_when_replayed_then_a_new_job_asks_for_the_same(engi
     assert (dead.state, client.get_dead(dead_id).replays) == (JobState.FAILED, (new_id,))
 
 
-def test_given_token_ids_when_replayed_then_they_are_the_prompt(engine: Engine, client: Client) -> None:
+def test_token_ids_are_the_prompt_of_a_replay(engine: Engine, client: Client) -> None:
     new = client.get(client.replay(die(engine, prompt=(5, 6))))
     assert (new.prompt, new.prompt_token_ids) == (None, (5, 6))
 
 
-def test_given_a_key_when_replayed_twice_then_there_is_one_replay(engine: Engine, client: Client) -> None:
+def test_replaying_twice_with_one_key_makes_one_replay(engine: Engine, client: Client) -> None:
     first, second = die(engine), die(engine)
     new_id = client.replay(first, idempotency_key="k")
     assert client.replay(first, idempotency_key="k") == new_id
@@ -115,7 +115,7 @@ def test_given_a_key_when_replayed_twice_then_there_is_one_replay(engine: Engine
         client.replay(first, idempotency_key="")
 
 
-def test_given_no_dead_letter_when_replayed_or_shown_then_it_is_refused(engine: Engine, client: Client) -> None:
+def test_only_a_dead_letter_is_replayed_or_shown(engine: Engine, client: Client) -> None:
     (queued,) = submit(engine)
     for ask in (client.replay, client.get_dead):
         with pytest.raises(Invalid, match="no dead letter but queued"):
@@ -124,9 +124,7 @@ def test_given_no_dead_letter_when_replayed_or_shown_then_it_is_refused(engine: 
             ask(uuid4())
 
 
-async def test_given_the_asynchronous_client_when_it_asks_then_the_answers_are_the_same(
-    engine: Engine, client: Client, database_url: str
-) -> None:
+async def test_the_asynchronous_client_answers_the_same(engine: Engine, client: Client, database_url: str) -> None:
     dead_id = die(engine)
     async with AsyncClient(database_url=database_url) as asking:
         new_id = await asking.replay(dead_id, idempotency_key="k")

@@ -46,7 +46,7 @@ def insert(engine: Engine, *requests: JobRequest) -> list[UUID]:
         return [one.job_id for one in jobs.insert_jobs(connection, requests)]
 
 
-def test_given_requests_of_every_kind_when_inserted_then_they_read_back_as_they_were(engine: Engine) -> None:
+def test_requests_of_every_kind_read_back_as_they_were(engine: Engine) -> None:
     messages = (Message(role="user", content="ä\nhi"),)
     chat = request(prompt=None, messages=messages, metadata={"a": [1, {"b": None}]}, priority=0, temperature=0.5)
     ids = insert(engine, request(seed=7, max_tokens=3), chat, request(prompt=(1, 2, 3)))
@@ -58,12 +58,12 @@ def test_given_requests_of_every_kind_when_inserted_then_they_read_back_as_they_
     assert cell(engine, "SELECT messages FROM jobs WHERE id = :id", id=ids[1]) == [{"role": "user", "content": "ä\nhi"}]
 
 
-def test_given_no_seed_when_inserted_then_each_row_draws_its_own(engine: Engine) -> None:
+def test_each_row_without_a_seed_draws_its_own(engine: Engine) -> None:
     submit(engine, 20)
     assert cell(engine, "SELECT count(DISTINCT seed) FROM jobs") == 20
 
 
-def test_given_plain_sql_when_inserted_then_two_columns_are_enough(engine: Engine) -> None:
+def test_two_columns_are_enough_for_plain_sql(engine: Engine) -> None:
     change(engine, "INSERT INTO jobs (model, prompt) VALUES ('m', 'text')")
     assert cell(engine, "SELECT state || ' ' || tenant_id || ' ' || (seed >= 0) FROM jobs") == "queued default true"
 
@@ -83,14 +83,14 @@ def test_given_plain_sql_when_inserted_then_two_columns_are_enough(engine: Engin
         ("model, prompt", "'', 'x'", "jobs_model_is_1_to_256_characters"),
     ],
 )
-def test_given_a_nonsense_row_when_inserted_by_hand_then_a_constraint_says_why(
+def test_a_constraint_names_what_is_wrong_with_a_row_by_hand(
     engine: Engine, columns: str, values: str, constraint: str
 ) -> None:
     with pytest.raises(IntegrityError, match=constraint):
         change(engine, f"INSERT INTO jobs ({columns}) VALUES ({values})")
 
 
-def test_given_a_known_id_or_key_when_inserted_again_then_the_first_job_is_returned(engine: Engine) -> None:
+def test_inserting_a_known_id_or_key_returns_the_first_job(engine: Engine) -> None:
     job_id = new_id()
     first, keyed = insert(engine, request(id=job_id), request(idempotency_key="k"))
     assert insert(engine, request(id=job_id), request(idempotency_key="k"), request(idempotency_key="k")) == [
@@ -102,7 +102,7 @@ def test_given_a_known_id_or_key_when_inserted_again_then_the_first_job_is_retur
     assert cell(engine, "SELECT count(*) FROM jobs") == 2
 
 
-def test_given_one_key_twice_in_a_batch_when_inserted_then_one_row_serves_both(engine: Engine) -> None:
+def test_one_key_twice_in_a_batch_is_one_row(engine: Engine) -> None:
     ids = insert(engine, request(idempotency_key="k"), request(), request(idempotency_key="k"))
     assert ids[0] == ids[2] != ids[1]
     assert cell(engine, "SELECT count(*) FROM jobs") == 2
@@ -114,7 +114,7 @@ def test_a_repeat_after_preparation_is_still_the_same_request(engine: Engine) ->
 
 
 @pytest.mark.parametrize("other", [{"prompt": "another"}, {"model": "n"}, {"prompt": (1, 2)}])
-def test_given_a_key_in_use_when_another_request_has_it_then_conflict(engine: Engine, other: dict[str, object]) -> None:
+def test_another_request_with_a_key_in_use_is_a_conflict(engine: Engine, other: dict[str, object]) -> None:
     insert(engine, request(idempotency_key="k"))
     with pytest.raises(Conflict, match=r"has this idempotency key and another (model|prompt);"):
         insert(engine, request(idempotency_key="k", **other))
@@ -126,7 +126,7 @@ def test_one_key_twice_in_a_batch_with_other_prompts_is_a_conflict(engine: Engin
     assert cell(engine, "SELECT count(*) FROM jobs") == 0
 
 
-def test_given_what_postgres_cannot_hold_when_inserted_then_the_field_is_named(engine: Engine) -> None:
+def test_a_value_that_postgres_cannot_hold_names_the_field(engine: Engine) -> None:
     for field, value in [("prompt", "a\0b"), ("prompt", "\ud800"), ("metadata", {"a\0": 1}), ("idempotency_key", "\0")]:
         with pytest.raises(Invalid) as caught:
             insert(engine, request(**{field: value}))
@@ -137,7 +137,7 @@ def test_given_what_postgres_cannot_hold_when_inserted_then_the_field_is_named(e
         insert(engine, request(priority=10))
 
 
-def test_given_a_rolled_back_transaction_when_read_then_nothing_was_accepted(engine: Engine) -> None:
+def test_a_rolled_back_transaction_accepts_nothing(engine: Engine) -> None:
     with engine.connect() as connection:
         jobs.insert_jobs(connection, [request()])
         connection.rollback()
@@ -156,7 +156,7 @@ def test_one_transaction_stores_ten_thousand_requests_in_order(engine: Engine) -
         assert jobs.ended(connection, ids) == set()
 
 
-def test_given_an_invalid_request_when_kept_as_failed_then_its_producer_can_read_why(engine: Engine) -> None:
+def test_the_producer_of_a_kept_invalid_request_reads_why(engine: Engine) -> None:
     failed = jobs.FailedRequest(id=new_id(), model=MODEL, prompt="a\0", error=Invalid("top_p", "bad", "fix").as_dict())
     with engine.begin() as connection:
         assert jobs.insert_failed(connection, [failed]) == {failed.id}
@@ -166,7 +166,7 @@ def test_given_an_invalid_request_when_kept_as_failed_then_its_producer_can_read
     assert (job.state, (job.error or {})["field"]) == (JobState.FAILED, "top_p")
 
 
-def test_given_many_jobs_when_listed_by_page_then_each_comes_once_newest_first(engine: Engine) -> None:
+def test_each_job_is_listed_once_newest_first_over_pages(engine: Engine) -> None:
     ids = [submit(engine)[0] for _ in range(5)]
     claim(engine, ids[:1])
     with engine.begin() as connection:
@@ -178,7 +178,7 @@ def test_given_many_jobs_when_listed_by_page_then_each_comes_once_newest_first(e
     assert {job.id for job in queued} == set(ids[1:])
 
 
-def test_given_a_queued_job_when_cancelled_then_it_ends_at_once(engine: Engine) -> None:
+def test_a_cancelled_queued_job_ends_at_once(engine: Engine) -> None:
     (job_id,) = submit(engine)
     with engine.begin() as connection:
         assert jobs.request_cancel(connection, [job_id, new_id()]) == {job_id: JobState.CANCELLED}
@@ -188,7 +188,7 @@ def test_given_a_queued_job_when_cancelled_then_it_ends_at_once(engine: Engine) 
         assert jobs.request_cancel(connection, [job_id]) == {job_id: JobState.CANCELLED}
 
 
-def test_given_a_running_job_when_cancelled_then_its_head_hears_of_it(engine: Engine) -> None:
+def test_the_head_of_a_running_job_hears_of_its_cancel(engine: Engine) -> None:
     claimed = running(engine)
     with engine.begin() as connection:
         assert jobs.request_cancel(connection, [claimed.job_id], running=False) == {claimed.job_id: JobState.RUNNING}
@@ -224,9 +224,7 @@ def test_a_stream_can_rejoin_from_the_progress_of_any_state(engine: Engine) -> N
     assert (done.state, done.token_ids, done.text, done.finish_reason) == ("succeeded", (7, 8, 9), "done", "stop")
 
 
-async def test_given_asyncio_when_the_same_functions_run_then_they_do_the_same(
-    database_url: str, engine: Engine
-) -> None:
+async def test_the_same_functions_run_under_asyncio(database_url: str, engine: Engine) -> None:
     async_engine = connect_async(database_url)
     async with async_engine.begin() as connection:
         stored = await connection.run_sync(jobs.insert_jobs, [request(), request()])

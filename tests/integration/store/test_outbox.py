@@ -80,7 +80,7 @@ def test_the_window_is_four_times_the_seats_of_heads(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("change_row", ["not_before = now() + interval '1 hour'", "cancel_requested_at = now()"])
-def test_given_a_job_that_is_not_due_when_stamped_then_it_stays(engine: Engine, change_row: str) -> None:
+def test_a_job_that_is_not_due_is_not_stamped(engine: Engine, change_row: str) -> None:
     submit(engine)
     change(engine, f"UPDATE jobs SET {change_row}")
     assert stamp(engine) == []
@@ -161,7 +161,7 @@ def test_rows_of_a_silent_relay_go_to_the_next_one(engine: Engine) -> None:
     assert take(engine) == [job_id]
 
 
-def test_given_two_relays_with_one_row_when_both_mark_it_then_the_first_mark_stays(engine: Engine) -> None:
+def test_the_first_of_two_marks_of_one_row_stays(engine: Engine) -> None:
     (job_id,) = insert(engine)
     ready = Ready(id=job_id, prompt_ids=(5, 6), max_tokens=4, seed=99)
     with engine.begin() as connection:
@@ -172,14 +172,14 @@ def test_given_two_relays_with_one_row_when_both_mark_it_then_the_first_mark_sta
     assert claimed.seed == 99
 
 
-def test_given_long_texts_when_taken_then_a_batch_ends_with_the_row_that_fills_it(engine: Engine) -> None:
+def test_a_batch_of_long_texts_ends_with_the_row_that_fills_it(engine: Engine) -> None:
     ids = [insert(engine, prompt="one " * 1_000)[0] for _ in range(4)]
     assert take(engine, max_bytes=7_000) == ids[:2]
     assert take(engine, max_bytes=1) == ids[2:3]
     assert take(engine) == ids[3:]
 
 
-def test_given_long_chats_and_lists_of_ids_when_taken_then_they_are_weighed_too(engine: Engine) -> None:
+def test_long_chats_and_lists_of_ids_count_by_their_size(engine: Engine) -> None:
     chat = "".join(map(str, range(10_000)))
     insert(engine, prompt=None, messages=(Message(role="user", content=chat),))
     insert(engine, prompt=tuple(range(10_000)))

@@ -57,7 +57,7 @@ def test_a_pipeline_changes_hands_after_a_lease_of_silence(
     assert take(engine, "p") == 2
 
 
-def test_given_stages_bound_when_a_head_says_ready_then_doors_see_it_until_it_is_not(engine: Engine) -> None:
+def test_doors_see_a_pipeline_from_ready_until_it_is_not(engine: Engine) -> None:
     with engine.begin() as connection:
         assert pipelines.ready(connection, "p", 1, seats=8, stages=[{"worker": "h"}], exact=True)
         (live,) = pipelines.live_pipelines(connection, MODEL)
@@ -79,7 +79,7 @@ def test_a_pipeline_does_not_live_without_its_head(engine: Engine) -> None:
         assert pipelines.live_pipelines(connection) == []
 
 
-def test_given_a_model_when_registered_again_then_the_newest_row_counts(engine: Engine) -> None:
+def test_the_newest_row_of_a_model_counts(engine: Engine) -> None:
     with engine.begin() as connection:
         models.register_model(connection, {**model_row(MODEL), "context_length": 64, "chat_template": "t"})
         row = models.get_model(connection, MODEL)

@@ -117,9 +117,7 @@ def some(connection: Connection, where: str, limit: int = 8) -> list[Any]:
     return list(connection.scalars(text(query)))
 
 
-def test_given_many_jobs_when_listed_by_any_filter_then_each_page_walks_an_index(
-    engine: Engine, plans: list[tuple[str, dict[str, Any]]]
-) -> None:
+def test_every_filtered_page_walks_an_index(engine: Engine, plans: list[tuple[str, dict[str, Any]]]) -> None:
     filters = itertools.product(
         [None, *JobState], [None, "m", "rare", "none"], [None, "default", "other"], [False, True]
     )
@@ -198,6 +196,6 @@ def test_every_statement_of_heads_finds_its_rows_by_an_index(
     assert faults(plans) == []
 
 
-def test_given_terminal_states_then_the_rows_of_these_tests_have_each_of_them(engine: Engine) -> None:
+def test_the_rows_of_these_tests_have_each_terminal_state(engine: Engine) -> None:
     with engine.begin() as connection:
         assert all(some(connection, f"state = '{state}'", 1) for state in TERMINAL)

@@ -137,13 +137,13 @@ def test_a_conflict_over_an_id_or_key_names_the_fields(
         insert(engine, request(**name, **other))
 
 
-def test_given_a_chat_when_one_word_changes_then_conflict(engine: Engine) -> None:
+def test_a_changed_word_of_a_chat_is_a_conflict(engine: Engine) -> None:
     insert(engine, request(prompt=None, messages=CHAT, idempotency_key="k"))
     with pytest.raises(Conflict, match="another messages"):
         insert(engine, request(prompt=None, messages=CHAT[:1], idempotency_key="k"))
 
 
-def test_given_another_tenants_id_when_a_request_has_it_then_conflict(engine: Engine) -> None:
+def test_another_tenants_id_is_a_conflict(engine: Engine) -> None:
     change(engine, "INSERT INTO tenants (id) VALUES ('t')")
     job_id = new_id()
     insert(engine, request(id=job_id))
@@ -182,7 +182,7 @@ def test_repeating_a_job_found_invalid_tells_its_producer_why(engine: Engine) ->
     assert job.state is JobState.FAILED
 
 
-def test_given_one_id_twice_in_a_batch_when_inserted_then_only_the_first_is_new(engine: Engine) -> None:
+def test_only_the_first_of_one_id_twice_in_a_batch_is_new(engine: Engine) -> None:
     own = new_id()
     stored = insert(
         engine, request(id=own), request(), request(id=own), request(idempotency_key="k"), request(idempotency_key="k")

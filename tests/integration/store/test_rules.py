@@ -20,7 +20,7 @@ def engine(database_url: str) -> Iterator[Engine]:
         yield engine
 
 
-def test_given_a_result_when_a_second_one_is_inserted_then_the_database_refuses_it(engine: Engine) -> None:
+def test_the_database_refuses_a_second_result(engine: Engine) -> None:
     claimed = running(engine)
     end(engine, success(claimed))
 

@@ -69,7 +69,7 @@ def read(engine: Engine, job_id: UUID) -> Job:
     return job
 
 
-def test_given_a_lease_that_runs_when_swept_then_nothing_moves(engine: Engine) -> None:
+def test_a_sweep_leaves_a_valid_lease_alone(engine: Engine) -> None:
     claimed = running(engine)
     assert sweep(engine) == Counter()
     assert state(engine, claimed.job_id) is JobState.RUNNING
@@ -163,7 +163,7 @@ def test_a_crash_is_forgotten_once_the_next_attempt_saves_a_token(engine: Engine
     assert read(engine, claimed.job_id).crashes == 0
 
 
-def test_given_resumed_tokens_only_when_the_lease_expires_then_it_is_a_crash(engine: Engine) -> None:
+def test_an_expired_lease_with_resumed_tokens_only_is_a_crash(engine: Engine) -> None:
     claimed = running(engine)
     expire(engine, claimed, 7)
     sweep(engine)
@@ -190,7 +190,7 @@ def test_saved_tokens_become_the_result_of_a_stopped_job_without_a_head(
     assert (job.result.text, job.result.token_ids, job.result.finish_reason) == ("m:7,8", (7, 8), end_state)
 
 
-def test_given_a_requeued_job_when_cancelled_then_a_sweep_ends_it_with_its_tokens(engine: Engine) -> None:
+def test_a_sweep_ends_a_cancelled_requeued_job_with_its_tokens(engine: Engine) -> None:
     claimed = running(engine)
     expire(engine, claimed, 7)
     sweep(engine)
@@ -258,7 +258,7 @@ def test_queued_jobs_past_their_deadline_expire_without_a_result(engine: Engine)
     assert state(engine, timely) is JobState.QUEUED
 
 
-def test_given_a_cancel_by_plain_sql_when_swept_then_the_job_ends(engine: Engine) -> None:
+def test_a_sweep_ends_a_job_cancelled_by_plain_sql(engine: Engine) -> None:
     change(engine, "INSERT INTO jobs (model, prompt) VALUES ('m', 'text')")
     change(engine, "UPDATE jobs SET cancel_requested_at = now()")
     assert sweep(engine) == {"cancelled": 1}

@@ -56,7 +56,7 @@ def test_a_stream_recreated_after_its_loss_expires_too(writer: DeltaWriter, serv
 
 
 @pytest.mark.parametrize("num_logprobs", [0, 20])
-def test_given_an_endless_job_when_written_then_its_stream_stays_bounded(
+def test_the_stream_of_an_endless_job_stays_bounded(
     writer: DeltaWriter, server: redis.Redis, num_logprobs: int
 ) -> None:
     top = TokenLogprob(1, -1.5, tuple((number, -2.5) for number in range(num_logprobs)))
@@ -67,7 +67,7 @@ def test_given_an_endless_job_when_written_then_its_stream_stays_bounded(
     assert STREAM_MAX_BYTES / 4 < held_bytes < 1.5 * STREAM_MAX_BYTES
 
 
-def test_given_a_job_that_ends_when_written_then_its_stream_goes_soon(writer: DeltaWriter, server: redis.Redis) -> None:
+def test_the_stream_of_an_ended_job_expires_soon(writer: DeltaWriter, server: redis.Redis) -> None:
     writer.write([(JOB, delta(0)), (OTHER, delta(0))])
     writer.write([(JOB, Delta(fence=1, start=1, state="succeeded")), (OTHER, delta(1))])
     assert 0 < int(str(server.ttl(job_stream(JOB)))) <= STREAM_ENDED_TTL_S
@@ -94,9 +94,7 @@ def test_every_delta_is_read_and_foreign_entries_are_passed_over(writer: DeltaWr
     assert reader.read(1.0) == [delta(2)]
 
 
-def test_given_an_outage_when_over_then_the_stream_is_read_from_its_beginning(
-    writer: DeltaWriter, redis_server: Valkey
-) -> None:
+def test_a_stream_is_read_from_its_beginning_after_an_outage(writer: DeltaWriter, redis_server: Valkey) -> None:
     connection = SyncDeltaReader.connect(redis_server.url)
     reader = SyncDeltaReader(connection, JOB)
     writer.write([(JOB, delta(0))])
@@ -110,7 +108,7 @@ def test_given_an_outage_when_over_then_the_stream_is_read_from_its_beginning(
 
 
 @pytest.mark.parametrize("num_readers", [50, 2 * MAX_KEYS_PER_READ + 1])
-async def test_given_many_readers_when_deltas_come_then_one_connection_serves_them_all(
+async def test_one_connection_serves_many_readers(
     writer: DeltaWriter, redis_url: str, server: redis.Redis, num_readers: int
 ) -> None:
     reader = DeltaReader(redis_url)

@@ -14,7 +14,7 @@ NOWHERE = {"SHARDLINE_DATABASE_URL": "postgresql://nobody@127.0.0.1:1/none"}
 JOB = "01890a5d-ac96-774b-bcce-b302099a8057"
 
 
-def test_given_fields_as_typed_when_parsed_then_json_is_read_and_the_rest_is_text() -> None:
+def test_fields_are_read_as_json_or_else_as_text() -> None:
     assert parse_fields(
         ["top_p=0.9", 'stop=["\\n"]', "idempotency_key=order-7", "ignore_eos=true", "traceparent="]
     ) == {
@@ -27,26 +27,26 @@ def test_given_fields_as_typed_when_parsed_then_json_is_read_and_the_rest_is_tex
 
 
 @pytest.mark.parametrize("assignment", ["top_p", "=1", ""])
-def test_given_no_assignment_when_parsed_then_the_option_is_named(assignment: str) -> None:
+def test_a_field_without_a_value_names_the_option(assignment: str) -> None:
     with pytest.raises(Invalid, match="--field"):
         parse_fields([assignment])
 
 
-def test_given_a_system_message_when_the_prompt_is_put_together_then_it_is_a_chat() -> None:
+def test_a_prompt_with_a_system_message_is_a_chat() -> None:
     assert prompt_fields("hi", chat=False, system=None) == {"prompt": "hi"}
     assert prompt_fields("hi", chat=True, system=None) == {"messages": [{"role": "user", "content": "hi"}]}
     roles = [message["role"] for message in prompt_fields("hi", chat=False, system="be short")["messages"]]
     assert roles == ["system", "user"]
 
 
-def test_given_help_when_asked_for_then_every_command_and_exit_status_is_there() -> None:
+def test_help_lists_every_command_and_exit_status() -> None:
     shown = CliRunner().invoke(cli, ["--help"], env={"COLUMNS": "200"})
     assert shown.exit_code == 0
     assert [name for name in [*COMMANDS, "124"] if name not in shown.stdout] == []
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_given_any_command_when_its_help_is_asked_for_then_it_says_what_it_does(command: str) -> None:
+def test_the_help_of_every_command_says_what_it_does(command: str) -> None:
     shown = CliRunner().invoke(cli, [command, "--help"])
     assert shown.exit_code == 0
     assert "--json" in shown.stdout
@@ -65,7 +65,7 @@ def test_given_any_command_when_its_help_is_asked_for_then_it_says_what_it_does(
         (["list", "--state", "asleep"], {}, 2, "queued"),
     ],
 )
-def test_given_what_cannot_be_when_a_command_runs_then_one_line_says_why(
+def test_an_impossible_command_says_why_in_one_line(
     arguments: list[str], env: dict[str, str], status: int, problem: str
 ) -> None:
     ran = CliRunner().invoke(cli, arguments, env={**NOWHERE, **env})

@@ -21,7 +21,7 @@ FOREIGN = (
 )
 
 
-def test_given_only_the_librarys_own_needs_when_the_client_is_imported_then_it_loads() -> None:
+def test_the_client_loads_with_only_the_librarys_own_needs() -> None:
     program = (
         f"import sys; sys.path.insert(0, {str(SHARED)!r}); sys.modules.update(dict.fromkeys({FOREIGN!r})); "
         "from shardline.client import AsyncClient, Client; import shardline.log, shardline.queues"

@@ -17,7 +17,7 @@ TEXT: dict[str, Any] = {"model": "clerk", "prompt": "a"}
 CHAT: dict[str, Any] = {"model": "clerk", "messages": [{"role": "user", "content": "a"}]}
 
 
-def test_given_a_completion_when_read_then_ours_has_its_fields() -> None:
+def test_the_fields_of_a_completion_become_ours() -> None:
     fields = {"max_tokens": 3, "stop": "x", "temperature": 0, "logprobs": 2, "seed": 5, "stream": True}
     request, wanted = completion_request({**TEXT, **fields, "stream_options": {"include_usage": True}})
     assert (request.prompt, request.max_tokens, request.stop, request.temperature) == ("a", 3, ("x",), 0)
@@ -25,7 +25,7 @@ def test_given_a_completion_when_read_then_ours_has_its_fields() -> None:
     assert wanted == Wanted(stream=True, include_usage=True)
 
 
-def test_given_a_chat_when_read_then_ours_has_its_messages() -> None:
+def test_the_messages_of_a_chat_become_ours() -> None:
     messages = [
         {"role": "system", "content": [{"type": "text", "text": "b"}, {"type": "text", "text": "c"}]},
         {"role": "assistant", "content": "d", "tool_calls": None, "refusal": None},
@@ -67,9 +67,7 @@ def test_given_a_chat_when_read_then_ours_has_its_messages() -> None:
         ({"model": None}, "model", "docs/jobs.md"),
     ],
 )
-def test_given_a_wrong_completion_when_read_then_the_field_and_the_remedy_are_named(
-    fields: dict[str, Any], field: str, remedy: str
-) -> None:
+def test_a_wrong_completion_names_the_field_and_the_remedy(fields: dict[str, Any], field: str, remedy: str) -> None:
     with pytest.raises(Invalid) as caught:
         completion_request({**TEXT, **fields})
     assert caught.value.field == field
@@ -98,7 +96,7 @@ def test_given_a_wrong_completion_when_read_then_the_field_and_the_remedy_are_na
         ({"messages": [{"role": "assistant", "content": "a", "tool_calls": [{}]}]}, "messages[0].tool_calls"),
     ],
 )
-def test_given_a_wrong_chat_when_read_then_the_field_is_named(fields: dict[str, Any], field: str) -> None:
+def test_a_wrong_chat_names_the_field(fields: dict[str, Any], field: str) -> None:
     with pytest.raises(Invalid) as caught:
         chat_request({**CHAT, **fields})
     assert caught.value.field == field
@@ -124,7 +122,7 @@ class OneText(Tokens):
         return CountedText("ab" if token_id >= 0 else "")
 
 
-def test_given_many_log_probabilities_when_shaped_then_each_text_is_measured_once() -> None:
+def test_each_text_of_many_log_probabilities_is_measured_once() -> None:
     shape = Shape(
         is_chat=False,
         public_id="cmpl-1",
@@ -146,7 +144,7 @@ def test_given_many_log_probabilities_when_shaped_then_each_text_is_measured_onc
 
 
 @pytest.mark.parametrize("body", [b"", b"[]", b"{", b'"a"', b"\xff{}"])
-def test_given_a_body_that_is_no_object_when_read_then_it_is_refused(body: bytes) -> None:
+def test_a_body_that_is_not_an_object_is_refused(body: bytes) -> None:
     with pytest.raises(Invalid) as caught:
         read_object(body)
     assert caught.value.field == "body"

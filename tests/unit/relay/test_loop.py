@@ -37,9 +37,7 @@ LOST = OperationalError("SELECT", {}, psycopg.OperationalError("connection refus
         pytest.param(LOST, {"event": "server is away", "server": "postgres"}, id="lost"),
     ],
 )
-def test_given_a_turn_that_postgres_fails_when_told_then_only_a_lost_one_is_away(
-    error: Exception, said: dict[str, str]
-) -> None:
+def test_only_a_lost_postgres_is_called_away(error: Exception, said: dict[str, str]) -> None:
     with capture_logs() as told:
         Once(error).run()
     (line,) = told

@@ -88,14 +88,14 @@ def test_a_child_is_restarted_as_soon_as_its_log_can_be_opened(
     child.kill()
 
 
-def test_given_more_and_more_deaths_when_delays_grow_then_they_stay_bounded() -> None:
+def test_delays_between_restarts_stay_bounded() -> None:
     delays = [backoff_s(num_deaths) for num_deaths in range(1, 200)]
     assert delays == sorted(delays)
     assert delays[0] < 1
     assert delays[-1] == MAX_DELAY_S
 
 
-def test_given_groups_when_stopped_then_each_group_ends_before_the_next_is_asked(stage: Stage, tmp_path: Path) -> None:
+def test_each_group_ends_before_the_next_is_stopped(stage: Stage, tmp_path: Path) -> None:
     order = tmp_path / "order"
     program = (
         "import signal, sys\n"
@@ -135,7 +135,7 @@ def test_a_child_that_ignores_the_stop_is_killed_with_its_children(stage: Stage,
     assert wait_until_gone(grandchild, timeout_s=30)
 
 
-def test_given_a_stop_under_way_when_asked_again_then_nothing_is_waited_for(stage: Stage, tmp_path: Path) -> None:
+def test_a_second_stop_waits_for_nothing(stage: Stage, tmp_path: Path) -> None:
     flag = tmp_path / "asked"
     program = (
         "import signal\n"
@@ -158,7 +158,7 @@ def test_given_a_stop_under_way_when_asked_again_then_nothing_is_waited_for(stag
     impatient.kill()
 
 
-def test_given_a_log_that_outgrew_its_limit_when_bounded_then_one_older_copy_is_kept(tmp_path: Path) -> None:
+def test_a_log_over_its_limit_keeps_one_older_copy(tmp_path: Path) -> None:
     log = tmp_path / "relay.log"
     log.write_text("x" * 11)
     bound_log(log, max_bytes=10)

@@ -26,7 +26,7 @@ def test_each_change_of_a_disk_that_fills_and_empties_is_one_line(
     ]
 
 
-def test_given_a_real_folder_when_looked_at_then_its_own_disk_is_asked(tmp_path: Path) -> None:
+def test_the_disk_of_the_folder_itself_is_asked(tmp_path: Path) -> None:
     said: list[str] = []
     DiskWatch(tmp_path, said.append).look()
     assert bool(said) == (shutil.disk_usage(tmp_path).free < LOW_BYTES)

@@ -41,7 +41,7 @@ def good() -> Figures:
     return summarise([first, second], [row(first, "1"), row(second, "2", seconds=2)], flower_tasks_seen=2)
 
 
-def test_given_right_answers_when_summed_up_then_every_figure_is_there_and_all_holds() -> None:
+def test_right_answers_fill_every_figure_and_hold() -> None:
     figures = good()
     assert (figures.submitted, figures.succeeded, figures.result_rows, figures.correct) == (2, 2, 2, 2)
     assert (figures.accuracy, figures.output_tokens_per_s) == (1.0, 10.0)
@@ -60,7 +60,7 @@ def test_wrong_failed_and_lost_jobs_are_counted_as_what_they_are() -> None:
     assert figures.num_by_door == {"client": 1}
 
 
-def test_given_nothing_at_all_when_summed_up_then_nothing_is_divided_by_zero() -> None:
+def test_an_empty_demo_divides_nothing_by_zero() -> None:
     figures = summarise([], [], flower_tasks_seen=0)
     assert (figures.accuracy, figures.output_tokens_per_s, figures.latency_p95_s) == (0.0, 0.0, 0.0)
 
@@ -77,7 +77,7 @@ def test_given_nothing_at_all_when_summed_up_then_nothing_is_divided_by_zero() -
         {"processes_left": 1},
     ],
 )
-def test_given_any_figure_that_falls_short_when_judged_then_the_demo_fails(change: dict[str, Any]) -> None:
+def test_any_figure_that_falls_short_fails_the_demo(change: dict[str, Any]) -> None:
     figures = msgspec.structs.replace(good(), **change)
     assert len(figures.shortfalls(num=2, num_doors=2, min_accuracy=0.95)) == 1
 

@@ -26,16 +26,14 @@ def stranger() -> Iterator[subprocess.Popen[bytes]]:
     process.communicate()
 
 
-def test_given_a_stack_in_a_folder_when_another_starts_there_then_it_is_refused(tmp_path: Path) -> None:
+def test_a_second_stack_in_one_folder_is_refused(tmp_path: Path) -> None:
     with Home(tmp_path).lock(), pytest.raises(AlreadyUp, match="make down"), Home(tmp_path).lock():
         pass
     with Home(tmp_path).lock():
         pass
 
 
-def test_given_a_recorded_process_when_its_supervisor_is_gone_then_down_ends_it(
-    tmp_path: Path, stranger: subprocess.Popen[bytes]
-) -> None:
+def test_down_ends_a_recorded_process_without_its_supervisor(tmp_path: Path, stranger: subprocess.Popen[bytes]) -> None:
     home = Home(tmp_path)
     home.record({"relay": stranger.pid})
     home.publish({"model": "clerk"})
@@ -76,7 +74,7 @@ def test_up_json_is_replaced_whole_and_only_its_owner_reads_it(tmp_path: Path) -
     assert [path.name for path in tmp_path.iterdir()] == ["up.json"]
 
 
-def test_given_a_file_that_others_can_read_when_replaced_then_they_cannot(tmp_path: Path) -> None:
+def test_a_replaced_file_cannot_be_read_by_others(tmp_path: Path) -> None:
     path = tmp_path / "secret"
     path.touch(mode=0o644)
     write_private(path, b"new")

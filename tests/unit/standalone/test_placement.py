@@ -14,7 +14,7 @@ from services.standalone.settings import CLERK, StandaloneSettings
 from shardline.errors import Invalid
 
 
-def test_given_two_cores_and_two_stages_when_placed_then_each_has_its_own() -> None:
+def test_two_stages_on_two_cores_have_one_each() -> None:
     first, second = places(StandaloneSettings(stages=2), 8, [0, 1])
     assert (first.name, first.layers_text, first.device, first.shared) == ("stage-0", "0-3", "cpu:0", False)
     assert (second.name, second.layers_text, second.device, second.shared) == ("stage-1", "4-7", "cpu:1", False)
@@ -35,7 +35,7 @@ def test_free_cores_are_placed_before_those_of_another_stack() -> None:
     assert [(stage.device, stage.shared) for stage in stages] == [("cpu:2", False), ("cpu:0", True)]
 
 
-def test_given_a_split_by_hand_when_placed_then_it_is_obeyed() -> None:
+def test_a_split_by_hand_is_obeyed() -> None:
     stages = places(StandaloneSettings(stages=2, split="0-5,6-7"), 8, [0, 1])
     assert [stage.layers_text for stage in stages] == ["0-5", "6-7"]
 
@@ -48,9 +48,7 @@ def test_given_a_split_by_hand_when_placed_then_it_is_obeyed() -> None:
         (StandaloneSettings(stage_cores=3), "SHARDLINE_STAGE_CORES"),
     ],
 )
-def test_given_an_impossible_wish_when_placed_then_the_setting_is_named(
-    settings: StandaloneSettings, field: str
-) -> None:
+def test_an_impossible_placement_names_the_setting(settings: StandaloneSettings, field: str) -> None:
     with pytest.raises(Invalid, match=field):
         places(settings, 8, [0, 1])
 
@@ -67,17 +65,17 @@ def test_groups_overlap_only_if_there_are_too_few_cores(num: int, have: int) -> 
 @pytest.mark.parametrize(
     "config", [{"num_hidden_layers": 5}, {"n_layer": 5}, {"text_config": {"num_hidden_layers": 5}}]
 )
-def test_given_a_models_config_when_counted_then_its_layers_are_found(config: object, tmp_path: Path) -> None:
+def test_the_layers_of_a_models_config_are_counted(config: object, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert count_layers(StandaloneSettings(model=str(tmp_path))) == 5
 
 
-def test_given_a_folder_without_a_model_when_counted_then_the_setting_is_named(tmp_path: Path) -> None:
+def test_a_folder_without_a_model_names_the_setting(tmp_path: Path) -> None:
     with pytest.raises(Invalid, match="SHARDLINE_MODEL"):
         count_layers(StandaloneSettings(model=str(tmp_path)))
 
 
-def test_given_nothing_when_named_then_the_model_is_clerk_else_its_folder_or_id(tmp_path: Path) -> None:
+def test_the_default_model_is_clerk_else_its_folder_or_id(tmp_path: Path) -> None:
     assert StandaloneSettings(model=str(CLERK), model_name="other").name == "other"
     assert StandaloneSettings(model=str(tmp_path)).name == tmp_path.name
     assert StandaloneSettings(model="some/model").name == "some/model"

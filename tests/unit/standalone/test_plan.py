@@ -26,12 +26,12 @@ def plan(tmp_path: Path, *, stages: int = 2, replicas: int = 1) -> Plan:
     return make_plan(settings, ADDRESSES, places(settings, 8, list(range(stages * replicas))), tmp_path)
 
 
-def test_given_a_plan_when_read_then_no_secret_is_on_a_command_line(tmp_path: Path) -> None:
+def test_no_secret_is_on_a_command_line(tmp_path: Path) -> None:
     for service in plan(tmp_path).all:
         assert "secret" not in " ".join(service.argv)
 
 
-def test_given_a_plan_when_read_then_every_service_knows_the_servers(tmp_path: Path) -> None:
+def test_every_service_knows_the_servers(tmp_path: Path) -> None:
     for service in plan(tmp_path).all:
         assert service.env["SHARDLINE_DATABASE_URL"] == ADDRESSES.database
         assert service.env["SHARDLINE_REDIS_URL"] == ADDRESSES.redis
@@ -60,20 +60,18 @@ def test_flower_settings_of_the_shell_do_not_drop_its_password(tmp_path: Path, m
     assert env["FLOWER_ADDRESS"] == "127.0.0.1"
 
 
-def test_given_a_library_to_preload_when_planned_then_only_stages_get_it(tmp_path: Path) -> None:
+def test_only_stages_preload_a_library(tmp_path: Path) -> None:
     settings = StandaloneSettings(model=str(tmp_path), stage_preload="liballocator.so")
     made = make_plan(settings, ADDRESSES, places(settings, 8, [0, 1]), tmp_path, preload(settings))
     assert [each.name for each in made.all if each.env.get("LD_PRELOAD") == "liballocator.so"] == ["stage-0", "stage-1"]
     assert preload(StandaloneSettings(stage_preload="")) == ""
 
 
-def test_given_many_passwords_when_made_then_none_breaks_a_url_or_flowers_list() -> None:
+def test_no_password_breaks_a_url_or_flowers_list() -> None:
     assert not any(set(",:@/ ") & set(new_password()) for _ in range(200))
 
 
-def test_given_several_stages_on_one_host_when_planned_then_they_divide_its_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_several_stages_on_one_host_divide_its_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shares = {
         num: [float(service.env["SHARDLINE_KV_SHARE"]) for service in (*made.heads, *made.others)]
         for num in (1, 2, 4)

@@ -21,7 +21,7 @@ entries = st.lists(
 
 
 @given(entries)
-def test_given_any_logprobs_when_stored_and_read_then_they_are_the_same(logprobs: list[TokenLogprob]) -> None:
+def test_stored_logprobs_read_back_the_same(logprobs: list[TokenLogprob]) -> None:
     document = json.loads(dump(dump_logprobs(logprobs)))
     assert load_logprobs(document) == tuple(logprobs)
 
@@ -31,26 +31,26 @@ def test_the_logprob_of_an_impossible_token_is_a_number_that_json_has() -> None:
     assert stored == [[1, NO_PROBABILITY, [[2, NO_PROBABILITY]]]]
 
 
-def test_given_no_logprobs_when_read_then_there_are_none() -> None:
+def test_missing_logprobs_read_as_none() -> None:
     assert load_logprobs(None) is None
 
 
 @given(st.text(st.characters()))
-def test_given_any_generated_text_when_made_storable_then_postgres_can_hold_it(text: str) -> None:
+def test_postgres_can_hold_any_storable_text(text: str) -> None:
     assert not unstorable(storable(text))
 
 
 @pytest.mark.parametrize("value", ["a\0", "\ud800", {"a": ["\0"]}, {"\0": 1}, ({"deep": {"er": "\udfff"}},)])
-def test_given_a_nul_or_a_surrogate_anywhere_when_checked_then_it_is_found(value: object) -> None:
+def test_a_nul_or_a_surrogate_is_found_anywhere(value: object) -> None:
     assert unstorable(value)
 
 
 @pytest.mark.parametrize("value", ["", "ä\n", "\\u0000", {"a": [1, None, 2.5, True]}, 7])
-def test_given_anything_else_when_checked_then_it_passes(value: object) -> None:
+def test_any_other_value_is_storable(value: object) -> None:
     assert not unstorable(value)
 
 
-def test_given_values_nested_without_end_when_checked_then_they_are_refused() -> None:
+def test_values_nested_without_end_are_refused() -> None:
     value: object = 1
     for _ in range(10_000):
         value = {"a": value}
@@ -65,19 +65,19 @@ def test_given_values_nested_without_end_when_checked_then_they_are_refused() ->
         "postgresql+psycopg://user@/name?host=/run/sockets",
     ],
 )
-def test_given_any_postgres_url_when_normalised_then_psycopg_3_is_its_driver(url: str) -> None:
+def test_psycopg_3_is_the_driver_of_every_postgres_url(url: str) -> None:
     assert normalise(url).drivername == "postgresql+psycopg"
     assert normalise(url).database == "name"
 
 
 @pytest.mark.parametrize("url", ["mysql://user:secret@host/name", "nonsense secret"])
-def test_given_another_url_when_normalised_then_it_is_refused_without_its_password(url: str) -> None:
+def test_another_url_is_refused_without_its_password(url: str) -> None:
     with pytest.raises(Invalid, match="database_url") as caught:
         normalise(url)
     assert "secret" not in str(caught.value)
 
 
-def test_given_timeouts_when_made_into_arguments_then_the_server_gets_milliseconds() -> None:
+def test_timeouts_reach_the_server_in_milliseconds() -> None:
     arguments = connect_arguments(statement_timeout_s=1.5, lock_timeout_s=0, idle_timeout_s=2)
     assert arguments["options"] == (
         "-c statement_timeout=1500 -c lock_timeout=0 -c idle_in_transaction_session_timeout=2000"

@@ -18,7 +18,7 @@ def row(**fields: Any) -> dict[str, Any]:
     return _row(JobRequest(**{"model": "m", "prompt": "text", **fields}), None)
 
 
-def test_given_many_small_rows_when_chunked_then_each_statement_has_the_most_rows() -> None:
+def test_many_small_rows_fill_each_statement() -> None:
     chunks = list(_chunks([row() for _ in range(2 * MAX_ROWS + 1)]))
     assert [len(places) for places, _ in chunks] == [MAX_ROWS, MAX_ROWS, 1]
     assert sorted(place for places, _ in chunks for place in places) == list(range(2 * MAX_ROWS + 1))
@@ -36,7 +36,7 @@ def test_chunks_of_large_rows_have_a_bounded_size_and_leave_none_out(field: str)
     assert list(_chunks([])) == []
 
 
-def test_given_rows_in_any_order_when_chunked_then_keys_and_then_ids_have_one_order() -> None:
+def test_rows_in_any_order_are_sorted_by_keys_and_then_ids() -> None:
     ids = sorted(new_id() for _ in range(3))
     keyed = [row(idempotency_key=key) for key in ("b", "a", "c")]
     ((places, encoded),) = _chunks([*keyed, *(row(id=job_id) for job_id in reversed(ids))])
@@ -44,7 +44,7 @@ def test_given_rows_in_any_order_when_chunked_then_keys_and_then_ids_have_one_or
     assert [one["place"] for one in json.loads(encoded)] == places
 
 
-def test_given_tokens_of_a_door_when_made_into_a_row_then_text_and_ids_are_kept() -> None:
+def test_a_row_keeps_the_tokens_and_the_text_of_its_door() -> None:
     row = _row(JobRequest(model="m", prompt="text", max_tokens=9), ((1, 2), 7))
     assert (row["prompt"], row["prompt_ids"], row["max_tokens"], row["params"]) == (
         "text",

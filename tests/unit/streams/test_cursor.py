@@ -38,7 +38,7 @@ def taken(cursor: Cursor) -> tuple[tuple[int, ...], str]:
     return tuple(token_id for one in deltas for token_id in one.ids), "".join(one.text for one in deltas)
 
 
-def test_given_deltas_in_order_when_pushed_then_each_is_given_out() -> None:
+def test_deltas_in_order_are_given_out() -> None:
     cursor = Cursor()
     for one in (delta(0, 1), delta(1, 3), end(3)):
         cursor.push(one)
@@ -46,7 +46,7 @@ def test_given_deltas_in_order_when_pushed_then_each_is_given_out() -> None:
     assert cursor.ended
 
 
-def test_given_a_resumed_job_when_its_tokens_come_again_then_nothing_is_repeated() -> None:
+def test_tokens_that_a_resumed_job_repeats_are_not_given_out_again() -> None:
     cursor = Cursor()
     for one in (delta(0, 2), delta(2, 3), delta(1, 2, fence=2), delta(2, 3, fence=2), delta(3, 4, fence=2)):
         cursor.push(one)
@@ -57,7 +57,7 @@ def test_given_a_resumed_job_when_its_tokens_come_again_then_nothing_is_repeated
     assert taken(cursor) == (IDS[:4], "abcd")
 
 
-def test_given_a_gap_when_postgres_fills_it_then_the_stream_goes_on() -> None:
+def test_the_stream_goes_on_once_postgres_has_filled_a_gap() -> None:
     cursor = Cursor(text_of=text_of)
     cursor.push(delta(0, 2))
     cursor.push(delta(5, 6))
@@ -110,7 +110,7 @@ def test_a_delta_across_the_point_of_joining_needs_postgres() -> None:
     assert taken(cursor) == (IDS[3:6], "def")
 
 
-def test_given_a_reader_ahead_of_the_job_when_it_ends_then_it_gets_only_the_end() -> None:
+def test_a_reader_ahead_of_the_job_gets_only_the_end() -> None:
     cursor = Cursor(after=Place(num_tokens=9, digest=None), text_of=text_of)
     cursor.catch_up(0, IDS[:4], fence=1, text="abcd", state="cancelled")
     (last,) = cursor.take()
@@ -202,7 +202,7 @@ def test_a_reader_that_rejoins_with_outdated_tokens_is_told() -> None:
     assert taken(cursor) == (OTHER_IDS[2:5], "BBB")
 
 
-def test_given_a_shorter_partial_result_when_a_job_is_cancelled_then_that_is_its_end() -> None:
+def test_a_shorter_partial_result_is_the_end_of_a_cancelled_job() -> None:
     cursor = Cursor()
     cursor.push(delta(0, 5))
     cursor.catch_up(0, IDS[:3], fence=1, text="abc", state="cancelled")
@@ -210,7 +210,7 @@ def test_given_a_shorter_partial_result_when_a_job_is_cancelled_then_that_is_its
     assert cursor.ended
 
 
-def test_given_pages_when_a_stream_has_the_rest_then_nothing_is_lost_or_repeated() -> None:
+def test_nothing_is_lost_or_repeated_between_pages_and_the_stream() -> None:
     cursor = Cursor()
     cursor.catch_up(0, IDS[:4], fence=1, only_learn=True)
     assert cursor.asked(only_learn=True) == (1, 4, 4)
@@ -222,12 +222,12 @@ def test_given_pages_when_a_stream_has_the_rest_then_nothing_is_lost_or_repeated
 
 
 @pytest.mark.parametrize("text", ["0", "7", "7-0123abcd"])
-def test_given_a_place_as_text_when_parsed_then_it_is_the_same(text: str) -> None:
+def test_a_place_reads_back_from_its_text(text: str) -> None:
     found = Place.parse(text)
     assert found is not None
     assert str(found) == text
 
 
 @pytest.mark.parametrize("text", ["", "x", "-1", "1-", "1-0123ABCD", "1-0123abcde", "9999999999", "٣", "1 "])
-def test_given_text_that_is_no_place_when_parsed_then_there_is_none(text: str) -> None:
+def test_text_that_is_no_place_is_none(text: str) -> None:
     assert Place.parse(text) is None

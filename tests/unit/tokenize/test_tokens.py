@@ -42,7 +42,7 @@ def test_the_row_of_a_models_folder_has_its_texts_and_its_heads_limits(
     assert "raise_exception" in row["chat_template"]
 
 
-def test_given_a_folder_without_tokenizer_when_read_then_only_token_ids_are_taken(tmp_path: Path) -> None:
+def test_a_folder_without_tokenizer_takes_only_token_ids(tmp_path: Path) -> None:
     row = model_row(tmp_path, name="tiny", fingerprint="f2", context_length=64, vocab_size=96, eos_ids=(2, 3))
     tokens = Tokens.from_row(row)
 
@@ -54,16 +54,14 @@ def test_given_a_folder_without_tokenizer_when_read_then_only_token_ids_are_take
         tokens.prepare(prompt=(5, 6), params=SamplingParams(stop=("text",)))
 
 
-def test_given_text_when_prepared_then_the_ids_are_those_of_transformers(clerk: Tokens) -> None:
+def test_prepared_text_has_the_ids_of_transformers(clerk: Tokens) -> None:
     reference = AutoTokenizer.from_pretrained(CLERK)
     for text in ("date: 3 March 2024 =", "Grüße, 北京 🎉", " spaces  and\nlines "):
         assert list(clerk.prepare(prompt=text, params=NO_LIMITS).prompt_ids) == reference(text)["input_ids"]
 
 
 @pytest.mark.parametrize("template", [None, CHATML])
-def test_given_messages_when_rendered_then_the_ids_are_those_of_transformers(
-    row: dict[str, Any], template: str | None
-) -> None:
+def test_rendered_messages_have_the_ids_of_transformers(row: dict[str, Any], template: str | None) -> None:
     reference = AutoTokenizer.from_pretrained(CLERK)
     source = template or row["chat_template"]
     messages = [Message("system", "Be <brief> & right."), Message("user", "date: 3 März 2024")]
@@ -79,13 +77,13 @@ def test_given_messages_when_rendered_then_the_ids_are_those_of_transformers(
     assert list(ids) == expected
 
 
-def test_given_ids_when_decoded_then_special_tokens_have_no_text(clerk: Tokens) -> None:
+def test_special_tokens_have_no_text(clerk: Tokens) -> None:
     ids = clerk.prepare(prompt="sum: 1 + 2 =", params=NO_LIMITS).prompt_ids
     assert clerk.completion(NO_LIMITS, 32).say([*ids, 2]) == "sum: 1 + 2 ="
     assert clerk.token_text(2) == "<eos>"
 
 
-def test_given_no_max_tokens_when_prepared_then_it_is_what_the_context_leaves(clerk: Tokens) -> None:
+def test_max_tokens_defaults_to_what_the_context_leaves(clerk: Tokens) -> None:
     prepared = clerk.prepare(prompt=(5,) * 500, params=NO_LIMITS)
     assert prepared.max_tokens == 12
 
@@ -144,17 +142,17 @@ def test_messages_for_a_model_without_template_name_the_other_door(row: dict[str
         ("{% for a in range(90000) %}{{ 'xxxxxxxx' }}{% endfor %}", "more than 1000 characters"),
     ],
 )
-def test_given_a_hostile_template_when_rendered_then_it_is_refused(source: str, problem: str) -> None:
+def test_a_hostile_template_is_refused(source: str, problem: str) -> None:
     template = ChatTemplate(source, {})
     with pytest.raises(Invalid, match=problem):
         template.render([{"role": "user", "content": "x"}], limit_chars=1_000)
 
 
-def test_given_a_broken_template_when_loaded_then_its_line_is_named() -> None:
+def test_a_broken_template_names_its_line() -> None:
     with pytest.raises(Invalid, match="line 2"):
         ChatTemplate("{{ a }}\n{% if %}", {})
 
 
-def test_given_a_broken_tokenizer_when_loaded_then_it_is_refused(row: dict[str, Any]) -> None:
+def test_a_broken_tokenizer_is_refused(row: dict[str, Any]) -> None:
     with pytest.raises(Invalid, match=r"tokenizer\.json cannot be read"):
         Tokens.from_row({**row, "tokenizer": "{}"})

@@ -222,7 +222,7 @@ def test_a_second_suspect_is_claimed_once_the_first_has_saved_tokens(desk: Desk)
     assert saved_tokens(desk.database, first) > 0
 
 
-def test_given_suspects_that_wait_when_the_ledger_closes_then_they_go_back_unread(desk: Desk) -> None:
+def test_waiting_suspects_are_returned_unread_on_close(desk: Desk) -> None:
     desk.engine.unwire()
     first, second = submit(desk.database, LONG), submit(desk.database, LONG)
     change(desk.database, "UPDATE jobs SET crashes = 1")
@@ -268,7 +268,7 @@ def test_a_blamed_job_with_tokens_keeps_them_and_counts_no_crash(desk: Desk) -> 
     assert cell(desk.database, "SELECT crashes FROM jobs WHERE id = :id", id=job_id) == 0
 
 
-def test_given_shutdown_when_jobs_are_offered_then_they_go_back_unread(desk: Desk) -> None:
+def test_jobs_offered_during_shutdown_are_returned_unread(desk: Desk) -> None:
     desk.ledger.close()
     job_id = submit(desk.database, 4)
 
@@ -332,7 +332,7 @@ def test_a_parked_job_taken_by_a_relay_does_not_run_here(desk: Desk) -> None:
     assert saved_tokens(desk.database, parked) == 0
 
 
-def test_given_running_jobs_when_a_stage_comes_back_with_less_kv_then_none_fails(desk: Desk) -> None:
+def test_no_running_job_fails_when_a_stage_returns_with_less_kv(desk: Desk) -> None:
     job_id = submit(desk.database, LONG)
     desk.offer(job_id)
     assert desk.verdict() == (job_id, "started")

@@ -63,7 +63,7 @@ def test_a_second_head_of_one_name_waits_until_the_first_has_gone(engine: Engine
     assert second.ready().epoch == 2
 
 
-def test_given_a_head_that_was_killed_when_it_starts_again_then_it_goes_on_at_once(engine: Engine) -> None:
+def test_a_killed_head_goes_on_at_once_when_it_starts_again(engine: Engine) -> None:
     killed = epochs_of(engine, "head@here")
     assert [killed.take(), killed.take()] == [1, 2]
 

@@ -105,7 +105,7 @@ def test_celery_hears_started_and_the_value_of_a_succeeded_job(pool: EnginePool,
     ("verdict", "error"),
     [(Delivery.drop, Ignore), (Delivery.revoke, Terminated), (lambda ticket: ticket.fail("why"), JobFailed)],
 )
-def test_given_a_verdict_when_it_is_settled_then_celery_gets_its_exception(
+def test_celery_gets_the_exception_of_a_verdict(
     verdict: Any, error: type[BaseException], pool: EnginePool, desk: NotedDesk
 ) -> None:
     job_id = str(uuid4())
@@ -117,9 +117,7 @@ def test_given_a_verdict_when_it_is_settled_then_celery_gets_its_exception(
     assert ending(told) is error
 
 
-def test_given_two_final_verdicts_when_they_are_settled_then_the_first_counts(
-    pool: EnginePool, desk: NotedDesk
-) -> None:
+def test_the_first_of_two_final_verdicts_counts(pool: EnginePool, desk: NotedDesk) -> None:
     job_id = str(uuid4())
     told = deliver(pool, job_id, job_id)
 

@@ -45,25 +45,25 @@ def take(folder: Path, *, worker: str = "first", shared: bool = False) -> Device
         ("8c1b1b6e-1f0c-4a53-9f57-0d5c8f5b8f11", ()),
     ],
 )
-def test_given_a_device_name_when_parsed_then_its_cores_are_known(name: str, cores: tuple[int, ...]) -> None:
+def test_a_device_name_gives_its_cores(name: str, cores: tuple[int, ...]) -> None:
     assert parse_cores(name) == cores
 
 
 @pytest.mark.parametrize(
     "name", ["", "cpu", "cpu:", "cpu:a", "cpu:3-1", "cpu:0,,1", "gpu:0", "cuda", "0-3", "cpu:-1", "cpu:9999"]
 )
-def test_given_a_wrong_name_when_parsed_then_the_forms_are_named(name: str) -> None:
+def test_a_wrong_device_name_names_the_forms(name: str) -> None:
     with pytest.raises(Invalid, match=r"SHARDLINE_DEVICE: .*cuda:0") as caught:
         parse_cores(name)
 
     assert caught.value.field == "SHARDLINE_DEVICE"
 
 
-def test_given_cores_when_shown_then_runs_are_short() -> None:
+def test_runs_of_cores_are_shown_short() -> None:
     assert show_cores((0, 1, 2, 5)) == "0-2,5"
 
 
-def test_given_a_core_when_taken_then_every_thread_is_pinned_to_it(tmp_path: Path) -> None:
+def test_every_thread_is_pinned_to_the_taken_core(tmp_path: Path) -> None:
     device = take(tmp_path)
 
     assert device.is_cpu
@@ -74,7 +74,7 @@ def test_given_a_core_when_taken_then_every_thread_is_pinned_to_it(tmp_path: Pat
     device.release()
 
 
-def test_given_a_held_core_when_another_worker_takes_it_then_the_holder_is_named(tmp_path: Path) -> None:
+def test_a_held_core_names_its_holder(tmp_path: Path) -> None:
     device = take(tmp_path)
 
     with pytest.raises(Invalid, match=rf"core-{CORE} is held by first \(pid {os.getpid()} on "):
@@ -117,14 +117,14 @@ def test_the_kernel_frees_the_core_of_a_killed_holder(tmp_path: Path) -> None:
         take(tmp_path).release()
 
 
-def test_given_a_core_that_is_not_here_when_taken_then_nothing_stays_locked(tmp_path: Path) -> None:
+def test_taking_a_core_that_is_not_here_leaves_nothing_locked(tmp_path: Path) -> None:
     with pytest.raises(Invalid, match="no core 4000 here"):
         Device.take(f"cpu:{CORE},4000", worker="first", lock_folder=tmp_path)
 
     take(tmp_path).release()
 
 
-def test_given_one_of_two_locks_held_when_both_are_taken_then_neither_stays(tmp_path: Path) -> None:
+def test_neither_of_two_locks_stays_when_one_is_held(tmp_path: Path) -> None:
     held = DeviceLocks(tmp_path, ["core-1"], worker="first")
 
     with pytest.raises(Invalid, match="core-1 is held by first"):
@@ -134,7 +134,7 @@ def test_given_one_of_two_locks_held_when_both_are_taken_then_neither_stays(tmp_
     held.release()
 
 
-def test_given_no_such_gpu_when_taken_then_it_is_said(tmp_path: Path) -> None:
+def test_an_unknown_gpu_is_named(tmp_path: Path) -> None:
     with pytest.raises(Invalid, match="no GPU cuda:99 here"):
         Device.take("cuda:99", worker="first", lock_folder=tmp_path)
 
@@ -159,7 +159,7 @@ def test_a_lock_folder_that_is_a_file_names_the_setting(tmp_path: Path) -> None:
         take(tmp_path / "file")
 
 
-def test_given_a_cpu_when_float16_is_asked_for_then_the_served_dtypes_are_named(tmp_path: Path) -> None:
+def test_float16_on_a_cpu_names_the_served_dtypes(tmp_path: Path) -> None:
     device = take(tmp_path)
 
     assert device.dtype("bfloat16") is torch.bfloat16

@@ -57,9 +57,7 @@ def test_a_promise_counts_until_it_is_kept_or_its_maker_is_gone(tmp_path: Path, 
     assert other.others() == 0
 
 
-def test_given_a_promise_whose_maker_died_when_another_looks_then_it_is_forgotten(
-    tmp_path: Path, other: Promises
-) -> None:
+def test_a_promise_of_a_dead_process_is_forgotten(tmp_path: Path, other: Promises) -> None:
     code = f"""import os; from pathlib import Path; from services.stage.device.promises import Promises
 Promises(Path({str(tmp_path)!r})).make({9 * MIB}); os.kill(os.getpid(), 9)"""
     subprocess.run([sys.executable, "-c", code], check=False, cwd=REPOSITORY, env=dict(os.environ))

@@ -25,7 +25,7 @@ def by_row(_spans: Sequence[Span], x: Tensor, wanted: list[int]) -> Tensor:
     return x[wanted] * 3
 
 
-def test_given_rows_that_depend_on_themselves_when_probed_then_it_is_exact() -> None:
+def test_rows_that_depend_on_themselves_are_exact() -> None:
     assert Probe(by_row, inputs, num_blocks=8).passes()
 
 
@@ -38,7 +38,7 @@ def test_given_rows_that_depend_on_themselves_when_probed_then_it_is_exact() -> 
         pytest.param(lambda spans, _: spans[0].start == 37, id="one chunk"),
     ],
 )
-def test_given_one_bit_that_depends_on_the_batch_when_probed_then_it_is_not_exact(disturb: Any) -> None:
+def test_one_bit_that_depends_on_the_batch_is_not_exact(disturb: Any) -> None:
     def forward(spans: Sequence[Span], x: Tensor, wanted: list[int]) -> Tensor:
         rows = by_row(spans, x, wanted)
         if disturb(spans, x):
@@ -49,7 +49,7 @@ def test_given_one_bit_that_depends_on_the_batch_when_probed_then_it_is_not_exac
 
 
 @pytest.mark.parametrize("num_blocks", [1, 2, 3, 200])
-def test_given_any_pool_when_probed_then_blocks_stay_inside_and_are_not_shared(num_blocks: int) -> None:
+def test_the_probe_keeps_its_blocks_inside_the_pool_and_apart(num_blocks: int) -> None:
     used: set[int] = set()
 
     def forward(spans: Sequence[Span], x: Tensor, wanted: list[int]) -> Tensor:
@@ -73,7 +73,7 @@ FACTS: dict[str, Any] = {
 }
 
 
-def test_given_the_same_facts_when_fingerprinted_then_it_is_the_same() -> None:
+def test_the_same_facts_have_the_same_fingerprint() -> None:
     assert exactness_fingerprint(**FACTS) == exactness_fingerprint(**FACTS)
     assert len(exactness_fingerprint(**FACTS)) == 64
 
@@ -88,5 +88,5 @@ def test_given_the_same_facts_when_fingerprinted_then_it_is_the_same() -> None:
         ("num_threads", 2),
     ],
 )
-def test_given_another_fact_when_fingerprinted_then_it_differs(name: str, value: Any) -> None:
+def test_another_fact_has_another_fingerprint(name: str, value: Any) -> None:
     assert exactness_fingerprint(**{**FACTS, name: value}) != exactness_fingerprint(**FACTS)

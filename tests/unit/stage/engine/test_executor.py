@@ -70,7 +70,7 @@ def plan(*rows: Row, opens: tuple[Open, ...] = (), closes: tuple[int, ...] = ())
 PREFILL = Row(seq=0, start=0, length=5, ids=(), blocks=(0,), wants=True)
 
 
-def test_given_a_prefill_when_run_then_the_tail_answers_and_blocks_count(stages: list[Executor]) -> None:
+def test_the_tail_answers_a_prefill_and_blocks_are_counted(stages: list[Executor]) -> None:
     result = run(stages, plan(PREFILL, opens=(opening(),)))
 
     assert len(result.tokens) == 1
@@ -78,14 +78,14 @@ def test_given_a_prefill_when_run_then_the_tail_answers_and_blocks_count(stages:
     assert [(stage.blocks_used, stage.num_open) for stage in stages] == [(1, 1), (1, 1)]
 
 
-def test_given_a_closed_sequence_when_its_number_is_free_then_blocks_are_not_counted(stages: list[Executor]) -> None:
+def test_blocks_of_a_closed_sequence_are_not_counted(stages: list[Executor]) -> None:
     first = run(stages, plan(PREFILL, opens=(opening(),), closes=(0,)))
 
     assert [(stage.blocks_used, stage.num_open) for stage in stages] == [(0, 0), (0, 0)]
     assert run(stages, plan(PREFILL, opens=(opening(),))).tokens == first.tokens
 
 
-def test_given_a_plan_that_only_closes_when_run_then_the_answer_is_empty(stages: list[Executor]) -> None:
+def test_a_plan_that_only_closes_has_an_empty_answer(stages: list[Executor]) -> None:
     run(stages, plan(PREFILL, opens=(opening(),)))
 
     hidden = stages[0].run(plan(closes=(0,)), None)
@@ -98,7 +98,7 @@ def test_given_a_plan_that_only_closes_when_run_then_the_answer_is_empty(stages:
     assert stages[1].num_open == 0
 
 
-def test_given_chunks_that_want_nothing_when_run_then_the_last_gives_the_same_token(stages: list[Executor]) -> None:
+def test_chunks_that_want_nothing_give_the_same_last_token(stages: list[Executor]) -> None:
     whole = run(stages, plan(PREFILL, opens=(opening(),), closes=(0,)))
 
     first = run(stages, plan(Row(0, 0, 3, (), (4,), wants=False), opens=(opening(),)))
@@ -142,9 +142,7 @@ def test_the_next_token_is_the_same_when_the_history_is_opened_again(stages: lis
         (plan(opens=tuple(opening(seq) for seq in range(65))), "beyond the limit of 64"),
     ],
 )
-def test_given_a_plan_that_does_not_fit_when_run_then_it_is_a_protocol_error(
-    bad: StepPlan, reason: str, stages: list[Executor]
-) -> None:
+def test_a_plan_that_does_not_fit_is_a_protocol_error(bad: StepPlan, reason: str, stages: list[Executor]) -> None:
     with pytest.raises(ProtocolError, match=reason):
         stages[0].run(bad, None)
 
@@ -184,11 +182,11 @@ def test_activations_that_are_not_finite_spoil_only_their_sequence(
     assert result.tokens[1] == good.tokens[1]
 
 
-def test_given_a_kv_budget_below_one_block_when_loaded_then_it_is_named(folder: Path, device: Device) -> None:
+def test_a_kv_budget_below_one_block_is_named(folder: Path, device: Device) -> None:
     with pytest.raises(Invalid, match=r"SHARDLINE_KV_MIB: .* hold no KV block"):
         load_chain(folder, 1, device, folder, kv_bytes=100)
 
 
-def test_given_more_kv_than_memory_when_loaded_then_it_is_said_before_loading(folder: Path, device: Device) -> None:
+def test_more_kv_than_memory_is_refused_before_loading(folder: Path, device: Device) -> None:
     with pytest.raises(Invalid, match=r"SHARDLINE_SPLIT: weights .* are free. Use more stages"):
         load_chain(folder, 1, device, folder, kv_bytes=2**50)

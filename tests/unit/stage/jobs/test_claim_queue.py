@@ -20,7 +20,7 @@ def offers() -> ClaimQueue:
     return ClaimQueue()
 
 
-def test_given_tickets_when_taken_then_they_come_in_their_order_and_once(offers: ClaimQueue) -> None:
+def test_tickets_are_taken_in_their_order_and_once(offers: ClaimQueue) -> None:
     arrived = tickets(3)
     for ticket in arrived:
         offers.put(ticket)
@@ -30,7 +30,7 @@ def test_given_tickets_when_taken_then_they_come_in_their_order_and_once(offers:
     assert not offers
 
 
-def test_given_tickets_put_back_when_another_arrives_then_they_come_first(offers: ClaimQueue) -> None:
+def test_tickets_put_back_come_before_new_ones(offers: ClaimQueue) -> None:
     first, second, late = tickets(3)
     offers.put(first)
     offers.put(second)
@@ -43,7 +43,7 @@ def test_given_tickets_put_back_when_another_arrives_then_they_come_first(offers
     assert offers.take() == [first, second, late]
 
 
-def test_given_a_ticket_put_back_when_asked_again_then_it_is_there_and_not_before(offers: ClaimQueue) -> None:
+def test_a_ticket_put_back_is_offered_again_only_after_a_change(offers: ClaimQueue) -> None:
     offers.again()
     assert not offers
     held = tickets(1)

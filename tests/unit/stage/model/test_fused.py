@@ -69,7 +69,7 @@ def mlp(dtype: torch.dtype, act: str = "silu", width: int = 77) -> nn.Module:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("norm", NORMS, ids=lambda norm: norm.__name__)
-def test_given_a_norm_when_fused_then_it_rounds_where_the_model_does(
+def test_a_fused_norm_rounds_where_the_model_does(
     norm: type[nn.Module], width: int, dtype: torch.dtype, kernel: Kernel
 ) -> None:
     module = nn.Module.to(norm(width), dtype)
@@ -83,7 +83,7 @@ def test_given_a_norm_when_fused_then_it_rounds_where_the_model_does(
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_given_an_mlp_when_fused_then_it_says_the_same(dtype: torch.dtype, kernel: Kernel) -> None:
+def test_a_fused_mlp_gives_the_same(dtype: torch.dtype, kernel: Kernel) -> None:
     module, x = mlp(dtype), draw(ROWS, 32, dtype=dtype)
 
     ours = fused(module, kernel)
@@ -94,7 +94,7 @@ def test_given_an_mlp_when_fused_then_it_says_the_same(dtype: torch.dtype, kerne
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("dim", [6, 64, 80])
-def test_given_heads_when_turned_then_each_bit_is_the_model_s(dim: int, dtype: torch.dtype, kernel: Kernel) -> None:
+def test_rotated_heads_have_the_models_bits(dim: int, dtype: torch.dtype, kernel: Kernel) -> None:
     heads = [draw(1, ROWS, num_heads, dim, dtype=dtype).transpose(1, 2) for num_heads in (4, 2)]
     turns = [draw(1, ROWS, dim, dtype=dtype, seed=seed) for seed in (5, 6)]
     rotary = Rotary(kernel, modeling_llama.apply_rotary_pos_emb)
@@ -125,7 +125,7 @@ def test_fused_views_of_one_wide_product_are_read_in_place(dtype: torch.dtype, k
     torch.testing.assert_close(ours(x), module(x))
 
 
-def test_given_heads_side_by_side_when_turned_then_the_model_s_function_does_it(kernel: Kernel) -> None:
+def test_heads_side_by_side_are_rotated_by_the_models_function(kernel: Kernel) -> None:
     heads = [draw(1, num_heads, ROWS, 64, dtype=torch.float32) for num_heads in (4, 2)]
     turns = [draw(1, ROWS, 64, dtype=torch.float32, seed=seed) for seed in (5, 6)]
 
@@ -136,9 +136,7 @@ def test_given_heads_side_by_side_when_turned_then_the_model_s_function_does_it(
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("threads", [1, 2])
-def test_given_other_rows_beside_it_when_run_then_a_row_keeps_its_bits(
-    threads: int, dtype: torch.dtype, kernel: Kernel
-) -> None:
+def test_a_fused_row_keeps_its_bits_beside_others(threads: int, dtype: torch.dtype, kernel: Kernel) -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     norm = fused(nn.Module.to(modeling_llama.LlamaRMSNorm(1000), dtype), kernel)
@@ -151,7 +149,7 @@ def test_given_other_rows_beside_it_when_run_then_a_row_keeps_its_bits(
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_given_another_instruction_set_when_run_then_bits_are_the_same(dtype: torch.dtype) -> None:
+def test_every_instruction_set_gives_the_same_bits(dtype: torch.dtype) -> None:
     norm, x = nn.Module.to(modeling_llama.LlamaRMSNorm(333), dtype), draw(ROWS, 333, dtype=dtype)
     gate, states = mlp(dtype, width=333), draw(ROWS, 32, dtype=dtype)
 
@@ -162,7 +160,7 @@ def test_given_another_instruction_set_when_run_then_bits_are_the_same(dtype: to
     assert all(torch.equal(one, gates[0]) for one in gates)
 
 
-def test_given_a_nan_when_run_then_it_stays_one(kernel: Kernel) -> None:
+def test_a_nan_stays_a_nan(kernel: Kernel) -> None:
     x = torch.ones(2, 40, dtype=torch.bfloat16)
     x[0, 7] = torch.nan
 
@@ -177,7 +175,7 @@ def test_given_a_nan_when_run_then_it_stays_one(kernel: Kernel) -> None:
     [nn.LayerNorm(32), nn.RMSNorm(32, elementwise_affine=False), mlp(torch.float32, act="gelu")],
     ids=["LayerNorm", "without-weight", "gelu"],
 )
-def test_given_something_else_when_fused_then_it_is_left_alone(module: nn.Module, kernel: Kernel) -> None:
+def test_other_modules_are_not_fused(module: nn.Module, kernel: Kernel) -> None:
     parent = nn.ModuleDict({"part": module})
 
     assert fuse(parent, kernel) == 0
@@ -191,7 +189,7 @@ def test_positions_of_a_model_that_rotates_neighbors_are_not_fused(kernel: Kerne
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_given_any_architecture_when_fused_then_it_says_the_same(name: str) -> None:
+def test_every_fused_architecture_gives_the_same(name: str) -> None:
     torch.manual_seed(4)
     model = tf.AutoModelForCausalLM.from_config(CONFIGS[name](), dtype=torch.float32).eval()
     ids = torch.arange(3, 43)[None]

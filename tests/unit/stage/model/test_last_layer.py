@@ -41,7 +41,7 @@ def ids(spans: list[Span]) -> Tensor:
 
 
 @torch.inference_mode()
-def test_given_a_prefill_when_few_rows_are_wanted_then_their_logits_are_those_of_all(forward: Forward) -> None:
+def test_the_few_wanted_rows_of_a_prefill_have_the_logits_of_all(forward: Forward) -> None:
     spans = [PROMPT, BESIDE]
     wanted = [NUM_TOKENS - 1, NUM_TOKENS + BESIDE.length - 1]
     everything = forward.wanted(spans, ids(spans), list(range(NUM_TOKENS + BESIDE.length)))
@@ -66,7 +66,7 @@ def test_a_row_after_a_narrowed_prefill_attends_to_all_of_it(forward: Forward, a
 
 
 @torch.inference_mode()
-def test_given_the_last_layer_when_little_is_wanted_then_its_mlp_sees_few_rows(forward: Forward) -> None:
+def test_the_last_layers_mlp_sees_only_wanted_rows(forward: Forward) -> None:
     seen: list[int] = []
     mlp = forward.shard.blocks[3].get_submodule("mlp")
     mlp.register_forward_pre_hook(lambda _module, args: seen.append(args[0].shape[-2]))

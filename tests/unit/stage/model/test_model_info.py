@@ -28,7 +28,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return model
 
 
-def test_given_a_commit_when_read_then_it_is_that_one_and_its_row_says_so(hub: Path) -> None:
+def test_a_pinned_commit_is_read_and_named_in_the_row(hub: Path) -> None:
     with capture_logs() as logs:
         info = ModelInfo.read("owner/name", OLD)
 
@@ -48,12 +48,12 @@ def test_the_commit_of_a_moving_revision_is_kept_and_warned_of(hub: Path, revisi
     assert "SHARDLINE_MODEL_REVISION" in warning["event"]
 
 
-def test_given_a_commit_that_is_nowhere_when_read_then_it_is_not_replaced_by_another(hub: Path) -> None:
+def test_an_unknown_commit_is_not_replaced_by_another(hub: Path) -> None:
     with pytest.raises(Unavailable, match="cannot fetch 'owner/name'"):
         ModelInfo.read("owner/name", "f" * 40)
 
 
-def test_given_a_folder_when_read_then_it_has_no_revision_and_none_can_be_asked_for(tmp_path: Path) -> None:
+def test_a_folder_has_no_revision_and_refuses_one(tmp_path: Path) -> None:
     folder = save_model(tmp_path)
 
     assert ModelInfo.read(folder).revision is None

@@ -28,7 +28,7 @@ def test_owned_weights_do_not_change_with_their_file(tmp_path: Path) -> None:
     assert torch.equal(linear.weight, torch.zeros(64, 64))
 
 
-def test_given_tied_weights_when_owned_then_they_stay_tied(tmp_path: Path) -> None:
+def test_tied_weights_stay_tied_when_owned(tmp_path: Path) -> None:
     first, second = mapped_linear(tmp_path / "weights"), nn.Linear(64, 64, bias=False)
     second.weight.data = first.weight.data
 
@@ -37,7 +37,7 @@ def test_given_tied_weights_when_owned_then_they_stay_tied(tmp_path: Path) -> No
     assert first.weight.data_ptr() == second.weight.data_ptr()
 
 
-def test_given_memory_that_is_no_file_when_given_back_then_its_values_stay() -> None:
+def test_memory_that_is_no_file_keeps_its_values() -> None:
     tensor = torch.arange(10_000.0)
 
     give_back(tensor)

@@ -26,16 +26,14 @@ WIDE = tuple(rung for rung in RUNGS if 40 <= rung <= 448)
         (257, 64, 1, 258),  # 256 and 2
     ],
 )
-def test_given_rows_when_padded_then_every_run_is_whole(
-    num_rows: int, width: int, num_threads: int, expected: int
-) -> None:
+def test_every_padded_run_is_whole(num_rows: int, width: int, num_threads: int, expected: int) -> None:
     panels = Panels(widths=frozenset({width}), num_threads=num_threads)
 
     assert panels.padded(num_rows) == expected
     assert panels.is_whole(expected)
 
 
-def test_given_padded_rows_when_silu_runs_then_bits_do_not_depend_on_their_number() -> None:
+def test_silu_of_padded_rows_does_not_depend_on_their_number() -> None:
     x = torch.randn(600, 48, generator=torch.Generator().manual_seed(3))
     whole = torch.nn.functional.silu(x[:576])
     panels = Panels(widths=frozenset({48}), num_threads=torch.get_num_threads())
@@ -45,7 +43,7 @@ def test_given_padded_rows_when_silu_runs_then_bits_do_not_depend_on_their_numbe
         assert torch.equal(torch.nn.functional.silu(x[:padded])[:num_rows], whole[:num_rows]), num_rows
 
 
-def test_given_widths_that_threads_cannot_share_when_asked_then_runs_are_not_whole() -> None:
+def test_runs_are_not_whole_for_widths_that_threads_cannot_share() -> None:
     assert Panels(widths=frozenset({1024, 2816}), num_threads=4).are_whole(512)
     assert not Panels(widths=frozenset({32_769}), num_threads=1009).are_whole(512)
 
@@ -55,7 +53,7 @@ def test_given_widths_that_threads_cannot_share_when_asked_then_runs_are_not_who
     [(RUNGS,), (AMX,), (GAPS,), ((64,),), (AMX, RUNGS), (GAPS, WIDE, RUNGS)],
     ids=["all", "floor and ceiling", "gaps", "one", "two products", "three products"],
 )
-def test_given_rows_when_cut_then_panels_are_allowed_and_few(ladders: tuple[Ladder, ...]) -> None:
+def test_rows_are_cut_into_few_allowed_panels(ladders: tuple[Ladder, ...]) -> None:
     for num_rows in range(1, 1200):
         padded = Panels(ladders=frozenset(ladders)).padded(num_rows)
         for ladder in ladders:
@@ -68,19 +66,19 @@ def test_given_rows_when_cut_then_panels_are_allowed_and_few(ladders: tuple[Ladd
         assert padded - num_rows < max(fewest, 64), "what is added stays below a panel"
 
 
-def test_given_a_full_prefill_when_cut_then_one_panel_holds_it() -> None:
+def test_one_panel_holds_a_full_prefill() -> None:
     assert cut(512, RUNGS) == (512,)
     assert cut(400, RUNGS) == (208, 192), "not padded to 448"
 
 
-def test_given_rows_as_they_come_when_cut_then_they_stay_whole() -> None:
+def test_rows_as_they_come_are_not_cut() -> None:
     assert cut(1234, ()) == (1234,)
     assert Panels(ladders=frozenset()).padded(1) == 1
 
 
 @pytest.mark.parametrize("num_rows", [1, 40, 41, 160, 161, 500])
 @pytest.mark.parametrize("shape", [(), (1,)], ids=["rows", "one batch of rows"])
-def test_given_rows_when_run_in_panels_then_they_come_back_in_order(num_rows: int, shape: tuple[int, ...]) -> None:
+def test_rows_run_in_panels_come_back_in_order(num_rows: int, shape: tuple[int, ...]) -> None:
     x = torch.randn(*shape, num_rows, 6, generator=torch.Generator().manual_seed(1))
     seen: list[int] = []
 

@@ -62,14 +62,14 @@ def test_row_counts_that_change_one_element_in_100_000_are_left_out(bad: set[int
     assert fitting_counts(product(run, outputs=8 * WIDTH)) == tuple(count for count in RUNGS if count not in bad)
 
 
-def test_given_rows_that_know_their_place_when_tried_then_no_count_fits() -> None:
+def test_no_count_fits_rows_that_depend_on_their_place() -> None:
     def knows_its_place(x: Tensor) -> Tensor:
         return x + (torch.arange(len(x)) == 5)[:, None]
 
     assert fitting_counts(product(knows_its_place)) == ()
 
 
-def test_given_several_outputs_when_tried_then_each_is_compared() -> None:
+def test_each_of_several_outputs_is_compared() -> None:
     def run(x: Tensor) -> tuple[Tensor, Tensor]:
         return x, x[:, :1] + (len(x) < 40)
 
@@ -102,7 +102,7 @@ def test_telling_rows_show_another_order_of_summation_far_more_often() -> None:
     assert 0 < 100 * usual < telling
 
 
-def test_given_an_answer_on_disk_when_asked_again_then_nothing_is_tried(tmp_path: Path) -> None:
+def test_nothing_is_probed_again_with_an_answer_on_disk(tmp_path: Path) -> None:
     tries: list[int] = []
 
     def run(x: Tensor) -> Tensor:
@@ -128,7 +128,7 @@ def test_an_answer_written_by_another_version_is_probed_again(text: str, tmp_pat
     assert ladder_of(product(lambda x: x), "here", tmp_path) == RUNGS
 
 
-def test_given_products_that_agree_on_other_counts_when_asked_then_each_has_its_own(tmp_path: Path) -> None:
+def test_products_that_agree_on_other_counts_have_their_own(tmp_path: Path) -> None:
     few = product(lambda x: x + (len(x) < 40), outputs=64)
     many = product(lambda x: x + (len(x) > 160), outputs=65)
 

@@ -49,7 +49,7 @@ def edit(path: Path, **changes: Any) -> None:
     (path / "config.json").write_text(json.dumps(config | changes))
 
 
-def test_given_a_model_when_read_then_its_limits_are_known_without_weights(llama: Path) -> None:
+def test_the_limits_of_a_model_are_read_without_weights(llama: Path) -> None:
     info = ModelInfo.read(llama)
 
     assert (info.num_layers, info.context_length, info.vocab_size, info.hidden_size) == (4, 512, 96, 32)
@@ -57,9 +57,7 @@ def test_given_a_model_when_read_then_its_limits_are_known_without_weights(llama
 
 
 @pytest.mark.parametrize(("eos", "ids"), [([2, 7], (2, 7)), (7, (7,)), (None, (2,))])
-def test_given_a_generation_config_when_read_then_its_ends_count(
-    eos: Any, ids: tuple[int, ...], tmp_path: Path
-) -> None:
+def test_the_ends_of_a_generation_config_count(eos: Any, ids: tuple[int, ...], tmp_path: Path) -> None:
     path = save_model(tmp_path)
     tf.GenerationConfig(eos_token_id=eos).save_pretrained(path)
 
@@ -93,7 +91,7 @@ def test_doors_and_heads_read_a_rope_of_older_configs_alike(config: dict[str, An
     assert (tokens.vocab_size, tokens.eos_ids) == (info.vocab_size, info.eos_ids) == (96, (2,))
 
 
-def test_given_a_middle_shard_when_loaded_then_only_its_layers_have_weights(llama: Path) -> None:
+def test_a_middle_shard_loads_only_its_layers(llama: Path) -> None:
     seen: list[int] = []
     whole, middle = load(llama, range(4)), load(llama, range(1, 3), check_bytes=seen.append)
 
@@ -103,26 +101,26 @@ def test_given_a_middle_shard_when_loaded_then_only_its_layers_have_weights(llam
     assert isinstance(middle.model.lm_head, PassThrough)
 
 
-def test_given_tied_embeddings_when_sharded_then_head_and_tail_have_them(tmp_path: Path) -> None:
+def test_head_and_tail_have_tied_embeddings(tmp_path: Path) -> None:
     path = save_model(tmp_path, "llama-tied")
     head, tail = load(path, range(2)), load(path, range(2, 4))
 
     assert torch.equal(head.decoder.embed_tokens.weight, tail.model.lm_head.weight)
 
 
-def test_given_a_shard_when_probed_then_each_layer_tells_its_heads(llama: Path) -> None:
+def test_each_layer_of_a_shard_tells_its_heads(llama: Path) -> None:
     assert probe_heads(load(llama, range(1, 3))) == {
         layer: HeadShape(num_kv_heads=2, head_dim=8, value_head_dim=8) for layer in (1, 2)
     }
 
 
 @pytest.mark.parametrize("layers", [range(2, 2), range(3, 5), range(-1, 2), range(0, 4, 2)])
-def test_given_layers_that_are_not_there_when_loaded_then_the_split_is_named(layers: range, llama: Path) -> None:
+def test_layers_that_do_not_exist_name_the_split(layers: range, llama: Path) -> None:
     with pytest.raises(Invalid, match="SHARDLINE_SPLIT: the model has layers 0-3"):
         load(llama, layers)
 
 
-def test_given_too_little_memory_when_loaded_then_it_is_said_before_a_weight_is_read(llama: Path) -> None:
+def test_too_little_memory_is_said_before_a_weight_is_read(llama: Path) -> None:
     def refuse(needed_bytes: int) -> None:
         raise Invalid("memory", f"{needed_bytes} bytes are too much", "Use more stages")
 
@@ -145,9 +143,7 @@ def test_given_too_little_memory_when_loaded_then_it_is_said_before_a_weight_is_
         (tf.LlamaConfig(**COMMON), r"no weights, no model\.safetensors"),
     ],
 )
-def test_given_a_model_that_cannot_be_sharded_when_read_then_the_reason_is_named(
-    config: Any, reason: str, tmp_path: Path
-) -> None:
+def test_a_model_that_cannot_be_sharded_names_the_reason(config: Any, reason: str, tmp_path: Path) -> None:
     config.save_pretrained(tmp_path)
 
     with pytest.raises(Invalid, match=reason) as caught:
@@ -167,7 +163,7 @@ def test_given_a_model_that_cannot_be_sharded_when_read_then_the_reason_is_named
         ('{"model_type": "llama", "num_attention_heads": "many"}', "transformers refuses"),
     ],
 )
-def test_given_a_config_that_is_none_when_read_then_the_file_is_named(config: str, reason: str, tmp_path: Path) -> None:
+def test_an_invalid_config_names_its_file(config: str, reason: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(config)
 
     with pytest.raises(Invalid, match=reason):
@@ -177,9 +173,7 @@ def test_given_a_config_that_is_none_when_read_then_the_file_is_named(config: st
 @pytest.mark.parametrize(
     ("name", "reason"), [("no/such/folder", "neither a folder nor a hub id"), (".", "no config.json")]
 )
-def test_given_no_model_when_read_then_it_is_said(
-    name: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_model_is_named(name: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
     with pytest.raises(Invalid, match=reason):
@@ -205,7 +199,7 @@ def test_tensors_of_another_shape_than_the_config_are_named(tmp_path: Path) -> N
         load(path, range(1))
 
 
-def test_given_a_file_cut_short_when_loaded_then_it_is_said(tmp_path: Path) -> None:
+def test_a_file_cut_short_is_named(tmp_path: Path) -> None:
     path = save_model(tmp_path)
     (path / WEIGHTS).write_bytes((path / WEIGHTS).read_bytes()[:-1])
 
@@ -226,7 +220,7 @@ class Odd(nn.Module):
         return (out, None) if self._gives_tuple else out
 
 
-def test_given_a_layer_that_returns_a_tuple_when_probed_then_it_is_refused(llama: Path) -> None:
+def test_a_layer_that_returns_a_tuple_is_refused(llama: Path) -> None:
     shard = load(llama, range(2))
     shard.blocks[0] = shard.decoder.layers[0] = Odd(shard.blocks[0], gives_tuple=True)
 
@@ -234,7 +228,7 @@ def test_given_a_layer_that_returns_a_tuple_when_probed_then_it_is_refused(llama
         probe_heads(shard)
 
 
-def test_given_a_layer_with_another_input_when_probed_then_it_is_refused(llama: Path) -> None:
+def test_a_layer_with_another_input_is_refused(llama: Path) -> None:
     shard = load(llama, range(2))
     odd = shard.blocks[1] = shard.decoder.layers[1] = Odd(shard.blocks[1], gives_tuple=False)
 

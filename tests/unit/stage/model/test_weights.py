@@ -26,7 +26,7 @@ def cut(path: Path, num_bytes: int) -> None:
     path.write_bytes(data[:-num_bytes] if num_bytes > 0 else data + bytes(-num_bytes))
 
 
-def test_given_a_model_when_fingerprinted_twice_then_the_second_reads_the_cache(model: Path, tmp_path: Path) -> None:
+def test_the_second_fingerprint_reads_the_cache(model: Path, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     first = fingerprint(model, cache)
     (cached,) = cache.iterdir()
@@ -36,7 +36,7 @@ def test_given_a_model_when_fingerprinted_twice_then_the_second_reads_the_cache(
     assert first != fingerprint(model, cache), "the cache was not read"
 
 
-def test_given_one_changed_weight_when_fingerprinted_then_it_differs(model: Path, tmp_path: Path) -> None:
+def test_one_changed_weight_changes_the_fingerprint(model: Path, tmp_path: Path) -> None:
     first = fingerprint(model, tmp_path / "cache")
     file = model / "model.safetensors"
     data = bytearray(file.read_bytes())
@@ -47,9 +47,7 @@ def test_given_one_changed_weight_when_fingerprinted_then_it_differs(model: Path
     assert fingerprint(model, tmp_path / "cache") != first
 
 
-def test_given_a_flipped_bit_under_the_same_times_when_fingerprinted_then_it_differs(
-    model: Path, tmp_path: Path
-) -> None:
+def test_a_flipped_bit_under_the_same_times_changes_the_fingerprint(model: Path, tmp_path: Path) -> None:
     first = fingerprint(model, tmp_path / "cache")
     flip(model / "model.safetensors")
 
@@ -75,7 +73,7 @@ def flip(file: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json", "tokenizer.json"])
-def test_given_a_changed_text_file_when_fingerprinted_then_it_differs(name: str, model: Path, tmp_path: Path) -> None:
+def test_a_changed_text_file_changes_the_fingerprint(name: str, model: Path, tmp_path: Path) -> None:
     (model / name).touch()
     first = fingerprint(model, tmp_path / "cache")
     (model / name).write_text((model / name).read_text() + " ")
@@ -83,18 +81,14 @@ def test_given_a_changed_text_file_when_fingerprinted_then_it_differs(name: str,
     assert fingerprint(model, tmp_path / "cache") != first
 
 
-def test_given_a_cache_that_cannot_be_written_when_fingerprinted_then_it_still_works(
-    model: Path, tmp_path: Path
-) -> None:
+def test_fingerprints_work_without_a_writable_cache(model: Path, tmp_path: Path) -> None:
     (tmp_path / "cache").write_text("a file")
 
     assert fingerprint(model, tmp_path / "cache") == fingerprint(model, tmp_path / "other")
 
 
 @pytest.mark.parametrize(("num_bytes", "what"), [(1, "cut short"), (4000, "cut short"), (-3, "too long")])
-def test_given_a_file_of_the_wrong_length_when_checked_then_both_lengths_are_named(
-    num_bytes: int, what: str, model: Path
-) -> None:
+def test_a_file_of_the_wrong_length_names_both_lengths(num_bytes: int, what: str, model: Path) -> None:
     file = model / "model.safetensors"
     whole = file.stat().st_size
     cut(file, num_bytes)
@@ -106,7 +100,7 @@ def test_given_a_file_of_the_wrong_length_when_checked_then_both_lengths_are_nam
 @pytest.mark.parametrize(
     "data", [b"", b"PK\x03\x04", bytes([255] * 8), b"\x02" + bytes(7) + b"{x", b"\x02" + bytes(7) + b"[]"]
 )
-def test_given_a_file_that_is_no_safetensors_when_checked_then_it_is_refused(data: bytes, tmp_path: Path) -> None:
+def test_a_file_that_is_no_safetensors_is_refused(data: bytes, tmp_path: Path) -> None:
     file = tmp_path / "model.safetensors"
     file.write_bytes(data)
 
@@ -136,12 +130,12 @@ def with_header(file: Path, header: bytes, num_bytes: int = 0) -> Path:
     ],
     ids=lambda header: header[:70].decode(errors="replace"),
 )
-def test_given_a_hostile_header_when_checked_then_it_is_refused(header: bytes, tmp_path: Path) -> None:
+def test_a_hostile_header_is_refused(header: bytes, tmp_path: Path) -> None:
     with pytest.raises(Invalid, match=r"safetensors|cut short|too long"):
         check_file(with_header(tmp_path / "model.safetensors", header))
 
 
-def test_given_a_hostile_index_when_weights_are_looked_for_then_it_is_refused(tmp_path: Path) -> None:
+def test_a_hostile_index_is_refused(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors.index.json").write_bytes(b"[" * 100_000)
 
     with pytest.raises(Invalid, match="no safetensors index"):
@@ -192,9 +186,7 @@ def test_weights_that_are_only_a_pickle_ask_for_safetensors(tmp_path: Path) -> N
         ({"weight_map": [1]}, "no safetensors index"),
     ],
 )
-def test_given_a_broken_index_when_weights_are_looked_for_then_it_is_said(
-    index: object, problem: str, tmp_path: Path
-) -> None:
+def test_a_broken_index_is_named(index: object, problem: str, tmp_path: Path) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
 
     with pytest.raises(Invalid, match=problem):

@@ -93,9 +93,7 @@ def test_only_the_stage_that_hangs_is_told_to_exit() -> None:
 
 
 @pytest.mark.parametrize(("stall_s", "hangs"), [(30.0, True), (120.0, False)])
-def test_given_a_head_whose_step_takes_a_minute_when_judged_then_the_setting_decides(
-    stall_s: float, hangs: bool
-) -> None:
+def test_the_setting_decides_over_a_step_that_takes_a_minute(stall_s: float, hangs: bool) -> None:
     settings = StageSettings(model="m", stall_s=stall_s)
     watch = Watch(times=settings.times)
     watch.progress = StageProgress(epoch=EPOCH, num_outstanding=1, step_began_s=1.0)
@@ -106,6 +104,6 @@ def test_given_a_head_whose_step_takes_a_minute_when_judged_then_the_setting_dec
         watch.wait(60)
 
 
-def test_given_a_time_scale_when_set_then_the_stall_shrinks_with_all_other_times() -> None:
+def test_the_stall_shrinks_with_all_other_times() -> None:
     assert StageSettings(model="m", time_scale=0.1).times == Times().scaled(0.1)
     assert StageSettings(model="m", stall_s=60, time_scale=0.5).times.stall_s == 30.0

@@ -57,9 +57,7 @@ def test_a_head_names_the_version_of_a_stage_of_another_one(pipes: Pipes, newer:
     assert head.pipeline.status().reason == reason
 
 
-def test_given_a_spare_of_our_version_when_a_head_meets_both_then_it_takes_the_spare(
-    pipes: Pipes, newer: StageCard
-) -> None:
+def test_a_head_takes_the_spare_of_its_own_version(pipes: Pipes, newer: StageCard) -> None:
     pipes.stage(8, NUM_LAYERS)
 
     head = pipes.head(8, cards=lambda: [newer, *pipes.cards()])

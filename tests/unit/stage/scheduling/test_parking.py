@@ -28,7 +28,7 @@ def test_a_parked_job_is_called_once_and_runs_only_after_it_began() -> None:
     assert pipeline.outputs[job.key] == expected_output(job, 3)
 
 
-def test_given_no_room_when_a_job_is_parked_then_it_is_called_as_soon_as_there_is() -> None:
+def test_a_parked_job_is_called_as_soon_as_there_is_room() -> None:
     pipeline = Pipeline(config(num_blocks=2))
     decoding(pipeline, "runs", num_prompt=2 * BLOCK_TOKENS - 9, max_tokens=5)
     pipeline.add(request("waits", parked=True, max_tokens=1))
@@ -68,7 +68,7 @@ def test_smaller_jobs_pass_a_long_one_a_bounded_number_of_times() -> None:
     assert len(pipeline.called) == MAX_OVERTAKEN
 
 
-def test_given_a_parked_job_when_it_is_cancelled_then_nothing_of_it_is_left() -> None:
+def test_nothing_is_left_of_a_cancelled_parked_job() -> None:
     pipeline = Pipeline(config())
     job = request(parked=True)
     pipeline.add(job)
@@ -90,7 +90,7 @@ def parked(sizes: list[int], *, num_blocks: int, live: list[tuple[int, bool]]) -
     return sorted(job_id.int for job_id, _ in waiting)
 
 
-def test_claimed_rows_behind_the_first_that_needs_more_kv_wait() -> None:
+def test_claimed_rows_wait_from_the_first_that_the_kv_cannot_hold() -> None:
     assert parked([10, 64, 65, 1], num_blocks=4, live=[]) == [3]
     assert parked([10, 200, 1], num_blocks=4, live=[]) == [1, 2]
     assert parked([10, 20], num_blocks=4, live=[(130, False)]) == [1]
@@ -98,7 +98,7 @@ def test_claimed_rows_behind_the_first_that_needs_more_kv_wait() -> None:
     assert parked([1] * 20, num_blocks=20, live=[]) == [18, 19], "a block for so many running ones is left free"
 
 
-def test_given_an_event_when_a_job_may_begin_then_it_ends_nothing() -> None:
+def test_the_event_that_a_job_may_begin_ends_nothing() -> None:
     pipeline = Pipeline(config())
     job = request(parked=True, max_tokens=1)
     pipeline.add(job)

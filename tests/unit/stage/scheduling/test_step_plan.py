@@ -20,12 +20,12 @@ Decoder = Callable[[bytes], StepPlan | StepResult]
 
 
 @pytest.mark.parametrize(("message", "decode"), [(PLAN, decode_plan), (RESULT, decode_result)])
-def test_given_a_message_when_decoded_then_it_is_itself(message: StepPlan | StepResult, decode: Decoder) -> None:
+def test_a_decoded_message_is_itself(message: StepPlan | StepResult, decode: Decoder) -> None:
     assert decode(encode(message)) == message
 
 
 @pytest.mark.parametrize("change", [{"num_prompt": -1}, {"seed": -1}, {"seed": 1 << 63}, {"num_blocks": -1}], ids=str)
-def test_given_a_number_that_no_key_holds_when_decoded_then_it_is_refused(change: dict[str, int]) -> None:
+def test_a_number_that_no_key_holds_is_refused(change: dict[str, int]) -> None:
     plan = msgspec.structs.replace(PLAN, opens=(msgspec.structs.replace(OPEN, **change),))
 
     with pytest.raises(ProtocolError, match="not a StepPlan: Expected `int`"):
@@ -34,19 +34,17 @@ def test_given_a_number_that_no_key_holds_when_decoded_then_it_is_refused(change
 
 @pytest.mark.parametrize(("message", "decode"), [(PLAN, decode_plan), (RESULT, decode_result)])
 @pytest.mark.parametrize("step", [-1, 1 << 63])
-def test_given_a_step_that_no_header_holds_when_decoded_then_it_is_refused(
-    message: StepPlan | StepResult, decode: Decoder, step: int
-) -> None:
+def test_a_step_that_no_header_holds_is_refused(message: StepPlan | StepResult, decode: Decoder, step: int) -> None:
     with pytest.raises(ProtocolError, match="Expected `int`"):
         decode(encode(msgspec.structs.replace(message, step=step)))
 
 
-def test_given_text_that_is_no_utf_8_when_decoded_then_it_is_refused() -> None:
+def test_text_that_is_no_utf_8_is_refused() -> None:
     with pytest.raises(ProtocolError, match="not a StepPlan: 'utf-8'"):
         decode_plan(encode(PLAN).replace(b"stop", b"st\xffp"))
 
 
-def test_given_a_field_too_many_when_it_is_deep_then_it_is_refused() -> None:
+def test_a_deep_extra_field_is_refused() -> None:
     whole = encode(PLAN)
     assert whole[0] == 0x94
 
@@ -56,9 +54,7 @@ def test_given_a_field_too_many_when_it_is_deep_then_it_is_refused() -> None:
 
 @settings(max_examples=1000)
 @given(st.sampled_from([PLAN, RESULT]), st.data())
-def test_given_a_changed_message_when_decoded_then_it_is_refused_or_a_message(
-    message: StepPlan | StepResult, data: st.DataObject
-) -> None:
+def test_a_changed_message_is_refused_or_decoded(message: StepPlan | StepResult, data: st.DataObject) -> None:
     raw = bytearray(encode(message))
     for _ in range(data.draw(st.integers(1, 4))):
         raw[data.draw(st.integers(0, len(raw) - 1))] = data.draw(st.integers(0, 255))
