@@ -5,20 +5,18 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import httpx
 import psutil
-from tenacity import retry, retry_if_result, stop_after_delay, wait_fixed
 
 from services.standalone.home import Home
 from services.standalone.processes import wait_until_gone
 from shardline.api_key import bearer
+from tests.polling import until
 from tests.repository import REPOSITORY
-
-START_S = 600
 
 
 class Stack:
@@ -78,9 +76,3 @@ class Stack:
 
     def _options(self) -> dict[str, Any]:
         return {"cwd": REPOSITORY, "env": {**os.environ, **self.settings}, "stdin": subprocess.DEVNULL}
-
-
-@retry(wait=wait_fixed(0.1), stop=stop_after_delay(START_S), retry=retry_if_result(lambda holds: not holds))
-def until(condition: Callable[[], bool]) -> bool:
-    """Wait until the condition holds."""
-    return condition()

@@ -8,8 +8,8 @@ from types import MappingProxyType
 
 from tests.chaos.faults import client_faults, message_faults, postgres_faults, redis_faults
 from tests.chaos.faults.fault import Fault, NotInjected, Simple, hold
-from tests.chaos.judge.remains import within
 from tests.compose.world import NETWORK, World
+from tests.polling import within
 
 ROLES: Mapping[str, str] = MappingProxyType(
     {

@@ -27,7 +27,8 @@ from shardline.job import Job, JobState
 from shardline.keys import INTAKE
 from shardline.queues import INTAKE_QUEUE, SUBMIT_TASK
 from shardline.store.database import connect
-from tests.stack import Stack, until
+from tests.polling import until
+from tests.stack import Stack
 
 TIME_SCALE = "0.5"
 """Another stack may run beside it: see tests/conftest.py."""

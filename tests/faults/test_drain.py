@@ -15,7 +15,7 @@ import pytest
 from services.standalone.processes import wait_until_gone
 from shardline.api_key import bearer
 from tests.faults.small_stack import END_S, MAX_TOKENS, Hurt, Producer, request, tokens_of
-from tests.stack import until
+from tests.polling import until
 
 pytestmark = pytest.mark.short_leases
 

@@ -10,7 +10,7 @@ import pytest
 
 from tests.chaos.faults.failpoint_faults import FAULTS, KillAt
 from tests.faults.small_stack import Hurt, Producer, tokens_of
-from tests.stack import until
+from tests.polling import until
 
 pytestmark = pytest.mark.short_leases
 

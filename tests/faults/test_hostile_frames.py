@@ -36,8 +36,8 @@ from shardline.wire import StageCard
 from tests.faults import hostile
 from tests.faults.hostile import GOOD, PROMPT
 from tests.faults.played_head import PATIENCE_S, PlayedHead
+from tests.polling import until
 from tests.repository import REPOSITORY
-from tests.stack import until
 
 NUM_FRAMES = 50_000
 NUM_MESSAGES = 60_000

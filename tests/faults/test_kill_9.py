@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from tests.faults.small_stack import END_S, Hurt, request, tokens_of
-from tests.stack import until
+from tests.polling import until
 
 pytestmark = pytest.mark.short_leases
 

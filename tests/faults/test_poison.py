@@ -14,7 +14,7 @@ from shardline.failpoints import Point
 from shardline.job import Job, JobState
 from tests.chaos.faults.arming import Arming, arm
 from tests.faults.small_stack import END_S, Hurt, request, tokens_of
-from tests.stack import until
+from tests.polling import until
 
 pytestmark = pytest.mark.short_leases
 

@@ -20,7 +20,8 @@ from shardline.client import Client
 from shardline.config import Settings
 from shardline.job import JobState
 from shardline.queues import GENERATE_TASK, INTAKE_QUEUE, SUBMIT_TASK, celery_settings, generate_queue
-from tests.stack import Stack, until
+from tests.polling import until
+from tests.stack import Stack
 
 MODEL = "clerk"
 LONG: dict[str, Any] = {

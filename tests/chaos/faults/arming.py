@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
-from tenacity import RetryError, Retrying, retry_if_result, stop_after_delay, wait_fixed
 
 from shardline.failpoints import Armed, Point
+from tests.polling import within
 
 STRIKE_S = 180.0
 """Every point is passed within this time on a stack that has work, or never."""
@@ -40,14 +40,9 @@ class Arming:
 
     def wait(self, num_strikes: int = 1, *, timeout_s: float = STRIKE_S) -> None:
         """Until it struck so often. Raises NeverStruck, then disarmed."""
-        patient = Retrying(
-            wait=wait_fixed(0.02), stop=stop_after_delay(timeout_s), retry=retry_if_result(lambda enough: not enough)
-        )
-        try:
-            patient(lambda: self.num_strikes >= num_strikes)
-        except RetryError as error:
+        if not within(timeout_s, lambda: self.num_strikes >= num_strikes, look_s=0.02):
             self.disarm()
-            raise NeverStruck(f"{self._path.name}: {self.num_strikes} strikes within {timeout_s:g} s") from error
+            raise NeverStruck(f"{self._path.name}: {self.num_strikes} strikes within {timeout_s:g} s")
 
     def disarm(self) -> None:
         """Whatever passes from now on is safe."""

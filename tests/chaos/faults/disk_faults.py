@@ -19,10 +19,10 @@ import redis
 from tests.chaos.faults.fault import Broken, Fault, NotInjected, Simple, hold
 from tests.chaos.faults.postgres_faults import session
 from tests.chaos.faults.redis_faults import client
-from tests.chaos.judge.remains import within
 from tests.chaos.load.doors import gateway_client
 from tests.chaos.load.journal import Asked
 from tests.chaos.stack.world import World
+from tests.polling import within
 
 LEASES = 1.5
 NOTICE_S = 20.0

@@ -13,10 +13,10 @@ from tests.chaos.faults.fault import Broken, Fault, NotInjected, Simple, hold
 from tests.chaos.faults.kill_faults import GONE_S, TAIL, missing, pick
 from tests.chaos.faults.postgres_faults import session
 from tests.chaos.faults.scale_faults import copies
-from tests.chaos.judge.remains import within
 from tests.chaos.load.requests import MODEL
 from tests.chaos.load.users import CLERK
 from tests.chaos.stack.world import World
+from tests.polling import within
 
 BACK_S = 120.0
 STARTS = 3

@@ -12,10 +12,10 @@ import psycopg
 
 from shardline.client import Client
 from tests.chaos.faults.fault import Broken, Fault, NotInjected, Simple
-from tests.chaos.judge.remains import within
 from tests.chaos.load.requests import MODEL
 from tests.chaos.load.users import CLERK
 from tests.chaos.stack.world import World
+from tests.polling import within
 
 LENGTHS = (CLERK.limit - 2, CLERK.limit - 2, CLERK.limit - 2, 64)
 """Each long one is about a step of its own. More of them would rightly leave the short one nothing of a step."""

@@ -20,10 +20,10 @@ from services.standalone.plan import Service
 from services.standalone.ports import LOOPBACK, free_port
 from tests.chaos.faults.fault import Broken, Fault, Simple
 from tests.chaos.faults.postgres_faults import session
-from tests.chaos.judge.remains import within
 from tests.chaos.load.doors import by_http
 from tests.chaos.load.journal import Asked
 from tests.chaos.stack.world import World
+from tests.polling import within
 
 NUM_JOBS = 3
 """Asked for at each copy's own door."""

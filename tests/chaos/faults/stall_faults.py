@@ -13,9 +13,9 @@ import psycopg
 
 from tests.chaos.faults.fault import Broken, Fault, NotInjected, Simple, hold
 from tests.chaos.faults.postgres_faults import frozen, session
-from tests.chaos.judge.remains import within
 from tests.chaos.network.proxy import Direction
 from tests.chaos.stack.world import World
+from tests.polling import within
 
 STALL_S = (5.0, 40.0)
 """Whatever the time scale: the limits of pools and sockets have none."""

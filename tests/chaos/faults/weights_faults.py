@@ -17,8 +17,9 @@ import psutil
 from services.standalone.processes import wait_until_gone
 from tests.chaos.faults.fault import Broken, Fault, NotInjected, hold
 from tests.chaos.faults.kill_faults import GONE_S
-from tests.chaos.judge.remains import kv_in_use, num_workers, within
+from tests.chaos.judge.remains import kv_in_use, num_workers
 from tests.chaos.stack.world import World
+from tests.polling import within
 
 LENGTH_BYTES = 8
 HUGE_BYTES = 1 << 40

@@ -31,11 +31,11 @@ from services.relay.relay import NUM_LOOPS
 from services.relay.settings import RelaySettings
 from shardline import keys
 from shardline.store.database import POOL_SIZE
-from tests.chaos.judge.remains import within
 from tests.chaos.load.requests import MAX_OUTPUT
 from tests.chaos.load.target import Target
 from tests.chaos.report.finding import Finding
 from tests.chaos.stack.world import KV_MIB
+from tests.polling import within
 
 MIB = 1 << 20
 LOOK_S = 5.0

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from celery import Celery
-from tenacity import Retrying, retry_if_result, stop_after_delay, wait_fixed
 
 from shardline.config import Settings
 from shardline.queues import celery_settings
 from tests.chaos.load.target import Target
 from tests.chaos.report.finding import Finding
+from tests.polling import within
 
 QUIET_S = 60.0
 
@@ -44,14 +44,3 @@ def kv_leaked(world: Target, *, num_replicas: int = 1) -> tuple[int, list[Findin
     num_leaked = sum(last.values())
     what = f"{len(last)} of {num_expected} stages answered: {last}"
     return num_leaked, [Finding(invariant="I4", count="kv_blocks_leaked", what=what)]
-
-
-def within(timeout_s: float, condition: Callable[[], bool]) -> bool:
-    """Whether it holds in time."""
-    retrying = Retrying(
-        wait=wait_fixed(0.2),
-        stop=stop_after_delay(timeout_s),
-        retry=retry_if_result(lambda holds: not holds),
-        retry_error_callback=lambda _: False,
-    )
-    return bool(retrying(condition))

@@ -25,8 +25,9 @@ from tests.chaos.report.finding import Finding
 from tests.chaos.shims.clock import Clock
 from tests.chaos.shims.disk import Disk
 from tests.chaos.stack import family
+from tests.polling import until
 from tests.repository import REPOSITORY
-from tests.stack import Stack, until
+from tests.stack import Stack
 
 TIME_SCALE = 0.25
 KV_MIB = 64

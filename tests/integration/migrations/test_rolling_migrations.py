@@ -13,8 +13,8 @@ import psycopg
 import pytest
 
 from tests.integration.migrations.test_migrations import INDEXES, alembic
+from tests.polling import until
 from tests.repository import REPOSITORY
-from tests.stack import until
 
 OLD, NEW = "0001", "0002"
 HEAD = max(path.name.partition("_")[0] for path in (REPOSITORY / "migrations" / "versions").glob("[0-9]*.py"))

@@ -10,13 +10,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 from uuid import UUID
 
 from celery import Celery
 from redis import Redis
 from sqlalchemy import Engine
-from tenacity import Retrying, retry_if_result, stop_after_delay, wait_fixed
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
@@ -29,20 +28,11 @@ from shardline.store import jobs, models
 from shardline.store.bells import listening
 from shardline.tables import DONE_CHANNEL
 from tests.integration.store.store_world import MODEL, claim, model_row, world
+from tests.polling import until
 from tests.repository import REPOSITORY
 
 PATIENCE_S = 60.0
 TIME_SCALE = 0.2
-
-Answer = TypeVar("Answer")
-
-
-def eventually(answer: Callable[[], Answer], timeout_s: float = PATIENCE_S) -> Answer:
-    """The first true answer."""
-    patient = Retrying(
-        retry=retry_if_result(lambda value: not value), wait=wait_fixed(0.02), stop=stop_after_delay(timeout_s)
-    )
-    return patient(answer)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -95,7 +85,7 @@ class RelayWorld:
         self.relays.append(relay)
         if wait:
             name = f"relay-{process.pid}@"
-            eventually(lambda: any(name in answer for answer in self._pings()))
+            until(lambda: any(name in answer for answer in self._pings()))
         return relay
 
     def _pings(self) -> list[str]:
@@ -128,7 +118,7 @@ class RelayWorld:
             job = self.job(job_id)
             return job if job is not None and condition(job) else None
 
-        job = eventually(seen)
+        job = until(seen)
         assert job is not None
         return job
 

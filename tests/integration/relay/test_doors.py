@@ -14,8 +14,9 @@ from sqlalchemy import text
 from shardline.job import JobState
 from shardline.keys import INTAKE, INTAKE_DEAD, INTAKE_GROUP
 from shardline.store import pipelines
-from tests.integration.relay.relay_world import PATIENCE_S, RelayWorld, eventually, relay_world
+from tests.integration.relay.relay_world import PATIENCE_S, RelayWorld, relay_world
 from tests.integration.store.store_world import MODEL, cell, change
+from tests.polling import until
 
 
 @pytest.fixture
@@ -57,7 +58,7 @@ def test_invalid_rows_inserted_by_hand_fail_with_a_reason_and_block_nothing(
     assert here.take_messages(1) == [str(good)]
     assert (job := here.job(good)) is not None
     assert job.seed == 5
-    eventually(lambda: cell(here.engine, "SELECT count(*) FROM jobs WHERE state = 'failed'") == 9)
+    until(lambda: cell(here.engine, "SELECT count(*) FROM jobs WHERE state = 'failed'") == 9)
     with here.engine.begin() as connection:
         fields = set(connection.scalars(text("SELECT error->>'field' FROM jobs WHERE state = 'failed'")))
     assert fields == {
@@ -90,7 +91,7 @@ def test_an_invalid_celery_task_becomes_a_failed_row_or_a_dead_letter(here: Rela
     lost = here.submit({"prompt": "one"})
     job = here.wait_for_end(bad)
     assert (job.state, (job.error or {})["field"]) == (JobState.FAILED, "top_p")
-    ((_, dead),) = eventually(here.dead_letters)
+    ((_, dead),) = until(here.dead_letters)
     assert dead[b"entry"] == lost.encode()
     assert json.loads(dead[b"reason"])["field"] == "model"
 
@@ -101,7 +102,7 @@ def test_a_repeated_celery_task_is_one_row_and_a_changed_one_is_refused(
     task_id = str(uuid4())
     for prompt in ("one", "one", "two"):
         here.submit({"model": MODEL, "prompt": prompt}, task_id=task_id)
-    assert eventually(lambda: here.redis.xlen(INTAKE_DEAD)) == 1
+    assert until(lambda: here.redis.xlen(INTAKE_DEAD)) == 1
     assert cell(here.engine, "SELECT prompt FROM jobs") == "one"
 
 
@@ -121,14 +122,14 @@ def test_each_intake_entry_ends_as_a_row_or_a_dead_letter(
     here.redis.xadd(INTAKE, {"another": "field"})
     here.redis.xadd(INTAKE, {"request": json.dumps({"model": MODEL, "prompt": "two"})})
     assert set(here.take_messages(2)) >= {job_id}
-    eventually(lambda: here.redis.xlen(INTAKE) == 0)
+    until(lambda: here.redis.xlen(INTAKE) == 0)
     assert here.redis.xlen(INTAKE_DEAD) == 2
     assert cell(here.engine, "SELECT count(*) FROM jobs WHERE state = 'failed'") == 3
     assert cell(here.engine, "SELECT count(*) FROM jobs") == 5
 
 
 def test_a_lost_consumer_group_is_made_again(here: RelayWorld) -> None:
-    eventually(lambda: here.redis.exists(INTAKE))
+    until(lambda: here.redis.exists(INTAKE))
     here.redis.xgroup_destroy(INTAKE, INTAKE_GROUP)
     here.redis.xadd(INTAKE, {"request": json.dumps({"model": MODEL, "prompt": "one"})})
     assert len(here.take_messages(1)) == 1
@@ -172,8 +173,8 @@ def test_an_answer_to_a_dead_caller_does_not_stay_in_redis(
         # What `celery inspect ping` does, up to where it would wait.
         mailbox._publish("ping", {}, reply_ticket=str(uuid4()), timeout=PATIENCE_S)
         answer = f"{mailbox.oid}.reply.celery.pidbox"
-        eventually(lambda: here.redis.exists(answer))
-        eventually(lambda: here.redis.pttl(answer) > 0)
+        until(lambda: here.redis.exists(answer))
+        until(lambda: here.redis.pttl(answer) > 0)
 
 
 def test_a_celery_submission_publishes_no_event_and_no_result_of_its_id(here: RelayWorld) -> None:
@@ -212,5 +213,5 @@ def test_the_producer_of_a_job_that_ends_without_a_head_gets_a_result(
     # An invalid request under the id of a job that lives must not end it for its producer.
     alive = here.submit({"model": MODEL, "prompt": "one", "delay_s": 100})
     here.submit({"model": MODEL, "prompt": ""}, task_id=alive)
-    eventually(lambda: len(here.dead_letters()) == 2)
+    until(lambda: len(here.dead_letters()) == 2)
     assert here.app.AsyncResult(alive).state == "PENDING"

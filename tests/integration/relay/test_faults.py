@@ -14,8 +14,9 @@ from shardline.job import JobState
 from shardline.keys import INTAKE, INTAKE_GROUP, OUTBOX_MARK, RELAY_UNACKED
 from shardline.store import jobs
 from shardline.store.claims import Beat, heartbeat
-from tests.integration.relay.relay_world import RelayWorld, eventually, relay_world
+from tests.integration.relay.relay_world import RelayWorld, relay_world
 from tests.integration.store.store_world import LONG_S, MODEL, cell, change, claim, pass_time, request
+from tests.polling import until
 
 NUM_JOBS = 40
 
@@ -41,7 +42,7 @@ def all_sent(here: RelayWorld, ids: set[str]) -> bool:
 def test_the_window_is_sent_again_at_once_after_redis_lost_everything(here: RelayWorld, redis_server: Valkey) -> None:
     here.start_relay()
     ids = insert(here)
-    eventually(lambda: all_sent(here, ids))
+    until(lambda: all_sent(here, ids))
     change(here.engine, "UPDATE jobs SET sent_at = now() + interval '1 hour'")
     redis_server.kill()
     redis_server.restart()
@@ -51,7 +52,7 @@ def test_the_window_is_sent_again_at_once_after_redis_lost_everything(here: Rela
 def test_the_window_is_sent_again_after_a_flush_of_redis(here: RelayWorld) -> None:
     here.start_relay()
     ids = insert(here)
-    eventually(lambda: all_sent(here, ids) and here.redis.exists(OUTBOX_MARK))
+    until(lambda: all_sent(here, ids) and here.redis.exists(OUTBOX_MARK))
     here.redis.flushall()
     assert set(here.take_messages(NUM_JOBS)) == ids
 
@@ -60,7 +61,7 @@ def test_jobs_accepted_without_redis_are_sent_once_it_is_back(here: RelayWorld, 
     relay = here.start_relay()
     redis_server.kill()
     ids = insert(here)
-    eventually(lambda: cell(here.engine, "SELECT count(*) FROM jobs WHERE prepared_at IS NOT NULL") == NUM_JOBS)
+    until(lambda: cell(here.engine, "SELECT count(*) FROM jobs WHERE prepared_at IS NOT NULL") == NUM_JOBS)
     redis_server.restart()
     assert set(here.take_messages(NUM_JOBS)) == ids
     assert relay.process.poll() is None
@@ -70,9 +71,9 @@ def test_sweeps_and_preparation_go_on_while_redis_is_frozen(here: RelayWorld, re
     relay = here.start_relay()
     redis_server.pause()
     ids = insert(here)
-    eventually(lambda: cell(here.engine, "SELECT count(*) FROM jobs WHERE prepared_at IS NOT NULL") == NUM_JOBS)
+    until(lambda: cell(here.engine, "SELECT count(*) FROM jobs WHERE prepared_at IS NOT NULL") == NUM_JOBS)
     change(here.engine, "UPDATE jobs SET deadline_at = now() WHERE id = (SELECT id FROM jobs LIMIT 1)")
-    eventually(lambda: cell(here.engine, "SELECT count(*) FROM jobs WHERE state = 'expired'") == 1)
+    until(lambda: cell(here.engine, "SELECT count(*) FROM jobs WHERE state = 'expired'") == 1)
     redis_server.resume()
     assert set(here.take_messages(NUM_JOBS - 1)) < ids
     assert relay.process.poll() is None
@@ -82,8 +83,8 @@ def test_a_relay_goes_on_once_a_full_redis_has_room(here: RelayWorld) -> None:
     relay = here.start_relay()
     here.redis.config_set("maxmemory", 1)
     here.redis.client_kill_filter(_type="normal")
-    eventually(lambda: b"Connection to broker lost" in relay.log.read_bytes())
-    eventually(lambda: relay.log.read_bytes().count(b"maxmemory") > 1)
+    until(lambda: b"Connection to broker lost" in relay.log.read_bytes())
+    until(lambda: relay.log.read_bytes().count(b"maxmemory") > 1)
     here.redis.config_set("maxmemory", 0)
     ids = insert(here)
     assert set(here.take_messages(NUM_JOBS)) == ids
@@ -97,9 +98,9 @@ def test_a_relay_stores_the_request_it_holds_though_redis_dies(
     postgres_server.kill()
     try:
         task_id = here.submit({"model": MODEL, "prompt": "one"})
-        eventually(lambda: here.redis.hlen(RELAY_UNACKED) == 1)
+        until(lambda: here.redis.hlen(RELAY_UNACKED) == 1)
         redis_server.restart()
-        eventually(lambda: relay.log.read_bytes().count(b"Connected to redis") > 1)
+        until(lambda: relay.log.read_bytes().count(b"Connected to redis") > 1)
     finally:
         postgres_server.start()
         here.engine.dispose()
@@ -114,13 +115,13 @@ def test_requests_wait_for_postgres_and_become_rows(here: RelayWorld, postgres_s
         task_ids = {here.submit({"model": MODEL, "prompt": "one"}) for _ in range(6)}
         for _ in range(6):
             here.redis.xadd(INTAKE, {"request": json.dumps({"model": MODEL, "prompt": "two"})})
-        eventually(lambda: b"server is away" in relay.log.read_bytes())
+        until(lambda: b"server is away" in relay.log.read_bytes())
     finally:
         postgres_server.start()
     here.engine.dispose()
     assert task_ids < set(here.take_messages(12))
     assert cell(here.engine, "SELECT count(*) FROM jobs") == 12
-    eventually(lambda: here.redis.xlen(INTAKE) == 0)
+    until(lambda: here.redis.xlen(INTAKE) == 0)
 
 
 def test_entries_taken_by_a_dead_relay_are_taken_over_once(here: RelayWorld) -> None:
@@ -131,7 +132,7 @@ def test_entries_taken_by_a_dead_relay_are_taken_over_once(here: RelayWorld) -> 
     here.start_relay()
     here.start_relay()
     assert len(set(here.take_messages(NUM_JOBS))) == NUM_JOBS
-    eventually(lambda: here.redis.xlen(INTAKE) == 0)
+    until(lambda: here.redis.xlen(INTAKE) == 0)
     assert cell(here.engine, "SELECT count(DISTINCT metadata) FROM jobs") == NUM_JOBS
     assert cell(here.engine, "SELECT count(*) FROM jobs") == NUM_JOBS
 
@@ -142,11 +143,11 @@ def test_an_entry_committed_but_not_acknowledged_becomes_one_row(here: RelayWorl
     here.redis.xadd(INTAKE, {"request": document}, id="1-1")
     here.start_relay()
     here.take_messages(1)
-    eventually(lambda: here.redis.xlen(INTAKE) == 0)
+    until(lambda: here.redis.xlen(INTAKE) == 0)
     # A stream made anew takes the old id: to the relay it is the same entry, delivered once more.
     here.redis.delete(INTAKE)
     here.redis.xadd(INTAKE, {"request": document}, id="1-1")
-    eventually(lambda: here.redis.xlen(INTAKE) == 0)
+    until(lambda: here.redis.xlen(INTAKE) == 0)
     assert cell(here.engine, "SELECT count(*) FROM jobs") == 1
 
 
@@ -160,7 +161,7 @@ def test_each_request_becomes_one_row_while_relays_are_killed(here: RelayWorld) 
         relay.kill()
     here.start_relay()
     expected = num_rounds * NUM_JOBS
-    eventually(lambda: cell(here.engine, "SELECT count(*) FROM jobs WHERE prepared_at IS NOT NULL") == expected)
+    until(lambda: cell(here.engine, "SELECT count(*) FROM jobs WHERE prepared_at IS NOT NULL") == expected)
     assert cell(here.engine, "SELECT count(DISTINCT metadata) FROM jobs") == expected
 
 
@@ -215,7 +216,7 @@ def test_a_stopped_relay_ends_though_its_servers_are_away(
     postgres_server.kill()
     try:
         here.submit({"model": MODEL, "prompt": "two"})
-        eventually(lambda: b"server is away" in relay.log.read_bytes())
+        until(lambda: b"server is away" in relay.log.read_bytes())
         redis_server.kill()
         assert relay.stop() == 0
     finally:

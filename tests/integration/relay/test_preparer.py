@@ -20,8 +20,9 @@ from shardline.metrics import RelayMetrics
 from shardline.store import jobs, models
 from shardline.store.database import connect
 from shardline.tokenise import Prepared, Tokens
-from tests.integration.relay.relay_world import eventually, words_tokenizer
+from tests.integration.relay.relay_world import words_tokenizer
 from tests.integration.store.store_world import MODEL, cell, model_row, request, state, world
+from tests.polling import until
 
 LONG_PROMPT = "one " * 60_000
 NUM_LONG = 10
@@ -109,7 +110,7 @@ def test_many_long_prompts_are_prepared_under_short_postgres_timeouts(engine: En
 
     relay.start()
     waiting = "SELECT count(*) FROM jobs WHERE prepared_at IS NULL"
-    eventually(lambda: cell(engine, waiting) == 0)
+    until(lambda: cell(engine, waiting) == 0)
     relay.stop()
     relay.join()
     impatient.dispose()

@@ -9,8 +9,9 @@ import pytest
 
 from shardline.queues import INTAKE_QUEUE
 from shardline.threads import HUNG_STATUS
-from tests.integration.relay.relay_world import PATIENCE_S, RelayWorld, eventually, relay_world
+from tests.integration.relay.relay_world import PATIENCE_S, RelayWorld, relay_world
 from tests.integration.store.store_world import MODEL
+from tests.polling import until
 
 SECRET = "nobody else may read this"
 PANICKING = """
@@ -60,7 +61,7 @@ def test_prompts_of_refused_messages_are_not_logged(here: RelayWorld) -> None:
                     content_type="application/json",
                     content_encoding="utf-8",
                 )
-    eventually(lambda: b"shardline.sumbit" in relay.log.read_bytes())
+    until(lambda: b"shardline.sumbit" in relay.log.read_bytes())
     here.submit({**document, "no such field": SECRET})
     job_id = here.submit(document)
     here.wait_for(job_id, lambda job: job.state == "queued")

@@ -18,8 +18,9 @@ from shardline.job import JobState
 from shardline.metrics import RelayMetrics
 from shardline.store import dead_letters, retention
 from shardline.store.retention import delete_old
-from tests.integration.relay.relay_world import eventually, relay_world
+from tests.integration.relay.relay_world import relay_world
 from tests.integration.store.store_world import cell, change, claim, end, running, submit, success, world
+from tests.polling import until
 
 DAY_S = 86_400.0
 DEAD = """
@@ -181,7 +182,7 @@ def test_the_setting_deletes_old_jobs(
     with relay_world(database_url, redis_url, tmp_path) as here:
         old, young = ended(here.engine, days=31), ended(here.engine, days=29)
         here.start_relay(wait=False)
-        eventually(lambda: old not in left(here.engine))
+        until(lambda: old not in left(here.engine))
         assert left(here.engine) == {young}
 
 

@@ -13,8 +13,9 @@ from shardline.config import Times
 from shardline.job import JobState
 from shardline.store.claims import Beat, heartbeat
 from tests.chaos.network.proxy import Direction, Proxy
-from tests.integration.relay.relay_world import TIME_SCALE, RelayWorld, eventually, relay_world
+from tests.integration.relay.relay_world import TIME_SCALE, RelayWorld, relay_world
 from tests.integration.store.store_world import cell, change, running, state, submit
+from tests.polling import until
 
 LEASE_S = Times().scaled(TIME_SCALE).lease_s
 
@@ -53,7 +54,7 @@ def test_heads_may_beat_before_a_rescue_after_a_stall_of_postgres(here: RelayWor
 
     for direction in Direction:
         proxy.drop(direction)
-    eventually(lambda: cell(here.engine, "SELECT bool_and(lease_until < now()) FROM jobs WHERE state = 'running'"))
+    until(lambda: cell(here.engine, "SELECT bool_and(lease_until < now()) FROM jobs WHERE state = 'running'"))
     proxy.clear()
     wait_for_a_sweep(here)
 

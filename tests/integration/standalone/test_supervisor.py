@@ -18,7 +18,8 @@ import pytest
 from services.standalone.home import SUPERVISOR
 from shardline.client import Client
 from tests.models import save_model
-from tests.stack import Stack, until
+from tests.polling import until
+from tests.stack import Stack
 
 NAMES = {"supervisor", "postgres", "redis", "gateway", "relay", "stage-0", "stage-1", "flower"}
 

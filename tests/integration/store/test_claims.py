@@ -17,7 +17,6 @@ from shardline.store.bells import listening
 from shardline.store.claims import Beat, BeatReply, Claimed, End
 from shardline.store.database import connect
 from shardline.tables import DONE_CHANNEL, JOBS_CHANNEL
-from tests.integration.relay.relay_world import eventually
 from tests.integration.store.store_world import (
     LONG_S,
     cell,
@@ -32,6 +31,7 @@ from tests.integration.store.store_world import (
     success,
     world,
 )
+from tests.polling import until
 
 HOLDS = BeatReply(cancel_requested=False, expired=False)
 RELEASED = "SELECT outcome FROM attempts WHERE job_id = :id AND fence = :fence"
@@ -113,7 +113,7 @@ def test_a_claim_leaves_a_job_that_crashes_while_it_waits_for_its_row(
         relay.execute(text("UPDATE jobs SET crashes = 1 WHERE id = :id"), {"id": poison})
         claiming = threads.submit(claim, engine, [poison], suspects=False)
         waiting = "SELECT count(*) FROM pg_locks WHERE NOT granted AND locktype = 'transactionid'"
-        eventually(lambda: cell(engine, waiting) > 0)
+        until(lambda: cell(engine, waiting) > 0)
         relay.commit()
         assert claiming.result() == []
 

@@ -19,7 +19,7 @@ from services.stage.celery.delivery import Delivery
 from services.stage.celery.hub_calls import HubCalls
 from services.stage.settings import StageSettings
 from shardline.queues import GENERATE_TASK
-from tests.integration.stage.jobs.desk import until
+from tests.polling import until
 
 QUEUE = "seating"
 SEATS, INTERACTIVE_SEATS = 4, 2

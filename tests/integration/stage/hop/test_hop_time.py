@@ -25,9 +25,9 @@ from services.stage.scheduling.scheduler import Scheduler, SchedulerConfig
 from services.stage.scheduling.sequence import Request
 from shardline.job import SamplingParams
 from tests.chain import CountingSink, load_chain
-from tests.integration.stage.jobs.desk import until
 from tests.links import NUM_LAYERS, PATIENCE_S, TIMES, Head, Stage, make_card, open_pipes
 from tests.models import save_model
+from tests.polling import until
 
 MIDDLE = NUM_LAYERS // 2
 

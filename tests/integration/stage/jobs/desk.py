@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import queue
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
@@ -16,7 +16,6 @@ from uuid import UUID, uuid4
 
 import torch
 from sqlalchemy import Engine as Database
-from tenacity import retry, retry_if_result, stop_after_delay, wait_fixed
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
@@ -37,12 +36,7 @@ from services.stage.scheduling.scheduler import Scheduler, SchedulerConfig
 from shardline.config import Times
 from shardline.streams import DeltaWriter
 from tests.models import VOCAB_SIZE, save_model
-
-
-@retry(wait=wait_fixed(0.02), stop=stop_after_delay(120), retry=retry_if_result(lambda holds: not holds))
-def until(condition: Callable[[], Any]) -> Any:
-    """Wait until the condition holds."""
-    return condition()
+from tests.polling import until
 
 
 @dataclass(slots=True, kw_only=True)

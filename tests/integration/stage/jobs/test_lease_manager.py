@@ -25,8 +25,9 @@ from shardline.config import Times
 from shardline.errors import JobFailed
 from shardline.job import JobState
 from shardline.store import jobs
-from tests.integration.stage.jobs.desk import Desk, identity, open_desk, tiny_executor, until
+from tests.integration.stage.jobs.desk import Desk, identity, open_desk, tiny_executor
 from tests.integration.store.store_world import cell, change, request, state, world
+from tests.polling import until
 from tests.simulation.pipeline import Numbers
 from tests.simulation.pipeline import config as scheduler_config
 from tests.simulation.pipeline import request as engine_request

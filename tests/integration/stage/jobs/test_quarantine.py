@@ -29,8 +29,9 @@ from shardline.job import JobState
 from shardline.queues import GENERATE_TASK
 from shardline.store import claims, crashes, jobs
 from shardline.store.claims import Claimed
-from tests.integration.stage.jobs.desk import Desk, open_desk, tiny_executor, until
+from tests.integration.stage.jobs.desk import Desk, open_desk, tiny_executor
 from tests.integration.store.store_world import MODEL, cell, change, request, state, submit, world
+from tests.polling import until
 
 TIMES = Times().scaled(0.5)
 SEATS = 8
