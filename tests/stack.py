@@ -13,7 +13,7 @@ import httpx
 import psutil
 
 from services.standalone.home import Home
-from services.standalone.processes import wait_until_gone
+from services.standalone.processes import is_alive, wait_until_gone
 from shardline.api_key import bearer
 from tests.polling import until
 from tests.repository import REPOSITORY
@@ -76,3 +76,17 @@ class Stack:
 
     def _options(self) -> dict[str, Any]:
         return {"cwd": REPOSITORY, "env": {**os.environ, **self.settings}, "stdin": subprocess.DEVNULL}
+
+
+def is_running(pid: int | None) -> bool:
+    """Whether there is such a process: neither gone nor a zombie."""
+    try:
+        return pid is not None and is_alive(psutil.Process(pid))
+    except psutil.NoSuchProcess:
+        return False
+
+
+def no_foreign_settings() -> None:
+    """What the caller's shell says of SHARDLINE_* must not reach a stack under test."""
+    for name in [name for name in os.environ if name.startswith("SHARDLINE_")]:
+        del os.environ[name]

@@ -13,7 +13,8 @@ from tests.chaos.driver.command import conduct, seeded, wanted
 from tests.chaos.driver.runner import run
 from tests.chaos.load.workload import LoadName
 from tests.chaos.report.report import FILE
-from tests.chaos.stack.world import LOGS_KEPT, TIME_SCALE, Options
+from tests.chaos.stack.local_target import LOGS_KEPT
+from tests.chaos.stack.options import TIME_SCALE, Options
 
 
 def main(

@@ -6,7 +6,7 @@ import pytest
 
 from tests.chaos.driver.catalog import chosen
 from tests.chaos.driver.runner import run
-from tests.chaos.stack.world import Options
+from tests.chaos.stack.options import Options
 
 pytestmark = pytest.mark.short_leases
 

@@ -17,7 +17,7 @@ from shardline.config import Times
 from shardline.errors import LinkLost
 from tests.chaos.faults.frame_faults import FAULTS
 from tests.chaos.network.hop_net import HopNet
-from tests.chaos.stack.world import World
+from tests.chaos.stack.local_target import LocalTarget
 
 PATIENCE_S = 60.0
 CHANNEL = Channel(pipeline=UUID(int=1), epoch=1, kind=Kind.PLAN, num_lanes=2)
@@ -67,6 +67,6 @@ def test_nobody_calls_a_process_that_is_gone(net: HopNet) -> None:
 @pytest.mark.parametrize("is_open", [False, True])
 def test_encrypted_hops_allow_no_fault_of_frames(is_open: bool) -> None:
     net = HopNet(is_open=is_open)
-    world = cast(World, SimpleNamespace(num_stages=2, hop_net=net))
+    target = cast(LocalTarget, SimpleNamespace(num_stages=2, hop_net=net))
     assert net.settings["SHARDLINE_HOP_INSECURE"] == str(is_open).lower()
-    assert {fault.missing(world) is None for fault in FAULTS} == {is_open}
+    assert {fault.missing(target) is None for fault in FAULTS} == {is_open}

@@ -14,9 +14,7 @@ def session(database_url: str, name: str) -> psycopg.Connection[tuple[object, ..
     return psycopg.connect(database_url, application_name=name, autocommit=True)
 
 
-def test_a_refused_heads_sessions_end_and_it_may_return_afterwards(
-    database_url: str,
-) -> None:
+def test_a_refused_heads_sessions_end_and_it_may_return_afterwards(database_url: str) -> None:
     with session(database_url, HEAD) as head, session(database_url, OTHER) as other, session(database_url, "t") as own:
         with refused(own, HEAD):
             with pytest.raises(psycopg.OperationalError):

@@ -61,6 +61,6 @@ def test_chaos_runs_without_a_mutant_share_one_run_per_stack() -> None:
 
 def test_the_copy_for_a_mutant_holds_all_that_the_users_load_reads(folder: Path) -> None:
     told = run(
-        folder, "-c", "from tests.chaos.stack.own_world import composed_redis; print(*composed_redis())", timeout_s=60
+        folder, "-c", "from tests.chaos.stack.local_start import composed_redis; print(*composed_redis())", timeout_s=60
     )
     assert told.split() == ["maxmemory", "maxmemory-policy"]

@@ -31,9 +31,9 @@ from tests.chaos.load.producer import Producer
 from tests.chaos.load.requests import Request, row
 from tests.chaos.load.users import CLERK, SCRIBE
 from tests.chaos.load.workload import Dress, of_users
-from tests.chaos.stack.own_world import SECOND_KV_MIB, composed_redis
+from tests.chaos.stack.local_start import SECOND_KV_MIB, composed_redis
+from tests.chaos.stack.local_target import LocalTarget
 from tests.chaos.stack.second_model import CONTEXT, HEAD_DIM, NUM_KV_HEADS, NUM_LAYERS
-from tests.chaos.stack.world import World
 
 MIB = 1 << 20
 KEYED = Dress(fields={"idempotency_key": "once"})
@@ -138,9 +138,7 @@ def test_our_requests_take_openais_form_for_openais_routes() -> None:
 
 
 @pytest.mark.parametrize("said", [lambda text: {"text": text}, lambda text: {"delta": {"content": text}}])
-def test_tokens_text_and_the_end_are_read_from_chunks(
-    said: Callable[[str], dict[str, object]],
-) -> None:
+def test_tokens_text_and_the_end_are_read_from_chunks(said: Callable[[str], dict[str, object]]) -> None:
     watched = Watched(job_id=uuid4())
     for choice in ({**said("a"), "token_ids": [1]}, {**said("b"), "token_ids": [2, 3]}):
         hear(watched, {"choices": [{**choice, "finish_reason": None}]})
@@ -193,9 +191,7 @@ def test_a_bulk_load_sent_twice_stores_each_row_once_and_cancels_held_rows(datab
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_the_second_models_kv_holds_its_limit_and_part_of_its_context(
-    dtype: torch.dtype,
-) -> None:
+def test_the_second_models_kv_holds_its_limit_and_part_of_its_context(dtype: torch.dtype) -> None:
     shape = HeadShape(num_kv_heads=NUM_KV_HEADS, head_dim=HEAD_DIM, value_head_dim=HEAD_DIM)
     block_bytes = PagedKv.bytes_per_block(dict.fromkeys(range(NUM_LAYERS), shape), dtype)
     kv_bytes = SECOND_KV_MIB[str(dtype).removeprefix("torch.")] * MIB
@@ -214,6 +210,6 @@ def test_only_a_missing_answer_fails_a_request_repeated_during_a_migration(
     answers: list[Answer | Exception], is_broken: bool
 ) -> None:
     sender = producer(answering(*answers))
-    world = cast(World, SimpleNamespace(journal=sender.journal))
-    with pytest.raises(Broken) if is_broken else nullcontext(), doors_open(world):
+    target = cast(LocalTarget, SimpleNamespace(journal=sender.journal))
+    with pytest.raises(Broken) if is_broken else nullcontext(), doors_open(target):
         assert counts(sender, asked_for(), len(answers)) == []

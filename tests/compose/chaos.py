@@ -13,21 +13,21 @@ from tests.chaos.driver.runner import judged
 from tests.chaos.driver.storm import Say
 from tests.chaos.faults.fault import Fault
 from tests.chaos.report.report import Report
-from tests.chaos.stack.world import Options
+from tests.chaos.stack.options import Options
+from tests.compose.compose_target import LOGS_KEPT, ComposeTarget, compose_target
 from tests.compose.container_faults import GROUPS
 from tests.compose.engine import Docker, find_or_start
-from tests.compose.world import LOGS_KEPT, World, a_world
 from tests.repository import REPOSITORY
 
 FILE = REPOSITORY / ".local" / "chaos-compose.json"
 
 
 def run(
-    options: Options, faults: Sequence[Fault[World]], docker: Docker, say: Say, *, max_faults: int | None = None
+    options: Options, faults: Sequence[Fault[ComposeTarget]], docker: Docker, say: Say, *, max_faults: int | None = None
 ) -> Report:
     """One run against a project of its own on this engine."""
-    with a_world(options, docker) as world:
-        return judged(options, world, faults, say, max_faults=max_faults)
+    with compose_target(options, docker) as target:
+        return judged(options, target, faults, say, max_faults=max_faults)
 
 
 def main(

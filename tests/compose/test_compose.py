@@ -29,9 +29,7 @@ SECRETS = {
 LIVE = "lease_until > now() AND ready_at IS NOT NULL"
 
 
-def test_the_gateway_image_contains_neither_torch_nor_celery(
-    stack: Stack,
-) -> None:
+def test_the_gateway_image_contains_neither_torch_nor_celery(stack: Stack) -> None:
     listed = stack.docker.run(
         "run", "--rm", "--network=none", stack.image("gateway"), "pip", "list", "--format=freeze"
     ).stdout

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.chaos.driver.drawing import among
-from tests.chaos.stack.world import Options
+from tests.chaos.stack.options import Options
 from tests.compose.chaos import run
 from tests.compose.container_faults import GROUPS
 from tests.compose.engine import Docker

@@ -256,9 +256,7 @@ def test_ports_serve_on_after_nonsense_of_strangers(tail: Tail, rng: random.Rand
             connection.sendall(hostile.calls(rng, kind))
 
 
-def test_a_receiver_goes_on_after_broken_frames(
-    rng: random.Random,
-) -> None:
+def test_a_receiver_goes_on_after_broken_frames(rng: random.Random) -> None:
     sockets = Sockets(bind="tcp://127.0.0.1")
     channel = Channel(pipeline=uuid4(), epoch=3, kind=Kind.PLAN, num_lanes=BURST)
     receiver = ZeroMqHop(sockets, Times()).open_receiver(channel)

@@ -22,8 +22,8 @@ import pytest_asyncio
 
 from shardline.client import AsyncClient
 from shardline.job import JobState
-from tests.integration.gateway.gateway_world import running_gateway
-from tests.integration.relay.relay_world import relay_world
+from tests.integration.gateway.running_gateway import running_gateway
+from tests.integration.relay.relay_stack import relay_stack
 from tests.repository import REPOSITORY
 from tests.tiny_head import tiny_head
 
@@ -95,9 +95,9 @@ async def stack(database_url: str, redis_url: str, tmp_path: Path) -> AsyncItera
     with (
         tiny_head(database_url, redis_url) as head,
         head.serving(),
-        relay_world(database_url, redis_url, tmp_path) as world,
+        relay_stack(database_url, redis_url, tmp_path) as servers,
     ):
-        world.start_relay()
+        servers.start_relay()
         async with (
             running_gateway(database_url, redis_url) as gateway,
             AsyncClient(database_url=database_url, redis_url=redis_url) as client,

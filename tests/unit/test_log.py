@@ -75,9 +75,7 @@ def test_the_content_of_a_message_that_celery_refuses_is_not_logged(
     assert line["event"].startswith(template.split(maxsplit=1)[0])
 
 
-def test_the_arguments_of_a_failed_task_are_not_logged(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_the_arguments_of_a_failed_task_are_not_logged(capsys: pytest.CaptureFixture[str]) -> None:
     log.configure(service="relay", form="json")
     logging.getLogger("celery.app.trace").error("Task %(name)s failed", {"name": "x"}, extra={"data": {"args": SECRET}})
     logging.getLogger(log.REFUSALS).error("consumer: Cannot connect to %s: %s.\n%s\n", "redis", "no route", "Again.")

@@ -15,9 +15,7 @@ def test_the_group_of_a_test_is_its_file(request: pytest.FixtureRequest) -> None
     assert group.args == ("tests/unit/test_parallel.py",)
 
 
-def test_groups_are_made_before_xdist_reads_them(
-    pytestconfig: pytest.Config,
-) -> None:
+def test_groups_are_made_before_xdist_reads_them(pytestconfig: pytest.Config) -> None:
     """In `make check` this runs in such a process."""
     called = pytestconfig.hook.pytest_collection_modifyitems.get_hookimpls()[::-1]
     (ours,) = [place for place, each in enumerate(called) if each.function.__code__.co_filename == str(CONFTEST)]

@@ -15,7 +15,7 @@ from tests.chaos.driver.drawing import Groups, among
 from tests.chaos.driver.storm import Say
 from tests.chaos.faults.fault import Fault, StackT_contra
 from tests.chaos.report.report import Report, show, write
-from tests.chaos.stack.world import no_foreign_settings
+from tests.stack import no_foreign_settings
 
 console = Console(highlight=False)
 

@@ -16,8 +16,8 @@ from tests.chaos.load.target import Target
 from tests.chaos.load.undisturbed import Expected, undisturbed
 from tests.chaos.report.finding import Finding
 from tests.chaos.report.report import Report, achieved, kinds
-from tests.chaos.stack.own_world import a_world
-from tests.chaos.stack.world import Options
+from tests.chaos.stack.local_start import local_target
+from tests.chaos.stack.options import Options
 
 NUM_OWN_CONNECTIONS = 2 * POOL_SIZE + 1
 """Of the load's clients, which are never closed."""
@@ -25,8 +25,8 @@ NUM_OWN_CONNECTIONS = 2 * POOL_SIZE + 1
 
 def run(options: Options, faults: Sequence[Fault], say: Say, *, max_faults: int | None = None) -> Report:
     """One run against a stack of local processes."""
-    with a_world(options) as world:
-        return judged(options, world, faults, say, max_faults=max_faults)
+    with local_target(options) as target:
+        return judged(options, target, faults, say, max_faults=max_faults)
 
 
 def judged(

@@ -56,12 +56,12 @@ TargetT = TypeVar("TargetT", bound=Target)
 class Storm(Generic[TargetT]):
     """What was struck, and what came of it."""
 
-    def __init__(self, world: TargetT, faults: Sequence[Fault[TargetT]], *, seed: int, say: Say) -> None:
-        self._world = world
+    def __init__(self, target: TargetT, faults: Sequence[Fault[TargetT]], *, seed: int, say: Say) -> None:
+        self._target = target
         self._rng = random.Random(seed)
         self._say = say
         self.struck: list[Struck] = []
-        self._impossible = {fault.kind: why for fault in faults if (why := fault.missing(world)) is not None}
+        self._impossible = {fault.kind: why for fault in faults if (why := fault.missing(target)) is not None}
         self._missed: dict[str, str] = {}
         self.findings: list[Finding] = []
         self._possible = [fault for fault in faults if fault.kind not in self._impossible]
@@ -86,9 +86,9 @@ class Storm(Generic[TargetT]):
         return drawn(self._possible, self._rng) if self._possible else iter(())
 
     def _strike(self, fault: Fault[TargetT], at_s: float) -> None:
-        began_s, before = time.monotonic(), _on_the_path(self._world)
+        began_s, before = time.monotonic(), _on_the_path(self._target)
         try:
-            fault.strike(self._world, self._rng)
+            fault.strike(self._target, self._rng)
         except MISSED as error:
             self._missed[fault.kind] = f"{type(error).__name__}: {error}"
             self._say(f"{at_s:7.1f} s  {fault.kind}: not injected: {error!r}")
@@ -98,7 +98,7 @@ class Storm(Generic[TargetT]):
             self._say(f"{at_s:7.1f} s  {fault.kind}: broken: {error}")
         took_s, undone_s = time.monotonic() - began_s, time.time()
         recovery_s, restarted = self._recover(fault.kind, undone_s, before)
-        limit_s = recovery_max_s(self._world, restarted=bool(restarted))
+        limit_s = recovery_max_s(self._target, restarted=bool(restarted))
         ended_s = self._wait_for_end(undone_s, fault.kind)
         struck = Struck(
             at_s=at_s,
@@ -115,12 +115,12 @@ class Storm(Generic[TargetT]):
 
     def _recover(self, after: str, undone_s: float, before: Mapping[str, int]) -> tuple[float | None, list[str]]:
         """I7: seconds until accepted jobs go on, and what was started anew for it."""
-        hold(self._world.times.heartbeat_s)
-        mark = self._world.journal.mark()
-        progress_s = self._world.journal.wait_for_progress(mark, recovery_max_s(self._world, restarted=True))
-        now = _on_the_path(self._world)
+        hold(self._target.times.heartbeat_s)
+        mark = self._target.journal.mark()
+        progress_s = self._target.journal.wait_for_progress(mark, recovery_max_s(self._target, restarted=True))
+        now = _on_the_path(self._target)
         restarted = [name for name, pid in before.items() if now.get(name) != pid]
-        limit_s = recovery_max_s(self._world, restarted=bool(restarted))
+        limit_s = recovery_max_s(self._target, restarted=bool(restarted))
         recovery_s = None if progress_s is None else progress_s - undone_s
         if recovery_s is None or recovery_s > limit_s:
             what = f"no accepted job went on within {limit_s:.0f} s after {after}: {_told(recovery_s)}"
@@ -129,8 +129,8 @@ class Storm(Generic[TargetT]):
 
     def _wait_for_end(self, since_s: float, after: str) -> float | None:
         """Seconds until the next job ends: every fault meets a stack that works."""
-        limit_s = recovery_max_s(self._world, restarted=True)
-        ended_s = self._world.journal.wait_for_end(since_s, limit_s)
+        limit_s = recovery_max_s(self._target, restarted=True)
+        ended_s = self._target.journal.wait_for_end(since_s, limit_s)
         if ended_s is None:
             self._find_late(f"no job ended within {limit_s:.0f} s after {after}")
             return None
@@ -140,16 +140,16 @@ class Storm(Generic[TargetT]):
         self.findings.append(Finding(invariant="I7", count="late_recoveries", what=what))
 
 
-def recovery_max_s(world: Target, *, restarted: bool) -> float:
+def recovery_max_s(target: Target, *, restarted: bool) -> float:
     """Lease, sweep, unbind, replay, and perhaps a restart."""
-    times = world.times
+    times = target.times
     sweep_s = 2 * times.poll_s + times.resend_s
-    restart_s = MAX_DELAY_S * times.lease_s / Times().lease_s + world.start_s
-    return NOISE * (times.lease_s + sweep_s + times.unbind_s + world.calm_s + (restart_s if restarted else 0.0))
+    restart_s = MAX_DELAY_S * times.lease_s / Times().lease_s + target.start_s
+    return NOISE * (times.lease_s + sweep_s + times.unbind_s + target.calm_s + (restart_s if restarted else 0.0))
 
 
-def _on_the_path(world: Target) -> dict[str, int]:
-    return {name: each.pid for name, each in world.running().items() if name.startswith(ON_THE_PATH)}
+def _on_the_path(target: Target) -> dict[str, int]:
+    return {name: each.pid for name, each in target.running().items() if name.startswith(ON_THE_PATH)}
 
 
 def _told(seconds: float | None) -> str:

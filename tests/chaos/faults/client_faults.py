@@ -27,11 +27,11 @@ CANCEL = "UPDATE jobs SET cancel_requested_at = now() WHERE id = %s"
 THERE = "SELECT id FROM jobs WHERE id = ANY(%s)"
 
 
-def insert(world: Target, rng: random.Random, *, ends: str, deadlines_s: tuple[float, float] | None) -> list[UUID]:
+def insert(target: Target, rng: random.Random, *, ends: str, deadlines_s: tuple[float, float] | None) -> list[UUID]:
     """Jobs of the fixed set that may also end as `ends`; committed when it returns."""
-    workload = world.workload
+    workload = target.workload
     asked = [Asked(id=uuid4(), number=workload.draw(rng), door=ends, promised=True) for _ in range(NUM_JOBS)]
-    with psycopg.connect(world.database_url, connect_timeout=int(PATIENCE_S)) as connection:
+    with psycopg.connect(target.database_url, connect_timeout=int(PATIENCE_S)) as connection:
         for each in asked:
             fields = {**workload.requests[each.number], **each.dress.fields}
             if deadlines_s:
@@ -39,15 +39,15 @@ def insert(world: Target, rng: random.Random, *, ends: str, deadlines_s: tuple[f
             connection.execute(INSERT, row(fields, each.id))
     for each in asked:
         each.ends = frozenset({"succeeded", ends})
-        world.journal.ask(each)
+        target.journal.ask(each)
     return [each.id for each in asked]
 
 
-def cancel_against_finish(world: Target, rng: random.Random) -> None:
+def cancel_against_finish(target: Target, rng: random.Random) -> None:
     """Cancels by SQL and by HTTP, milliseconds apart, while the jobs end."""
-    urls = world.urls
-    with psycopg.connect(world.database_url, autocommit=True) as connection:
-        for job_id in insert(world, rng, ends="cancelled", deadlines_s=None):
+    urls = target.urls
+    with psycopg.connect(target.database_url, autocommit=True) as connection:
+        for job_id in insert(target, rng, ends="cancelled", deadlines_s=None):
             hold(rng.uniform(0.0, JITTER_S))
             if rng.random() < 0.5:
                 connection.execute(CANCEL, (job_id,))
@@ -64,24 +64,24 @@ def _cancel_by_http(urls: Mapping[str, str], job_id: UUID) -> None:
         return
 
 
-def deadline_against_finish(world: Target, rng: random.Random) -> None:
+def deadline_against_finish(target: Target, rng: random.Random) -> None:
     """Deadlines between a moment and the time that a job needs."""
-    insert(world, rng, ends="expired", deadlines_s=DEADLINES_S)
+    insert(target, rng, ends="expired", deadlines_s=DEADLINES_S)
     hold(DEADLINES_S[1])
 
 
-def vanish(world: Target, rng: random.Random) -> None:
+def vanish(target: Target, rng: random.Random) -> None:
     """Readers of completions that hang up after a few events: the gateway cancels their jobs."""
-    numbers = {uuid4(): world.workload.draw(rng) for _ in range(NUM_JOBS)}
-    with gateway_client(world.urls, PATIENCE_S) as client:
+    numbers = {uuid4(): target.workload.draw(rng) for _ in range(NUM_JOBS)}
+    with gateway_client(target.urls, PATIENCE_S) as client:
         num_read = sum(
-            _read_a_little(client, job_id, world.workload.requests[number], rng) for job_id, number in numbers.items()
+            _read_a_little(client, job_id, target.workload.requests[number], rng) for job_id, number in numbers.items()
         )
-    with psycopg.connect(world.database_url) as connection:
+    with psycopg.connect(target.database_url) as connection:
         there = [row[0] for row in connection.execute(THERE, (list(numbers),))]
     for job_id in there:
         ends = frozenset({"succeeded", "cancelled"})
-        world.journal.ask(Asked(id=job_id, number=numbers[job_id], door="vanished", ends=ends))
+        target.journal.ask(Asked(id=job_id, number=numbers[job_id], door="vanished", ends=ends))
     if num_read == 0:
         raise NotInjected("no completion was streamed: is the gateway away?")
 

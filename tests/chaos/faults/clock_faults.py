@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import psutil
 
 from tests.chaos.faults.fault import Fault, NotInjected, Simple, hold
-from tests.chaos.stack.world import World
+from tests.chaos.stack.local_target import LocalTarget
 
 LEASES = 1.5
 ROLES = ("stage", "relay", "gateway")
@@ -16,33 +16,33 @@ JUMP_S = 2 * 3600.0
 """Further than any time of the protocol or of Celery's transport."""
 
 
-def jumping(role: str, shift_s: float) -> Callable[[World, random.Random], None]:
+def jumping(role: str, shift_s: float) -> Callable[[LocalTarget, random.Random], None]:
     """For more than a lease."""
 
-    def inject(world: World, rng: random.Random) -> None:
-        name, pid = world.pick(rng, role)
-        if not world.clock.has(pid):
+    def inject(target: LocalTarget, rng: random.Random) -> None:
+        name, pid = target.pick(rng, role)
+        if not target.clock.has(pid):
             raise NotInjected(f"{name} has not preloaded the clock")
-        world.clock.shift(pid, shift_s)
-        hold(LEASES * world.times.lease_s)
-        world.clock.shift(pid, 0.0)
+        target.clock.shift(pid, shift_s)
+        hold(LEASES * target.times.lease_s)
+        target.clock.shift(pid, 0.0)
 
     return inject
 
 
-def ahead_and_gone(world: World, rng: random.Random) -> None:
+def ahead_and_gone(target: LocalTarget, rng: random.Random) -> None:
     """A head dies while its clock is wrong: what it wrote last stays."""
-    name, pid = world.pick(rng, "stage-0")
-    if not world.clock.has(pid):
+    name, pid = target.pick(rng, "stage-0")
+    if not target.clock.has(pid):
         raise NotInjected(f"{name} has not preloaded the clock")
-    world.clock.shift(pid, JUMP_S)
-    hold(LEASES * world.times.lease_s)
+    target.clock.shift(pid, JUMP_S)
+    hold(LEASES * target.times.lease_s)
     psutil.Process(pid).kill()
 
 
-def why_not(world: World) -> str | None:
+def why_not(target: LocalTarget) -> str | None:
     """As the library's build said."""
-    return world.clock.why_not
+    return target.clock.why_not
 
 
 def _faults() -> Iterator[Fault]:

@@ -21,7 +21,7 @@ from tests.chaos.faults.postgres_faults import session
 from tests.chaos.faults.redis_faults import client
 from tests.chaos.load.doors import gateway_client
 from tests.chaos.load.journal import Asked
-from tests.chaos.stack.world import World
+from tests.chaos.stack.local_target import LocalTarget
 from tests.polling import within
 
 LEASES = 1.5
@@ -43,85 +43,85 @@ KILLABLE = ("stage", "relay", "gateway")
 
 
 @contextmanager
-def full(world: World, folder: Path) -> Iterator[None]:
+def full(target: LocalTarget, folder: Path) -> Iterator[None]:
     """No room under this folder meanwhile. Raises NotInjected if nobody needed any."""
-    before = world.disk.num_refused
-    world.disk.fill(folder)
+    before = target.disk.num_refused
+    target.disk.fill(folder)
     try:
         yield
     finally:
-        world.disk.free()
-    if world.disk.num_refused == before:
+        target.disk.free()
+    if target.disk.num_refused == before:
         raise NotInjected(f"nobody wrote below {folder.name}")
 
 
-def under_postgres(part: str) -> Callable[[World, random.Random], None]:
+def under_postgres(part: str) -> Callable[[LocalTarget, random.Random], None]:
     """One of its folders; the gateway is asked all the time."""
 
-    def inject(world: World, rng: random.Random) -> None:
+    def inject(target: LocalTarget, rng: random.Random) -> None:
         try:
-            with full(world, world.postgres.data / part):
-                _ask_at_the_door(world, rng)
+            with full(target, target.postgres.data / part):
+                _ask_at_the_door(target, rng)
         finally:
-            _revive(world)
+            _revive(target)
 
     return inject
 
 
-def under_snapshots(world: World, rng: random.Random) -> None:
+def under_snapshots(target: LocalTarget, rng: random.Random) -> None:
     """A snapshot fails, so Redis refuses writes until one succeeds."""
-    folder = Path(world.redis.home) / "redis"
-    with client(world) as connection:
+    folder = Path(target.redis.home) / "redis"
+    with client(target) as connection:
         connection.config_set("save", "3600 1")
         try:
-            with full(world, folder):
+            with full(target, folder):
                 _snapshot(connection, "err")
-                hold(LEASES * world.times.lease_s)
+                hold(LEASES * target.times.lease_s)
             _snapshot(connection, "ok")
         finally:
             connection.config_set("save", "")
             (folder / "dump.rdb").unlink(missing_ok=True)
 
 
-def under_append_only_file(world: World, rng: random.Random) -> None:
+def under_append_only_file(target: LocalTarget, rng: random.Random) -> None:
     """Its append-only file cannot grow, so Redis refuses writes until it can."""
-    folder = Path(world.redis.home) / "redis"
-    with client(world) as connection:
+    folder = Path(target.redis.home) / "redis"
+    with client(target) as connection:
         connection.config_set("appendonly", "yes")
         try:
             _wait_until_it_says(connection, aof_rewrite_in_progress=0, aof_rewrite_scheduled=0, aof_enabled=1)
-            with full(world, folder):
+            with full(target, folder):
                 _wait_until_it_says(connection, aof_last_write_status="err")
-                hold(LEASES * world.times.lease_s)
+                hold(LEASES * target.times.lease_s)
             _wait_until_it_says(connection, aof_last_write_status="ok")
         finally:
             connection.config_set("appendonly", "no")
             shutil.rmtree(folder / "appendonlydir", ignore_errors=True)
 
 
-def under_services(part: str) -> Callable[[World, random.Random], None]:
+def under_services(part: str) -> Callable[[LocalTarget, random.Random], None]:
     """A process dies meanwhile, so that there is something to log and to record."""
 
-    def inject(world: World, rng: random.Random) -> None:
-        name, pid = world.pick(rng, rng.choice(KILLABLE))
-        with full(world, world.stack.home.folder / part):
-            before = world.disk.num_refused
+    def inject(target: LocalTarget, rng: random.Random) -> None:
+        name, pid = target.pick(rng, rng.choice(KILLABLE))
+        with full(target, target.stack.home.folder / part):
+            before = target.disk.num_refused
             psutil.Process(pid).kill()
-            within(START_S, lambda: world.disk.num_refused > before)
-            hold(LEASES * world.times.lease_s)
-        if not within(NOTICE_S, lambda: world.pids().get(name, pid) != pid):
+            within(START_S, lambda: target.disk.num_refused > before)
+            hold(LEASES * target.times.lease_s)
+        if not within(NOTICE_S, lambda: target.pids().get(name, pid) != pid):
             raise Broken(f"{name} is not started again, or up.json does not say so")
 
     return inject
 
 
-def _ask_at_the_door(world: World, rng: random.Random) -> None:
+def _ask_at_the_door(target: LocalTarget, rng: random.Random) -> None:
     """For some leases. Whatever the database can do, the gateway stores, or says that it cannot now."""
-    until_s = time.monotonic() + LEASES * world.times.lease_s
-    with gateway_client(world.urls, PATIENCE_S) as gateway:
+    until_s = time.monotonic() + LEASES * target.times.lease_s
+    with gateway_client(target.urls, PATIENCE_S) as gateway:
         while time.monotonic() < until_s:
-            asked = world.journal.ask(Asked(id=uuid4(), number=world.workload.draw(rng), door="http"))
-            document = {**world.workload.requests[asked.number], **asked.dress.fields, "id": str(asked.id)}
+            asked = target.journal.ask(Asked(id=uuid4(), number=target.workload.draw(rng), door="http"))
+            document = {**target.workload.requests[asked.number], **asked.dress.fields, "id": str(asked.id)}
             try:
                 answer = gateway.post("/v1/jobs", json=document)
             except httpx.TimeoutException:
@@ -132,19 +132,19 @@ def _ask_at_the_door(world: World, rng: random.Random) -> None:
             hold(ASK_S)
 
 
-def _revive(world: World) -> None:
+def _revive(target: LocalTarget) -> None:
     """It panics without room for its log, and recovers by itself. What died while it recovered must be started by
     somebody; so must a postmaster of release 18, which may wait for ever for a startup process that is gone."""
-    if world.postgres.is_running() and within(RECOVERY_S, lambda: _is_up(world)):
+    if target.postgres.is_running() and within(RECOVERY_S, lambda: _is_up(target)):
         return
-    world.postgres.restart()
-    if not within(NOTICE_S, lambda: _is_up(world)):
+    target.postgres.restart()
+    if not within(NOTICE_S, lambda: _is_up(target)):
         raise NotInjected("Postgres does not come up again")
 
 
-def _is_up(world: World) -> bool:
+def _is_up(target: LocalTarget) -> bool:
     try:
-        with session(world):
+        with session(target):
             return True
     except psycopg.OperationalError:
         return False
@@ -161,13 +161,13 @@ def _wait_until_it_says(connection: redis.Redis, **wanted: str | int) -> None:
         raise NotInjected(f"Redis does not come to {wanted}")
 
 
-def why_not(world: World) -> str | None:
+def why_not(target: LocalTarget) -> str | None:
     """As the library's build said."""
-    return world.disk.why_not
+    return target.disk.why_not
 
 
 def _faults() -> Iterator[Fault]:
-    injections: dict[str, tuple[Callable[[World, random.Random], None], bool]] = {
+    injections: dict[str, tuple[Callable[[LocalTarget, random.Random], None], bool]] = {
         "under Postgres's log": (under_postgres("pg_wal"), True),
         "under Postgres's tables": (under_postgres("base"), False),
         "under all of Postgres": (under_postgres(""), True),

@@ -48,19 +48,19 @@ class KillAt:
         """A process dies of it."""
         return True
 
-    def missing(self, world: Hurtable) -> str | None:
+    def missing(self, target: Hurtable) -> str | None:
         """A single stage binds nobody and has no tail of its own."""
-        if world.num_stages == 1 and (self.forms or self.who == TAIL):
+        if target.num_stages == 1 and (self.forms or self.who == TAIL):
             return "a pipeline of one stage has no stage behind the head"
         return None
 
-    def strike(self, world: Hurtable, rng: random.Random) -> None:
+    def strike(self, target: Hurtable, rng: random.Random) -> None:
         """Returns once a process claimed it; raises NeverStruck, disarmed."""
-        places = {"head": 0, TAIL: world.num_stages - 1}
+        places = {"head": 0, TAIL: target.num_stages - 1}
         when = {"place": places[self.who]} if self.point in (Point.MID_PREFILL, Point.MID_DECODE) else self.when
-        arming = arm(world.failpoints, self.point, "kill", when=when)
+        arming = arm(target.failpoints, self.point, "kill", when=when)
         if self.forms:
-            _, pid = world.pick(rng, f"stage-{world.num_stages - 1}")
+            _, pid = target.pick(rng, f"stage-{target.num_stages - 1}")
             psutil.Process(pid).kill()
         arming.wait()
 

@@ -10,9 +10,9 @@ from typing import Generic, Protocol
 
 from typing_extensions import TypeVar
 
-from tests.chaos.stack.world import World
+from tests.chaos.stack.local_target import LocalTarget
 
-StackT_contra = TypeVar("StackT_contra", contravariant=True, default=World)
+StackT_contra = TypeVar("StackT_contra", contravariant=True, default=LocalTarget)
 """What a fault must know of the stack that it hurts: without a word, the stack of local processes."""
 
 
@@ -27,10 +27,10 @@ class Fault(Protocol[StackT_contra]):
     def is_kill(self) -> bool:
         """Whether a process dies of it."""
 
-    def missing(self, world: StackT_contra) -> str | None:
+    def missing(self, target: StackT_contra) -> str | None:
         """Why this machine or this stack cannot inject it; None if it can."""
 
-    def strike(self, world: StackT_contra, rng: random.Random) -> None:
+    def strike(self, target: StackT_contra, rng: random.Random) -> None:
         """Inject and undo; bounded in time. Raises NotInjected, or Broken for what the judge cannot see afterwards."""
 
 
@@ -42,7 +42,7 @@ class Broken(Exception):
     """The fault was injected, and the stack did not do what is promised for it."""
 
 
-def anywhere(world: object) -> None:
+def anywhere(target: object) -> None:
     """Most faults can be injected wherever the stack runs."""
 
 
@@ -55,13 +55,13 @@ class Simple(Generic[StackT_contra]):
     is_kill: bool = False
     why_not: Callable[[StackT_contra], str | None] = anywhere
 
-    def missing(self, world: StackT_contra) -> str | None:
+    def missing(self, target: StackT_contra) -> str | None:
         """As the function says."""
-        return self.why_not(world)
+        return self.why_not(target)
 
-    def strike(self, world: StackT_contra, rng: random.Random) -> None:
+    def strike(self, target: StackT_contra, rng: random.Random) -> None:
         """As the function does."""
-        self.inject(world, rng)
+        self.inject(target, rng)
 
 
 def hold(duration_s: float) -> None:

@@ -17,7 +17,7 @@ from shardline.errors import ProtocolError
 from tests.chaos.faults.fault import Fault, NotInjected, Simple, hold
 from tests.chaos.faults.network_faults import no_links
 from tests.chaos.network.zmtp import PassOn, Tap
-from tests.chaos.stack.world import World
+from tests.chaos.stack.local_target import LocalTarget
 
 WAIT_S = 20.0
 EPOCH_S = 1.0
@@ -91,46 +91,46 @@ class Lost(Answers):
         return b"" if fits and self.num_struck == 0 else answer.raw
 
 
-def come_again(world: World, rng: random.Random) -> None:
+def come_again(target: LocalTarget, rng: random.Random) -> None:
     """Two epochs, one right after the other; frames of the first come again in the second."""
     repeated = Repeated()
-    with _tapped(world, repeated.pass_on):
-        epoch = _next_epoch(world, repeated, -1)
+    with _tapped(target, repeated.pass_on):
+        epoch = _next_epoch(target, repeated, -1)
         hold(EPOCH_S)
-        _next_epoch(world, repeated, epoch)
+        _next_epoch(target, repeated, epoch)
         repeated.wait_for_strike()
         hold(EPOCH_S)
 
 
-def are_lost(world: World, rng: random.Random) -> None:
+def are_lost(target: LocalTarget, rng: random.Random) -> None:
     """One frame, on links that stay."""
     lost = Lost()
-    with _tapped(world, lost.pass_on):
-        _next_epoch(world, lost, -1)
+    with _tapped(target, lost.pass_on):
+        _next_epoch(target, lost, -1)
         lost.wait_for_strike()
         hold(EPOCH_S)
 
 
 @contextmanager
-def _tapped(world: World, pass_on: PassOn) -> Iterator[None]:
+def _tapped(target: LocalTarget, pass_on: PassOn) -> Iterator[None]:
     """Links that are opened meanwhile are read, until they close."""
     is_over = threading.Event()
 
     def unless_over(raw: bytes, parts: list[bytes]) -> bytes:
         return raw if is_over.is_set() else pass_on(raw, parts)
 
-    for proxy in world.hop_net.proxies.values():
+    for proxy in target.hop_net.proxies.values():
         proxy.tap = lambda: Tap(unless_over)
     try:
         yield
     finally:
         is_over.set()
-        for proxy in world.hop_net.proxies.values():
+        for proxy in target.hop_net.proxies.values():
             proxy.tap = None
 
 
-def _next_epoch(world: World, answers: Answers, after: int) -> int:
-    for proxy in world.hop_net.links():
+def _next_epoch(target: LocalTarget, answers: Answers, after: int) -> int:
+    for proxy in target.hop_net.links():
         proxy.cut()
     return answers.wait_for_epoch(after)
 
@@ -153,9 +153,9 @@ def _could_be_taken_for(old: Answer, new: Answer) -> bool:
     )
 
 
-def not_readable(world: World) -> str | None:
+def not_readable(target: LocalTarget) -> str | None:
     """CURVE hides frames from whoever is in between, and refuses those that come again."""
-    return no_links(world) or (None if world.hop_net.is_open else "hops are encrypted: INSECURE=yes")
+    return no_links(target) or (None if target.hop_net.is_open else "hops are encrypted: INSECURE=yes")
 
 
 FAULTS: tuple[Fault, ...] = (

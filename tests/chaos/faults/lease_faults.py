@@ -18,7 +18,7 @@ from tests.chaos.faults.arming import arm
 from tests.chaos.faults.fault import Fault, NotInjected, Simple, hold
 from tests.chaos.faults.postgres_faults import session
 from tests.chaos.network.proxy import Direction
-from tests.chaos.stack.world import World
+from tests.chaos.stack.local_target import LocalTarget
 
 HANGS_LEASES = 1.4
 """Long enough for another head to claim, too short for it to end what it claimed."""
@@ -43,17 +43,17 @@ ADMIT = "DROP EVENT TRIGGER faults_refuse"
 BACKENDS = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE application_name = %s"
 
 
-def ledger_hangs(world: World, rng: random.Random) -> None:
+def ledger_hangs(target: LocalTarget, rng: random.Random) -> None:
     """The thread that speaks to Postgres stands still just after a heartbeat; the engine does not know."""
-    pause_s = HANGS_LEASES * world.times.lease_s
-    arm(world.failpoints, Point.HEARTBEAT_AFTER_COMMIT, "pause", pause_s=pause_s).wait()
+    pause_s = HANGS_LEASES * target.times.lease_s
+    arm(target.failpoints, Point.HEARTBEAT_AFTER_COMMIT, "pause", pause_s=pause_s).wait()
     hold(pause_s)
 
 
-def drains_late(world: World, rng: random.Random) -> None:
+def drains_late(target: LocalTarget, rng: random.Random) -> None:
     """The same while it is told to stop, until it is to give its jobs back."""
-    pause_s = world.times.drain_s + world.times.lease_s
-    arming = arm(world.failpoints, Point.HEARTBEAT_AFTER_COMMIT, "pause", pause_s=pause_s)
+    pause_s = target.times.drain_s + target.times.lease_s
+    arming = arm(target.failpoints, Point.HEARTBEAT_AFTER_COMMIT, "pause", pause_s=pause_s)
     arming.wait()
     (pid,) = arming.pids
     process = psutil.Process(pid)
@@ -63,29 +63,29 @@ def drains_late(world: World, rng: random.Random) -> None:
         raise NotInjected(f"the head did not end within {pause_s + MARGIN_S:.0f} s after SIGTERM")
 
 
-def dies_unsure(world: World, rng: random.Random) -> None:
+def dies_unsure(target: LocalTarget, rng: random.Random) -> None:
     """A heartbeat is committed, and the answer lost. The head says it again, and dies of that: its successor goes on
     from what Postgres holds."""
-    proxy, pause_s = world.database_proxy, world.times.heartbeat_s
-    arm(world.failpoints, Point.HEARTBEAT_BEFORE_COMMIT, "pause", pause_s=pause_s).wait()
+    proxy, pause_s = target.database_proxy, target.times.heartbeat_s
+    arm(target.failpoints, Point.HEARTBEAT_BEFORE_COMMIT, "pause", pause_s=pause_s).wait()
     try:
         proxy.drop(Direction.TO_CLIENT)
         hold(2 * pause_s)
-        again = arm(world.failpoints, Point.HEARTBEAT_AFTER_COMMIT, "kill")
+        again = arm(target.failpoints, Point.HEARTBEAT_AFTER_COMMIT, "kill")
         proxy.cut()
     finally:
         proxy.clear()
     again.wait()
 
 
-def cut_off(world: World, rng: random.Random) -> None:
+def cut_off(target: LocalTarget, rng: random.Random) -> None:
     """Postgres refuses one head for some leases; everybody else goes on."""
-    with session(world) as connection:
+    with session(target) as connection:
         holders = [row[0] for row in connection.execute(HOLDERS)]
         if not holders:
             raise NotInjected("no head holds a job")
         with refused(connection, f"shardline {rng.choice(holders)}"):
-            hold(CUT_OFF_LEASES * world.times.lease_s)
+            hold(CUT_OFF_LEASES * target.times.lease_s)
 
 
 @contextmanager
@@ -100,9 +100,9 @@ def refused(connection: psycopg.Connection[Any], name: str) -> Iterator[None]:
         connection.execute(ADMIT)
 
 
-def too_old(world: World) -> str | None:
+def too_old(target: LocalTarget) -> str | None:
     """For what the server cannot do."""
-    with session(world) as connection:
+    with session(target) as connection:
         version = connection.info.server_version
     return None if version >= SINCE_VERSION else f"Postgres {version // 10_000} has no triggers on login"
 

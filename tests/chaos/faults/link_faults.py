@@ -7,35 +7,35 @@ from collections.abc import Callable, Iterator
 
 from tests.chaos.faults.fault import Fault, Simple, hold
 from tests.chaos.network.proxy import Direction, Proxy
-from tests.chaos.stack.world import World
+from tests.chaos.stack.local_target import LocalTarget
 
 LEASES = 1.5
 DELAY_S, JITTER_S = 0.1, 0.05
 SLOW_BYTES_PER_S = 20_000
 
-Server = Callable[[World], Proxy]
+Server = Callable[[LocalTarget], Proxy]
 Condition = Callable[[Proxy], None]
 
 
-def under(server: Server, condition: Condition) -> Callable[[World, random.Random], None]:
+def under(server: Server, condition: Condition) -> Callable[[LocalTarget, random.Random], None]:
     """The condition for more than a lease, then fair weather."""
 
-    def inject(world: World, rng: random.Random) -> None:
-        proxy = server(world)
+    def inject(target: LocalTarget, rng: random.Random) -> None:
+        proxy = server(target)
         try:
             condition(proxy)
-            hold(LEASES * world.times.lease_s)
+            hold(LEASES * target.times.lease_s)
         finally:
             proxy.clear()
 
     return inject
 
 
-def cut(server: Server) -> Callable[[World, random.Random], None]:
+def cut(server: Server) -> Callable[[LocalTarget, random.Random], None]:
     """Every connection is reset, with whatever was queued in it."""
 
-    def inject(world: World, rng: random.Random) -> None:
-        server(world).cut()
+    def inject(target: LocalTarget, rng: random.Random) -> None:
+        server(target).cut()
 
     return inject
 
@@ -55,6 +55,6 @@ def faults(name: str, server: Server) -> Iterator[Fault]:
 
 
 FAULTS: tuple[Fault, ...] = (
-    *faults("redis", lambda world: world.redis_proxy),
-    *faults("postgres", lambda world: world.database_proxy),
+    *faults("redis", lambda target: target.redis_proxy),
+    *faults("postgres", lambda target: target.database_proxy),
 )

@@ -15,7 +15,7 @@ from tests.chaos.faults.postgres_faults import session
 from tests.chaos.faults.scale_faults import copies
 from tests.chaos.load.requests import MODEL
 from tests.chaos.load.users import CLERK
-from tests.chaos.stack.world import World
+from tests.chaos.stack.local_target import LocalTarget
 from tests.polling import within
 
 BACK_S = 120.0
@@ -31,63 +31,63 @@ WHERE model = %s AND id NOT LIKE 'copy-%%' AND ready_at IS NOT NULL AND lease_un
 """Of the first model, those of the stack itself."""
 
 
-def half(world: World, rng: random.Random) -> None:
+def half(target: LocalTarget, rng: random.Random) -> None:
     """Any stage of the first pipeline is killed and finds half of its memory; the next start has all of it again."""
-    with _less_memory(world, max(1, int(world.kv_mib.read_text()) // 2)):
-        _restart(world, *world.pick(rng, f"stage-{rng.randrange(world.num_stages)}"))
+    with _less_memory(target, max(1, int(target.kv_mib.read_text()) // 2)):
+        _restart(target, *target.pick(rng, f"stage-{rng.randrange(target.num_stages)}"))
 
 
-def too_little(world: World, rng: random.Random) -> None:
+def too_little(target: LocalTarget, rng: random.Random) -> None:
     """Beside another pipeline, in which they go on, one becomes too small for its long jobs, and whole again."""
-    with copies(world, rng, 1):
-        with _less_memory(world, LEAST_MIB):
-            _restart(world, *pick(world, rng, TAIL))
-        if not within(_back_s(world), lambda: 0 < _longest(world) < CLERK.limit):
-            raise NotInjected(f"its KV holds {_longest(world)} tokens")
-        hold(LEASES * world.times.lease_s)
-        _restart(world, *pick(world, rng, TAIL))
-        if not within(_back_s(world), lambda: _longest(world) >= CLERK.limit):
+    with copies(target, rng, 1):
+        with _less_memory(target, LEAST_MIB):
+            _restart(target, *pick(target, rng, TAIL))
+        if not within(_back_s(target), lambda: 0 < _longest(target) < CLERK.limit):
+            raise NotInjected(f"its KV holds {_longest(target)} tokens")
+        hold(LEASES * target.times.lease_s)
+        _restart(target, *pick(target, rng, TAIL))
+        if not within(_back_s(target), lambda: _longest(target) >= CLERK.limit):
             raise Broken("its KV did not become whole again")
 
 
 @contextmanager
-def _less_memory(world: World, mib: int) -> Iterator[None]:
+def _less_memory(target: LocalTarget, mib: int) -> Iterator[None]:
     """For every stage that starts meanwhile."""
-    whole = world.kv_mib.read_text()
-    world.kv_mib.write_text(str(mib))
+    whole = target.kv_mib.read_text()
+    target.kv_mib.write_text(str(mib))
     try:
         yield
     finally:
-        world.kv_mib.write_text(whole)
+        target.kv_mib.write_text(whole)
 
 
-def _restart(world: World, name: str, pid: int) -> None:
+def _restart(target: LocalTarget, name: str, pid: int) -> None:
     """Until its pipeline is ready in a later epoch: a stage reads its memory seconds after its process is there."""
-    if not within(_back_s(world), lambda: bool(_ready(world))):
+    if not within(_back_s(target), lambda: bool(_ready(target))):
         raise NotInjected("the pipeline is not ready")
-    before = _ready(world)
+    before = _ready(target)
     process = psutil.Process(pid)
     process.kill()
     if not wait_until_gone(process, timeout_s=GONE_S):
         raise NotInjected(f"{name} survived SIGKILL")
     if not within(
-        BACK_S, lambda: any(epoch > before.get(each, (epoch, 0))[0] for each, (epoch, _) in _ready(world).items())
+        BACK_S, lambda: any(epoch > before.get(each, (epoch, 0))[0] for each, (epoch, _) in _ready(target).items())
     ):
-        raise NotInjected(f"{name} did not come back within {_back_s(world):.0f} s")
+        raise NotInjected(f"{name} did not come back within {_back_s(target):.0f} s")
 
 
-def _ready(world: World) -> dict[str, tuple[int, int]]:
+def _ready(target: LocalTarget) -> dict[str, tuple[int, int]]:
     """Epoch and KV in tokens, by pipeline."""
-    with session(world) as connection:
+    with session(target) as connection:
         return {name: (epoch, tokens) for name, epoch, tokens in connection.execute(READY, (MODEL,))}
 
 
-def _back_s(world: World) -> float:
-    return max(BACK_S, STARTS * world.start_s)
+def _back_s(target: LocalTarget) -> float:
+    return max(BACK_S, STARTS * target.start_s)
 
 
-def _longest(world: World) -> int:
-    return max((tokens for _, tokens in _ready(world).values()), default=0)
+def _longest(target: LocalTarget) -> int:
+    return max((tokens for _, tokens in _ready(target).values()), default=0)
 
 
 FAULTS: tuple[Fault, ...] = (
@@ -95,6 +95,6 @@ FAULTS: tuple[Fault, ...] = (
     Simple(
         kind="memory: one of two pipelines is too small for a while",
         inject=too_little,
-        why_not=lambda world: missing(world, TAIL),
+        why_not=lambda target: missing(target, TAIL),
     ),
 )

@@ -26,21 +26,21 @@ AGE_LEASES = 2.0
 KEPT_MAX = 500
 
 
-def duplicate(world: Target, rng: random.Random) -> None:
+def duplicate(target: Target, rng: random.Random) -> None:
     """Many open jobs' messages again, twice, in random order; not all, a bulk load has tens of thousands."""
-    ids = 2 * _ids(world, OPEN)
+    ids = 2 * _ids(target, OPEN)
     rng.shuffle(ids)
-    _send(world, ids)
+    _send(target, ids)
 
 
-def old(world: Target, rng: random.Random) -> None:
+def old(target: Target, rng: random.Random) -> None:
     """Messages of jobs that ended long ago, as a broker delivers them again."""
-    _send(world, _ids(world, ENDED))
+    _send(target, _ids(target, ENDED))
 
 
-def for_nobody(world: Target, rng: random.Random) -> None:
+def for_nobody(target: Target, rng: random.Random) -> None:
     """Messages of jobs that never were."""
-    _send(world, [uuid4() for _ in range(20)])
+    _send(target, [uuid4() for _ in range(20)])
 
 
 @dataclass(slots=True)
@@ -49,12 +49,12 @@ class Late:
 
     _kept: list[bytes | str] = field(default_factory=list)
 
-    def inject(self, world: Target, rng: random.Random) -> None:
+    def inject(self, target: Target, rng: random.Random) -> None:
         """Everything that was ever kept, in any order; what is there now is kept for the next time."""
-        with client(world) as connection:
+        with client(target) as connection:
             if not self._kept:
                 self._kept += _held(connection)
-                hold(AGE_LEASES * world.times.lease_s)
+                hold(AGE_LEASES * target.times.lease_s)
             late = rng.sample(self._kept, len(self._kept))
             if late:
                 connection.lpush(generate_queue(MODEL), *late)
@@ -74,14 +74,14 @@ def _held(connection: redis.Redis) -> list[bytes | str]:
     return [*waiting, *taken]
 
 
-def _ids(world: Target, query: str) -> list[UUID]:
-    with psycopg.connect(world.database_url) as connection:
+def _ids(target: Target, query: str) -> list[UUID]:
+    with psycopg.connect(target.database_url) as connection:
         return [row[0] for row in connection.execute(query)]
 
 
-def _send(world: Target, ids: Sequence[UUID]) -> None:
+def _send(target: Target, ids: Sequence[UUID]) -> None:
     app = Celery("stranger", set_as_current=False)
-    app.conf.update(celery_settings(Settings(redis_url=world.redis_url)))
+    app.conf.update(celery_settings(Settings(redis_url=target.redis_url)))
     with app.connection_for_write() as connection:
         for job_id in ids:
             app.send_task(

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tests.chaos.faults.fault import Broken, Fault, Simple, hold
 from tests.chaos.faults.postgres_faults import session
-from tests.chaos.stack.world import World
+from tests.chaos.stack.local_target import LocalTarget
 from tests.repository import REPOSITORY
 
 CONFIG = Path(__file__).parent / "next_release" / "alembic.ini"
@@ -25,43 +25,43 @@ PATIENCE_S = 180.0
 VERSION = "SELECT version_num FROM alembic_version"
 
 
-def there_and_back(world: World, rng: random.Random) -> None:
+def there_and_back(target: LocalTarget, rng: random.Random) -> None:
     """Up while a stranger's transaction is in the way; old workers work on the new schema; down again."""
-    with doors_open(world):
-        old = version(world)
-        with session(world) as stranger, stranger.transaction():
+    with doors_open(target):
+        old = version(target)
+        with session(target) as stranger, stranger.transaction():
             stranger.execute("SELECT count(*) FROM jobs")
-            upgrade = alembic(world, "upgrade", "head")
+            upgrade = alembic(target, "upgrade", "head")
             _wait_until_it_steps_back(upgrade)
         must_end(upgrade)
-        hold(2 * world.times.lease_s)
-        must_end(alembic(world, "downgrade", old))
+        hold(2 * target.times.lease_s)
+        must_end(alembic(target, "downgrade", old))
 
 
-def cut_short(world: World, rng: random.Random) -> None:
+def cut_short(target: LocalTarget, rng: random.Random) -> None:
     """An operator's process is killed at any moment on the way up, and started again; then down."""
-    with doors_open(world):
-        old = version(world)
-        first = alembic(world, "upgrade", "head")
+    with doors_open(target):
+        old = version(target)
+        first = alembic(target, "upgrade", "head")
         hold(rng.uniform(0.5, 3.0))
         first.kill()
         first.wait()
-        must_end(alembic(world, "upgrade", "head"))
-        must_end(alembic(world, "downgrade", old))
+        must_end(alembic(target, "upgrade", "head"))
+        must_end(alembic(target, "downgrade", old))
 
 
-def version(world: World) -> str:
+def version(target: LocalTarget) -> str:
     """The newest step of the running release."""
-    with session(world) as connection:
+    with session(target) as connection:
         return str(connection.execute(VERSION).fetchall()[0][0])
 
 
-def alembic(world: World, *arguments: str) -> subprocess.Popen[str]:
+def alembic(target: LocalTarget, *arguments: str) -> subprocess.Popen[str]:
     """The operator's command, with the release that there is not."""
     return subprocess.Popen(
         [sys.executable, "-m", "alembic", "-c", str(CONFIG), *arguments],
         cwd=REPOSITORY,
-        env={**os.environ, **world.stack.settings, "SHARDLINE_DATABASE_URL": world.database_url},
+        env={**os.environ, **target.stack.settings, "SHARDLINE_DATABASE_URL": target.database_url},
         stderr=subprocess.PIPE,
         text=True,
     )
@@ -79,11 +79,11 @@ def must_end(migration: subprocess.Popen[str]) -> None:
 
 
 @contextmanager
-def doors_open(world: World) -> Iterator[None]:
+def doors_open(target: LocalTarget) -> Iterator[None]:
     """Whoever asks meanwhile is taken at the second time at the latest."""
-    before = {each.id for each in world.journal.everything()}
+    before = {each.id for each in target.journal.everything()}
     yield
-    new = [each for each in world.journal.everything() if each.id not in before]
+    new = [each for each in target.journal.everything() if each.id not in before]
     refused = [each for each in new if each.num_unanswered > MAX_UNANSWERED]
     if refused:
         raise Broken(f"{len(refused)} requests had no answer more than {MAX_UNANSWERED} times, such as {refused[0]}")

@@ -17,7 +17,7 @@ from tests.chaos.faults.fault import Broken, Fault, NotInjected
 from tests.chaos.load.journal import Asked
 from tests.chaos.load.requests import INSERT, request, row
 from tests.chaos.load.workload import PLAIN
-from tests.chaos.stack.world import World
+from tests.chaos.stack.local_target import LocalTarget
 
 MAX_CRASHES = 2
 SEEDS = (1 << 40, 1 << 41)
@@ -62,20 +62,20 @@ class Poison:
         """A process dies of it: by itself, or told to."""
         return self.num_crashes > 0
 
-    def missing(self, world: World) -> str | None:
+    def missing(self, target: LocalTarget) -> str | None:
         """A pipeline of one stage is its head."""
-        if world.num_stages == 1 and not self.is_at_head and self.point is Point.MID_PREFILL:
+        if target.num_stages == 1 and not self.is_at_head and self.point is Point.MID_PREFILL:
             return "a pipeline of one stage has no stage behind the head"
         return None
 
-    def strike(self, world: World, rng: random.Random) -> None:
+    def strike(self, target: LocalTarget, rng: random.Random) -> None:
         """Returns when the job has ended; it is judged with the others, what it cost them here."""
         seed = rng.randrange(*SEEDS)
-        arming = self._arm(world, rng, seed)
+        arming = self._arm(target, rng, seed)
         try:
-            job_id, since_s = _submit(world, seed)
-            asked = world.journal.ask(Asked(id=job_id, number=NUMBER, door=DOOR, ends=ENDS, promised=True))
-            has_ended = world.journal.wait_for(job_id, limit_s := _limit_s(world))
+            job_id, since_s = _submit(target, seed)
+            asked = target.journal.ask(Asked(id=job_id, number=NUMBER, door=DOOR, ends=ENDS, promised=True))
+            has_ended = target.journal.wait_for(job_id, limit_s := _limit_s(target))
         finally:
             arming.disarm()
         if arming.num_strikes == 0:
@@ -85,14 +85,14 @@ class Poison:
                 f"job {job_id} struck {arming.num_strikes} times in {limit_s:.0f} s, and has ended: {has_ended}"
             )
         asked.ends = frozenset({"failed"})
-        with psycopg.connect(world.database_url) as connection:
+        with psycopg.connect(target.database_url) as connection:
             self._check_end(connection, job_id)
             self._check_neighbours(connection, job_id, since_s)
 
-    def _arm(self, world: World, rng: random.Random, seed: int) -> Arming:
-        place = 0 if self.is_at_head or world.num_stages == 1 else rng.randrange(1, world.num_stages)
+    def _arm(self, target: LocalTarget, rng: random.Random, seed: int) -> Arming:
+        place = 0 if self.is_at_head or target.num_stages == 1 else rng.randrange(1, target.num_stages)
         facts: Mapping[str, int] = {"seed": seed} if self.point is Point.NAN_LOGITS else {"seed": seed, "place": place}
-        return arm(world.failpoints, self.point, self.action, when=facts, pause_s=HANG_S, times=None)
+        return arm(target.failpoints, self.point, self.action, when=facts, pause_s=HANG_S, times=None)
 
     def _check_end(self, connection: psycopg.Connection[Any], job_id: UUID) -> None:
         ((state, num_crashes, error),) = connection.execute(DEAD, (job_id,)).fetchall()
@@ -110,18 +110,18 @@ class Poison:
             raise Broken(f"job {job_id} may cost each neighbour {max_crashes} crashes, it cost {told}")
 
 
-def _limit_s(world: World) -> float:
+def _limit_s(target: LocalTarget) -> float:
     """Every crash costs a lease or a stall, a restart, and a claim that waits for the neighbours' tokens. Twice: others
     use the machine too."""
-    once_s = world.times.lease_s + world.times.stall_s + world.start_s
+    once_s = target.times.lease_s + target.times.stall_s + target.start_s
     return SPARE_S + 2 * MAX_CRASHES * once_s
 
 
-def _submit(world: World, seed: int) -> tuple[UUID, float]:
+def _submit(target: LocalTarget, seed: int) -> tuple[UUID, float]:
     """First in its line; committed when it returns, with Postgres's time of it."""
     job_id = uuid4()
     fields = {**request(NUMBER), **PLAIN.fields, "seed": seed, "max_crashes": MAX_CRASHES, "priority": 0}
-    with psycopg.connect(world.database_url) as connection:
+    with psycopg.connect(target.database_url) as connection:
         ((now_s,),) = connection.execute(f"{INSERT} RETURNING {NOW}", row(fields, job_id)).fetchall()
     return job_id, float(now_s)
 

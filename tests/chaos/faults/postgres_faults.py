@@ -14,7 +14,7 @@ import psycopg
 from tests.chaos.faults.fault import Fault, NotInjected, Simple, hold
 from tests.chaos.load.target import Target
 from tests.chaos.network.proxy import Direction
-from tests.chaos.stack.world import World
+from tests.chaos.stack.local_target import LocalTarget
 
 LEASES = (0.5, 1.5, 5.0)
 MAX_CONNECTIONS = 250
@@ -25,64 +25,64 @@ BACKENDS = (
 
 
 @contextmanager
-def session(world: Target) -> Iterator[psycopg.Connection[Any]]:
+def session(target: Target) -> Iterator[psycopg.Connection[Any]]:
     """Past every proxy, outside of any transaction."""
-    with closing(psycopg.connect(world.database_url, autocommit=True, connect_timeout=30)) as connection:
+    with closing(psycopg.connect(target.database_url, autocommit=True, connect_timeout=30)) as connection:
         yield connection
 
 
-def cut(world: Target, rng: random.Random) -> None:
+def cut(target: Target, rng: random.Random) -> None:
     """pg_terminate_backend of every session."""
-    with session(world) as connection:
+    with session(target) as connection:
         connection.execute(BACKENDS)
 
 
-def stop_at_once(world: World, rng: random.Random) -> None:
+def stop_at_once(target: LocalTarget, rng: random.Random) -> None:
     """An immediate stop (SIGQUIT), then a start that recovers from the log."""
-    world.postgres.stop_signal = signal.SIGQUIT
-    world.postgres.stop()
-    world.postgres.stop_signal = signal.SIGINT
-    world.postgres.start()
+    target.postgres.stop_signal = signal.SIGQUIT
+    target.postgres.stop()
+    target.postgres.stop_signal = signal.SIGINT
+    target.postgres.start()
 
 
-def die(world: World, rng: random.Random) -> None:
+def die(target: LocalTarget, rng: random.Random) -> None:
     """SIGKILL to the postmaster, then a start."""
-    world.postgres.restart()
+    target.postgres.restart()
 
 
-def stay_away(world: World, rng: random.Random) -> None:
+def stay_away(target: LocalTarget, rng: random.Random) -> None:
     """SIGKILL, and a start only after more than a lease: heads must stop by themselves."""
-    world.postgres.kill()
-    hold(1.5 * world.times.lease_s)
-    world.postgres.start()
+    target.postgres.kill()
+    hold(1.5 * target.times.lease_s)
+    target.postgres.start()
 
 
-def lose_a_backend(world: World, rng: random.Random) -> None:
+def lose_a_backend(target: LocalTarget, rng: random.Random) -> None:
     """SIGKILL to one backend: Postgres throws out everybody and recovers."""
-    clients = [each for each in psutil.Process(world.postgres.pid).children() if _serves_a_client(each)]
+    clients = [each for each in psutil.Process(target.postgres.pid).children() if _serves_a_client(each)]
     if not clients:
         raise NotInjected("no backend serves a client")
     rng.choice(sorted(clients, key=lambda each: each.pid)).kill()
     # Until the postmaster has thrown the others out it still answers.
     hold(0.5)
-    _wait_until_it_answers(world)
+    _wait_until_it_answers(target)
 
 
-def pausing(leases: float) -> Callable[[World, random.Random], None]:
+def pausing(leases: float) -> Callable[[LocalTarget, random.Random], None]:
     """As `frozen`, for a multiple of the lease."""
 
-    def pause(world: World, rng: random.Random) -> None:
-        with frozen(world):
-            hold(leases * world.times.lease_s)
+    def pause(target: LocalTarget, rng: random.Random) -> None:
+        with frozen(target):
+            hold(leases * target.times.lease_s)
 
     return pause
 
 
 @contextmanager
-def frozen(world: World) -> Iterator[None]:
+def frozen(target: LocalTarget) -> Iterator[None]:
     """The server and all its backends."""
-    world.postgres.pause()
-    backends = psutil.Process(world.postgres.pid).children()
+    target.postgres.pause()
+    backends = psutil.Process(target.postgres.pid).children()
     for backend in backends:
         _signal(backend, signal.SIGSTOP)
     try:
@@ -90,51 +90,51 @@ def frozen(world: World) -> Iterator[None]:
     finally:
         for backend in backends:
             _signal(backend, signal.SIGCONT)
-        world.postgres.resume()
+        target.postgres.resume()
 
 
-def exhaust(world: Target, rng: random.Random) -> None:
+def exhaust(target: Target, rng: random.Random) -> None:
     """Strangers take every connection that is left; the stack's own are cut, so that it needs new ones."""
     with ExitStack() as opened:
-        with session(world) as connection:
+        with session(target) as connection:
             for _ in range(MAX_CONNECTIONS):
                 try:
-                    opened.enter_context(closing(psycopg.connect(world.database_url, application_name="stranger")))
+                    opened.enter_context(closing(psycopg.connect(target.database_url, application_name="stranger")))
                 except psycopg.OperationalError:
                     break
             else:
                 raise NotInjected(f"it takes more than {MAX_CONNECTIONS} connections")
             connection.execute(BACKENDS + " AND application_name LIKE 'shardline%' AND random() < 0.5")
-        hold(1.5 * world.times.lease_s)
+        hold(1.5 * target.times.lease_s)
 
 
-def lose_answers(world: World, rng: random.Random) -> None:
+def lose_answers(target: LocalTarget, rng: random.Random) -> None:
     """What is sent arrives, and connections break before any answer comes back: was a COMMIT done? Nobody knows."""
     try:
-        world.database_proxy.drop(Direction.TO_CLIENT)
+        target.database_proxy.drop(Direction.TO_CLIENT)
         hold(rng.uniform(*ANSWERS_LOST_S))
-        world.database_proxy.cut()
+        target.database_proxy.cut()
     finally:
-        world.database_proxy.clear()
+        target.database_proxy.clear()
 
 
-def read_only(world: Target, rng: random.Random) -> None:
+def read_only(target: Target, rng: random.Random) -> None:
     """default_transaction_read_only, as after a failover to a replica."""
-    with session(world) as connection:
+    with session(target) as connection:
         connection.execute("ALTER SYSTEM SET default_transaction_read_only = on")
         connection.execute("SELECT pg_reload_conf()")
-        hold(1.5 * world.times.lease_s)
+        hold(1.5 * target.times.lease_s)
         connection.execute("SET default_transaction_read_only = off")
         connection.execute("ALTER SYSTEM RESET default_transaction_read_only")
         connection.execute("SELECT pg_reload_conf()")
 
 
-def lock(world: Target, rng: random.Random) -> None:
+def lock(target: Target, rng: random.Random) -> None:
     """A stranger holds a table, as a careless migration does."""
     table = rng.choice(("jobs", "attempts", "results", "pipelines"))
-    with session(world) as connection, connection.transaction():
+    with session(target) as connection, connection.transaction():
         connection.execute(f"LOCK TABLE {table} IN ACCESS EXCLUSIVE MODE")
-        hold(1.5 * world.times.lease_s)
+        hold(1.5 * target.times.lease_s)
 
 
 def _serves_a_client(backend: psutil.Process) -> bool:
@@ -145,10 +145,10 @@ def _serves_a_client(backend: psutil.Process) -> bool:
         return False
 
 
-def _wait_until_it_answers(world: Target) -> None:
+def _wait_until_it_answers(target: Target) -> None:
     for _ in range(100):
         try:
-            with session(world):
+            with session(target):
                 return
         except psycopg.OperationalError:
             hold(0.1)

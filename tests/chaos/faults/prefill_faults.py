@@ -14,7 +14,7 @@ from shardline.client import Client
 from tests.chaos.faults.fault import Broken, Fault, NotInjected, Simple
 from tests.chaos.load.requests import MODEL
 from tests.chaos.load.users import CLERK
-from tests.chaos.stack.world import World
+from tests.chaos.stack.local_target import LocalTarget
 from tests.polling import within
 
 LENGTHS = (CLERK.limit - 2, CLERK.limit - 2, CLERK.limit - 2, 64)
@@ -29,25 +29,25 @@ FROM results JOIN attempts USING (job_id, fence) WHERE job_id = ANY(%s) ORDER BY
 """
 
 
-def short_behind_long(world: World, rng: random.Random) -> None:
+def short_behind_long(target: LocalTarget, rng: random.Random) -> None:
     """In one call, in this order, before all else that waits. They are not of the load: nobody else judges them."""
-    with Client(database_url=world.database_url, redis_url=world.redis_url) as client:
-        num_late = sum(_is_late(world, client, rng) for _ in range(TRIES))
+    with Client(database_url=target.database_url, redis_url=target.redis_url) as client:
+        num_late = sum(_is_late(target, client, rng) for _ in range(TRIES))
     if num_late > MOST_LATE:
         raise Broken(f"a short prompt waited for all long ones before it in {num_late} of {TRIES} tries")
 
 
-def _is_late(world: World, client: Client, rng: random.Random) -> bool:
+def _is_late(target: LocalTarget, client: Client, rng: random.Random) -> bool:
     prompts = [rng.choices(range(CLERK.first_id, CLERK.vocab_size), k=length) for length in LENGTHS]
     ids = client.submit_many([{"model": MODEL, "prompt": one, "max_tokens": 1, "priority": 0} for one in prompts])
     if not within(END_S, lambda: all(job.state.terminal for job in client.get_many(ids))):
         raise NotInjected(f"they have not ended within {END_S:.0f} s")
-    *_, last, short = _first_tokens(world, ids)
+    *_, last, short = _first_tokens(target, ids)
     return bool(short > last)
 
 
-def _first_tokens(world: World, ids: list[UUID]) -> list[float]:
-    with psycopg.connect(world.database_url) as connection:
+def _first_tokens(target: LocalTarget, ids: list[UUID]) -> list[float]:
+    with psycopg.connect(target.database_url) as connection:
         return [row[0].timestamp() for row in connection.execute(FIRST_TOKENS, (ids, ids))]
 
 

@@ -17,7 +17,7 @@ from shardline.client import Client
 from tests.chaos.faults.fault import Broken, Fault, Simple, hold
 from tests.chaos.load.journal import Asked
 from tests.chaos.load.target import Target
-from tests.chaos.stack.world import World
+from tests.chaos.stack.local_target import LocalTarget
 
 LEASES = (0.5, 1.5, 5.0)
 FULL_BYTES = 1 << 20
@@ -35,105 +35,105 @@ BUSY_LOOP = "local sum = 0; for round = 1, tonumber(ARGV[1]) do sum = sum + roun
 
 
 @contextmanager
-def client(world: Target) -> Iterator[redis.Redis]:
+def client(target: Target) -> Iterator[redis.Redis]:
     """Past every proxy; no answer is waited for longer than a fault may last."""
-    with redis.Redis.from_url(world.redis_url, socket_timeout=60, retry=Retry(NoBackoff(), 0)) as connection:
+    with redis.Redis.from_url(target.redis_url, socket_timeout=60, retry=Retry(NoBackoff(), 0)) as connection:
         yield connection
 
 
-def cut(world: Target, rng: random.Random) -> None:
+def cut(target: Target, rng: random.Random) -> None:
     """CLIENT KILL: every connection at once."""
-    with client(world) as connection:
+    with client(target) as connection:
         for kind in ("normal", "pubsub"):
             connection.execute_command("CLIENT", "KILL", "TYPE", kind, "SKIPME", "yes")
 
 
-def reconnecting(world: World, rng: random.Random) -> None:
+def reconnecting(target: LocalTarget, rng: random.Random) -> None:
     """CLIENT KILL again and again while more jobs wait than a head has seats: none may claim more than that. Those
     of the last time count: the load must drain in the end."""
-    num_more = NUM_WAITING - len(world.journal.open(RECONNECTS))
+    num_more = NUM_WAITING - len(target.journal.open(RECONNECTS))
     asked = [Asked(id=uuid4(), number=rng.choice(SHORT), door=RECONNECTS, promised=True) for _ in range(num_more)]
     for each in asked:
-        world.journal.ask(each)
-    documents = [{**world.workload.requests[each.number], **each.dress.fields, "id": each.id} for each in asked]
-    with Client(database_url=world.database_url, redis_url=world.redis_url) as producer:
+        target.journal.ask(each)
+    documents = [{**target.workload.requests[each.number], **each.dress.fields, "id": each.id} for each in asked]
+    with Client(database_url=target.database_url, redis_url=target.redis_url) as producer:
         producer.submit_many(documents)
     most = 0
-    with psycopg.connect(world.database_url, autocommit=True) as connection:
+    with psycopg.connect(target.database_url, autocommit=True) as connection:
         for _ in range(NUM_RECONNECTS):
-            cut(world, rng)
+            cut(target, rng)
             hold(BETWEEN_S)
             most = max(most, *(row[0] for row in connection.execute(CLAIMED)), 0)
     if most > SEATS:
         raise Broken(f"a head of {SEATS} seats holds {most} jobs")
 
 
-def no_debug(world: Target) -> str | None:
+def no_debug(target: Target) -> str | None:
     """Servers refuse DEBUG unless their configuration allows it."""
     try:
-        with client(world) as connection:
+        with client(target) as connection:
             connection.execute_command("DEBUG", "SLEEP", "0")
     except redis.ResponseError as error:
         return f"the server refuses DEBUG: {error}"
     return None
 
 
-def sleeping(world: Target, rng: random.Random) -> None:
+def sleeping(target: Target, rng: random.Random) -> None:
     """DEBUG SLEEP: the server's only thread sleeps."""
-    with client(world) as connection:
-        connection.execute_command("DEBUG", "SLEEP", str(1.5 * world.times.lease_s))
+    with client(target) as connection:
+        connection.execute_command("DEBUG", "SLEEP", str(1.5 * target.times.lease_s))
 
 
-def busy(world: Target, rng: random.Random) -> None:
+def busy(target: Target, rng: random.Random) -> None:
     """A script that keeps the server busy."""
-    with client(world) as connection:
+    with client(target) as connection:
         connection.eval(BUSY_LOOP, 0, str(BUSY_ROUNDS))
 
 
-def pausing(leases: float) -> Callable[[World, random.Random], None]:
+def pausing(leases: float) -> Callable[[LocalTarget, random.Random], None]:
     """SIGSTOP, then SIGCONT."""
 
-    def pause(world: World, rng: random.Random) -> None:
-        world.redis.pause()
-        hold(leases * world.times.lease_s)
-        world.redis.resume()
+    def pause(target: LocalTarget, rng: random.Random) -> None:
+        target.redis.pause()
+        hold(leases * target.times.lease_s)
+        target.redis.resume()
 
     return pause
 
 
-def die_empty(world: World, rng: random.Random) -> None:
+def die_empty(target: LocalTarget, rng: random.Random) -> None:
     """SIGKILL; it comes back without anything."""
-    world.redis.restart()
+    target.redis.restart()
 
 
-def stay_away(world: World, rng: random.Random) -> None:
+def stay_away(target: LocalTarget, rng: random.Random) -> None:
     """SIGKILL; it comes back, empty, only after some leases."""
-    world.redis.kill()
-    hold(1.5 * world.times.lease_s)
-    world.redis.start()
+    target.redis.kill()
+    hold(1.5 * target.times.lease_s)
+    target.redis.start()
 
 
-def die_with_data(world: World, rng: random.Random) -> None:
+def die_with_data(target: LocalTarget, rng: random.Random) -> None:
     """SIGKILL after a snapshot, which it reads when it comes back: old messages return."""
-    with client(world) as connection:
+    with client(target) as connection:
         connection.save()
-    world.redis.restart()
-    (Path(world.redis.home) / "redis" / "dump.rdb").unlink(missing_ok=True)
+    target.redis.restart()
+    (Path(target.redis.home) / "redis" / "dump.rdb").unlink(missing_ok=True)
 
 
-def flush(world: Target, rng: random.Random) -> None:
+def flush(target: Target, rng: random.Random) -> None:
     """FLUSHALL."""
-    with client(world) as connection:
+    with client(target) as connection:
         connection.flushall()
 
 
-def full(world: Target, rng: random.Random) -> None:
+def full(target: Target, rng: random.Random) -> None:
     """Maxmemory is reached: writes are refused, reads are answered."""
-    with client(world) as connection:
+    with client(target) as connection:
         before_bytes = int(connection.config_get("maxmemory")["maxmemory"] or 0)
         connection.config_set("maxmemory", FULL_BYTES)
         try:
-            hold(1.5 * world.times.lease_s)
+            hold(1.5 * target.times.lease_s)
         finally:
             connection.config_set("maxmemory", before_bytes)
 

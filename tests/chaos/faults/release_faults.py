@@ -16,7 +16,7 @@ from tests.chaos.faults.postgres_faults import session
 from tests.chaos.load.journal import Asked
 from tests.chaos.load.requests import MODEL
 from tests.chaos.load.workload import MARK
-from tests.chaos.stack.world import World
+from tests.chaos.stack.local_target import LocalTarget
 
 NUM_JOBS = 3
 UNKNOWN = {"mirostat_of_the_next_release": 2}
@@ -36,23 +36,23 @@ NUMBER = 0
 """A greedy request of either set, with a text."""
 
 
-def newer_door(world: World, rng: random.Random) -> None:
+def newer_door(target: LocalTarget, rng: random.Random) -> None:
     """It tokenises and stores by itself, so that only a head meets the parameter. No head may run the job without it,
     end it, or die of it."""
-    heads = {name: pid for name, pid in world.pids().items() if name.startswith("stage-0")}
-    request = world.workload.requests[NUMBER]
+    heads = {name: pid for name, pid in target.pids().items() if name.startswith("stage-0")}
+    request = target.workload.requests[NUMBER]
     params = {name: request[name] for name in ("max_tokens", "ignore_eos", "temperature")}
     asked = [Asked(id=uuid4(), number=NUMBER, door="next release", ends=ENDS, promised=True) for _ in range(NUM_JOBS)]
-    with session(world) as connection:
+    with session(target) as connection:
         for each in asked:
             values = {"id": each.id, "model": MODEL, "seed": request["seed"], "metadata": json.dumps(MARK)}
             values |= {"params": json.dumps({**params, **UNKNOWN}), "prompt": request["prompt"]}
             connection.execute(PREPARED, {**values, "max_tokens": request["max_tokens"]})
-            world.journal.ask(each)
-    hold(LEASES * world.times.lease_s)
-    now = world.pids()
+            target.journal.ask(each)
+    hold(LEASES * target.times.lease_s)
+    now = target.pids()
     ids = [each.id for each in asked]
-    with session(world) as connection:
+    with session(target) as connection:
         strange = connection.execute(STRANGE, (ids,)).fetchall()
         connection.execute(CANCEL, (ids,))
     died = [name for name, pid in heads.items() if now.get(name) != pid]
@@ -61,20 +61,20 @@ def newer_door(world: World, rng: random.Random) -> None:
     if strange:
         raise Broken(f"jobs with an unknown parameter do not wait: {strange}")
     for job_id in ids:
-        if not world.journal.wait_for(job_id, END_S):
+        if not target.journal.wait_for(job_id, END_S):
             raise Broken(f"job {job_id}, which waits for a newer head, was not cancelled within {END_S:.0f} s")
 
 
-def upgrade(world: World, rng: random.Random) -> None:
+def upgrade(target: LocalTarget, rng: random.Random) -> None:
     """The schema while everything runs; relays, gateways, heads, the stages behind them; then a newer door's jobs; and
     the schema back."""
-    with doors_open(world):
-        old = version(world)
-        must_end(alembic(world, "upgrade", "head"))
-    for role in ("relay", "gateway", *(f"stage-{index}" for index in range(world.num_stages))):
-        terminate(role).strike(world, rng)
-    newer_door(world, rng)
-    must_end(alembic(world, "downgrade", old))
+    with doors_open(target):
+        old = version(target)
+        must_end(alembic(target, "upgrade", "head"))
+    for role in ("relay", "gateway", *(f"stage-{index}" for index in range(target.num_stages))):
+        terminate(role).strike(target, rng)
+    newer_door(target, rng)
+    must_end(alembic(target, "downgrade", old))
 
 
 FAULTS: tuple[Fault, ...] = (

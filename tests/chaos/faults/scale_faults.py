@@ -22,7 +22,7 @@ from tests.chaos.faults.fault import Broken, Fault, Simple
 from tests.chaos.faults.postgres_faults import session
 from tests.chaos.load.doors import by_http
 from tests.chaos.load.journal import Asked
-from tests.chaos.stack.world import World
+from tests.chaos.stack.local_target import LocalTarget
 from tests.polling import within
 
 NUM_JOBS = 3
@@ -45,21 +45,21 @@ SELECT (SELECT count(*) FROM jobs WHERE pipeline = %(pipeline)s AND state = 'run
 class Copy:
     """One gateway, one relay and one pipeline more."""
 
-    def __init__(self, world: World, rng: random.Random) -> None:
+    def __init__(self, target: LocalTarget, rng: random.Random) -> None:
         name = uuid4().hex[:6]
-        self._world = world
-        self._patience_s = max(PATIENCE_S, STARTS * world.start_s)
+        self._target = target
+        self._patience_s = max(PATIENCE_S, STARTS * target.start_s)
         self._rng = rng
         self._port = free_port()
         self.pipeline = f"copy-{name}"
         own = {
             "SHARDLINE_HTTP_PORT": str(self._port),
             "SHARDLINE_PIPELINE": self.pipeline,
-            "SHARDLINE_LOCK_DIR": str(world.stack.home.folder / f"locks-{name}"),
+            "SHARDLINE_LOCK_DIR": str(target.stack.home.folder / f"locks-{name}"),
         }
-        stages = [f"stage-{place}" for place in range(world.num_stages)]
+        stages = [f"stage-{place}" for place in range(target.num_stages)]
         self.gateway, self.relay, self.head, *self.others = (
-            _another(world, rng, each, f"{each}-{name}", own) for each in ("gateway", "relay", *stages)
+            _another(target, rng, each, f"{each}-{name}", own) for each in ("gateway", "relay", *stages)
         )
 
     @property
@@ -77,15 +77,15 @@ class Copy:
         self._must(within(self._patience_s, lambda: self._count(READY) == 1), "formed no pipeline", self._patience_s)
         self._must(within(self._patience_s, lambda: self._count(TAKEN) > 0), "took no job", self._patience_s)
         for _ in range(NUM_JOBS):
-            asked = Asked(id=uuid4(), number=self._world.workload.draw(self._rng), door="copy", promised=True)
+            asked = Asked(id=uuid4(), number=self._target.workload.draw(self._rng), door="copy", promised=True)
             self._must(
                 within(self._patience_s, partial(self._ask, asked)), "did not answer at its door", self._patience_s
             )
-            self._world.journal.ask(asked)
+            self._target.journal.ask(asked)
 
     def drain(self, services: list[list[Service]]) -> None:
         """SIGTERM to group after group. Each ends by itself, and none leaves a lease."""
-        patience_s = 4 / 3 * self._world.times.drain_s + self._patience_s
+        patience_s = 4 / 3 * self._target.times.drain_s + self._patience_s
         for group in services:
             for service in group:
                 service.ask_to_end()
@@ -93,7 +93,7 @@ class Copy:
                 gone = within(patience_s, partial(_has_ended, service))
                 self._must(gone, f"did not end: {service.name}", patience_s)
                 self._must(service.how_it_ended() == "exit status 0", f"{service.name}: {service.how_it_ended()}")
-        with session(self._world) as connection:
+        with session(self._target) as connection:
             num_left = connection.execute(LEFT, {"pipeline": self.pipeline}).fetchall()[0][0]
         self._must(num_left == 0, f"left {num_left} leases to expire")
 
@@ -106,16 +106,16 @@ class Copy:
     def _ask(self, asked: Asked) -> bool:
         """One job at its own door; a repeat under the same id is harmless."""
         try:
-            fields = {**self._world.workload.requests[asked.number], **asked.dress.fields}
+            fields = {**self._target.workload.requests[asked.number], **asked.dress.fields}
             return (
-                by_http({**self._world.urls, "gateway": f"http://{LOOPBACK}:{self._port}"})(asked.id, fields).job_id
+                by_http({**self._target.urls, "gateway": f"http://{LOOPBACK}:{self._port}"})(asked.id, fields).job_id
                 is not None
             )
         except httpx.HTTPError:
             return False
 
     def _count(self, query: str) -> int:
-        with session(self._world) as connection:
+        with session(self._target) as connection:
             return int(connection.execute(query, (self.pipeline,)).fetchall()[0][0])
 
     def _must(self, holds: bool, what: str, patience_s: float | None = None) -> None:
@@ -125,9 +125,9 @@ class Copy:
 
 
 @contextmanager
-def copies(world: World, rng: random.Random, num: int) -> Iterator[list[Copy]]:
+def copies(target: LocalTarget, rng: random.Random, num: int) -> Iterator[list[Copy]]:
     """So many more, serving."""
-    made = [Copy(world, rng) for _ in range(num)]
+    made = [Copy(target, rng) for _ in range(num)]
     try:
         for copy in made:
             copy.start()
@@ -139,18 +139,18 @@ def copies(world: World, rng: random.Random, num: int) -> Iterator[list[Copy]]:
             copy.kill()
 
 
-def up_and_down(world: World, rng: random.Random) -> None:
+def up_and_down(target: LocalTarget, rng: random.Random) -> None:
     """One more; down to one in the order that loses least; two more; down again, all at once."""
-    with copies(world, rng, 1) as (one,):
+    with copies(target, rng, 1) as (one,):
         one.drain([[one.gateway], [one.head], [*one.others, one.relay]])
-    with copies(world, rng, 2) as (two, three):
+    with copies(target, rng, 2) as (two, three):
         two.drain([two.services])
         three.drain([three.services])
 
 
-def up_and_dead(world: World, rng: random.Random) -> None:
+def up_and_dead(target: LocalTarget, rng: random.Random) -> None:
     """One more, which is killed: the others take over what it had when its leases run out."""
-    with copies(world, rng, 1):
+    with copies(target, rng, 1):
         pass
 
 
@@ -158,12 +158,12 @@ def _has_ended(service: Service) -> bool:
     return not service.is_running()
 
 
-def _another(world: World, rng: random.Random, name: str, own_name: str, own: dict[str, str]) -> Service:
+def _another(target: LocalTarget, rng: random.Random, name: str, own_name: str, own: dict[str, str]) -> Service:
     """With the same environment, and settings of its own over it."""
-    _, pid = world.pick(rng, name)
+    _, pid = target.pick(rng, name)
     module = "services.stage" if name.startswith("stage") else f"services.{name}"
     environment = {**psutil.Process(pid).environ(), **own}
-    return Service(own_name, world.stack.home.folder, argv=[sys.executable, "-m", module], env=environment)
+    return Service(own_name, target.stack.home.folder, argv=[sys.executable, "-m", module], env=environment)
 
 
 # No kills: those are drawn between all others, and these take a minute.

@@ -14,7 +14,7 @@ import psycopg
 from tests.chaos.faults.fault import Broken, Fault, NotInjected, Simple, hold
 from tests.chaos.faults.postgres_faults import frozen, session
 from tests.chaos.network.proxy import Direction
-from tests.chaos.stack.world import World
+from tests.chaos.stack.local_target import LocalTarget
 from tests.polling import within
 
 STALL_S = (5.0, 40.0)
@@ -32,38 +32,38 @@ SELECT attempts.job_id FROM attempts JOIN unnest(%s::uuid[], %s::bigint[]) AS he
     ON attempts.job_id = held.id AND attempts.fence = held.fence WHERE outcome = 'crashed'
 """
 
-Stall = Callable[[World, float], None]
+Stall = Callable[[LocalTarget, float], None]
 
 
-def freeze(world: World, stall_s: float) -> None:
+def freeze(target: LocalTarget, stall_s: float) -> None:
     """SIGSTOP to the server and all its backends, then SIGCONT."""
-    with frozen(world):
+    with frozen(target):
         hold(stall_s)
 
 
-def hush(world: World, stall_s: float) -> None:
+def hush(target: LocalTarget, stall_s: float) -> None:
     """Connections stay and new ones are taken; what is sent waits on its way, in both directions."""
     try:
         for direction in Direction:
-            world.database_proxy.drop(direction)
+            target.database_proxy.drop(direction)
         hold(stall_s)
     finally:
-        world.database_proxy.clear()
+        target.database_proxy.clear()
 
 
-def stalling(stall: Stall) -> Callable[[World, random.Random], None]:
+def stalling(stall: Stall) -> Callable[[LocalTarget, random.Random], None]:
     """For 5 to 40 s. What living heads held before it must not be counted as crashes after it."""
 
-    def inject(world: World, rng: random.Random) -> None:
-        with session(world) as connection:
-            row = connection.execute("SELECT now() + make_interval(secs => %s)", (world.times.lease_s,)).fetchone()
+    def inject(target: LocalTarget, rng: random.Random) -> None:
+        with session(target) as connection:
+            row = connection.execute("SELECT now() + make_interval(secs => %s)", (target.times.lease_s,)).fetchone()
             if not within(QUIET_S, lambda: connection.execute(UNRENEWED, row).fetchone() == (0,)):
                 raise NotInjected("leases of the fault before have not been swept")
             held = connection.execute(HELD).fetchall()
-        stall(world, rng.uniform(*STALL_S))
+        stall(target, rng.uniform(*STALL_S))
         # So long the rescue waits after an outage, and then it looks.
-        hold(world.times.lease_s + 2 * world.times.poll_s)
-        with closing(psycopg.connect(world.database_url)) as connection:
+        hold(target.times.lease_s + 2 * target.times.poll_s)
+        with closing(psycopg.connect(target.database_url)) as connection:
             ids, fences = [row[0] for row in held], [row[1] for row in held]
             blamed = connection.execute(BLAMED, (ids, fences)).fetchall()
         if blamed:

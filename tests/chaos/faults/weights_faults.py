@@ -18,7 +18,7 @@ from services.standalone.processes import wait_until_gone
 from tests.chaos.faults.fault import Broken, Fault, NotInjected, hold
 from tests.chaos.faults.kill_faults import GONE_S
 from tests.chaos.judge.remains import kv_in_use, num_workers
-from tests.chaos.stack.world import World
+from tests.chaos.stack.local_target import LocalTarget
 from tests.polling import within
 
 LENGTH_BYTES = 8
@@ -87,31 +87,31 @@ class Damage:
         """A stage is killed, so that it reads its weights again."""
         return True
 
-    def missing(self, world: World) -> str | None:
+    def missing(self, target: LocalTarget) -> str | None:
         """A flipped bit is seen only by comparing."""
-        if self.by_head and world.num_stages == 1:
+        if self.by_head and target.num_stages == 1:
             return "a pipeline of one stage has nobody to compare weights with"
         return None
 
-    def strike(self, world: World, rng: random.Random) -> None:
+    def strike(self, target: LocalTarget, rng: random.Random) -> None:
         """A stage in a random place; the others keep what they loaded before."""
-        if not within(NOTICE_S, lambda: len(kv_in_use(world, num_workers(world))) == num_workers(world)):
+        if not within(NOTICE_S, lambda: len(kv_in_use(target, num_workers(target))) == num_workers(target)):
             raise NotInjected("another stage is still reading its weights")
-        name, pid = world.pick(rng, "stage-")
-        log = world.stack.home.folder / "logs" / f"{HEADS_LOG if self.by_head else name}.log"
+        name, pid = target.pick(rng, "stage-")
+        log = target.stack.home.folder / "logs" / f"{HEADS_LOG if self.by_head else name}.log"
         try:
-            with damaged(world.model / "model.safetensors", self.harm, rng):
+            with damaged(target.model / "model.safetensors", self.harm, rng):
                 begin = log.stat().st_size
                 _kill(name, pid)
                 if not within(NOTICE_S, lambda: self._num_refusals(log, begin) > 0):
                     raise Broken(f"{name} has damaged weights, and nobody says {self.said!r} in {log.name}")
-                hold(LEASES * world.times.lease_s)
+                hold(LEASES * target.times.lease_s)
                 num_refusals = self._num_refusals(log, begin)
             if num_refusals > MAX_REFUSALS and not self.by_head:
                 raise Broken(f"{name} was started {num_refusals} times within {LEASES} leases")
         finally:
             if self.by_head:
-                _kill(*world.pick(rng, name))
+                _kill(*target.pick(rng, name))
 
     def _num_refusals(self, log: Path, begin: int) -> int:
         with log.open(errors="replace") as lines:

@@ -34,7 +34,7 @@ from shardline.store.database import POOL_SIZE
 from tests.chaos.load.requests import MAX_OUTPUT
 from tests.chaos.load.target import Target
 from tests.chaos.report.finding import Finding
-from tests.chaos.stack.world import KV_MIB
+from tests.chaos.stack.options import KV_MIB
 from tests.polling import within
 
 MIB = 1 << 20

@@ -16,27 +16,27 @@ from tests.polling import within
 QUIET_S = 60.0
 
 
-def num_workers(world: Target, num_replicas: int = 1) -> int:
+def num_workers(target: Target, num_replicas: int = 1) -> int:
     """Stages of both models."""
-    return world.num_stages * num_replicas + world.num_more_stages
+    return target.num_stages * num_replicas + target.num_more_stages
 
 
-def kv_in_use(world: Target, num_expected: int) -> dict[str, int]:
+def kv_in_use(target: Target, num_expected: int) -> dict[str, int]:
     """Each stage's own counter of KV blocks, by worker. Those that still load do not answer."""
     app = Celery("inspector", set_as_current=False)
-    app.conf.update(celery_settings(Settings(redis_url=world.redis_url)))
+    app.conf.update(celery_settings(Settings(redis_url=target.redis_url)))
     answers: Mapping[str, Any] = app.control.inspect(timeout=5, limit=num_expected + 1)._request("stage") or {}
     return {name: answer["kv_blocks_used"] for name, answer in answers.items() if "kv_blocks_used" in answer}
 
 
-def kv_leaked(world: Target, *, num_replicas: int = 1) -> tuple[int, list[Finding]]:
+def kv_leaked(target: Target, *, num_replicas: int = 1) -> tuple[int, list[Finding]]:
     """I4: blocks in use though nothing runs; every stage must answer."""
     last: dict[str, int] = {}
-    num_expected = num_workers(world, num_replicas)
+    num_expected = num_workers(target, num_replicas)
 
     def is_free() -> bool:
         nonlocal last
-        last = kv_in_use(world, num_expected)
+        last = kv_in_use(target, num_expected)
         return len(last) == num_expected and not any(last.values())
 
     if within(QUIET_S, is_free):

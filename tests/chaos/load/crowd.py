@@ -60,15 +60,15 @@ class Crowd:
         return [] if self.batch is None else list(self.batch.held)
 
 
-def crowd(world: Target, stopping: threading.Event, drained: threading.Event, *, seed: int, minutes: float) -> Crowd:
-    """For the world's load."""
-    if not world.workload.is_users:
+def crowd(target: Target, stopping: threading.Event, drained: threading.Event, *, seed: int, minutes: float) -> Crowd:
+    """For the target's load."""
+    if not target.workload.is_users:
         return Crowd()
-    client = Client(database_url=world.urls["database"], redis_url=world.urls["redis"])
+    client = Client(database_url=target.urls["database"], redis_url=target.urls["redis"])
     batch = Batch(
         client=client,
-        journal=world.journal,
-        workload=world.workload,
+        journal=target.journal,
+        workload=target.workload,
         num_rows=min(ROWS_MAX, int(ROWS_PER_MINUTE * minutes)),
         name=f"batch-{seed:x}",
         stopping=stopping,
@@ -76,33 +76,33 @@ def crowd(world: Target, stopping: threading.Event, drained: threading.Event, *,
     )
     people: dict[str, Work] = {
         f"caller {index}": Caller(
-            urls=world.urls,
-            journal=world.journal,
-            workload=world.workload,
+            urls=target.urls,
+            journal=target.journal,
+            workload=target.workload,
             stopping=stopping,
             drained=drained,
             rng=random.Random(f"{seed} caller {index}"),
         ).run
         for index in range(NUM_CALLERS)
     }
-    people["canceller"] = partial(_cancel, world, client, random.Random(f"{seed} canceller"), stopping, drained)
-    people["dead letters"] = partial(_look_at_dead_letters, world, drained)
-    return Crowd(people=people, read=partial(_read, world.journal, client), batch=batch)
+    people["canceller"] = partial(_cancel, target, client, random.Random(f"{seed} canceller"), stopping, drained)
+    people["dead letters"] = partial(_look_at_dead_letters, target, drained)
+    return Crowd(people=people, read=partial(_read, target.journal, client), batch=batch)
 
 
 def _cancel(
-    world: Target, client: Client, rng: random.Random, stopping: threading.Event, drained: threading.Event
+    target: Target, client: Client, rng: random.Random, stopping: threading.Event, drained: threading.Event
 ) -> None:
     """Now and then a job that somebody asked for by an ordinary door, by HTTP or in Python."""
     while not drained.wait(CANCEL_EVERY_S):
-        waiting = [each for each in world.journal.open() if each.has_row and each.door in ("http", "sql", "redis")]
+        waiting = [each for each in target.journal.open() if each.has_row and each.door in ("http", "sql", "redis")]
         if not waiting or stopping.is_set():
             continue
         asked = rng.choice(waiting)
         asked.ends |= {"cancelled"}
         try:
             if rng.random() < 0.5:
-                with gateway_client(world.urls, PATIENCE_S) as http:
+                with gateway_client(target.urls, PATIENCE_S) as http:
                     http.delete(f"/v1/jobs/{asked.id}")
             else:
                 client.cancel(asked.id)
@@ -137,12 +137,12 @@ def _read(journal: Journal, client: Client, job_id: UUID) -> None:
         watched.end_tokens = list(watched.tokens)
 
 
-def _look_at_dead_letters(world: Target, drained: threading.Event) -> None:
+def _look_at_dead_letters(target: Target, drained: threading.Event) -> None:
     """Requests of the load that the intake refused: each was good. Redis may forget them soon."""
     last = "-"
     while not drained.wait(LOOK_S):
         try:
-            with redis.Redis.from_url(world.redis_url, socket_timeout=PATIENCE_S, decode_responses=True) as connection:
+            with redis.Redis.from_url(target.redis_url, socket_timeout=PATIENCE_S, decode_responses=True) as connection:
                 entries: list[tuple[str, dict[str, str]]] = connection.execute_command(
                     "XRANGE", keys.INTAKE_DEAD, last, "+"
                 )
@@ -154,7 +154,7 @@ def _look_at_dead_letters(world: Target, drained: threading.Event) -> None:
                 reason = fields.get("reason", "")
                 count = "conflicts" if "conflict" in reason.lower() else "refused"
                 what = f"the intake refused a good request: {reason[:300]}"
-                world.journal.complain(Finding(invariant="I11", count=count, what=what))
+                target.journal.complain(Finding(invariant="I11", count=count, what=what))
 
 
 def _is_ours(request: str) -> bool:

@@ -40,31 +40,31 @@ class Load:
     """Threads: one for each door, a few readers, in the users' load a crowd, and a follower that asks Postgres what
     has ended."""
 
-    def __init__(self, world: Target, *, redis_lasts: bool = False, seed: int = 0, minutes: float = 0.0) -> None:
-        self._journal = world.journal
-        self._database_url = world.database_url
+    def __init__(self, target: Target, *, redis_lasts: bool = False, seed: int = 0, minutes: float = 0.0) -> None:
+        self._journal = target.journal
+        self._database_url = target.database_url
         self._stopping = threading.Event()
         self._drained = threading.Event()
-        workers: dict[str, Work] = {"follower": self._follow, **self._producers(world, redis_lasts, seed)}
+        workers: dict[str, Work] = {"follower": self._follow, **self._producers(target, redis_lasts, seed)}
         for index in range(NUM_READERS):
-            slow = world.workload.is_users and index in SLOW_READERS
+            slow = target.workload.is_users and index in SLOW_READERS
             rng = random.Random(index)
-            reader = Reader(world.urls, self._journal, rng, self._drained, slow=slow)
+            reader = Reader(target.urls, self._journal, rng, self._drained, slow=slow)
             workers[f"reader {index}"] = partial(self._read, reader.read)
-        self._crowd = crowd(world, self._stopping, self._drained, seed=seed, minutes=minutes)
+        self._crowd = crowd(target, self._stopping, self._drained, seed=seed, minutes=minutes)
         workers |= self._crowd.workers(self._read)
         self._threads = [threading.Thread(target=run, name=name, daemon=True) for name, run in workers.items()]
         self._watched: set[UUID] = set()
         self._watching = threading.Lock()
 
-    def _producers(self, world: Target, redis_lasts: bool, seed: int) -> Mapping[str, Work]:
-        numbers, urls = itertools.cycle(range(len(world.workload.requests))), dict(world.urls)
+    def _producers(self, target: Target, redis_lasts: bool, seed: int) -> Mapping[str, Work]:
+        numbers, urls = itertools.cycle(range(len(target.workload.requests))), dict(target.urls)
         return {
             name: Producer(
                 name=name,
                 door=door(urls),
                 journal=self._journal,
-                workload=world.workload,
+                workload=target.workload,
                 numbers=numbers,
                 stopping=self._stopping,
                 drained=self._drained,

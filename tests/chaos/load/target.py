@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from shardline.config import Times
@@ -67,3 +67,15 @@ class Target(Protocol):
 
     def end(self) -> list[Finding]:
         """Stop it. Returns what lives on though it should not (I5)."""
+
+
+@dataclass(kw_only=True)
+class TargetRun:
+    """What every target keeps of its run."""
+
+    workload: Workload
+    journal: Journal = field(default_factory=Journal)
+    start_s: float = 0.0
+    """How long the stack took to get ready."""
+    calm_s: float = 0.0
+    """How long it took for the whole set of requests, undisturbed."""

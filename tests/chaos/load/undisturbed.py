@@ -27,13 +27,13 @@ class Expected:
     logprobs: Sequence[Any] | None = None
 
 
-def undisturbed(world: Target, *, exact: bool = True) -> list[Expected] | None:
+def undisturbed(target: Target, *, exact: bool = True) -> list[Expected] | None:
     """What comes of every request of the set while nobody dies; None where a resume may give other tokens."""
-    asked = [Asked(id=uuid4(), number=n, door="calm", promised=True) for n in range(len(world.workload.requests))]
+    asked = [Asked(id=uuid4(), number=n, door="calm", promised=True) for n in range(len(target.workload.requests))]
     for each in asked:
-        world.journal.ask(each)
-    documents = [{**world.workload.requests[each.number], **each.dress.fields, "id": each.id} for each in asked]
-    with Client(database_url=world.urls["database"], redis_url=world.urls["redis"]) as client:
+        target.journal.ask(each)
+    documents = [{**target.workload.requests[each.number], **each.dress.fields, "id": each.id} for each in asked]
+    with Client(database_url=target.urls["database"], redis_url=target.urls["redis"]) as client:
         client.submit_many(documents)
         jobs = client.wait([each.id for each in asked], timeout_s=UNDISTURBED_S)
     found = []

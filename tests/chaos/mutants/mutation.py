@@ -21,7 +21,7 @@ from tests.chaos.mutants.catalog import MUTANTS
 from tests.chaos.mutants.mutant import Hurt, Mutant, Patch
 from tests.chaos.mutants.mutated import Hung, Unfit, copy_of, of_product
 from tests.chaos.mutants.noticing import Judged, by_judge, by_storms, by_test
-from tests.chaos.stack.world import TIME_SCALE
+from tests.chaos.stack.options import TIME_SCALE
 from tests.repository import REPOSITORY
 
 KEPT = REPOSITORY / ".local" / "mutants.json"

@@ -169,9 +169,7 @@ def test_jobs_are_listed_newest_first_by_pages(client: Client) -> None:
     assert client.list(model="other") == []
 
 
-def test_a_page_token_outlives_its_deleted_job_and_a_deleted_id_is_refused(
-    client: Client,
-) -> None:
+def test_a_page_token_outlives_its_deleted_job_and_a_deleted_id_is_refused(client: Client) -> None:
     ids = [client.submit("clerk", PROMPT) for _ in range(4)]
     page = client.list(limit=2)
     with client.database.begin() as connection:

@@ -20,7 +20,7 @@ from schemathesis import GenerationMode
 from schemathesis.checks import CHECKS
 
 from tests.integration.gateway.api_document import API, LABELS
-from tests.integration.gateway.gateway_world import PROMPT, running_gateway
+from tests.integration.gateway.running_gateway import PROMPT, running_gateway
 from tests.tiny_head import TinyHead, tiny_head
 
 NUM_EXAMPLES = 15

@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from shardline.job import JobState
-from tests.integration.gateway.gateway_world import PROMPT, claimed, events_of, running_gateway
+from tests.integration.gateway.running_gateway import PROMPT, claimed, events_of, running_gateway
 from tests.tiny_head import TinyHead, tiny_head
 
 TEXT = "/v1/completions"

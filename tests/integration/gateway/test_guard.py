@@ -27,7 +27,7 @@ from services.standalone.servers import Postgres
 from shardline.api_key import Scope, bearer, new_key, parse_key
 from shardline.store import api_keys
 from shardline.store.database import connect
-from tests.integration.gateway.gateway_world import PROMPT, make_key, running_gateway
+from tests.integration.gateway.running_gateway import PROMPT, make_key, running_gateway
 from tests.tiny_head import TinyHead, tiny_head
 
 JOBS = "/v1/jobs"

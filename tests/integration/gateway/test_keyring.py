@@ -15,7 +15,7 @@ from services.gateway.keyring import Keyring
 from shardline.api_key import new_key, parse_key
 from shardline.errors import Overloaded, Unavailable
 from shardline.store.database import connect_async
-from tests.integration.gateway.gateway_world import make_key
+from tests.integration.gateway.running_gateway import make_key
 
 
 @asynccontextmanager
@@ -74,9 +74,7 @@ async def test_guesses_beyond_the_waiting_room_are_told_to_come_back(
         assert (await ring.get(id_of(new_key()))).known is None, "and then there is room again"
 
 
-async def test_a_known_key_does_not_wait_for_a_silent_postgres(
-    database_url: str,
-) -> None:
+async def test_a_known_key_does_not_wait_for_a_silent_postgres(database_url: str) -> None:
     key_id = id_of(make_key(database_url))
     async with a_keyring(database_url, fresh_s=0) as (ring, _):
         entry = await ring.get(key_id)

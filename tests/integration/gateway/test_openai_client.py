@@ -13,7 +13,7 @@ from openai.types.chat import ChatCompletionUserMessageParam
 from sqlalchemy import text
 
 from shardline.job import JobState
-from tests.integration.gateway.gateway_world import PROMPT, claimed, running_gateway
+from tests.integration.gateway.running_gateway import PROMPT, claimed, running_gateway
 from tests.tiny_head import TinyHead, tiny_head
 
 MESSAGES: list[ChatCompletionUserMessageParam] = [{"role": "user", "content": PROMPT}]

@@ -18,7 +18,7 @@ from sqlalchemy import text
 from services.standalone.ports import free_port
 from services.standalone.servers import Postgres
 from shardline.api_key import bearer
-from tests.integration.gateway.gateway_world import PROMPT, events_of, gateway_server, make_key, running_gateway
+from tests.integration.gateway.running_gateway import PROMPT, events_of, gateway_server, make_key, running_gateway
 from tests.repository import REPOSITORY
 from tests.tiny_head import TinyHead, tiny_head
 
@@ -95,9 +95,7 @@ async def test_metrics_count_routes_and_not_paths(http: httpx.AsyncClient) -> No
     assert 'shardline_jobs_refused_total{code="invalid_value"} 1.0' in text
 
 
-async def test_one_wrong_request_harms_none_of_many_concurrent_callers(
-    http: httpx.AsyncClient,
-) -> None:
+async def test_one_wrong_request_harms_none_of_many_concurrent_callers(http: httpx.AsyncClient) -> None:
     bodies = [{**BODY, "metadata": {"a": "\0"}} if place % 10 == 3 else BODY for place in range(60)]
     replies = await asyncio.gather(*(http.post(JOBS, json=body) for body in bodies))
     assert [reply.status_code for reply in replies] == [400 if place % 10 == 3 else 202 for place in range(60)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 from uuid import UUID
 
@@ -13,7 +12,7 @@ from sqlalchemy import Engine
 
 from services.relay.acceptance import Arrival, Verdict, accept
 from shardline.ids import new_id
-from tests.integration.store.store_world import MODEL, cell, world
+from tests.integration.rows import MODEL, cell
 
 GOOD = {"model": MODEL, "prompt": "one"}
 documents = st.recursive(
@@ -22,13 +21,6 @@ documents = st.recursive(
     max_leaves=8,
 )
 fields = st.sampled_from(["id", "prompt", "messages", "metadata", "seed", "priority", "tenant", "stop", "deadline_s"])
-
-
-@pytest.fixture
-def engine(database_url: str) -> Iterator[Engine]:
-    """A fresh world."""
-    with world(database_url) as engine:
-        yield engine
 
 
 def take(engine: Engine, *requests: object) -> list[Verdict]:

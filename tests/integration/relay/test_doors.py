@@ -14,20 +14,20 @@ from sqlalchemy import text
 from shardline.job import JobState
 from shardline.keys import INTAKE, INTAKE_DEAD, INTAKE_GROUP
 from shardline.store import pipelines
-from tests.integration.relay.relay_world import PATIENCE_S, RelayWorld, relay_world
-from tests.integration.store.store_world import MODEL, cell, change
+from tests.integration.relay.relay_stack import PATIENCE_S, RelayStack, relay_stack
+from tests.integration.rows import MODEL, cell, change
 from tests.polling import until
 
 
 @pytest.fixture
-def here(database_url: str, redis_url: str, tmp_path: Path) -> Iterator[RelayWorld]:
-    """A world with one relay."""
-    with relay_world(database_url, redis_url, tmp_path) as here:
+def here(database_url: str, redis_url: str, tmp_path: Path) -> Iterator[RelayStack]:
+    """Servers with one relay."""
+    with relay_stack(database_url, redis_url, tmp_path) as here:
         here.start_relay()
         yield here
 
 
-def test_a_row_inserted_by_sql_is_tokenized_and_its_id_sent_by_celery(here: RelayWorld) -> None:
+def test_a_row_inserted_by_sql_is_tokenized_and_its_id_sent_by_celery(here: RelayStack) -> None:
     change(here.engine, "INSERT INTO jobs (model, prompt) VALUES ('m', 'one two')")
     (sent,) = here.take_messages(1)
     job = here.job(sent)
@@ -36,9 +36,7 @@ def test_a_row_inserted_by_sql_is_tokenized_and_its_id_sent_by_celery(here: Rela
     assert here.claim(sent)
 
 
-def test_invalid_rows_inserted_by_hand_fail_with_a_reason_and_block_nothing(
-    here: RelayWorld,
-) -> None:
+def test_invalid_rows_inserted_by_hand_fail_with_a_reason_and_block_nothing(here: RelayStack) -> None:
     with here.engine.begin() as connection:
         for columns, values in [
             ("model, prompt", "'nobody', 'one'"),
@@ -67,9 +65,7 @@ def test_invalid_rows_inserted_by_hand_fail_with_a_reason_and_block_nothing(
     }
 
 
-def test_a_pipelines_kv_below_the_context_limits_a_prepared_row(
-    here: RelayWorld,
-) -> None:
+def test_a_pipelines_kv_below_the_context_limits_a_prepared_row(here: RelayStack) -> None:
     with here.engine.begin() as connection:
         pipelines.ready(connection, "p", 1, seats=4, stages=[], exact=True, kv_tokens=16)
     change(here.engine, "INSERT INTO jobs (model, prompt) VALUES ('m', 'one two')")
@@ -79,14 +75,14 @@ def test_a_pipelines_kv_below_the_context_limits_a_prepared_row(
     assert cell(here.engine, "SELECT max_tokens FROM jobs WHERE id = :id", id=sent) == 14
 
 
-def test_a_celery_task_of_another_service_becomes_the_job_of_its_id(here: RelayWorld) -> None:
+def test_a_celery_task_of_another_service_becomes_the_job_of_its_id(here: RelayStack) -> None:
     task_id = here.submit({"model": MODEL, "prompt": "one", "metadata": {"a": 1}}, task_id=str(uuid4()))
     assert here.take_messages(1) == [task_id]
     assert (job := here.job(task_id)) is not None
     assert job.metadata == {"a": 1}
 
 
-def test_an_invalid_celery_task_becomes_a_failed_row_or_a_dead_letter(here: RelayWorld) -> None:
+def test_an_invalid_celery_task_becomes_a_failed_row_or_a_dead_letter(here: RelayStack) -> None:
     bad = here.submit({"model": MODEL, "prompt": "one", "top_p": 9})
     lost = here.submit({"prompt": "one"})
     job = here.wait_for_end(bad)
@@ -96,9 +92,7 @@ def test_an_invalid_celery_task_becomes_a_failed_row_or_a_dead_letter(here: Rela
     assert json.loads(dead[b"reason"])["field"] == "model"
 
 
-def test_a_repeated_celery_task_is_one_row_and_a_changed_one_is_refused(
-    here: RelayWorld,
-) -> None:
+def test_a_repeated_celery_task_is_one_row_and_a_changed_one_is_refused(here: RelayStack) -> None:
     task_id = str(uuid4())
     for prompt in ("one", "one", "two"):
         here.submit({"model": MODEL, "prompt": prompt}, task_id=task_id)
@@ -106,9 +100,7 @@ def test_a_repeated_celery_task_is_one_row_and_a_changed_one_is_refused(
     assert cell(here.engine, "SELECT prompt FROM jobs") == "one"
 
 
-def test_each_intake_entry_ends_as_a_row_or_a_dead_letter(
-    here: RelayWorld,
-) -> None:
+def test_each_intake_entry_ends_as_a_row_or_a_dead_letter(here: RelayStack) -> None:
     job_id = str(uuid4())
     for request in [
         {"model": MODEL, "prompt": "one", "id": job_id},
@@ -128,14 +120,14 @@ def test_each_intake_entry_ends_as_a_row_or_a_dead_letter(
     assert cell(here.engine, "SELECT count(*) FROM jobs") == 5
 
 
-def test_a_lost_consumer_group_is_made_again(here: RelayWorld) -> None:
+def test_a_lost_consumer_group_is_made_again(here: RelayStack) -> None:
     until(lambda: here.redis.exists(INTAKE))
     here.redis.xgroup_destroy(INTAKE, INTAKE_GROUP)
     here.redis.xadd(INTAKE, {"request": json.dumps({"model": MODEL, "prompt": "one"})})
     assert len(here.take_messages(1)) == 1
 
 
-def test_revoking_a_queued_job_cancels_its_row(here: RelayWorld) -> None:
+def test_revoking_a_queued_job_cancels_its_row(here: RelayStack) -> None:
     task_id = here.submit({"model": MODEL, "prompt": "one"})
     here.take_messages(1)
     (reply,) = here.app.control.revoke(task_id, reply=True)
@@ -143,7 +135,7 @@ def test_revoking_a_queued_job_cancels_its_row(here: RelayWorld) -> None:
     assert here.wait_for_end(task_id).state is JobState.CANCELLED
 
 
-def test_only_terminate_ends_a_running_job(here: RelayWorld) -> None:
+def test_only_terminate_ends_a_running_job(here: RelayStack) -> None:
     task_id = here.submit({"model": MODEL, "prompt": "one"})
     here.take_messages(1)
     assert here.claim(task_id)
@@ -158,16 +150,14 @@ def test_only_terminate_ends_a_running_job(here: RelayWorld) -> None:
     assert here.wait_for(task_id, lambda job: job.cancel_requested).state is JobState.RUNNING
 
 
-def test_a_revoke_before_its_request_cancels_the_later_row(here: RelayWorld) -> None:
+def test_a_revoke_before_its_request_cancels_the_later_row(here: RelayStack) -> None:
     task_id = str(uuid4())
     here.app.control.revoke(task_id, reply=True)
     here.submit({"model": MODEL, "prompt": "one"}, task_id=task_id)
     assert here.wait_for_end(task_id).state is JobState.CANCELLED
 
 
-def test_an_answer_to_a_dead_caller_does_not_stay_in_redis(
-    here: RelayWorld,
-) -> None:
+def test_an_answer_to_a_dead_caller_does_not_stay_in_redis(here: RelayStack) -> None:
     with here.app.connection_for_write() as connection:
         mailbox = here.app.control.mailbox(connection)
         # What `celery inspect ping` does, up to where it would wait.
@@ -177,7 +167,7 @@ def test_an_answer_to_a_dead_caller_does_not_stay_in_redis(
         until(lambda: here.redis.pttl(answer) > 0)
 
 
-def test_a_celery_submission_publishes_no_event_and_no_result_of_its_id(here: RelayWorld) -> None:
+def test_a_celery_submission_publishes_no_event_and_no_result_of_its_id(here: RelayStack) -> None:
     seen: list[dict[str, object]] = []
     with here.app.connection_for_read() as connection:
         receiver = here.app.events.Receiver(connection, handlers={"*": seen.append})
@@ -193,9 +183,7 @@ def test_a_celery_submission_publishes_no_event_and_no_result_of_its_id(here: Re
     assert here.app.AsyncResult(task_id).state == "PENDING"
 
 
-def test_the_producer_of_a_job_that_ends_without_a_head_gets_a_result(
-    here: RelayWorld,
-) -> None:
+def test_the_producer_of_a_job_that_ends_without_a_head_gets_a_result(here: RelayStack) -> None:
     bad_request = here.submit({"model": MODEL, "prompt": "one", "top_p": 9})
     bad_model = here.submit({"model": "nobody", "prompt": "one"})
     no_row = here.submit({"prompt": "one"})

@@ -14,32 +14,32 @@ from shardline.job import JobState
 from shardline.keys import INTAKE, INTAKE_GROUP, OUTBOX_MARK, RELAY_UNACKED
 from shardline.store import jobs
 from shardline.store.claims import Beat, heartbeat
-from tests.integration.relay.relay_world import RelayWorld, relay_world
-from tests.integration.store.store_world import LONG_S, MODEL, cell, change, claim, pass_time, request
+from tests.integration.relay.relay_stack import RelayStack, relay_stack
+from tests.integration.rows import LONG_S, MODEL, cell, change, claim, pass_time, request
 from tests.polling import until
 
 NUM_JOBS = 40
 
 
 @pytest.fixture
-def here(database_url: str, redis_url: str, tmp_path: Path) -> Iterator[RelayWorld]:
-    """A world without a relay: tests start theirs."""
-    with relay_world(database_url, redis_url, tmp_path) as here:
+def here(database_url: str, redis_url: str, tmp_path: Path) -> Iterator[RelayStack]:
+    """Servers without a relay: tests start theirs."""
+    with relay_stack(database_url, redis_url, tmp_path) as here:
         yield here
 
 
-def insert(here: RelayWorld, num: int = NUM_JOBS) -> set[str]:
+def insert(here: RelayStack, num: int = NUM_JOBS) -> set[str]:
     """Jobs that a relay must prepare and send."""
     with here.engine.begin() as connection:
         return {str(one.job_id) for one in jobs.insert_jobs(connection, [request(prompt="one")] * num)}
 
 
-def all_sent(here: RelayWorld, ids: set[str]) -> bool:
+def all_sent(here: RelayStack, ids: set[str]) -> bool:
     """Whether every row has been stamped."""
     return bool(cell(here.engine, "SELECT count(*) FROM jobs WHERE sent_at IS NOT NULL") == len(ids))
 
 
-def test_the_window_is_sent_again_at_once_after_redis_lost_everything(here: RelayWorld, redis_server: Valkey) -> None:
+def test_the_window_is_sent_again_at_once_after_redis_lost_everything(here: RelayStack, redis_server: Valkey) -> None:
     here.start_relay()
     ids = insert(here)
     until(lambda: all_sent(here, ids))
@@ -49,7 +49,7 @@ def test_the_window_is_sent_again_at_once_after_redis_lost_everything(here: Rela
     assert set(here.take_messages(NUM_JOBS)) == ids
 
 
-def test_the_window_is_sent_again_after_a_flush_of_redis(here: RelayWorld) -> None:
+def test_the_window_is_sent_again_after_a_flush_of_redis(here: RelayStack) -> None:
     here.start_relay()
     ids = insert(here)
     until(lambda: all_sent(here, ids) and here.redis.exists(OUTBOX_MARK))
@@ -57,7 +57,7 @@ def test_the_window_is_sent_again_after_a_flush_of_redis(here: RelayWorld) -> No
     assert set(here.take_messages(NUM_JOBS)) == ids
 
 
-def test_jobs_accepted_without_redis_are_sent_once_it_is_back(here: RelayWorld, redis_server: Valkey) -> None:
+def test_jobs_accepted_without_redis_are_sent_once_it_is_back(here: RelayStack, redis_server: Valkey) -> None:
     relay = here.start_relay()
     redis_server.kill()
     ids = insert(here)
@@ -67,7 +67,7 @@ def test_jobs_accepted_without_redis_are_sent_once_it_is_back(here: RelayWorld, 
     assert relay.process.poll() is None
 
 
-def test_sweeps_and_preparation_go_on_while_redis_is_frozen(here: RelayWorld, redis_server: Valkey) -> None:
+def test_sweeps_and_preparation_go_on_while_redis_is_frozen(here: RelayStack, redis_server: Valkey) -> None:
     relay = here.start_relay()
     redis_server.pause()
     ids = insert(here)
@@ -79,7 +79,7 @@ def test_sweeps_and_preparation_go_on_while_redis_is_frozen(here: RelayWorld, re
     assert relay.process.poll() is None
 
 
-def test_a_relay_goes_on_once_a_full_redis_has_room(here: RelayWorld) -> None:
+def test_a_relay_goes_on_once_a_full_redis_has_room(here: RelayStack) -> None:
     relay = here.start_relay()
     here.redis.config_set("maxmemory", 1)
     here.redis.client_kill_filter(_type="normal")
@@ -92,7 +92,7 @@ def test_a_relay_goes_on_once_a_full_redis_has_room(here: RelayWorld) -> None:
 
 
 def test_a_relay_stores_the_request_it_holds_though_redis_dies(
-    here: RelayWorld, redis_server: Valkey, postgres_server: Postgres
+    here: RelayStack, redis_server: Valkey, postgres_server: Postgres
 ) -> None:
     relay = here.start_relay()
     postgres_server.kill()
@@ -108,7 +108,7 @@ def test_a_relay_stores_the_request_it_holds_though_redis_dies(
     assert relay.process.poll() is None
 
 
-def test_requests_wait_for_postgres_and_become_rows(here: RelayWorld, postgres_server: Postgres) -> None:
+def test_requests_wait_for_postgres_and_become_rows(here: RelayStack, postgres_server: Postgres) -> None:
     relay = here.start_relay()
     postgres_server.kill()
     try:
@@ -124,7 +124,7 @@ def test_requests_wait_for_postgres_and_become_rows(here: RelayWorld, postgres_s
     until(lambda: here.redis.xlen(INTAKE) == 0)
 
 
-def test_entries_taken_by_a_dead_relay_are_taken_over_once(here: RelayWorld) -> None:
+def test_entries_taken_by_a_dead_relay_are_taken_over_once(here: RelayStack) -> None:
     here.redis.xgroup_create(INTAKE, INTAKE_GROUP, id="0", mkstream=True)
     for number in range(NUM_JOBS):
         here.redis.xadd(INTAKE, {"request": json.dumps({"model": MODEL, "prompt": "one", "metadata": {"n": number}})})
@@ -137,7 +137,7 @@ def test_entries_taken_by_a_dead_relay_are_taken_over_once(here: RelayWorld) -> 
     assert cell(here.engine, "SELECT count(*) FROM jobs") == NUM_JOBS
 
 
-def test_an_entry_committed_but_not_acknowledged_becomes_one_row(here: RelayWorld) -> None:
+def test_an_entry_committed_but_not_acknowledged_becomes_one_row(here: RelayStack) -> None:
     here.redis.xgroup_create(INTAKE, INTAKE_GROUP, id="0", mkstream=True)
     document = json.dumps({"model": MODEL, "prompt": "one"})
     here.redis.xadd(INTAKE, {"request": document}, id="1-1")
@@ -151,7 +151,7 @@ def test_an_entry_committed_but_not_acknowledged_becomes_one_row(here: RelayWorl
     assert cell(here.engine, "SELECT count(*) FROM jobs") == 1
 
 
-def test_each_request_becomes_one_row_while_relays_are_killed(here: RelayWorld) -> None:
+def test_each_request_becomes_one_row_while_relays_are_killed(here: RelayStack) -> None:
     num_rounds = 3
     for turn in range(num_rounds):
         relay = here.start_relay()
@@ -165,9 +165,7 @@ def test_each_request_becomes_one_row_while_relays_are_killed(here: RelayWorld) 
     assert cell(here.engine, "SELECT count(DISTINCT metadata) FROM jobs") == expected
 
 
-def test_two_relays_with_a_backlog_send_every_job_and_it_is_claimed_once(
-    here: RelayWorld,
-) -> None:
+def test_two_relays_with_a_backlog_send_every_job_and_it_is_claimed_once(here: RelayStack) -> None:
     here.start_relay()
     here.start_relay()
     ids = insert(here, 300)
@@ -179,7 +177,7 @@ def test_two_relays_with_a_backlog_send_every_job_and_it_is_claimed_once(
     assert claimed == ids
 
 
-def test_a_job_whose_lease_expired_is_requeued_and_sent_again(here: RelayWorld) -> None:
+def test_a_job_whose_lease_expired_is_requeued_and_sent_again(here: RelayStack) -> None:
     here.start_relay()
     ids = insert(here, 1)
     here.take_messages(1)
@@ -200,7 +198,7 @@ def test_a_job_whose_lease_expired_is_requeued_and_sent_again(here: RelayWorld) 
     assert job.result.text == "one two"
 
 
-def test_a_stopped_relay_ends_promptly_and_cleanly(here: RelayWorld) -> None:
+def test_a_stopped_relay_ends_promptly_and_cleanly(here: RelayStack) -> None:
     relay = here.start_relay()
     insert(here)
     assert relay.stop() == 0
@@ -208,7 +206,7 @@ def test_a_stopped_relay_ends_promptly_and_cleanly(here: RelayWorld) -> None:
 
 
 def test_a_stopped_relay_ends_though_its_servers_are_away(
-    here: RelayWorld, redis_server: Valkey, postgres_server: Postgres
+    here: RelayStack, redis_server: Valkey, postgres_server: Postgres
 ) -> None:
     relay = here.start_relay()
     here.submit({"model": MODEL, "prompt": "one"})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, MutableMapping
+from collections.abc import MutableMapping
 from typing import Any
 
 import pytest
@@ -18,7 +18,7 @@ from shardline.config import Times
 from shardline.metrics import RelayMetrics
 from shardline.store import claims
 from shardline.store.claims import Beat, Claimed
-from tests.integration.store.store_world import LONG_S, change, claim, running, submit, world
+from tests.integration.rows import LONG_S, change, claim, running, submit
 
 FILL = """
 UPDATE jobs SET state = 'failed', finished_at = now(), error = jsonb_build_object('code', 'crashed',
@@ -28,12 +28,6 @@ UPDATE jobs SET state = 'failed', finished_at = now(), error = jsonb_build_objec
 
 
 UPDATES = "SELECT relname, n_tup_upd, n_tup_hot_upd FROM pg_stat_user_tables WHERE relname IN ('jobs', 'attempts')"
-
-
-@pytest.fixture
-def engine(database_url: str) -> Iterator[Engine]:
-    with world(database_url) as engine:
-        yield engine
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,16 +16,10 @@ from shardline.config import Times
 from shardline.keys import INTAKE, INTAKE_DEAD, INTAKE_GROUP
 from shardline.metrics import RelayMetrics
 from shardline.store.database import connect
-from tests.integration.store.store_world import MODEL, cell, world
+from tests.integration.rows import MODEL, cell
 
 TIMES = Times().scaled(0.002)
 NOWHERE = "postgresql://shardline@127.0.0.1:1/none"
-
-
-@pytest.fixture
-def engine(database_url: str) -> Iterator[Engine]:
-    with world(database_url) as engine:
-        yield engine
 
 
 def intake(database: Engine, redis: Redis) -> Intake:

@@ -20,8 +20,8 @@ from shardline.metrics import RelayMetrics
 from shardline.store import jobs, models
 from shardline.store.database import connect
 from shardline.tokenise import Prepared, Tokens
-from tests.integration.relay.relay_world import words_tokenizer
-from tests.integration.store.store_world import MODEL, cell, model_row, request, state, world
+from tests.integration.relay.relay_stack import words_tokenizer
+from tests.integration.rows import MODEL, cell, database_with_head, model_row, request, state
 from tests.polling import until
 
 LONG_PROMPT = "one " * 60_000
@@ -34,8 +34,8 @@ Look = Callable[[], None]
 
 @pytest.fixture
 def engine(database_url: str) -> Iterator[Engine]:
-    """A fresh world, whose model takes long texts."""
-    with world(database_url) as engine:
+    """One whose model takes long texts."""
+    with database_with_head(database_url) as engine:
         with engine.begin() as connection:
             row = {**model_row(MODEL), "tokenizer": words_tokenizer(), "context_length": 131_072}
             models.register_model(connection, row)

@@ -9,8 +9,8 @@ import pytest
 
 from shardline.queues import INTAKE_QUEUE
 from shardline.threads import HUNG_STATUS
-from tests.integration.relay.relay_world import PATIENCE_S, RelayWorld, relay_world
-from tests.integration.store.store_world import MODEL
+from tests.integration.relay.relay_stack import PATIENCE_S, RelayStack, relay_stack
+from tests.integration.rows import MODEL
 from tests.polling import until
 
 SECRET = "nobody else may read this"
@@ -30,21 +30,19 @@ main()
 
 
 @pytest.fixture
-def here(database_url: str, redis_url: str, tmp_path: Path) -> Iterator[RelayWorld]:
-    """A world without a relay."""
-    with relay_world(database_url, redis_url, tmp_path) as here:
+def here(database_url: str, redis_url: str, tmp_path: Path) -> Iterator[RelayStack]:
+    """Servers without a relay."""
+    with relay_stack(database_url, redis_url, tmp_path) as here:
         yield here
 
 
-def test_a_relay_ends_when_one_of_its_loops_has_gone(
-    here: RelayWorld,
-) -> None:
+def test_a_relay_ends_when_one_of_its_loops_has_gone(here: RelayStack) -> None:
     relay = here.start_relay(wait=False, program=("-c", PANICKING))
     assert relay.process.wait(PATIENCE_S) == HUNG_STATUS
     assert b"the thread sweeper failed" in relay.log.read_bytes()
 
 
-def test_prompts_of_refused_messages_are_not_logged(here: RelayWorld) -> None:
+def test_prompts_of_refused_messages_are_not_logged(here: RelayStack) -> None:
     relay = here.start_relay()
     document = {"model": MODEL, "prompt": SECRET}
     with here.app.connection_for_write() as connection:

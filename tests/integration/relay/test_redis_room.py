@@ -20,7 +20,6 @@ from shardline.keys import INTAKE, INTAKE_DEAD, INTAKE_DEAD_MAX_BYTES, INTAKE_GR
 from shardline.metrics import RelayMetrics
 from shardline.streams import DeltaWriter
 from shardline.wire import Delta
-from tests.integration.store.store_world import world
 
 MIB = 1 << 20
 ROOM = "16mb"
@@ -48,13 +47,6 @@ def client(small: Valkey) -> Iterator[redis.Redis]:
         yield client
 
 
-@pytest.fixture
-def engine(database_url: str) -> Iterator[Engine]:
-    """A fresh world."""
-    with world(database_url) as engine:
-        yield engine
-
-
 def test_no_message_is_lost_when_finished_streams_outgrow_redis(small: Valkey, client: redis.Redis) -> None:
     writer = DeltaWriter(small.url)
     for number in range(NUM_MESSAGES):
@@ -69,9 +61,7 @@ def test_no_message_is_lost_when_finished_streams_outgrow_redis(small: Valkey, c
     assert client.llen(QUEUE) == NUM_MESSAGES
 
 
-def test_dead_intake_entries_keep_the_newest_within_a_few_megabytes(
-    client: redis.Redis,
-) -> None:
+def test_dead_intake_entries_keep_the_newest_within_a_few_megabytes(client: redis.Redis) -> None:
     for number in range(200):
         bury(client, entry=f"{number}-0", request="x" * MAX_REQUEST_CHARS, reason=REASON)
 

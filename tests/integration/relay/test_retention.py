@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from uuid import UUID
 
@@ -18,21 +17,14 @@ from shardline.job import JobState
 from shardline.metrics import RelayMetrics
 from shardline.store import dead_letters, retention
 from shardline.store.retention import delete_old
-from tests.integration.relay.relay_world import relay_world
-from tests.integration.store.store_world import cell, change, claim, end, running, submit, success, world
+from tests.integration.relay.relay_stack import relay_stack
+from tests.integration.rows import cell, change, claim, end, running, submit, success
 from tests.polling import until
 
 DAY_S = 86_400.0
 DEAD = """
 UPDATE jobs SET state = 'failed', finished_at = now(), lease_until = NULL, error = '{"code": "crashed"}' WHERE id = :id
 """
-
-
-@pytest.fixture
-def engine(database_url: str) -> Iterator[Engine]:
-    """A fresh world."""
-    with world(database_url) as engine:
-        yield engine
 
 
 def age(engine: Engine, job_id: UUID, *, days: float) -> UUID:
@@ -156,9 +148,7 @@ def test_a_second_relay_leaves_deletion_to_the_first(engine: Engine) -> None:
         assert clean(engine) == 0
 
 
-def test_retention_counts_its_batches_and_goes_on_until_none_is_left(
-    engine: Engine,
-) -> None:
+def test_retention_counts_its_batches_and_goes_on_until_none_is_left(engine: Engine) -> None:
     registry = CollectorRegistry()
     loop = Retention(database=engine, days=30, times=Times(), metrics=RelayMetrics(registry))
     many(engine, retention.MAX_BATCH + 1, "'expired', now() - interval '31 days'")
@@ -179,7 +169,7 @@ def test_the_setting_deletes_old_jobs(
     database_url: str, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SHARDLINE_RETENTION_DAYS", "30")
-    with relay_world(database_url, redis_url, tmp_path) as here:
+    with relay_stack(database_url, redis_url, tmp_path) as here:
         old, young = ended(here.engine, days=31), ended(here.engine, days=29)
         here.start_relay(wait=False)
         until(lambda: old not in left(here.engine))
@@ -225,9 +215,7 @@ def test_old_jobs_of_megabytes_are_all_deleted_a_few_at_a_time(engine: Engine) -
     assert left(engine) == set()
 
 
-def test_retention_gets_behind_many_rows_that_stay(
-    engine: Engine,
-) -> None:
+def test_retention_gets_behind_many_rows_that_stay(engine: Engine) -> None:
     many(engine, retention.MAX_READ, "'queued', NULL")
     kept = left(engine)
     old = ended(engine, days=31)

@@ -13,17 +13,17 @@ from shardline.config import Times
 from shardline.job import JobState
 from shardline.store.claims import Beat, heartbeat
 from tests.chaos.network.proxy import Direction, Proxy
-from tests.integration.relay.relay_world import TIME_SCALE, RelayWorld, relay_world
-from tests.integration.store.store_world import cell, change, running, state, submit
+from tests.integration.relay.relay_stack import TIME_SCALE, RelayStack, relay_stack
+from tests.integration.rows import cell, change, running, state, submit
 from tests.polling import until
 
 LEASE_S = Times().scaled(TIME_SCALE).lease_s
 
 
 @pytest.fixture
-def here(database_url: str, redis_url: str, tmp_path: Path) -> Iterator[RelayWorld]:
-    """A world without a relay."""
-    with relay_world(database_url, redis_url, tmp_path) as here:
+def here(database_url: str, redis_url: str, tmp_path: Path) -> Iterator[RelayStack]:
+    """Servers without a relay."""
+    with relay_stack(database_url, redis_url, tmp_path) as here:
         yield here
 
 
@@ -37,7 +37,7 @@ def proxy(postgres_server: Postgres) -> Iterator[Proxy]:
     proxy.stop()
 
 
-def wait_for_a_sweep(here: RelayWorld) -> None:
+def wait_for_a_sweep(here: RelayStack) -> None:
     """Until a sweep that began after this call is over: the first row may be found by one under way."""
     for _ in range(2):
         (job_id,) = submit(here.engine)
@@ -45,7 +45,7 @@ def wait_for_a_sweep(here: RelayWorld) -> None:
         here.wait_for_end(job_id)
 
 
-def test_heads_may_beat_before_a_rescue_after_a_stall_of_postgres(here: RelayWorld, proxy: Proxy) -> None:
+def test_heads_may_beat_before_a_rescue_after_a_stall_of_postgres(here: RelayStack, proxy: Proxy) -> None:
     database = here.engine.url.database
     relayed = replace(here, database_url=f"postgresql://shardline@{proxy.host}:{proxy.port}/{database}")
     relayed.start_relay()

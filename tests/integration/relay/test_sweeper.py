@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 from uuid import UUID
 
@@ -22,8 +21,8 @@ from shardline.metrics import RelayMetrics
 from shardline.store import claims, jobs, models, sweeps
 from shardline.store.claims import Beat
 from shardline.tokenise import Tokens
-from tests.integration.relay.relay_world import words_tokenizer
-from tests.integration.store.store_world import (
+from tests.integration.relay.relay_stack import words_tokenizer
+from tests.integration.rows import (
     LONG_S,
     MODEL,
     cell,
@@ -32,18 +31,10 @@ from tests.integration.store.store_world import (
     pass_time,
     running,
     submit,
-    world,
 )
 
 TIMES = Times().scaled(0.001)
 """The server is up for longer than such a lease."""
-
-
-@pytest.fixture
-def engine(database_url: str) -> Iterator[Engine]:
-    """A fresh world."""
-    with world(database_url) as engine:
-        yield engine
 
 
 @pytest.fixture

@@ -118,9 +118,7 @@ def test_down_after_a_killed_supervisor_leaves_nothing(own_stack: Stack) -> None
     assert own_stack.home.published() is None
 
 
-def test_a_model_without_a_tokenizer_answers_ids_until_ctrl_c_stops_it_in_order(
-    tmp_path: Path,
-) -> None:
+def test_a_model_without_a_tokenizer_answers_ids_until_ctrl_c_stops_it_in_order(tmp_path: Path) -> None:
     own_stack = Stack(tmp_path, SHARDLINE_MODEL=str(save_model(tmp_path)), SHARDLINE_STAGES="1")
     own_stack.start()
     urls = own_stack.look()["urls"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from typing import Any
@@ -17,7 +16,7 @@ from shardline.store.bells import listening
 from shardline.store.claims import Beat, BeatReply, Claimed, End
 from shardline.store.database import connect
 from shardline.tables import DONE_CHANNEL, JOBS_CHANNEL
-from tests.integration.store.store_world import (
+from tests.integration.rows import (
     LONG_S,
     cell,
     change,
@@ -29,20 +28,12 @@ from tests.integration.store.store_world import (
     state,
     submit,
     success,
-    world,
 )
 from tests.polling import until
 
 HOLDS = BeatReply(cancel_requested=False, expired=False)
 RELEASED = "SELECT outcome FROM attempts WHERE job_id = :id AND fence = :fence"
 TOKENS = "SELECT tokens FROM attempts WHERE job_id = :id AND fence = :fence"
-
-
-@pytest.fixture
-def engine(database_url: str) -> Iterator[Engine]:
-    """A fresh world."""
-    with world(database_url) as engine:
-        yield engine
 
 
 def beat(engine: Engine, claimed: Claimed, start: int = 0, *ids: int, logprobs: bool = False) -> BeatReply | None:
@@ -93,9 +84,7 @@ def test_a_job_that_may_not_run_is_not_claimed(engine: Engine, change_row: str) 
     assert claim(engine, [job_id]) == []
 
 
-def test_a_claim_leaves_a_job_whose_engine_died_since_it_was_read(
-    engine: Engine,
-) -> None:
+def test_a_claim_leaves_a_job_whose_engine_died_since_it_was_read(engine: Engine) -> None:
     innocent, poison = submit(engine, 2)
     with engine.begin() as connection:
         assert crashes.suspects(connection, [str(innocent), str(poison)]) == []
@@ -105,9 +94,7 @@ def test_a_claim_leaves_a_job_whose_engine_died_since_it_was_read(
     assert [one.job_id for one in claim(engine, [poison], suspects=True)] == [poison]
 
 
-def test_a_claim_leaves_a_job_that_crashes_while_it_waits_for_its_row(
-    engine: Engine,
-) -> None:
+def test_a_claim_leaves_a_job_that_crashes_while_it_waits_for_its_row(engine: Engine) -> None:
     (poison,) = submit(engine)
     with ThreadPoolExecutor(1) as threads, engine.connect() as relay, relay.begin():
         relay.execute(text("UPDATE jobs SET crashes = 1 WHERE id = :id"), {"id": poison})
@@ -140,9 +127,7 @@ def test_a_job_claimed_by_many_heads_has_one_holder(engine: Engine) -> None:
     assert sorted(claimed) == sorted(ids)
 
 
-def test_a_concurrent_cancel_ends_the_job_or_reaches_its_head(
-    engine: Engine,
-) -> None:
+def test_a_concurrent_cancel_ends_the_job_or_reaches_its_head(engine: Engine) -> None:
     ids = submit(engine, 40)
     gate = threading.Barrier(2)
 

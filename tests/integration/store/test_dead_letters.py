@@ -16,16 +16,10 @@ from shardline.client import AsyncClient, Client
 from shardline.errors import Conflict, Invalid, NotFound
 from shardline.job import JobState
 from shardline.store import sweeps
-from tests.integration.store.store_world import MODEL, cell, change, claim, pass_time, submit, success, world
-from tests.integration.store.store_world import end as end_jobs
+from tests.integration.rows import MODEL, cell, change, claim, pass_time, submit, success
+from tests.integration.rows import end as end_jobs
 
 Shardline = Callable[..., Result]
-
-
-@pytest.fixture
-def engine(database_url: str) -> Iterator[Engine]:
-    with world(database_url) as engine:
-        yield engine
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from uuid import UUID
 
 import pytest
@@ -17,7 +16,7 @@ from shardline.store import claims, jobs, listing
 from shardline.store.claims import Beat
 from shardline.store.database import connect_async
 from shardline.store.progress import Asked, read_progress
-from tests.integration.store.store_world import (
+from tests.integration.rows import (
     LONG_S,
     MODEL,
     cell,
@@ -29,15 +28,7 @@ from tests.integration.store.store_world import (
     state,
     submit,
     success,
-    world,
 )
-
-
-@pytest.fixture
-def engine(database_url: str) -> Iterator[Engine]:
-    """A fresh world."""
-    with world(database_url) as engine:
-        yield engine
 
 
 def insert(engine: Engine, *requests: JobRequest) -> list[UUID]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -16,7 +15,7 @@ from shardline.job import JobState, Message
 from shardline.store import jobs, models, outbox, pipelines, preparation
 from shardline.store.outbox import WINDOW_MIN, Send
 from shardline.store.preparation import Ready
-from tests.integration.store.store_world import (
+from tests.integration.rows import (
     LONG_S,
     cell,
     change,
@@ -26,15 +25,7 @@ from tests.integration.store.store_world import (
     request,
     state,
     submit,
-    world,
 )
-
-
-@pytest.fixture
-def engine(database_url: str) -> Iterator[Engine]:
-    """A fresh world."""
-    with world(database_url) as engine:
-        yield engine
 
 
 def stamp(engine: Engine, resend_s: float = LONG_S) -> list[Send]:
@@ -48,9 +39,7 @@ def ids_of(sends: list[Send]) -> list[UUID]:
     return [send.job_id for send in sends]
 
 
-def test_urgent_jobs_are_stamped_first_then_old_ones(
-    engine: Engine,
-) -> None:
+def test_urgent_jobs_are_stamped_first_then_old_ones(engine: Engine) -> None:
     (late,) = submit(engine, priority=9)
     (first,), (second,) = submit(engine), submit(engine)
     (urgent,) = submit(engine, priority=0)

@@ -2,20 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 from sqlalchemy import Engine
 
 from shardline.store import models, pipelines
-from tests.integration.store.store_world import LONG_S, MODEL, model_row, world
-
-
-@pytest.fixture
-def engine(database_url: str) -> Iterator[Engine]:
-    """A world whose pipeline `p` is in epoch 1."""
-    with world(database_url) as engine:
-        yield engine
+from tests.integration.rows import LONG_S, MODEL, model_row
 
 
 def take(engine: Engine, pipeline: str, lease_s: float = LONG_S, held: int = 0) -> int | None:
@@ -25,9 +16,7 @@ def take(engine: Engine, pipeline: str, lease_s: float = LONG_S, held: int = 0) 
         return pipelines.take_epoch(connection, pipeline, **head, lease_s=lease_s, held=held)
 
 
-def test_each_epoch_is_higher_and_fences_off_the_old_head(
-    engine: Engine,
-) -> None:
+def test_each_epoch_is_higher_and_fences_off_the_old_head(engine: Engine) -> None:
     assert [take(engine, "p", held=1), take(engine, "p", held=2), take(engine, "q")] == [2, 3, 1]
     with engine.begin() as connection:
         assert not pipelines.renew(connection, "p", 1, LONG_S)
@@ -49,9 +38,7 @@ def test_a_second_head_gets_no_epoch_while_the_first_lives(engine: Engine, held:
         assert (pipelines.holder(connection, "p"), pipelines.holder(connection, "q")) == ("h2", None)
 
 
-def test_a_pipeline_changes_hands_after_a_lease_of_silence(
-    engine: Engine,
-) -> None:
+def test_a_pipeline_changes_hands_after_a_lease_of_silence(engine: Engine) -> None:
     with engine.begin() as connection:
         pipelines.renew(connection, "p", 1, -1)
     assert take(engine, "p") == 2
@@ -90,9 +77,7 @@ def test_the_newest_row_of_a_model_counts(engine: Engine) -> None:
         assert models.model_names(connection) == [row["name"] for row in models.get_models(connection)] == [MODEL, "n"]
 
 
-def test_the_longest_pipeline_is_among_those_that_live_or_lately_did(
-    engine: Engine,
-) -> None:
+def test_the_longest_pipeline_is_among_those_that_live_or_lately_did(engine: Engine) -> None:
     with engine.begin() as connection:
         assert pipelines.longest(connection) == {}, "an older head has not said it"
         pipelines.ready(connection, "p", 1, seats=8, stages=[], exact=True, kv_tokens=640)

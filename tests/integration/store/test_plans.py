@@ -16,7 +16,7 @@ from shardline.store import claims, crashes, dead_letters, jobs, listing, outbox
 from shardline.store.claims import Beat, End
 from shardline.store.preparation import Ready
 from shardline.tables import TERMINAL
-from tests.integration.store.store_world import LONG_S, request, world
+from tests.integration.rows import LONG_S, database_with_head, request
 
 LARGE = ("jobs", "attempts", "results")
 NUM_WAITING, NUM_ENDED = 12_000, 20_000
@@ -62,8 +62,8 @@ def plans() -> list[tuple[str, dict[str, Any]]]:
 
 @pytest.fixture
 def engine(database_url: str, plans: list[tuple[str, dict[str, Any]]]) -> Iterator[Engine]:
-    """A world with many rows, in which each statement is explained before it runs."""
-    with world(database_url) as engine:
+    """One with many rows, in which each statement is explained before it runs."""
+    with database_with_head(database_url) as engine:
         with engine.begin() as connection:
             connection.exec_driver_sql("SET LOCAL statement_timeout = 0")
             connection.exec_driver_sql(ROWS)

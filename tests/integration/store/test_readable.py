@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,16 +9,9 @@ from sqlalchemy import Engine, text
 
 from shardline.job import JobState
 from shardline.store import jobs, outbox
-from tests.integration.store.store_world import cell, change, claim, pass_time, submit, world
+from tests.integration.rows import cell, change, claim, pass_time, submit
 
 SET_PARAMS = "UPDATE jobs SET params = CAST(:params AS jsonb), sent_at = now(), num_sends = 1 WHERE id = :id"
-
-
-@pytest.fixture
-def engine(database_url: str) -> Iterator[Engine]:
-    """A fresh world."""
-    with world(database_url) as engine:
-        yield engine
 
 
 def row(engine: Engine, query: str, **values: Any) -> tuple[Any, ...]:
@@ -28,9 +20,7 @@ def row(engine: Engine, query: str, **values: Any) -> tuple[Any, ...]:
         return tuple(connection.execute(text(query), values).one())
 
 
-def test_a_job_with_a_later_releases_parameter_waits_and_others_run(
-    engine: Engine,
-) -> None:
+def test_a_job_with_a_later_releases_parameter_waits_and_others_run(engine: Engine) -> None:
     newer, known = submit(engine, 2)
     change(engine, SET_PARAMS, id=newer, params='{"temperature": 0.5, "grammar": "json"}')
 
@@ -44,9 +34,7 @@ def test_a_job_with_a_later_releases_parameter_waits_and_others_run(
     assert job.params.temperature == 0.5
 
 
-def test_a_job_for_a_newer_head_is_sent_when_due_and_runs_there(
-    engine: Engine,
-) -> None:
+def test_a_job_for_a_newer_head_is_sent_when_due_and_runs_there(engine: Engine) -> None:
     (newer,) = submit(engine)
     change(engine, SET_PARAMS, id=newer, params='{"grammar": "json"}')
     assert claim(engine, [newer]) == []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -19,7 +19,7 @@ from shardline.store.encoding import dump
 from shardline.store.inserts import INSERT, _row
 from shardline.store.jobs import Stored
 from shardline.store.preparation import Ready
-from tests.integration.store.store_world import MODEL, cell, change, claim, end, request, success, world
+from tests.integration.rows import MODEL, cell, change, claim, end, request, success
 
 CHAT = (Message(role="system", content="be brief"), Message(role="user", content="hi", name="ann"))
 
@@ -35,13 +35,6 @@ END
 $$;
 CREATE TRIGGER pause BEFORE INSERT ON jobs FOR EACH ROW EXECUTE FUNCTION pause();
 """
-
-
-@pytest.fixture
-def engine(database_url: str) -> Iterator[Engine]:
-    """A fresh world."""
-    with world(database_url) as engine:
-        yield engine
 
 
 def insert(engine: Engine, *requests: JobRequest, prepared: Any = None) -> list[Stored]:
@@ -201,9 +194,7 @@ def test_forty_thousand_keys_in_another_order_find_their_jobs(engine: Engine) ->
     assert {one.is_new for one in again} == {False}
 
 
-def test_two_batches_with_the_same_keys_in_other_orders_both_succeed(
-    engine: Engine,
-) -> None:
+def test_two_batches_with_the_same_keys_in_other_orders_both_succeed(engine: Engine) -> None:
     one, two = [request(idempotency_key=key) for key in "ab"], [request(idempotency_key=key) for key in "ba"]
     stored = at_once(engine, one, two, jobs.insert_jobs)
     ids = [

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 
 import pytest
 from sqlalchemy import Engine
@@ -11,13 +10,7 @@ from sqlalchemy.exc import IntegrityError
 
 from shardline.store import claims
 from shardline.store.claims import Beat
-from tests.integration.store.store_world import LONG_S, cell, change, end, running, success, world
-
-
-@pytest.fixture
-def engine(database_url: str) -> Iterator[Engine]:
-    with world(database_url) as engine:
-        yield engine
+from tests.integration.rows import LONG_S, cell, change, end, running, success
 
 
 def test_the_database_refuses_a_second_result(engine: Engine) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from uuid import UUID
 
@@ -15,7 +14,7 @@ from shardline.job import Job, JobState
 from shardline.store import claims, jobs, sweeps
 from shardline.store.claims import Beat, Claimed
 from shardline.store.sweeps import Partial
-from tests.integration.store.store_world import (
+from tests.integration.rows import (
     LONG_S,
     cell,
     change,
@@ -26,17 +25,9 @@ from tests.integration.store.store_world import (
     state,
     submit,
     success,
-    world,
 )
 
 LEASE_S = 0.001
-
-
-@pytest.fixture
-def engine(database_url: str) -> Iterator[Engine]:
-    """A fresh world."""
-    with world(database_url) as engine:
-        yield engine
 
 
 def spell(partial: Partial) -> str:
@@ -75,9 +66,7 @@ def test_a_sweep_leaves_a_valid_lease_alone(engine: Engine) -> None:
     assert state(engine, claimed.job_id) is JobState.RUNNING
 
 
-def test_an_expired_lease_with_new_tokens_is_requeued_without_a_crash(
-    engine: Engine,
-) -> None:
+def test_an_expired_lease_with_new_tokens_is_requeued_without_a_crash(engine: Engine) -> None:
     claimed = running(engine)
     expire(engine, claimed, 7)
     assert sweep(engine) == {"lost": 1}
@@ -87,9 +76,7 @@ def test_an_expired_lease_with_new_tokens_is_requeued_without_a_crash(
     assert again.output_ids == (7,)
 
 
-def test_an_expired_lease_of_a_parked_job_is_requeued_without_a_crash(
-    engine: Engine,
-) -> None:
+def test_an_expired_lease_of_a_parked_job_is_requeued_without_a_crash(engine: Engine) -> None:
     """Until it has begun: then nobody can tell any more that it broke nothing."""
     waiting, begun = running(engine), running(engine)
     change(engine, "UPDATE jobs SET crashes = 1")
@@ -104,9 +91,7 @@ def test_an_expired_lease_of_a_parked_job_is_requeued_without_a_crash(
     assert (read(engine, waiting.job_id).crashes, read(engine, begun.job_id).crashes) == (1, 2)
 
 
-def test_a_parked_job_that_was_taken_back_is_lost_to_its_head(
-    engine: Engine,
-) -> None:
+def test_a_parked_job_that_was_taken_back_is_lost_to_its_head(engine: Engine) -> None:
     claimed = running(engine)
     with engine.begin() as connection:
         claims.park(connection, [(claimed.job_id, claimed.fence)])
@@ -130,9 +115,7 @@ def test_the_sweep_requeues_only_what_a_restarted_heads_predecessor_held(engine:
     assert end(engine, success(left)) == {}
 
 
-def test_attempts_without_a_token_of_their_own_end_in_a_dead_letter(
-    engine: Engine,
-) -> None:
+def test_attempts_without_a_token_of_their_own_end_in_a_dead_letter(engine: Engine) -> None:
     (job_id,) = submit(engine, max_crashes=3)
     for num_crashes in (1, 2):
         (claimed,) = claim(engine, [job_id])

@@ -74,9 +74,7 @@ def test_a_child_that_refuses_its_settings_is_not_restarted(stage: Stage) -> Non
     assert len(stage.recorded) == 1
 
 
-def test_a_child_is_restarted_as_soon_as_its_log_can_be_opened(
-    stage: Stage,
-) -> None:
+def test_a_child_is_restarted_as_soon_as_its_log_can_be_opened(stage: Stage) -> None:
     child = stage.child("relay", READY + "signal.pause()")
     shutil.rmtree(stage.home / "logs")
     (stage.home / "logs").touch()

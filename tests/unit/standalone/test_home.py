@@ -95,9 +95,7 @@ def test_replacing_a_file_without_room_keeps_the_old_one_alone(tmp_path: Path) -
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_an_up_json_that_cannot_be_written_is_said_once_and_written_later(
-    tmp_path: Path,
-) -> None:
+def test_an_up_json_that_cannot_be_written_is_said_once_and_written_later(tmp_path: Path) -> None:
     folder, said = tmp_path / "home", list[str]()
     register = Register(Home(folder), said.append)
     with pytest.raises(FileNotFoundError):

@@ -45,9 +45,7 @@ def test_planned_stages_know_their_layers_and_pipelines_differ(tmp_path: Path) -
     assert {stages[name]["SHARDLINE_MODEL_NAME"] for name in stages} == {tmp_path.name}
 
 
-def test_a_stop_closes_the_door_first_and_drains_heads_before_their_stages(
-    tmp_path: Path,
-) -> None:
+def test_a_stop_closes_the_door_first_and_drains_heads_before_their_stages(tmp_path: Path) -> None:
     names = [[service.name for service in group] for group in plan(tmp_path).stop_order]
     assert names == [["gateway"], ["stage-0"], ["stage-1", "relay", "flower"]]
 

@@ -34,9 +34,7 @@ def clerk(row: dict[str, Any]) -> Tokens:
     return Tokens.from_row(row)
 
 
-def test_the_row_of_a_models_folder_has_its_texts_and_its_heads_limits(
-    row: dict[str, Any],
-) -> None:
+def test_the_row_of_a_models_folder_has_its_texts_and_its_heads_limits(row: dict[str, Any]) -> None:
     assert (row["context_length"], row["vocab_size"], row["eos_token_ids"]) == (512, 896, [2])
     assert row["special_tokens"] == {"bos_token": "<bos>", "eos_token": "<eos>", "pad_token": "<pad>"}
     assert "raise_exception" in row["chat_template"]

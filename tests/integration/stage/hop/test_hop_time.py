@@ -117,9 +117,7 @@ def pair(tmp_path: Path) -> Iterator[Pair]:
     device.release()
 
 
-def test_a_head_tells_the_time_of_its_real_frames_through_a_tail(
-    pair: Pair,
-) -> None:
+def test_a_head_tells_the_time_of_its_real_frames_through_a_tail(pair: Pair) -> None:
     assert pair.told().hop_us == 0, "no frame has come"
 
     pair.generate("first", 4)

@@ -25,8 +25,8 @@ from shardline.config import Times
 from shardline.errors import JobFailed
 from shardline.job import JobState
 from shardline.store import jobs
+from tests.integration.rows import cell, change, database_with_head, request, state
 from tests.integration.stage.jobs.desk import Desk, identity, open_desk, tiny_executor
-from tests.integration.store.store_world import cell, change, request, state, world
 from tests.polling import until
 from tests.simulation.pipeline import Numbers
 from tests.simulation.pipeline import config as scheduler_config
@@ -46,7 +46,7 @@ def executor(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Executor]:
 
 @pytest.fixture
 def database(database_url: str) -> Iterator[Database]:
-    with world(database_url) as engine:
+    with database_with_head(database_url) as engine:
         yield engine
 
 
@@ -105,9 +105,7 @@ def test_a_committed_job_is_one_line_of_the_log(desk: Desk) -> None:
     assert {"prompt_tokens", "queued_s", "running_s", "first_token_s"} <= line.keys()
 
 
-def test_a_refused_statement_is_logged_and_nothing_is_lost_once_it_is_mended(
-    desk: Desk,
-) -> None:
+def test_a_refused_statement_is_logged_and_nothing_is_lost_once_it_is_mended(desk: Desk) -> None:
     with capture_logs() as told:
         change(desk.database, "ALTER TABLE results RENAME TO hidden")
         job_id = submit(desk.database, 12)
@@ -123,9 +121,7 @@ def test_a_refused_statement_is_logged_and_nothing_is_lost_once_it_is_mended(
     assert told[-1]["event"] == "Postgres is back"
 
 
-def test_a_second_delivery_of_a_running_job_is_dropped(
-    desk: Desk,
-) -> None:
+def test_a_second_delivery_of_a_running_job_is_dropped(desk: Desk) -> None:
     job_id = submit(desk.database, LONG)
     desk.offer(job_id)
     assert desk.verdict() == (job_id, "started")
@@ -164,9 +160,7 @@ def test_a_job_past_its_deadline_expires_at_the_heartbeat(desk: Desk) -> None:
     assert state(desk.database, job_id) is JobState.EXPIRED
 
 
-def test_nothing_more_is_written_once_another_head_holds_the_fence(
-    desk: Desk,
-) -> None:
+def test_nothing_more_is_written_once_another_head_holds_the_fence(desk: Desk) -> None:
     job_id = submit(desk.database, LONG)
     desk.offer(job_id)
     assert desk.verdict() == (job_id, "started")
@@ -178,9 +172,7 @@ def test_nothing_more_is_written_once_another_head_holds_the_fence(
     until(lambda: desk.executor.blocks_used == 0)
 
 
-def test_a_released_job_ends_elsewhere_with_the_same_tokens(
-    desk: Desk,
-) -> None:
+def test_a_released_job_ends_elsewhere_with_the_same_tokens(desk: Desk) -> None:
     whole, interrupted = (submit(desk.database, 1_500, temperature=0.8) for _ in range(2))
     desk.offer(whole)
     assert [desk.verdict(), desk.verdict()] == [(whole, "started"), (whole, "succeeded")]
@@ -199,9 +191,7 @@ def test_a_released_job_ends_elsewhere_with_the_same_tokens(
     assert cell(desk.database, "SELECT crashes FROM jobs WHERE id = :id", id=interrupted) == 0
 
 
-def test_jobs_wait_unclaimed_until_the_pipeline_is_ready(
-    desk: Desk,
-) -> None:
+def test_jobs_wait_unclaimed_until_the_pipeline_is_ready(desk: Desk) -> None:
     desk.ledger.lost()
     until(lambda: cell(desk.database, "SELECT ready_at IS NULL FROM pipelines WHERE id = 'p'"))
     job_id = submit(desk.database, 4)
@@ -239,9 +229,7 @@ def test_waiting_suspects_are_returned_unread_on_close(desk: Desk) -> None:
     assert [state(desk.database, job_id) for job_id in (second, good)] == [JobState.QUEUED] * 2
 
 
-def test_a_job_that_breaks_the_pipeline_alone_is_counted_to_its_end(
-    desk: Desk,
-) -> None:
+def test_a_job_that_breaks_the_pipeline_alone_is_counted_to_its_end(desk: Desk) -> None:
     desk.engine.unwire()
     job_id = submit(desk.database, LONG, max_crashes=2)
     for fence, verdict in ((1, Ignore.__name__), (2, JobFailed.__name__)):
@@ -346,9 +334,7 @@ def test_no_running_job_fails_when_a_stage_returns_with_less_kv(desk: Desk) -> N
     assert saved_tokens(desk.database, job_id) > 130
 
 
-def test_a_head_that_is_held_back_calls_no_answer_late(
-    executor: Executor,
-) -> None:
+def test_a_head_that_is_held_back_calls_no_answer_late(executor: Executor) -> None:
     scheduler = Scheduler(scheduler_config())
     engine = HeadEngine(executor, scheduler, emit=lambda _: None, on_lost=lambda *_: None)
     scheduler.add(engine_request(), Numbers(1))

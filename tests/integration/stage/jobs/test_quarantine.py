@@ -29,8 +29,8 @@ from shardline.job import JobState
 from shardline.queues import GENERATE_TASK
 from shardline.store import claims, crashes, jobs
 from shardline.store.claims import Claimed
+from tests.integration.rows import MODEL, cell, change, database_with_head, request, state, submit
 from tests.integration.stage.jobs.desk import Desk, open_desk, tiny_executor
-from tests.integration.store.store_world import MODEL, cell, change, request, state, submit, world
 from tests.polling import until
 
 TIMES = Times().scaled(0.5)
@@ -46,7 +46,7 @@ QUEUE = "suspects"
 
 @pytest.fixture
 def database(database_url: str) -> Iterator[Database]:
-    with world(database_url) as engine:
+    with database_with_head(database_url) as engine:
         yield engine
 
 

@@ -15,17 +15,11 @@ from services.stage.pipeline.epochs import Epochs
 from shardline.errors import Conflict, Unavailable
 from shardline.store import pipelines
 from shardline.store.database import connect
-from tests.integration.store.store_world import LONG_S, world
+from tests.integration.rows import LONG_S
 from tests.links import Pipes, open_pipes
 
 NAME = "shared"
 TAKE_EPOCH = pipelines.take_epoch
-
-
-@pytest.fixture
-def engine(database_url: str) -> Iterator[Engine]:
-    with world(database_url) as engine:
-        yield engine
 
 
 @pytest.fixture

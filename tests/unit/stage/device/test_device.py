@@ -84,9 +84,7 @@ def test_a_held_core_names_its_holder(tmp_path: Path) -> None:
     take(tmp_path, worker="second").release()
 
 
-def test_an_exclusive_worker_is_refused_a_shared_core(
-    tmp_path: Path,
-) -> None:
+def test_an_exclusive_worker_is_refused_a_shared_core(tmp_path: Path) -> None:
     first, second = take(tmp_path, shared=True), take(tmp_path, worker="second", shared=True)
 
     with pytest.raises(Invalid, match="is held by second"):

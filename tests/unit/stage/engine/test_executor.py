@@ -163,9 +163,7 @@ def test_activations_that_do_not_fit_the_plan_are_a_protocol_error(
         stages[1].run(plan(PREFILL, opens=(opening(),)), hidden)
 
 
-def test_activations_that_are_not_finite_spoil_only_their_sequence(
-    stages: list[Executor],
-) -> None:
+def test_activations_that_are_not_finite_spoil_only_their_sequence(stages: list[Executor]) -> None:
     step = plan(PREFILL, Row(1, 0, 5, (), (1,), wants=True), opens=(opening(), opening(1)))
     hidden = stages[0].run(step, None)
     assert isinstance(hidden, Tensor)

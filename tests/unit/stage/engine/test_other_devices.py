@@ -19,9 +19,7 @@ from tests.models import save_model
 
 
 @torch.inference_mode()
-def test_a_dense_model_off_the_cpu_runs_rows_as_they_come_and_is_not_exact(
-    tmp_path: Path,
-) -> None:
+def test_a_dense_model_off_the_cpu_runs_rows_as_they_come_and_is_not_exact(tmp_path: Path) -> None:
     # Given a shard there, not the last: a tail tries its last layer on values
     attention, meta = Attention(None), torch.device("meta")
     shard = Shard.load(

@@ -65,9 +65,7 @@ def test_a_head_takes_the_spare_of_its_own_version(pipes: Pipes, newer: StageCar
     assert [member.worker for member in head.ready().members][1:] == [pipes.stages[0].link.card().worker]
 
 
-def test_both_fingerprints_are_named_where_one_weight_differs(
-    pipes: Pipes,
-) -> None:
+def test_both_fingerprints_are_named_where_one_weight_differs(pipes: Pipes) -> None:
     flipped = "e" + "f" * 63
     pipes.stage(8, NUM_LAYERS, fingerprint=flipped)
 

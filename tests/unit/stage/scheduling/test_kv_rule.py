@@ -37,9 +37,7 @@ def test_a_completion_within_the_pool_is_whole_though_its_limit_is_beyond() -> N
 
 
 @pytest.mark.parametrize("num_lanes", [1, 2])
-def test_a_job_that_outgrows_the_pool_goes_on_in_a_larger_one_with_the_same_tokens(
-    num_lanes: int,
-) -> None:
+def test_a_job_that_outgrows_the_pool_goes_on_in_a_larger_one_with_the_same_tokens(num_lanes: int) -> None:
     job = lasting(num_prompt=20, max_tokens=300)
     small, large = (Pipeline(config(num_blocks=num, num_lanes=num_lanes)) for num in (4, 8))
     small.add(job)

@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import random
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
-
-import psutil
 
 from services.standalone.home import SUPERVISOR
-from services.standalone.processes import is_alive
 from services.standalone.servers import Postgres, Valkey
 from shardline.config import Times
-from tests.chaos.load.journal import Journal
-from tests.chaos.load.target import Running
+from tests.chaos.load.target import Running, TargetRun
 from tests.chaos.load.users import SCRIBE
-from tests.chaos.load.workload import LoadName, Workload
 from tests.chaos.network.hop_net import HopNet
 from tests.chaos.network.proxy import Proxy
 from tests.chaos.report.finding import Finding
@@ -27,13 +20,7 @@ from tests.chaos.shims.disk import Disk
 from tests.chaos.stack import family
 from tests.polling import until
 from tests.repository import REPOSITORY
-from tests.stack import Stack
-
-TIME_SCALE = 0.25
-KV_MIB = 64
-"""Of each stage: more than the lab's load ever needs."""
-SMALL_KV_MIB: Mapping[str, int] = MappingProxyType({"float32": 6, "bfloat16": 4})
-"""Of each stage by dtype, for users: a fraction of what the open jobs could use. Half of it holds the longest twice."""
+from tests.stack import Stack, is_running
 
 SECOND = f".{SCRIBE.name}"
 """Behind the names of the second stack's processes."""
@@ -41,33 +28,8 @@ SECOND = f".{SCRIBE.name}"
 LOGS_KEPT = REPOSITORY / ".local" / "chaos-logs"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
-    """What stack to hurt, and for how long."""
-
-    seed: int
-    minutes: float
-    faults: str = "all"
-    load: LoadName = LoadName.USERS
-    dtype: str = "float32"
-    stages: int = 2
-    replicas: int = 1
-    time_scale: float = TIME_SCALE
-    """Of the protocol's times: a larger one where the machine is busy with other things."""
-    exact: bool = True
-    """False: attention without our kernel, so that a resume may give other tokens."""
-    patience_s: float = 180.0
-    """Everything must end so soon after the last fault."""
-    model: Path | None = None
-    """Another one than the demo model, under its name."""
-    insecure: bool = False
-    """Hops without CURVE: frames can be lost and repeated then."""
-    redis_lasts: bool = False
-    """No fault harms what Redis holds: what it has taken is never sent again."""
-
-
 @dataclass(kw_only=True)
-class World:
+class LocalTarget(TargetRun):
     """Faults strike in the main thread: servers that they restart are tied to it."""
 
     stack: Stack
@@ -87,12 +49,6 @@ class World:
     kv_mib: Path
     """A file with the KV memory that a stage takes when it starts."""
     num_stages: int
-    workload: Workload
-    journal: Journal = field(default_factory=Journal)
-    start_s: float = 0.0
-    """How long the stack took to get ready."""
-    calm_s: float = 0.0
-    """How long it took for the whole set of requests, undisturbed."""
 
     @property
     def num_more_stages(self) -> int:
@@ -151,17 +107,3 @@ class World:
             for name, pid in self.pids().items()
             if name.startswith(prefix) and name.endswith(SECOND) == bool(suffix) and not name.startswith(SUPERVISOR)
         }
-
-
-def is_running(pid: int) -> bool:
-    """Whether the process lives: neither gone nor a zombie."""
-    try:
-        return is_alive(psutil.Process(pid))
-    except psutil.NoSuchProcess:
-        return False
-
-
-def no_foreign_settings() -> None:
-    """What the caller's shell says of SHARDLINE_* must not reach the stack under test."""
-    for name in [name for name in os.environ if name.startswith("SHARDLINE_")]:
-        del os.environ[name]

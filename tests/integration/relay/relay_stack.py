@@ -27,7 +27,7 @@ from shardline.queues import INTAKE_QUEUE, SUBMIT_TASK, celery_settings, generat
 from shardline.store import jobs, models
 from shardline.store.bells import listening
 from shardline.tables import DONE_CHANNEL
-from tests.integration.store.store_world import MODEL, claim, model_row, world
+from tests.integration.rows import MODEL, claim, database_with_head, model_row
 from tests.polling import until
 from tests.repository import REPOSITORY
 
@@ -54,7 +54,7 @@ class RelayProcess:
 
 
 @dataclass(slots=True, kw_only=True)
-class RelayWorld:
+class RelayStack:
     """Real servers, a model with words as tokens, and a producer's Celery app."""
 
     database_url: str
@@ -151,16 +151,16 @@ class RelayWorld:
 
 
 @contextmanager
-def relay_world(database_url: str, redis_url: str, folder: Path) -> Iterator[RelayWorld]:
+def relay_stack(database_url: str, redis_url: str, folder: Path) -> Iterator[RelayStack]:
     """Everything but a relay; ends the relays that the test started."""
     settings = Settings(redis_url=redis_url, result_backend=redis_url)
     app = Celery("producer", set_as_current=False)
     app.conf.update(celery_settings(settings))
     app.conf.broker_transport_options["socket_timeout"] = 10
-    with world(database_url) as engine, Redis.from_url(redis_url) as redis:
+    with database_with_head(database_url) as engine, Redis.from_url(redis_url) as redis:
         with engine.begin() as connection:
             models.register_model(connection, {**model_row(MODEL), "tokenizer": words_tokenizer()})
-        here = RelayWorld(
+        here = RelayStack(
             database_url=database_url,
             redis_url=redis_url,
             engine=engine,

@@ -1,4 +1,4 @@
-"""Raises a world and clears it away: servers, proxies, one stack, for users two. Knows no fault and no invariant."""
+"""Starts a local target and clears it away: servers, proxies, one or two stacks. Knows no fault and no invariant."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ from tests.chaos.network.proxy import Proxy
 from tests.chaos.shims.clock import Clock
 from tests.chaos.shims.disk import Disk
 from tests.chaos.shims.shim import preloaded
-from tests.chaos.stack.world import KV_MIB, LOGS_KEPT, SMALL_KV_MIB, Options, World
+from tests.chaos.stack.local_target import LOGS_KEPT, LocalTarget
+from tests.chaos.stack.options import KV_MIB, SMALL_KV_MIB, Options
 from tests.repository import REPOSITORY
 from tests.stack import Stack
 
@@ -58,7 +59,7 @@ class Servers:
 
 
 @contextmanager
-def a_world(options: Options) -> Iterator[World]:
+def local_target(options: Options) -> Iterator[LocalTarget]:
     """Ready, in a folder of its own; at the end nothing of it is left but its logs."""
     folder = Path(tempfile.mkdtemp(prefix="shardline-chaos-"))
     failpoints, kv_mib = folder / "failpoints", folder / "kv_mib"
@@ -98,7 +99,7 @@ def a_world(options: Options) -> Iterator[World]:
         )
         start_s = time.monotonic() - began_s
         second = _second(ending, folder, options.dtype, shared) if is_users else None
-        yield World(
+        yield LocalTarget(
             stack=stack,
             second=second,
             postgres=servers.postgres,
@@ -141,7 +142,7 @@ def _serve(ending: ExitStack, folder: Path, of_redis: Mapping[str, str]) -> Serv
 
 
 def _stack(ending: ExitStack, folder: Path, **settings: str) -> Stack:
-    """Started, and ended with the world."""
+    """Ends with the target."""
     stack = Stack(folder, **settings)
     folder.mkdir()
     ending.callback(stack.end)

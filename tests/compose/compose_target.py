@@ -8,19 +8,18 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import psycopg
 
 from services.standalone.ports import LOOPBACK, is_taken
 from shardline.config import Times
-from tests.chaos.load.journal import Journal
-from tests.chaos.load.target import Running
+from tests.chaos.load.target import Running, TargetRun
 from tests.chaos.load.users import CLERK
-from tests.chaos.load.workload import Workload, of_users
+from tests.chaos.load.workload import of_users
 from tests.chaos.report.finding import Finding
-from tests.chaos.stack.world import SMALL_KV_MIB, TIME_SCALE, Options
+from tests.chaos.stack.options import SMALL_KV_MIB, TIME_SCALE, Options
 from tests.compose.engine import Docker
 from tests.compose.stack import Stack, until
 from tests.repository import REPOSITORY
@@ -40,7 +39,7 @@ LIVE = "SELECT count(*) FROM pipelines WHERE lease_until > now() AND ready_at IS
 
 
 @dataclass(kw_only=True)
-class World:
+class ComposeTarget(TargetRun):
     """All containers of one project."""
 
     stack: Stack
@@ -48,12 +47,6 @@ class World:
     times: Times
     num_stages: int = 2
     num_more_stages: int = 0
-    workload: Workload = field(default_factory=lambda: of_users([CLERK]))
-    journal: Journal = field(default_factory=Journal)
-    start_s: float = 0.0
-    """How long the stack took to get ready."""
-    calm_s: float = 0.0
-    """How long it took for the whole set of requests, undisturbed."""
 
     @property
     def database_url(self) -> str:
@@ -101,7 +94,7 @@ class World:
 
 
 @contextmanager
-def a_world(options: Options, docker: Docker) -> Iterator[World]:
+def compose_target(options: Options, docker: Docker) -> Iterator[ComposeTarget]:
     """A ready stack; at the end nothing of it is left but its logs."""
     folder = Path(tempfile.mkdtemp(prefix="shardline-chaos-"))
     gateway, postgres, redis = _ports()
@@ -121,7 +114,7 @@ def a_world(options: Options, docker: Docker) -> Iterator[World]:
         stack.build()
         began_s = time.monotonic()
         stack.up()
-        world = World(
+        target = ComposeTarget(
             stack=stack,
             urls={
                 "gateway": f"http://{LOOPBACK}:{gateway}",
@@ -130,10 +123,11 @@ def a_world(options: Options, docker: Docker) -> Iterator[World]:
                 "api_key": stack.api_key,
             },
             times=Times().scaled(TIME_SCALE),
+            workload=of_users([CLERK]),
         )
-        until(lambda: world.num_pipelines() == 1)
-        world.start_s = time.monotonic() - began_s
-        yield world
+        until(lambda: target.num_pipelines() == 1)
+        target.start_s = time.monotonic() - began_s
+        yield target
     finally:
         keep_logs(stack)
         stack.remove()

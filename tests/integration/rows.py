@@ -19,7 +19,7 @@ LONG_S = 3600.0
 
 
 @contextmanager
-def world(database_url: str) -> Iterator[Engine]:
+def database_with_head(database_url: str) -> Iterator[Engine]:
     """An engine on a database that knows MODEL and a head `p` in epoch 1."""
     engine = connect(database_url, pool_size=16)
     try:
