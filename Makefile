@@ -84,13 +84,13 @@ bench: setup ## Run the benchmarks; figures in tests/benchmarks/results/latest.j
 	$(PY) -m tests.benchmarks
 
 chaos: setup ## Faults under load, then a judgement: SEED= MINUTES= FAULTS= LOAD=users|lab DTYPE= STAGES= TIME_SCALE= INSECURE=
-	$(PY) -m tests.faults $(if $(SEED),--seed $(SEED)) --minutes $(MINUTES) --faults "$(FAULTS)" --load $(LOAD) --time-scale $(TIME_SCALE) --dtype $(DTYPE) --stages $(STAGES) $(if $(INSECURE),--insecure)
+	$(PY) -m tests.chaos $(if $(SEED),--seed $(SEED)) --minutes $(MINUTES) --faults "$(FAULTS)" --load $(LOAD) --time-scale $(TIME_SCALE) --dtype $(DTYPE) --stages $(STAGES) $(if $(INSECURE),--insecure)
 
 chaos-compose: setup ## The same against `docker compose up`, with a Docker engine: SEED= MINUTES= FAULTS=
 	$(PY) -m tests.compose.chaos $(if $(SEED),--seed $(SEED)) --minutes $(MINUTES) --faults "$(FAULTS)"
 
 chaos-mutants: setup ## Break the product on purpose, rule by rule: every mutant must be noticed: RUNS=20 ONLY= ON= TIME_SCALE=
-	$(PY) -m tests.faults.mutation --runs $(or $(RUNS),20) --only "$(ONLY)" --on $(or $(ON),all) --time-scale $(TIME_SCALE) --write docs/guarantees.md
+	$(PY) -m tests.chaos.mutants.mutation --runs $(or $(RUNS),20) --only "$(ONLY)" --on $(or $(ON),all) --time-scale $(TIME_SCALE) --write docs/guarantees.md
 
 secrets: ## Make the secret files that compose.yaml mounts, where .env says
 	@docker/secrets.sh "$(or $(SHARDLINE_SECRETS_DIR),$(shell sed -n 's/^SHARDLINE_SECRETS_DIR=//p' .env 2>/dev/null),secrets)"

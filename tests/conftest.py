@@ -18,8 +18,9 @@ from hypothesis import HealthCheck, settings
 from psycopg import sql
 
 from services.standalone.servers import FAST, Postgres, Valkey
+from tests.repository import REPOSITORY
+from tests.stack import no_foreign_settings
 
-REPOSITORY = Path(__file__).resolve().parent.parent
 TEMPLATE = "shardline_template"
 
 # The same examples in every run, and none of them timed: what a change did not touch cannot fail it.
@@ -46,9 +47,8 @@ def _shares_stack(item: pytest.Item) -> bool:
 
 @pytest.fixture(autouse=True, scope="session")
 def _no_foreign_settings() -> None:
-    """Tests use their own servers only: what the caller's shell says of SHARDLINE_* must not reach them."""
-    for name in [name for name in os.environ if name.startswith("SHARDLINE_")]:
-        del os.environ[name]
+    """Tests use their own servers only."""
+    no_foreign_settings()
 
 
 @pytest.fixture(scope="session")

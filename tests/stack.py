@@ -5,20 +5,18 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import httpx
 import psutil
-from tenacity import retry, retry_if_result, stop_after_delay, wait_fixed
 
 from services.standalone.home import Home
-from services.standalone.processes import wait_until_gone
+from services.standalone.processes import is_alive, wait_until_gone
 from shardline.api_key import bearer
-
-REPOSITORY = Path(__file__).resolve().parents[1]
-START_S = 600
+from tests.polling import until
+from tests.repository import REPOSITORY
 
 
 class Stack:
@@ -80,7 +78,15 @@ class Stack:
         return {"cwd": REPOSITORY, "env": {**os.environ, **self.settings}, "stdin": subprocess.DEVNULL}
 
 
-@retry(wait=wait_fixed(0.1), stop=stop_after_delay(START_S), retry=retry_if_result(lambda holds: not holds))
-def until(condition: Callable[[], bool]) -> bool:
-    """Wait until the condition holds."""
-    return condition()
+def is_running(pid: int | None) -> bool:
+    """Whether there is such a process: neither gone nor a zombie."""
+    try:
+        return pid is not None and is_alive(psutil.Process(pid))
+    except psutil.NoSuchProcess:
+        return False
+
+
+def no_foreign_settings() -> None:
+    """What the caller's shell says of SHARDLINE_* must not reach a stack under test."""
+    for name in [name for name in os.environ if name.startswith("SHARDLINE_")]:
+        del os.environ[name]

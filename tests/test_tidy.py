@@ -17,11 +17,15 @@ FILE_LINES_MEDIAN = 120
 FUNCTION_LINES_MAX = 60
 FUNCTION_LINES_P90 = 30
 FUNCTION_LINES_MEDIAN = 10
+TEST_NAME_LENGTH_MAX = 80
 OWN_PACKAGES = {"shardline", "services", "tests", "migrations"}
 UNSAFE_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve"}
 UNSAFE_CALLS = {"eval", "exec", "os.system", "os.popen", "torch.load", "yaml.load"}
 UNSAFE_KEYWORDS = {"shell", "trust_remote_code", "weights_only"}
 """Allowed only with the safe value: shell=False, trust_remote_code=False, weights_only=True."""
+
+CHAOS_ROOMS = ("mutants", "driver", "faults", "judge", "stack", "load", "network", "shims", "report")
+"""Of tests/chaos: each imports only those that come after it."""
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -80,17 +84,17 @@ def _at(path: Path, line: int, what: object) -> str:
     return f"{path.relative_to(ROOT)}:{line}: {what}"
 
 
-def test_given_any_source_file_when_counted_then_it_has_at_most_400_lines() -> None:
+def test_files_have_at_most_400_lines() -> None:
     sources = [*_all(), *(ROOT / "services").rglob("*.cpp"), *(ROOT / "services").rglob("*.h")]
     assert [_at(path, _num_lines(path), "lines") for path in sources if _num_lines(path) > FILE_LINES_MAX] == []
 
 
-def test_given_the_product_when_counted_then_the_median_file_is_short() -> None:
+def test_the_median_file_of_the_product_is_short() -> None:
     lengths = [_num_lines(path) for path in _product() if _num_lines(path) > 1]
     assert statistics.median(lengths) <= FILE_LINES_MEDIAN
 
 
-def test_given_any_function_when_counted_then_it_has_at_most_60_lines() -> None:
+def test_functions_have_at_most_60_lines() -> None:
     long = [
         _at(path, function.lineno, f"{function.name} has {_length(function)} lines")
         for path in _all()
@@ -100,17 +104,17 @@ def test_given_any_function_when_counted_then_it_has_at_most_60_lines() -> None:
     assert long == []
 
 
-def test_given_the_product_when_counted_then_functions_are_short() -> None:
+def test_functions_of_the_product_are_short() -> None:
     lengths = [_length(function) for path in _product() for function in _functions(path)]
     assert statistics.median(lengths) <= FUNCTION_LINES_MEDIAN
     assert statistics.quantiles(lengths, n=10)[-1] <= FUNCTION_LINES_P90
 
 
-def test_given_any_module_when_opened_then_it_says_what_it_owns() -> None:
+def test_every_module_says_what_it_owns() -> None:
     assert [_at(path, 1, "no module docstring") for path in _all() if not ast.get_docstring(_tree(path))] == []
 
 
-def test_given_any_function_when_read_then_it_imports_nothing_of_ours() -> None:
+def test_functions_import_nothing_of_ours() -> None:
     hidden = [
         _at(path, line, f"import of {name} inside {function.name}")
         for path in _all()
@@ -121,7 +125,27 @@ def test_given_any_function_when_read_then_it_imports_nothing_of_ours() -> None:
     assert hidden == []
 
 
-def test_given_the_product_when_read_then_nothing_in_it_runs_foreign_bytes() -> None:
+def test_folders_of_the_chaos_tool_import_one_way() -> None:
+    chaos = ROOT / "tests" / "chaos"
+    assert {path.name for path in chaos.iterdir() if path.is_dir() and path.name != "__pycache__"} == set(CHAOS_ROOMS)
+    backwards = [
+        _at(path, line, f"import of {name}")
+        for place, room in enumerate(CHAOS_ROOMS)
+        for path in sorted((chaos / room).rglob("*.py"))
+        for line, name in _imports(_tree(path))
+        if name.startswith("tests.chaos.") and name.split(".")[2] not in CHAOS_ROOMS[place:]
+    ]
+    assert backwards == []
+
+
+def test_folders_of_the_stages_tests_are_folders_of_the_stage() -> None:
+    rooms = {path.name for path in (ROOT / "services" / "stage").iterdir() if path.is_dir()}
+    tested = [path for suite in ("unit", "integration") for path in (ROOT / "tests" / suite / "stage").iterdir()]
+    assert tested
+    assert [str(path.relative_to(ROOT)) for path in tested if path.is_dir() and path.name not in rooms] == []
+
+
+def test_nothing_in_the_product_runs_foreign_bytes() -> None:
     unsafe = [
         _at(path, line, f"import of {name}")
         for path in _product()
@@ -141,7 +165,7 @@ def test_given_the_product_when_read_then_nothing_in_it_runs_foreign_bytes() -> 
     assert unsafe == []
 
 
-def test_given_any_test_when_read_then_it_is_never_skipped_and_never_sleeps() -> None:
+def test_no_test_is_skipped_or_sleeps() -> None:
     forbidden = re.compile(r"^(pytest\.(mark\.)?(skip|skipif|xfail|importorskip)|unittest\.skip\w*|(\w+\.)?sleep)$")
     found = [
         _at(path, node.lineno, ast.unparse(node))
@@ -152,7 +176,18 @@ def test_given_any_test_when_read_then_it_is_never_skipped_and_never_sleeps() ->
     assert found == []
 
 
-def test_given_any_silenced_check_when_read_then_it_names_the_rule_and_the_reason() -> None:
+def test_names_of_tests_have_at_most_80_characters() -> None:
+    names = [(path, function) for path in _python_files("tests") for function in _functions(path)]
+    tests = [(path, function) for path, function in names if function.name.startswith("test_")]
+    assert tests
+    assert [
+        _at(path, function.lineno, f"{function.name} has {len(function.name)} characters")
+        for path, function in tests
+        if len(function.name) > TEST_NAME_LENGTH_MAX
+    ] == []
+
+
+def test_silenced_checks_name_the_rule_and_the_reason() -> None:
     silenced = re.compile(r"#\s*(?:noqa|type:\s*ignore)(?P<rest>.*)")
     reasoned = re.compile(r"^(?::\s*[A-Z]+\d+(?:,\s*[A-Z]+\d+)*|\[[\w, -]+\])\s*.*\w{3}")
     bare = [
@@ -165,7 +200,7 @@ def test_given_any_silenced_check_when_read_then_it_names_the_rule_and_the_reaso
     assert bare == []
 
 
-def test_given_any_source_when_read_then_nothing_is_left_to_do() -> None:
+def test_nothing_is_left_to_do() -> None:
     marker = re.compile(r"\b(" + "TO" + r"DO|FIX" + r"ME|X" + r"XX)\b")
     left = [
         _at(path, number, line.strip())
@@ -176,7 +211,7 @@ def test_given_any_source_when_read_then_nothing_is_left_to_do() -> None:
     assert left == []
 
 
-def test_given_the_product_when_read_then_redis_keys_are_spelled_in_keys_only() -> None:
+def test_redis_keys_are_spelled_in_keys_only() -> None:
     spelled = [
         _at(path, line, text)
         for path in _product()
@@ -187,7 +222,7 @@ def test_given_the_product_when_read_then_redis_keys_are_spelled_in_keys_only() 
     assert spelled == []
 
 
-def test_given_any_setting_when_looked_up_then_operating_md_has_it_in_its_table() -> None:
+def test_operating_md_has_every_setting_in_its_table() -> None:
     table = set(re.findall(r"^\|\s*`(SHARDLINE_[A-Z0-9_]+)`", OPERATING.read_text(encoding="utf-8"), re.MULTILINE))
     assert sorted(_settings() - table) == [], "settings that docs/operating.md does not explain"
     assert sorted(table - _settings()) == [], "settings that docs/operating.md explains and nobody reads"
@@ -204,7 +239,7 @@ def _settings() -> set[str]:
     return found
 
 
-def test_given_any_document_when_a_relative_link_is_followed_then_something_is_there() -> None:
+def test_relative_links_of_documents_lead_somewhere() -> None:
     link = re.compile(r"\[[^\]]*\]\((?!https?:|mailto:|#)([^)#\s]+)(?:#[^)]*)?\)")
     documents = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "services").rglob("*.md")]
     dead = [
@@ -217,7 +252,7 @@ def test_given_any_document_when_a_relative_link_is_followed_then_something_is_t
     assert dead == []
 
 
-def test_given_the_readme_when_read_then_it_names_the_two_commands() -> None:
+def test_the_readme_names_the_two_commands() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert "make demo" in readme
     assert "make up" in readme

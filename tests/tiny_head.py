@@ -9,7 +9,6 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 from uuid import UUID
 
@@ -26,8 +25,9 @@ from shardline.streams import DeltaWriter
 from shardline.tables import JOBS_CHANNEL
 from shardline.tokenise import Completion, Tokens, model_row
 from shardline.wire import Delta
+from tests.repository import REPOSITORY
 
-CLERK = Path(__file__).resolve().parents[1] / "services/standalone/clerk/model"
+CLERK = REPOSITORY / "services/standalone/clerk/model"
 LEASE_S = 60.0
 UNPREPARED = text(
     "SELECT id, prompt, messages, prompt_ids, params FROM jobs WHERE prepared_at IS NULL AND state = 'queued'"

@@ -1,4 +1,4 @@
-"""`python -m tests.compose.chaos`: one chaos run against the containers of Compose; `tests.faults` has all it needs."""
+"""`python -m tests.compose.chaos`: one chaos run against the containers of Compose; `tests.chaos` has all it needs."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from typing import Annotated
 
 import typer
 
+from tests.chaos.driver.command import conduct, seeded, wanted
+from tests.chaos.driver.runner import judged
+from tests.chaos.driver.storm import Say
+from tests.chaos.faults.fault import Fault
+from tests.chaos.report.report import Report
+from tests.chaos.stack.options import Options
+from tests.compose.compose_target import LOGS_KEPT, ComposeTarget, compose_target
 from tests.compose.container_faults import GROUPS
 from tests.compose.engine import Docker, find_or_start
-from tests.compose.world import LOGS_KEPT, World, a_world
-from tests.faults.command import conduct, seeded, wanted
-from tests.faults.fault import Fault
-from tests.faults.report import Report
-from tests.faults.runner import judged
-from tests.faults.storm import Say
-from tests.faults.world import Options
-from tests.stack import REPOSITORY
+from tests.repository import REPOSITORY
 
 FILE = REPOSITORY / ".local" / "chaos-compose.json"
 
 
 def run(
-    options: Options, faults: Sequence[Fault[World]], docker: Docker, say: Say, *, max_faults: int | None = None
+    options: Options, faults: Sequence[Fault[ComposeTarget]], docker: Docker, say: Say, *, max_faults: int | None = None
 ) -> Report:
     """One run against a project of its own on this engine."""
-    with a_world(options, docker) as world:
-        return judged(options, world, faults, say, max_faults=max_faults)
+    with compose_target(options, docker) as target:
+        return judged(options, target, faults, say, max_faults=max_faults)
 
 
 def main(

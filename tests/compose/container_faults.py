@@ -6,10 +6,10 @@ import random
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
-from tests.compose.world import NETWORK, World
-from tests.faults import client_faults, message_faults, postgres_faults, redis_faults
-from tests.faults.fault import Fault, NotInjected, Simple, hold
-from tests.faults.remains import within
+from tests.chaos.faults import client_faults, message_faults, postgres_faults, redis_faults
+from tests.chaos.faults.fault import Fault, NotInjected, Simple, hold
+from tests.compose.compose_target import NETWORK, ComposeTarget
+from tests.polling import within
 
 ROLES: Mapping[str, str] = MappingProxyType(
     {
@@ -29,19 +29,19 @@ FORM_S = 60.0
 AGAIN_S = 70.0
 """Docker waits up to a minute before it starts what crashes again and again."""
 
-Inject = Callable[[World, random.Random], None]
+Inject = Callable[[ComposeTarget, random.Random], None]
 
 
 def kill(service: str, away_leases: float = 0.0) -> Inject:
     """`docker kill`: Docker takes it for the operator's wish and leaves it dead, so somebody must start it again."""
 
-    def inject(world: World, rng: random.Random) -> None:
-        name = _name(world, service)
-        _docker(world, "kill", name)
+    def inject(target: ComposeTarget, rng: random.Random) -> None:
+        name = _name(target, service)
+        _docker(target, "kill", name)
         try:
-            hold(away_leases * world.times.lease_s)
+            hold(away_leases * target.times.lease_s)
         finally:
-            _docker(world, "start", name)
+            _docker(target, "start", name)
 
     return inject
 
@@ -49,11 +49,11 @@ def kill(service: str, away_leases: float = 0.0) -> Inject:
 def crash(service: str) -> Inject:
     """SIGKILL of what runs inside: Docker starts the container again by its policy."""
 
-    def inject(world: World, rng: random.Random) -> None:
-        name = _name(world, service)
-        before = world.stack.num_restarts(name)
-        world.stack.kill_inside(name)
-        if not within(AGAIN_S, lambda: world.stack.num_restarts(name) > before):
+    def inject(target: ComposeTarget, rng: random.Random) -> None:
+        name = _name(target, service)
+        before = target.stack.num_restarts(name)
+        target.stack.kill_inside(name)
+        if not within(AGAIN_S, lambda: target.stack.num_restarts(name) > before):
             raise NotInjected(f"Docker has not started {name} again within {AGAIN_S:.0f} s")
 
     return inject
@@ -62,13 +62,13 @@ def crash(service: str) -> Inject:
 def pause(service: str, leases: float) -> Inject:
     """`docker pause`, then `docker unpause`."""
 
-    def inject(world: World, rng: random.Random) -> None:
-        name = _name(world, service)
-        _docker(world, "pause", name)
+    def inject(target: ComposeTarget, rng: random.Random) -> None:
+        name = _name(target, service)
+        _docker(target, "pause", name)
         try:
-            hold(leases * world.times.lease_s)
+            hold(leases * target.times.lease_s)
         finally:
-            _docker(world, "unpause", name)
+            _docker(target, "unpause", name)
 
     return inject
 
@@ -76,13 +76,13 @@ def pause(service: str, leases: float) -> Inject:
 def disconnect(service: str) -> Inject:
     """Off the network for more than a lease; back at another address maybe, under the names that Compose gave."""
 
-    def inject(world: World, rng: random.Random) -> None:
-        name = _name(world, service)
-        _docker(world, "network", "disconnect", NETWORK, name)
+    def inject(target: ComposeTarget, rng: random.Random) -> None:
+        name = _name(target, service)
+        _docker(target, "network", "disconnect", NETWORK, name)
         try:
-            hold(AWAY_LEASES * world.times.lease_s)
+            hold(AWAY_LEASES * target.times.lease_s)
         finally:
-            _docker(world, "network", "connect", f"--alias={service}", f"--alias={name}", NETWORK, name)
+            _docker(target, "network", "connect", f"--alias={service}", f"--alias={name}", NETWORK, name)
 
     return inject
 
@@ -90,13 +90,13 @@ def disconnect(service: str) -> Inject:
 def restart(service: str) -> Inject:
     """SIGTERM as a redeploy sends it; it must end by itself within its grace period."""
 
-    def inject(world: World, rng: random.Random) -> None:
-        name = _name(world, service)
+    def inject(target: ComposeTarget, rng: random.Random) -> None:
+        name = _name(target, service)
         try:
-            _docker(world, "stop", name)
-            status = _docker(world, "inspect", "--format={{.State.ExitCode}}", name)
+            _docker(target, "stop", name)
+            status = _docker(target, "inspect", "--format={{.State.ExitCode}}", name)
         finally:
-            _docker(world, "start", name)
+            _docker(target, "start", name)
         if status != "0":
             raise NotInjected(f"{name} ended with {status} after SIGTERM")
 
@@ -106,33 +106,33 @@ def restart(service: str) -> Inject:
 def scale(*services: str) -> Inject:
     """`docker compose up --scale`, to two and back to one."""
 
-    def inject(world: World, rng: random.Random) -> None:
+    def inject(target: ComposeTarget, rng: random.Random) -> None:
         try:
-            world.stack.up(**{service.replace("-", "_"): 2 for service in services})
-            if not within(FORM_S, lambda: world.num_pipelines() == 2 or "stage-0" not in services):
+            target.stack.up(**{service.replace("-", "_"): 2 for service in services})
+            if not within(FORM_S, lambda: target.num_pipelines() == 2 or "stage-0" not in services):
                 raise NotInjected(f"no second pipeline formed within {FORM_S:.0f} s")
         finally:
-            world.stack.up()
+            target.stack.up()
 
     return inject
 
 
-def one_port(world: World) -> str:
+def one_port(target: ComposeTarget) -> str:
     """In a range of ports Docker gives a container that is started again another one."""
     return "producers must find the gateway at the same port after a restart, so only one is published"
 
 
-def _name(world: World, service: str) -> str:
+def _name(target: ComposeTarget, service: str) -> str:
     """Its only container."""
-    (name,) = world.stack.names(service)
+    (name,) = target.stack.names(service)
     return name
 
 
-def _docker(world: World, *arguments: str) -> str:
-    return world.stack.docker.run(*arguments, timeout_s=COMMAND_S).stdout.strip()
+def _docker(target: ComposeTarget, *arguments: str) -> str:
+    return target.stack.docker.run(*arguments, timeout_s=COMMAND_S).stdout.strip()
 
 
-GROUPS: Mapping[str, tuple[Fault[World], ...]] = MappingProxyType(
+GROUPS: Mapping[str, tuple[Fault[ComposeTarget], ...]] = MappingProxyType(
     {
         "kill": (
             *(Simple(kind=f"docker kill {role}", inject=kill(name), is_kill=True) for role, name in ROLES.items()),

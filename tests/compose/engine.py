@@ -15,7 +15,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+from tests.repository import REPOSITORY
+
 CALLERS = dict(os.environ)
 """As the caller set it, before the tests forget SHARDLINE_*."""
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import httpx
-from tenacity import retry, retry_if_result, stop_after_delay, wait_fixed
 
-from tests.compose.engine import REPOSITORY, Docker, run
+from tests import polling
+from tests.compose.engine import Docker, run
+from tests.repository import REPOSITORY
 
 PROJECT = "shardline-test"
 MODEL = "clerk"
@@ -20,10 +22,8 @@ OWN = ("migrate", "gateway", "relay", "stage", "flower")
 PATIENCE_S = 300
 
 
-@retry(retry=retry_if_result(lambda result: not result), wait=wait_fixed(0.5), stop=stop_after_delay(PATIENCE_S))
-def until(holds: Callable[[], object]) -> object:
-    """Ask until it holds."""
-    return holds()
+until = partial(polling.until, timeout_s=PATIENCE_S, look_s=0.5)
+"""Most questions start a process of Docker's."""
 
 
 class Stack:

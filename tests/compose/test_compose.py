@@ -29,9 +29,7 @@ SECRETS = {
 LIVE = "lease_until > now() AND ready_at IS NOT NULL"
 
 
-def test_given_the_gateways_image_when_its_packages_are_listed_then_torch_and_celery_are_not_there(
-    stack: Stack,
-) -> None:
+def test_the_gateway_image_contains_neither_torch_nor_celery(stack: Stack) -> None:
     listed = stack.docker.run(
         "run", "--rm", "--network=none", stack.image("gateway"), "pip", "list", "--format=freeze"
     ).stdout
@@ -41,11 +39,11 @@ def test_given_the_gateways_image_when_its_packages_are_listed_then_torch_and_ce
 
 
 @pytest.mark.parametrize("name", OWN)
-def test_given_an_image_when_searched_for_a_compiler_then_there_is_none(stack: Stack, name: str) -> None:
+def test_no_image_contains_a_compiler(stack: Stack, name: str) -> None:
     assert stack.docker.once(stack.image(name), "sh", "-c", FIND_COMPILERS) == ""
 
 
-def test_given_the_stack_when_up_then_all_is_healthy_and_the_migration_has_ended(stack: Stack) -> None:
+def test_the_stack_is_healthy_and_its_migration_has_ended(stack: Stack) -> None:
     states = {each["Service"]: (each["State"], each["Health"], each["ExitCode"]) for each in stack.containers()}
     assert states.pop("migrate") == ("exited", "", 0)
     assert set(states) == {"redis", "postgres", "gateway", "relay", "stage-0", "stage-1", "flower"}
@@ -53,7 +51,7 @@ def test_given_the_stack_when_up_then_all_is_healthy_and_the_migration_has_ended
 
 
 @pytest.mark.parametrize("service", SECRETS)
-def test_given_a_service_when_it_runs_then_it_is_not_root_and_has_its_secrets_alone(stack: Stack, service: str) -> None:
+def test_no_service_is_root_and_each_has_its_own_secrets_alone(stack: Stack, service: str) -> None:
     assert stack.inside(service, "id", "-u") == APP_USER
     names = SECRETS[service]
     assert stack.inside(service, "ls", "/run/secrets").split() == names
@@ -62,14 +60,14 @@ def test_given_a_service_when_it_runs_then_it_is_not_root_and_has_its_secrets_al
     assert ("SHARDLINE_DATABASE_URL" in stack.inside(service, "env")) == ("database_url" in names)
 
 
-def test_given_the_containers_when_inspected_then_no_secret_is_in_their_settings(stack: Stack) -> None:
+def test_no_secret_is_in_a_containers_settings(stack: Stack) -> None:
     shown = stack.docker.run("inspect", *(each["Name"] for each in stack.containers())).stdout
     secrets = [path.read_text() for path in stack.secrets.iterdir()]
     assert len(secrets) == 5
     assert [secret for secret in secrets if secret in shown] == []
 
 
-def test_given_a_prompt_when_sent_over_http_then_it_is_answered_through_both_stages(stack: Stack) -> None:
+def test_a_prompt_over_http_is_answered_through_both_stages(stack: Stack) -> None:
     (gateway,) = stack.gateways()
     request = {"model": MODEL, "prompt": "sort: 3, 1, 2 =", "max_tokens": 16, "temperature": 0, "ignore_eos": True}
     url = f"{gateway}/v1/completions"
@@ -81,13 +79,13 @@ def test_given_a_prompt_when_sent_over_http_then_it_is_answered_through_both_sta
     assert provenance == "cpu:1"
 
 
-def test_given_flower_when_asked_then_it_shows_every_worker_and_only_to_those_with_the_password(stack: Stack) -> None:
+def test_flower_shows_every_worker_only_with_the_password(stack: Stack) -> None:
     with stack.flower() as flower:
         assert flower.get("/api/workers", auth=None).status_code == 401
         until(lambda: len(flower.get("/api/workers", params={"refresh": "1"}, timeout=30).json()) == 3)
 
 
-def test_given_running_jobs_when_a_stage_crashes_then_it_is_restarted_and_they_succeed(stack: Stack) -> None:
+def test_a_crashed_stage_is_restarted_and_running_jobs_succeed(stack: Stack) -> None:
     load = Load(stack.gateways(), stack.api_key, seed=5)
     for _ in range(NUM_LONG):
         load.push(LONG_TOKENS)
@@ -97,7 +95,7 @@ def test_given_running_jobs_when_a_stage_crashes_then_it_is_restarted_and_they_s
     assert ends(stack, load) == once_each(load)
 
 
-def test_given_load_when_scaled_out_and_back_then_every_accepted_job_succeeds_exactly_once(stack: Stack) -> None:
+def test_every_accepted_job_succeeds_once_while_the_stack_scales_out_and_back(stack: Stack) -> None:
     began_s = time.time()
     with Load(stack.gateways(), stack.api_key, seed=7) as load:
         push_on(load)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from tests.chaos.driver.drawing import among
+from tests.chaos.stack.options import Options
 from tests.compose.chaos import run
 from tests.compose.container_faults import GROUPS
 from tests.compose.engine import Docker
-from tests.faults.drawing import among
-from tests.faults.world import Options
 
 pytestmark = pytest.mark.timeout(1800)
 
@@ -23,7 +23,7 @@ KINDS = (
 )
 
 
-def test_given_containers_under_load_when_faults_are_over_then_every_invariant_holds(docker: Docker) -> None:
+def test_every_invariant_holds_after_faults_in_containers_under_load(docker: Docker) -> None:
     faults = among(",".join(KINDS), GROUPS)
     report = run(Options(seed=SEED, minutes=10), faults, docker, print, max_faults=len(KINDS))
 

@@ -22,7 +22,7 @@ OFFERED = offered_isas()
     ],
     ids=str,
 )
-def test_given_the_same_jobs_in_crowds_of_any_size_when_run_then_every_bit_is_the_same(cell: Cell) -> None:
+def test_jobs_have_the_same_bits_in_batches_of_any_size(cell: Cell) -> None:
     verdicts = list(cell.verdicts(prompts=NUM_PROMPTS, stages=(1, 2)))
 
     assert [verdict.stages for verdict in verdicts] == [1, 2]

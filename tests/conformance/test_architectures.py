@@ -45,7 +45,7 @@ def reference(path: Path) -> list[tuple[int, ...]]:
 
 @pytest.mark.parametrize("num_stages", [1, 2, 3])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_given_mixed_prompts_when_a_pipeline_generates_then_tokens_equal_generate(
+def test_a_pipeline_generates_the_tokens_of_generate(
     name: str, num_stages: int, model_folder: Path, device: Device
 ) -> None:
     path = model_folder / name

@@ -19,7 +19,7 @@ from shardline.job import FinishReason, JobRequest, JobState, Result, SamplingPa
 from shardline.store import claims, crashes, jobs, outbox, pipelines, sweeps
 from shardline.store.claims import Beat, End
 from shardline.store.sweeps import Partial
-from tests.integration.store_world import MODEL, cell, world
+from tests.integration.rows import MODEL, cell, database_with_head
 from tests.simulation import pipeline_statements, statements
 from tests.simulation.rows import Connection, Job, Tables
 
@@ -345,13 +345,11 @@ def _end(pair: Pair, job_id: UUID) -> End:
 
 @pytest.fixture
 def engine(database_url: str) -> Iterator[Engine]:
-    with world(database_url) as engine:
+    with database_with_head(database_url) as engine:
         yield engine
 
 
-def test_given_the_same_operations_when_done_in_memory_and_in_postgres_then_answers_and_rows_agree(
-    engine: Engine,
-) -> None:
+def test_memory_and_postgres_agree_on_answers_and_rows(engine: Engine) -> None:
     for seed in SEQUENCES:
         with engine.begin() as connection:
             connection.execute(text("TRUNCATE jobs, attempts, results, pipelines CASCADE"))

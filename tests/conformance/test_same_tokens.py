@@ -70,21 +70,19 @@ def expected(
     return outputs[name, dtype]
 
 
-def test_given_a_batch_when_each_prompt_runs_alone_then_tokens_are_the_same(
-    one: list[Executor], expected: list[tuple[int, ...]]
-) -> None:
+def test_prompts_alone_have_the_tokens_of_the_batch(one: list[Executor], expected: list[tuple[int, ...]]) -> None:
     assert [generate(one, [request], budget=BUDGET)[0] for request in batch()[::4]] == expected[::4]
 
 
 @pytest.mark.parametrize(("budget", "seats"), [(16, 3), (37, 32), (512, 7)])
-def test_given_other_budgets_and_seats_when_the_batch_runs_then_tokens_are_the_same(
+def test_other_budgets_and_seats_give_the_same_tokens(
     budget: int, seats: int, one: list[Executor], expected: list[tuple[int, ...]]
 ) -> None:
     assert generate(one, batch(), budget=budget, seats=seats) == expected
 
 
 @pytest.mark.parametrize("num_kept", [1, 11, NUM_NEW - 1])
-def test_given_emitted_tokens_when_jobs_resume_then_the_rest_is_the_same(
+def test_resumed_jobs_go_on_with_the_same_tokens(
     num_kept: int, one: list[Executor], expected: list[tuple[int, ...]]
 ) -> None:
     resumed = [
@@ -95,7 +93,7 @@ def test_given_emitted_tokens_when_jobs_resume_then_the_rest_is_the_same(
     assert generate(one, resumed, budget=BUDGET) == expected
 
 
-def test_given_three_stages_when_the_batch_runs_then_tokens_are_the_same(
+def test_three_stages_give_the_same_tokens(
     chains: Chains, name: str, dtype: str, expected: list[tuple[int, ...]]
 ) -> None:
     three = chains[name, dtype, 3]
@@ -105,9 +103,7 @@ def test_given_three_stages_when_the_batch_runs_then_tokens_are_the_same(
     assert len({stage.fingerprint for stage in (*three, *chains[name, dtype, 1])}) == 1
 
 
-def test_given_warm_sampling_when_seeds_differ_then_tokens_differ(
-    one: list[Executor], expected: list[tuple[int, ...]]
-) -> None:
+def test_other_seeds_give_other_tokens(one: list[Executor], expected: list[tuple[int, ...]]) -> None:
     request = batch()[8]
     other = Request(key=request.key, prompt_ids=request.prompt_ids, params=request.params, seed=request.seed + 1)
 

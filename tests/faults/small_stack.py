@@ -15,19 +15,18 @@ from typing import Any
 from uuid import UUID, uuid4
 
 import httpx
-import psutil
 from celery import Celery
 from redis import Redis
 from sqlalchemy import text
 
-from services.standalone.processes import is_alive
 from shardline.api_key import bearer
 from shardline.client import Client
 from shardline.job import Job, JobState
 from shardline.keys import INTAKE
 from shardline.queues import INTAKE_QUEUE, SUBMIT_TASK
 from shardline.store.database import connect
-from tests.stack import Stack, until
+from tests.polling import until
+from tests.stack import Stack, is_running
 
 TIME_SCALE = "0.5"
 """Another stack may run beside it: see tests/conftest.py."""
@@ -99,14 +98,6 @@ class Hurt:
         with self.client() as client:
             ids = client.submit_many([request(number, max_tokens) for number in range(NUM_REQUESTS)])
             return [tokens_of(job) for job in client.wait(ids, timeout_s=END_S)]
-
-
-def is_running(pid: int | None) -> bool:
-    """Neither gone nor a zombie."""
-    try:
-        return pid is not None and is_alive(psutil.Process(pid))
-    except psutil.NoSuchProcess:
-        return False
 
 
 @contextmanager

@@ -13,9 +13,9 @@ from services.stage.hop.wiring import Wiring
 from services.stage.hop.zeromq import ZeroMqHop
 from shardline.config import Times
 from shardline.errors import LinkLost
-from tests.faults.hop_net import HopNet
-from tests.faults.proxy import Direction, Proxy
-from tests.unit.links import NUM_LAYERS, PATIENCE_S, Pipes, Stage, open_pipes, pass_a_step
+from tests.chaos.network.hop_net import HopNet
+from tests.chaos.network.proxy import Direction, Proxy
+from tests.links import NUM_LAYERS, PATIENCE_S, Pipes, Stage, open_pipes, pass_a_step
 
 TIMES = Times(heartbeat_s=0.1, link_dead_s=0.8, unbind_s=1.0, stall_s=60.0)
 CHANNEL = Channel(pipeline=UUID(int=1), epoch=1, kind=Kind.PLAN, num_lanes=2)
@@ -97,7 +97,7 @@ def newest(stage: Stage, epoch: int) -> Wiring:
 
 
 @pytest.mark.parametrize("condition", [half_open, deaf, mute])
-def test_given_a_control_link_that_is_bad_when_it_clears_then_a_new_epoch_passes_steps(
+def test_a_new_epoch_passes_steps_once_a_bad_control_link_clears(
     net: HopNet, pipes: Pipes, condition: Callable[[Proxy], None]
 ) -> None:
     stage = pipes.stage(8, NUM_LAYERS, TIMES)
@@ -115,9 +115,7 @@ def test_given_a_control_link_that_is_bad_when_it_clears_then_a_new_epoch_passes
     pass_a_step(after.pipeline, [after, newest(stage, after.epoch)], 0)
 
 
-def test_given_links_of_100_ms_when_a_head_forms_its_pipeline_then_it_stays_and_steps_pass(
-    net: HopNet, pipes: Pipes
-) -> None:
+def test_a_pipeline_over_links_of_100_ms_stays_and_passes_steps(net: HopNet, pipes: Pipes) -> None:
     for proxy in net.proxies.values():
         proxy.delay(0.1, 0.05)
     patient = TIMES.model_copy(update={"link_dead_s": 8.0, "unbind_s": 8.0})
@@ -132,7 +130,7 @@ def test_given_links_of_100_ms_when_a_head_forms_its_pipeline_then_it_stays_and_
 
 
 @pytest.mark.parametrize("condition", [half_open, deaf, mute])
-def test_given_a_hop_that_is_bad_when_its_heartbeat_is_missed_then_its_receiver_knows(
+def test_the_receiver_of_a_bad_hop_notices_the_missing_heartbeat(
     net: HopNet, hop: ZeroMqHop, condition: Callable[[Proxy], None]
 ) -> None:
     receiver = hop.open_receiver(CHANNEL)
@@ -148,9 +146,7 @@ def test_given_a_hop_that_is_bad_when_its_heartbeat_is_missed_then_its_receiver_
     receiver.close()
 
 
-def test_given_frames_in_a_connection_when_it_breaks_then_none_is_skipped_in_silence(
-    net: HopNet, hop: ZeroMqHop
-) -> None:
+def test_no_frame_is_skipped_in_silence_when_its_connection_breaks(net: HopNet, hop: ZeroMqHop) -> None:
     receiver = hop.open_receiver(CHANNEL)
     sender = hop.open_sender(CHANNEL, receiver.address, PATIENCE_S)
     sender.send(frame(0))
@@ -171,9 +167,7 @@ def test_given_frames_in_a_connection_when_it_breaks_then_none_is_skipped_in_sil
     receiver.close()
 
 
-def test_given_a_slow_reader_when_more_is_sent_than_its_credit_then_the_sender_calls_it_dead(
-    net: HopNet, hop: ZeroMqHop
-) -> None:
+def test_a_sender_out_of_credit_calls_its_slow_reader_dead(net: HopNet, hop: ZeroMqHop) -> None:
     receiver = hop.open_receiver(CHANNEL)
     sender = hop.open_sender(CHANNEL, receiver.address, PATIENCE_S)
     behind(net, receiver.address).slow(10_000)

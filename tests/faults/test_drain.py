@@ -15,7 +15,7 @@ import pytest
 from services.standalone.processes import wait_until_gone
 from shardline.api_key import bearer
 from tests.faults.small_stack import END_S, MAX_TOKENS, Hurt, Producer, request, tokens_of
-from tests.stack import until
+from tests.polling import until
 
 pytestmark = pytest.mark.short_leases
 
@@ -36,7 +36,7 @@ def terminate(hurt: Hurt, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["stage-0", "stage-1", "relay", "gateway"])
-def test_given_jobs_from_all_doors_when_a_service_is_told_to_stop_then_all_succeed_and_no_lease_expires(
+def test_all_jobs_succeed_and_no_lease_expires_when_a_service_is_stopped(
     name: str, hurt: Hurt, undisturbed: list[tuple[int, ...]]
 ) -> None:
     with closing(Producer(hurt.urls, MAX_TOKENS)) as producer:
@@ -50,9 +50,7 @@ def test_given_jobs_from_all_doors_when_a_service_is_told_to_stop_then_all_succe
     assert hurt.count(EXPIRED_LEASES, ids) == 0
 
 
-def test_given_more_work_than_the_drain_time_holds_when_a_head_stops_then_it_gives_its_leases_back(
-    hurt: Hurt, undisturbed: list[tuple[int, ...]]
-) -> None:
+def test_a_stopping_head_releases_the_leases_it_cannot_finish(hurt: Hurt, undisturbed: list[tuple[int, ...]]) -> None:
     numbers = range(MORE_THAN_DRAINS)
     with hurt.client() as client:
         ids = client.submit_many([request(number) for number in numbers])
@@ -63,7 +61,7 @@ def test_given_more_work_than_the_drain_time_holds_when_a_head_stops_then_it_giv
     assert hurt.count(EXPIRED_LEASES, ids) == 0
 
 
-def test_given_callers_on_the_line_when_a_gateway_is_told_to_stop_then_each_gets_its_answer_or_its_jobs_id(
+def test_a_stopping_gateway_gives_each_caller_its_answer_or_its_jobs_id(
     hurt: Hurt, undisturbed: list[tuple[int, ...]]
 ) -> None:
     url = f"{hurt.urls['gateway']}/v1/completions"

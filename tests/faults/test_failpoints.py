@@ -8,9 +8,9 @@ from contextlib import closing
 
 import pytest
 
-from tests.faults.failpoint_faults import FAULTS, KillAt
+from tests.chaos.faults.failpoint_faults import FAULTS, KillAt
 from tests.faults.small_stack import Hurt, Producer, tokens_of
-from tests.stack import until
+from tests.polling import until
 
 pytestmark = pytest.mark.short_leases
 
@@ -20,7 +20,7 @@ NUM_AT_ONCE = 8
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.kind)
-def test_given_jobs_under_way_when_a_process_dies_at_a_failpoint_then_each_ends_once_with_the_same_tokens(
+def test_a_process_killed_at_a_failpoint_leaves_each_job_ended_once_and_unchanged(
     fault: KillAt, hurt: Hurt, undisturbed: list[tuple[int, ...]]
 ) -> None:
     with closing(Producer(hurt.urls, MAX_TOKENS)) as producer:

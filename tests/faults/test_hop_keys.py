@@ -64,9 +64,7 @@ def is_let_in(address: str, curve: CurveKeys | None, timeout_s: float) -> bool:
         sockets.close()
 
 
-def test_given_a_stack_over_tcp_when_a_stranger_calls_then_no_handshake_comes_about_and_the_stack_works_on(
-    stack: Stack,
-) -> None:
+def test_a_stranger_gets_no_handshake_over_tcp_and_the_stack_works_on(stack: Stack) -> None:
     own, foreign = key_of(stack), CurveKeys.of("ab" * 32)
     assert stat.S_IMODE((stack.home.folder / "hop_secret_key").stat().st_mode) == 0o600
     # Who knows the stack's public key and proves another one of its own.

@@ -36,7 +36,8 @@ from shardline.wire import StageCard
 from tests.faults import hostile
 from tests.faults.hostile import GOOD, PROMPT
 from tests.faults.played_head import PATIENCE_S, PlayedHead
-from tests.stack import REPOSITORY, until
+from tests.polling import until
+from tests.repository import REPOSITORY
 
 NUM_FRAMES = 50_000
 NUM_MESSAGES = 60_000
@@ -186,7 +187,7 @@ def unharmed(tail: Tail) -> Iterator[None]:
 
 @pytest.mark.usefixtures("unharmed")
 @pytest.mark.parametrize("message", hostile.damaged_messages().values(), ids=hostile.damaged_messages())
-def test_given_a_plan_that_does_not_fit_when_sent_then_its_epoch_is_lost(tail: Tail, message: bytes) -> None:
+def test_a_plan_that_does_not_fit_loses_its_epoch(tail: Tail, message: bytes) -> None:
     tail.head.wire()
 
     tail.head.send(encode(tail.frame(message)))
@@ -207,9 +208,7 @@ def test_given_a_plan_that_does_not_fit_when_sent_then_its_epoch_is_lost(tail: T
         ({"kind": Kind.RESULT}, "a RESULT frame on a link for PLAN frames"),
     ],
 )
-def test_given_a_frame_that_does_not_fit_when_sent_then_its_epoch_is_lost(
-    tail: Tail, change: dict[str, Any], reason: str
-) -> None:
+def test_a_frame_that_does_not_fit_loses_its_epoch(tail: Tail, change: dict[str, Any], reason: str) -> None:
     tail.head.wire()
 
     tail.head.send(encode(replace(tail.frame(encode_step(GOOD)), **change)))
@@ -218,9 +217,7 @@ def test_given_a_frame_that_does_not_fit_when_sent_then_its_epoch_is_lost(
 
 
 @pytest.mark.usefixtures("unharmed")
-def test_given_broken_frames_when_sent_in_bursts_then_only_their_epochs_are_lost(
-    tail: Tail, rng: random.Random
-) -> None:
+def test_bursts_of_broken_frames_lose_only_their_epochs(tail: Tail, rng: random.Random) -> None:
     for _ in range(NUM_LINKS):
         tail.head.wire()
         good = encode(tail.frame(encode_step(GOOD)))
@@ -230,7 +227,7 @@ def test_given_broken_frames_when_sent_in_bursts_then_only_their_epochs_are_lost
 
 
 @pytest.mark.usefixtures("unharmed")
-def test_given_hostile_control_messages_when_sent_then_none_is_obeyed(tail: Tail, rng: random.Random) -> None:
+def test_no_hostile_control_message_is_obeyed(tail: Tail, rng: random.Random) -> None:
     tail.head.wire()
     messages = hostile.control_messages()
     last = replace_struct(tail.head.hello(), pipeline=UUID(int=1), epoch=99)
@@ -246,9 +243,7 @@ def test_given_hostile_control_messages_when_sent_then_none_is_obeyed(tail: Tail
 
 
 @pytest.mark.usefixtures("unharmed")
-def test_given_strangers_who_talk_nonsense_when_they_call_then_the_ports_serve_on(
-    tail: Tail, rng: random.Random
-) -> None:
+def test_ports_serve_on_after_nonsense_of_strangers(tail: Tail, rng: random.Random) -> None:
     for _ in range(NUM_CALLS):
         address, kind = rng.choice(((tail.card.control, b"DEALER"), (tail.head.hop_address, b"PUSH")))
         host, _, port = address.removeprefix("tcp://").partition(":")
@@ -261,9 +256,7 @@ def test_given_strangers_who_talk_nonsense_when_they_call_then_the_ports_serve_o
             connection.sendall(hostile.calls(rng, kind))
 
 
-def test_given_a_receiver_that_looks_at_every_frame_when_they_are_broken_then_it_goes_on(
-    rng: random.Random,
-) -> None:
+def test_a_receiver_goes_on_after_broken_frames(rng: random.Random) -> None:
     sockets = Sockets(bind="tcp://127.0.0.1")
     channel = Channel(pipeline=uuid4(), epoch=3, kind=Kind.PLAN, num_lanes=BURST)
     receiver = ZeroMqHop(sockets, Times()).open_receiver(channel)

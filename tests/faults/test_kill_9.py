@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from tests.faults.small_stack import END_S, Hurt, request, tokens_of
-from tests.stack import until
+from tests.polling import until
 
 pytestmark = pytest.mark.short_leases
 
@@ -24,7 +24,7 @@ WHERE jobs.id = ANY(:ids) AND jobs.state = 'running' AND cardinality(attempts.to
 
 
 @pytest.mark.parametrize("victim", VICTIMS)
-def test_given_jobs_in_the_act_when_a_process_is_killed_then_each_ends_once_with_the_same_tokens(
+def test_a_killed_process_leaves_each_job_ended_once_and_unchanged(
     victim: str, hurt: Hurt, undisturbed: list[tuple[int, ...]]
 ) -> None:
     until(lambda: is_served(hurt))

@@ -12,9 +12,9 @@ import pytest
 from shardline.client import Client
 from shardline.failpoints import Point
 from shardline.job import Job, JobState
-from tests.faults.arming import Arming, arm
+from tests.chaos.faults.arming import Arming, arm
 from tests.faults.small_stack import END_S, Hurt, request, tokens_of
-from tests.stack import until
+from tests.polling import until
 
 pytestmark = pytest.mark.short_leases
 
@@ -74,7 +74,7 @@ def submit_poison(client: Client) -> UUID:
 
 
 @pytest.mark.parametrize("poison", POISONS, ids=lambda poison: poison.what)
-def test_given_neighbours_under_way_when_a_job_keeps_breaking_its_process_then_it_alone_ends_a_dead_letter(
+def test_only_the_job_that_keeps_breaking_its_process_ends_as_a_dead_letter(
     poison: Poison, hurt: Hurt, client: Client, said: list[tuple[int, ...]]
 ) -> None:
     ids = client.submit_many(neighbours())
@@ -104,7 +104,7 @@ def check_dead_letter(client: Client, dead: Job) -> None:
     assert dead.id in [job.id for job in client.list_dead()]
 
 
-def test_given_logits_that_are_no_numbers_when_sampled_then_the_job_fails_at_once_and_alone(
+def test_logits_that_are_not_numbers_fail_their_job_at_once_and_alone(
     hurt: Hurt, client: Client, said: list[tuple[int, ...]]
 ) -> None:
     arming = arm(hurt.failpoints, Point.NAN_LOGITS, "nan", when={"seed": SEED})
@@ -121,7 +121,7 @@ def test_given_logits_that_are_no_numbers_when_sampled_then_the_job_fails_at_onc
     assert {job.crashes for job in jobs} == {0}
 
 
-def test_given_a_mended_worker_when_a_dead_letter_is_replayed_then_it_succeeds(hurt: Hurt, client: Client) -> None:
+def test_a_replayed_dead_letter_succeeds_on_a_mended_worker(hurt: Hurt, client: Client) -> None:
     (newest, *_) = client.list_dead(limit=1)
     replayed = client.wait(client.replay(newest.id), timeout_s=END_S)
     assert (replayed.replay_of, replayed.seed) == (newest.id, SEED)

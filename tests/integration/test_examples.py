@@ -22,13 +22,13 @@ import pytest_asyncio
 
 from shardline.client import AsyncClient
 from shardline.job import JobState
-from tests.integration.gateway_world import running_gateway
-from tests.integration.relay_world import relay_world
+from tests.integration.gateway.running_gateway import running_gateway
+from tests.integration.relay.relay_stack import relay_stack
+from tests.repository import REPOSITORY
 from tests.tiny_head import tiny_head
 
-ROOT = Path(__file__).resolve().parents[2]
-README = (ROOT / "README.md").read_text(encoding="utf-8")
-EXAMPLES = sorted((ROOT / "docs/examples").glob("*.py"))
+README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+EXAMPLES = sorted((REPOSITORY / "docs/examples").glob("*.py"))
 JOB_ID = re.compile(r"\b[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}\b")
 PATIENCE_S = 60.0
 
@@ -63,7 +63,7 @@ class Stack:
         """What a program of a producer prints. It has Shardline's library and nothing of its services."""
         environment = {
             **os.environ,
-            "PYTHONPATH": str(ROOT / "shared"),
+            "PYTHONPATH": str(REPOSITORY / "shared"),
             "SHARDLINE_DATABASE_URL": self.database_url,
             "SHARDLINE_REDIS_URL": self.redis_url,
             "SHARDLINE_API_KEY": self.api_key,
@@ -95,9 +95,9 @@ async def stack(database_url: str, redis_url: str, tmp_path: Path) -> AsyncItera
     with (
         tiny_head(database_url, redis_url) as head,
         head.serving(),
-        relay_world(database_url, redis_url, tmp_path) as world,
+        relay_stack(database_url, redis_url, tmp_path) as servers,
     ):
-        world.start_relay()
+        servers.start_relay()
         async with (
             running_gateway(database_url, redis_url) as gateway,
             AsyncClient(database_url=database_url, redis_url=redis_url) as client,
@@ -110,7 +110,7 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
 
 
-async def test_given_a_stack_when_each_example_runs_then_its_jobs_succeed(stack: Stack) -> None:
+async def test_the_jobs_of_each_example_succeed(stack: Stack) -> None:
     assert len(EXAMPLES) == 6
     for example in EXAMPLES:
         printed = await stack.python(str(example), stack.addressed("http://localhost:8000"))
@@ -120,7 +120,7 @@ async def test_given_a_stack_when_each_example_runs_then_its_jobs_succeed(stack:
             await stack.until_succeeded(job_id)
 
 
-async def test_given_readme_when_its_python_runs_as_written_then_its_jobs_succeed(stack: Stack) -> None:
+async def test_the_python_of_the_readme_runs_as_written(stack: Stack) -> None:
     programs = blocks("python")
     assert len(programs) == 3
     for program in programs:
@@ -130,7 +130,7 @@ async def test_given_readme_when_its_python_runs_as_written_then_its_jobs_succee
     assert [job.state for job in await stack.client.list()] == [JobState.SUCCEEDED] * len(programs)
 
 
-async def test_given_readme_when_its_sql_runs_as_written_then_the_row_is_there(stack: Stack) -> None:
+async def test_the_sql_of_the_readme_runs_as_written(stack: Stack) -> None:
     (block,) = blocks("sql")
     insert, read = block.strip().splitlines()
     async with await psycopg.AsyncConnection.connect(stack.database_url, autocommit=True) as connection:
@@ -140,7 +140,7 @@ async def test_given_readme_when_its_sql_runs_as_written_then_the_row_is_there(s
         assert await (await connection.execute(read)).fetchone() == ("succeeded", "sort: 31, 4, 15 =")
 
 
-async def test_given_readme_when_its_http_request_is_sent_then_the_completion_comes(stack: Stack) -> None:
+async def test_the_http_request_of_the_readme_is_answered(stack: Stack) -> None:
     (command,) = [block for block in blocks("sh") if block.startswith("curl")]
     words = shlex.split(stack.addressed(command))
     options = [(word, words[place + 1]) for place, word in enumerate(words) if word in {"-H", "-d"}]
@@ -152,7 +152,7 @@ async def test_given_readme_when_its_http_request_is_sent_then_the_completion_co
     assert (answer.status_code, answer.json()["choices"][0]["text"]) == (200, "date: 3 March 2021 =")
 
 
-async def test_given_readme_when_its_commands_run_as_written_then_they_work(stack: Stack) -> None:
+async def test_the_commands_of_the_readme_run_as_written(stack: Stack) -> None:
     (block,) = [block for block in blocks("sh") if block.startswith("shardline")]
     printed = [await stack.python("-m", "shardline.cli", *shlex.split(line)[1:]) for line in block.splitlines()]
     assert printed[0] == "date: 3 March 2021 =\n"

@@ -20,7 +20,8 @@ from shardline.client import Client
 from shardline.config import Settings
 from shardline.job import JobState
 from shardline.queues import GENERATE_TASK, INTAKE_QUEUE, SUBMIT_TASK, celery_settings, generate_queue
-from tests.stack import Stack, until
+from tests.polling import until
+from tests.stack import Stack
 
 MODEL = "clerk"
 LONG: dict[str, Any] = {
@@ -109,9 +110,7 @@ def state(client: Client, job_id: UUID) -> JobState:
     return client.get(job_id).state
 
 
-def test_given_a_stack_when_flower_is_asked_then_it_shows_every_worker_and_remote_control_answers(
-    flower: Flower, producer: Celery
-) -> None:
+def test_flower_shows_every_worker_and_remote_control_answers(flower: Flower, producer: Celery) -> None:
     until(lambda: len(flower.get("workers?refresh=1") or {}) == NUM_WORKERS)
     inspect = producer.control.inspect(timeout=5, limit=NUM_WORKERS)
 
@@ -125,7 +124,7 @@ def test_given_a_stack_when_flower_is_asked_then_it_shows_every_worker_and_remot
     assert httpx.get(anybody, timeout=60).status_code == 401
 
 
-def test_given_a_running_job_of_the_celery_door_when_it_is_terminated_in_flower_then_its_kv_is_free_on_every_stage(
+def test_terminating_a_celery_job_in_flower_frees_its_kv_on_every_stage(
     flower: Flower, producer: Celery, client: Client
 ) -> None:
     job_id = uuid4()
@@ -140,7 +139,7 @@ def test_given_a_running_job_of_the_celery_door_when_it_is_terminated_in_flower_
     until(lambda: flower.state(job_id) == "REVOKED")
 
 
-def test_given_a_duplicate_delivery_when_the_job_is_terminated_in_flower_then_it_still_ends_cancelled(
+def test_a_job_delivered_twice_ends_cancelled_when_terminated_in_flower(
     stack: Stack, flower: Flower, producer: Celery, client: Client
 ) -> None:
     job_id = client.submit(**LONG)
@@ -154,9 +153,7 @@ def test_given_a_duplicate_delivery_when_the_job_is_terminated_in_flower_then_it
     until(lambda: blocks_used(producer) == [0, 0])
 
 
-def test_given_a_queued_job_when_it_is_revoked_in_flower_then_its_row_ends_cancelled(
-    flower: Flower, client: Client
-) -> None:
+def test_a_queued_job_revoked_in_flower_ends_cancelled(flower: Flower, client: Client) -> None:
     job_id = client.submit(**LONG, delay_s=3600)
 
     flower.revoke(job_id, terminate=False)
@@ -164,9 +161,7 @@ def test_given_a_queued_job_when_it_is_revoked_in_flower_then_its_row_ends_cance
     until(lambda: state(client, job_id) is JobState.CANCELLED)
 
 
-def test_given_a_finished_job_when_flower_is_asked_then_it_shows_success_and_its_run_time(
-    flower: Flower, client: Client
-) -> None:
+def test_flower_shows_success_and_run_time_of_a_finished_job(flower: Flower, client: Client) -> None:
     job_id = client.submit(MODEL, "sort: 3, 1, 2 =", max_tokens=16, temperature=0)
     assert client.wait(job_id, timeout_s=60).state is JobState.SUCCEEDED
 

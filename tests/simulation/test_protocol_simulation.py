@@ -23,17 +23,17 @@ def outcomes(first: int) -> list[Outcome]:
 
 
 @pytest.mark.parametrize("first", range(0, 1_000, SEEDS_PER_TEST))
-def test_given_any_storm_when_it_is_over_then_every_job_ended_once_with_its_tokens(first: int) -> None:
+def test_every_job_ends_once_with_its_tokens_in_any_storm(first: int) -> None:
     broken = [outcome for outcome in outcomes(first) if outcome.problem is not None]
 
     assert not broken, "\n".join(outcome.report() for outcome in broken)
 
 
-def test_given_a_seed_when_played_again_then_it_is_the_same_run() -> None:
+def test_one_seed_plays_the_same_run() -> None:
     assert list(play(range(40, 60))) == outcomes(0)[40:60]
 
 
-def test_given_some_storms_when_counted_then_all_that_they_are_for_came_about() -> None:
+def test_storms_bring_about_all_that_they_are_for() -> None:
     tally = Counter[str]()
     for outcome in outcomes(0):
         tally.update(outcome.tally)

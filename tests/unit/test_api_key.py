@@ -9,11 +9,12 @@ import pytest
 
 from shardline.api_key import Scope, new_key, parse_key, parse_scopes
 from shardline.errors import Invalid
+from tests.repository import REPOSITORY
 
-SECRETS = Path(__file__).resolve().parents[2] / "docker" / "secrets.sh"
+SECRETS = REPOSITORY / "docker" / "secrets.sh"
 
 
-def test_given_keys_when_made_then_no_two_have_an_id_or_a_secret_in_common_and_each_is_read_back() -> None:
+def test_keys_differ_in_id_and_secret_and_are_read_back() -> None:
     keys = [new_key() for _ in range(100)]
     presented = [parse_key(key) for key in keys]
     assert len({each.key_id for each in presented}) == len({each.digest for each in presented}) == 100
@@ -34,13 +35,13 @@ def test_given_keys_when_made_then_no_two_have_an_id_or_a_secret_in_common_and_e
         "sk-shardline-0123456789abcdef-" + "ä" * 43,
     ],
 )
-def test_given_a_text_that_is_no_key_when_read_then_it_is_refused_and_not_repeated(broken: str) -> None:
+def test_a_text_that_is_no_key_is_refused_and_not_repeated(broken: str) -> None:
     with pytest.raises(Invalid) as refused:
         parse_key(broken)
     assert "aaaa" not in str(refused.value)
 
 
-def test_given_the_script_of_secrets_when_run_twice_then_its_key_has_our_form_and_stays(tmp_path: Path) -> None:
+def test_the_script_of_secrets_makes_a_valid_key_once(tmp_path: Path) -> None:
     folder = tmp_path / "secrets"
     for _ in range(2):
         subprocess.run([SECRETS, folder], check=True, capture_output=True)
@@ -51,7 +52,7 @@ def test_given_the_script_of_secrets_when_run_twice_then_its_key_has_our_form_an
     assert (other / "api_key").read_text() != key
 
 
-def test_given_names_of_scopes_when_read_then_an_unknown_one_is_named() -> None:
+def test_an_unknown_scope_is_named() -> None:
     assert parse_scopes("read, submit,read") == (Scope.SUBMIT, Scope.READ)
     with pytest.raises(Invalid, match="'write' is none"):
         parse_scopes("read,write")

@@ -8,7 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.repository import REPOSITORY
+
 WALL_CLOCKS = {"time.time", "time.time_ns", "datetime.now", "datetime.utcnow", "datetime.today", "date.today"}
 ONLY_SHOWN = {
     "services/gateway/completing.py": "OpenAI's field `created`",
@@ -26,16 +27,16 @@ def reads_wall_clock(path: Path) -> bool:
     return any(isinstance(node, ast.Attribute) and ast.unparse(node) in WALL_CLOCKS for node in ast.walk(tree))
 
 
-def test_given_the_product_when_read_then_wall_clocks_are_only_shown() -> None:
-    sources = [path for folder in ("services", "shared/shardline") for path in (ROOT / folder).rglob("*.py")]
+def test_wall_clocks_are_only_shown() -> None:
+    sources = [path for folder in ("services", "shared/shardline") for path in (REPOSITORY / folder).rglob("*.py")]
     assert sources
 
-    found = {str(path.relative_to(ROOT)) for path in sources if reads_wall_clock(path)}
+    found = {str(path.relative_to(REPOSITORY)) for path in sources if reads_wall_clock(path)}
 
     assert found == set(ONLY_SHOWN)
 
 
-def test_given_a_machine_that_was_suspended_when_leases_are_timed_then_its_sleep_counts() -> None:
+def test_time_in_suspension_counts_for_leases() -> None:
     behind = "clock_gettime(CLOCK_BOOTTIME) - lease_clock_s()"
     code = f"from time import *; from shardline.clock import lease_clock_s; print({behind})"
 

@@ -57,16 +57,16 @@ def metrics() -> set[str]:
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
-def test_given_a_variable_in_a_document_when_looked_up_then_something_reads_it(document: Path) -> None:
+def test_something_reads_every_documented_variable(document: Path) -> None:
     assert variables([document]) - SETTINGS - variables(READERS) == set()
 
 
-def test_given_a_setting_when_looked_up_then_operating_has_a_row_for_it() -> None:
+def test_operating_has_a_row_for_every_setting() -> None:
     assert SETTINGS - set(re.findall(r"^\| `(SHARDLINE_\w+)` \|", OPERATING, re.MULTILINE)) == set()
 
 
 @pytest.mark.parametrize("place", re.findall(r"`([\w/]+\.py:[\w.]+)`", OPERATING))
-def test_given_a_bound_in_operating_when_looked_up_then_it_stands_where_it_says(place: str) -> None:
+def test_bounds_in_operating_stand_where_it_says(place: str) -> None:
     file, _, name = place.partition(":")
     names = name.split(".")
     body = ast.parse((ROOT / file).read_text(encoding="utf-8")).body
@@ -83,7 +83,7 @@ def _defines(node: ast.stmt) -> list[str]:
     return [target.id for target in targets if isinstance(target, ast.Name)]
 
 
-def test_given_the_metrics_when_compared_with_operating_then_each_has_a_row_and_each_row_a_metric() -> None:
+def test_the_metrics_and_the_rows_of_operating_are_the_same() -> None:
     rows = "\n".join(line.split("|")[1] for line in OPERATING.splitlines() if line.startswith("| `shardline_"))
     named = set(re.findall(r"`(shardline_\w+)`", rows))
     for prefix, rest in re.findall(r"`(shardline_[a-z]+)_\w+`, `…_(\w+)`", rows):
@@ -93,7 +93,7 @@ def test_given_the_metrics_when_compared_with_operating_then_each_has_a_row_and_
         assert name.removesuffix("_total") in named
 
 
-def test_given_the_benchmarks_when_a_target_is_missed_then_readme_names_it() -> None:
+def test_the_readme_names_every_missed_target() -> None:
     figures = msgspec.json.decode(LATEST.read_bytes(), type=list[Figure])
     section = (ROOT / "README.md").read_text(encoding="utf-8").partition("## How fast")[2].partition("\n## ")[0]
     missed = {figure.name for figure in figures if figure.is_met is False}

@@ -31,7 +31,7 @@ def lines(capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
     return [json.loads(line) for line in capsys.readouterr().err.splitlines()]
 
 
-def test_given_json_when_a_job_is_worked_on_then_each_line_carries_its_id(capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_json_line_of_a_job_carries_its_id(capsys: pytest.CaptureFixture[str]) -> None:
     log.configure(service="gateway", form="json")
     with log.job_context(JOB, attempt=2):
         structlog.get_logger("one").info("accepted", tokens=3)
@@ -44,7 +44,7 @@ def test_given_json_when_a_job_is_worked_on_then_each_line_carries_its_id(capsys
     assert "job_id" not in second
 
 
-def test_given_a_library_when_it_logs_then_its_lines_look_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_lines_of_libraries_look_the_same(capsys: pytest.CaptureFixture[str]) -> None:
     log.configure(service="relay", form="json")
     logging.getLogger("kombu").info("too much")
     logging.getLogger("celery").warning("lost %s", "redis://:secret@host:6379/0")
@@ -63,7 +63,7 @@ def test_given_a_library_when_it_logs_then_its_lines_look_the_same(capsys: pytes
         (consumer.MESSAGE_DECODE_ERROR, (ValueError(SECRET), "json", "utf-8", SECRET, SECRET)),
     ],
 )
-def test_given_a_message_that_celery_refuses_when_logged_then_what_it_holds_is_left_out(
+def test_the_content_of_a_message_that_celery_refuses_is_not_logged(
     capsys: pytest.CaptureFixture[str], template: str, arguments: tuple[object, ...]
 ) -> None:
     log.configure(service="relay", form="json")
@@ -75,9 +75,7 @@ def test_given_a_message_that_celery_refuses_when_logged_then_what_it_holds_is_l
     assert line["event"].startswith(template.split(maxsplit=1)[0])
 
 
-def test_given_a_task_that_fails_when_celery_logs_it_then_its_arguments_are_left_out(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_the_arguments_of_a_failed_task_are_not_logged(capsys: pytest.CaptureFixture[str]) -> None:
     log.configure(service="relay", form="json")
     logging.getLogger("celery.app.trace").error("Task %(name)s failed", {"name": "x"}, extra={"data": {"args": SECRET}})
     logging.getLogger(log.REFUSALS).error("consumer: Cannot connect to %s: %s.\n%s\n", "redis", "no route", "Again.")
@@ -88,7 +86,7 @@ def test_given_a_task_that_fails_when_celery_logs_it_then_its_arguments_are_left
     assert "no route" in second["event"]
 
 
-def test_given_an_exception_when_logged_then_it_is_part_of_the_object(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_logged_exception_is_part_of_the_object(capsys: pytest.CaptureFixture[str]) -> None:
     log.configure(service="stage", form="json")
     try:
         int("x")
@@ -101,7 +99,7 @@ def test_given_an_exception_when_logged_then_it_is_part_of_the_object(capsys: py
     assert line["url"] == "postgresql://me:***@host/db"
 
 
-def test_given_a_level_when_configured_then_lesser_lines_are_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+def test_lines_below_the_level_are_left_out(capsys: pytest.CaptureFixture[str]) -> None:
     log.configure(service="stage", form="console", level="warning")
     structlog.get_logger("one").info("quiet")
     structlog.get_logger("one").error("loud")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import urllib.request
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -14,9 +13,10 @@ from prometheus_client import CollectorRegistry, generate_latest
 from services.stage.metrics import StageMeter
 from services.standalone.ports import free_port
 from shardline import metrics
+from tests.repository import REPOSITORY
 
 
-def test_given_all_sets_when_registered_together_then_every_name_is_unique_and_ours() -> None:
+def test_every_metrics_name_is_unique_and_ours() -> None:
     registry = CollectorRegistry()
     for kind in (metrics.GatewayMetrics, metrics.RelayMetrics, metrics.StageMetrics, metrics.HeadMetrics):
         kind(registry)
@@ -26,7 +26,7 @@ def test_given_all_sets_when_registered_together_then_every_name_is_unique_and_o
     assert all(metric.documentation for metric in registry.collect())
 
 
-def test_given_a_port_when_served_then_scrapers_read_it() -> None:
+def test_scrapers_read_the_served_port() -> None:
     registry = CollectorRegistry()
     metrics.RelayMetrics(registry).sent.labels("clerk").inc(3)
     port = free_port()
@@ -47,7 +47,7 @@ def scrape_of_stage(*, is_head: bool) -> str:
     return generate_latest(meter.registry).decode()
 
 
-def test_given_stages_of_a_pipeline_when_scraped_then_each_token_is_counted_once() -> None:
+def test_stages_of_a_pipeline_count_each_token_once() -> None:
     head, later = scrape_of_stage(is_head=True), scrape_of_stage(is_head=False)
     assert "shardline_output_tokens_total 2.0" in head
     assert "shardline_prompt_tokens_total 7.0" in head
@@ -56,17 +56,17 @@ def test_given_stages_of_a_pipeline_when_scraped_then_each_token_is_counted_once
     assert "shardline_steps_total 1.0" in later
 
 
-def test_given_a_later_stage_when_scraped_then_it_does_not_say_that_a_pipeline_is_down() -> None:
+def test_a_later_stage_does_not_report_its_pipeline_down() -> None:
     assert "shardline_pipeline_ready 0.0" in scrape_of_stage(is_head=True)
     assert "shardline_pipeline_ready" not in scrape_of_stage(is_head=False)
 
 
-OPERATING = (Path(__file__).parents[2] / "docs" / "operating.md").read_text(encoding="utf-8")
+OPERATING = (REPOSITORY / "docs" / "operating.md").read_text(encoding="utf-8")
 ALARMS = OPERATING.partition("Alarm on:")[2].partition("\n\n")[0]
 
 
 @pytest.mark.parametrize("name", sorted(set(re.findall(r"shardline_\w+", ALARMS)) - {"shardline_jobs"}))
-def test_given_services_that_have_just_started_when_scraped_then_each_alarm_has_what_it_looks_at(name: str) -> None:
+def test_services_that_have_just_started_export_what_each_alarm_reads(name: str) -> None:
     relay = CollectorRegistry()
     metrics.RelayMetrics(relay)
     shown = scrape_of_stage(is_head=True) + generate_latest(relay).decode()

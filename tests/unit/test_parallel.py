@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
-CONFTEST = Path(__file__).resolve().parents[1] / "conftest.py"
+from tests.repository import REPOSITORY
+
+CONFTEST = REPOSITORY / "tests" / "conftest.py"
 
 
-def test_given_a_test_when_collected_then_its_group_is_its_file(request: pytest.FixtureRequest) -> None:
+def test_the_group_of_a_test_is_its_file(request: pytest.FixtureRequest) -> None:
     group = request.node.get_closest_marker("xdist_group")
     assert group is not None
     assert group.args == ("tests/unit/test_parallel.py",)
 
 
-def test_given_a_process_of_xdist_when_tests_are_collected_then_groups_are_made_before_they_are_read(
-    pytestconfig: pytest.Config,
-) -> None:
+def test_groups_are_made_before_xdist_reads_them(pytestconfig: pytest.Config) -> None:
     """In `make check` this runs in such a process."""
     called = pytestconfig.hook.pytest_collection_modifyitems.get_hookimpls()[::-1]
     (ours,) = [place for place, each in enumerate(called) if each.function.__code__.co_filename == str(CONFTEST)]
@@ -26,9 +24,7 @@ def test_given_a_process_of_xdist_when_tests_are_collected_then_groups_are_made_
     assert all(ours < place for place in readers)
 
 
-def test_given_a_process_of_make_test_when_tests_are_sent_to_it_then_their_ids_name_their_groups(
-    request: pytest.FixtureRequest, pytestconfig: pytest.Config
-) -> None:
+def test_ids_sent_by_xdist_name_their_groups(request: pytest.FixtureRequest, pytestconfig: pytest.Config) -> None:
     """The end of an id says what stays together; a pytest that pytest-xdist does not know keeps ids elsewhere."""
     if pytestconfig.getoption("loadgroup", default=False):
         assert request.node.nodeid.endswith("@tests/unit/test_parallel.py")

@@ -27,12 +27,12 @@ def names(node: ast.AST, prefix: str = "") -> set[str]:
 
 
 @pytest.mark.parametrize(("file", "name"), REFERENCES)
-def test_given_a_function_in_the_path_when_looked_up_then_it_exists(file: str, name: str) -> None:
+def test_every_function_in_the_path_exists(file: str, name: str) -> None:
     tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))
     assert not name or name in names(tree)
 
 
-def test_given_the_path_when_counted_then_it_has_eight_steps_and_crosses_every_service() -> None:
+def test_the_path_has_eight_steps_and_crosses_every_service() -> None:
     assert "".join(STEPS) == "12345678"
     folders = {file.split("/")[1] for file, _ in REFERENCES if file.startswith("services/")}
     assert {"gateway", "relay", "stage", "standalone"} <= folders

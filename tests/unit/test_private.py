@@ -25,16 +25,14 @@ def foreign(path: Path) -> Path:
     return path
 
 
-def test_given_no_folder_when_asked_for_then_it_is_its_users_alone(tmp_path: Path) -> None:
+def test_a_new_folder_is_its_users_alone(tmp_path: Path) -> None:
     path = private_folder(tmp_path / "a" / "b", "FIELD")
     assert stat.S_IMODE(path.stat().st_mode) == 0o700
     assert private_folder(path, "FIELD") == path, "and so it is found again"
 
 
 @pytest.mark.parametrize("make", [foreign, lambda path: path.symlink_to(path.parent), lambda path: path.write_text("")])
-def test_given_something_elses_in_its_place_when_asked_for_then_field_and_remedy_are_named(
-    tmp_path: Path, make: object
-) -> None:
+def test_another_owners_file_in_place_of_a_folder_names_field_and_remedy(tmp_path: Path, make: object) -> None:
     assert callable(make)
     make(tmp_path / "x")
     with pytest.raises(Invalid, match=r"FIELD: .*x.*\. Remove it"):
@@ -42,14 +40,14 @@ def test_given_something_elses_in_its_place_when_asked_for_then_field_and_remedy
 
 
 @pytest.mark.parametrize("mode", [0o770, 0o707, 0o1777])
-def test_given_a_folder_in_which_others_may_write_when_asked_for_then_it_is_refused(tmp_path: Path, mode: int) -> None:
+def test_a_folder_in_which_others_may_write_is_refused(tmp_path: Path, mode: int) -> None:
     (tmp_path / "x").mkdir()
     (tmp_path / "x").chmod(mode)
     with pytest.raises(Invalid, match=r"FIELD: others may write in .* \(mode .*\)\. .*chmod go-w"):
         private_folder(tmp_path / "x", "FIELD")
 
 
-def test_given_a_users_own_folder_that_a_stranger_has_made_when_one_in_it_is_asked_for_then_it_is_refused(
+def test_a_users_own_folder_that_a_stranger_has_made_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
@@ -59,7 +57,7 @@ def test_given_a_users_own_folder_that_a_stranger_has_made_when_one_in_it_is_ask
         private_folder(user_folder() / "locks", "FIELD")
 
 
-def test_given_an_open_folder_when_its_name_goes_to_another_then_files_are_still_made_in_it(tmp_path: Path) -> None:
+def test_files_are_made_in_the_opened_folder_though_its_name_moves(tmp_path: Path) -> None:
     folder = open_private_folder(tmp_path / "mine", "FIELD")
     (tmp_path / "mine").rename(tmp_path / "moved")
     foreign(tmp_path / "mine")
@@ -70,9 +68,7 @@ def test_given_an_open_folder_when_its_name_goes_to_another_then_files_are_still
 
 
 @pytest.mark.parametrize("lay", [Path.symlink_to, Path.hardlink_to])
-def test_given_a_link_in_place_of_a_lock_when_a_core_is_taken_then_the_victim_stays_as_it_is(
-    tmp_path: Path, lay: object
-) -> None:
+def test_a_link_in_place_of_a_core_lock_leaves_its_target_unchanged(tmp_path: Path, lay: object) -> None:
     assert callable(lay)
     victim = tmp_path / "victim"
     victim.write_text("precious")
@@ -86,9 +82,7 @@ def test_given_a_link_in_place_of_a_lock_when_a_core_is_taken_then_the_victim_st
 
 
 @pytest.mark.parametrize("make", [foreign, lambda path: path.symlink_to(path.parent)])
-def test_given_a_folder_that_is_not_ours_when_a_stage_starts_then_neither_its_locks_nor_its_hops_are_put_there(
-    tmp_path: Path, make: object
-) -> None:
+def test_a_stage_puts_no_locks_and_no_hops_into_a_folder_that_is_not_ours(tmp_path: Path, make: object) -> None:
     assert callable(make)
     make(tmp_path / "x")
     with pytest.raises(Invalid, match="SHARDLINE_LOCK_DIR"):
@@ -99,6 +93,6 @@ def test_given_a_folder_that_is_not_ours_when_a_stage_starts_then_neither_its_lo
         CoreClaims(tmp_path / "x").claim([0])
 
 
-def test_given_settings_of_nobody_when_read_then_locks_and_hops_are_in_the_users_own_folder() -> None:
+def test_locks_and_hops_are_in_the_users_own_folder_by_default() -> None:
     settings = StageSettings(model="m")
     assert settings.lock_dir.parent == settings.run_dir.parent == user_folder()

@@ -7,7 +7,7 @@ import asyncio
 from shardline.tasks import end_task
 
 
-async def test_given_a_loop_that_takes_a_cancellation_for_a_timeout_when_it_is_ended_then_it_ends() -> None:
+async def test_a_loop_that_takes_a_cancellation_for_a_timeout_ends() -> None:
     swallowed = 0
     started = asyncio.Event()
 
@@ -31,7 +31,7 @@ async def test_given_a_loop_that_takes_a_cancellation_for_a_timeout_when_it_is_e
     assert swallowed == 2
 
 
-async def test_given_a_task_that_failed_when_it_is_ended_then_nothing_is_raised() -> None:
+async def test_ending_a_failed_task_raises_nothing() -> None:
     async def broken() -> None:
         raise OSError("gone")
 

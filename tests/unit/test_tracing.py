@@ -11,7 +11,7 @@ from shardline.tracing import ENDPOINT, Tracer
 CALLER = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
 
-def test_given_a_callers_trace_when_phases_pass_it_on_then_all_are_in_it() -> None:
+def test_all_phases_are_in_the_callers_trace() -> None:
     exporter = InMemorySpanExporter()
     gateway, head = (Tracer(name, SimpleSpanProcessor(exporter)) for name in ("gateway", "head"))
     with gateway.phase("accept", traceparent=CALLER, model="clerk") as passed_on:
@@ -30,7 +30,7 @@ def test_given_a_callers_trace_when_phases_pass_it_on_then_all_are_in_it() -> No
 
 
 @pytest.mark.parametrize("traceparent", [None, "nonsense"])
-def test_given_no_trace_when_a_phase_begins_then_it_begins_one(traceparent: str | None) -> None:
+def test_a_phase_without_a_trace_begins_one(traceparent: str | None) -> None:
     exporter = InMemorySpanExporter()
     with Tracer("gateway", SimpleSpanProcessor(exporter)).phase("accept", traceparent=traceparent) as passed_on:
         pass
@@ -40,7 +40,7 @@ def test_given_no_trace_when_a_phase_begins_then_it_begins_one(traceparent: str 
     assert f"{span.context.span_id:016x}" in passed_on
 
 
-def test_given_no_endpoint_when_traced_then_the_callers_trace_passes_through(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_callers_trace_passes_through_without_an_endpoint(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(ENDPOINT, raising=False)
     tracer = Tracer.from_environment("gateway")
     with tracer.phase("accept", traceparent=CALLER) as passed_on:

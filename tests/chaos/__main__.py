@@ -1,0 +1,62 @@
+"""`python -m tests.chaos`: one chaos run, told while it goes on. Ends with 0 only if every invariant held."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tests.chaos.driver.catalog import GROUPS
+from tests.chaos.driver.command import conduct, seeded, wanted
+from tests.chaos.driver.runner import run
+from tests.chaos.load.workload import LoadName
+from tests.chaos.report.report import FILE
+from tests.chaos.stack.local_target import LOGS_KEPT
+from tests.chaos.stack.options import TIME_SCALE, Options
+
+
+def main(
+    *,
+    seed: Annotated[int | None, typer.Option(help="draws the faults; default: a new one, which is printed")] = None,
+    minutes: Annotated[float, typer.Option(help="how long faults are injected")] = 2.0,
+    faults: Annotated[str, typer.Option(help="all, or groups and kinds with commas between them")] = "all",
+    load: Annotated[LoadName, typer.Option(help="what is asked for")] = LoadName.USERS,
+    dtype: Annotated[str, typer.Option(help="float32 or bfloat16")] = "float32",
+    stages: Annotated[int, typer.Option(help="stages of the pipeline")] = 2,
+    replicas: Annotated[int, typer.Option(help="pipelines on the same queue")] = 1,
+    patience: Annotated[float, typer.Option(help="seconds after the last fault in which everything must end")] = 180.0,
+    time_scale: Annotated[
+        float, typer.Option(help="of the protocol's times; more where the machine is busy")
+    ] = TIME_SCALE,
+    insecure: Annotated[bool, typer.Option("--insecure", help="hops without CURVE: faults of frames need it")] = False,
+    inexact: Annotated[bool, typer.Option("--inexact", help="attention without our kernel")] = False,
+    model: Annotated[Path | None, typer.Option(help="a model's folder instead of the demo model")] = None,
+    redis_lasts: Annotated[
+        bool, typer.Option("--redis-lasts", help="the faults spare Redis: what it has taken is never sent again")
+    ] = False,
+) -> None:
+    """Hurt a stack of its own under load and judge what comes of it; figures in .local/chaos.json."""
+    options = Options(
+        seed=seeded(seed),
+        minutes=minutes,
+        faults=faults,
+        load=load,
+        dtype=dtype,
+        stages=stages,
+        replicas=replicas,
+        time_scale=time_scale,
+        exact=not inexact,
+        insecure=insecure,
+        patience_s=patience,
+        model=model,
+        redis_lasts=redis_lasts,
+    )
+    what = f"FAULTS={faults!r} LOAD={load} DTYPE={dtype} STAGES={stages} TIME_SCALE={time_scale:g}"
+    again = f"make chaos SEED={options.seed} MINUTES={minutes:g} {what}{' INSECURE=yes' if insecure else ''}"
+    conduct(again, partial(run, options, wanted(faults, GROUPS)), file=FILE, logs=LOGS_KEPT)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,66 @@
+"""SIGKILL and SIGSTOP of every service. Knows processes by their names in up.json."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+
+import psutil
+
+from services.standalone.processes import wait_until_gone
+from tests.chaos.faults.fault import Fault, NotInjected, Simple, hold
+from tests.chaos.stack.local_target import LocalTarget
+
+LEASES = (0.5, 1.5, 5.0)
+GONE_S = 10.0
+HEAD, TAIL, MIDDLE = "head", "tail", "middle"
+ROLES = (HEAD, MIDDLE, TAIL, "relay", "gateway", "flower")
+
+
+def pick(target: LocalTarget, rng: random.Random, role: str) -> tuple[str, int]:
+    """A living process in this role."""
+    last = target.num_stages - 1
+    if role == MIDDLE:
+        return target.pick(rng, f"stage-{rng.randrange(1, last)}")
+    if role == TAIL:
+        return target.pick(rng, f"stage-{last}")
+    return target.pick_any(rng, {HEAD: "stage-0"}.get(role, role))
+
+
+def missing(target: LocalTarget, role: str) -> str | None:
+    """A short pipeline has no middle; one of a single stage has no tail of its own."""
+    least = {MIDDLE: 3, TAIL: 2}.get(role, 1)
+    return None if target.num_stages >= least else f"a pipeline of {target.num_stages} stages has no {role} of its own"
+
+
+def kill(role: str) -> Fault:
+    """SIGKILL; the supervisor starts it again."""
+
+    def inject(target: LocalTarget, rng: random.Random) -> None:
+        name, pid = pick(target, rng, role)
+        process = psutil.Process(pid)
+        process.kill()
+        if not wait_until_gone(process, timeout_s=GONE_S):
+            raise NotInjected(f"{name} survived SIGKILL")
+
+    return Simple(kind=f"kill {role}", inject=inject, is_kill=True, why_not=lambda target: missing(target, role))
+
+
+def pause(role: str, leases: float) -> Fault:
+    """SIGSTOP for a multiple of the lease, then SIGCONT."""
+
+    def inject(target: LocalTarget, rng: random.Random) -> None:
+        _, pid = pick(target, rng, role)
+        os.kill(pid, signal.SIGSTOP)
+        hold(leases * target.times.lease_s)
+        # The supervisor may have ended it meanwhile, as it does with whatever hangs.
+        if psutil.pid_exists(pid):
+            os.kill(pid, signal.SIGCONT)
+
+    return Simple(kind=f"pause {role} {leases:g} leases", inject=inject, why_not=lambda target: missing(target, role))
+
+
+KILLS: tuple[Fault, ...] = tuple(kill(role) for role in ROLES)
+PAUSES: tuple[Fault, ...] = tuple(pause(role, leases) for role in ROLES[:-1] for leases in LEASES)
+FAULTS = (*KILLS, *PAUSES)

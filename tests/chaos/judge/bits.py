@@ -1,0 +1,107 @@
+"""What must be the same to the last bit: tokens, text and log-probabilities of rows and streams, against those of the
+undisturbed run. Knows no server.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+from uuid import UUID
+
+from tests.chaos.load.journal import Watched
+from tests.chaos.load.undisturbed import Expected
+from tests.chaos.report.finding import Finding
+
+PARTIAL = frozenset({"cancelled", "expired"})
+
+Row = Mapping[str, Any]
+
+
+def changed(rows: Mapping[UUID, Row], attempts: Sequence[Row], wanted: Mapping[UUID, Expected]) -> list[Finding]:
+    """I2: tokens, text or log-probabilities that the undisturbed run does not have, in results or checkpoints."""
+    return [
+        *(finding for job_id, row in rows.items() for finding in _in_result(job_id, row, wanted[job_id])),
+        *(finding for attempt in attempts for finding in _in_checkpoint(attempt, wanted[attempt["job_id"]])),
+    ]
+
+
+def _in_result(job_id: UUID, row: Row, expected: Expected) -> Iterator[Finding]:
+    if row["token_ids"] is None:
+        return
+    is_partial = row["state"] in PARTIAL
+    end = len(row["token_ids"]) if is_partial else None
+    tokens = list(expected.tokens)[:end]
+    if row["token_ids"] != tokens:
+        place = first_difference(row["token_ids"], tokens)
+        yield _changed("token", f"tokens differ from place {place} (exact: {row['exact']})", job_id)
+    elif expected.text is not None and not is_partial and row["text"] != expected.text:
+        yield _changed("text", f"{_of_text(row['text'], expected.text)} in the result", job_id)
+    if row["exact"] and expected.logprobs is not None:
+        yield from _logprobs(job_id, row["logprobs"], list(expected.logprobs)[:end], "the result")
+
+
+def _in_checkpoint(attempt: Row, expected: Expected) -> Iterator[Finding]:
+    job_id, size = attempt["job_id"], len(attempt["tokens"])
+    tokens = list(expected.tokens)[:size]
+    where = f"the checkpoint of fence {attempt['fence']}"
+    if attempt["tokens"] != tokens:
+        place = first_difference(attempt["tokens"], tokens)
+        yield _changed("token", f"{where} differs from place {place}", job_id)
+    elif expected.logprobs is not None and attempt["logprobs"] is not None:
+        yield from _logprobs(job_id, attempt["logprobs"], list(expected.logprobs)[:size], where)
+
+
+def _logprobs(job_id: UUID, got: Any, wanted: Sequence[Any], where: str) -> Iterator[Finding]:
+    if got != list(wanted):
+        place = first_difference(got or (), wanted)
+        yield _changed("logprob", f"log-probabilities of {where} differ from place {place}", job_id)
+
+
+def _changed(what: str, how: str, job_id: UUID) -> Finding:
+    return Finding(invariant="I2", count=f"{what}_mismatches", what=how, job_id=job_id)
+
+
+def retracted(
+    watched: Sequence[Watched], rows: Mapping[UUID, Row], wanted: Mapping[UUID, Expected]
+) -> Iterator[Finding]:
+    """I9: a stream that skipped, repeated, or said something else than the result."""
+    for reader in watched:
+        job_id, row = reader.job_id, rows.get(reader.job_id)
+        expected = wanted.get(job_id, Expected(tokens=()))
+        for what in _in_tokens(reader, row, list(expected.tokens)):
+            yield Finding(invariant="I9", count="retracted", what=what, job_id=job_id)
+        if row is None or row["state"] != "succeeded":
+            continue
+        is_whole = reader.end_state == "succeeded"
+        if not (reader.text == row["text"] if is_whole else row["text"].startswith(reader.text)):
+            what = f"{_of_text(reader.text, row['text'])} in a stream of {reader.num_joins} connections"
+            yield Finding(invariant="I9", count="text_mismatches", what=what, job_id=job_id)
+        if row["exact"] and reader.logprobs and reader.logprobs != row["logprobs"][: len(reader.logprobs)]:
+            what = f"streamed log-probabilities differ from place {first_difference(reader.logprobs, row['logprobs'])}"
+            yield Finding(invariant="I9", count="logprob_mismatches", what=what, job_id=job_id)
+
+
+def _in_tokens(reader: Watched, row: Row | None, wanted: Sequence[int]) -> Iterator[str]:
+    yield from reader.gaps
+    if reader.tokens != wanted[: len(reader.tokens)]:
+        yield f"streamed tokens differ from place {first_difference(reader.tokens, wanted)}"
+    if row is None or reader.end_state is None:
+        return
+    if reader.end_state == "succeeded" and reader.tokens != row["token_ids"]:
+        yield f"{len(reader.tokens)} tokens were streamed, the result has {len(row['token_ids'] or ())}"
+    if reader.end_state != row["state"]:
+        yield f"the stream ended {reader.end_state}, the job is {row['state']}"
+    is_told = reader.hears_partials or reader.end_state == "succeeded"
+    if is_told and reader.end_tokens != row["token_ids"]:
+        yield "the result that was streamed is not the one that is stored"
+
+
+def _of_text(got: str, wanted: str) -> str:
+    place = first_difference(got, wanted)
+    return f"text differs from place {place} ({got[place : place + 8]!r}, not {wanted[place : place + 8]!r})"
+
+
+def first_difference(some: Sequence[Any], others: Sequence[Any]) -> int:
+    """The first place at which they differ, or the length of the shorter."""
+    pairs = enumerate(zip(some, others, strict=False))
+    return next((place for place, (one, other) in pairs if one != other), min(len(some), len(others)))

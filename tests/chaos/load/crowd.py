@@ -1,0 +1,164 @@
+"""The rest of the users' load: callers, a bulk load, cancels, readers in Python, and who looks at dead letters.
+
+Knows no fault and no invariant. Nobody of it comes with the lab's load.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from uuid import UUID
+
+import httpx
+import msgspec
+import redis
+
+from shardline import keys
+from shardline.client import Client
+from shardline.errors import JobCancelled, JobEnded, JobExpired, ShardlineError
+from tests.chaos.load.batch import ROWS_MAX, ROWS_PER_MINUTE, Batch
+from tests.chaos.load.callers import Caller
+from tests.chaos.load.doors import PATIENCE_S, gateway_client
+from tests.chaos.load.journal import Asked, Journal
+from tests.chaos.load.target import Target
+from tests.chaos.load.workload import MARK
+from tests.chaos.report.finding import Finding
+
+NUM_CALLERS = 2
+NUM_PYTHON_READERS = 2
+CANCEL_EVERY_S = 5.0
+LOOK_S = 1.0
+
+Work = Callable[[], None]
+Read = Callable[[UUID], object]
+
+
+@dataclass(slots=True, kw_only=True)
+class Crowd:
+    """Threads beside the producers."""
+
+    people: Mapping[str, Work] = field(default_factory=dict)
+    read: Read | None = None
+    batch: Batch | None = None
+
+    def workers(self, read: Callable[[Read], None]) -> Mapping[str, Work]:
+        """What each thread runs. `read` finds jobs for a reader."""
+        readers = range(NUM_PYTHON_READERS) if self.read else ()
+        bulk = {"batch": self.batch.run} if self.batch else {}
+        return {**self.people, **{f"python reader {i}": partial(read, self.read) for i in readers if self.read}, **bulk}
+
+    def is_done(self, timeout_s: float) -> bool:
+        """Whether its bulk load has ended in time."""
+        return self.batch is None or self.batch.is_done.wait(timeout_s)
+
+    def held(self) -> list[Asked]:
+        """What the journal does not have."""
+        return [] if self.batch is None else list(self.batch.held)
+
+
+def crowd(target: Target, stopping: threading.Event, drained: threading.Event, *, seed: int, minutes: float) -> Crowd:
+    """For the target's load."""
+    if not target.workload.is_users:
+        return Crowd()
+    client = Client(database_url=target.urls["database"], redis_url=target.urls["redis"])
+    batch = Batch(
+        client=client,
+        journal=target.journal,
+        workload=target.workload,
+        num_rows=min(ROWS_MAX, int(ROWS_PER_MINUTE * minutes)),
+        name=f"batch-{seed:x}",
+        stopping=stopping,
+        drained=drained,
+    )
+    people: dict[str, Work] = {
+        f"caller {index}": Caller(
+            urls=target.urls,
+            journal=target.journal,
+            workload=target.workload,
+            stopping=stopping,
+            drained=drained,
+            rng=random.Random(f"{seed} caller {index}"),
+        ).run
+        for index in range(NUM_CALLERS)
+    }
+    people["canceller"] = partial(_cancel, target, client, random.Random(f"{seed} canceller"), stopping, drained)
+    people["dead letters"] = partial(_look_at_dead_letters, target, drained)
+    return Crowd(people=people, read=partial(_read, target.journal, client), batch=batch)
+
+
+def _cancel(
+    target: Target, client: Client, rng: random.Random, stopping: threading.Event, drained: threading.Event
+) -> None:
+    """Now and then a job that somebody asked for by an ordinary door, by HTTP or in Python."""
+    while not drained.wait(CANCEL_EVERY_S):
+        waiting = [each for each in target.journal.open() if each.has_row and each.door in ("http", "sql", "redis")]
+        if not waiting or stopping.is_set():
+            continue
+        asked = rng.choice(waiting)
+        asked.ends |= {"cancelled"}
+        try:
+            if rng.random() < 0.5:
+                with gateway_client(target.urls, PATIENCE_S) as http:
+                    http.delete(f"/v1/jobs/{asked.id}")
+            else:
+                client.cancel(asked.id)
+        except (httpx.HTTPError, ShardlineError):
+            continue
+
+
+def _read(journal: Journal, client: Client, job_id: UUID) -> None:
+    """`Client.stream` to its end. What breaks off begins anew: a reader in Python keeps no place."""
+    watched = journal.watch(job_id)
+    watched.num_joins, watched.hears_partials = 1, False
+    try:
+        for delta in client.stream(job_id):
+            if delta.start != len(watched.tokens):
+                watched.gaps.append(f"a delta starts at {delta.start}, {len(watched.tokens)} tokens were there")
+            watched.tokens += delta.ids
+            watched.text += delta.text
+            watched.logprobs += msgspec.json.decode(msgspec.json.encode(delta.logprobs)) or ()
+            watched.end_state = delta.state
+            journal.streamed()
+    except (JobCancelled, JobExpired) as ended:
+        watched.end_state = "cancelled" if isinstance(ended, JobCancelled) else "expired"
+    except JobEnded:
+        watched.end_state = "failed"
+    except ShardlineError:
+        watched.end_state = None
+    else:
+        if watched.end_state != "succeeded":
+            what = f"Client.stream ended without an error, the job is {watched.end_state}"
+            journal.complain(Finding(invariant="I9", count="mistold", what=what, job_id=job_id))
+    if watched.end_state == "succeeded":
+        watched.end_tokens = list(watched.tokens)
+
+
+def _look_at_dead_letters(target: Target, drained: threading.Event) -> None:
+    """Requests of the load that the intake refused: each was good. Redis may forget them soon."""
+    last = "-"
+    while not drained.wait(LOOK_S):
+        try:
+            with redis.Redis.from_url(target.redis_url, socket_timeout=PATIENCE_S, decode_responses=True) as connection:
+                entries: list[tuple[str, dict[str, str]]] = connection.execute_command(
+                    "XRANGE", keys.INTAKE_DEAD, last, "+"
+                )
+        except redis.RedisError:
+            continue
+        for entry_id, fields in entries:
+            last = f"({entry_id}"
+            if _is_ours(fields.get("request", "")):
+                reason = fields.get("reason", "")
+                count = "conflicts" if "conflict" in reason.lower() else "refused"
+                what = f"the intake refused a good request: {reason[:300]}"
+                target.journal.complain(Finding(invariant="I11", count=count, what=what))
+
+
+def _is_ours(request: str) -> bool:
+    try:
+        return bool(json.loads(request).get("metadata") == MARK)
+    except (ValueError, AttributeError):
+        return False

@@ -1,0 +1,47 @@
+"""The undisturbed pass: what comes of each request of the set while nobody dies. Knows no fault and no judgement."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+from uuid import uuid4
+
+import msgspec
+
+from shardline.client import Client
+from tests.chaos.load.journal import Asked
+from tests.chaos.load.target import Target
+
+UNDISTURBED_S = 600.0
+"""On two cores that others use too."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Expected:
+    """What comes of one request."""
+
+    tokens: Sequence[int]
+    text: str | None = None
+    """None: unknown, as is the next."""
+    logprobs: Sequence[Any] | None = None
+
+
+def undisturbed(target: Target, *, exact: bool = True) -> list[Expected] | None:
+    """What comes of every request of the set while nobody dies; None where a resume may give other tokens."""
+    asked = [Asked(id=uuid4(), number=n, door="calm", promised=True) for n in range(len(target.workload.requests))]
+    for each in asked:
+        target.journal.ask(each)
+    documents = [{**target.workload.requests[each.number], **each.dress.fields, "id": each.id} for each in asked]
+    with Client(database_url=target.urls["database"], redis_url=target.urls["redis"]) as client:
+        client.submit_many(documents)
+        jobs = client.wait([each.id for each in asked], timeout_s=UNDISTURBED_S)
+    found = []
+    for job in jobs:
+        result = job.result
+        assert result is not None
+        assert result.exact or not exact, "without exact rows a changed token proves nothing: no kernel?"
+        # As JSON, which is how rows and streams have it.
+        logprobs = msgspec.json.decode(msgspec.json.encode(result.logprobs))
+        found.append(Expected(tokens=result.token_ids, text=result.text, logprobs=logprobs))
+    return found if exact else None

@@ -1,0 +1,90 @@
+"""A load's set of requests, and how producers dress each when they send it. Knows no door and no server."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from tests.chaos.load.requests import NUM_REQUESTS, Request, request
+from tests.chaos.load.users import Speaks, users
+
+SUCCEEDED = frozenset({"succeeded"})
+MARK: Mapping[str, Any] = {"asked_by": "chaos"}
+"""Metadata of every request of a load: a row that has it and that nobody asked for is a second job."""
+
+KEYED = 0.5
+"""Share of requests that have a key and no id of their own."""
+DELAYED, HURRIED, PATIENT = 0.05, 0.05, 0.2
+DELAYS_S = (0.5, 4.0)
+DEADLINES_S = (0.5, 6.0)
+FAR_S = 3600.0
+PRIORITIES = (0, 5, 5, 5, 9)
+
+
+class LoadName(StrEnum):
+    """Which load."""
+
+    LAB = "lab"
+    USERS = "users"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dress:
+    """What a producer adds to a request of the set, the same at each repeat."""
+
+    fields: Request = field(default_factory=lambda: {"metadata": MARK})
+    ends: frozenset[str] = SUCCEEDED
+    """States in which the job may end."""
+
+
+PLAIN = Dress()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """One load."""
+
+    name: LoadName
+    requests: tuple[Request, ...]
+    models: tuple[str, ...]
+    dress: Callable[[random.Random], Dress]
+
+    @property
+    def is_users(self) -> bool:
+        """Then producers repeat, cancel and come back."""
+        return self.name is LoadName.USERS
+
+    def draw(self, rng: random.Random) -> int:
+        """The number of any request."""
+        return rng.randrange(len(self.requests))
+
+
+def lab() -> Workload:
+    """Every run before there were users had it: figures can be compared."""
+    numbers = range(NUM_REQUESTS)
+    requests = tuple(request(number) for number in numbers)
+    return Workload(name=LoadName.LAB, requests=requests, models=("clerk",), dress=lambda _: PLAIN)
+
+
+def of_users(models: Sequence[Speaks]) -> Workload:
+    """See `users`."""
+    names = tuple(model.name for model in models)
+    return Workload(name=LoadName.USERS, requests=users(models), models=names, dress=_dress)
+
+
+def _dress(rng: random.Random) -> Dress:
+    fields: dict[str, Any] = {"metadata": MARK, "priority": rng.choice(PRIORITIES)}
+    ends = SUCCEEDED
+    if rng.random() < KEYED:
+        fields["idempotency_key"] = f"{rng.getrandbits(128):032x}"
+    if rng.random() < DELAYED:
+        fields["delay_s"] = rng.uniform(*DELAYS_S)
+    if rng.random() < HURRIED:
+        fields["deadline_s"] = rng.uniform(*DEADLINES_S)
+        ends |= {"expired"}
+    elif rng.random() < PATIENT:
+        fields["deadline_s"] = FAR_S
+    return Dress(fields=fields, ends=ends)

@@ -1,0 +1,42 @@
+"""Rules of doors and readers, broken one at a time. Knows no stage and no relay."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from tests.chaos.mutants.mutant import Hurt, Mutant, Patch
+
+REPEATS = "shared/shardline/store/repeats.py"
+COMPLETION = "shared/shardline/tokenise/completion.py"
+
+MUTANTS: Final[tuple[Mutant, ...]] = (
+    Mutant(
+        name="same-request rule: what preparation added counts",
+        patches=(
+            Patch(
+                file=REPEATS,
+                old="OR CASE WHEN num_nonnulls(jobs.prompt, jobs.messages) = 0 THEN jobs.prompt_ids END IS DISTINCT",
+                new="OR jobs.prompt_ids IS DISTINCT",
+            ),
+        ),
+        tests=(
+            "tests/integration/store/test_repeats.py::test_a_request_repeated_at_any_stage_of_its_life_is_the_same_job",
+        ),
+        hurt=Hurt(faults="kill gateway", counts=("conflicts",), load="users"),
+    ),
+    Mutant(
+        name="text rule: a door gives out what a head holds back",
+        patches=(
+            Patch(
+                file=COMPLETION,
+                old="            parts.append(self.push(token_id)[0])\n",
+                new="            parts.append(self.push(token_id)[0] + self._detokeniser.flush())\n",
+            ),
+        ),
+        tests=(
+            "tests/unit/tokenize/test_text_rule.py"
+            "::test_the_rest_of_a_stream_joined_after_any_token_is_the_rest_of_the_text",
+        ),
+        hurt=Hurt(faults="redis: flushall", counts=("text_mismatches",), minutes=2.0, load="users"),
+    ),
+)

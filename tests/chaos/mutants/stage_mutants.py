@@ -1,0 +1,133 @@
+"""Rules of heads, hops and arithmetic, broken one at a time. Knows no row."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from tests.chaos.mutants.mutant import Hurt, Layer, Mutant, Patch
+
+LEASE_MANAGER = "services/stage/jobs/lease_manager.py"
+HOP = "services/stage/hop/zeromq.py"
+SCHEDULER = "services/stage/scheduling/scheduler.py"
+
+KV_RULE: Final = "tests/unit/stage/scheduling/test_kv_rule.py"
+PREFILL: Final = "tests/unit/stage/scheduling/test_prefill.py"
+
+MUTANTS: Final[tuple[Mutant, ...]] = (
+    Mutant(
+        name="no self-fencing",
+        patches=(
+            Patch(
+                file="services/stage/engine/engine.py",
+                old="self.is_fenced = lease_clock_s() >= self._may_run_until_s",
+                new="self.is_fenced = False",
+            ),
+        ),
+        is_simulated=True,
+        hurt=Hurt(
+            faults="lease: a head is cut off from Postgres 4 leases", counts=("stale_deltas",), stages=1, replicas=2
+        ),
+    ),
+    Mutant(
+        name="deltas ahead of the checkpoint with exact=false",
+        patches=(
+            Patch(
+                file=LEASE_MANAGER, old="                if job.exact:\n", new="                if job.exact or True:\n"
+            ),
+        ),
+        is_simulated=True,
+        hurt=Hurt(
+            faults="kill head at after-emit",
+            counts=("retracted",),
+            minutes=2.0,
+            dtype="bfloat16",
+            exact=False,
+            wide=True,
+        ),
+    ),
+    Mutant(
+        name="epoch ignored on frames",
+        patches=(Patch(file=HOP, old="if frame.epoch < channel.epoch:", new="if frame.epoch < 0:"),),
+        tests=("tests/conformance/test_hop.py::test_frames_of_an_older_epoch_are_dropped",),
+        hurt=Hurt(faults="frames: of an older epoch come again", counts=("token_mismatches",), insecure=True),
+    ),
+    Mutant(
+        name="step gap ignored",
+        patches=(Patch(file=HOP, old="if frame.step != self._next_step:", new="if frame.step < 0:"),),
+        tests=("tests/conformance/test_hop.py::test_steps_that_are_not_contiguous_lose_the_link",),
+        hurt=Hurt(faults="frames: one is lost", counts=("token_mismatches",), insecure=True),
+        hidden_by=Layer(
+            name="the head's own count of steps",
+            patches=(
+                Patch(
+                    file=SCHEDULER,
+                    old="if expected is None or result.step != expected.step:",
+                    new="if expected is None:",
+                ),
+            ),
+        ),
+    ),
+    # The next two change the last bit of few elements: no token of a real stack has followed from that yet.
+    Mutant(
+        name="one-row matmul allowed",
+        patches=(Patch(file="services/stage/model/row_buckets.py", old="    *(2, 4, 8,", new="    *(1, 2, 4, 8,"),),
+        tests=("tests/unit/stage/model/test_row_buckets.py::test_every_padded_run_is_whole",),
+    ),
+    Mutant(
+        name="no ceiling for the rows of a product",
+        patches=(
+            Patch(
+                file="services/stage/model/row_buckets.py",
+                old="    if not ladder:\n        return (num_rows,)",
+                new="    if not ladder or num_rows > ladder[-1]:\n        return (num_rows,)",
+            ),
+        ),
+        tests=("tests/unit/stage/model/test_row_buckets.py::test_rows_are_cut_into_few_allowed_panels",),
+    ),
+    Mutant(
+        name="a job that breaks a later stage is kept for ever",
+        patches=(
+            Patch(
+                file=SCHEDULER,
+                old="if sequence is alone and not sequence.has_progress:",
+                new="if sequence is alone and sequence.request is None:",
+            ),
+        ),
+        is_simulated=True,
+    ),
+    Mutant(
+        name="prefill rule: the first in line takes the whole step",
+        patches=(Patch(file=SCHEDULER, old="max(MIN_CHUNK, left // 2)", new="left"),),
+        tests=(f"{PREFILL}::test_a_prefill_takes_half_of_what_is_left_while_others_wait_else_all",),
+        hurt=Hurt(faults="prefill", counts=("broken",)),
+    ),
+    Mutant(
+        name="prefill rule: those that have begun go first",
+        patches=(
+            Patch(
+                file=SCHEDULER,
+                old="newcomer.rank < sequence.rank:\n                yield",
+                new="newcomer.rank < (-1, 0):\n                yield",
+            ),
+            Patch(file=SCHEDULER, old="max(MIN_CHUNK, left // 2)", new="left"),
+        ),
+        tests=(f"{PREFILL}::test_an_urgent_prompt_has_its_first_token_in_three_steps_among_long_ones",),
+    ),
+    Mutant(
+        name="KV rule: a smaller pool fails running jobs",
+        patches=(Patch(file=SCHEDULER, old="*(self._outgrow(each) for", new='*(self._fail(each, "no KV") for'),),
+        tests=(f"{KV_RULE}::test_a_new_epoch_with_less_kv_gives_back_the_long_job_and_runs_the_others",),
+        hurt=Hurt(faults="memory: one of two pipelines", counts=("lost",), load="users"),
+    ),
+    Mutant(
+        name="KV rule: what a job may need at most must fit",
+        patches=(
+            Patch(
+                file=SCHEDULER,
+                old="return blocks_for(len(sequence.ids)) > self.config.num_blocks",
+                new="return sequence.most_blocks > self.config.num_blocks",
+            ),
+        ),
+        tests=(f"{KV_RULE}::test_a_completion_within_the_pool_is_whole_though_its_limit_is_beyond",),
+    ),
+)

@@ -1,0 +1,187 @@
+"""Starts a local target and clears it away: servers, proxies, one or two stacks. Knows no fault and no invariant."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+
+from services.standalone.ports import LOOPBACK
+from services.standalone.preload import preload
+from services.standalone.servers import FAST, Postgres, Valkey
+from services.standalone.settings import CLERK as CLERK_FOLDER
+from services.standalone.settings import StandaloneSettings
+from shardline.config import Times
+from tests.chaos.load.requests import MODEL
+from tests.chaos.load.users import CLERK, SCRIBE
+from tests.chaos.load.workload import LoadName, lab, of_users
+from tests.chaos.network.hop_net import HopNet
+from tests.chaos.network.proxy import Proxy
+from tests.chaos.shims.clock import Clock
+from tests.chaos.shims.disk import Disk
+from tests.chaos.shims.shim import preloaded
+from tests.chaos.stack.local_target import LOGS_KEPT, LocalTarget
+from tests.chaos.stack.options import KV_MIB, SMALL_KV_MIB, Options
+from tests.repository import REPOSITORY
+from tests.stack import Stack
+
+DEBUG = {"enable-debug-command": "local"}
+PLAIN = "?sslmode=disable&gssencmode=disable"
+SECOND_KV_MIB: Mapping[str, int] = MappingProxyType({"float32": 2, "bfloat16": 1})
+"""By dtype: exactly the tokens of the second model's limit."""
+STACKS = ("stack", "second")
+"""Folders of their logs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Servers:
+    """What stacks stand on, and what lies between."""
+
+    postgres: Postgres
+    redis: Valkey
+    database_proxy: Proxy
+    redis_proxy: Proxy
+
+    @property
+    def settings(self) -> Mapping[str, str]:
+        """Where services find them: through the proxies."""
+        database = f"postgresql://shardline@{LOOPBACK}:{self.database_proxy.port}/shardline{PLAIN}"
+        redis = self.redis.url.replace(f":{self.redis.port}/", f":{self.redis_proxy.port}/")
+        return {"SHARDLINE_DATABASE_URL": database, "SHARDLINE_REDIS_URL": redis}
+
+
+@contextmanager
+def local_target(options: Options) -> Iterator[LocalTarget]:
+    """Ready, in a folder of its own; at the end nothing of it is left but its logs."""
+    folder = Path(tempfile.mkdtemp(prefix="shardline-chaos-"))
+    failpoints, kv_mib = folder / "failpoints", folder / "kv_mib"
+    failpoints.mkdir()
+    is_users = options.load is LoadName.USERS
+    workload = of_users([CLERK, SCRIBE]) if is_users else lab()
+    kv_mib.write_text(str(SMALL_KV_MIB[options.dtype] if is_users else KV_MIB))
+    with ExitStack() as ending:
+        ending.callback(_keep_logs, folder)
+        clock, disk = Clock(folder / "clocks"), Disk(folder / "disk")
+        stage_preload = ending.enter_context(_preloaded(clock, disk))
+        model = folder / "model" / MODEL
+        shutil.copytree(options.model or CLERK_FOLDER, model)
+        servers = _serve(ending, folder / "servers", composed_redis() if is_users else {})
+        hop_net = HopNet(is_open=options.insecure)
+        hop_net.start()
+        ending.callback(hop_net.stop)
+        shared = {
+            **servers.settings,
+            "SHARDLINE_STAGE_PRELOAD": stage_preload,
+            "SHARDLINE_CACHE_DIR": str(folder / "cache"),
+            "SHARDLINE_TIME_SCALE": str(options.time_scale),
+            "SHARDLINE_DTYPE": options.dtype,
+            "SHARDLINE_KERNEL": "auto" if options.exact else "off",
+            "SHARDLINE_FAILPOINTS": str(failpoints),
+        }
+        began_s = time.monotonic()
+        stack = _stack(
+            ending,
+            folder / "stack",
+            **shared,
+            **hop_net.settings,
+            SHARDLINE_MODEL=str(model),
+            SHARDLINE_STAGES=str(options.stages),
+            SHARDLINE_REPLICAS=str(options.replicas),
+            SHARDLINE_KV_MIB_FILE=str(kv_mib),
+        )
+        start_s = time.monotonic() - began_s
+        second = _second(ending, folder, options.dtype, shared) if is_users else None
+        yield LocalTarget(
+            stack=stack,
+            second=second,
+            postgres=servers.postgres,
+            redis=servers.redis,
+            redis_proxy=servers.redis_proxy,
+            database_proxy=servers.database_proxy,
+            hop_net=hop_net,
+            clock=clock,
+            disk=disk,
+            model=model,
+            times=Times().scaled(options.time_scale),
+            failpoints=failpoints,
+            kv_mib=kv_mib,
+            num_stages=options.stages,
+            workload=workload,
+            start_s=start_s,
+        )
+
+
+def composed_redis() -> Mapping[str, str]:
+    """How much memory Compose's Redis may take, and what it does then."""
+    found = dict(re.findall(r"--(maxmemory(?:-policy)?) (\S+)", (REPOSITORY / "compose.yaml").read_text()))
+    assert found.keys() == {"maxmemory", "maxmemory-policy"}, found
+    return found
+
+
+def _serve(ending: ExitStack, folder: Path, of_redis: Mapping[str, str]) -> Servers:
+    postgres = Postgres(folder, settings=FAST)
+    ending.callback(postgres.kill)
+    postgres.start()
+    valkey = Valkey(folder, settings={**DEBUG, **of_redis})
+    ending.callback(valkey.kill)
+    valkey.start()
+    return Servers(
+        postgres=postgres,
+        redis=valkey,
+        database_proxy=_proxy(ending, str(postgres.sockets / ".s.PGSQL.5432")),
+        redis_proxy=_proxy(ending, (LOOPBACK, valkey.port)),
+    )
+
+
+def _stack(ending: ExitStack, folder: Path, **settings: str) -> Stack:
+    """Ends with the target."""
+    stack = Stack(folder, **settings)
+    folder.mkdir()
+    ending.callback(stack.end)
+    stack.start()
+    return stack
+
+
+def _second(ending: ExitStack, folder: Path, dtype: str, shared: Mapping[str, str]) -> Stack:
+    """One pipeline of one stage, on the same Postgres and Redis, with another model."""
+    model = folder / "model" / SCRIBE.name
+    subprocess.run([sys.executable, "-m", "tests.chaos.stack.second_model", str(model)], cwd=REPOSITORY, check=True)
+    own = {"SHARDLINE_MODEL": str(model), "SHARDLINE_STAGES": "1", "SHARDLINE_KV_MIB": str(SECOND_KV_MIB[dtype])}
+    return _stack(ending, folder / "second", **{**shared, **own})
+
+
+@contextmanager
+def _preloaded(clock: Clock, disk: Disk) -> Iterator[str]:
+    """Servers and services preload both; gives what stages preload, which is these and their allocator."""
+    shims = [shim for shim in (clock, disk) if shim.why_not is None]
+    libraries = [shim.library for shim in shims]
+    environment = {name: value for shim in shims for name, value in shim.environment.items()}
+    with preloaded(libraries, environment):
+        yield ":".join(filter(None, (*map(str, libraries), preload(StandaloneSettings()))))
+
+
+def _proxy(ending: ExitStack, target: tuple[str, int] | str) -> Proxy:
+    """What every service reaches this server through."""
+    proxy = Proxy(target)
+    proxy.start()
+    ending.callback(proxy.stop)
+    return proxy
+
+
+def _keep_logs(folder: Path) -> None:
+    """The last run's logs are the evidence of what it found."""
+    shutil.rmtree(LOGS_KEPT, ignore_errors=True)
+    for name in (*STACKS, "servers"):
+        if (folder / name / "logs").exists():
+            shutil.copytree(folder / name / "logs", LOGS_KEPT / name)
+        if (folder / name / "output").exists():
+            shutil.copyfile(folder / name / "output", LOGS_KEPT / f"supervisor-{name}.log")
+    shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,109 @@
+"""The stack under test as a fault sees it, on servers that the harness runs itself. Knows no fault and no invariant."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from services.standalone.home import SUPERVISOR
+from services.standalone.servers import Postgres, Valkey
+from shardline.config import Times
+from tests.chaos.load.target import Running, TargetRun
+from tests.chaos.load.users import SCRIBE
+from tests.chaos.network.hop_net import HopNet
+from tests.chaos.network.proxy import Proxy
+from tests.chaos.report.finding import Finding
+from tests.chaos.shims.clock import Clock
+from tests.chaos.shims.disk import Disk
+from tests.chaos.stack import family
+from tests.polling import until
+from tests.repository import REPOSITORY
+from tests.stack import Stack, is_running
+
+SECOND = f".{SCRIBE.name}"
+"""Behind the names of the second stack's processes."""
+
+LOGS_KEPT = REPOSITORY / ".local" / "chaos-logs"
+
+
+@dataclass(kw_only=True)
+class LocalTarget(TargetRun):
+    """Faults strike in the main thread: servers that they restart are tied to it."""
+
+    stack: Stack
+    second: Stack | None
+    """Of another model, with services of its own, on the same servers."""
+    postgres: Postgres
+    redis: Valkey
+    redis_proxy: Proxy
+    database_proxy: Proxy
+    hop_net: HopNet
+    clock: Clock
+    disk: Disk
+    model: Path
+    """Of this stack alone: it may be damaged."""
+    times: Times
+    failpoints: Path
+    kv_mib: Path
+    """A file with the KV memory that a stage takes when it starts."""
+    num_stages: int
+
+    @property
+    def num_more_stages(self) -> int:
+        """Of the second stack, which has one pipeline of one stage."""
+        return 0 if self.second is None else 1
+
+    @property
+    def urls(self) -> Mapping[str, str]:
+        """Where producers reach the stack."""
+        return self.stack.urls
+
+    @property
+    def database_url(self) -> str:
+        """For the harness itself: past every proxy."""
+        return self.postgres.url()
+
+    @property
+    def redis_url(self) -> str:
+        """For the harness itself: past every proxy."""
+        return self.redis.url
+
+    def pids(self) -> dict[str, int]:
+        """Of up.json, those that live."""
+        pids: dict[str, int] = dict(self.stack.look()["processes"])
+        if self.second is not None:
+            others: Mapping[str, int] = self.second.look()["processes"]
+            pids |= {f"{name}{SECOND}": pid for name, pid in others.items()}
+        return {name: pid for name, pid in pids.items() if is_running(pid)}
+
+    def running(self) -> dict[str, Running]:
+        """Likewise, with their memory."""
+        return family.running(self.pids())
+
+    def end(self) -> list[Finding]:
+        """Stop it. Returns the processes that live on (I5)."""
+        stacks = [self.stack] if self.second is None else [self.second, self.stack]
+        relatives = family.family(self.pids().values(), {one for stack in stacks for one in stack.seen})
+        for stack in stacks:
+            stack.end()
+        return [finding for stack in stacks for finding in family.orphans(stack.home.folder, relatives)]
+
+    def pick(self, rng: random.Random, prefix: str) -> tuple[str, int]:
+        """A living process of the first stack by the beginning of its name; waits for one that is being restarted."""
+        until(lambda: bool(self._matching(prefix)))
+        return rng.choice(sorted(self._matching(prefix).items()))
+
+    def pick_any(self, rng: random.Random, prefix: str) -> tuple[str, int]:
+        """Of either stack."""
+        until(lambda: bool(self._matching(prefix)))
+        others = self._matching(prefix, SECOND)
+        return rng.choice(sorted((self._matching(prefix) | others).items()))
+
+    def _matching(self, prefix: str, suffix: str = "") -> dict[str, int]:
+        return {
+            name: pid
+            for name, pid in self.pids().items()
+            if name.startswith(prefix) and name.endswith(SECOND) == bool(suffix) and not name.startswith(SUPERVISOR)
+        }

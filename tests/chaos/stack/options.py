@@ -1,0 +1,41 @@
+"""What one chaos run is asked to do, and how much room its stacks get. Knows no stack."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+
+from tests.chaos.load.workload import LoadName
+
+TIME_SCALE = 0.25
+KV_MIB = 64
+"""Of each stage: more than the lab's load ever needs."""
+SMALL_KV_MIB: Mapping[str, int] = MappingProxyType({"float32": 6, "bfloat16": 4})
+"""Of each stage by dtype, for users: a fraction of what the open jobs could use. Half of it holds the longest twice."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What stack to hurt, and for how long."""
+
+    seed: int
+    minutes: float
+    faults: str = "all"
+    load: LoadName = LoadName.USERS
+    dtype: str = "float32"
+    stages: int = 2
+    replicas: int = 1
+    time_scale: float = TIME_SCALE
+    """Of the protocol's times: a larger one where the machine is busy with other things."""
+    exact: bool = True
+    """False: attention without our kernel, so that a resume may give other tokens."""
+    patience_s: float = 180.0
+    """Everything must end so soon after the last fault."""
+    model: Path | None = None
+    """Another one than the demo model, under its name."""
+    insecure: bool = False
+    """Hops without CURVE: frames can be lost and repeated then."""
+    redis_lasts: bool = False
+    """No fault harms what Redis holds: what it has taken is never sent again."""

@@ -1,0 +1,155 @@
+"""The command line against real Postgres and Valkey, with a head that echoes prompts."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from uuid import UUID, uuid4
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from shardline.cli.commands import cli
+from shardline.job import JobState
+from shardline.store import pipelines
+from tests.repository import REPOSITORY
+from tests.tiny_head import TinyHead, tiny_head
+
+PROMPT = "sum: 1 + 2 ="
+SHARED = REPOSITORY / "shared"
+Shardline = Callable[..., Result]
+
+
+@pytest.fixture
+def servers(database_url: str, redis_url: str) -> dict[str, str]:
+    return {"SHARDLINE_DATABASE_URL": database_url, "SHARDLINE_REDIS_URL": redis_url}
+
+
+@pytest.fixture
+def shardline(servers: dict[str, str]) -> Shardline:
+    def run(*arguments: object, stdin: str | None = None) -> Result:
+        return CliRunner().invoke(cli, [str(each) for each in arguments], env=servers, input=stdin)
+
+    return run
+
+
+@pytest.fixture
+def head(database_url: str, redis_url: str) -> Iterator[TinyHead]:
+    with tiny_head(database_url, redis_url) as head:
+        yield head
+
+
+def submitted(shardline: Shardline, *options: str) -> UUID:
+    ran = shardline("submit", PROMPT, "--model", "clerk", *options)
+    assert ran.exit_code == 0, ran.output
+    return UUID(ran.stdout.strip())
+
+
+def test_submit_and_wait_prints_the_completion_alone(shardline: Shardline, head: TinyHead) -> None:
+    with head.serving():
+        ran = shardline("submit", PROMPT, "--temperature", "0", "--seed", 7, "--wait")
+    assert (ran.exit_code, ran.stdout) == (0, f"{PROMPT}\n")
+    assert UUID(ran.stderr.removeprefix("job ").strip())
+
+
+def test_a_prompt_from_standard_input_is_streamed_once(shardline: Shardline, head: TinyHead) -> None:
+    with head.serving():
+        ran = shardline("submit", "--stream", stdin=f"{PROMPT}\n")
+    assert (ran.exit_code, ran.stdout) == (0, f"{PROMPT}\n")
+
+
+def test_every_line_is_a_document_when_json_is_followed(shardline: Shardline, head: TinyHead) -> None:
+    job_id = submitted(shardline, "--max-tokens", "4", "-f", 'metadata={"order":7}')
+    head.finish(head.claim())
+    deltas = [json.loads(line) for line in shardline("stream", job_id, "--json").stdout.splitlines()]
+    assert deltas[-1]["state"] == "succeeded"
+    (job,) = [json.loads(line) for line in shardline("get", job_id, "--json").stdout.splitlines()]
+    assert (job["state"], job["metadata"]) == ("succeeded", {"order": 7})
+    assert [token_id for delta in deltas for token_id in delta.get("ids", ())] == job["result"]["token_ids"]
+
+
+def test_listed_jobs_show_ids_and_states(shardline: Shardline, head: TinyHead) -> None:
+    first, second = submitted(shardline), submitted(shardline)
+    shown = shardline("list", "--model", "clerk").stdout
+    assert shown.index(str(second)) < shown.index(str(first))
+    assert shown.count("queued") == 2
+    assert PROMPT in shown
+    head.finish(head.claim_all()[0])
+    assert str(second) not in shardline("list", "--state", "succeeded").stdout
+    assert len(shardline("list", "--limit", 1, "--json").stdout.splitlines()) == 1
+
+
+def test_an_ended_job_shows_result_and_provenance(shardline: Shardline, head: TinyHead) -> None:
+    job_id = submitted(shardline)
+    head.finish(head.claim())
+    shown = shardline("get", job_id).stdout
+    assert [word for word in ("succeeded", "stop", "running 0.100 s", f"\n{PROMPT}\n") if word not in shown] == []
+
+
+def test_waiting_for_a_cancelled_job_ends_with_status_1(shardline: Shardline) -> None:
+    job_id = submitted(shardline)
+    assert shardline("cancel", job_id).stdout == f"{job_id} cancelled\n"
+    ran = shardline("wait", job_id)
+    assert (ran.exit_code, ran.stdout) == (1, "")
+    assert "was cancelled" in ran.stderr
+
+
+def test_following_a_failed_job_tells_the_reason(shardline: Shardline, head: TinyHead) -> None:
+    job_id = submitted(shardline)
+    head.end(head.claim(), JobState.FAILED)
+    for command in ("wait", "stream"):
+        ran = shardline(command, job_id)
+        assert (ran.exit_code, "it broke the engine" in ran.stderr) == (1, True)
+    assert "it broke the engine" in shardline("get", job_id).stdout
+
+
+def test_the_status_tells_no_such_job_from_no_time(shardline: Shardline) -> None:
+    assert [shardline(command, uuid4()).exit_code for command in ("get", "wait", "stream", "cancel")] == [3] * 4
+    assert shardline("wait", submitted(shardline), "--timeout-s", 0.05).exit_code == 124
+
+
+def test_a_pipeline_shows_its_stages_layers_and_devices(shardline: Shardline, head: TinyHead) -> None:
+    stages = [
+        {"worker": "p.0@h", "layers": [0, 4], "device": "cpu:0"},
+        {"worker": "p.1@h", "layers": [4, 8], "device": "cpu:1"},
+    ]
+    with head.database.begin() as connection:
+        epoch = pipelines.take_epoch(connection, "p", model="clerk", fingerprint="f1", head="p.0@h", lease_s=60)
+        assert epoch == 1
+        pipelines.ready(connection, "p", epoch, seats=8, stages=stages, exact=True)
+    shown = shardline("pipelines").stdout
+    assert [part for part in ("0-3", "4-7", "cpu:0", "cpu:1", "p.1@h", "ready") if part not in shown] == []
+    documents = [json.loads(line) for line in shardline("pipelines", "--json").stdout.splitlines()]
+    assert [document["stages"] for document in documents if document["id"] == "p"] == [stages]
+
+
+def test_models_show_their_limits(shardline: Shardline, head: TinyHead) -> None:
+    assert "clerk" in shardline("models").stdout
+    (model,) = [json.loads(line) for line in shardline("models", "--json").stdout.splitlines()]
+    assert (model["name"], model["ready"], model["context_length"]) == ("clerk", True, head.tokens.context_length)
+
+
+def test_a_model_is_asked_for_where_none_is_registered(shardline: Shardline) -> None:
+    ran = shardline("submit", PROMPT)
+    assert (ran.exit_code, ran.stdout) == (2, "")
+    assert "--model" in ran.stderr
+
+
+def test_a_database_without_tables_names_the_remedy(empty_database_url: str) -> None:
+    ran = CliRunner().invoke(cli, ["list"], env={"SHARDLINE_DATABASE_URL": empty_database_url})
+    assert (ran.exit_code, "alembic upgrade head" in ran.stderr) == (4, True)
+
+
+def test_the_command_speaks_through_its_streams(servers: dict[str, str]) -> None:
+    ran = subprocess.run(
+        [sys.executable, "-m", "shardline.cli", "submit", PROMPT, "--model", "clerk", "--json"],
+        env={**os.environ, **servers, "PYTHONPATH": str(SHARED)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert UUID(json.loads(ran.stdout)["id"])
+    assert ran.stderr == ""

@@ -1,0 +1,115 @@
+"""A real gateway on a real port, in the test's own event loop, API keys for it, and readers of what it sends.
+
+`running_gateway` gives a client that sends a key of the tenant `default` with every scope. Another one:
+
+    other = make_key(database_url, tenant="other")                          # all scopes, no end
+    reader = make_key(database_url, scopes=(Scope.READ,), expires_s=60.0)
+    await http.get("/v1/jobs", headers=bearer(other))                       # instead of the client's own
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+from uuid import uuid4
+
+import httpx
+
+from services.gateway.server import Server
+from services.gateway.settings import GatewaySettings
+from services.standalone.ports import free_port
+from shardline.api_key import bearer
+from shardline.store import api_keys
+from shardline.store.api_keys import Grant
+from shardline.store.database import connect
+from tests.integration.gateway.api_document import check_answer
+from tests.tiny_head import Sequence, TinyHead
+
+PROMPT = "sum: 1 + 2 ="
+COMMENT = "a comment"
+
+
+def gateway_server(database_url: str, redis_url: str, **settings: Any) -> Server:
+    """A gateway on a free port, to be served and stopped by the caller."""
+    values = {"database_url": database_url, "redis_url": redis_url, "http_port": free_port(), **settings}
+    return Server(GatewaySettings(**values))
+
+
+@asynccontextmanager
+async def running_gateway(database_url: str, redis_url: str, **settings: Any) -> AsyncIterator[httpx.AsyncClient]:
+    """A client of a gateway that answers, with a key of its own. Each answer is held to the API's description."""
+    server = gateway_server(database_url, redis_url, **settings)
+    task = asyncio.create_task(server.serve())
+    address = f"http://127.0.0.1:{server.config.port}"
+    headers = bearer(make_key(database_url))
+    options: Any = {"limits": httpx.Limits(max_connections=64), "event_hooks": {"response": [check_answer]}}
+    try:
+        async with httpx.AsyncClient(base_url=address, headers=headers, timeout=60, **options) as client:
+            await _until_it_answers(client, task)
+            yield client
+    finally:
+        server.should_exit = True
+        await task
+
+
+def make_key(database_url: str, **grant: Any) -> str:
+    """A new API key; `grant` are the fields of `Grant`."""
+    engine = connect(database_url)
+    try:
+        with engine.begin() as connection:
+            return api_keys.create(connection, Grant(**{"name": uuid4().hex, **grant}))
+    finally:
+        engine.dispose()
+
+
+async def claimed(head: TinyHead) -> Sequence:
+    """The next job, as soon as it is stored."""
+    async with asyncio.timeout(30):
+        while not (sequences := await asyncio.to_thread(head.claim_all)):
+            await asyncio.to_thread(head.wait_for_bell)
+    return sequences[0]
+
+
+async def _until_it_answers(client: httpx.AsyncClient, task: asyncio.Task[None]) -> None:
+    async with asyncio.timeout(30):
+        while not task.done():
+            try:
+                await client.get("/health")
+            except httpx.ConnectError:
+                await asyncio.wait({task}, timeout=0.01)
+            else:
+                return
+    task.result()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """One server-sent event."""
+
+    name: str | None
+    event_id: str | None
+    data: Any
+
+
+async def events_of(response: httpx.Response, *, with_comments: bool = False) -> AsyncIterator[Event]:
+    """Events by the rules of the format; `[DONE]` stays text."""
+    fields: dict[str, str] = {}
+    async for line in response.aiter_lines():
+        if line.startswith(":") and with_comments:
+            yield Event(name=COMMENT, event_id=None, data=line)
+        elif line:
+            name, _, value = line.partition(": ")
+            fields[name] = value
+        elif fields:
+            if "data" in fields:
+                data = fields["data"]
+                yield Event(
+                    name=fields.get("event"),
+                    event_id=fields.get("id"),
+                    data=data if data == "[DONE]" else json.loads(data),
+                )
+            fields = {}

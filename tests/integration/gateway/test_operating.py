@@ -1,0 +1,303 @@
+"""The gateway as operators see it: readiness, figures, limits, batches, and an end in good order."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from uuid import UUID
+
+import httpx
+import pytest
+from sqlalchemy import text
+
+from services.standalone.ports import free_port
+from services.standalone.servers import Postgres
+from shardline.api_key import bearer
+from tests.integration.gateway.running_gateway import PROMPT, events_of, gateway_server, make_key, running_gateway
+from tests.repository import REPOSITORY
+from tests.tiny_head import TinyHead, tiny_head
+
+JOBS = "/v1/jobs"
+JSON = {"Content-Type": "application/json"}
+BODY = {"model": "clerk", "prompt": PROMPT}
+CHAT_STREAM = {"model": "clerk", "messages": [{"role": "user", "content": PROMPT}], "stream": True}
+
+
+@pytest.fixture
+def head(database_url: str, redis_url: str) -> Iterator[TinyHead]:
+    head = TinyHead(database_url, redis_url)
+    yield head
+    head.close()
+
+
+@pytest.fixture
+async def http(database_url: str, redis_url: str, head: TinyHead) -> AsyncIterator[httpx.AsyncClient]:
+    async with running_gateway(database_url, redis_url) as http:
+        yield http
+
+
+async def test_the_gateway_is_ready_when_a_pipeline_is(http: httpx.AsyncClient, head: TinyHead) -> None:
+    reply = await http.get("/ready")
+    assert (reply.status_code, reply.json()["ready"]) == (503, False)
+    assert reply.json()["models"]["clerk"]["ready"] is False
+    head.ready()
+    reply = await http.get("/ready")
+    assert (reply.status_code, reply.json()["ready"]) == (200, True)
+    assert reply.json()["models"]["clerk"]["pipelines"][0]["stages"] == [{"layers": "0-7"}]
+    assert (await http.get("/health")).json() == {"status": "ok"}
+
+
+async def test_each_listed_model_shows_its_limit(http: httpx.AsyncClient, head: TinyHead) -> None:
+    (model,) = (await http.get("/v1/models")).json()["data"]
+    assert (model["id"], model["object"], model["max_model_len"], model["ready"]) == ("clerk", "model", 512, False)
+    assert (await http.get("/v1/models/clerk")).json() == model
+
+
+async def test_a_pipelines_kv_below_the_context_limits_requests(http: httpx.AsyncClient, head: TinyHead) -> None:
+    head.ready(kv_tokens=64)
+
+    (model,) = (await http.get("/v1/models")).json()["data"]
+    accepted = await http.post(JOBS, json={"model": "clerk", "prompt": [5] * 20})
+    refused = await http.post(JOBS, json={"model": "clerk", "prompt": [5] * 20, "max_tokens": 45})
+
+    assert model["max_model_len"] == 64
+    assert head.claim().claimed.max_tokens == 44, accepted.text
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "max_tokens")
+    assert "64 tokens" in refused.json()["error"]["message"]
+
+
+async def test_the_api_description_knows_every_field(http: httpx.AsyncClient) -> None:
+    document = (await http.get("/openapi.json")).json()
+    schemas = document["components"]["schemas"]
+    for route, name in (("/v1/completions", "CompletionRequest"), (JOBS, "JobRequest")):
+        content = document["paths"][route]["post"]["requestBody"]["content"]
+        assert content["application/json"]["schema"] == {"$ref": f"#/components/schemas/{name}"}
+        assert {"model", "prompt", "temperature", "deadline_s"} <= set(schemas[name]["properties"])
+    assert "messages" in schemas["ChatCompletionRequest"]["required"]
+    assert document["components"]["securitySchemes"]["API key"]["scheme"] == "bearer"
+    assert document["paths"][JOBS]["get"]["security"] == [{"API key": ["read"]}]
+    assert document["paths"]["/ready"]["get"]["security"] == [{}, {"API key": []}]
+    assert "security" not in document["paths"]["/health"]["get"]
+
+
+async def test_metrics_count_routes_and_not_paths(http: httpx.AsyncClient) -> None:
+    await http.post(JOBS, json=BODY)
+    await http.get(f"{JOBS}/x")
+    text = (await http.get("/metrics")).text
+    assert 'shardline_http_requests_total{method="POST",route="/v1/jobs",status="202"} 1.0' in text
+    assert 'route="/v1/jobs/{job_id}",status="400"' in text
+    assert 'shardline_jobs_accepted_total{model="clerk"} 1.0' in text
+    assert 'shardline_jobs_refused_total{code="invalid_value"} 1.0' in text
+
+
+async def test_one_wrong_request_harms_none_of_many_concurrent_callers(http: httpx.AsyncClient) -> None:
+    bodies = [{**BODY, "metadata": {"a": "\0"}} if place % 10 == 3 else BODY for place in range(60)]
+    replies = await asyncio.gather(*(http.post(JOBS, json=body) for body in bodies))
+    assert [reply.status_code for reply in replies] == [400 if place % 10 == 3 else 202 for place in range(60)]
+    assert len({reply.json()["id"] for reply in replies if reply.status_code == 202}) == 54
+
+
+async def test_a_caller_at_a_full_door_is_told_when_to_retry(database_url: str, redis_url: str, head: TinyHead) -> None:
+    async with running_gateway(database_url, redis_url, http_max_in_flight=1) as http:
+        fields = {**BODY, "stream": True, "return_token_ids": True}
+        async with http.stream("POST", "/v1/completions", json=fields) as stream:
+            await anext(events_of(stream))
+            reply = await http.post(JOBS, json=BODY)
+            assert (reply.status_code, reply.headers["retry-after"]) == (429, "1")
+            assert reply.json()["error"]["code"] == "overloaded"
+            assert (await http.get("/health")).status_code == 200
+
+
+async def test_jobs_are_taken_while_followers_are_at_their_limit(
+    database_url: str, redis_url: str, head: TinyHead
+) -> None:
+    async with running_gateway(database_url, redis_url, http_max_in_flight=1, http_max_followers=1) as http:
+        job_id = (await http.post(JOBS, json=BODY)).json()["id"]
+        async with http.stream("GET", f"{JOBS}/{job_id}/events", timeout=60) as stream:
+            assert stream.status_code == 200
+            assert (await http.post(JOBS, json=BODY)).status_code == 202
+            reply = await http.get(f"{JOBS}/{job_id}/events")
+            assert (reply.status_code, reply.json()["error"]["code"]) == (429, "overloaded")
+
+
+async def test_a_body_over_the_limit_is_refused(database_url: str, redis_url: str, head: TinyHead) -> None:
+    async def chunks() -> AsyncIterator[bytes]:
+        for _ in range(4):
+            yield b" " * 600
+
+    async with running_gateway(database_url, redis_url, http_max_body_bytes=1024) as http:
+        for content in (b" " * 1025, chunks()):
+            reply = await http.post(JOBS, content=content, headers=JSON)
+            assert (reply.status_code, reply.json()["error"]["code"]) == (413, "request_too_large")
+        assert (await http.post(JOBS, json=BODY)).status_code == 202
+
+
+async def test_a_caller_whose_body_never_comes_is_told_in_time(
+    database_url: str, redis_url: str, head: TinyHead
+) -> None:
+    async with running_gateway(database_url, redis_url, http_body_timeout_s=0.05) as http:
+        reader, writer = await asyncio.open_connection("127.0.0.1", http.base_url.port)
+        lines = ["POST /v1/jobs HTTP/1.1", "Host: localhost", "Content-Length: 9", "Content-Type: application/json"]
+        request = "\r\n".join([*lines, f"Authorization: {http.headers['authorization']}", "", "{"])
+        writer.write(request.encode())
+        assert b" 408 " in await reader.readline()
+        writer.close()
+
+
+@pytest.mark.parametrize("depth", [40, 400, 4_000])
+async def test_deep_nesting_is_refused_like_any_wrong_field(http: httpx.AsyncClient, depth: int) -> None:
+    nested = b"[" * depth + b"]" * depth
+    content = b'{"model": "clerk", "prompt": "a", "metadata": {"a": ' + nested + b"}}"
+    reply = await http.post(JOBS, content=content, headers=JSON)
+    assert reply.status_code == 400, reply.text
+
+
+async def test_a_job_is_told_to_retry_while_postgres_is_away(
+    http: httpx.AsyncClient, head: TinyHead, postgres_server: Postgres
+) -> None:
+    assert (await http.post(JOBS, json=BODY)).status_code == 202
+    postgres_server.kill()
+    try:
+        reply = await http.post(JOBS, json=BODY)
+        assert (reply.status_code, reply.json()["error"]["code"]) == (503, "unavailable")
+        reply = await http.get("/ready")
+        assert (reply.status_code, "Postgres" in reply.json()["reason"]) == (503, True)
+        async with httpx.AsyncClient(base_url=http.base_url) as nobody:
+            reply = await nobody.get("/ready")
+        assert (reply.status_code, reply.json()) == (503, {"ready": False})
+        assert (await http.get("/health")).status_code == 200
+    finally:
+        postgres_server.restart()
+    async with asyncio.timeout(60):
+        while (await http.post(JOBS, json=BODY)).status_code != 202:
+            await asyncio.to_thread(head.wait_for_bell)
+
+
+async def test_a_stopping_gateway_answers_a_waiting_caller_first(database_url: str, redis_url: str) -> None:
+    with tiny_head(database_url, redis_url) as head:
+        async with gateway_process(database_url, redis_url) as (process, http):
+            async with http.stream("POST", "/v1/completions", json={**BODY, "stream": True}) as stream:
+                sequence = head.claim()
+                head.say(sequence)
+                events = events_of(stream)
+                first = (await anext(events)).data
+                process.send_signal(signal.SIGTERM)
+                head.finish(sequence)
+                *rest, closing, done = [event.data async for event in events]
+            assert await asyncio.to_thread(process.wait, 60) == 0
+        text = "".join(chunk["choices"][0]["text"] for chunk in (first, *rest))
+        assert (text, closing["choices"][0]["finish_reason"], done) == (PROMPT, "stop", "[DONE]")
+
+
+async def test_callers_hear_that_their_jobs_go_on_when_the_stop_time_is_over(
+    database_url: str, redis_url: str, head: TinyHead
+) -> None:
+    server = gateway_server(database_url, redis_url, time_scale=0.01)
+    serving = asyncio.create_task(server.serve())
+    address = f"http://127.0.0.1:{server.config.port}"
+    retries = httpx.AsyncHTTPTransport(retries=10)
+    headers = bearer(make_key(database_url))
+    async with httpx.AsyncClient(base_url=address, headers=headers, transport=retries, timeout=60) as http:
+        waiting = asyncio.create_task(http.post("/v1/completions", json=BODY))
+        streams = [asyncio.create_task(http.post("/v1/chat/completions", json=CHAT_STREAM))]
+        async with asyncio.timeout(30):
+            while len(sequences := await asyncio.to_thread(queued_jobs, head)) < 2:
+                await asyncio.to_thread(head.wait_for_bell)
+        streams.append(asyncio.create_task(http.get(f"{JOBS}/{sequences[0]}/events")))
+        await until_shown(http, "shardline_http_in_flight 2.0")
+        await until_shown(http, "shardline_http_followers 1.0")
+        server.should_exit = True
+        reply, (chat, events) = await waiting, await asyncio.gather(*streams)
+        await serving
+    assert (reply.status_code, reply.headers["retry-after"]) == (503, "1")
+    error = reply.json()["error"]
+    assert error["code"] == "gateway_stopping"
+    assert reply.headers["x-request-id"] == f"cmpl-{error['job_id']}"
+    assert b'"gateway_stopping"' in chat.content
+    assert chat.content.endswith(b"data: [DONE]\n\n")
+    assert b"event: interrupted" in events.content
+    assert not any(head.beat(sequence) for sequence in head.claim_all()), "a job was cancelled"
+
+
+async def test_every_caller_is_answered_where_the_shell_allows_few_open_files(
+    database_url: str, redis_url: str, head: TinyHead
+) -> None:
+    few, many = 64, 100
+    async with gateway_process(database_url, redis_url, files=few) as (_, http):
+        job_id = (await http.post(JOBS, json=BODY)).json()["id"]
+        lines = [f"GET {JOBS}/{job_id}/events HTTP/1.1", "Host: localhost"]
+        request = "\r\n".join([*lines, f"Authorization: {http.headers['authorization']}", "", ""]).encode()
+        callers = [await asyncio.open_connection("127.0.0.1", http.base_url.port) for _ in range(many)]
+        for _, writer in callers:
+            writer.write(request)
+        async with asyncio.timeout(60):
+            statuses = [await reader.readline() for reader, _ in callers]
+        for _, writer in callers:
+            writer.close()
+    assert statuses == [b"HTTP/1.1 200 OK\r\n"] * many
+
+
+def queued_jobs(head: TinyHead) -> list[UUID]:
+    with head.database.connect() as connection:
+        return list(connection.scalars(text("SELECT id FROM jobs WHERE state = 'queued'")))
+
+
+async def test_only_received_bytes_of_announced_bodies_take_room(
+    database_url: str, redis_url: str, head: TinyHead
+) -> None:
+    limits = {"http_max_body_bytes": 4096, "http_max_buffered_bytes": 8192}
+    async with running_gateway(database_url, redis_url, **limits) as http:
+        head_lines = (
+            f"Host: 127.0.0.1\r\nAuthorization: {http.headers['authorization']}\r\nContent-Type: application/json\r\n"
+        )
+        idle = [await asyncio.open_connection("127.0.0.1", http.base_url.port) for _ in range(4)]
+        for number, (_, writer) in enumerate(idle):
+            size = "Content-Length: 4096" if number % 2 else "Transfer-Encoding: chunked"
+            writer.write(f"POST /v1/jobs HTTP/1.1\r\n{head_lines}{size}\r\n\r\n".encode())
+        await until_shown(http, f"shardline_http_in_flight {len(idle)}.0")
+        assert (await http.post(JOBS, json=BODY)).status_code == 202
+        for number in (1, 3):
+            idle[number][1].write(b" " * 4000)
+        large = {**BODY, "prompt": "a" * 400}
+        async with asyncio.timeout(30):
+            while (reply := await http.post(JOBS, json=large)).status_code == 202:
+                pass
+        assert (reply.status_code, reply.json()["error"]["code"]) == (429, "overloaded")
+        for _, writer in idle:
+            writer.close()
+
+
+async def until_shown(http: httpx.AsyncClient, figure: str) -> None:
+    """The gateway's figures say so."""
+    async with asyncio.timeout(30):
+        while figure not in (await http.get("/metrics")).text:
+            pass
+
+
+@asynccontextmanager
+async def gateway_process(
+    database_url: str, redis_url: str, *, files: int | None = None
+) -> AsyncIterator[tuple[subprocess.Popen[bytes], httpx.AsyncClient]]:
+    """`python -m services.gateway` as operators run it, in a shell that allows so many open files at first."""
+    port = free_port()
+    settings = {"DATABASE_URL": database_url, "REDIS_URL": redis_url, "HTTP_PORT": str(port)}
+    environment = {**os.environ, **{f"SHARDLINE_{name}": value for name, value in settings.items()}}
+    environment["PYTHONPATH"] = f"{REPOSITORY}:{REPOSITORY / 'shared'}"
+    limits = [] if files is None else ["sh", "-c", f'ulimit -S -n {files}; exec "$@"', "sh"]
+    command = [*limits, sys.executable, "-m", "services.gateway"]
+    process = await asyncio.to_thread(subprocess.Popen, command, env=environment, cwd=REPOSITORY)
+    try:
+        retries = httpx.AsyncHTTPTransport(retries=10)
+        headers, address = bearer(make_key(database_url)), f"http://127.0.0.1:{port}"
+        async with httpx.AsyncClient(base_url=address, headers=headers, transport=retries, timeout=60) as http:
+            async with asyncio.timeout(60):
+                await http.get("/health")
+            yield process, http
+    finally:
+        process.kill()
+        process.wait()

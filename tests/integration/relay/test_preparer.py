@@ -1,0 +1,151 @@
+"""Preparation on a real Postgres: while texts become tokens nothing is locked and no transaction waits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any, cast
+from uuid import UUID
+
+import pytest
+from prometheus_client import CollectorRegistry
+from sqlalchemy import Engine
+
+from services.relay.outbox import Outbox
+from services.relay.preparer import Preparer
+from services.relay.results import Results
+from shardline.config import Times
+from shardline.job import JobState
+from shardline.metrics import RelayMetrics
+from shardline.store import jobs, models
+from shardline.store.database import connect
+from shardline.tokenise import Prepared, Tokens
+from tests.integration.relay.relay_stack import words_tokenizer
+from tests.integration.rows import MODEL, cell, database_with_head, model_row, request, state
+from tests.polling import until
+
+LONG_PROMPT = "one " * 60_000
+NUM_LONG = 10
+IDLE_S = 0.5
+"""Postgres ends a session that leaves a transaction open for so long."""
+
+Look = Callable[[], None]
+
+
+@pytest.fixture
+def engine(database_url: str) -> Iterator[Engine]:
+    """One whose model takes long texts."""
+    with database_with_head(database_url) as engine:
+        with engine.begin() as connection:
+            row = {**model_row(MODEL), "tokenizer": words_tokenizer(), "context_length": 131_072}
+            models.register_model(connection, row)
+        yield engine
+
+
+def preparer(engine: Engine) -> Preparer:
+    """A relay's, with an outbox that sends nothing."""
+    metrics = RelayMetrics(CollectorRegistry())
+    times = Times().scaled(0.2)
+    results = Results(backend_app=None, times=times, metrics=metrics)
+    outbox = cast(Outbox, SimpleNamespace(wake=lambda: None))
+    return Preparer(database=engine, outbox=outbox, results=results, times=times, metrics=metrics)
+
+
+def insert(engine: Engine, num: int = 1, prompt: str = "one two") -> list[UUID]:
+    """Rows that need a relay."""
+    with engine.begin() as connection:
+        return [one.job_id for one in jobs.insert_jobs(connection, [request(prompt=prompt)] * num)]
+
+
+@pytest.fixture
+def while_tokenised(monkeypatch: pytest.MonkeyPatch) -> Callable[[Look], None]:
+    """What the test wants to see in the midst of each tokenisation."""
+
+    def install(look: Look) -> None:
+        real = Tokens.prepare
+
+        def prepare(self: Tokens, **what: Any) -> Prepared:
+            look()
+            return real(self, **what)
+
+        monkeypatch.setattr(Tokens, "prepare", prepare)
+
+    return install
+
+
+def test_no_transaction_waits_for_tokenization(engine: Engine, while_tokenised: Callable[[Look], None]) -> None:
+    idle = "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND state LIKE 'idle in trans%'"
+    seen: list[int] = []
+    while_tokenised(lambda: seen.append(cell(engine, idle)))
+    insert(engine, 3)
+
+    preparer(engine).turn()
+
+    assert seen == [0, 0, 0]
+    assert cell(engine, "SELECT count(*) FROM jobs WHERE prepared_at IS NOT NULL") == 3
+
+
+def test_cancelling_a_row_under_tokenization_waits_for_nobody_and_it_is_not_sent(
+    engine: Engine, while_tokenised: Callable[[Look], None]
+) -> None:
+    (job_id,) = insert(engine)
+    impatient = connect(engine.url.render_as_string(hide_password=False), lock_timeout_s=0.2)
+
+    def cancel() -> None:
+        with impatient.begin() as connection:
+            assert jobs.request_cancel(connection, [job_id], running=False) == {job_id: JobState.CANCELLED}
+
+    while_tokenised(cancel)
+
+    preparer(engine).turn()
+    impatient.dispose()
+
+    assert state(engine, job_id) is JobState.CANCELLED
+
+
+def test_many_long_prompts_are_prepared_under_short_postgres_timeouts(engine: Engine) -> None:
+    insert(engine, NUM_LONG, LONG_PROMPT)
+    impatient = connect(engine.url.render_as_string(hide_password=False), idle_timeout_s=IDLE_S)
+    relay = preparer(impatient)
+
+    relay.start()
+    waiting = "SELECT count(*) FROM jobs WHERE prepared_at IS NULL"
+    until(lambda: cell(engine, waiting) == 0)
+    relay.stop()
+    relay.join()
+    impatient.dispose()
+
+
+def test_finished_rows_of_a_batch_are_marked_before_the_rest(
+    engine: Engine, while_tokenised: Callable[[Look], None]
+) -> None:
+    insert(engine, 3)
+    relay = preparer(engine)
+    prepared = "SELECT count(*) FROM jobs WHERE prepared_at IS NOT NULL"
+    num_done: list[int] = []
+    relay.mark_every_s = 0.0
+    while_tokenised(lambda: num_done.append(cell(engine, prepared)))
+
+    relay.turn()
+
+    assert num_done == [0, 1, 2]
+
+
+def test_rows_not_marked_for_want_of_postgres_are_marked_in_the_next_turn(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (job_id,) = insert(engine)
+    relay = preparer(engine)
+    mark = Preparer._mark
+
+    def fails(self: Preparer, answers: Any) -> None:
+        monkeypatch.setattr(Preparer, "_mark", mark)
+        raise ConnectionError
+
+    monkeypatch.setattr(Preparer, "_mark", fails)
+
+    with pytest.raises(ConnectionError):
+        relay.turn()
+    relay.turn()
+
+    assert cell(engine, "SELECT prepared_at IS NOT NULL FROM jobs WHERE id = :id", id=job_id)

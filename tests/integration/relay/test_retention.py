@@ -1,0 +1,227 @@
+"""Retention on a real Postgres: what ended long ago goes with all that belongs to it, and nothing else goes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from uuid import UUID
+
+import pytest
+from prometheus_client import CollectorRegistry
+from sqlalchemy import Engine, text
+
+from services.relay.relay import Relay
+from services.relay.retention import Retention
+from services.relay.settings import RelaySettings
+from shardline.config import Times
+from shardline.job import JobState
+from shardline.metrics import RelayMetrics
+from shardline.store import dead_letters, retention
+from shardline.store.retention import delete_old
+from tests.integration.relay.relay_stack import relay_stack
+from tests.integration.rows import cell, change, claim, end, running, submit, success
+from tests.polling import until
+
+DAY_S = 86_400.0
+DEAD = """
+UPDATE jobs SET state = 'failed', finished_at = now(), lease_until = NULL, error = '{"code": "crashed"}' WHERE id = :id
+"""
+
+
+def age(engine: Engine, job_id: UUID, *, days: float) -> UUID:
+    """As if all of it had happened so long ago."""
+    times = ", ".join(
+        f"{column} = {column} - make_interval(secs => :age_s)" for column in ("created_at", "not_before", "finished_at")
+    )
+    change(engine, f"UPDATE jobs SET {times} WHERE id = :id", id=job_id, age_s=days * DAY_S)
+    return job_id
+
+
+def ended(engine: Engine, *, days: float, state: JobState = JobState.SUCCEEDED) -> UUID:
+    """A job with an attempt, and a result if it succeeded."""
+    claimed = running(engine)
+    end(engine, success(claimed))
+    change(engine, "UPDATE jobs SET state = :state WHERE id = :id", state=state, id=claimed.job_id)
+    return age(engine, claimed.job_id, days=days)
+
+
+def many(engine: Engine, num: int, end: str) -> None:
+    """So many jobs that were created forty days ago; `end` is their state and when they ended."""
+    columns = "(model, prompt, created_at, state, finished_at)"
+    values = f"'m', 'text', now() - interval '40 days', {end}"
+    change(engine, f"INSERT INTO jobs {columns} SELECT {values} FROM generate_series(1, {num})")
+
+
+def dead(engine: Engine, *, days: float) -> UUID:
+    """A dead letter."""
+    claimed = running(engine)
+    change(engine, DEAD, id=claimed.job_id)
+    return age(engine, claimed.job_id, days=days)
+
+
+def replayed(engine: Engine, dead_id: UUID) -> UUID:
+    """Its replay, queued."""
+    with engine.begin() as connection:
+        return dead_letters.replay(connection, dead_id)
+
+
+def clean(engine: Engine, max_batch: int = retention.MAX_BATCH) -> int:
+    """One batch of what ended more than thirty days ago."""
+    with engine.begin() as connection:
+        return delete_old(connection, age_s=30 * DAY_S, max_batch=max_batch).num_deleted
+
+
+def left(engine: Engine) -> set[UUID]:
+    """Jobs that are there."""
+    with engine.begin() as connection:
+        return set(connection.scalars(text("SELECT id FROM jobs")))
+
+
+@pytest.mark.parametrize("state", [state for state in JobState if state.terminal])
+def test_old_ended_jobs_are_deleted_with_attempts_and_results(engine: Engine, state: JobState) -> None:
+    ended(engine, days=31, state=state)
+    young = ended(engine, days=29, state=state)
+
+    assert clean(engine) == 1
+
+    assert left(engine) == {young}
+    for table in ("attempts", "results"):
+        assert cell(engine, f"SELECT array_agg(job_id) FROM {table}") == [young]
+
+
+def test_jobs_that_have_not_ended_stay_however_old(engine: Engine) -> None:
+    (queued,) = submit(engine)
+    (taken,) = submit(engine)
+    claim(engine, [taken])
+    for job_id in (queued, taken):
+        age(engine, job_id, days=400)
+    late = age(engine, submit(engine)[0], days=400)
+    end(engine, success(claim(engine, [late])[0]))
+
+    assert clean(engine) == 0
+    assert left(engine) == {queued, taken, late}
+
+
+def test_only_old_replayed_dead_letters_are_deleted(engine: Engine) -> None:
+    alone, old, young = dead(engine, days=400), dead(engine, days=31), dead(engine, days=1)
+    replays = {replayed(engine, old), replayed(engine, young)}
+
+    assert clean(engine) == 1
+
+    assert left(engine) == {alone, young, *replays}
+
+
+def test_an_old_replay_is_deleted_only_after_its_dead_letter(engine: Engine) -> None:
+    letter = dead(engine, days=90)
+    replay = replayed(engine, letter)
+    change(engine, "UPDATE jobs SET prompt_ids = '{5}', max_tokens = 8, prepared_at = now() WHERE id = :id", id=replay)
+    end(engine, success(claim(engine, [replay])[0]))
+    age(engine, replay, days=60)
+    with engine.connect() as other, other.begin():
+        other.execute(text("SELECT FROM jobs WHERE id = :id FOR UPDATE"), {"id": letter})
+        assert clean(engine) == 0, "without its replay the letter would stay for ever"
+
+    assert [clean(engine), clean(engine), clean(engine)] == [1, 1, 0]
+    assert left(engine) == set()
+
+
+def test_old_jobs_are_deleted_in_batches_oldest_first(engine: Engine) -> None:
+    old = [ended(engine, days=days) for days in (35, 34, 33, 32, 31)]
+
+    assert clean(engine, max_batch=2) == 2
+    assert left(engine) == set(old[2:])
+    assert [clean(engine, max_batch=2) for _ in range(3)] == [2, 1, 0]
+
+
+def test_a_locked_row_does_not_hold_up_the_deletion_of_others(engine: Engine) -> None:
+    locked, free = ended(engine, days=40), ended(engine, days=31)
+    with engine.connect() as other, other.begin():
+        other.execute(text("SELECT FROM jobs WHERE id = :id FOR UPDATE"), {"id": locked})
+        assert clean(engine) == 1
+    assert free not in left(engine)
+    assert clean(engine) == 1
+
+
+def test_a_second_relay_leaves_deletion_to_the_first(engine: Engine) -> None:
+    ended(engine, days=31)
+    with engine.connect() as first, first.begin():
+        assert delete_old(first, age_s=30 * DAY_S).num_deleted == 1
+        assert clean(engine) == 0
+
+
+def test_retention_counts_its_batches_and_goes_on_until_none_is_left(engine: Engine) -> None:
+    registry = CollectorRegistry()
+    loop = Retention(database=engine, days=30, times=Times(), metrics=RelayMetrics(registry))
+    many(engine, retention.MAX_BATCH + 1, "'expired', now() - interval '31 days'")
+    ended(engine, days=29)
+
+    assert [loop.turn(), loop.turn()] == [0.0, 60.0]
+
+    assert registry.get_sample_value("shardline_relay_deleted_total") == retention.MAX_BATCH + 1
+    assert len(left(engine)) == 1
+
+
+def test_nothing_is_deleted_without_the_setting(database_url: str, redis_url: str) -> None:
+    relay = Relay(RelaySettings(database_url=database_url, redis_url=redis_url))
+    assert not [loop for loop in relay._loops if isinstance(loop, Retention)]
+
+
+def test_the_setting_deletes_old_jobs(
+    database_url: str, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SHARDLINE_RETENTION_DAYS", "30")
+    with relay_stack(database_url, redis_url, tmp_path) as here:
+        old, young = ended(here.engine, days=31), ended(here.engine, days=29)
+        here.start_relay(wait=False)
+        until(lambda: old not in left(here.engine))
+        assert left(here.engine) == {young}
+
+
+def test_looking_for_old_jobs_reads_no_young_ones(engine: Engine) -> None:
+    change(
+        engine,
+        "INSERT INTO jobs (model, prompt, state, finished_at) "
+        "SELECT 'm', 'text', 'succeeded', now() FROM generate_series(1, 5000)",
+    )
+    ended(engine, days=31)
+    change(engine, "ANALYZE jobs")
+    with engine.begin() as connection:
+        values = {"age_s": 30 * DAY_S, "after_at": retention.BEGINNING[0], "after_id": retention.BEGINNING[1]}
+        plan = "\n".join(connection.scalars(text(f"EXPLAIN {retention.NEXT.text}"), values))
+    assert "Index Only Scan using jobs_listing" in plan, plan
+
+
+def test_old_jobs_of_megabytes_are_all_deleted_a_few_at_a_time(engine: Engine) -> None:
+    """Seven of 6 MB, wherever their bytes are: a batch begins a row while it has 16 or less before it."""
+    old = [ended(engine, days=40) for _ in range(7)]
+    ids = "SELECT array_agg((random() * 1e9)::int) FROM generate_series(1, 1500000)"
+    letters = "SELECT string_agg(md5(random()::text), '') FROM generate_series(1, 190000)"
+    for table, column, key, value, some in (
+        ("jobs", "prompt", "id", letters, old[:3]),
+        ("results", "text", "job_id", letters, old[3:5]),
+        ("attempts", "tokens", "job_id", ids, old[5:]),
+    ):
+        change(
+            engine, f"UPDATE {table} SET {column} = made FROM ({value}) AS one(made) WHERE {key} = ANY(:ids)", ids=some
+        )
+
+    after, deleted = None, []
+    for _ in range(4):
+        with engine.begin() as connection:
+            batch = delete_old(connection, age_s=30 * DAY_S, after=after)
+        after = batch.after
+        deleted.append(batch.num_deleted)
+
+    assert deleted == [3, 3, 1, 0]
+    assert left(engine) == set()
+
+
+def test_retention_gets_behind_many_rows_that_stay(engine: Engine) -> None:
+    many(engine, retention.MAX_READ, "'queued', NULL")
+    kept = left(engine)
+    old = ended(engine, days=31)
+    loop = Retention(database=engine, days=30, times=Times(), metrics=RelayMetrics(CollectorRegistry()))
+
+    assert loop.turn() == 0.0
+    assert left(engine) == {*kept, old}, "one batch does not read so far"
+    assert loop.turn() == 60.0
+    assert left(engine) == kept

@@ -1,0 +1,126 @@
+"""A real Celery worker with the stage's pool on a real Valkey: how many messages it lets in, and which."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+from uuid import uuid4
+
+import pytest
+from celery import Celery
+from celery.contrib.testing.worker import start_worker
+from redis.exceptions import ConnectionError as HungUp
+
+from services.stage.app import make_app
+from services.stage.celery.delivery import Delivery
+from services.stage.celery.hub_calls import HubCalls
+from services.stage.settings import StageSettings
+from shardline.queues import GENERATE_TASK
+from tests.polling import until
+
+QUEUE = "seating"
+SEATS, INTERACTIVE_SEATS = 4, 2
+NUM_RECONNECTS = 20
+
+
+@dataclass(slots=True)
+class Desk:
+    """Notes tickets, and settles none unless told."""
+
+    held: list[Delivery] = field(default_factory=list)
+
+    def offer(self, ticket: Delivery) -> None:
+        self.held.append(ticket)
+
+    def cancel(self, job_ids: Sequence[str]) -> int:
+        return len(job_ids)
+
+    def close(self) -> None:
+        self.give_back()
+
+    def give_back(self) -> None:
+        while self.held:
+            self.held.pop().drop()
+
+    def stats(self) -> Mapping[str, Any]:
+        return {}
+
+    def priorities(self) -> list[int]:
+        """Of what is held."""
+        return sorted(ticket.priority for ticket in self.held)
+
+    def end(self, priority: int) -> None:
+        """One of them is done."""
+        ticket = next(ticket for ticket in self.held if ticket.priority == priority)
+        self.held.remove(ticket)
+        ticket.drop()
+
+
+@pytest.fixture
+def app(redis_url: str) -> Celery:
+    """A stage's app, as it would be without a stage."""
+    app = make_app(StageSettings(model="m", redis_url=redis_url, seats=SEATS, interactive_seats=INTERACTIVE_SEATS))
+    app.shardline = SimpleNamespace(
+        delivery_handler=Desk(), hub=HubCalls(), drain_s=5.0, interactive_seats=INTERACTIVE_SEATS
+    )
+    app.conf.broker_connection_retry_on_startup = True
+    return app
+
+
+@pytest.fixture
+def desk(app: Celery) -> Iterator[Desk]:
+    """Of a worker that consumes."""
+    app.amqp.queues.select_add(QUEUE)
+    with start_worker(app, concurrency=SEATS, pool=app.conf.worker_pool, perform_ping_check=False, shutdown_timeout=60):
+        yield app.shardline.delivery_handler
+
+
+def send(app: Celery, num: int, priority: int) -> None:
+    """Jobs of one priority."""
+    for _ in range(num):
+        job_id = str(uuid4())
+        app.send_task(GENERATE_TASK, args=[job_id], task_id=job_id, queue=QUEUE, priority=priority)
+
+
+def hang_up() -> None:
+    """What Celery's event loop meets when Redis closes the connection."""
+    raise HungUp("Connection closed by server.")
+
+
+def test_interactive_jobs_get_their_own_seats_beside_batch_jobs(app: Celery, desk: Desk) -> None:
+    send(app, 20, 5)
+    until(lambda: desk.priorities() == [5] * SEATS)
+
+    send(app, 3, 3)
+
+    until(lambda: desk.priorities() == [3] * INTERACTIVE_SEATS + [5] * SEATS)
+    desk.end(3)
+    until(lambda: desk.priorities() == [3] * INTERACTIVE_SEATS + [5] * SEATS)
+    for _ in range(3):
+        desk.end(5)
+    until(lambda: len(desk.held) == SEATS)
+
+
+def test_a_full_pool_takes_no_more_than_its_seats_when_redis_hangs_up(app: Celery, desk: Desk) -> None:
+    send(app, 200, 5)
+    send(app, 200, 3)
+    until(lambda: len(desk.held) >= SEATS + INTERACTIVE_SEATS)
+    connected = threading.Semaphore(0)
+    seating = next(step for step in app.steps["consumer"] if step.__name__ == "Seating")
+    start = seating.start
+
+    def counted(step: Any, consumer: Any) -> None:
+        start(step, consumer)
+        connected.release()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(seating, "start", counted)
+        for _ in range(NUM_RECONNECTS):
+            app.shardline.hub.post(hang_up)
+            assert connected.acquire(timeout=60), "the worker did not connect again"
+
+    room = SEATS + INTERACTIVE_SEATS
+    assert room <= len(desk.held) <= room + 2, "one message for each channel may be on its way"

@@ -1,0 +1,133 @@
+"""What a stage says of the time in its hops: of real frames on real sockets, by its control link, at the head."""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from services.stage.device.device import Device
+from services.stage.engine.engine import FollowerEngine, HeadEngine
+from services.stage.engine.executor import Executor
+from services.stage.follower import Follower
+from services.stage.hop.sockets import Sockets
+from services.stage.hop.wiring import Wiring
+from services.stage.pipeline.pipeline import MemberStatus
+from services.stage.pipeline.status import StageStatus
+from services.stage.scheduling.events import Event, Failed, Finished
+from services.stage.scheduling.scheduler import Scheduler, SchedulerConfig
+from services.stage.scheduling.sequence import Request
+from shardline.job import SamplingParams
+from tests.chain import CountingSink, load_chain
+from tests.links import NUM_LAYERS, PATIENCE_S, TIMES, Head, Stage, make_card, open_pipes
+from tests.models import save_model
+from tests.polling import until
+
+MIDDLE = NUM_LAYERS // 2
+
+
+class Tail(Stage):
+    """A stage with its engine, and what a later stage's worker says of it."""
+
+    def __init__(self, sockets: Sockets, executor: Executor) -> None:
+        self.engine = FollowerEngine(executor, on_lost=lambda *_: None)
+        self._parts = SimpleNamespace(_engine=self.engine, _loaded=SimpleNamespace(executor=executor))
+        self.engine.start()
+        super().__init__(sockets, make_card(MIDDLE, NUM_LAYERS), TIMES)
+
+    def close(self) -> None:
+        super().close()
+        self.engine.stop()
+        self.engine.join()
+
+    def wire(self, wiring: Wiring) -> None:
+        self.engine.wire(wiring)
+
+    def unwire(self) -> None:
+        self.engine.unwire()
+
+    def status(self) -> StageStatus:
+        return Follower.status(cast(Any, self._parts))
+
+
+@dataclass(slots=True, kw_only=True)
+class Pair:
+    """A head that generates through one later stage."""
+
+    head: Head
+    engine: HeadEngine
+    tail: Tail
+    events: queue.Queue[Event]
+    began_s: float
+
+    def generate(self, name: str, num_tokens: int) -> None:
+        """One job, to its end."""
+        params = SamplingParams(max_tokens=num_tokens, ignore_eos=True, temperature=0.0)
+        self.engine.add(Request(key=(name, 1), prompt_ids=(5, 6, 7), params=params, seed=5), CountingSink(num_tokens))
+        while not isinstance(event := self.events.get(timeout=PATIENCE_S), Finished):
+            assert not isinstance(event, Failed), event.reason
+
+    def told(self) -> MemberStatus:
+        """What the head knows of the tail, once it has heard of its last step."""
+
+        def status() -> MemberStatus | None:
+            (member,) = self.head.pipeline.status().stages
+            return member if member.num_steps == self.tail.engine.progress.num_steps and self._is_idle() else None
+
+        return cast(MemberStatus, until(status))
+
+    def _is_idle(self) -> bool:
+        """The result of the last step has left, and its time is counted."""
+        return self.tail.engine.progress.num_steps == self.engine.progress.num_steps
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> Iterator[Pair]:
+    device = Device.take("cpu:0", worker="tests", lock_folder=tmp_path / "locks")
+    first, last = load_chain(save_model(tmp_path, num_hidden_layers=NUM_LAYERS), 2, device, tmp_path / "cache")
+    events: queue.Queue[Event] = queue.Queue()
+    began_s = time.perf_counter()
+    with open_pipes(Sockets(bind="tcp://127.0.0.1")) as pipes:
+        tail = Tail(pipes.sockets, last)
+        pipes.stages.append(tail)
+        head = pipes.head(MIDDLE)
+        wiring = head.ready()
+        scheduler = Scheduler(
+            SchedulerConfig(
+                num_blocks=wiring.num_blocks, max_seats=4, token_budget=64, num_lanes=wiring.num_lanes, max_len=512
+            )
+        )
+
+        def emit(found: list[Event]) -> None:
+            for event in found:
+                events.put(event)
+
+        engine = HeadEngine(first, scheduler, emit=cast(Any, emit), on_lost=lambda *_: None)
+        engine.start()
+        engine.wire(wiring)
+        yield Pair(head=head, engine=engine, tail=tail, events=events, began_s=began_s)
+        engine.stop()
+        engine.join()
+    device.release()
+
+
+def test_a_head_tells_the_time_of_its_real_frames_through_a_tail(pair: Pair) -> None:
+    assert pair.told().hop_us == 0, "no frame has come"
+
+    pair.generate("first", 4)
+    until(lambda: pair.told().hop_us > 0)
+    first = pair.told()
+    pair.generate("second", 4)
+    until(lambda: pair.told().hop_us > first.hop_us)
+    second = pair.told()
+
+    assert second.num_steps > first.num_steps >= 4
+    progress = pair.tail.engine.progress
+    assert second.hop_us <= progress.hop_s * 1e6
+    assert progress.hop_s + progress.compute_s <= time.perf_counter() - pair.began_s, "no time is counted twice"

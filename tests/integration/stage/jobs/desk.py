@@ -1,0 +1,214 @@
+"""A head's ledger with its engine, as a test's desk: jobs are offered to it, and what Celery hears is read. No test."""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+from uuid import UUID, uuid4
+
+import torch
+from sqlalchemy import Engine as Database
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+
+from services.stage.celery.delivery import Delivery
+from services.stage.celery.hub_calls import HubCalls
+from services.stage.device.device import Device
+from services.stage.engine.engine import HeadEngine
+from services.stage.engine.executor import Executor
+from services.stage.hop.wiring import Member, Wiring
+from services.stage.jobs.delta_publisher import DeltaPublisher
+from services.stage.jobs.engine_requests import EngineRequests
+from services.stage.jobs.identity import Identity, identity_of
+from services.stage.jobs.lease_manager import LeaseManager
+from services.stage.jobs.quarantine import Seats
+from services.stage.metrics import StageMeter
+from services.stage.scheduling.events import Event
+from services.stage.scheduling.scheduler import Scheduler, SchedulerConfig
+from shardline.config import Times
+from shardline.streams import DeltaWriter
+from tests.models import VOCAB_SIZE, save_model
+from tests.polling import until
+
+
+@dataclass(slots=True, kw_only=True)
+class Desk:
+    """One ledger with its engine; the test's thread plays Celery's."""
+
+    database: Database
+    ledger: LeaseManager
+    engine: HeadEngine
+    executor: Executor
+    hub: HubCalls
+    verdicts: queue.Queue[tuple[UUID, str]]
+    numbers: Iterator[int]
+    meter: StageMeter
+
+    def blamed(self, outcome: str) -> float | None:
+        """What a scraper reads."""
+        return self.meter.registry.get_sample_value("shardline_jobs_blamed_total", {"outcome": outcome})
+
+    def offer(self, job_id: UUID) -> None:
+        """One delivery of a job."""
+        self.ledger.offer(
+            Delivery(
+                number=next(self.numbers),
+                job_id=str(job_id),
+                hub=self.hub,
+                on_accepted=lambda _number, _began_s: self.verdicts.put((job_id, "started")),
+                on_ended=lambda outcome: self.verdicts.put((job_id, _name(outcome))),
+                forget=lambda _number: True,
+            )
+        )
+
+    def rebuild(self, num_blocks: int) -> None:
+        """A new epoch, with so much KV."""
+        self.engine.wire(wiring(self.executor, num_blocks))
+        self.ledger.ready(identity(self.executor, num_blocks))
+
+    def verdict(self) -> tuple[UUID, str]:
+        """The next thing that Celery is told."""
+        until(self._has_verdict)
+        return self.verdicts.get_nowait()
+
+    def _has_verdict(self) -> bool:
+        self.hub.take()
+        return not self.verdicts.empty()
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """The ledger's head, without a pipeline."""
+
+    announced: threading.Event
+    meter: StageMeter
+
+    def readiness_announced(self) -> None:
+        """A test may offer."""
+        self.announced.set()
+
+    def epoch_superseded(self, epoch: int) -> None:
+        """No other head takes its name."""
+
+    def jobs_crashed(self, outcomes: Iterable[str]) -> None:
+        """Counted."""
+        self.meter.blamed(outcomes)
+
+
+def _name(outcome: tuple[int, Any, float]) -> str:
+    failed, value, _ = outcome
+    return type(value.exception.exc).__name__ if failed else "succeeded"
+
+
+@contextmanager
+def open_desk(database: Database, executor: Executor, redis_url: str, times: Times) -> Iterator[Desk]:
+    """Ready to take jobs."""
+    scheduler = Scheduler(
+        SchedulerConfig(num_blocks=executor.num_blocks, max_seats=8, token_budget=64, num_lanes=1, max_len=4096)
+    )
+
+    def report(events: Sequence[Event]) -> None:
+        ledger.report(events)
+
+    engine = HeadEngine(executor, scheduler, emit=report, on_lost=lambda *_: None)
+    publisher = DeltaPublisher(DeltaWriter(redis_url), None)
+    announced = threading.Event()
+    meter = StageMeter(
+        cast(Any, SimpleNamespace(executor=executor, settings=SimpleNamespace(times=times), is_head=True))
+    )
+    tokenizer = Tokenizer(WordLevel({f"<{number}>": number for number in range(VOCAB_SIZE)}, unk_token="<0>"))
+    ledger = LeaseManager(
+        database=database,
+        engine=engine,
+        requests=EngineRequests(tokenizer=tokenizer, eos_ids=(2,), context_length=4096),
+        publisher=publisher,
+        host=Host(announced, meter),
+        seats=Seats(num_any=8, num_interactive=0),
+        times=times,
+    )
+    for thread in (publisher, engine, ledger):
+        thread.start()
+    engine.wire(wiring(executor))
+    ledger.ready(identity(executor))
+    assert announced.wait(30)
+    yield Desk(
+        database=database,
+        ledger=ledger,
+        engine=engine,
+        executor=executor,
+        hub=HubCalls(),
+        verdicts=queue.Queue(),
+        numbers=count(1),
+        meter=meter,
+    )
+    for thread in (ledger, engine, publisher):
+        thread.stop()
+        thread.join()
+
+
+@contextmanager
+def tiny_executor(folder: Path) -> Iterator[Executor]:
+    """A tiny Llama with a long context, whole, on core 0; leaves the process as it was."""
+    cores, num_threads = os.sched_getaffinity(0), torch.get_num_threads()
+    device = Device.take("cpu:0", worker="tests", lock_folder=folder / "locks")
+    yield Executor.load(
+        model=save_model(folder, max_position_embeddings=4096),
+        layers=range(4),
+        device=device,
+        dtype="float32",
+        kv_bytes=64 << 20,
+        token_budget=64,
+        max_open=16,
+        cache_folder=folder / "cache",
+    )
+    device.release()
+    os.sched_setaffinity(0, cores)
+    torch.set_num_threads(num_threads)
+
+
+def wiring(executor: Executor, num_blocks: int | None = None) -> Wiring:
+    """Of the only stage."""
+    num_blocks = num_blocks or executor.num_blocks
+    member = Member(
+        incarnation="i",
+        worker="h",
+        device="cpu:0",
+        first_layer=0,
+        last_layer=4,
+        num_blocks=num_blocks,
+        exactness="x",
+        exact=True,
+    )
+    return Wiring(
+        pipeline=uuid4(),
+        epoch=1,
+        place=0,
+        num_stages=1,
+        num_lanes=1,
+        num_blocks=num_blocks,
+        receiver=None,
+        sender=None,
+        members=(member,),
+    )
+
+
+def identity(executor: Executor, num_blocks: int | None = None) -> Identity:
+    """Of the only stage, in its first epoch."""
+    return identity_of(
+        wiring(executor, num_blocks),
+        model="m",
+        worker="h",
+        pipeline="p",
+        fingerprint="w",
+        revision=None,
+        dtype="float32",
+        software={"torch": "any"},
+    )

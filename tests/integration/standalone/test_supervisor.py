@@ -1,0 +1,170 @@
+"""A whole stack as `make up` runs it: ready, true to its record, hard to start twice, gone when told to go."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import stat
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from services.standalone.home import SUPERVISOR
+from shardline.client import Client
+from tests.models import save_model
+from tests.polling import until
+from tests.stack import Stack
+
+NAMES = {"supervisor", "postgres", "redis", "gateway", "relay", "stage-0", "stage-1", "flower"}
+
+
+@pytest.fixture(scope="module")
+def folder() -> Iterator[Path]:
+    path = Path(tempfile.mkdtemp(prefix="shardline-stack-"))
+    yield path
+    shutil.rmtree(path, ignore_errors=True)
+
+
+@pytest.fixture(scope="module")
+def stack(folder: Path) -> Iterator[Stack]:
+    """One stack for the tests that leave it as they found it."""
+    stack = Stack(folder)
+    stack.start()
+    yield stack
+    stack.end()
+    assert stack.left() == []
+
+
+@pytest.fixture
+def own_stack(tmp_path: Path) -> Iterator[Stack]:
+    """A small stack for one test that ends it."""
+    stack = Stack(tmp_path, SHARDLINE_STAGES="1")
+    stack.start()
+    yield stack
+    stack.end()
+
+
+def test_the_record_of_a_ready_stack_is_true(stack: Stack) -> None:
+    up = stack.look()
+    for secret in (stack.home.up_file, stack.home.folder / "api_key"):
+        assert stat.S_IMODE(secret.stat().st_mode) == 0o600
+    assert (up["model"], up["stages"]) == ("clerk", 2)
+    assert set(up["processes"]) == NAMES
+    assert all(psutil.pid_exists(pid) for pid in up["processes"].values())
+    assert up["processes"][SUPERVISOR] == stack.process.pid
+    assert httpx.get(f"{up['urls']['gateway']}/ready").status_code == 200
+    assert {path.stem for path in (stack.home.folder / "logs").glob("*.log")} >= NAMES - {"supervisor"}
+
+
+def test_a_ready_stack_answers(stack: Stack) -> None:
+    answer = stack.complete()
+    assert answer.status_code == 200
+    assert httpx.get(f"{stack.look()['urls']['gateway']}/v1/models").status_code == 401, "nobody without a key"
+    assert answer.json()["choices"][0]["text"]
+
+
+def test_flower_refuses_without_the_password(stack: Stack) -> None:
+    flower = stack.look()["urls"]["flower"]
+    assert httpx.get(f"{flower}/api/workers").status_code == 200
+    bare = httpx.URL(flower).copy_with(userinfo=b"")
+    assert httpx.get(bare.join("/api/workers")).status_code == 401
+    assert httpx.get(bare.join("/")).status_code == 401
+
+
+def test_a_second_stack_in_one_folder_is_refused(stack: Stack) -> None:
+    second = stack.command("up")
+    assert second.returncode == 1
+    assert "already runs" in second.stdout
+    assert stack.complete().status_code == 200
+
+
+@pytest.mark.parametrize("name", ["stage-1", "relay", "gateway", "flower"])
+def test_a_killed_service_is_restarted_recorded_and_works(stack: Stack, name: str) -> None:
+    before = stack.look()["processes"][name]
+    os.kill(before, signal.SIGKILL)
+    until(lambda: stack.look()["processes"].get(name, before) != before)
+    until(lambda: is_ready(stack))
+    assert stack.complete().status_code == 200
+    assert f"{name} ended (killed by SIGKILL)" in stack.output.read_text()
+
+
+def test_the_status_of_a_stack_lists_every_process(stack: Stack) -> None:
+    status = stack.command("status")
+    assert status.returncode == 0
+    assert all(name in status.stdout for name in NAMES)
+
+
+def test_two_stacks_on_shared_cores_say_so_and_both_answer(stack: Stack, own_stack: Stack) -> None:
+    assert "shares cpu:" in own_stack.output.read_text()
+    assert stack.complete().status_code == own_stack.complete().status_code == 200
+    assert own_stack.command("down").returncode == 0
+    assert own_stack.process.wait(60) == 0
+    assert own_stack.left() == []
+    assert own_stack.home.published() is None
+    assert stack.complete().status_code == 200
+
+
+def test_down_after_a_killed_supervisor_leaves_nothing(own_stack: Stack) -> None:
+    own_stack.process.kill()
+    own_stack.process.wait()
+    assert own_stack.command("down").returncode == 0
+    assert own_stack.left() == []
+    assert own_stack.home.published() is None
+
+
+def test_a_model_without_a_tokenizer_answers_ids_until_ctrl_c_stops_it_in_order(tmp_path: Path) -> None:
+    own_stack = Stack(tmp_path, SHARDLINE_MODEL=str(save_model(tmp_path)), SHARDLINE_STAGES="1")
+    own_stack.start()
+    urls = own_stack.look()["urls"]
+    with Client(database_url=urls["database"], redis_url=urls["redis"]) as client:
+        job = client.wait(client.submit("llama", [5, 6, 7], max_tokens=4, ignore_eos=True), timeout_s=60)
+    assert job.result is not None
+    assert (job.result.text, len(job.result.token_ids)) == ("", 4)
+
+    own_stack.process.send_signal(signal.SIGINT)
+    assert own_stack.process.wait(120) == 0
+    assert own_stack.left() == []
+    assert own_stack.output.read_text().rstrip().endswith("stopped")
+
+
+def test_a_taken_port_is_refused_and_names_the_setting(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        refused = Stack(tmp_path, SHARDLINE_HTTP_PORT=str(port)).command("up")
+    assert refused.returncode == 1
+    assert f"SHARDLINE_HTTP_PORT: port {port} is taken" in refused.stdout
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("SHARDLINE_STAGES", "0"),
+        ("SHARDLINE_STAGES", "9"),
+        ("SHARDLINE_DTYPE", "int8"),
+        ("SHARDLINE_SPLIT", "0-5"),
+        ("SHARDLINE_MODEL", "/no/such/model"),
+    ],
+)
+def test_an_impossible_setting_is_named_in_one_line(tmp_path: Path, setting: str, value: str) -> None:
+    refused = Stack(tmp_path, **{setting: value}).command("up")
+    assert refused.returncode == 1
+    assert setting in refused.stdout
+    assert "Traceback" not in refused.stdout + refused.stderr
+
+
+def test_down_succeeds_where_nothing_runs(tmp_path: Path) -> None:
+    assert Stack(tmp_path / "nowhere").command("down").returncode == 0
+
+
+def is_ready(stack: Stack) -> bool:
+    """Whether a completion can pass through every stage now."""
+    try:
+        return httpx.get(f"{stack.look()['urls']['gateway']}/ready", timeout=5).status_code == 200
+    except httpx.TransportError:
+        return False

@@ -1,0 +1,201 @@
+"""Every statement of the store on tables with many rows: found by an index, and not thrown away after it was read."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from sqlalchemy import Connection, Engine, event, text
+
+from shardline.errors import Invalid
+from shardline.ids import new_id
+from shardline.job import JobState
+from shardline.store import claims, crashes, dead_letters, jobs, listing, outbox, preparation, retention, sweeps
+from shardline.store.claims import Beat, End
+from shardline.store.preparation import Ready
+from shardline.tables import TERMINAL
+from tests.integration.rows import LONG_S, database_with_head, request
+
+LARGE = ("jobs", "attempts", "results")
+NUM_WAITING, NUM_ENDED = 12_000, 20_000
+
+MAX_WASTED = 512
+"""Rows that a node may read in vain: as many as are sent ahead, or run. Everything else has thousands."""
+
+MAX_READ = 4_000
+"""Rows that a node may give to the one above: more than any batch or page. Counts are bounded by their own limits."""
+
+# Two tenants, a common and a rare model. Of those that wait a fifth is delayed, of those that ended most succeeded.
+ROWS = f"""
+INSERT INTO tenants (id) VALUES ('other');
+INSERT INTO jobs (id, tenant_id, model, prompt, prompt_ids, max_tokens, priority, created_at, prepared_at, not_before,
+    idempotency_key)
+SELECT gen_random_uuid(), CASE n %% 10 WHEN 0 THEN 'other' ELSE 'default' END,
+    CASE n %% 400 WHEN 0 THEN 'rare' ELSE 'm' END, 'text', '{{5,6}}', 8, n %% 10,
+    now() - make_interval(secs => n), now(), now() + make_interval(secs => CASE n %% 5 WHEN 0 THEN 3600 ELSE 0 END),
+    'waits ' || n
+FROM generate_series(1, {NUM_WAITING}) AS n;
+INSERT INTO jobs (id, tenant_id, model, prompt, prompt_ids, max_tokens, created_at, prepared_at, fence, state,
+    finished_at, error)
+SELECT gen_random_uuid(), CASE n %% 10 WHEN 0 THEN 'other' ELSE 'default' END,
+    CASE n %% 400 WHEN 0 THEN 'rare' ELSE 'm' END, 'text', '{{5,6}}', 8,
+    now() - make_interval(secs => 20000 + n), now(), 1,
+    CASE WHEN n %% 500 = 1 THEN 'failed' WHEN n %% 500 = 2 THEN 'cancelled' WHEN n %% 500 = 3 THEN 'expired'
+        ELSE 'succeeded' END,
+    now() - make_interval(secs => n), CASE WHEN n %% 500 = 1 THEN '{{"code": "crashed"}}'::jsonb END
+FROM generate_series(1, {NUM_ENDED}) AS n;
+INSERT INTO attempts (job_id, fence, pipeline, epoch, worker, fingerprint, exactness, outcome, ended_at)
+SELECT id, 1, 'p', 1, 'h', 'w', 'x', state, now() FROM jobs WHERE fence = 1;
+INSERT INTO results (job_id, fence, text, token_ids, prompt_tokens, completion_tokens, finish_reason, exact)
+SELECT id, 1, 'text', '{{7}}', 2, 1, 'stop', true FROM jobs WHERE state = 'succeeded';
+INSERT INTO models (name, context_length, vocab_size, tokenizer, fingerprint) VALUES ('rare', 32, 100, '', 'w');
+"""
+
+
+@pytest.fixture(scope="module")
+def plans() -> list[tuple[str, dict[str, Any]]]:
+    """Of every statement that ran, with what it read."""
+    return []
+
+
+@pytest.fixture
+def engine(database_url: str, plans: list[tuple[str, dict[str, Any]]]) -> Iterator[Engine]:
+    """One with many rows, in which each statement is explained before it runs."""
+    with database_with_head(database_url) as engine:
+        with engine.begin() as connection:
+            connection.exec_driver_sql("SET LOCAL statement_timeout = 0")
+            connection.exec_driver_sql(ROWS)
+        with engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
+            connection.exec_driver_sql("VACUUM (ANALYZE) jobs, attempts, results, tenants, pipelines, models")
+        plans.clear()
+
+        @event.listens_for(engine, "before_cursor_execute")
+        def explain(_connection: Any, cursor: Any, statement: str, parameters: Any, *_: Any) -> None:
+            if "advisory" in statement or "pg_notify" in statement:
+                return
+            cursor.execute("SAVEPOINT explained")
+            cursor.execute(f"EXPLAIN (ANALYZE, FORMAT JSON) {statement}", parameters)
+            plans.append((statement, cursor.fetchone()[0][0]["Plan"]))
+            cursor.execute("ROLLBACK TO explained")
+
+        yield engine
+
+
+def nodes(plan: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The plan's and those below."""
+    yield plan
+    for inner in plan.get("Plans", ()):
+        yield from nodes(inner)
+
+
+def faults(plans: list[tuple[str, dict[str, Any]]]) -> list[str]:
+    """What a plan must not do, with its statement."""
+    found = []
+    for statement, plan in plans:
+        for node in nodes(plan):
+            name, kind = node.get("Relation Name"), node["Node Type"]
+            loops = node["Actual Loops"]
+            if node.get("Rows Removed by Join Filter", 0) * loops > MAX_WASTED:
+                found.append(f"{kind} compares each with each: {statement}")
+            if name not in LARGE or loops == 0:
+                continue
+            if node["Actual Rows"] * loops > MAX_READ and "count(*)" not in statement:
+                found.append(f"{kind} reads {node['Actual Rows'] * loops} rows of {name}: {statement}")
+            wasted = sum(node.get(f"Rows Removed by {how}", 0) for how in ("Filter", "Index Recheck"))
+            if kind == "Seq Scan":
+                found.append(f"reads all of {name}: {statement}")
+            elif wasted > max(node["Actual Rows"], MAX_WASTED):
+                found.append(f"{kind} of {name} wastes {wasted} for {node['Actual Rows']}: {statement}")
+    return found
+
+
+def some(connection: Connection, where: str, limit: int = 8) -> list[Any]:
+    """Ids of rows, read without a plan of ours."""
+    query = f"/* advisory */ SELECT id FROM jobs WHERE {where} LIMIT {limit}"
+    return list(connection.scalars(text(query)))
+
+
+def test_every_filtered_page_walks_an_index(engine: Engine, plans: list[tuple[str, dict[str, Any]]]) -> None:
+    filters = itertools.product(
+        [None, *JobState], [None, "m", "rare", "none"], [None, "default", "other"], [False, True]
+    )
+    for state, model, tenant, is_next in filters:
+        with engine.begin() as connection:
+            after = None
+            if is_next:
+                where = "created_at < now() - interval '5 hours'"
+                (after,) = some(connection, f"{where} AND tenant_id = '{tenant}'" if tenant else where, 1)
+            page = listing.list_jobs(connection, state=state, model=model, tenant=tenant, limit=50, after=after)
+        assert all(state in (None, job.state) and model in (None, job.model) for job in page)
+        assert [(job.created_at, job.id) for job in page] == sorted((job.created_at, job.id) for job in page)[::-1]
+    for model, is_next in itertools.product([None, "m", "rare"], [False, True]):
+        with engine.begin() as connection:
+            after = listing.list_dead(connection, limit=3)[-1].id if is_next else None
+            assert listing.list_dead(connection, model=model, limit=10, after=after) or model == "rare"
+    assert faults(plans) == []
+
+
+def test_every_statement_of_doors_and_relays_finds_its_rows_by_an_index(
+    engine: Engine, plans: list[tuple[str, dict[str, Any]]]
+) -> None:
+    with engine.begin() as connection:
+        keyed = [
+            request(idempotency_key=f"waits {number}", prompt="text")
+            for number in range(1, 300, 10)
+            if number % 10 == 1
+        ]
+        assert not any(one.is_new for one in jobs.insert_jobs(connection, keyed, prepared=[((5, 6), 8)] * len(keyed)))
+        own = [request(id=new_id()) for _ in range(30)]
+        assert all(one.is_new for one in jobs.insert_jobs(connection, own))
+        jobs.insert_jobs(connection, own)
+        refused = jobs.FailedRequest(id=new_id(), model="m", error=Invalid("a", "b", "c").as_dict())
+        jobs.insert_failed(connection, [refused])
+        ids = some(connection, "state = 'succeeded'")
+        assert len(jobs.get_jobs(connection, ids)) == len(jobs.ended(connection, ids)) == len(ids)
+        # A bulk load that Postgres has not analyzed yet.
+        load = "SELECT 'm', 'text' FROM generate_series(1, 5000)"
+        connection.execute(text(f"/* advisory */ INSERT INTO jobs (model, prompt) {load}"))
+        rows = preparation.take_unprepared(connection, lease_s=LONG_S)
+        ready = [Ready(id=row.id, prompt_ids=(5,), max_tokens=1, seed=None) for row in rows[1:]]
+        assert preparation.mark_prepared(connection, ready) == len(rows) - 1 > 0
+        assert preparation.mark_failed(connection, {rows[0].id: {"code": "invalid"}}) == [rows[0].id]
+        dead = listing.list_dead(connection)[0].id
+        dead_letters.replay(connection, dead)
+        assert dead_letters.get_dead(connection, dead).replays
+        assert jobs.request_cancel(connection, some(connection, "state = 'queued' AND fence = 0"))
+        assert sweeps.sweep_waiting(connection, lambda *_: "") == {}
+        assert sweeps.counts(connection)
+        sent = outbox.stamp(connection, resend_s=1.0)
+        outbox.unstamp(connection, [one.job_id for one in sent[:8]])
+        assert outbox.unstamp_sent(connection) == len(sent) - 8
+    assert faults(plans) == []
+
+
+def test_every_statement_of_heads_finds_its_rows_by_an_index(
+    engine: Engine, plans: list[tuple[str, dict[str, Any]]]
+) -> None:
+    head: Any = {"worker": "h", "pipeline": "p", "epoch": 1, "fingerprint": "w", "exactness": "x"}
+    times: Any = {"lease_s": LONG_S, "exact_wait_s": LONG_S}
+    with engine.begin() as connection:
+        ids = some(connection, "state = 'queued' AND model = 'm' AND not_before <= now()", 40)
+        assert crashes.suspects(connection, [str(job_id) for job_id in ids]) == []
+        claimed = claims.claim(connection, ids, **head, **times)
+        keys = [(one.job_id, one.fence) for one in claimed]
+        beats = [Beat(job_id=job_id, fence=fence, start=0, ids=(7,)) for job_id, fence in keys]
+        assert len(claims.heartbeat(connection, beats, lease_s=LONG_S)) == len(ids) == 40
+        failed = [End(job_id=job_id, fence=fence, state=JobState.FAILED, error={}) for job_id, fence in keys[:8]]
+        assert len(claims.end(connection, failed)) == len(claims.end(connection, failed)) == 8
+        assert len(claims.release(connection, keys[8:16])) == 8
+        assert len(crashes.blame(connection, keys[16:24])) == 8
+        assert claims.expire(connection, worker="h", pipeline="p") == 16
+    with engine.begin() as connection:
+        assert sweeps.sweep_leases(connection, lambda *_: "", lease_s=0.0).keys() == {job_id for job_id, _ in keys[24:]}
+        assert retention.delete_old(connection, age_s=5_000.0, max_batch=100).num_deleted == 100
+    assert faults(plans) == []
+
+
+def test_the_rows_of_these_tests_have_each_terminal_state(engine: Engine) -> None:
+    with engine.begin() as connection:
+        assert all(some(connection, f"state = '{state}'", 1) for state in TERMINAL)

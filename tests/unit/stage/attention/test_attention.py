@@ -1,0 +1,138 @@
+"""Attention against a float64 reference: heads, windows, softcap, sinks, head sizes, dtypes, any chunking."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.stage.attention.attention import Attention, HeadShape, MicroBatch, PagedKv, Span
+from services.stage.attention.paged_kv import LANES
+from services.stage.kernels.kernel import Kernel
+from tests.unit.stage.attention.attending import Case, attend, kernels, reference
+
+KERNELS = kernels()
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
+
+options = st.fixed_dictionaries(
+    {},
+    optional={
+        "sliding_window": st.integers(1, 100),
+        "softcap": st.sampled_from([2.0, 50.0]),
+        "scaling": st.sampled_from([0.05, 0.3]),
+    },
+)
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    """Any layer that a causal language model may have, small."""
+    case = Case(
+        lengths=draw(st.lists(st.integers(1, 140), min_size=1, max_size=3)),
+        num_kv_heads=draw(st.integers(1, 3)),
+        group=draw(st.sampled_from([1, 2, 3, 4, 7, 12])),
+        head_dim=draw(st.sampled_from([20, 64, 80, 96, 128, 256])),
+        value_dim=draw(st.sampled_from([None, None, 24])),
+        dtype=draw(st.sampled_from(list(TOLERANCE))),
+        options=draw(options),
+        seed=draw(st.integers(0, 99)),
+    )
+    if draw(st.booleans()):
+        case.options["s_aux"] = torch.linspace(-2, 2, case.num_kv_heads * case.group).to(case.dtype)
+    return case
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Small work: more threads would only wait for each other."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
+
+
+chunkings = st.lists(st.integers(1, 70), min_size=1, max_size=4)
+
+
+@pytest.mark.parametrize("kernel", [*KERNELS, None], ids=[*(kernel.isa for kernel in KERNELS), "sdpa"])
+@settings(max_examples=20)
+@given(case=cases(), chunks=chunkings)
+def test_any_layer_in_any_chunks_matches_the_reference(kernel: Kernel | None, case: Case, chunks: list[int]) -> None:
+    # When its rows are fed chunk by chunk, decode and prefill mixed
+    outputs = attend(kernel, case, chunks, min_rows=2)
+
+    # Then every row is what the textbook says, within the rounding of its dtype
+    for output, expected in zip(outputs, reference(case), strict=True):
+        assert output.dtype == case.dtype
+        torch.testing.assert_close(output.double(), expected, atol=TOLERANCE[case.dtype], rtol=TOLERANCE[case.dtype])
+
+
+MODELS = {
+    "softcap and alternate windows": (transformers.Gemma2Config, {"sliding_window": 8, "head_dim": 20}),
+    "a window in every layer": (transformers.MistralConfig, {"sliding_window": 8}),
+    "a window that only the module knows": (
+        transformers.Qwen2MoeConfig,
+        {
+            "sliding_window": 8,
+            "use_sliding_window": True,
+            "max_window_layers": 1,
+            "num_experts": 2,
+            "num_experts_per_tok": 1,
+        },
+    ),
+    "sinks": (
+        transformers.GptOssConfig,
+        {"sliding_window": 8, "head_dim": 16, "num_local_experts": 2, "num_experts_per_tok": 1},
+    ),
+}
+
+
+@pytest.mark.parametrize("kernel", [*KERNELS[:1], None], ids=lambda kernel: "sdpa" if kernel is None else kernel.isa)
+@pytest.mark.parametrize("name", MODELS)
+@torch.inference_mode()
+def test_a_model_of_transformers_gets_what_it_asks_for(name: str, kernel: Kernel | None) -> None:
+    # Given a small model with that kind of attention, and the logits that its own eager code gives
+    config_class, extra = MODELS[name]
+    torch.manual_seed(0)
+    config = config_class(**_TINY, **extra)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    ids = torch.randint(0, 50, (1, 30))
+    expected = model(ids, use_cache=False).logits
+
+    # When the same model runs packed on our attention, in two chunks
+    attention = Attention(kernel)
+    model.set_attn_implementation(attention.name)
+    shape = HeadShape(num_kv_heads=2, head_dim=getattr(config, "head_dim", None) or 16)
+    attention.bind(PagedKv(layers=dict.fromkeys(range(2), shape), num_blocks=3, dtype=torch.float32))
+    logits = []
+    for start, end in ((0, 21), (21, 30)):
+        attention.use(MicroBatch.of([Span(start=start, length=end - start, blocks=[2])]))
+        positions = torch.arange(start, end)[None]
+        logits.append(model(ids[:, start:end], position_ids=positions, use_cache=False).logits)
+
+    # Then the logits agree
+    torch.testing.assert_close(torch.cat(logits, 1), expected, atol=1e-4, rtol=1e-4)
+
+
+_TINY: dict[str, Any] = {
+    "vocab_size": 50,
+    "hidden_size": 64,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "pad_token_id": 0,
+}
+
+
+def test_a_kv_block_costs_what_its_tensors_take() -> None:
+    layers = {0: HeadShape(num_kv_heads=2, head_dim=20), 5: HeadShape(num_kv_heads=1, head_dim=64, value_head_dim=24)}
+    kv = PagedKv(layers=layers, num_blocks=3, dtype=torch.bfloat16)
+    allocated = sum(t.nbytes for tensors in (kv.keys, kv.values) for t in tensors.values())
+    assert PagedKv.bytes_per_block(layers, torch.bfloat16) * 3 == allocated
+    assert all(values.shape[-1] % LANES == 0 for values in kv.values.values())

@@ -1,0 +1,166 @@
+"""Devices: names, locks between processes, pinning, dtypes."""
+
+from __future__ import annotations
+
+import os
+import resource
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from services.stage.device.device import Device, parse_cores, show_cores
+from services.stage.device.locks import DeviceLocks
+from shardline.errors import Invalid
+
+CORE = min(os.sched_getaffinity(0))
+
+
+@pytest.fixture(autouse=True)
+def _unpinned_afterwards() -> Iterator[None]:
+    cores, num_threads = os.sched_getaffinity(0), torch.get_num_threads()
+    yield
+    for thread in Path("/proc/self/task").iterdir():
+        os.sched_setaffinity(int(thread.name), cores)
+    torch.set_num_threads(num_threads)
+
+
+def take(folder: Path, *, worker: str = "first", shared: bool = False) -> Device:
+    """One core, the same for all tests."""
+    return Device.take(f"cpu:{CORE}", worker=worker, lock_folder=folder, shared=shared)
+
+
+@pytest.mark.parametrize(
+    ("name", "cores"),
+    [
+        ("cpu:0", (0,)),
+        ("cpu:0-3", (0, 1, 2, 3)),
+        ("cpu:0,2", (0, 2)),
+        ("cpu:4-5,0,4", (0, 4, 5)),
+        ("cuda:1", ()),
+        ("GPU-8c1b1b6e-1f0c-4a53-9f57-0d5c8f5b8f11", ()),
+        ("8c1b1b6e-1f0c-4a53-9f57-0d5c8f5b8f11", ()),
+    ],
+)
+def test_a_device_name_gives_its_cores(name: str, cores: tuple[int, ...]) -> None:
+    assert parse_cores(name) == cores
+
+
+@pytest.mark.parametrize(
+    "name", ["", "cpu", "cpu:", "cpu:a", "cpu:3-1", "cpu:0,,1", "gpu:0", "cuda", "0-3", "cpu:-1", "cpu:9999"]
+)
+def test_a_wrong_device_name_names_the_forms(name: str) -> None:
+    with pytest.raises(Invalid, match=r"SHARDLINE_DEVICE: .*cuda:0") as caught:
+        parse_cores(name)
+
+    assert caught.value.field == "SHARDLINE_DEVICE"
+
+
+def test_runs_of_cores_are_shown_short() -> None:
+    assert show_cores((0, 1, 2, 5)) == "0-2,5"
+
+
+def test_every_thread_is_pinned_to_the_taken_core(tmp_path: Path) -> None:
+    device = take(tmp_path)
+
+    assert device.is_cpu
+    assert device.cores == (CORE,)
+    assert device.num_threads == torch.get_num_threads() == 1
+    assert {tuple(os.sched_getaffinity(int(thread.name))) for thread in Path("/proc/self/task").iterdir()} == {(CORE,)}
+    assert device.available_bytes() > 0
+    device.release()
+
+
+def test_a_held_core_names_its_holder(tmp_path: Path) -> None:
+    device = take(tmp_path)
+
+    with pytest.raises(Invalid, match=rf"core-{CORE} is held by first \(pid {os.getpid()} on "):
+        take(tmp_path, worker="second")
+
+    device.release()
+    take(tmp_path, worker="second").release()
+
+
+def test_an_exclusive_worker_is_refused_a_shared_core(tmp_path: Path) -> None:
+    first, second = take(tmp_path, shared=True), take(tmp_path, worker="second", shared=True)
+
+    with pytest.raises(Invalid, match="is held by second"):
+        take(tmp_path, worker="third")
+
+    first.release()
+    second.release()
+    take(tmp_path, worker="third").release()
+
+
+def test_the_kernel_frees_the_core_of_a_killed_holder(tmp_path: Path) -> None:
+    script = (
+        "import sys; from pathlib import Path; from services.stage.device.device import Device;"
+        f"device = Device.take('cpu:{CORE}', worker='victim', lock_folder=Path(sys.argv[1]));"
+        "print('held', flush=True); sys.stdin.read()"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", script, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment) as victim:
+        assert victim.stdout is not None
+        assert victim.stdout.readline() == "held\n"
+        with pytest.raises(Invalid, match=rf"held by victim \(pid {victim.pid} "):
+            take(tmp_path)
+
+        victim.kill()
+        victim.wait()
+
+        take(tmp_path).release()
+
+
+def test_taking_a_core_that_is_not_here_leaves_nothing_locked(tmp_path: Path) -> None:
+    with pytest.raises(Invalid, match="no core 4000 here"):
+        Device.take(f"cpu:{CORE},4000", worker="first", lock_folder=tmp_path)
+
+    take(tmp_path).release()
+
+
+def test_neither_of_two_locks_stays_when_one_is_held(tmp_path: Path) -> None:
+    held = DeviceLocks(tmp_path, ["core-1"], worker="first")
+
+    with pytest.raises(Invalid, match="core-1 is held by first"):
+        DeviceLocks(tmp_path, ["core-1", "core-0"], worker="second")
+
+    DeviceLocks(tmp_path, ["core-0"], worker="third").release()
+    held.release()
+
+
+def test_an_unknown_gpu_is_named(tmp_path: Path) -> None:
+    with pytest.raises(Invalid, match="no GPU cuda:99 here"):
+        Device.take("cuda:99", worker="first", lock_folder=tmp_path)
+
+
+def test_a_core_is_held_though_its_holders_name_cannot_be_written(tmp_path: Path) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+    try:
+        locks = DeviceLocks(tmp_path, ["core-0"], worker="one")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert (tmp_path / "core-0.lock").read_text() == ""
+    with pytest.raises(Invalid, match="core-0 is held"):
+        DeviceLocks(tmp_path, ["core-0"], worker="two")
+    locks.release()
+
+
+def test_a_lock_folder_that_is_a_file_names_the_setting(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+
+    with pytest.raises(Invalid, match="SHARDLINE_LOCK_DIR"):
+        take(tmp_path / "file")
+
+
+def test_float16_on_a_cpu_names_the_served_dtypes(tmp_path: Path) -> None:
+    device = take(tmp_path)
+
+    assert device.dtype("bfloat16") is torch.bfloat16
+    with pytest.raises(Invalid, match="Use float32 or bfloat16"):
+        device.dtype("float16")
+    device.release()

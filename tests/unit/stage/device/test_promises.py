@@ -1,0 +1,92 @@
+"""Stages that share a host: what one is about to take, another does not count as free."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from services.stage.attention.paged_kv import HeadShape, PagedKv
+from services.stage.device.device import Device
+from services.stage.device.locks import DeviceLocks
+from services.stage.device.promises import Promises
+from services.stage.engine import memory
+from shardline.errors import Invalid
+from tests.repository import REPOSITORY
+
+MIB = 1 << 20
+HEADS = {0: HeadShape(num_kv_heads=2, head_dim=16)}
+ALL_BYTES = 1 << 50
+"""More than any host has."""
+
+
+@pytest.fixture
+def device(tmp_path: Path) -> Iterator[Device]:
+    """A device without cores of its own: only its memory is asked for."""
+    locks, promises = DeviceLocks(tmp_path, ["core-0"], worker="tests"), Promises(tmp_path)
+    cpu = torch.device("cpu")
+    device = Device(
+        name="cpu:0", torch_device=cpu, cores=(0,), num_threads=1, is_shared=False, locks=locks, promises=promises
+    )
+    yield device
+    device.release()
+
+
+@pytest.fixture
+def other(tmp_path: Path) -> Iterator[Promises]:
+    """Another stage of the host."""
+    promises = Promises(tmp_path)
+    yield promises
+    promises.release()
+
+
+def test_a_promise_counts_until_it_is_kept_or_its_maker_is_gone(tmp_path: Path, other: Promises) -> None:
+    mine = Promises(tmp_path)
+    other.make(5 * MIB)
+    assert (mine.others(), mine.others(same_cgroup=True), other.others()) == (5 * MIB, 5 * MIB, 0)
+
+    other.make(0)
+    assert mine.others() == 0
+    mine.make(7 * MIB)
+    mine.release()
+    assert other.others() == 0
+
+
+def test_a_promise_of_a_dead_process_is_forgotten(tmp_path: Path, other: Promises) -> None:
+    code = f"""import os; from pathlib import Path; from services.stage.device.promises import Promises
+Promises(Path({str(tmp_path)!r})).make({9 * MIB}); os.kill(os.getpid(), 9)"""
+    subprocess.run([sys.executable, "-c", code], check=False, cwd=REPOSITORY, env=dict(os.environ))
+    assert len(list(tmp_path.glob("memory-*.promise"))) == 2
+
+    assert other.others() == 0
+    assert len(list(tmp_path.glob("memory-*.promise"))) == 1
+
+
+def test_memory_promised_to_a_loading_stage_is_not_free(device: Device, other: Promises) -> None:
+    assert device.available_bytes() > 0
+
+    other.make(ALL_BYTES)
+
+    assert device.available_bytes() == 0
+
+
+def test_a_stage_is_refused_memory_promised_to_another_with_the_figures(device: Device, other: Promises) -> None:
+    other.make(ALL_BYTES)
+
+    with pytest.raises(Invalid, match=r"other stages of this host are about to take"):
+        memory.check_fits(1024 * MIB, None, device)
+
+
+def test_a_promise_is_kept_once_the_stage_has_taken_its_memory(device: Device, other: Promises) -> None:
+    memory.check_fits(8 * MIB, 4 * MIB, device)
+    assert other.others() > 12 * MIB
+
+    kv = memory.make_kv(HEADS, torch.float32, 4 * MIB, kv_share=0.4, context=64, max_open=2, device=device)
+
+    assert other.others() == 0
+    assert kv.num_blocks == min(4 * MIB // PagedKv.bytes_per_block(HEADS, torch.float32), 2)

@@ -1,0 +1,190 @@
+"""The executor against plans that fit and plans that do not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from services.stage.device.device import Device
+from services.stage.device.locks import DeviceLocks
+from services.stage.device.promises import Promises
+from services.stage.engine.executor import Executor
+from services.stage.scheduling.step_plan import Open, Row, StepPlan, StepResult
+from shardline.errors import Invalid, ProtocolError
+from shardline.job import SamplingParams
+from tests.chain import load_chain, run
+from tests.models import save_model
+
+GREEDY = SamplingParams(max_tokens=8, temperature=0.0)
+IDS = (5, 6, 7, 8, 9)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model and its checksums."""
+    return save_model(tmp_path_factory.mktemp("executor"))
+
+
+@pytest.fixture(scope="module")
+def device(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Device]:
+    """One thread, not pinned."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    locks = DeviceLocks(tmp_path_factory.mktemp("locks"), [], worker="tests")
+    promises = Promises(tmp_path_factory.mktemp("promises"))
+    cpu = torch.device("cpu")
+    yield Device(
+        name="cpu:0", torch_device=cpu, cores=(0,), num_threads=1, is_shared=False, locks=locks, promises=promises
+    )
+    torch.set_num_threads(num_threads)
+
+
+@pytest.fixture(scope="module")
+def loaded(folder: Path, device: Device) -> list[Executor]:
+    """A head and a tail."""
+    return load_chain(folder, 2, device, folder)
+
+
+@pytest.fixture
+def stages(loaded: list[Executor]) -> list[Executor]:
+    """Both in a new epoch."""
+    for stage in loaded:
+        stage.reset()
+    return loaded
+
+
+def opening(seq: int = 0, ids: tuple[int, ...] = IDS, *, num_blocks: int = 2) -> Open:
+    """A sequence with a prompt."""
+    return Open(seq=seq, ids=ids, num_prompt=len(ids), params=GREEDY, seed=seq, num_blocks=num_blocks)
+
+
+def plan(*rows: Row, opens: tuple[Open, ...] = (), closes: tuple[int, ...] = ()) -> StepPlan:
+    """Step 0."""
+    return StepPlan(0, opens, rows, closes)
+
+
+PREFILL = Row(seq=0, start=0, length=5, ids=(), blocks=(0,), wants=True)
+
+
+def test_the_tail_answers_a_prefill_and_blocks_are_counted(stages: list[Executor]) -> None:
+    result = run(stages, plan(PREFILL, opens=(opening(),)))
+
+    assert len(result.tokens) == 1
+    assert result.compute_s > 0
+    assert [(stage.blocks_used, stage.num_open) for stage in stages] == [(1, 1), (1, 1)]
+
+
+def test_blocks_of_a_closed_sequence_are_not_counted(stages: list[Executor]) -> None:
+    first = run(stages, plan(PREFILL, opens=(opening(),), closes=(0,)))
+
+    assert [(stage.blocks_used, stage.num_open) for stage in stages] == [(0, 0), (0, 0)]
+    assert run(stages, plan(PREFILL, opens=(opening(),))).tokens == first.tokens
+
+
+def test_a_plan_that_only_closes_has_an_empty_answer(stages: list[Executor]) -> None:
+    run(stages, plan(PREFILL, opens=(opening(),)))
+
+    hidden = stages[0].run(plan(closes=(0,)), None)
+
+    assert isinstance(hidden, Tensor)
+    assert hidden.shape == (0, 32)
+    result = stages[1].run(plan(closes=(0,)), hidden)
+    assert isinstance(result, StepResult)
+    assert result.tokens == ()
+    assert stages[1].num_open == 0
+
+
+def test_chunks_that_want_nothing_give_the_same_last_token(stages: list[Executor]) -> None:
+    whole = run(stages, plan(PREFILL, opens=(opening(),), closes=(0,)))
+
+    first = run(stages, plan(Row(0, 0, 3, (), (4,), wants=False), opens=(opening(),)))
+    second = run(stages, plan(Row(0, 3, 2, (), (), wants=True)))
+
+    assert first.tokens == ()
+    assert second.tokens == whole.tokens
+
+
+def test_the_next_token_is_the_same_when_the_history_is_opened_again(stages: list[Executor]) -> None:
+    (token,) = run(stages, plan(PREFILL, opens=(opening(),))).tokens
+    expected = run(stages, plan(Row(0, 5, 1, (token,), (), wants=True)))
+    for stage in stages:
+        stage.reset()
+
+    again = Open(seq=3, ids=(*IDS, token), num_prompt=5, params=GREEDY, seed=0, num_blocks=2)
+
+    assert run(stages, plan(Row(3, 0, 6, (), (9,), wants=True), opens=(again,))).tokens == expected.tokens
+
+
+@pytest.mark.parametrize(
+    ("bad", "reason"),
+    [
+        (plan(PREFILL), "not open"),
+        (plan(opens=(opening(), opening())), "opened twice"),
+        (plan(closes=(7,)), "was not open"),
+        (plan(opens=(opening(ids=(5, 96)),)), "token id outside 0-95"),
+        (plan(Row(0, 0, 6, (-1,), (0,), wants=True), opens=(opening(),)), "token id outside 0-95"),
+        (plan(Row(0, 1, 4, (), (0,), wants=True), opens=(opening(),)), "continues at 1 for 4, but 0 are computed"),
+        (plan(Row(0, 0, 0, (), (0,), wants=True), opens=(opening(),)), "continues at 0 for 0"),
+        (plan(Row(0, 0, 6, (), (0,), wants=True), opens=(opening(),)), "only 5 ids are known"),
+        (plan(Row(0, 0, 5, (), (), wants=True), opens=(opening(),)), "1 KV blocks, not 0"),
+        (plan(Row(0, 0, 5, (), (10**6,), wants=True), opens=(opening(),)), "KV block outside 0-"),
+        (plan(Row(0, 0, 5, (), (-1,), wants=True), opens=(opening(),)), "KV block outside 0-"),
+        (plan(Row(0, 0, 5, (), (0, 1, 2), wants=True), opens=(opening(),)), "more than its 2 KV blocks"),
+        (
+            plan(PREFILL, Row(0, 0, 5, (), (), wants=True), opens=(opening(),)),
+            "continues at 0 for 5, but 5 are computed",
+        ),
+        (plan(Row(0, 0, 600, (), (0,), wants=True), opens=(opening(ids=(5,) * 600),)), "600 tokens, the budget is 512"),
+        (plan(opens=tuple(opening(seq) for seq in range(65))), "beyond the limit of 64"),
+    ],
+)
+def test_a_plan_that_does_not_fit_is_a_protocol_error(bad: StepPlan, reason: str, stages: list[Executor]) -> None:
+    with pytest.raises(ProtocolError, match=reason):
+        stages[0].run(bad, None)
+
+
+@pytest.mark.parametrize(
+    ("hidden", "shown"),
+    [
+        (None, "not none"),
+        (torch.zeros(4, 32), r"not \(4, 32\)"),
+        (torch.zeros(5, 31), r"not \(5, 31\)"),
+        (torch.zeros(5, 32, dtype=torch.bfloat16), "of torch.bfloat16"),
+    ],
+)
+def test_activations_that_do_not_fit_the_plan_are_a_protocol_error(
+    hidden: Tensor | None, shown: str, stages: list[Executor]
+) -> None:
+    with pytest.raises(ProtocolError, match=rf"activations \(5, 32\) of torch\.float32 are needed, .*{shown}"):
+        stages[1].run(plan(PREFILL, opens=(opening(),)), hidden)
+
+
+def test_activations_that_are_not_finite_spoil_only_their_sequence(stages: list[Executor]) -> None:
+    step = plan(PREFILL, Row(1, 0, 5, (), (1,), wants=True), opens=(opening(), opening(1)))
+    hidden = stages[0].run(step, None)
+    assert isinstance(hidden, Tensor)
+    good = stages[1].run(step, hidden)
+    stages[1].reset()
+    broken = hidden.clone()
+    broken[4] = float("nan")
+
+    result = stages[1].run(step, broken)
+
+    assert isinstance(good, StepResult)
+    assert isinstance(result, StepResult)
+    assert result.bad == (0,)
+    assert result.tokens[1] == good.tokens[1]
+
+
+def test_a_kv_budget_below_one_block_is_named(folder: Path, device: Device) -> None:
+    with pytest.raises(Invalid, match=r"SHARDLINE_KV_MIB: .* hold no KV block"):
+        load_chain(folder, 1, device, folder, kv_bytes=100)
+
+
+def test_more_kv_than_memory_is_refused_before_loading(folder: Path, device: Device) -> None:
+    with pytest.raises(Invalid, match=r"SHARDLINE_SPLIT: weights .* are free. Use more stages"):
+        load_chain(folder, 1, device, folder, kv_bytes=2**50)

@@ -1,0 +1,39 @@
+"""A dense model on a device that is not the CPU: nothing of it may be fed rows of the CPU, and none may be packed.
+
+The device is `meta`, where tensors have shapes and no values; mixing it with the CPU raises as a GPU does.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from services.stage.attention.attention import Attention, PagedKv, Span
+from services.stage.engine.exactness import settle_rows
+from services.stage.engine.executor import pack_shard
+from services.stage.engine.forward import Forward
+from services.stage.model.kv_shapes import probe_heads
+from services.stage.model.shard import Shard
+from tests.models import save_model
+
+
+@torch.inference_mode()
+def test_a_dense_model_off_the_cpu_runs_rows_as_they_come_and_is_not_exact(tmp_path: Path) -> None:
+    # Given a shard there, not the last: a tail tries its last layer on values
+    attention, meta = Attention(None), torch.device("meta")
+    shard = Shard.load(
+        save_model(tmp_path), range(3), dtype=torch.bfloat16, attn_implementation=attention.name, device=meta
+    )
+    heads = probe_heads(shard)
+
+    # When it is settled as the executor does
+    packed = pack_shard(shard)
+    panels, exact = settle_rows(shard, is_wanted=True, token_budget=64, cache_folder=tmp_path)
+    kv = PagedKv(layers=heads, num_blocks=2, dtype=torch.bfloat16, device=meta)
+    forward = Forward(shard, attention, kv, panels)
+
+    # Then it runs, unpadded
+    assert (packed, exact, panels.padded(7)) == (False, False, 7)
+    ids = torch.zeros(7, dtype=torch.long, device=meta)
+    assert forward.wanted([Span(start=0, length=7, blocks=[0])], ids, [6]).shape == (1, shard.info.hidden_size)

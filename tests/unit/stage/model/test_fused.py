@@ -1,0 +1,201 @@
+"""Fused elementwise parts: what they stand for says the same without them, and a row's bits are its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import transformers as tf
+from torch import Tensor, nn
+from transformers.models.cohere import modeling_cohere
+from transformers.models.gemma2 import modeling_gemma2
+from transformers.models.llama import modeling_llama
+from transformers.models.olmo2 import modeling_olmo2
+
+from services.stage.kernels.kernel import Kernel
+from services.stage.model.fused import FusedMlp, FusedRmsNorm, Rotary, fuse
+from tests.models import COMMON, CONFIGS
+from tests.unit.stage.attention.attending import kernels
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+NORMS = [modeling_llama.LlamaRMSNorm, modeling_gemma2.Gemma2RMSNorm, modeling_olmo2.Olmo2RMSNorm]
+WIDTHS = [8, 33, 1024]
+ROWS = 70
+
+
+@pytest.fixture(autouse=True)
+def inference() -> Iterator[None]:
+    """As the engine runs."""
+    with torch.inference_mode():
+        yield
+
+
+@pytest.fixture(params=kernels(), ids=lambda kernel: kernel.isa)
+def kernel(request: pytest.FixtureRequest) -> Kernel:
+    """Each variant that this processor runs."""
+    found: Kernel = request.param
+    return found
+
+
+def draw(*shape: int, dtype: torch.dtype, seed: int = 1) -> Tensor:
+    """Values of a usual size, some of them large."""
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    return (values * torch.where(values.abs() > 2, 30.0, 1.0)).to(dtype)
+
+
+def fused(module: nn.Module, kernel: Kernel) -> nn.Module:
+    """The part that takes its place in a model."""
+    parent = nn.ModuleDict({"part": module})
+    assert fuse(parent, kernel) == 1
+    return parent["part"]
+
+
+def assert_same(ours: Tensor, theirs: Tensor) -> None:
+    """All but a few values equal, and those by one rounding: sums run in another order."""
+    roundings = 4 * torch.finfo(theirs.dtype).eps
+    torch.testing.assert_close(ours, theirs, rtol=roundings, atol=roundings)
+    if theirs.dtype != torch.float32:
+        assert (ours != theirs).float().mean() < 0.01
+
+
+def mlp(dtype: torch.dtype, act: str = "silu", width: int = 77) -> nn.Module:
+    """A small one with random weights."""
+    torch.manual_seed(3)
+    config = tf.LlamaConfig(hidden_size=32, intermediate_size=width, hidden_act=act)
+    return nn.Module.to(modeling_llama.LlamaMLP(config), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("norm", NORMS, ids=lambda norm: norm.__name__)
+def test_a_fused_norm_rounds_where_the_model_does(
+    norm: type[nn.Module], width: int, dtype: torch.dtype, kernel: Kernel
+) -> None:
+    module = nn.Module.to(norm(width), dtype)
+    module.load_state_dict({"weight": draw(width, dtype=dtype, seed=2)})
+    x = draw(ROWS, width, dtype=dtype)
+
+    ours = fused(module, kernel)
+
+    assert isinstance(ours, FusedRmsNorm)
+    assert_same(ours(x), module(x))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_fused_mlp_gives_the_same(dtype: torch.dtype, kernel: Kernel) -> None:
+    module, x = mlp(dtype), draw(ROWS, 32, dtype=dtype)
+
+    ours = fused(module, kernel)
+
+    assert isinstance(ours, FusedMlp)
+    torch.testing.assert_close(ours(x), module(x))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dim", [6, 64, 80])
+def test_rotated_heads_have_the_models_bits(dim: int, dtype: torch.dtype, kernel: Kernel) -> None:
+    heads = [draw(1, ROWS, num_heads, dim, dtype=dtype).transpose(1, 2) for num_heads in (4, 2)]
+    turns = [draw(1, ROWS, dim, dtype=dtype, seed=seed) for seed in (5, 6)]
+    rotary = Rotary(kernel, modeling_llama.apply_rotary_pos_emb)
+
+    ours, theirs = rotary(*heads, *turns), modeling_llama.apply_rotary_pos_emb(*heads, *turns)
+
+    assert all(torch.equal(mine, other) for mine, other in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_fused_views_of_one_wide_product_are_read_in_place(dtype: torch.dtype, kernel: Kernel) -> None:
+    # Given query, key, and the two inputs of an MLP's product, side by side in memory
+    wide = draw(1, ROWS, 6 * 64, dtype=dtype)
+    query, key = (part.unflatten(-1, (-1, 64)).transpose(1, 2) for part in wide.split([4 * 64, 2 * 64], dim=-1))
+    turns = [draw(1, ROWS, 64, dtype=dtype, seed=seed) for seed in (5, 6)]
+    module = mlp(dtype)
+    ours = fused(module, kernel)
+    for name, first in (("gate_proj", 0), ("up_proj", 77)):
+        module.get_submodule(name).register_forward_hook(lambda *_, first=first: wide[..., first : first + 77])
+
+    # When each runs
+    turned = Rotary(kernel, lambda *_: pytest.fail("not recognised"))(query, key, *turns)
+
+    # Then no view is taken for dense rows
+    expected = modeling_llama.apply_rotary_pos_emb(query, key, *turns)
+    assert all(torch.equal(mine, other) for mine, other in zip(turned, expected, strict=True))
+    x = draw(ROWS, 32, dtype=dtype)
+    torch.testing.assert_close(ours(x), module(x))
+
+
+def test_heads_side_by_side_are_rotated_by_the_models_function(kernel: Kernel) -> None:
+    heads = [draw(1, num_heads, ROWS, 64, dtype=torch.float32) for num_heads in (4, 2)]
+    turns = [draw(1, ROWS, 64, dtype=torch.float32, seed=seed) for seed in (5, 6)]
+
+    theirs = modeling_llama.apply_rotary_pos_emb(*heads, *turns)
+
+    assert Rotary(kernel, lambda *_: theirs)(*heads, *turns) is theirs
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_fused_row_keeps_its_bits_beside_others(threads: int, dtype: torch.dtype, kernel: Kernel) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    norm = fused(nn.Module.to(modeling_llama.LlamaRMSNorm(1000), dtype), kernel)
+    x = draw(ROWS, 1000, dtype=dtype)
+    try:
+        whole = norm(x)
+        assert all(torch.equal(norm(x[row : row + 3]), whole[row : row + 3]) for row in range(0, ROWS - 3, 7))
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_instruction_set_gives_the_same_bits(dtype: torch.dtype) -> None:
+    norm, x = nn.Module.to(modeling_llama.LlamaRMSNorm(333), dtype), draw(ROWS, 333, dtype=dtype)
+    gate, states = mlp(dtype, width=333), draw(ROWS, 32, dtype=dtype)
+
+    norms = [fused(norm, kernel)(x) for kernel in kernels()]
+    gates = [fused(gate, kernel)(states) for kernel in kernels()]
+
+    assert all(torch.equal(one, norms[0]) for one in norms)
+    assert all(torch.equal(one, gates[0]) for one in gates)
+
+
+def test_a_nan_stays_a_nan(kernel: Kernel) -> None:
+    x = torch.ones(2, 40, dtype=torch.bfloat16)
+    x[0, 7] = torch.nan
+
+    out = fused(modeling_llama.LlamaRMSNorm(40).bfloat16(), kernel)(x)
+
+    assert out[0].isnan().all()
+    assert not out[1].isnan().any()
+
+
+@pytest.mark.parametrize(
+    "module",
+    [nn.LayerNorm(32), nn.RMSNorm(32, elementwise_affine=False), mlp(torch.float32, act="gelu")],
+    ids=["LayerNorm", "without-weight", "gelu"],
+)
+def test_other_modules_are_not_fused(module: nn.Module, kernel: Kernel) -> None:
+    parent = nn.ModuleDict({"part": module})
+
+    assert fuse(parent, kernel) == 0
+    assert parent["part"] is module
+
+
+def test_positions_of_a_model_that_rotates_neighbors_are_not_fused(kernel: Kernel) -> None:
+    layer = modeling_cohere.CohereAttention(tf.CohereConfig(**COMMON), 0)
+
+    assert fuse(nn.ModuleDict({"attention": layer}), kernel) == 0
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_fused_architecture_gives_the_same(name: str) -> None:
+    torch.manual_seed(4)
+    model = tf.AutoModelForCausalLM.from_config(CONFIGS[name](), dtype=torch.float32).eval()
+    ids = torch.arange(3, 43)[None]
+    expected = model(ids, use_cache=False).logits
+
+    num_fused = fuse(model, kernels()[0])
+
+    torch.testing.assert_close(model(ids, use_cache=False).logits, expected, rtol=1e-4, atol=1e-5)
+    assert num_fused >= {"llama": 17, "qwen3": 25, "gemma3": 29}.get(name, 0)

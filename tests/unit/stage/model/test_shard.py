@@ -1,0 +1,241 @@
+"""Shards: what is loaded, what is kept out, and which models are refused by name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as tf
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from services.stage.attention.paged_kv import HeadShape
+from services.stage.model.kv_shapes import probe_heads
+from services.stage.model.model_info import ModelInfo
+from services.stage.model.shard import PassThrough, Shard
+from shardline.errors import Invalid
+from shardline.tokenise import Tokens
+from tests.models import COMMON, save_model
+
+WEIGHTS = "model.safetensors"
+PHI_ROPE: dict[str, Any] = {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
+ORIGINAL = "original_max_position_embeddings"
+QUANTISED: dict[str, Any] = {**COMMON, "quantization_config": {"quant_method": "gptq", "bits": 4}}
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Not to be changed."""
+    return save_model(tmp_path_factory.mktemp("models"), "llama")
+
+
+def load(path: Path | ModelInfo, layers: range, **options: Any) -> Shard:
+    """On the CPU in float32."""
+    cpu = torch.device("cpu")
+    return Shard.load(path, layers, dtype=torch.float32, attn_implementation="eager", device=cpu, **options)
+
+
+def num_bytes(shard: Shard) -> int:
+    """Of its weights."""
+    return sum(p.numel() * p.element_size() for p in shard.model.parameters())
+
+
+def edit(path: Path, **changes: Any) -> None:
+    """Changes fields of config.json."""
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | changes))
+
+
+def test_the_limits_of_a_model_are_read_without_weights(llama: Path) -> None:
+    info = ModelInfo.read(llama)
+
+    assert (info.num_layers, info.context_length, info.vocab_size, info.hidden_size) == (4, 512, 96, 32)
+    assert info.eos_ids == (2,)
+
+
+@pytest.mark.parametrize(("eos", "ids"), [([2, 7], (2, 7)), (7, (7,)), (None, (2,))])
+def test_the_ends_of_a_generation_config_count(eos: Any, ids: tuple[int, ...], tmp_path: Path) -> None:
+    path = save_model(tmp_path)
+    tf.GenerationConfig(eos_token_id=eos).save_pretrained(path)
+
+    assert ModelInfo.read(path).eos_ids == ids
+
+
+def test_the_context_ends_before_a_rope_follows_the_batch(tmp_path: Path) -> None:
+    path = save_model(tmp_path)
+    rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 128}
+    edit(path, rope_parameters=rope)
+
+    assert ModelInfo.read(path).context_length == 128
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"model_type": "phi3", "rope_scaling": PHI_ROPE | {"type": "longrope"}, ORIGINAL: 128},
+        {"rope_scaling": {"type": "dynamic", "factor": 4.0, ORIGINAL: 128}},
+    ],
+    ids=["phi-3-128k", "legacy dynamic"],
+)
+def test_doors_and_heads_read_a_rope_of_older_configs_alike(config: dict[str, Any], tmp_path: Path) -> None:
+    path = save_model(tmp_path, config.get("model_type", "llama"))
+    edit(path, rope_parameters=None, max_position_embeddings=4096, **config)
+    info = ModelInfo.read(path)
+
+    tokens = Tokens.from_row(info.row(name="m", fingerprint="f"))
+
+    assert tokens.context_length == info.context_length == 128
+    assert (tokens.vocab_size, tokens.eos_ids) == (info.vocab_size, info.eos_ids) == (96, (2,))
+
+
+def test_a_middle_shard_loads_only_its_layers(llama: Path) -> None:
+    seen: list[int] = []
+    whole, middle = load(llama, range(4)), load(llama, range(1, 3), check_bytes=seen.append)
+
+    assert seen == [num_bytes(middle)]
+    assert num_bytes(middle) < num_bytes(whole) / 2
+    assert [type(layer) is PassThrough for layer in middle.decoder.layers] == [True, False, False, True]
+    assert isinstance(middle.model.lm_head, PassThrough)
+
+
+def test_head_and_tail_have_tied_embeddings(tmp_path: Path) -> None:
+    path = save_model(tmp_path, "llama-tied")
+    head, tail = load(path, range(2)), load(path, range(2, 4))
+
+    assert torch.equal(head.decoder.embed_tokens.weight, tail.model.lm_head.weight)
+
+
+def test_each_layer_of_a_shard_tells_its_heads(llama: Path) -> None:
+    assert probe_heads(load(llama, range(1, 3))) == {
+        layer: HeadShape(num_kv_heads=2, head_dim=8, value_head_dim=8) for layer in (1, 2)
+    }
+
+
+@pytest.mark.parametrize("layers", [range(2, 2), range(3, 5), range(-1, 2), range(0, 4, 2)])
+def test_layers_that_do_not_exist_name_the_split(layers: range, llama: Path) -> None:
+    with pytest.raises(Invalid, match="SHARDLINE_SPLIT: the model has layers 0-3"):
+        load(llama, layers)
+
+
+def test_too_little_memory_is_said_before_a_weight_is_read(llama: Path) -> None:
+    def refuse(needed_bytes: int) -> None:
+        raise Invalid("memory", f"{needed_bytes} bytes are too much", "Use more stages")
+
+    with pytest.raises(Invalid, match="bytes are too much"):
+        load(llama, range(2), check_bytes=refuse)
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (tf.T5Config(), "'t5' is an encoder-decoder"),
+        (tf.Gemma3Config(), "'gemma3' is multimodal"),
+        (tf.ViTConfig(), "'vit' is not a causal LM"),
+        (tf.GPT2Config(), "'gpt2' has no pipeline plan"),
+        (tf.MambaConfig(), "'mamba' has no pipeline plan"),
+        (tf.Qwen3NextConfig(), "layers of type linear_attention"),
+        (tf.Gemma3nTextConfig(), "num_kv_shared_layers"),
+        (tf.LlamaConfig(architectures=["LlamaForSequenceClassification"]), "saved as LlamaForSequenceClassification"),
+        (tf.LlamaConfig(**QUANTISED), "quantised"),
+        (tf.LlamaConfig(**COMMON), r"no weights, no model\.safetensors"),
+    ],
+)
+def test_a_model_that_cannot_be_sharded_names_the_reason(config: Any, reason: str, tmp_path: Path) -> None:
+    config.save_pretrained(tmp_path)
+
+    with pytest.raises(Invalid, match=reason) as caught:
+        ModelInfo.read(tmp_path)
+
+    assert caught.value.remedy
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        ('{"model_type": "mine", "auto_map": {"AutoModel": "code.Mine"}}', "needs remote code, which is never run"),
+        ('{"model_type": "mine"}', "is unknown to this transformers"),
+        ("{}", "no model's config"),
+        ("[]", "no model's config"),
+        ("{", "no model's config"),
+        ('{"model_type": "llama", "num_attention_heads": "many"}', "transformers refuses"),
+    ],
+)
+def test_an_invalid_config_names_its_file(config: str, reason: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(config)
+
+    with pytest.raises(Invalid, match=reason):
+        ModelInfo.read(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"), [("no/such/folder", "neither a folder nor a hub id"), (".", "no config.json")]
+)
+def test_a_missing_model_is_named(name: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    with pytest.raises(Invalid, match=reason):
+        ModelInfo.read(name)
+
+
+def test_a_missing_tensor_is_named_by_the_shard_that_needs_it(tmp_path: Path) -> None:
+    path = save_model(tmp_path)
+    tensors = load_file(path / WEIGHTS)
+    del tensors["model.layers.3.mlp.up_proj.weight"]
+    save_file(tensors, path / WEIGHTS, metadata={"format": "pt"})
+
+    load(path, range(2))
+    with pytest.raises(Invalid, match=r"missing_keys model\.layers\.3\.mlp\.up_proj\.weight"):
+        load(path, range(2, 4))
+
+
+def test_tensors_of_another_shape_than_the_config_are_named(tmp_path: Path) -> None:
+    path = save_model(tmp_path)
+    edit(path, intermediate_size=64)
+
+    with pytest.raises(Invalid, match=r"(?s)model\.layers\.0\.mlp\.(up|down|gate)_proj"):
+        load(path, range(1))
+
+
+def test_a_file_cut_short_is_named(tmp_path: Path) -> None:
+    path = save_model(tmp_path)
+    (path / WEIGHTS).write_bytes((path / WEIGHTS).read_bytes()[:-1])
+
+    with pytest.raises(Invalid, match="cut short"):
+        load(path, range(2))
+
+
+class Odd(nn.Module):
+    """A layer that does more than hidden states allow."""
+
+    def __init__(self, layer: nn.Module, *, gives_tuple: bool) -> None:
+        super().__init__()
+        self.layer, self._gives_tuple = layer, gives_tuple
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The layer, and maybe something beside."""
+        out = self.layer(*args, **kwargs)
+        return (out, None) if self._gives_tuple else out
+
+
+def test_a_layer_that_returns_a_tuple_is_refused(llama: Path) -> None:
+    shard = load(llama, range(2))
+    shard.blocks[0] = shard.decoder.layers[0] = Odd(shard.blocks[0], gives_tuple=True)
+
+    with pytest.raises(Invalid, match="Odd returns a tuple"):
+        probe_heads(shard)
+
+
+def test_a_layer_with_another_input_is_refused(llama: Path) -> None:
+    shard = load(llama, range(2))
+    odd = shard.blocks[1] = shard.decoder.layers[1] = Odd(shard.blocks[1], gives_tuple=False)
+
+    def add_input(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Tensor]]:
+        return args, {**kwargs, "memory": torch.zeros(1)}
+
+    odd.register_forward_pre_hook(add_input, with_kwargs=True)
+
+    with pytest.raises(Invalid, match="Odd takes memory besides hidden states"):
+        probe_heads(shard)

@@ -1,0 +1,351 @@
+"""Heads form their pipelines from free stages, lose them, and form them anew."""
+
+from __future__ import annotations
+
+import itertools
+import queue
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import zmq
+from msgspec.structs import replace
+
+from services.stage.hop.sockets import Sockets
+from services.stage.hop.wiring import Wiring
+from services.stage.pipeline.status import StageProgress, StageStatus
+from shardline.errors import Unavailable
+from shardline.wire import StageCard
+from tests.links import NUM_LAYERS, PATIENCE_S, TIMES, Pipes, make_card, open_pipes, pass_a_step
+
+
+@pytest.fixture
+def pipes() -> Iterator[Pipes]:
+    with open_pipes(Sockets(bind="tcp://127.0.0.1")) as pipes:
+        yield pipes
+
+
+def test_a_head_that_holds_all_layers_is_ready_alone(pipes: Pipes) -> None:
+    wiring = pipes.head(NUM_LAYERS).ready()
+
+    assert (wiring.place, wiring.num_stages, wiring.num_lanes) == (0, 1, 1)
+    assert wiring.is_head
+    assert wiring.is_tail
+    assert (wiring.receiver, wiring.sender) == (None, None)
+
+
+def test_two_stages_form_and_pass_steps(pipes: Pipes) -> None:
+    tail = pipes.stage(8, NUM_LAYERS, num_blocks=60)
+    head = pipes.head(8, num_blocks=80)
+
+    wirings = [head.ready(), tail.wirings.get(timeout=PATIENCE_S)]
+
+    assert [wiring.num_blocks for wiring in wirings] == [60, 60]
+    assert [wiring.num_lanes for wiring in wirings] == [2, 2]
+    assert wirings[1].is_tail
+    for step in range(3):
+        pass_a_step(wirings[0].pipeline, wirings, step)
+
+
+def test_three_stages_form_in_the_order_of_their_layers(pipes: Pipes) -> None:
+    tail, middle = pipes.stage(8, NUM_LAYERS), pipes.stage(4, 8)
+    head = pipes.head(4)
+
+    wirings = [head.ready(), *(stage.wirings.get(timeout=PATIENCE_S) for stage in (middle, tail))]
+
+    assert [wiring.place for wiring in wirings] == [0, 1, 2]
+    assert [(member.first_layer, member.last_layer) for member in wirings[0].members] == [(0, 4), (4, 8), (8, 12)]
+    pass_a_step(wirings[0].pipeline, wirings, 0)
+
+
+def test_the_card_says_who_holds_the_stage(pipes: Pipes) -> None:
+    tail = pipes.stage(8, NUM_LAYERS)
+    assert tail.link.card().bound_to is None
+
+    wiring = pipes.head(8).ready()
+
+    assert tail.link.card().bound_to == str(wiring.pipeline)
+
+
+def test_equal_stages_give_their_own_exactness_and_others_a_new_one(pipes: Pipes) -> None:
+    equal = pipes.stage(8, NUM_LAYERS)
+    assert pipes.head(8).ready().exactness == "e"
+    pipes.lose(equal)
+
+    pipes.stage(8, NUM_LAYERS, exactness="other threads")
+
+    assert pipes.heads[0].ready().exactness not in ("e", "other threads")
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"fingerprint": "0" * 64}, "other weights: 000000000000, not ffffffffffff"),
+        ({"dtype": "bfloat16"}, "dtype bfloat16, not float32"),
+        ({"num_layers": 24}, "a model of 24 layers, not 12"),
+        ({"bound_to": "another"}, "bound to pipeline another"),
+    ],
+)
+def test_a_card_that_does_not_fit_is_named_with_its_reason(pipes: Pipes, change: dict[str, Any], reason: str) -> None:
+    stage = pipes.stage(8, NUM_LAYERS, **change)
+    head = pipes.head(8, cards=lambda: [stage.link._card])
+
+    assert stage.link._card.worker in pipes.reason(head, reason)
+
+
+def test_layers_that_leave_a_gap_are_named(pipes: Pipes) -> None:
+    pipes.stage(9, NUM_LAYERS)
+    head = pipes.head(8)
+
+    reason = pipes.reason(head, "goes on from layer 8 (of 12)")
+
+    assert "[9, 12): its layers do not fit here" in reason
+
+
+def test_without_any_other_stage_that_is_said(pipes: Pipes) -> None:
+    head = pipes.head(8)
+
+    pipes.reason(head, "no other stage is registered")
+
+
+def test_a_stage_whose_card_was_wrong_refuses_and_a_spare_serves(pipes: Pipes) -> None:
+    liar = pipes.stage(8, NUM_LAYERS, fingerprint="0" * 64)
+    head = pipes.head(8, cards=lambda: [replace(card, fingerprint="f" * 64) for card in pipes.cards()])
+    pipes.reason(head, "weights: the head wants weights")
+
+    spare = pipes.stage(8, NUM_LAYERS)
+
+    assert head.ready().members[1].incarnation == spare.link.card().incarnation
+    assert liar.wirings.empty()
+
+
+def test_no_epoch_is_taken_while_a_stage_is_missing(pipes: Pipes) -> None:
+    epochs = itertools.count(1)
+    head = pipes.head(8, next_epoch=epochs.__next__)
+    pipes.reason(head, "no other stage is registered")
+
+    pipes.stage(8, NUM_LAYERS)
+
+    assert head.ready().epoch == 1
+
+
+def test_while_postgres_is_away_the_head_says_so_and_goes_on(pipes: Pipes) -> None:
+    answers = iter([None, 5])
+
+    def next_epoch() -> int:
+        epoch = next(answers)
+        if epoch is None:
+            raise Unavailable("Postgres is away")
+        return epoch
+
+    pipes.stage(8, NUM_LAYERS)
+
+    assert pipes.head(8, next_epoch=next_epoch).ready().epoch == 5
+
+
+def test_a_lost_stage_is_replaced_by_the_spare_in_a_new_epoch(pipes: Pipes) -> None:
+    first, second = pipes.stage(8, NUM_LAYERS), pipes.stage(8, NUM_LAYERS)
+    head = pipes.head(8)
+    before = head.ready()
+    dead, spare = (first, second) if not first.wirings.empty() else (second, first)
+
+    pipes.lose(dead)
+
+    assert "closed" in head.losses.get(timeout=PATIENCE_S)
+    after = head.ready()
+    assert after.epoch > before.epoch
+    pass_a_step(after.pipeline, [after, spare.wirings.get(timeout=PATIENCE_S)], 0)
+
+
+def test_the_survivors_of_a_lost_stage_serve_again(pipes: Pipes) -> None:
+    middle, tail = pipes.stage(4, 8), pipes.stage(8, NUM_LAYERS)
+    head = pipes.head(4)
+    head.ready()
+    middle.wirings.get(timeout=PATIENCE_S)
+
+    pipes.lose(tail)
+    head.losses.get(timeout=PATIENCE_S)
+    middle.unbinds.get(timeout=PATIENCE_S)
+    returned = pipes.stage(8, NUM_LAYERS)
+
+    wirings = [head.ready(), *(stage.wirings.get(timeout=PATIENCE_S) for stage in (middle, returned))]
+    pass_a_step(wirings[0].pipeline, wirings, 0)
+
+
+def test_while_redis_is_away_the_known_stages_serve_again(pipes: Pipes) -> None:
+    tail = pipes.stage(8, NUM_LAYERS)
+    listings = iter([pipes.cards()])
+
+    def cards() -> list[StageCard]:
+        for listing in listings:
+            return listing
+        raise Unavailable("Redis is away")
+
+    head = pipes.head(8, cards=cards)
+    first = head.ready()
+
+    head.pipeline.lost(first.epoch, "a frame was lost")
+
+    assert head.losses.get(timeout=PATIENCE_S) == "a frame was lost"
+    assert head.ready().epoch > first.epoch
+    assert tail.wirings.qsize() == 2
+
+
+def test_a_loss_of_an_older_epoch_does_nothing(pipes: Pipes) -> None:
+    pipes.stage(8, NUM_LAYERS)
+    head = pipes.head(8)
+    first = head.ready()
+    head.pipeline.lost(first.epoch, "once")
+    second = head.ready()
+
+    head.pipeline.lost(first.epoch, "told late")
+    head.pipeline.lost(second.epoch, "twice")
+
+    assert [head.losses.get(timeout=PATIENCE_S) for _ in range(2)] == ["once", "twice"]
+
+
+def test_an_error_that_a_stage_reports_loses_the_pipeline_at_once(pipes: Pipes) -> None:
+    tail = pipes.stage(8, NUM_LAYERS)
+    head = pipes.head(8)
+    head.ready()
+
+    tail.fail("step 9 came where step 8 was due")
+
+    assert "step 9 came where step 8 was due" in head.losses.get(timeout=PATIENCE_S)
+    head.ready()
+
+
+def test_a_silent_stage_loses_the_pipeline(pipes: Pipes) -> None:
+    times = TIMES.model_copy(update={"link_dead_s": 0.5})
+    silent = pipes.stage(8, NUM_LAYERS)
+    head = pipes.head(8, times)
+    head.ready()
+
+    silent.may_answer.clear()
+
+    assert "silent for" in head.losses.get(timeout=PATIENCE_S)
+
+
+def test_a_hung_stage_is_told_to_exit(pipes: Pipes) -> None:
+    times = TIMES.model_copy(update={"stall_s": 0.5})
+    middle, tail = pipes.stage(4, 8), pipes.stage(8, NUM_LAYERS)
+    head = pipes.head(4, times)
+    epoch = head.ready().epoch
+    middle.has_told(StageStatus(epoch=epoch, num_steps=7))
+    tail.has_told(StageStatus(epoch=epoch, num_steps=6))
+
+    head.last_progress = StageProgress(epoch=epoch, num_steps=6, num_outstanding=1)
+
+    assert "6 of 7 done" in tail.exits.get(timeout=PATIENCE_S)
+    assert "hangs" in head.losses.get(timeout=PATIENCE_S)
+    assert middle.exits.empty()
+
+
+def test_a_head_that_hangs_in_its_own_step_exits_and_blames_nobody(pipes: Pipes) -> None:
+    tail = pipes.stage(8, NUM_LAYERS)
+    head = pipes.head(8, TIMES.model_copy(update={"stall_s": 0.5}))
+    epoch = head.ready().epoch
+    tail.has_told(StageStatus(epoch=epoch, num_steps=6))
+
+    head.last_progress = StageProgress(epoch=epoch, num_steps=6, num_outstanding=1, step_began_s=1.0)
+
+    assert "this head hangs" in head.losses.get(timeout=PATIENCE_S)
+    assert tail.exits.empty()
+
+
+def test_what_the_stages_say_stands_in_the_status(pipes: Pipes) -> None:
+    tail = pipes.stage(8, NUM_LAYERS)
+    head = pipes.head(8)
+    epoch = head.ready().epoch
+
+    tail.has_told(StageStatus(epoch=epoch, num_steps=3, num_blocks_used=4))
+
+    (stage,) = head.pipeline.status().stages
+    assert (stage.worker, stage.layers) == (tail.link.card().worker, "8-11")
+    assert (stage.num_steps, stage.num_blocks_used) == (3, 4)
+
+
+def test_two_heads_share_two_tails_without_deadlock(pipes: Pipes) -> None:
+    for _ in range(5):
+        tails = [pipes.stage(8, NUM_LAYERS), pipes.stage(8, NUM_LAYERS)]
+        heads = [pipes.head(8), pipes.head(8)]
+
+        chosen = {head.ready().members[1].incarnation for head in heads}
+
+        assert chosen == {tail.link.card().incarnation for tail in tails}
+        while pipes.heads:
+            pipes.heads.pop().close()
+        for tail in tails:
+            pipes.lose(tail)
+
+
+def test_of_two_heads_and_one_chain_one_waits_for_the_other(pipes: Pipes) -> None:
+    pipes.stage(4, 8)
+    pipes.stage(8, NUM_LAYERS)
+    readies: queue.Queue[Wiring] = queue.Queue()
+    heads = [pipes.head(4, readies=readies), pipes.head(4, readies=readies)]
+    winner = str(readies.get(timeout=PATIENCE_S).pipeline)
+    first, other = sorted(heads, key=lambda head: head.pipeline.status().pipeline != winner)
+    pipes.reason(other, f"bound to pipeline {winner}")
+
+    pipes.heads.remove(first)
+    first.close()
+
+    assert other.ready().num_stages == 3
+
+
+def test_two_heads_build_two_chains_of_three_without_deadlock(pipes: Pipes) -> None:
+    for first_layer, last_layer in [(4, 8), (8, NUM_LAYERS)] * 2:
+        pipes.stage(first_layer, last_layer)
+    heads = [pipes.head(4), pipes.head(4)]
+
+    wirings = [head.ready() for head in heads]
+
+    assert len({member.incarnation for wiring in wirings for member in wiring.members}) == 6
+
+
+def test_an_attempt_that_fails_releases_what_it_bound(pipes: Pipes) -> None:
+    deaf, address = pipes.sockets.bind(zmq.ROUTER, {})
+    deaf_card = make_card(8, NUM_LAYERS, control=address)
+    middle = pipes.stage(4, 8)
+    head = pipes.head(4, TIMES.model_copy(update={"link_dead_s": 0.3}), cards=lambda: [*pipes.cards(), deaf_card])
+
+    middle.unbinds.get(timeout=PATIENCE_S)
+
+    assert f"{deaf_card.worker} [8, 12): {deaf_card.worker}: no WELCOME in 0.3 s" in pipes.reason(head, "layer 8")
+    assert head.readies.empty()
+    deaf.close()
+
+
+def test_stages_that_are_bound_wait_for_a_head_that_tries_many_others(
+    pipes: Pipes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Given stages that do not answer, all of them tried before the one that does, for longer than a stage waits
+    monkeypatch.setattr(random, "shuffle", lambda _: None)
+    deaf = [pipes.sockets.bind(zmq.ROUTER, {}) for _ in range(3)]
+    deaf_cards = [make_card(8, NUM_LAYERS, control=address) for _, address in deaf]
+    times = TIMES.model_copy(update={"link_dead_s": 1.0, "unbind_s": 2.5})
+    middle = pipes.stage(4, 8, times)
+    pipes.stage(8, NUM_LAYERS, times)
+
+    # When a head forms its pipeline
+    head = pipes.head(4, times, cards=lambda: [*deaf_cards, *pipes.cards()])
+
+    # Then the first that it bound is still its own
+    assert head.ready().num_stages == 3
+    assert middle.unbinds.empty()
+    for socket, _ in deaf:
+        socket.close()
+
+
+def test_a_pipeline_that_stops_releases_its_stages(pipes: Pipes) -> None:
+    tail = pipes.stage(8, NUM_LAYERS)
+    head = pipes.head(8)
+    head.ready()
+
+    head.close()
+
+    tail.unbinds.get(timeout=PATIENCE_S)
+    assert tail.link.card().bound_to is None
+    assert head.losses.empty()

@@ -1,0 +1,74 @@
+"""Stages of two versions, or of two copies of the weights: refused by name, where an operator looks; spares serve."""
+
+from __future__ import annotations
+
+import struct
+import threading
+from collections.abc import Iterator
+
+import msgspec
+import pytest
+import zmq
+
+from services.stage.hop.sockets import Sockets
+from shardline.wire import PROTOCOL_VERSION, StageCard
+from tests.links import NUM_LAYERS, Pipes, make_card, open_pipes
+
+POLL_MS = 20
+NEWER = PROTOCOL_VERSION + 1
+
+
+@pytest.fixture
+def pipes() -> Iterator[Pipes]:
+    with open_pipes(Sockets(bind="tcp://127.0.0.1")) as pipes:
+        yield pipes
+
+
+@pytest.fixture
+def newer() -> Iterator[StageCard]:
+    """The card of a stage of the next version: it answers whatever it reads in its own."""
+    context = zmq.Context()
+    router = context.socket(zmq.ROUTER)
+    port = router.bind_to_random_port("tcp://127.0.0.1")
+    stopping = threading.Event()
+
+    def answer() -> None:
+        while not stopping.is_set():
+            if router.poll(POLL_MS):
+                identity, _ = router.recv_multipart()
+                router.send_multipart([identity, struct.pack("<2sH", b"SC", NEWER) + b"\xc1 of another form"])
+        # By the thread that used it: a socket closed by another one has left `term` waiting for ever.
+        router.close(linger=0)
+
+    thread = threading.Thread(target=answer)
+    thread.start()
+    yield msgspec.structs.replace(make_card(8, NUM_LAYERS), control=f"tcp://127.0.0.1:{port}")
+    stopping.set()
+    thread.join()
+    context.term()
+
+
+def test_a_head_names_the_version_of_a_stage_of_another_one(pipes: Pipes, newer: StageCard) -> None:
+    head = pipes.head(8, cards=lambda: [newer])
+
+    reason = pipes.reason(head, f"protocol: the peer speaks protocol version {NEWER}, we speak {PROTOCOL_VERSION}")
+
+    assert newer.worker in reason
+    assert head.pipeline.status().reason == reason
+
+
+def test_a_head_takes_the_spare_of_its_own_version(pipes: Pipes, newer: StageCard) -> None:
+    pipes.stage(8, NUM_LAYERS)
+
+    head = pipes.head(8, cards=lambda: [newer, *pipes.cards()])
+
+    assert [member.worker for member in head.ready().members][1:] == [pipes.stages[0].link.card().worker]
+
+
+def test_both_fingerprints_are_named_where_one_weight_differs(pipes: Pipes) -> None:
+    flipped = "e" + "f" * 63
+    pipes.stage(8, NUM_LAYERS, fingerprint=flipped)
+
+    head = pipes.head(8)
+
+    assert pipes.reason(head, f"other weights: {flipped[:12]}, not {'f' * 12}")

@@ -1,0 +1,65 @@
+"""Step messages from bytes that no stage of ours has sent: always a ProtocolError, which ends a link and no thread."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.stage.scheduling.step_plan import Open, Row, StepPlan, StepResult, decode_plan, decode_result, encode
+from shardline.errors import ProtocolError
+from shardline.job import SamplingParams
+
+OPEN = Open(1, (5, 6, 7), 3, SamplingParams(stop=("stop",)), 9, 1)
+PLAN = StepPlan(4, (OPEN,), (Row(1, 0, 3, (), (0,), True),), (2,))
+RESULT = StepResult(4, (7,), bad=(1,))
+Decoder = Callable[[bytes], StepPlan | StepResult]
+
+
+@pytest.mark.parametrize(("message", "decode"), [(PLAN, decode_plan), (RESULT, decode_result)])
+def test_a_decoded_message_is_itself(message: StepPlan | StepResult, decode: Decoder) -> None:
+    assert decode(encode(message)) == message
+
+
+@pytest.mark.parametrize("change", [{"num_prompt": -1}, {"seed": -1}, {"seed": 1 << 63}, {"num_blocks": -1}], ids=str)
+def test_a_number_that_no_key_holds_is_refused(change: dict[str, int]) -> None:
+    plan = msgspec.structs.replace(PLAN, opens=(msgspec.structs.replace(OPEN, **change),))
+
+    with pytest.raises(ProtocolError, match="not a StepPlan: Expected `int`"):
+        decode_plan(encode(plan))
+
+
+@pytest.mark.parametrize(("message", "decode"), [(PLAN, decode_plan), (RESULT, decode_result)])
+@pytest.mark.parametrize("step", [-1, 1 << 63])
+def test_a_step_that_no_header_holds_is_refused(message: StepPlan | StepResult, decode: Decoder, step: int) -> None:
+    with pytest.raises(ProtocolError, match="Expected `int`"):
+        decode(encode(msgspec.structs.replace(message, step=step)))
+
+
+def test_text_that_is_no_utf_8_is_refused() -> None:
+    with pytest.raises(ProtocolError, match="not a StepPlan: 'utf-8'"):
+        decode_plan(encode(PLAN).replace(b"stop", b"st\xffp"))
+
+
+def test_a_deep_extra_field_is_refused() -> None:
+    whole = encode(PLAN)
+    assert whole[0] == 0x94
+
+    with pytest.raises(ProtocolError, match="not a StepPlan: maximum recursion"):
+        decode_plan(b"\x95" + whole[1:] + b"\x91" * 100_000)
+
+
+@settings(max_examples=1000)
+@given(st.sampled_from([PLAN, RESULT]), st.data())
+def test_a_changed_message_is_refused_or_decoded(message: StepPlan | StepResult, data: st.DataObject) -> None:
+    raw = bytearray(encode(message))
+    for _ in range(data.draw(st.integers(1, 4))):
+        raw[data.draw(st.integers(0, len(raw) - 1))] = data.draw(st.integers(0, 255))
+    for decode in (decode_plan, decode_result):
+        try:
+            decode(bytes(raw))
+        except ProtocolError:
+            continue

@@ -1,0 +1,156 @@
+"""Tokenising: the same ids as transformers, and every limit refused by name. The demo model's folder is the example."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from shardline.errors import Invalid
+from shardline.job import Message, SamplingParams
+from shardline.tokenise import ChatTemplate, Tokens, model_row
+from tests.tiny_head import CLERK, clerk_row
+
+NO_LIMITS = SamplingParams()
+CHATML = (
+    "{% for message in messages %}\n"
+    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' }}\n"
+    "{% if loop.index > 8 %}{% break %}{% endif %}\n"
+    "{% endfor %}\n"
+    "{% if add_generation_prompt %}{% generation %}<|im_start|>assistant\n{% endgeneration %}{% endif %}"
+    "{{ messages | tojson }}{{ eos_token }}"
+)
+
+
+@pytest.fixture(scope="module")
+def row() -> dict[str, Any]:
+    return clerk_row()
+
+
+@pytest.fixture(scope="module")
+def clerk(row: dict[str, Any]) -> Tokens:
+    return Tokens.from_row(row)
+
+
+def test_the_row_of_a_models_folder_has_its_texts_and_its_heads_limits(row: dict[str, Any]) -> None:
+    assert (row["context_length"], row["vocab_size"], row["eos_token_ids"]) == (512, 896, [2])
+    assert row["special_tokens"] == {"bos_token": "<bos>", "eos_token": "<eos>", "pad_token": "<pad>"}
+    assert "raise_exception" in row["chat_template"]
+
+
+def test_a_folder_without_tokenizer_takes_only_token_ids(tmp_path: Path) -> None:
+    row = model_row(tmp_path, name="tiny", fingerprint="f2", context_length=64, vocab_size=96, eos_ids=(2, 3))
+    tokens = Tokens.from_row(row)
+
+    assert tokens.prepare(prompt=(5, 6), params=NO_LIMITS).prompt_ids == (5, 6)
+    assert tokens.completion(NO_LIMITS, 8).say([5, 6]) == ""
+    with pytest.raises(Invalid, match="list of token ids"):
+        tokens.prepare(prompt="text", params=NO_LIMITS)
+    with pytest.raises(Invalid, match=r"stop: tiny has no tokenizer.*Use stop_token_ids"):
+        tokens.prepare(prompt=(5, 6), params=SamplingParams(stop=("text",)))
+
+
+def test_prepared_text_has_the_ids_of_transformers(clerk: Tokens) -> None:
+    reference = AutoTokenizer.from_pretrained(CLERK)
+    for text in ("date: 3 March 2024 =", "Grüße, 北京 🎉", " spaces  and\nlines "):
+        assert list(clerk.prepare(prompt=text, params=NO_LIMITS).prompt_ids) == reference(text)["input_ids"]
+
+
+@pytest.mark.parametrize("template", [None, CHATML])
+def test_rendered_messages_have_the_ids_of_transformers(row: dict[str, Any], template: str | None) -> None:
+    reference = AutoTokenizer.from_pretrained(CLERK)
+    source = template or row["chat_template"]
+    messages = [Message("system", "Be <brief> & right."), Message("user", "date: 3 März 2024")]
+    expected = reference.apply_chat_template(
+        [{"role": message.role, "content": message.content} for message in messages],
+        chat_template=source,
+        add_generation_prompt=True,
+        return_dict=False,
+    )
+
+    ids = Tokens.from_row({**row, "chat_template": source}).prepare(messages=messages, params=NO_LIMITS).prompt_ids
+
+    assert list(ids) == expected
+
+
+def test_special_tokens_have_no_text(clerk: Tokens) -> None:
+    ids = clerk.prepare(prompt="sum: 1 + 2 =", params=NO_LIMITS).prompt_ids
+    assert clerk.completion(NO_LIMITS, 32).say([*ids, 2]) == "sum: 1 + 2 ="
+    assert clerk.token_text(2) == "<eos>"
+
+
+def test_max_tokens_defaults_to_what_the_context_leaves(clerk: Tokens) -> None:
+    prepared = clerk.prepare(prompt=(5,) * 500, params=NO_LIMITS)
+    assert prepared.max_tokens == 12
+
+
+@pytest.mark.parametrize(("kv_tokens", "max_tokens"), [(256, 56), (100_000, 312), (None, 312)])
+def test_max_tokens_defaults_to_what_pipelines_below_the_context_leave(
+    clerk: Tokens, kv_tokens: int | None, max_tokens: int
+) -> None:
+    assert clerk.within(kv_tokens).prepare(prompt=(5,) * 200, params=NO_LIMITS).max_tokens == max_tokens
+
+
+@pytest.mark.parametrize(("num_prompt", "max_tokens", "field"), [(256, None, "prompt"), (200, 57, "max_tokens")])
+def test_a_request_that_no_pipeline_holds_names_the_limit(
+    clerk: Tokens, num_prompt: int, max_tokens: int | None, field: str
+) -> None:
+    with pytest.raises(Invalid, match="256 tokens that the KV of clerk's pipelines holds") as caught:
+        clerk.within(256).prepare(prompt=(5,) * num_prompt, params=SamplingParams(max_tokens=max_tokens))
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("request_fields", "params", "field", "limit", "remedy"),
+    [
+        ({"prompt": ""}, {}, "prompt", "empty", "Send some text"),
+        ({"prompt": (5,) * 512}, {}, "prompt", "512", "at most 511"),
+        ({"prompt": (5,) * 500}, {"max_tokens": 13}, "max_tokens", "context of 512", "at most 12"),
+        ({"prompt": (5,) * 500}, {"min_tokens": 13}, "min_tokens", "12 that fit", "at most 12"),
+        ({"prompt": (5, 896)}, {}, "prompt[1]", "vocabulary of 896", "0 to 895"),
+        ({"prompt": "a"}, {"stop_token_ids": (900,)}, "stop_token_ids[0]", "vocabulary of 896", "0 to 895"),
+        ({"prompt": "x" * 70_000}, {}, "prompt", "context of 512", "at most 65536"),
+        ({"prompt": "\ud800"}, {}, "prompt", "Unicode", "surrogates"),
+        ({"messages": [Message("system", "x")]}, {}, "messages", "no user message", "roles"),
+    ],
+)
+def test_a_request_over_a_limit_names_field_limit_and_remedy(
+    clerk: Tokens, *, request_fields: dict[str, Any], params: dict[str, Any], field: str, limit: str, remedy: str
+) -> None:
+    with pytest.raises(Invalid) as caught:
+        clerk.prepare(**request_fields, params=SamplingParams(**params))
+    assert caught.value.field == field
+    assert limit in caught.value.problem
+    assert remedy in caught.value.remedy
+
+
+def test_messages_for_a_model_without_template_name_the_other_door(row: dict[str, Any]) -> None:
+    with pytest.raises(Invalid, match="/v1/completions"):
+        Tokens.from_row({**row, "chat_template": None}).prepare(messages=[Message("user", "x")], params=NO_LIMITS)
+
+
+@pytest.mark.parametrize(
+    ("source", "problem"),
+    [
+        ("{{ ''.__class__.__mro__ }}", "refuses them"),
+        ("{{ messages.clear() }}", "refuses them"),
+        ("{{ 1 / 0 }}", "refuses them"),
+        ("{% for a in range(90000) %}{{ 'xxxxxxxx' }}{% endfor %}", "more than 1000 characters"),
+    ],
+)
+def test_a_hostile_template_is_refused(source: str, problem: str) -> None:
+    template = ChatTemplate(source, {})
+    with pytest.raises(Invalid, match=problem):
+        template.render([{"role": "user", "content": "x"}], limit_chars=1_000)
+
+
+def test_a_broken_template_names_its_line() -> None:
+    with pytest.raises(Invalid, match="line 2"):
+        ChatTemplate("{{ a }}\n{% if %}", {})
+
+
+def test_a_broken_tokenizer_is_refused(row: dict[str, Any]) -> None:
+    with pytest.raises(Invalid, match=r"tokenizer\.json cannot be read"):
+        Tokens.from_row({**row, "tokenizer": "{}"})
