@@ -13,8 +13,8 @@ import httpx
 import psutil
 from tenacity import retry, retry_if_result, stop_after_delay, wait_fixed
 
-from services.standalone.home import Home
 from services.standalone.processes import wait_until_gone
+from services.standalone.state_dir import StateDir
 from shardline.api_key import bearer
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -25,7 +25,7 @@ class Stack:
     """One `python -m services.standalone up` in a folder of its own, on free ports."""
 
     def __init__(self, folder: Path, **settings: str) -> None:
-        self.home = Home(folder)
+        self.home = StateDir(folder)
         self.output = folder / "output"
         self.settings = {"SHARDLINE_HOME": str(folder), "SHARDLINE_HTTP_PORT": "0", "SHARDLINE_FLOWER_PORT": "0"}
         self.settings |= settings

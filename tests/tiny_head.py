@@ -24,7 +24,7 @@ from shardline.store.claims import Beat, Claimed, End
 from shardline.store.database import connect
 from shardline.streams import DeltaWriter
 from shardline.tables import JOBS_CHANNEL
-from shardline.tokenise import Completion, Tokens, model_row
+from shardline.tokenise import CompletionText, Tokens, model_row
 from shardline.wire import Delta
 
 CLERK = Path(__file__).resolve().parents[1] / "services/standalone/clerk/model"
@@ -252,7 +252,7 @@ class TinyHead:
         completion.say(sequence.output_ids[:start])
         return completion.say(sequence.output_ids[start:stop])
 
-    def _completion(self, sequence: Sequence) -> Completion:
+    def _completion(self, sequence: Sequence) -> CompletionText:
         return self.tokens.completion(sequence.claimed.params, sequence.claimed.max_tokens)
 
 

@@ -21,9 +21,9 @@ from redis import Redis
 from redis.exceptions import ResponseError
 from sqlalchemy import Engine
 
-from services.relay.acceptance import Arrival, accept
-from services.relay.dead_letters import bury
 from services.relay.loop import Loop
+from services.relay.rejects import record_reject
+from services.relay.submission import Submission, store_submissions
 from shardline.config import Times
 from shardline.failpoints import Point, failpoint
 from shardline.keys import INTAKE, INTAKE_GROUP
@@ -141,12 +141,12 @@ class Intake(Loop):
 
     def _take(self, entries: list[Entry]) -> None:
         failpoint(Point.INTAKE_TAKEN)
-        verdicts = accept(self._database, [_arrival(entry) for entry in entries])
+        results = store_submissions(self._database, [_submission(entry) for entry in entries])
         failpoint(Point.INTAKE_INSERTED, door="stream")
-        for (entry_id, document), verdict in zip(entries, verdicts, strict=True):
-            if verdict.fate == "dead":
-                bury(self._redis, entry=entry_id, request=document or "", reason=verdict.reason)
-            self._metrics.intake.labels(outcome=verdict.fate).inc()
+        for (entry_id, document), result in zip(entries, results, strict=True):
+            if result.status == "rejected":
+                record_reject(self._redis, entry=entry_id, request=document or "", reason=result.reason)
+            self._metrics.intake.labels(outcome=result.metric_label).inc()
         ids = [entry_id for entry_id, _ in entries]
         with self._redis.pipeline(transaction=False) as pipeline:
             pipeline.xack(INTAKE, INTAKE_GROUP, *ids)
@@ -175,10 +175,10 @@ def _decoded(entries: Iterable[Any]) -> list[Entry]:
     return decoded
 
 
-def _arrival(entry: Entry) -> Arrival:
+def _submission(entry: Entry) -> Submission:
     entry_id, text = entry
     digest = hashlib.sha256((text or "").encode()).hexdigest()
-    return Arrival(id=uuid5(ENTRY_IDS, f"{entry_id}:{digest}"), document=_document(text))
+    return Submission(id=uuid5(ENTRY_IDS, f"{entry_id}:{digest}"), document=_document(text))
 
 
 def _document(text: str | None) -> object:

@@ -12,10 +12,10 @@ import msgspec
 import structlog
 from sqlalchemy import Engine
 
+from services.relay.celery_results import CeleryResults
 from services.relay.loop import Loop
-from services.relay.models import KnownModels
 from services.relay.outbox import Outbox
-from services.relay.results import Results
+from services.relay.registered_tokenizers import RegisteredTokenizers
 from shardline.config import Times
 from shardline.errors import Invalid
 from shardline.job import JobState, Message, Prompt, SamplingParams, TokenId, invalid_from
@@ -33,7 +33,7 @@ class Preparer(Loop):
     """`outbox` is woken when there is something to send."""
 
     def __init__(
-        self, *, database: Engine, outbox: Outbox, results: Results, times: Times, metrics: RelayMetrics
+        self, *, database: Engine, outbox: Outbox, results: CeleryResults, times: Times, metrics: RelayMetrics
     ) -> None:
         super().__init__("preparer", metrics.errors)
         self._database = database
@@ -41,7 +41,7 @@ class Preparer(Loop):
         self._results = results
         self._times = times
         self._metrics = metrics
-        self._models = KnownModels(database)
+        self._tokenizers = RegisteredTokenizers(database)
         self.mark_every_s = times.poll_s
         self._lent: deque[Unprepared] = deque()
         """Rows that are ours and not yet marked; those of a turn that failed are tried again first."""
@@ -53,7 +53,7 @@ class Preparer(Loop):
                 self._lent.extend(preparation.take_unprepared(connection, lease_s=self._times.lease_s))
         if not self._lent:
             return self._times.poll_s
-        self._models.refresh()
+        self._tokenizers.refresh()
         while self._lent:
             answers = self._answers()
             self._mark(answers)
@@ -88,7 +88,7 @@ class Preparer(Loop):
 
     def _prepare(self, row: Unprepared) -> Ready | dict[str, str]:
         try:
-            tokens = self._models.get(row.model)
+            tokens = self._tokenizers.get(row.model)
             params = _params(row)
             prepared = _tokenise(tokens, row, params)
         except Invalid as error:

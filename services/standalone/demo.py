@@ -24,21 +24,21 @@ from tenacity import Retrying, retry_if_result, stop_after_delay, wait_fixed
 
 from services.standalone import processes
 from services.standalone.clerk.tasks import Example, examples
-from services.standalone.doors import DOORS, Producer, submit
-from services.standalone.figures import (
+from services.standalone.processes import StartFailed
+from services.standalone.producers import DOORS, Producer, submit
+from services.standalone.report import (
     SAMPLE,
-    Asked,
-    Figures,
-    figures_table,
+    DemoPrompt,
+    DemoReport,
     num_in_flower,
+    report_table,
     rows,
     sample_table,
     states,
     summarise,
 )
-from services.standalone.home import Home
-from services.standalone.processes import StartFailed
 from services.standalone.settings import REPOSITORY
+from services.standalone.state_dir import StateDir
 
 NUM_PROMPTS = 300
 MIN_ACCURACY = 0.95
@@ -53,55 +53,55 @@ TERMINAL = {"succeeded", "failed", "cancelled", "expired"}
 
 def run_demo(console: Console) -> bool:
     """Everything, told to `console`. True only if all of it holds."""
-    home = Home(HOME)
+    state_dir = StateDir(HOME)
     started: list[psutil.Process] = []
-    console.print(f"[bold]Starting a stack in {HOME}[/bold] (logs: {home.folder / 'logs'})")
-    with _stack(home, started, console) as up:
+    console.print(f"[bold]Starting a stack in {HOME}[/bold] (logs: {state_dir.folder / 'logs'})")
+    with _stack(state_dir, started, console) as up:
         producer = Producer(urls=up["urls"], api_key=up["api_key"], model=up["model"])
         asked = _ask(producer, examples(SEED, NUM_PROMPTS, split="unseen"), console)
         ids = [each.id for each in asked]
         _wait_for_answers(producer, asked, console)
         seen = _wait_for_flower(producer, asked)
-        figures = summarise(asked, rows(producer.urls["database"], ids), flower_tasks_seen=seen)
+        report = summarise(asked, rows(producer.urls["database"], ids), flower_tasks_seen=seen)
         sample = rows(producer.urls["database"], ids, SAMPLE)
         started += _family(up["processes"])
     left = [process for process in started if not processes.wait_until_gone(process, timeout_s=POLL_S)]
-    figures = msgspec.structs.replace(figures, processes_left=len(left))
-    _write(home, figures)
-    console.print(figures_table(figures), sample_table(sample))
-    return _verdict(figures, home, console)
+    report = msgspec.structs.replace(report, processes_left=len(left))
+    _write(state_dir, report)
+    console.print(report_table(report), sample_table(sample))
+    return _verdict(report, state_dir, console)
 
 
 @contextmanager
-def _stack(home: Home, started: list[psutil.Process], console: Console) -> Iterator[dict[str, Any]]:
+def _stack(state_dir: StateDir, started: list[psutil.Process], console: Console) -> Iterator[dict[str, Any]]:
     """`make up` in the demo's own folder, on free ports; yields up.json, and stops it whatever happens."""
-    log = home.folder / "logs" / "supervisor.log"
-    with home.lock():
-        home.end_leftovers()
+    log = state_dir.folder / "logs" / "supervisor.log"
+    with state_dir.lock():
+        state_dir.end_leftovers()
         log.unlink(missing_ok=True)
     # If the demo is killed, its supervisor is asked to stop in order.
     argv = [sys.executable, "-m", "services.standalone", "up"]
-    supervisor = processes.spawn(argv, log=log, env=_environment(home), cwd=REPOSITORY, death_signal="TERM")
+    supervisor = processes.spawn(argv, log=log, env=_environment(state_dir), cwd=REPOSITORY, death_signal="TERM")
     started.append(psutil.Process(supervisor.pid))
     try:
         with console.status("waiting until a completion has passed through every stage"):
-            up = _wait_until_up(home, supervisor, log)
+            up = _wait_until_up(state_dir, supervisor, log)
         yield up
     finally:
         supervisor.send_signal(signal.SIGTERM)
         supervisor.wait(STOP_S)
 
 
-def _environment(home: Home) -> dict[str, str]:
+def _environment(state_dir: StateDir) -> dict[str, str]:
     """Nothing of the caller's own stack: its servers, folder and ports stay untouched."""
     foreign = {name: value for name, value in os.environ.items() if not name.startswith("SHARDLINE_")}
-    own = {"SHARDLINE_HOME": str(home.folder), "SHARDLINE_HTTP_PORT": "0", "SHARDLINE_FLOWER_PORT": "0"}
+    own = {"SHARDLINE_HOME": str(state_dir.folder), "SHARDLINE_HTTP_PORT": "0", "SHARDLINE_FLOWER_PORT": "0"}
     # The model is tiny: more than one core for a stage would only wait for each other.
     return {**foreign, **own, "SHARDLINE_STAGE_CORES": "1"}
 
 
-def _wait_until_up(home: Home, supervisor: subprocess.Popen[bytes], log: Path) -> dict[str, Any]:
-    while (document := home.published()) is None:
+def _wait_until_up(state_dir: StateDir, supervisor: subprocess.Popen[bytes], log: Path) -> dict[str, Any]:
+    while (document := state_dir.published()) is None:
         try:
             supervisor.wait(POLL_S)
         except subprocess.TimeoutExpired:
@@ -110,21 +110,21 @@ def _wait_until_up(home: Home, supervisor: subprocess.Popen[bytes], log: Path) -
     return document
 
 
-def _ask(producer: Producer, prompts: list[Example], console: Console) -> list[Asked]:
+def _ask(producer: Producer, prompts: list[Example], console: Console) -> list[DemoPrompt]:
     """An equal share through each door."""
     share = len(prompts) // len(DOORS)
-    asked: list[Asked] = []
+    asked: list[DemoPrompt] = []
     for index, door in enumerate(DOORS):
         part = prompts[index * share : (index + 1) * share]
         begun = time.monotonic()
         ids = submit(producer, door, [example.prompt for example in part])
         console.print(f"  {door}: {len(ids)} prompts in {time.monotonic() - begun:.2f} s")
         pairs = zip(ids, part, strict=True)
-        asked += [Asked(id=id_, door=door, task=example.task, answer=example.answer) for id_, example in pairs]
+        asked += [DemoPrompt(id=id_, door=door, task=example.task, answer=example.answer) for id_, example in pairs]
     return asked
 
 
-def _wait_for_answers(producer: Producer, asked: list[Asked], console: Console) -> None:
+def _wait_for_answers(producer: Producer, asked: list[DemoPrompt], console: Console) -> None:
     """Follow the rows until every job has ended, one bar for each door."""
     columns = (TextColumn("{task.description:>8}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     deadline = time.monotonic() + JOBS_S
@@ -141,7 +141,7 @@ def _wait_for_answers(producer: Producer, asked: list[Asked], console: Console) 
             time.sleep(POLL_S)
 
 
-def _wait_for_flower(producer: Producer, asked: list[Asked]) -> int:
+def _wait_for_flower(producer: Producer, asked: list[DemoPrompt]) -> int:
     """Flower hears of tasks through events, a moment later."""
     ids = [each.id for each in asked]
     retrying = Retrying(
@@ -160,14 +160,14 @@ def _family(pids: Mapping[str, int]) -> list[psutil.Process]:
     return [*own, *(child for process in own for child in process.children(recursive=True))]
 
 
-def _write(home: Home, figures: Figures) -> None:
-    path = home.folder.with_suffix(".json")
-    path.write_bytes(msgspec.json.format(msgspec.json.encode(figures), indent=2))
+def _write(state_dir: StateDir, report: DemoReport) -> None:
+    path = state_dir.folder.with_suffix(".json")
+    path.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=2))
 
 
-def _verdict(figures: Figures, home: Home, console: Console) -> bool:
-    missing = figures.shortfalls(num=NUM_PROMPTS, num_doors=len(DOORS), min_accuracy=MIN_ACCURACY)
-    console.print(f"Figures: {home.folder.with_suffix('.json')}")
+def _verdict(report: DemoReport, state_dir: StateDir, console: Console) -> bool:
+    missing = report.shortfalls(num=NUM_PROMPTS, num_doors=len(DOORS), min_accuracy=MIN_ACCURACY)
+    console.print(f"Report: {state_dir.folder.with_suffix('.json')}")
     if missing:
         console.print(f"[bold red]Not all of it holds:[/bold red] {', '.join(missing)}")
     else:

@@ -58,7 +58,7 @@ def socket_folder(home: Path, name: str = "run") -> Path:
     return folder
 
 
-class Server(Child):
+class EmbeddedServer(Child):
     """What both servers share: readiness by a real answer, and freezing for tests."""
 
     def pause(self) -> None:
@@ -88,7 +88,7 @@ class Server(Child):
                 answers()
 
 
-class Valkey(Server):
+class Valkey(EmbeddedServer):
     """Valkey on a loopback port, with a password, nothing kept on disk: each start is empty."""
 
     def __init__(self, home: Path, *, port: int | None = None, settings: dict[str, str] | None = None) -> None:
@@ -141,7 +141,7 @@ class Valkey(Server):
                 raise StartFailed(f"port {self.port} belongs to another Redis server") from error
 
 
-class Postgres(Server):
+class Postgres(EmbeddedServer):
     """Postgres on a unix socket that only this user can reach; its data stays in `home/postgres`."""
 
     def __init__(self, home: Path, *, settings: dict[str, str] | None = None) -> None:

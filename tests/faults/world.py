@@ -11,9 +11,9 @@ from types import MappingProxyType
 
 import psutil
 
-from services.standalone.home import SUPERVISOR
 from services.standalone.processes import is_alive
 from services.standalone.servers import Postgres, Valkey
+from services.standalone.state_dir import SUPERVISOR
 from shardline.config import Times
 from tests.faults import family
 from tests.faults.clock import Clock

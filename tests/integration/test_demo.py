@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from services.standalone.home import Home
+from services.standalone.state_dir import StateDir
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -28,4 +28,4 @@ def test_given_a_fresh_folder_when_the_demo_is_run_then_every_figure_holds_and_n
     assert figures["accuracy"] >= 0.95
     assert (figures["doors"], figures["stages"], figures["flower_tasks_seen"]) == (5, 2, 300)
     assert figures["output_tokens_per_s"] > 0
-    assert Home(tmp_path / ".local" / "demo").recorded() == {}
+    assert StateDir(tmp_path / ".local" / "demo").recorded() == {}

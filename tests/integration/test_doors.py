@@ -7,8 +7,8 @@ import json
 import pytest
 import redis
 
-from services.standalone.doors import DOORS, Producer, submit
-from services.standalone.figures import Asked, rows, states, summarise
+from services.standalone.producers import DOORS, Producer, submit
+from services.standalone.report import DemoPrompt, rows, states, summarise
 from shardline import keys
 from shardline.queues import INTAKE_QUEUE
 
@@ -26,7 +26,7 @@ def test_given_a_door_into_postgres_when_it_returns_then_the_rows_are_there(prod
     assert states(producer.urls["database"], ids) == dict.fromkeys(ids, "queued")
     found = {row["id"]: row["prompt"] for row in rows(producer.urls["database"], ids)}
     assert [found[each] for each in ids] == PROMPTS
-    asked = [Asked(id=each, door=door, task="sort", answer="1") for each in ids]
+    asked = [DemoPrompt(id=each, door=door, task="sort", answer="1") for each in ids]
     assert summarise(asked, rows(producer.urls["database"], ids), flower_tasks_seen=0).result_rows == 0
 
 

@@ -54,7 +54,7 @@ async def test_given_guesses_without_end_when_tried_then_what_is_remembered_stay
         entry = await ring.get(key_id)
         guesses = [id_of(new_key()) for _ in range(40)]
         assert [(await ring.get(guess)).known for guess in guesses] == [None] * 40
-        assert len(ring._nobodies) == 8
+        assert len(ring._unknown) == 8
         before = len(statements)
         assert await ring.get(key_id) is entry
         assert (await ring.get(guesses[-1])).known is None

@@ -12,8 +12,8 @@ import redis
 from prometheus_client import CollectorRegistry
 from sqlalchemy import Engine
 
-from services.relay.dead_letters import MAX_REQUEST_CHARS, bury
 from services.relay.intake import Intake
+from services.relay.rejects import MAX_REQUEST_CHARS, record_reject
 from services.standalone.servers import Valkey
 from shardline.config import Times
 from shardline.keys import INTAKE, INTAKE_DEAD, INTAKE_DEAD_MAX_BYTES, INTAKE_GROUP
@@ -75,7 +75,7 @@ def test_given_malformed_requests_without_end_when_buried_then_the_newest_are_ke
     client: redis.Redis,
 ) -> None:
     for number in range(200):
-        bury(client, entry=f"{number}-0", request="x" * MAX_REQUEST_CHARS, reason=REASON)
+        record_reject(client, entry=f"{number}-0", request="x" * MAX_REQUEST_CHARS, reason=REASON)
 
     held_bytes = client.memory_usage(INTAKE_DEAD, samples=0) or 0
     assert INTAKE_DEAD_MAX_BYTES / 4 < held_bytes <= INTAKE_DEAD_MAX_BYTES

@@ -11,9 +11,9 @@ import pytest
 from prometheus_client import CollectorRegistry
 from sqlalchemy import Engine
 
+from services.relay.celery_results import CeleryResults
 from services.relay.outbox import Outbox
 from services.relay.preparer import Preparer
-from services.relay.results import Results
 from shardline.config import Times
 from shardline.job import JobState
 from shardline.metrics import RelayMetrics
@@ -45,7 +45,7 @@ def preparer(engine: Engine) -> Preparer:
     """A relay's, with an outbox that sends nothing."""
     metrics = RelayMetrics(CollectorRegistry())
     times = Times().scaled(0.2)
-    results = Results(backend_app=None, times=times, metrics=metrics)
+    results = CeleryResults(backend_app=None, times=times, metrics=metrics)
     outbox = cast(Outbox, SimpleNamespace(wake=lambda: None))
     return Preparer(database=engine, outbox=outbox, results=results, times=times, metrics=metrics)
 

@@ -13,8 +13,8 @@ from sqlalchemy.exc import DBAPIError
 
 from services.relay import sweeper as sweeper_module
 from services.relay.canceller import MAX_BATCH, Canceller
+from services.relay.celery_results import CeleryResults
 from services.relay.census import Census
-from services.relay.results import Results
 from services.relay.sweeper import Sweeper
 from shardline.config import Times
 from shardline.job import JobState
@@ -65,7 +65,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 def sweeper(engine: Engine, registry: CollectorRegistry, clock: Clock) -> Sweeper:
     """A relay's, its turns called by the test."""
     metrics = RelayMetrics(registry)
-    results = Results(backend_app=None, times=TIMES, metrics=metrics)
+    results = CeleryResults(backend_app=None, times=TIMES, metrics=metrics)
     return Sweeper(database=engine, results=results, times=TIMES, metrics=metrics)
 
 
@@ -211,7 +211,7 @@ def test_given_many_revokes_when_turned_then_each_transaction_has_a_batch_and_al
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     metrics = RelayMetrics(CollectorRegistry())
-    results = Results(backend_app=None, times=TIMES, metrics=metrics)
+    results = CeleryResults(backend_app=None, times=TIMES, metrics=metrics)
     canceller = Canceller(database=engine, results=results, times=TIMES, metrics=metrics)
     sizes, cancel = [], jobs.request_cancel
 

@@ -11,7 +11,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 WALL_CLOCKS = {"time.time", "time.time_ns", "datetime.now", "datetime.utcnow", "datetime.today", "date.today"}
 ONLY_SHOWN = {
-    "services/gateway/completing.py": "OpenAI's field `created`",
+    "services/gateway/completion_response.py": "OpenAI's field `created`",
     "shared/shardline/ids.py": "the first bits of a job's id; order is Postgres's created_at",
     "shared/shardline/tokenise/chat.py": "the date that chat templates may print",
 }

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models
 
 from shardline.job import FinishReason, SamplingParams
-from shardline.tokenise.completion import MAX_WINDOW_TOKENS, Completion, Detokeniser, StopFinder, Vocabulary
+from shardline.tokenise.completion import MAX_WINDOW_TOKENS, CompletionText, Detokeniser, StopFinder, Vocabulary
 from tests.unit.small_tokenizers import byte_fallback, byte_level
 
 BYTES = byte_level()
@@ -30,11 +30,11 @@ def ids_of(text: str) -> list[int]:
     return list(BYTES.encode(text).ids)
 
 
-def completion(params: SamplingParams, room: int = 1000) -> Completion:
-    return Completion(Vocabulary(BYTES, [END]), params, room=room)
+def completion(params: SamplingParams, room: int = 1000) -> CompletionText:
+    return CompletionText(Vocabulary(BYTES, [END]), params, room=room)
 
 
-def push_all(one: Completion, ids: list[int]) -> tuple[list[str], FinishReason | None]:
+def push_all(one: CompletionText, ids: list[int]) -> tuple[list[str], FinishReason | None]:
     """The deltas up to the end, the flush included."""
     deltas, reason = [], None
     for token in ids:
@@ -56,10 +56,10 @@ def test_the_deltas_are_the_decoded_whole_whatever_the_tokens(ids: list[int]) ->
 
 def test_without_a_tokenizer_tokens_have_no_text_and_the_limits_hold_all_the_same() -> None:
     nothing = Tokenizer(models.WordLevel({}, unk_token=""))
-    one = Completion(Vocabulary(nothing, [7]), SamplingParams(max_tokens=9), room=1000)
+    one = CompletionText(Vocabulary(nothing, [7]), SamplingParams(max_tokens=9), room=1000)
 
     assert push_all(one, [5, 6, 7]) == (["", "", "", ""], FinishReason.STOP)
-    assert Completion(Vocabulary(nothing, []), SamplingParams(), room=1).push(5) == ("", FinishReason.LENGTH)
+    assert CompletionText(Vocabulary(nothing, []), SamplingParams(), room=1).push(5) == ("", FinishReason.LENGTH)
 
 
 @given(st.text(max_size=60))

@@ -17,7 +17,7 @@ IGNORED: Final = -100  # the label that cross entropy leaves out
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Batch:
+class TrainingRows:
     """Labels stand at the place that predicts them; only answers and their end token have one."""
 
     ids: torch.Tensor
@@ -25,7 +25,7 @@ class Batch:
     labels: torch.Tensor
 
 
-def pack(tokenizer: PreTrainedTokenizerFast, examples: Iterable[Example], row_tokens: int) -> Batch:
+def pack(tokenizer: PreTrainedTokenizerFast, examples: Iterable[Example], row_tokens: int) -> TrainingRows:
     """First fit, longest example first."""
     rows: list[list[tuple[list[int], list[int]]]] = []
     free: list[int] = []
@@ -39,7 +39,7 @@ def pack(tokenizer: PreTrainedTokenizerFast, examples: Iterable[Example], row_to
         rows[row].append((ids, labels))
         free[row] -= len(ids)
     pad = int(tokenizer.pad_token_id)
-    return Batch(
+    return TrainingRows(
         ids=torch.tensor([_fill([i for ids, _ in row for i in ids], row_tokens, pad) for row in rows]),
         positions=torch.tensor([_positions(row, row_tokens) for row in rows]),
         labels=torch.tensor([_fill([i for _, labels in row for i in labels], row_tokens, IGNORED) for row in rows]),

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch.nn.functional import cross_entropy
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from services.standalone.clerk.batches import IGNORED, Batch, pack
+from services.standalone.clerk.batches import IGNORED, TrainingRows, pack
 from services.standalone.clerk.model import build_model, save_model
 from services.standalone.clerk.numerals import words
 from services.standalone.clerk.tasks import examples
@@ -37,7 +37,7 @@ _PRINT_STEPS: Final = 25
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class TrainingPlan:
     """How long to train. The rates fall with whichever is further on, the steps or the minutes."""
 
     out: Path
@@ -49,7 +49,7 @@ class Plan:
 class Trainer:
     """The model, its two optimisers, and how far they are."""
 
-    def __init__(self, plan: Plan, tokenizer: PreTrainedTokenizerFast) -> None:
+    def __init__(self, plan: TrainingPlan, tokenizer: PreTrainedTokenizerFast) -> None:
         torch.manual_seed(_SEED)
         self.plan = plan
         self.tokenizer = tokenizer
@@ -91,7 +91,7 @@ class Trainer:
             optimiser.param_groups[0]["lr"] = rate * factor
 
 
-def answer_loss(model: LlamaForCausalLM, batch: Batch) -> torch.Tensor:
+def answer_loss(model: LlamaForCausalLM, batch: TrainingRows) -> torch.Tensor:
     """Only places that predict an answer reach the output head."""
     wanted = batch.labels != IGNORED
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -129,7 +129,7 @@ def load_checkpoint(trainer: Trainer, path: Path) -> None:
         trainer.elapsed_s = float(stored.metadata()["elapsed_s"])
 
 
-def train(plan: Plan) -> None:
+def train(plan: TrainingPlan) -> None:
     """Go on from the folder's checkpoint, if it has one, to the end of the plan; leave the model in the folder."""
     plan.out.mkdir(parents=True, exist_ok=True)
     checkpoint = plan.out / "checkpoint.safetensors"
@@ -165,7 +165,7 @@ def main() -> None:
     given = parser.parse_args()
     if given.steps < 1 or given.minutes <= 0 or given.batch < 1:
         parser.error("--steps, --minutes and --batch must be above 0")
-    train(Plan(out=given.out, num_steps=given.steps, limit_s=given.minutes * 60, batch_examples=given.batch))
+    train(TrainingPlan(out=given.out, num_steps=given.steps, limit_s=given.minutes * 60, batch_examples=given.batch))
 
 
 if __name__ == "__main__":

@@ -157,7 +157,7 @@ def _borders(stop: str) -> list[int]:
     return borders
 
 
-class Completion:
+class CompletionText:
     """One job's text and end. `room` is what the context leaves after the prompt.
 
     The EOS or stop token is an output token like any other, but has no text. A stop string is not part of the text.

@@ -17,7 +17,7 @@ from tokenizers.models import WordLevel
 from shardline.errors import Invalid
 from shardline.job import Message, Prompt, SamplingParams
 from shardline.tokenise.chat import ChatTemplate
-from shardline.tokenise.completion import Completion, Vocabulary
+from shardline.tokenise.completion import CompletionText, Vocabulary
 
 MAX_CHARS_PER_TOKEN = 128
 """No tokenizer in use has longer tokens: text of more than that times the context is refused unread."""
@@ -101,9 +101,9 @@ class Tokens:
             raise Invalid("messages", f"{self.model} has no chat template", "Send a prompt to /v1/completions instead")
         return self._template.render(msgspec.to_builtins(messages), limit_chars=self._limit_chars)
 
-    def completion(self, params: SamplingParams, max_tokens: int) -> Completion:
+    def completion(self, params: SamplingParams, max_tokens: int) -> CompletionText:
         """The text of a prepared job's output, token by token."""
-        return Completion(self.vocabulary, params, room=max_tokens)
+        return CompletionText(self.vocabulary, params, room=max_tokens)
 
     def text_rule(self, params: SamplingParams, max_tokens: int) -> Callable[[Sequence[int]], str]:
         """For a reader of a job's stream: the text of its next output tokens, as a head gives it out."""

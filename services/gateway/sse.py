@@ -10,7 +10,7 @@ import msgspec
 from fastapi import Request, Response
 from starlette.types import Receive, Scope, Send
 
-from shardline.tasks import end_task
+from shardline.aio import cancel_and_wait
 
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
@@ -60,7 +60,7 @@ class EventStream(Response):
                 await self._on_disconnect()
         finally:
             for task in (sending, leaving):
-                await end_task(task)
+                await cancel_and_wait(task)
 
     async def _send_all(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from shardline.tasks import end_task
+from shardline.aio import cancel_and_wait
 
 
 async def test_given_a_loop_that_takes_a_cancellation_for_a_timeout_when_it_is_ended_then_it_ends() -> None:
@@ -25,7 +25,7 @@ async def test_given_a_loop_that_takes_a_cancellation_for_a_timeout_when_it_is_e
     task = asyncio.create_task(stubborn())
     await started.wait()
 
-    await end_task(task)
+    await cancel_and_wait(task)
 
     assert task.cancelled()
     assert swallowed == 2
@@ -38,6 +38,6 @@ async def test_given_a_task_that_failed_when_it_is_ended_then_nothing_is_raised(
     task = asyncio.create_task(broken())
     await asyncio.wait({task})
 
-    await end_task(task)
+    await cancel_and_wait(task)
 
     assert task.done()

@@ -13,8 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from services.standalone.crew import MAX_DELAY_S, Crew, backoff_s
-from services.standalone.plan import Service
+from services.standalone.plan import ServiceProcess
+from services.standalone.process_group import MAX_DELAY_S, ProcessGroup, backoff_s
 from services.standalone.processes import StartFailed, bound_log, wait_until_gone
 from services.standalone.signals import SignalInbox
 
@@ -29,16 +29,16 @@ class Stage:
         self.inbox = inbox
         self.said: list[str] = []
         self.recorded: list[dict[str, int]] = []
-        self.crew = Crew(inbox, say=self.said.append, changed=self.recorded.append)
+        self.group = ProcessGroup(inbox, say=self.said.append, changed=self.recorded.append)
 
-    def child(self, name: str, program: str) -> Service:
-        child = Service(name, self.home, argv=[sys.executable, "-c", program], env=os.environ)
-        self.crew.start(child)
+    def child(self, name: str, program: str) -> ServiceProcess:
+        child = ServiceProcess(name, self.home, argv=[sys.executable, "-c", program], env=os.environ)
+        self.group.start(child)
         return child
 
-    def tend_until(self, condition: Callable[[], bool], max_deaths: int | None = None) -> None:
+    def watch_until(self, condition: Callable[[], bool], max_deaths: int | None = None) -> None:
         while not condition():
-            self.crew.tend(max_deaths=max_deaths)
+            self.group.watch(max_deaths=max_deaths)
 
 
 @pytest.fixture
@@ -51,26 +51,26 @@ def test_given_a_child_that_is_killed_when_tended_then_it_runs_again_and_that_is
     child = stage.child("relay", READY + "signal.pause()")
     first = child.pid
     os.kill(first, signal.SIGKILL)
-    stage.tend_until(lambda: len(stage.recorded) == 2)
+    stage.watch_until(lambda: len(stage.recorded) == 2)
     assert child.is_running()
     assert child.pid != first
     assert stage.recorded[-1] == {"relay": child.pid}
     assert "killed by SIGKILL" in stage.said[0]
     assert "started again" in stage.said[1]
-    stage.crew.stop([[child]], grace_s=30)
+    stage.group.stop([[child]], grace_s=30)
 
 
 def test_given_a_child_that_cannot_work_when_it_keeps_ending_then_the_start_fails_with_its_log(stage: Stage) -> None:
     stage.child("gateway", "print('no such model'); raise SystemExit(3)")
     with pytest.raises(StartFailed, match="no such model"):
-        stage.tend_until(lambda: False, max_deaths=1)
+        stage.watch_until(lambda: False, max_deaths=1)
     assert "exit status 3" in stage.said[0]
 
 
 def test_given_a_child_that_refuses_its_settings_when_it_ends_then_it_is_not_tried_again(stage: Stage) -> None:
     stage.child("stage-0", "print('cpu:0 is held'); raise SystemExit(2)")
     with pytest.raises(StartFailed, match="cpu:0 is held"):
-        stage.tend_until(lambda: False, max_deaths=3)
+        stage.watch_until(lambda: False, max_deaths=3)
     assert len(stage.recorded) == 1
 
 
@@ -81,10 +81,10 @@ def test_given_a_log_that_cannot_be_opened_when_a_child_is_restarted_then_it_is_
     shutil.rmtree(stage.home / "logs")
     (stage.home / "logs").touch()
     child.kill()
-    stage.tend_until(lambda: len(stage.said) == 2)
+    stage.watch_until(lambda: len(stage.said) == 2)
     assert "logs" in stage.said[1]
     (stage.home / "logs").unlink()
-    stage.tend_until(child.is_running)
+    stage.watch_until(child.is_running)
     child.kill()
 
 
@@ -109,11 +109,11 @@ def test_given_groups_when_stopped_then_each_group_ends_before_the_next_is_asked
     children = []
     for name in ("gateway", "head", "tail"):
         flag = tmp_path / f"{name}.up"
-        child = Service(name, tmp_path, argv=[sys.executable, "-c", program, name, str(flag)], env=os.environ)
-        stage.crew.start(child)
-        stage.tend_until(flag.exists)
+        child = ServiceProcess(name, tmp_path, argv=[sys.executable, "-c", program, name, str(flag)], env=os.environ)
+        stage.group.start(child)
+        stage.watch_until(flag.exists)
         children.append(child)
-    stage.crew.stop([[child] for child in children], grace_s=30)
+    stage.group.stop([[child] for child in children], grace_s=30)
     assert order.read_text().split() == ["gateway", "head", "tail"]
 
 
@@ -130,9 +130,9 @@ def test_given_a_child_that_ignores_the_request_when_its_grace_is_over_then_it_a
         "signal.pause()\n"
     )
     child = stage.child("stage-0", program)
-    stage.tend_until(flag.exists)
+    stage.watch_until(flag.exists)
     grandchild = psutil.Process(int(flag.read_text()))
-    stage.crew.stop([[child]], grace_s=0)
+    stage.group.stop([[child]], grace_s=0)
     assert not child.is_running()
     assert wait_until_gone(grandchild, timeout_s=30)
 
@@ -146,15 +146,15 @@ def test_given_a_stop_under_way_when_asked_again_then_nothing_is_waited_for(stag
         "while True: signal.pause()\n"
     )
     child = stage.child("stage-0", program)
-    stage.tend_until((tmp_path / "asked.up").exists)
+    stage.watch_until((tmp_path / "asked.up").exists)
     program = (
         "import os, pathlib\n"
         f"while not pathlib.Path({str(flag)!r}).exists(): os.sched_yield()\n"
         "os.kill(os.getppid(), 15)\n"
     )
-    impatient = Service("impatient", tmp_path, argv=[sys.executable, "-c", program], env=os.environ)
+    impatient = ServiceProcess("impatient", tmp_path, argv=[sys.executable, "-c", program], env=os.environ)
     impatient.start()
-    stage.crew.stop([[child]], grace_s=3600)
+    stage.group.stop([[child]], grace_s=3600)
     assert not child.is_running()
     assert stage.inbox.num_stops == 1
     impatient.kill()

@@ -21,7 +21,7 @@ from shardline.metrics import RelayMetrics
 MAX_WAITING = 10_000
 
 
-class Results(Loop):
+class CeleryResults(Loop):
     """`backend_app` is a Celery app whose result backend is stored into; None without one."""
 
     def __init__(self, *, backend_app: Celery | None, times: Times, metrics: RelayMetrics) -> None:

@@ -16,7 +16,7 @@ log = structlog.get_logger(__name__)
 MAX_REQUEST_CHARS = 65_536
 
 
-def bury(redis: Redis, *, entry: str, request: str, reason: dict[str, str] | None) -> None:
+def record_reject(redis: Redis, *, entry: str, request: str, reason: dict[str, str] | None) -> None:
     """Keep it with the reason, if Redis has room: a full one must not hold up what came after it. May raise other
     RedisErrors."""
     log.warning("request refused", entry=entry, reason=reason)

@@ -1,4 +1,4 @@
-"""The tokenizers of registered models, loaded once each. Knows no job."""
+"""Texts of partial results: what a head would have given out for token ids that no head holds. Moves no job."""
 
 from __future__ import annotations
 
@@ -6,54 +6,24 @@ import time
 from uuid import UUID
 
 import structlog
-from sqlalchemy import Engine, RowMapping
+from sqlalchemy import Engine
 
 from services.relay.loop import POSTGRES_ERRORS
-from shardline.errors import Invalid, UnknownModel
-from shardline.store import models, pipelines
+from services.relay.registered_tokenizers import RegisteredTokenizers
+from shardline.errors import Invalid
 from shardline.store.sweeps import Partial
-from shardline.tokenise import Tokens
 
 log = structlog.get_logger(__name__)
 
 Key = tuple[UUID, int, int]
 
 
-class KnownModels:
-    """For one thread. A model that is registered anew is loaded anew, with no transaction open meanwhile."""
-
-    def __init__(self, database: Engine) -> None:
-        self._database = database
-        self._loaded: dict[str, tuple[str, Tokens]] = {}
-        self._versions: dict[str, str] = {}
-        self._longest: dict[str, int] = {}
-
-    def refresh(self) -> None:
-        """Once a batch: which models there are; forgets what is no more."""
-        with self._database.begin() as connection:
-            self._versions, self._longest = models.versions(connection), pipelines.longest(connection)
-        self._loaded = {name: loaded for name, loaded in self._loaded.items() if self._versions.get(name) == loaded[0]}
-
-    def get(self, name: str) -> Tokens:
-        """Raises UnknownModel, and Invalid when its tokenizer cannot be read."""
-        if name not in self._loaded:
-            row = self._row(name) if name in self._versions else None
-            if row is None:
-                raise UnknownModel(name, list(self._versions))
-            self._loaded[name] = row["fingerprint"], Tokens.from_row(dict(row))
-        return self._loaded[name][1].within(self._longest.get(name))
-
-    def _row(self, name: str) -> RowMapping | None:
-        with self._database.begin() as connection:
-            return models.get_model(connection, name)
-
-
-class Decoder:
+class PartialTexts:
     """Texts of partial results: token ids of jobs that no head holds. Asked while a transaction is open, it only looks
     up; what it did not know, it makes before the next."""
 
     def __init__(self, database: Engine, *, budget_s: float) -> None:
-        self._models = KnownModels(database)
+        self._tokenizers = RegisteredTokenizers(database)
         self._budget_s = budget_s
         self._texts: dict[Key, str] = {}
         self._unknown: dict[Key, Partial] = {}
@@ -73,7 +43,7 @@ class Decoder:
         least and as many as fit into the budget; forgets those of the last time."""
         unknown, self._unknown, self._texts, self.was_asked = self._unknown, {}, {}, False
         if unknown:
-            self._models.refresh()
+            self._tokenizers.refresh()
         until_s = time.monotonic() + self._budget_s
         for key, partial in unknown.items():
             self._texts[key] = self._text(partial)
@@ -83,7 +53,7 @@ class Decoder:
     def _text(self, partial: Partial) -> str:
         """Empty when the model is gone: the token ids are kept in any case."""
         try:
-            completion = self._models.get(partial.model).completion(partial.params, partial.max_tokens)
+            completion = self._tokenizers.get(partial.model).completion(partial.params, partial.max_tokens)
             return completion.say(partial.ids) + completion.flush()
         except Invalid:
             return ""

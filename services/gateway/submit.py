@@ -11,18 +11,17 @@ from uuid import UUID
 import msgspec
 from fastapi import Request
 
-from services.gateway.catalogue import Model
+from services.gateway.context import Gateway
 from services.gateway.errors import Forbidden, NotJson
 from services.gateway.guard import Caller
-from services.gateway.openai import Document, Wanted, read_object
-from services.gateway.state import Gateway
+from services.gateway.openai import AnswerOptions, Document, read_object
 from shardline.errors import Invalid
 from shardline.failpoints import Point, failpoint
 from shardline.ids import new_id
 from shardline.job import JobRequest, parse_request
-from shardline.tokenise import Prepared
+from shardline.tokenise import Prepared, RegisteredModel
 
-Parse = Callable[[Document], tuple[JobRequest, Wanted]]
+Parse = Callable[[Document], tuple[JobRequest, AnswerOptions]]
 
 JSON = "application/json"
 LARGE_BYTES = 32 << 10
@@ -39,24 +38,24 @@ class Accepted:
     """The caller chose its id or key, and can ask for it again."""
     request: JobRequest
     prepared: Prepared
-    model: Model
-    wanted: Wanted
+    model: RegisteredModel
+    options: AnswerOptions
 
 
-async def accept(gateway: Gateway, request: Request, caller: Caller, parse: Parse) -> Accepted:
+async def submit(gateway: Gateway, request: Request, caller: Caller, parse: Parse) -> Accepted:
     """A job of the caller's tenant. Raises Invalid, Forbidden, Conflict, Overloaded, Unavailable; then nothing was
     stored, or a repeat with its id is safe."""
     _check_is_json(request)
     with gateway.admission.reading() as room:
         body = await gateway.admission.read(request, room)
-        job, wanted = await _aside(len(body), _parse, body, request, caller, parse)
+        job, options = await _aside(len(body), _parse, body, request, caller, parse)
         is_named = job.id is not None or job.idempotency_key is not None
         job = msgspec.structs.replace(job, id=job.id or new_id())
         with gateway.tracer.phase("accept", traceparent=job.traceparent, model=job.model) as traceparent:
             job = msgspec.structs.replace(job, traceparent=traceparent)
-            model = await gateway.catalogue.get(job.model)
+            model = await gateway.catalog.get(job.model)
             prepared = await _aside(len(body), _prepare, model, job)
-            stored = await gateway.inserter.insert(job, prepared)
+            stored = await gateway.insert_batcher.insert(job, prepared)
             failpoint(Point.GATEWAY_INSERTED)
     return Accepted(
         job_id=stored.job_id,
@@ -65,13 +64,13 @@ async def accept(gateway: Gateway, request: Request, caller: Caller, parse: Pars
         request=job,
         prepared=prepared,
         model=model,
-        wanted=wanted,
+        options=options,
     )
 
 
-def native_request(document: Document) -> tuple[JobRequest, Wanted]:
+def native_request(document: Document) -> tuple[JobRequest, AnswerOptions]:
     """`POST /v1/jobs`: the flat request as every other door takes it."""
-    return parse_request(document), Wanted()
+    return parse_request(document), AnswerOptions()
 
 
 def _check_is_json(request: Request) -> None:
@@ -81,16 +80,16 @@ def _check_is_json(request: Request) -> None:
         raise NotJson("content-type", f"{kind[:64]!r} is not {JSON}", f"Send Content-Type: {JSON}")
 
 
-def _parse(body: bytes, request: Request, caller: Caller, parse: Parse) -> tuple[JobRequest, Wanted]:
+def _parse(body: bytes, request: Request, caller: Caller, parse: Parse) -> tuple[JobRequest, AnswerOptions]:
     document = read_object(body)
     _take_tenant(document, caller)
     _take_header(document, "idempotency_key", request.headers.get("idempotency-key"))
-    job, wanted = parse(document)
+    job, options = parse(document)
     traceparent = job.traceparent or request.headers.get("traceparent")
-    return msgspec.structs.replace(job, traceparent=traceparent), wanted
+    return msgspec.structs.replace(job, traceparent=traceparent), options
 
 
-def _prepare(model: Model, job: JobRequest) -> Prepared:
+def _prepare(model: RegisteredModel, job: JobRequest) -> Prepared:
     return model.tokens.prepare(prompt=job.prompt, messages=job.messages, params=job.params())
 
 

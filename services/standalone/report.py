@@ -31,7 +31,7 @@ FLOWER_TASKS = 10_000
 CELL_MAX = 17
 
 
-class Asked(msgspec.Struct, frozen=True, kw_only=True):
+class DemoPrompt(msgspec.Struct, frozen=True, kw_only=True):
     """One submitted prompt and the only right answer."""
 
     id: UUID
@@ -40,7 +40,7 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
     answer: str
 
 
-class StageSeen(msgspec.Struct, frozen=True, kw_only=True, order=True):
+class StageUsed(msgspec.Struct, frozen=True, kw_only=True, order=True):
     """One stage that worked on these jobs."""
 
     layers: tuple[int, int]
@@ -49,7 +49,7 @@ class StageSeen(msgspec.Struct, frozen=True, kw_only=True, order=True):
     worker: str
 
 
-class Figures(msgspec.Struct, frozen=True, kw_only=True):
+class DemoReport(msgspec.Struct, frozen=True, kw_only=True):
     """What the demo writes to demo.json."""
 
     submitted: int
@@ -67,7 +67,7 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     num_by_door: dict[str, int]
     """Succeeded jobs."""
     correct_by_task: dict[str, str]
-    stages_seen: list[StageSeen]
+    stages_seen: list[StageUsed]
     processes_left: int = 0
 
     def shortfalls(self, *, num: int, num_doors: int, min_accuracy: float) -> list[str]:
@@ -104,7 +104,7 @@ def num_in_flower(flower: str, ids: Sequence[UUID]) -> int:
     return len({str(each) for each in ids} & set(answer.json()))
 
 
-def summarise(asked: Sequence[Asked], found: Sequence[Mapping[str, Any]], *, flower_tasks_seen: int) -> Figures:
+def summarise(asked: Sequence[DemoPrompt], found: Sequence[Mapping[str, Any]], *, flower_tasks_seen: int) -> DemoReport:
     """Count everything once."""
     by_id = {row["id"]: row for row in found}
     done = [row for row in found if row["state"] == "succeeded"]
@@ -114,7 +114,7 @@ def summarise(asked: Sequence[Asked], found: Sequence[Mapping[str, Any]], *, flo
     seen = sorted({stage for row in done for stage in _stages(row["provenance"])})
     tasks = Counter(each.task for each in asked)
     doors = Counter(each.door for each in asked if by_id.get(each.id, {}).get("state") == "succeeded")
-    return Figures(
+    return DemoReport(
         submitted=len(asked),
         succeeded=len(done),
         failed=sum(row["state"] == "failed" for row in found),
@@ -148,22 +148,22 @@ def _span_s(done: Sequence[Mapping[str, Any]]) -> float:
     return max(0.001, float((last - first).total_seconds()))
 
 
-def _stages(provenance: Mapping[str, Any]) -> list[StageSeen]:
-    return msgspec.convert(provenance.get("stages", []), list[StageSeen])
+def _stages(provenance: Mapping[str, Any]) -> list[StageUsed]:
+    return msgspec.convert(provenance.get("stages", []), list[StageUsed])
 
 
-def figures_table(figures: Figures) -> Table:
+def report_table(report: DemoReport) -> Table:
     """The summary for people."""
     table = Table("figure", "value", title="The demo in figures")
-    table.add_row("jobs succeeded", f"{figures.succeeded} of {figures.submitted}")
-    table.add_row("answers right", f"{figures.correct} ({figures.accuracy:.1%})")
-    table.add_row("right by task", "  ".join(f"{task} {share}" for task, share in figures.correct_by_task.items()))
-    table.add_row("through each door", "  ".join(f"{door} {num}" for door, num in figures.num_by_door.items()))
-    table.add_row("output tokens/s", f"{figures.output_tokens_per_s:.0f}")
-    table.add_row("latency p50 / p95", f"{figures.latency_p50_s:.2f} s / {figures.latency_p95_s:.2f} s")
-    for stage in figures.stages_seen:
+    table.add_row("jobs succeeded", f"{report.succeeded} of {report.submitted}")
+    table.add_row("answers right", f"{report.correct} ({report.accuracy:.1%})")
+    table.add_row("right by task", "  ".join(f"{task} {share}" for task, share in report.correct_by_task.items()))
+    table.add_row("through each door", "  ".join(f"{door} {num}" for door, num in report.num_by_door.items()))
+    table.add_row("output tokens/s", f"{report.output_tokens_per_s:.0f}")
+    table.add_row("latency p50 / p95", f"{report.latency_p50_s:.2f} s / {report.latency_p95_s:.2f} s")
+    for stage in report.stages_seen:
         table.add_row(stage.worker, f"layers {stage.layers[0]}-{stage.layers[1] - 1} on {stage.device}")
-    table.add_row("same ids in Flower", str(figures.flower_tasks_seen))
+    table.add_row("same ids in Flower", str(report.flower_tasks_seen))
     return table
 
 

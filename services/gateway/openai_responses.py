@@ -16,16 +16,12 @@ from services.gateway.bodies import (
     CompletionChoice,
     CompletionUsage,
     ContentLogprob,
-    JobDocument,
-    JobHead,
-    JobListed,
-    JobResult,
     NamedLogprob,
     TextLogprobs,
     TokenFields,
 )
-from services.gateway.openai import Wanted
-from shardline.job import Job, JobSummary, Result, TokenLogprob, Usage
+from services.gateway.openai import AnswerOptions
+from shardline.job import Result, TokenLogprob, Usage
 from shardline.tokenise import Tokens
 from shardline.wire import Delta
 
@@ -33,15 +29,15 @@ BROKEN = "\ufffd"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
-    """What the two doors call their things, and what every answer of one request repeats."""
+class OpenAiResponses:
+    """Builds every answer and chunk of one request, for either of OpenAI's two doors."""
 
     is_chat: bool
     public_id: str
     model: str
     created: int
     system_fingerprint: str
-    wanted: Wanted
+    options: AnswerOptions
     tokens: Tokens
     prompt_ids: tuple[int, ...]
 
@@ -49,10 +45,10 @@ class Shape:
         """The answer to a request that does not stream."""
         return self._chat(result) if self.is_chat else self._text(result)
 
-    def opening(self) -> dict[str, Any] | None:
+    def opening_chunk(self) -> dict[str, Any] | None:
         """The chunk before the first token: the role, or the prompt's ids, or nothing."""
         choice: dict[str, Any] = {"delta": {"role": "assistant", "content": ""}} if self.is_chat else {"text": ""}
-        if self.wanted.return_token_ids:
+        if self.options.return_token_ids:
             choice |= {"prompt_token_ids": self.prompt_ids, "token_ids": []}
         elif not self.is_chat:
             return None
@@ -62,18 +58,18 @@ class Shape:
         """New tokens. `offset`: characters sent before."""
         choice: dict[str, Any] = {"delta": {"content": delta.text}} if self.is_chat else {"text": delta.text}
         choice |= {"logprobs": self._logprobs(delta.logprobs, offset), "finish_reason": None}
-        if self.wanted.return_token_ids:
+        if self.options.return_token_ids:
             choice["token_ids"] = delta.ids
         return self._chunk(choice)
 
-    def closing(self, reason: str) -> dict[str, Any]:
+    def final_chunk(self, reason: str) -> dict[str, Any]:
         """The chunk that says why it ended."""
         choice: dict[str, Any] = {"delta": {}} if self.is_chat else {"text": ""}
-        if self.wanted.return_token_ids:
+        if self.options.return_token_ids:
             choice["token_ids"] = []
         return self._chunk({**choice, "logprobs": None, "finish_reason": reason})
 
-    def usage(self, num_output: int) -> dict[str, Any]:
+    def usage_chunk(self, num_output: int) -> dict[str, Any]:
         """The chunk after the last one, if it was asked for."""
         usage = Usage(prompt_tokens=len(self.prompt_ids), completion_tokens=num_output)
         return {**self._head(), "object": self._chunk_kind, "choices": [], "usage": usage_of(usage)}
@@ -99,7 +95,7 @@ class Shape:
         return {**self._head(), "object": "chat.completion", "choices": [choice], "usage": usage_of(result.usage)}
 
     def _token_fields(self, result: Result) -> TokenFields:
-        if not self.wanted.return_token_ids:
+        if not self.options.return_token_ids:
             return {}
         return {"prompt_token_ids": self.prompt_ids, "token_ids": result.token_ids}
 
@@ -109,7 +105,7 @@ class Shape:
 
     def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
         document = {**self._head(), "object": self._chunk_kind, "choices": [{"index": 0, **choice}]}
-        return {**document, "usage": None} if self.wanted.include_usage else document
+        return {**document, "usage": None} if self.options.include_usage else document
 
     def _head(self) -> AnswerHead:
         return {
@@ -164,57 +160,4 @@ def usage_of(usage: Usage) -> CompletionUsage:
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
         "total_tokens": usage.total_tokens,
-    }
-
-
-def summary_document(job: JobSummary) -> JobListed:
-    """A job in a list."""
-    return {
-        **_job_head(job),
-        "prompt_start": job.prompt_start,
-        "finish_reason": job.finish_reason,
-        "usage": None if job.usage is None else usage_of(job.usage),
-    }
-
-
-def job_document(job: Job) -> JobDocument:
-    """A job as the native API shows it."""
-    return {
-        **_job_head(job),
-        "prompt": job.prompt,
-        "prompt_token_ids": job.prompt_token_ids,
-        "params": job.params,
-        "seed": job.seed,
-        "metadata": job.metadata,
-        "result": None if job.result is None else _job_result(job.result),
-    }
-
-
-def _job_head(job: Job | JobSummary) -> JobHead:
-    return {
-        "id": job.id,
-        "object": "job",
-        "state": job.state,
-        "model": job.model,
-        "tenant": job.tenant,
-        "priority": job.priority,
-        "created_at": job.created_at,
-        "finished_at": job.finished_at,
-        "cancel_requested": job.cancel_requested,
-        "crashes": job.crashes,
-        "replay_of": job.replay_of,
-        "error": job.error,
-    }
-
-
-def _job_result(result: Result) -> JobResult:
-    return {
-        "text": result.text,
-        "token_ids": result.token_ids,
-        "finish_reason": result.finish_reason,
-        "usage": usage_of(result.usage),
-        "logprobs": result.logprobs,
-        "exact": result.exact,
-        "timings": result.timings,
-        "provenance": result.provenance,
     }

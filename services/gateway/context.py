@@ -10,9 +10,9 @@ from fastapi import Depends, Request
 from prometheus_client import CollectorRegistry
 
 from services.gateway.admission import Admission
-from services.gateway.catalogue import Catalogue
+from services.gateway.catalog import ModelCatalog
 from services.gateway.guard import Guard, allowed_hosts
-from services.gateway.inserter import Inserter
+from services.gateway.insert_batcher import InsertBatcher
 from services.gateway.keyring import Keyring
 from services.gateway.settings import GatewaySettings
 from shardline.client import AsyncClient
@@ -26,8 +26,8 @@ class Gateway:
 
     settings: GatewaySettings
     client: AsyncClient
-    catalogue: Catalogue
-    inserter: Inserter
+    catalog: ModelCatalog
+    insert_batcher: InsertBatcher
     admission: Admission
     keyring: Keyring
     guard: Guard
@@ -48,8 +48,8 @@ class Gateway:
         return cls(
             settings=settings,
             client=client,
-            catalogue=Catalogue(client.database),
-            inserter=Inserter(client, metrics),
+            catalog=ModelCatalog(client.database),
+            insert_batcher=InsertBatcher(client, metrics),
             admission=Admission(
                 max_in_flight=settings.http_max_in_flight,
                 max_followers=settings.http_max_followers,
@@ -71,12 +71,12 @@ class Gateway:
         """Begin the tasks of this process."""
         if self.settings.metrics_port is not None:
             serve(self.settings.metrics_port, self.registry)
-        self.inserter.start()
+        self.insert_batcher.start()
         self.keyring.start()
 
     async def close(self) -> None:
         """End them and give back the connections. Jobs go on."""
-        await self.inserter.close()
+        await self.insert_batcher.close()
         await self.keyring.close()
         await self.client.close()
         await asyncio.to_thread(self.tracer.close)
@@ -89,5 +89,5 @@ def gateway_of(request: Request) -> Gateway:
     return gateway
 
 
-Here = Annotated[Gateway, Depends(gateway_of)]
+GatewayDep = Annotated[Gateway, Depends(gateway_of)]
 """A route's parameter."""

@@ -25,80 +25,85 @@ log = structlog.get_logger(__name__)
 CONFLICT = "conflict"
 """Code of a reason: the id belongs to a job that this request must not touch."""
 
-Fate = Literal["accepted", "failed", "dead"]
+SubmissionStatus = Literal["accepted", "failed", "rejected"]
 DOCUMENT_ERRORS = (DataError, IntegrityError, TypeError, ValueError, RecursionError, OverflowError)
 """What a document can cause that is stranger than any rule foresees."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Arrival:
-    """A request as it came. `id` is its job's unless it names one; the same arrival always has the same."""
+class Submission:
+    """A request as it came. `id` is its job's unless it names one; the same submission always has the same."""
 
     id: UUID
     document: object
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
-    """What became of an arrival; `reason` says why it is not `accepted`. A `dead` one has no row."""
+class SubmissionResult:
+    """What became of a submission; `reason` says why it is not `accepted`. A `rejected` one has no row."""
 
-    fate: Fate
+    status: SubmissionStatus
     reason: dict[str, str] | None = None
 
+    @property
+    def metric_label(self) -> str:
+        """`outcome` of shardline_intake_entries, where a reject is called `dead`."""
+        return "dead" if self.status == "rejected" else self.status
 
-def accept(database: Engine, arrivals: Sequence[Arrival]) -> list[Verdict]:
-    """One verdict each, in order; what they say is committed. Raises only when Postgres is away."""
-    parsed = [_parse(arrival) for arrival in arrivals]
+
+def store_submissions(database: Engine, submissions: Sequence[Submission]) -> list[SubmissionResult]:
+    """One result each, in order; what they say is committed. Raises only when Postgres is away."""
+    parsed = [_parse(submission) for submission in submissions]
     requests = [one for one in parsed if isinstance(one, JobRequest)]
     try:
         with database.begin() as connection:
             insert_jobs(connection, requests)
     except (Invalid, Conflict, *DOCUMENT_ERRORS):
         # Somebody in the batch; one by one, so that nobody else suffers.
-        return [_accept_alone(database, *pair) for pair in zip(arrivals, parsed, strict=True)]
+        return [_store_alone(database, *pair) for pair in zip(submissions, parsed, strict=True)]
     return [
-        Verdict(fate="accepted") if isinstance(one, JobRequest) else _refuse(database, arrival, one)
-        for arrival, one in zip(arrivals, parsed, strict=True)
+        SubmissionResult(status="accepted") if isinstance(one, JobRequest) else _refuse(database, submission, one)
+        for submission, one in zip(submissions, parsed, strict=True)
     ]
 
 
-def _parse(arrival: Arrival) -> JobRequest | Invalid:
+def _parse(submission: Submission) -> JobRequest | Invalid:
     try:
-        request = parse_request(arrival.document)
+        request = parse_request(submission.document)
     except Invalid as error:
         return error
     except DOCUMENT_ERRORS as error:
         return Invalid("request", f"it cannot be read: {error}", "See docs/jobs.md for fields and limits")
-    return request if request.id is not None else msgspec.structs.replace(request, id=arrival.id)
+    return request if request.id is not None else msgspec.structs.replace(request, id=submission.id)
 
 
-def _accept_alone(database: Engine, arrival: Arrival, parsed: JobRequest | Invalid) -> Verdict:
+def _store_alone(database: Engine, submission: Submission, parsed: JobRequest | Invalid) -> SubmissionResult:
     if isinstance(parsed, Invalid):
-        return _refuse(database, arrival, parsed)
+        return _refuse(database, submission, parsed)
     try:
         with database.begin() as connection:
             insert_jobs(connection, [parsed])
     except Conflict as error:
         return _conflict(str(error))
     except Invalid as error:
-        return _refuse(database, arrival, error)
+        return _refuse(database, submission, error)
     except DOCUMENT_ERRORS as error:
         problem = str(getattr(error, "orig", error)).partition("\n")[0]
-        return _refuse(database, arrival, Invalid("request", problem, "See docs/jobs.md for fields and limits"))
-    return Verdict(fate="accepted")
+        return _refuse(database, submission, Invalid("request", problem, "See docs/jobs.md for fields and limits"))
+    return SubmissionResult(status="accepted")
 
 
-def _refuse(database: Engine, arrival: Arrival, error: Invalid) -> Verdict:
-    """A `failed` row where id and model can be told, else dead."""
+def _refuse(database: Engine, submission: Submission, error: Invalid) -> SubmissionResult:
+    """A `failed` row where id and model can be told, else a reject."""
     reason = error.as_dict()
-    failed = _failed_row(arrival, reason)
+    failed = _failed_row(submission, reason)
     if failed is None:
-        return Verdict(fate="dead", reason=reason)
+        return SubmissionResult(status="rejected", reason=reason)
     with database.begin() as connection:
         if not insert_failed(connection, [failed]) and not _is_repeat(connection, failed):
             return _conflict(f"job {failed.id} is there already; {error}")
     log.info("job refused", job_id=str(failed.id), field=error.field, problem=error.problem)
-    return Verdict(fate="failed", reason=reason)
+    return SubmissionResult(status="failed", reason=reason)
 
 
 def _is_repeat(connection: Connection, failed: FailedRequest) -> bool:
@@ -107,16 +112,16 @@ def _is_repeat(connection: Connection, failed: FailedRequest) -> bool:
     return job is not None and job.error == failed.error
 
 
-def _conflict(problem: str) -> Verdict:
-    return Verdict(fate="dead", reason={"code": CONFLICT, "problem": problem})
+def _conflict(problem: str) -> SubmissionResult:
+    return SubmissionResult(status="rejected", reason={"code": CONFLICT, "problem": problem})
 
 
-def _failed_row(arrival: Arrival, reason: dict[str, str]) -> FailedRequest | None:
-    document = arrival.document
+def _failed_row(submission: Submission, reason: dict[str, str]) -> FailedRequest | None:
+    document = submission.document
     if not isinstance(document, dict):
         return None
     model, prompt, metadata = (document.get(name) for name in ("model", "prompt", "metadata"))
-    job_id = _told_id(document, arrival.id)
+    job_id = _told_id(document, submission.id)
     if job_id is None or not isinstance(model, str) or not 1 <= len(model) <= 256:
         return None
     return FailedRequest(

@@ -9,11 +9,11 @@ from uuid import UUID
 
 import structlog
 
-from services.gateway.answers import job_document
-from services.gateway.completing import merged
+from services.gateway.completion_response import merged
+from services.gateway.context import Gateway
 from services.gateway.errors import Stopping, body_of
-from services.gateway.state import Gateway
-from services.gateway.stream import KEEP_ALIVE, event
+from services.gateway.job_documents import job_document
+from services.gateway.sse import KEEP_ALIVE, event
 from shardline.client.progress import TextRule
 from shardline.errors import Diverged, ShardlineError, Unavailable, UnknownModel
 from shardline.job import Job
@@ -87,6 +87,6 @@ async def _end(gateway: Gateway, job_id: UUID, place: Place) -> AsyncIterator[by
 
 async def _text_rule(gateway: Gateway, job: Job) -> TextRule | None:
     try:
-        return (await gateway.catalogue.get(job.model)).tokens.text_rule
+        return (await gateway.catalog.get(job.model)).tokens.text_rule
     except UnknownModel:
         return None

@@ -7,19 +7,19 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from shardline.aio import cancel_and_wait
 from shardline.client import AsyncClient
 from shardline.errors import Unavailable
 from shardline.job import JobRequest
 from shardline.metrics import GatewayMetrics
 from shardline.store.jobs import Stored
-from shardline.tasks import end_task
 from shardline.tokenise import Prepared
 
 MAX_BATCH = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Waiting:
+class PendingInsert:
     """One request on its way to its row."""
 
     request: JobRequest
@@ -27,40 +27,40 @@ class Waiting:
     stored: asyncio.Future[Stored] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
 
-class Inserter:
+class InsertBatcher:
     """One task; bounded by admission, which counts everyone who waits here."""
 
     def __init__(self, client: AsyncClient, metrics: GatewayMetrics) -> None:
         self._client = client
         self._metrics = metrics
-        self._waiting: deque[Waiting] = deque()
-        self._bell = asyncio.Event()
+        self._waiting: deque[PendingInsert] = deque()
+        self._has_work = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
         """Begin to store."""
-        self._task = asyncio.create_task(self._run(), name="inserter")
+        self._task = asyncio.create_task(self._run(), name="insert_batcher")
 
     async def close(self) -> None:
         """End the task. Nobody waits any more when a server stops in good order."""
         if self._task is not None:
-            await end_task(self._task)
+            await cancel_and_wait(self._task)
 
     async def insert(self, request: JobRequest, prepared: Prepared) -> Stored:
         """Its row, once that is committed. Raises Invalid, Conflict, Unavailable."""
-        waiting = Waiting(request=request, prepared=prepared)
+        waiting = PendingInsert(request=request, prepared=prepared)
         self._waiting.append(waiting)
-        self._bell.set()
+        self._has_work.set()
         return await waiting.stored
 
     async def _run(self) -> None:
         while True:
-            await self._bell.wait()
-            self._bell.clear()
+            await self._has_work.wait()
+            self._has_work.clear()
             while self._waiting:
                 await self._store([self._waiting.popleft() for _ in range(min(len(self._waiting), MAX_BATCH))])
 
-    async def _store(self, batch: Sequence[Waiting]) -> None:
+    async def _store(self, batch: Sequence[PendingInsert]) -> None:
         try:
             rows = await self._client.insert(
                 [one.request for one in batch],
@@ -87,7 +87,7 @@ class Inserter:
                     one.stored.set_result(row)
 
 
-def _fail(batch: Sequence[Waiting], error: Exception) -> None:
+def _fail(batch: Sequence[PendingInsert], error: Exception) -> None:
     for one in batch:
         if not one.stored.done():
             one.stored.set_exception(error)

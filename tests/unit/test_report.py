@@ -1,4 +1,4 @@
-"""The demo's figures: what counts as right, and what must hold before it calls itself a success."""
+"""The demo's report: what counts as right, and what must hold before it calls itself a success."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.standalone.figures import Asked, Figures, percentile, summarise
+from services.standalone.report import DemoPrompt, DemoReport, percentile, summarise
 
 BEGUN = datetime(2026, 1, 1, tzinfo=UTC)
 STAGES = [
@@ -20,7 +20,7 @@ STAGES = [
 ]
 
 
-def row(asked: Asked, text: str | None, *, state: str = "succeeded", seconds: float = 1.0) -> dict[str, Any]:
+def row(asked: DemoPrompt, text: str | None, *, state: str = "succeeded", seconds: float = 1.0) -> dict[str, Any]:
     return {
         "id": asked.id,
         "state": state,
@@ -32,37 +32,37 @@ def row(asked: Asked, text: str | None, *, state: str = "succeeded", seconds: fl
     }
 
 
-def asked(door: str, answer: str) -> Asked:
-    return Asked(id=uuid4(), door=door, task="date", answer=answer)
+def asked(door: str, answer: str) -> DemoPrompt:
+    return DemoPrompt(id=uuid4(), door=door, task="date", answer=answer)
 
 
-def good() -> Figures:
+def good() -> DemoReport:
     first, second = asked("client", "1"), asked("http", "2")
     return summarise([first, second], [row(first, "1"), row(second, "2", seconds=2)], flower_tasks_seen=2)
 
 
 def test_given_right_answers_when_summed_up_then_every_figure_is_there_and_all_holds() -> None:
-    figures = good()
-    assert (figures.submitted, figures.succeeded, figures.result_rows, figures.correct) == (2, 2, 2, 2)
-    assert (figures.accuracy, figures.output_tokens_per_s) == (1.0, 10.0)
-    assert (figures.latency_p50_s, figures.latency_p95_s) == (1.0, 2.0)
-    assert (figures.stages, figures.doors, figures.flower_tasks_seen) == (2, 2, 2)
-    assert [stage.device for stage in figures.stages_seen] == ["cpu:0", "cpu:1"]
-    assert figures.shortfalls(num=2, num_doors=2, min_accuracy=0.95) == []
+    report = good()
+    assert (report.submitted, report.succeeded, report.result_rows, report.correct) == (2, 2, 2, 2)
+    assert (report.accuracy, report.output_tokens_per_s) == (1.0, 10.0)
+    assert (report.latency_p50_s, report.latency_p95_s) == (1.0, 2.0)
+    assert (report.stages, report.doors, report.flower_tasks_seen) == (2, 2, 2)
+    assert [stage.device for stage in report.stages_seen] == ["cpu:0", "cpu:1"]
+    assert report.shortfalls(num=2, num_doors=2, min_accuracy=0.95) == []
 
 
 def test_given_a_wrong_a_failed_and_a_lost_job_when_summed_up_then_each_is_counted_as_what_it_is() -> None:
     wrong, failed, lost = asked("client", "1"), asked("http", "2"), asked("sql", "3")
-    figures = summarise(
+    report = summarise(
         [wrong, failed, lost], [row(wrong, "1 "), row(failed, None, state="failed")], flower_tasks_seen=1
     )
-    assert (figures.submitted, figures.succeeded, figures.failed, figures.correct) == (3, 1, 1, 0)
-    assert figures.num_by_door == {"client": 1}
+    assert (report.submitted, report.succeeded, report.failed, report.correct) == (3, 1, 1, 0)
+    assert report.num_by_door == {"client": 1}
 
 
 def test_given_nothing_at_all_when_summed_up_then_nothing_is_divided_by_zero() -> None:
-    figures = summarise([], [], flower_tasks_seen=0)
-    assert (figures.accuracy, figures.output_tokens_per_s, figures.latency_p95_s) == (0.0, 0.0, 0.0)
+    report = summarise([], [], flower_tasks_seen=0)
+    assert (report.accuracy, report.output_tokens_per_s, report.latency_p95_s) == (0.0, 0.0, 0.0)
 
 
 @pytest.mark.parametrize(
@@ -78,8 +78,8 @@ def test_given_nothing_at_all_when_summed_up_then_nothing_is_divided_by_zero() -
     ],
 )
 def test_given_any_figure_that_falls_short_when_judged_then_the_demo_fails(change: dict[str, Any]) -> None:
-    figures = msgspec.structs.replace(good(), **change)
-    assert len(figures.shortfalls(num=2, num_doors=2, min_accuracy=0.95)) == 1
+    report = msgspec.structs.replace(good(), **change)
+    assert len(report.shortfalls(num=2, num_doors=2, min_accuracy=0.95)) == 1
 
 
 @given(st.lists(st.floats(0, 1e6), min_size=1).map(sorted), st.floats(0.01, 1))

@@ -9,11 +9,11 @@ from shardline.store.bells import listening
 from shardline.tables import JOBS_CHANNEL
 
 
-class Doorbell(Loop):
+class NotifyListener(Loop):
     """Keeps one connection of its own."""
 
     def __init__(self, *, database_url: str, wakes: tuple[Loop, ...], times: Times, metrics: RelayMetrics) -> None:
-        super().__init__("doorbell", metrics.errors)
+        super().__init__("notify-listener", metrics.errors)
         self._database_url = database_url
         self._wakes = wakes
         self._times = times

@@ -1,4 +1,4 @@
-"""Keeps a crew of children running: starts them, restarts those that die (backing off), stops them in order.
+"""Keeps a group of child processes running: starts them, restarts those that die (backing off), stops them in order.
 
 Knows no service: children, signals and time only. Everything happens in the main thread, because children are tied to
 the life of the thread that started them.
@@ -22,7 +22,7 @@ POLL_S = 0.25
 
 
 @dataclass(slots=True, kw_only=True)
-class Watched:
+class WatchedChild:
     """One child and how often it died lately."""
 
     child: Child
@@ -36,7 +36,7 @@ def backoff_s(num_deaths: int) -> float:
     return min(MAX_DELAY_S, FIRST_DELAY_S * 2.0 ** min(num_deaths - 1, 16))
 
 
-class Crew:
+class ProcessGroup:
     """`changed` is called with every running child's pid whenever one was started. Delays shrink by `time_scale`."""
 
     def __init__(
@@ -51,7 +51,7 @@ class Crew:
         self._inbox = inbox
         self._say = say
         self._changed = changed
-        self._watched: dict[str, Watched] = {}
+        self._watched: dict[str, WatchedChild] = {}
 
     @property
     def pids(self) -> dict[str, int]:
@@ -61,18 +61,18 @@ class Crew:
     def start(self, child: Child) -> None:
         """Start a child and keep it running from now on."""
         child.start()
-        self._watched[child.name] = Watched(child=child)
+        self._watched[child.name] = WatchedChild(child=child)
         self._changed(self.pids)
 
-    def tend(self, *, max_deaths: int | None = None) -> None:
+    def watch(self, *, max_deaths: int | None = None) -> None:
         """Wait a moment or for a signal; restart what died. Raises StartFailed for a child that died too often."""
         self._inbox.wait(POLL_S)
         for watched in self._watched.values():
             bound_log(watched.child.log)
             if not watched.child.is_running():
-                self._tend_dead(watched, max_deaths)
+                self._handle_death(watched, max_deaths)
 
-    def _tend_dead(self, watched: Watched, max_deaths: int | None) -> None:
+    def _handle_death(self, watched: WatchedChild, max_deaths: int | None) -> None:
         now = time.monotonic()
         if watched.restart_at is None:
             self._count_death(watched, now, watched.child.how_it_ended())
@@ -81,14 +81,14 @@ class Crew:
         elif now >= watched.restart_at:
             self._restart(watched)
 
-    def _count_death(self, watched: Watched, now: float, how: str) -> None:
+    def _count_death(self, watched: WatchedChild, now: float, how: str) -> None:
         calm = now - watched.started_at > CALM_S * self._time_scale
         watched.num_deaths = 1 if calm else watched.num_deaths + 1
         delay_s = backoff_s(watched.num_deaths) * self._time_scale
         watched.restart_at = now + delay_s
         self._say(f"{watched.child.name} ended ({how}); restarting in {delay_s:g} s. Its log: {watched.child.log}")
 
-    def _restart(self, watched: Watched) -> None:
+    def _restart(self, watched: WatchedChild) -> None:
         try:
             watched.child.start()
         except (StartFailed, OSError) as error:

@@ -1,4 +1,4 @@
-"""What a relay's doors make of any document, on a real Postgres: one verdict each, and no batch is held up."""
+"""What a relay's doors make of any document, on a real Postgres: one result each, and no batch is held up."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from sqlalchemy import Engine
 
-from services.relay.acceptance import Arrival, Verdict, accept
+from services.relay.submission import Submission, SubmissionResult, store_submissions
 from shardline.ids import new_id
 from tests.integration.store_world import MODEL, cell, world
 
@@ -31,9 +31,9 @@ def engine(database_url: str) -> Iterator[Engine]:
         yield engine
 
 
-def take(engine: Engine, *requests: object) -> list[Verdict]:
+def take(engine: Engine, *requests: object) -> list[SubmissionResult]:
     """Documents as one batch."""
-    return accept(engine, [Arrival(id=new_id(), document=document) for document in requests])
+    return store_submissions(engine, [Submission(id=new_id(), document=document) for document in requests])
 
 
 def nested(depth: int) -> Any:
@@ -61,27 +61,27 @@ def test_given_one_bad_request_in_a_batch_when_taken_then_it_fails_alone(
     engine: Engine, change: dict[str, Any], field: str
 ) -> None:
     before, bad, after = take(engine, GOOD, {**GOOD, **change}, GOOD)
-    assert (before.fate, bad.fate, after.fate) == ("accepted", "failed", "accepted")
+    assert (before.status, bad.status, after.status) == ("accepted", "failed", "accepted")
     assert cell(engine, "SELECT error->>'field' FROM jobs WHERE state = 'failed'") == field
     assert cell(engine, "SELECT count(*) FROM jobs WHERE state = 'queued'") == 2
 
 
 @pytest.mark.parametrize("document", [None, [], "text", {}, {"prompt": "one"}, {"model": 7}, {**GOOD, "id": "no uuid"}])
-def test_given_a_document_that_no_row_can_hold_when_taken_then_it_is_dead_with_a_reason(
+def test_given_a_document_that_no_row_can_hold_when_taken_then_it_is_rejected_with_a_reason(
     engine: Engine, document: object
 ) -> None:
-    good, dead = take(engine, GOOD, document)
-    assert (good.fate, dead.fate) == ("accepted", "dead")
-    assert dead.reason is not None
+    good, rejected = take(engine, GOOD, document)
+    assert (good.status, rejected.status) == ("accepted", "rejected")
+    assert rejected.reason is not None
     assert cell(engine, "SELECT count(*) FROM jobs") == 1
 
 
 def test_given_a_conflict_in_a_batch_when_taken_then_the_first_job_stays_as_it_is(engine: Engine) -> None:
     first = str(new_id())
-    verdicts = take(
+    results = take(
         engine, {**GOOD, "id": first}, {**GOOD, "id": first, "prompt": "two"}, {**GOOD, "id": first, "top_p": 9}
     )
-    assert [verdict.fate for verdict in verdicts] == ["accepted", "dead", "dead"]
+    assert [result.status for result in results] == ["accepted", "rejected", "rejected"]
     assert cell(engine, "SELECT prompt || ' ' || state FROM jobs WHERE id = :id", id=UUID(first)) == "one queued"
 
 
@@ -90,14 +90,17 @@ def test_given_a_conflict_in_a_batch_when_taken_then_the_first_job_stays_as_it_i
 def test_given_a_request_delivered_twice_when_taken_then_it_is_accepted_twice_and_stored_once(
     engine: Engine, content: dict[str, Any], key: dict[str, Any]
 ) -> None:
-    arrival = Arrival(id=new_id(), document={"model": MODEL, "temperature": 0.5, **content, **key})
-    assert [verdict.fate for _ in "ab" for verdict in accept(engine, [arrival])] == ["accepted", "accepted"]
+    submission = Submission(id=new_id(), document={"model": MODEL, "temperature": 0.5, **content, **key})
+    assert [result.status for _ in "ab" for result in store_submissions(engine, [submission])] == [
+        "accepted",
+        "accepted",
+    ]
     assert cell(engine, "SELECT count(*) FROM jobs") == 1
 
 
 def test_given_an_invalid_request_delivered_twice_when_taken_then_both_say_the_same(engine: Engine) -> None:
-    arrival = Arrival(id=new_id(), document={**GOOD, "top_p": 9})
-    assert accept(engine, [arrival]) == accept(engine, [arrival])
+    submission = Submission(id=new_id(), document={**GOOD, "top_p": 9})
+    assert store_submissions(engine, [submission]) == store_submissions(engine, [submission])
     assert cell(engine, "SELECT count(*) FROM jobs") == 1
 
 
@@ -107,5 +110,5 @@ def test_given_anything_in_any_field_when_taken_then_the_request_beside_it_is_ac
     engine: Engine, field: str, value: object
 ) -> None:
     beside, strange = take(engine, GOOD, {**GOOD, field: value})
-    assert beside.fate == "accepted"
-    assert strange.fate in ("accepted", "failed", "dead")
+    assert beside.status == "accepted"
+    assert strange.status in ("accepted", "failed", "rejected")

@@ -14,7 +14,7 @@ import pytest
 
 from services.standalone.cores import CoreClaims
 from services.standalone.down import stop_stack
-from services.standalone.home import AlreadyUp, Home, Recorded, Register, write_private
+from services.standalone.state_dir import AlreadyUp, RecordedProcess, StackRecord, StateDir, write_private
 
 
 @pytest.fixture
@@ -27,16 +27,16 @@ def stranger() -> Iterator[subprocess.Popen[bytes]]:
 
 
 def test_given_a_stack_in_a_folder_when_another_starts_there_then_it_is_refused(tmp_path: Path) -> None:
-    with Home(tmp_path).lock(), pytest.raises(AlreadyUp, match="make down"), Home(tmp_path).lock():
+    with StateDir(tmp_path).lock(), pytest.raises(AlreadyUp, match="make down"), StateDir(tmp_path).lock():
         pass
-    with Home(tmp_path).lock():
+    with StateDir(tmp_path).lock():
         pass
 
 
 def test_given_a_recorded_process_when_its_supervisor_is_gone_then_down_ends_it(
     tmp_path: Path, stranger: subprocess.Popen[bytes]
 ) -> None:
-    home = Home(tmp_path)
+    home = StateDir(tmp_path)
     home.record({"relay": stranger.pid})
     home.publish({"model": "clerk"})
     assert stop_stack(home, drain_s=1) == ["relay"]
@@ -48,10 +48,10 @@ def test_given_a_recorded_process_when_its_supervisor_is_gone_then_down_ends_it(
 def test_given_a_pid_that_belongs_to_another_process_now_when_down_then_that_one_lives(
     tmp_path: Path, stranger: subprocess.Popen[bytes]
 ) -> None:
-    home = Home(tmp_path)
+    home = StateDir(tmp_path)
     home.record({"relay": stranger.pid})
     entry = home.recorded()["relay"]
-    earlier = Recorded(pid=entry.pid, started_at=entry.started_at - 100)
+    earlier = RecordedProcess(pid=entry.pid, started_at=entry.started_at - 100)
     assert entry.find() is not None
     assert earlier.find() is None
 
@@ -59,7 +59,7 @@ def test_given_a_pid_that_belongs_to_another_process_now_when_down_then_that_one
 def test_given_a_record_when_a_process_is_added_then_the_others_keep_their_start_times(
     tmp_path: Path, stranger: subprocess.Popen[bytes]
 ) -> None:
-    home = Home(tmp_path)
+    home = StateDir(tmp_path)
     home.record({"one": os.getpid()})
     before = home.recorded()["one"]
     home.record({"one": os.getpid(), "two": stranger.pid})
@@ -68,7 +68,7 @@ def test_given_a_record_when_a_process_is_added_then_the_others_keep_their_start
 
 
 def test_given_up_json_when_published_then_only_its_owner_reads_it_and_it_is_replaced_whole(tmp_path: Path) -> None:
-    home = Home(tmp_path)
+    home = StateDir(tmp_path)
     home.publish({"stages": 1})
     home.publish({"stages": 2})
     assert stat.S_IMODE(home.up_file.stat().st_mode) == 0o600
@@ -87,7 +87,7 @@ def test_given_no_room_when_a_file_is_replaced_then_the_old_one_stays_and_nothin
     path = tmp_path / "up.json"
     write_private(path, b"old")
     program = (
-        "import resource, sys; from pathlib import Path; from services.standalone.home import write_private\n"
+        "import resource, sys; from pathlib import Path; from services.standalone.state_dir import write_private\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (2, 2))\n"
         f"write_private(Path({str(path)!r}), b'new one')"
     )
@@ -101,7 +101,7 @@ def test_given_a_ready_stack_when_up_json_cannot_be_written_then_it_is_said_once
     tmp_path: Path,
 ) -> None:
     folder, said = tmp_path / "home", list[str]()
-    register = Register(Home(folder), said.append)
+    register = StackRecord(StateDir(folder), said.append)
     with pytest.raises(FileNotFoundError):
         register.write({"relay": os.getpid()})
     folder.mkdir()
@@ -114,8 +114,8 @@ def test_given_a_ready_stack_when_up_json_cannot_be_written_then_it_is_said_once
     assert len(said) == 1
     folder.mkdir()
     register.catch_up()
-    assert Home(folder).published() == {"model": "clerk", "processes": {"relay": os.getpid()}}
-    assert set(Home(folder).recorded()) == {"relay"}
+    assert StateDir(folder).published() == {"model": "clerk", "processes": {"relay": os.getpid()}}
+    assert set(StateDir(folder).recorded()) == {"relay"}
 
 
 def test_given_a_stack_on_some_cores_when_another_claims_all_then_it_learns_which_are_taken(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 AGAIN_S = 0.5
 
 
-async def end_task(task: asyncio.Task[Any]) -> None:
+async def cancel_and_wait(task: asyncio.Task[Any]) -> None:
     """Cancels until the task is done; how it ended is nobody's business any more.
 
     Once is not enough: a driver may take a cancellation that meets its own timeout or lost connection for that, and a

@@ -85,9 +85,9 @@ def by_http(producer: Producer, requests: Sequence[JobRequest]) -> None:
             client.post("/v1/jobs", json=_document(request)).raise_for_status()
 
 
-Door = Callable[[Producer, Sequence[JobRequest]], None]
+SubmitFunction = Callable[[Producer, Sequence[JobRequest]], None]
 
-DOORS: Mapping[str, Door] = {
+DOORS: Mapping[str, SubmitFunction] = {
     "client": by_client,
     "celery": by_celery,
     "redis": by_stream,

@@ -30,14 +30,14 @@ class AlreadyUp(RuntimeError):
     """Another supervisor runs a stack in this folder."""
 
 
-class Recorded(msgspec.Struct, frozen=True, kw_only=True):
+class RecordedProcess(msgspec.Struct, frozen=True, kw_only=True):
     """One process, surely: the pid and when it started (seconds since 1970, as the system says)."""
 
     pid: int
     started_at: float
 
     @classmethod
-    def of(cls, pid: int) -> Recorded:
+    def of(cls, pid: int) -> RecordedProcess:
         """The process that has this pid now; one that is already gone gets no time and is never signalled."""
         try:
             return cls(pid=pid, started_at=psutil.Process(pid).create_time())
@@ -54,7 +54,7 @@ class Recorded(msgspec.Struct, frozen=True, kw_only=True):
         return process if same and is_alive(process) else None
 
 
-class Home:
+class StateDir:
     """A stack's runtime folder."""
 
     def __init__(self, folder: Path) -> None:
@@ -64,10 +64,10 @@ class Home:
         self._pids_file = self.folder / "pids.json"
         self._lock_file = self.folder / "up.lock"
 
-    def lock(self) -> HomeLock:
+    def lock(self) -> StateDirLock:
         """Own the folder for a `with` block. Raises AlreadyUp."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        return HomeLock(self._lock_file)
+        return StateDirLock(self._lock_file)
 
     def api_key(self) -> str:
         """This stack's own key for its gateway: made once, the same after each start."""
@@ -85,16 +85,16 @@ class Home:
         """Remember these processes, so that `down` finds them whatever happens to the supervisor."""
         known = self.recorded()
         entries = {
-            name: known[name] if name in known and known[name].pid == pid else Recorded.of(pid)
+            name: known[name] if name in known and known[name].pid == pid else RecordedProcess.of(pid)
             for name, pid in pids.items()
         }
         write_private(self._pids_file, msgspec.json.encode(entries))
 
-    def recorded(self) -> dict[str, Recorded]:
+    def recorded(self) -> dict[str, RecordedProcess]:
         """The processes that were recorded last, dead or alive."""
         if not self._pids_file.exists():
             return {}
-        return msgspec.json.decode(self._pids_file.read_bytes(), type=dict[str, Recorded])
+        return msgspec.json.decode(self._pids_file.read_bytes(), type=dict[str, RecordedProcess])
 
     def alive(self) -> dict[str, psutil.Process]:
         """The recorded processes that still run."""
@@ -129,12 +129,12 @@ class Home:
         return sorted(left)
 
 
-class Register:
+class StackRecord:
     """The record and up.json of one stack, by its supervisor. What a full disk refuses once the stack is ready is
     written as soon as it can be: no stack ends for want of a file that others read."""
 
-    def __init__(self, home: Home, say: Callable[[str], None]) -> None:
-        self._home = home
+    def __init__(self, state_dir: StateDir, say: Callable[[str], None]) -> None:
+        self._state_dir = state_dir
         self._say = say
         self._pids: dict[str, int] = {}
         self._document: dict[str, Any] = {}
@@ -149,14 +149,14 @@ class Register:
         """These processes run. Raises OSError, but only before the stack is ready."""
         self._pids = pids
         try:
-            self._home.record(pids)
+            self._state_dir.record(pids)
             if self._document:
-                self._home.publish({**self._document, "processes": pids})
+                self._state_dir.publish({**self._document, "processes": pids})
         except OSError as error:
             if not self._document:
                 raise
             if self._is_true:
-                self._say(f"{self._home.up_file} cannot be written for now: {error.strerror}")
+                self._say(f"{self._state_dir.up_file} cannot be written for now: {error.strerror}")
             self._is_true = False
         else:
             self._is_true = True
@@ -167,7 +167,7 @@ class Register:
             self.write(self._pids)
 
 
-class HomeLock:
+class StateDirLock:
     """A lock that the kernel frees when its owner dies, however it dies."""
 
     def __init__(self, path: Path) -> None:

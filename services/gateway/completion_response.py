@@ -14,16 +14,17 @@ from uuid import UUID
 import structlog
 from fastapi import Request, Response
 
-from services.gateway.answers import Shape
-from services.gateway.door import Accepted
+from services.gateway.catalog import system_fingerprint
+from services.gateway.context import Gateway
 from services.gateway.errors import CLIENT_CLOSED_REQUEST, Stopping, body_of, error_of_job, json_response, respond
-from services.gateway.state import Gateway
-from services.gateway.stream import DONE, KEEP_ALIVE, EventStream, disconnected, event
+from services.gateway.openai_responses import OpenAiResponses
+from services.gateway.sse import DONE, KEEP_ALIVE, EventStream, disconnected, event
+from services.gateway.submit import Accepted
+from shardline.aio import cancel_and_wait
 from shardline.client.requests import succeeded
 from shardline.errors import JobEnded, ShardlineError, Unavailable
 from shardline.job import Job, JobState
 from shardline.log import job_context
-from shardline.tasks import end_task
 from shardline.wire import Delta
 
 log = structlog.get_logger(__name__)
@@ -31,33 +32,33 @@ log = structlog.get_logger(__name__)
 
 async def complete(gateway: Gateway, request: Request, accepted: Accepted, *, is_chat: bool) -> Response:
     """The answer in OpenAI's shape; its id is the job's, in the body and in `x-request-id`."""
-    shape = Shape(
+    responses = OpenAiResponses(
         is_chat=is_chat,
         public_id=f"{'chatcmpl' if is_chat else 'cmpl'}-{accepted.job_id}",
         model=accepted.model.name,
         created=int(time.time()),
-        system_fingerprint=accepted.model.system_fingerprint,
-        wanted=accepted.wanted,
+        system_fingerprint=system_fingerprint(accepted.model),
+        options=accepted.options,
         tokens=accepted.model.tokens,
         prompt_ids=accepted.prepared.prompt_ids,
     )
-    headers = {"x-request-id": shape.public_id}
-    if accepted.wanted.stream:
-        events = completion_events(gateway, accepted, shape)
+    headers = {"x-request-id": responses.public_id}
+    if accepted.options.stream:
+        events = completion_events(gateway, accepted, responses)
         return EventStream(events, headers=headers, on_disconnect=lambda: _abandon(gateway, accepted))
     try:
         job = await _wait(gateway, request, accepted)
-        response = Response(status_code=CLIENT_CLOSED_REQUEST) if job is None else _whole(shape, job)
+        response = Response(status_code=CLIENT_CLOSED_REQUEST) if job is None else _whole(responses, job)
     except ShardlineError as error:
         response = respond(error)
     response.headers.update(headers)
     return response
 
 
-async def completion_events(gateway: Gateway, accepted: Accepted, shape: Shape) -> AsyncIterator[bytes]:
+async def completion_events(gateway: Gateway, accepted: Accepted, responses: OpenAiResponses) -> AsyncIterator[bytes]:
     """The stream's chunks, the usage if wanted, and `[DONE]`. An error in the middle is the last event before it."""
     try:
-        async for chunk in _chunks(gateway, accepted, shape):
+        async for chunk in _chunks(gateway, accepted, responses):
             yield chunk
     except ShardlineError as error:
         log.warning("a stream ends early", job_id=str(accepted.job_id), error=str(error))
@@ -65,11 +66,11 @@ async def completion_events(gateway: Gateway, accepted: Accepted, shape: Shape) 
     yield DONE
 
 
-async def _chunks(gateway: Gateway, accepted: Accepted, shape: Shape) -> AsyncIterator[bytes]:
+async def _chunks(gateway: Gateway, accepted: Accepted, responses: OpenAiResponses) -> AsyncIterator[bytes]:
     began_s = sent_s = time.monotonic()
     keep_alive_s = gateway.settings.http_keep_alive_s
     num_chars = num_output = 0
-    if (opening := shape.opening()) is not None:
+    if (opening := responses.opening_chunk()) is not None:
         yield event(opening)
     text_rule = accepted.model.tokens.text_rule
     async for deltas in gateway.client.follow(accepted.job_id, text_rule=text_rule, tick_s=keep_alive_s):
@@ -84,16 +85,16 @@ async def _chunks(gateway: Gateway, accepted: Accepted, shape: Shape) -> AsyncIt
         sent_s, delta = now_s, merged(deltas)
         if num_output == 0:
             gateway.metrics.first_token_seconds.observe(now_s - began_s)
-        if delta.text or delta.logprobs or (delta.ids and shape.wanted.return_token_ids):
-            yield event(shape.chunk(delta, num_chars))
+        if delta.text or delta.logprobs or (delta.ids and responses.options.return_token_ids):
+            yield event(responses.chunk(delta, num_chars))
         num_chars += len(delta.text)
         num_output += len(delta.ids)
         if delta.state is not None:
             if delta.state != JobState.SUCCEEDED:
                 raise await why(gateway, accepted.job_id)
-            yield event(shape.closing(delta.finish_reason or ""))
-            if shape.wanted.include_usage:
-                yield event(shape.usage(num_output))
+            yield event(responses.final_chunk(delta.finish_reason or ""))
+            if responses.options.include_usage:
+                yield event(responses.usage_chunk(num_output))
 
 
 async def why(gateway: Gateway, job_id: UUID) -> ShardlineError:
@@ -139,7 +140,7 @@ async def _wait(gateway: Gateway, request: Request, accepted: Accepted) -> Job |
         return None
     finally:
         for task in (waiting, leaving, stopping):
-            await end_task(task)
+            await cancel_and_wait(task)
 
 
 async def _abandon(gateway: Gateway, accepted: Accepted) -> None:
@@ -154,10 +155,10 @@ async def _abandon(gateway: Gateway, accepted: Accepted) -> None:
             log.warning("an abandoned job goes on: it could not be cancelled", error=str(error))
 
 
-def _whole(shape: Shape, job: Job) -> Response:
+def _whole(responses: OpenAiResponses, job: Job) -> Response:
     try:
         result = succeeded(job).result
     except JobEnded as ended:
         raise error_of_job(job, ended) from ended
     assert result is not None, "a succeeded job has a result"
-    return json_response(shape.whole(result))
+    return json_response(responses.whole(result))
