@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 import statistics
+import subprocess
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -22,6 +23,36 @@ UNSAFE_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve
 UNSAFE_CALLS = {"eval", "exec", "os.system", "os.popen", "torch.load", "yaml.load"}
 UNSAFE_KEYWORDS = {"shell", "trust_remote_code", "weights_only"}
 """Allowed only with the safe value: shell=False, trust_remote_code=False, weights_only=True."""
+
+BRITISH = re.compile(
+    r"(token|normal|optim|quant|summar|recogn|initial|organ|serial|synchron|priorit|util|author|general|minim|maxim)is"
+    r"(e|ing|ation)|(behavi|col|fav|flav|harb|hon|hum|lab|neighb|rum)our(?!ce)|(catal|dial|anal)ogue|(cent|fib|lit)re\b"
+    r"|centred|(lic|def|off)ence|judgement|grey|artefact|analyse|(mode|labe|signa|trave)ll(ed|ing)"
+    r"|\b(maths|misspelt|learnt|spelt|whilst|amongst|fulfil|ageing)\b",
+    re.IGNORECASE,
+)
+"""Spellings that no file has. `cancelled` is American too, and a job's state on every wire."""
+
+NAMED_ELSEWHERE = re.compile(
+    r"settings_customise_sources"  # pydantic-settings
+    r"|prepared_means_tokenised"  # a constraint in databases that exist
+    r'|tokenise = \["shardline\[tokenize\]"\]|extra `tokenise`'  # the alias of an extra, for one more release
+)
+SPELLED = (
+    ".md",
+    ".py",
+    ".toml",
+    ".yaml",
+    ".yml",
+    ".sh",
+    ".cpp",
+    ".h",
+    ".ini",
+    ".txt",
+    ".example",
+    "Makefile",
+    "Dockerfile",
+)
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -221,3 +252,27 @@ def test_given_the_readme_when_read_then_it_names_the_two_commands() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert "make demo" in readme
     assert "make up" in readme
+
+
+def test_given_any_tracked_file_when_read_then_its_spelling_is_american() -> None:
+    found = [
+        f"{name}:{number}: {match[0]}"
+        for name in _tracked()
+        for number, line in enumerate([name, *_current_lines(ROOT / name)])
+        for match in BRITISH.finditer(NAMED_ELSEWHERE.sub("", line))
+    ]
+    assert found == []
+
+
+def _tracked() -> list[str]:
+    """Text files of this repository but this one, which lists what others must not have."""
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    return [name for name in listed.split("\0") if name.endswith(SPELLED) and name != "tests/test_tidy.py"]
+
+
+def _current_lines(path: Path) -> list[str]:
+    """All lines; of the changelog those that no release has yet."""
+    text = path.read_text(encoding="utf-8")
+    return "".join(
+        re.split(r"^(?=## \[)", text, flags=re.MULTILINE)[:2] if path.name == "CHANGELOG.md" else text
+    ).split("\n")

@@ -24,7 +24,7 @@ from shardline.store.claims import Beat, Claimed, End
 from shardline.store.database import connect
 from shardline.streams import DeltaWriter
 from shardline.tables import JOBS_CHANNEL
-from shardline.tokenise import CompletionText, Tokens, model_row
+from shardline.tokenize import CompletionText, Tokens, model_row
 from shardline.wire import Delta
 
 CLERK = Path(__file__).resolve().parents[1] / "services/standalone/clerk/model"

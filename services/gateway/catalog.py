@@ -10,7 +10,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from shardline.client.database import reachable
 from shardline.store import models, pipelines
-from shardline.tokenise import RegisteredModel, TokenizerCache
+from shardline.tokenize import RegisteredModel, TokenizerCache
 
 FRESH_S = 10.0
 """A model that is registered again with other weights is seen at the latest after this."""

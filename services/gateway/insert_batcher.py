@@ -13,7 +13,7 @@ from shardline.errors import Unavailable
 from shardline.job import JobRequest
 from shardline.metrics import GatewayMetrics
 from shardline.store.jobs import Stored
-from shardline.tokenise import Prepared
+from shardline.tokenize import Prepared
 
 MAX_BATCH = 256
 

@@ -22,7 +22,7 @@ from services.gateway.bodies import (
 )
 from services.gateway.openai import AnswerOptions
 from shardline.job import Result, TokenLogprob, Usage
-from shardline.tokenise import Tokens
+from shardline.tokenize import Tokens
 from shardline.wire import Delta
 
 BROKEN = "\ufffd"

@@ -1,4 +1,4 @@
-"""From a body to a committed row: read, parse, tokenise, insert. One path for all three doors that take jobs."""
+"""From a body to a committed row: read, parse, tokenize, insert. One path for all three doors that take jobs."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from shardline.errors import Invalid
 from shardline.failpoints import Point, failpoint
 from shardline.ids import new_id
 from shardline.job import JobRequest, parse_request
-from shardline.tokenise import Prepared, RegisteredModel
+from shardline.tokenize import Prepared, RegisteredModel
 
 Parse = Callable[[Document], tuple[JobRequest, AnswerOptions]]
 
 JSON = "application/json"
 LARGE_BYTES = 32 << 10
-"""A body from this size on is parsed and tokenised beside the event loop."""
+"""A body from this size on is parsed and tokenized beside the event loop."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

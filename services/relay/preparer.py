@@ -1,4 +1,4 @@
-"""Validates and tokenises rows that arrived without it: by Celery, Redis or plain SQL. One bad row holds up nothing."""
+"""Validates and tokenizes rows that arrived without it: by Celery, Redis or plain SQL. One bad row holds up nothing."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from shardline.job import JobState, Message, Prompt, SamplingParams, TokenId, in
 from shardline.metrics import RelayMetrics
 from shardline.store import preparation
 from shardline.store.preparation import Ready, Unprepared
-from shardline.tokenise import Prepared, Tokens
+from shardline.tokenize import Prepared, Tokens
 
 log = structlog.get_logger(__name__)
 
@@ -47,7 +47,7 @@ class Preparer(Loop):
         """Rows that are ours and not yet marked; those of a turn that failed are tried again first."""
 
     def turn(self) -> float:
-        """One batch. No transaction is open while it is tokenised, and what is done is marked every `mark_every_s`."""
+        """One batch. No transaction is open while it is tokenized, and what is done is marked every `mark_every_s`."""
         if not self._lent:
             with self._database.begin() as connection:
                 self._lent.extend(preparation.take_unprepared(connection, lease_s=self._times.lease_s))
@@ -90,13 +90,13 @@ class Preparer(Loop):
         try:
             tokens = self._tokenizers.get(row.model)
             params = _params(row)
-            prepared = _tokenise(tokens, row, params)
+            prepared = _tokenize(tokens, row, params)
         except Invalid as error:
             return error.as_dict()
         return Ready(id=row.id, prompt_ids=prepared.prompt_ids, max_tokens=prepared.max_tokens, seed=params.seed)
 
 
-def _tokenise(tokens: Tokens, row: Unprepared, params: SamplingParams) -> Prepared:
+def _tokenize(tokens: Tokens, row: Unprepared, params: SamplingParams) -> Prepared:
     prompt, messages = _prompt(row), _messages(row)
     try:
         return tokens.prepare(prompt=prompt, messages=messages, params=params)

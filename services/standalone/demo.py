@@ -35,7 +35,7 @@ from services.standalone.report import (
     rows,
     sample_table,
     states,
-    summarise,
+    summarize,
 )
 from services.standalone.settings import REPOSITORY
 from services.standalone.state_dir import StateDir
@@ -62,7 +62,7 @@ def run_demo(console: Console) -> bool:
         ids = [each.id for each in asked]
         _wait_for_answers(producer, asked, console)
         seen = _wait_for_flower(producer, asked)
-        report = summarise(asked, rows(producer.urls["database"], ids), flower_tasks_seen=seen)
+        report = summarize(asked, rows(producer.urls["database"], ids), flower_tasks_seen=seen)
         sample = rows(producer.urls["database"], ids, SAMPLE)
         started += _family(up["processes"])
     left = [process for process in started if not processes.wait_until_gone(process, timeout_s=POLL_S)]

@@ -104,7 +104,7 @@ def num_in_flower(flower: str, ids: Sequence[UUID]) -> int:
     return len({str(each) for each in ids} & set(answer.json()))
 
 
-def summarise(asked: Sequence[DemoPrompt], found: Sequence[Mapping[str, Any]], *, flower_tasks_seen: int) -> DemoReport:
+def summarize(asked: Sequence[DemoPrompt], found: Sequence[Mapping[str, Any]], *, flower_tasks_seen: int) -> DemoReport:
     """Count everything once."""
     by_id = {row["id"]: row for row in found}
     done = [row for row in found if row["state"] == "succeeded"]

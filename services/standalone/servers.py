@@ -156,11 +156,11 @@ class Postgres(EmbeddedServer):
         return f"postgresql://shardline@/{database}?host={self.sockets}"
 
     def start(self) -> None:
-        """Initialise once, start, wait until it takes a connection, and create the database if it is not there."""
+        """Initialize once, start, wait until it takes a connection, and create the database if it is not there."""
         self.home.mkdir(parents=True, exist_ok=True)
         self._adopt(self.sockets)
         if not (self.data / "PG_VERSION").exists():
-            self._initialise()
+            self._initialize()
         self._clear_leftovers()
         settings = {
             "listen_addresses": "",
@@ -179,7 +179,7 @@ class Postgres(EmbeddedServer):
         self._wait_until(lambda: psycopg.connect(self.url("postgres")).close(), psycopg.OperationalError)
         self._create_database()
 
-    def _initialise(self) -> None:
+    def _initialize(self) -> None:
         """`initdb`, in UTF-8 whatever locales the machine has; a half-made folder of an earlier try is thrown away."""
         shutil.rmtree(self.data, ignore_errors=True)
         fresh = self.data.with_name("postgres.new")

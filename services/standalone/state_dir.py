@@ -1,7 +1,7 @@
 """The runtime folder: one stack at a time in it, which processes it runs, and up.json for everyone else.
 
 Every started process is recorded with its start time before anything depends on it. A pid alone proves nothing: it may
-belong to a stranger by now, so nothing is signalled unless both agree.
+belong to a stranger by now, so nothing is signaled unless both agree.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class RecordedProcess(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, pid: int) -> RecordedProcess:
-        """The process that has this pid now; one that is already gone gets no time and is never signalled."""
+        """The process that has this pid now; one that is already gone gets no time and is never signaled."""
         try:
             return cls(pid=pid, started_at=psutil.Process(pid).create_time())
         except psutil.NoSuchProcess:

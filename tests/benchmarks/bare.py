@@ -31,7 +31,7 @@ from services.stage.scheduling.scheduler import Scheduler, SchedulerConfig
 from services.stage.scheduling.sequence import Request
 from shardline.config import Times
 from shardline.split import even_split
-from shardline.tokenise import CompletionText, Vocabulary
+from shardline.tokenize import CompletionText, Vocabulary
 from tests.benchmarks.workload import PARAMS, WARM_UP_PROMPTS, Workload, workload
 
 TOKEN_BUDGET = 512

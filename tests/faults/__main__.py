@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from tests.faults.catalog import GROUPS
 
-from tests.faults.catalogue import GROUPS
 from tests.faults.command import conduct, seeded, wanted
 from tests.faults.report import FILE
 from tests.faults.runner import run

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from tests.faults.catalog import chosen
 
-from tests.faults.catalogue import chosen
 from tests.faults.runner import run
 from tests.faults.world import Options
 

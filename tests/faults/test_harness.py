@@ -9,9 +9,9 @@ import threading
 from uuid import uuid4
 
 import pytest
+from tests.faults.catalog import GROUPS, chosen
 
 from shardline.job import parse_request
-from tests.faults.catalogue import GROUPS, chosen
 from tests.faults.drawing import drawn
 from tests.faults.finding import Finding
 from tests.faults.journal import Asked, Journal, Watched

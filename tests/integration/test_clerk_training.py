@@ -39,7 +39,7 @@ def test_an_example_longer_than_a_row_is_refused(tokenizer: PreTrainedTokenizerF
         pack(tokenizer, examples(0, 6), 8)
 
 
-def test_a_packed_example_sees_nothing_of_its_neighbours(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_a_packed_example_sees_nothing_of_its_neighbors(tokenizer: PreTrainedTokenizerFast) -> None:
     torch.manual_seed(0)
     model = build_model(tokenizer)
     batch = pack(tokenizer, examples(0, 30), _ROW_TOKENS)

@@ -8,7 +8,7 @@ import pytest
 import redis
 
 from services.standalone.producers import DOORS, Producer, submit
-from services.standalone.report import DemoPrompt, rows, states, summarise
+from services.standalone.report import DemoPrompt, rows, states, summarize
 from shardline import keys
 from shardline.queues import INTAKE_QUEUE
 
@@ -27,7 +27,7 @@ def test_given_a_door_into_postgres_when_it_returns_then_the_rows_are_there(prod
     found = {row["id"]: row["prompt"] for row in rows(producer.urls["database"], ids)}
     assert [found[each] for each in ids] == PROMPTS
     asked = [DemoPrompt(id=each, door=door, task="sort", answer="1") for each in ids]
-    assert summarise(asked, rows(producer.urls["database"], ids), flower_tasks_seen=0).result_rows == 0
+    assert summarize(asked, rows(producer.urls["database"], ids), flower_tasks_seen=0).result_rows == 0
 
 
 def test_given_the_stream_door_when_it_returns_then_each_entry_is_one_request(producer: Producer) -> None:

@@ -26,7 +26,7 @@ def here(database_url: str, redis_url: str, tmp_path: Path) -> Iterator[RelayWor
         yield here
 
 
-def test_given_plain_sql_when_inserted_then_it_is_tokenised_and_its_id_is_sent_by_celery(here: RelayWorld) -> None:
+def test_given_plain_sql_when_inserted_then_it_is_tokenized_and_its_id_is_sent_by_celery(here: RelayWorld) -> None:
     change(here.engine, "INSERT INTO jobs (model, prompt) VALUES ('m', 'one two')")
     (sent,) = here.take_messages(1)
     job = here.job(sent)

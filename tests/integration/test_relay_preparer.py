@@ -19,7 +19,7 @@ from shardline.job import JobState
 from shardline.metrics import RelayMetrics
 from shardline.store import jobs, models
 from shardline.store.database import connect
-from shardline.tokenise import Prepared, Tokens
+from shardline.tokenize import Prepared, Tokens
 from tests.integration.relay_world import eventually, words_tokenizer
 from tests.integration.store_world import MODEL, cell, model_row, request, state, world
 
@@ -57,8 +57,8 @@ def insert(engine: Engine, num: int = 1, prompt: str = "one two") -> list[UUID]:
 
 
 @pytest.fixture
-def while_tokenised(monkeypatch: pytest.MonkeyPatch) -> Callable[[Look], None]:
-    """What the test wants to see in the midst of each tokenisation."""
+def while_tokenized(monkeypatch: pytest.MonkeyPatch) -> Callable[[Look], None]:
+    """What the test wants to see in the midst of each tokenization."""
 
     def install(look: Look) -> None:
         real = Tokens.prepare
@@ -72,12 +72,12 @@ def while_tokenised(monkeypatch: pytest.MonkeyPatch) -> Callable[[Look], None]:
     return install
 
 
-def test_given_rows_when_they_are_tokenised_then_no_transaction_waits_for_it(
-    engine: Engine, while_tokenised: Callable[[Look], None]
+def test_given_rows_when_they_are_tokenized_then_no_transaction_waits_for_it(
+    engine: Engine, while_tokenized: Callable[[Look], None]
 ) -> None:
     idle = "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND state LIKE 'idle in trans%'"
     seen: list[int] = []
-    while_tokenised(lambda: seen.append(cell(engine, idle)))
+    while_tokenized(lambda: seen.append(cell(engine, idle)))
     insert(engine, 3)
 
     preparer(engine).turn()
@@ -86,8 +86,8 @@ def test_given_rows_when_they_are_tokenised_then_no_transaction_waits_for_it(
     assert cell(engine, "SELECT count(*) FROM jobs WHERE prepared_at IS NOT NULL") == 3
 
 
-def test_given_a_row_that_is_tokenised_when_it_is_cancelled_then_nobody_waits_and_it_is_not_sent(
-    engine: Engine, while_tokenised: Callable[[Look], None]
+def test_given_a_row_that_is_tokenized_when_it_is_cancelled_then_nobody_waits_and_it_is_not_sent(
+    engine: Engine, while_tokenized: Callable[[Look], None]
 ) -> None:
     (job_id,) = insert(engine)
     impatient = connect(engine.url.render_as_string(hide_password=False), lock_timeout_s=0.2)
@@ -96,7 +96,7 @@ def test_given_a_row_that_is_tokenised_when_it_is_cancelled_then_nobody_waits_an
         with impatient.begin() as connection:
             assert jobs.request_cancel(connection, [job_id], running=False) == {job_id: JobState.CANCELLED}
 
-    while_tokenised(cancel)
+    while_tokenized(cancel)
 
     preparer(engine).turn()
     impatient.dispose()
@@ -118,14 +118,14 @@ def test_given_many_long_prompts_and_an_impatient_postgres_when_prepared_then_al
 
 
 def test_given_a_batch_under_way_when_some_of_it_is_done_then_that_is_marked_before_the_rest(
-    engine: Engine, while_tokenised: Callable[[Look], None]
+    engine: Engine, while_tokenized: Callable[[Look], None]
 ) -> None:
     insert(engine, 3)
     relay = preparer(engine)
     prepared = "SELECT count(*) FROM jobs WHERE prepared_at IS NOT NULL"
     num_done: list[int] = []
     relay.mark_every_s = 0.0
-    while_tokenised(lambda: num_done.append(cell(engine, prepared)))
+    while_tokenized(lambda: num_done.append(cell(engine, prepared)))
 
     relay.turn()
 

@@ -21,7 +21,7 @@ from shardline.job import JobState
 from shardline.metrics import RelayMetrics
 from shardline.store import claims, jobs, models, sweeps
 from shardline.store.claims import Beat
-from shardline.tokenise import Tokens
+from shardline.tokenize import Tokens
 from tests.integration.relay_world import words_tokenizer
 from tests.integration.store_world import LONG_S, MODEL, cell, change, model_row, pass_time, running, submit, world
 

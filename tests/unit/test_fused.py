@@ -118,7 +118,7 @@ def test_given_views_of_one_wide_product_when_fused_then_they_are_read_where_the
         module.get_submodule(name).register_forward_hook(lambda *_, first=first: wide[..., first : first + 77])
 
     # When each runs
-    turned = Rotary(kernel, lambda *_: pytest.fail("not recognised"))(query, key, *turns)
+    turned = Rotary(kernel, lambda *_: pytest.fail("not recognized"))(query, key, *turns)
 
     # Then no view is taken for dense rows
     expected = modeling_llama.apply_rotary_pos_emb(query, key, *turns)
@@ -186,7 +186,7 @@ def test_given_something_else_when_fused_then_it_is_left_alone(module: nn.Module
     assert parent["part"] is module
 
 
-def test_given_a_model_that_turns_neighbours_when_fused_then_its_positions_are_left_alone(kernel: Kernel) -> None:
+def test_given_a_model_that_turns_neighbors_when_fused_then_its_positions_are_left_alone(kernel: Kernel) -> None:
     layer = modeling_cohere.CohereAttention(tf.CohereConfig(**COMMON), 0)
 
     assert fuse(nn.ModuleDict({"attention": layer}), kernel) == 0

@@ -10,7 +10,7 @@ from services.gateway.openai import AnswerOptions, chat_request, completion_requ
 from services.gateway.openai_responses import OpenAiResponses
 from shardline.errors import Invalid
 from shardline.job import Message, TokenLogprob
-from shardline.tokenise import Tokens
+from shardline.tokenize import Tokens
 from shardline.wire import Delta
 
 TEXT: dict[str, Any] = {"model": "clerk", "prompt": "a"}

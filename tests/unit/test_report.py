@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.standalone.report import DemoPrompt, DemoReport, percentile, summarise
+from services.standalone.report import DemoPrompt, DemoReport, percentile, summarize
 
 BEGUN = datetime(2026, 1, 1, tzinfo=UTC)
 STAGES = [
@@ -38,7 +38,7 @@ def asked(door: str, answer: str) -> DemoPrompt:
 
 def good() -> DemoReport:
     first, second = asked("client", "1"), asked("http", "2")
-    return summarise([first, second], [row(first, "1"), row(second, "2", seconds=2)], flower_tasks_seen=2)
+    return summarize([first, second], [row(first, "1"), row(second, "2", seconds=2)], flower_tasks_seen=2)
 
 
 def test_given_right_answers_when_summed_up_then_every_figure_is_there_and_all_holds() -> None:
@@ -53,7 +53,7 @@ def test_given_right_answers_when_summed_up_then_every_figure_is_there_and_all_h
 
 def test_given_a_wrong_a_failed_and_a_lost_job_when_summed_up_then_each_is_counted_as_what_it_is() -> None:
     wrong, failed, lost = asked("client", "1"), asked("http", "2"), asked("sql", "3")
-    report = summarise(
+    report = summarize(
         [wrong, failed, lost], [row(wrong, "1 "), row(failed, None, state="failed")], flower_tasks_seen=1
     )
     assert (report.submitted, report.succeeded, report.failed, report.correct) == (3, 1, 1, 0)
@@ -61,7 +61,7 @@ def test_given_a_wrong_a_failed_and_a_lost_job_when_summed_up_then_each_is_count
 
 
 def test_given_nothing_at_all_when_summed_up_then_nothing_is_divided_by_zero() -> None:
-    report = summarise([], [], flower_tasks_seen=0)
+    report = summarize([], [], flower_tasks_seen=0)
     assert (report.accuracy, report.output_tokens_per_s, report.latency_p95_s) == (0.0, 0.0, 0.0)
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from shardline.errors import Invalid
 from shardline.job import TokenLogprob
-from shardline.store.database import connect_arguments, normalise
+from shardline.store.database import connect_arguments, normalize
 from shardline.store.encoding import NO_PROBABILITY, dump, dump_logprobs, load_logprobs, storable, unstorable
 
 finite = st.floats(allow_nan=False, allow_infinity=False)
@@ -65,15 +65,15 @@ def test_given_values_nested_without_end_when_checked_then_they_are_refused() ->
         "postgresql+psycopg://user@/name?host=/run/sockets",
     ],
 )
-def test_given_any_postgres_url_when_normalised_then_psycopg_3_is_its_driver(url: str) -> None:
-    assert normalise(url).drivername == "postgresql+psycopg"
-    assert normalise(url).database == "name"
+def test_given_any_postgres_url_when_normalized_then_psycopg_3_is_its_driver(url: str) -> None:
+    assert normalize(url).drivername == "postgresql+psycopg"
+    assert normalize(url).database == "name"
 
 
 @pytest.mark.parametrize("url", ["mysql://user:secret@host/name", "nonsense secret"])
-def test_given_another_url_when_normalised_then_it_is_refused_without_its_password(url: str) -> None:
+def test_given_another_url_when_normalized_then_it_is_refused_without_its_password(url: str) -> None:
     with pytest.raises(Invalid, match="database_url") as caught:
-        normalise(url)
+        normalize(url)
     assert "secret" not in str(caught.value)
 
 

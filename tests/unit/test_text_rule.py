@@ -9,7 +9,7 @@ from tokenizers import Tokenizer
 
 from shardline.job import FinishReason, SamplingParams
 from shardline.streams import Cursor, Place
-from shardline.tokenise import CompletionText, Vocabulary
+from shardline.tokenize import CompletionText, Vocabulary
 from shardline.wire import Delta
 from tests.unit.small_tokenizers import byte_fallback, byte_level
 

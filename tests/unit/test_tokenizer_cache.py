@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from shardline.errors import UnknownModel
-from shardline.tokenise import RegisteredModel, TokenizerCache
+from shardline.tokenize import RegisteredModel, TokenizerCache
 
 
 def row(name: str, fingerprint: str) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from services.gateway.schemas import GUARDED, JSON, TEXT, answer, errors
 from shardline.client.database import reachable
 from shardline.errors import Unavailable
 from shardline.store.pipelines import LivePipeline, live_pipelines
-from shardline.tokenise import RegisteredModel
+from shardline.tokenize import RegisteredModel
 
 router = APIRouter(tags=["operating"], default_response_class=Response)
 

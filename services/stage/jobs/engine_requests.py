@@ -7,7 +7,7 @@ from tokenizers import Tokenizer
 
 from services.stage.scheduling.sequence import Request
 from shardline.store.claims import Claimed
-from shardline.tokenise import CompletionText, Vocabulary
+from shardline.tokenize import CompletionText, Vocabulary
 
 
 class EngineRequests:

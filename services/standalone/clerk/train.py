@@ -47,7 +47,7 @@ class TrainingPlan:
 
 
 class Trainer:
-    """The model, its two optimisers, and how far they are."""
+    """The model, its two optimizers, and how far they are."""
 
     def __init__(self, plan: TrainingPlan, tokenizer: PreTrainedTokenizerFast) -> None:
         torch.manual_seed(_SEED)
@@ -58,7 +58,7 @@ class Trainer:
         chosen = {id(weight) for weight in matrices}
         rest = [weight for weight in self.model.parameters() if id(weight) not in chosen]
         # Orthogonal updates learn these tasks in about half the steps that AdamW takes on all weights.
-        self.optimisers: tuple[torch.optim.Optimizer, ...] = (
+        self.optimizers: tuple[torch.optim.Optimizer, ...] = (
             torch.optim.Muon(matrices, lr=_MATRIX_RATE, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"),
             torch.optim.AdamW(rest, lr=_REST_RATE, weight_decay=0.0, betas=(0.9, 0.98)),
         )
@@ -77,9 +77,9 @@ class Trainer:
         loss = answer_loss(self.model, pack(self.tokenizer, drawn, _ROW_TOKENS))
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        for optimiser in self.optimisers:
-            optimiser.step()
-            optimiser.zero_grad()
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
         self.step += 1
         self.elapsed_s += time.monotonic() - started
         return loss.item()
@@ -87,8 +87,8 @@ class Trainer:
     def _set_rates(self) -> None:
         cosine = _FLOOR + (1 - _FLOOR) * (1 + math.cos(math.pi * min(1.0, self.progress))) / 2
         factor = min(1.0, (self.step + 1) / _WARMUP_STEPS) * cosine
-        for optimiser, rate in zip(self.optimisers, (_MATRIX_RATE, _REST_RATE), strict=True):
-            optimiser.param_groups[0]["lr"] = rate * factor
+        for optimizer, rate in zip(self.optimizers, (_MATRIX_RATE, _REST_RATE), strict=True):
+            optimizer.param_groups[0]["lr"] = rate * factor
 
 
 def answer_loss(model: LlamaForCausalLM, batch: TrainingRows) -> torch.Tensor:
@@ -103,9 +103,9 @@ def answer_loss(model: LlamaForCausalLM, batch: TrainingRows) -> torch.Tensor:
 def save_checkpoint(trainer: Trainer, path: Path) -> None:
     """Weights and moments in one safetensors file, put in place whole."""
     tensors = {f"model.{name}": value.clone() for name, value in trainer.model.named_parameters()}
-    for index, optimiser in enumerate(trainer.optimisers):
-        for place, moments in optimiser.state_dict()["state"].items():
-            tensors |= {f"optimiser.{index}.{place}.{key}": value for key, value in moments.items()}
+    for index, optimizer in enumerate(trainer.optimizers):
+        for place, moments in optimizer.state_dict()["state"].items():
+            tensors |= {f"optimizer.{index}.{place}.{key}": value for key, value in moments.items()}
     partial = path.with_suffix(".partial")
     save_file(tensors, partial, metadata={"step": str(trainer.step), "elapsed_s": str(trainer.elapsed_s)})
     partial.replace(path)
@@ -117,14 +117,14 @@ def load_checkpoint(trainer: Trainer, path: Path) -> None:
         names = list(stored.keys())
         for name, weight in trainer.model.named_parameters():
             weight.data.copy_(stored.get_tensor(f"model.{name}"))
-        for index, optimiser in enumerate(trainer.optimisers):
-            state = optimiser.state_dict()
+        for index, optimizer in enumerate(trainer.optimizers):
+            state = optimizer.state_dict()
             moments: dict[int, dict[str, torch.Tensor]] = {}
             for name in names:
-                if name.startswith(f"optimiser.{index}."):
+                if name.startswith(f"optimizer.{index}."):
                     _, _, place, key = name.split(".")
                     moments.setdefault(int(place), {})[key] = stored.get_tensor(name)
-            optimiser.load_state_dict({**state, "state": moments})
+            optimizer.load_state_dict({**state, "state": moments})
         trainer.step = int(stored.metadata()["step"])
         trainer.elapsed_s = float(stored.metadata()["elapsed_s"])
 

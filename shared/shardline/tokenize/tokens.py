@@ -16,8 +16,8 @@ from tokenizers.models import WordLevel
 
 from shardline.errors import Invalid
 from shardline.job import Message, Prompt, SamplingParams
-from shardline.tokenise.chat import ChatTemplate
-from shardline.tokenise.completion import CompletionText, Vocabulary
+from shardline.tokenize.chat import ChatTemplate
+from shardline.tokenize.completion import CompletionText, Vocabulary
 
 MAX_CHARS_PER_TOKEN = 128
 """No tokenizer in use has longer tokens: text of more than that times the context is refused unread."""

@@ -43,7 +43,7 @@ class Vocabulary:
         return token_id < self.num_ids and token_id not in self.special_ids
 
 
-class Detokeniser:
+class Detokenizer:
     """Text by token, never a part of a character. All deltas and the flush together are the decoded whole."""
 
     __slots__ = ("_given", "_num_whole", "_vocabulary", "_window")
@@ -164,7 +164,7 @@ class CompletionText:
     """
 
     __slots__ = (
-        "_detokeniser",
+        "_detokenizer",
         "_finder",
         "_has_ended",
         "_is_cut",
@@ -176,7 +176,7 @@ class CompletionText:
     )
 
     def __init__(self, vocabulary: Vocabulary, params: SamplingParams, *, room: int) -> None:
-        self._detokeniser = Detokeniser(vocabulary)
+        self._detokenizer = Detokenizer(vocabulary)
         self._finder = StopFinder(params.stop)
         self._limit = room if params.max_tokens is None else min(params.max_tokens, room)
         self._min_tokens = params.min_tokens
@@ -199,7 +199,7 @@ class CompletionText:
         if token_id in self._stop_ids and self._num_tokens > self._min_tokens:
             reason = FinishReason.STOP
         else:
-            text = self._settle(self._detokeniser.push(token_id))
+            text = self._settle(self._detokenizer.push(token_id))
             if self._is_cut:
                 reason = FinishReason.STOP
             elif self._num_tokens >= self._limit:
@@ -221,7 +221,7 @@ class CompletionText:
         """The text still held back: nothing follows. The second call has nothing."""
         if self._is_cut:
             return ""
-        text = self._settle(self._detokeniser.flush()) + self._finder.flush()
+        text = self._settle(self._detokenizer.flush()) + self._finder.flush()
         self._parts.append(text)
         return text
 

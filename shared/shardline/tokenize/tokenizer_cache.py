@@ -8,7 +8,7 @@ from datetime import datetime
 from typing import Any
 
 from shardline.errors import UnknownModel
-from shardline.tokenise.tokens import Tokens
+from shardline.tokenize.tokens import Tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
