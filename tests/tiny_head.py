@@ -27,7 +27,7 @@ from shardline.tables import JOBS_CHANNEL
 from shardline.tokenize import CompletionText, Tokens, model_row
 from shardline.wire import Delta
 
-CLERK = Path(__file__).resolve().parents[1] / "services/standalone/clerk/model"
+CLERK = Path(__file__).resolve().parents[1] / "services/standalone/demo/clerk/model"
 LEASE_S = 60.0
 UNPREPARED = text(
     "SELECT id, prompt, messages, prompt_ids, params FROM jobs WHERE prepared_at IS NULL AND state = 'queued'"

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from rich.console import Console
 from rich.table import Table
 
-from services.standalone.demo import run_demo
+from services.standalone.demo.run import run_demo
 from services.standalone.down import StillRunning, stop_stack
 from services.standalone.processes import StartFailed
 from services.standalone.settings import StandaloneSettings

@@ -24,7 +24,7 @@ from services.stage.scheduling.sequence import Request
 from shardline.job import SamplingParams
 from tests.chain import MAX_BUDGET, complete, load_chain
 
-CLERK = Path(__file__).parents[2] / "services" / "standalone" / "clerk" / "model"
+CLERK = Path(__file__).parents[2] / "services" / "standalone" / "demo" / "clerk" / "model"
 CROWDS = (64, 32, 3, 1)
 """Jobs at a time. The last run in one stage, each job alone, is what all others are compared with."""
 LENGTHS = (4, 300)

@@ -6,12 +6,12 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from services.standalone.clerk.batches import IGNORED, pack
-from services.standalone.clerk.evaluate import Clerk
-from services.standalone.clerk.model import build_model
-from services.standalone.clerk.tasks import examples
-from services.standalone.clerk.tokenizer import build_tokenizer
-from services.standalone.clerk.train import Trainer, TrainingPlan, load_checkpoint, save_checkpoint, train
+from services.standalone.demo.clerk.batches import IGNORED, pack
+from services.standalone.demo.clerk.evaluate import Clerk
+from services.standalone.demo.clerk.model import build_model
+from services.standalone.demo.clerk.tasks import examples
+from services.standalone.demo.clerk.tokenizer import build_tokenizer
+from services.standalone.demo.clerk.train import Trainer, TrainingPlan, load_checkpoint, save_checkpoint, train
 
 _ROW_TOKENS = 96
 

@@ -7,8 +7,8 @@ import json
 import pytest
 import redis
 
-from services.standalone.producers import DOORS, Producer, submit
-from services.standalone.report import DemoPrompt, rows, states, summarize
+from services.standalone.demo.producers import DOORS, Producer, submit
+from services.standalone.demo.report import DemoPrompt, rows, states, summarize
 from shardline import keys
 from shardline.queues import INTAKE_QUEUE
 

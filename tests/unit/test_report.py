@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.standalone.report import DemoPrompt, DemoReport, percentile, summarize
+from services.standalone.demo.report import DemoPrompt, DemoReport, percentile, summarize
 
 BEGUN = datetime(2026, 1, 1, tzinfo=UTC)
 STAGES = [

@@ -11,8 +11,8 @@ from itertools import islice
 from random import Random
 from typing import Final, Literal
 
-from services.standalone.clerk.numerals import LIMIT, ordinal, spell
-from services.standalone.clerk.orders import write_order
+from services.standalone.demo.clerk.numerals import LIMIT, ordinal, spell
+from services.standalone.demo.clerk.orders import write_order
 
 Split = Literal["train", "unseen"]
 UNSEEN_SHARE: Final = 16  # one prompt in so many is kept from training

@@ -11,7 +11,7 @@ from typing import Final
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from services.standalone.clerk.tasks import Example
+from services.standalone.demo.clerk.tasks import Example
 
 IGNORED: Final = -100  # the label that cross entropy leaves out
 

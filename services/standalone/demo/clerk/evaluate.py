@@ -1,7 +1,7 @@
 """Owns the proof: how many unseen prompts the saved model answers exactly, by task, with greedy `generate`.
 
-`python -m services.standalone.clerk.evaluate` prints a Markdown table. An answer counts only if every character up to
-the end token is right.
+`python -m services.standalone.demo.clerk.evaluate` prints a Markdown table. An answer counts only if every
+character up to the end token is right.
 """
 
 import argparse
@@ -14,8 +14,8 @@ from typing import Any, Final
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from services.standalone.clerk.model import FOLDER
-from services.standalone.clerk.tasks import TASKS, Example, examples
+from services.standalone.demo.clerk.model import FOLDER
+from services.standalone.demo.clerk.tasks import TASKS, Example, examples
 
 _BATCH: Final = 64
 _MAX_NEW_TOKENS: Final = 96

@@ -5,7 +5,7 @@ from typing import Final
 
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from services.standalone.clerk.tokenizer import CONTEXT
+from services.standalone.demo.clerk.tokenizer import CONTEXT
 
 FOLDER: Final = Path(__file__).parent / "model"
 

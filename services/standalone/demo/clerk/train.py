@@ -1,7 +1,7 @@
 """Owns the training of clerk from nothing: seeded, resumable, within an hour on two cores.
 
-`python -m services.standalone.clerk.train --out DIR`. Every step draws its own examples from its number, so a run that
-goes on from a checkpoint sees what an undisturbed one would have seen.
+`python -m services.standalone.demo.clerk.train --out DIR`. Every step draws its own examples from its number, so
+a run that goes on from a checkpoint sees what an undisturbed one would have seen.
 """
 
 import argparse
@@ -17,11 +17,11 @@ from safetensors.torch import save_file
 from torch.nn.functional import cross_entropy
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from services.standalone.clerk.batches import IGNORED, TrainingRows, pack
-from services.standalone.clerk.model import build_model, save_model
-from services.standalone.clerk.numerals import words
-from services.standalone.clerk.tasks import examples
-from services.standalone.clerk.tokenizer import build_tokenizer
+from services.standalone.demo.clerk.batches import IGNORED, TrainingRows, pack
+from services.standalone.demo.clerk.model import build_model, save_model
+from services.standalone.demo.clerk.numerals import words
+from services.standalone.demo.clerk.tasks import examples
+from services.standalone.demo.clerk.tokenizer import build_tokenizer
 
 _SEED: Final = 20
 _TOKENIZER_EXAMPLES: Final = 40_000

@@ -4,7 +4,7 @@ import json
 from random import Random
 from typing import Final
 
-from services.standalone.clerk.numerals import spell, words
+from services.standalone.demo.clerk.numerals import spell, words
 
 _CUSTOMERS: Final = words(
     "Ada Ahmed Aisha Akira Alba Amara Anton Aylin Bela Boris Carla Carlos Chen Chloe Daniel Dina Elena Emil Esther "

@@ -23,10 +23,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from tenacity import Retrying, retry_if_result, stop_after_delay, wait_fixed
 
 from services.standalone import processes
-from services.standalone.clerk.tasks import Example, examples
-from services.standalone.processes import StartFailed
-from services.standalone.producers import DOORS, Producer, submit
-from services.standalone.report import (
+from services.standalone.demo.clerk.tasks import Example, examples
+from services.standalone.demo.producers import DOORS, Producer, submit
+from services.standalone.demo.report import (
     SAMPLE,
     DemoPrompt,
     DemoReport,
@@ -37,6 +36,7 @@ from services.standalone.report import (
     states,
     summarize,
 )
+from services.standalone.processes import StartFailed
 from services.standalone.settings import REPOSITORY
 from services.standalone.state_dir import StateDir
 
