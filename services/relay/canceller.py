@@ -8,12 +8,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from uuid import UUID
 
-from sqlalchemy import Engine
-
 from services.relay.celery_results import CeleryResults
-from services.relay.loop import Loop
-from shardline.config import Times
-from shardline.metrics import RelayMetrics
+from services.relay.loop import Loop, LoopContext
 from shardline.store import jobs
 
 MAX_REMEMBERED = 10_000
@@ -32,11 +28,11 @@ class PendingCancel:
 class Canceller(Loop):
     """`cancel` is called on Celery's thread, which must not wait for Postgres."""
 
-    def __init__(self, *, database: Engine, results: CeleryResults, times: Times, metrics: RelayMetrics) -> None:
-        super().__init__("canceller", metrics.errors)
-        self._database = database
+    def __init__(self, context: LoopContext, *, results: CeleryResults) -> None:
+        super().__init__("canceller", context.metrics.errors)
+        self._database = context.database
         self._results = results
-        self._times = times
+        self._times = context.times
         self._lock = threading.Lock()
         self._pending: dict[UUID, PendingCancel] = {}
 

@@ -12,11 +12,9 @@ from uuid import UUID
 from celery import Celery
 from celery.exceptions import TaskRevokedError
 
-from services.relay.loop import Loop
-from shardline.config import Times
+from services.relay.loop import Loop, LoopContext
 from shardline.errors import JobFailed
 from shardline.job import JobState
-from shardline.metrics import RelayMetrics
 
 MAX_WAITING = 10_000
 
@@ -24,10 +22,10 @@ MAX_WAITING = 10_000
 class CeleryResults(Loop):
     """`backend_app` is a Celery app whose result backend is stored into; None without one."""
 
-    def __init__(self, *, backend_app: Celery | None, times: Times, metrics: RelayMetrics) -> None:
-        super().__init__("results", metrics.errors)
+    def __init__(self, context: LoopContext, *, backend_app: Celery | None) -> None:
+        super().__init__("results", context.metrics.errors)
         self._app = backend_app
-        self._times = times
+        self._times = context.times
         self._waiting: deque[tuple[str, JobState, str]] = deque(maxlen=MAX_WAITING)
 
     def note(self, outcomes: Mapping[UUID, str], reason: str = "") -> None:

@@ -19,15 +19,12 @@ from uuid import UUID, uuid5
 import structlog
 from redis import Redis
 from redis.exceptions import ResponseError
-from sqlalchemy import Engine
 
-from services.relay.loop import Loop
+from services.relay.loop import Loop, LoopContext
 from services.relay.rejects import record_reject
 from services.relay.submission import Submission, store_submissions
-from shardline.config import Times
 from shardline.failpoints import Point, failpoint
 from shardline.keys import INTAKE, INTAKE_GROUP
-from shardline.metrics import RelayMetrics
 
 log = structlog.get_logger(__name__)
 
@@ -60,13 +57,13 @@ Entry = tuple[str, str | None]
 class Intake(Loop):
     """`redis` may block longer than `poll_s` and answers in bytes."""
 
-    def __init__(self, *, database: Engine, redis: Redis, times: Times, batch: int, metrics: RelayMetrics) -> None:
-        super().__init__("intake", metrics.errors)
-        self._database = database
+    def __init__(self, context: LoopContext, *, redis: Redis, batch: int) -> None:
+        super().__init__("intake", context.metrics.errors)
+        self._database = context.database
         self._redis = redis
-        self._times = times
+        self._times = context.times
         self._batch = batch
-        self._metrics = metrics
+        self._metrics = context.metrics
         self._consumer = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
         self._next_rescue_s = 0.0
         self._read_new = redis.register_script(READ_NEW)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from services.relay.loop import Loop
-from shardline.config import Times
-from shardline.metrics import RelayMetrics
+from services.relay.loop import Loop, LoopContext
 from shardline.store.bells import listening
 from shardline.tables import JOBS_CHANNEL
 
@@ -12,11 +10,11 @@ from shardline.tables import JOBS_CHANNEL
 class NotifyListener(Loop):
     """Keeps one connection of its own."""
 
-    def __init__(self, *, database_url: str, wakes: tuple[Loop, ...], times: Times, metrics: RelayMetrics) -> None:
-        super().__init__("notify-listener", metrics.errors)
+    def __init__(self, context: LoopContext, *, database_url: str, wakes: tuple[Loop, ...]) -> None:
+        super().__init__("notify-listener", context.metrics.errors)
         self._database_url = database_url
         self._wakes = wakes
-        self._times = times
+        self._times = context.times
 
     def turn(self) -> float:
         """Listens until stopped, or until the connection is lost."""

@@ -10,16 +10,13 @@ from uuid import UUID
 
 import msgspec
 import structlog
-from sqlalchemy import Engine
 
 from services.relay.celery_results import CeleryResults
-from services.relay.loop import Loop
+from services.relay.loop import Loop, LoopContext
 from services.relay.outbox import Outbox
 from services.relay.registered_tokenizers import RegisteredTokenizers
-from shardline.config import Times
 from shardline.errors import Invalid
 from shardline.job import JobState, Message, Prompt, SamplingParams, TokenId, invalid_from
-from shardline.metrics import RelayMetrics
 from shardline.store import preparation
 from shardline.store.preparation import Ready, Unprepared
 from shardline.tokenize import Prepared, Tokens
@@ -32,17 +29,15 @@ Converted = TypeVar("Converted")
 class Preparer(Loop):
     """`outbox` is woken when there is something to send."""
 
-    def __init__(
-        self, *, database: Engine, outbox: Outbox, results: CeleryResults, times: Times, metrics: RelayMetrics
-    ) -> None:
-        super().__init__("preparer", metrics.errors)
-        self._database = database
+    def __init__(self, context: LoopContext, *, outbox: Outbox, results: CeleryResults) -> None:
+        super().__init__("preparer", context.metrics.errors)
+        self._database = context.database
         self._outbox = outbox
         self._results = results
-        self._times = times
-        self._metrics = metrics
-        self._tokenizers = RegisteredTokenizers(database)
-        self.mark_every_s = times.poll_s
+        self._times = context.times
+        self._metrics = context.metrics
+        self._tokenizers = RegisteredTokenizers(context.database)
+        self.mark_every_s = context.times.poll_s
         self._lent: deque[Unprepared] = deque()
         """Rows that are ours and not yet marked; those of a turn that failed are tried again first."""
 

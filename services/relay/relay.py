@@ -22,7 +22,7 @@ from services.relay.celery_results import CeleryResults
 from services.relay.census import Census
 from services.relay.growth import Growth
 from services.relay.intake import ENTRY_IDS, Intake
-from services.relay.loop import MAX_BACKOFF_S, POSTGRES_ERRORS, REDIS_ERRORS, Loop
+from services.relay.loop import MAX_BACKOFF_S, POSTGRES_ERRORS, REDIS_ERRORS, Loop, LoopContext
 from services.relay.notify_listener import NotifyListener
 from services.relay.outbox import Outbox
 from services.relay.preparer import Preparer
@@ -61,28 +61,26 @@ class Relay:
         self._database = connect(url, application_name="shardline-relay", pool_size=settings.concurrency + NUM_LOOPS)
         self._redis = _redis(settings.redis_url, timeout_s=REDIS_TIMEOUT_S)
         self._closing = threading.Event()
-        parts: dict[str, Any] = {"database": self._database, "times": settings.times, "metrics": self._metrics}
+        context = LoopContext(database=self._database, times=settings.times, metrics=self._metrics)
         publisher = _publisher(settings)
-        self._results = CeleryResults(
-            backend_app=publisher if settings.result_backend else None, times=settings.times, metrics=self._metrics
-        )
-        outbox = Outbox(publisher=publisher, redis=self._redis, **parts)
-        preparer = Preparer(outbox=outbox, results=self._results, **parts)
+        self._results = CeleryResults(context, backend_app=publisher if settings.result_backend else None)
+        outbox = Outbox(context, publisher=publisher, redis=self._redis)
+        preparer = Preparer(context, outbox=outbox, results=self._results)
         blocking = _redis(settings.redis_url, timeout_s=settings.times.poll_s + REDIS_TIMEOUT_S)
-        self._canceller = Canceller(results=self._results, **parts)
+        self._canceller = Canceller(context, results=self._results)
         self._loops: tuple[Loop, ...] = (
             outbox,
             preparer,
-            Sweeper(results=self._results, **parts),
-            Census(**parts),
+            Sweeper(context, results=self._results),
+            Census(context),
             self._canceller,
             self._results,
-            Intake(redis=blocking, batch=settings.intake_batch, **parts),
-            Growth(keeps_all=settings.retention_days is None, **parts),
-            NotifyListener(database_url=url, wakes=(outbox, preparer), times=settings.times, metrics=self._metrics),
+            Intake(context, redis=blocking, batch=settings.intake_batch),
+            Growth(context, keeps_all=settings.retention_days is None),
+            NotifyListener(context, database_url=url, wakes=(outbox, preparer)),
         )
         if settings.retention_days is not None:
-            self._loops += (Retention(days=settings.retention_days, **parts),)
+            self._loops += (Retention(context, days=settings.retention_days),)
 
     def start(self) -> None:
         """Begin to work."""

@@ -8,14 +8,11 @@ from collections.abc import Mapping
 from uuid import UUID
 
 import structlog
-from sqlalchemy import Engine
 
 from services.relay.celery_results import CeleryResults
-from services.relay.loop import POSTGRES_ERRORS, Loop
+from services.relay.loop import POSTGRES_ERRORS, Loop, LoopContext
 from services.relay.partial_texts import PartialTexts
 from shardline.clock import lease_clock_s
-from shardline.config import Times
-from shardline.metrics import RelayMetrics
 from shardline.store import sweeps
 
 log = structlog.get_logger(__name__)
@@ -27,13 +24,13 @@ STALL = 1 / 3
 class Sweeper(Loop):
     """After Postgres was away or stalled, heads have one lease to beat again before the first rescue."""
 
-    def __init__(self, *, database: Engine, results: CeleryResults, times: Times, metrics: RelayMetrics) -> None:
-        super().__init__("sweeper", metrics.errors)
+    def __init__(self, context: LoopContext, *, results: CeleryResults) -> None:
+        super().__init__("sweeper", context.metrics.errors)
         self._results = results
-        self._database = database
-        self._times = times
-        self._metrics = metrics
-        self._partial_texts = PartialTexts(database, budget_s=times.poll_s)
+        self._database = context.database
+        self._times = context.times
+        self._metrics = context.metrics
+        self._partial_texts = PartialTexts(context.database, budget_s=context.times.poll_s)
         self._rescue_after_s = 0.0
         self._answered_s = math.inf
         """The last answer of Postgres; or the first turn, before which nothing is known."""

@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry
 from sqlalchemy import Engine
 
 from services.relay.intake import Intake
+from services.relay.loop import LoopContext
 from services.relay.rejects import MAX_REQUEST_CHARS, record_reject
 from services.standalone.servers import Valkey
 from shardline.config import Times
@@ -91,7 +92,8 @@ def test_given_a_full_redis_when_an_entry_is_refused_then_the_intake_goes_on(
     client.xgroup_create(INTAKE, INTAKE_GROUP, id="0", mkstream=True)
     client.xadd(INTAKE, {"request": "no request"})
     metrics = RelayMetrics(CollectorRegistry())
-    intake = Intake(database=engine, redis=client, times=Times().scaled(0.1), batch=16, metrics=metrics)
+    context = LoopContext(database=engine, times=Times().scaled(0.1), metrics=metrics)
+    intake = Intake(context, redis=client, batch=16)
     client.config_set("maxmemory", 1)
 
     intake.turn()

@@ -13,6 +13,7 @@ from sqlalchemy import Engine
 from sqlalchemy.exc import OperationalError
 
 from services.relay.intake import Intake
+from services.relay.loop import LoopContext
 from shardline.config import Times
 from shardline.keys import INTAKE, INTAKE_DEAD, INTAKE_GROUP
 from shardline.metrics import RelayMetrics
@@ -31,7 +32,8 @@ def engine(database_url: str) -> Iterator[Engine]:
 
 def intake(database: Engine, redis: Redis) -> Intake:
     """One relay's, turned by hand."""
-    return Intake(database=database, redis=redis, times=TIMES, batch=8, metrics=RelayMetrics(CollectorRegistry()))
+    context = LoopContext(database=database, times=TIMES, metrics=RelayMetrics(CollectorRegistry()))
+    return Intake(context, redis=redis, batch=8)
 
 
 def test_given_postgres_away_when_entries_are_taken_then_they_stay_unacknowledged_for_the_next_relay(

@@ -12,6 +12,7 @@ from prometheus_client import CollectorRegistry
 from sqlalchemy import Engine
 
 from services.relay.celery_results import CeleryResults
+from services.relay.loop import LoopContext
 from services.relay.outbox import Outbox
 from services.relay.preparer import Preparer
 from shardline.config import Times
@@ -45,9 +46,10 @@ def preparer(engine: Engine) -> Preparer:
     """A relay's, with an outbox that sends nothing."""
     metrics = RelayMetrics(CollectorRegistry())
     times = Times().scaled(0.2)
-    results = CeleryResults(backend_app=None, times=times, metrics=metrics)
+    context = LoopContext(database=engine, times=times, metrics=metrics)
+    results = CeleryResults(context, backend_app=None)
     outbox = cast(Outbox, SimpleNamespace(wake=lambda: None))
-    return Preparer(database=engine, outbox=outbox, results=results, times=times, metrics=metrics)
+    return Preparer(context, outbox=outbox, results=results)
 
 
 def insert(engine: Engine, num: int = 1, prompt: str = "one two") -> list[UUID]:

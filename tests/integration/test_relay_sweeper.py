@@ -15,6 +15,7 @@ from services.relay import sweeper as sweeper_module
 from services.relay.canceller import MAX_BATCH, Canceller
 from services.relay.celery_results import CeleryResults
 from services.relay.census import Census
+from services.relay.loop import LoopContext
 from services.relay.sweeper import Sweeper
 from shardline.config import Times
 from shardline.job import JobState
@@ -65,8 +66,9 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 def sweeper(engine: Engine, registry: CollectorRegistry, clock: Clock) -> Sweeper:
     """A relay's, its turns called by the test."""
     metrics = RelayMetrics(registry)
-    results = CeleryResults(backend_app=None, times=TIMES, metrics=metrics)
-    return Sweeper(database=engine, results=results, times=TIMES, metrics=metrics)
+    context = LoopContext(database=engine, times=TIMES, metrics=metrics)
+    results = CeleryResults(context, backend_app=None)
+    return Sweeper(context, results=results)
 
 
 def swept(registry: CollectorRegistry, outcome: str) -> float | None:
@@ -194,7 +196,7 @@ def test_given_a_partial_result_when_its_tokenizer_loads_then_no_transaction_is_
 def test_given_jobs_that_end_when_counted_again_then_the_gauge_shows_none_instead_of_vanishing(
     engine: Engine, registry: CollectorRegistry
 ) -> None:
-    census = Census(database=engine, times=TIMES, metrics=RelayMetrics(registry))
+    census = Census(LoopContext(database=engine, times=TIMES, metrics=RelayMetrics(registry)))
     submit(engine, 2)
 
     def queued() -> float | None:
@@ -211,8 +213,9 @@ def test_given_many_revokes_when_turned_then_each_transaction_has_a_batch_and_al
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     metrics = RelayMetrics(CollectorRegistry())
-    results = CeleryResults(backend_app=None, times=TIMES, metrics=metrics)
-    canceller = Canceller(database=engine, results=results, times=TIMES, metrics=metrics)
+    context = LoopContext(database=engine, times=TIMES, metrics=metrics)
+    results = CeleryResults(context, backend_app=None)
+    canceller = Canceller(context, results=results)
     sizes, cancel = [], jobs.request_cancel
 
     def counted(connection: Connection, ids: list[UUID], **options: Any) -> dict[UUID, JobState]:

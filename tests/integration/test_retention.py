@@ -10,6 +10,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 from sqlalchemy import Engine, text
 
+from services.relay.loop import LoopContext
 from services.relay.relay import Relay
 from services.relay.retention import Retention
 from services.relay.settings import RelaySettings
@@ -161,7 +162,7 @@ def test_given_batches_when_turned_then_they_are_counted_and_the_next_comes_at_o
     engine: Engine,
 ) -> None:
     registry = CollectorRegistry()
-    loop = Retention(database=engine, days=30, times=Times(), metrics=RelayMetrics(registry))
+    loop = Retention(LoopContext(database=engine, times=Times(), metrics=RelayMetrics(registry)), days=30)
     many(engine, retention.MAX_BATCH + 1, "'expired', now() - interval '31 days'")
     ended(engine, days=29)
 
@@ -232,7 +233,7 @@ def test_given_many_that_stay_when_cleaned_then_a_batch_reads_some_and_a_pass_ge
     many(engine, retention.MAX_READ, "'queued', NULL")
     kept = left(engine)
     old = ended(engine, days=31)
-    loop = Retention(database=engine, days=30, times=Times(), metrics=RelayMetrics(CollectorRegistry()))
+    loop = Retention(LoopContext(database=engine, times=Times(), metrics=RelayMetrics(CollectorRegistry())), days=30)
 
     assert loop.turn() == 0.0
     assert left(engine) == {*kept, old}, "one batch does not read so far"
