@@ -83,7 +83,7 @@ format: ## Let ruff rewrite the sources
 bench: setup ## Run the benchmarks; figures in tests/benchmarks/results/latest.json
 	$(PY) -m tests.benchmarks
 
-chaos: setup ## Faults under load, then a judgement: SEED= MINUTES= FAULTS= LOAD=users|lab DTYPE= STAGES= TIME_SCALE= INSECURE=
+chaos: setup ## Faults under load, then a judgment: SEED= MINUTES= FAULTS= LOAD=users|lab DTYPE= STAGES= TIME_SCALE= INSECURE=
 	$(PY) -m tests.chaos $(if $(SEED),--seed $(SEED)) --minutes $(MINUTES) --faults "$(FAULTS)" --load $(LOAD) --time-scale $(TIME_SCALE) --dtype $(DTYPE) --stages $(STAGES) $(if $(INSECURE),--insecure)
 
 chaos-compose: setup ## The same against `docker compose up`, with a Docker engine: SEED= MINUTES= FAULTS=

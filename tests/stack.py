@@ -12,8 +12,8 @@ from typing import Any
 import httpx
 import psutil
 
-from services.standalone.home import Home
 from services.standalone.processes import is_alive, wait_until_gone
+from services.standalone.state_dir import StateDir
 from shardline.api_key import bearer
 from tests.polling import until
 from tests.repository import REPOSITORY
@@ -23,7 +23,7 @@ class Stack:
     """One `python -m services.standalone up` in a folder of its own, on free ports."""
 
     def __init__(self, folder: Path, **settings: str) -> None:
-        self.home = Home(folder)
+        self.home = StateDir(folder)
         self.output = folder / "output"
         self.settings = {"SHARDLINE_HOME": str(folder), "SHARDLINE_HTTP_PORT": "0", "SHARDLINE_FLOWER_PORT": "0"}
         self.settings |= settings

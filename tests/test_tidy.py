@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import re
 import statistics
+import subprocess
+from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -26,6 +28,38 @@ UNSAFE_KEYWORDS = {"shell", "trust_remote_code", "weights_only"}
 
 CHAOS_ROOMS = ("mutants", "driver", "faults", "judge", "stack", "load", "network", "shims", "report")
 """Of tests/chaos: each imports only those that come after it."""
+BRITISH = re.compile(
+    r"(token|normal|optim|quant|summar|recogn|initial|organ|serial|synchron|priorit|util|author|general|minim|maxim)is"
+    r"(e|ing|ation)|(behavi|col|fav|flav|harb|hon|hum|lab|neighb|rum)our(?!ce)|(catal|dial|anal)ogue|(cent|fib|lit)re\b"
+    r"|centred|(lic|def|off)ence|judgement|grey|artefact|analyse|(mode|labe|signa|trave)ll(ed|ing)"
+    r"|\b(maths|misspelt|learnt|spelt|whilst|amongst|fulfil|ageing)\b",
+    re.IGNORECASE,
+)
+"""Spellings that no file has. `cancelled` is American too, and a job's state on every wire."""
+
+NAMED_ELSEWHERE = re.compile(
+    r"settings_customise_sources"  # pydantic-settings
+    r"|prepared_means_tokenised"  # a constraint in databases that exist
+    r'|tokenise = \["shardline\[tokenize\]"\]|extra `tokenise`'  # the alias of an extra, for one more release
+)
+SPELLED = (
+    ".md",
+    ".py",
+    ".toml",
+    ".yaml",
+    ".yml",
+    ".sh",
+    ".cpp",
+    ".h",
+    ".ini",
+    ".txt",
+    ".example",
+    "Makefile",
+    "Dockerfile",
+)
+
+TWO_MEANINGS = {"Bell", "Ready", "Watch"}
+"""Class names that the product still defines twice. None may join them, and one that is renamed leaves."""
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -200,6 +234,13 @@ def test_silenced_checks_name_the_rule_and_the_reason() -> None:
     assert bare == []
 
 
+def test_each_class_name_of_the_product_has_one_meaning() -> None:
+    names = Counter(
+        node.name for path in _product() for node in ast.walk(_tree(path)) if isinstance(node, ast.ClassDef)
+    )
+    assert {name for name, number in names.items() if number > 1} == TWO_MEANINGS
+
+
 def test_nothing_is_left_to_do() -> None:
     marker = re.compile(r"\b(" + "TO" + r"DO|FIX" + r"ME|X" + r"XX)\b")
     left = [
@@ -256,3 +297,27 @@ def test_the_readme_names_the_two_commands() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert "make demo" in readme
     assert "make up" in readme
+
+
+def test_every_tracked_file_has_american_spelling() -> None:
+    found = [
+        f"{name}:{number}: {match[0]}"
+        for name in _tracked()
+        for number, line in enumerate([name, *_current_lines(ROOT / name)])
+        for match in BRITISH.finditer(NAMED_ELSEWHERE.sub("", line))
+    ]
+    assert found == []
+
+
+def _tracked() -> list[str]:
+    """Text files of this repository but this one, which lists what others must not have."""
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    return [name for name in listed.split("\0") if name.endswith(SPELLED) and name != "tests/test_tidy.py"]
+
+
+def _current_lines(path: Path) -> list[str]:
+    """All lines; of the changelog those that no release has yet."""
+    text = path.read_text(encoding="utf-8")
+    return "".join(
+        re.split(r"^(?=## \[)", text, flags=re.MULTILINE)[:2] if path.name == "CHANGELOG.md" else text
+    ).split("\n")

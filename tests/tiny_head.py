@@ -23,11 +23,11 @@ from shardline.store.claims import Beat, Claimed, End
 from shardline.store.database import connect
 from shardline.streams import DeltaWriter
 from shardline.tables import JOBS_CHANNEL
-from shardline.tokenise import Completion, Tokens, model_row
+from shardline.tokenize import CompletionText, Tokens, model_row
 from shardline.wire import Delta
 from tests.repository import REPOSITORY
 
-CLERK = REPOSITORY / "services/standalone/clerk/model"
+CLERK = REPOSITORY / "services/standalone/demo/clerk/model"
 LEASE_S = 60.0
 UNPREPARED = text(
     "SELECT id, prompt, messages, prompt_ids, params FROM jobs WHERE prepared_at IS NULL AND state = 'queued'"
@@ -252,7 +252,7 @@ class TinyHead:
         completion.say(sequence.output_ids[:start])
         return completion.say(sequence.output_ids[start:stop])
 
-    def _completion(self, sequence: Sequence) -> Completion:
+    def _completion(self, sequence: Sequence) -> CompletionText:
         return self.tokens.completion(sequence.claimed.params, sequence.claimed.max_tokens)
 
 

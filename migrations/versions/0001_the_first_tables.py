@@ -29,7 +29,7 @@ JOB_CHECKS = {
     "model_is_1_to_256_characters": "length(model) BETWEEN 1 AND 256",
     "max_crashes_is_0_to_100": "max_crashes BETWEEN 0 AND 100",
     "prompt_is_too_long": "octet_length(prompt) <= 16777216",
-    "prepared_means_tokenised": (
+    "prepared_means_tokenized": (
         "prepared_at IS NULL OR (prompt_ids IS NOT NULL AND max_tokens >= 1 AND cardinality(prompt_ids) >= 1)"
     ),
     "traceparent_is_at_most_256_characters": "length(traceparent) <= 256",

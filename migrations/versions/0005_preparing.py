@@ -1,4 +1,4 @@
-"""Relays borrow a row while they tokenise it, instead of locking it."""
+"""Relays borrow a row while they tokenize it, instead of locking it."""
 
 from __future__ import annotations
 

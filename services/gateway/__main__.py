@@ -7,7 +7,7 @@ import sys
 
 import structlog
 
-from services.gateway.server import Server, make_room
+from services.gateway.server import GatewayServer, raise_file_limit
 from services.gateway.settings import GatewaySettings
 from shardline import log
 
@@ -23,8 +23,8 @@ def main() -> None:
     settings = GatewaySettings()
     log.configure(service="gateway", level=settings.log_level, form=settings.log_format)
     structlog.get_logger(__name__).info("gateway starts", host=settings.http_host, port=settings.http_port)
-    make_room(settings)
-    Server(settings).run()
+    raise_file_limit(settings)
+    GatewayServer(settings).run()
 
 
 if __name__ == "__main__":

@@ -13,10 +13,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from services.gateway import errors
 from services.gateway.admission import Gate
+from services.gateway.context import Gateway
 from services.gateway.routes import completions, health, jobs
-from services.gateway.schemas import Described
+from services.gateway.schemas import DocumentedApp
 from services.gateway.settings import GatewaySettings
-from services.gateway.state import Gateway
 from shardline import __version__
 from shardline.errors import Overloaded, ShardlineError
 
@@ -40,11 +40,11 @@ def create_app(settings: GatewaySettings) -> FastAPI:
             await gateway.close()
 
     # The description is a route of ours, which wants a key; a page for browsers could not send one.
-    app = Described(title="Shardline", version=__version__, lifespan=lifespan, openapi_url=None)
+    app = DocumentedApp(title="Shardline", version=__version__, lifespan=lifespan, openapi_url=None)
     errors.install(app)
     for router in (completions.router, jobs.router, health.router):
         app.include_router(router)
-    app.add_middleware(Doorkeeper)
+    app.add_middleware(AdmissionMiddleware)
     return app
 
 
@@ -55,7 +55,7 @@ def _gate(gateway: Gateway, path: str) -> Gate | None:
     return gateway.admission.followers if path.endswith(FOLLOWED) else gateway.admission.requests
 
 
-class Doorkeeper:
+class AdmissionMiddleware:
     """Around every request, to the last byte of its answer: admits it and its caller, times it, counts it."""
 
     def __init__(self, app: ASGIApp) -> None:

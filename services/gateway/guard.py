@@ -1,7 +1,7 @@
 """Who asks, and what that one may do: the request's API key and host. Knows no job.
 
-Every path but those in OPEN needs a valid key. Which scope a route needs stands in its own signature: Submitter,
-Reader, Canceller or Admin.
+Every path but those in OPEN needs a valid key. Which scope a route needs stands in its own signature: SubmitCaller,
+ReadCaller, CancelCaller or AdminCaller.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def permitted(request: Request, needed: SecurityScopes, _scheme: Annotated[objec
     return caller
 
 
-Submitter = Annotated[Caller, Security(permitted, scopes=[Scope.SUBMIT])]
-Reader = Annotated[Caller, Security(permitted, scopes=[Scope.READ])]
-Canceller = Annotated[Caller, Security(permitted, scopes=[Scope.CANCEL])]
-Admin = Annotated[Caller, Security(permitted, scopes=[Scope.ADMIN])]
+SubmitCaller = Annotated[Caller, Security(permitted, scopes=[Scope.SUBMIT])]
+ReadCaller = Annotated[Caller, Security(permitted, scopes=[Scope.READ])]
+CancelCaller = Annotated[Caller, Security(permitted, scopes=[Scope.CANCEL])]
+AdminCaller = Annotated[Caller, Security(permitted, scopes=[Scope.ADMIN])]

@@ -16,11 +16,11 @@ from dataclasses import dataclass
 import structlog
 from sqlalchemy.ext.asyncio import AsyncEngine
 
+from shardline.aio import cancel_and_wait
 from shardline.client.database import reachable
 from shardline.errors import Overloaded, Unavailable
 from shardline.store import api_keys
 from shardline.store.api_keys import Known
-from shardline.tasks import end_task
 
 log = structlog.get_logger(__name__)
 
@@ -60,7 +60,7 @@ class Keyring:
         self._database = database
         self._fresh_s = fresh_s
         self._keys: OrderedDict[str, Entry] = OrderedDict()
-        self._nobodies: OrderedDict[str, Entry] = OrderedDict()
+        self._unknown: OrderedDict[str, Entry] = OrderedDict()
         self._wanted: set[str] = set()
         self._failed_s = -math.inf
         self._lock = asyncio.Lock()
@@ -76,7 +76,7 @@ class Keyring:
         """Note the last uses."""
         for task in (self._task, self._query):
             if task is not None:
-                await end_task(task)
+                await cancel_and_wait(task)
         await self._write_uses()
 
     async def get(self, key_id: str) -> Entry:
@@ -101,7 +101,7 @@ class Keyring:
             self._used.add(key_id)
 
     def _remembered(self, key_id: str) -> Entry | None:
-        return self._keys.get(key_id) or self._nobodies.get(key_id)
+        return self._keys.get(key_id) or self._unknown.get(key_id)
 
     def _is_fresh(self, entry: Entry, asked_s: float) -> bool:
         return entry.read_s >= asked_s - self._fresh_s
@@ -139,7 +139,7 @@ class Keyring:
             self._remember(key_id, Entry(known=found.get(key_id), read_s=began_s))
 
     def _remember(self, key_id: str, entry: Entry) -> None:
-        mine, other = (self._nobodies, self._keys) if entry.known is None else (self._keys, self._nobodies)
+        mine, other = (self._unknown, self._keys) if entry.known is None else (self._keys, self._unknown)
         other.pop(key_id, None)
         mine[key_id] = entry
         mine.move_to_end(key_id)

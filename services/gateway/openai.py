@@ -52,7 +52,7 @@ MESSAGE_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
+class AnswerOptions:
     """How the caller wants the answer; the job knows nothing of it."""
 
     stream: bool = False
@@ -68,27 +68,27 @@ def read_object(body: bytes) -> Document:
         raise Invalid("body", f"it is not a JSON object: {error}", "Send one JSON object in UTF-8") from error
 
 
-def completion_request(document: Document) -> tuple[JobRequest, Wanted]:
+def completion_request(document: Document) -> tuple[JobRequest, AnswerOptions]:
     """`POST /v1/completions`. Raises Invalid."""
     return _request(document, COMPLETION_NEUTRAL, _completion_fields)
 
 
-def chat_request(document: Document) -> tuple[JobRequest, Wanted]:
+def chat_request(document: Document) -> tuple[JobRequest, AnswerOptions]:
     """`POST /v1/chat/completions`. Raises Invalid."""
     return _request(document, CHAT_NEUTRAL, _chat_fields)
 
 
 def _request(
     document: Document, neutral: Mapping[str, tuple[Any, ...]], rename: Callable[[Document], None]
-) -> tuple[JobRequest, Wanted]:
+) -> tuple[JobRequest, AnswerOptions]:
     fields = {name: value for name, value in document.items() if value is not None}
     _drop_neutral(fields, neutral)
-    wanted = _wanted(fields)
+    options = _answer_options(fields)
     if isinstance(fields.get("stop"), str):
         fields["stop"] = [fields["stop"]]
     rename(fields)
     fields.setdefault("priority", INTERACTIVE_PRIORITY)
-    return parse_request(fields), wanted
+    return parse_request(fields), options
 
 
 def _drop_neutral(fields: Document, neutral: Mapping[str, tuple[Any, ...]], prefix: str = "") -> None:
@@ -112,21 +112,21 @@ def _short(value: Any) -> str:
     return msgspec.json.encode(value).decode()[:64]
 
 
-def _wanted(fields: Document) -> Wanted:
+def _answer_options(fields: Document) -> AnswerOptions:
     stream = _flag(fields, "stream")
-    options = fields.pop("stream_options", None)
-    if options is None:
-        return Wanted(stream=stream, return_token_ids=_flag(fields, "return_token_ids"))
-    if not isinstance(options, dict):
+    stream_options = fields.pop("stream_options", None)
+    if stream_options is None:
+        return AnswerOptions(stream=stream, return_token_ids=_flag(fields, "return_token_ids"))
+    if not isinstance(stream_options, dict):
         raise Invalid("stream_options", "it is not an object", 'Send {"include_usage": true}')
     if not stream:
         raise Invalid("stream_options", "it is only for streams", "Set stream to true, or leave it out")
-    options = {name: value for name, value in options.items() if value is not None}
-    include_usage = _flag(options, "include_usage", prefix="stream_options.")
-    _drop_neutral(options, {"include_obfuscation": (False,)}, "stream_options.")
-    for name in options:
+    stream_options = {name: value for name, value in stream_options.items() if value is not None}
+    include_usage = _flag(stream_options, "include_usage", prefix="stream_options.")
+    _drop_neutral(stream_options, {"include_obfuscation": (False,)}, "stream_options.")
+    for name in stream_options:
         raise Invalid(f"stream_options.{name}", "there is no such option", "Send include_usage or nothing")
-    return Wanted(stream=stream, include_usage=include_usage, return_token_ids=_flag(fields, "return_token_ids"))
+    return AnswerOptions(stream=stream, include_usage=include_usage, return_token_ids=_flag(fields, "return_token_ids"))
 
 
 def _flag(fields: Document, name: str, prefix: str = "") -> bool:

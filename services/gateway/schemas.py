@@ -117,7 +117,7 @@ def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
     }
 
 
-class Described(FastAPI):
+class DocumentedApp(FastAPI):
     """An app whose routes read their requests themselves and still are described."""
 
     def openapi(self) -> dict[str, Any]:

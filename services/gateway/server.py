@@ -12,8 +12,8 @@ import structlog
 import uvicorn
 
 from services.gateway.app import create_app
+from services.gateway.context import Gateway
 from services.gateway.settings import GatewaySettings
-from services.gateway.state import Gateway
 
 log = structlog.get_logger(__name__)
 
@@ -25,7 +25,7 @@ LAST_WORDS_S = 10.0
 Compose's grace."""
 
 
-def make_room(settings: GatewaySettings) -> None:
+def raise_file_limit(settings: GatewaySettings) -> None:
     """Each caller is an open file, and the usual limit of a shell, 1,024, is below the gateway's own limits."""
     wanted = settings.http_max_in_flight + settings.http_max_followers + FILES_BESIDE
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -37,7 +37,7 @@ def make_room(settings: GatewaySettings) -> None:
             log.warning("more callers may come than files may be open", files=room, wanted=wanted, remedy=remedy)
 
 
-class Server(uvicorn.Server):
+class GatewayServer(uvicorn.Server):
     """One gateway on one port, until it is told to stop."""
 
     def __init__(self, settings: GatewaySettings, **options: Any) -> None:

@@ -8,12 +8,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from uuid import UUID
 
-from sqlalchemy import Engine
-
-from services.relay.loop import Loop
-from services.relay.results import Results
-from shardline.config import Times
-from shardline.metrics import RelayMetrics
+from services.relay.celery_results import CeleryResults
+from services.relay.loop import Loop, LoopContext
 from shardline.store import jobs
 
 MAX_REMEMBERED = 10_000
@@ -22,7 +18,7 @@ REMEMBER_TURNS = 60
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wish:
+class PendingCancel:
     """To end a job; a running one only if `running`."""
 
     running: bool
@@ -32,44 +28,44 @@ class Wish:
 class Canceller(Loop):
     """`cancel` is called on Celery's thread, which must not wait for Postgres."""
 
-    def __init__(self, *, database: Engine, results: Results, times: Times, metrics: RelayMetrics) -> None:
-        super().__init__("canceller", metrics.errors)
-        self._database = database
+    def __init__(self, context: LoopContext, *, results: CeleryResults) -> None:
+        super().__init__("canceller", context.metrics.errors)
+        self._database = context.database
         self._results = results
-        self._times = times
+        self._times = context.times
         self._lock = threading.Lock()
-        self._wishes: dict[UUID, Wish] = {}
+        self._pending: dict[UUID, PendingCancel] = {}
 
     def cancel(self, ids: Iterable[UUID], *, running: bool) -> None:
         """Soon, and again until the row exists: a revoke may overtake the request that it is for."""
         until_s = time.monotonic() + REMEMBER_TURNS * self._times.poll_s
         with self._lock:
             for job_id in ids:
-                earlier = self._wishes.pop(job_id, None)
+                earlier = self._pending.pop(job_id, None)
                 also_running = running or (earlier is not None and earlier.running)
-                self._wishes[job_id] = Wish(running=also_running, until_s=until_s)
-            while len(self._wishes) > MAX_REMEMBERED:
-                del self._wishes[next(iter(self._wishes))]
+                self._pending[job_id] = PendingCancel(running=also_running, until_s=until_s)
+            while len(self._pending) > MAX_REMEMBERED:
+                del self._pending[next(iter(self._pending))]
         self.wake()
 
     def turn(self) -> float:
         """All that wait, MAX_BATCH in a transaction."""
         with self._lock:
-            wishes = dict(self._wishes)
+            pending = dict(self._pending)
         for running in (True, False):
-            ids = [job_id for job_id, wish in wishes.items() if wish.running is running]
+            ids = [job_id for job_id, cancel in pending.items() if cancel.running is running]
             for first in range(0, len(ids), MAX_BATCH):
                 batch = ids[first : first + MAX_BATCH]
                 with self._database.begin() as connection:
                     found = jobs.request_cancel(connection, batch, running=running)
                 self._results.note(found)
-                self._forget({job_id: wishes[job_id] for job_id in batch}, found)
+                self._forget({job_id: pending[job_id] for job_id in batch}, found)
         return self._times.poll_s
 
-    def _forget(self, wishes: dict[UUID, Wish], found: Iterable[UUID]) -> None:
+    def _forget(self, pending: dict[UUID, PendingCancel], found: Iterable[UUID]) -> None:
         now_s = time.monotonic()
-        done = {*found, *(job_id for job_id, wish in wishes.items() if wish.until_s < now_s)}
+        done = {*found, *(job_id for job_id, cancel in pending.items() if cancel.until_s < now_s)}
         with self._lock:
             for job_id in done:
-                if self._wishes.get(job_id) is wishes[job_id]:
-                    del self._wishes[job_id]
+                if self._pending.get(job_id) is pending[job_id]:
+                    del self._pending[job_id]

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from sqlalchemy import Engine
-
-from services.relay.loop import Loop
-from shardline.config import Times
-from shardline.metrics import RelayMetrics
+from services.relay.loop import Loop, LoopContext
 from shardline.store import sweeps
 
 TURNS_APART = 30
@@ -18,11 +14,11 @@ Labels = tuple[str, str]
 class Census(Loop):
     """Every relay counts the same rows."""
 
-    def __init__(self, *, database: Engine, times: Times, metrics: RelayMetrics) -> None:
-        super().__init__("census", metrics.errors)
-        self._database = database
-        self._pause_s = TURNS_APART * times.poll_s
-        self._gauge = metrics.jobs
+    def __init__(self, context: LoopContext) -> None:
+        super().__init__("census", context.metrics.errors)
+        self._database = context.database
+        self._pause_s = TURNS_APART * context.times.poll_s
+        self._gauge = context.metrics.jobs
         self._shown: set[Labels] = set()
 
     def turn(self) -> float:

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import structlog
-from sqlalchemy import Engine
 
-from services.relay.loop import Loop
-from shardline.config import Times
-from shardline.metrics import RelayMetrics
+from services.relay.loop import Loop, LoopContext
 from shardline.store import growth
 
 log = structlog.get_logger(__name__)
@@ -38,12 +35,12 @@ class Doubling:
 class Growth(Loop):
     """Every relay looks at the same tables."""
 
-    def __init__(self, *, database: Engine, keeps_all: bool, times: Times, metrics: RelayMetrics) -> None:
-        super().__init__("growth", metrics.errors)
-        self._database = database
+    def __init__(self, context: LoopContext, *, keeps_all: bool) -> None:
+        super().__init__("growth", context.metrics.errors)
+        self._database = context.database
         self._keeps_all = keeps_all
-        self._metrics = metrics
-        self._pause_s = TURNS_APART * times.poll_s
+        self._metrics = context.metrics
+        self._pause_s = TURNS_APART * context.times.poll_s
         self._bytes, self._dead, self._dead_rows = Doubling(KEPT_BYTES), Doubling(KEPT_DEAD), Doubling(DEAD_ROWS)
 
     def turn(self) -> float:

@@ -19,15 +19,12 @@ from uuid import UUID, uuid5
 import structlog
 from redis import Redis
 from redis.exceptions import ResponseError
-from sqlalchemy import Engine
 
-from services.relay.acceptance import Arrival, accept
-from services.relay.dead_letters import bury
-from services.relay.loop import Loop
-from shardline.config import Times
+from services.relay.loop import Loop, LoopContext
+from services.relay.rejects import record_reject
+from services.relay.submission import Submission, store_submissions
 from shardline.failpoints import Point, failpoint
 from shardline.keys import INTAKE, INTAKE_GROUP
-from shardline.metrics import RelayMetrics
 
 log = structlog.get_logger(__name__)
 
@@ -60,13 +57,13 @@ Entry = tuple[str, str | None]
 class Intake(Loop):
     """`redis` may block longer than `poll_s` and answers in bytes."""
 
-    def __init__(self, *, database: Engine, redis: Redis, times: Times, batch: int, metrics: RelayMetrics) -> None:
-        super().__init__("intake", metrics.errors)
-        self._database = database
+    def __init__(self, context: LoopContext, *, redis: Redis, batch: int) -> None:
+        super().__init__("intake", context.metrics.errors)
+        self._database = context.database
         self._redis = redis
-        self._times = times
+        self._times = context.times
         self._batch = batch
-        self._metrics = metrics
+        self._metrics = context.metrics
         self._consumer = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
         self._next_rescue_s = 0.0
         self._read_new = redis.register_script(READ_NEW)
@@ -141,12 +138,12 @@ class Intake(Loop):
 
     def _take(self, entries: list[Entry]) -> None:
         failpoint(Point.INTAKE_TAKEN)
-        verdicts = accept(self._database, [_arrival(entry) for entry in entries])
+        results = store_submissions(self._database, [_submission(entry) for entry in entries])
         failpoint(Point.INTAKE_INSERTED, door="stream")
-        for (entry_id, document), verdict in zip(entries, verdicts, strict=True):
-            if verdict.fate == "dead":
-                bury(self._redis, entry=entry_id, request=document or "", reason=verdict.reason)
-            self._metrics.intake.labels(outcome=verdict.fate).inc()
+        for (entry_id, document), result in zip(entries, results, strict=True):
+            if result.status == "rejected":
+                record_reject(self._redis, entry=entry_id, request=document or "", reason=result.reason)
+            self._metrics.intake.labels(outcome=result.metric_label).inc()
         ids = [entry_id for entry_id, _ in entries]
         with self._redis.pipeline(transaction=False) as pipeline:
             pipeline.xack(INTAKE, INTAKE_GROUP, *ids)
@@ -175,10 +172,10 @@ def _decoded(entries: Iterable[Any]) -> list[Entry]:
     return decoded
 
 
-def _arrival(entry: Entry) -> Arrival:
+def _submission(entry: Entry) -> Submission:
     entry_id, text = entry
     digest = hashlib.sha256((text or "").encode()).hexdigest()
-    return Arrival(id=uuid5(ENTRY_IDS, f"{entry_id}:{digest}"), document=_document(text))
+    return Submission(id=uuid5(ENTRY_IDS, f"{entry_id}:{digest}"), document=_document(text))
 
 
 def _document(text: str | None) -> object:

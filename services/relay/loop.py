@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 
 import structlog
 from kombu.exceptions import OperationalError as BrokerError
 from prometheus_client import Counter
 from psycopg import Error as PsycopgError
 from redis.exceptions import RedisError
+from sqlalchemy import Engine
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 from tenacity import (
@@ -22,6 +24,8 @@ from tenacity import (
     wait_random_exponential,
 )
 
+from shardline.config import Times
+from shardline.metrics import RelayMetrics
 from shardline.store.database import failure_of
 
 log = structlog.get_logger(__name__)
@@ -33,6 +37,15 @@ MAX_BACKOFF_S = 2.0
 
 POSTGRES_ERRORS = (DBAPIError, PoolTimeout, PsycopgError)
 REDIS_ERRORS = (RedisError, BrokerError)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoopContext:
+    """What all loops of one relay share."""
+
+    database: Engine
+    times: Times
+    metrics: RelayMetrics
 
 
 class Loop(threading.Thread, ABC):

@@ -8,13 +8,10 @@ from collections.abc import Sequence
 import structlog
 from celery import Celery
 from redis import Redis
-from sqlalchemy import Engine
 
-from services.relay.loop import REDIS_ERRORS, Loop
-from shardline.config import Times
+from services.relay.loop import REDIS_ERRORS, Loop, LoopContext
 from shardline.failpoints import Point, failpoint
 from shardline.keys import OUTBOX_MARK
-from shardline.metrics import RelayMetrics
 from shardline.queues import GENERATE_TASK, generate_queue
 from shardline.store import outbox
 from shardline.store.outbox import Send
@@ -28,15 +25,13 @@ BUSY_TURNS = 50
 class Outbox(Loop):
     """`publisher` is a Celery app whose connections time out soon."""
 
-    def __init__(
-        self, *, database: Engine, publisher: Celery, redis: Redis, times: Times, metrics: RelayMetrics
-    ) -> None:
-        super().__init__("outbox", metrics.errors)
-        self._database = database
+    def __init__(self, context: LoopContext, *, publisher: Celery, redis: Redis) -> None:
+        super().__init__("outbox", context.metrics.errors)
+        self._database = context.database
         self._publisher = publisher
         self._redis = redis
-        self._times = times
-        self._metrics = metrics
+        self._times = context.times
+        self._metrics = context.metrics
         self._busy_until_s = 0.0
 
     def turn(self) -> float:

@@ -1,4 +1,4 @@
-"""Validates and tokenises rows that arrived without it: by Celery, Redis or plain SQL. One bad row holds up nothing."""
+"""Validates and tokenizes rows that arrived without it: by Celery, Redis or plain SQL. One bad row holds up nothing."""
 
 from __future__ import annotations
 
@@ -10,19 +10,16 @@ from uuid import UUID
 
 import msgspec
 import structlog
-from sqlalchemy import Engine
 
-from services.relay.loop import Loop
-from services.relay.models import KnownModels
+from services.relay.celery_results import CeleryResults
+from services.relay.loop import Loop, LoopContext
 from services.relay.outbox import Outbox
-from services.relay.results import Results
-from shardline.config import Times
+from services.relay.registered_tokenizers import RegisteredTokenizers
 from shardline.errors import Invalid
 from shardline.job import JobState, Message, Prompt, SamplingParams, TokenId, invalid_from
-from shardline.metrics import RelayMetrics
 from shardline.store import preparation
 from shardline.store.preparation import Ready, Unprepared
-from shardline.tokenise import Prepared, Tokens
+from shardline.tokenize import Prepared, Tokens
 
 log = structlog.get_logger(__name__)
 
@@ -32,28 +29,26 @@ Converted = TypeVar("Converted")
 class Preparer(Loop):
     """`outbox` is woken when there is something to send."""
 
-    def __init__(
-        self, *, database: Engine, outbox: Outbox, results: Results, times: Times, metrics: RelayMetrics
-    ) -> None:
-        super().__init__("preparer", metrics.errors)
-        self._database = database
+    def __init__(self, context: LoopContext, *, outbox: Outbox, results: CeleryResults) -> None:
+        super().__init__("preparer", context.metrics.errors)
+        self._database = context.database
         self._outbox = outbox
         self._results = results
-        self._times = times
-        self._metrics = metrics
-        self._models = KnownModels(database)
-        self.mark_every_s = times.poll_s
+        self._times = context.times
+        self._metrics = context.metrics
+        self._tokenizers = RegisteredTokenizers(context.database)
+        self.mark_every_s = context.times.poll_s
         self._lent: deque[Unprepared] = deque()
         """Rows that are ours and not yet marked; those of a turn that failed are tried again first."""
 
     def turn(self) -> float:
-        """One batch. No transaction is open while it is tokenised, and what is done is marked every `mark_every_s`."""
+        """One batch. No transaction is open while it is tokenized, and what is done is marked every `mark_every_s`."""
         if not self._lent:
             with self._database.begin() as connection:
                 self._lent.extend(preparation.take_unprepared(connection, lease_s=self._times.lease_s))
         if not self._lent:
             return self._times.poll_s
-        self._models.refresh()
+        self._tokenizers.refresh()
         while self._lent:
             answers = self._answers()
             self._mark(answers)
@@ -88,15 +83,15 @@ class Preparer(Loop):
 
     def _prepare(self, row: Unprepared) -> Ready | dict[str, str]:
         try:
-            tokens = self._models.get(row.model)
+            tokens = self._tokenizers.get(row.model)
             params = _params(row)
-            prepared = _tokenise(tokens, row, params)
+            prepared = _tokenize(tokens, row, params)
         except Invalid as error:
             return error.as_dict()
         return Ready(id=row.id, prompt_ids=prepared.prompt_ids, max_tokens=prepared.max_tokens, seed=params.seed)
 
 
-def _tokenise(tokens: Tokens, row: Unprepared, params: SamplingParams) -> Prepared:
+def _tokenize(tokens: Tokens, row: Unprepared, params: SamplingParams) -> Prepared:
     prompt, messages = _prompt(row), _messages(row)
     try:
         return tokens.prepare(prompt=prompt, messages=messages, params=params)

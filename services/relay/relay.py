@@ -17,19 +17,19 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 from tenacity import Retrying, retry_if_exception_type, sleep_using_event, stop_when_event_set, wait_random_exponential
 
-from services.relay.acceptance import CONFLICT, Arrival, Verdict, accept
 from services.relay.canceller import Canceller
+from services.relay.celery_results import CeleryResults
 from services.relay.census import Census
-from services.relay.dead_letters import bury
-from services.relay.doorbell import Doorbell
 from services.relay.growth import Growth
 from services.relay.intake import ENTRY_IDS, Intake
-from services.relay.loop import MAX_BACKOFF_S, POSTGRES_ERRORS, REDIS_ERRORS, Loop
+from services.relay.loop import MAX_BACKOFF_S, POSTGRES_ERRORS, REDIS_ERRORS, Loop, LoopContext
+from services.relay.notify_listener import NotifyListener
 from services.relay.outbox import Outbox
 from services.relay.preparer import Preparer
-from services.relay.results import Results
+from services.relay.rejects import record_reject
 from services.relay.retention import Retention
 from services.relay.settings import RelaySettings
+from services.relay.submission import CONFLICT, Submission, SubmissionResult, store_submissions
 from services.relay.sweeper import Sweeper
 from shardline import metrics
 from shardline.errors import Invalid
@@ -44,7 +44,7 @@ log = structlog.get_logger(__name__)
 REDIS_TIMEOUT_S = 2.0
 NUM_LOOPS = 8
 """Connections of the pool that the loops may hold at once: one for each of the eight that read or write rows. The
-doorbell's is its own."""
+notify listener's is its own."""
 
 JOIN_S = 10.0
 """For all loops together; one that hangs in a frozen server is left behind, its transaction is undone."""
@@ -61,28 +61,26 @@ class Relay:
         self._database = connect(url, application_name="shardline-relay", pool_size=settings.concurrency + NUM_LOOPS)
         self._redis = _redis(settings.redis_url, timeout_s=REDIS_TIMEOUT_S)
         self._closing = threading.Event()
-        parts: dict[str, Any] = {"database": self._database, "times": settings.times, "metrics": self._metrics}
+        context = LoopContext(database=self._database, times=settings.times, metrics=self._metrics)
         publisher = _publisher(settings)
-        self._results = Results(
-            backend_app=publisher if settings.result_backend else None, times=settings.times, metrics=self._metrics
-        )
-        outbox = Outbox(publisher=publisher, redis=self._redis, **parts)
-        preparer = Preparer(outbox=outbox, results=self._results, **parts)
+        self._results = CeleryResults(context, backend_app=publisher if settings.result_backend else None)
+        outbox = Outbox(context, publisher=publisher, redis=self._redis)
+        preparer = Preparer(context, outbox=outbox, results=self._results)
         blocking = _redis(settings.redis_url, timeout_s=settings.times.poll_s + REDIS_TIMEOUT_S)
-        self._canceller = Canceller(results=self._results, **parts)
+        self._canceller = Canceller(context, results=self._results)
         self._loops: tuple[Loop, ...] = (
             outbox,
             preparer,
-            Sweeper(results=self._results, **parts),
-            Census(**parts),
+            Sweeper(context, results=self._results),
+            Census(context),
             self._canceller,
             self._results,
-            Intake(redis=blocking, batch=settings.intake_batch, **parts),
-            Growth(keeps_all=settings.retention_days is None, **parts),
-            Doorbell(database_url=url, wakes=(outbox, preparer), times=settings.times, metrics=self._metrics),
+            Intake(context, redis=blocking, batch=settings.intake_batch),
+            Growth(context, keeps_all=settings.retention_days is None),
+            NotifyListener(context, database_url=url, wakes=(outbox, preparer)),
         )
         if settings.retention_days is not None:
-            self._loops += (Retention(days=settings.retention_days, **parts),)
+            self._loops += (Retention(context, days=settings.retention_days),)
 
     def start(self) -> None:
         """Begin to work."""
@@ -105,7 +103,7 @@ class Relay:
             loop.join(max(0.0, deadline_s - time.monotonic()))
         self._database.dispose()
 
-    def submit(self, task_id: str, document: dict[str, Any]) -> Verdict:
+    def submit(self, task_id: str, document: dict[str, Any]) -> SubmissionResult:
         """The Celery door: committed when this returns. Raises RetryError when the relay closes while a server is
         away."""
         patient = Retrying(
@@ -122,16 +120,16 @@ class Relay:
         self._canceller.cancel(ids, running=running)
         return len(ids)
 
-    def _submit(self, task_id: str, document: dict[str, Any]) -> Verdict:
+    def _submit(self, task_id: str, document: dict[str, Any]) -> SubmissionResult:
         job_id = _uuid(task_id) or uuid5(ENTRY_IDS, task_id)
-        (verdict,) = accept(self._database, [Arrival(id=job_id, document=document)])
+        (result,) = store_submissions(self._database, [Submission(id=job_id, document=document)])
         failpoint(Point.INTAKE_INSERTED, door="celery")
-        if verdict.fate == "dead":
-            bury(self._redis, entry=task_id, request=json.dumps(document, default=str), reason=verdict.reason)
-        if verdict.reason is not None and verdict.reason["code"] != CONFLICT:
-            self._results.note({job_id: JobState.FAILED}, json.dumps(verdict.reason))
-        self._metrics.intake.labels(outcome=verdict.fate).inc()
-        return verdict
+        if result.status == "rejected":
+            record_reject(self._redis, entry=task_id, request=json.dumps(document, default=str), reason=result.reason)
+        if result.reason is not None and result.reason["code"] != CONFLICT:
+            self._results.note({job_id: JobState.FAILED}, json.dumps(result.reason))
+        self._metrics.intake.labels(outcome=result.metric_label).inc()
+        return result
 
 
 def _uuid(text: str) -> UUID | None:

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import structlog
-from sqlalchemy import Engine
 
-from services.relay.loop import Loop
-from shardline.config import Times
-from shardline.metrics import RelayMetrics
+from services.relay.loop import Loop, LoopContext
 from shardline.store import retention
 
 log = structlog.get_logger(__name__)
@@ -20,12 +17,12 @@ TURNS_APART = 60
 class Retention(Loop):
     """Small transactions, one after the other: jobs that run are not held up."""
 
-    def __init__(self, *, database: Engine, days: float, times: Times, metrics: RelayMetrics) -> None:
-        super().__init__("retention", metrics.errors)
-        self._database = database
+    def __init__(self, context: LoopContext, *, days: float) -> None:
+        super().__init__("retention", context.metrics.errors)
+        self._database = context.database
         self._age_s = days * DAY_S
-        self._pause_s = TURNS_APART * times.poll_s
-        self._metrics = metrics
+        self._pause_s = TURNS_APART * context.times.poll_s
+        self._metrics = context.metrics
         self._after: retention.Place | None = None
 
     def turn(self) -> float:

@@ -8,14 +8,11 @@ from collections.abc import Mapping
 from uuid import UUID
 
 import structlog
-from sqlalchemy import Engine
 
-from services.relay.loop import POSTGRES_ERRORS, Loop
-from services.relay.models import Decoder
-from services.relay.results import Results
+from services.relay.celery_results import CeleryResults
+from services.relay.loop import POSTGRES_ERRORS, Loop, LoopContext
+from services.relay.partial_texts import PartialTexts
 from shardline.clock import lease_clock_s
-from shardline.config import Times
-from shardline.metrics import RelayMetrics
 from shardline.store import sweeps
 
 log = structlog.get_logger(__name__)
@@ -27,13 +24,13 @@ STALL = 1 / 3
 class Sweeper(Loop):
     """After Postgres was away or stalled, heads have one lease to beat again before the first rescue."""
 
-    def __init__(self, *, database: Engine, results: Results, times: Times, metrics: RelayMetrics) -> None:
-        super().__init__("sweeper", metrics.errors)
+    def __init__(self, context: LoopContext, *, results: CeleryResults) -> None:
+        super().__init__("sweeper", context.metrics.errors)
         self._results = results
-        self._database = database
-        self._times = times
-        self._metrics = metrics
-        self._decoder = Decoder(database, budget_s=times.poll_s)
+        self._database = context.database
+        self._times = context.times
+        self._metrics = context.metrics
+        self._partial_texts = PartialTexts(context.database, budget_s=context.times.poll_s)
         self._rescue_after_s = 0.0
         self._answered_s = math.inf
         """The last answer of Postgres; or the first turn, before which nothing is known."""
@@ -42,16 +39,16 @@ class Sweeper(Loop):
         """What the last sweeps lacked, then both sweeps."""
         self._answered_s = min(self._answered_s, lease_clock_s())
         try:
-            self._decoder.catch_up()
+            self._partial_texts.catch_up()
             num_moved = self._end_waiting() + self._rescue()
         except POSTGRES_ERRORS:
             self._rescue_after_s = math.inf
             raise
-        return 0.0 if self._decoder.was_asked or num_moved >= sweeps.MAX_BATCH else self._times.poll_s
+        return 0.0 if self._partial_texts.was_asked or num_moved >= sweeps.MAX_BATCH else self._times.poll_s
 
     def _end_waiting(self) -> int:
         with self._database.begin() as connection:
-            moved = sweeps.sweep_waiting(connection, self._decoder)
+            moved = sweeps.sweep_waiting(connection, self._partial_texts)
         self._note_answer()
         return self._record(moved)
 
@@ -62,7 +59,7 @@ class Sweeper(Loop):
             sweeps.fix_now(connection)
             now_s = self._note_answer()
             if now_s >= self._rescue_after_s:
-                moved = sweeps.sweep_leases(connection, self._decoder, lease_s=self._times.lease_s)
+                moved = sweeps.sweep_leases(connection, self._partial_texts, lease_s=self._times.lease_s)
         return self._record(moved)
 
     def _note_answer(self) -> float:

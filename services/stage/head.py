@@ -37,7 +37,7 @@ from shardline.store.database import connect, failure_of
 from shardline.store.models import register_model
 from shardline.streams import DeltaWriter
 from shardline.threads import die
-from shardline.tokenise import Tokens
+from shardline.tokenize import Tokens
 from shardline.wire import StageCard
 
 log = structlog.get_logger(__name__)

@@ -10,11 +10,11 @@ from pydantic import ValidationError
 from rich.console import Console
 from rich.table import Table
 
-from services.standalone.demo import run_demo
+from services.standalone.demo.run import run_demo
 from services.standalone.down import StillRunning, stop_stack
-from services.standalone.home import SUPERVISOR, AlreadyUp, Home
 from services.standalone.processes import StartFailed
 from services.standalone.settings import StandaloneSettings
+from services.standalone.state_dir import SUPERVISOR, AlreadyUp, StateDir
 from services.standalone.supervisor import Supervisor
 from shardline.errors import ShardlineError
 
@@ -32,7 +32,7 @@ def up() -> None:
 def down() -> None:
     """Stop the stack of this folder, also what a killed supervisor left behind."""
     settings = StandaloneSettings()
-    for name in stop_stack(Home(settings.home), drain_s=settings.times.drain_s):
+    for name in stop_stack(StateDir(settings.home), drain_s=settings.times.drain_s):
         _say(f"ended {name}")
     _say("nothing runs any more")
 
@@ -40,13 +40,13 @@ def down() -> None:
 @cli.command()
 def status() -> None:
     """Show what runs in this folder."""
-    home = Home(StandaloneSettings().home)
-    alive = home.alive()
-    ready = home.published() is not None and SUPERVISOR in alive
-    table = Table("process", "pid", "state", title=f"{home.folder}: {'ready' if ready else 'not ready'}")
-    for name, entry in home.recorded().items():
+    state_dir = StateDir(StandaloneSettings().home)
+    alive = state_dir.alive()
+    ready = state_dir.published() is not None and SUPERVISOR in alive
+    table = Table("process", "pid", "state", title=f"{state_dir.folder}: {'ready' if ready else 'not ready'}")
+    for name, entry in state_dir.recorded().items():
         table.add_row(name, str(entry.pid), "running" if name in alive else "gone")
-    console.print(table if home.recorded() else f"nothing runs in {home.folder}")
+    console.print(table if state_dir.recorded() else f"nothing runs in {state_dir.folder}")
     raise typer.Exit(0 if ready else 1)
 
 

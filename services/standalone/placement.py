@@ -19,7 +19,7 @@ LAYER_COUNTS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StagePlace:
+class StagePlacement:
     """One stage: its place in one replica, its layers, its cores."""
 
     replica: int
@@ -47,7 +47,7 @@ class StagePlace:
 
 def places(
     settings: StandaloneSettings, num_layers: int, cores: list[int], taken: frozenset[int] = frozenset()
-) -> list[StagePlace]:
+) -> list[StagePlacement]:
     """Every stage of every replica; cores `taken` by others come last. Raises Invalid for an impossible split."""
     split = parse_split(settings.split, num_layers) if settings.split else even_split(num_layers, settings.stages)
     if len(split) != settings.stages:
@@ -55,7 +55,7 @@ def places(
     groups = core_groups(settings.stages * settings.replicas, settings.stage_cores, cores, taken)
     num_users = Counter(core for group in groups for core in group)
     return [
-        StagePlace(
+        StagePlacement(
             replica=index // settings.stages,
             place=index % settings.stages,
             layers=split[index % settings.stages],

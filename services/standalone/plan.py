@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from services.standalone import processes
-from services.standalone.home import HOP_KEY_FILE
-from services.standalone.placement import StagePlace
+from services.standalone.placement import StagePlacement
 from services.standalone.ports import LOOPBACK
 from services.standalone.processes import Child
 from services.standalone.servers import socket_folder
 from services.standalone.settings import REPOSITORY, StandaloneSettings
+from services.standalone.state_dir import HOP_KEY_FILE
 
 FLOWER_USER = "shardline"
 FLOWER_MAX_TASKS = 10_000
@@ -50,7 +50,7 @@ class Addresses:
         return f"http://{FLOWER_USER}:{self.flower_password}@{LOOPBACK}:{self.flower_port}"
 
 
-class Service(Child):
+class ServiceProcess(Child):
     """A child that is one command line with its own environment."""
 
     def __init__(self, name: str, home: Path, *, argv: Sequence[str], env: Mapping[str, str]) -> None:
@@ -66,17 +66,17 @@ class Service(Child):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class StackPlan:
     """The services of a stack, by their role. Servers are not among them: their addresses must be known first."""
 
-    gateway: Service
-    relay: Service
-    heads: tuple[Service, ...]
-    others: tuple[Service, ...]
-    flower: Service
+    gateway: ServiceProcess
+    relay: ServiceProcess
+    heads: tuple[ServiceProcess, ...]
+    others: tuple[ServiceProcess, ...]
+    flower: ServiceProcess
 
     @property
-    def all(self) -> tuple[Service, ...]:
+    def all(self) -> tuple[ServiceProcess, ...]:
         """In start order: what loads longest first."""
         return (*self.heads, *self.others, self.relay, self.gateway, self.flower)
 
@@ -96,8 +96,8 @@ KV_SHARE_OF_HOST = 0.6
 
 
 def make_plan(
-    settings: StandaloneSettings, addresses: Addresses, stages: Sequence[StagePlace], home: Path, preload: str = ""
-) -> Plan:
+    settings: StandaloneSettings, addresses: Addresses, stages: Sequence[StagePlacement], home: Path, preload: str = ""
+) -> StackPlan:
     """All services of one stack in `home`; stages preload these libraries."""
     common = {
         **{name: value for name, value in os.environ.items() if not name.startswith("FLOWER_")},
@@ -114,7 +114,7 @@ def make_plan(
     if preload:
         for_stages["LD_PRELOAD"] = preload
     services = {place.name: _stage(settings, place, for_stages, home) for place in stages}
-    return Plan(
+    return StackPlan(
         gateway=_service(
             "gateway", home, common, SHARDLINE_HTTP_HOST=LOOPBACK, SHARDLINE_HTTP_PORT=addresses.http_port
         ),
@@ -125,12 +125,16 @@ def make_plan(
     )
 
 
-def _service(name: str, home: Path, common: Mapping[str, str], module: str | None = None, **own: object) -> Service:
+def _service(
+    name: str, home: Path, common: Mapping[str, str], module: str | None = None, **own: object
+) -> ServiceProcess:
     env = {**common, **{key: str(value) for key, value in own.items()}}
-    return Service(name, home, argv=[sys.executable, "-m", module or f"services.{name}"], env=env)
+    return ServiceProcess(name, home, argv=[sys.executable, "-m", module or f"services.{name}"], env=env)
 
 
-def _stage(settings: StandaloneSettings, place: StagePlace, common: Mapping[str, str], home: Path) -> Service:
+def _stage(
+    settings: StandaloneSettings, place: StagePlacement, common: Mapping[str, str], home: Path
+) -> ServiceProcess:
     own = {
         "SHARDLINE_MODEL": settings.folder or settings.model,
         "SHARDLINE_MODEL_NAME": settings.name,
@@ -147,7 +151,7 @@ def _stage(settings: StandaloneSettings, place: StagePlace, common: Mapping[str,
     return _service(place.name, home, common, "services.stage", **own)
 
 
-def _flower(addresses: Addresses, common: Mapping[str, str], home: Path) -> Service:
+def _flower(addresses: Addresses, common: Mapping[str, str], home: Path) -> ServiceProcess:
     """The password travels in the environment: a command line is visible to every user of the machine."""
     env = {
         **common,
@@ -158,4 +162,4 @@ def _flower(addresses: Addresses, common: Mapping[str, str], home: Path) -> Serv
         "FLOWER_MAX_TASKS": str(FLOWER_MAX_TASKS),
     }
     argv = [sys.executable, "-m", "celery", "-A", "services.standalone.flower_app", "flower"]
-    return Service("flower", home, argv=argv, env=env)
+    return ServiceProcess("flower", home, argv=argv, env=env)

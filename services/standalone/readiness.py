@@ -22,7 +22,7 @@ READY_PIPELINES = "SELECT count(*) FROM pipelines WHERE model = %s AND ready_at 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Question:
+class ReadinessCriteria:
     """What must hold for a stack to be ready."""
 
     addresses: Addresses
@@ -31,58 +31,58 @@ class Question:
     canary_timeout_s: float
 
 
-class NotYet(Exception):
+class NotReady(Exception):
     """Says what is still missing."""
 
 
-def check(question: Question) -> None:
-    """One look, ending with a completion through every stage. Raises NotYet."""
+def check(criteria: ReadinessCriteria) -> None:
+    """One look, ending with a completion through every stage. Raises NotReady."""
     try:
-        _check_pipelines(question)
-        key = bearer(question.addresses.api_key)
-        with httpx.Client(base_url=question.addresses.gateway, headers=key, timeout=5.0) as gateway:
+        _check_pipelines(criteria)
+        key = bearer(criteria.addresses.api_key)
+        with httpx.Client(base_url=criteria.addresses.gateway, headers=key, timeout=5.0) as gateway:
             if gateway.get("/ready").status_code != httpx.codes.OK:
-                raise NotYet("the gateway is not ready")
-            _check_flower(question)
-            _send_canary(gateway, question)
+                raise NotReady("the gateway is not ready")
+            _check_flower(criteria)
+            _send_canary(gateway, criteria)
     except httpx.TransportError as error:
-        raise NotYet(f"no HTTP answer yet ({type(error).__name__})") from error
+        raise NotReady(f"no HTTP answer yet ({type(error).__name__})") from error
     except psycopg.Error as error:
-        raise NotYet(f"no answer from Postgres ({error})") from error
+        raise NotReady(f"no answer from Postgres ({error})") from error
 
 
-def _check_pipelines(question: Question) -> None:
-    with psycopg.connect(question.addresses.database) as connection:
-        row = connection.execute(READY_PIPELINES, (question.model,)).fetchone()
+def _check_pipelines(criteria: ReadinessCriteria) -> None:
+    with psycopg.connect(criteria.addresses.database) as connection:
+        row = connection.execute(READY_PIPELINES, (criteria.model,)).fetchone()
     num_ready = row[0] if row else 0
-    if num_ready < question.num_pipelines:
-        raise NotYet(f"{num_ready} of {question.num_pipelines} pipelines are ready")
+    if num_ready < criteria.num_pipelines:
+        raise NotReady(f"{num_ready} of {criteria.num_pipelines} pipelines are ready")
 
 
-def _check_flower(question: Question) -> None:
-    answer = httpx.get(f"{question.addresses.flower_with_credentials}/api/workers", timeout=5.0)
+def _check_flower(criteria: ReadinessCriteria) -> None:
+    answer = httpx.get(f"{criteria.addresses.flower_with_credentials}/api/workers", timeout=5.0)
     if answer.status_code != httpx.codes.OK:
-        raise NotYet("Flower is not ready")
+        raise NotReady("Flower is not ready")
 
 
-def _send_canary(gateway: httpx.Client, question: Question) -> None:
+def _send_canary(gateway: httpx.Client, criteria: ReadinessCriteria) -> None:
     request = {
-        "model": question.model,
+        "model": criteria.model,
         "prompt": CANARY_PROMPT,
         "max_tokens": CANARY_TOKENS,
         "temperature": 0,
         "ignore_eos": True,
     }
-    answer = gateway.post("/v1/completions", json=request, timeout=question.canary_timeout_s)
+    answer = gateway.post("/v1/completions", json=request, timeout=criteria.canary_timeout_s)
     if answer.status_code != httpx.codes.OK:
-        raise NotYet(f"the first completion got {answer.status_code}: {answer.text[:300]}")
+        raise NotReady(f"the first completion got {answer.status_code}: {answer.text[:300]}")
 
 
-class Watcher:
-    """Asks again and again in a thread of its own, so that the main thread can tend its children."""
+class ReadinessWatcher:
+    """Asks again and again in a thread of its own, so that the main thread can watch its children."""
 
-    def __init__(self, question: Question) -> None:
-        self._question = question
+    def __init__(self, criteria: ReadinessCriteria) -> None:
+        self._criteria = criteria
         self._stop = threading.Event()
         self.ready = threading.Event()
         self.missing = "nothing was asked yet"
@@ -92,8 +92,8 @@ class Watcher:
     def _watch(self) -> None:
         while not self._stop.is_set():
             try:
-                check(self._question)
-            except NotYet as reason:
+                check(self._criteria)
+            except NotReady as reason:
                 self.missing = str(reason)
                 self._stop.wait(POLL_S)
             else:

@@ -58,7 +58,7 @@ def socket_folder(home: Path, name: str = "run") -> Path:
     return folder
 
 
-class Server(Child):
+class EmbeddedServer(Child):
     """What both servers share: readiness by a real answer, and freezing for tests."""
 
     def pause(self) -> None:
@@ -88,7 +88,7 @@ class Server(Child):
                 answers()
 
 
-class Valkey(Server):
+class Valkey(EmbeddedServer):
     """Valkey on a loopback port, with a password, nothing kept on disk: each start is empty."""
 
     def __init__(self, home: Path, *, port: int | None = None, settings: dict[str, str] | None = None) -> None:
@@ -141,7 +141,7 @@ class Valkey(Server):
                 raise StartFailed(f"port {self.port} belongs to another Redis server") from error
 
 
-class Postgres(Server):
+class Postgres(EmbeddedServer):
     """Postgres on a unix socket that only this user can reach; its data stays in `home/postgres`."""
 
     def __init__(self, home: Path, *, settings: dict[str, str] | None = None) -> None:
@@ -156,11 +156,11 @@ class Postgres(Server):
         return f"postgresql://shardline@/{database}?host={self.sockets}"
 
     def start(self) -> None:
-        """Initialise once, start, wait until it takes a connection, and create the database if it is not there."""
+        """Initialize once, start, wait until it takes a connection, and create the database if it is not there."""
         self.home.mkdir(parents=True, exist_ok=True)
         self._adopt(self.sockets)
         if not (self.data / "PG_VERSION").exists():
-            self._initialise()
+            self._initialize()
         self._clear_leftovers()
         settings = {
             "listen_addresses": "",
@@ -179,7 +179,7 @@ class Postgres(Server):
         self._wait_until(lambda: psycopg.connect(self.url("postgres")).close(), psycopg.OperationalError)
         self._create_database()
 
-    def _initialise(self) -> None:
+    def _initialize(self) -> None:
         """`initdb`, in UTF-8 whatever locales the machine has; a half-made folder of an earlier try is thrown away."""
         shutil.rmtree(self.data, ignore_errors=True)
         fresh = self.data.with_name("postgres.new")

@@ -10,7 +10,7 @@ from pydantic import Field
 from shardline.config import Settings
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-CLERK = Path(__file__).resolve().parent / "clerk" / "model"
+CLERK = Path(__file__).resolve().parent / "demo" / "clerk" / "model"
 
 
 class StandaloneSettings(Settings):

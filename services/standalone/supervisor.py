@@ -10,18 +10,18 @@ from contextlib import ExitStack
 
 from services.standalone import processes
 from services.standalone.cores import CoreClaims, usable_cores
-from services.standalone.crew import Crew
 from services.standalone.disk import DiskWatch
-from services.standalone.home import SUPERVISOR, Home, Register
-from services.standalone.placement import StagePlace, count_layers, places
-from services.standalone.plan import Addresses, Plan, make_plan, new_password
+from services.standalone.placement import StagePlacement, count_layers, places
+from services.standalone.plan import Addresses, StackPlan, make_plan, new_password
 from services.standalone.ports import free_port, is_taken
 from services.standalone.preload import preload
+from services.standalone.process_group import ProcessGroup
 from services.standalone.processes import Child, StartFailed
-from services.standalone.readiness import Question, Watcher
+from services.standalone.readiness import ReadinessCriteria, ReadinessWatcher
 from services.standalone.servers import Postgres, Valkey
 from services.standalone.settings import REPOSITORY, StandaloneSettings
 from services.standalone.signals import SignalInbox
+from services.standalone.state_dir import SUPERVISOR, StackRecord, StateDir
 from shardline.api_key import parse_key
 from shardline.errors import Invalid
 from shardline.store import api_keys
@@ -43,18 +43,20 @@ class Supervisor:
     def __init__(self, settings: StandaloneSettings, say: Callable[[str], None]) -> None:
         self._settings = settings
         self._say = say
-        self._home = Home(settings.home)
+        self._state_dir = StateDir(settings.home)
         self._servers: list[Child] = []
-        self._plan: Plan | None = None
-        self._register = Register(self._home, say)
+        self._plan: StackPlan | None = None
+        self._stack_record = StackRecord(self._state_dir, say)
 
     def run(self) -> None:
         """Start, say where it is, keep it running until somebody asks to stop, stop. Raises when it cannot start."""
         with ExitStack() as stack:
-            stack.enter_context(self._home.lock())
+            stack.enter_context(self._state_dir.lock())
             self._inbox = stack.enter_context(SignalInbox())
-            self._crew = Crew(self._inbox, say=self._say, changed=self._record, time_scale=self._settings.time_scale)
-            if left := self._home.end_leftovers():
+            self._group = ProcessGroup(
+                self._inbox, say=self._say, changed=self._record, time_scale=self._settings.time_scale
+            )
+            if left := self._state_dir.end_leftovers():
                 self._say(f"ended what an earlier supervisor left behind: {', '.join(left)}")
             addresses = self._reserve()
             stages = self._place(stack.enter_context(CoreClaims()))
@@ -77,12 +79,12 @@ class Supervisor:
             http_port=self._settings.http_port or free_port(),
             flower_port=self._settings.flower_port or free_port(),
             flower_password=new_password(),
-            api_key=self._home.api_key(),
+            api_key=self._state_dir.api_key(),
             database=self._settings.database_url.get_secret_value(),
             redis=self._settings.redis_url,
         )
 
-    def _place(self, claims: CoreClaims) -> list[StagePlace]:
+    def _place(self, claims: CoreClaims) -> list[StagePlacement]:
         cores = usable_cores()
         taken = claims.claim(cores)
         stages = places(self._settings, count_layers(self._settings), cores, taken)
@@ -92,17 +94,17 @@ class Supervisor:
                 self._say(f"{place.name} shares {place.device} with another stage: they take turns")
         return stages
 
-    def _start(self, addresses: Addresses, stages: list[StagePlace]) -> None:
+    def _start(self, addresses: Addresses, stages: list[StagePlacement]) -> None:
         self._record({})
         addresses = self._start_servers(addresses)
         self._migrate(addresses)
         self._register_key(addresses)
-        self._home.make_hop_key()
-        self._plan = make_plan(self._settings, addresses, stages, self._home.folder, preload(self._settings))
+        self._state_dir.make_hop_key()
+        self._plan = make_plan(self._settings, addresses, stages, self._state_dir.folder, preload(self._settings))
         for service in self._plan.all:
-            self._crew.start(service)
+            self._group.start(service)
         self._wait_until_ready(addresses)
-        self._register.publish(
+        self._stack_record.publish(
             {
                 "urls": {
                     "gateway": addresses.gateway,
@@ -123,14 +125,14 @@ class Supervisor:
         given = self._settings.model_fields_set
         database, redis = addresses.database, addresses.redis
         if "database_url" not in given:
-            postgres = Postgres(self._home.folder)
+            postgres = Postgres(self._state_dir.folder)
             self._servers.append(postgres)
-            self._crew.start(postgres)
+            self._group.start(postgres)
             database = postgres.url()
         if "redis_url" not in given:
-            valkey = Valkey(self._home.folder)
+            valkey = Valkey(self._state_dir.folder)
             self._servers.append(valkey)
-            self._crew.start(valkey)
+            self._group.start(valkey)
             redis = valkey.url
         return Addresses(
             http_port=addresses.http_port,
@@ -142,7 +144,7 @@ class Supervisor:
         )
 
     def _migrate(self, addresses: Addresses) -> None:
-        log = self._home.folder / "logs" / "migrate.log"
+        log = self._state_dir.folder / "logs" / "migrate.log"
         env = {**os.environ, "SHARDLINE_DATABASE_URL": addresses.database}
         argv = [sys.executable, "-m", "alembic", "upgrade", "head"]
         if processes.run(argv, log=log, env=env, cwd=REPOSITORY) != 0:
@@ -159,17 +161,17 @@ class Supervisor:
             engine.dispose()
 
     def _wait_until_ready(self, addresses: Addresses) -> None:
-        question = Question(
+        criteria = ReadinessCriteria(
             addresses=addresses,
             model=self._settings.name,
             num_pipelines=self._settings.replicas,
             canary_timeout_s=60.0,
         )
-        watcher = Watcher(question)
+        watcher = ReadinessWatcher(criteria)
         begun = said = time.monotonic()
         try:
             while not watcher.ready.is_set():
-                self._crew.tend(max_deaths=MAX_DEATHS_BEFORE_READY)
+                self._group.watch(max_deaths=MAX_DEATHS_BEFORE_READY)
                 now = time.monotonic()
                 if self._inbox.num_stops:
                     raise Stopped
@@ -177,26 +179,26 @@ class Supervisor:
                     raise StartFailed(f"not ready after {self._settings.start_s:g} s: {watcher.missing}")
                 if now - said > SAY_MISSING_EVERY_S:
                     said = now
-                    self._say(f"still starting: {watcher.missing}. Logs: {self._home.folder / 'logs'}")
+                    self._say(f"still starting: {watcher.missing}. Logs: {self._state_dir.folder / 'logs'}")
         finally:
             watcher.stop()
 
     def _record(self, pids: dict[str, int]) -> None:
-        self._register.write({SUPERVISOR: os.getpid(), **pids})
+        self._stack_record.write({SUPERVISOR: os.getpid(), **pids})
 
-    def _greet(self, addresses: Addresses, stages: list[StagePlace]) -> None:
+    def _greet(self, addresses: Addresses, stages: list[StagePlacement]) -> None:
         for place in stages:
             self._say(f"  {place.name}: layers {place.layers_text} on {place.device}")
         self._say(f"ready: {self._settings.name} at {addresses.gateway}/v1")
         self._say(f"Flower: {addresses.flower}")
-        self._say(f"API key, Flower's user and password: {self._home.up_file}")
+        self._say(f"API key, Flower's user and password: {self._state_dir.up_file}")
         self._say("Ctrl-C or `make down` stops it")
 
     def _follow(self) -> None:
-        disk = DiskWatch(self._home.folder, self._say)
+        disk = DiskWatch(self._state_dir.folder, self._say)
         while not self._inbox.num_stops:
-            self._crew.tend()
-            self._register.catch_up()
+            self._group.watch()
+            self._stack_record.catch_up()
             disk.look()
 
     def _stop(self) -> None:
@@ -204,7 +206,7 @@ class Supervisor:
         drain_s = self._settings.times.drain_s
         if self._plan is not None:
             self._say(f"stopping: running jobs get {drain_s:g} s to finish; Ctrl-C again does not wait")
-        self._home.up_file.unlink(missing_ok=True)
-        self._crew.stop([*order, *([server] for server in reversed(self._servers))], grace_s=drain_s + DRAIN_MARGIN_S)
-        self._home.forget()
+        self._state_dir.up_file.unlink(missing_ok=True)
+        self._group.stop([*order, *([server] for server in reversed(self._servers))], grace_s=drain_s + DRAIN_MARGIN_S)
+        self._state_dir.forget()
         self._say("stopped")

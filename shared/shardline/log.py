@@ -1,4 +1,4 @@
-"""Logs: one shape for our lines and for those of libraries, JSON for machines or colours for a terminal.
+"""Logs: one shape for our lines and for those of libraries, JSON for machines or colors for a terminal.
 
 Owns how a line looks; knows no service. `log_level` and `log_format` come from the settings.
 """
@@ -19,7 +19,7 @@ NOISY = ("httpx", "httpcore", "uvicorn.access", "kombu", "amqp", "celery.worker.
 """Loggers that say something for each request or job; they are heard from WARNING on."""
 
 REFUSALS = "celery.worker.consumer.consumer"
-"""Logger of Celery that writes a message whole when it refuses it: a misspelt task's prompt does not belong there."""
+"""Logger of Celery that writes a message whole when it refuses it: a misspelled task's prompt does not belong there."""
 
 REFUSED = ("Received", "Can't decode message body")
 MAX_TOLD = 200

@@ -58,7 +58,7 @@ class RelayMetrics:
         self.resent = Counter("shardline_relay_resent", "Messages sent again, the first seems lost", registry=registry)
         self.swept = Counter("shardline_relay_swept", "Rows that a sweep moved", ["outcome"], registry=registry)
         self.deleted = Counter("shardline_relay_deleted", "Ended jobs deleted by age", registry=registry)
-        self.prepared = Counter("shardline_relay_prepared", "Rows tokenised by the relay", registry=registry)
+        self.prepared = Counter("shardline_relay_prepared", "Rows tokenized by the relay", registry=registry)
         self.refused = Counter("shardline_relay_refused", "Rows failed as invalid by the relay", registry=registry)
         self.intake = Counter(
             "shardline_intake_entries", "Intake stream entries, by what became of them", ["outcome"], registry=registry

@@ -187,7 +187,7 @@ jobs = Table(
     ),
     CheckConstraint(
         "prepared_at IS NULL OR (prompt_ids IS NOT NULL AND max_tokens >= 1 AND cardinality(prompt_ids) >= 1)",
-        name="prepared_means_tokenised",
+        name="prepared_means_tokenized",
     ),
     CheckConstraint("state <> 'running' OR (fence > 0 AND prepared_at IS NOT NULL)", name="running_means_claimed"),
 )

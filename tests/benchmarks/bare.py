@@ -31,7 +31,7 @@ from services.stage.scheduling.scheduler import Scheduler, SchedulerConfig
 from services.stage.scheduling.sequence import Request
 from shardline.config import Times
 from shardline.split import even_split
-from shardline.tokenise import Completion, Vocabulary
+from shardline.tokenize import CompletionText, Vocabulary
 from tests.benchmarks.workload import PARAMS, WARM_UP_PROMPTS, Workload, workload
 
 TOKEN_BUDGET = 512
@@ -94,7 +94,7 @@ class Pipeline:
         began_s = time.perf_counter()
         for index, prompt in enumerate(work.prompts):
             request = Request(key=(str(index), 0), prompt_ids=prompt, params=PARAMS, seed=index)
-            self._engine.add(request, Completion(self._vocabulary, PARAMS, room=512))
+            self._engine.add(request, CompletionText(self._vocabulary, PARAMS, room=512))
         for _ in work.prompts:
             self._ended.get()
         return work.num_output_tokens / (time.perf_counter() - began_s)

@@ -86,7 +86,7 @@ class Ours:
         self._round = 0
 
     def measure(self) -> tuple[float, float]:
-        """Median milliseconds of a whole step, and of the scheduler and StepPlan in it, centred on CONTEXT."""
+        """Median milliseconds of a whole step, and of the scheduler and StepPlan in it, centered on CONTEXT."""
         scheduler = self._prefilled()
         steps, scheduling = [], []
         for _ in range(STEPS):

@@ -26,8 +26,8 @@ import psutil
 from tenacity import retry, retry_if_result, stop_after_delay, wait_fixed
 
 from services.stage.pipeline.registry import Registry
-from services.standalone.home import Home
 from services.standalone.settings import CLERK
+from services.standalone.state_dir import StateDir
 from shardline.client import AsyncClient
 from tests.benchmarks.service import stack
 
@@ -53,7 +53,7 @@ def main() -> None:
     gaps: list[float] = []
     starts: list[float] = []
     with stack(options.model, options.dtype, 2) as up:
-        home = Home(Path(up["home"]))
+        home = StateDir(Path(up["home"]))
         for _ in range(options.rounds):
             with spare(home, options.victim) as start_s:
                 starts.append(start_s)
@@ -66,7 +66,7 @@ def main() -> None:
     print(json.dumps({**figures, "victim": options.victim, "spare": options.spare}))
 
 
-async def kill(home: Home, victim: str) -> list[float]:
+async def kill(home: StateDir, victim: str) -> list[float]:
     """One round: seconds until the next token of each sequence that was running."""
     up = up_of(home)
     async with AsyncClient(database_url=up["urls"]["database"], redis_url=up["urls"]["redis"]) as client:
@@ -97,7 +97,7 @@ async def read(client: AsyncClient, job_id: UUID, arrivals: dict[UUID, list[floa
 
 
 @contextmanager
-def spare(home: Home, place: str) -> Iterator[float]:
+def spare(home: StateDir, place: str) -> Iterator[float]:
     """A further process with the layers of `place`, on its core. Gives the seconds of its start and load."""
     up = up_of(home)
     stage = psutil.Process(up["processes"][place])
@@ -126,7 +126,7 @@ def spare(home: Home, place: str) -> Iterator[float]:
         registry.close()
 
 
-def up_of(home: Home) -> dict[str, Any]:
+def up_of(home: StateDir) -> dict[str, Any]:
     """up.json as it is now."""
     up = home.published()
     assert up is not None

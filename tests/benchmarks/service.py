@@ -21,7 +21,7 @@ from typing import Any
 import msgspec
 from tenacity import retry, retry_if_result, stop_after_delay, wait_fixed
 
-from services.standalone.home import Home
+from services.standalone.state_dir import StateDir
 from shardline.client import Client
 from tests.benchmarks.workload import PARAMS, WARM_UP_PROMPTS, Workload, workload
 
@@ -63,7 +63,7 @@ def stack(model: str, dtype: str, stages: int, **settings: str) -> Iterator[dict
             [sys.executable, "-m", "services.standalone", "up"], env=environment, stdout=subprocess.DEVNULL
         )
         try:
-            up = _published(Home(Path(folder)), process)
+            up = _published(StateDir(Path(folder)), process)
             os.kill(up["processes"]["flower"], signal.SIGSTOP)
             yield {**up, "home": folder}
             os.kill(up["processes"]["flower"], signal.SIGCONT)
@@ -82,7 +82,7 @@ def run(client: Client, model: str, work: Workload) -> float:
 
 
 @retry(wait=wait_fixed(0.1), stop=stop_after_delay(READY_S), retry=retry_if_result(lambda up: up is None))
-def _published(home: Home, process: subprocess.Popen[bytes]) -> Any:
+def _published(home: StateDir, process: subprocess.Popen[bytes]) -> Any:
     if process.poll() is not None:
         raise RuntimeError("the stack did not start")
     return home.published()

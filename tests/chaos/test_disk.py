@@ -47,11 +47,11 @@ def write(disk: Disk, path: Path, way: str) -> str:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_only_the_full_folder_has_no_room_until_it_is_freed(way: str, disk: Disk, tmp_path: Path) -> None:
-    full, neighbour = tmp_path / "full", tmp_path / "fuller"
+    full, neighbor = tmp_path / "full", tmp_path / "fuller"
     disk.fill(full)
     assert write(disk, full / "file", way) == "No space left on device"
     assert disk.num_refused == 1
-    assert write(disk, neighbour / "file", way) == ""
+    assert write(disk, neighbor / "file", way) == ""
 
     disk.free()
     assert write(disk, full / "file", way) == ""

@@ -1,4 +1,4 @@
-"""The mutation gate's own judgement: only a failed assertion has noticed anything."""
+"""The mutation gate's own judgment: only a failed assertion has noticed anything."""
 
 from __future__ import annotations
 

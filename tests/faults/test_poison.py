@@ -1,4 +1,4 @@
-"""Poison jobs on a real stack: whatever one does to its process, it ends `failed` alone and its neighbours succeed."""
+"""Poison jobs on a real stack: whatever one does to its process, it ends `failed` alone and its neighbors succeed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SEED = 987_654_321
 """A stage knows a job by the seed that its producer chose."""
 
 MAX_CRASHES = 2
-NUM_NEIGHBOURS = 12
+NUM_NEIGHBORS = 12
 
 UNDER_WAY = """
 SELECT count(*) FROM jobs JOIN attempts ON attempts.job_id = jobs.id AND attempts.fence = jobs.fence
@@ -54,8 +54,8 @@ POISONS = (
 
 @pytest.fixture
 def said(undisturbed: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
-    """What the neighbours say when nobody dies, over and over."""
-    return [undisturbed[number % len(undisturbed)] for number in range(NUM_NEIGHBOURS)]
+    """What the neighbors say when nobody dies, over and over."""
+    return [undisturbed[number % len(undisturbed)] for number in range(NUM_NEIGHBORS)]
 
 
 @pytest.fixture
@@ -64,8 +64,8 @@ def client(hurt: Hurt) -> Iterator[Client]:
         yield client
 
 
-def neighbours() -> list[dict[str, Any]]:
-    return [request(number) for number in range(NUM_NEIGHBOURS)]
+def neighbors() -> list[dict[str, Any]]:
+    return [request(number) for number in range(NUM_NEIGHBORS)]
 
 
 def submit_poison(client: Client) -> UUID:
@@ -77,18 +77,18 @@ def submit_poison(client: Client) -> UUID:
 def test_only_the_job_that_keeps_breaking_its_process_ends_as_a_dead_letter(
     poison: Poison, hurt: Hurt, client: Client, said: list[tuple[int, ...]]
 ) -> None:
-    ids = client.submit_many(neighbours())
-    until(lambda: hurt.count(UNDER_WAY, ids) == NUM_NEIGHBOURS)
+    ids = client.submit_many(neighbors())
+    until(lambda: hurt.count(UNDER_WAY, ids) == NUM_NEIGHBORS)
     arming = poison.arm(hurt)
     poison_id = submit_poison(client)
-    late = client.submit_many(neighbours())
+    late = client.submit_many(neighbors())
 
     jobs = client.wait([*ids, *late], timeout_s=END_S, must_succeed=False)
     dead = client.wait(poison_id, timeout_s=END_S, must_succeed=False)
     arming.disarm()
 
     assert [tokens_of(job) for job in jobs] == [*said, *said]
-    assert [job.crashes for job in jobs[:NUM_NEIGHBOURS]] == [0] * NUM_NEIGHBOURS
+    assert [job.crashes for job in jobs[:NUM_NEIGHBORS]] == [0] * NUM_NEIGHBORS
     check_dead_letter(client, dead)
     assert arming.num_strikes >= MAX_CRASHES
 
@@ -108,7 +108,7 @@ def test_logits_that_are_not_numbers_fail_their_job_at_once_and_alone(
     hurt: Hurt, client: Client, said: list[tuple[int, ...]]
 ) -> None:
     arming = arm(hurt.failpoints, Point.NAN_LOGITS, "nan", when={"seed": SEED})
-    ids = client.submit_many(neighbours())
+    ids = client.submit_many(neighbors())
     poison_id = submit_poison(client)
 
     dead = client.wait(poison_id, timeout_s=END_S, must_succeed=False)

@@ -106,6 +106,11 @@ def cell(engine: Engine, query: str, **values: Any) -> Any:
         return connection.execute(text(query), values).scalar_one()
 
 
+def num_blocked(database: Engine) -> int:
+    """Statements that wait for another transaction's lock."""
+    return int(cell(database, "SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock'"))
+
+
 def change(engine: Engine, statement: str, **values: Any) -> None:
     """Bring rows into a state by hand."""
     with engine.begin() as connection:

@@ -16,6 +16,7 @@ from sqlalchemy.exc import DBAPIError
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
+from services.relay.loop import LoopContext
 from services.relay.outbox import Outbox
 from services.relay.sweeper import Sweeper
 from services.stage.celery.delivery import Delivery
@@ -285,9 +286,9 @@ class RelayMachine(Machine):
     def run(self) -> None:
         """Two loops; what fails is tried again."""
         site = self.site
-        parts: dict[str, Any] = {"database": site.postgres, "times": TIMES, "metrics": METRICS}
-        outbox = Outbox(publisher=cast(Any, site.redis), redis=cast(Any, site.redis), **parts)
-        sweeper = Sweeper(results=cast(Any, SimpleNamespace(note=lambda _: None)), **parts)
+        context = LoopContext(database=cast(Any, site.postgres), times=TIMES, metrics=cast(Any, METRICS))
+        outbox = Outbox(context, publisher=cast(Any, site.redis), redis=cast(Any, site.redis))
+        sweeper = Sweeper(context, results=cast(Any, SimpleNamespace(note=lambda _: None)))
         self.process.spawn(lambda: self._loop(sweeper.turn, Event()), "sweeper")
         self._loop(outbox.turn, self._doorbell())
 

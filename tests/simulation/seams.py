@@ -43,7 +43,7 @@ class StageMeter:
         """Nothing."""
 
 
-class Decoder:
+class PartialTexts:
     """Knows a text only after `catch_up`, as the relay's own."""
 
     def __init__(self, _database: object, *, budget_s: float) -> None:
@@ -124,7 +124,7 @@ SEAMS: tuple[tuple[Any, str, Any], ...] = (
     (follower, "die", _die),
     (relay_outbox, "outbox", statements),
     (relay_sweeper, "sweeps", statements),
-    (relay_sweeper, "Decoder", Decoder),
+    (relay_sweeper, "PartialTexts", PartialTexts),
 )
 
 

@@ -12,9 +12,9 @@ from tests.repository import REPOSITORY
 
 WALL_CLOCKS = {"time.time", "time.time_ns", "datetime.now", "datetime.utcnow", "datetime.today", "date.today"}
 ONLY_SHOWN = {
-    "services/gateway/completing.py": "OpenAI's field `created`",
+    "services/gateway/completion_response.py": "OpenAI's field `created`",
     "shared/shardline/ids.py": "the first bits of a job's id; order is Postgres's created_at",
-    "shared/shardline/tokenise/chat.py": "the date that chat templates may print",
+    "shared/shardline/tokenize/chat.py": "the date that chat templates may print",
 }
 """Files that read a wall clock, and what becomes of it."""
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from fastapi import APIRouter, Request, Response
 
-from services.gateway.completing import complete
-from services.gateway.door import accept
-from services.gateway.guard import Submitter
+from services.gateway.completion_response import complete
+from services.gateway.context import GatewayDep
+from services.gateway.guard import SubmitCaller
 from services.gateway.openai import chat_request, completion_request
 from services.gateway.schemas import EVENTS, GUARDED, JSON, REQUEST_ID, TAKING, answer, body, chunks, errors
-from services.gateway.state import Here
+from services.gateway.submit import submit
 
 router = APIRouter(tags=["OpenAI"], default_response_class=Response, responses=errors(*GUARDED, *TAKING, 504))
 
@@ -21,9 +21,9 @@ STREAMED = "With `stream` as server-sent events: chunks in OpenAI's form, an err
     openapi_extra=body("CompletionRequest"),
     responses={200: answer(STREAMED, {JSON: "Completion", EVENTS: chunks("CompletionChunk")}, headers=(REQUEST_ID,))},
 )
-async def create_completion(request: Request, gateway: Here, caller: Submitter) -> Response:
+async def create_completion(request: Request, gateway: GatewayDep, caller: SubmitCaller) -> Response:
     """Complete a prompt (text or token ids), whole or as a stream."""
-    accepted = await accept(gateway, request, caller, completion_request)
+    accepted = await submit(gateway, request, caller, completion_request)
     return await complete(gateway, request, accepted, is_chat=False)
 
 
@@ -32,7 +32,7 @@ async def create_completion(request: Request, gateway: Here, caller: Submitter) 
     openapi_extra=body("ChatCompletionRequest"),
     responses={200: answer(STREAMED, {JSON: "ChatCompletion", EVENTS: chunks("ChatChunk")}, headers=(REQUEST_ID,))},
 )
-async def create_chat_completion(request: Request, gateway: Here, caller: Submitter) -> Response:
+async def create_chat_completion(request: Request, gateway: GatewayDep, caller: SubmitCaller) -> Response:
     """Answer messages, whole or as a stream."""
-    accepted = await accept(gateway, request, caller, chat_request)
+    accepted = await submit(gateway, request, caller, chat_request)
     return await complete(gateway, request, accepted, is_chat=True)

@@ -6,14 +6,15 @@ from fastapi import APIRouter, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from services.gateway.bodies import Health, ModelCard, ModelList, ModelReadiness, Readiness
-from services.gateway.catalogue import Model
+from services.gateway.catalog import system_fingerprint
+from services.gateway.context import Gateway, GatewayDep
 from services.gateway.errors import json_response
-from services.gateway.guard import SCHEME, Admin, Reader
+from services.gateway.guard import SCHEME, AdminCaller, ReadCaller
 from services.gateway.schemas import GUARDED, JSON, TEXT, answer, errors
-from services.gateway.state import Gateway, Here
 from shardline.client.database import reachable
 from shardline.errors import Unavailable
 from shardline.store.pipelines import LivePipeline, live_pipelines
+from shardline.tokenize import RegisteredModel
 
 router = APIRouter(tags=["operating"], default_response_class=Response)
 
@@ -34,7 +35,7 @@ async def health() -> Response:
     },
     openapi_extra={"security": [{}, {SCHEME.scheme_name: []}]},
 )
-async def ready(request: Request, gateway: Here) -> Response:
+async def ready(request: Request, gateway: GatewayDep) -> Response:
     """200 only while a generation can pass through every stage of some pipeline. A caller with an API key, of any
     scope, is told what is there for each model."""
     visitor = None
@@ -52,30 +53,30 @@ async def ready(request: Request, gateway: Here) -> Response:
 
 
 @router.get("/v1/models", responses={200: answer("All", {JSON: "ModelList"}), **errors(*GUARDED)})
-async def list_models(gateway: Here, _caller: Reader) -> Response:
+async def list_models(gateway: GatewayDep, _caller: ReadCaller) -> Response:
     """Every model that a stage has registered."""
     found = await _pipelines(gateway)
-    models = [await gateway.catalogue.get(name) for name in await gateway.catalogue.names()]
+    models = [await gateway.catalog.get(name) for name in await gateway.catalog.names()]
     document: ModelList = {"object": "list", "data": [_model(model, found) for model in models]}
     return json_response(document)
 
 
 @router.get("/v1/models/{name:path}", responses={200: answer("It", {JSON: "ModelCard"}), **errors(*GUARDED, 404)})
-async def get_model(name: str, gateway: Here, _caller: Reader) -> Response:
+async def get_model(name: str, gateway: GatewayDep, _caller: ReadCaller) -> Response:
     """One of them."""
-    return json_response(_model(await gateway.catalogue.get(name), await _pipelines(gateway)))
+    return json_response(_model(await gateway.catalog.get(name), await _pipelines(gateway)))
 
 
 @router.get(
     "/metrics", responses={200: answer("In Prometheus's text format", {TEXT: {"type": "string"}}), **errors(*GUARDED)}
 )
-async def metrics(gateway: Here, _caller: Admin) -> Response:
+async def metrics(gateway: GatewayDep, _caller: AdminCaller) -> Response:
     """For Prometheus."""
     return Response(generate_latest(gateway.registry), media_type=CONTENT_TYPE_LATEST)
 
 
 @router.get("/openapi.json", responses={200: answer("OpenAPI 3.1", {JSON: "Description"}), **errors(*GUARDED)})
-async def description(request: Request, _caller: Reader) -> Response:
+async def description(request: Request, _caller: ReadCaller) -> Response:
     """Of this API, for programs that read OpenAPI."""
     return json_response(request.app.openapi())
 
@@ -94,13 +95,13 @@ def _readiness(pipelines: list[LivePipeline]) -> ModelReadiness:
     }
 
 
-def _model(model: Model, pipelines: list[LivePipeline]) -> ModelCard:
+def _model(model: RegisteredModel, pipelines: list[LivePipeline]) -> ModelCard:
     return {
         "id": model.name,
         "object": "model",
-        "created": model.created,
+        "created": int(model.updated_at.timestamp()),
         "owned_by": "shardline",
         "max_model_len": model.tokens.longest,
-        "system_fingerprint": model.system_fingerprint,
+        "system_fingerprint": system_fingerprint(model),
         "ready": any(pipeline.ready for pipeline in pipelines if pipeline.model == model.name),
     }

@@ -7,15 +7,15 @@ from uuid import UUID
 
 from fastapi import APIRouter, Path, Request, Response
 
-from services.gateway.answers import job_document, summary_document
 from services.gateway.bodies import JobAccepted, JobCancelling, JobList
-from services.gateway.door import accept, native_request
+from services.gateway.context import GatewayDep
 from services.gateway.errors import json_response
-from services.gateway.following import job_events
-from services.gateway.guard import Canceller, Reader, Submitter
+from services.gateway.guard import CancelCaller, ReadCaller, SubmitCaller
+from services.gateway.job_documents import job_document, summary_document
+from services.gateway.job_events import job_events
 from services.gateway.schemas import EVENTS, GUARDED, JSON, REQUEST_ID, TAKING, answer, body, errors, events, parameters
-from services.gateway.state import Here
-from services.gateway.stream import EventStream
+from services.gateway.sse import EventStream
+from services.gateway.submit import native_request, submit
 from shardline.errors import Invalid, NotFound
 from shardline.ids import parse_id
 from shardline.job import JobState
@@ -27,7 +27,7 @@ router = APIRouter(tags=["jobs"], default_response_class=Response, responses=err
 
 MAX_LISTED, LISTED = 200, 100
 JOB_ID = r"^(chatcmpl-|cmpl-)?[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$"
-Wanted = Annotated[str, Path(json_schema_extra={"pattern": JOB_ID})]
+JobIdPath = Annotated[str, Path(json_schema_extra={"pattern": JOB_ID})]
 """Described only: `parse_id` says better what is wrong."""
 
 JOB_EVENTS = {"delta": "JobDelta", "end": "JobDocument", "interrupted": "Interrupted"}
@@ -44,9 +44,9 @@ A_PLACE = {"type": "string", "pattern": f"^{PLACE.pattern}$"}
         **errors(*TAKING),
     },
 )
-async def create_job(request: Request, gateway: Here, caller: Submitter) -> Response:
+async def create_job(request: Request, gateway: GatewayDep, caller: SubmitCaller) -> Response:
     """Store a job and return at once: 202, or 200 when a request with the same id or key was there first."""
-    accepted = await accept(gateway, request, caller, native_request)
+    accepted = await submit(gateway, request, caller, native_request)
     state = JobState.QUEUED if accepted.is_new else (await gateway.client.get(accepted.job_id)).state
     document: JobAccepted = {
         "id": accepted.job_id,
@@ -70,7 +70,7 @@ async def create_job(request: Request, gateway: Here, caller: Submitter) -> Resp
     ),
     responses={200: answer("A page", {JSON: "JobList"})},
 )
-async def list_jobs(request: Request, gateway: Here, caller: Reader) -> Response:
+async def list_jobs(request: Request, gateway: GatewayDep, caller: ReadCaller) -> Response:
     """The tenant's, newest first, without their bodies. `state`, `model`, `limit`, and `after`: `next` of the page
     before, or its last id."""
     query = _query(request, "state", "model", "limit", "after")
@@ -93,7 +93,7 @@ async def list_jobs(request: Request, gateway: Here, caller: Reader) -> Response
 
 
 @router.get("/v1/jobs/{job_id}", responses={200: answer("The job", {JSON: "JobDocument"}), **errors(404)})
-async def get_job(job_id: Wanted, gateway: Here, caller: Reader) -> Response:
+async def get_job(job_id: JobIdPath, gateway: GatewayDep, caller: ReadCaller) -> Response:
     """The job, with its result once it has one."""
     return json_response(job_document(await gateway.client.get(_job_id(job_id), tenant=caller.tenant)))
 
@@ -101,7 +101,7 @@ async def get_job(job_id: Wanted, gateway: Here, caller: Reader) -> Response:
 @router.delete(
     "/v1/jobs/{job_id}", responses={200: answer("Its state afterwards", {JSON: "JobCancelling"}), **errors(404)}
 )
-async def cancel_job(job_id: Wanted, gateway: Here, caller: Canceller) -> Response:
+async def cancel_job(job_id: JobIdPath, gateway: GatewayDep, caller: CancelCaller) -> Response:
     """Ask for its end. A running job is `cancelled` a little later, with the tokens it has; an ended one stays."""
     wanted = _job_id(job_id)
     state = (await gateway.client.cancel(wanted, tenant=caller.tenant)).get(wanted)
@@ -122,7 +122,7 @@ async def cancel_job(job_id: Wanted, gateway: Here, caller: Canceller) -> Respon
         **errors(404),
     },
 )
-async def follow_job(job_id: Wanted, request: Request, gateway: Here, caller: Reader) -> Response:
+async def follow_job(job_id: JobIdPath, request: Request, gateway: GatewayDep, caller: ReadCaller) -> Response:
     """Its tokens as server-sent events. `id:` is the number of tokens so far and a checksum of them: send it back as
     Last-Event-ID, or as `?after=`, to go on where a connection was cut, without a gap or a repeat."""
     job = await gateway.client.get(_job_id(job_id), tenant=caller.tenant)

@@ -7,7 +7,7 @@ from tokenizers import Tokenizer
 
 from services.stage.scheduling.sequence import Request
 from shardline.store.claims import Claimed
-from shardline.tokenise import Completion, Vocabulary
+from shardline.tokenize import CompletionText, Vocabulary
 
 
 class EngineRequests:
@@ -17,7 +17,7 @@ class EngineRequests:
         self._vocabulary = Vocabulary(tokenizer, eos_ids)
         self._context_length = context_length
 
-    def build(self, row: Claimed) -> tuple[Request, Completion]:
+    def build(self, row: Claimed) -> tuple[Request, CompletionText]:
         """The request to schedule and the sink of its tokens. A job that crashed an engine before is quarantined."""
         params = msgspec.structs.replace(row.params, max_tokens=row.max_tokens, seed=row.seed)
         request = Request(
@@ -31,4 +31,4 @@ class EngineRequests:
             quarantined=row.crashes > 0,
             parked=row.parked,
         )
-        return request, Completion(self._vocabulary, params, room=self._context_length - len(row.prompt_ids))
+        return request, CompletionText(self._vocabulary, params, room=self._context_length - len(row.prompt_ids))

@@ -8,7 +8,7 @@
 //   - a key that a row may not see gets the weight +0, and adding +0 changes no bit.
 //
 // Memory: a KV block holds 64 tokens. Keys lie as [block][kv head][64 / lanes][dim][lanes]: one register holds the same
-// dimension of neighbouring keys, so scores need no sum across lanes. Values lie as [block][kv head][64][padded dim].
+// dimension of neighboring keys, so scores need no sum across lanes. Values lie as [block][kv head][64][padded dim].
 
 #include <algorithm>
 #include <cstdint>

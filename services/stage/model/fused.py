@@ -1,7 +1,7 @@
 """Elementwise parts of a model on the CPU, each in one pass over memory instead of one per torch operation.
 
 Takes the place of a module or function of transformers only where it gives the same values on trial rows; knows no
-model by name. What it does not recognise stays as it is.
+model by name. What it does not recognize stays as it is.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _ROTARY = "apply_rotary_pos_emb"
 
 
 def fuse(model: nn.Module, kernel: Kernel) -> int:
-    """Replaces what it recognises; how many parts it replaced. Call it once weights are where they stay."""
+    """Replaces what it recognizes; how many parts it replaced. Call it once weights are where they stay."""
     num_fused = 0
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
@@ -75,7 +75,7 @@ class FusedMlp(nn.Module):
 
 
 class Rotary:
-    """Stands for a modelling file's `apply_rotary_pos_emb`, and calls it wherever inputs are not plain."""
+    """Stands for a modeling file's `apply_rotary_pos_emb`, and calls it wherever inputs are not plain."""
 
     def __init__(self, kernel: Kernel, original: Callable[..., tuple[Tensor, Tensor]]) -> None:
         self._kernel, self._original = kernel, original
@@ -153,7 +153,7 @@ def _fuse_rotary(module: nn.Module, kernel: Kernel) -> int:
 
 
 def _turns_halves(original: Callable[..., Any], rotary: Rotary) -> bool:
-    """Whether a modelling file's function does what the kernel does: some turn neighbours, or only a part."""
+    """Whether a modeling file's function does what the kernel does: some turn neighbors, or only a part."""
     if tuple(inspect.signature(original).parameters)[:4] != ("q", "k", "cos", "sin"):
         return False
     q, k = (_trial(4, heads, 32).transpose(1, 2) for heads in (4, 2))

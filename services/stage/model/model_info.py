@@ -26,7 +26,7 @@ from huggingface_hub.errors import (
 from services.stage.model.refusal import refuse
 from services.stage.model.weights import weight_files
 from shardline.errors import Unavailable
-from shardline.tokenise import model_row
+from shardline.tokenize import model_row
 
 log = structlog.get_logger(__name__)
 
@@ -147,7 +147,7 @@ def _check_can_be_sharded(config: Any) -> None:
     if not config.base_model_pp_plan:
         refuse(f"{kind!r} has no pipeline plan in transformers {tf.__version__}, so it cannot be sharded")
     if getattr(config, "quantization_config", None):
-        refuse("it is quantised", "Give the float checkpoint")
+        refuse("it is quantized", "Give the float checkpoint")
     odd = set(getattr(config, "layer_types", None) or ()) - ATTENTION_TYPES
     if odd:
         refuse(f"{kind!r} has layers of type {', '.join(sorted(odd))}; only full and sliding attention are supported")

@@ -4,7 +4,7 @@ A library chooses the order in which a product is summed by its number of rows, 
 product sees only the numbers of its ladder, for which its bits are known to be the same; fewer rows are padded, more
 are cut into panels. Each number costs oneDNN a compilation and about 0.5 MiB for each shape, so there are few.
 
-Neighbours reach a row in one more way: torch cuts an elementwise operation into runs, one per thread, and the last few
+Neighbors reach a row in one more way: torch cuts an elementwise operation into runs, one per thread, and the last few
 elements of a run take a scalar path whose `exp` has other bits. So rows are added until every run is whole vectors.
 """
 

@@ -78,7 +78,7 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     """The tail's answer to every step: one token for each row that wants one, in the order of the rows.
 
     `logprobs` has an entry per token (None where not asked for). `bad` names the sequences whose logits were not
-    finite: they fail, their neighbours go on.
+    finite: they fail, their neighbors go on.
     """
 
     step: Number

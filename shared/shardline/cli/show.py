@@ -21,7 +21,7 @@ from shardline.store.pipelines import LivePipeline
 PROMPT_CHARS = 48
 UUID_CHARS = 36
 PIPE_CHARS = 300
-COLOURS = {
+COLORS = {
     JobState.SUCCEEDED: "green",
     JobState.RUNNING: "cyan",
     JobState.FAILED: "red",
@@ -168,7 +168,7 @@ def _layers(stage: Mapping[str, Any]) -> str:
 
 
 def _state(state: JobState) -> Text:
-    return Text(state, style=COLOURS.get(state, ""))
+    return Text(state, style=COLORS.get(state, ""))
 
 
 def _time(time: datetime | None) -> str:

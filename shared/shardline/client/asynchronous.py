@@ -31,7 +31,7 @@ from shardline.job import Job, JobRequest, JobState, JobSummary
 from shardline.store import dead_letters, jobs, listing
 from shardline.store.database import connect_async
 from shardline.store.dead_letters import DeadLetter
-from shardline.store.inserts import Tokenised
+from shardline.store.inserts import Tokenized
 from shardline.store.listing import PageEnd
 from shardline.store.progress import Asked, read_progress
 from shardline.streams import Cursor, DeltaReader, Mailbox, Place
@@ -132,10 +132,10 @@ class AsyncClient:
         self,
         requests: Sequence[JobRequest],
         *,
-        prepared: Sequence[Tokenised | None] | None = None,
+        prepared: Sequence[Tokenized | None] | None = None,
         session: AsyncSession | AsyncConnection | None = None,
     ) -> Stored:
-        """Like `submit_many`, for a door that has checked and perhaps tokenised the requests, and wants to know which
+        """Like `submit_many`, for a door that has checked and perhaps tokenized the requests, and wants to know which
         of them are new."""
         if session is not None:
             connection = session if isinstance(session, AsyncConnection) else await session.connection()

@@ -12,7 +12,7 @@ from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.orm import Session
 
 from shardline.errors import Busy, Unavailable
-from shardline.store.database import failure_of, normalise
+from shardline.store.database import failure_of, normalize
 
 MAX_IDS_PER_QUERY = 1_000
 POLL_S = 1.0
@@ -65,7 +65,7 @@ def connection_of(session: Session | Connection) -> Connection:
 
 def listen_address(database_url: str | URL) -> str:
     """For a plain psycopg connection: SQLAlchemy's pools cannot wait for a NOTIFY."""
-    url = normalise(database_url) if isinstance(database_url, str) else database_url
+    url = normalize(database_url) if isinstance(database_url, str) else database_url
     return url.set(drivername="postgresql").render_as_string(hide_password=False)
 
 

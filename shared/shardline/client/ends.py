@@ -16,11 +16,11 @@ import structlog
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncEngine
 
+from shardline.aio import cancel_and_wait
 from shardline.client.database import AWAY, MAX_IDS_PER_QUERY, told
 from shardline.store import jobs
 from shardline.streams import Mailbox
 from shardline.tables import DONE_CHANNEL
-from shardline.tasks import end_task
 
 log = structlog.get_logger(__name__)
 
@@ -51,7 +51,7 @@ class Ends:
     async def close(self) -> None:
         """End both tasks."""
         for task in self._tasks:
-            await end_task(task)
+            await cancel_and_wait(task)
 
     @contextmanager
     def watch(self, job_id: UUID, mailbox: Mailbox) -> Iterator[None]:

@@ -16,8 +16,8 @@ from sqlalchemy import Connection
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncEngine
 
+from shardline.aio import cancel_and_wait
 from shardline.client.database import AWAY
-from shardline.tasks import end_task
 
 Asked = TypeVar("Asked")
 Answer = TypeVar("Answer")
@@ -53,7 +53,7 @@ class Together(Generic[Asked, Answer]):
     async def close(self) -> None:
         """End the task."""
         if self._task is not None:
-            await end_task(self._task)
+            await cancel_and_wait(self._task)
 
     async def read(self, asked: Asked) -> Answer:
         """Raises what the driver raises while Postgres is away."""

@@ -10,7 +10,7 @@ import psycopg
 from psycopg import sql
 from sqlalchemy import Connection, func, select
 
-from shardline.store.database import connect_arguments, normalise
+from shardline.store.database import connect_arguments, normalize
 
 
 def ring(connection: Connection, channel: str) -> None:
@@ -43,4 +43,4 @@ def listening(url: str, channel: str) -> Iterator[Bell]:
 
 def libpq_url(url: str) -> str:
     """The URL as psycopg itself takes it."""
-    return normalise(url).set(drivername="postgresql").render_as_string(hide_password=False)
+    return normalize(url).set(drivername="postgresql").render_as_string(hide_password=False)

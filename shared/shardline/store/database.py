@@ -55,15 +55,15 @@ def failure_of(error: DBAPIError) -> Failure:
 
 def connect(url: str, **options: Any) -> Engine:
     """A pool of connections. Connects lazily. `options`: the timeouts of `connect_arguments`, else create_engine's."""
-    return create_engine(normalise(url), **_engine_options(options))
+    return create_engine(normalize(url), **_engine_options(options))
 
 
 def connect_async(url: str, **options: Any) -> AsyncEngine:
     """The same for asyncio."""
-    return create_async_engine(normalise(url), **_engine_options(options))
+    return create_async_engine(normalize(url), **_engine_options(options))
 
 
-def normalise(url: str) -> URL:
+def normalize(url: str) -> URL:
     """Any Postgres URL, also of a unix socket, with the psycopg 3 driver. Raises Invalid without repeating the URL."""
     try:
         parsed = make_url(url)

@@ -23,8 +23,8 @@ MAX_ROWS = 2_000
 MAX_BYTES = 8 << 20
 """Of rows in one statement; one larger row travels alone."""
 
-Tokenised = tuple[Sequence[int], int]
-"""A request's prompt ids and max_tokens, of a door that validated and tokenised it already."""
+Tokenized = tuple[Sequence[int], int]
+"""A request's prompt ids and max_tokens, of a door that validated and tokenized it already."""
 
 INSERT = text(f"""
 WITH new AS (
@@ -71,14 +71,14 @@ class Stored:
 
 
 def insert_jobs(
-    connection: Connection, requests: Sequence[JobRequest], *, prepared: Sequence[Tokenised | None] | None = None
+    connection: Connection, requests: Sequence[JobRequest], *, prepared: Sequence[Tokenized | None] | None = None
 ) -> list[Stored]:
     """The rows that hold these requests, in their order; they are accepted once the caller commits.
 
     A known id or idempotency key inserts nothing and returns the job that has it. Raises Conflict when that job asks
     for something else (see `repeats`), Invalid when Postgres cannot hold the request.
     """
-    rows = [_row(request, tokenised) for request, tokenised in _pairs(requests, prepared)]
+    rows = [_row(request, tokenized) for request, tokenized in _pairs(requests, prepared)]
     stored: dict[int, Stored] = {}
     for places, encoded in _chunks(rows):
         stored |= _insert(connection, {place: rows[place]["id"] for place in places}, encoded)
@@ -120,15 +120,15 @@ def _insert(connection: Connection, ids: Mapping[int, UUID], encoded: str) -> di
 
 
 def _pairs(
-    requests: Sequence[JobRequest], prepared: Sequence[Tokenised | None] | None
-) -> Iterable[tuple[JobRequest, Tokenised | None]]:
+    requests: Sequence[JobRequest], prepared: Sequence[Tokenized | None] | None
+) -> Iterable[tuple[JobRequest, Tokenized | None]]:
     return zip(requests, prepared if prepared is not None else [None] * len(requests), strict=True)
 
 
-def _row(request: JobRequest, tokenised: Tokenised | None) -> dict[str, Any]:
+def _row(request: JobRequest, tokenized: Tokenized | None) -> dict[str, Any]:
     text_prompt = request.prompt if isinstance(request.prompt, str) else None
     given_ids = None if isinstance(request.prompt, str) else request.prompt
-    prompt_ids, max_tokens = tokenised or (given_ids, None)
+    prompt_ids, max_tokens = tokenized or (given_ids, None)
     row = {
         "id": request.id or new_id(),
         "tenant_id": request.tenant,

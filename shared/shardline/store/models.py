@@ -1,4 +1,4 @@
-"""Models that stages have registered, so that every door can tokenise and refuse. Knows no tokenizer."""
+"""Models that stages have registered, so that every door can tokenize and refuse. Knows no tokenizer."""
 
 from __future__ import annotations
 

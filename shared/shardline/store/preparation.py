@@ -1,4 +1,4 @@
-"""Rows that arrived without validation: lent to a relay for tokenising, then marked. Knows no tokenizer.
+"""Rows that arrived without validation: lent to a relay for tokenizing, then marked. Knows no tokenizer.
 
 A loan locks no row: it is a time in the row, after which any relay may have it. Who marks first is right.
 """

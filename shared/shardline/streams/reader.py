@@ -15,9 +15,9 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 
+from shardline.aio import cancel_and_wait
 from shardline.errors import ProtocolError
 from shardline.keys import job_stream
-from shardline.tasks import end_task
 from shardline.wire import DELTA_FIELD, Delta, decode_delta
 
 log = structlog.get_logger(__name__)
@@ -96,7 +96,7 @@ class DeltaReader:
     async def close(self) -> None:
         """End the task and the connection."""
         if self._task is not None:
-            await end_task(self._task)
+            await cancel_and_wait(self._task)
         await self._redis.aclose()
 
     @contextmanager

@@ -1,4 +1,4 @@
-"""One chaos run: a stack, an undisturbed pass, load and faults, the judgement. Knows no particular fault."""
+"""One chaos run: a stack, an undisturbed pass, load and faults, the judgment. Knows no particular fault."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ import psutil
 import psycopg
 import redis
 
-from services.standalone.crew import MAX_DELAY_S
+from services.standalone.process_group import MAX_DELAY_S
 from shardline.config import Times
 from tests.chaos.driver.drawing import drawn
 from tests.chaos.faults.arming import NeverStruck

@@ -1,4 +1,4 @@
-"""Jobs that break whatever runs them, among good ones. Each must end `failed` with its history, and cost a neighbour no
+"""Jobs that break whatever runs them, among good ones. Each must end `failed` with its history, and cost a neighbor no
 more than one crash where it takes the head down, none anywhere else (docs/guarantees.md)."""
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ ENDS = frozenset({"failed", "succeeded"})
 
 NOW = "extract(epoch FROM now())::float8"
 DEAD = "SELECT state, crashes, error FROM jobs WHERE id = %s"
-NEIGHBOURS = """
+NEIGHBORS = """
 SELECT job_id, count(*) FROM attempts
 WHERE outcome = 'crashed' AND job_id <> %s AND started_at >= to_timestamp(%s) GROUP BY job_id HAVING count(*) > %s
 """
@@ -87,7 +87,7 @@ class Poison:
         asked.ends = frozenset({"failed"})
         with psycopg.connect(target.database_url) as connection:
             self._check_end(connection, job_id)
-            self._check_neighbours(connection, job_id, since_s)
+            self._check_neighbors(connection, job_id, since_s)
 
     def _arm(self, target: LocalTarget, rng: random.Random, seed: int) -> Arming:
         place = 0 if self.is_at_head or target.num_stages == 1 else rng.randrange(1, target.num_stages)
@@ -103,15 +103,15 @@ class Poison:
         if state == "failed" and not as_it_should:
             raise Broken(f"job {job_id} failed with {num_crashes} crashes and the error {error}")
 
-    def _check_neighbours(self, connection: psycopg.Connection[Any], job_id: UUID, since_s: float) -> None:
+    def _check_neighbors(self, connection: psycopg.Connection[Any], job_id: UUID, since_s: float) -> None:
         max_crashes = 1 if self.is_at_head else 0
-        if hurt := connection.execute(NEIGHBOURS, (job_id, since_s, max_crashes)).fetchall():
-            told = ", ".join(f"{neighbour} {number}" for neighbour, number in hurt)
-            raise Broken(f"job {job_id} may cost each neighbour {max_crashes} crashes, it cost {told}")
+        if hurt := connection.execute(NEIGHBORS, (job_id, since_s, max_crashes)).fetchall():
+            told = ", ".join(f"{neighbor} {number}" for neighbor, number in hurt)
+            raise Broken(f"job {job_id} may cost each neighbor {max_crashes} crashes, it cost {told}")
 
 
 def _limit_s(target: LocalTarget) -> float:
-    """Every crash costs a lease or a stall, a restart, and a claim that waits for the neighbours' tokens. Twice: others
+    """Every crash costs a lease or a stall, a restart, and a claim that waits for the neighbors' tokens. Twice: others
     use the machine too."""
     once_s = target.times.lease_s + target.times.stall_s + target.start_s
     return SPARE_S + 2 * MAX_CRASHES * once_s

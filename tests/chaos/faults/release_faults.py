@@ -37,7 +37,7 @@ NUMBER = 0
 
 
 def newer_door(target: LocalTarget, rng: random.Random) -> None:
-    """It tokenises and stores by itself, so that only a head meets the parameter. No head may run the job without it,
+    """It tokenizes and stores by itself, so that only a head meets the parameter. No head may run the job without it,
     end it, or die of it."""
     heads = {name: pid for name, pid in target.pids().items() if name.startswith("stage-0")}
     request = target.workload.requests[NUMBER]

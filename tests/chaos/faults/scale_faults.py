@@ -16,7 +16,7 @@ from uuid import uuid4
 import httpx
 import psutil
 
-from services.standalone.plan import Service
+from services.standalone.plan import ServiceProcess
 from services.standalone.ports import LOOPBACK, free_port
 from tests.chaos.faults.fault import Broken, Fault, Simple
 from tests.chaos.faults.postgres_faults import session
@@ -63,7 +63,7 @@ class Copy:
         )
 
     @property
-    def services(self) -> list[Service]:
+    def services(self) -> list[ServiceProcess]:
         """In the order in which they are best stopped."""
         return [self.gateway, self.head, *self.others, self.relay]
 
@@ -83,7 +83,7 @@ class Copy:
             )
             self._target.journal.ask(asked)
 
-    def drain(self, services: list[list[Service]]) -> None:
+    def drain(self, services: list[list[ServiceProcess]]) -> None:
         """SIGTERM to group after group. Each ends by itself, and none leaves a lease."""
         patience_s = 4 / 3 * self._target.times.drain_s + self._patience_s
         for group in services:
@@ -154,16 +154,16 @@ def up_and_dead(target: LocalTarget, rng: random.Random) -> None:
         pass
 
 
-def _has_ended(service: Service) -> bool:
+def _has_ended(service: ServiceProcess) -> bool:
     return not service.is_running()
 
 
-def _another(target: LocalTarget, rng: random.Random, name: str, own_name: str, own: dict[str, str]) -> Service:
+def _another(target: LocalTarget, rng: random.Random, name: str, own_name: str, own: dict[str, str]) -> ServiceProcess:
     """With the same environment, and settings of its own over it."""
     _, pid = target.pick(rng, name)
     module = "services.stage" if name.startswith("stage") else f"services.{name}"
     environment = {**psutil.Process(pid).environ(), **own}
-    return Service(own_name, target.stack.home.folder, argv=[sys.executable, "-m", module], env=environment)
+    return ServiceProcess(own_name, target.stack.home.folder, argv=[sys.executable, "-m", module], env=environment)
 
 
 # No kills: those are drawn between all others, and these take a minute.

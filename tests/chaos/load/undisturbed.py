@@ -1,4 +1,4 @@
-"""The undisturbed pass: what comes of each request of the set while nobody dies. Knows no fault and no judgement."""
+"""The undisturbed pass: what comes of each request of the set while nobody dies. Knows no fault and no judgment."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from typing import Final
 from tests.chaos.mutants.mutant import Hurt, Mutant, Patch
 
 REPEATS = "shared/shardline/store/repeats.py"
-COMPLETION = "shared/shardline/tokenise/completion.py"
+COMPLETION = "shared/shardline/tokenize/completion.py"
 
 MUTANTS: Final[tuple[Mutant, ...]] = (
     Mutant(
@@ -30,7 +30,7 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
             Patch(
                 file=COMPLETION,
                 old="            parts.append(self.push(token_id)[0])\n",
-                new="            parts.append(self.push(token_id)[0] + self._detokeniser.flush())\n",
+                new="            parts.append(self.push(token_id)[0] + self._detokenizer.flush())\n",
             ),
         ),
         tests=(

@@ -44,7 +44,7 @@ class Hurt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layer:
-    """A second line of defence: while it stands, nothing is to be seen in a real stack. It is broken there too."""
+    """A second line of defense: while it stands, nothing is to be seen in a real stack. It is broken there too."""
 
     name: str
     patches: tuple[Patch, ...]

@@ -1,4 +1,4 @@
-"""A copy of the repository with a mutant applied, and what ran in it. Knows no test and no judgement."""
+"""A copy of the repository with a mutant applied, and what ran in it. Knows no test and no judgment."""
 
 from __future__ import annotations
 

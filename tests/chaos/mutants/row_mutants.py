@@ -186,7 +186,7 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
         hurt=Hurt(faults="lease: a head dies unsure of its heartbeats", counts=("token_mismatches",), minutes=1.0),
     ),
     Mutant(
-        name="crashes counted for neighbours",
+        name="crashes counted for neighbors",
         patches=(
             Patch(file=CRASHES, old="        elif row.has_progress:", new="        elif row.has_progress is None:"),
             Patch(

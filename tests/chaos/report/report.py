@@ -79,7 +79,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     growth: int = 0
     dead_threads: int = 0
     broken: int = 0
-    """What a fault's own check missed: a clear refusal, a clear error at a door, a neighbour's crash."""
+    """What a fault's own check missed: a clear refusal, a clear error at a door, a neighbor's crash."""
     worst_recovery_s: float = 0.0
     in_faults_s: float = 0.0
     between_faults_s: float = 0.0

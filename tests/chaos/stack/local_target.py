@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from services.standalone.home import SUPERVISOR
 from services.standalone.servers import Postgres, Valkey
+from services.standalone.state_dir import SUPERVISOR
 from shardline.config import Times
 from tests.chaos.load.target import Running, TargetRun
 from tests.chaos.load.users import SCRIBE

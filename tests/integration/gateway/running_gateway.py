@@ -19,7 +19,7 @@ from uuid import uuid4
 
 import httpx
 
-from services.gateway.server import Server
+from services.gateway.server import GatewayServer
 from services.gateway.settings import GatewaySettings
 from services.standalone.ports import free_port
 from shardline.api_key import bearer
@@ -33,10 +33,10 @@ PROMPT = "sum: 1 + 2 ="
 COMMENT = "a comment"
 
 
-def gateway_server(database_url: str, redis_url: str, **settings: Any) -> Server:
+def gateway_server(database_url: str, redis_url: str, **settings: Any) -> GatewayServer:
     """A gateway on a free port, to be served and stopped by the caller."""
     values = {"database_url": database_url, "redis_url": redis_url, "http_port": free_port(), **settings}
-    return Server(GatewaySettings(**values))
+    return GatewayServer(GatewaySettings(**values))
 
 
 @asynccontextmanager

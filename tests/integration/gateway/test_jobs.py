@@ -366,7 +366,7 @@ async def test_a_wrong_request_is_answered_with_openais_error_body(
         ({"prompt": [1] * 500, "max_tokens": 13}, 400, "max_tokens", "at most 12"),
         ({"prompt": [1, 896]}, 400, "prompt[1]", "vocabulary of 896"),
         ({"prompt": "a\0"}, 400, "prompt", "NUL"),
-        ({"colour": 1}, 400, "colour", "unknown field"),
+        ({"color": 1}, 400, "color", "unknown field"),
         ({"id": "x"}, 400, "id", "UUID"),
         ({"tenant": "nobody"}, 403, "tenant", "your API key"),
         ({"tenant": 1}, 400, "tenant", "docs/jobs.md"),

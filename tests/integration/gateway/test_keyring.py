@@ -54,7 +54,7 @@ async def test_endless_guesses_take_little_memory_and_push_out_no_valid_key(
         entry = await ring.get(key_id)
         guesses = [id_of(new_key()) for _ in range(40)]
         assert [(await ring.get(guess)).known for guess in guesses] == [None] * 40
-        assert len(ring._nobodies) == 8
+        assert len(ring._unknown) == 8
         before = len(statements)
         assert await ring.get(key_id) is entry
         assert (await ring.get(guesses[-1])).known is None

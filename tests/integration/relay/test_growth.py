@@ -12,6 +12,7 @@ from structlog.testing import capture_logs
 
 from services.relay import growth
 from services.relay.growth import Doubling, Growth
+from services.relay.loop import LoopContext
 from services.relay.relay import Relay
 from services.relay.settings import RelaySettings
 from shardline.config import Times
@@ -36,7 +37,7 @@ def registry() -> CollectorRegistry:
 
 
 def watcher(engine: Engine, registry: CollectorRegistry, *, keeps_all: bool) -> Growth:
-    return Growth(database=engine, keeps_all=keeps_all, times=Times(), metrics=RelayMetrics(registry))
+    return Growth(LoopContext(database=engine, times=Times(), metrics=RelayMetrics(registry)), keeps_all=keeps_all)
 
 
 def warnings(watcher: Growth) -> list[MutableMapping[str, Any]]:

@@ -12,6 +12,7 @@ from sqlalchemy import Engine
 from sqlalchemy.exc import OperationalError
 
 from services.relay.intake import Intake
+from services.relay.loop import LoopContext
 from shardline.config import Times
 from shardline.keys import INTAKE, INTAKE_DEAD, INTAKE_GROUP
 from shardline.metrics import RelayMetrics
@@ -24,7 +25,8 @@ NOWHERE = "postgresql://shardline@127.0.0.1:1/none"
 
 def intake(database: Engine, redis: Redis) -> Intake:
     """One relay's, turned by hand."""
-    return Intake(database=database, redis=redis, times=TIMES, batch=8, metrics=RelayMetrics(CollectorRegistry()))
+    context = LoopContext(database=database, times=TIMES, metrics=RelayMetrics(CollectorRegistry()))
+    return Intake(context, redis=redis, batch=8)
 
 
 def test_entries_taken_without_postgres_stay_for_the_next_relay(engine: Engine, redis_url: str) -> None:

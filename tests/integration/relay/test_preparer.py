@@ -11,15 +11,16 @@ import pytest
 from prometheus_client import CollectorRegistry
 from sqlalchemy import Engine
 
+from services.relay.celery_results import CeleryResults
+from services.relay.loop import LoopContext
 from services.relay.outbox import Outbox
 from services.relay.preparer import Preparer
-from services.relay.results import Results
 from shardline.config import Times
 from shardline.job import JobState
 from shardline.metrics import RelayMetrics
 from shardline.store import jobs, models
 from shardline.store.database import connect
-from shardline.tokenise import Prepared, Tokens
+from shardline.tokenize import Prepared, Tokens
 from tests.integration.relay.relay_stack import words_tokenizer
 from tests.integration.rows import MODEL, cell, database_with_head, model_row, request, state
 from tests.polling import until
@@ -46,9 +47,10 @@ def preparer(engine: Engine) -> Preparer:
     """A relay's, with an outbox that sends nothing."""
     metrics = RelayMetrics(CollectorRegistry())
     times = Times().scaled(0.2)
-    results = Results(backend_app=None, times=times, metrics=metrics)
+    context = LoopContext(database=engine, times=times, metrics=metrics)
+    results = CeleryResults(context, backend_app=None)
     outbox = cast(Outbox, SimpleNamespace(wake=lambda: None))
-    return Preparer(database=engine, outbox=outbox, results=results, times=times, metrics=metrics)
+    return Preparer(context, outbox=outbox, results=results)
 
 
 def insert(engine: Engine, num: int = 1, prompt: str = "one two") -> list[UUID]:
@@ -58,8 +60,8 @@ def insert(engine: Engine, num: int = 1, prompt: str = "one two") -> list[UUID]:
 
 
 @pytest.fixture
-def while_tokenised(monkeypatch: pytest.MonkeyPatch) -> Callable[[Look], None]:
-    """What the test wants to see in the midst of each tokenisation."""
+def while_tokenized(monkeypatch: pytest.MonkeyPatch) -> Callable[[Look], None]:
+    """What the test wants to see in the midst of each tokenization."""
 
     def install(look: Look) -> None:
         real = Tokens.prepare
@@ -73,10 +75,10 @@ def while_tokenised(monkeypatch: pytest.MonkeyPatch) -> Callable[[Look], None]:
     return install
 
 
-def test_no_transaction_waits_for_tokenization(engine: Engine, while_tokenised: Callable[[Look], None]) -> None:
+def test_no_transaction_waits_for_tokenization(engine: Engine, while_tokenized: Callable[[Look], None]) -> None:
     idle = "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND state LIKE 'idle in trans%'"
     seen: list[int] = []
-    while_tokenised(lambda: seen.append(cell(engine, idle)))
+    while_tokenized(lambda: seen.append(cell(engine, idle)))
     insert(engine, 3)
 
     preparer(engine).turn()
@@ -86,7 +88,7 @@ def test_no_transaction_waits_for_tokenization(engine: Engine, while_tokenised: 
 
 
 def test_cancelling_a_row_under_tokenization_waits_for_nobody_and_it_is_not_sent(
-    engine: Engine, while_tokenised: Callable[[Look], None]
+    engine: Engine, while_tokenized: Callable[[Look], None]
 ) -> None:
     (job_id,) = insert(engine)
     impatient = connect(engine.url.render_as_string(hide_password=False), lock_timeout_s=0.2)
@@ -95,7 +97,7 @@ def test_cancelling_a_row_under_tokenization_waits_for_nobody_and_it_is_not_sent
         with impatient.begin() as connection:
             assert jobs.request_cancel(connection, [job_id], running=False) == {job_id: JobState.CANCELLED}
 
-    while_tokenised(cancel)
+    while_tokenized(cancel)
 
     preparer(engine).turn()
     impatient.dispose()
@@ -117,14 +119,14 @@ def test_many_long_prompts_are_prepared_under_short_postgres_timeouts(engine: En
 
 
 def test_finished_rows_of_a_batch_are_marked_before_the_rest(
-    engine: Engine, while_tokenised: Callable[[Look], None]
+    engine: Engine, while_tokenized: Callable[[Look], None]
 ) -> None:
     insert(engine, 3)
     relay = preparer(engine)
     prepared = "SELECT count(*) FROM jobs WHERE prepared_at IS NOT NULL"
     num_done: list[int] = []
     relay.mark_every_s = 0.0
-    while_tokenised(lambda: num_done.append(cell(engine, prepared)))
+    while_tokenized(lambda: num_done.append(cell(engine, prepared)))
 
     relay.turn()
 

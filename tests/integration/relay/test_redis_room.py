@@ -12,8 +12,9 @@ import redis
 from prometheus_client import CollectorRegistry
 from sqlalchemy import Engine
 
-from services.relay.dead_letters import MAX_REQUEST_CHARS, bury
 from services.relay.intake import Intake
+from services.relay.loop import LoopContext
+from services.relay.rejects import MAX_REQUEST_CHARS, record_reject
 from services.standalone.servers import Valkey
 from shardline.config import Times
 from shardline.keys import INTAKE, INTAKE_DEAD, INTAKE_DEAD_MAX_BYTES, INTAKE_GROUP
@@ -63,7 +64,7 @@ def test_no_message_is_lost_when_finished_streams_outgrow_redis(small: Valkey, c
 
 def test_dead_intake_entries_keep_the_newest_within_a_few_megabytes(client: redis.Redis) -> None:
     for number in range(200):
-        bury(client, entry=f"{number}-0", request="x" * MAX_REQUEST_CHARS, reason=REASON)
+        record_reject(client, entry=f"{number}-0", request="x" * MAX_REQUEST_CHARS, reason=REASON)
 
     held_bytes = client.memory_usage(INTAKE_DEAD, samples=0) or 0
     assert INTAKE_DEAD_MAX_BYTES / 4 < held_bytes <= INTAKE_DEAD_MAX_BYTES
@@ -77,7 +78,8 @@ def test_the_intake_goes_on_when_a_full_redis_refuses_an_entry(engine: Engine, c
     client.xgroup_create(INTAKE, INTAKE_GROUP, id="0", mkstream=True)
     client.xadd(INTAKE, {"request": "no request"})
     metrics = RelayMetrics(CollectorRegistry())
-    intake = Intake(database=engine, redis=client, times=Times().scaled(0.1), batch=16, metrics=metrics)
+    context = LoopContext(database=engine, times=Times().scaled(0.1), metrics=metrics)
+    intake = Intake(context, redis=client, batch=16)
     client.config_set("maxmemory", 1)
 
     intake.turn()

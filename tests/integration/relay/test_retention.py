@@ -9,6 +9,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 from sqlalchemy import Engine, text
 
+from services.relay.loop import LoopContext
 from services.relay.relay import Relay
 from services.relay.retention import Retention
 from services.relay.settings import RelaySettings
@@ -150,7 +151,7 @@ def test_a_second_relay_leaves_deletion_to_the_first(engine: Engine) -> None:
 
 def test_retention_counts_its_batches_and_goes_on_until_none_is_left(engine: Engine) -> None:
     registry = CollectorRegistry()
-    loop = Retention(database=engine, days=30, times=Times(), metrics=RelayMetrics(registry))
+    loop = Retention(LoopContext(database=engine, times=Times(), metrics=RelayMetrics(registry)), days=30)
     many(engine, retention.MAX_BATCH + 1, "'expired', now() - interval '31 days'")
     ended(engine, days=29)
 
@@ -219,7 +220,7 @@ def test_retention_gets_behind_many_rows_that_stay(engine: Engine) -> None:
     many(engine, retention.MAX_READ, "'queued', NULL")
     kept = left(engine)
     old = ended(engine, days=31)
-    loop = Retention(database=engine, days=30, times=Times(), metrics=RelayMetrics(CollectorRegistry()))
+    loop = Retention(LoopContext(database=engine, times=Times(), metrics=RelayMetrics(CollectorRegistry())), days=30)
 
     assert loop.turn() == 0.0
     assert left(engine) == {*kept, old}, "one batch does not read so far"

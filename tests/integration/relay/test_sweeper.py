@@ -12,15 +12,16 @@ from sqlalchemy.exc import DBAPIError
 
 from services.relay import sweeper as sweeper_module
 from services.relay.canceller import MAX_BATCH, Canceller
+from services.relay.celery_results import CeleryResults
 from services.relay.census import Census
-from services.relay.results import Results
+from services.relay.loop import LoopContext
 from services.relay.sweeper import Sweeper
 from shardline.config import Times
 from shardline.job import JobState
 from shardline.metrics import RelayMetrics
 from shardline.store import claims, jobs, models, sweeps
 from shardline.store.claims import Beat
-from shardline.tokenise import Tokens
+from shardline.tokenize import Tokens
 from tests.integration.relay.relay_stack import words_tokenizer
 from tests.integration.rows import (
     LONG_S,
@@ -66,8 +67,9 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 def sweeper(engine: Engine, registry: CollectorRegistry, clock: Clock) -> Sweeper:
     """A relay's, its turns called by the test."""
     metrics = RelayMetrics(registry)
-    results = Results(backend_app=None, times=TIMES, metrics=metrics)
-    return Sweeper(database=engine, results=results, times=TIMES, metrics=metrics)
+    context = LoopContext(database=engine, times=TIMES, metrics=metrics)
+    results = CeleryResults(context, backend_app=None)
+    return Sweeper(context, results=results)
 
 
 def swept(registry: CollectorRegistry, outcome: str) -> float | None:
@@ -193,7 +195,7 @@ def test_a_partial_result_ends_with_no_transaction_open_while_its_tokenizer_load
 
 
 def test_the_gauge_of_ended_jobs_shows_zero_instead_of_vanishing(engine: Engine, registry: CollectorRegistry) -> None:
-    census = Census(database=engine, times=TIMES, metrics=RelayMetrics(registry))
+    census = Census(LoopContext(database=engine, times=TIMES, metrics=RelayMetrics(registry)))
     submit(engine, 2)
 
     def queued() -> float | None:
@@ -210,8 +212,9 @@ def test_many_revokes_are_cancelled_in_one_batch_per_transaction(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     metrics = RelayMetrics(CollectorRegistry())
-    results = Results(backend_app=None, times=TIMES, metrics=metrics)
-    canceller = Canceller(database=engine, results=results, times=TIMES, metrics=metrics)
+    context = LoopContext(database=engine, times=TIMES, metrics=metrics)
+    results = CeleryResults(context, backend_app=None)
+    canceller = Canceller(context, results=results)
     sizes, cancel = [], jobs.request_cancel
 
     def counted(connection: Connection, ids: list[UUID], **options: Any) -> dict[UUID, JobState]:

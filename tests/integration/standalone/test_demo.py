@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from services.standalone.home import Home
+from services.standalone.state_dir import StateDir
 from tests.repository import REPOSITORY
 
 
@@ -27,4 +27,4 @@ def test_the_demo_holds_every_figure_and_leaves_nothing_behind(tmp_path: Path) -
     assert figures["accuracy"] >= 0.95
     assert (figures["doors"], figures["stages"], figures["flower_tasks_seen"]) == (5, 2, 300)
     assert figures["output_tokens_per_s"] > 0
-    assert Home(tmp_path / ".local" / "demo").recorded() == {}
+    assert StateDir(tmp_path / ".local" / "demo").recorded() == {}

@@ -7,8 +7,8 @@ import json
 import pytest
 import redis
 
-from services.standalone.doors import DOORS, Producer, submit
-from services.standalone.figures import Asked, rows, states, summarise
+from services.standalone.demo.producers import DOORS, Producer, submit
+from services.standalone.demo.report import DemoPrompt, rows, states, summarize
 from shardline import keys
 from shardline.queues import INTAKE_QUEUE
 
@@ -26,8 +26,8 @@ def test_rows_are_stored_when_a_postgres_door_returns(producer: Producer, door: 
     assert states(producer.urls["database"], ids) == dict.fromkeys(ids, "queued")
     found = {row["id"]: row["prompt"] for row in rows(producer.urls["database"], ids)}
     assert [found[each] for each in ids] == PROMPTS
-    asked = [Asked(id=each, door=door, task="sort", answer="1") for each in ids]
-    assert summarise(asked, rows(producer.urls["database"], ids), flower_tasks_seen=0).result_rows == 0
+    asked = [DemoPrompt(id=each, door=door, task="sort", answer="1") for each in ids]
+    assert summarize(asked, rows(producer.urls["database"], ids), flower_tasks_seen=0).result_rows == 0
 
 
 def test_each_entry_of_the_stream_door_is_one_request(producer: Producer) -> None:

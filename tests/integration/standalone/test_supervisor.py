@@ -15,7 +15,7 @@ import httpx
 import psutil
 import pytest
 
-from services.standalone.home import SUPERVISOR
+from services.standalone.state_dir import SUPERVISOR
 from shardline.client import Client
 from tests.models import save_model
 from tests.polling import until

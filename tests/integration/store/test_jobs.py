@@ -70,7 +70,7 @@ def test_two_columns_are_enough_for_plain_sql(engine: Engine) -> None:
         ("model, prompt, state", "'m', 'x', 'going'", "jobs_state_is_known"),
         ("model, prompt, state", "'m', 'x', 'running'", "jobs_a_lease_belongs_to_running"),
         ("model, prompt, state", "'m', 'x', 'succeeded'", "jobs_finished_at_belongs_to_an_end"),
-        ("model, prompt, prepared_at", "'m', 'x', now()", "jobs_prepared_means_tokenised"),
+        ("model, prompt, prepared_at", "'m', 'x', now()", "jobs_prepared_means_tokenized"),
         ("model, prompt", "'', 'x'", "jobs_model_is_1_to_256_characters"),
     ],
 )

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from services.gateway.answers import Shape
-from services.gateway.openai import Wanted, chat_request, completion_request, read_object
+from services.gateway.openai import AnswerOptions, chat_request, completion_request, read_object
+from services.gateway.openai_responses import OpenAiResponses
 from shardline.errors import Invalid
 from shardline.job import Message, TokenLogprob
-from shardline.tokenise import Tokens
+from shardline.tokenize import Tokens
 from shardline.wire import Delta
 
 TEXT: dict[str, Any] = {"model": "clerk", "prompt": "a"}
@@ -22,7 +22,7 @@ def test_the_fields_of_a_completion_become_ours() -> None:
     request, wanted = completion_request({**TEXT, **fields, "stream_options": {"include_usage": True}})
     assert (request.prompt, request.max_tokens, request.stop, request.temperature) == ("a", 3, ("x",), 0)
     assert (request.logprobs, request.seed) == (2, 5)
-    assert wanted == Wanted(stream=True, include_usage=True)
+    assert wanted == AnswerOptions(stream=True, include_usage=True)
 
 
 def test_the_messages_of_a_chat_become_ours() -> None:
@@ -123,24 +123,24 @@ class OneText(Tokens):
 
 
 def test_each_text_of_many_log_probabilities_is_measured_once() -> None:
-    shape = Shape(
+    responses = OpenAiResponses(
         is_chat=False,
         public_id="cmpl-1",
         model="m",
         created=0,
         system_fingerprint="fp",
-        wanted=Wanted(),
+        options=AnswerOptions(),
         tokens=OneText(),
         prompt_ids=(),
     )
     logprobs = tuple(TokenLogprob(token_id, -0.5) for token_id in range(2_000))
     CountedText.num_asked = 0
 
-    chunk = shape.chunk(Delta(fence=1, start=0, ids=tuple(range(2_000)), text="", logprobs=logprobs), 7)
+    chunk = responses.chunk(Delta(fence=1, start=0, ids=tuple(range(2_000)), text="", logprobs=logprobs), 7)
 
     assert chunk["choices"][0]["logprobs"]["text_offset"] == list(range(7, 4_007, 2))
     assert CountedText.num_asked <= 2_000
-    assert shape.chunk(Delta(fence=1, start=0, logprobs=()), 7)["choices"][0]["logprobs"]["text_offset"] == []
+    assert responses.chunk(Delta(fence=1, start=0, logprobs=()), 7)["choices"][0]["logprobs"]["text_offset"] == []
 
 
 @pytest.mark.parametrize("body", [b"", b"[]", b"{", b'"a"', b"\xff{}"])

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from services.standalone.placement import places
-from services.standalone.plan import Addresses, Plan, make_plan, new_password
+from services.standalone.plan import Addresses, StackPlan, make_plan, new_password
 from services.standalone.preload import preload
 from services.standalone.settings import StandaloneSettings
 
@@ -21,7 +21,7 @@ ADDRESSES = Addresses(
 )
 
 
-def plan(tmp_path: Path, *, stages: int = 2, replicas: int = 1) -> Plan:
+def plan(tmp_path: Path, *, stages: int = 2, replicas: int = 1) -> StackPlan:
     settings = StandaloneSettings(model=str(tmp_path), stages=stages, replicas=replicas)
     return make_plan(settings, ADDRESSES, places(settings, 8, list(range(stages * replicas))), tmp_path)
 

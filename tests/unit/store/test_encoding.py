@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from shardline.errors import Invalid
 from shardline.job import TokenLogprob
-from shardline.store.database import connect_arguments, normalise
+from shardline.store.database import connect_arguments, normalize
 from shardline.store.encoding import NO_PROBABILITY, dump, dump_logprobs, load_logprobs, storable, unstorable
 
 finite = st.floats(allow_nan=False, allow_infinity=False)
@@ -66,14 +66,14 @@ def test_values_nested_without_end_are_refused() -> None:
     ],
 )
 def test_psycopg_3_is_the_driver_of_every_postgres_url(url: str) -> None:
-    assert normalise(url).drivername == "postgresql+psycopg"
-    assert normalise(url).database == "name"
+    assert normalize(url).drivername == "postgresql+psycopg"
+    assert normalize(url).database == "name"
 
 
 @pytest.mark.parametrize("url", ["mysql://user:secret@host/name", "nonsense secret"])
 def test_another_url_is_refused_without_its_password(url: str) -> None:
     with pytest.raises(Invalid, match="database_url") as caught:
-        normalise(url)
+        normalize(url)
     assert "secret" not in str(caught.value)
 
 

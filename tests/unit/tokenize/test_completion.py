@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models
 
 from shardline.job import FinishReason, SamplingParams
-from shardline.tokenise.completion import MAX_WINDOW_TOKENS, Completion, Detokeniser, StopFinder, Vocabulary
+from shardline.tokenize.completion import MAX_WINDOW_TOKENS, CompletionText, Detokenizer, StopFinder, Vocabulary
 from tests.unit.tokenize.small_tokenizers import byte_fallback, byte_level
 
 BYTES = byte_level()
@@ -30,11 +30,11 @@ def ids_of(text: str) -> list[int]:
     return list(BYTES.encode(text).ids)
 
 
-def completion(params: SamplingParams, room: int = 1000) -> Completion:
-    return Completion(Vocabulary(BYTES, [END]), params, room=room)
+def completion(params: SamplingParams, room: int = 1000) -> CompletionText:
+    return CompletionText(Vocabulary(BYTES, [END]), params, room=room)
 
 
-def push_all(one: Completion, ids: list[int]) -> tuple[list[str], FinishReason | None]:
+def push_all(one: CompletionText, ids: list[int]) -> tuple[list[str], FinishReason | None]:
     """The deltas up to the end, the flush included."""
     deltas, reason = [], None
     for token in ids:
@@ -47,28 +47,28 @@ def push_all(one: Completion, ids: list[int]) -> tuple[list[str], FinishReason |
 
 @given(byte_ids)
 def test_the_deltas_are_the_decoded_whole_whatever_the_tokens(ids: list[int]) -> None:
-    detokeniser = Detokeniser(Vocabulary(BYTES, [END]))
+    detokenizer = Detokenizer(Vocabulary(BYTES, [END]))
 
-    deltas = [detokeniser.push(token) for token in ids]
+    deltas = [detokenizer.push(token) for token in ids]
 
-    assert "".join(deltas) + detokeniser.flush() == BYTES.decode(ids)
+    assert "".join(deltas) + detokenizer.flush() == BYTES.decode(ids)
 
 
 def test_without_a_tokenizer_tokens_have_no_text_and_the_limits_hold_all_the_same() -> None:
     nothing = Tokenizer(models.WordLevel({}, unk_token=""))
-    one = Completion(Vocabulary(nothing, [7]), SamplingParams(max_tokens=9), room=1000)
+    one = CompletionText(Vocabulary(nothing, [7]), SamplingParams(max_tokens=9), room=1000)
 
     assert push_all(one, [5, 6, 7]) == (["", "", "", ""], FinishReason.STOP)
-    assert Completion(Vocabulary(nothing, []), SamplingParams(), room=1).push(5) == ("", FinishReason.LENGTH)
+    assert CompletionText(Vocabulary(nothing, []), SamplingParams(), room=1).push(5) == ("", FinishReason.LENGTH)
 
 
 @given(st.text(max_size=60))
 def test_no_delta_splits_a_character(text: str) -> None:
-    detokeniser = Detokeniser(Vocabulary(BYTES, [END]))
+    detokenizer = Detokenizer(Vocabulary(BYTES, [END]))
 
-    deltas = [detokeniser.push(token) for token in ids_of(text)]
+    deltas = [detokenizer.push(token) for token in ids_of(text)]
 
-    assert "".join(deltas) + detokeniser.flush() == text
+    assert "".join(deltas) + detokenizer.flush() == text
     assert all(delta in ("", char) for delta in deltas for char in (delta[:1],))
 
 
@@ -83,35 +83,35 @@ def test_no_delta_splits_a_character(text: str) -> None:
 )
 def test_words_and_bytes_of_sentencepiece_models_come_out_whole(pieces: list[list[int]]) -> None:
     ids = [token for piece in pieces for token in piece]
-    detokeniser = Detokeniser(Vocabulary(PIECES, []))
+    detokenizer = Detokenizer(Vocabulary(PIECES, []))
 
-    deltas = [detokeniser.push(token) for token in ids]
+    deltas = [detokenizer.push(token) for token in ids]
 
-    assert "".join(deltas) + detokeniser.flush() == PIECES.decode(ids)
+    assert "".join(deltas) + detokenizer.flush() == PIECES.decode(ids)
 
 
 def test_a_meant_replacement_character_is_none_of_the_broken_bytes_behind_it() -> None:
-    detokeniser = Detokeniser(Vocabulary(PIECES, []))
+    detokenizer = Detokenizer(Vocabulary(PIECES, []))
     ids = [byte + 1 for byte in "\ufffdࠀ".encode()]
 
-    assert [detokeniser.push(token) for token in ids] == ["", "", "", "", "", "\ufffdࠀ"]
+    assert [detokenizer.push(token) for token in ids] == ["", "", "", "", "", "\ufffdࠀ"]
 
 
 def test_a_token_that_ends_inside_a_character_gives_only_what_is_whole() -> None:
-    detokeniser = Detokeniser(Vocabulary(BYTES, [END]))
+    detokenizer = Detokenizer(Vocabulary(BYTES, [END]))
     pieces = ["â", "Ĥ", "¬ðŁ", "ĺ", "Ģ"]
 
-    assert [detokeniser.push(id_of(piece)) for piece in pieces] == ["", "", "€", "", "😀"]
+    assert [detokenizer.push(id_of(piece)) for piece in pieces] == ["", "", "€", "", "😀"]
 
 
 def test_endless_broken_bytes_cost_no_more_with_time() -> None:
-    detokeniser = Detokeniser(Vocabulary(BYTES, [END]))
+    detokenizer = Detokenizer(Vocabulary(BYTES, [END]))
     ids = [id_of("ðŁĺ")] * 3000
 
-    deltas = [detokeniser.push(token) for token in ids]
+    deltas = [detokenizer.push(token) for token in ids]
 
-    assert len(detokeniser._window) <= MAX_WINDOW_TOKENS
-    assert "".join(deltas) + detokeniser.flush() == BYTES.decode(ids)
+    assert len(detokenizer._window) <= MAX_WINDOW_TOKENS
+    assert "".join(deltas) + detokenizer.flush() == BYTES.decode(ids)
 
 
 def first_stop(text: str, stops: tuple[str, ...]) -> str | None:

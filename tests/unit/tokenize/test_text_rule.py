@@ -9,7 +9,7 @@ from tokenizers import Tokenizer
 
 from shardline.job import FinishReason, SamplingParams
 from shardline.streams import Cursor, Place
-from shardline.tokenise import Completion, Vocabulary
+from shardline.tokenize import CompletionText, Vocabulary
 from shardline.wire import Delta
 from tests.unit.tokenize.small_tokenizers import byte_fallback, byte_level
 
@@ -44,7 +44,7 @@ params = st.builds(
 )
 
 
-def heads_deltas(one: Completion, ids: list[int]) -> tuple[list[Delta], Delta, str]:
+def heads_deltas(one: CompletionText, ids: list[int]) -> tuple[list[Delta], Delta, str]:
     """What a head streams of a job, its end, and the text of the result."""
     deltas, reason = [], None
     for place, token in enumerate(ids):
@@ -64,7 +64,7 @@ def test_the_rest_of_a_stream_joined_after_any_token_is_the_rest_of_the_text(
     tokenizer: Tokenizer, data: st.DataObject, params: SamplingParams
 ) -> None:
     vocabulary = Vocabulary(tokenizer, [EOS[id(tokenizer)]])
-    deltas, end, whole = heads_deltas(Completion(vocabulary, params, room=100), data.draw(outputs(tokenizer)))
+    deltas, end, whole = heads_deltas(CompletionText(vocabulary, params, room=100), data.draw(outputs(tokenizer)))
     ids = tuple(token for delta in deltas for token in delta.ids)
     given_out = [""]
     for delta in deltas:
@@ -76,7 +76,7 @@ def test_the_rest_of_a_stream_joined_after_any_token_is_the_rest_of_the_text(
         data.draw(st.integers(0, len(ids)), label="joined"),
         data.draw(st.integers(0, len(ids)), label="saved"),
     )
-    cursor = Cursor(after=Place().then(ids[:joined]), text_of=Completion(vocabulary, params, room=100).say)
+    cursor = Cursor(after=Place().then(ids[:joined]), text_of=CompletionText(vocabulary, params, room=100).say)
     cursor.catch_up(0, ids[:saved], fence=1)
     for delta in [*deltas, end][saved if saved >= joined else 0 :]:
         cursor.push(delta)
@@ -92,8 +92,8 @@ def test_the_text_of_a_job_ended_by_a_relay_begins_as_its_stream_did(
     data: st.DataObject, params: SamplingParams
 ) -> None:
     vocabulary = Vocabulary(PIECES, [EOS[id(PIECES)]])
-    deltas, _, _ = heads_deltas(Completion(vocabulary, params, room=100), data.draw(outputs(PIECES)))
+    deltas, _, _ = heads_deltas(CompletionText(vocabulary, params, room=100), data.draw(outputs(PIECES)))
     num_saved = data.draw(st.integers(0, len(deltas)))
-    relays = Completion(vocabulary, params, room=100)
+    relays = CompletionText(vocabulary, params, room=100)
     text = relays.say(token for delta in deltas[:num_saved] for token in delta.ids) + relays.flush()
     assert text.startswith("".join(delta.text for delta in deltas[:num_saved]))

@@ -1,4 +1,4 @@
-"""Tokenising: the same ids as transformers, and every limit refused by name. The demo model's folder is the example."""
+"""Tokenizing: the same ids as transformers, and every limit refused by name. The demo model's folder is the example."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 
 from shardline.errors import Invalid
 from shardline.job import Message, SamplingParams
-from shardline.tokenise import ChatTemplate, Tokens, model_row
+from shardline.tokenize import ChatTemplate, Tokens, model_row
 from tests.tiny_head import CLERK, clerk_row
 
 NO_LIMITS = SamplingParams()

@@ -27,7 +27,7 @@ from shardline.errors import JobFailed
 from shardline.job import JobState
 from shardline.keys import job_stream
 from shardline.store import jobs
-from tests.integration.rows import cell, change, database_with_head, request, state
+from tests.integration.rows import cell, change, database_with_head, num_blocked, request, state
 from tests.integration.stage.jobs.desk import Desk, identity, open_desk, tiny_executor
 from tests.polling import until
 from tests.simulation.pipeline import Numbers
@@ -77,11 +77,6 @@ def saved_tokens(database: Database, job_id: UUID) -> int:
     return int(
         cell(database, "SELECT coalesce(max(cardinality(tokens)), 0) FROM attempts WHERE job_id = :id", id=job_id)
     )
-
-
-def num_blocked(database: Database) -> int:
-    """Statements that wait for another transaction's lock."""
-    return int(cell(database, "SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock'"))
 
 
 def num_entries(client: redis.Redis, job_id: UUID) -> int:

@@ -5,9 +5,9 @@ import json
 import torch
 from safetensors import safe_open
 
-from services.standalone.clerk.evaluate import Clerk, evaluate, table
-from services.standalone.clerk.model import FOLDER
-from services.standalone.clerk.tasks import TASKS, examples
+from services.standalone.demo.clerk.evaluate import Clerk, evaluate, table
+from services.standalone.demo.clerk.model import FOLDER
+from services.standalone.demo.clerk.tasks import TASKS, examples
 
 
 def test_the_folder_fits_a_repository_and_holds_a_plain_llama_in_bfloat16() -> None:

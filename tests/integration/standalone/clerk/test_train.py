@@ -6,12 +6,12 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from services.standalone.clerk.batches import IGNORED, pack
-from services.standalone.clerk.evaluate import Clerk
-from services.standalone.clerk.model import build_model
-from services.standalone.clerk.tasks import examples
-from services.standalone.clerk.tokenizer import build_tokenizer
-from services.standalone.clerk.train import Plan, Trainer, load_checkpoint, save_checkpoint, train
+from services.standalone.demo.clerk.batches import IGNORED, pack
+from services.standalone.demo.clerk.evaluate import Clerk
+from services.standalone.demo.clerk.model import build_model
+from services.standalone.demo.clerk.tasks import examples
+from services.standalone.demo.clerk.tokenizer import build_tokenizer
+from services.standalone.demo.clerk.train import Trainer, TrainingPlan, load_checkpoint, save_checkpoint, train
 
 _ROW_TOKENS = 96
 
@@ -21,8 +21,8 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return build_tokenizer(f"{example.prompt}{example.answer}" for example in examples(0, 2000))
 
 
-def _plan(folder: Path) -> Plan:
-    return Plan(out=folder, num_steps=10, limit_s=600.0, batch_examples=6)
+def _plan(folder: Path) -> TrainingPlan:
+    return TrainingPlan(out=folder, num_steps=10, limit_s=600.0, batch_examples=6)
 
 
 def test_a_row_holds_whole_examples_and_labels_only_answers(tokenizer: PreTrainedTokenizerFast) -> None:
@@ -39,7 +39,7 @@ def test_an_example_longer_than_a_row_is_refused(tokenizer: PreTrainedTokenizerF
         pack(tokenizer, examples(0, 6), 8)
 
 
-def test_a_packed_example_sees_nothing_of_its_neighbours(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_a_packed_example_sees_nothing_of_its_neighbors(tokenizer: PreTrainedTokenizerFast) -> None:
     torch.manual_seed(0)
     model = build_model(tokenizer)
     batch = pack(tokenizer, examples(0, 30), _ROW_TOKENS)
@@ -65,7 +65,7 @@ def test_a_run_that_goes_on_from_a_checkpoint_ends_as_an_undisturbed_one(
 
 
 def test_a_whole_run_leaves_a_model_that_answers_and_no_checkpoint(tmp_path: Path) -> None:
-    train(Plan(out=tmp_path, num_steps=1, limit_s=600.0, batch_examples=6))
+    train(TrainingPlan(out=tmp_path, num_steps=1, limit_s=600.0, batch_examples=6))
     assert not (tmp_path / "checkpoint.safetensors").exists()
     assert len(Clerk(tmp_path, "bfloat16").answer(["words: 12 ="])) == 1
 
@@ -75,6 +75,6 @@ def test_a_run_that_goes_on_keeps_the_tokenizer_it_began_with(
 ) -> None:
     tokenizer.save_pretrained(tmp_path)
     save_checkpoint(Trainer(_plan(tmp_path), tokenizer), tmp_path / "checkpoint.safetensors")
-    train(Plan(out=tmp_path, num_steps=1, limit_s=600.0, batch_examples=6))
+    train(TrainingPlan(out=tmp_path, num_steps=1, limit_s=600.0, batch_examples=6))
     kept = PreTrainedTokenizerFast.from_pretrained(tmp_path)
     assert kept.get_vocab() == tokenizer.get_vocab()

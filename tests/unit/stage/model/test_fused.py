@@ -116,7 +116,7 @@ def test_fused_views_of_one_wide_product_are_read_in_place(dtype: torch.dtype, k
         module.get_submodule(name).register_forward_hook(lambda *_, first=first: wide[..., first : first + 77])
 
     # When each runs
-    turned = Rotary(kernel, lambda *_: pytest.fail("not recognised"))(query, key, *turns)
+    turned = Rotary(kernel, lambda *_: pytest.fail("not recognized"))(query, key, *turns)
 
     # Then no view is taken for dense rows
     expected = modeling_llama.apply_rotary_pos_emb(query, key, *turns)

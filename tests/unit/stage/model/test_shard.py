@@ -17,13 +17,13 @@ from services.stage.model.kv_shapes import probe_heads
 from services.stage.model.model_info import ModelInfo
 from services.stage.model.shard import PassThrough, Shard
 from shardline.errors import Invalid
-from shardline.tokenise import Tokens
+from shardline.tokenize import Tokens
 from tests.models import COMMON, save_model
 
 WEIGHTS = "model.safetensors"
 PHI_ROPE: dict[str, Any] = {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
 ORIGINAL = "original_max_position_embeddings"
-QUANTISED: dict[str, Any] = {**COMMON, "quantization_config": {"quant_method": "gptq", "bits": 4}}
+QUANTIZED: dict[str, Any] = {**COMMON, "quantization_config": {"quant_method": "gptq", "bits": 4}}
 
 
 @pytest.fixture(scope="module")
@@ -139,7 +139,7 @@ def test_too_little_memory_is_said_before_a_weight_is_read(llama: Path) -> None:
         (tf.Qwen3NextConfig(), "layers of type linear_attention"),
         (tf.Gemma3nTextConfig(), "num_kv_shared_layers"),
         (tf.LlamaConfig(architectures=["LlamaForSequenceClassification"]), "saved as LlamaForSequenceClassification"),
-        (tf.LlamaConfig(**QUANTISED), "quantised"),
+        (tf.LlamaConfig(**QUANTIZED), "quantized"),
         (tf.LlamaConfig(**COMMON), r"no weights, no model\.safetensors"),
     ],
 )

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.standalone.clerk.numerals import LIMIT, ordinal, spell, words
-from services.standalone.clerk.tasks import TASKS, UNSEEN_SHARE, Example, examples, is_unseen
+from services.standalone.demo.clerk.numerals import LIMIT, ordinal, spell, words
+from services.standalone.demo.clerk.tasks import TASKS, UNSEEN_SHARE, Example, examples, is_unseen
 
 _BELOW_20 = words(
     "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen "

@@ -7,9 +7,9 @@ from jinja2 import TemplateError
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
-from services.standalone.clerk.model import FOLDER
-from services.standalone.clerk.tasks import examples
-from services.standalone.clerk.tokenizer import build_tokenizer
+from services.standalone.demo.clerk.model import FOLDER
+from services.standalone.demo.clerk.tasks import examples
+from services.standalone.demo.clerk.tokenizer import build_tokenizer
 
 _PLAIN = Tokenizer.from_file(str(FOLDER / "tokenizer.json"))
 _HF = AutoTokenizer.from_pretrained(FOLDER)

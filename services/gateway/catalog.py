@@ -1,0 +1,60 @@
+"""The models that can be asked for, with their tokenizers. Asks Postgres again when what it knows is not fresh."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+
+from sqlalchemy.ext.asyncio import AsyncEngine
+
+from shardline.client.database import reachable
+from shardline.store import models, pipelines
+from shardline.tokenize import RegisteredModel, TokenizerCache
+
+FRESH_S = 10.0
+"""A model that is registered again with other weights is seen at the latest after this."""
+
+
+class ModelCatalog:
+    """One cache for all requests of a gateway; one request at a time fills it."""
+
+    def __init__(self, database: AsyncEngine) -> None:
+        self._database = database
+        self._cache = TokenizerCache()
+        self._read_s = -math.inf
+        self._lock = asyncio.Lock()
+
+    async def get(self, name: str) -> RegisteredModel:
+        """Raises UnknownModel, naming those that exist, Invalid when its tokenizer cannot be read, and Unavailable."""
+        if not self._has_fresh(name):
+            async with self._lock:
+                if not self._has_fresh(name):
+                    await self._look_up(name)
+        return self._cache.get(name)
+
+    async def names(self) -> list[str]:
+        """All registered models."""
+        with reachable():
+            async with self._database.connect() as connection:
+                return await connection.run_sync(models.model_names)
+
+    def _has_fresh(self, name: str) -> bool:
+        return time.monotonic() - self._read_s < FRESH_S and self._cache.has(name)
+
+    async def _look_up(self, name: str) -> None:
+        """A tokenizer may have many megabytes: its row is read only when the cache lacks it."""
+        with reachable():
+            async with self._database.connect() as connection:
+                fingerprints = await connection.run_sync(models.versions)
+                max_tokens = await connection.run_sync(pipelines.longest)
+                self._cache.refresh(fingerprints, max_tokens)
+                row = await connection.run_sync(models.get_model, name) if self._cache.lacks(name) else None
+        self._read_s = time.monotonic()
+        if row is not None:
+            self._cache.add(await asyncio.to_thread(RegisteredModel.from_row, dict(row)))
+
+
+def system_fingerprint(model: RegisteredModel) -> str:
+    """OpenAI's field, which changes with the backend: ours changes with the weights."""
+    return f"fp_{model.fingerprint[:16]}"

@@ -1,0 +1,93 @@
+"""What every route of one gateway process shares. Owns its making and its end."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import Annotated
+
+from fastapi import Depends, Request
+from prometheus_client import CollectorRegistry
+
+from services.gateway.admission import Admission
+from services.gateway.catalog import ModelCatalog
+from services.gateway.guard import Guard, allowed_hosts
+from services.gateway.insert_batcher import InsertBatcher
+from services.gateway.keyring import Keyring
+from services.gateway.settings import GatewaySettings
+from shardline.client import AsyncClient
+from shardline.metrics import GatewayMetrics, serve
+from shardline.tracing import Tracer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gateway:
+    """Made once for each process, before the first request."""
+
+    settings: GatewaySettings
+    client: AsyncClient
+    catalog: ModelCatalog
+    insert_batcher: InsertBatcher
+    admission: Admission
+    keyring: Keyring
+    guard: Guard
+    metrics: GatewayMetrics
+    registry: CollectorRegistry
+    tracer: Tracer
+    stopping: asyncio.Event
+    """Set when the time for answers is over: who still waits is told so."""
+
+    @classmethod
+    def make(cls, settings: GatewaySettings) -> Gateway:
+        """Connects to nothing yet."""
+        registry = CollectorRegistry()
+        metrics = GatewayMetrics(registry)
+        hosts = allowed_hosts(settings.http_allowed_hosts, settings.http_host)
+        client = AsyncClient(database_url=settings.database_url.get_secret_value(), redis_url=settings.redis_url)
+        keyring = Keyring(client.database, fresh_s=settings.http_key_fresh_s)
+        return cls(
+            settings=settings,
+            client=client,
+            catalog=ModelCatalog(client.database),
+            insert_batcher=InsertBatcher(client, metrics),
+            admission=Admission(
+                max_in_flight=settings.http_max_in_flight,
+                max_followers=settings.http_max_followers,
+                max_body_bytes=settings.http_max_body_bytes,
+                max_buffered_bytes=settings.http_max_buffered_bytes,
+                body_timeout_s=settings.http_body_timeout_s,
+                gauge=metrics.in_flight,
+                followers_gauge=metrics.followers,
+            ),
+            keyring=keyring,
+            guard=Guard(keyring, hosts),
+            metrics=metrics,
+            registry=registry,
+            tracer=Tracer.from_environment("gateway"),
+            stopping=asyncio.Event(),
+        )
+
+    def start(self) -> None:
+        """Begin the tasks of this process."""
+        if self.settings.metrics_port is not None:
+            serve(self.settings.metrics_port, self.registry)
+        self.insert_batcher.start()
+        self.keyring.start()
+
+    async def close(self) -> None:
+        """End them and give back the connections. Jobs go on."""
+        await self.insert_batcher.close()
+        await self.keyring.close()
+        await self.client.close()
+        await asyncio.to_thread(self.tracer.close)
+
+
+def gateway_of(request: Request) -> Gateway:
+    """The gateway that answers this request."""
+    gateway = request.app.state.gateway
+    assert isinstance(gateway, Gateway)
+    return gateway
+
+
+GatewayDep = Annotated[Gateway, Depends(gateway_of)]
+"""A route's parameter."""

@@ -1,0 +1,92 @@
+"""The events of a job for a reader who may leave and join again. Knows no route: who may read is not decided here."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from uuid import UUID
+
+import structlog
+
+from services.gateway.completion_response import merged
+from services.gateway.context import Gateway
+from services.gateway.errors import Stopping, body_of
+from services.gateway.job_documents import job_document
+from services.gateway.sse import KEEP_ALIVE, event
+from shardline.client.progress import TextRule
+from shardline.errors import Diverged, ShardlineError, Unavailable, UnknownModel
+from shardline.job import Job
+from shardline.streams import Place
+
+log = structlog.get_logger(__name__)
+
+RETRY = b"retry: 1000\n\n"
+AGAIN_S = 0.5
+
+
+async def job_events(gateway: Gateway, job: Job, after: Place) -> AsyncIterator[bytes]:
+    """Events `delta` for tokens, then one event: `end` with the whole job, or `interrupted` with the reason.
+
+    After that a reader joins again; EventSource does so by itself, since every id is the place so far: the beginning,
+    after tokens that count no more.
+    """
+    keep_alive_s = gateway.settings.http_keep_alive_s
+    sent_s = time.monotonic()
+    place = after
+    yield RETRY
+    try:
+        text_rule = await _text_rule(gateway, job)
+        async for deltas in gateway.client.follow(job.id, after=after, text_rule=text_rule, tick_s=keep_alive_s):
+            now_s = time.monotonic()
+            if gateway.stopping.is_set() and not any(delta.state for delta in deltas):
+                raise Stopping(job.id)
+            if deltas:
+                sent_s, delta = now_s, merged(deltas)
+                place = place.then(delta.ids)
+                if delta.ids or delta.text:
+                    document = {"start": delta.start, "token_ids": delta.ids, "text": delta.text}
+                    if delta.logprobs is not None:
+                        document["logprobs"] = delta.logprobs
+                    yield event(document, name="delta", event_id=str(place))
+                if delta.state is not None:
+                    async for chunk in _end(gateway, job.id, place):
+                        yield chunk
+            elif now_s - sent_s >= keep_alive_s:
+                sent_s = now_s
+                yield KEEP_ALIVE
+    except ShardlineError as error:
+        log.warning("an event stream ends early", job_id=str(job.id), error=str(error))
+        place = Place() if isinstance(error, Diverged) else place
+        yield event({**body_of(error), "after": str(place)}, name="interrupted", event_id=str(place))
+
+
+async def _end(gateway: Gateway, job_id: UUID, place: Place) -> AsyncIterator[bytes]:
+    """The whole job. A Postgres that is away, or does not answer, is waited for so long as the setting says; a question
+    that waits its turn keeps it."""
+    wait_s, keep_alive_s = gateway.settings.http_end_wait_s, gateway.settings.http_keep_alive_s
+    deadline_s = time.monotonic() + wait_s
+    reading = asyncio.create_task(gateway.client.get(job_id))
+    try:
+        while (left_s := deadline_s - time.monotonic()) > 0:
+            await asyncio.wait({reading}, timeout=min(left_s, keep_alive_s))
+            if reading.done() and not isinstance(reading.exception(), Unavailable):
+                yield event(job_document(reading.result()), name="end", event_id=str(place))
+                return
+            yield KEEP_ALIVE
+            if reading.done():
+                await asyncio.sleep(min(AGAIN_S, wait_s))
+                reading = asyncio.create_task(gateway.client.get(job_id))
+    finally:
+        reading.cancel()
+    raise Unavailable(
+        f"the job has ended, and Postgres did not give its result in {wait_s:g} s. Join again: "
+        f"GET /v1/jobs/{job_id}/events?after={place}, or GET /v1/jobs/{job_id}"
+    )
+
+
+async def _text_rule(gateway: Gateway, job: Job) -> TextRule | None:
+    try:
+        return (await gateway.catalog.get(job.model)).tokens.text_rule
+    except UnknownModel:
+        return None

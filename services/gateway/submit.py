@@ -1,0 +1,112 @@
+"""From a body to a committed row: read, parse, tokenize, insert. One path for all three doors that take jobs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+from uuid import UUID
+
+import msgspec
+from fastapi import Request
+
+from services.gateway.context import Gateway
+from services.gateway.errors import Forbidden, NotJson
+from services.gateway.guard import Caller
+from services.gateway.openai import AnswerOptions, Document, read_object
+from shardline.errors import Invalid
+from shardline.failpoints import Point, failpoint
+from shardline.ids import new_id
+from shardline.job import JobRequest, parse_request
+from shardline.tokenize import Prepared, RegisteredModel
+
+Parse = Callable[[Document], tuple[JobRequest, AnswerOptions]]
+
+JSON = "application/json"
+LARGE_BYTES = 32 << 10
+"""A body from this size on is parsed and tokenized beside the event loop."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Accepted:
+    """A job that is committed. `is_new` is True only for the request that inserted it, False for its repeats."""
+
+    job_id: UUID
+    is_new: bool
+    is_repeatable: bool
+    """The caller chose its id or key, and can ask for it again."""
+    request: JobRequest
+    prepared: Prepared
+    model: RegisteredModel
+    options: AnswerOptions
+
+
+async def submit(gateway: Gateway, request: Request, caller: Caller, parse: Parse) -> Accepted:
+    """A job of the caller's tenant. Raises Invalid, Forbidden, Conflict, Overloaded, Unavailable; then nothing was
+    stored, or a repeat with its id is safe."""
+    _check_is_json(request)
+    with gateway.admission.reading() as room:
+        body = await gateway.admission.read(request, room)
+        job, options = await _aside(len(body), _parse, body, request, caller, parse)
+        is_named = job.id is not None or job.idempotency_key is not None
+        job = msgspec.structs.replace(job, id=job.id or new_id())
+        with gateway.tracer.phase("accept", traceparent=job.traceparent, model=job.model) as traceparent:
+            job = msgspec.structs.replace(job, traceparent=traceparent)
+            model = await gateway.catalog.get(job.model)
+            prepared = await _aside(len(body), _prepare, model, job)
+            stored = await gateway.insert_batcher.insert(job, prepared)
+            failpoint(Point.GATEWAY_INSERTED)
+    return Accepted(
+        job_id=stored.job_id,
+        is_new=stored.is_new,
+        is_repeatable=is_named,
+        request=job,
+        prepared=prepared,
+        model=model,
+        options=options,
+    )
+
+
+def native_request(document: Document) -> tuple[JobRequest, AnswerOptions]:
+    """`POST /v1/jobs`: the flat request as every other door takes it."""
+    return parse_request(document), AnswerOptions()
+
+
+def _check_is_json(request: Request) -> None:
+    """Without this a web page could send a job from its reader's browser, unasked."""
+    kind = request.headers.get("content-type", "")
+    if kind.partition(";")[0].strip().lower() != JSON:
+        raise NotJson("content-type", f"{kind[:64]!r} is not {JSON}", f"Send Content-Type: {JSON}")
+
+
+def _parse(body: bytes, request: Request, caller: Caller, parse: Parse) -> tuple[JobRequest, AnswerOptions]:
+    document = read_object(body)
+    _take_tenant(document, caller)
+    _take_header(document, "idempotency_key", request.headers.get("idempotency-key"))
+    job, options = parse(document)
+    traceparent = job.traceparent or request.headers.get("traceparent")
+    return msgspec.structs.replace(job, traceparent=traceparent), options
+
+
+def _prepare(model: RegisteredModel, job: JobRequest) -> Prepared:
+    return model.tokens.prepare(prompt=job.prompt, messages=job.messages, params=job.params())
+
+
+def _take_tenant(document: Document, caller: Caller) -> None:
+    """The key's, whether it is named or not. What is no text at all is refused with the other fields."""
+    named = document.get("tenant")
+    if isinstance(named, str) and named != caller.tenant:
+        raise Forbidden("tenant: it is not the one of your API key. Leave it out", field="tenant")
+    if named is None:
+        document["tenant"] = caller.tenant
+
+
+def _take_header(document: Document, name: str, value: str | None) -> None:
+    if value is not None and document.setdefault(name, value) != value:
+        raise Invalid(name, "it differs from the Idempotency-Key header", "Send one of the two")
+
+
+async def _aside(num_bytes: int, work: Callable[..., Any], *arguments: Any) -> Any:
+    """A short piece of work at once; a long one on a thread, so that other requests go on."""
+    return await asyncio.to_thread(work, *arguments) if num_bytes >= LARGE_BYTES else work(*arguments)

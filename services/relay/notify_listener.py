@@ -1,0 +1,26 @@
+"""Hears Postgres's NOTIFY for new and requeued jobs, and wakes those who look at rows. A missed one costs a poll."""
+
+from __future__ import annotations
+
+from services.relay.loop import Loop, LoopContext
+from shardline.store.bells import listening
+from shardline.tables import JOBS_CHANNEL
+
+
+class NotifyListener(Loop):
+    """Keeps one connection of its own."""
+
+    def __init__(self, context: LoopContext, *, database_url: str, wakes: tuple[Loop, ...]) -> None:
+        super().__init__("notify-listener", context.metrics.errors)
+        self._database_url = database_url
+        self._wakes = wakes
+        self._times = context.times
+
+    def turn(self) -> float:
+        """Listens until stopped, or until the connection is lost."""
+        with listening(self._database_url, JOBS_CHANNEL) as bell:
+            while not self._stopped.is_set():
+                if bell.wait(self._times.poll_s):
+                    for loop in self._wakes:
+                        loop.wake()
+        return 0.0

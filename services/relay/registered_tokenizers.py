@@ -1,0 +1,34 @@
+"""The tokenizers of registered models, as one thread of a relay sees them. Knows no job."""
+
+from __future__ import annotations
+
+from sqlalchemy import Engine, RowMapping
+
+from shardline.store import models, pipelines
+from shardline.tokenize import RegisteredModel, TokenizerCache, Tokens
+
+
+class RegisteredTokenizers:
+    """For one thread. A model that is registered again is loaded again, while no transaction is open."""
+
+    def __init__(self, database: Engine) -> None:
+        self._database = database
+        self._cache = TokenizerCache()
+
+    def refresh(self) -> None:
+        """Read which models are registered. Call it once per batch."""
+        with self._database.begin() as connection:
+            fingerprints, max_tokens = models.versions(connection), pipelines.longest(connection)
+        self._cache.refresh(fingerprints, max_tokens)
+
+    def get(self, name: str) -> Tokens:
+        """Raises UnknownModel, and Invalid when its tokenizer cannot be read."""
+        if self._cache.lacks(name):
+            row = self._row(name)
+            if row is not None:
+                self._cache.add(RegisteredModel.from_row(dict(row)))
+        return self._cache.get(name).tokens
+
+    def _row(self, name: str) -> RowMapping | None:
+        with self._database.begin() as connection:
+            return models.get_model(connection, name)

@@ -1,0 +1,39 @@
+"""The stream of requests that no row can hold: bounded in bytes, for people to read. Knows no job."""
+
+from __future__ import annotations
+
+import json
+
+import structlog
+from redis import Redis
+from redis.exceptions import OutOfMemoryError
+from redis.typing import EncodableT, FieldT
+
+from shardline.keys import INTAKE_DEAD, INTAKE_DEAD_MAX_BYTES, INTAKE_DEAD_TTL_S
+
+log = structlog.get_logger(__name__)
+
+MAX_REQUEST_CHARS = 65_536
+
+
+def record_reject(redis: Redis, *, entry: str, request: str, reason: dict[str, str] | None) -> None:
+    """Keep it with the reason, if Redis has room: a full one must not hold up what came after it. May raise other
+    RedisErrors."""
+    log.warning("request refused", entry=entry, reason=reason)
+    fields: dict[FieldT, EncodableT] = {
+        "entry": entry,
+        "request": request[:MAX_REQUEST_CHARS],
+        "reason": json.dumps(reason),
+    }
+    try:
+        with redis.pipeline(transaction=True) as pipeline:
+            pipeline.xadd(INTAKE_DEAD, fields)
+            pipeline.expire(INTAKE_DEAD, INTAKE_DEAD_TTL_S)
+            pipeline.xlen(INTAKE_DEAD)
+            pipeline.memory_usage(INTAKE_DEAD, samples=0)
+            *_, num_entries, num_bytes = pipeline.execute()
+    except OutOfMemoryError:
+        log.warning("Redis is full: a refused request is not kept", entry=entry)
+        return
+    if num_bytes > INTAKE_DEAD_MAX_BYTES:
+        redis.xtrim(INTAKE_DEAD, maxlen=num_entries // 2, approximate=False)

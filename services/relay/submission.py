@@ -1,0 +1,144 @@
+"""Requests from Celery and Redis become rows: valid ones queued, invalid ones `failed` with the reason.
+
+Owns what happens to a request that no row can hold; knows no transport.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+from uuid import UUID
+
+import msgspec
+import structlog
+from sqlalchemy import Connection, Engine
+from sqlalchemy.exc import DataError, IntegrityError
+
+from shardline.errors import Conflict, Invalid
+from shardline.ids import parse_id
+from shardline.job import JobRequest, parse_request
+from shardline.store.jobs import FailedRequest, get_job, insert_failed, insert_jobs
+
+log = structlog.get_logger(__name__)
+
+CONFLICT = "conflict"
+"""Code of a reason: the id belongs to a job that this request must not touch."""
+
+SubmissionStatus = Literal["accepted", "failed", "rejected"]
+DOCUMENT_ERRORS = (DataError, IntegrityError, TypeError, ValueError, RecursionError, OverflowError)
+"""What a document can cause that is stranger than any rule foresees."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Submission:
+    """A request as it came. `id` is its job's unless it names one; the same submission always has the same."""
+
+    id: UUID
+    document: object
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SubmissionResult:
+    """What became of a submission; `reason` says why it is not `accepted`. A `rejected` one has no row."""
+
+    status: SubmissionStatus
+    reason: dict[str, str] | None = None
+
+    @property
+    def metric_label(self) -> str:
+        """`outcome` of shardline_intake_entries, where a reject is called `dead`."""
+        return "dead" if self.status == "rejected" else self.status
+
+
+def store_submissions(database: Engine, submissions: Sequence[Submission]) -> list[SubmissionResult]:
+    """One result each, in order; what they say is committed. Raises only when Postgres is away."""
+    parsed = [_parse(submission) for submission in submissions]
+    requests = [one for one in parsed if isinstance(one, JobRequest)]
+    try:
+        with database.begin() as connection:
+            insert_jobs(connection, requests)
+    except (Invalid, Conflict, *DOCUMENT_ERRORS):
+        # Somebody in the batch; one by one, so that nobody else suffers.
+        return [_store_alone(database, *pair) for pair in zip(submissions, parsed, strict=True)]
+    return [
+        SubmissionResult(status="accepted") if isinstance(one, JobRequest) else _refuse(database, submission, one)
+        for submission, one in zip(submissions, parsed, strict=True)
+    ]
+
+
+def _parse(submission: Submission) -> JobRequest | Invalid:
+    try:
+        request = parse_request(submission.document)
+    except Invalid as error:
+        return error
+    except DOCUMENT_ERRORS as error:
+        return Invalid("request", f"it cannot be read: {error}", "See docs/jobs.md for fields and limits")
+    return request if request.id is not None else msgspec.structs.replace(request, id=submission.id)
+
+
+def _store_alone(database: Engine, submission: Submission, parsed: JobRequest | Invalid) -> SubmissionResult:
+    if isinstance(parsed, Invalid):
+        return _refuse(database, submission, parsed)
+    try:
+        with database.begin() as connection:
+            insert_jobs(connection, [parsed])
+    except Conflict as error:
+        return _conflict(str(error))
+    except Invalid as error:
+        return _refuse(database, submission, error)
+    except DOCUMENT_ERRORS as error:
+        problem = str(getattr(error, "orig", error)).partition("\n")[0]
+        return _refuse(database, submission, Invalid("request", problem, "See docs/jobs.md for fields and limits"))
+    return SubmissionResult(status="accepted")
+
+
+def _refuse(database: Engine, submission: Submission, error: Invalid) -> SubmissionResult:
+    """A `failed` row where id and model can be told, else a reject."""
+    reason = error.as_dict()
+    failed = _failed_row(submission, reason)
+    if failed is None:
+        return SubmissionResult(status="rejected", reason=reason)
+    with database.begin() as connection:
+        if not insert_failed(connection, [failed]) and not _is_repeat(connection, failed):
+            return _conflict(f"job {failed.id} is there already; {error}")
+    log.info("job refused", job_id=str(failed.id), field=error.field, problem=error.problem)
+    return SubmissionResult(status="failed", reason=reason)
+
+
+def _is_repeat(connection: Connection, failed: FailedRequest) -> bool:
+    """Whether the row is there because this request came before."""
+    job = get_job(connection, failed.id)
+    return job is not None and job.error == failed.error
+
+
+def _conflict(problem: str) -> SubmissionResult:
+    return SubmissionResult(status="rejected", reason={"code": CONFLICT, "problem": problem})
+
+
+def _failed_row(submission: Submission, reason: dict[str, str]) -> FailedRequest | None:
+    document = submission.document
+    if not isinstance(document, dict):
+        return None
+    model, prompt, metadata = (document.get(name) for name in ("model", "prompt", "metadata"))
+    job_id = _told_id(document, submission.id)
+    if job_id is None or not isinstance(model, str) or not 1 <= len(model) <= 256:
+        return None
+    return FailedRequest(
+        id=job_id,
+        model=model,
+        error=reason,
+        prompt=prompt if isinstance(prompt, str) else None,
+        metadata=metadata if isinstance(metadata, dict) else None,
+    )
+
+
+def _told_id(document: dict[str, Any], default: UUID) -> UUID | None:
+    """None when the request names an id that is none: its producer could not find the row."""
+    told = document.get("id")
+    if told is None:
+        return default
+    try:
+        return parse_id(str(told))
+    except Invalid:
+        return None

@@ -1,0 +1,109 @@
+"""The five ways to submit a job, each as a producer would write it. Knows addresses, not what happens next.
+
+Every door takes an id that the producer chose, so that a repeat inserts nothing and the producer can ask for it later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from uuid import UUID
+
+import httpx
+import msgspec
+import psycopg
+import redis
+from celery import Celery
+
+from shardline import keys
+from shardline.api_key import bearer
+from shardline.client import Client
+from shardline.config import Settings
+from shardline.ids import new_id
+from shardline.job import JobRequest
+from shardline.queues import INTAKE_QUEUE, SUBMIT_TASK, celery_settings
+
+MAX_TOKENS = 128
+INSERT = "INSERT INTO jobs (id, model, prompt, params) VALUES (%s, %s, %s, %s)"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Producer:
+    """Somebody with prompts for one model, the addresses of a stack (`urls` of up.json) and its `api_key`."""
+
+    urls: Mapping[str, str]
+    api_key: str
+    model: str
+
+    def requests(self, prompts: Sequence[str]) -> list[JobRequest]:
+        """Greedy completions: their answers are known."""
+        return [
+            JobRequest(id=new_id(), model=self.model, prompt=prompt, temperature=0.0, max_tokens=MAX_TOKENS)
+            for prompt in prompts
+        ]
+
+
+def by_client(producer: Producer, requests: Sequence[JobRequest]) -> None:
+    """From Python: accepted when it returns."""
+    with Client(database_url=producer.urls["database"], redis_url=producer.urls["redis"]) as client:
+        client.submit_many(requests)
+
+
+def by_celery(producer: Producer, requests: Sequence[JobRequest]) -> None:
+    """From any service that has Celery: accepted when a relay has taken the task."""
+    app = Celery("producer", set_as_current=False)
+    app.conf.update(celery_settings(Settings(redis_url=producer.urls["redis"])))
+    with app.connection_for_write() as connection:
+        for request in requests:
+            app.send_task(
+                SUBMIT_TASK,
+                kwargs=_document(request),
+                task_id=str(request.id),
+                queue=INTAKE_QUEUE,
+                connection=connection,
+            )
+
+
+def by_stream(producer: Producer, requests: Sequence[JobRequest]) -> None:
+    """From any language that speaks Redis: accepted when a relay has read the entry."""
+    with redis.Redis.from_url(producer.urls["redis"]) as client:
+        for request in requests:
+            client.xadd(keys.INTAKE, {"request": msgspec.json.encode(request)})
+
+
+def by_sql(producer: Producer, requests: Sequence[JobRequest]) -> None:
+    """From any language that speaks Postgres: accepted when the producer's own transaction commits."""
+    with psycopg.connect(producer.urls["database"]) as connection, connection.cursor() as cursor:
+        params = msgspec.json.encode({"temperature": 0, "max_tokens": MAX_TOKENS}).decode()
+        cursor.executemany(INSERT, [(request.id, request.model, request.prompt, params) for request in requests])
+
+
+def by_http(producer: Producer, requests: Sequence[JobRequest]) -> None:
+    """From anywhere: accepted when the answer has come."""
+    with httpx.Client(base_url=producer.urls["gateway"], headers=bearer(producer.api_key), timeout=30.0) as client:
+        for request in requests:
+            client.post("/v1/jobs", json=_document(request)).raise_for_status()
+
+
+SubmitFunction = Callable[[Producer, Sequence[JobRequest]], None]
+
+DOORS: Mapping[str, SubmitFunction] = {
+    "client": by_client,
+    "celery": by_celery,
+    "redis": by_stream,
+    "sql": by_sql,
+    "http": by_http,
+}
+
+
+def submit(producer: Producer, door: str, prompts: Sequence[str]) -> list[UUID]:
+    """Push the prompts through one door; returns their ids in order."""
+    requests = producer.requests(prompts)
+    DOORS[door](producer, requests)
+    return [request.id for request in requests if request.id is not None]
+
+
+def _document(request: JobRequest) -> dict[str, object]:
+    """The request as JSON-like data."""
+    document: dict[str, object] = msgspec.to_builtins(request)
+    return document

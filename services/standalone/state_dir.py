@@ -1,0 +1,201 @@
+"""The runtime folder: one stack at a time in it, which processes it runs, and up.json for everyone else.
+
+Every started process is recorded with its start time before anything depends on it. A pid alone proves nothing: it may
+belong to a stranger by now, so nothing is signaled unless both agree.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import secrets
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import msgspec
+import psutil
+
+from services.standalone.processes import is_alive, wait_until_gone
+from shardline.api_key import new_key
+
+SUPERVISOR = "supervisor"
+HOP_KEY_FILE = "hop_secret_key"
+LEFTOVER_GRACE_S = 5.0
+
+
+class AlreadyUp(RuntimeError):
+    """Another supervisor runs a stack in this folder."""
+
+
+class RecordedProcess(msgspec.Struct, frozen=True, kw_only=True):
+    """One process, surely: the pid and when it started (seconds since 1970, as the system says)."""
+
+    pid: int
+    started_at: float
+
+    @classmethod
+    def of(cls, pid: int) -> RecordedProcess:
+        """The process that has this pid now; one that is already gone gets no time and is never signaled."""
+        try:
+            return cls(pid=pid, started_at=psutil.Process(pid).create_time())
+        except psutil.NoSuchProcess:
+            return cls(pid=pid, started_at=0.0)
+
+    def find(self) -> psutil.Process | None:
+        """The live process, or None when it is gone or the pid has a new owner."""
+        try:
+            process = psutil.Process(self.pid)
+            same = abs(process.create_time() - self.started_at) < 0.01
+        except psutil.NoSuchProcess:
+            return None
+        return process if same and is_alive(process) else None
+
+
+class StateDir:
+    """A stack's runtime folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder.expanduser().resolve()
+        self.up_file = self.folder / "up.json"
+        self._key_file = self.folder / "api_key"
+        self._pids_file = self.folder / "pids.json"
+        self._lock_file = self.folder / "up.lock"
+
+    def lock(self) -> StateDirLock:
+        """Own the folder for a `with` block. Raises AlreadyUp."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        return StateDirLock(self._lock_file)
+
+    def api_key(self) -> str:
+        """This stack's own key for its gateway: made once, the same after each start."""
+        if not self._key_file.exists():
+            write_private(self._key_file, new_key().encode())
+        return self._key_file.read_text(encoding="utf-8").strip()
+
+    def make_hop_key(self) -> None:
+        """The key of this stack's hops over tcp, in HOP_KEY_FILE: made once."""
+        path = self.folder / HOP_KEY_FILE
+        if not path.exists():
+            write_private(path, secrets.token_hex(32).encode())
+
+    def record(self, pids: dict[str, int]) -> None:
+        """Remember these processes, so that `down` finds them whatever happens to the supervisor."""
+        known = self.recorded()
+        entries = {
+            name: known[name] if name in known and known[name].pid == pid else RecordedProcess.of(pid)
+            for name, pid in pids.items()
+        }
+        write_private(self._pids_file, msgspec.json.encode(entries))
+
+    def recorded(self) -> dict[str, RecordedProcess]:
+        """The processes that were recorded last, dead or alive."""
+        if not self._pids_file.exists():
+            return {}
+        return msgspec.json.decode(self._pids_file.read_bytes(), type=dict[str, RecordedProcess])
+
+    def alive(self) -> dict[str, psutil.Process]:
+        """The recorded processes that still run."""
+        found = {name: entry.find() for name, entry in self.recorded().items()}
+        return {name: process for name, process in found.items() if process is not None}
+
+    def publish(self, document: dict[str, Any]) -> None:
+        """Write up.json: the stack is ready."""
+        write_private(self.up_file, msgspec.json.format(msgspec.json.encode(document), indent=2))
+
+    def published(self) -> dict[str, Any] | None:
+        """up.json, while a stack is ready."""
+        return msgspec.json.decode(self.up_file.read_bytes()) if self.up_file.exists() else None
+
+    def forget(self) -> None:
+        """Nothing runs here any more."""
+        self.up_file.unlink(missing_ok=True)
+        self._pids_file.unlink(missing_ok=True)
+
+    def end_leftovers(self) -> list[str]:
+        """End what a killed supervisor left behind; returns the names. Only for the owner of the lock."""
+        left = {name: process for name, process in self.alive().items() if name != SUPERVISOR}
+        everyone = [each for process in left.values() for each in (process, *process.children(recursive=True))]
+        for process in everyone:
+            if is_alive(process):
+                process.terminate()
+        for process in everyone:
+            if not wait_until_gone(process, timeout_s=LEFTOVER_GRACE_S):
+                process.kill()
+                wait_until_gone(process, timeout_s=LEFTOVER_GRACE_S)
+        self.forget()
+        return sorted(left)
+
+
+class StackRecord:
+    """The record and up.json of one stack, by its supervisor. What a full disk refuses once the stack is ready is
+    written as soon as it can be: no stack ends for want of a file that others read."""
+
+    def __init__(self, state_dir: StateDir, say: Callable[[str], None]) -> None:
+        self._state_dir = state_dir
+        self._say = say
+        self._pids: dict[str, int] = {}
+        self._document: dict[str, Any] = {}
+        self._is_true = True
+
+    def publish(self, document: dict[str, Any]) -> None:
+        """The stack is ready: from now on up.json is this, with the processes that run."""
+        self._document = document
+        self.write(self._pids)
+
+    def write(self, pids: dict[str, int]) -> None:
+        """These processes run. Raises OSError, but only before the stack is ready."""
+        self._pids = pids
+        try:
+            self._state_dir.record(pids)
+            if self._document:
+                self._state_dir.publish({**self._document, "processes": pids})
+        except OSError as error:
+            if not self._document:
+                raise
+            if self._is_true:
+                self._say(f"{self._state_dir.up_file} cannot be written for now: {error.strerror}")
+            self._is_true = False
+        else:
+            self._is_true = True
+
+    def catch_up(self) -> None:
+        """Try again what failed."""
+        if not self._is_true:
+            self.write(self._pids)
+
+
+class StateDirLock:
+    """A lock that the kernel frees when its owner dies, however it dies."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __enter__(self) -> Self:
+        self._file = self._path.open("a")
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._file.close()
+            raise AlreadyUp(f"a stack already runs in {self._path.parent}. Stop it with `make down`") from None
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.close()
+
+
+def write_private(path: Path, content: bytes) -> None:
+    """Replace a file at once, readable by its owner only: readers see the old one or the new one, never half.
+    Raises OSError, for want of room on the disk too; then nothing has changed."""
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+        Path(name).replace(path)
+    except OSError:
+        Path(name).unlink(missing_ok=True)
+        raise

@@ -1,0 +1,18 @@
+"""From prompts to token ids and back, without transformers. Needs the extra `tokenize`; knows no database."""
+
+from shardline.tokenize.chat import ChatTemplate
+from shardline.tokenize.completion import CompletionText, Vocabulary
+from shardline.tokenize.folder import model_row
+from shardline.tokenize.tokenizer_cache import RegisteredModel, TokenizerCache
+from shardline.tokenize.tokens import Prepared, Tokens
+
+__all__ = [
+    "ChatTemplate",
+    "CompletionText",
+    "Prepared",
+    "RegisteredModel",
+    "TokenizerCache",
+    "Tokens",
+    "Vocabulary",
+    "model_row",
+]

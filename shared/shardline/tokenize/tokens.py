@@ -1,0 +1,182 @@
+"""Prompts to token ids and back, by a model's own tokenizer and chat template. Owns the limits that depend on a model.
+
+Knows no database: a `models` row arrives as a mapping.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+
+from shardline.errors import Invalid
+from shardline.job import Message, Prompt, SamplingParams
+from shardline.tokenize.chat import ChatTemplate
+from shardline.tokenize.completion import CompletionText, Vocabulary
+
+MAX_CHARS_PER_TOKEN = 128
+"""No tokenizer in use has longer tokens: text of more than that times the context is refused unread."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """A request as an engine takes it: ids, and the number of tokens it may generate."""
+
+    prompt_ids: tuple[int, ...]
+    max_tokens: int
+
+
+class Tokens:
+    """One model's tokenizer, chat template and limits. Without a tokenizer it takes token ids only."""
+
+    def __init__(
+        self,
+        *,
+        model: str,
+        tokenizer_json: str,
+        chat_template: str | None,
+        special_tokens: Mapping[str, str],
+        context_length: int,
+        vocab_size: int,
+        eos_ids: Sequence[int],
+    ) -> None:
+        self.model = model
+        self.context_length = self.longest = context_length
+        """`longest` is what a pipeline holds in KV, prompt and completion together; never more than the context."""
+        self.vocab_size = vocab_size
+        self.eos_ids = tuple(eos_ids)
+        self.has_tokenizer = bool(tokenizer_json)
+        self.tokenizer = _load(tokenizer_json)
+        self.vocabulary = Vocabulary(self.tokenizer, self.eos_ids)
+        self._template = ChatTemplate(chat_template, special_tokens) if chat_template else None
+
+    @classmethod
+    def from_row(cls, row: Mapping[str, Any]) -> Tokens:
+        """Of a row of `models`."""
+        return cls(
+            model=row["name"],
+            tokenizer_json=row["tokenizer"],
+            chat_template=row["chat_template"],
+            special_tokens=row["special_tokens"],
+            context_length=row["context_length"],
+            vocab_size=row["vocab_size"],
+            eos_ids=row["eos_token_ids"],
+        )
+
+    def within(self, kv_tokens: int | None) -> Tokens:
+        """The same, for pipelines whose KV holds so many tokens. None: no pipeline has said so."""
+        narrowed = copy(self)
+        narrowed.longest = min(self.context_length, kv_tokens or self.context_length)
+        return narrowed
+
+    def prepare(
+        self, *, prompt: Prompt | None = None, messages: Sequence[Message] | None = None, params: SamplingParams
+    ) -> Prepared:
+        """Token ids within every limit of the model. Raises Invalid, naming the field, the limit and the remedy."""
+        if not prompt and not messages:
+            raise Invalid("prompt", "it is empty; at least one token is needed", "Send some text or token ids")
+        if messages:
+            field, ids = "messages", self._encode(self.render(messages), field="messages", add_special_tokens=False)
+        elif isinstance(prompt, str):
+            field, ids = "prompt", self._encode(prompt, field="prompt", add_special_tokens=True)
+        else:
+            field, ids = "prompt", self._checked("prompt", prompt or ())
+        if not ids:
+            raise Invalid(field, "it is empty; at least one token is needed", "Send some text or token ids")
+        if params.stop and not self.has_tokenizer:
+            raise Invalid(
+                "stop", f"{self.model} has no tokenizer, so its completions have no text", "Use stop_token_ids"
+            )
+        self._checked("stop_token_ids", params.stop_token_ids)
+        return Prepared(prompt_ids=ids, max_tokens=self._max_tokens(field, len(ids), params))
+
+    def render(self, messages: Sequence[Message]) -> str:
+        """Messages as the text that the model was trained on. Raises Invalid."""
+        if self._template is None:
+            raise Invalid("messages", f"{self.model} has no chat template", "Send a prompt to /v1/completions instead")
+        return self._template.render(msgspec.to_builtins(messages), limit_chars=self._limit_chars)
+
+    def completion(self, params: SamplingParams, max_tokens: int) -> CompletionText:
+        """The text of a prepared job's output, token by token."""
+        return CompletionText(self.vocabulary, params, room=max_tokens)
+
+    def text_rule(self, params: SamplingParams, max_tokens: int) -> Callable[[Sequence[int]], str]:
+        """For a reader of a job's stream: the text of its next output tokens, as a head gives it out."""
+        return self.completion(params, max_tokens).say
+
+    def token_text(self, token_id: int) -> str:
+        """One token as text, for log-probabilities; special tokens show their name."""
+        return str(self.tokenizer.decode([token_id], skip_special_tokens=False))
+
+    @property
+    def _limit_chars(self) -> int:
+        return self.context_length * MAX_CHARS_PER_TOKEN
+
+    def _encode(self, text: str, *, field: str, add_special_tokens: bool) -> tuple[int, ...]:
+        if not self.has_tokenizer:
+            raise Invalid(field, f"{self.model} has no tokenizer", "Send the prompt as a list of token ids")
+        if len(text) > self._limit_chars:
+            raise Invalid(
+                field,
+                f"{len(text)} characters cannot fit the context of {self.context_length} tokens",
+                f"Send at most {self._limit_chars} characters",
+            )
+        try:
+            return tuple(self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
+        except TypeError as error:
+            raise Invalid(field, "it holds characters that are not valid Unicode", "Remove lone surrogates") from error
+
+    def _checked(self, field: str, ids: Sequence[int]) -> tuple[int, ...]:
+        for place, token_id in enumerate(ids):
+            if not 0 <= token_id < self.vocab_size:
+                raise Invalid(
+                    f"{field}[{place}]",
+                    f"token id {token_id} is not in the vocabulary of {self.vocab_size}",
+                    f"Use ids from 0 to {self.vocab_size - 1}",
+                )
+        return tuple(ids)
+
+    def _max_tokens(self, field: str, num_prompt: int, params: SamplingParams) -> int:
+        room = self.longest - num_prompt
+        if room < 1:
+            raise Invalid(
+                field,
+                f"{num_prompt} tokens leave no room in {self._limit}",
+                f"Shorten it to at most {self.longest - 1} tokens",
+            )
+        max_tokens = room if params.max_tokens is None else params.max_tokens
+        if max_tokens > room:
+            raise Invalid(
+                "max_tokens",
+                f"{num_prompt} prompt tokens + {max_tokens} are over {self._limit}",
+                f"Use at most {room}, or shorten the prompt",
+            )
+        if params.min_tokens > max_tokens:
+            raise Invalid(
+                "min_tokens", f"{params.min_tokens} is above the {max_tokens} that fit", f"Use at most {max_tokens}"
+            )
+        return max_tokens
+
+    @property
+    def _limit(self) -> str:
+        if self.longest == self.context_length:
+            return f"the context of {self.context_length}"
+        return f"the {self.longest} tokens that the KV of {self.model}'s pipelines holds"
+
+
+def _load(tokenizer_json: str) -> Tokenizer:
+    """Padding and truncation that a file may ask for are never wanted here: they would change prompts silently."""
+    if not tokenizer_json:
+        return Tokenizer(WordLevel({}, unk_token=""))
+    try:
+        tokenizer = Tokenizer.from_str(tokenizer_json)
+    except Exception as error:
+        raise Invalid("tokenizer", f"tokenizer.json cannot be read: {error}", "Copy the model again") from error
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
