@@ -15,7 +15,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, AsyncSession
 
 from shardline.client.database import AWAY, MAX_IDS_PER_QUERY, listen_address, reachable, told
 from shardline.client.ends import Ends
-from shardline.client.progress import TextRule, learn
+from shardline.client.progress import TextRule
 from shardline.client.requests import (
     AnyRequest,
     check_all_exist,
@@ -290,9 +290,9 @@ class AsyncClient:
                 cursor.text_of = text_rule(progress.params, progress.max_tokens)
             num_said = 0 if cursor.text_of is None else cursor.num_unsaid + len(progress.token_ids)
             if num_said > MAX_SAID_AT_ONCE:
-                await asyncio.to_thread(learn, cursor, progress, only_learn=only_learn)
+                await asyncio.to_thread(cursor.catch_up, progress, only_learn=only_learn)
             else:
-                learn(cursor, progress, only_learn=only_learn)
+                cursor.catch_up(progress, only_learn=only_learn)
             is_whole = progress.is_whole and (progress.state is None or cursor.ended)
             only_learn = only_learn and not progress.is_whole
 

@@ -13,7 +13,6 @@ from sqlalchemy.orm import Session
 
 from shardline.client.database import MAX_IDS_PER_QUERY, connection_of, listen_address, reachable
 from shardline.client.ends_sync import SyncEnds
-from shardline.client.progress import learn
 from shardline.client.requests import (
     AnyRequest,
     check_all_exist,
@@ -190,7 +189,7 @@ class Client:
                 return
             if progress is None:
                 raise NotFound(f"no job has the id {job_id}")
-            learn(cursor, progress, only_learn=only_learn)
+            cursor.catch_up(progress, only_learn=only_learn)
             is_whole = progress.is_whole and (progress.state is None or cursor.ended)
             only_learn = only_learn and not progress.is_whole
 
