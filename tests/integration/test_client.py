@@ -34,7 +34,7 @@ def head(database_url: str, redis_url: str) -> Iterator[TinyHead]:
 
 
 def num_jobs(client: Client) -> int:
-    with client.database.connect() as connection:
+    with client._database.connect() as connection:
         return int(connection.execute(text("SELECT count(*) FROM jobs")).scalar_one())
 
 
@@ -97,12 +97,12 @@ def test_given_a_wrong_request_when_submitted_then_its_field_is_named(
 
 
 def test_given_the_callers_transaction_when_it_rolls_back_then_no_job_is_left(client: Client) -> None:
-    with Session(client.database) as session:
+    with Session(client._database) as session:
         client.submit("clerk", PROMPT, session=session)
         session.rollback()
     assert num_jobs(client) == 0
 
-    with Session(client.database) as session, session.begin():
+    with Session(client._database) as session, session.begin():
         job_id = client.submit("clerk", PROMPT, session=session)
         assert num_jobs(client) == 0
     assert client.get(job_id).state is JobState.QUEUED
@@ -176,7 +176,7 @@ def test_given_a_page_whose_last_job_is_deleted_when_the_next_is_read_then_its_e
 ) -> None:
     ids = [client.submit("clerk", PROMPT) for _ in range(4)]
     page = client.list(limit=2)
-    with client.database.begin() as connection:
+    with client._database.begin() as connection:
         connection.execute(text("DELETE FROM jobs WHERE id = :id"), {"id": page[-1].id})
     end = PageEnd.of(page)
     assert [job.id for job in client.list(after=end)] == ids[1::-1]
@@ -301,7 +301,7 @@ def test_given_no_postgres_when_submitted_then_it_says_that_it_is_away(redis_url
 def test_given_a_postgres_without_writes_when_submitted_then_it_says_so(
     client: Client, database_url: str, redis_url: str
 ) -> None:
-    with client.database.begin() as connection:
+    with client._database.begin() as connection:
         name = connection.execute(text("SELECT current_database()")).scalar_one()
         connection.execute(text(f'ALTER DATABASE "{name}" SET default_transaction_read_only = on'))
     with (

@@ -59,11 +59,10 @@ class Client:
     ) -> None:
         settings = settings_with(database_url=database_url, redis_url=redis_url)
         self.tenant = tenant
-        self.database = database or connect(settings.database_url.get_secret_value())
+        self._database = database or connect(settings.database_url.get_secret_value())
         self._owns_database = database is None
         self._poll_s = settings.times.poll_s
-        address = self.database.url if database is not None else settings.database_url.get_secret_value()
-        self._ends = SyncEnds(self._ended, listen_address(address), poll_s=self._poll_s)
+        self._ends = SyncEnds(self._ended, listen_address(self._database.url), poll_s=self._poll_s)
         self._redis = SyncDeltaReader.connect(settings.redis_url)
 
     def __enter__(self) -> Self:
@@ -78,7 +77,7 @@ class Client:
         """Give back the connections. Jobs go on."""
         self._redis.close()
         if self._owns_database:
-            self.database.dispose()
+            self._database.dispose()
 
     def submit(
         self,
@@ -127,13 +126,13 @@ class Client:
 
     def replay(self, job_id: UUID, *, idempotency_key: str | None = None) -> UUID:
         """Submit a dead letter as a new job: same prompt, parameters and seed. Raises NotFound, Invalid, Conflict."""
-        with reachable(), self.database.begin() as connection:
+        with reachable(), self._database.begin() as connection:
             return dead_letters.replay(connection, job_id, idempotency_key=idempotency_key)
 
     def cancel(self, ids: UUID | Collection[UUID]) -> dict[UUID, JobState]:
         """Ask for the end of jobs. Their states afterwards: a running one is `cancelled` a little later."""
         wanted = [ids] if isinstance(ids, UUID) else list(ids)
-        with reachable(), self.database.begin() as connection:
+        with reachable(), self._database.begin() as connection:
             return jobs.request_cancel(connection, wanted)
 
     @overload
@@ -200,7 +199,7 @@ class Client:
         if session is not None:
             stored = jobs.insert_jobs(connection_of(session), requests)
         else:
-            with reachable(), self.database.begin() as connection:
+            with reachable(), self._database.begin() as connection:
                 stored = jobs.insert_jobs(connection, requests)
         return [one.job_id for one in stored]
 
@@ -210,7 +209,7 @@ class Client:
         *arguments: Parameters.args,
         **options: Parameters.kwargs,
     ) -> Answer:
-        with reachable(), self.database.connect() as connection:
+        with reachable(), self._database.connect() as connection:
             return query(connection, *arguments, **options)
 
 
