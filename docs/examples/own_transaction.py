@@ -5,7 +5,7 @@ import os
 from sqlalchemy import create_engine, make_url, text
 from sqlalchemy.orm import Session
 
-from shardline.client import Client
+from shardline import Client
 
 engine = create_engine(make_url(os.environ["SHARDLINE_DATABASE_URL"]).set(drivername="postgresql+psycopg"))
 

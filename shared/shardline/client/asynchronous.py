@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Sequence
 from types import TracebackType
-from typing import Any, Concatenate, ParamSpec, Self, TypeVar, overload
+from typing import Concatenate, ParamSpec, Self, TypeVar, Unpack, overload
 from uuid import UUID
 
 from sqlalchemy import Connection
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, AsyncSession
 
 from shardline.client.database import MAX_IDS_PER_QUERY, reachable
+from shardline.client.fields import JobFields
 from shardline.client.follower import JobFollower
 from shardline.client.requests import (
     AnyRequest,
@@ -94,7 +95,7 @@ class AsyncClient:
         prompt: str | Sequence[int] | None = None,
         *,
         session: AsyncSession | AsyncConnection | None = None,
-        **fields: Any,
+        **fields: Unpack[JobFields],
     ) -> UUID:
         """Store one job and return its id. `fields` are in docs/jobs.md. Raises Invalid, Conflict, Unavailable."""
         request = request_of(model, prompt, fields, self.tenant)
@@ -103,7 +104,10 @@ class AsyncClient:
     async def submit_many(
         self, requests: Iterable[AnyRequest], *, session: AsyncSession | AsyncConnection | None = None
     ) -> Ids:
-        """Store all of them in one transaction, or none; ids in the same order."""
+        """Store all of them in one transaction, or none; ids in the same order.
+
+        A type checker knows the fields of `JobRequest(model=…, …)`, not those of a mapping.
+        """
         return [one.job_id for one in await self._insert(checked(requests, self.tenant), session)]
 
     async def get(self, job_id: UUID) -> Job:

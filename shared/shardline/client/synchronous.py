@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from types import TracebackType
-from typing import Any, Concatenate, ParamSpec, Self, TypeVar, overload
+from typing import Concatenate, ParamSpec, Self, TypeVar, Unpack, overload
 from uuid import UUID
 
 from sqlalchemy import Connection, Engine
@@ -13,6 +13,7 @@ from sqlalchemy.orm import Session
 
 from shardline.client.database import MAX_IDS_PER_QUERY, connection_of, listen_address, reachable
 from shardline.client.ends_sync import SyncEnds
+from shardline.client.fields import JobFields
 from shardline.client.requests import (
     AnyRequest,
     check_all_exist,
@@ -85,13 +86,16 @@ class Client:
         prompt: str | Sequence[int] | None = None,
         *,
         session: Session | Connection | None = None,
-        **fields: Any,
+        **fields: Unpack[JobFields],
     ) -> UUID:
         """Store one job and return its id. `fields` are in docs/jobs.md. Raises Invalid, Conflict, Unavailable."""
         return self._insert([request_of(model, prompt, fields, self.tenant)], session)[0]
 
     def submit_many(self, requests: Iterable[AnyRequest], *, session: Session | Connection | None = None) -> Ids:
-        """Store all of them in one transaction, or none; ids in the same order."""
+        """Store all of them in one transaction, or none; ids in the same order.
+
+        A type checker knows the fields of `JobRequest(model=…, …)`, not those of a mapping.
+        """
         return self._insert(checked(requests, self.tenant), session)
 
     def get(self, job_id: UUID) -> Job:
