@@ -39,7 +39,7 @@ class Server:
 
     def listeners(self) -> set[int]:
         """Processes that listen for ends of jobs."""
-        return {pid for (pid,) in self._connection.execute(LISTENING, (f"LISTEN {DONE_CHANNEL}",))}
+        return {pid for (pid,) in self._connection.execute(LISTENING, (f'LISTEN "{DONE_CHANNEL}"',))}
 
     def cut(self, pids: set[int]) -> None:
         """End these connections."""
@@ -118,7 +118,7 @@ def test_given_the_one_who_listens_when_it_leaves_then_the_next_one_hears_the_be
 ) -> None:
     ended: set[UUID] = set()
     first, second = uuid4(), uuid4()
-    ends = SyncEnds(ended.intersection, libpq_url(database_url), poll_s=NEVER_S)
+    ends = SyncEnds(ended.intersection, database_url, poll_s=NEVER_S)
     with ThreadPoolExecutor(2) as threads:
         leader = threads.submit(ends.wait, [first], None)
         server.until_others_listen(set())
@@ -143,7 +143,7 @@ def test_given_many_who_wait_when_one_bell_rings_then_one_look_is_made_for_all(
         looks.append(len(asked))
         return found
 
-    ends = SyncEnds(ended, libpq_url(database_url), poll_s=NEVER_S)
+    ends = SyncEnds(ended, database_url, poll_s=NEVER_S)
     with ThreadPoolExecutor(NUM_WAITING) as threads:
         waiting = [threads.submit(ends.wait, [job_id], None) for job_id in ids]
         while len(looks) < NUM_WAITING + 2:  # each its own first, the leader's first, and the one after LISTEN

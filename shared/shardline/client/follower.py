@@ -13,7 +13,7 @@ import structlog
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from shardline.client.database import AWAY, listen_address, told
+from shardline.client.database import AWAY, told
 from shardline.client.ends import Ends
 from shardline.client.together import Together
 from shardline.config import Settings
@@ -42,7 +42,7 @@ class JobFollower:
     def __init__(self, database: AsyncEngine, settings: Settings) -> None:
         self._poll_s = settings.times.poll_s
         self._reader = DeltaReader(settings.redis_url)
-        self._ends = Ends(database, listen_address(database.url), poll_s=self._poll_s)
+        self._ends = Ends(database, poll_s=self._poll_s)
         self._progress = Together(database, read_progress, max_batch=MAX_FOLLOWED, name="progress")
         self._started = False
 

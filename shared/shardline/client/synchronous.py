@@ -11,7 +11,7 @@ from uuid import UUID
 from sqlalchemy import Connection, Engine
 from sqlalchemy.orm import Session
 
-from shardline.client.database import MAX_IDS_PER_QUERY, connection_of, listen_address, reachable
+from shardline.client.database import MAX_IDS_PER_QUERY, connection_of, reachable
 from shardline.client.ends_sync import SyncEnds
 from shardline.client.fields import JobFields
 from shardline.client.requests import (
@@ -63,7 +63,7 @@ class Client:
         self._database = database or connect(settings.database_url.get_secret_value())
         self._owns_database = database is None
         self._poll_s = settings.times.poll_s
-        self._ends = SyncEnds(self._ended, listen_address(self._database.url), poll_s=self._poll_s)
+        self._ends = SyncEnds(self._ended, self._database.url, poll_s=self._poll_s)
         self._redis = SyncDeltaReader.connect(settings.redis_url)
 
     def __enter__(self) -> Self:
