@@ -1,11 +1,15 @@
 """From Python, inside your own transaction: the order and its job are stored together, or neither is."""
 
-from sqlalchemy import text
+import os
+
+from sqlalchemy import create_engine, make_url, text
 from sqlalchemy.orm import Session
 
-from shardline.client import Client
+from shardline import Client
 
-with Client() as client, Session(client.database) as session:
+engine = create_engine(make_url(os.environ["SHARDLINE_DATABASE_URL"]).set(drivername="postgresql+psycopg"))
+
+with Client() as client, Session(engine) as session:
     with session.begin():
         session.execute(text("CREATE TABLE IF NOT EXISTS example_orders (id bigserial PRIMARY KEY, job uuid NOT NULL)"))
         job_id = client.submit("clerk", "sort: 31, 4, 15 =", temperature=0, session=session)

@@ -1,6 +1,6 @@
 """From Python: submit, wait, stream. Accepted when `submit` returns."""
 
-from shardline.client import Client
+from shardline import Client
 
 with Client() as client:
     job_id = client.submit("clerk", "date: 3 March 2021 =", max_tokens=16, temperature=0)

@@ -15,7 +15,7 @@ from services.gateway.guard import Guard, allowed_hosts
 from services.gateway.insert_batcher import InsertBatcher
 from services.gateway.keyring import Keyring
 from services.gateway.settings import GatewaySettings
-from shardline.client import AsyncClient
+from shardline.client.gateway import GatewayClient
 from shardline.metrics import GatewayMetrics, serve
 from shardline.tracing import Tracer
 
@@ -25,7 +25,7 @@ class Gateway:
     """Made once for each process, before the first request."""
 
     settings: GatewaySettings
-    client: AsyncClient
+    client: GatewayClient
     catalog: ModelCatalog
     insert_batcher: InsertBatcher
     admission: Admission
@@ -43,7 +43,7 @@ class Gateway:
         registry = CollectorRegistry()
         metrics = GatewayMetrics(registry)
         hosts = allowed_hosts(settings.http_allowed_hosts, settings.http_host)
-        client = AsyncClient(database_url=settings.database_url.get_secret_value(), redis_url=settings.redis_url)
+        client = GatewayClient(database_url=settings.database_url.get_secret_value(), redis_url=settings.redis_url)
         keyring = Keyring(client.database, fresh_s=settings.http_key_fresh_s)
         return cls(
             settings=settings,

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from shardline.aio import cancel_and_wait
-from shardline.client import AsyncClient
+from shardline.client.gateway import GatewayClient
 from shardline.errors import Unavailable
 from shardline.job import JobRequest
 from shardline.metrics import GatewayMetrics
@@ -30,7 +30,7 @@ class PendingInsert:
 class InsertBatcher:
     """One task; bounded by admission, which counts everyone who waits here."""
 
-    def __init__(self, client: AsyncClient, metrics: GatewayMetrics) -> None:
+    def __init__(self, client: GatewayClient, metrics: GatewayMetrics) -> None:
         self._client = client
         self._metrics = metrics
         self._waiting: deque[PendingInsert] = deque()

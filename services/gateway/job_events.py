@@ -14,7 +14,7 @@ from services.gateway.context import Gateway
 from services.gateway.errors import Stopping, body_of
 from services.gateway.job_documents import job_document
 from services.gateway.sse import KEEP_ALIVE, event
-from shardline.client.progress import TextRule
+from shardline.client.follower import TextRule
 from shardline.errors import Diverged, ShardlineError, Unavailable, UnknownModel
 from shardline.job import Job
 from shardline.streams import Place

@@ -1,3 +1,105 @@
-"""Shardline: durable LLM inference over Celery, Redis and Postgres. This package is the client and the contracts."""
+"""Shardline: durable LLM inference over Celery, Redis and Postgres. This package is the client and the contracts.
 
-__version__ = "0.1.0"
+Owns the public names and imports each when it is first used, so that a service which needs one module loads no other.
+Knows no service.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from shardline.client import AsyncClient, Client, JobFields
+    from shardline.errors import (
+        Busy,
+        Conflict,
+        Diverged,
+        Invalid,
+        JobCancelled,
+        JobEnded,
+        JobExpired,
+        JobFailed,
+        NotFound,
+        ShardlineError,
+        Unavailable,
+    )
+    from shardline.job import (
+        DEFAULT_PRIORITY,
+        INTERACTIVE_PRIORITY,
+        FinishReason,
+        Job,
+        JobRequest,
+        JobState,
+        JobSummary,
+        Message,
+        Result,
+        SamplingParams,
+        TokenLogprob,
+        Usage,
+    )
+    from shardline.store.dead_letters import Attempt, DeadLetter
+    from shardline.store.listing import PageEnd
+    from shardline.wire import Delta
+
+    __version__: str
+
+__all__ = [
+    "DEFAULT_PRIORITY",
+    "INTERACTIVE_PRIORITY",
+    "AsyncClient",
+    "Attempt",
+    "Busy",
+    "Client",
+    "Conflict",
+    "DeadLetter",
+    "Delta",
+    "Diverged",
+    "FinishReason",
+    "Invalid",
+    "Job",
+    "JobCancelled",
+    "JobEnded",
+    "JobExpired",
+    "JobFailed",
+    "JobFields",
+    "JobRequest",
+    "JobState",
+    "JobSummary",
+    "Message",
+    "NotFound",
+    "PageEnd",
+    "Result",
+    "SamplingParams",
+    "ShardlineError",
+    "TokenLogprob",
+    "Unavailable",
+    "Usage",
+    "__version__",
+]
+
+_HOMES = ("errors", "job", "wire", "store.listing", "store.dead_letters", "client")
+"""Modules that define the public names. The light ones come first: an error or a record loads no driver."""
+
+
+# Hidden from type checkers: a module that has it seems to have every name.
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> object:
+        if name not in __all__:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = _installed_version() if name == "__version__" else _find(name)
+        globals()[name] = value
+        return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
+
+def _find(name: str) -> object:
+    homes = (import_module(f"{__name__}.{home}") for home in _HOMES)
+    return next(vars(home)[name] for home in homes if name in vars(home))
+
+
+def _installed_version() -> object:
+    """pyproject.toml says it, once."""
+    return import_module("importlib.metadata").version(__name__)

@@ -199,6 +199,26 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     provenance: dict[str, Any] = {}
 
 
+class JobProgress(msgspec.Struct, frozen=True, kw_only=True):
+    """A job's output from token `start` on, as Postgres has it: its checkpoint, or its result once it has ended."""
+
+    fence: int
+    token_ids: tuple[int, ...] = ()
+    start: int = 0
+    logprobs: tuple[TokenLogprob, ...] | None = None
+    """One for each of `token_ids`, where the job asked for them."""
+    text: str | None = None
+    """Of the whole output, not only from `start` on; set together with `state`."""
+    state: JobState | None = None
+    """Set once the job has ended and these are its last tokens."""
+    finish_reason: FinishReason | None = None
+    is_whole: bool = True
+    """False for a page of a longer output: read again from its end."""
+    params: SamplingParams = SamplingParams()
+    max_tokens: int | None = None
+    """None until the job is prepared; it has no output before."""
+
+
 class Job(msgspec.Struct, frozen=True, kw_only=True):
     """One job as a reader sees it: its row, with its result once that is committed."""
 

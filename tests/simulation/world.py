@@ -11,7 +11,7 @@ from itertools import pairwise
 from uuid import UUID
 
 from services.stage.scheduling.scheduler import Scheduler
-from shardline.job import JobState, SamplingParams
+from shardline.job import JobProgress, JobState, SamplingParams
 from shardline.streams.cursor import Cursor
 from tests.simulation import statements
 from tests.simulation.loom import Loom
@@ -216,7 +216,8 @@ class World:
         if cursor.has_gap or job.state.terminal or self.rng.random() < 0.2:
             result, attempt = self.tables.results.get(job.id), self.tables.attempts.get((job.id, job.fence))
             ids = result.token_ids if result else attempt.tokens if attempt else ()
-            cursor.catch_up(0, ids, fence=job.fence, text=None, state=job.state if job.state.terminal else None)
+            state = job.state if job.state.terminal else None
+            cursor.catch_up(JobProgress(fence=job.fence, token_ids=tuple(ids), state=state))
         for delta in cursor.take():
             if delta.start > len(reader.tokens):
                 raise Broken(f"a gap in the stream of {job.id}")

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Annotated, TypeVar
+from typing import Annotated
 from uuid import UUID
 
 import typer
-from sqlalchemy import Connection
 
 from shardline import log
 from shardline.cli import show
 from shardline.cli.arguments import JobId, JobIds, Json
+from shardline.cli.database import transaction
 from shardline.cli.dead import dead
 from shardline.cli.exits import HELP, Reporting
 from shardline.cli.fields import parse_fields, prompt_fields, read_prompt
 from shardline.cli.keys import keys
 from shardline.client import Client
-from shardline.client.database import reachable
 from shardline.client.requests import succeeded
 from shardline.errors import Invalid
 from shardline.job import JobState
@@ -35,8 +33,6 @@ cli = typer.Typer(
 
 cli.add_typer(dead, name="dead")
 cli.add_typer(keys, name="keys")
-
-Answer = TypeVar("Answer")
 
 
 def main() -> None:
@@ -68,7 +64,7 @@ def submit(
     given = {name: value for name, value in common.items() if value is not None}
     fields = {**prompt_fields(read_prompt(prompt), chat=chat, system=system), **given, **parse_fields(field or ())}
     with Client() as client:
-        job_id = client.submit(model or _only_model(client), **fields)
+        job_id = client.submit(model or _only_model(), **fields)
         if stream or wait:
             typer.echo(f"job {job_id}", err=True)
             _stream(client, job_id, json=json) if stream else _wait(client, [job_id], None, json=json)
@@ -131,8 +127,8 @@ def cancel(jobs: JobIds, json: Json = False) -> None:
 @cli.command()
 def pipelines(json: Json = False) -> None:
     """Show the live pipelines: which stage holds which layers on which device."""
-    with Client() as client:
-        found = _read(client, live_pipelines)
+    with transaction() as connection:
+        found = live_pipelines(connection)
     show.each(found, json=json, table=show.pipelines_table)
 
 
@@ -140,8 +136,8 @@ def pipelines(json: Json = False) -> None:
 def models(json: Json = False) -> None:
     """Show the models that stages have registered."""
     names = ("name", "revision", "context_length", "vocab_size", "fingerprint", "updated_at")
-    with Client() as client:
-        rows, live = _read(client, get_models), _read(client, live_pipelines)
+    with transaction() as connection:
+        rows, live = get_models(connection), live_pipelines(connection)
     ready = {pipeline.model for pipeline in live if pipeline.ready}
     found = [{**{name: row[name] for name in names}, "ready": row["name"] in ready} for row in rows]
     show.each(found, json=json, table=show.models_table)
@@ -163,14 +159,10 @@ def _stream(client: Client, job_id: UUID, *, json: bool) -> None:
         show.as_json(delta) if json else typer.echo(delta.text, nl=delta.state is not None)
 
 
-def _only_model(client: Client) -> str:
-    names = _read(client, model_names)
+def _only_model() -> str:
+    with transaction() as connection:
+        names = model_names(connection)
     if len(names) != 1:
         known = ", ".join(names) or "none yet"
         raise Invalid("--model", f"{len(names)} models are registered, so it must be named", f"Use one of: {known}")
     return names[0]
-
-
-def _read(client: Client, query: Callable[[Connection], Answer]) -> Answer:
-    with reachable(), client.database.connect() as connection:
-        return query(connection)

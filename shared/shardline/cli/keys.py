@@ -16,13 +16,11 @@ from sqlalchemy import Connection
 from shardline.api_key import Scope, parse_key, parse_scopes
 from shardline.cli import show
 from shardline.cli.arguments import Json
-from shardline.client.database import reachable
-from shardline.config import Settings
+from shardline.cli.database import transaction
 from shardline.errors import Invalid
 from shardline.job import DEFAULT_TENANT
 from shardline.store import api_keys
 from shardline.store.api_keys import Grant
-from shardline.store.database import connect
 
 DAY_S = 86_400.0
 HOUR_S = 3_600.0
@@ -123,10 +121,5 @@ class _Destination:
 
 
 def _write(work: Callable[[Connection], Answer]) -> Answer:
-    """One transaction."""
-    engine = connect(Settings().database_url.get_secret_value())
-    try:
-        with reachable(), engine.begin() as connection:
-            return work(connection)
-    finally:
-        engine.dispose()
+    with transaction() as connection:
+        return work(connection)

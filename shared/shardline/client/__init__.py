@@ -5,6 +5,7 @@ nor a tokenizer is needed here: relays tokenize what arrives without.
 """
 
 from shardline.client.asynchronous import AsyncClient
+from shardline.client.fields import JobFields
 from shardline.client.synchronous import Client
 
-__all__ = ["AsyncClient", "Client"]
+__all__ = ["AsyncClient", "Client", "JobFields"]

@@ -1,4 +1,4 @@
-"""How both clients reach Postgres: errors, transactions of the caller, and the address for LISTEN. Owns no SQL."""
+"""How both clients reach Postgres: errors, and transactions of the caller. Owns no SQL."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from psycopg.errors import ReadOnlySqlTransaction
-from sqlalchemy import URL, Connection
+from sqlalchemy import Connection
 from sqlalchemy.exc import DBAPIError, InterfaceError, InternalError, OperationalError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.orm import Session
 
 from shardline.errors import Busy, Unavailable
-from shardline.store.database import failure_of, normalize
+from shardline.store.database import failure_of
 
 MAX_IDS_PER_QUERY = 1_000
 POLL_S = 1.0
@@ -61,12 +61,6 @@ def told(error: BaseException) -> str:
 def connection_of(session: Session | Connection) -> Connection:
     """The connection on which the caller's own transaction runs."""
     return session if isinstance(session, Connection) else session.connection()
-
-
-def listen_address(database_url: str | URL) -> str:
-    """For a plain psycopg connection: SQLAlchemy's pools cannot wait for a NOTIFY."""
-    url = normalize(database_url) if isinstance(database_url, str) else database_url
-    return url.set(drivername="postgresql").render_as_string(hide_password=False)
 
 
 def _first_line(cause: BaseException | None) -> str:

@@ -19,6 +19,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from shardline.aio import cancel_and_wait
 from shardline.client.database import AWAY, MAX_IDS_PER_QUERY, told
 from shardline.store import jobs
+from shardline.store.bells import rings
 from shardline.streams import Mailbox
 from shardline.tables import DONE_CHANNEL
 
@@ -33,9 +34,8 @@ PAUSE_FACTOR = 3
 class Ends:
     """Two tasks: one hears NOTIFYs and rings, one looks when it rings or when it is time."""
 
-    def __init__(self, database: AsyncEngine, address: str, *, poll_s: float) -> None:
+    def __init__(self, database: AsyncEngine, *, poll_s: float) -> None:
         self._database = database
-        self._address = address
         self._poll_s = poll_s
         self._watched: dict[UUID, list[Mailbox]] = {}
         self._bell = asyncio.Event()
@@ -68,12 +68,8 @@ class Ends:
     async def _listen(self) -> None:
         while True:
             try:
-                async with await psycopg.AsyncConnection.connect(self._address, autocommit=True) as connection:
-                    await connection.execute(f"LISTEN {DONE_CHANNEL}")
-                    # What ended before LISTEN was heard by nobody.
+                async for _ in rings(self._database.url, DONE_CHANNEL):
                     self._bell.set()
-                    async for _ in connection.notifies():
-                        self._bell.set()
             except (psycopg.Error, OSError) as error:
                 log.warning("cannot listen to Postgres: ends are found by polling", error=str(error)[:200])
             await asyncio.sleep(RETRY_S)

@@ -14,8 +14,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 from uuid import UUID
 
-from shardline.client.bell import Bell
+import psycopg
+from sqlalchemy import URL
+
 from shardline.errors import Unavailable
+from shardline.store.bells import Listener
+from shardline.tables import DONE_CHANNEL
+
+RETRY_S = 0.2
 
 PAUSE_S = 0.02
 PAUSE_FACTOR = 3
@@ -35,9 +41,9 @@ class Watch:
 class SyncEnds:
     """Safe for any number of threads."""
 
-    def __init__(self, ended: Ended, address: str, *, poll_s: float) -> None:
+    def __init__(self, ended: Ended, database_url: str | URL, *, poll_s: float) -> None:
         self._ended = ended
-        self._bell = Bell(address)
+        self._listener = Listener(database_url, DONE_CHANNEL)
         self._poll_s = poll_s
         self._watches: list[Watch] = []
         self._has_leader = False
@@ -67,7 +73,7 @@ class SyncEnds:
             with self._changed:
                 self._watches.remove(watch)
                 if not self._watches:
-                    self._bell.close()
+                    self._listener.close()
 
     def _is_to_lead(self, watch: Watch, deadline_s: float) -> bool:
         """Waits while another thread leads; False when that has found all, or when the time is over."""
@@ -88,12 +94,19 @@ class SyncEnds:
                 left_s = deadline_s - time.monotonic()
                 if not watch.pending or left_s <= 0:
                     return
-                self._bell.wait(min(self._poll_s, left_s))
+                self._listen(min(self._poll_s, left_s))
                 time.sleep(min(PAUSE_S + PAUSE_FACTOR * took_s, max(0.0, deadline_s - time.monotonic())))
         finally:
             with self._changed:
                 self._has_leader = False
                 self._changed.notify_all()
+
+    def _listen(self, timeout_s: float) -> None:
+        """Until some job has ended; without Postgres a little while."""
+        try:
+            self._listener.wait(timeout_s)
+        except (psycopg.Error, OSError):
+            time.sleep(min(RETRY_S, timeout_s))
 
     def _look(self, watches: Sequence[Watch]) -> float:
         """One look for all of these: how long it took. While Postgres is away it finds nothing."""

@@ -5,15 +5,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from types import TracebackType
-from typing import Any, Concatenate, ParamSpec, Self, TypeVar, overload
+from typing import Concatenate, ParamSpec, Self, TypeVar, Unpack, overload
 from uuid import UUID
 
 from sqlalchemy import Connection, Engine
 from sqlalchemy.orm import Session
 
-from shardline.client.database import MAX_IDS_PER_QUERY, connection_of, listen_address, reachable
+from shardline.client.database import MAX_IDS_PER_QUERY, connection_of, reachable
 from shardline.client.ends_sync import SyncEnds
-from shardline.client.progress import learn
+from shardline.client.fields import JobFields
 from shardline.client.requests import (
     AnyRequest,
     check_all_exist,
@@ -60,11 +60,10 @@ class Client:
     ) -> None:
         settings = settings_with(database_url=database_url, redis_url=redis_url)
         self.tenant = tenant
-        self.database = database or connect(settings.database_url.get_secret_value())
+        self._database = database or connect(settings.database_url.get_secret_value())
         self._owns_database = database is None
         self._poll_s = settings.times.poll_s
-        address = self.database.url if database is not None else settings.database_url.get_secret_value()
-        self._ends = SyncEnds(self._ended, listen_address(address), poll_s=self._poll_s)
+        self._ends = SyncEnds(self._ended, self._database.url, poll_s=self._poll_s)
         self._redis = SyncDeltaReader.connect(settings.redis_url)
 
     def __enter__(self) -> Self:
@@ -79,7 +78,7 @@ class Client:
         """Give back the connections. Jobs go on."""
         self._redis.close()
         if self._owns_database:
-            self.database.dispose()
+            self._database.dispose()
 
     def submit(
         self,
@@ -87,13 +86,16 @@ class Client:
         prompt: str | Sequence[int] | None = None,
         *,
         session: Session | Connection | None = None,
-        **fields: Any,
+        **fields: Unpack[JobFields],
     ) -> UUID:
         """Store one job and return its id. `fields` are in docs/jobs.md. Raises Invalid, Conflict, Unavailable."""
         return self._insert([request_of(model, prompt, fields, self.tenant)], session)[0]
 
     def submit_many(self, requests: Iterable[AnyRequest], *, session: Session | Connection | None = None) -> Ids:
-        """Store all of them in one transaction, or none; ids in the same order."""
+        """Store all of them in one transaction, or none; ids in the same order.
+
+        A type checker knows the fields of `JobRequest(model=…, …)`, not those of a mapping.
+        """
         return self._insert(checked(requests, self.tenant), session)
 
     def get(self, job_id: UUID) -> Job:
@@ -128,13 +130,13 @@ class Client:
 
     def replay(self, job_id: UUID, *, idempotency_key: str | None = None) -> UUID:
         """Submit a dead letter as a new job: same prompt, parameters and seed. Raises NotFound, Invalid, Conflict."""
-        with reachable(), self.database.begin() as connection:
+        with reachable(), self._database.begin() as connection:
             return dead_letters.replay(connection, job_id, idempotency_key=idempotency_key)
 
     def cancel(self, ids: UUID | Collection[UUID]) -> dict[UUID, JobState]:
         """Ask for the end of jobs. Their states afterwards: a running one is `cancelled` a little later."""
         wanted = [ids] if isinstance(ids, UUID) else list(ids)
-        with reachable(), self.database.begin() as connection:
+        with reachable(), self._database.begin() as connection:
             return jobs.request_cancel(connection, wanted)
 
     @overload
@@ -190,7 +192,7 @@ class Client:
                 return
             if progress is None:
                 raise NotFound(f"no job has the id {job_id}")
-            learn(cursor, progress, only_learn=only_learn)
+            cursor.catch_up(progress, only_learn=only_learn)
             is_whole = progress.is_whole and (progress.state is None or cursor.ended)
             only_learn = only_learn and not progress.is_whole
 
@@ -201,7 +203,7 @@ class Client:
         if session is not None:
             stored = jobs.insert_jobs(connection_of(session), requests)
         else:
-            with reachable(), self.database.begin() as connection:
+            with reachable(), self._database.begin() as connection:
                 stored = jobs.insert_jobs(connection, requests)
         return [one.job_id for one in stored]
 
@@ -211,7 +213,7 @@ class Client:
         *arguments: Parameters.args,
         **options: Parameters.kwargs,
     ) -> Answer:
-        with reachable(), self.database.connect() as connection:
+        with reachable(), self._database.connect() as connection:
             return query(connection, *arguments, **options)
 
 

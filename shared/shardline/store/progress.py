@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 from uuid import UUID
 
 from sqlalchemy import Connection, Row, text
 
-from shardline.job import FinishReason, JobState, SamplingParams, TokenLogprob
+from shardline.job import FinishReason, JobProgress, JobState
 from shardline.store.encoding import dump, load_logprobs, readable_params
 
 MAX_TOKENS = 4_096
@@ -50,39 +49,19 @@ class Asked(NamedTuple):
     other_start: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Progress:
-    """A job's output from token `start` on, as its stream shows it."""
-
-    state: JobState | None
-    """Set once the job has ended and these are the last tokens."""
-    is_whole: bool
-    """Postgres has no more than this now."""
-    fence: int
-    start: int
-    token_ids: tuple[int, ...]
-    logprobs: tuple[TokenLogprob, ...] | None
-    text: str | None
-    """All of it, with the state."""
-    finish_reason: FinishReason | None
-    params: SamplingParams
-    max_tokens: int | None
-    """None: not prepared yet, so without output too."""
-
-
-def read_progress(connection: Connection, asked: Sequence[Asked]) -> list[Progress | None]:
+def read_progress(connection: Connection, asked: Sequence[Asked]) -> list[JobProgress | None]:
     """In the order of `asked`; None where there is no such job."""
-    found: list[Progress | None] = [None] * len(asked)
+    found: list[JobProgress | None] = [None] * len(asked)
     values = {"asked": dump([one._asdict() for one in asked]), "max_tokens_read": MAX_TOKENS}
     for row in connection.execute(PROGRESS, values):
         found[row.place - 1] = _load(row)
     return found
 
 
-def _load(row: Row[tuple[object, ...]]) -> Progress:
+def _load(row: Row[tuple[object, ...]]) -> JobProgress:
     state = JobState(row.state)
     is_over = state.terminal and row.is_whole
-    return Progress(
+    return JobProgress(
         state=state if is_over else None,
         is_whole=row.is_whole,
         fence=row.fence,

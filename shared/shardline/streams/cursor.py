@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import msgspec
 
 from shardline.errors import Diverged
-from shardline.job import JobState, TokenLogprob
+from shardline.job import JobProgress, JobState
 from shardline.wire import Delta
 
 MAX_AHEAD = 4_096
@@ -107,25 +107,17 @@ class Cursor:
         self._sort_in(delta)
         self._use_ahead()
 
-    def catch_up(
-        self,
-        start: int,
-        ids: Sequence[int],
-        *,
-        fence: int,
-        only_learn: bool = False,
-        logprobs: Sequence[TokenLogprob] | None = None,
-        text: str | None = None,
-        state: str | None = None,
-        finish_reason: str | None = None,
-    ) -> None:
-        """The output tokens that Postgres has from `start` on, as `asked`. `state`, with the final `text`, only with
-        the last of them, once the job has ended. With `only_learn` nothing is given out but the end: the stream has the
-        tokens too, and with their text. Raises Diverged."""
+    def catch_up(self, progress: JobProgress, *, only_learn: bool = False) -> None:
+        """Take in what Postgres answered to `asked`.
+
+        With `only_learn` nothing is given out but the end: the stream has the tokens too, and with their text. Raises
+        Diverged.
+        """
         if self.ended:
             return
-        if fence != self._fence:
-            self._begin_attempt(fence)
+        start, ids, state = progress.start, progress.token_ids, progress.state
+        if progress.fence != self._fence:
+            self._begin_attempt(progress.fence)
         assert start <= len(self._ids), "rows were asked for from a place that is known"
         self._compare(start, ids)
         self._ids.extend(ids[len(self._ids) - start :])
@@ -135,7 +127,7 @@ class Cursor:
         if state == JobState.SUCCEEDED and num_had > start + len(ids):
             raise Diverged(start + len(ids))
         if start <= self._next and (state is not None or not (only_learn or len(self._ids) <= self._next)):
-            self._give_saved(start, logprobs, text, state, finish_reason)
+            self._give_saved(progress)
         self._use_ahead()
 
     def take(self) -> list[Delta]:
@@ -193,15 +185,9 @@ class Cursor:
         """It holds tokens that the reader has, or it is the end and text before it is unknown."""
         return delta.start < self._after.num_tokens < delta.next or (self._lost_text and delta.state is not None)
 
-    def _give_saved(
-        self,
-        start: int,
-        logprobs: Sequence[TokenLogprob] | None,
-        text: str | None,
-        state: str | None,
-        finish_reason: str | None,
-    ) -> None:
-        if self._next < self._after.num_tokens and (self._after.num_tokens <= len(self._ids) or state is not None):
+    def _give_saved(self, progress: JobProgress) -> None:
+        is_end, text, logprobs = progress.state is not None, progress.text, progress.logprobs
+        if self._next < self._after.num_tokens and (is_end or self._after.num_tokens <= len(self._ids)):
             self._skip_to_after()
         first = min(self._next, len(self._ids))
         said = self._say(len(self._ids)) if text is None else text[self._num_chars :]
@@ -212,9 +198,9 @@ class Cursor:
                 start=first,
                 ids=tuple(self._ids[first:]),
                 text=said or "",
-                logprobs=tuple(logprobs[first - start :]) if logprobs else None,
-                state=state,
-                finish_reason=finish_reason,
+                logprobs=logprobs[first - progress.start :] if logprobs else None,
+                state=progress.state,
+                finish_reason=progress.finish_reason,
             )
         )
 

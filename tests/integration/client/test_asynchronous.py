@@ -13,6 +13,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from services.standalone.servers import Postgres, Valkey
 from shardline.client import AsyncClient
 from shardline.client.asynchronous import MAX_ROWS
+from shardline.client.gateway import GatewayClient
 from shardline.errors import Diverged, Invalid, JobCancelled, JobFailed, NotFound
 from shardline.job import Job, JobState
 from shardline.store.database import connect, connect_async
@@ -46,12 +47,12 @@ async def test_each_of_many_waiters_gets_its_own_job(client: AsyncClient, head: 
 
 
 async def test_no_job_is_left_when_the_callers_transaction_rolls_back(client: AsyncClient) -> None:
-    async with AsyncSession(client.database) as session:
+    async with AsyncSession(client._database) as session:
         await client.submit("clerk", PROMPT, session=session)
         await session.rollback()
     assert await client.list() == []
 
-    async with AsyncSession(client.database) as session, session.begin():
+    async with AsyncSession(client._database) as session, session.begin():
         job_id = await client.submit("clerk", PROMPT, session=session)
     assert [job.id for job in await client.list()] == [job_id]
 
@@ -62,7 +63,7 @@ async def test_concurrent_reads_share_one_connection_and_few_queries(client: Asy
     queries: list[str] = []
     pool = connect_async(database_url, pool_size=1, pool_timeout=60)
     event.listen(pool.sync_engine, "before_cursor_execute", lambda *arguments: queries.append(arguments[2]))
-    async with AsyncClient(database=pool) as reader:
+    async with GatewayClient(database=pool) as reader:
         asked = [reader.get(job_id, tenant="default") for job_id in ids * 20]
         others = [reader.get(ids[0], tenant="other"), reader.get(unknown)]
         found = await asyncio.gather(*asked, *others, return_exceptions=True)
@@ -85,8 +86,14 @@ async def test_an_unknown_job_is_not_found(client: AsyncClient) -> None:
             await ask(uuid4())
     with pytest.raises(NotFound):
         await anext(client.stream(uuid4()))
-    with pytest.raises(NotFound):
-        await anext(client.follow(uuid4(), after=Place(num_tokens=1, digest=None)))
+
+
+async def test_given_no_such_job_when_followed_from_a_place_then_it_is_not_found(
+    database_url: str, redis_url: str
+) -> None:
+    async with GatewayClient(database_url=database_url, redis_url=redis_url) as client:
+        with pytest.raises(NotFound):
+            await anext(client.follow(uuid4(), after=Place(num_tokens=1, digest=None)))
 
 
 async def test_waiting_for_a_job_that_never_ends_times_out(client: AsyncClient) -> None:
@@ -180,7 +187,7 @@ async def test_waiting_goes_on_after_a_restart_of_postgres(
 ) -> None:
     job_id = await client.submit("clerk", PROMPT)
     waiting = asyncio.create_task(client.wait(job_id, 60))
-    await anext(client.follow(job_id))
+    await anext(client._follower.follow(job_id))
     postgres_server.restart()
     head.database.dispose()
     head.finish(head.claim())

@@ -34,7 +34,7 @@ def head(database_url: str, redis_url: str) -> Iterator[TinyHead]:
 
 
 def num_jobs(client: Client) -> int:
-    with client.database.connect() as connection:
+    with client._database.connect() as connection:
         return int(connection.execute(text("SELECT count(*) FROM jobs")).scalar_one())
 
 
@@ -95,12 +95,12 @@ def test_submitting_a_wrong_request_names_its_field(client: Client, fields: dict
 
 
 def test_no_job_is_left_when_the_callers_transaction_rolls_back(client: Client) -> None:
-    with Session(client.database) as session:
+    with Session(client._database) as session:
         client.submit("clerk", PROMPT, session=session)
         session.rollback()
     assert num_jobs(client) == 0
 
-    with Session(client.database) as session, session.begin():
+    with Session(client._database) as session, session.begin():
         job_id = client.submit("clerk", PROMPT, session=session)
         assert num_jobs(client) == 0
     assert client.get(job_id).state is JobState.QUEUED
@@ -172,7 +172,7 @@ def test_jobs_are_listed_newest_first_by_pages(client: Client) -> None:
 def test_a_page_token_outlives_its_deleted_job_and_a_deleted_id_is_refused(client: Client) -> None:
     ids = [client.submit("clerk", PROMPT) for _ in range(4)]
     page = client.list(limit=2)
-    with client.database.begin() as connection:
+    with client._database.begin() as connection:
         connection.execute(text("DELETE FROM jobs WHERE id = :id"), {"id": page[-1].id})
     end = PageEnd.of(page)
     assert [job.id for job in client.list(after=end)] == ids[1::-1]
@@ -289,7 +289,7 @@ def test_submitting_without_postgres_says_that_it_is_away(redis_url: str) -> Non
 
 
 def test_submitting_to_a_read_only_postgres_says_so(client: Client, database_url: str, redis_url: str) -> None:
-    with client.database.begin() as connection:
+    with client._database.begin() as connection:
         name = connection.execute(text("SELECT current_database()")).scalar_one()
         connection.execute(text(f'ALTER DATABASE "{name}" SET default_transaction_read_only = on'))
     with (

@@ -39,7 +39,7 @@ class Server:
 
     def listeners(self) -> set[int]:
         """Processes that listen for ends of jobs."""
-        return {pid for (pid,) in self._connection.execute(LISTENING, (f"LISTEN {DONE_CHANNEL}",))}
+        return {pid for (pid,) in self._connection.execute(LISTENING, (f'LISTEN "{DONE_CHANNEL}"',))}
 
     def cut(self, pids: set[int]) -> None:
         """End these connections."""
@@ -116,7 +116,7 @@ def test_nobody_listens_once_the_last_waiter_has_left(
 def test_the_next_waiter_hears_the_bell_when_the_listener_leaves(database_url: str, server: Server) -> None:
     ended: set[UUID] = set()
     first, second = uuid4(), uuid4()
-    ends = SyncEnds(ended.intersection, libpq_url(database_url), poll_s=NEVER_S)
+    ends = SyncEnds(ended.intersection, database_url, poll_s=NEVER_S)
     with ThreadPoolExecutor(2) as threads:
         leader = threads.submit(ends.wait, [first], None)
         server.until_others_listen(set())
@@ -139,7 +139,7 @@ def test_one_bell_makes_one_query_for_all_waiters(database_url: str, server: Ser
         looks.append(len(asked))
         return found
 
-    ends = SyncEnds(ended, libpq_url(database_url), poll_s=NEVER_S)
+    ends = SyncEnds(ended, database_url, poll_s=NEVER_S)
     with ThreadPoolExecutor(NUM_WAITING) as threads:
         waiting = [threads.submit(ends.wait, [job_id], None) for job_id in ids]
         while len(looks) < NUM_WAITING + 2:  # each its own first, the leader's first, and the one after LISTEN

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardline.errors import Diverged
+from shardline.job import JobProgress, JobState
 from shardline.streams import Cursor, Place
 from shardline.wire import Delta
 
@@ -26,6 +27,13 @@ def delta(start: int, stop: int, *, fence: int = 1) -> Delta:
 
 def end(start: int) -> Delta:
     return Delta(fence=1, start=start, state="succeeded", finish_reason="stop")
+
+
+def saved(
+    start: int, ids: Sequence[int], *, fence: int, text: str | None = None, state: JobState | None = None
+) -> JobProgress:
+    """What Postgres has from `start` on."""
+    return JobProgress(fence=fence, start=start, token_ids=tuple(ids), text=text, state=state)
 
 
 def place(num_tokens: int) -> Place:
@@ -52,7 +60,7 @@ def test_tokens_that_a_resumed_job_repeats_are_not_given_out_again() -> None:
         cursor.push(one)
     assert cursor.has_gap, "only Postgres knows with which tokens the second attempt began"
     assert cursor.asked() == (2, 0, 0)
-    cursor.catch_up(0, IDS[:1], fence=2)
+    cursor.catch_up(saved(0, IDS[:1], fence=2))
     assert not cursor.has_gap
     assert taken(cursor) == (IDS[:4], "abcd")
 
@@ -64,9 +72,9 @@ def test_the_stream_goes_on_once_postgres_has_filled_a_gap() -> None:
     assert cursor.has_gap
     assert taken(cursor) == (IDS[:2], "ab")
 
-    cursor.catch_up(0, IDS[:4], fence=1)
+    cursor.catch_up(saved(0, IDS[:4], fence=1))
     assert cursor.has_gap
-    cursor.catch_up(0, IDS[:5], fence=1)
+    cursor.catch_up(saved(0, IDS[:5], fence=1))
 
     assert not cursor.has_gap
     assert taken(cursor) == (IDS[2:6], "cdef")
@@ -75,13 +83,13 @@ def test_the_stream_goes_on_once_postgres_has_filled_a_gap() -> None:
 def test_the_text_comes_whole_at_the_end_without_a_tokenizer() -> None:
     cursor = Cursor()
     cursor.push(delta(0, 2))
-    cursor.catch_up(0, IDS[:4], fence=1)
+    cursor.catch_up(saved(0, IDS[:4], fence=1))
     cursor.push(delta(4, 6))
     assert taken(cursor) == (IDS[:6], "ab")
 
     cursor.push(end(6))
     assert cursor.has_gap
-    cursor.catch_up(0, IDS[:6], fence=1, text="abcdef", state="succeeded")
+    cursor.catch_up(saved(0, IDS[:6], fence=1, text="abcdef", state=JobState.SUCCEEDED))
 
     assert taken(cursor) == ((), "cdef")
     assert cursor.ended
@@ -96,9 +104,9 @@ def test_a_reader_that_rejoins_a_stream_gets_the_rest() -> None:
 
 def test_a_reader_that_rejoins_after_the_stream_was_lost_gets_the_rest() -> None:
     cursor = Cursor(after=place(3), text_of=text_of)
-    cursor.catch_up(0, IDS[:2], fence=1)
+    cursor.catch_up(saved(0, IDS[:2], fence=1))
     assert taken(cursor) == ((), "")
-    cursor.catch_up(0, IDS[:5], fence=1)
+    cursor.catch_up(saved(0, IDS[:5], fence=1))
     assert taken(cursor) == (IDS[3:5], "de")
 
 
@@ -106,13 +114,13 @@ def test_a_delta_across_the_point_of_joining_needs_postgres() -> None:
     cursor = Cursor(after=place(3), text_of=text_of)
     cursor.push(delta(0, 5))
     assert cursor.has_gap
-    cursor.catch_up(0, IDS[:6], fence=1)
+    cursor.catch_up(saved(0, IDS[:6], fence=1))
     assert taken(cursor) == (IDS[3:6], "def")
 
 
 def test_a_reader_ahead_of_the_job_gets_only_the_end() -> None:
     cursor = Cursor(after=Place(num_tokens=9, digest=None), text_of=text_of)
-    cursor.catch_up(0, IDS[:4], fence=1, text="abcd", state="cancelled")
+    cursor.catch_up(saved(0, IDS[:4], fence=1, text="abcd", state=JobState.CANCELLED))
     (last,) = cursor.take()
     assert (last.ids, last.text, last.state) == ((), "", "cancelled")
 
@@ -131,9 +139,9 @@ def test_every_token_and_letter_comes_once_in_any_interleaving(
         if from_stream and start < total:
             cursor.push(delta(start, min(start + size, total)))
         else:
-            cursor.catch_up(0, IDS[: min(start, total)], fence=1)
+            cursor.catch_up(saved(0, IDS[: min(start, total)], fence=1))
     cursor.push(end(total))
-    cursor.catch_up(0, IDS[:total], fence=1, text=text_of(IDS[:total]), state="succeeded")
+    cursor.catch_up(saved(0, IDS[:total], fence=1, text=text_of(IDS[:total]), state=JobState.SUCCEEDED))
     assert taken(cursor) == (IDS[after:total], text_of(IDS[after:total]))
     assert cursor.ended
 
@@ -148,7 +156,7 @@ def other(start: int) -> Delta:
 
 def test_a_reader_is_told_when_another_exactness_changes_the_tokens() -> None:
     cursor = Cursor()
-    cursor.catch_up(0, (), fence=1, only_learn=True)
+    cursor.catch_up(saved(0, (), fence=1), only_learn=True)
     for number in range(5):
         cursor.push(delta(number, number + 1))
     assert taken(cursor) == (IDS[:5], "abcde")
@@ -156,7 +164,7 @@ def test_a_reader_is_told_when_another_exactness_changes_the_tokens() -> None:
     for number in range(2, 6):
         cursor.push(other(number))
     with pytest.raises(Diverged, match="token 2"):
-        cursor.catch_up(0, OTHER_IDS[:2], fence=2)
+        cursor.catch_up(saved(0, OTHER_IDS[:2], fence=2))
 
     assert cursor.take() == []
 
@@ -167,10 +175,10 @@ def test_a_delta_after_lost_changed_tokens_is_not_spliced_on() -> None:
     taken(cursor)
     cursor.push(other(5))
     assert (taken(cursor), cursor.has_gap) == (((), ""), True)
-    cursor.catch_up(0, OTHER_IDS[:2], fence=2)
+    cursor.catch_up(saved(0, OTHER_IDS[:2], fence=2))
     assert (taken(cursor), cursor.has_gap) == (((), ""), True)
     with pytest.raises(Diverged):
-        cursor.catch_up(2, OTHER_IDS[2:6], fence=2)
+        cursor.catch_up(saved(2, OTHER_IDS[2:6], fence=2))
 
 
 @pytest.mark.parametrize("num_saved", [4, 6])
@@ -180,12 +188,14 @@ def test_a_reader_that_missed_all_deltas_of_the_other_head_is_told_at_the_end(nu
     fence, same_start, other_start = cursor.asked()
     assert (fence, same_start, other_start) == (1, 5, 0)
     with pytest.raises(Diverged):
-        cursor.catch_up(other_start, OTHER_IDS[:num_saved], fence=2, text="ab" + "B" * 4, state="succeeded")
+        cursor.catch_up(
+            saved(other_start, OTHER_IDS[:num_saved], fence=2, text="ab" + "B" * 4, state=JobState.SUCCEEDED)
+        )
 
 
 def test_a_late_reader_of_both_heads_deltas_gets_those_that_count() -> None:
     cursor = Cursor()
-    cursor.catch_up(0, OTHER_IDS[:3], fence=2, only_learn=True)
+    cursor.catch_up(saved(0, OTHER_IDS[:3], fence=2), only_learn=True)
     for one in [*(delta(number, number + 1) for number in range(5)), *(other(number) for number in range(2, 6))]:
         cursor.push(one)
     assert taken(cursor) == (OTHER_IDS, "abBBBB")
@@ -195,28 +205,28 @@ def test_a_reader_that_rejoins_with_outdated_tokens_is_told() -> None:
     for after in (place(5), place(6)):
         cursor = Cursor(after=after, text_of=text_of)
         with pytest.raises(Diverged):
-            cursor.catch_up(0, OTHER_IDS[:5], fence=2, text="abBBB", state="succeeded")
+            cursor.catch_up(saved(0, OTHER_IDS[:5], fence=2, text="abBBB", state=JobState.SUCCEEDED))
     assert taken(cursor) == ((), "")
     cursor = Cursor(after=place(2), text_of=text_of)
-    cursor.catch_up(0, OTHER_IDS[:5], fence=2, text="abBBB", state="succeeded")
+    cursor.catch_up(saved(0, OTHER_IDS[:5], fence=2, text="abBBB", state=JobState.SUCCEEDED))
     assert taken(cursor) == (OTHER_IDS[2:5], "BBB")
 
 
 def test_a_shorter_partial_result_is_the_end_of_a_cancelled_job() -> None:
     cursor = Cursor()
     cursor.push(delta(0, 5))
-    cursor.catch_up(0, IDS[:3], fence=1, text="abc", state="cancelled")
+    cursor.catch_up(saved(0, IDS[:3], fence=1, text="abc", state=JobState.CANCELLED))
     assert taken(cursor) == (IDS[:5], "abcde")
     assert cursor.ended
 
 
 def test_nothing_is_lost_or_repeated_between_pages_and_the_stream() -> None:
     cursor = Cursor()
-    cursor.catch_up(0, IDS[:4], fence=1, only_learn=True)
+    cursor.catch_up(saved(0, IDS[:4], fence=1), only_learn=True)
     assert cursor.asked(only_learn=True) == (1, 4, 4)
     assert cursor.asked() == (1, 0, 0)
     cursor.push(delta(0, 3))
-    cursor.catch_up(3, IDS[3:6], fence=1)
+    cursor.catch_up(saved(3, IDS[3:6], fence=1))
     cursor.push(delta(6, 7))
     assert taken(cursor)[0] == IDS[:7]
 

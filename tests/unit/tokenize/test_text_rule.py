@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from shardline.job import FinishReason, SamplingParams
+from shardline.job import FinishReason, JobProgress, JobState, SamplingParams
 from shardline.streams import Cursor, Place
 from shardline.tokenize import CompletionText, Vocabulary
 from shardline.wire import Delta
@@ -77,12 +77,13 @@ def test_the_rest_of_a_stream_joined_after_any_token_is_the_rest_of_the_text(
         data.draw(st.integers(0, len(ids)), label="saved"),
     )
     cursor = Cursor(after=Place().then(ids[:joined]), text_of=CompletionText(vocabulary, params, room=100).say)
-    cursor.catch_up(0, ids[:saved], fence=1)
+    cursor.catch_up(JobProgress(fence=1, token_ids=ids[:saved]))
     for delta in [*deltas, end][saved if saved >= joined else 0 :]:
         cursor.push(delta)
     if not cursor.ended:
         _, start, _ = cursor.asked()
-        cursor.catch_up(start, ids[start:], fence=1, text=whole, state=end.state, finish_reason=end.finish_reason)
+        state = JobState(end.state or "")
+        cursor.catch_up(JobProgress(fence=1, start=start, token_ids=ids[start:], text=whole, state=state))
     rest = "".join(delta.text for delta in cursor.take())
     assert given_out[joined] + rest == whole
 

@@ -1,0 +1,38 @@
+"""The keyword arguments of `submit`, for editors and type checkers. Knows no limit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypedDict
+from uuid import UUID
+
+from shardline.job import Message
+
+
+class JobFields(TypedDict, total=False):
+    """Every field of a request but `model` and `prompt`. Defaults and limits are in docs/jobs.md."""
+
+    messages: Sequence[Message | Mapping[str, str]] | None
+    max_tokens: int | None
+    min_tokens: int
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    stop: list[str] | tuple[str, ...]
+    stop_token_ids: list[int] | tuple[int, ...]
+    ignore_eos: bool
+    logprobs: int | None
+    seed: int | None
+    id: UUID | str | None
+    idempotency_key: str | None
+    priority: int
+    deadline_s: float | None
+    delay_s: float
+    max_crashes: int
+    metadata: dict[str, Any]
+    tenant: str
+    traceparent: str | None
