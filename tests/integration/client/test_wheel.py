@@ -12,13 +12,14 @@ from pathlib import Path
 
 import pytest
 
+from tests.repository import REPOSITORY
+
 SHARED = REPOSITORY / "shared"
 SOURCES = ("pyproject.toml", "README.md", "LICENSE", "shared")
 
 PRODUCER = """
 import asyncio, sys
 from shardline import AsyncClient, Client, JobState
-from tests.repository import REPOSITORY
 
 async def state(job_id):
     async with AsyncClient() as client:
