@@ -122,7 +122,7 @@ def test_given_postgres_away_when_requests_come_in_then_they_wait_and_become_row
         task_ids = {here.submit({"model": MODEL, "prompt": "one"}) for _ in range(6)}
         for _ in range(6):
             here.redis.xadd(INTAKE, {"request": json.dumps({"model": MODEL, "prompt": "two"})})
-        eventually(lambda: b"server is away" in relay.log.read_bytes())
+        eventually(lambda: b"postgres unreachable" in relay.log.read_bytes())
     finally:
         postgres_server.start()
     here.engine.dispose()
@@ -223,7 +223,7 @@ def test_given_a_relay_whose_servers_are_away_when_told_to_stop_then_it_still_en
     postgres_server.kill()
     try:
         here.submit({"model": MODEL, "prompt": "two"})
-        eventually(lambda: b"server is away" in relay.log.read_bytes())
+        eventually(lambda: b"postgres unreachable" in relay.log.read_bytes())
         redis_server.kill()
         assert relay.stop() == 0
     finally:

@@ -56,7 +56,7 @@ def test_given_a_child_that_is_killed_when_tended_then_it_runs_again_and_that_is
     assert child.pid != first
     assert stage.recorded[-1] == {"relay": child.pid}
     assert "killed by SIGKILL" in stage.said[0]
-    assert "started again" in stage.said[1]
+    assert "restarted" in stage.said[1]
     stage.group.stop([[child]], grace_s=30)
 
 

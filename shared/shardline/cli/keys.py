@@ -112,7 +112,7 @@ class _Destination:
                 self._path.unlink()
 
     def hand_over(self, key: str, *, json: bool) -> None:
-        """Once."""
+        """Print the key, or write it to its file. Call it once."""
         shown = {"id": parse_key(key).key_id}
         if self._path is None:
             show.as_json({**shown, "api_key": key}) if json else typer.echo(key)
@@ -123,7 +123,7 @@ class _Destination:
 
 
 def _write(work: Callable[[Connection], Answer]) -> Answer:
-    """One transaction."""
+    """Run `work` in one transaction."""
     engine = connect(Settings().database_url.get_secret_value())
     try:
         with reachable(), engine.begin() as connection:
