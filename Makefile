@@ -46,7 +46,7 @@ $(VENV)/.kernel: $(VENV)/.installed $(wildcard services/stage/kernels/*.cpp serv
 	$(PY) -m services.stage.kernels.kernel
 	@touch $@
 
-demo: setup ## 300 prompts through all five doors of a stack of its own, with figures
+demo: setup ## 300 prompts through all five doors of a stack of its own, with a report
 	@$(PY) -m services.standalone demo
 
 up: setup ## Start everything on this machine and follow it; Ctrl-C stops it

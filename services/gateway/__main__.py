@@ -1,4 +1,4 @@
-"""`python -m services.gateway`: one gateway process until SIGTERM, which lets answers under way end."""
+"""`python -m services.gateway`: one gateway process until SIGTERM, after which answers in progress finish."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ def _stopped(_signal: int, _frame: object) -> None:
 
 
 def main() -> None:
-    """Serve until told to stop."""
+    """Serve until SIGTERM."""
     # uvicorn raises the signal again after its graceful end: that end is a success.
     signal.signal(signal.SIGTERM, _stopped)
     settings = GatewaySettings()
     log.configure(service="gateway", level=settings.log_level, form=settings.log_format)
-    structlog.get_logger(__name__).info("gateway starts", host=settings.http_host, port=settings.http_port)
+    structlog.get_logger(__name__).info("gateway starting", host=settings.http_host, port=settings.http_port)
     raise_file_limit(settings)
     GatewayServer(settings).run()
 

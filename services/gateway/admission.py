@@ -1,4 +1,4 @@
-"""How much this process takes on at a time: requests in flight and bytes of bodies. Knows no job."""
+"""Limits what this process handles at a time: requests in flight and bytes of bodies. Knows no job."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ RETRY_AFTER_S = 1.0
 
 
 class Gate:
-    """So many at a time."""
+    """Admits at most `limit` holders at a time."""
 
     def __init__(self, limit: int, what: str, gauge: Gauge) -> None:
         self._limit = limit
@@ -25,20 +25,20 @@ class Gate:
         self._num_inside = 0
 
     def enter(self) -> None:
-        """One more, which must `leave`. Raises Overloaded."""
+        """Admit one more holder, which must call `leave`. Raises Overloaded."""
         if self._num_inside >= self._limit:
             raise Overloaded(f"{self._limit} {self._what}, which is the limit", RETRY_AFTER_S)
         self._num_inside += 1
         self._gauge.set(self._num_inside)
 
     def leave(self) -> None:
-        """One less."""
+        """Release one holder."""
         self._num_inside -= 1
         self._gauge.set(self._num_inside)
 
 
 class Admission:
-    """Counts, never waits: who does not fit is told when to come back."""
+    """Counts and never waits: a request over a limit is told when to retry."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class Admission:
 
     @contextmanager
     def reading(self) -> Iterator[Room]:
-        """Room for one body, from its first byte until it is stored."""
+        """Account for one body, from its first byte until its job is stored."""
         room = Room(self)
         try:
             yield room
@@ -68,14 +68,14 @@ class Admission:
             self._num_buffered_bytes -= room.num_bytes
 
     def take(self, num_bytes: int) -> None:
-        """Bytes that have arrived: what is announced and does not come holds nobody up. Raises Overloaded."""
+        """Count bytes that have arrived: announced ones that never arrive block no request. Raises Overloaded."""
         if self._num_buffered_bytes + num_bytes > self._max_buffered_bytes:
             raise Overloaded("too many large requests are being read", RETRY_AFTER_S)
         self._num_buffered_bytes += num_bytes
 
     async def read(self, request: Request, room: Room) -> bytes:
-        """The whole body. Raises TooLarge as soon as it is known to be over the limit, TooSlow when it does not come,
-        Overloaded when it has no room beside others."""
+        """Read the whole body. Raises TooLarge as soon as it is known to be over the limit, TooSlow when it does not
+        arrive in time, and Overloaded when all buffers are full."""
         self._check(_announced_bytes(request))
         chunks: list[bytes] = []
         try:
@@ -85,7 +85,7 @@ class Admission:
                     room.add(len(chunk))
                     chunks.append(chunk)
         except TimeoutError as error:
-            raise TooSlow("body", f"it has not come within {self._body_timeout_s:g} s", "Send it again") from error
+            raise TooSlow("body", f"it did not arrive within {self._body_timeout_s:g} s", "Send it again") from error
         return b"".join(chunks)
 
     def _check(self, num_bytes: int) -> None:
@@ -96,14 +96,14 @@ class Admission:
 
 
 class Room:
-    """What one body takes."""
+    """The buffered bytes of one body."""
 
     def __init__(self, admission: Admission) -> None:
         self.num_bytes = 0
         self._admission = admission
 
     def add(self, num_bytes: int) -> None:
-        """Raises Overloaded."""
+        """Count more bytes of this body. Raises Overloaded."""
         self._admission.take(num_bytes)
         self.num_bytes += num_bytes
 
@@ -112,5 +112,5 @@ def _announced_bytes(request: Request) -> int:
     """The body's Content-Length; 0 when it is sent in chunks."""
     length = request.headers.get("content-length", "0")
     if not (length.isascii() and length.isdecimal()):
-        raise Invalid("content-length", f"{length[:32]!r} is no number", "Send the body's size in bytes")
+        raise Invalid("content-length", f"{length[:32]!r} is not a number", "Send the body's size in bytes")
     return int(length[:20])

@@ -1,4 +1,4 @@
-"""The application: routes, errors, admission and figures put together. Knows how, the routes know what."""
+"""The application: routes, errors, admission and metrics in one. Knows no job."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from shardline import __version__
 from shardline.errors import Overloaded, ShardlineError
 
 ADMITTED = "/v1/"
-"""Probes and figures are answered however full the door is."""
+"""Health checks and metrics bypass admission."""
 
 FOLLOWED = "/events"
 
 
 def create_app(settings: GatewaySettings) -> FastAPI:
-    """One gateway. It connects when it is started."""
+    """The application of one gateway, which connects when it starts."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -39,7 +39,7 @@ def create_app(settings: GatewaySettings) -> FastAPI:
         finally:
             await gateway.close()
 
-    # The description is a route of ours, which wants a key; a page for browsers could not send one.
+    # The API description is our own route, which requires a key: FastAPI's page for browsers could not send one.
     app = DocumentedApp(title="Shardline", version=__version__, lifespan=lifespan, openapi_url=None)
     errors.install(app)
     for router in (completions.router, jobs.router, health.router):
@@ -49,20 +49,20 @@ def create_app(settings: GatewaySettings) -> FastAPI:
 
 
 def _gate(gateway: Gateway, path: str) -> Gate | None:
-    """Followers stay for long and cost little: however many there are, requests come in, and the other way round."""
+    """The limit for a path. Followers stay long and cost little, so neither kind may exhaust the other's limit."""
     if not path.startswith(ADMITTED):
         return None
     return gateway.admission.followers if path.endswith(FOLLOWED) else gateway.admission.requests
 
 
 class AdmissionMiddleware:
-    """Around every request, to the last byte of its answer: admits it and its caller, times it, counts it."""
+    """Admits, authenticates, times and counts every request, until the last byte of its answer."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Plain ASGI: a streamed answer passes through untouched."""
+        """Handle one request as plain ASGI, so that a streamed answer passes through untouched."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -94,7 +94,7 @@ class AdmissionMiddleware:
         try:
             await self._guarded(gateway, scope, receive, noting)
         except asyncio.CancelledError:
-            # The server's time is over. Whoever has heard nothing yet must not take that for a failure.
+            # The drain time is over. A caller without an answer must be able to tell that from a failure.
             if status == "none":
                 await errors.respond(errors.Stopping())(scope, receive, noting)
             raise
@@ -105,7 +105,7 @@ class AdmissionMiddleware:
             gateway.metrics.seconds.labels(route).observe(time.monotonic() - began_s)
 
     async def _guarded(self, gateway: Gateway, scope: Scope, receive: Receive, send: Send) -> None:
-        """Before any route: a route that forgets its rule, and a path without a route, still want a key."""
+        """Authenticate before routing: a route without a rule, and a path without a route, still require a key."""
         try:
             caller = await gateway.guard.admit(scope["path"], Headers(scope=scope))
         except ShardlineError as error:

@@ -14,7 +14,7 @@ from shardline.store.pipelines import LivePipeline
 
 
 class ErrorFields(TypedDict):
-    """`param` names the field of the request, `code` is for programs, `job_id` is of a job that goes on."""
+    """`param` names the field of the request, `code` is for programs, `job_id` names a job that continues."""
 
     message: str
     type: str
@@ -24,13 +24,13 @@ class ErrorFields(TypedDict):
 
 
 class Error(TypedDict):
-    """Every error, in OpenAI's form."""
+    """The body of every error, in OpenAI's form."""
 
     error: ErrorFields
 
 
 class CompletionUsage(TypedDict):
-    """As OpenAI counts."""
+    """Token counts as OpenAI reports them."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -38,7 +38,7 @@ class CompletionUsage(TypedDict):
 
 
 class AnswerHead(TypedDict):
-    """What every answer and every chunk of one request repeats."""
+    """Fields that every answer and every chunk of one request repeats."""
 
     id: str
     created: int
@@ -47,14 +47,14 @@ class AnswerHead(TypedDict):
 
 
 class TokenFields(TypedDict, total=False):
-    """With `return_token_ids`."""
+    """Fields that are there only with `return_token_ids`."""
 
     prompt_token_ids: tuple[int, ...]
     token_ids: tuple[int, ...]
 
 
 class TextLogprobs(TypedDict):
-    """Of completions: one place in each list for each token."""
+    """Log-probabilities of a completion: each list has one entry per token."""
 
     tokens: list[str]
     token_logprobs: list[float]
@@ -63,7 +63,7 @@ class TextLogprobs(TypedDict):
 
 
 class NamedLogprob(TypedDict):
-    """One token; `bytes` is null for bytes that are no character by themselves."""
+    """One token; `bytes` is null for bytes that are not a whole character."""
 
     token: str
     logprob: float
@@ -77,14 +77,14 @@ class ContentLogprob(NamedLogprob):
 
 
 class ChatLogprobs(TypedDict):
-    """Of chats."""
+    """Log-probabilities of a chat completion."""
 
     content: list[ContentLogprob]
     refusal: None
 
 
 class CompletionChoice(TokenFields):
-    """The only one."""
+    """The only choice of a completion."""
 
     index: Literal[0]
     finish_reason: FinishReason
@@ -101,7 +101,7 @@ class Completion(AnswerHead):
 
 
 class AssistantMessage(TypedDict):
-    """What the model said."""
+    """The model's message."""
 
     role: Literal["assistant"]
     content: str
@@ -109,7 +109,7 @@ class AssistantMessage(TypedDict):
 
 
 class ChatChoice(TokenFields):
-    """The only one."""
+    """The only choice of a chat completion."""
 
     index: Literal[0]
     finish_reason: FinishReason
@@ -126,7 +126,7 @@ class ChatCompletion(AnswerHead):
 
 
 class CompletionChunkChoice(TokenFields):
-    """New text."""
+    """New text of a completion."""
 
     index: Literal[0]
     finish_reason: FinishReason | None
@@ -143,14 +143,14 @@ class CompletionChunk(AnswerHead):
 
 
 class ChatDelta(TypedDict, total=False):
-    """What the model says next; the role comes first, alone."""
+    """The next part of the model's message; the first one has the role alone."""
 
     role: Literal["assistant"]
     content: str
 
 
 class ChatChunkChoice(TokenFields):
-    """New text."""
+    """New text of a chat completion."""
 
     index: Literal[0]
     finish_reason: FinishReason | None
@@ -167,7 +167,7 @@ class ChatChunk(AnswerHead):
 
 
 class JobDelta(TypedDict):
-    """New tokens of a job: `start` were there before them."""
+    """New tokens of a job, which follow its first `start` ones."""
 
     start: int
     token_ids: tuple[int, ...]
@@ -182,7 +182,7 @@ class Interrupted(Error):
 
 
 class JobAccepted(TypedDict):
-    """The row is committed."""
+    """A job whose row is committed."""
 
     id: UUID
     object: Literal["job"]
@@ -191,7 +191,7 @@ class JobAccepted(TypedDict):
 
 
 class JobCancelling(TypedDict):
-    """`cancel_requested` is false when the job had ended otherwise before."""
+    """The answer to a cancel; `cancel_requested` is false when the job had already ended otherwise."""
 
     id: UUID
     object: Literal["job"]
@@ -200,7 +200,7 @@ class JobCancelling(TypedDict):
 
 
 class JobHead(TypedDict):
-    """What lists say of a job too."""
+    """The fields of a job that lists show too."""
 
     id: UUID
     object: Literal["job"]
@@ -217,7 +217,7 @@ class JobHead(TypedDict):
 
 
 class JobListed(JobHead):
-    """A job in a list: without what may be megabytes."""
+    """A job in a list, without the fields that may be megabytes."""
 
     prompt_start: str | None
     finish_reason: FinishReason | None
@@ -225,7 +225,7 @@ class JobListed(JobHead):
 
 
 class JobList(TypedDict):
-    """A page; `next` is `after` of the one behind it."""
+    """One page; its `next` is `after` of the following one."""
 
     object: Literal["list"]
     data: list[JobListed]
@@ -270,20 +270,20 @@ class ModelCard(TypedDict):
 
 
 class ModelList(TypedDict):
-    """All of them."""
+    """All registered models."""
 
     object: Literal["list"]
     data: list[ModelCard]
 
 
 class Health(TypedDict):
-    """This process answers."""
+    """The answer of a process that is alive."""
 
     status: Literal["ok"]
 
 
 class ModelReadiness(TypedDict):
-    """The pipelines of one model; `seats` of those that are ready."""
+    """The pipelines of one model; `seats` counts those of ready pipelines."""
 
     ready: bool
     seats: int
@@ -291,7 +291,7 @@ class ModelReadiness(TypedDict):
 
 
 class Description(TypedDict):
-    """Of this API."""
+    """The OpenAPI description of this API."""
 
     openapi: str
     info: dict[str, str]
@@ -300,7 +300,7 @@ class Description(TypedDict):
 
 
 class Readiness(TypedDict):
-    """Who sends no API key is told `ready` alone."""
+    """A caller without an API key is told `ready` alone."""
 
     ready: bool
     reason: NotRequired[str]

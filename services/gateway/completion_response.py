@@ -1,7 +1,7 @@
-"""Waits for a job on behalf of a caller who holds the line: whole or streamed.
+"""Waits for a job and answers its caller, with the whole completion or a stream. Knows no route.
 
-A caller who leaves cancels the job, unless the request can be repeated: with an id or a key of the caller's own the
-repeat finds the same job.
+A caller who disconnects cancels the job, unless the request can be repeated: with an id or a key of the caller's own
+the repeat finds the same job.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ async def completion_events(gateway: Gateway, accepted: Accepted, responses: Ope
         async for chunk in _chunks(gateway, accepted, responses):
             yield chunk
     except ShardlineError as error:
-        log.warning("a stream ends early", job_id=str(accepted.job_id), error=str(error))
+        log.warning("completion stream interrupted", job_id=str(accepted.job_id), error=str(error))
         yield event(body_of(error))
     yield DONE
 
@@ -110,7 +110,7 @@ async def why(gateway: Gateway, job_id: UUID) -> ShardlineError:
 
 
 def merged(deltas: Sequence[Delta]) -> Delta:
-    """What came together travels together."""
+    """One delta for all that arrived together."""
     if len(deltas) == 1:
         return deltas[0]
     logprobs = tuple(entry for delta in deltas for entry in delta.logprobs or ())
@@ -144,7 +144,7 @@ async def _wait(gateway: Gateway, request: Request, accepted: Accepted) -> Job |
 
 
 async def _abandon(gateway: Gateway, accepted: Accepted) -> None:
-    """Cancel what nobody waits for and nobody can ask for again."""
+    """Cancel a job that no caller waits for or can ask for again."""
     if accepted.is_repeatable:
         return
     with job_context(accepted.job_id):
@@ -152,7 +152,7 @@ async def _abandon(gateway: Gateway, accepted: Accepted) -> None:
         try:
             await gateway.client.cancel(accepted.job_id)
         except Unavailable as error:
-            log.warning("an abandoned job goes on: it could not be cancelled", error=str(error))
+            log.warning("abandoned job continues: cancel failed", error=str(error))
 
 
 def _whole(responses: OpenAiResponses, job: Job) -> Response:

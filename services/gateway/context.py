@@ -1,4 +1,4 @@
-"""What every route of one gateway process shares. Owns its making and its end."""
+"""What all routes of one gateway process share. Owns its construction and its shutdown; knows no route."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ class Gateway:
     registry: CollectorRegistry
     tracer: Tracer
     stopping: asyncio.Event
-    """Set when the time for answers is over: who still waits is told so."""
+    """Set when the drain time is over: requests that still wait get 503."""
 
     @classmethod
     def make(cls, settings: GatewaySettings) -> Gateway:
-        """Connects to nothing yet."""
+        """Build a gateway, which connects to nothing yet."""
         registry = CollectorRegistry()
         metrics = GatewayMetrics(registry)
         hosts = allowed_hosts(settings.http_allowed_hosts, settings.http_host)
@@ -68,14 +68,14 @@ class Gateway:
         )
 
     def start(self) -> None:
-        """Begin the tasks of this process."""
+        """Start the background tasks."""
         if self.settings.metrics_port is not None:
             serve(self.settings.metrics_port, self.registry)
         self.insert_batcher.start()
         self.keyring.start()
 
     async def close(self) -> None:
-        """End them and give back the connections. Jobs go on."""
+        """Stop the tasks and close the connections. Jobs continue."""
         await self.insert_batcher.close()
         await self.keyring.close()
         await self.client.close()
@@ -90,4 +90,4 @@ def gateway_of(request: Request) -> Gateway:
 
 
 GatewayDep = Annotated[Gateway, Depends(gateway_of)]
-"""A route's parameter."""
+"""Type of a route's parameter that receives the gateway."""

@@ -32,7 +32,7 @@ from shardline.job import Job, JobState
 log = structlog.get_logger(__name__)
 
 CLIENT_CLOSED_REQUEST = 499
-"""Nobody reads it; the figures count it."""
+"""No client reads this status; metrics count it."""
 
 
 class TooLarge(Invalid):
@@ -40,11 +40,11 @@ class TooLarge(Invalid):
 
 
 class TooSlow(Invalid):
-    """A body that does not come."""
+    """A body that did not arrive in time."""
 
 
 class NotJson(Invalid):
-    """A body that does not say that it is JSON: a form of any web page can send it."""
+    """A body that is not declared as JSON, as a form on any web page could send it."""
 
 
 class Misdirected(Invalid):
@@ -70,15 +70,15 @@ class Forbidden(ShardlineError):
 
 
 class Stopping(Unavailable):
-    """This gateway ends before the answer is there. A job that it has accepted goes on."""
+    """The gateway stops before it has an answer. An accepted job continues."""
 
     def __init__(self, job_id: UUID | None = None) -> None:
-        goes_on = f"; the job goes on: GET /v1/jobs/{job_id}" if job_id else ": send the request again"
-        super().__init__(f"this gateway is stopping{goes_on}")
+        continues = f"; the job continues: GET /v1/jobs/{job_id}" if job_id else ": send the request again"
+        super().__init__(f"this gateway is stopping{continues}")
         self.job_id = job_id
 
 
-class Rejected(JobEnded):
+class InvalidJob(JobEnded):
     """A relay or a head found the request invalid after it was stored: the recorded reason."""
 
     def __init__(self, error: Mapping[str, Any]) -> None:
@@ -95,7 +95,7 @@ KINDS: tuple[tuple[type[ShardlineError], int, str, str], ...] = (
     (Forbidden, 403, "invalid_request_error", "permission_denied"),
     (UnknownModel, 404, "invalid_request_error", "model_not_found"),
     (Invalid, 400, "invalid_request_error", "invalid_value"),
-    (Rejected, 400, "invalid_request_error", "invalid_value"),
+    (InvalidJob, 400, "invalid_request_error", "invalid_value"),
     (NotFound, 404, "invalid_request_error", "not_found"),
     (Conflict, 409, "invalid_request_error", "conflict"),
     (Diverged, 409, "job_restarted", "stream_diverged"),
@@ -110,7 +110,7 @@ KINDS: tuple[tuple[type[ShardlineError], int, str, str], ...] = (
 
 
 def status_of(error: ShardlineError) -> int:
-    """The HTTP status that says it."""
+    """The HTTP status of an error."""
     return next((status for kind, status, _, _ in KINDS if isinstance(error, kind)), 500)
 
 
@@ -126,18 +126,18 @@ def body_of(error: ShardlineError) -> Error:
 def error_of_job(job: Job, ended: JobEnded) -> JobEnded:
     """A request that only a relay could refuse is the caller's mistake, not the server's."""
     if job.state is JobState.FAILED and job.error is not None and job.error.get("code") == "invalid_request":
-        return Rejected(job.error)
+        return InvalidJob(job.error)
     return ended
 
 
 def respond(error: ShardlineError) -> Response:
-    """The answer to a request that raised this."""
+    """The answer to a request that raised `error`."""
     if isinstance(error, Overloaded):
         headers = {"Retry-After": str(math.ceil(error.retry_after_s))}
     elif isinstance(error, Unavailable | TooSlow):
         headers = {"Retry-After": "1"}
     else:
-        # OpenAI's clients repeat each 409 and 500 unless they are told that it mends nothing.
+        # OpenAI's clients retry each 409 and 500 unless they are told that a retry cannot help.
         headers = {"x-should-retry": "false"}
     if isinstance(error, Unauthorized | Forbidden):
         headers["WWW-Authenticate"] = error.challenge
@@ -145,13 +145,13 @@ def respond(error: ShardlineError) -> Response:
 
 
 def json_response(document: Any, *, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    """Any document of builtins and contracts."""
+    """Encode a document of builtins and msgspec structs."""
     content = msgspec.json.encode(document)
     return Response(content, status_code=status, headers=dict(headers or {}), media_type="application/json")
 
 
 def install(app: FastAPI) -> None:
-    """Every error of this app leaves in OpenAI's form."""
+    """Make the app answer every error in OpenAI's form."""
 
     async def ours(request: Request, error: Exception) -> Response:
         assert isinstance(error, ShardlineError)
@@ -167,7 +167,7 @@ def install(app: FastAPI) -> None:
         return Response(status_code=CLIENT_CLOSED_REQUEST)
 
     async def unexpected(request: Request, error: Exception) -> Response:
-        log.error("a request failed", path=request.url.path, exc_info=error)
+        log.error("request failed", path=request.url.path, exc_info=error)
         return json_response(_body("The server failed; see its log", "server_error", "internal_error"), status=500)
 
     app.add_exception_handler(ShardlineError, ours)

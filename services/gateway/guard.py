@@ -1,6 +1,6 @@
-"""Who asks, and what that one may do: the request's API key and host. Knows no job.
+"""Authenticates requests by API key, and checks their host and scopes. Knows no job.
 
-Every path but those in OPEN needs a valid key. Which scope a route needs stands in its own signature: SubmitCaller,
+Every path but those in OPEN needs a valid key. A route's signature says which scope it needs: SubmitCaller,
 ReadCaller, CancelCaller or AdminCaller.
 """
 
@@ -20,7 +20,7 @@ from shardline.api_key import Scope, parse_key
 from shardline.errors import Invalid
 
 OPEN = frozenset({"/health", "/ready"})
-"""What probes ask."""
+"""The paths of health checks."""
 
 LOCAL_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 ANY_HOST = "*"
@@ -29,7 +29,7 @@ SCHEME = HTTPBearer(scheme_name="API key", description="`Authorization: Bearer s
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Caller:
-    """Whoever has this key."""
+    """The holder of a valid API key."""
 
     key_id: str
     tenant: str
@@ -37,21 +37,21 @@ class Caller:
 
 
 class Guard:
-    """Lets in, or raises."""
+    """Authenticates a request, or raises."""
 
     def __init__(self, keyring: Keyring, hosts: frozenset[str]) -> None:
         self._keyring = keyring
         self._hosts = hosts
 
     async def admit(self, path: str, headers: Headers) -> Caller | None:
-        """None on an open path. Raises Unauthorized, Misdirected, Unavailable, Overloaded."""
+        """The caller, or None on an open path. Raises Unauthorized, Misdirected, Unavailable, Overloaded."""
         if path in OPEN:
             return None
         self._check_host(headers.get("host", ""))
         return await self._caller(headers.get("authorization"))
 
     async def visitor(self, headers: Headers) -> Caller | None:
-        """Who asks on an open path; None without a key. Raises as `admit` for one that will not do."""
+        """The caller on an open path, or None without a key. Raises as `admit` does for an invalid key."""
         authorization = headers.get("authorization")
         if authorization is None:
             return None
@@ -59,7 +59,7 @@ class Guard:
         return await self._caller(authorization)
 
     def _check_host(self, host: str) -> None:
-        """A web page that has its own name point to this machine says that name here."""
+        """Refuse DNS rebinding: a web page whose name resolves to this machine sends that name as its host."""
         name = host_name(host)
         if ANY_HOST not in self._hosts and name not in self._hosts:
             remedy = f"Use one of: {', '.join(sorted(self._hosts))}; or name it in SHARDLINE_HTTP_ALLOWED_HOSTS"
@@ -72,7 +72,9 @@ class Guard:
         try:
             presented = parse_key(text.strip() if scheme.lower() == "bearer" else "")
         except Invalid as error:
-            raise Unauthorized(f"This is no API key. {error.remedy}: Authorization: Bearer sk-shardline-…") from error
+            raise Unauthorized(
+                f"This is not an API key. {error.remedy}: Authorization: Bearer sk-shardline-…"
+            ) from error
         entry = await self._keyring.get(presented.key_id)
         known = entry.known
         if known is None or not presented.matches(known.digest):
@@ -86,8 +88,8 @@ class Guard:
 
 
 def allowed_hosts(configured: str, bound_to: str) -> frozenset[str]:
-    """The names that requests may give to this gateway: those of the setting beside this machine's own; without the
-    setting all of them, unless the gateway listens on this machine alone."""
+    """The hosts that requests may name: the configured ones and this machine's own names. Without configuration any
+    host, unless the gateway listens on a loopback address."""
     names = frozenset(name.strip().lower() for name in configured.split(",") if name.strip())
     if names:
         return names | LOCAL_NAMES
@@ -114,7 +116,7 @@ def permitted(request: Request, needed: SecurityScopes, _scheme: Annotated[objec
     assert isinstance(caller, Caller)
     for scope in needed.scopes:
         if scope not in caller.scopes:
-            raise Forbidden(f"the API key {caller.key_id} has not the scope {scope!r}", scope=scope)
+            raise Forbidden(f"the API key {caller.key_id} lacks the scope {scope!r}", scope=scope)
     return caller
 
 

@@ -20,7 +20,7 @@ MAX_BATCH = 256
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PendingInsert:
-    """One request on its way to its row."""
+    """One request that waits until its row is committed."""
 
     request: JobRequest
     prepared: Prepared
@@ -28,7 +28,7 @@ class PendingInsert:
 
 
 class InsertBatcher:
-    """One task; bounded by admission, which counts everyone who waits here."""
+    """Runs as one task. Admission bounds the number of waiting requests."""
 
     def __init__(self, client: GatewayClient, metrics: GatewayMetrics) -> None:
         self._client = client
@@ -38,16 +38,16 @@ class InsertBatcher:
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Begin to store."""
-        self._task = asyncio.create_task(self._run(), name="insert_batcher")
+        """Start the task."""
+        self._task = asyncio.create_task(self._run(), name="insert batcher")
 
     async def close(self) -> None:
-        """End the task. Nobody waits any more when a server stops in good order."""
+        """Stop the task. No request waits any more when the server stops in order."""
         if self._task is not None:
             await cancel_and_wait(self._task)
 
     async def insert(self, request: JobRequest, prepared: Prepared) -> Stored:
-        """Its row, once that is committed. Raises Invalid, Conflict, Unavailable."""
+        """The row of a request, once it is committed. Raises Invalid, Conflict, Unavailable."""
         waiting = PendingInsert(request=request, prepared=prepared)
         self._waiting.append(waiting)
         self._has_work.set()
@@ -71,11 +71,11 @@ class InsertBatcher:
         except asyncio.CancelledError:
             _fail(batch, Unavailable("the gateway is stopping"))
             raise
-        except Exception as error:  # noqa: BLE001 whatever it is, those who wait must hear it and others be served
+        except Exception as error:  # noqa: BLE001 every waiting request must get the error
             if len(batch) == 1:
                 _fail(batch, error)
                 return
-            # One of them is wrong: the others must not suffer for it, and halving finds it soon.
+            # One request in the batch is invalid: halve it, so that the others are stored.
             half = len(batch) // 2
             await self._store(batch[:half])
             await self._store(batch[half:])

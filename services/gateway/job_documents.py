@@ -8,7 +8,7 @@ from shardline.job import Job, JobSummary, Result
 
 
 def summary_document(job: JobSummary) -> JobListed:
-    """A job in a list."""
+    """A job as lists show it."""
     return {
         **_job_head(job),
         "prompt_start": job.prompt_start,

@@ -1,4 +1,4 @@
-"""The events of a job for a reader who may leave and join again. Knows no route: who may read is not decided here."""
+"""The events of a job, for a reader who may leave and join again. Knows no route and checks no permission."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from shardline.streams import Place
 log = structlog.get_logger(__name__)
 
 RETRY = b"retry: 1000\n\n"
-AGAIN_S = 0.5
+RETRY_S = 0.5
 
 
 async def job_events(gateway: Gateway, job: Job, after: Place) -> AsyncIterator[bytes]:
     """Events `delta` for tokens, then one event: `end` with the whole job, or `interrupted` with the reason.
 
-    After that a reader joins again; EventSource does so by itself, since every id is the place so far: the beginning,
-    after tokens that count no more.
+    After `interrupted` a reader joins again, as EventSource does by itself: every event's id is the position so far.
+    After Diverged it is the beginning, because the tokens that were sent are no longer part of the job.
     """
     keep_alive_s = gateway.settings.http_keep_alive_s
     sent_s = time.monotonic()
@@ -56,14 +56,14 @@ async def job_events(gateway: Gateway, job: Job, after: Place) -> AsyncIterator[
                 sent_s = now_s
                 yield KEEP_ALIVE
     except ShardlineError as error:
-        log.warning("an event stream ends early", job_id=str(job.id), error=str(error))
+        log.warning("event stream interrupted", job_id=str(job.id), error=str(error))
         place = Place() if isinstance(error, Diverged) else place
         yield event({**body_of(error), "after": str(place)}, name="interrupted", event_id=str(place))
 
 
 async def _end(gateway: Gateway, job_id: UUID, place: Place) -> AsyncIterator[bytes]:
-    """The whole job. A Postgres that is away, or does not answer, is waited for so long as the setting says; a question
-    that waits its turn keeps it."""
+    """The event `end` with the whole job. While Postgres is unreachable or silent it retries for `http_end_wait_s`; a
+    query that waits for its turn keeps it."""
     wait_s, keep_alive_s = gateway.settings.http_end_wait_s, gateway.settings.http_keep_alive_s
     deadline_s = time.monotonic() + wait_s
     reading = asyncio.create_task(gateway.client.get(job_id))
@@ -75,12 +75,12 @@ async def _end(gateway: Gateway, job_id: UUID, place: Place) -> AsyncIterator[by
                 return
             yield KEEP_ALIVE
             if reading.done():
-                await asyncio.sleep(min(AGAIN_S, wait_s))
+                await asyncio.sleep(min(RETRY_S, wait_s))
                 reading = asyncio.create_task(gateway.client.get(job_id))
     finally:
         reading.cancel()
     raise Unavailable(
-        f"the job has ended, and Postgres did not give its result in {wait_s:g} s. Join again: "
+        f"the job has ended, and Postgres did not return its result within {wait_s:g} s. Join again: "
         f"GET /v1/jobs/{job_id}/events?after={place}, or GET /v1/jobs/{job_id}"
     )
 

@@ -1,7 +1,7 @@
-"""API keys as this gateway knows them: read from Postgres in groups, remembered for seconds. Knows no request.
+"""A cache of API keys: read from Postgres in batches, kept for seconds. Knows no request.
 
-A revoked key is refused once what is remembered of it is older than `fresh_s`. While Postgres cannot be asked, a key
-that was read within TRUSTED_S still lets its owner in; for any other one the answer is Unavailable.
+A revoked key is refused once its entry is older than `fresh_s`. While Postgres is unreachable, a key that was read
+within TRUSTED_S is still accepted; any other one gets Unavailable.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from shardline.store.api_keys import Known
 log = structlog.get_logger(__name__)
 
 MAX_REMEMBERED = 4_096
-"""Of keys, and of ids that are no key's: guesses push no key out."""
+"""Known keys, and apart from them unknown ids: guesses evict no key."""
 
 MAX_WAITING = 1_024
-"""Ids to be looked up at a time."""
+"""Ids that may wait for a look-up."""
 
 LOOKUP_S = 2.0
-"""So long somebody waits for a Postgres that says nothing."""
+"""How long a request waits for a Postgres that does not answer."""
 
 AGAIN_S = 1.0
-"""After a failure nobody waits for Postgres again so soon."""
+"""How long further look-ups fail at once after a failed one."""
 
 TRUSTED_S = 300.0
 USES_EVERY_S = 60.0
@@ -42,19 +42,19 @@ USES_EVERY_S = 60.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """What Postgres said of an id, and when."""
+    """What Postgres returned for a key id, and when."""
 
     known: Known | None
     read_s: float
 
     def is_over(self) -> bool:
-        """The key had an end, and that has come."""
+        """Whether the key has expired."""
         lifetime_s = math.inf if self.known is None else self.known.expires_in_s
         return lifetime_s is not None and time.monotonic() - self.read_s >= lifetime_s
 
 
 class Keyring:
-    """One query at a time reads all ids that are asked for meanwhile: whoever guesses keys takes one connection."""
+    """One query at a time reads all ids requested meanwhile, so that guessing keys takes one connection."""
 
     def __init__(self, database: AsyncEngine, *, fresh_s: float) -> None:
         self._database = database
@@ -69,18 +69,18 @@ class Keyring:
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Begin to note which keys are used."""
+        """Start to record which keys are used."""
         self._task = asyncio.create_task(self._note_uses(), name="key uses")
 
     async def close(self) -> None:
-        """Note the last uses."""
+        """Stop, and record the last uses."""
         for task in (self._task, self._query):
             if task is not None:
                 await cancel_and_wait(task)
         await self._write_uses()
 
     async def get(self, key_id: str) -> Entry:
-        """Raises Unavailable, and Overloaded when too many ids are looked up."""
+        """The entry of a key id. Raises Unavailable, and Overloaded when too many ids wait for a look-up."""
         asked_s = time.monotonic()
         entry = self._remembered(key_id)
         if entry is not None and self._is_fresh(entry, asked_s):
@@ -96,7 +96,7 @@ class Keyring:
             return entry
 
     def note(self, key_id: str) -> None:
-        """It was used. Written later, beside all requests."""
+        """Record that a key was used; it is written later, outside the request."""
         if len(self._used) < MAX_REMEMBERED:
             self._used.add(key_id)
 
@@ -109,7 +109,7 @@ class Keyring:
     async def _read(self, key_id: str, asked_s: float) -> Entry:
         async with self._lock:
             entry = self._remembered(key_id)
-            # Whoever waited may find what another one has read for it.
+            # Another request may have read this id while we waited for the lock.
             if entry is None or not self._is_fresh(entry, asked_s):
                 self._wanted.add(key_id)
                 await self._look_up()
@@ -118,13 +118,13 @@ class Keyring:
         return entry
 
     async def _look_up(self) -> None:
-        """A query that gets no answer is left alone: whoever cancels it waits for Postgres to confirm that."""
+        """Read all wanted ids. A query without an answer is not cancelled: that would wait for Postgres too."""
         ids, self._wanted = self._wanted, set()
         if time.monotonic() - self._failed_s < AGAIN_S or (self._query is not None and not self._query.done()):
-            raise Unavailable("Postgres, which has the API keys, could not be reached a moment ago")
+            raise Unavailable("API keys cannot be checked: Postgres was unreachable a moment ago")
         self._query = asyncio.create_task(self._ask(ids), name="key look-up")
         done, _ = await asyncio.wait({self._query}, timeout=LOOKUP_S)
-        silent = f"Postgres, which has the API keys, has not answered within {LOOKUP_S:g} s"
+        silent = f"API keys cannot be checked: Postgres did not answer within {LOOKUP_S:g} s"
         problem = self._query.exception() if done else Unavailable(silent)
         if problem is not None:
             self._failed_s = time.monotonic()
@@ -152,7 +152,7 @@ class Keyring:
             await self._write_uses()
 
     async def _write_uses(self) -> None:
-        """What fails is written with the next ones."""
+        """Uses that cannot be written are written with the next ones."""
         if not self._used:
             return
         ids, self._used = self._used, set()
@@ -162,4 +162,4 @@ class Keyring:
                     await connection.run_sync(api_keys.note_use, ids)
         except Unavailable as error:
             self._used |= ids
-            log.warning("the last use of API keys could not be noted", error=str(error))
+            log.warning("last use of API keys not recorded", error=str(error))

@@ -53,7 +53,7 @@ MESSAGE_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerOptions:
-    """How the caller wants the answer; the job knows nothing of it."""
+    """How the caller wants the answer; not part of the job."""
 
     stream: bool = False
     include_usage: bool = False
@@ -69,12 +69,12 @@ def read_object(body: bytes) -> Document:
 
 
 def completion_request(document: Document) -> tuple[JobRequest, AnswerOptions]:
-    """`POST /v1/completions`. Raises Invalid."""
+    """Parse the body of `POST /v1/completions`. Raises Invalid."""
     return _request(document, COMPLETION_NEUTRAL, _completion_fields)
 
 
 def chat_request(document: Document) -> tuple[JobRequest, AnswerOptions]:
-    """`POST /v1/chat/completions`. Raises Invalid."""
+    """Parse the body of `POST /v1/chat/completions`. Raises Invalid."""
     return _request(document, CHAT_NEUTRAL, _chat_fields)
 
 
@@ -132,7 +132,7 @@ def _answer_options(fields: Document) -> AnswerOptions:
 def _flag(fields: Document, name: str, prefix: str = "") -> bool:
     value = fields.pop(name, False)
     if not isinstance(value, bool):
-        raise Invalid(prefix + name, f"{_short(value)} is no boolean", "Send true or false")
+        raise Invalid(prefix + name, f"{_short(value)} is not a boolean", "Send true or false")
     return value
 
 
@@ -166,7 +166,7 @@ def _chat_fields(fields: Document) -> None:
 
 
 def _message(message: Any, place: int) -> Any:
-    """Content in parts of text is their text; what is no object is left to `parse_request` to refuse."""
+    """Join content that comes in parts of text. `parse_request` refuses a message that is not an object."""
     if not isinstance(message, dict):
         return message
     fields = {name: value for name, value in message.items() if value is not None}

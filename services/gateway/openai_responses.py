@@ -55,7 +55,7 @@ class OpenAiResponses:
         return self._chunk({**choice, "logprobs": None, "finish_reason": None})
 
     def chunk(self, delta: Delta, offset: int) -> dict[str, Any]:
-        """New tokens. `offset`: characters sent before."""
+        """A chunk of new tokens, after `offset` characters that were sent before."""
         choice: dict[str, Any] = {"delta": {"content": delta.text}} if self.is_chat else {"text": delta.text}
         choice |= {"logprobs": self._logprobs(delta.logprobs, offset), "finish_reason": None}
         if self.options.return_token_ids:
@@ -63,7 +63,7 @@ class OpenAiResponses:
         return self._chunk(choice)
 
     def final_chunk(self, reason: str) -> dict[str, Any]:
-        """The chunk that says why it ended."""
+        """The chunk with the finish reason."""
         choice: dict[str, Any] = {"delta": {}} if self.is_chat else {"text": ""}
         if self.options.return_token_ids:
             choice["token_ids"] = []
@@ -132,7 +132,7 @@ class OpenAiResponses:
 
     def _named(self, token_id: int, logprob: float) -> NamedLogprob:
         text = self.tokens.token_text(token_id)
-        # Bytes that are no character by themselves have no text to take them from.
+        # Bytes that are not a whole character have no text to encode.
         return {"token": text, "logprob": logprob, "bytes": None if BROKEN in text else list(text.encode())}
 
     def _text_logprobs(self, logprobs: Sequence[TokenLogprob], offset: int) -> TextLogprobs:
@@ -147,7 +147,7 @@ class OpenAiResponses:
         }
 
     def _likeliest(self, entry: TokenLogprob) -> dict[str, float]:
-        """By text, best first; of tokens with equal text the likeliest stays."""
+        """Alternatives by text, likeliest first; of tokens with equal text the likeliest stays."""
         found: dict[str, float] = {}
         for token_id, logprob in entry.top:
             found.setdefault(self.tokens.token_text(token_id), logprob)
@@ -155,7 +155,7 @@ class OpenAiResponses:
 
 
 def usage_of(usage: Usage) -> CompletionUsage:
-    """With the total, as OpenAI counts."""
+    """Usage with its total, as OpenAI reports it."""
     return {
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,

@@ -59,14 +59,14 @@ ERROR_HEADERS: Mapping[int, tuple[str, ...]] = {
     503: (RETRY_AFTER,),
 }
 GUARDED = (401, 403, 421, 429, 500, 503)
-"""Whatever a route does: its key, its host, and the Postgres that knows the keys come first."""
+"""Statuses of every route that needs a key: its key, its host and the look-up of the key come first."""
 
 TAKING = (400, 404, 408, 409, 413, 415)
-"""Of a door that takes jobs: what its body and its model may be."""
+"""Statuses of a route that takes jobs, for its body and its model."""
 
 
 def body(name: str) -> dict[str, Any]:
-    """For the `openapi_extra` of a route that takes a job."""
+    """The `openapi_extra` of a route that takes a job."""
     return {
         "requestBody": {"required": True, "content": {JSON: {"schema": _ref(name)}}},
         **parameters(header={"Idempotency-Key": {"type": "string", "minLength": 1, "maxLength": 256}}),
@@ -74,7 +74,7 @@ def body(name: str) -> dict[str, Any]:
 
 
 def parameters(**places: Mapping[str, Any]) -> dict[str, Any]:
-    """For the `openapi_extra` of a route that reads its query and headers itself: `query={name: schema}`."""
+    """The `openapi_extra` of a route that reads its query and headers itself: `query={name: schema}`."""
     found = [
         {"name": name, "in": place, "required": False, "schema": schema}
         for place, schemas in places.items()
@@ -108,7 +108,7 @@ def answer(what: str, contents: Mapping[str, str | dict[str, Any]], *, headers: 
 
 
 def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """A route's `responses` for what it refuses."""
+    """The `responses` of a route for the requests that it refuses."""
     codes = {status: [code for _, each, _, code in KINDS if each == status] for status in statuses}
     codes[500] = [*codes.get(500, ()), "internal_error"]
     return {

@@ -1,4 +1,4 @@
-"""How a gateway serves and stops: answers under way have the drain time, then each caller hears that they go on."""
+"""Serves and stops one gateway. After the drain time, callers without an answer are told that their jobs continue."""
 
 from __future__ import annotations
 
@@ -18,15 +18,14 @@ from services.gateway.settings import GatewaySettings
 log = structlog.get_logger(__name__)
 
 FILES_BESIDE = 128
-"""Open files that are no caller's: connections to Postgres and Redis, sockets that listen, libraries."""
+"""Open files besides callers: connections to Postgres and Redis, sockets that listen, libraries."""
 
 LAST_WORDS_S = 10.0
-"""Between the last moment for answers and the cancelling of all that still runs. With the drain time it must fit
-Compose's grace."""
+"""From the end of the drain time until all that still runs is cancelled. Both must fit Compose's grace period."""
 
 
 def raise_file_limit(settings: GatewaySettings) -> None:
-    """Each caller is an open file, and the usual limit of a shell, 1,024, is below the gateway's own limits."""
+    """Raise the limit of open files to the gateway's own limits: each caller is one, and shells usually allow 1,024."""
     wanted = settings.http_max_in_flight + settings.http_max_followers + FILES_BESIDE
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if resource.RLIM_INFINITY != soft < wanted:
@@ -34,7 +33,7 @@ def raise_file_limit(settings: GatewaySettings) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (room, hard))
         if room < wanted:
             remedy = "raise the hard limit (ulimit -Hn, LimitNOFILE=), or lower SHARDLINE_HTTP_MAX_FOLLOWERS"
-            log.warning("more callers may come than files may be open", files=room, wanted=wanted, remedy=remedy)
+            log.warning("limit of open files is below the limits of callers", files=room, wanted=wanted, remedy=remedy)
 
 
 class GatewayServer(uvicorn.Server):
@@ -57,7 +56,7 @@ class GatewayServer(uvicorn.Server):
         super().__init__(config)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """No new connections; what is not answered in the drain time is answered with 503."""
+        """Refuse new connections; requests without an answer after the drain time get 503."""
         gateway: Gateway = self._app.state.gateway
         over = asyncio.get_running_loop().call_later(self._drain_s, gateway.stopping.set)
         try:

@@ -8,17 +8,17 @@ from shardline.config import Settings
 
 
 class GatewaySettings(Settings):
-    """One gateway process."""
+    """Settings of one gateway process."""
 
     http_host: str = Field("127.0.0.1", description="address to listen on; 0.0.0.0 for all")
     http_port: int = Field(8000, ge=0, le=65535, description="the gateway's port; 0 takes a free one")
     http_allowed_hosts: str = Field(
         "",
-        description="names that requests may give to this gateway, with commas, beside localhost; * for any. Default: "
+        description="hosts that requests may name, with commas, beside localhost; * for any. Default: "
         "localhost alone if http_host is a loopback address, else any",
     )
     http_key_fresh_s: float = Field(
-        2.0, ge=0, le=60, description="what Postgres said of an API key holds so long: a revoke works after it"
+        2.0, ge=0, le=60, description="how long an API key is cached; a revoke takes effect after it"
     )
     http_max_in_flight: int = Field(1024, ge=1, description="requests answered at a time; more get 429 and Retry-After")
     http_max_followers: int = Field(
@@ -28,8 +28,12 @@ class GatewaySettings(Settings):
     http_max_buffered_bytes: int = Field(
         256 << 20, ge=1024, description="bodies read and not yet stored, all together; more get 429"
     )
-    http_keep_alive_s: float = Field(15.0, gt=0, description="a comment is sent on a silent event stream so often")
-    http_body_timeout_s: float = Field(30.0, gt=0, description="time for a request's body to come; later ones get 408")
+    http_keep_alive_s: float = Field(
+        15.0, gt=0, description="interval between keep-alive comments on an idle event stream"
+    )
+    http_body_timeout_s: float = Field(
+        30.0, gt=0, description="time for a request's body to arrive; later ones get 408"
+    )
     http_end_wait_s: float = Field(
-        30.0, gt=0, description="at a job's end an event stream waits so long for a Postgres that is away"
+        30.0, gt=0, description="how long an event stream waits for an unreachable Postgres at its job's end"
     )

@@ -1,4 +1,4 @@
-"""Server-sent events: their form, and an answer that notices when its reader leaves. Knows no job."""
+"""Server-sent events: their encoding, and a response that notices when its reader disconnects. Knows no job."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
 def event(document: Any, *, name: str | None = None, event_id: str | None = None) -> bytes:
-    """One event; JSON has no line ends, so one line of data holds it."""
+    """Encode one event; JSON has no line breaks, so one line of data holds it."""
     lines = [f"event: {name}\n"] if name else []
     if event_id is not None:
         lines.append(f"id: {event_id}\n")

@@ -25,7 +25,7 @@ Parse = Callable[[Document], tuple[JobRequest, AnswerOptions]]
 
 JSON = "application/json"
 LARGE_BYTES = 32 << 10
-"""A body from this size on is parsed and tokenized beside the event loop."""
+"""Bodies of at least this size are parsed and tokenized on a thread, off the event loop."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,18 +43,18 @@ class Accepted:
 
 
 async def submit(gateway: Gateway, request: Request, caller: Caller, parse: Parse) -> Accepted:
-    """A job of the caller's tenant. Raises Invalid, Forbidden, Conflict, Overloaded, Unavailable; then nothing was
-    stored, or a repeat with its id is safe."""
+    """Store a job of the caller's tenant. Raises Invalid, Forbidden, Conflict, Overloaded, Unavailable; then either
+    nothing was stored or a repeat with the same id is safe."""
     _check_is_json(request)
     with gateway.admission.reading() as room:
         body = await gateway.admission.read(request, room)
-        job, options = await _aside(len(body), _parse, body, request, caller, parse)
+        job, options = await _run_off_loop_if_large(len(body), _parse, body, request, caller, parse)
         is_named = job.id is not None or job.idempotency_key is not None
         job = msgspec.structs.replace(job, id=job.id or new_id())
         with gateway.tracer.phase("accept", traceparent=job.traceparent, model=job.model) as traceparent:
             job = msgspec.structs.replace(job, traceparent=traceparent)
             model = await gateway.catalog.get(job.model)
-            prepared = await _aside(len(body), _prepare, model, job)
+            prepared = await _run_off_loop_if_large(len(body), _prepare, model, job)
             stored = await gateway.insert_batcher.insert(job, prepared)
             failpoint(Point.GATEWAY_INSERTED)
     return Accepted(
@@ -69,12 +69,12 @@ async def submit(gateway: Gateway, request: Request, caller: Caller, parse: Pars
 
 
 def native_request(document: Document) -> tuple[JobRequest, AnswerOptions]:
-    """`POST /v1/jobs`: the flat request as every other door takes it."""
+    """Parse the body of `POST /v1/jobs`: the flat request that every other door takes."""
     return parse_request(document), AnswerOptions()
 
 
 def _check_is_json(request: Request) -> None:
-    """Without this a web page could send a job from its reader's browser, unasked."""
+    """Refuse a body that any web page could make its reader's browser send."""
     kind = request.headers.get("content-type", "")
     if kind.partition(";")[0].strip().lower() != JSON:
         raise NotJson("content-type", f"{kind[:64]!r} is not {JSON}", f"Send Content-Type: {JSON}")
@@ -94,7 +94,7 @@ def _prepare(model: RegisteredModel, job: JobRequest) -> Prepared:
 
 
 def _take_tenant(document: Document, caller: Caller) -> None:
-    """The key's, whether it is named or not. What is no text at all is refused with the other fields."""
+    """Set the key's tenant, and refuse any other. A tenant that is not text is refused with the other fields."""
     named = document.get("tenant")
     if isinstance(named, str) and named != caller.tenant:
         raise Forbidden("tenant: it is not the one of your API key. Leave it out", field="tenant")
@@ -107,6 +107,6 @@ def _take_header(document: Document, name: str, value: str | None) -> None:
         raise Invalid(name, "it differs from the Idempotency-Key header", "Send one of the two")
 
 
-async def _aside(num_bytes: int, work: Callable[..., Any], *arguments: Any) -> Any:
-    """A short piece of work at once; a long one on a thread, so that other requests go on."""
+async def _run_off_loop_if_large(num_bytes: int, work: Callable[..., Any], *arguments: Any) -> Any:
+    """Run short work at once, and long work on a thread, so that other requests proceed."""
     return await asyncio.to_thread(work, *arguments) if num_bytes >= LARGE_BYTES else work(*arguments)

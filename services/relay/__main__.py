@@ -12,11 +12,11 @@ from shardline.queues import INTAKE_QUEUE
 from shardline.threads import die_with_any_thread
 
 PROMPT_LOGGERS = ("celery.worker.strategy", "celery.app.trace")
-"""They write a line with all arguments for each task: prompts do not belong into logs."""
+"""Loggers that write every task's arguments: prompts must not be logged."""
 
 
 def main() -> None:
-    """Celery's worker in the form that a relay needs."""
+    """Run Celery's worker with the options of a relay."""
     settings = RelaySettings()
     configure(service="relay", level=settings.log_level, form=settings.log_format)
     die_with_any_thread()

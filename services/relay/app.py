@@ -17,26 +17,26 @@ from shardline.queues import SUBMIT_TASK
 
 
 class RelayStep(bootsteps.StartStopStep):
-    """Runs beside Celery's consumer, also while its broker is away; stops before the pool waits for its tasks."""
+    """Runs beside Celery's consumer, also while the broker is unreachable; stops before the pool waits for tasks."""
 
     requires = ("celery.worker.components:Pool",)
 
     def start(self, parent: Any) -> None:
-        """The worker starts."""
+        """Start the loops with the worker."""
         parent.app.relay.start()
 
     def stop(self, parent: Any) -> None:
-        """Warm shutdown."""
+        """Stop the loops on a warm shutdown."""
         parent.app.relay.stop()
 
     def terminate(self, parent: Any) -> None:
-        """Cold shutdown: the loops are daemons."""
+        """Leave the loops behind on a cold shutdown: their threads are daemons."""
         parent.app.relay.close()
 
 
 @control_command(name="revoke", variadic="task_id", signature="[id1 [id2 [... [idN]]]]")
 def revoke(state: Any, task_id: Any, terminate: bool = False, **_: Any) -> dict[str, Any]:
-    """Instead of Celery's: a cancel goes through the row. A running job ends only with `terminate`."""
+    """Cancel rows, instead of Celery's own revoke. A running job is cancelled only with `terminate`."""
     num_jobs = state.app.relay.cancel(maybe_list(task_id) or [], running=terminate)
     return ok(f"{num_jobs} jobs asked to end")
 
@@ -45,12 +45,12 @@ def revoke(state: Any, task_id: Any, terminate: bool = False, **_: Any) -> dict[
     name="terminate", variadic="task_id", args=[("signal", str)], signature="<signal> [id1 [id2 [... [idN]]]]"
 )
 def terminate(state: Any, signal: str, task_id: Any, **_: Any) -> dict[str, Any]:  # noqa: ARG001 (Celery's signature)
-    """Running jobs too."""
+    """Cancel rows, those of running jobs too."""
     return revoke(state, task_id, terminate=True)
 
 
 def make_app(settings: RelaySettings) -> Celery:
-    """Connects to nothing until its worker starts."""
+    """The app of a relay, which connects to nothing until its worker starts."""
     app = Celery("shardline.relay", set_as_current=False, control=ExpiringControl)
     app.conf.update(settings.celery())
     app.relay = Relay(settings)

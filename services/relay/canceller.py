@@ -1,4 +1,4 @@
-"""Celery's revoke and terminate, as cancels of rows. An id that has no row yet is remembered for a while."""
+"""Turns Celery's revoke and terminate into cancels of rows. Remembers ids without a row for a while; knows no head."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ REMEMBER_TURNS = 60
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PendingCancel:
-    """To end a job; a running one only if `running`."""
+    """A cancel that was asked for; of a running job only if `running`."""
 
     running: bool
     until_s: float
@@ -37,7 +37,7 @@ class Canceller(Loop):
         self._pending: dict[UUID, PendingCancel] = {}
 
     def cancel(self, ids: Iterable[UUID], *, running: bool) -> None:
-        """Soon, and again until the row exists: a revoke may overtake the request that it is for."""
+        """Cancel jobs soon, and retry until their rows exist: a revoke may overtake the request that it is for."""
         until_s = time.monotonic() + REMEMBER_TURNS * self._times.poll_s
         with self._lock:
             for job_id in ids:
@@ -49,7 +49,7 @@ class Canceller(Loop):
         self.wake()
 
     def turn(self) -> float:
-        """All that wait, MAX_BATCH in a transaction."""
+        """Apply all pending cancels, MAX_BATCH per transaction."""
         with self._lock:
             pending = dict(self._pending)
         for running in (True, False):

@@ -1,4 +1,4 @@
-"""Celery's result backend hears of jobs that end without a head, so that `AsyncResult(id).get()` returns there too.
+"""Stores ends of jobs without a head in Celery's result backend, so that `AsyncResult(id).get()` returns.
 
 Best effort, after COMMIT: the row is the truth. Does nothing without a result backend.
 """
@@ -29,7 +29,7 @@ class CeleryResults(Loop):
         self._waiting: deque[tuple[str, JobState, str]] = deque(maxlen=MAX_WAITING)
 
     def note(self, outcomes: Mapping[UUID, str], reason: str = "") -> None:
-        """From any thread: these jobs have these states now; those that have not ended are passed over."""
+        """Queue the results of ended jobs, from any thread; jobs in other states are skipped."""
         if self._app is None:
             return
         states = {job_id: JobState(outcome) for job_id, outcome in outcomes.items() if outcome in tuple(JobState)}
@@ -37,7 +37,7 @@ class CeleryResults(Loop):
         self.wake()
 
     def turn(self) -> float:
-        """All that wait; one whose turn fails is tried again."""
+        """Store all queued results; one that fails is retried."""
         while self._app is not None and self._waiting:
             job_id, state, reason = self._waiting[0]
             if state is JobState.FAILED:

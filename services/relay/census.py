@@ -1,4 +1,4 @@
-"""How many jobs wait and run, as a gauge. Apart from the sweeps: a count of a long backlog holds up no rescue."""
+"""Counts queued and running jobs for a gauge. Apart from the sweeper: counting a long backlog delays no rescue."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Census(Loop):
         self._shown: set[Labels] = set()
 
     def turn(self) -> float:
-        """One count. What has no jobs any more shows 0: a gauge that vanishes looks like a relay that is gone."""
+        """Count once. Labels without jobs show 0: a gauge that vanishes would look like a dead relay."""
         with self._database.begin() as connection:
             counts = sweeps.counts(connection)
         self._shown |= counts.keys()

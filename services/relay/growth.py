@@ -1,4 +1,4 @@
-"""Watches what grows: ended jobs without retention, dead letters, dead rows. Says so in time; deletes nothing."""
+"""Warns of growth: ended jobs without retention, dead letters, dead rows. Deletes nothing."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from shardline.store import growth
 log = structlog.get_logger(__name__)
 
 TURNS_APART = 60
-"""Polls between two looks."""
+"""Polls between two checks."""
 
 KEPT_BYTES = 1 << 30
 KEPT_DEAD = 1_000
 DEAD_ROWS = 1_000_000
-"""From here on there is a warning, and another one at each doubling."""
+"""Sizes from which on there is a warning, and another one at each doubling."""
 
 
 class Doubling:
@@ -25,7 +25,7 @@ class Doubling:
         self._next = first
 
     def reached(self, value: int) -> bool:
-        """Whether to speak."""
+        """Whether to warn about this value."""
         if value < self._next:
             return False
         self._next = 2 * value
@@ -33,7 +33,7 @@ class Doubling:
 
 
 class Growth(Loop):
-    """Every relay looks at the same tables."""
+    """Every relay checks the same tables."""
 
     def __init__(self, context: LoopContext, *, keeps_all: bool) -> None:
         super().__init__("growth", context.metrics.errors)
@@ -44,7 +44,7 @@ class Growth(Loop):
         self._bytes, self._dead, self._dead_rows = Doubling(KEPT_BYTES), Doubling(KEPT_DEAD), Doubling(DEAD_ROWS)
 
     def turn(self) -> float:
-        """One look."""
+        """Check once."""
         with self._database.begin() as connection:
             sizes, num_dead = growth.sizes(connection), growth.num_dead(connection)
         for name, size in sizes.items():

@@ -1,4 +1,4 @@
-"""The Redis door: entries of the intake stream become rows, and are acknowledged after COMMIT.
+"""The Redis door: stores entries of the intake stream as rows, and acknowledges them after COMMIT.
 
 Delivery is at least once; an entry's job id is made from the entry, so that a second delivery inserts nothing.
 """
@@ -29,13 +29,13 @@ from shardline.keys import INTAKE, INTAKE_GROUP
 log = structlog.get_logger(__name__)
 
 ENTRY_IDS = UUID("6f0f0c1e-53a5-4f43-9c0b-7a8f0f2d4b11")
-"""Namespace of the job ids of entries that name none."""
+"""Namespace of the job ids of entries without one."""
 
 FIELD = b"request"
 CONSUMER_IDLE_S = 600.0
 
 MAX_BYTES = 8 << 20
-"""Of a batch, and one entry more."""
+"""Size of a batch, which its last entry may exceed."""
 
 # Redis itself can bound a read by the number of entries only.
 READ_NEW = """
@@ -68,11 +68,11 @@ class Intake(Loop):
         self._next_rescue_s = 0.0
         self._read_new = redis.register_script(READ_NEW)
         self._rescued: deque[bytes] = deque()
-        """Ids of entries of dead relays that are ours now, and not read yet."""
+        """Ids of entries taken over from dead relays and not read yet."""
 
     def turn(self) -> float:
-        """One batch, bounded in entries and bytes: those of dead relays first, then new ones, waiting for them up to
-        `poll_s`."""
+        """Store one batch, bounded in entries and bytes: those of dead relays first, then new ones, for which it
+        waits up to `poll_s`."""
         try:
             entries = self._abandoned() or self._new()
         except ResponseError as error:
@@ -85,7 +85,7 @@ class Intake(Loop):
         return 0.0
 
     def _create_group(self) -> None:
-        """From the stream's beginning: what was added before the group was lost is still wanted."""
+        """Create the group at the stream's beginning, so that entries from before its loss are read."""
         try:
             self._redis.xgroup_create(INTAKE, INTAKE_GROUP, id="0", mkstream=True)
         except ResponseError as error:
@@ -103,7 +103,7 @@ class Intake(Loop):
         return _decoded(entries)
 
     def _abandoned(self) -> list[Entry]:
-        """What another relay took and did not acknowledge within a lease."""
+        """Entries that another relay took and did not acknowledge within a lease."""
         if not self._rescued:
             self._rescue()
         entries: list[Any] = []
@@ -112,7 +112,7 @@ class Intake(Loop):
             entry_id = self._rescued.popleft()
             found: Any = self._redis.xrange(INTAKE, entry_id, entry_id)
             if not found:
-                # Deleted meanwhile: whoever did it has done with it.
+                # Deleted meanwhile, so another relay has handled it.
                 self._redis.xack(INTAKE, INTAKE_GROUP, entry_id)
             entries += found
             num_bytes += sum(map(_num_bytes, found))
@@ -164,7 +164,7 @@ def _num_bytes(entry: Any) -> int:
 
 
 def _decoded(entries: Iterable[Any]) -> list[Entry]:
-    """An entry that was deleted meanwhile has no fields."""
+    """Ids and documents. An entry that was deleted meanwhile has no fields."""
     decoded = []
     for entry_id, fields in entries:
         document = dict(fields or {}).get(FIELD)
@@ -179,7 +179,7 @@ def _submission(entry: Entry) -> Submission:
 
 
 def _document(text: str | None) -> object:
-    """What is no JSON becomes a text, which is no request: it is refused like any other."""
+    """The parsed JSON. Anything else stays text, which is then refused as an invalid request."""
     try:
         return json.loads(text or "null")
     except (ValueError, RecursionError):

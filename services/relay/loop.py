@@ -1,4 +1,4 @@
-"""A thread that does its turn again and again, whatever fails. Owns waiting, waking, backing off and stopping."""
+"""A thread that repeats its turn, whatever fails. Owns waiting, waking, backing off and stopping; knows no duty."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from shardline.store.database import failure_of
 log = structlog.get_logger(__name__)
 
 MIN_PAUSE_S = 0.01
-"""Between turns, however often the bell rings: what arrives meanwhile goes in one batch."""
+"""Between turns, however often the loop is woken: what arrives meanwhile is handled as one batch."""
 
 MAX_BACKOFF_S = 2.0
 
@@ -49,7 +49,7 @@ class LoopContext:
 
 
 class Loop(threading.Thread, ABC):
-    """One duty of the relay."""
+    """One background duty of the relay."""
 
     def __init__(self, name: str, errors: Counter) -> None:
         super().__init__(name=name, daemon=True)
@@ -69,16 +69,16 @@ class Loop(threading.Thread, ABC):
         """Do what is due; returns the seconds until the next turn, unless woken. May raise anything."""
 
     def wake(self) -> None:
-        """From any thread: there may be something to do."""
+        """Start the next turn now; callable from any thread."""
         self._woken.set()
 
     def stop(self) -> None:
-        """From any thread: end after this turn."""
+        """End the loop after this turn; callable from any thread."""
         self._stopped.set()
         self._woken.set()
 
     def run(self) -> None:
-        """Until stopped. A turn that fails is tried again, ever more rarely."""
+        """Run turns until stopped. A turn that fails is retried, with exponential back-off."""
         while not self._stopped.is_set():
             try:
                 pause_s = self._patient(self.turn)
@@ -100,8 +100,7 @@ class Loop(threading.Thread, ABC):
             log.warning("Postgres refuses a statement", loop=self.name, **said)
         elif server:
             cause = getattr(error, "orig", None) or error
-            log.warning(
-                "server is away", loop=self.name, server=server, error=str(cause)[:200], tries=state.attempt_number
-            )
+            event = f"{server} unreachable"
+            log.warning(event, loop=self.name, server=server, error=str(cause)[:200], tries=state.attempt_number)
         else:
             log.error("turn failed", loop=self.name, exc_info=error)

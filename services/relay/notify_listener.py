@@ -1,4 +1,4 @@
-"""Hears Postgres's NOTIFY for new and requeued jobs, and wakes those who look at rows. A missed one costs a poll."""
+"""Listens for NOTIFY of new and requeued jobs, and wakes the loops that read rows. A missed one costs one poll."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class NotifyListener(Loop):
         self._times = context.times
 
     def turn(self) -> float:
-        """Listens until stopped, or until the connection is lost."""
+        """Listen until stopped, or until the connection is lost."""
         with listening(self._database_url, JOBS_CHANNEL) as bell:
             while not self._stopped.is_set():
                 if bell.wait(self._times.poll_s):

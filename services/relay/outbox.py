@@ -1,4 +1,4 @@
-"""The outbox: rows that are due become Celery messages, after COMMIT. No transaction is open across a Redis call."""
+"""The outbox: sends a Celery message for each row that is due, after COMMIT. No transaction spans a Redis call."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from shardline.store.outbox import Send
 log = structlog.get_logger(__name__)
 
 BUSY_TURNS = 50
-"""After a send, so many turns come ten times as often: heads make room in the window as they claim."""
+"""Turns after a send that come ten times as often, because heads free places in the window as they claim."""
 
 
 class Outbox(Loop):
@@ -35,7 +35,7 @@ class Outbox(Loop):
         self._busy_until_s = 0.0
 
     def turn(self) -> float:
-        """One batch."""
+        """Send one batch."""
         self._notice_empty_redis()
         with self._database.begin() as connection:
             sends = outbox.stamp(connection, resend_s=self._times.resend_s)
@@ -49,7 +49,7 @@ class Outbox(Loop):
         return self._times.poll_s / 10 if time.monotonic() < self._busy_until_s else self._times.poll_s
 
     def _notice_empty_redis(self) -> None:
-        """A missing mark means that Redis lost its messages too: all of the window is sent again now."""
+        """Send the whole window again if the mark is missing: Redis has lost its messages too."""
         if self._redis.exists(OUTBOX_MARK):
             return
         num_lost = 0

@@ -19,8 +19,8 @@ Key = tuple[UUID, int, int]
 
 
 class PartialTexts:
-    """Texts of partial results: token ids of jobs that no head holds. Asked while a transaction is open, it only looks
-    up; what it did not know, it makes before the next."""
+    """Texts of token ids of jobs that no head holds. A call, inside a transaction, only looks up; `catch_up`, between
+    transactions, makes the texts that were missing."""
 
     def __init__(self, database: Engine, *, budget_s: float) -> None:
         self._tokenizers = RegisteredTokenizers(database)
@@ -28,10 +28,10 @@ class PartialTexts:
         self._texts: dict[Key, str] = {}
         self._unknown: dict[Key, Partial] = {}
         self.was_asked = False
-        """Since `catch_up`: there may be more to do at once."""
+        """Whether there was a call since `catch_up`: there may be more to do at once."""
 
     def __call__(self, partial: Partial) -> str | None:
-        """As a head would have ended it; None when `catch_up` has to make it first."""
+        """The text as a head would have ended it, or None until `catch_up` has made it."""
         self.was_asked = True
         text = self._texts.get(partial.key)
         if text is None:
@@ -39,8 +39,8 @@ class PartialTexts:
         return text
 
     def catch_up(self) -> None:
-        """While no transaction is open: a tokenizer may take seconds to load. Makes what was asked for, one text at
-        least and as many as fit into the budget; forgets those of the last time."""
+        """Make missing texts, as many as fit into the budget and at least one; drop the previous ones. No transaction
+        may be open, because a tokenizer may take seconds to load."""
         unknown, self._unknown, self._texts, self.was_asked = self._unknown, {}, {}, False
         if unknown:
             self._tokenizers.refresh()
@@ -59,7 +59,7 @@ class PartialTexts:
             return ""
         except POSTGRES_ERRORS:
             raise
-        # A panic of the tokenizers library is no Exception.
+        # tokenizers panics raise PanicException, which is not an Exception.
         except BaseException:
             log.exception("tokenizer failed", job_id=str(partial.job_id), model=partial.model)
             return ""

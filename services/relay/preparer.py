@@ -1,4 +1,4 @@
-"""Validates and tokenizes rows that arrived without it: by Celery, Redis or plain SQL. One bad row holds up nothing."""
+"""Validates and tokenizes rows that arrived without it: by Celery, Redis or plain SQL. One bad row delays no other."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ class Preparer(Loop):
         self._tokenizers = RegisteredTokenizers(context.database)
         self.mark_every_s = context.times.poll_s
         self._lent: deque[Unprepared] = deque()
-        """Rows that are ours and not yet marked; those of a turn that failed are tried again first."""
+        """Rows leased by this relay and not yet marked; those of a failed turn are retried first."""
 
     def turn(self) -> float:
-        """One batch. No transaction is open while it is tokenized, and what is done is marked every `mark_every_s`."""
+        """Prepare one batch, with no transaction open meanwhile; finished rows are marked every `mark_every_s`."""
         if not self._lent:
             with self._database.begin() as connection:
                 self._lent.extend(preparation.take_unprepared(connection, lease_s=self._times.lease_s))
@@ -57,7 +57,7 @@ class Preparer(Loop):
         return 0.0
 
     def _answers(self) -> dict[UUID, Ready | dict[str, str]]:
-        """To the first rows, as many as fit into `mark_every_s`, and one at least."""
+        """Prepare the first rows, as many as fit into `mark_every_s` and at least one."""
         until_s = time.monotonic() + self.mark_every_s
         answers: dict[UUID, Ready | dict[str, str]] = {}
         for row in self._lent:
@@ -97,7 +97,7 @@ def _tokenize(tokens: Tokens, row: Unprepared, params: SamplingParams) -> Prepar
         return tokens.prepare(prompt=prompt, messages=messages, params=params)
     except Invalid:
         raise
-    # A row may hold anything, and a panic of the tokenizers library is no Exception.
+    # tokenizers panics raise PanicException, which is not an Exception.
     except BaseException as error:
         log.exception("tokenizer failed", job_id=str(row.id), model=row.model)
         raise Invalid("prompt", "the model's tokenizer failed on it", "Look at the relay's log of this job") from error

@@ -9,7 +9,7 @@ from shardline.tokenize import RegisteredModel, TokenizerCache, Tokens
 
 
 class RegisteredTokenizers:
-    """For one thread. A model that is registered again is loaded again, while no transaction is open."""
+    """Use it from one thread. A model that is registered again is loaded again, while no transaction is open."""
 
     def __init__(self, database: Engine) -> None:
         self._database = database

@@ -17,9 +17,9 @@ MAX_REQUEST_CHARS = 65_536
 
 
 def record_reject(redis: Redis, *, entry: str, request: str, reason: dict[str, str] | None) -> None:
-    """Keep it with the reason, if Redis has room: a full one must not hold up what came after it. May raise other
+    """Keep a request with its reason, if Redis has room: a full Redis must not block later requests. Raises other
     RedisErrors."""
-    log.warning("request refused", entry=entry, reason=reason)
+    log.warning("request rejected", entry=entry, reason=reason)
     fields: dict[FieldT, EncodableT] = {
         "entry": entry,
         "request": request[:MAX_REQUEST_CHARS],
@@ -33,7 +33,7 @@ def record_reject(redis: Redis, *, entry: str, request: str, reason: dict[str, s
             pipeline.memory_usage(INTAKE_DEAD, samples=0)
             *_, num_entries, num_bytes = pipeline.execute()
     except OutOfMemoryError:
-        log.warning("Redis is full: a refused request is not kept", entry=entry)
+        log.warning("redis full: rejected request not kept", entry=entry)
         return
     if num_bytes > INTAKE_DEAD_MAX_BYTES:
         redis.xtrim(INTAKE_DEAD, maxlen=num_entries // 2, approximate=False)

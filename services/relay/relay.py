@@ -1,4 +1,4 @@
-"""The relay's parts, made and joined once. Knows no Celery worker: `app` starts and stops it."""
+"""The relay: builds and connects its loops. Knows no Celery worker: `app` starts and stops it."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ NUM_LOOPS = 8
 notify listener's is its own."""
 
 JOIN_S = 10.0
-"""For all loops together; one that hangs in a frozen server is left behind, its transaction is undone."""
+"""For all loops together; one that hangs on a frozen server is left behind, and its transaction rolled back."""
 
 
 class Relay:
@@ -83,18 +83,18 @@ class Relay:
             self._loops += (Retention(context, days=settings.retention_days),)
 
     def start(self) -> None:
-        """Begin to work."""
+        """Start the metrics endpoint and all loops."""
         if self._settings.metrics_port is not None:
             metrics.serve(self._settings.metrics_port, self._registry)
         for loop in self._loops:
             loop.start()
 
     def close(self) -> None:
-        """Submissions that wait for Postgres give up: their messages go back."""
+        """Make submissions that wait for Postgres give up, so that their messages are requeued."""
         self._closing.set()
 
     def stop(self) -> None:
-        """End every loop after its turn. What was not done is found by the next relay."""
+        """Stop every loop after its turn. The next relay finds what was left undone."""
         self.close()
         for loop in self._loops:
             loop.stop()
@@ -104,8 +104,8 @@ class Relay:
         self._database.dispose()
 
     def submit(self, task_id: str, document: dict[str, Any]) -> SubmissionResult:
-        """The Celery door: committed when this returns. Raises RetryError when the relay closes while a server is
-        away."""
+        """Store a request from the Celery door; it is committed when this returns. Raises RetryError when the relay
+        closes while a server is unreachable."""
         patient = Retrying(
             retry=retry_if_exception_type((*POSTGRES_ERRORS, *REDIS_ERRORS)),
             wait=wait_random_exponential(multiplier=0.1, max=MAX_BACKOFF_S),
@@ -115,7 +115,7 @@ class Relay:
         return patient(self._submit, task_id, document)
 
     def cancel(self, task_ids: Iterable[str], *, running: bool) -> int:
-        """Celery's revoke: soon. Ids that are no job's are passed over."""
+        """Cancel jobs soon, for Celery's revoke; the number of ids that may be job ids."""
         ids = [job_id for task_id in task_ids if (job_id := _uuid(task_id)) is not None]
         self._canceller.cancel(ids, running=running)
         return len(ids)
@@ -140,7 +140,7 @@ def _uuid(text: str) -> UUID | None:
 
 
 def _redis(url: str, *, timeout_s: float) -> Redis:
-    """Fails soon: the loops do the retrying."""
+    """A client that fails fast, because the loops retry."""
     return Redis.from_url(url, socket_timeout=timeout_s, socket_connect_timeout=timeout_s, retry=Retry(NoBackoff(), 0))
 
 

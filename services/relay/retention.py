@@ -1,4 +1,4 @@
-"""Retention: ended jobs go after so many days. What may go is decided in shardline.store.retention."""
+"""Deletes ended jobs after the retention period. What may be deleted is decided in shardline.store.retention."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ log = structlog.get_logger(__name__)
 
 DAY_S = 86_400.0
 TURNS_APART = 60
-"""Polls between two looks, when nothing is left to delete."""
+"""Polls between two checks, when nothing is left to delete."""
 
 
 class Retention(Loop):
-    """Small transactions, one after the other: jobs that run are not held up."""
+    """Deletes in small transactions, so that running jobs are not delayed."""
 
     def __init__(self, context: LoopContext, *, days: float) -> None:
         super().__init__("retention", context.metrics.errors)
@@ -26,7 +26,7 @@ class Retention(Loop):
         self._after: retention.Place | None = None
 
     def turn(self) -> float:
-        """One batch."""
+        """Delete one batch."""
         with self._database.begin() as connection:
             batch = retention.delete_old(connection, age_s=self._age_s, after=self._after)
         self._after = batch.after

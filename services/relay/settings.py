@@ -18,7 +18,7 @@ class RelaySettings(Settings):
     intake_batch: int = Field(256, ge=1, le=2000, description="entries of the intake stream per transaction")
 
     retention_days: float | None = Field(
-        None, gt=0, le=36_500, description="ended jobs are deleted after so many days; none by default: they are kept"
+        None, gt=0, le=36_500, description="days after which ended jobs are deleted; none by default: they are kept"
     )
 
     def celery(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Requests from Celery and Redis become rows: valid ones queued, invalid ones `failed` with the reason.
+"""Stores requests from Celery and Redis as rows: valid ones queued, invalid ones `failed` with the reason.
 
 Owns what happens to a request that no row can hold; knows no transport.
 """
@@ -27,12 +27,12 @@ CONFLICT = "conflict"
 
 SubmissionStatus = Literal["accepted", "failed", "rejected"]
 DOCUMENT_ERRORS = (DataError, IntegrityError, TypeError, ValueError, RecursionError, OverflowError)
-"""What a document can cause that is stranger than any rule foresees."""
+"""Errors that a document can cause beyond those that validation raises."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Submission:
-    """A request as it came. `id` is its job's unless it names one; the same submission always has the same."""
+    """A request as it arrived. `id` is its job's unless it names one; the same submission always has the same."""
 
     id: UUID
     document: object
@@ -52,14 +52,14 @@ class SubmissionResult:
 
 
 def store_submissions(database: Engine, submissions: Sequence[Submission]) -> list[SubmissionResult]:
-    """One result each, in order; what they say is committed. Raises only when Postgres is away."""
+    """Store requests; one result each, in order, already committed. Raises only when Postgres is unreachable."""
     parsed = [_parse(submission) for submission in submissions]
     requests = [one for one in parsed if isinstance(one, JobRequest)]
     try:
         with database.begin() as connection:
             insert_jobs(connection, requests)
     except (Invalid, Conflict, *DOCUMENT_ERRORS):
-        # Somebody in the batch; one by one, so that nobody else suffers.
+        # One request in the batch is invalid: store them one by one, so that the others are accepted.
         return [_store_alone(database, *pair) for pair in zip(submissions, parsed, strict=True)]
     return [
         SubmissionResult(status="accepted") if isinstance(one, JobRequest) else _refuse(database, submission, one)
@@ -94,14 +94,14 @@ def _store_alone(database: Engine, submission: Submission, parsed: JobRequest | 
 
 
 def _refuse(database: Engine, submission: Submission, error: Invalid) -> SubmissionResult:
-    """A `failed` row where id and model can be told, else a reject."""
+    """A `failed` row if the request has an id and a model, else a reject."""
     reason = error.as_dict()
     failed = _failed_row(submission, reason)
     if failed is None:
         return SubmissionResult(status="rejected", reason=reason)
     with database.begin() as connection:
         if not insert_failed(connection, [failed]) and not _is_repeat(connection, failed):
-            return _conflict(f"job {failed.id} is there already; {error}")
+            return _conflict(f"job {failed.id} already exists; {error}")
     log.info("job refused", job_id=str(failed.id), field=error.field, problem=error.problem)
     return SubmissionResult(status="failed", reason=reason)
 
@@ -134,7 +134,7 @@ def _failed_row(submission: Submission, reason: dict[str, str]) -> FailedRequest
 
 
 def _told_id(document: dict[str, Any], default: UUID) -> UUID | None:
-    """None when the request names an id that is none: its producer could not find the row."""
+    """None when the request names an invalid id: its producer could not find the row."""
     told = document.get("id")
     if told is None:
         return default

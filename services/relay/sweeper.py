@@ -18,11 +18,11 @@ from shardline.store import sweeps
 log = structlog.get_logger(__name__)
 
 STALL = 1 / 3
-"""Of a lease: a Postgres that gave no answer for longer, or a relay that stood still, counts as having been away."""
+"""Part of a lease: if Postgres gave no answer for longer, or the relay stood still, that counts as an outage."""
 
 
 class Sweeper(Loop):
-    """After Postgres was away or stalled, heads have one lease to beat again before the first rescue."""
+    """Runs both sweeps. After an outage or stall of Postgres it lets heads renew for one lease first."""
 
     def __init__(self, context: LoopContext, *, results: CeleryResults) -> None:
         super().__init__("sweeper", context.metrics.errors)
@@ -36,7 +36,7 @@ class Sweeper(Loop):
         """The last answer of Postgres; or the first turn, before which nothing is known."""
 
     def turn(self) -> float:
-        """What the last sweeps lacked, then both sweeps."""
+        """Make the texts that the last sweeps lacked, then sweep."""
         self._answered_s = min(self._answered_s, lease_clock_s())
         try:
             self._partial_texts.catch_up()
@@ -66,7 +66,7 @@ class Sweeper(Loop):
         now_s = lease_clock_s()
         silent_s = now_s - self._answered_s
         if silent_s > STALL * self._times.lease_s:
-            log.warning("Postgres stalled: no lease counts as expired for one lease", silent_s=round(silent_s, 1))
+            log.warning("postgres stalled: no lease expires for one lease", silent_s=round(silent_s, 1))
             self._rescue_after_s = math.inf
         if self._rescue_after_s == math.inf:
             self._rescue_after_s = now_s + self._times.lease_s
@@ -74,7 +74,7 @@ class Sweeper(Loop):
         return now_s
 
     def _record(self, moved: Mapping[UUID, str]) -> int:
-        """At once after COMMIT: whatever fails next, this has happened."""
+        """Record moves right after COMMIT: whatever fails next, they have happened."""
         self._results.note(moved)
         counts = Counter(map(str, moved.values()))
         for outcome, number in counts.items():

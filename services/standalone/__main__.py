@@ -1,4 +1,4 @@
-"""`python -m services.standalone up | down | status | demo`: the command line, and how it speaks. Knows no process."""
+"""`python -m services.standalone up | down | status | demo`: the command line. Knows no process."""
 
 from __future__ import annotations
 
@@ -57,14 +57,14 @@ def demo() -> None:
 
 
 def _say(line: str) -> None:
-    # Whoever listens may have gone, and a full disk takes no line: neither may end a stack.
+    # A closed pipe or a full disk must not end a stack.
     with suppress(OSError):
         sys.stdout.write(f"{line}\n")
         sys.stdout.flush()
 
 
 def main() -> int:
-    """Mistakes that a person can mend are told in one line each, not as a traceback."""
+    """Run the command line; errors that a user can correct are printed in one line each, without a traceback."""
     try:
         cli()
     except ValidationError as error:

@@ -1,7 +1,7 @@
-"""Which cores of this machine other stacks of this user already work on. Knows no stage.
+"""Claims cores of this machine, so that stacks of one user avoid each other's. Knows no stage.
 
 A stack holds a lock on each core that it uses, and the kernel frees it when the supervisor dies. Within a stack the
-stages have their own locks; between stacks sharing is allowed, but it is slower and therefore said.
+stages have their own locks; between stacks sharing is allowed, but slower, and therefore reported.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Self
 from shardline.private import open_private_file, open_private_folder, user_folder
 
 FIELD = "XDG_RUNTIME_DIR"
-"""Where the folder of this user is, or else in the temporary folder."""
+"""The variable that names this user's folder; without it the temporary folder is used."""
 
 
 def usable_cores() -> list[int]:

@@ -1,4 +1,4 @@
-"""Says in time that the runtime folder's disk runs full: server data, logs and sockets of a stack are there."""
+"""Warns before the runtime folder's disk is full: server data, logs and sockets are there. Knows no server."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 MIB = 1 << 20
 LOW_BYTES = 1 << 30
-"""Postgres alone may need as much for its log of changes (max_wal_size)."""
+"""Postgres alone may need as much for its write-ahead log (max_wal_size)."""
 
 
 class DiskWatch:
@@ -20,7 +20,7 @@ class DiskWatch:
         self._is_low = False
 
     def look(self) -> None:
-        """Cheap: one call of the system."""
+        """Check once, with one system call."""
         free_bytes = shutil.disk_usage(self._folder).free
         if (free_bytes < LOW_BYTES) is self._is_low:
             return

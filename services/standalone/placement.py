@@ -36,7 +36,7 @@ class StagePlacement:
 
     @property
     def layers_text(self) -> str:
-        """As people count: both ends included."""
+        """The layers as text, both ends included."""
         return f"{self.layers.start}-{self.layers.stop - 1}"
 
     @property

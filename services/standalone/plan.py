@@ -46,7 +46,7 @@ class Addresses:
 
     @property
     def flower_with_credentials(self) -> str:
-        """For programs: works as it is in an HTTP client."""
+        """Flower with its credentials, for programs: an HTTP client takes it as it is."""
         return f"http://{FLOWER_USER}:{self.flower_password}@{LOOPBACK}:{self.flower_port}"
 
 
@@ -77,12 +77,12 @@ class StackPlan:
 
     @property
     def all(self) -> tuple[ServiceProcess, ...]:
-        """In start order: what loads longest first."""
+        """All services in start order: those that load longest first."""
         return (*self.heads, *self.others, self.relay, self.gateway, self.flower)
 
     @property
     def stop_order(self) -> list[list[Child]]:
-        """The door first; then heads, which drain and need the stages behind them; then everything else."""
+        """Groups to stop in turn: the gateway; heads, which drain and need the stages behind them; all others."""
         return [[self.gateway], [*self.heads], [*self.others, self.relay, self.flower]]
 
 
@@ -152,7 +152,7 @@ def _stage(
 
 
 def _flower(addresses: Addresses, common: Mapping[str, str], home: Path) -> ServiceProcess:
-    """The password travels in the environment: a command line is visible to every user of the machine."""
+    """Flower's process. The password is in its environment: a command line is visible to every user of the machine."""
     env = {
         **common,
         "FLOWER_BASIC_AUTH": f"{FLOWER_USER}:{addresses.flower_password}",

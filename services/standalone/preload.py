@@ -9,7 +9,7 @@ from pathlib import Path
 from services.standalone.settings import StandaloneSettings
 
 PACKAGE, LIBRARY = "cmeel-mimalloc", "libmimalloc.so"
-"""A stage allocates the same few shapes for ever: mimalloc hands them back where glibc maps and faults pages anew."""
+"""A stage allocates the same few shapes for ever: mimalloc hands them back where glibc maps and faults pages again."""
 
 ELSE = ("tcmalloc_minimal", "tcmalloc")
 

@@ -16,7 +16,7 @@ from services.standalone.signals import SignalInbox
 FIRST_DELAY_S = 0.5
 MAX_DELAY_S = 30.0
 CALM_S = 60.0
-"""A child that ran this long has recovered: its next death starts the backoff anew."""
+"""A child that ran this long has recovered: its next death resets the backoff."""
 
 POLL_S = 0.25
 
@@ -32,7 +32,7 @@ class WatchedChild:
 
 
 def backoff_s(num_deaths: int) -> float:
-    """Half a second, doubling, at most half a minute."""
+    """Delay before the next start: half a second, doubling, at most half a minute."""
     return min(MAX_DELAY_S, FIRST_DELAY_S * 2.0 ** min(num_deaths - 1, 16))
 
 
@@ -96,7 +96,7 @@ class ProcessGroup:
             return
         watched.restart_at = None
         watched.started_at = time.monotonic()
-        self._say(f"{watched.child.name} is started again (process {watched.child.pid})")
+        self._say(f"{watched.child.name} restarted (process {watched.child.pid})")
         self._changed(self.pids)
 
     def stop(self, order: Sequence[Sequence[Child]], *, grace_s: float) -> None:

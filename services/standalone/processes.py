@@ -83,7 +83,7 @@ class Child:
             self.process.wait()
 
     def log_tail(self) -> str:
-        """The last lines it wrote."""
+        """The last lines of its log."""
         return tail(self.log)
 
 
@@ -147,7 +147,7 @@ def wait_until_gone(process: psutil.Process, *, timeout_s: float) -> bool:
 
 
 def _privileges(death_signal: str, *, unprivileged: bool) -> list[str]:
-    """The `setpriv` prefix (util-linux). Elsewhere there is none, and the recorded pids have to do."""
+    """The `setpriv` prefix (util-linux), empty where there is none: there, only the recorded pids help."""
     setpriv = shutil.which("setpriv")
     if setpriv is None:
         return []

@@ -1,4 +1,4 @@
-"""Is the stack ready? Asks the way users do: over HTTP, in Postgres, in Flower. Starts and stops nothing."""
+"""Checks that a stack is ready, the way users would: over HTTP, in Postgres, in Flower. Starts and stops nothing."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ class ReadinessCriteria:
 
 
 class NotReady(Exception):
-    """Says what is still missing."""
+    """The stack is not ready; the message says what is missing."""
 
 
 def check(criteria: ReadinessCriteria) -> None:
-    """One look, ending with a completion through every stage. Raises NotReady."""
+    """Check once, at last with a completion through every stage. Raises NotReady."""
     try:
         _check_pipelines(criteria)
         key = bearer(criteria.addresses.api_key)
@@ -79,13 +79,13 @@ def _send_canary(gateway: httpx.Client, criteria: ReadinessCriteria) -> None:
 
 
 class ReadinessWatcher:
-    """Asks again and again in a thread of its own, so that the main thread can watch its children."""
+    """Repeats the check on a thread of its own, while the main thread watches the children."""
 
     def __init__(self, criteria: ReadinessCriteria) -> None:
         self._criteria = criteria
         self._stop = threading.Event()
         self.ready = threading.Event()
-        self.missing = "nothing was asked yet"
+        self.missing = "nothing was checked yet"
         self._thread = threading.Thread(target=self._watch, name="readiness", daemon=True)
         self._thread.start()
 
@@ -101,5 +101,5 @@ class ReadinessWatcher:
                 return
 
     def stop(self) -> None:
-        """Ask no more; an answer under way is not waited for."""
+        """Stop checking, without waiting for a check in progress."""
         self._stop.set()

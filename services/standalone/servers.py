@@ -24,7 +24,7 @@ from services.standalone.processes import Child, StartFailed, wait_until_gone
 from shardline.private import private_folder, user_folder
 
 MAX_MEMORY = "256mb"
-"""Of Valkey. A full one drops what expires (streams of jobs, the longest unused first), never a queue."""
+"""Memory limit of Valkey, which evicts keys with a TTL (streams of jobs, the longest unused first), never a queue."""
 
 READY_S = 30.0
 POLL_S = 0.02
@@ -59,14 +59,14 @@ def socket_folder(home: Path, name: str = "run") -> Path:
 
 
 class EmbeddedServer(Child):
-    """What both servers share: readiness by a real answer, and freezing for tests."""
+    """Base of both servers: readiness by a real answer, and freezing for tests."""
 
     def pause(self) -> None:
         """Freeze the server: connections stay open and nothing answers."""
         os.kill(self.pid, signal.SIGSTOP)
 
     def resume(self) -> None:
-        """Let a paused server go on."""
+        """Unfreeze a paused server."""
         os.kill(self.pid, signal.SIGCONT)
 
     def restart(self) -> None:
@@ -75,7 +75,7 @@ class EmbeddedServer(Child):
         self.start()
 
     def _wait_until(self, answers: Callable[[], object], *errors: type[Exception]) -> None:
-        """Until `answers()` raises none of `errors`; a process that ended is a failure at once."""
+        """Wait until `answers()` raises none of `errors`. Raises StartFailed at once if the process has ended."""
         for attempt in Retrying(
             wait=wait_fixed(POLL_S),
             stop=stop_after_delay(READY_S),
@@ -100,7 +100,7 @@ class Valkey(EmbeddedServer):
 
     @property
     def url(self) -> str:
-        """For clients and for Celery."""
+        """The URL for clients and for Celery."""
         return f"redis://:{self._password}@{LOOPBACK}:{self.port}/0"
 
     def start(self) -> None:
@@ -152,7 +152,7 @@ class Postgres(EmbeddedServer):
         self._settings = DURABLE if settings is None else settings
 
     def url(self, database: str = "shardline") -> str:
-        """For clients: no password, the folder's permissions are the lock."""
+        """The URL for clients. It has no password: the folder's permissions protect the socket."""
         return f"postgresql://shardline@/{database}?host={self.sockets}"
 
     def start(self) -> None:
@@ -180,7 +180,7 @@ class Postgres(EmbeddedServer):
         self._create_database()
 
     def _initialize(self) -> None:
-        """`initdb`, in UTF-8 whatever locales the machine has; a half-made folder of an earlier try is thrown away."""
+        """Run `initdb`, in UTF-8 whatever locales the machine has; delete an incomplete folder of an earlier try."""
         shutil.rmtree(self.data, ignore_errors=True)
         fresh = self.data.with_name("postgres.new")
         shutil.rmtree(fresh, ignore_errors=True)
@@ -227,7 +227,7 @@ class Postgres(EmbeddedServer):
             wait_until_gone(backend, timeout_s=READY_S)
 
     def abandon(self) -> None:
-        """Immediate shutdown, for data that nobody will read again."""
+        """Immediate shutdown, for data that is not read again."""
         self.stop_signal = signal.SIGQUIT
         self.stop()
 

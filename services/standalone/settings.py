@@ -1,4 +1,4 @@
-"""What the standalone stack reads from the environment. Knows no process."""
+"""The standalone stack's settings from the environment. Knows no process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CLERK = Path(__file__).resolve().parent / "demo" / "clerk" / "model"
 
 
 class StandaloneSettings(Settings):
-    """One stack on one machine."""
+    """Settings of one stack on one machine."""
 
     model: str = Field(str(CLERK), description="folder or hub id of a causal LM; default: the demo model clerk")
     model_revision: str | None = Field(None, description="the hub's commit, tag or branch; default: its main branch")

@@ -1,7 +1,7 @@
 """The runtime folder: one stack at a time in it, which processes it runs, and up.json for everyone else.
 
 Every started process is recorded with its start time before anything depends on it. A pid alone proves nothing: it may
-belong to a stranger by now, so nothing is signaled unless both agree.
+belong to a stranger by now, so nothing is signaled unless pid and start time agree.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class AlreadyUp(RuntimeError):
 
 
 class RecordedProcess(msgspec.Struct, frozen=True, kw_only=True):
-    """One process, surely: the pid and when it started (seconds since 1970, as the system says)."""
+    """One process, identified by its pid and its start (seconds since 1970, as the system reports it)."""
 
     pid: int
     started_at: float
@@ -76,7 +76,7 @@ class StateDir:
         return self._key_file.read_text(encoding="utf-8").strip()
 
     def make_hop_key(self) -> None:
-        """The key of this stack's hops over tcp, in HOP_KEY_FILE: made once."""
+        """Make the key of this stack's hops over tcp, in HOP_KEY_FILE, unless it exists."""
         path = self.folder / HOP_KEY_FILE
         if not path.exists():
             write_private(path, secrets.token_hex(32).encode())
@@ -110,7 +110,7 @@ class StateDir:
         return msgspec.json.decode(self.up_file.read_bytes()) if self.up_file.exists() else None
 
     def forget(self) -> None:
-        """Nothing runs here any more."""
+        """Remove up.json and the record: nothing runs here."""
         self.up_file.unlink(missing_ok=True)
         self._pids_file.unlink(missing_ok=True)
 
@@ -130,8 +130,8 @@ class StateDir:
 
 
 class StackRecord:
-    """The record and up.json of one stack, by its supervisor. What a full disk refuses once the stack is ready is
-    written as soon as it can be: no stack ends for want of a file that others read."""
+    """Writes the record and up.json of one stack. Once the stack is ready, a write that fails on a full disk is retried
+    later: a missing file must not end a stack."""
 
     def __init__(self, state_dir: StateDir, say: Callable[[str], None]) -> None:
         self._state_dir = state_dir
@@ -141,7 +141,7 @@ class StackRecord:
         self._is_true = True
 
     def publish(self, document: dict[str, Any]) -> None:
-        """The stack is ready: from now on up.json is this, with the processes that run."""
+        """Write up.json, now that the stack is ready, and keep its list of processes current."""
         self._document = document
         self.write(self._pids)
 
@@ -162,7 +162,7 @@ class StackRecord:
             self._is_true = True
 
     def catch_up(self) -> None:
-        """Try again what failed."""
+        """Retry a write that failed."""
         if not self._is_true:
             self.write(self._pids)
 
@@ -190,7 +190,7 @@ class StateDirLock:
 
 def write_private(path: Path, content: bytes) -> None:
     """Replace a file at once, readable by its owner only: readers see the old one or the new one, never half.
-    Raises OSError, for want of room on the disk too; then nothing has changed."""
+    Raises OSError, on a full disk too; then nothing has changed."""
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "wb") as file:

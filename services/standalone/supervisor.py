@@ -34,7 +34,7 @@ DRAIN_MARGIN_S = 5.0
 
 
 class Stopped(Exception):
-    """Somebody asked to stop before the stack was ready."""
+    """A stop was requested before the stack was ready."""
 
 
 class Supervisor:
@@ -49,7 +49,7 @@ class Supervisor:
         self._stack_record = StackRecord(self._state_dir, say)
 
     def run(self) -> None:
-        """Start, say where it is, keep it running until somebody asks to stop, stop. Raises when it cannot start."""
+        """Start, say where it is, keep it running until a stop is requested, stop. Raises when it cannot start."""
         with ExitStack() as stack:
             stack.enter_context(self._state_dir.lock())
             self._inbox = stack.enter_context(SignalInbox())
@@ -68,7 +68,7 @@ class Supervisor:
                 self._say("stopped before it was ready")
 
     def _reserve(self) -> Addresses:
-        """Ports and password; refuses a taken port before anything is started."""
+        """Choose ports and a password; refuse a taken port before anything is started."""
         wanted = {"SHARDLINE_HTTP_PORT": self._settings.http_port, "SHARDLINE_FLOWER_PORT": self._settings.flower_port}
         for variable, port in wanted.items():
             if port and is_taken(port):
@@ -121,7 +121,7 @@ class Supervisor:
         self._greet(addresses, stages)
 
     def _start_servers(self, addresses: Addresses) -> Addresses:
-        """Our own servers, unless the environment names others."""
+        """Start servers of our own, unless the environment names others."""
         given = self._settings.model_fields_set
         database, redis = addresses.database, addresses.redis
         if "database_url" not in given:
@@ -151,7 +151,7 @@ class Supervisor:
             raise StartFailed(f"the database could not be migrated:\n{processes.tail(log)}")
 
     def _register_key(self, addresses: Addresses) -> None:
-        """The gateway knows keys from Postgres, which may be another one than the last time."""
+        """Register the stack's API key in Postgres, which may be another one than the last time."""
         engine = connect(addresses.database)
         try:
             with engine.begin() as connection:

@@ -1,21 +1,21 @@
-"""Ends asyncio tasks for certain. Knows nothing of what they do."""
+"""Cancels asyncio tasks reliably. Knows nothing of what they do."""
 
 from __future__ import annotations
 
 import asyncio
 from typing import Any
 
-AGAIN_S = 0.5
+RETRY_S = 0.5
 
 
 async def cancel_and_wait(task: asyncio.Task[Any]) -> None:
-    """Cancels until the task is done; how it ended is nobody's business any more.
+    """Cancel a task until it is done, and ignore how it ended.
 
-    Once is not enough: a driver may take a cancellation that meets its own timeout or lost connection for that, and a
-    loop that outlives such errors would go on for ever.
+    One cancellation may not be enough: a driver may mistake it for its own timeout or a lost connection, and a loop
+    that retries after such errors would then run for ever.
     """
     while not task.done():
         task.cancel()
-        await asyncio.wait({task}, timeout=AGAIN_S)
+        await asyncio.wait({task}, timeout=RETRY_S)
     if not task.cancelled():
         task.exception()

@@ -1,4 +1,4 @@
-"""What operators and clients ask about the service: is it alive and ready, its models, its figures, its description."""
+"""Routes for operators and clients: liveness, readiness, models, metrics and the API description. Knows no job."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from shardline.tokenize import RegisteredModel
 router = APIRouter(tags=["operating"], default_response_class=Response)
 
 
-@router.get("/health", responses={200: answer("Always", {JSON: "Health"})})
+@router.get("/health", responses={200: answer("This process answers", {JSON: "Health"})})
 async def health() -> Response:
-    """This process answers. It says nothing about the others."""
+    """Whether this process answers. Says nothing about the others."""
     document: Health = {"status": "ok"}
     return json_response(document)
 
@@ -29,8 +29,8 @@ async def health() -> Response:
 @router.get(
     "/ready",
     responses={
-        200: answer("It can", {JSON: "Readiness"}),
-        503: answer("It cannot", {JSON: "Readiness"}),
+        200: answer("A pipeline can generate", {JSON: "Readiness"}),
+        503: answer("No pipeline can generate", {JSON: "Readiness"}),
         **errors(401, 421, 429),
     },
     openapi_extra={"security": [{}, {SCHEME.scheme_name: []}]},
@@ -52,7 +52,7 @@ async def ready(request: Request, gateway: GatewayDep) -> Response:
     return json_response(document, status=200 if document["ready"] else 503)
 
 
-@router.get("/v1/models", responses={200: answer("All", {JSON: "ModelList"}), **errors(*GUARDED)})
+@router.get("/v1/models", responses={200: answer("All registered models", {JSON: "ModelList"}), **errors(*GUARDED)})
 async def list_models(gateway: GatewayDep, _caller: ReadCaller) -> Response:
     """Every model that a stage has registered."""
     found = await _pipelines(gateway)
@@ -61,9 +61,11 @@ async def list_models(gateway: GatewayDep, _caller: ReadCaller) -> Response:
     return json_response(document)
 
 
-@router.get("/v1/models/{name:path}", responses={200: answer("It", {JSON: "ModelCard"}), **errors(*GUARDED, 404)})
+@router.get(
+    "/v1/models/{name:path}", responses={200: answer("The model", {JSON: "ModelCard"}), **errors(*GUARDED, 404)}
+)
 async def get_model(name: str, gateway: GatewayDep, _caller: ReadCaller) -> Response:
-    """One of them."""
+    """One registered model."""
     return json_response(_model(await gateway.catalog.get(name), await _pipelines(gateway)))
 
 
@@ -71,13 +73,13 @@ async def get_model(name: str, gateway: GatewayDep, _caller: ReadCaller) -> Resp
     "/metrics", responses={200: answer("In Prometheus's text format", {TEXT: {"type": "string"}}), **errors(*GUARDED)}
 )
 async def metrics(gateway: GatewayDep, _caller: AdminCaller) -> Response:
-    """For Prometheus."""
+    """Metrics in Prometheus's text format."""
     return Response(generate_latest(gateway.registry), media_type=CONTENT_TYPE_LATEST)
 
 
 @router.get("/openapi.json", responses={200: answer("OpenAPI 3.1", {JSON: "Description"}), **errors(*GUARDED)})
 async def description(request: Request, _caller: ReadCaller) -> Response:
-    """Of this API, for programs that read OpenAPI."""
+    """The OpenAPI description of this API."""
     return json_response(request.app.openapi())
 
 

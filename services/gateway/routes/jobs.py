@@ -71,8 +71,8 @@ async def create_job(request: Request, gateway: GatewayDep, caller: SubmitCaller
     responses={200: answer("A page", {JSON: "JobList"})},
 )
 async def list_jobs(request: Request, gateway: GatewayDep, caller: ReadCaller) -> Response:
-    """The tenant's, newest first, without their bodies. `state`, `model`, `limit`, and `after`: `next` of the page
-    before, or its last id."""
+    """List the tenant's jobs, newest first, without their bodies. Takes `state`, `model`, `limit`, and `after`: `next`
+    of the page before, or its last id."""
     query = _query(request, "state", "model", "limit", "after")
     limit = _number("limit", query.get("limit", str(LISTED)), minimum=1, maximum=MAX_LISTED)
     after = query.get("after")
@@ -102,7 +102,7 @@ async def get_job(job_id: JobIdPath, gateway: GatewayDep, caller: ReadCaller) ->
     "/v1/jobs/{job_id}", responses={200: answer("Its state afterwards", {JSON: "JobCancelling"}), **errors(404)}
 )
 async def cancel_job(job_id: JobIdPath, gateway: GatewayDep, caller: CancelCaller) -> Response:
-    """Ask for its end. A running job is `cancelled` a little later, with the tokens it has; an ended one stays."""
+    """Cancel a job. A running one becomes `cancelled` a little later, with its tokens; an ended one stays as it is."""
     wanted = _job_id(job_id)
     state = (await gateway.client.cancel(wanted, tenant=caller.tenant)).get(wanted)
     if state is None:
@@ -123,26 +123,26 @@ async def cancel_job(job_id: JobIdPath, gateway: GatewayDep, caller: CancelCalle
     },
 )
 async def follow_job(job_id: JobIdPath, request: Request, gateway: GatewayDep, caller: ReadCaller) -> Response:
-    """Its tokens as server-sent events. `id:` is the number of tokens so far and a checksum of them: send it back as
-    Last-Event-ID, or as `?after=`, to go on where a connection was cut, without a gap or a repeat."""
+    """Stream a job's tokens as server-sent events. `id:` is the number of tokens so far and a checksum of them: send
+    it back as Last-Event-ID, or as `?after=`, to continue where a connection was cut, without a gap or a repeat."""
     job = await gateway.client.get(_job_id(job_id), tenant=caller.tenant)
     text = request.headers.get("last-event-id") or _query(request, "after").get("after", "0")
     after = Place.parse(text)
     if after is None:
         raise Invalid(
-            "after", f"{text[:32]!r} is no place in a stream", "Send the id of its last event, or leave it out"
+            "after", f"{text[:32]!r} is not a position in a stream", "Send the id of its last event, or leave it out"
         )
     return EventStream(job_events(gateway, job, after), headers={"x-request-id": str(job.id)})
 
 
 def _query(request: Request, *names: str) -> dict[str, str]:
-    """What a misspelled name meant would be left out, and the answer be another one."""
+    """The query, with known names only: a misspelled filter would be ignored without a word."""
     found: dict[str, str] = {}
     for name, value in request.query_params.multi_items():
         if name not in names:
             raise Invalid(name[:32], "there is no such query parameter", f"Use one of: {', '.join(names)}")
         if name in found:
-            raise Invalid(name, "it is there twice", "Send it once")
+            raise Invalid(name, "it is given twice", "Send it once")
         found[name] = value
     return found
 
@@ -158,10 +158,10 @@ def _state(text: str | None) -> JobState | None:
     try:
         return JobState(text)
     except ValueError as error:
-        raise Invalid("state", f"{text[:32]!r} is no state", f"Use one of: {', '.join(JobState)}") from error
+        raise Invalid("state", f"{text[:32]!r} is not a state", f"Use one of: {', '.join(JobState)}") from error
 
 
 def _number(field: str, text: str, *, minimum: int, maximum: int) -> int:
     if not (text.isascii() and text.isdecimal()) or not minimum <= int(text[:12]) <= maximum:
-        raise Invalid(field, f"{text[:32]!r} is no number from {minimum} to {maximum}", "Send one, or leave it out")
+        raise Invalid(field, f"{text[:32]!r} is not a number from {minimum} to {maximum}", "Send one, or leave it out")
     return int(text)

@@ -65,7 +65,7 @@ class DeltaPublisher(threading.Thread):
             try:
                 self._write()
             except RedisError as error:
-                log.warning("Redis unreachable: stream entries dropped", error=str(error)[:200])
+                log.warning("redis unreachable: stream entries dropped", error=str(error)[:200])
 
     def _write(self) -> None:
         batch = [self._deltas.popleft() for _ in range(len(self._deltas))]

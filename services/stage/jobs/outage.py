@@ -31,7 +31,7 @@ class Outage:
         if failure.sqlstate not in self._logged:
             self._logged.add(failure.sqlstate)
             write = log.warning if failure.is_lost else log.error
-            what = "Postgres unreachable" if failure.is_lost else "Postgres refuses a statement"
+            what = "postgres unreachable" if failure.is_lost else "Postgres refuses a statement"
             write(f"{what}: claiming paused, results kept", sqlstate=failure.sqlstate, error=failure.problem)
 
     def end(self) -> None:

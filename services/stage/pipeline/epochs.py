@@ -29,7 +29,7 @@ class Epochs:
         """The last one taken here; 0 when that is not known."""
 
     def take(self) -> int:
-        """The next. Raises Unavailable when Postgres is away, and Conflict while another head holds the name."""
+        """The next. Raises Unavailable when Postgres is unreachable, and Conflict while another head holds the name."""
         holder = None
         try:
             with self._database.begin() as connection:

@@ -86,7 +86,7 @@ class Registry:
 
 
 class Announcer:
-    """A thread that keeps this stage's card up. Redis away is no error: it says so once and goes on."""
+    """A thread that keeps this stage's card up. An unreachable Redis is no error: it is logged once and goes on."""
 
     def __init__(self, registry: Registry, card: Callable[[], StageCard]) -> None:
         self._registry = registry
@@ -134,7 +134,7 @@ def _redis_errors() -> Iterator[None]:
     try:
         yield
     except (redis.RedisError, OSError) as error:
-        raise Unavailable(f"Redis is away: {error}") from error
+        raise Unavailable(f"Redis unreachable: {error}") from error
 
 
 def _text(name: bytes | str) -> str:

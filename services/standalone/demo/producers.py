@@ -29,7 +29,7 @@ INSERT = "INSERT INTO jobs (id, model, prompt, params) VALUES (%s, %s, %s, %s)"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Producer:
-    """Somebody with prompts for one model, the addresses of a stack (`urls` of up.json) and its `api_key`."""
+    """A producer of prompts for one model, with the addresses of a stack (`urls` of up.json) and its `api_key`."""
 
     urls: Mapping[str, str]
     api_key: str
@@ -44,13 +44,13 @@ class Producer:
 
 
 def by_client(producer: Producer, requests: Sequence[JobRequest]) -> None:
-    """From Python: accepted when it returns."""
+    """Submit from Python: accepted when the call returns."""
     with Client(database_url=producer.urls["database"], redis_url=producer.urls["redis"]) as client:
         client.submit_many(requests)
 
 
 def by_celery(producer: Producer, requests: Sequence[JobRequest]) -> None:
-    """From any service that has Celery: accepted when a relay has taken the task."""
+    """Submit from any service that has Celery: accepted when a relay has taken the task."""
     app = Celery("producer", set_as_current=False)
     app.conf.update(celery_settings(Settings(redis_url=producer.urls["redis"])))
     with app.connection_for_write() as connection:
@@ -65,21 +65,21 @@ def by_celery(producer: Producer, requests: Sequence[JobRequest]) -> None:
 
 
 def by_stream(producer: Producer, requests: Sequence[JobRequest]) -> None:
-    """From any language that speaks Redis: accepted when a relay has read the entry."""
+    """Submit from any language that speaks Redis: accepted when a relay has read the entry."""
     with redis.Redis.from_url(producer.urls["redis"]) as client:
         for request in requests:
             client.xadd(keys.INTAKE, {"request": msgspec.json.encode(request)})
 
 
 def by_sql(producer: Producer, requests: Sequence[JobRequest]) -> None:
-    """From any language that speaks Postgres: accepted when the producer's own transaction commits."""
+    """Submit from any language that speaks Postgres: accepted when the producer's own transaction commits."""
     with psycopg.connect(producer.urls["database"]) as connection, connection.cursor() as cursor:
         params = msgspec.json.encode({"temperature": 0, "max_tokens": MAX_TOKENS}).decode()
         cursor.executemany(INSERT, [(request.id, request.model, request.prompt, params) for request in requests])
 
 
 def by_http(producer: Producer, requests: Sequence[JobRequest]) -> None:
-    """From anywhere: accepted when the answer has come."""
+    """Submit over HTTP: accepted when the answer has arrived."""
     with httpx.Client(base_url=producer.urls["gateway"], headers=bearer(producer.api_key), timeout=30.0) as client:
         for request in requests:
             client.post("/v1/jobs", json=_document(request)).raise_for_status()

@@ -1,4 +1,4 @@
-"""What came of a set of jobs: counted in Postgres, found in Flower, shown as tables. Starts and submits nothing."""
+"""Reports the outcome of a set of jobs: counted in Postgres, found in Flower, shown as tables. Submits nothing."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class DemoReport(msgspec.Struct, frozen=True, kw_only=True):
     processes_left: int = 0
 
     def shortfalls(self, *, num: int, num_doors: int, min_accuracy: float) -> list[str]:
-        """What does not hold of all that should; empty when everything does."""
+        """The expectations that are not met, by name."""
         demands = {
             f"{num} submitted": self.submitted == num,
             "all succeeded": self.succeeded == num,
@@ -105,7 +105,7 @@ def num_in_flower(flower: str, ids: Sequence[UUID]) -> int:
 
 
 def summarize(asked: Sequence[DemoPrompt], found: Sequence[Mapping[str, Any]], *, flower_tasks_seen: int) -> DemoReport:
-    """Count everything once."""
+    """Count jobs, answers, latencies and stages."""
     by_id = {row["id"]: row for row in found}
     done = [row for row in found if row["state"] == "succeeded"]
     right = {each.id for each in asked if by_id.get(each.id, {}).get("text") == each.answer}
@@ -141,7 +141,7 @@ def percentile(ordered: Sequence[float], share: float) -> float:
 
 
 def _span_s(done: Sequence[Mapping[str, Any]]) -> float:
-    """From the first row to the last result, by Postgres's clock."""
+    """Seconds from the first row to the last result, by Postgres's clock."""
     if not done:
         return 0.0
     first, last = min(row["created_at"] for row in done), max(row["finished_at"] for row in done)
@@ -153,8 +153,8 @@ def _stages(provenance: Mapping[str, Any]) -> list[StageUsed]:
 
 
 def report_table(report: DemoReport) -> Table:
-    """The summary for people."""
-    table = Table("figure", "value", title="The demo in figures")
+    """The report as a table."""
+    table = Table("measure", "value", title="Demo report")
     table.add_row("jobs succeeded", f"{report.succeeded} of {report.submitted}")
     table.add_row("answers right", f"{report.correct} ({report.accuracy:.1%})")
     table.add_row("right by task", "  ".join(f"{task} {share}" for task, share in report.correct_by_task.items()))
@@ -168,7 +168,7 @@ def report_table(report: DemoReport) -> Table:
 
 
 def sample_table(sample: Sequence[Mapping[str, Any]]) -> Table:
-    """A few rows as SQL gave them."""
+    """A few rows as SQL returned them."""
     table = Table(title="Straight from SQL")
     for name in sample[0] if sample else ():
         table.add_column(name, no_wrap=True)

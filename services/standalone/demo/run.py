@@ -1,4 +1,4 @@
-"""The demo: a stack of its own, 300 prompts with known answers through five doors, figures, and nothing left behind.
+"""The demo: a stack of its own, 300 prompts with known answers through five doors, a report, and nothing left behind.
 
 Knows the supervisor only as a command, as a person would use it.
 """
@@ -52,7 +52,7 @@ TERMINAL = {"succeeded", "failed", "cancelled", "expired"}
 
 
 def run_demo(console: Console) -> bool:
-    """Everything, told to `console`. True only if all of it holds."""
+    """Run the demo and print it to `console`. True only if every expectation is met."""
     state_dir = StateDir(HOME)
     started: list[psutil.Process] = []
     console.print(f"[bold]Starting a stack in {HOME}[/bold] (logs: {state_dir.folder / 'logs'})")
@@ -93,7 +93,7 @@ def _stack(state_dir: StateDir, started: list[psutil.Process], console: Console)
 
 
 def _environment(state_dir: StateDir) -> dict[str, str]:
-    """Nothing of the caller's own stack: its servers, folder and ports stay untouched."""
+    """An environment without the caller's own stack: its servers, folder and ports stay untouched."""
     foreign = {name: value for name, value in os.environ.items() if not name.startswith("SHARDLINE_")}
     own = {"SHARDLINE_HOME": str(state_dir.folder), "SHARDLINE_HTTP_PORT": "0", "SHARDLINE_FLOWER_PORT": "0"}
     # The model is tiny: more than one core for a stage would only wait for each other.
@@ -142,7 +142,7 @@ def _wait_for_answers(producer: Producer, asked: list[DemoPrompt], console: Cons
 
 
 def _wait_for_flower(producer: Producer, asked: list[DemoPrompt]) -> int:
-    """Flower hears of tasks through events, a moment later."""
+    """Wait until Flower, which learns of tasks through events, knows all of them; returns how many it knows."""
     ids = [each.id for each in asked]
     retrying = Retrying(
         wait=wait_fixed(POLL_S),

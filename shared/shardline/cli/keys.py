@@ -110,7 +110,7 @@ class _Destination:
                 self._path.unlink()
 
     def hand_over(self, key: str, *, json: bool) -> None:
-        """Once."""
+        """Print the key, or write it to its file. Call it once."""
         shown = {"id": parse_key(key).key_id}
         if self._path is None:
             show.as_json({**shown, "api_key": key}) if json else typer.echo(key)

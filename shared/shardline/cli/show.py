@@ -34,12 +34,12 @@ Document = TypeVar("Document")
 
 
 def as_json(document: object) -> None:
-    """One line."""
+    """Print a document as one line of JSON."""
     typer.echo(msgspec.json.encode(document).decode())
 
 
 def each(documents: Sequence[Document], *, json: bool, table: Callable[[Sequence[Document]], None]) -> None:
-    """As lines of JSON, or together as a table."""
+    """Print rows as lines of JSON, or together as a table."""
     if not json:
         table(documents)
         return
@@ -48,7 +48,7 @@ def each(documents: Sequence[Document], *, json: bool, table: Callable[[Sequence
 
 
 def jobs_table(jobs: Iterable[JobSummary]) -> None:
-    """One job a row."""
+    """Print a table with one job per row."""
     table = _table("job", "state", "model", "created", "tokens", "prompt")
     for job in jobs:
         tokens = str(job.usage.completion_tokens) if job.usage else ""
@@ -84,7 +84,7 @@ def job_details(job: Job) -> None:
 
 
 def dead_table(jobs: Iterable[JobSummary]) -> None:
-    """One dead letter a row."""
+    """Print a table with one dead letter per row."""
     table = _table("job", "model", "failed", "crashes", "prompt")
     for job in jobs:
         crashes = str((job.error or {}).get("crashes", job.crashes))
@@ -93,7 +93,7 @@ def dead_table(jobs: Iterable[JobSummary]) -> None:
 
 
 def dead_details(letter: DeadLetter) -> None:
-    """The job, then its attempts, the newest first."""
+    """Print the job and its attempts, the newest first."""
     job_details(letter.job)
     table = _table("attempt", "outcome", "tokens", "started", "last heartbeat", "worker", "pipeline")
     for attempt in letter.attempts:
@@ -107,7 +107,7 @@ def dead_details(letter: DeadLetter) -> None:
 
 
 def keys_table(keys: Iterable[ApiKey]) -> None:
-    """One key a row."""
+    """Print a table with one key per row."""
     table = _table("key", "name", "tenant", "scopes", "created", "expires", "last used", "state")
     for key in keys:
         times = _time(key.created_at), _time(key.expires_at), _time(key.last_used_at)
@@ -130,7 +130,7 @@ def pipelines_table(pipelines: Iterable[LivePipeline]) -> None:
 
 
 def models_table(models: Iterable[Mapping[str, Any]]) -> None:
-    """One model a row."""
+    """Print a table with one model per row."""
     table = _table("model", "revision", "context", "vocabulary", "ready", "weights")
     for model in models:
         sizes = str(model["context_length"]), str(model["vocab_size"])
@@ -176,7 +176,7 @@ def _time(time: datetime | None) -> str:
 
 
 def _short(prompt: str | None) -> Text:
-    """In one line; markup in it is shown, not obeyed."""
+    """The text in one line; markup in it is shown, not interpreted."""
     line = " ".join((prompt or "").split())
     return Text(line if len(line) <= PROMPT_CHARS else line[: PROMPT_CHARS - 1] + "…")
 

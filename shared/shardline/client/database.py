@@ -35,7 +35,7 @@ BUSY = {
 
 @contextmanager
 def reachable() -> Iterator[None]:
-    """Turns a Postgres that is away into Unavailable (the commit may have happened: retry with the same id), and one
+    """Turns an unreachable Postgres into Unavailable (the commit may have happened: retry with the same id), and one
     that could not do it now into Busy (nothing has happened)."""
     try:
         yield
@@ -55,7 +55,7 @@ def reachable() -> Iterator[None]:
 
 def told(error: BaseException) -> str:
     """For a log line of one who goes on without it: what is wrong with Postgres."""
-    return str(failure_of(error)) if isinstance(error, DBAPIError) else f"Postgres is away: {_first_line(error)}"
+    return str(failure_of(error)) if isinstance(error, DBAPIError) else f"Postgres unreachable: {_first_line(error)}"
 
 
 def connection_of(session: Session | Connection) -> Connection:

@@ -109,7 +109,7 @@ class SyncEnds:
             time.sleep(min(RETRY_S, timeout_s))
 
     def _look(self, watches: Sequence[Watch]) -> float:
-        """One look for all of these: how long it took. While Postgres is away it finds nothing."""
+        """One look for all of these: how long it took. While Postgres is unreachable it finds nothing."""
         began_s = time.monotonic()
         with self._changed:
             pending = sorted({job_id for watch in watches for job_id in watch.pending})

@@ -93,7 +93,7 @@ class JobFollower:
     async def _catch_up(
         self, job_id: UUID, cursor: Cursor, text_rule: TextRule | None, *, only_learn: bool = False
     ) -> None:
-        """All pages. While Postgres is away too, the stream alone must do."""
+        """All pages. While Postgres is unreachable too, the stream alone must do."""
         is_whole = False
         while not is_whole:
             try:

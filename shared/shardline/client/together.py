@@ -56,7 +56,7 @@ class Together(Generic[Asked, Answer]):
             await cancel_and_wait(self._task)
 
     async def read(self, asked: Asked) -> Answer:
-        """Raises what the driver raises while Postgres is away."""
+        """Raises what the driver raises while Postgres is unreachable."""
         if self._task is None:
             self._task = asyncio.create_task(self._run(), name=self._name)
         waiting: Waiting[Asked, Answer] = Waiting(asked=asked)

@@ -39,7 +39,7 @@ class Failure:
     problem: str
 
     def __str__(self) -> str:
-        kind = "is away" if self.is_lost else "refuses a statement"
+        kind = "unreachable" if self.is_lost else "refuses a statement"
         code = f" (SQLSTATE {self.sqlstate})" if self.sqlstate else ""
         return f"Postgres {kind}{code}: {self.problem}"
 

@@ -74,7 +74,7 @@ class Mailbox:
 
 
 class DeltaReader:
-    """One task and one connection for all watched streams. While Redis is away, `is_away` says so."""
+    """One task and one connection for all watched streams. While Redis is unreachable, `is_away` says so."""
 
     def __init__(self, redis_url: str) -> None:
         self._redis = redis.asyncio.Redis.from_url(
@@ -149,7 +149,7 @@ class DeltaReader:
     def _note_away(self, error: Exception) -> None:
         """After an outage the server may be another one, with other entry ids: read every stream from its beginning."""
         if not self.is_away:
-            log.warning("Redis is away: streams go on from Postgres", error=str(error)[:200])
+            log.warning("Redis unreachable: streams go on from Postgres", error=str(error)[:200])
         self.is_away = True
         self._last_ids = dict.fromkeys(self._last_ids, b"0")
         for mailboxes in self._watched.values():

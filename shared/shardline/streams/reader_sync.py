@@ -16,7 +16,7 @@ from shardline.wire import Delta
 
 
 class SyncDeltaReader:
-    """A job's stream from its beginning. While Redis is away it has nothing, and `is_away` says so."""
+    """A job's stream from its beginning. While Redis is unreachable it has nothing, and `is_away` says so."""
 
     def __init__(self, client: redis.Redis, job_id: UUID) -> None:
         self.is_away = False

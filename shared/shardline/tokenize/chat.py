@@ -34,7 +34,7 @@ class Generation(Extension):
     tags = {"generation"}  # noqa: RUF012 jinja2 declares it as a plain set
 
     def parse(self, parser: Parser) -> list[nodes.Node]:
-        """The body alone."""
+        """Parse the tag as its body alone."""
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
@@ -95,7 +95,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Without the HTML escapes of jinja2's own filter."""
+    """Encode JSON without the HTML escapes of jinja2's own filter."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

@@ -77,7 +77,7 @@ class Detokenizer:
         return delta
 
     def flush(self) -> str:
-        """What is left: bytes whose character never became whole."""
+        """The rest: bytes whose character never became whole."""
         text: str = self._vocabulary.decode(self._window)
         rest = text[len(self._given) :]
         self._given = text
@@ -146,7 +146,7 @@ class StopFinder:
 
 
 def _borders(stop: str) -> list[int]:
-    """For each prefix, its longest proper prefix that is also its suffix."""
+    """Border lengths: for each prefix, its longest proper prefix that is also its suffix (KMP)."""
     borders = [0] * len(stop)
     length = 0
     for position in range(1, len(stop)):
@@ -209,7 +209,7 @@ class CompletionText:
         return (text + self.flush() if self._has_ended else text), reason
 
     def say(self, ids: Iterable[int]) -> str:
-        """The text that a head gives out with these tokens, which follow those before; behind the last is none."""
+        """The text that a head streams with these tokens, after those pushed before; nothing follows the end."""
         parts: list[str] = []
         for token_id in ids:
             if self._has_ended:
@@ -218,7 +218,7 @@ class CompletionText:
         return "".join(parts)
 
     def flush(self) -> str:
-        """The text still held back: nothing follows. The second call has nothing."""
+        """The text still held back, when no token follows. A second call returns nothing."""
         if self._is_cut:
             return ""
         text = self._settle(self._detokenizer.flush()) + self._finder.flush()

@@ -42,7 +42,7 @@ def model_row(
 
 
 def _chat_template(folder: Path, tokenizer_config: Mapping[str, Any]) -> str | None:
-    """The file of its own wins, as in transformers; of several named ones `default` is meant."""
+    """The folder's chat template. As in transformers, a file of its own wins, and of several named ones `default`."""
     template = _text(folder / "chat_template.jinja") or tokenizer_config.get("chat_template")
     if isinstance(template, list):
         template = {entry.get("name"): entry.get("template") for entry in template}.get("default")

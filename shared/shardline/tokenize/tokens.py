@@ -57,7 +57,7 @@ class Tokens:
 
     @classmethod
     def from_row(cls, row: Mapping[str, Any]) -> Tokens:
-        """Of a row of `models`."""
+        """Load a row of `models`. Raises Invalid when its tokenizer cannot be read."""
         return cls(
             model=row["name"],
             tokenizer_json=row["tokenizer"],
@@ -69,7 +69,7 @@ class Tokens:
         )
 
     def within(self, kv_tokens: int | None) -> Tokens:
-        """The same, for pipelines whose KV holds so many tokens. None: no pipeline has said so."""
+        """A copy limited to the `kv_tokens` that pipelines hold. None: no pipeline has reported it, so no limit."""
         narrowed = copy(self)
         narrowed.longest = min(self.context_length, kv_tokens or self.context_length)
         return narrowed
@@ -102,11 +102,11 @@ class Tokens:
         return self._template.render(msgspec.to_builtins(messages), limit_chars=self._limit_chars)
 
     def completion(self, params: SamplingParams, max_tokens: int) -> CompletionText:
-        """The text of a prepared job's output, token by token."""
+        """A detokenizer for a prepared job's output, token by token."""
         return CompletionText(self.vocabulary, params, room=max_tokens)
 
     def text_rule(self, params: SamplingParams, max_tokens: int) -> Callable[[Sequence[int]], str]:
-        """For a reader of a job's stream: the text of its next output tokens, as a head gives it out."""
+        """The text of output tokens as a head streams it, for a reader of a job's stream."""
         return self.completion(params, max_tokens).say
 
     def token_text(self, token_id: int) -> str:

@@ -115,7 +115,7 @@ def test_requests_wait_for_postgres_and_become_rows(here: RelayStack, postgres_s
         task_ids = {here.submit({"model": MODEL, "prompt": "one"}) for _ in range(6)}
         for _ in range(6):
             here.redis.xadd(INTAKE, {"request": json.dumps({"model": MODEL, "prompt": "two"})})
-        until(lambda: b"server is away" in relay.log.read_bytes())
+        until(lambda: b"postgres unreachable" in relay.log.read_bytes())
     finally:
         postgres_server.start()
     here.engine.dispose()
@@ -214,7 +214,7 @@ def test_a_stopped_relay_ends_though_its_servers_are_away(
     postgres_server.kill()
     try:
         here.submit({"model": MODEL, "prompt": "two"})
-        until(lambda: b"server is away" in relay.log.read_bytes())
+        until(lambda: b"postgres unreachable" in relay.log.read_bytes())
         redis_server.kill()
         assert relay.stop() == 0
     finally:

@@ -40,14 +40,16 @@ def test_the_code_of_a_server_error_says_whether_it_is_away(
 ) -> None:
     found = failure(engine, statement)
     assert (found.sqlstate, found.is_lost) == (sqlstate, is_lost)
-    assert str(found).startswith(f"Postgres {'is away' if is_lost else 'refuses a statement'} (SQLSTATE {sqlstate}): ")
+    assert str(found).startswith(
+        f"Postgres {'unreachable' if is_lost else 'refuses a statement'} (SQLSTATE {sqlstate}): "
+    )
     assert "\n" not in found.problem
 
 
 def test_an_unreachable_server_is_away_without_a_code() -> None:
     found = failure(connect(f"postgresql://127.0.0.1:{free_port()}/none"), "SELECT 1")
     assert (found.sqlstate, found.is_lost) == (None, True)
-    assert str(found).startswith("Postgres is away: ")
+    assert str(found).startswith("Postgres unreachable: ")
 
 
 def test_what_the_driver_refuses_to_send_is_no_lost_server(engine: Engine) -> None:

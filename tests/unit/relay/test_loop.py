@@ -34,7 +34,7 @@ LOST = OperationalError("SELECT", {}, psycopg.OperationalError("connection refus
     ("error", "said"),
     [
         pytest.param(REFUSED, {"event": "Postgres refuses a statement", "sqlstate": "42P01"}, id="refused"),
-        pytest.param(LOST, {"event": "server is away", "server": "postgres"}, id="lost"),
+        pytest.param(LOST, {"event": "postgres unreachable", "server": "postgres"}, id="lost"),
     ],
 )
 def test_only_a_lost_postgres_is_called_away(error: Exception, said: dict[str, str]) -> None:

@@ -56,7 +56,7 @@ def test_a_killed_child_is_restarted_and_that_is_said(stage: Stage) -> None:
     assert child.pid != first
     assert stage.recorded[-1] == {"relay": child.pid}
     assert "killed by SIGKILL" in stage.said[0]
-    assert "started again" in stage.said[1]
+    assert "restarted" in stage.said[1]
     stage.group.stop([[child]], grace_s=30)
 
 

@@ -26,7 +26,7 @@ class TrainingRows:
 
 
 def pack(tokenizer: PreTrainedTokenizerFast, examples: Iterable[Example], row_tokens: int) -> TrainingRows:
-    """First fit, longest example first."""
+    """Pack examples into rows by first fit, the longest example first."""
     rows: list[list[tuple[list[int], list[int]]]] = []
     free: list[int] = []
     for ids, labels in sorted(_encode(tokenizer, examples), key=lambda pair: -len(pair[0])):

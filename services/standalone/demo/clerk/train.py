@@ -112,7 +112,7 @@ def save_checkpoint(trainer: Trainer, path: Path) -> None:
 
 
 def load_checkpoint(trainer: Trainer, path: Path) -> None:
-    """The opposite of save_checkpoint, into a trainer of the same shape."""
+    """Load what save_checkpoint wrote into a trainer of the same shape."""
     with safe_open(path, framework="pt") as stored:
         names = list(stored.keys())
         for name, weight in trainer.model.named_parameters():

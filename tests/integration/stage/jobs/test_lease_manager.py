@@ -122,7 +122,7 @@ def test_a_refused_statement_is_logged_and_nothing_is_lost_once_it_is_mended(des
         assert desk.verdict() == (job_id, "started")
         assert desk.verdict() == (job_id, "succeeded")
         until(lambda: not desk.ledger.stats()["database_away"])
-    (line,) = [one for one in told if one["event"].startswith("Postgres")][:-1]
+    (line,) = [one for one in told if one["event"].startswith(("Postgres", "postgres"))][:-1]
     assert (line["event"].partition(":")[0], line["log_level"]) == ("Postgres refuses a statement", "error")
     assert (line["sqlstate"], "results" in line["error"]) == ("42P01", True)
     assert told[-1]["event"] == "Postgres works again"

@@ -83,7 +83,7 @@ def test_a_head_does_not_wait_for_its_own_lease_after_a_lost_answer(
 def test_an_epoch_wanted_without_postgres_says_so_and_may_be_given_up() -> None:
     away = connect("postgresql://nobody@127.0.0.1:1/none")
     epochs = epochs_of(away, "head@here")
-    with pytest.raises(Unavailable, match="Postgres is away"):
+    with pytest.raises(Unavailable, match="Postgres unreachable"):
         epochs.take()
     epochs.release()
     away.dispose()

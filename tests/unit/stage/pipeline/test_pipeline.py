@@ -136,7 +136,7 @@ def test_while_postgres_is_away_the_head_says_so_and_goes_on(pipes: Pipes) -> No
     def next_epoch() -> int:
         epoch = next(answers)
         if epoch is None:
-            raise Unavailable("Postgres is away")
+            raise Unavailable("Postgres unreachable")
         return epoch
 
     pipes.stage(8, NUM_LAYERS)
@@ -180,7 +180,7 @@ def test_while_redis_is_away_the_known_stages_serve_again(pipes: Pipes) -> None:
     def cards() -> list[StageCard]:
         for listing in listings:
             return listing
-        raise Unavailable("Redis is away")
+        raise Unavailable("Redis unreachable")
 
     head = pipes.head(8, cards=cards)
     first = head.ready()

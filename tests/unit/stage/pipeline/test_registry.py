@@ -105,9 +105,9 @@ def test_a_stage_that_died_is_taken_from_the_list(registry: Registry, redis_url:
 def test_an_absent_redis_is_unavailable() -> None:
     registry = Registry("redis://127.0.0.1:1/0")
 
-    with pytest.raises(Unavailable, match="Redis is away"):
+    with pytest.raises(Unavailable, match="Redis unreachable"):
         registry.cards("tiny")
-    with pytest.raises(Unavailable, match="Redis is away"):
+    with pytest.raises(Unavailable, match="Redis unreachable"):
         registry.announce(make_card(0, 8))
 
 
