@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from services.stage.attention.attention import Attention, HeadShape, MicroBatch, PagedKv, Span
-from services.stage.kernels.kernel import Kernel, KernelSettings, build, supported_isa
+from services.stage.kernels.build import KernelSettings, build
+from services.stage.kernels.kernel import Kernel, supported_isa
 from services.stage.scheduling.kv_blocks import blocks_for
 
 LAYER = 3
