@@ -11,7 +11,7 @@ from torch import Tensor
 from services.stage.attention.attention import Attention, PagedKv, Span
 from services.stage.engine.forward import Forward
 from services.stage.kernels import kernel
-from services.stage.model.kv_shapes import probe_heads
+from services.stage.model.kv_shapes import probe_kv_shapes
 from services.stage.model.row_buckets import Panels
 from services.stage.model.shard import Shard
 from tests.models import save_model
@@ -29,7 +29,7 @@ def forward(request: pytest.FixtureRequest, tmp_path: Path) -> Forward:
     folder, cpu = save_model(tmp_path, request.param), torch.device("cpu")
     with torch.inference_mode():
         shard = Shard.load(folder, range(4), dtype=torch.float32, attn_implementation=attention.name, device=cpu)
-        kv = PagedKv(layers=probe_heads(shard), num_blocks=2, dtype=torch.float32)
+        kv = PagedKv(layers=probe_kv_shapes(shard), num_blocks=2, dtype=torch.float32)
         return Forward(shard, attention, kv, Panels())
 
 

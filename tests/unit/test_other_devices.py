@@ -13,7 +13,7 @@ from services.stage.attention.attention import Attention, PagedKv, Span
 from services.stage.engine.exactness import settle_rows
 from services.stage.engine.executor import pack_shard
 from services.stage.engine.forward import Forward
-from services.stage.model.kv_shapes import probe_heads
+from services.stage.model.kv_shapes import probe_kv_shapes
 from services.stage.model.shard import Shard
 from tests.models import save_model
 
@@ -27,12 +27,12 @@ def test_given_a_dense_model_off_the_cpu_when_loaded_then_it_runs_rows_as_they_c
     shard = Shard.load(
         save_model(tmp_path), range(3), dtype=torch.bfloat16, attn_implementation=attention.name, device=meta
     )
-    heads = probe_heads(shard)
+    kv_shapes = probe_kv_shapes(shard)
 
     # When it is settled as the executor does
     packed = pack_shard(shard)
     panels, exact = settle_rows(shard, is_wanted=True, token_budget=64, cache_folder=tmp_path)
-    kv = PagedKv(layers=heads, num_blocks=2, dtype=torch.bfloat16, device=meta)
+    kv = PagedKv(layers=kv_shapes, num_blocks=2, dtype=torch.bfloat16, device=meta)
     forward = Forward(shard, attention, kv, panels)
 
     # Then it runs, unpadded

@@ -12,8 +12,8 @@ import transformers as tf
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from services.stage.attention.paged_kv import HeadShape
-from services.stage.model.kv_shapes import probe_heads
+from services.stage.attention.paged_kv import KvShape
+from services.stage.model.kv_shapes import probe_kv_shapes
 from services.stage.model.model_info import ModelInfo
 from services.stage.model.shard import PassThrough, Shard
 from shardline.errors import Invalid
@@ -112,9 +112,9 @@ def test_given_tied_embeddings_when_sharded_then_head_and_tail_have_them(tmp_pat
     assert torch.equal(head.decoder.embed_tokens.weight, tail.model.lm_head.weight)
 
 
-def test_given_a_shard_when_probed_then_each_layer_tells_its_heads(llama: Path) -> None:
-    assert probe_heads(load(llama, range(1, 3))) == {
-        layer: HeadShape(num_kv_heads=2, head_dim=8, value_head_dim=8) for layer in (1, 2)
+def test_given_a_shard_when_probed_then_each_layer_tells_its_kv_shape(llama: Path) -> None:
+    assert probe_kv_shapes(load(llama, range(1, 3))) == {
+        layer: KvShape(num_kv_heads=2, head_dim=8, value_head_dim=8) for layer in (1, 2)
     }
 
 
@@ -233,7 +233,7 @@ def test_given_a_layer_that_returns_a_tuple_when_probed_then_it_is_refused(llama
     shard.blocks[0] = shard.decoder.layers[0] = Odd(shard.blocks[0], gives_tuple=True)
 
     with pytest.raises(Invalid, match="Odd returns a tuple"):
-        probe_heads(shard)
+        probe_kv_shapes(shard)
 
 
 def test_given_a_layer_with_another_input_when_probed_then_it_is_refused(llama: Path) -> None:
@@ -246,4 +246,4 @@ def test_given_a_layer_with_another_input_when_probed_then_it_is_refused(llama: 
     odd.register_forward_pre_hook(add_input, with_kwargs=True)
 
     with pytest.raises(Invalid, match="Odd takes memory besides hidden states"):
-        probe_heads(shard)
+        probe_kv_shapes(shard)

@@ -21,7 +21,7 @@ from services.stage.engine.sampler import SampledSequence, Sampler
 from services.stage.kernels import kernel
 from services.stage.model import packed_linear
 from services.stage.model.fused import fuse
-from services.stage.model.kv_shapes import probe_heads
+from services.stage.model.kv_shapes import probe_kv_shapes
 from services.stage.model.model_info import ModelInfo
 from services.stage.model.owned_weights import give_back, own
 from services.stage.model.shard import Shard
@@ -74,7 +74,7 @@ class Executor:
                 device=device.torch_device,
                 check_bytes=lambda num: memory.check_fits(num, kv_bytes, device),
             )
-            heads = probe_heads(shard)
+            kv_shapes = probe_kv_shapes(shard)
             packed = pack_shard(shard)
             if native is not None:
                 fuse(shard.model, native)
@@ -82,7 +82,7 @@ class Executor:
                 shard, is_wanted=attention.exact, token_budget=token_budget, cache_folder=cache_folder
             )
             kv = memory.make_kv(
-                heads,
+                kv_shapes,
                 shard.dtype,
                 kv_bytes,
                 kv_share=kv_share,

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import torch
 
-from services.stage.attention.paged_kv import HeadShape, PagedKv
+from services.stage.attention.paged_kv import KvShape, PagedKv
 from services.stage.device.device import Device
 from services.stage.scheduling.kv_blocks import blocks_for
 from shardline.errors import Invalid
@@ -34,7 +34,7 @@ def check_fits(shard_bytes: int, kv_bytes: int | None, device: Device) -> None:
 
 
 def make_kv(
-    heads: Mapping[int, HeadShape],
+    kv_shapes: Mapping[int, KvShape],
     dtype: torch.dtype,
     kv_bytes: int | None,
     *,
@@ -47,17 +47,17 @@ def make_kv(
     with device.promises.alone():
         if kv_bytes is None:
             kv_bytes = int(device.available_bytes() * kv_share)
-        num = num_blocks(heads, dtype, kv_bytes, context=context, max_open=max_open)
-        kv = PagedKv(layers=heads, num_blocks=num, dtype=dtype, device=device.torch_device)
+        num = num_blocks(kv_shapes, dtype, kv_bytes, context=context, max_open=max_open)
+        kv = PagedKv(layers=kv_shapes, num_blocks=num, dtype=dtype, device=device.torch_device)
         device.promises.make(0)
     return kv
 
 
 def num_blocks(
-    heads: Mapping[int, HeadShape], dtype: torch.dtype, kv_bytes: int, *, context: int, max_open: int
+    kv_shapes: Mapping[int, KvShape], dtype: torch.dtype, kv_bytes: int, *, context: int, max_open: int
 ) -> int:
     """KV blocks that the budget holds; never more than all open sequences could use at full length."""
-    block_bytes = PagedKv.bytes_per_block(heads, dtype)
+    block_bytes = PagedKv.bytes_per_block(kv_shapes, dtype)
     if kv_bytes < block_bytes:
         raise Invalid("SHARDLINE_KV_MIB", f"{mib(kv_bytes)} hold no KV block of {mib(block_bytes)}", "Give more memory")
     return min(kv_bytes // block_bytes, max_open * blocks_for(context))

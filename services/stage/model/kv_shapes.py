@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from services.stage.attention.paged_kv import HeadShape
+from services.stage.attention.paged_kv import KvShape
 from services.stage.model.refusal import refuse
 from services.stage.model.shard import Shard
 
@@ -22,9 +22,9 @@ LAYER_INPUTS = frozenset(
 )
 
 
-def probe_heads(shard: Shard) -> dict[int, HeadShape]:
+def probe_kv_shapes(shard: Shard) -> dict[int, KvShape]:
     """The KV shape of every layer. Raises Invalid for layers that take or give more than hidden states."""
-    seen: dict[int, HeadShape] = {}
+    seen: dict[int, KvShape] = {}
     hooks = [block.register_forward_pre_hook(_check_inputs, with_kwargs=True) for block in shard.blocks.values()]
     hooks += [block.register_forward_hook(_check_output) for block in shard.blocks.values()]
     attention = [
@@ -50,7 +50,7 @@ def probe_heads(shard: Shard) -> dict[int, HeadShape]:
 
 def _record(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
     """An attention function that notes the shapes on its module and attends to nothing."""
-    module.__dict__[PROBE] = HeadShape(num_kv_heads=key.shape[1], head_dim=key.shape[3], value_head_dim=value.shape[3])
+    module.__dict__[PROBE] = KvShape(num_kv_heads=key.shape[1], head_dim=key.shape[3], value_head_dim=value.shape[3])
     return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
 
 
