@@ -12,7 +12,7 @@ from services.stage.attention.attention import Attention, PagedKv, Span
 from services.stage.engine.forward import Forward
 from services.stage.kernels import kernel
 from services.stage.model.kv_shapes import probe_kv_shapes
-from services.stage.model.row_buckets import Panels
+from services.stage.model.row_buckets import RowPadding
 from services.stage.model.shard import Shard
 from tests.models import save_model
 
@@ -30,7 +30,7 @@ def forward(request: pytest.FixtureRequest, tmp_path: Path) -> Forward:
     with torch.inference_mode():
         shard = Shard.load(folder, range(4), dtype=torch.float32, attn_implementation=attention.name, device=cpu)
         kv = PagedKv(layers=probe_kv_shapes(shard), num_blocks=2, dtype=torch.float32)
-        return Forward(shard, attention, kv, Panels())
+        return Forward(shard, attention, kv, RowPadding())
 
 
 def ids(spans: list[Span]) -> Tensor:

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from services.stage.attention.attention import Attention, PagedKv, Span
-from services.stage.engine.exactness import settle_rows
+from services.stage.engine.exactness import choose_row_buckets
 from services.stage.engine.executor import pack_shard
 from services.stage.engine.forward import Forward
 from services.stage.model.kv_shapes import probe_kv_shapes
@@ -29,13 +29,13 @@ def test_given_a_dense_model_off_the_cpu_when_loaded_then_it_runs_rows_as_they_c
     )
     kv_shapes = probe_kv_shapes(shard)
 
-    # When it is settled as the executor does
+    # When its row buckets are chosen as the executor does
     packed = pack_shard(shard)
-    panels, exact = settle_rows(shard, is_wanted=True, token_budget=64, cache_folder=tmp_path)
+    padding, exact = choose_row_buckets(shard, can_be_exact=True, token_budget=64, cache_folder=tmp_path)
     kv = PagedKv(layers=kv_shapes, num_blocks=2, dtype=torch.bfloat16, device=meta)
-    forward = Forward(shard, attention, kv, panels)
+    forward = Forward(shard, attention, kv, padding)
 
     # Then it runs, unpadded
-    assert (packed, exact, panels.padded(7)) == (False, False, 7)
+    assert (packed, exact, padding.padded(7)) == (False, False, 7)
     ids = torch.zeros(7, dtype=torch.long, device=meta)
     assert forward.wanted([Span(start=0, length=7, blocks=[0])], ids, [6]).shape == (1, shard.info.hidden_size)

@@ -19,8 +19,8 @@ from torch import Tensor
 from services.stage.attention.paged_kv import Span
 from services.stage.device.machine import machine
 from services.stage.model.products import products
-from services.stage.model.row_buckets import RUNGS, Panels
-from services.stage.model.row_counts import ladders
+from services.stage.model.row_buckets import ROW_BUCKETS, RowPadding
+from services.stage.model.row_counts import find_buckets
 from services.stage.model.shard import Shard
 from services.stage.scheduling.kv_blocks import BLOCK_TOKENS
 
@@ -88,27 +88,34 @@ class Probe:
         return Span(start=self._length - 1, length=1, blocks=self._blocks)
 
 
-def settle_rows(shard: Shard, *, is_wanted: bool, token_budget: int, cache_folder: Path) -> tuple[Panels, bool]:
-    """Tells the shard's products which numbers of rows they may see; how rows are padded for them, and whether no
-    number of rows up to the budget can change a row's bits. Unless that `is_wanted`, nothing is tried."""
+def choose_row_buckets(
+    shard: Shard, *, can_be_exact: bool, token_budget: int, cache_folder: Path
+) -> tuple[RowPadding, bool]:
+    """Gives the shard's products their row buckets; returns how rows are padded for them, and whether rows are exact.
+
+    Rows are exact if no number of rows up to the budget changes a row's bits. If `can_be_exact` is false, since the
+    attention is not exact either, nothing is tried, and every product gets all buckets.
+    """
     if shard.device.type != "cpu":
-        return Panels(ladders=frozenset()), False
+        return RowPadding(buckets=frozenset()), False
     found, are_all = products(shard.model)
-    is_wanted = is_wanted and are_all
-    told = ladders(found, machine=machine(), cache_folder=cache_folder) if is_wanted else {}
-    agree = is_wanted and all(told.values())
-    used = {product: told.get(product) or RUNGS for product in found}
-    for product, ladder in used.items():
-        product.settle(ladder)
-    panels = Panels(
-        ladders=frozenset(used.values()) or frozenset({RUNGS}), widths=shard.widths, num_threads=torch.get_num_threads()
+    can_be_exact = can_be_exact and are_all
+    exact = find_buckets(found, machine=machine(), cache_folder=cache_folder) if can_be_exact else {}
+    are_exact = can_be_exact and all(exact.values())
+    used = {product: exact.get(product) or ROW_BUCKETS for product in found}
+    for product, buckets in used.items():
+        product.use_buckets(buckets)
+    padding = RowPadding(
+        buckets=frozenset(used.values()) or frozenset({ROW_BUCKETS}),
+        widths=shard.widths,
+        num_threads=torch.get_num_threads(),
     )
-    if agree and not panels.are_whole(token_budget):
+    if are_exact and not padding.are_whole(token_budget):
         log.warning(
-            "threads cannot share rows by whole vectors", widths=sorted(shard.widths), threads=panels.num_threads
+            "threads cannot share rows by whole vectors", widths=sorted(shard.widths), threads=padding.num_threads
         )
-        return panels, False
-    return panels, agree
+        return padding, False
+    return padding, are_exact
 
 
 def exactness_fingerprint(

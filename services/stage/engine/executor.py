@@ -15,7 +15,7 @@ from torch import Tensor
 from services.stage.attention.attention import Attention, Span
 from services.stage.device.device import Device
 from services.stage.engine import memory
-from services.stage.engine.exactness import Probe, exactness_fingerprint, settle_rows
+from services.stage.engine.exactness import Probe, choose_row_buckets, exactness_fingerprint
 from services.stage.engine.forward import Forward
 from services.stage.engine.sampler import SampledSequence, Sampler
 from services.stage.kernels import kernel
@@ -78,8 +78,8 @@ class Executor:
             packed = pack_shard(shard)
             if native is not None:
                 fuse(shard.model, native)
-            panels, rows_agree = settle_rows(
-                shard, is_wanted=attention.exact, token_budget=token_budget, cache_folder=cache_folder
+            padding, rows_are_exact = choose_row_buckets(
+                shard, can_be_exact=attention.exact, token_budget=token_budget, cache_folder=cache_folder
             )
             kv = memory.make_kv(
                 kv_shapes,
@@ -90,8 +90,8 @@ class Executor:
                 max_open=max_open,
                 device=device,
             )
-            forward = Forward(shard, attention, kv, panels)
-            exact = rows_agree and Probe(forward.wanted, forward.random_inputs, kv.num_blocks).passes()
+            forward = Forward(shard, attention, kv, padding)
+            exact = rows_are_exact and Probe(forward.wanted, forward.random_inputs, kv.num_blocks).passes()
         if not exact:
             log.warning("rows are not exact on this device: outputs may differ after a resume", kernel=attention.kind)
         name = exactness_fingerprint(

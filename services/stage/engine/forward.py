@@ -14,7 +14,7 @@ from torch import Tensor
 from services.stage.attention.attention import Attention
 from services.stage.attention.paged_kv import MicroBatch, PagedKv, Span
 from services.stage.model.last_layer import LastLayer
-from services.stage.model.row_buckets import Panels
+from services.stage.model.row_buckets import RowPadding
 from services.stage.model.shard import Shard
 
 log = structlog.get_logger(__name__)
@@ -27,8 +27,8 @@ TRIAL_TOLERANCE = 16
 class Forward:
     """Called by one thread only: attention is told the batch before the model runs."""
 
-    def __init__(self, shard: Shard, attention: Attention, kv: PagedKv, panels: Panels) -> None:
-        self.shard, self.attention, self.kv, self.panels = shard, attention, kv, panels
+    def __init__(self, shard: Shard, attention: Attention, kv: PagedKv, padding: RowPadding) -> None:
+        self.shard, self.attention, self.kv, self.padding = shard, attention, kv, padding
         attention.bind(kv)
         last = LastLayer(shard.blocks[shard.layers.stop - 1], attention) if shard.is_last else None
         self._last = last if last is not None and self._can_narrow(last) else None
@@ -96,11 +96,11 @@ class Forward:
 
     def _rows(self, wanted: list[int], device: torch.device) -> Tensor:
         """Wanted rows, the last one repeated."""
-        return torch.tensor(wanted + wanted[-1:] * (self.panels.padded(len(wanted)) - len(wanted)), device=device)
+        return torch.tensor(wanted + wanted[-1:] * (self.padding.padded(len(wanted)) - len(wanted)), device=device)
 
     def _place(self, spans: Sequence[Span], x: Tensor) -> tuple[Tensor, Tensor]:
         """Tells attention the batch; the padded input and the positions."""
-        batch = MicroBatch.of(spans, min_rows=self.panels.padded(len(x)), device=x.device)
+        batch = MicroBatch.of(spans, min_rows=self.padding.padded(len(x)), device=x.device)
         self.attention.use(batch)
         if batch.num_rows > len(x):
             padding = x.new_zeros(batch.num_rows - len(x), *x.shape[1:])
