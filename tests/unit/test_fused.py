@@ -45,7 +45,7 @@ def draw(*shape: int, dtype: torch.dtype, seed: int = 1) -> Tensor:
 
 
 def fused(module: nn.Module, kernel: Kernel) -> nn.Module:
-    """The part that takes its place in a model."""
+    """The part that replaces it in a model."""
     parent = nn.ModuleDict({"part": module})
     assert fuse(parent, kernel) == 1
     return parent["part"]
@@ -94,12 +94,17 @@ def test_given_an_mlp_when_fused_then_it_says_the_same(dtype: torch.dtype, kerne
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("dim", [6, 64, 80])
-def test_given_heads_when_turned_then_each_bit_is_the_model_s(dim: int, dtype: torch.dtype, kernel: Kernel) -> None:
-    heads = [draw(1, ROWS, num_heads, dim, dtype=dtype).transpose(1, 2) for num_heads in (4, 2)]
-    turns = [draw(1, ROWS, dim, dtype=dtype, seed=seed) for seed in (5, 6)]
+def test_given_query_and_key_when_rotated_then_each_bit_is_the_model_s(
+    dim: int, dtype: torch.dtype, kernel: Kernel
+) -> None:
+    query_and_key = [draw(1, ROWS, num_heads, dim, dtype=dtype).transpose(1, 2) for num_heads in (4, 2)]
+    cos_and_sin = [draw(1, ROWS, dim, dtype=dtype, seed=seed) for seed in (5, 6)]
     rotary = Rotary(kernel, modeling_llama.apply_rotary_pos_emb)
 
-    ours, theirs = rotary(*heads, *turns), modeling_llama.apply_rotary_pos_emb(*heads, *turns)
+    ours, theirs = (
+        rotary(*query_and_key, *cos_and_sin),
+        modeling_llama.apply_rotary_pos_emb(*query_and_key, *cos_and_sin),
+    )
 
     assert all(torch.equal(mine, other) for mine, other in zip(ours, theirs, strict=True))
 
@@ -111,29 +116,29 @@ def test_given_views_of_one_wide_product_when_fused_then_they_are_read_where_the
     # Given query, key, and the two inputs of an MLP's product, side by side in memory
     wide = draw(1, ROWS, 6 * 64, dtype=dtype)
     query, key = (part.unflatten(-1, (-1, 64)).transpose(1, 2) for part in wide.split([4 * 64, 2 * 64], dim=-1))
-    turns = [draw(1, ROWS, 64, dtype=dtype, seed=seed) for seed in (5, 6)]
+    cos_and_sin = [draw(1, ROWS, 64, dtype=dtype, seed=seed) for seed in (5, 6)]
     module = mlp(dtype)
     ours = fused(module, kernel)
     for name, first in (("gate_proj", 0), ("up_proj", 77)):
         module.get_submodule(name).register_forward_hook(lambda *_, first=first: wide[..., first : first + 77])
 
     # When each runs
-    turned = Rotary(kernel, lambda *_: pytest.fail("not recognised"))(query, key, *turns)
+    rotated = Rotary(kernel, lambda *_: pytest.fail("not recognized"))(query, key, *cos_and_sin)
 
     # Then no view is taken for dense rows
-    expected = modeling_llama.apply_rotary_pos_emb(query, key, *turns)
-    assert all(torch.equal(mine, other) for mine, other in zip(turned, expected, strict=True))
+    expected = modeling_llama.apply_rotary_pos_emb(query, key, *cos_and_sin)
+    assert all(torch.equal(mine, other) for mine, other in zip(rotated, expected, strict=True))
     x = draw(ROWS, 32, dtype=dtype)
     torch.testing.assert_close(ours(x), module(x))
 
 
-def test_given_heads_side_by_side_when_turned_then_the_model_s_function_does_it(kernel: Kernel) -> None:
-    heads = [draw(1, num_heads, ROWS, 64, dtype=torch.float32) for num_heads in (4, 2)]
-    turns = [draw(1, ROWS, 64, dtype=torch.float32, seed=seed) for seed in (5, 6)]
+def test_given_attention_heads_side_by_side_when_rotated_then_the_model_s_function_does_it(kernel: Kernel) -> None:
+    query_and_key = [draw(1, num_heads, ROWS, 64, dtype=torch.float32) for num_heads in (4, 2)]
+    cos_and_sin = [draw(1, ROWS, 64, dtype=torch.float32, seed=seed) for seed in (5, 6)]
 
-    theirs = modeling_llama.apply_rotary_pos_emb(*heads, *turns)
+    theirs = modeling_llama.apply_rotary_pos_emb(*query_and_key, *cos_and_sin)
 
-    assert Rotary(kernel, lambda *_: theirs)(*heads, *turns) is theirs
+    assert Rotary(kernel, lambda *_: theirs)(*query_and_key, *cos_and_sin) is theirs
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -186,7 +191,7 @@ def test_given_something_else_when_fused_then_it_is_left_alone(module: nn.Module
     assert parent["part"] is module
 
 
-def test_given_a_model_that_turns_neighbours_when_fused_then_its_positions_are_left_alone(kernel: Kernel) -> None:
+def test_given_a_model_that_rotates_neighbors_when_fused_then_its_positions_are_left_alone(kernel: Kernel) -> None:
     layer = modeling_cohere.CohereAttention(tf.CohereConfig(**COMMON), 0)
 
     assert fuse(nn.ModuleDict({"attention": layer}), kernel) == 0

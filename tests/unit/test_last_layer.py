@@ -70,7 +70,7 @@ def test_given_a_prefill_of_which_little_is_wanted_when_decoding_then_the_next_r
 @torch.inference_mode()
 def test_given_the_last_layer_when_little_is_wanted_then_its_mlp_sees_few_rows(forward: Forward) -> None:
     seen: list[int] = []
-    mlp = forward.shard.blocks[3].get_submodule("mlp")
+    mlp = forward.shard.layer_modules[3].get_submodule("mlp")
     mlp.register_forward_pre_hook(lambda _module, args: seen.append(args[0].shape[-2]))
 
     forward.wanted([PROMPT], ids([PROMPT]), [NUM_TOKENS - 1])

@@ -23,7 +23,7 @@ from tests.models import COMMON, save_model
 WEIGHTS = "model.safetensors"
 PHI_ROPE: dict[str, Any] = {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
 ORIGINAL = "original_max_position_embeddings"
-QUANTISED: dict[str, Any] = {**COMMON, "quantization_config": {"quant_method": "gptq", "bits": 4}}
+QUANTIZED: dict[str, Any] = {**COMMON, "quantization_config": {"quant_method": "gptq", "bits": 4}}
 
 
 @pytest.fixture(scope="module")
@@ -143,7 +143,7 @@ def test_given_too_little_memory_when_loaded_then_it_is_said_before_a_weight_is_
         (tf.Qwen3NextConfig(), "layers of type linear_attention"),
         (tf.Gemma3nTextConfig(), "num_kv_shared_layers"),
         (tf.LlamaConfig(architectures=["LlamaForSequenceClassification"]), "saved as LlamaForSequenceClassification"),
-        (tf.LlamaConfig(**QUANTISED), "quantised"),
+        (tf.LlamaConfig(**QUANTIZED), "quantized"),
         (tf.LlamaConfig(**COMMON), r"no weights, no model\.safetensors"),
     ],
 )
@@ -230,7 +230,7 @@ class Odd(nn.Module):
 
 def test_given_a_layer_that_returns_a_tuple_when_probed_then_it_is_refused(llama: Path) -> None:
     shard = load(llama, range(2))
-    shard.blocks[0] = shard.decoder.layers[0] = Odd(shard.blocks[0], gives_tuple=True)
+    shard.layer_modules[0] = shard.decoder.layers[0] = Odd(shard.layer_modules[0], gives_tuple=True)
 
     with pytest.raises(Invalid, match="Odd returns a tuple"):
         probe_kv_shapes(shard)
@@ -238,7 +238,7 @@ def test_given_a_layer_that_returns_a_tuple_when_probed_then_it_is_refused(llama
 
 def test_given_a_layer_with_another_input_when_probed_then_it_is_refused(llama: Path) -> None:
     shard = load(llama, range(2))
-    odd = shard.blocks[1] = shard.decoder.layers[1] = Odd(shard.blocks[1], gives_tuple=False)
+    odd = shard.layer_modules[1] = shard.decoder.layers[1] = Odd(shard.layer_modules[1], gives_tuple=False)
 
     def add_input(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Tensor]]:
         return args, {**kwargs, "memory": torch.zeros(1)}

@@ -144,7 +144,7 @@ def test_given_a_hostile_header_when_checked_then_it_is_refused(header: bytes, t
 def test_given_a_hostile_index_when_weights_are_looked_for_then_it_is_refused(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors.index.json").write_bytes(b"[" * 100_000)
 
-    with pytest.raises(Invalid, match="no safetensors index"):
+    with pytest.raises(Invalid, match="not a safetensors index"):
         weight_files(tmp_path)
 
 
@@ -188,8 +188,8 @@ def test_given_only_a_pickle_when_weights_are_looked_for_then_safetensors_are_as
         ({"weight_map": {"a": "one.safetensors"}}, "lacks one.safetensors"),
         ({"weight_map": {"a": "../one.safetensors"}}, "lacks ../one.safetensors"),
         ({"weight_map": {}}, "lacks weights"),
-        ({}, "no safetensors index"),
-        ({"weight_map": [1]}, "no safetensors index"),
+        ({}, "not a safetensors index"),
+        ({"weight_map": [1]}, "not a safetensors index"),
     ],
 )
 def test_given_a_broken_index_when_weights_are_looked_for_then_it_is_said(

@@ -199,7 +199,8 @@ def pack_shard(shard: Shard) -> bool:
         # A tied output layer is packed in every split, so that one stage and three give the same bits.
         embedding = shard.model.get_input_embeddings()
         embedding.weight = torch.nn.Parameter(embedding.weight.detach().clone(), requires_grad=False)
-    pieces = [*shard.blocks.values(), shard.model] if shard.is_last else list(shard.blocks.values())
+    layers = list(shard.layer_modules.values())
+    pieces = [*layers, shard.model] if shard.is_last else layers
     packed = False
     for piece in pieces:
         originals = [parameter.data for parameter in piece.parameters()]

@@ -30,7 +30,7 @@ class Forward:
     def __init__(self, shard: Shard, attention: Attention, kv: PagedKv, padding: RowPadding) -> None:
         self.shard, self.attention, self.kv, self.padding = shard, attention, kv, padding
         attention.bind(kv)
-        last = LastLayer(shard.blocks[shard.layers.stop - 1], attention) if shard.is_last else None
+        last = LastLayer(shard.layer_modules[shard.layers.stop - 1], attention) if shard.is_last else None
         self._last = last if last is not None and self._can_narrow(last) else None
 
     def hidden(self, spans: Sequence[Span], x: Tensor) -> Tensor:
