@@ -36,44 +36,46 @@ def forward(request: pytest.FixtureRequest, tmp_path: Path) -> Forward:
 def ids(spans: list[Span]) -> Tensor:
     """One for each packed row."""
     return torch.tensor(
-        [3 + (7 * place) % 90 for span in spans for place in range(span.start, span.start + span.length)]
+        [3 + (7 * position) % 90 for span in spans for position in range(span.start, span.start + span.length)]
     )
 
 
 @torch.inference_mode()
-def test_given_a_prefill_when_few_rows_are_wanted_then_their_logits_are_those_of_all(forward: Forward) -> None:
+def test_given_a_prefill_when_few_rows_are_sampled_then_their_logits_are_those_of_all(forward: Forward) -> None:
     spans = [PROMPT, BESIDE]
-    wanted = [NUM_TOKENS - 1, NUM_TOKENS + BESIDE.length - 1]
-    everything = forward.wanted(spans, ids(spans), list(range(NUM_TOKENS + BESIDE.length)))
+    sampled_rows = [NUM_TOKENS - 1, NUM_TOKENS + BESIDE.length - 1]
+    everything = forward.sampled_outputs(spans, ids(spans), list(range(NUM_TOKENS + BESIDE.length)))
 
-    torch.testing.assert_close(forward.wanted(spans, ids(spans), wanted), everything[wanted], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        forward.sampled_outputs(spans, ids(spans), sampled_rows), everything[sampled_rows], rtol=1e-5, atol=1e-5
+    )
 
 
 @pytest.mark.parametrize("asked", [True, False], ids=["narrowed", "written"])
 @torch.inference_mode()
-def test_given_a_prefill_of_which_little_is_wanted_when_decoding_then_the_next_row_sees_all_of_it(
+def test_given_a_prefill_of_which_few_rows_are_sampled_when_decoding_then_the_next_row_sees_all_of_it(
     forward: Forward, asked: bool
 ) -> None:
-    forward.wanted([PROMPT], ids([PROMPT]), list(range(NUM_TOKENS)))
-    expected = forward.wanted([NEXT], ids([NEXT]), [0])
+    forward.sampled_outputs([PROMPT], ids([PROMPT]), list(range(NUM_TOKENS)))
+    expected = forward.sampled_outputs([NEXT], ids([NEXT]), [0])
     for store in (*forward.kv.keys.values(), *forward.kv.values.values()):
         store.zero_()
 
     if asked:
-        forward.wanted([PROMPT], ids([PROMPT]), [NUM_TOKENS - 1])
+        forward.sampled_outputs([PROMPT], ids([PROMPT]), [NUM_TOKENS - 1])
     else:
         forward.write([PROMPT], ids([PROMPT]))
 
-    torch.testing.assert_close(forward.wanted([NEXT], ids([NEXT]), [0]), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(forward.sampled_outputs([NEXT], ids([NEXT]), [0]), expected, rtol=1e-5, atol=1e-5)
 
 
 @torch.inference_mode()
-def test_given_the_last_layer_when_little_is_wanted_then_its_mlp_sees_few_rows(forward: Forward) -> None:
+def test_given_the_last_layer_when_few_rows_are_sampled_then_its_mlp_sees_few_rows(forward: Forward) -> None:
     seen: list[int] = []
     mlp = forward.shard.layer_modules[3].get_submodule("mlp")
     mlp.register_forward_pre_hook(lambda _module, args: seen.append(args[0].shape[-2]))
 
-    forward.wanted([PROMPT], ids([PROMPT]), [NUM_TOKENS - 1])
+    forward.sampled_outputs([PROMPT], ids([PROMPT]), [NUM_TOKENS - 1])
     forward.write([PROMPT], ids([PROMPT]))
 
     assert len(seen) == 1

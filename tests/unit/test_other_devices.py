@@ -38,4 +38,4 @@ def test_given_a_dense_model_off_the_cpu_when_loaded_then_it_runs_rows_as_they_c
     # Then it runs, unpadded
     assert (packed, exact, padding.padded(7)) == (False, False, 7)
     ids = torch.zeros(7, dtype=torch.long, device=meta)
-    assert forward.wanted([Span(start=0, length=7, blocks=[0])], ids, [6]).shape == (1, shard.info.hidden_size)
+    assert forward.sampled_outputs([Span(start=0, length=7, blocks=[0])], ids, [6]).shape == (1, shard.info.hidden_size)

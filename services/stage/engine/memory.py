@@ -1,4 +1,4 @@
-"""How a stage's memory is shared out between weights and KV. Knows sizes only."""
+"""Divides a stage's memory between weights and KV. Knows sizes only."""
 
 from __future__ import annotations
 
@@ -12,14 +12,17 @@ from services.stage.scheduling.kv_blocks import blocks_for
 from shardline.errors import Invalid
 
 PACKING_FACTOR = 1.05
-"""While linears are packed, the largest exists twice."""
+"""Weights take this many times their size at most: while linear layers are packed, the largest exists twice."""
 
 DEFAULT_KV_SHARE = 0.4
-"""Of the memory that is free once the shard is loaded. Who starts several stages on a host divides it."""
+"""Share of the memory that is free once the shard is loaded. To start several stages on a host, divide it by them."""
 
 
 def check_fits(shard_bytes: int, kv_bytes: int | None, device: Device) -> None:
-    """Before any weight is read; what fits is promised. Raises Invalid when shard and KV do not fit what is free."""
+    """Checks, before any weight is read, that shard and KV fit into free memory, and promises to take it.
+
+    Raises Invalid, with the remedy, if they do not.
+    """
     kv_bytes = kv_bytes or 0
     with device.promises.alone():
         needed, available = int(shard_bytes * PACKING_FACTOR) + kv_bytes, device.available_bytes()
@@ -43,7 +46,10 @@ def make_kv(
     max_open: int,
     device: Device,
 ) -> PagedKv:
-    """KV of this stage, taken while no other stage of the host looks; what was promised is kept then."""
+    """Allocates this stage's KV while no other stage of the host measures free memory, then withdraws the promise.
+
+    Raises Invalid if the memory does not hold one KV block.
+    """
     with device.promises.alone():
         if kv_bytes is None:
             kv_bytes = int(device.available_bytes() * kv_share)
@@ -56,7 +62,10 @@ def make_kv(
 def num_blocks(
     kv_shapes: Mapping[int, KvShape], dtype: torch.dtype, kv_bytes: int, *, context: int, max_open: int
 ) -> int:
-    """KV blocks that the budget holds; never more than all open sequences could use at full length."""
+    """Returns the KV blocks that `kv_bytes` hold; at most as many as all open sequences could use at full length.
+
+    Raises Invalid if they do not hold one.
+    """
     block_bytes = PagedKv.bytes_per_block(kv_shapes, dtype)
     if kv_bytes < block_bytes:
         raise Invalid("SHARDLINE_KV_MIB", f"{mib(kv_bytes)} hold no KV block of {mib(block_bytes)}", "Give more memory")
@@ -69,5 +78,5 @@ def _promised(device: Device) -> str:
 
 
 def mib(num_bytes: int) -> str:
-    """For people."""
+    """Formats a number of bytes for error texts and logs, in MiB."""
     return f"{num_bytes / 2**20:,.1f} MiB"
