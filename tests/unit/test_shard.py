@@ -163,9 +163,9 @@ def test_given_a_model_that_cannot_be_sharded_when_read_then_the_reason_is_named
     [
         ('{"model_type": "mine", "auto_map": {"AutoModel": "code.Mine"}}', "needs remote code, which is never run"),
         ('{"model_type": "mine"}', "is unknown to this transformers"),
-        ("{}", "no model's config"),
-        ("[]", "no model's config"),
-        ("{", "no model's config"),
+        ("{}", "not a model's config"),
+        ("[]", "not a model's config"),
+        ("{", "not a model's config"),
         ('{"model_type": "llama", "num_attention_heads": "many"}', "transformers refuses"),
     ],
 )

@@ -138,10 +138,10 @@ class Engine(threading.Thread):
         return out
 
     def _pass_failpoints(self, plan: StepPlan) -> None:
-        place = self._wiring.place if self._wiring else 0
+        stage_index = self._wiring.stage_index if self._wiring else 0
         for point, decoding in ((Point.MID_PREFILL, False), (Point.MID_DECODE, True)):
             if any(row.decodes == decoding for row in plan.rows):
-                failpoint(point, place=place, seed=partial(self.executor.seeds, plan, decoding=decoding))
+                failpoint(point, place=stage_index, seed=partial(self.executor.seeds, plan, decoding=decoding))
 
 
 class HeadEngine(Engine):

@@ -124,7 +124,7 @@ def _read_config(path: Path) -> Any:
         raw = json.loads(file.read_text(encoding="utf-8"))
         model_type = raw["model_type"]
     except (ValueError, KeyError, TypeError) as error:
-        refuse(f"{file} is no model's config: {error!r}", "Copy the model again", error)
+        refuse(f"{file} is not a model's config: {error!r}", "Copy the model again", error)
     if model_type not in tf.CONFIG_MAPPING:
         why = "needs remote code, which is never run" if "auto_map" in raw else "is unknown to this transformers"
         refuse(f"model type {model_type!r} {why} ({tf.__version__})", "Choose a model that transformers has built in")
