@@ -23,6 +23,10 @@ UNSAFE_CALLS = {"eval", "exec", "os.system", "os.popen", "torch.load", "yaml.loa
 UNSAFE_KEYWORDS = {"shell", "trust_remote_code", "weights_only"}
 """Allowed only with the safe value: shell=False, trust_remote_code=False, weights_only=True."""
 
+SHAPE = re.compile(r"\[[^\[\]]+\]")
+"""A tensor's shape in a docstring: [T, H], [..., K], [0], or [...] for any."""
+DTYPE = re.compile(r"dtype|float|int(?:8|16|32|64)|bool")
+
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -108,6 +112,38 @@ def test_given_the_product_when_counted_then_functions_are_short() -> None:
 
 def test_given_any_module_when_opened_then_it_says_what_it_owns() -> None:
     assert [_at(path, 1, "no module docstring") for path in _all() if not ast.get_docstring(_tree(path))] == []
+
+
+def _members(scope: ast.Module | ast.ClassDef) -> Iterator[Function]:
+    """Functions of a module and methods of its classes, but no function inside a function."""
+    for node in scope.body:
+        if isinstance(node, Function):
+            yield node
+        elif isinstance(node, ast.ClassDef):
+            yield from _members(node)
+
+
+def _signature(function: Function) -> str:
+    returns = "" if function.returns is None else f" -> {ast.unparse(function.returns)}"
+    return ast.unparse(function.args) + returns
+
+
+def test_given_a_public_function_of_tensors_when_read_then_its_docstring_gives_shape_and_dtype() -> None:
+    tensor = re.compile(r"\bTensor\b")
+    functions = [
+        (path, function)
+        for path in _python_files("services/stage")
+        for function in _members(_tree(path))
+        if function.name == "__call__" or not function.name.startswith("_")
+        if tensor.search(_signature(function))
+    ]
+    assert functions, "no function of services/stage takes or returns a Tensor"
+    bare = [
+        _at(path, function.lineno, f"{function.name} gives no shape, or no dtype, of its tensors")
+        for path, function in functions
+        if not (SHAPE.search(ast.get_docstring(function) or "") and DTYPE.search(ast.get_docstring(function) or ""))
+    ]
+    assert bare == []
 
 
 def test_given_any_function_when_read_then_it_imports_nothing_of_ours() -> None:
