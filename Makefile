@@ -42,8 +42,8 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	@touch $@
 
 # Without a compiler it says so, and attention runs through torch's own kernels.
-$(VENV)/.kernel: $(VENV)/.installed $(wildcard services/stage/kernels/*.cpp services/stage/kernels/*.h services/stage/kernels/kernel.py)
-	$(PY) -m services.stage.kernels.kernel
+$(VENV)/.kernel: $(VENV)/.installed $(wildcard services/stage/kernels/*.cpp services/stage/kernels/*.h services/stage/kernels/build.py)
+	$(PY) -m services.stage.kernels.build
 	@touch $@
 
 demo: setup ## 300 prompts through all five doors of a stack of its own, with a report

@@ -252,8 +252,8 @@ def open_pipes(sockets: Sockets) -> Iterator[Pipes]:
 
 def pass_a_step(pipeline: UUID, wirings: list[Wiring], step: int) -> None:
     """Sends a plan through every stage and its result back to the head: the wiring is right."""
-    for place, wiring in enumerate(wirings):
-        is_tail = place == len(wirings) - 1
+    for stage_index, wiring in enumerate(wirings):
+        is_tail = stage_index == len(wirings) - 1
         assert wiring.sender is not None
         wiring.sender.send(
             Frame(
@@ -264,7 +264,7 @@ def pass_a_step(pipeline: UUID, wirings: list[Wiring], step: int) -> None:
                 message=b"step",
             )
         )
-        receiver = wirings[(place + 1) % len(wirings)].receiver
+        receiver = wirings[(stage_index + 1) % len(wirings)].receiver
         assert receiver is not None
         frame = receiver.receive(PATIENCE_S)
         assert frame is not None

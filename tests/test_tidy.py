@@ -61,6 +61,10 @@ SPELLED = (
 TWO_MEANINGS = {"Bell", "Ready", "Watch"}
 """Class names that the product still defines twice. None may join them, and one that is renamed leaves."""
 
+SHAPE = re.compile(r"\[[^\[\]]+\]")
+"""A tensor's shape in a docstring: [T, H], [..., K], [0], or [...] for any."""
+DTYPE = re.compile(r"dtype|float|int(?:8|16|32|64)|bool")
+
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -146,6 +150,38 @@ def test_functions_of_the_product_are_short() -> None:
 
 def test_every_module_says_what_it_owns() -> None:
     assert [_at(path, 1, "no module docstring") for path in _all() if not ast.get_docstring(_tree(path))] == []
+
+
+def _members(scope: ast.Module | ast.ClassDef) -> Iterator[Function]:
+    """Functions of a module and methods of its classes, but no function inside a function."""
+    for node in scope.body:
+        if isinstance(node, Function):
+            yield node
+        elif isinstance(node, ast.ClassDef):
+            yield from _members(node)
+
+
+def _signature(function: Function) -> str:
+    returns = "" if function.returns is None else f" -> {ast.unparse(function.returns)}"
+    return ast.unparse(function.args) + returns
+
+
+def test_public_functions_of_tensors_give_shape_and_dtype() -> None:
+    tensor = re.compile(r"\bTensor\b")
+    functions = [
+        (path, function)
+        for path in _python_files("services/stage")
+        for function in _members(_tree(path))
+        if function.name == "__call__" or not function.name.startswith("_")
+        if tensor.search(_signature(function))
+    ]
+    assert functions, "no function of services/stage takes or returns a Tensor"
+    bare = [
+        _at(path, function.lineno, f"{function.name} gives no shape, or no dtype, of its tensors")
+        for path, function in functions
+        if not (SHAPE.search(ast.get_docstring(function) or "") and DTYPE.search(ast.get_docstring(function) or ""))
+    ]
+    assert bare == []
 
 
 def test_functions_import_nothing_of_ours() -> None:

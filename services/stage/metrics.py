@@ -37,7 +37,7 @@ class StageMeter:
         metrics.steps.inc()
         metrics.step_seconds.observe(seconds)
         if self._head is not None:
-            self._head.output_tokens.inc(plan.num_wanted)
+            self._head.output_tokens.inc(plan.num_sampled_rows)
             self._head.prompt_tokens.inc(sum(row.length for row in plan.rows if not row.decodes))
         if seconds > self._warn_above_s:
             self._warn_above_s = seconds

@@ -65,10 +65,10 @@ class Pipeline:
         self.identity, num_stages = uuid4(), len(options.device)
         spawn = multiprocessing.get_context("spawn")
         self._later = []
-        for place in range(1, num_stages):
+        for stage_index in range(1, num_stages):
             ours, theirs = spawn.Pipe()
             process = spawn.Process(
-                target=serve_later, args=(theirs, folder, options, place, self.identity), daemon=True
+                target=serve_later, args=(theirs, folder, options, stage_index, self.identity), daemon=True
             )
             process.start()
             self._later.append((process, ours))
@@ -124,35 +124,42 @@ class Pipeline:
                 pipe.send((address, num_blocks))
             sender = hop.open_sender(channel(self.identity, Kind.PLAN, num_stages), addresses[0], CONNECT_S)
         return wiring(
-            self.identity, place=0, num_stages=num_stages, num_blocks=num_blocks, receiver=receiver, sender=sender
+            self.identity, stage_index=0, num_stages=num_stages, num_blocks=num_blocks, receiver=receiver, sender=sender
         )
 
 
-def serve_later(pipe: Connection, folder: Path, options: argparse.Namespace, place: int, identity: UUID) -> None:
+def serve_later(pipe: Connection, folder: Path, options: argparse.Namespace, stage_index: int, identity: UUID) -> None:
     """A later stage's process: load, bind, connect, run until killed."""
     num_stages = len(options.device)
-    executor = load(options, place, folder)
+    executor = load(options, stage_index, folder)
     pipe.send(executor.num_blocks)
     hop = hop_in(folder)
     receiver = hop.open_receiver(channel(identity, Kind.PLAN, num_stages))
     pipe.send(receiver.address)
     address, num_blocks = pipe.recv()
-    kind = Kind.RESULT if place == num_stages - 1 else Kind.PLAN
+    kind = Kind.RESULT if stage_index == num_stages - 1 else Kind.PLAN
     sender = hop.open_sender(channel(identity, kind, num_stages), address, CONNECT_S)
-    engine: Engine = FollowerEngine(executor, on_lost=_abort, name=f"stage-{place}")
+    engine: Engine = FollowerEngine(executor, on_lost=_abort, name=f"stage-{stage_index}")
     engine.wire(
-        wiring(identity, place=place, num_stages=num_stages, num_blocks=num_blocks, receiver=receiver, sender=sender)
+        wiring(
+            identity,
+            stage_index=stage_index,
+            num_stages=num_stages,
+            num_blocks=num_blocks,
+            receiver=receiver,
+            sender=sender,
+        )
     )
     engine.run()
 
 
-def load(options: argparse.Namespace, place: int, folder: Path) -> Executor:
+def load(options: argparse.Namespace, stage_index: int, folder: Path) -> Executor:
     """The executor of one stage, on its device, locked as in production."""
-    device = Device.take(options.device[place], worker=f"bare-{place}", lock_folder=folder / "locks")
+    device = Device.take(options.device[stage_index], worker=f"bare-{stage_index}", lock_folder=folder / "locks")
     info = ModelInfo.read(options.model)
     return Executor.load(
         model=info,
-        layers=even_split(info.num_layers, len(options.device))[place],
+        layers=even_split(info.num_layers, len(options.device))[stage_index],
         device=device,
         dtype=options.dtype,
         kv_bytes=None,
@@ -175,7 +182,7 @@ def channel(pipeline: UUID, kind: Kind, num_stages: int) -> Channel:
 def wiring(
     pipeline: UUID,
     *,
-    place: int,
+    stage_index: int,
     num_stages: int,
     num_blocks: int,
     receiver: Receiver | None,
@@ -185,7 +192,7 @@ def wiring(
     return Wiring(
         pipeline=pipeline,
         epoch=1,
-        place=place,
+        stage_index=stage_index,
         num_stages=num_stages,
         num_lanes=num_stages,
         num_blocks=num_blocks,

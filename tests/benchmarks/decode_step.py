@@ -121,7 +121,7 @@ class Ours:
             result = self._executor.run(plan, None)
             assert isinstance(result, StepResult)
             scheduler.apply(result)
-            if plan.num_tokens == plan.num_wanted == BATCH:
+            if plan.num_tokens == plan.num_sampled_rows == BATCH:
                 return scheduler
 
 

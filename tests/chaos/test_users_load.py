@@ -17,7 +17,7 @@ import httpx
 import pytest
 import torch
 
-from services.stage.attention.paged_kv import HeadShape, PagedKv
+from services.stage.attention.paged_kv import KvShape, PagedKv
 from services.stage.scheduling.kv_blocks import BLOCK_TOKENS
 from shardline.client import Client
 from shardline.errors import Conflict, Unavailable
@@ -191,8 +191,10 @@ def test_a_bulk_load_sent_twice_stores_each_row_once_and_cancels_held_rows(datab
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_the_second_models_kv_holds_its_limit_and_part_of_its_context(dtype: torch.dtype) -> None:
-    shape = HeadShape(num_kv_heads=NUM_KV_HEADS, head_dim=HEAD_DIM, value_head_dim=HEAD_DIM)
+def test_the_second_models_kv_holds_its_limit_and_part_of_its_context(
+    dtype: torch.dtype,
+) -> None:
+    shape = KvShape(num_kv_heads=NUM_KV_HEADS, head_dim=HEAD_DIM, value_head_dim=HEAD_DIM)
     block_bytes = PagedKv.bytes_per_block(dict.fromkeys(range(NUM_LAYERS), shape), dtype)
     kv_bytes = SECOND_KV_MIB[str(dtype).removeprefix("torch.")] * MIB
     assert kv_bytes // block_bytes * BLOCK_TOKENS == SCRIBE.limit < CONTEXT

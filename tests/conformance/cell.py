@@ -95,12 +95,12 @@ def requests(num: int, *, vocab_size: int) -> list[Request]:
     sizes = [round(shortest * (longest / shortest) ** share) for share in shares]
     return [
         Request(
-            key=(str(place), 1),
+            key=(str(index), 1),
             prompt_ids=tuple(torch.randint(3, vocab_size, (size,), generator=generator).tolist()),
-            params=SamplingParams(max_tokens=NUM_NEW, temperature=0.8 * (place % 2), logprobs=2),
-            seed=place,
+            params=SamplingParams(max_tokens=NUM_NEW, temperature=0.8 * (index % 2), logprobs=2),
+            seed=index,
         )
-        for place, size in enumerate(sizes)
+        for index, size in enumerate(sizes)
     ]
 
 

@@ -221,8 +221,8 @@ def test_room_that_is_gone_between_the_poll_and_the_send_loses_the_link(
 
 
 def test_a_sender_without_a_receiver_is_refused(hop: Hop, receiver: Receiver) -> None:
-    scheme, _, place = receiver.address.partition("://")
-    nobody = f"tcp://{place.split(':')[0]}:1" if scheme == "tcp" else f"ipc://{place}-nobody"
+    scheme, _, endpoint = receiver.address.partition("://")
+    nobody = f"tcp://{endpoint.split(':')[0]}:1" if scheme == "tcp" else f"ipc://{endpoint}-nobody"
 
     with pytest.raises(LinkLost, match="no link to"):
         hop.open_sender(CHANNEL, nobody, PATIENCE_S)
@@ -240,13 +240,13 @@ def test_garbage_is_refused_and_the_process_lives(sockets: Sockets, receiver: Re
 
 
 def test_a_stranger_who_speaks_no_zeromq_disturbs_nobody(sender: Sender, receiver: Receiver) -> None:
-    strangers = "import sys, socket; kind, place = sys.argv[1:]; " + (
+    strangers = "import sys, socket; kind, endpoint = sys.argv[1:]; " + (
         "s = socket.socket(getattr(socket, kind)); "
-        "s.connect(place if kind == 'AF_UNIX' else (place.split(':')[0], int(place.split(':')[1]))); "
+        "s.connect(endpoint if kind == 'AF_UNIX' else (endpoint.split(':')[0], int(endpoint.split(':')[1]))); "
         "s.sendall(b'GET / HTTP/1.0\\r\\n\\r\\n' * 10); s.close()"
     )
-    scheme, _, place = receiver.address.partition("://")
-    subprocess.run([sys.executable, "-c", strangers, "AF_UNIX" if scheme == "ipc" else "AF_INET", place], check=True)
+    scheme, _, endpoint = receiver.address.partition("://")
+    subprocess.run([sys.executable, "-c", strangers, "AF_UNIX" if scheme == "ipc" else "AF_INET", endpoint], check=True)
 
     assert receiver.receive(A_MOMENT_S * 10) is None
     sender.send(plan(0))

@@ -42,7 +42,7 @@ def scrape_of_stage(*, is_head: bool) -> str:
     executor = SimpleNamespace(exact=True, blocks_used=3, num_blocks=8)
     settings = SimpleNamespace(times=SimpleNamespace(stall_s=30.0))
     meter = StageMeter(cast(Any, SimpleNamespace(executor=executor, settings=settings, is_head=is_head)))
-    plan = SimpleNamespace(num_wanted=2, rows=[SimpleNamespace(decodes=False, length=7)])
+    plan = SimpleNamespace(num_sampled_rows=2, rows=[SimpleNamespace(decodes=False, length=7)])
     meter.step(cast(Any, plan), 0.1)
     return generate_latest(meter.registry).decode()
 

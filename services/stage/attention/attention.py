@@ -1,6 +1,7 @@
 """The engine's attention, as transformers calls it. Owns the choice of backend; knows no scheduler and no model.
 
-Packed rows, paged KV: `bind` the stage's KV once, `use` a batch before each forward.
+Packed rows, paged KV: `bind` the stage's KV once, `use` a micro-batch before each forward. Shapes are written with the
+letters of `paged_kv`.
 """
 
 from __future__ import annotations
@@ -11,21 +12,24 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from services.stage.attention.kernel_backend import KernelBackend
-from services.stage.attention.paged_kv import AttentionParams, Backend, HeadShape, MicroBatch, PackedQkv, PagedKv, Span
+from services.stage.attention.paged_kv import AttentionParams, Backend, KvShape, MicroBatch, PackedQkv, PagedKv, Span
 from services.stage.attention.sdpa import SdpaBackend
 from services.stage.kernels.kernel import Kernel
 from services.stage.scheduling.kv_blocks import BLOCK_TOKENS
 from shardline.errors import Invalid
 
-__all__ = ["BLOCK_TOKENS", "Attention", "HeadShape", "MicroBatch", "PagedKv", "Span"]
+__all__ = ["BLOCK_TOKENS", "Attention", "KvShape", "MicroBatch", "PagedKv", "Span"]
 
 
 class KvWritten(Exception):
-    """Raised out of a layer's forward once its keys and values are written, where nothing else of it is wanted."""
+    """Ends a layer's forward as soon as its keys and values are written, when its output is not needed."""
 
 
 class Attention:
-    """One per engine. Pass `name` as `attn_implementation`: transformers builds no mask for a name it does not know."""
+    """The attention function of one engine.
+
+    Pass `name` as `attn_implementation`: transformers builds no mask for a name that it does not know.
+    """
 
     __slots__ = ("_backend", "exact", "kind", "name", "only_writes", "version")
 
@@ -35,18 +39,21 @@ class Attention:
         self.exact = kernel is not None
         self.kind = "sdpa" if kernel is None else f"kernel-{kernel.isa}"
         self.version = "sdpa" if kernel is None else kernel.path.stem
-        """Changes whenever row bits may: part of the exactness fingerprint."""
+        """A name that changes whenever the bits of a row may change: part of the exactness fingerprint."""
         self.only_writes = False
-        """While true, a layer that attends writes its keys and values and ends in KvWritten."""
+        """While true, `attend` writes keys and values, computes nothing and raises KvWritten."""
         AttentionInterface.register(self.name, self.attend)
 
     def bind(self, kv: PagedKv) -> None:
-        """From now on rows are written to and read from `kv`."""
+        """Makes `kv` the storage that rows are written to and read from."""
         self._backend.bind(kv)
 
-    def use(self, batch: MicroBatch) -> None:
-        """The next forward's rows. Here or in the forward: ProtocolError where they point outside the KV."""
-        self._backend.use(batch)
+    def use(self, micro_batch: MicroBatch) -> None:
+        """Sets the rows of the next forward.
+
+        Rows that point outside the KV raise ProtocolError, here or in `attend`, as the backend finds them.
+        """
+        self._backend.use(micro_batch)
 
     def attend(
         self,
@@ -57,21 +64,28 @@ class Attention:
         attention_mask: Tensor | None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
-        """transformers' attention function: query [1, H, T, D], key and value [1, Hk, T, D] -> [1, T, H, D]."""
+        """Attends to one layer, in the signature that transformers prescribes.
+
+        Takes query [1, H, T, D], key [1, Hk, T, D] and value [1, Hk, T, Dv] in the model's dtype; returns the output
+        [1, T, H, Dv] in the query's dtype. Padding rows are zeros.
+
+        Raises Invalid for attention that is not plainly causal, ProtocolError for rows that point outside the KV, and
+        KvWritten while `only_writes` is true.
+        """
         if attention_mask is not None or kwargs.get("position_bias") is not None or kwargs.get("is_causal") is False:
             raise _unsupported(module)
-        rows = PackedQkv(query=query, key=key, value=value)
+        qkv = PackedQkv(query=query, key=key, value=value)
         layer = module.layer_idx
         assert isinstance(layer, int), f"{type(module).__name__} has no layer index"
-        rule = _rule(module, query.shape[-1], kwargs)
+        params = _params(module, query.shape[-1], kwargs)
         if self.only_writes:
-            self._backend.write(layer, rows, rule)
+            self._backend.write(layer, qkv, params)
             raise KvWritten
-        return self._backend.attend(layer, rows, rule), None
+        return self._backend.attend(layer, qkv, params), None
 
 
-def _rule(module: nn.Module, head_dim: int, options: dict[str, Any]) -> AttentionParams:
-    """What the model asks for. Qwen2-MoE passes no window: it keeps it on the module and relies on its mask."""
+def _params(module: nn.Module, head_dim: int, options: dict[str, Any]) -> AttentionParams:
+    """Reads what the model asks for. Qwen2-MoE passes no window: it keeps it on the module and relies on its mask."""
     scaling = options.get("scaling")
     window = options["sliding_window"] if "sliding_window" in options else getattr(module, "sliding_window", None)
     return AttentionParams(

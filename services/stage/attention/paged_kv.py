@@ -1,6 +1,9 @@
 """Paged KV and the description of a packed micro-batch. Owns their memory layout; knows no model.
 
-Keys lie in the kernel's order, values token by token; both backends read the same storage, each in its own view.
+Keys lie in the backend's own order, values token by token.
+
+Letters of shapes: T packed rows, S sequences of the micro-batch, W blocks of its longest sequence, H query heads, Hk KV
+heads, D the head size of queries and keys, Dv that of values.
 """
 
 from __future__ import annotations
@@ -14,8 +17,8 @@ from torch import Tensor
 
 from services.stage.scheduling.kv_blocks import BLOCK_TOKENS, blocks_for
 
-LANES = 16
-"""Head sizes of stored values are padded to this, so that a vector register never reads past a token's place."""
+VECTOR_WIDTH = 16
+"""Head sizes of stored values are padded to a multiple of this: a vector load never reads past a token's slot."""
 
 NO_SEQUENCE = -1
 NO_BLOCK = -1
@@ -23,7 +26,7 @@ NO_BLOCK = -1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """Adjacent rows of one sequence: `length` tokens from position `start`; `blocks` hold its KV, in order."""
+    """Adjacent rows of one sequence: `length` tokens from position `start`. `blocks` hold its KV, in order."""
 
     start: int
     length: int
@@ -37,14 +40,14 @@ class MicroBatch:
     sequence: Tensor
     """int32 [T]: row of `table` for each packed row; rows of one sequence are adjacent and in order of position."""
     position: Tensor
-    """int32 [T]: place of the row's token in its sequence."""
+    """int32 [T]: index of the row's token in its sequence."""
     table: Tensor
     """int32 [S, W]: KV block numbers of each sequence, in order; -1 where there is none."""
     spans: tuple[Span, ...]
 
     @classmethod
     def of(cls, spans: Sequence[Span], *, min_rows: int = 1, device: torch.device | str = "cpu") -> MicroBatch:
-        """Packs spans in their order and pads to `min_rows`."""
+        """Packs spans in their order and pads them to `min_rows` rows."""
         sequence: list[int] = []
         position: list[int] = []
         width = max((blocks_for(span.start + span.length) for span in spans), default=1)
@@ -59,25 +62,25 @@ class MicroBatch:
             table.append([*span.blocks[:num_blocks], *[NO_BLOCK] * (width - num_blocks)])
         num_padding = max(0, min_rows - len(sequence))
 
-        def place(values: list[int] | list[list[int]]) -> Tensor:
+        def on_device(values: list[int] | list[list[int]]) -> Tensor:
             return torch.tensor(values, dtype=torch.int32).to(device, non_blocking=True)
 
         return cls(
-            sequence=place(sequence + [NO_SEQUENCE] * num_padding),
-            position=place(position + [0] * num_padding),
-            table=place(table or [[NO_BLOCK]]),
+            sequence=on_device(sequence + [NO_SEQUENCE] * num_padding),
+            position=on_device(position + [0] * num_padding),
+            table=on_device(table or [[NO_BLOCK]]),
             spans=tuple(spans),
         )
 
     @property
     def num_rows(self) -> int:
-        """Packed rows, padding included."""
+        """The number of packed rows, padding included."""
         return self.sequence.shape[0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HeadShape:
-    """What one layer keeps per token. Values may have another head size than keys."""
+class KvShape:
+    """The keys and values that one layer keeps per token. Values may have another head size than keys."""
 
     num_kv_heads: int
     head_dim: int
@@ -85,30 +88,30 @@ class HeadShape:
 
     @property
     def value_dim(self) -> int:
-        """Head size of the values."""
+        """The head size of the values."""
         return self.head_dim if self.value_head_dim is None else self.value_head_dim
 
     @property
     def padded_value_dim(self) -> int:
-        """Head size of the values as stored."""
-        return -(-self.value_dim // LANES) * LANES
+        """The head size of the values as stored."""
+        return -(-self.value_dim // VECTOR_WIDTH) * VECTOR_WIDTH
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionParams:
-    """How one layer's scores become weights."""
+    """How one layer turns scores into weights."""
 
     scale: float
     window: int | None = None
-    """A row sees this many keys, itself included; None: all before it."""
+    """A row sees this many keys, its own included; None: all up to its own."""
     softcap: float | None = None
     sinks: Tensor | None = None
-    """[heads]: a score per head that takes part in the softmax and has no value."""
+    """[H], any float dtype: a score per query head that takes part in the softmax and has no value."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedQkv:
-    """One layer's new rows: query [1, H, T, D], key [1, Hk, T, D], value [1, Hk, T, Dv], in any strides."""
+    """One layer's new rows: query [1, H, T, D], key [1, Hk, T, D], value [1, Hk, T, Dv], in any dtype and strides."""
 
     query: Tensor
     key: Tensor
@@ -116,30 +119,34 @@ class PackedQkv:
 
 
 class Backend(Protocol):
-    """Writes a layer's new keys and values, then attends: [1, T, H, Dv]."""
+    """Computes attention over a stage's KV. Called by one thread."""
 
     def bind(self, kv: PagedKv) -> None:
-        """From now on rows are written to and read from `kv`."""
+        """Makes `kv` the storage that rows are written to and read from."""
 
-    def use(self, batch: MicroBatch) -> None:
-        """The next rows; raises ProtocolError where they point outside the KV."""
+    def use(self, micro_batch: MicroBatch) -> None:
+        """Sets the rows of the next forward. May raise ProtocolError for rows that point outside the KV."""
 
-    def attend(self, layer: int, rows: PackedQkv, rule: AttentionParams) -> Tensor:
-        """One layer. Raises ProtocolError where rows point outside the KV."""
+    def attend(self, layer: int, qkv: PackedQkv, params: AttentionParams) -> Tensor:
+        """Writes one layer's new keys and values, then attends: returns [1, T, H, Dv] in the query's dtype.
 
-    def write(self, layer: int, rows: PackedQkv, rule: AttentionParams) -> None:
-        """Only the keys and values of one layer."""
+        Raises ProtocolError for rows that point outside the KV, unless `use` did.
+        """
+
+    def write(self, layer: int, qkv: PackedQkv, params: AttentionParams) -> None:
+        """Writes one layer's new keys and values only."""
 
 
 class PagedKv:
-    """KV of one stage: two tensors per layer, allocated and touched once, so that memory never runs out later."""
+    """The KV of one stage: `keys` and `values` of each layer, allocated and touched once, so that memory never runs out
+    later. Both hold [blocks, Hk, 64, ...] in `dtype`; keys end in D, values in Dv padded to a vector."""
 
     __slots__ = ("dtype", "keys", "num_blocks", "shapes", "values")
 
     def __init__(
         self,
         *,
-        layers: Mapping[int, HeadShape],
+        layers: Mapping[int, KvShape],
         num_blocks: int,
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
@@ -150,12 +157,12 @@ class PagedKv:
         self.keys: dict[int, Tensor] = {}
         self.values: dict[int, Tensor] = {}
         for layer, shape in layers.items():
-            place = (num_blocks, shape.num_kv_heads, BLOCK_TOKENS)
-            self.keys[layer] = torch.zeros(*place, shape.head_dim, dtype=dtype, device=device)
-            self.values[layer] = torch.zeros(*place, shape.padded_value_dim, dtype=dtype, device=device)
+            slots = (num_blocks, shape.num_kv_heads, BLOCK_TOKENS)
+            self.keys[layer] = torch.zeros(*slots, shape.head_dim, dtype=dtype, device=device)
+            self.values[layer] = torch.zeros(*slots, shape.padded_value_dim, dtype=dtype, device=device)
 
     @staticmethod
-    def bytes_per_block(layers: Mapping[int, HeadShape], dtype: torch.dtype) -> int:
-        """Memory that one KV block takes over all these layers."""
+    def bytes_per_block(layers: Mapping[int, KvShape], dtype: torch.dtype) -> int:
+        """Returns the memory that one KV block takes over all these layers."""
         per_token = sum(shape.num_kv_heads * (shape.head_dim + shape.padded_value_dim) for shape in layers.values())
         return BLOCK_TOKENS * per_token * dtype.itemsize

@@ -1,4 +1,7 @@
-"""Attention through torch's SDPA, sequence by sequence: any device, no compiler. Promises no row bits."""
+"""Attention through torch's SDPA, sequence by sequence: any device, no compiler. Promises no row bits, knows no model.
+
+Shapes are written with the letters of `paged_kv`; P is the number of a sequence's tokens up to its last row.
+"""
 
 from __future__ import annotations
 
@@ -14,86 +17,93 @@ from shardline.errors import ProtocolError
 class SdpaBackend:
     """Gathers each sequence's blocks into one tensor, then attends to it."""
 
-    __slots__ = ("_batch", "_block", "_kv", "_place")
+    __slots__ = ("_block", "_kv", "_micro_batch", "_slot")
 
     def bind(self, kv: PagedKv) -> None:
-        """From now on rows are written to and read from `kv`."""
+        """Makes `kv` the storage that rows are written to and read from."""
         self._kv = kv
 
-    def use(self, batch: MicroBatch) -> None:
-        """The next rows, checked here: an index outside the KV would wrap around, or kill the device."""
-        self._batch = batch
-        for span in batch.spans:
+    def use(self, micro_batch: MicroBatch) -> None:
+        """Sets the rows of the next forward.
+
+        Raises ProtocolError for blocks outside the KV: torch would wrap a negative index around, and an index past the
+        end makes a CUDA device unusable.
+        """
+        self._micro_batch = micro_batch
+        for span in micro_batch.spans:
             if min(span.blocks) < 0 or max(span.blocks) >= self._kv.num_blocks:
                 raise ProtocolError(f"a block table {tuple(span.blocks)} lies outside {self._kv.num_blocks} KV blocks")
-        num_rows = sum(span.length for span in batch.spans)
-        sequence, position = batch.sequence[:num_rows].long(), batch.position[:num_rows].long()
-        self._block = batch.table[sequence, position // BLOCK_TOKENS].long()
-        self._place = position % BLOCK_TOKENS
+        num_rows = sum(span.length for span in micro_batch.spans)
+        sequence, position = micro_batch.sequence[:num_rows].long(), micro_batch.position[:num_rows].long()
+        self._block = micro_batch.table[sequence, position // BLOCK_TOKENS].long()
+        self._slot = position % BLOCK_TOKENS
 
-    def attend(self, layer: int, rows: PackedQkv, rule: AttentionParams) -> Tensor:
-        """One layer."""
-        keys, values = self._written(layer, rows)
-        query = rows.query[0].to(self._kv.dtype)
+    def attend(self, layer: int, qkv: PackedQkv, params: AttentionParams) -> Tensor:
+        """Writes one layer's new keys and values, then attends: returns [1, T, H, Dv] in the query's dtype."""
+        keys, values = self._written(layer, qkv)
+        query = qkv.query[0].to(self._kv.dtype)
         out = query.new_zeros(1, query.shape[1], query.shape[0], values.shape[-1])
         row = 0
-        for blocks, span in zip(self._batch.table.long(), self._batch.spans, strict=True):
+        for blocks, span in zip(self._micro_batch.table.long(), self._micro_batch.spans, strict=True):
             end = row + span.length
             past_keys, past_values = _gather(keys, blocks, span), _gather(values, blocks, span)
-            out[0, row:end] = _attend_span(query[:, row:end], past_keys, past_values, span, rule).transpose(0, 1)
+            out[0, row:end] = _attend_span(query[:, row:end], past_keys, past_values, span, params).transpose(0, 1)
             row = end
-        return out.to(rows.query.dtype)
+        return out.to(qkv.query.dtype)
 
-    def write(self, layer: int, rows: PackedQkv, _rule: AttentionParams) -> None:
-        """Only the keys and values."""
-        self._written(layer, rows)
+    def write(self, layer: int, qkv: PackedQkv, _params: AttentionParams) -> None:
+        """Writes one layer's new keys and values only."""
+        self._written(layer, qkv)
 
-    def _written(self, layer: int, rows: PackedQkv) -> tuple[Tensor, Tensor]:
-        """The layer's keys and values, the new ones among them."""
-        key, value = rows.key[0], rows.value[0]
+    def _written(self, layer: int, qkv: PackedQkv) -> tuple[Tensor, Tensor]:
+        """Writes the new rows; returns all of the layer's keys [blocks, Hk, 64, D] and values [blocks, Hk, 64, Dv]."""
+        key, value = qkv.key[0], qkv.value[0]
         keys, values = self._kv.keys[layer], self._kv.values[layer][..., : value.shape[-1]]
-        num_rows = self._place.shape[0]
-        keys[self._block, :, self._place] = key[:, :num_rows].transpose(0, 1).to(keys.dtype)
-        values[self._block, :, self._place] = value[:, :num_rows].transpose(0, 1).to(values.dtype)
+        num_rows = self._slot.shape[0]
+        keys[self._block, :, self._slot] = key[:, :num_rows].transpose(0, 1).to(keys.dtype)
+        values[self._block, :, self._slot] = value[:, :num_rows].transpose(0, 1).to(values.dtype)
         return keys, values
 
 
 def _gather(store: Tensor, blocks: Tensor, span: Span) -> Tensor:
-    """A sequence's keys or values as one tensor [Hk, tokens, D]."""
+    """Returns a sequence's keys or values as one tensor [Hk, P, D] in the KV's dtype."""
     num_tokens = span.start + span.length
     return store[blocks[: blocks_for(num_tokens)]].transpose(0, 1).flatten(1, 2)[:, :num_tokens]
 
 
-def _attend_span(query: Tensor, keys: Tensor, values: Tensor, span: Span, rule: AttentionParams) -> Tensor:
-    mask = _visible(keys.shape[1], span, rule, query.device)
-    if rule.softcap is not None or rule.sinks is not None:
-        return _attend_plainly(query, keys, values, mask, rule)
+def _attend_span(query: Tensor, keys: Tensor, values: Tensor, span: Span, params: AttentionParams) -> Tensor:
+    """Query [H, rows, D] over keys [Hk, P, D] and values [Hk, P, Dv]: returns [H, rows, Dv]."""
+    mask = _visible(keys.shape[1], span, params, query.device)
+    if params.softcap is not None or params.sinks is not None:
+        return _attend_in_float32(query, keys, values, mask, params)
     batched = (query[None], keys[None], values[None])
     is_grouped = query.shape[0] > keys.shape[0]
-    return scaled_dot_product_attention(*batched, mask, scale=rule.scale, enable_gqa=is_grouped)[0]
+    return scaled_dot_product_attention(*batched, mask, scale=params.scale, enable_gqa=is_grouped)[0]
 
 
-def _visible(num_keys: int, span: Span, rule: AttentionParams, device: torch.device) -> Tensor | None:
-    """Which keys each row may see: none after itself, none before its window."""
-    if span.length == 1 and (rule.window is None or num_keys <= rule.window):
+def _visible(num_keys: int, span: Span, params: AttentionParams, device: torch.device) -> Tensor | None:
+    """Which keys each row sees, bool [rows, P]: none after its own, none before its window. None: it sees all."""
+    if span.length == 1 and (params.window is None or num_keys <= params.window):
         return None
     row = torch.arange(span.start, span.start + span.length, device=device)[:, None]
     column = torch.arange(num_keys, device=device)[None]
     visible = column <= row
-    return visible if rule.window is None else visible & (column > row - rule.window)
+    return visible if params.window is None else visible & (column > row - params.window)
 
 
-def _attend_plainly(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, rule: AttentionParams) -> Tensor:
-    """Softcap and sinks, which SDPA does not know, in fp32."""
+def _attend_in_float32(
+    query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, params: AttentionParams
+) -> Tensor:
+    """The same with softcap and sinks, which SDPA does not know."""
     num_heads, num_rows, head_dim = query.shape
     grouped = query.float().reshape(keys.shape[0], -1, head_dim)
-    scores = (grouped @ keys.float().transpose(1, 2) * rule.scale).view(num_heads, num_rows, -1)
-    if rule.softcap is not None:
-        scores = torch.tanh(scores / rule.softcap) * rule.softcap
+    scores = (grouped @ keys.float().transpose(1, 2) * params.scale).view(num_heads, num_rows, -1)
+    if params.softcap is not None:
+        scores = torch.tanh(scores / params.softcap) * params.softcap
     if mask is not None:
         scores = scores.masked_fill(~mask, float("-inf"))
-    if rule.sinks is not None:
-        sinks = rule.sinks.float().view(-1, 1, 1).expand(-1, num_rows, 1)
+    if params.sinks is not None:
+        sinks = params.sinks.float().view(-1, 1, 1).expand(-1, num_rows, 1)
         scores = torch.cat([scores, sinks], dim=-1)
     weights = scores.softmax(-1)[..., : keys.shape[1]]
     weighted = weights.reshape(keys.shape[0], -1, keys.shape[1]) @ values.float()

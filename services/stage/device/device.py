@@ -31,7 +31,7 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """A device that this process holds until `release` or its death."""
+    """A device that this process holds until it calls `release` or ends."""
 
     name: str
     torch_device: torch.device
@@ -44,7 +44,10 @@ class Device:
 
     @classmethod
     def take(cls, name: str, *, worker: str, lock_folder: Path = LOCK_FOLDER, shared: bool = False) -> Device:
-        """Locks the device, pins this process to it. Raises Invalid, naming the holder, if another worker has it."""
+        """Locks the device and pins this process to it.
+
+        Raises Invalid for a name that is not a device here, and, naming the holder, if another worker holds it.
+        """
         cores = parse_cores(name)
         _check_usable(cores)
         gpu = None if cores else _find_gpu(name)
@@ -68,23 +71,23 @@ class Device:
 
     @property
     def is_cpu(self) -> bool:
-        """Cores, not a GPU."""
+        """Whether the device is a set of cores, not a GPU."""
         return self.torch_device.type == "cpu"
 
     def release(self) -> None:
-        """Gives the device back to other workers."""
+        """Releases the locks, so that other workers may take the device."""
         self.promises.release()
         self.locks.release()
 
     def available_bytes(self) -> int:
-        """Memory that can be taken now, less what other stages of this host are about to take."""
+        """Returns the free memory; on the CPU less what other stages of this host have promised to take."""
         if not self.is_cpu:
             return int(torch.cuda.mem_get_info(self.torch_device)[0])
         of_host = psutil.virtual_memory().available - self.promises.others()
         return max(0, min(of_host, _cgroup_available_bytes() - self.promises.others(same_cgroup=True)))
 
     def dtype(self, name: str) -> torch.dtype:
-        """The dtype to compute in. Raises Invalid for one that this device does not serve."""
+        """Returns the dtype of this name. Raises Invalid if this device does not serve it."""
         allowed = {"float32": torch.float32, "bfloat16": torch.bfloat16}
         if not self.is_cpu:
             allowed["float16"] = torch.float16
@@ -94,23 +97,23 @@ class Device:
 
 
 def parse_cores(name: str) -> tuple[int, ...]:
-    """`cpu:0-3` → (0, 1, 2, 3); empty for the name of a GPU. Raises Invalid for anything else."""
+    """Returns the cores in a device's name: `cpu:0-3` → (0, 1, 2, 3); none for a GPU. Raises Invalid otherwise."""
     if re.fullmatch(r"cuda:\d+|(GPU-)?[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}", name):
         return ()
     cores: set[int] = set()
     for part in name.removeprefix("cpu:").split(","):
         match = re.fullmatch(r"(\d{1,4})(?:-(\d{1,4}))?", part)
         if match is None or not name.startswith("cpu:"):
-            raise Invalid(FIELD, f"{name!r} is no device", FORMS)
+            raise Invalid(FIELD, f"{name!r} is not a device", FORMS)
         first, last = int(match[1]), int(match[2] or match[1])
         if not first <= last < MAX_CORES:
-            raise Invalid(FIELD, f"{part!r} is no range of cores (0-{MAX_CORES - 1}, first ≤ last)", FORMS)
+            raise Invalid(FIELD, f"{part!r} is not a range of cores (0-{MAX_CORES - 1}, first ≤ last)", FORMS)
         cores |= set(range(first, last + 1))
     return tuple(sorted(cores))
 
 
 def show_cores(cores: tuple[int, ...]) -> str:
-    """(0, 1, 2, 5) → `0-2,5`."""
+    """Formats cores as ranges: (0, 1, 2, 5) → `0-2,5`."""
     parts: list[list[int]] = []
     for core in cores:
         if parts and core == parts[-1][-1] + 1:
@@ -128,7 +131,7 @@ def _check_usable(cores: tuple[int, ...]) -> None:
 
 
 def _pin(cores: tuple[int, ...]) -> None:
-    """Every thread of this process, those of libraries too, and as many compute threads as cores."""
+    """Pins every thread of this process, also those of libraries, and sets as many compute threads as cores."""
     for thread in Path("/proc/self/task").iterdir():
         with suppress(ProcessLookupError):  # it ended meanwhile
             os.sched_setaffinity(int(thread.name), cores)
@@ -136,7 +139,7 @@ def _pin(cores: tuple[int, ...]) -> None:
 
 
 def _usable_cores() -> tuple[int, ...]:
-    """Cores that this container may use: those of its cgroup, not those that an earlier pin left."""
+    """The cores that this container may use: those of its cgroup, not those that an earlier `_pin` left."""
     try:
         text = (CGROUP / "cpuset.cpus.effective").read_text(encoding="ascii").strip()
         return parse_cores(f"cpu:{text}")
@@ -157,7 +160,7 @@ def _find_gpu(name: str) -> tuple[int, str]:
 
 
 def _cgroup_available_bytes() -> int:
-    """What the container's memory limit leaves; a page cache that can be dropped counts as free."""
+    """What the container's memory limit leaves. Page cache that can be dropped counts as free."""
     try:
         limit = int((CGROUP / "memory.max").read_text(encoding="ascii"))
         used = int((CGROUP / "memory.current").read_text(encoding="ascii"))

@@ -1,6 +1,7 @@
-"""One lock file per core or GPU, in a folder that one user's containers may share. The kernel frees a dead one's locks.
+"""One lock file per core or GPU, in a folder that one user's containers may share. The kernel frees those of a dead
+process.
 
-Knows nothing of what a device is.
+Owns the lock files; knows nothing of what a device is.
 """
 
 from __future__ import annotations
@@ -20,7 +21,10 @@ HOLDER_MAX_BYTES = 256
 
 
 class DeviceLocks:
-    """All of the named locks, or none. Exclusive, unless every holder agrees to share."""
+    """Takes all of the named locks, or none. They are exclusive unless every holder shares them.
+
+    Raises Invalid, naming the holder, if another process holds one of them.
+    """
 
     def __init__(self, folder: Path, names: Iterable[str], *, worker: str, shared: bool = False) -> None:
         self._files: list[int] = []
@@ -35,7 +39,7 @@ class DeviceLocks:
             os.close(opened)
 
     def release(self) -> None:
-        """Gives them back. The files stay: removing them would let two holders in."""
+        """Releases the locks. The files stay: removing them would let two processes hold the same lock."""
         while self._files:
             os.close(self._files.pop())
 
@@ -51,7 +55,7 @@ class DeviceLocks:
                 f"{name.removesuffix('.lock')} is held by {holder}",
                 "Give this worker another device, stop that one, or let both share it (SHARDLINE_DEVICE_SHARED=1)",
             ) from error
-        # The lock is held without the name: a full disk must not keep a stage from starting.
+        # The lock holds even if the name cannot be written: a full disk must not keep a stage from starting.
         with suppress(OSError):
             os.ftruncate(file, 0)
             os.pwrite(file, f"{worker} (pid {os.getpid()} on {socket.gethostname()})\n".encode()[:HOLDER_MAX_BYTES], 0)

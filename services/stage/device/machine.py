@@ -1,4 +1,4 @@
-"""What the libraries of this process choose their kernels by: equal machines, equal bits. Knows no model."""
+"""Lists all that the libraries of this process choose their kernels by: equal lists mean equal bits. Knows no model."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import torch
 
 ISA_PREFIXES = ("avx", "amx", "fma", "sse4", "asimd", "sve", "bf16", "i8mm")
 PROCESSOR_FIELDS = ("vendor_id", "cpu family", "model", "CPU implementer", "CPU part")
-"""Of /proc/cpuinfo, beside the instruction sets: kernels are chosen by generation too."""
+"""Fields of /proc/cpuinfo beside the instruction sets: kernels are chosen by processor generation too."""
 CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
-"""oneDNN sizes its blocks by them."""
+"""The caches of the first core: oneDNN sizes its blocks by them."""
 VARIABLES = (
     "ATEN_CPU_CAPABILITY",
     "DNNL_CPU_ISA_HINTS",
@@ -28,7 +28,7 @@ VARIABLES = (
 
 
 def machine() -> list[str]:
-    """Libraries, processor, caches and what the environment forbids them."""
+    """Returns libraries, processor, caches, and the settings that change which kernels run."""
     settings = [f"{name}={os.environ[name]}" for name in VARIABLES if name in os.environ]
     return [torch.__version__, torch.__config__.show(), *settings, *_processor(), *_caches()]
 

@@ -1,8 +1,8 @@
-"""Memory that the stages of one host have promised to take and not taken yet. Knows no model and no device.
+"""Owns the memory that the stages of one host have promised to take and not taken yet. Knows no model and no device.
 
-Free memory says nothing of a stage that is still loading: two that look at the same time would both take it. So each
-writes what it will need into a file of its own, beside the device locks, and subtracts what the others have written.
-The kernel's lock on the file says that its writer lives.
+Free memory does not show a stage that is still loading: two that measure it at the same time would both take it. So
+each stage writes what it will need into a file of its own, beside the device locks, and subtracts what others have
+written. A lock on the file shows that its writer is alive.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MAX_BYTES = 64
 
 
 class Promises:
-    """Of this process, and of all that share `folder`: containers of one host may."""
+    """The promise of this process, and those of all processes that share `folder`; containers of one host may."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(mode=0o777, parents=True, exist_ok=True)
@@ -32,18 +32,18 @@ class Promises:
         self.make(0)
 
     def make(self, num_bytes: int) -> None:
-        """So much will be taken; 0 once it is."""
+        """Promises to take this memory, in place of any earlier promise; 0 once it is taken."""
         os.ftruncate(self._file, 0)
         os.pwrite(self._file, f"{num_bytes} {self._cgroup}".encode(), 0)
 
     def others(self, *, same_cgroup: bool = False) -> int:
-        """Bytes that other living processes have promised; only those under the same memory limit, if asked so."""
+        """Returns the bytes that other living processes promise to take; with `same_cgroup`, those under our limit."""
         found = [self._read(path) for path in self._folder.glob(PATTERN) if path != self._path]
         return sum(num_bytes for num_bytes, cgroup in found if not same_cgroup or cgroup == self._cgroup)
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """While inside, nobody else looks and promises. Short: never while weights are read."""
+        """A context that excludes other stages from measuring and promising. Keep it short: read no weights inside."""
         file = _open(self._folder / "memory.lock")
         try:
             fcntl.flock(file, fcntl.LOCK_EX)
@@ -52,7 +52,7 @@ class Promises:
             os.close(file)
 
     def release(self) -> None:
-        """Nothing is promised any more."""
+        """Withdraws the promise of this process and removes its file."""
         with suppress(FileNotFoundError):
             self._path.unlink()
         os.close(self._file)
@@ -79,7 +79,7 @@ def _open(path: Path) -> int:
 
 
 def _cgroup() -> int:
-    """Tells memory limits apart: every cgroup's root has a number of its own on a host."""
+    """Identifies this process's memory limit: the root of every cgroup has its own inode number on a host."""
     with suppress(OSError):
         return CGROUP_ROOT.stat().st_ino
     return 0

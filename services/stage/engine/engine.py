@@ -38,31 +38,31 @@ IDLE_WAIT_S = 0.5
 
 
 OnLost = Callable[[int, str], None]
-"""(epoch, reason), in the engine's thread: this epoch is over."""
+"""Called with (epoch, reason) in the engine's thread when that epoch is over."""
 
 OnStep = Callable[[StepPlan, float], None]
-"""(plan, seconds of compute), in the engine's thread, after every step."""
+"""Called with (plan, seconds of compute) in the engine's thread after every step."""
 
 
 def _ignore(_plan: StepPlan, _seconds: float) -> None:
-    """No meter is attached."""
+    """The OnStep of an engine without metrics."""
 
 
 @dataclass(slots=True)
 class EngineProgress:
-    """What the engine has done in one epoch, for other threads to read."""
+    """What the engine has done in one epoch. The engine's thread writes it, others read it."""
 
     epoch: int
     num_steps: int = 0
-    """Computed here."""
+    """Steps that this stage has computed."""
     compute_s: float = 0.0
     hop_s: float = 0.0
-    """Reading frames and sending them on."""
+    """Time spent decoding frames and sending them on."""
     error: str | None = None
 
 
 class Engine(threading.Thread):
-    """What both kinds share: the inbox, the wiring of the current epoch, and counters that other threads read."""
+    """What head and followers share: the inbox, the wiring of the current epoch, and counters for other threads."""
 
     def __init__(self, executor: Executor, *, on_lost: OnLost, on_step: OnStep = _ignore, name: str = "engine") -> None:
         super().__init__(name=name, daemon=True)
@@ -73,23 +73,23 @@ class Engine(threading.Thread):
         self._on_step = on_step
         self._wiring: Wiring | None = None
         self.step_began_s: float | None = None
-        """Of the step in hand, for other threads to read; None without one."""
+        """When the current step began, by `perf_counter`, for other threads to read; None between steps."""
         self._running = True
 
     def wire(self, wiring: Wiring) -> None:
-        """From any thread: a new epoch. All KV is dropped."""
+        """Starts a new epoch and drops all KV. May be called from any thread."""
         self.inbox.put(lambda: self._rewire(wiring))
 
     def unwire(self) -> None:
-        """From any thread: the epoch is over."""
+        """Ends the epoch. May be called from any thread."""
         self.inbox.put(self._unwire)
 
     def stop(self) -> None:
-        """From any thread: end the loop after the step in hand."""
+        """Ends the loop after the current step. May be called from any thread."""
         self.inbox.put(self._stop)
 
     def run(self) -> None:
-        """The thread. Anything wrong with a link or a frame ends the epoch, never the process."""
+        """Runs the loop in its thread. A fault of a link or a frame ends the epoch, never the process."""
         while self._running:
             self.inbox.take()
             try:
@@ -138,10 +138,10 @@ class Engine(threading.Thread):
         return out
 
     def _pass_failpoints(self, plan: StepPlan) -> None:
-        place = self._wiring.place if self._wiring else 0
+        stage_index = self._wiring.stage_index if self._wiring else 0
         for point, decoding in ((Point.MID_PREFILL, False), (Point.MID_DECODE, True)):
             if any(row.decodes == decoding for row in plan.rows):
-                failpoint(point, place=place, seed=partial(self.executor.seeds, plan, decoding=decoding))
+                failpoint(point, place=stage_index, seed=partial(self.executor.seeds, plan, decoding=decoding))
 
 
 class HeadEngine(Engine):
@@ -159,50 +159,50 @@ class HeadEngine(Engine):
         super().__init__(executor, on_lost=on_lost, on_step=on_step)
         self.scheduler = scheduler
         self._may_run_until_s = float("inf")
-        """Self-fencing, by the clock of leases: past this moment nothing is scheduled and nothing is emitted."""
+        """Self-fencing, by the lease clock: after this moment nothing is scheduled and nothing is emitted."""
         self.is_fenced = False
-        """The loop turns, held back by its leases alone."""
+        """Whether that moment has passed and holds the loop back."""
         self._emit = emit
 
     @property
     def num_awaited(self) -> int:
-        """Steps whose answers are taken as they come. While the loop is held back they wait, and nobody is late."""
+        """The number of steps whose answers are due. It is 0 while the loop is held back: answers may wait then."""
         return 0 if self.is_fenced else self.scheduler.num_in_flight
 
     @property
     def num_steps(self) -> int:
-        """Computed in this epoch."""
+        """The number of steps computed in this epoch."""
         return self.progress.num_steps
 
     def extend_lease(self, until_s: float) -> None:
-        """From any thread: schedule and emit until this moment of the lease clock, and no longer."""
+        """Lets the loop schedule and emit until this moment of the lease clock. May be called from any thread."""
         self._may_run_until_s = until_s
 
     def add(self, request: Request, sink: TokenSink) -> None:
-        """From any thread: a claimed job."""
+        """Adds a claimed job. May be called from any thread."""
         self.inbox.put(lambda: self._emit(self.scheduler.add(request, sink)))
 
     def end(self, key: Key, reason: FinishReason) -> None:
-        """From any thread: end a job with what it has; `emit` gets its Finished, unless it ended already."""
+        """Ends a job with what it has; `emit` gets its Finished unless it has ended. May be called from any thread."""
         self.inbox.put(lambda: self._end(key, reason))
 
     def begin(self, key: Key) -> None:
-        """From any thread: a parked job may run."""
+        """Lets a parked job run. May be called from any thread."""
         self.inbox.put(lambda: self.scheduler.begin(key))
 
     def release(self, key: Key) -> None:
-        """From any thread: a quarantined job's tokens are saved; the next one may run."""
+        """Tells that a quarantined job's tokens are saved, so that the next may run. May be called from any thread."""
         self.inbox.put(lambda: self.scheduler.release(key))
 
     def forget(self, key: Key) -> None:
-        """From any thread: drop a job without an event. Its KV is freed on every stage by the next plan."""
+        """Drops a job without an event; the next plan frees its KV on every stage. May be called from any thread."""
         self.inbox.put(lambda: self._forget(key))
 
     def _unwire(self) -> None:
         was_wired = self._wiring is not None
         super()._unwire()
         if was_wired:
-            # At once: a new epoch may take longer than the leases are kept.
+            # Now, not with the next wiring: a new epoch may take longer than the leases last.
             self._emit(self.scheduler.rebuild(self.scheduler.config.num_blocks))
 
     def _rewire(self, wiring: Wiring) -> None:
@@ -269,7 +269,7 @@ class FollowerEngine(Engine):
 
 
 def _frame(wiring: Wiring, plan: StepPlan, message: Buffer, out: Tensor | StepResult) -> Frame:
-    """The plan with its activations for the next stage, or the tail's answer for the head."""
+    """Returns the plan with its activations for the next stage, or the tail's answer for the head."""
     of_step = partial(Frame, pipeline=wiring.pipeline, epoch=wiring.epoch, step=plan.step)
     if isinstance(out, StepResult):
         return of_step(kind=Kind.RESULT, message=encode(out))

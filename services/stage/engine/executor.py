@@ -1,6 +1,8 @@
 """The torch side of a stage: runs StepPlans over its shard and its KV, and samples at the tail.
 
 Allocates no KV block and decides nothing: the head's scheduler does. Knows no hop and no job.
+
+Letters of shapes: T packed rows of the step, H the hidden size.
 """
 
 from __future__ import annotations
@@ -15,13 +17,13 @@ from torch import Tensor
 from services.stage.attention.attention import Attention, Span
 from services.stage.device.device import Device
 from services.stage.engine import memory
-from services.stage.engine.exactness import Probe, exactness_fingerprint, settle_rows
+from services.stage.engine.exactness import Probe, choose_row_buckets, exactness_fingerprint
 from services.stage.engine.forward import Forward
 from services.stage.engine.sampler import SampledSequence, Sampler
 from services.stage.kernels import kernel
 from services.stage.model import packed_linear
 from services.stage.model.fused import fuse
-from services.stage.model.kv_shapes import probe_heads
+from services.stage.model.kv_shapes import probe_kv_shapes
 from services.stage.model.model_info import ModelInfo
 from services.stage.model.owned_weights import give_back, own
 from services.stage.model.shard import Shard
@@ -43,7 +45,9 @@ class Executor:
         self.num_blocks, self.token_budget = forward.kv.num_blocks, token_budget
         self.exact, self.fingerprint, self.attention_kind = exact, fingerprint, forward.attention.kind
         self._forward, self._device = forward, shard.device
-        self._roster = OpenSequences(num_blocks=self.num_blocks, max_open=max_open, vocab_size=self.info.vocab_size)
+        self._open_sequences = OpenSequences(
+            num_blocks=self.num_blocks, max_open=max_open, vocab_size=self.info.vocab_size
+        )
         self._sampler = Sampler(vocab_size=self.info.vocab_size, eos_ids=self.info.eos_ids, device=shard.device)
         self._sampled: dict[int, SampledSequence] = {}
 
@@ -61,7 +65,11 @@ class Executor:
         cache_folder: Path,
         kv_share: float = memory.DEFAULT_KV_SHARE,
     ) -> Executor:
-        """Loads, packs, probes. Raises Invalid, with the remedy, for what cannot be sharded or does not fit."""
+        """Loads a shard, packs its weights, allocates its KV and checks whether its rows are exact.
+
+        Raises Invalid, with the remedy, for a model that cannot be sharded or does not fit, and Unavailable if the hub
+        does not answer.
+        """
         info = model if isinstance(model, ModelInfo) else ModelInfo.read(model)
         native = kernel.load() if device.is_cpu else None
         attention = Attention(native)
@@ -74,15 +82,15 @@ class Executor:
                 device=device.torch_device,
                 check_bytes=lambda num: memory.check_fits(num, kv_bytes, device),
             )
-            heads = probe_heads(shard)
+            kv_shapes = probe_kv_shapes(shard)
             packed = pack_shard(shard)
             if native is not None:
                 fuse(shard.model, native)
-            panels, rows_agree = settle_rows(
-                shard, is_wanted=attention.exact, token_budget=token_budget, cache_folder=cache_folder
+            padding, rows_are_exact = choose_row_buckets(
+                shard, can_be_exact=attention.exact, token_budget=token_budget, cache_folder=cache_folder
             )
             kv = memory.make_kv(
-                heads,
+                kv_shapes,
                 shard.dtype,
                 kv_bytes,
                 kv_share=kv_share,
@@ -90,8 +98,8 @@ class Executor:
                 max_open=max_open,
                 device=device,
             )
-            forward = Forward(shard, attention, kv, panels)
-            exact = rows_agree and Probe(forward.wanted, forward.random_inputs, kv.num_blocks).passes()
+            forward = Forward(shard, attention, kv, padding)
+            exact = rows_are_exact and Probe(forward.sampled_outputs, forward.random_inputs, kv.num_blocks).passes()
         if not exact:
             log.warning("rows are not exact on this device: outputs may differ after a resume", kernel=attention.kind)
         name = exactness_fingerprint(
@@ -106,46 +114,49 @@ class Executor:
 
     @property
     def blocks_used(self) -> int:
-        """KV blocks in the tables of open sequences."""
-        return self._roster.blocks_used
+        """The number of KV blocks in the block tables of open sequences."""
+        return self._open_sequences.blocks_used
 
     @property
     def num_open(self) -> int:
-        """Open sequences."""
-        return len(self._roster)
+        """The number of open sequences."""
+        return len(self._open_sequences)
 
     def seeds(self, plan: StepPlan, *, decoding: bool) -> set[int]:
-        """Of the sequences that this plan, not yet run, would decode, or whose prompts it would compute."""
-        return self._roster.seeds(plan, decoding=decoding)
+        """Returns the seeds of the sequences that this plan, not yet run, decodes, or whose prompts it computes."""
+        return self._open_sequences.seeds(plan, decoding=decoding)
 
     def reset(self) -> None:
-        """A new epoch: forget every open sequence."""
-        self._roster.clear()
+        """Forgets every open sequence, for a new epoch."""
+        self._open_sequences.clear()
         self._sampled.clear()
 
     @torch.inference_mode()
     def run(self, plan: StepPlan, hidden: Tensor | None) -> Tensor | StepResult:
-        """Hidden states [T, H] for the next stage, or the tail's answer. Raises ProtocolError for a plan that does not
-        fit what this stage knows: the epoch is over then."""
+        """Runs one step: returns the hidden states [T, H] in `dtype` for the next stage, or the tail's answer.
+
+        `hidden` are the activations [T, H] in `dtype` of the stage before; the head ignores them. Raises ProtocolError
+        for a plan or activations that do not fit what this stage knows: the epoch is over then.
+        """
         began_s = time.perf_counter()
         if plan.num_tokens > self.token_budget:
             raise ProtocolError(f"step {plan.step} has {plan.num_tokens} tokens, the budget is {self.token_budget}")
         for opened in plan.opens:
-            self._roster.open(opened)
+            self._open_sequences.open(opened)
             if self.is_last:
                 self._sampled[opened.seq] = self._sampler.open(opened)
         spans, ids = self._extend(plan)
         x = self._input(ids, hidden)
         out = self._answer(plan, spans, x, began_s) if self.is_last else self._states(spans, x)
         for seq in plan.closes:
-            self._roster.close(seq)
+            self._open_sequences.close(seq)
             self._sampled.pop(seq, None)
         return out
 
     def _extend(self, plan: StepPlan) -> tuple[list[Span], list[int]]:
         spans: list[Span] = []
         ids: list[int] = []
-        for row, known in self._roster.extend(plan):
+        for row, known in self._open_sequences.extend(plan):
             spans.append(Span(start=row.start, length=row.length, blocks=known.blocks))
             ids += known.ids[row.start : row.start + row.length]
         return spans, ids
@@ -167,39 +178,42 @@ class Executor:
         return self._forward.hidden(spans, x)
 
     def _answer(self, plan: StepPlan, spans: list[Span], x: Tensor, began_s: float) -> StepResult:
-        wanted, wants = self._wants(plan)
-        if wanted:
-            tokens, logprobs, bad = self._sampler.sample(self._forward.wanted(spans, x, wanted), wants)
+        rows, sequences = self._sampled_rows(plan)
+        if rows:
+            tokens, logprobs, bad = self._sampler.sample(self._forward.sampled_outputs(spans, x, rows), sequences)
             return StepResult(plan.step, tokens, logprobs, bad, time.perf_counter() - began_s)
         if spans:
             self._forward.write(spans, x)
         return StepResult(plan.step, (), compute_s=time.perf_counter() - began_s)
 
-    def _wants(self, plan: StepPlan) -> tuple[list[int], list[SampledSequence]]:
-        """Packed rows whose next token is wanted, and their sequences."""
-        wanted: list[int] = []
-        wants: list[SampledSequence] = []
+    def _sampled_rows(self, plan: StepPlan) -> tuple[list[int], list[SampledSequence]]:
+        """Returns the packed rows after which a token is sampled, and their sequences."""
+        rows: list[int] = []
+        sequences: list[SampledSequence] = []
         end = 0
         for row in plan.rows:
             end += row.length
-            sampled = self._sampled[row.seq]
-            sampled.extend(row.ids)
+            sequence = self._sampled[row.seq]
+            sequence.extend(row.ids)
             if row.wants:
-                wanted.append(end - 1)
-                wants.append(sampled)
-        return wanted, wants
+                rows.append(end - 1)
+                sequences.append(sequence)
+        return rows, sequences
 
 
 def pack_shard(shard: Shard) -> bool:
-    """Packs a shard on the CPU and takes its weights out of the loader's files; True if packed. Layer by layer: memory
-    never holds more than one layer twice."""
+    """Packs a shard on the CPU and copies its weights out of the loader's files; returns whether it was packed.
+
+    This is done layer by layer: memory never holds more than one layer twice.
+    """
     if shard.device.type != "cpu":
         return False
     if shard.is_first and shard.is_last:
         # A tied output layer is packed in every split, so that one stage and three give the same bits.
         embedding = shard.model.get_input_embeddings()
         embedding.weight = torch.nn.Parameter(embedding.weight.detach().clone(), requires_grad=False)
-    pieces = [*shard.blocks.values(), shard.model] if shard.is_last else list(shard.blocks.values())
+    layers = list(shard.layer_modules.values())
+    pieces = [*layers, shard.model] if shard.is_last else layers
     packed = False
     for piece in pieces:
         originals = [parameter.data for parameter in piece.parameters()]

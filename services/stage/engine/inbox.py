@@ -1,4 +1,4 @@
-"""Calls into the engine's thread from other threads. Owns the hand-over; knows nothing of what is called."""
+"""Passes calls from other threads to the engine's thread. Owns the hand-over; knows nothing of what is called."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 
 class Inbox:
-    """Calls queue here until the engine takes them; `put` wakes it wherever it waits.
+    """Holds calls until the engine runs them; `put` wakes the engine wherever it waits.
 
     Bounded by its callers: at most one call per seat, per wiring and per heartbeat is outstanding.
     """
@@ -19,7 +19,7 @@ class Inbox:
         self._wake: Callable[[], None] | None = None
 
     def put(self, call: Callable[[], None]) -> None:
-        """From any thread: run `call` in the engine's thread, soon."""
+        """Runs `call` in the engine's thread, soon. May be called from any thread."""
         self._calls.append(call)
         self._filled.set()
         wake = self._wake
@@ -27,15 +27,15 @@ class Inbox:
             wake()
 
     def wake_by(self, wake: Callable[[], None] | None) -> None:
-        """While the engine waits elsewhere (in a hop), `wake` interrupts that wait."""
+        """Sets what interrupts the engine's wait in a hop; None if it waits here only."""
         self._wake = wake
 
     def take(self) -> None:
-        """In the engine's thread: run everything that waits."""
+        """Runs all waiting calls. Called in the engine's thread."""
         self._filled.clear()
         while self._calls:
             self._calls.popleft()()
 
     def wait(self, timeout_s: float) -> None:
-        """Until something waits, or `timeout_s` passed."""
+        """Blocks until a call waits or `timeout_s` has passed. Called in the engine's thread."""
         self._filled.wait(timeout_s)

@@ -1,4 +1,4 @@
-"""How a stage's memory is shared out between weights and KV. Knows sizes only."""
+"""Divides a stage's memory between weights and KV. Knows sizes only."""
 
 from __future__ import annotations
 
@@ -6,20 +6,23 @@ from collections.abc import Mapping
 
 import torch
 
-from services.stage.attention.paged_kv import HeadShape, PagedKv
+from services.stage.attention.paged_kv import KvShape, PagedKv
 from services.stage.device.device import Device
 from services.stage.scheduling.kv_blocks import blocks_for
 from shardline.errors import Invalid
 
 PACKING_FACTOR = 1.05
-"""While linears are packed, the largest exists twice."""
+"""Weights take this many times their size at most: while linear layers are packed, the largest exists twice."""
 
 DEFAULT_KV_SHARE = 0.4
-"""Of the memory that is free once the shard is loaded. Who starts several stages on a host divides it."""
+"""Share of the memory that is free once the shard is loaded. To start several stages on a host, divide it by them."""
 
 
 def check_fits(shard_bytes: int, kv_bytes: int | None, device: Device) -> None:
-    """Before any weight is read; what fits is promised. Raises Invalid when shard and KV do not fit what is free."""
+    """Checks, before any weight is read, that shard and KV fit into free memory, and promises to take it.
+
+    Raises Invalid, with the remedy, if they do not.
+    """
     kv_bytes = kv_bytes or 0
     with device.promises.alone():
         needed, available = int(shard_bytes * PACKING_FACTOR) + kv_bytes, device.available_bytes()
@@ -34,7 +37,7 @@ def check_fits(shard_bytes: int, kv_bytes: int | None, device: Device) -> None:
 
 
 def make_kv(
-    heads: Mapping[int, HeadShape],
+    kv_shapes: Mapping[int, KvShape],
     dtype: torch.dtype,
     kv_bytes: int | None,
     *,
@@ -43,21 +46,27 @@ def make_kv(
     max_open: int,
     device: Device,
 ) -> PagedKv:
-    """KV of this stage, taken while no other stage of the host looks; what was promised is kept then."""
+    """Allocates this stage's KV while no other stage of the host measures free memory, then withdraws the promise.
+
+    Raises Invalid if the memory does not hold one KV block.
+    """
     with device.promises.alone():
         if kv_bytes is None:
             kv_bytes = int(device.available_bytes() * kv_share)
-        num = num_blocks(heads, dtype, kv_bytes, context=context, max_open=max_open)
-        kv = PagedKv(layers=heads, num_blocks=num, dtype=dtype, device=device.torch_device)
+        num = num_blocks(kv_shapes, dtype, kv_bytes, context=context, max_open=max_open)
+        kv = PagedKv(layers=kv_shapes, num_blocks=num, dtype=dtype, device=device.torch_device)
         device.promises.make(0)
     return kv
 
 
 def num_blocks(
-    heads: Mapping[int, HeadShape], dtype: torch.dtype, kv_bytes: int, *, context: int, max_open: int
+    kv_shapes: Mapping[int, KvShape], dtype: torch.dtype, kv_bytes: int, *, context: int, max_open: int
 ) -> int:
-    """KV blocks that the budget holds; never more than all open sequences could use at full length."""
-    block_bytes = PagedKv.bytes_per_block(heads, dtype)
+    """Returns the KV blocks that `kv_bytes` hold; at most as many as all open sequences could use at full length.
+
+    Raises Invalid if they do not hold one.
+    """
+    block_bytes = PagedKv.bytes_per_block(kv_shapes, dtype)
     if kv_bytes < block_bytes:
         raise Invalid("SHARDLINE_KV_MIB", f"{mib(kv_bytes)} hold no KV block of {mib(block_bytes)}", "Give more memory")
     return min(kv_bytes // block_bytes, max_open * blocks_for(context))
@@ -69,5 +78,5 @@ def _promised(device: Device) -> str:
 
 
 def mib(num_bytes: int) -> str:
-    """For people."""
+    """Formats a number of bytes for error texts and logs, in MiB."""
     return f"{num_bytes / 2**20:,.1f} MiB"

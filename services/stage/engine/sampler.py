@@ -1,8 +1,10 @@
 """The sampler: logits to tokens, at the tail. A token depends on nothing but its own row, parameters, seed and history.
 
-So that bits do not depend on the batch, only operations that are exact in any order (conversion, comparison, maximum)
-run over all rows at once; whatever rounds runs row by row. Random numbers come from a keyed hash, one per drawn token,
-the same on every device and in every version of torch. Knows no scheduler, no hop and no tokenizer.
+So that bits do not depend on other rows, only operations that are exact in any order (conversion, comparison, maximum)
+run over all rows at once; operations that round run row by row. Random numbers come from a keyed hash, one per proposed
+token, the same on every device and in every version of torch. Knows no scheduler, no hop and no tokenizer.
+
+Letters of shapes: R sampled rows, V the vocabulary, P the vocabulary padded to whole tiles.
 """
 
 from __future__ import annotations
@@ -28,14 +30,16 @@ from shardline.job import SamplingParams, TokenLogprob
 TILE = 128
 """Weights are summed by tiles, then tiles one by one in float64: ten times faster than a running sum, and ordered."""
 
-
 LOG2_E = math.log2(math.e)
 LEAST_TEMPERATURE = 1e-5
-"""Lower ones, 0 apart, draw as this one does: nothing but ties is left to chance, and no scale overflows."""
+"""Lower temperatures, except 0, draw as this one does: only ties are left to chance, and no scale overflows."""
 
 
 class Sample(NamedTuple):
-    """What a StepResult needs. A bad row has token 0; `logprobs` is empty if nobody asked for them."""
+    """The sampled tokens, as a StepResult needs them. A bad row has token 0; `logprobs` is empty if no row needs them.
+
+    `bad` names the sequences whose logits were not finite.
+    """
 
     tokens: tuple[int, ...]
     logprobs: tuple[TokenLogprob | None, ...]
@@ -43,7 +47,7 @@ class Sample(NamedTuple):
 
 
 class SampledSequence:
-    """What the tail keeps of an open sequence. `extend` it by the ids of each of its rows before they are sampled."""
+    """What the tail keeps of an open sequence. `extend` it with the ids of each row before that row is sampled."""
 
     __slots__ = ("_masked", "_penalties", "index", "params", "seed", "seq")
 
@@ -53,7 +57,7 @@ class SampledSequence:
         self.seed = record.seed
         self.params = params
         self.index = 0
-        """Output index of the token to be sampled next."""
+        """The output index of the token that is sampled next."""
         self._masked: list[int] = []
         if params.min_tokens > 0:
             self._masked = [token for token in params.stop_ids(eos_ids) if token < vocab_size]
@@ -74,13 +78,16 @@ class SampledSequence:
         return self.index < self.params.min_tokens and bool(self._masked)
 
     def extend(self, ids: Sequence[int]) -> None:
-        """More output tokens are known."""
+        """Adds output tokens to the history."""
         self.index += len(ids)
         if self._penalties is not None and ids:
             self._penalties.extend(ids)
 
     def adjusted(self, row: Tensor) -> Tensor:
-        """The row with penalties, and with stop tokens masked until `min_tokens`. The caller's row stays as it is."""
+        """Returns the logits [V], float32, with penalties, and with stop tokens masked until `min_tokens`.
+
+        The given row is not changed.
+        """
         if self._penalties is not None:
             row = self._penalties.applied(row)
         if self._is_masked:
@@ -109,12 +116,12 @@ class _Penalties:
             self._shift[token] = params.presence_penalty + params.frequency_penalty * self._counts[token]
 
     def applied(self, row: Tensor) -> Tensor:
-        """Repetition multiplies where the logit is negative."""
+        """Returns the logits [V], float32, with penalties. Repetition divides positive logits and multiplies others."""
         return row.clamp(min=0) / self._divisor + row.clamp(max=0) * self._divisor - self._shift
 
 
 class Sampler:
-    """One per tail, used by one thread: it keeps buffers."""
+    """Samples tokens on a tail. Used by one thread: it keeps a buffer."""
 
     def __init__(self, *, vocab_size: int, eos_ids: Iterable[int], device: torch.device | str = "cpu") -> None:
         self._vocab_size = vocab_size
@@ -123,45 +130,48 @@ class Sampler:
         self._weights = torch.zeros(-(-vocab_size // TILE) * TILE, device=self._device)
 
     def open(self, record: Open) -> SampledSequence:
-        """The state of a sequence that appears, or is restored, in this epoch."""
+        """Returns the state of a sequence that is opened, or restored, in this epoch."""
         return SampledSequence(record, vocab_size=self._vocab_size, eos_ids=self._eos_ids, device=self._device)
 
-    def sample(self, logits: Tensor, wants: Sequence[SampledSequence]) -> Sample:
-        """One token for each row of `logits` [len(wants), vocab]."""
-        assert logits.shape == (len(wants), self._vocab_size), logits.shape
-        if not wants:
+    def sample(self, logits: Tensor, sequences: Sequence[SampledSequence]) -> Sample:
+        """Samples one token for each row of `logits`, [R, V] of any float dtype; row i belongs to the i-th sequence."""
+        assert logits.shape == (len(sequences), self._vocab_size), logits.shape
+        if not sequences:
             return Sample((), (), ())
         rows = logits.float()
         if failpoints.ARMED is not None:
-            _spoil(rows, wants)
+            _spoil(rows, sequences)
         best = first_largest(rows)
         peaks = rows.gather(1, torch.tensor(best, device=rows.device).unsqueeze(1)).squeeze(1).tolist()
         # A NaN counts as the largest, so the peak alone tells whether the row is a distribution.
         is_good = [math.isfinite(peak) for peak in peaks]
         tokens = [
-            0 if not good else greedy if _is_plain_greedy(want) else self._choose(row, want)
-            for row, want, greedy, good in zip(rows, wants, best, is_good, strict=True)
+            0 if not good else greedy if _is_plain_greedy(sequence) else self._choose(row, sequence)
+            for row, sequence, greedy, good in zip(rows, sequences, best, is_good, strict=True)
         ]
         return Sample(
             tokens=tuple(tokens),
-            logprobs=_logprobs(rows, wants, tokens, is_good),
-            bad=tuple(want.seq for want, good in zip(wants, is_good, strict=True) if not good),
+            logprobs=_logprobs(rows, sequences, tokens, is_good),
+            bad=tuple(sequence.seq for sequence, good in zip(sequences, is_good, strict=True) if not good),
         )
 
-    def _choose(self, row: Tensor, want: SampledSequence) -> int:
-        row = want.adjusted(row)
-        if want.params.temperature == 0:
+    def _choose(self, row: Tensor, sequence: SampledSequence) -> int:
+        row = sequence.adjusted(row)
+        if sequence.params.temperature == 0:
             return first_largest(row.unsqueeze(0))[0]
-        return self._draw(row, want)
+        return self._draw(row, sequence)
 
-    def _draw(self, row: Tensor, want: SampledSequence) -> int:
-        """Keeps the `top_k` best (all that tie with the last), of them the smallest best set that holds `top_p` of the
-        mass, of them those with at least `min_p` of the best one's probability; then draws.
+    def _draw(self, row: Tensor, sequence: SampledSequence) -> int:
+        """Draws a token of the logits [V], limited by `top_k`, `top_p` and `min_p`, by rejection sampling.
 
-        No sort: a token is drawn by inverse CDF and refused if the heavier ones alone hold `top_p`; then only heavier
-        ones stay for the next draw, so the draw is exact and soon over.
+        The limits keep the `top_k` best tokens (and all that tie with the last), of these the smallest set of the best
+        that holds `top_p` of the mass, of these the ones with at least `min_p` of the best one's probability.
+
+        Nothing is sorted: a token is proposed by inverse CDF, and rejected if the tokens with more weight alone hold
+        `top_p`. Only those stay for the next proposal, so an accepted token has exactly the limited distribution, and
+        few proposals are needed.
         """
-        params = want.params
+        params = sequence.params
         weights = self._weigh(row, params.temperature)
         if 0 < params.top_k < self._vocab_size:
             weights = _at_least(_kth_largest(weights, params.top_k), weights)
@@ -170,8 +180,8 @@ class Sampler:
         if params.min_p > 0:
             weights = _at_least(params.min_p, weights)
             tiles = _tile_sums(weights)
-        for attempt in count():
-            token, weight = _pick(weights, tiles, uniform(want.seed, want.index, attempt))
+        for proposal in count():
+            token, weight = _pick(weights, tiles, uniform(sequence.seed, sequence.index, proposal))
             if params.top_p >= 1.0:
                 break
             heavier = functional.threshold(weights, weight, 0.0)
@@ -182,22 +192,22 @@ class Sampler:
         return token
 
     def _weigh(self, row: Tensor, temperature: float) -> Tensor:
-        """Probabilities relative to the best one's, padded with zeros to whole tiles."""
+        """Returns the probabilities relative to the best one's, float32 [P], zeros past the vocabulary."""
         scale = LOG2_E / max(temperature, LEAST_TEMPERATURE)
         torch.exp2((row - row.max()).mul_(scale), out=self._weights[: self._vocab_size])
         return self._weights
 
 
-def uniform(seed: int, index: int, attempt: int) -> float:
-    """A number in [0, 1) for each key: 53 bits of BLAKE2b."""
-    digest = hashlib.blake2b(struct.pack("<QQQ", seed, index, attempt), digest_size=8).digest()
+def uniform(seed: int, index: int, proposal: int) -> float:
+    """Returns a number in [0, 1) that is a function of its key: 53 bits of BLAKE2b."""
+    digest = hashlib.blake2b(struct.pack("<QQQ", seed, index, proposal), digest_size=8).digest()
     return float(int.from_bytes(digest, "little") >> 11) * 2.0**-53
 
 
 def first_largest(rows: Tensor) -> list[int]:
-    """Index of the largest value of each row, the first of equals; a NaN counts as the largest."""
+    """Returns the index of the largest value of each row of [R, V], float32: the first of equals, a NaN before all."""
     if rows.device.type == "cpu":
-        # Five times as fast as torch's, with the same answer.
+        # numpy's argmax is five times as fast as torch's, with the same answer.
         return [int(index) for index in rows.numpy().argmax(axis=1)]
     return [int(index) for index in rows.argmax(dim=1).tolist()]
 
@@ -206,17 +216,21 @@ def _has_penalties(params: SamplingParams) -> bool:
     return (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) != (1.0, 0.0, 0.0)
 
 
-def _is_plain_greedy(want: SampledSequence) -> bool:
-    return want.params.temperature == 0 and not want.is_adjusted
+def _is_plain_greedy(sequence: SampledSequence) -> bool:
+    return sequence.params.temperature == 0 and not sequence.is_adjusted
 
 
 def _at_least(least: float, weights: Tensor) -> Tensor:
-    """The weights from `least` up, else 0. `threshold` is many times as fast as a mask, but keeps what is above."""
+    """Sets weights below `least` to 0.
+
+    torch's `threshold` keeps only what is greater than its bound, hence the next float32 below `least`. A mask would be
+    many times slower.
+    """
     return functional.threshold(weights, float(np.nextafter(np.float32(least), np.float32(-1.0))), 0.0)
 
 
 def _kth_largest(weights: Tensor, k: int) -> float:
-    """What is below the k-th best tile's maximum is none of the k largest, which leaves few to sort."""
+    """The k-th largest weight. Values below the k-th best tile's maximum are not among the k largest: few remain."""
     best = weights.view(-1, TILE).amax(1)
     if k > len(best) or weights.device.type != "cpu":
         return float(weights.topk(k).values[-1])
@@ -226,43 +240,43 @@ def _kth_largest(weights: Tensor, k: int) -> float:
 
 
 def _tile_sums(weights: Tensor) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-    """Running sum of the tiles' weights."""
+    """The running sum of the tiles' weights, float64 [P / TILE]."""
     return weights.view(-1, TILE).sum(1).numpy(force=True).cumsum(dtype=np.float64)
 
 
 def _pick(weights: Tensor, tiles: np.ndarray[tuple[int], np.dtype[np.float64]], u: float) -> tuple[int, float]:
-    """The token at `u` of the cumulative distribution, and its weight."""
+    """Returns the token at `u` of the cumulative distribution, and its weight."""
     tile = _find(tiles, u * tiles[-1])
     inside = weights[tile * TILE : (tile + 1) * TILE].numpy(force=True)
     before = tiles[tile - 1] if tile else 0.0
-    place = _find(inside.cumsum(dtype=np.float64), u * tiles[-1] - before)
-    return tile * TILE + place, float(inside[place])
+    offset = _find(inside.cumsum(dtype=np.float64), u * tiles[-1] - before)
+    return tile * TILE + offset, float(inside[offset])
 
 
 def _find(sums: np.ndarray[tuple[int], np.dtype[np.float64]], target: float) -> int:
-    """The first place whose running sum is above the target; rounding never leads past the last positive weight."""
+    """The first index whose running sum is above the target; rounding never leads past the last positive weight."""
     return int(sums.searchsorted(min(target, np.nextafter(sums[-1], 0.0)), side="right"))
 
 
-def _spoil(rows: Tensor, wants: Sequence[SampledSequence]) -> None:
-    for row, want in zip(rows, wants, strict=True):
-        if is_struck(Point.NAN_LOGITS, "nan", seed=want.seed):
+def _spoil(rows: Tensor, sequences: Sequence[SampledSequence]) -> None:
+    for row, sequence in zip(rows, sequences, strict=True):
+        if is_struck(Point.NAN_LOGITS, "nan", seed=sequence.seed):
             row.fill_(math.nan)
 
 
 def _logprobs(
-    rows: Tensor, wants: Sequence[SampledSequence], tokens: list[int], is_good: list[bool]
+    rows: Tensor, sequences: Sequence[SampledSequence], tokens: list[int], is_good: list[bool]
 ) -> tuple[TokenLogprob | None, ...]:
-    if all(want.params.logprobs is None for want in wants):
+    if all(sequence.params.logprobs is None for sequence in sequences):
         return ()
     return tuple(
-        _logprob(row, token, want.params.logprobs) if good and want.params.logprobs is not None else None
-        for row, want, token, good in zip(rows, wants, tokens, is_good, strict=True)
+        _logprob(row, token, sequence.params.logprobs) if good and sequence.params.logprobs is not None else None
+        for row, sequence, token, good in zip(rows, sequences, tokens, is_good, strict=True)
     )
 
 
 def _logprob(row: Tensor, token: int, num_top: int) -> TokenLogprob:
-    """Of the model's own distribution: before temperature, penalties and limits."""
+    """The log-probabilities of the model's own distribution: before temperature, penalties and limits."""
     logprobs = row.log_softmax(0)
     values, ids = logprobs.topk(min(num_top, len(row)))
     return TokenLogprob(token, float(logprobs[token]), tuple(zip(ids.tolist(), values.tolist(), strict=True)))

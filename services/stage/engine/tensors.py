@@ -1,4 +1,4 @@
-"""Tensors as bytes and back, for hops: they know no torch."""
+"""Turns tensors into bytes and back for hops, which know no torch. Knows no plan and no link."""
 
 from __future__ import annotations
 
@@ -13,19 +13,20 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def name_of(dtype: torch.dtype) -> str:
-    """`torch.bfloat16` → `bfloat16`."""
+    """Returns the name that a frame carries for a dtype: `torch.bfloat16` → `bfloat16`."""
     return _NAMES[dtype]
 
 
 def view_of(tensor: Tensor) -> memoryview:
-    """The tensor's bytes; copied only from a GPU."""
+    """Returns the bytes of a tensor [...] of any dtype. They are copied only from a GPU or if it is not contiguous."""
     return tensor.detach().cpu().contiguous().view(torch.uint8).numpy().data.cast("B")
 
 
 def tensor_of(frame: Frame, dtype: torch.dtype) -> Tensor:
-    """The frame's activations, copied: received bytes start at any address, kernels want aligned rows.
+    """Returns a copy of the frame's activations, [T, H] of `dtype`: T packed rows of H values each.
 
-    Raises ProtocolError when they are missing or of another dtype.
+    They are copied because received bytes start at any address, and kernels need aligned rows. Raises ProtocolError if
+    they are missing or of another dtype.
     """
     if frame.tensor is None or frame.dtype != name_of(dtype):
         raise ProtocolError(f"activations of {name_of(dtype)} are needed, the frame has {frame.dtype or 'none'}")

@@ -1,4 +1,4 @@
-"""Hops: how activations travel from stage to stage. The Protocols; `zeromq` is their first implementation.
+"""Hops: how activations travel from stage to stage. Owns the Protocols, which `zeromq` implements; knows no engine.
 
 A link's two ends live for one epoch: every epoch gets new ones. Each end is used by one thread at a time; only
 `Receiver.wake` may be called from any thread.
@@ -15,66 +15,67 @@ from services.stage.hop.frame import Frame, Kind
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Channel:
-    """What both ends of a link must agree on."""
+    """The properties of a link on which both ends must agree."""
 
     pipeline: UUID
     epoch: int
     kind: Kind
-    """PLAN down the chain, RESULT from the tail back to the head."""
+    """PLAN for links down the chain, RESULT for the link from the tail back to the head."""
     num_lanes: int
     """At most num_lanes + 1 steps are in flight: the head is the only source of credit."""
 
 
 class Sender(Protocol):
-    """The sending end."""
+    """The sending end of a link."""
 
     def send(self, frame: Frame) -> None:
-        """Never blocks: raises LinkLost when the peer is gone or does not take its credit's worth.
+        """Sends a frame without blocking.
 
-        The tensor's memory must stay as it is until the step's result is back at the head.
+        Raises LinkLost if the peer is gone, or takes fewer frames than the credit allows. The tensor's memory must not
+        change until the step's result is back at the head.
         """
         ...
 
     def close(self) -> None:
-        """Drops what is still queued. May be called twice."""
+        """Closes the end and drops what is still queued. May be called twice."""
         ...
 
 
 class Receiver(Protocol):
-    """The receiving end."""
+    """The receiving end of a link."""
 
     @property
     def address(self) -> str:
-        """Where a sender connects."""
+        """The address to which a sender connects."""
         ...
 
     def receive(self, timeout_s: float) -> Frame | None:
-        """The next frame; None after `timeout_s` or `wake`. Checks pipeline, kind, epoch, and that steps are 0, 1, 2 …
+        """Returns the next frame; None after `timeout_s` or `wake`.
 
-        The tensor's memory may start at any address: copy it before kernels that care for alignment.
-        Raises LinkLost (skipped, repeated or reordered step; peer gone) or ProtocolError (no valid frame): either way
-        this end is of no more use.
+        It checks pipeline, kind and epoch, and that steps are numbered 0, 1, 2 and so on. The tensor's memory may start
+        at any address: copy it before kernels that need alignment. Raises LinkLost for a skipped, repeated or reordered
+        step or a lost peer, ProtocolError for an invalid frame; close this end then.
         """
         ...
 
     def wake(self) -> None:
-        """From any thread, also after `close`: the present or next `receive` returns at once."""
+        """Makes the present or next `receive` return at once. May be called from any thread, also after `close`."""
         ...
 
     def close(self) -> None:
-        """Drops what is still queued. May be called twice."""
+        """Closes the end and drops what is still queued. May be called twice."""
         ...
 
 
 class Hop(Protocol):
-    """Opens both ends."""
+    """Opens the ends of links."""
 
     def open_receiver(self, channel: Channel) -> Receiver:
-        """Bound, with an address to give away."""
+        """Opens the receiving end, bound to an address that a sender can use."""
         ...
 
     def open_sender(self, channel: Channel, address: str, timeout_s: float) -> Sender:
-        """Connected: the receiver at `address` has answered. Raises LinkLost after `timeout_s`."""
+        """Opens the sending end, connected to the receiver at `address`. Raises LinkLost after `timeout_s`."""
         ...
 
 

@@ -35,7 +35,7 @@ _DTYPE_NAMES = {code: name for name, code in DTYPES.items()}
 
 
 class Kind(IntEnum):
-    """What the message is."""
+    """The kind of a frame's message."""
 
     PLAN = 1
     """A StepPlan on its way down the chain, with activations behind the head."""
@@ -48,7 +48,10 @@ _KINDS = frozenset(Kind)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Frame:
-    """`message` is an encoded StepPlan or StepResult; `tensor` is C-contiguous and holds `shape` items of `dtype`."""
+    """One step's bytes: an encoded StepPlan or StepResult as `message`, and activations as `tensor`.
+
+    `tensor` is C-contiguous and holds `shape` items of `dtype`.
+    """
 
     kind: Kind
     pipeline: UUID
@@ -78,11 +81,14 @@ class _Header(NamedTuple):
 
 
 def encode(frame: Frame) -> list[Buffer]:
-    """The parts to send. Neither message nor tensor is copied."""
+    """Returns the parts to send; neither message nor tensor is copied.
+
+    Raises ProtocolError if the tensor's size is not that of the frame's shape and dtype.
+    """
     tensor = None if frame.tensor is None else frame.tensor.cast("B")
     num_bytes = 0 if tensor is None else tensor.nbytes
     if tensor is not None and (math.prod(frame.shape) * ITEM_BYTES[frame.dtype] != num_bytes or num_bytes == 0):
-        raise ProtocolError(f"a tensor of {num_bytes} bytes is no {frame.shape} of {frame.dtype}")
+        raise ProtocolError(f"a tensor of {num_bytes} bytes is not {frame.shape} of {frame.dtype}")
     dims = frame.shape + (0,) * (MAX_DIMS - len(frame.shape))
     header = _HEADER.pack(
         _MAGIC,
@@ -102,7 +108,10 @@ def encode(frame: Frame) -> list[Buffer]:
 
 
 def decode(parts: Sequence[Buffer]) -> Frame:
-    """Raises ProtocolError on anything that `encode` cannot have made. The frame shares the parts' memory."""
+    """Returns the frame of received parts, whose memory it shares.
+
+    Raises ProtocolError for any parts that `encode` cannot have made.
+    """
     if not 2 <= len(parts) <= MAX_PARTS:
         raise ProtocolError(f"a frame has 2 or 3 parts, not {len(parts)}")
     header = _read_header(parts[0])
@@ -160,7 +169,7 @@ def _shape(header: _Header) -> tuple[int, ...]:
     if name is None:
         raise ProtocolError(f"unknown dtype {header.dtype} in a frame")
     if math.prod(shape) * ITEM_BYTES[name] != header.tensor_bytes:
-        raise ProtocolError(f"a tensor of {header.tensor_bytes} bytes is no {shape} of {name}")
+        raise ProtocolError(f"a tensor of {header.tensor_bytes} bytes is not {shape} of {name}")
     return shape
 
 

@@ -30,7 +30,7 @@ HOST_FIELD = "SHARDLINE_HOP_BIND"
 PORTS_FIELD = "SHARDLINE_HOP_PORTS"
 SECRET_BYTES = 32
 MAX_IPC_PATH_BYTES = 107
-"""Of a unix socket's address on Linux."""
+"""The longest path of a unix socket on Linux."""
 MAX_PORT = 65_535
 
 _MET = zmq.EVENT_ACCEPTED | zmq.EVENT_HANDSHAKE_SUCCEEDED
@@ -40,16 +40,16 @@ _CALLERS = (zmq.PUSH, zmq.DEALER)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CurveKeys:
-    """One key pair (Z85) that all stages of an installation share: who does not hold it is turned away."""
+    """One key pair (Z85) that all stages of an installation share: peers without it are refused."""
 
     public: bytes
     secret: bytes
     server: bytes
-    """Of those that are called: the same public key."""
+    """The public key that the called peer must have: the same one."""
 
     @classmethod
     def of(cls, secret: str) -> CurveKeys:
-        """From the secret key, which the public one follows from. Raises Invalid, without repeating it."""
+        """Derives the pair from the secret key. Raises Invalid, without repeating the key, if it is not valid."""
         text = secret.strip()
         if re.fullmatch(rf"[0-9A-Fa-f]{{{2 * SECRET_BYTES}}}", text) is None:
             problem = f"it has not {2 * SECRET_BYTES} hexadecimal digits"
@@ -62,15 +62,16 @@ class CurveKeys:
         return "CurveKeys(…)"
 
     def callback(self, domain: str, key: bytes) -> bool:  # noqa: ARG002 (pyzmq's credentials provider)
-        """True when a client that proved to hold `key` may connect."""
+        """Returns whether a client that has proved to hold `key` may connect."""
         return key == self.public
 
 
 class Sockets:
-    """`bind` is `tcp://HOST` (0.0.0.0 for all) or `ipc:///FOLDER`; `advertise` the host that peers shall call.
+    """Makes the sockets of one process.
 
-    Without it that is the bound host, or this machine's own name when all are bound. `ports` are those that a firewall
-    lets through; any free one without them.
+    `bind` is `tcp://HOST` (0.0.0.0 for all) or `ipc:///FOLDER`; `advertise` is the host that peers connect to. Without
+    it that is the bound host, or this machine's own name if all are bound. `ports` are those that a firewall lets
+    through; without them any free port is used. Raises Invalid for a `bind` of another form.
     """
 
     def __init__(
@@ -84,14 +85,14 @@ class Sockets:
         self._scheme, self._host = _parse_bind(bind)
         self._advertise = advertise or (gethostname() if self._host in ("0.0.0.0", "*") else self._host)  # noqa: S104 (compared)
         self._ports = ports
-        # Each socket takes the port after the one before: a late caller of a closed one finds nobody.
-        self._turn = itertools.count(random.randrange(len(ports)) if ports else 0)  # noqa: S311 (no secret)
+        # Each socket takes the port after the one before: a late peer of a closed socket does not reach another one.
+        self._next_port = itertools.count(random.randrange(len(ports)) if ports else 0)  # noqa: S311 (no secret)
         self._curve = curve
         self._context = zmq.Context()
         self._authenticator = self._authenticate(curve) if curve else None
 
     def bind(self, kind: int, options: Mapping[int, int]) -> tuple[zmq.Socket[bytes], str]:
-        """A bound socket on a free port or path, and the address that peers use."""
+        """Returns a socket bound to a free port or path, and the address that peers use. Raises Unavailable."""
         socket = self._open(kind, options)
         if self._curve:
             socket.curve_server = True
@@ -116,19 +117,22 @@ class Sockets:
         raise Unavailable(f"no port is free on {self._host}: widen {PORTS_FIELD}, or stop what else listens there")
 
     def _endpoints(self) -> Iterator[str]:
-        """Where to try, in this order."""
+        """Yields the endpoints to try, in order."""
         if self._scheme == "ipc":
             yield f"ipc://{self._host}/{uuid4().hex[:12]}"
         elif self._ports is None:
             yield f"tcp://{self._host}:*"
         else:
-            for turn in itertools.islice(self._turn, len(self._ports)):
-                yield f"tcp://{self._host}:{self._ports[turn % len(self._ports)]}"
+            for number in itertools.islice(self._next_port, len(self._ports)):
+                yield f"tcp://{self._host}:{self._ports[number % len(self._ports)]}"
 
     def connect(
         self, kind: int, address: str, options: Mapping[int, int], timeout_s: float
     ) -> tuple[zmq.Socket[bytes], Watch]:
-        """A connected socket. It never reconnects: what was queued in a broken connection is lost. Raises LinkLost."""
+        """Returns a connected socket with its watch. Raises LinkLost if the peer does not answer in `timeout_s`.
+
+        The socket never reconnects: frames queued in a broken connection are lost.
+        """
         socket = self._open(kind, {zmq.RECONNECT_IVL: -1, zmq.IMMEDIATE: 1, **options})
         if self._curve:
             socket.curve_serverkey = self._curve.server
@@ -145,7 +149,7 @@ class Sockets:
         raise LinkLost(f"no link to {address}: {problem}")
 
     def close(self) -> None:
-        """When no thread uses a socket any more."""
+        """Closes all sockets. Call it when no thread uses one any more."""
         if self._authenticator:
             self._authenticator.stop()
         self._context.destroy(linger=0)
@@ -167,7 +171,7 @@ class Sockets:
 
 
 class Watch:
-    """Tells when a socket's one peer has gone: the connection broke, was refused, or never came about."""
+    """Watches a socket's only peer: tells when the connection broke, was refused, or was never made."""
 
     def __init__(self, socket: zmq.Socket[bytes]) -> None:
         self._socket = socket
@@ -176,12 +180,12 @@ class Watch:
         address = f"inproc://watch-{uuid4().hex}"
         socket.monitor(address, _MET | _GONE)
         self.events = socket.context.socket(zmq.PAIR)
-        """To poll for reading."""
+        """A socket that is readable when there are events; poll it."""
         self.events.setsockopt(zmq.LINGER, 0)
         self.events.connect(address)
 
     def lost(self) -> str | None:
-        """Why the peer is gone, if it is. A stranger who failed the handshake, or came later, was not it."""
+        """Returns why the peer is gone, or None. Strangers that failed the handshake, or came later, do not count."""
         while self.events.poll(0):
             event, connection = struct.unpack_from("=Hi", self.events.recv_multipart()[0])
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
@@ -198,12 +202,12 @@ class Watch:
         return None
 
     def refusal(self, timeout_s: float) -> str | None:
-        """Waits until the socket takes a message: None then, or why it does not."""
+        """Waits until the socket accepts a message; returns None then, or why it does not within `timeout_s`."""
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLOUT)
         poller.register(self.events, zmq.POLLIN)
         deadline = time.monotonic() + timeout_s
-        # One poll may show that the handshake is over and not yet that there is room: that decides nothing.
+        # A poll may report the end of the handshake before the room for a message: poll again.
         while (left_s := deadline - time.monotonic()) > 0:
             if self._socket in dict(poller.poll(math.ceil(left_s * 1000))):
                 return None
@@ -213,19 +217,21 @@ class Watch:
         return f"no answer in {timeout_s:.1f} s"
 
     def close(self) -> None:
-        """Before the socket itself."""
+        """Stops watching. Call it before the socket is closed."""
         self._socket.disable_monitor()
         self.events.close()
 
 
 def parse_ports(text: str | None) -> range | None:
-    """`7600-7631`, both included. Raises Invalid."""
+    """Parses a range such as `7600-7631`, both ends included; None stays None. Raises Invalid for any other text."""
     if text is None:
         return None
     match = re.fullmatch(r"(\d{1,5})-(\d{1,5})", text)
     ports = range(int(match[1]), int(match[2]) + 1) if match else range(0)
     if not ports or ports[0] < 1 or ports[-1] > MAX_PORT:
-        raise Invalid(PORTS_FIELD, f"{text!r} is no range of ports from 1 to {MAX_PORT}", "Use FIRST-LAST: 7600-7631")
+        raise Invalid(
+            PORTS_FIELD, f"{text!r} is not a range of ports from 1 to {MAX_PORT}", "Use FIRST-LAST: 7600-7631"
+        )
     return ports
 
 
@@ -234,7 +240,7 @@ def _parse_bind(bind: str) -> tuple[str, str]:
     if match is None:
         raise Invalid(
             FOLDER_FIELD if bind.startswith("ipc:") else HOST_FIELD,
-            f"{bind!r} is no place to bind",
+            f"{bind!r} is not an address to bind",
             "Use tcp://HOST (no port) or ipc:///FOLDER (absolute, no blanks)",
         )
     if match[1]:

@@ -1,4 +1,4 @@
-"""Interrupts a thread that waits in a poll. Owns one socket pair; knows nobody who waits."""
+"""Interrupts a thread that waits in a poll. Owns one socket pair; knows no thread."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import threading
 
 
 class Wakeup:
-    """`wake` from any thread makes `fd` readable until `clear`."""
+    """A descriptor that any thread can make readable: `wake` makes `fd` readable until `clear`."""
 
     def __init__(self) -> None:
         self._reader, self._writer = socket.socketpair()
@@ -19,24 +19,24 @@ class Wakeup:
 
     @property
     def fd(self) -> int:
-        """To poll for reading."""
+        """The descriptor to poll for reading."""
         return self._reader.fileno()
 
     def wake(self) -> None:
-        """Any thread, any time; after `close` it does nothing."""
-        # The lock keeps a late call from writing into whatever took over the closed descriptor.
+        """Makes `fd` readable. May be called from any thread; after `close` it does nothing."""
+        # Without the lock a late call could write into a file that reuses the closed descriptor's number.
         with self._lock, contextlib.suppress(BlockingIOError):
             if self._is_open:
                 self._writer.send(b"\0")
 
     def clear(self) -> bool:
-        """True when it was woken since the last call."""
+        """Makes `fd` unreadable again; returns whether `wake` was called since the last `clear`."""
         with contextlib.suppress(BlockingIOError):
             return bool(self._reader.recv(4096))
         return False
 
     def close(self) -> None:
-        """May be called twice."""
+        """Closes the socket pair. May be called twice."""
         with self._lock:
             self._is_open = False
             self._reader.close()

@@ -18,11 +18,11 @@ LEND_FROM_BYTES = 1 << 20
 """Smaller tensors are copied on send: lending memory to ZeroMQ costs more (docs/decisions/control-links.md)."""
 
 GRACE_MS = 100
-"""A send that finds no room waits this long for ZeroMQ's own thread: credit says that there must be room."""
+"""How long a send waits for ZeroMQ's own thread to make room: by the credit there must be room."""
 
 
 class ZeroMqHop:
-    """Opens the ends of links, new ones for every epoch."""
+    """Opens the ends of ZeroMQ links, new ones for every epoch."""
 
     def __init__(self, sockets: Sockets, times: Times) -> None:
         self._sockets = sockets
@@ -30,18 +30,18 @@ class ZeroMqHop:
         self._dead_ms = max(1, round(times.link_dead_s * 1000))
 
     def open_receiver(self, channel: Channel) -> Receiver:
-        """Binds a PULL."""
+        """Opens the receiving end: a bound PULL socket. Raises Unavailable if no address is free."""
         socket, address = self._sockets.bind(zmq.PULL, self._options(channel, zmq.RCVHWM))
         return ZeroMqReceiver(socket, address, channel)
 
     def open_sender(self, channel: Channel, address: str, timeout_s: float) -> Sender:
-        """Connects a PUSH and waits for its peer."""
+        """Opens the sending end: a PUSH socket whose peer has answered. Raises LinkLost after `timeout_s`."""
         socket, watch = self._sockets.connect(zmq.PUSH, address, self._options(channel, zmq.SNDHWM), timeout_s)
         return ZeroMqSender(socket, watch, address)
 
     def _options(self, channel: Channel, high_water_mark: int) -> dict[int, int]:
         return {
-            # ZeroMQ learns only at every half mark what its peer has taken, so twice the credit never blocks.
+            # The peer reports what it has taken only at every half mark, so twice the credit never blocks.
             high_water_mark: 2 * (channel.num_lanes + 1),
             zmq.MAXMSGSIZE: MAX_TENSOR_BYTES,
             zmq.HEARTBEAT_IVL: self._heartbeat_ms,
@@ -51,7 +51,7 @@ class ZeroMqHop:
 
 
 class ZeroMqSender:
-    """See `Sender`."""
+    """The `Sender` of a ZeroMQ link."""
 
     def __init__(self, socket: zmq.Socket[bytes], watch: Watch, address: str) -> None:
         self._socket = socket
@@ -59,8 +59,8 @@ class ZeroMqSender:
         self._address = address
 
     def send(self, frame: Frame) -> None:
-        """A send that would block is a dead link."""
-        # ZeroMQ looks at most once a millisecond what its peer has taken, and always when polled.
+        """Sends a frame. Raises LinkLost if it would block: by the credit there must be room."""
+        # ZeroMQ checks at most once a millisecond what its peer has taken, but always when polled.
         if not self._socket.poll(GRACE_MS, zmq.POLLOUT):
             raise self._blocked(frame)
         *first, last = encode(frame)
@@ -72,7 +72,7 @@ class ZeroMqSender:
             raise self._blocked(frame) from error
 
     def close(self) -> None:
-        """May be called twice."""
+        """Closes the socket and drops what is still queued. May be called twice."""
         if not self._socket.closed:
             self._watch.close()
             self._socket.close()
@@ -83,7 +83,7 @@ class ZeroMqSender:
 
 
 class ZeroMqReceiver:
-    """See `Receiver`."""
+    """The `Receiver` of a ZeroMQ link."""
 
     def __init__(self, socket: zmq.Socket[bytes], address: str, channel: Channel) -> None:
         self._socket = socket
@@ -99,11 +99,14 @@ class ZeroMqReceiver:
 
     @property
     def address(self) -> str:
-        """Where a sender connects."""
+        """The address to which a sender connects."""
         return self._address
 
     def receive(self, timeout_s: float) -> Frame | None:
-        """The next frame of this epoch; None after `timeout_s` or `wake`."""
+        """Returns the next frame of this epoch; None after `timeout_s` or `wake`.
+
+        Raises LinkLost for a step out of order or a lost peer, ProtocolError for an invalid frame.
+        """
         deadline = time.monotonic() + timeout_s
         while True:
             parts = self._take()
@@ -122,11 +125,11 @@ class ZeroMqReceiver:
                 return None
 
     def wake(self) -> None:
-        """From any thread, also after `close`."""
+        """Makes `receive` return at once. May be called from any thread, also after `close`."""
         self._wakeup.wake()
 
     def close(self) -> None:
-        """May be called twice."""
+        """Closes the socket and drops what is still queued. May be called twice."""
         if not self._socket.closed:
             self._watch.close()
             self._socket.close()

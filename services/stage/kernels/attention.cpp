@@ -1,5 +1,5 @@
 // Attention over paged KV for one packed micro-batch: one call per layer writes the new keys and values, then attends,
-// decode rows and prefill chunks alike. Plain C ABI at the end of the file; kernel.py builds it per instruction set.
+// decode rows and prefill chunks alike. Plain C ABI at the end of the file; build.py builds it per instruction set.
 //
 // The promise: a row's bits depend on its query, its position and its own sequence's keys and values. Nothing else: not
 // the batch, the chunking, the tile it shares, the number of threads, the instruction set. It holds because
@@ -7,8 +7,9 @@
 //   - each fused multiply-add is written as fma(), and -ffp-contract=off forbids any other;
 //   - a key that a row may not see gets the weight +0, and adding +0 changes no bit.
 //
-// Memory: a KV block holds 64 tokens. Keys lie as [block][kv head][64 / lanes][dim][lanes]: one register holds the same
-// dimension of neighboring keys, so scores need no sum across lanes. Values lie as [block][kv head][64][padded dim].
+// Memory: a KV block holds 64 tokens. Keys lie as [block][KV head][64 / kWidth][dim][kWidth]: one register holds one
+// dimension of neighboring keys, so a score needs no sum within a register. Values lie as
+// [block][KV head][64][padded dim].
 
 #include <algorithm>
 #include <cstdint>
@@ -17,7 +18,7 @@
 #include <type_traits>
 #include <vector>
 
-#include "lanes.h"
+#include "simd.h"
 
 namespace {
 
@@ -25,7 +26,7 @@ namespace {
 
 constexpr int kBlock = 64, kTile = 8;
 constexpr int kPadding = 16;  // stored values fill whole registers
-constexpr int kColumns = 16;  // keys per softmax stride, whatever the lanes
+constexpr int kColumns = 16;  // keys per softmax stride, whatever the vector width
 constexpr float kNothing = -std::numeric_limits<float>::infinity();
 
 inline int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
@@ -39,7 +40,7 @@ constexpr int registers_wide(int m) {
 // What a tile reads and writes. Scores and visible keys are counted from `first_key`, the start of a block.
 template <class T> struct Tile {
   const float* query;      // [M][dim]
-  const T* keys;           // this head's keys in block 0
+  const T* keys;           // this KV head's keys in block 0
   const T* values;
   const int32_t* table;    // from the block of first_key
   int64_t key_block, value_block;  // elements from one block to the next
@@ -53,7 +54,7 @@ template <class T> struct Tile {
   float* out;              // [M][value_dim]
 };
 
-// Into the second cache, well ahead: the next blocks are too much for the first, and lie where no hardware would guess.
+// Prefetches into L2, well ahead: the next blocks exceed L1, and no hardware prefetcher follows a block table.
 inline void prefetch(const void* p) { __builtin_prefetch(p, 0, 2); }
 
 template <class T, int M, int W>
@@ -62,13 +63,13 @@ inline void score_columns(const float* query, int dim, const T* keys, const T* n
   for (int d = 0; d < dim; d++) {
 #pragma GCC unroll 4
     for (int w = 0; w < W; w++) {
-      Floats k = load(keys + (w * dim + d) * kLanes);
-      prefetch(next + (w * dim + d) * kLanes);
+      Floats k = load(keys + (w * dim + d) * kWidth);
+      prefetch(next + (w * dim + d) * kWidth);
 #pragma GCC unroll 8
       for (int m = 0; m < M; m++) sum[m][w] = fma(broadcast(query[m * dim + d]), k, sum[m][w]);
     }
   }
-  for (int m = 0; m < M; m++) for (int w = 0; w < W; w++) store(scores + m * stride + w * kLanes, sum[m][w]);
+  for (int m = 0; m < M; m++) for (int w = 0; w < W; w++) store(scores + m * stride + w * kWidth, sum[m][w]);
 }
 
 template <class T, int M> void score(const Tile<T>& t) {
@@ -78,11 +79,11 @@ template <class T, int M> void score(const Tile<T>& t) {
     const bool is_last = first + kBlock >= t.num_keys;
     const T* next_block =
         is_last ? t.values + t.table[0] * t.value_block : t.keys + t.table[first / kBlock + 1] * t.key_block;
-    const int columns = round_up(std::min(kBlock, t.num_keys - first), kLanes) / kLanes;
+    const int columns = round_up(std::min(kBlock, t.num_keys - first), kWidth) / kWidth;
     auto columns_from = [&](auto wide, int c) {
-      const T* from = keys + (int64_t)c * t.dim * kLanes;
-      const T* next = c + wide < kBlock / kLanes ? from + (int64_t)wide * t.dim * kLanes : next_block;
-      score_columns<T, M, wide>(t.query, t.dim, from, next, t.scores + first + c * kLanes, t.stride);
+      const T* from = keys + (int64_t)c * t.dim * kWidth;
+      const T* next = c + wide < kBlock / kWidth ? from + (int64_t)wide * t.dim * kWidth : next_block;
+      score_columns<T, M, wide>(t.query, t.dim, from, next, t.scores + first + c * kWidth, t.stride);
     };
     int c = 0;
     for (; c + W <= columns; c += W) columns_from(std::integral_constant<int, W>(), c);
@@ -100,47 +101,47 @@ template <class T> float weigh(const Tile<T>& t, int m) {
   std::fill(row + end, row + round_up(t.num_keys, kBlock), 0.f);
 
   Floats largest = broadcast(t.sink[m]);
-  for (int j = begin; j < end; j += kLanes) {
+  for (int j = begin; j < end; j += kWidth) {
     Floats x = load(row + j) * t.scale;
     if (t.softcap != 0.f) x = x == broadcast(kNothing) ? x : tanh(x / t.softcap) * t.softcap;
     store(row + j, x);
     largest = larger(x, largest);
   }
-  float lane[kColumns];
-  store(lane, largest);
-  const float top = *std::max_element(lane, lane + kLanes);
+  float partial[kColumns];
+  store(partial, largest);
+  const float top = *std::max_element(partial, partial + kWidth);
 
-  Floats sum[kColumns / kLanes] = {};
+  Floats sum[kColumns / kWidth] = {};
   for (int j = begin; j < end; j += kColumns) {
-    for (int part = 0; part < kColumns / kLanes; part++) {
-      float* x = row + j + part * kLanes;
+    for (int part = 0; part < kColumns / kWidth; part++) {
+      float* x = row + j + part * kWidth;
       Floats weight = exp_negative(load(x) - top);
       sum[part] += weight;
       store(x, weight);
     }
   }
-  for (int part = 0; part < kColumns / kLanes; part++) store(lane + part * kLanes, sum[part]);
-  for (int half = kColumns / 2; half; half /= 2) for (int i = 0; i < half; i++) lane[i] += lane[i + half];
-  return lane[0] + exp_negative(broadcast(t.sink[m] - top))[0];
+  for (int part = 0; part < kColumns / kWidth; part++) store(partial + part * kWidth, sum[part]);
+  for (int half = kColumns / 2; half; half /= 2) for (int i = 0; i < half; i++) partial[i] += partial[i + half];
+  return partial[0] + exp_negative(broadcast(t.sink[m] - top))[0];
 }
 
 // out += weights x values of one block, W registers of the head dimension at a time.
 template <class T, int M, int W>
 inline void add_values(const Tile<T>& t, int first, int count, int d, const T* values, const T* next) {
   Floats sum[M][W];
-  for (int m = 0; m < M; m++) for (int w = 0; w < W; w++) sum[m][w] = load(t.out + m * t.value_dim + d + w * kLanes);
+  for (int m = 0; m < M; m++) for (int w = 0; w < W; w++) sum[m][w] = load(t.out + m * t.value_dim + d + w * kWidth);
   const float* weights = t.scores + first;
   for (int j = 0; j < count; j++) {
     const int64_t at = (int64_t)j * t.value_dim + d;
 #pragma GCC unroll 4
     for (int w = 0; w < W; w++) {
-      Floats v = load(values + at + w * kLanes);
-      prefetch(next + at + w * kLanes);
+      Floats v = load(values + at + w * kWidth);
+      prefetch(next + at + w * kWidth);
 #pragma GCC unroll 8
       for (int m = 0; m < M; m++) sum[m][w] = fma(broadcast(weights[m * t.stride + j]), v, sum[m][w]);
     }
   }
-  for (int m = 0; m < M; m++) for (int w = 0; w < W; w++) store(t.out + m * t.value_dim + d + w * kLanes, sum[m][w]);
+  for (int m = 0; m < M; m++) for (int w = 0; w < W; w++) store(t.out + m * t.value_dim + d + w * kWidth, sum[m][w]);
 }
 
 template <class T, int M> void sum_values(const Tile<T>& t) {
@@ -151,8 +152,8 @@ template <class T, int M> void sum_values(const Tile<T>& t) {
     const T* next = first + kBlock < t.num_keys ? t.values + t.table[first / kBlock + 1] * t.value_block : values;
     const int count = std::min(kBlock, t.num_keys - first);
     int d = 0;
-    for (; d + W * kLanes <= t.value_dim; d += W * kLanes) add_values<T, M, W>(t, first, count, d, values, next);
-    for (; d < t.value_dim; d += kLanes) add_values<T, M, 1>(t, first, count, d, values, next);
+    for (; d + W * kWidth <= t.value_dim; d += W * kWidth) add_values<T, M, W>(t, first, count, d, values, next);
+    for (; d < t.value_dim; d += kWidth) add_values<T, M, 1>(t, first, count, d, values, next);
   }
 }
 
@@ -163,7 +164,7 @@ template <class T, int M> void attend_tile(const Tile<T>& t) {
   sum_values<T, M>(t);
   for (int m = 0; m < M; m++) {
     float* out = t.out + m * t.value_dim;
-    for (int d = 0; d < t.value_dim; d += kLanes) store(out + d, load(out + d) * share[m]);
+    for (int d = 0; d < t.value_dim; d += kWidth) store(out + d, load(out + d) * share[m]);
   }
 }
 
@@ -178,7 +179,7 @@ template <class T> void attend_tile(const Tile<T>& t, int m) {
 
 enum Dtype : int32_t { kFloat32, kBFloat16, kFloat16 };
 
-struct Strides { int64_t head, row; };  // elements; the head dimension is dense
+struct Strides { int64_t attention_head, row; };  // elements; the dimensions of one attention head are dense
 
 struct Call {  // kernel.py mirrors it field by field
   const void *query, *key, *value;
@@ -208,7 +209,7 @@ std::vector<Run> runs_of(const Call& c) {
   return runs;
 }
 
-// The first row whose sequence, position or KV blocks lie outside the tables, else -1. Nothing is touched before this.
+// The first row whose sequence, position or KV blocks lie outside the tables, else -1. Runs before any read or write.
 int first_bad_row(const Call& c, const std::vector<Run>& runs) {
   for (Run run : runs) {
     const int sequence = c.sequence[run.row];
@@ -223,22 +224,22 @@ int first_bad_row(const Call& c, const std::vector<Run>& runs) {
   return -1;
 }
 
-template <class T> void write_token(const Call& c, int row, int head) {
-  const int position = c.position[row], place = position % kBlock, value_dim = round_up(c.value_dim, kPadding);
+template <class T> void write_token(const Call& c, int row, int kv_head) {
+  const int position = c.position[row], slot = position % kBlock, value_dim = round_up(c.value_dim, kPadding);
   const int64_t block = c.table[(int64_t)c.sequence[row] * c.table_width + position / kBlock];
-  const T* key = (const T*)c.key + head * c.key_strides.head + row * c.key_strides.row;
-  const T* value = (const T*)c.value + head * c.value_strides.head + row * c.value_strides.row;
-  const int64_t token = (block * c.num_kv_heads + head) * kBlock;
-  T* keys = (T*)c.keys + (token + place / kLanes * kLanes) * c.dim + place % kLanes;
-  for (int d = 0; d < c.dim; d++) __builtin_prefetch(keys + d * kLanes, 1);  // dim stores to dim lines: fetch at once
-  for (int d = 0; d < c.dim; d++) keys[d * kLanes] = key[d];
-  std::memcpy((T*)c.values + (token + place) * value_dim, value, c.value_dim * sizeof(T));
+  const T* key = (const T*)c.key + kv_head * c.key_strides.attention_head + row * c.key_strides.row;
+  const T* value = (const T*)c.value + kv_head * c.value_strides.attention_head + row * c.value_strides.row;
+  const int64_t token = (block * c.num_kv_heads + kv_head) * kBlock;
+  T* keys = (T*)c.keys + (token + slot / kWidth * kWidth) * c.dim + slot % kWidth;
+  for (int d = 0; d < c.dim; d++) __builtin_prefetch(keys + d * kWidth, 1);  // dim stores to dim lines: fetch at once
+  for (int d = 0; d < c.dim; d++) keys[d * kWidth] = key[d];
+  std::memcpy((T*)c.values + (token + slot) * value_dim, value, c.value_dim * sizeof(T));
 }
 
 // One thread's memory, kept from call to call: as long as the longest context seen.
 struct Scratch { std::vector<float> query, out, scores; };
 
-template <class T> void attend_run(const Call& c, Run run, int head, Scratch& scratch) {
+template <class T> void attend_run(const Call& c, Run run, int kv_head, Scratch& scratch) {
   const int group = c.num_heads / c.num_kv_heads, num_queries = run.count * group;
   const int value_dim = round_up(c.value_dim, kPadding);
   const int passes = (num_queries + kTile - 1) / kTile;
@@ -249,15 +250,15 @@ template <class T> void attend_run(const Call& c, Run run, int head, Scratch& sc
   t.table = c.table + (int64_t)c.sequence[run.row] * c.table_width + first_key / kBlock;
   t.key_block = (int64_t)c.num_kv_heads * kBlock * c.dim;
   t.value_block = (int64_t)c.num_kv_heads * kBlock * value_dim;
-  t.keys = (const T*)c.keys + (int64_t)head * kBlock * c.dim;
-  t.values = (const T*)c.values + (int64_t)head * kBlock * value_dim;
+  t.keys = (const T*)c.keys + (int64_t)kv_head * kBlock * c.dim;
+  t.values = (const T*)c.values + (int64_t)kv_head * kBlock * value_dim;
   t.dim = c.dim;
   t.value_dim = value_dim;
   t.num_keys = last + 1 - first_key;
   t.stride = round_up(t.num_keys, kBlock) + kColumns;  // not a power of two: eight rows would share cache sets
   t.scale = c.scale;
   t.softcap = c.softcap;
-  scratch.query.resize(std::max(scratch.query.size(), (size_t)kTile * round_up(c.dim, kLanes)));
+  scratch.query.resize(std::max(scratch.query.size(), (size_t)kTile * round_up(c.dim, kWidth)));
   scratch.out.resize(std::max(scratch.out.size(), (size_t)kTile * value_dim));
   scratch.scores.resize(std::max(scratch.scores.size(), (size_t)(kTile * t.stride)));
   t.query = scratch.query.data();
@@ -266,10 +267,10 @@ template <class T> void attend_run(const Call& c, Run run, int head, Scratch& sc
   for (int pass = 0, done = 0; pass < passes; pass++) {
     const int count = (num_queries - done) / (passes - pass);
     for (int m = 0; m < count; m++) {
-      const int row = run.row + (done + m) / group, query_head = head * group + (done + m) % group;
+      const int row = run.row + (done + m) / group, query_head = kv_head * group + (done + m) % group;
       const int position = c.position[row];
-      const T* query = (const T*)c.query + query_head * c.query_strides.head + row * c.query_strides.row;
-      for (int d = 0; d < c.dim; d += kLanes)
+      const T* query = (const T*)c.query + query_head * c.query_strides.attention_head + row * c.query_strides.row;
+      for (int d = 0; d < c.dim; d += kWidth)
         store_first(scratch.query.data() + m * c.dim + d, load_first(query + d, c.dim - d), c.dim - d);
       t.begin[m] = (c.window ? std::max(0, position - c.window + 1) : 0) - first_key;
       t.end[m] = position + 1 - first_key;
@@ -277,9 +278,9 @@ template <class T> void attend_run(const Call& c, Run run, int head, Scratch& sc
     }
     attend_tile(t, count);
     for (int m = 0; m < count; m++) {
-      const int row = run.row + (done + m) / group, query_head = head * group + (done + m) % group;
+      const int row = run.row + (done + m) / group, query_head = kv_head * group + (done + m) % group;
       T* out = (T*)c.out + ((int64_t)row * c.num_heads + query_head) * c.value_dim;
-      for (int d = 0; d < c.value_dim; d += kLanes)
+      for (int d = 0; d < c.value_dim; d += kWidth)
         store_first(out + d, load(t.out + m * value_dim + d), c.value_dim - d);
     }
     done += count;
@@ -300,14 +301,14 @@ template <class T> int attend(const Call& c) {
 #pragma omp for schedule(static)
     for (int row = 0; row < c.num_rows; row++)
       if (c.sequence[row] >= 0)
-        for (int head = 0; head < c.num_kv_heads; head++) write_token<T>(c, row, head);
+        for (int kv_head = 0; kv_head < c.num_kv_heads; kv_head++) write_token<T>(c, row, kv_head);
     const int64_t num_items = c.out ? (int64_t)runs.size() * c.num_kv_heads : 0;
 #pragma omp for schedule(dynamic, 4)
     for (int64_t item = 0; item < num_items; item++) {
       const Run run = runs[item / c.num_kv_heads];
-      const int head = item % c.num_kv_heads;
-      if (c.sequence[run.row] >= 0) attend_run<T>(c, run, head, scratch);
-      else if (head == 0) clear_run<T>(c, run);
+      const int kv_head = item % c.num_kv_heads;
+      if (c.sequence[run.row] >= 0) attend_run<T>(c, run, kv_head, scratch);
+      else if (kv_head == 0) clear_run<T>(c, run);
     }
   }
   return 0;
@@ -315,7 +316,7 @@ template <class T> int attend(const Call& c) {
 
 }  // namespace
 
-// 0, or 1 + the first row that points outside its tables (then nothing was written), or -1 for shapes that cannot be.
+// 0, or 1 + the first row that points outside its tables (then nothing was written), or -1 for invalid shapes.
 extern "C" int32_t shardline_attend(const Call* call) {
   const Call& c = *call;
   if (c.num_kv_heads < 1 || c.num_heads % c.num_kv_heads || c.dim < 1 || c.value_dim < 1 || c.window < 0) return -1;

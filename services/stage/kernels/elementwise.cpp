@@ -1,19 +1,19 @@
 // The operations between the matrix products, each in one pass over memory: RMSNorm, SiLU(gate) * up, rotary positions.
-// Plain C ABI at the end of the file; kernel.py builds it into one library with attention.cpp.
+// Plain C ABI at the end of the file; build.py builds it into one library with attention.cpp.
 //
-// Same promise as attention.cpp: a row's bits depend on that row only. Sums run over 16 partial sums whatever the lanes,
-// elements at the end of a row take the same path as the others, and values are rounded to the stored type wherever
-// transformers' own modules round, so that a fused operation stands for them without being seen.
+// Same promise as attention.cpp: a row's bits depend on that row only. Sums run over 16 partial sums whatever the
+// vector width, elements at the end of a row take the same path as the others, and values are rounded to the stored
+// type wherever transformers' own modules round, so that a fused operation gives the values of those it replaces.
 
 #include <cmath>
 #include <cstdint>
 #include <type_traits>
 
-#include "lanes.h"
+#include "simd.h"
 
 namespace {
 
-constexpr int kSums = 16;             // partial sums of a row, whatever the lanes
+constexpr int kSums = 16;             // partial sums of a row, whatever the vector width
 constexpr int64_t kGrain = 16384;     // elements below which waking another thread costs more than it saves
 
 enum Dtype : int32_t { kFloat32, kBFloat16, kFloat16 };
@@ -23,24 +23,24 @@ template <class F> void for_rows(int64_t num_rows, int64_t width, int32_t num_th
   for (int64_t i = 0; i < num_rows; i++) row(i);
 }
 
-// Calls `part(at, count)` for each register of a row. The count of whole ones is known when it is compiled.
-template <class F> inline void for_lanes(int64_t dim, F&& part) {
+// Calls `part(at, count)` for each vector of a row. The count of a full vector is a compile-time constant.
+template <class F> inline void for_vectors(int64_t dim, F&& part) {
   int64_t at = 0;
-  for (; at + kLanes <= dim; at += kLanes) part(at, std::integral_constant<int, kLanes>());
+  for (; at + kWidth <= dim; at += kWidth) part(at, std::integral_constant<int, kWidth>());
   if (at < dim) part(at, dim - at);
 }
 
 template <class T> float mean_of_squares(const T* x, int64_t dim) {
-  Floats sum[kSums / kLanes] = {};
-  for_lanes(dim, [&](int64_t at, auto count) {
+  Floats sum[kSums / kWidth] = {};
+  for_vectors(dim, [&](int64_t at, auto count) {
     const Floats value = load_first(x + at, count);
-    Floats& part = sum[at / kLanes % (kSums / kLanes)];
+    Floats& part = sum[at / kWidth % (kSums / kWidth)];
     part = fma(value, value, part);
   });
-  float lane[kSums];
-  for (int part = 0; part < kSums / kLanes; part++) store(lane + part * kLanes, sum[part]);
-  for (int half = kSums / 2; half; half /= 2) for (int i = 0; i < half; i++) lane[i] += lane[i + half];
-  return lane[0] / dim;
+  float partial[kSums];
+  for (int part = 0; part < kSums / kWidth; part++) store(partial + part * kWidth, sum[part]);
+  for (int half = kSums / 2; half; half /= 2) for (int i = 0; i < half; i++) partial[i] += partial[i + half];
+  return partial[0] / dim;
 }
 
 struct Norm { const void* x; const float* weight; void* out; int64_t num_rows, dim; float eps; int32_t rounds_first; };
@@ -50,7 +50,7 @@ template <class T> void rms_norm(const Norm& c, int32_t num_threads) {
     const T* x = (const T*)c.x + row * c.dim;
     T* out = (T*)c.out + row * c.dim;
     const float scale = 1.f / std::sqrt(mean_of_squares(x, c.dim) + c.eps);
-    for_lanes(c.dim, [&](int64_t at, auto count) {
+    for_vectors(c.dim, [&](int64_t at, auto count) {
       const Floats normal = load_first(x + at, count) * scale;
       const Floats weight = load_first(c.weight + at, count);
       store_first(out + at, weight * (c.rounds_first ? rounded<T>(normal) : normal), count);
@@ -70,25 +70,25 @@ template <class T> void silu_mul(const Gate& c, int32_t num_threads) {
   for_rows(c.num_rows, c.dim, num_threads, [&](int64_t row) {
     const T *gate = (const T*)c.gate + row * c.gate_stride, *up = (const T*)c.up + row * c.up_stride;
     T* out = (T*)c.out + row * c.dim;
-    for_lanes(c.dim, [&](int64_t at, auto count) {
+    for_vectors(c.dim, [&](int64_t at, auto count) {
       const Floats open = rounded<T>(silu(load_first(gate + at, count)));
       store_first(out + at, open * load_first(up + at, count), count);
     });
   });
 }
 
-// x and out: [num_rows][num_heads][dim], rows of x `stride` elements apart; cos and sin: [num_rows][dim]; the second half
-// of a head turns with the first.
+// x and out: [num_rows][num_heads][dim], rows of x `stride` elements apart; cos and sin: [num_rows][dim]; the second
+// half of an attention head turns with the first.
 struct Turn { const void *x, *cos, *sin; void* out; int64_t num_rows, num_heads, dim, stride; };
 
 template <class T> void rotate(const Turn& c, int32_t num_threads) {
   const int64_t half = c.dim / 2;
   for_rows(c.num_rows, c.num_heads * c.dim, num_threads, [&](int64_t row) {
     const T *cos = (const T*)c.cos + row * c.dim, *sin = (const T*)c.sin + row * c.dim;
-    for (int64_t head = 0; head < c.num_heads; head++) {
-      const T* x = (const T*)c.x + row * c.stride + head * c.dim;
-      T* out = (T*)c.out + (row * c.num_heads + head) * c.dim;
-      for_lanes(half, [&](int64_t d, auto count) {
+    for (int64_t attention_head = 0; attention_head < c.num_heads; attention_head++) {
+      const T* x = (const T*)c.x + row * c.stride + attention_head * c.dim;
+      T* out = (T*)c.out + (row * c.num_heads + attention_head) * c.dim;
+      for_vectors(half, [&](int64_t d, auto count) {
         const Floats first = load_first(x + d, count), second = load_first(x + half + d, count);
         auto product = [&](Floats value, const T* by) { return rounded<T>(value * load_first(by, count)); };
         store_first(out + d, product(first, cos + d) - product(second, sin + d), count);
@@ -113,7 +113,7 @@ template <class T> struct Rotate { void operator()(const Turn& c, int32_t thread
 
 }  // namespace
 
-// Each returns 0, or -1 for a dtype that is none of ours. Tensors are dense where no stride is given.
+// Each returns 0, or -1 for an unknown dtype. Tensors are dense where no stride is given.
 extern "C" int32_t shardline_rms_norm(const void* x, const float* weight, void* out, int64_t num_rows, int64_t dim,
                                       float eps, int32_t rounds_first, int32_t dtype, int32_t num_threads) {
   return by_dtype<RmsNorm>(Norm{x, weight, out, num_rows, dim, eps, rounds_first}, dtype, num_threads);

@@ -1,4 +1,4 @@
-"""Small results that took long, kept on disk for the next start. Knows nothing of what they mean.
+"""Caches small results that are slow to compute on disk, for the next start. Knows nothing of what they mean.
 
 A cache that cannot be read or written costs time, never a start.
 """
@@ -14,7 +14,7 @@ log = structlog.get_logger(__name__)
 
 
 def recall(folder: Path, name: str) -> str | None:
-    """What was stored under this name, if it was."""
+    """Returns the value stored under this name, or None if there is none or it cannot be read."""
     try:
         return (folder / name).read_text(encoding="ascii")
     except FileNotFoundError:
@@ -25,7 +25,7 @@ def recall(folder: Path, name: str) -> str | None:
 
 
 def store(folder: Path, name: str, value: str) -> None:
-    """Whole or not at all: stages that start together never see half a value."""
+    """Stores a value atomically: stages that start together never read half of it. A failure is logged."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=folder, delete=False, encoding="ascii") as draft:

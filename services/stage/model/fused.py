@@ -1,7 +1,10 @@
 """Elementwise parts of a model on the CPU, each in one pass over memory instead of one per torch operation.
 
-Takes the place of a module or function of transformers only where it gives the same values on trial rows; knows no
-model by name. What it does not recognize stays as it is.
+A fused part replaces a module or function of transformers only where it gives the same values on trial rows. Knows no
+model by name: what it does not recognize stays as it is.
+
+Letters of shapes: T packed rows, H query heads, Hk KV heads, D the size of an attention head or of a normalized row.
+Tensors are float32, bfloat16 or float16.
 """
 
 from __future__ import annotations
@@ -18,12 +21,13 @@ from services.stage.kernels.kernel import DTYPES, Kernel
 
 _TRIAL_ROWS = 33
 _MAX_ROUNDINGS = 4
-"""Of the largest value. Another activation, or one without its offset, is hundreds apart."""
+"""The largest difference accepted in a trial, in roundings of the largest value. Another activation, or a norm without
+its offset, differs by hundreds."""
 _ROTARY = "apply_rotary_pos_emb"
 
 
 def fuse(model: nn.Module, kernel: Kernel) -> int:
-    """Replaces what it recognizes; how many parts it replaced. Call it once weights are where they stay."""
+    """Replaces the parts of a model that it recognizes; returns how many. Call it when no weight will move any more."""
     num_fused = 0
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
@@ -35,7 +39,7 @@ def fuse(model: nn.Module, kernel: Kernel) -> int:
 
 
 class FusedRmsNorm(nn.Module):
-    """x / rms(x) * weight over the last dimension."""
+    """RMSNorm in one pass: x / rms(x) * weight over the last dimension."""
 
     def __init__(self, kernel: Kernel, weight: Tensor, eps: float, *, rounds_first: bool) -> None:
         super().__init__()
@@ -43,20 +47,23 @@ class FusedRmsNorm(nn.Module):
         self.register_buffer("scale", weight.detach().float().contiguous())
 
     scale: Tensor
-    """float32 [D], whatever the model's dtype."""
+    """float32 [D] in every model: the norm's weight, its offset included."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """The same shape; `rounds_first`: x / rms(x) is rounded to x's dtype before it is weighted."""
+        """Normalizes x [..., D] of any of the three dtypes; returns the same shape and dtype.
+
+        With `rounds_first`, x / rms(x) is rounded to x's dtype before it is weighted.
+        """
         x = x.contiguous()
         out, dim = torch.empty_like(x), x.shape[-1]
-        places = (x.data_ptr(), self.scale.data_ptr(), out.data_ptr())
+        pointers = (x.data_ptr(), self.scale.data_ptr(), out.data_ptr())
         threads = torch.get_num_threads()
-        self._kernel.rms_norm(*places, x.numel() // dim, dim, self._eps, self._rounds_first, DTYPES[x.dtype], threads)
+        self._kernel.rms_norm(*pointers, x.numel() // dim, dim, self._eps, self._rounds_first, DTYPES[x.dtype], threads)
         return out
 
 
 class FusedMlp(nn.Module):
-    """down(silu(gate(x)) * up(x))."""
+    """A gated MLP, down(silu(gate(x)) * up(x)), with the elementwise part in one pass."""
 
     def __init__(self, kernel: Kernel, mlp: Any) -> None:
         super().__init__()
@@ -64,32 +71,35 @@ class FusedMlp(nn.Module):
         self.gate_proj, self.up_proj, self.down_proj = mlp.gate_proj, mlp.up_proj, mlp.down_proj
 
     def forward(self, x: Tensor) -> Tensor:
-        """The same shape."""
+        """Maps x [..., K] to [..., K], K the hidden size, in the dtype of the weights."""
         gate, up = self.gate_proj(x), self.up_proj(x)
         out = gate.new_empty(gate.shape)
         gate, up = gate.reshape(-1, gate.shape[-1]), up.reshape(-1, up.shape[-1])
-        places = (gate.data_ptr(), up.data_ptr(), out.data_ptr())
+        pointers = (gate.data_ptr(), up.data_ptr(), out.data_ptr())
         strides = (gate.stride(0), up.stride(0))
-        self._kernel.silu_mul(*places, *gate.shape, *strides, DTYPES[gate.dtype], torch.get_num_threads())
+        self._kernel.silu_mul(*pointers, *gate.shape, *strides, DTYPES[gate.dtype], torch.get_num_threads())
         return self.down_proj(out)
 
 
 class Rotary:
-    """Stands for a modeling file's `apply_rotary_pos_emb`, and calls it wherever inputs are not plain."""
+    """Replaces a modeling file's `apply_rotary_pos_emb`, and calls it for inputs that the kernel cannot read."""
 
     def __init__(self, kernel: Kernel, original: Callable[..., tuple[Tensor, Tensor]]) -> None:
         self._kernel, self._original = kernel, original
 
     def __call__(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Query and key [1, H, T, D] turned by cos and sin [1, T, D]."""
-        if args or kwargs or not (self._is_plain(q, cos, sin) and self._is_plain(k, cos, sin)):
+        """Rotates query [1, H, T, D] and key [1, Hk, T, D] by cos and sin [1, T, D], all of one dtype.
+
+        Returns both in the same shapes and dtype. Inputs of any other form go to the modeling file's own function.
+        """
+        if args or kwargs or not (self._is_readable(q, cos, sin) and self._is_readable(k, cos, sin)):
             return self._original(q, k, cos, sin, *args, **kwargs)
         cos, sin = cos.contiguous(), sin.contiguous()
-        return self._turned(q, cos, sin), self._turned(k, cos, sin)
+        return self._rotated(q, cos, sin), self._rotated(k, cos, sin)
 
     @staticmethod
-    def _is_plain(x: Tensor, cos: Tensor, sin: Tensor) -> bool:
-        """Heads of one token side by side in memory, all of a head turned, nothing to convert."""
+    def _is_readable(x: Tensor, cos: Tensor, sin: Tensor) -> bool:
+        """Whether one token's attention heads are adjacent in memory, rotated whole, and nothing needs converting."""
         shape = (1, x.shape[-2], x.shape[-1])
         return (
             x.dim() == 4
@@ -100,12 +110,12 @@ class Rotary:
             and cos.dtype == sin.dtype == x.dtype
         )
 
-    def _turned(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def _rotated(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         _, num_heads, num_rows, dim = x.shape
         out = x.new_empty(1, num_rows, num_heads, dim)
-        places = (x.data_ptr(), cos.data_ptr(), sin.data_ptr(), out.data_ptr())
+        pointers = (x.data_ptr(), cos.data_ptr(), sin.data_ptr(), out.data_ptr())
         sizes = (num_rows, num_heads, dim, x.stride(2))
-        self._kernel.rotate(*places, *sizes, DTYPES[x.dtype], torch.get_num_threads())
+        self._kernel.rotate(*pointers, *sizes, DTYPES[x.dtype], torch.get_num_threads())
         return out.transpose(1, 2)
 
 
@@ -137,13 +147,21 @@ def _fused_mlp(module: Any, kernel: Kernel) -> FusedMlp | None:
 
 
 def _fuse_rotary(module: nn.Module, kernel: Kernel) -> int:
-    """Gives this one module a forward that finds `Rotary` under the function's name."""
+    """Gives this one module a copy of its forward that finds `Rotary` under the name `apply_rotary_pos_emb`; returns 1,
+    or 0 if nothing was replaced.
+
+    transformers' attention calls that function by its global name: there is no child module to replace and no hook.
+    Rebinding the name in the modeling file would change every model of that type in the process, also those that failed
+    the trial, for as long as the process runs. A subclass would have to repeat the forward of each modeling file. So
+    the forward's own code object runs with a copy of its globals in which this one name differs. A name that is rebound
+    in the modeling file after this call is not seen.
+    """
     forward = type(module).forward
     if not isinstance(forward, FunctionType) or _ROTARY not in forward.__code__.co_names:
         return 0
     original = forward.__globals__[_ROTARY]
     rotary = Rotary(kernel, original)
-    if not _turns_halves(original, rotary):
+    if not _rotates_halves(original, rotary):
         return 0
     names = forward.__globals__ | {_ROTARY: rotary}
     fused = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
@@ -152,11 +170,11 @@ def _fuse_rotary(module: nn.Module, kernel: Kernel) -> int:
     return 1
 
 
-def _turns_halves(original: Callable[..., Any], rotary: Rotary) -> bool:
-    """Whether a modeling file's function does what the kernel does: some turn neighbors, or only a part."""
+def _rotates_halves(original: Callable[..., Any], rotary: Rotary) -> bool:
+    """Whether a modeling file's function does what the kernel does: some rotate neighboring elements, or a part."""
     if tuple(inspect.signature(original).parameters)[:4] != ("q", "k", "cos", "sin"):
         return False
-    q, k = (_trial(4, heads, 32).transpose(1, 2) for heads in (4, 2))
+    q, k = (_trial(4, num_heads, 32).transpose(1, 2) for num_heads in (4, 2))
     cos, sin = (_trial(4, 1, 32)[:, :, 0] for _ in range(2))
     try:
         pairs = zip(rotary(q, k, cos, sin), original(q, k, cos, sin), strict=True)
@@ -171,7 +189,7 @@ def _trial(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def _agree(ours: Tensor, theirs: Tensor) -> bool:
-    """The same but for roundings: sums run in another order, and e^x has another last bit."""
+    """Whether two results are equal but for roundings: sums run in another order, and e^x has another last bit."""
     if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
         return False
     apart = (ours.float() - theirs.float()).abs().max()

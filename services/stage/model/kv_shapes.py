@@ -1,6 +1,6 @@
-"""What each layer of a shard keeps per token, found by one run on two rows. Refuses layers that a split would cut.
+"""Finds what each layer of a shard keeps per token, by one run on two rows. Refuses layers that cannot be split off.
 
-The run is small and real: whatever a model does to its keys and values on the way is seen as it is.
+The run is small and real, so it sees all that a model does to its keys and values. Knows no KV block.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from services.stage.attention.paged_kv import HeadShape
+from services.stage.attention.paged_kv import KvShape
 from services.stage.model.refusal import refuse
 from services.stage.model.shard import Shard
 
@@ -22,14 +22,13 @@ LAYER_INPUTS = frozenset(
 )
 
 
-def probe_heads(shard: Shard) -> dict[int, HeadShape]:
-    """The KV shape of every layer. Raises Invalid for layers that take or give more than hidden states."""
-    seen: dict[int, HeadShape] = {}
-    hooks = [block.register_forward_pre_hook(_check_inputs, with_kwargs=True) for block in shard.blocks.values()]
-    hooks += [block.register_forward_hook(_check_output) for block in shard.blocks.values()]
-    attention = [
-        module for block in shard.blocks.values() for module in block.modules() if hasattr(module, "layer_idx")
-    ]
+def probe_kv_shapes(shard: Shard) -> dict[int, KvShape]:
+    """Returns the KV shape of every layer. Raises Invalid for layers that take or return more than hidden states."""
+    seen: dict[int, KvShape] = {}
+    layers = shard.layer_modules.values()
+    hooks = [layer.register_forward_pre_hook(_check_inputs, with_kwargs=True) for layer in layers]
+    hooks += [layer.register_forward_hook(_check_output) for layer in layers]
+    attention = [module for layer in layers for module in layer.modules() if hasattr(module, "layer_idx")]
     usual = shard.model.config._attn_implementation  # noqa: SLF001 (transformers has no public reader)
     shard.model.set_attn_implementation(PROBE)
     try:
@@ -49,8 +48,8 @@ def probe_heads(shard: Shard) -> dict[int, HeadShape]:
 
 
 def _record(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
-    """An attention function that notes the shapes on its module and attends to nothing."""
-    module.__dict__[PROBE] = HeadShape(num_kv_heads=key.shape[1], head_dim=key.shape[3], value_head_dim=value.shape[3])
+    """An attention function that stores the KV shape on its module and returns zeros [1, T, H, Dv]."""
+    module.__dict__[PROBE] = KvShape(num_kv_heads=key.shape[1], head_dim=key.shape[3], value_head_dim=value.shape[3])
     return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
 
 

@@ -1,5 +1,6 @@
-"""The tail's last layer: of rows whose logits nobody wants it computes keys and values only, which is all that later
-rows need of them. A prompt's prefill saves most of one layer. Knows no sequence and no sampling.
+"""Narrows the tail's last layer: rows that are not sampled get keys and values only, all that later rows need of them.
+
+The prefill of a prompt saves most of one layer. Knows no sequence and no sampling.
 """
 
 from __future__ import annotations
@@ -14,43 +15,49 @@ from services.stage.attention.attention import Attention, KvWritten, MicroBatch
 
 
 class LastLayer:
-    """Works for any layer that attends once, through `attention`, and treats rows alike otherwise."""
+    """The last layer of a shard: one that attends once, through `attention`, and else treats rows independently."""
 
     def __init__(self, layer: nn.Module, attention: Attention) -> None:
         self._attention = attention
-        self._wanted: tuple[Tensor, MicroBatch] | None = None
-        self._ends = False
+        self._kept: tuple[Tensor, MicroBatch] | None = None
+        self._ends_after_kv = False
         layer.register_forward_pre_hook(self._narrow, with_kwargs=True)
 
     @contextmanager
-    def narrowed(self, rows: Tensor, batch: MicroBatch) -> Iterator[None]:
-        """From the last layer on, forwards within go on with these rows [W] only, which `batch` describes."""
-        self._wanted = (rows, batch)
+    def narrowed(self, rows: Tensor, micro_batch: MicroBatch) -> Iterator[None]:
+        """A context in which forwards go on, from the last layer, with the packed rows `rows` only, int64 [R].
+
+        `micro_batch` describes these R rows.
+        """
+        self._kept = (rows, micro_batch)
         try:
             yield
         finally:
-            self._wanted = None
+            self._kept = None
 
     def write(self, forward: Callable[[], object]) -> None:
-        """Runs a forward until the last layer has written its keys and values."""
-        self._ends = True
+        """Runs `forward` until the last layer has written its keys and values.
+
+        Raises AssertionError if it never calls the last layer.
+        """
+        self._ends_after_kv = True
         try:
             forward()
         except KvWritten:
             return
         finally:
-            self._ends = False
+            self._ends_after_kv = False
         raise AssertionError("the last layer was never called")
 
     def _narrow(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
-        if self._wanted is None and not self._ends:
+        if self._kept is None and not self._ends_after_kv:
             return None
         self._write_kv(layer, args, kwargs)
-        if self._wanted is None:
+        if self._kept is None:
             raise KvWritten
-        rows, batch = self._wanted
+        rows, micro_batch = self._kept
         hidden: Tensor = args[0] if args else kwargs["hidden_states"]
-        self._attention.use(batch)
+        self._attention.use(micro_batch)
         narrow_args, narrow_kwargs = _rows_of((args, kwargs), rows, hidden.shape[1])
         return narrow_args, narrow_kwargs
 
@@ -66,7 +73,7 @@ class LastLayer:
 
 
 def _rows_of(value: Any, rows: Tensor, num_rows: int) -> Any:
-    """The same arguments for some of the rows: every tensor [1, T, …] in them, however deep."""
+    """Returns the arguments for some of the rows: selects `rows` in every tensor [1, T, ...], however deeply nested."""
     if isinstance(value, Tensor):
         return value.index_select(1, rows) if value.dim() > 1 and value.shape[1] == num_rows else value
     if isinstance(value, dict):

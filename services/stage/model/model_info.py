@@ -1,6 +1,6 @@
-"""What a model is, read from its folder without its weights: sizes, limits, and whether it can be sharded at all.
+"""Reads a model's sizes and limits from its folder, without its weights, and refuses what cannot be sharded.
 
-Knows the rules of refusal; knows nothing of devices, KV or how a shard is loaded.
+Owns the rules of refusal; knows nothing of devices, KV or how a shard is loaded.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ ATTENTION_TYPES = frozenset({"full_attention", "sliding_attention"})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelInfo:
-    """A causal LM that can be sharded: its folder, its config, and what a scheduler must know of it."""
+    """A causal LM that can be sharded: its folder, its config, and what a scheduler needs to know of it."""
 
     path: Path
     revision: str | None
-    """The hub's commit that was downloaded; a folder has none."""
+    """The commit that was downloaded from the hub; None for a local folder."""
     config: Any
     num_layers: int
     context_length: int
@@ -50,7 +50,10 @@ class ModelInfo:
 
     @classmethod
     def read(cls, model: str | Path, revision: str | None = None) -> ModelInfo:
-        """From a local folder or a hub id. Raises Invalid, naming why a model cannot be sharded."""
+        """Reads a model from a local folder or a hub id.
+
+        Raises Invalid, with the reason, if it cannot be sharded, and Unavailable if the hub does not answer.
+        """
         path, commit = _find(model, revision)
         config = _read_config(path)
         _check_can_be_sharded(config)
@@ -67,7 +70,7 @@ class ModelInfo:
         )
 
     def row(self, *, name: str, fingerprint: str) -> dict[str, Any]:
-        """The row of `models` by which every door keeps the limits that a head of this model keeps."""
+        """Returns the row of the table `models`: doors read from it the limits that a head of this model keeps."""
         return model_row(
             self.path,
             name=name,
@@ -80,7 +83,7 @@ class ModelInfo:
 
 
 def _find(model: str | Path, revision: str | None) -> tuple[Path, str | None]:
-    """The folder of a model, and its commit if it is of the hub."""
+    """Returns the folder of a model, and its commit if it comes from the hub."""
     path = Path(model).expanduser()
     if path.is_dir():
         if revision is not None:
@@ -102,7 +105,7 @@ def _find(model: str | Path, revision: str | None) -> tuple[Path, str | None]:
 
 
 def _download(model: str, revision: str | None) -> Path:
-    """Safetensors and text files only, into the hub's own cache: the folder `snapshots/<commit>`."""
+    """Downloads safetensors and text files only into the hub's own cache; returns the folder `snapshots/<commit>`."""
     try:
         return Path(snapshot_download(model, revision=revision, allow_patterns=list(HUB_FILES)))
     except RevisionNotFoundError as error:
@@ -121,7 +124,7 @@ def _read_config(path: Path) -> Any:
         raw = json.loads(file.read_text(encoding="utf-8"))
         model_type = raw["model_type"]
     except (ValueError, KeyError, TypeError) as error:
-        refuse(f"{file} is no model's config: {error!r}", "Copy the model again", error)
+        refuse(f"{file} is not a model's config: {error!r}", "Copy the model again", error)
     if model_type not in tf.CONFIG_MAPPING:
         why = "needs remote code, which is never run" if "auto_map" in raw else "is unknown to this transformers"
         refuse(f"model type {model_type!r} {why} ({tf.__version__})", "Choose a model that transformers has built in")
@@ -158,13 +161,13 @@ def _check_can_be_sharded(config: Any) -> None:
 
 
 def model_class(config: Any) -> Any:
-    """transformers' causal LM class of this config."""
+    """Returns transformers' causal LM class for this config."""
     found = tf.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     return found[0] if isinstance(found, tuple | list) else found
 
 
 def _context_length(config: Any) -> int:
-    """Rope variants that rescale with the longest sequence of a batch are held in the range where they do not."""
+    """The model's limit; for rope variants that rescale with the longest sequence, the length from which they do."""
     length = int(config.max_position_embeddings)
     rope = getattr(config, "rope_parameters", None) or {}
     layered = [rope, *(part for part in rope.values() if isinstance(part, dict))]
@@ -177,7 +180,7 @@ def _context_length(config: Any) -> int:
 
 
 def _eos_ids(path: Path, config: Any) -> tuple[int, ...]:
-    """generation_config.json is the word on end of sequence; config.json where that says nothing."""
+    """The end-of-sequence ids of generation_config.json, or of config.json if it has none."""
     eos = config.eos_token_id
     if (path / "generation_config.json").is_file():
         eos = tf.GenerationConfig.from_pretrained(path, local_files_only=True).eos_token_id or eos

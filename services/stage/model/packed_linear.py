@@ -1,8 +1,10 @@
-"""Linear layers on CPU with packed weights, which see only the numbers of rows that they are told.
+"""Linear layers on CPU with packed weights, which see only the numbers of rows in their buckets.
 
 Layers of one input are one product: it reads the input once, and a wide product keeps a core busier than a narrow one.
 Knows no attention and no scheduler. Packing uses torch's private mkldnn operators: without them, layers stay as they
 are.
+
+Letters of shapes: T rows, K inputs and N outputs of a layer. Tensors are float32 or bfloat16, as the weight is.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from services.stage.model.row_buckets import Ladder, in_panels
+from services.stage.model.row_buckets import Buckets, in_panels
 from services.stage.model.row_counts import SAMPLED_OUTPUTS
 
 _log = structlog.get_logger(__name__)
@@ -29,11 +31,11 @@ _MERGED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 1,024 + 256 + 256 outputs): 0.79 of the time at 64 rows in bfloat16, 0.93 in float32; 2 x 2,816 outputs: 0.97."""
 
 _EXPECTED_ROWS = 32
-"""oneDNN picks its layout for this batch. From 2 to 512 the same speed was measured."""
+"""oneDNN picks its layout for this number of rows. From 2 to 512 the same speed was measured."""
 
 
 class PackedLinear(nn.Module):
-    """A linear layer whose weight lies in oneDNN's layout; the original is not kept."""
+    """A linear layer whose weight is stored in oneDNN's layout; the original is not kept."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()
@@ -42,33 +44,34 @@ class PackedLinear(nn.Module):
         self.bias = bias
         self.packed = _reorder(weight.detach().contiguous(), _EXPECTED_ROWS)
         self.sample: Tensor | None = weight.detach()[:SAMPLED_OUTPUTS].clone()
-        """Some rows of the weight, until its ladder is known."""
-        self._ladder: Ladder = ()
+        """Some rows [S, K] of the weight, kept until its buckets are known."""
+        self._buckets: Buckets = ()
         self._empty = torch.empty(0, dtype=weight.dtype)
 
     @property
     def weight(self) -> Tensor:
-        """Holds nothing: some models ask it for its dtype or device."""
+        """An empty tensor [0] of the weight's dtype: some models ask a weight for its dtype or device."""
         return self._empty
 
     def forward(self, x: Tensor) -> Tensor:
-        """x @ weight.T + bias."""
+        """Returns x @ weight.T + bias: x [..., T, K] to [..., T, N], in the weight's dtype."""
         rows = x if x.numel() == x.shape[-2] * x.shape[-1] else x.reshape(-1, x.shape[-1])
-        out: Tensor = in_panels(self.product, rows, self._ladder)
+        out: Tensor = in_panels(self.product, rows, self._buckets)
         return out if rows is x else out.reshape(*x.shape[:-1], -1)
 
-    def settle(self, ladder: Ladder) -> None:
-        """From now on the product sees these numbers of rows."""
-        self._ladder, self.sample = ladder, None
+    def use_buckets(self, buckets: Buckets) -> None:
+        """Makes `forward` run only these numbers of rows from now on."""
+        self._buckets, self.sample = buckets, None
 
     def product(self, x: Tensor) -> Tensor:
-        """The same in one call, whatever the number of rows."""
+        """Returns x @ weight.T + bias in one call, whatever the number of rows: x [..., T, K] to [..., T, N], in the
+        weight's dtype."""
         assert _linear is not None, "ask can_pack first"
         return _linear(x, self.packed, self.bias, "none", [], "")
 
 
 class Merged(nn.Module):
-    """Linear layers of one input as one product. The first of them to be asked computes them all."""
+    """Linear layers of one input as one product. The first of them that is called computes them all."""
 
     def __init__(self, layers: list[nn.Linear]) -> None:
         super().__init__()
@@ -81,7 +84,10 @@ class Merged(nn.Module):
         self._num_left = 0
 
     def forward(self, x: Tensor) -> Tensor:
-        """What all of them give side by side, kept until each has been asked."""
+        """Returns the outputs of all layers side by side: x [..., T, K] to [..., T, sum of N], in the weights' dtype.
+
+        The result is kept until each layer has been called with the same x.
+        """
         if self._out is None or x is not self._x:
             self._x, self._out, self._num_left = x, self.layer(x), self._num_parts
         out = self._out
@@ -101,17 +107,20 @@ class Part(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """Holds nothing: some models ask it for its dtype or device."""
+        """An empty tensor [0] of the weight's dtype: some models ask a weight for its dtype or device."""
         return self.merged.layer.weight
 
     def forward(self, x: Tensor) -> Tensor:
-        """x @ weight.T + bias, as a view: rows lie as far apart as those of all parts together."""
+        """Returns x @ weight.T + bias: x [..., T, K] to [..., T, N], in the weight's dtype.
+
+        The result is a view of the merged product: its rows are as far apart in memory as those of all parts together.
+        """
         out: Tensor = self.merged(x)
         return out.narrow(-1, self._first, self.out_features)
 
 
 def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
-    """True where this torch and this processor run packed linears of `dtype`."""
+    """Whether this torch and this processor run packed linear layers of `dtype`."""
     if device.type != "cpu" or _reorder is None or _linear is None or not torch.backends.mkldnn.is_available():
         return False
     return dtype == torch.float32 or (dtype == torch.bfloat16 and _has_bfloat16 is not None and bool(_has_bfloat16()))
@@ -119,7 +128,7 @@ def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
 
 @torch.no_grad()
 def pack(model: nn.Module, *, uses_embedding: bool = True) -> bool:
-    """Packs the model's linear layers one by one, each original freed at once. False where nothing could be packed.
+    """Packs the model's linear layers one by one and frees each original at once. Returns False if none can be packed.
 
     An output layer tied to the embedding stays plain: a packed copy would cost its size again (fp32: 38 % off its time
     at 64 rows; bf16: 20 %). With `uses_embedding=False` (a tail that never looks tokens up) it is packed instead.
@@ -144,7 +153,7 @@ def _is_linear(module: nn.Module) -> TypeGuard[nn.Linear | Conv1D]:
 
 
 def _groups(model: nn.Module) -> Iterator[tuple[nn.Module, list[tuple[str, nn.Linear | Conv1D]]]]:
-    """Each parent's linear layers by name: those that can be one product together, every other one alone."""
+    """Yields each parent's linear layers by name: those that can be one product together, every other one alone."""
     for parent in model.modules():
         layers = {name: child for name, child in parent.named_children() if _is_linear(child)}
         for names in _MERGED:

@@ -1,7 +1,7 @@
-"""Finds every product of a loaded model whose number of rows matters, and how each is told those that it may see.
+"""Finds every product of a loaded model whose number of rows matters, and how to give it its row buckets.
 
-Knows layers by their kind: linear ones, packed or plain, routers of mixtures, and experts. A weight of any other kind
-is named, and the model is not exact.
+Knows linear layers, packed or plain, routers of mixtures, and experts. A weight of any other kind is named in the log,
+and the model is not exact. Knows no shard and no attention.
 """
 
 from __future__ import annotations
@@ -17,15 +17,17 @@ from transformers.pytorch_utils import Conv1D
 
 from services.stage.model.experts import expert_products, is_experts
 from services.stage.model.packed_linear import PackedLinear
-from services.stage.model.row_buckets import Ladder, in_panels
+from services.stage.model.row_buckets import Buckets, in_panels
 from services.stage.model.row_counts import SAMPLED_OUTPUTS, Product, Run
 
 log = structlog.get_logger(__name__)
 
 
 def products(model: nn.Module) -> tuple[list[Product], bool]:
-    """The products of the model's own weights, and whether these are all: False if it has a weight that this module
-    does not know how to cut."""
+    """Returns the products of the model's weights, and whether these are all.
+
+    They are not if the model has a weight that this module cannot cut into panels.
+    """
     found: list[Product] = []
     are_all = True
     for name, module in model.named_modules():
@@ -44,28 +46,32 @@ def products(model: nn.Module) -> tuple[list[Product], bool]:
 
 
 def _packed(layer: PackedLinear) -> Product:
-    assert layer.sample is not None, "its rows were settled before"
+    assert layer.sample is not None, "its buckets were chosen before"
     kind = "packed" if layer.bias is None else "packed with bias"
-    return _product(layer.product, layer.sample, layer.out_features, kind, layer.settle)
+    return _product(layer.product, layer.sample, layer.out_features, kind, layer.use_buckets)
 
 
 def _plain(layer: nn.Linear | Conv1D) -> Product:
-    settle = partial(_cut, layer, _flat)
+    use_buckets = partial(_use_buckets, layer, _flat)
     if isinstance(layer, Conv1D):
-        return _product(layer.forward, layer.weight.T, layer.nf, "transposed", settle)
+        return _product(layer.forward, layer.weight.T, layer.nf, "transposed", use_buckets)
     kind = "plain" if layer.bias is None else "with bias"
-    return _product(layer.forward, layer.weight, layer.out_features, kind, settle)
+    return _product(layer.forward, layer.weight, layer.out_features, kind, use_buckets)
 
 
 def _router(module: Any) -> Product:
     weight: Tensor = module.weight
-    return _product(module.forward, weight, weight.shape[0], type(module).__name__, partial(_cut, module, in_panels))
+    return _product(
+        module.forward, weight, weight.shape[0], type(module).__name__, partial(_use_buckets, module, in_panels)
+    )
 
 
-def _product(run: Run, weight: Tensor, outputs: int, kind: str, settle: Callable[[Ladder], None]) -> Product:
+def _product(run: Run, weight: Tensor, outputs: int, kind: str, use_buckets: Callable[[Buckets], None]) -> Product:
     sample = weight.detach()[:SAMPLED_OUTPUTS]
     width, dtype = weight.shape[1], weight.dtype
-    return Product(run=run, settle=settle, width=width, outputs=outputs, dtype=dtype, sample=sample, kind=kind)
+    return Product(
+        run=run, use_buckets=use_buckets, width=width, outputs=outputs, dtype=dtype, sample=sample, kind=kind
+    )
 
 
 def _matrices(module: nn.Module) -> list[str]:
@@ -73,18 +79,18 @@ def _matrices(module: nn.Module) -> list[str]:
 
 
 def _is_router(module: nn.Module) -> bool:
-    """One weight [experts, width], nothing below, and one input: rows of hidden states."""
+    """Whether the module has one weight [experts, width], no children, and one input: rows of hidden states."""
     if isinstance(module, nn.Embedding) or next(module.children(), None) is not None:
         return False
     inputs = inspect.signature(module.forward).parameters
     return _matrices(module) == ["weight"] and module.get_parameter("weight").dim() == 2 and len(inputs) == 1
 
 
-def _cut(module: nn.Module, cutting: Callable[[Run, Tensor, Ladder], Any], ladder: Ladder) -> None:
+def _use_buckets(module: nn.Module, run_in_panels: Callable[[Run, Tensor, Buckets], Any], buckets: Buckets) -> None:
     run = module.forward
-    module.forward = lambda x: cutting(run, x, ladder)
+    module.forward = lambda x: run_in_panels(run, x, buckets)
 
 
-def _flat(run: Run, x: Tensor, ladder: Ladder) -> Tensor:
-    out: Tensor = in_panels(run, x.reshape(-1, x.shape[-1]), ladder)
+def _flat(run: Run, x: Tensor, buckets: Buckets) -> Tensor:
+    out: Tensor = in_panels(run, x.reshape(-1, x.shape[-1]), buckets)
     return out.reshape(*x.shape[:-1], -1)

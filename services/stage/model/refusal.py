@@ -1,4 +1,4 @@
-"""How a model is refused: by name, with the remedy."""
+"""Refuses a model by name, with a remedy. Knows no rule by which it is refused."""
 
 from __future__ import annotations
 
@@ -10,5 +10,5 @@ FIELD = "SHARDLINE_MODEL"
 
 
 def refuse(problem: str, remedy: str = "Choose another model", cause: Exception | None = None) -> Never:
-    """This model can never work here. Raises Invalid."""
+    """Raises Invalid for a model that can never work here."""
     raise Invalid(FIELD, problem, remedy) from cause

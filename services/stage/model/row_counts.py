@@ -1,9 +1,12 @@
-"""Tries which numbers of rows leave the bits of a product alone, and remembers the answer on disk.
+"""Finds the numbers of rows that do not change the bits of a product, and caches the answer on disk.
 
-Knows no model: a product is a function of rows. It must see one changed element in 100,000, so it compares 400,000 for
-each number of rows, and makes them tell: the first outputs of its rows nearly cancel, so that what another order of
-summation does to the last bits of a sum is not rounded away. In bfloat16 that shows in some 3 of 100 elements what
-ordinary rows show in 4 of 100,000. The work is that of one prompt of some 2,000 tokens through each distinct product.
+Knows no model: a product is a function of rows. The probe must see one changed element in 100,000, so it compares
+400,000 for each number of rows, and uses sensitive rows: their first outputs nearly cancel, so that what another order
+of summation does to the last bits of a sum is not rounded away. In bfloat16 another order changes some 3 of 100 such
+elements, but only 4 of 100,000 of ordinary rows. The probe costs as much as one prompt of some 2,000 tokens through
+each distinct product.
+
+Letters of shapes: T rows, K inputs of a product, S sampled outputs.
 """
 
 from __future__ import annotations
@@ -21,82 +24,89 @@ import torch
 from torch import Tensor
 
 from services.stage.model import cache
-from services.stage.model.row_buckets import REFERENCE_ROWS, RUNGS, Ladder
+from services.stage.model.row_buckets import REFERENCE_ROWS, ROW_BUCKETS, Buckets
 
 log = structlog.get_logger(__name__)
 
 MIN_COMPARED = 400_000
-"""Elements for each number of rows. A rate of 1 in 100,000 stays unseen once in 50 times where rows do not tell."""
+"""Elements compared for each number of rows. With ordinary rows a rate of 1 in 100,000 is missed once in 50 times."""
 MAX_ROWS = 4096
-"""For products so narrow that all their outputs tell."""
+"""The most rows compared: a product with so few outputs that it would need more has sensitive outputs only."""
 SAMPLED_OUTPUTS = 16
-"""Rows of a weight that are enough to make rows tell."""
+"""Rows of a weight that are enough to find sensitive inputs."""
 SHIFTS = (7, 33)
-"""Rows must keep their bits in other places of a panel too."""
+"""Rows must keep their bits at other offsets in a panel too."""
 RIDGE = 1e-4
-"""Of the mean square: weights may hold equal rows, or none but zeros."""
+"""Added to the diagonal, as a share of its mean: weights may hold equal rows, or nothing but zeros."""
 
 
-Key = tuple[str, int, int, str]
+ProductKey = tuple[str, int, int, str]
 Run = Callable[[Tensor], Any]
-"""Rows [T, width] to a tensor [T, ...] or several."""
+"""Maps rows [T, K] to a tensor [T, ...] or a tuple of such tensors."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Product:
-    """Rows [T, width] times one weight."""
+    """A matrix product: rows [T, K] in `dtype` times one weight."""
 
     run: Run
-    settle: Callable[[Ladder], None]
-    """From now on it sees these numbers of rows."""
+    use_buckets: Callable[[Buckets], None]
+    """Makes the product see only these numbers of rows from now on."""
     width: int
+    """K, the length of an input row."""
     outputs: int
     dtype: torch.dtype
     sample: Tensor
-    """Some rows of the weight [S, width]."""
+    """[S, K] in `dtype`: some rows of the weight."""
     kind: str
     """Which library call it is: products of one kind and shape take the same path."""
 
     @property
-    def key(self) -> Key:
-        """Equal for products that need to be tried once."""
+    def key(self) -> ProductKey:
+        """A key that is equal for products of which only one needs to be tried."""
         return self.kind, self.width, self.outputs, str(self.dtype)
 
 
-def ladders(products: Iterable[Product], *, machine: object, cache_folder: Path) -> dict[Product, Ladder]:
-    """For each product the numbers of rows that give the bits of REFERENCE_ROWS; empty if rows of it depend on each
-    other even so. `machine`: whatever libraries choose their kernels by."""
+def find_buckets(products: Iterable[Product], *, machine: object, cache_folder: Path) -> dict[Product, Buckets]:
+    """Returns for each product the numbers of rows that give the bits of REFERENCE_ROWS, from the cache if possible.
+
+    They are empty for a product whose rows depend on their offset in a panel. `machine` is all that the libraries
+    choose their kernels by: another machine is tried anew.
+    """
     began_s = time.perf_counter()
-    found: dict[Key, Ladder] = {}
-    told: dict[Product, Ladder] = {}
+    found: dict[ProductKey, Buckets] = {}
+    of_product: dict[Product, Buckets] = {}
     for product in products:
         if product.key not in found:
-            found[product.key] = _remembered(product, machine, cache_folder)
+            found[product.key] = _cached_buckets(product, machine, cache_folder)
             if not found[product.key]:
                 log.warning("rows of a product depend on each other", product=product.key)
-        told[product] = found[product.key]
+        of_product[product] = found[product.key]
     tried_s = round(time.perf_counter() - began_s, 2)
-    sizes = sorted({(ladder[0], ladder[-1]) for ladder in found.values() if ladder})
+    sizes = sorted({(buckets[0], buckets[-1]) for buckets in found.values() if buckets})
     log.info("numbers of rows that keep every bit", fewest_and_most=sizes, products=len(found), tried_s=tried_s)
-    return told
+    return of_product
 
 
-def _remembered(product: Product, machine: object, cache_folder: Path) -> Ladder:
-    facts = (RUNGS, REFERENCE_ROWS, MIN_COMPARED, MAX_ROWS, product.key, torch.get_num_threads(), machine)
+def _cached_buckets(product: Product, machine: object, cache_folder: Path) -> Buckets:
+    facts = (ROW_BUCKETS, REFERENCE_ROWS, MIN_COMPARED, MAX_ROWS, product.key, torch.get_num_threads(), machine)
     name = f"{hashlib.sha256(json.dumps(facts).encode()).hexdigest()}.rows"
-    ladder = _read(cache.recall(cache_folder, name))
-    if ladder is None:
-        ladder = fitting_counts(product)
-        cache.store(cache_folder, name, json.dumps(ladder))
-    return ladder
+    buckets = _read(cache.recall(cache_folder, name))
+    if buckets is None:
+        buckets = exact_buckets(product)
+        cache.store(cache_folder, name, json.dumps(buckets))
+    return buckets
 
 
 @torch.inference_mode()
-def fitting_counts(product: Product) -> Ladder:
-    """The rungs whose bits are those of REFERENCE_ROWS; empty if a row's place in a panel matters."""
+def exact_buckets(product: Product) -> Buckets:
+    """Runs the product with each number of ROW_BUCKETS; returns those that give the bits of REFERENCE_ROWS.
+
+    The result is empty if a row's bits depend on its offset in a panel.
+    """
     needed = min(-(-MIN_COMPARED // product.outputs), MAX_ROWS)
-    whole = -(-max(needed, *RUNGS) // REFERENCE_ROWS) * REFERENCE_ROWS
-    rows = telling_rows(product, whole + max(SHIFTS))
+    whole = -(-max(needed, *ROW_BUCKETS) // REFERENCE_ROWS) * REFERENCE_ROWS
+    rows = sensitive_rows(product, whole + max(SHIFTS))
     expected = _outputs(product, rows, REFERENCE_ROWS, whole)
     for shift in SHIFTS:
         shifted = _outputs(product, rows[shift:], REFERENCE_ROWS, whole)
@@ -109,11 +119,11 @@ def fitting_counts(product: Product) -> Ladder:
         got = _outputs(product, rows, count, num_rows)
         return _equal(got, [out[:num_rows] for out in expected])
 
-    return tuple(count for count in RUNGS if count == REFERENCE_ROWS or keeps_bits(count))
+    return tuple(count for count in ROW_BUCKETS if count == REFERENCE_ROWS or keeps_bits(count))
 
 
-def telling_rows(product: Product, num_rows: int) -> Tensor:
-    """Random rows whose products with `sample` nearly cancel."""
+def sensitive_rows(product: Product, num_rows: int) -> Tensor:
+    """Returns random rows [T, K] in the product's dtype, whose outputs for `product.sample` nearly cancel."""
     generator = torch.Generator().manual_seed(0)
     rows = torch.randn(num_rows, product.width, generator=generator)
     sample = product.sample[: product.width // 2].float()
@@ -127,7 +137,7 @@ def telling_rows(product: Product, num_rows: int) -> Tensor:
 
 
 def _outputs(product: Product, rows: Tensor, count: int, num_rows: int) -> list[Tensor]:
-    """One tensor for each that the product gives, of the first rows in panels of `count`."""
+    """Runs the first `num_rows` rows [T, K] in panels of `count`; returns each tensor that the product returns."""
     parts = [product.run(rows[first : first + count]) for first in range(0, num_rows, count)]
     if isinstance(parts[0], Tensor):
         return [torch.cat(parts)]
@@ -138,11 +148,11 @@ def _equal(some: list[Tensor], others: list[Tensor]) -> bool:
     return all(torch.equal(one, other) for one, other in zip(some, others, strict=True))
 
 
-def _read(text: str | None) -> Ladder | None:
-    """None for what this version did not write."""
+def _read(text: str | None) -> Buckets | None:
+    """Parses a cached answer; returns None for anything that this version did not write."""
     try:
         counts = json.loads(text or "")
     except ValueError:
         return None
-    is_list = isinstance(counts, list) and all(count in RUNGS for count in counts)
+    is_list = isinstance(counts, list) and all(count in ROW_BUCKETS for count in counts)
     return tuple(counts) if is_list and (not counts or REFERENCE_ROWS in counts) else None

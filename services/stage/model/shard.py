@@ -2,6 +2,8 @@
 
 A run-time subclass of the model's class replaces everything outside [a, b) by stubs before weights are read, so the
 loader does renames, merges and ties, and reads only what is left. Knows no KV, no StepPlan and no sampling.
+
+Letters of shapes: T packed rows, H the hidden size, R sampled rows, V the vocabulary.
 """
 
 from __future__ import annotations
@@ -28,16 +30,16 @@ REPORTS = ("missing_keys", "mismatched_keys", "error_msgs")
 
 
 class PassThrough(nn.Module):
-    """Stands where a piece of the model lives on another stage: hands on its first input."""
+    """Replaces a part of the model that another stage computes: returns its first input."""
 
     def forward(self, hidden: Tensor, *_args: object, **_kwargs: object) -> Tensor:
-        """The input, unchanged."""
+        """Returns `hidden`, [...] of any dtype, unchanged."""
         return hidden
 
 
 @dataclass(frozen=True, slots=True)
 class Pieces:
-    """A decoder's children by use: what runs before its layers, the layers, what runs after."""
+    """The names of a decoder's children by use: what runs before its layers, the layers, what runs after them."""
 
     before: tuple[str, ...]
     layers: str
@@ -45,7 +47,7 @@ class Pieces:
 
     @classmethod
     def of(cls, model: Any, num_layers: int) -> Pieces:
-        """As transformers' pipeline plan names them. Raises Invalid where plan and model do not agree."""
+        """Reads the names from transformers' pipeline plan. Raises Invalid if plan and model do not agree."""
         children = dict(model.base_model.named_children())
         plan = [name for name in model.config.base_model_pp_plan if name in children]
         lists = [n for n in plan if isinstance(children[n], nn.ModuleList) and len(children[n]) == num_layers]
@@ -53,12 +55,12 @@ class Pieces:
         if len(lists) != 1 or unplanned:
             what = f"parts outside it ({', '.join(unplanned)})" if unplanned else "no single list of layers in it"
             refuse(f"{model.config.model_type!r} has a pipeline plan, but {what}, so it cannot be sharded")
-        place = plan.index(lists[0])
-        return cls(tuple(plan[:place]), plan[place], tuple(plan[place + 1 :]))
+        index = plan.index(lists[0])
+        return cls(tuple(plan[:index]), plan[index], tuple(plan[index + 1 :]))
 
 
 def shard_class(info: ModelInfo, layers: range, check_bytes: Callable[[int], None]) -> Any:
-    """The model's class with stubs outside `layers`. `check_bytes` sees the size before any weight is read."""
+    """Returns the model's class with stubs outside `layers`. `check_bytes` gets its size before any weight is read."""
     base = model_class(info.config)
     first, last = layers.start == 0, layers.stop == info.num_layers
 
@@ -75,7 +77,7 @@ def shard_class(info: ModelInfo, layers: range, check_bytes: Callable[[int], Non
                     setattr(decoder, name, PassThrough())
         for number in range(info.num_layers):
             if number not in layers:
-                stack[number] = PassThrough()  # the slot stays: models index their layers by their place in the whole
+                stack[number] = PassThrough()  # the entry stays: models index their layers by number
         if not last:
             for name in pieces.after:
                 setattr(decoder, name, PassThrough())
@@ -88,7 +90,7 @@ def shard_class(info: ModelInfo, layers: range, check_bytes: Callable[[int], Non
 
 
 class Shard:
-    """Some layers of a model, ready to compute: `hidden` anywhere, `logits` on the tail."""
+    """Some layers of a model, ready to compute: `hidden` on any stage, `logits` on the tail."""
 
     def __init__(self, model: Any, info: ModelInfo, layers: range) -> None:
         self.model, self.info, self.layers = model, info, layers
@@ -97,13 +99,13 @@ class Shard:
         self.dtype: torch.dtype = model.dtype
         self.device: torch.device = model.device
         stack = getattr(self.decoder, Pieces.of(model, info.num_layers).layers)
-        self.blocks: dict[int, nn.Module] = {number: stack[number] for number in layers}
-        sizes = {int(p.shape[-2]) for block in self.blocks.values() for p in block.parameters() if p.dim() > 1}
+        self.layer_modules: dict[int, nn.Module] = {number: stack[number] for number in layers}
+        sizes = {int(p.shape[-2]) for layer in self.layer_modules.values() for p in layer.parameters() if p.dim() > 1}
         self.widths = frozenset(sizes | {size // 2 for size in sizes if size % 2 == 0})
-        """Row lengths of elementwise operations: what linears give, or half of it where two are fused."""
+        """The row lengths of elementwise operations: outputs of linear layers, or half of them where two are fused."""
         self._received: Tensor | None = None
-        if not self.is_first:  # whatever the model did before its layers gives way to what the stage before sent
-            self.blocks[layers.start].register_forward_pre_hook(self._take_received, with_kwargs=True)
+        if not self.is_first:  # what the stage before sent replaces all that the model did before its layers
+            self.layer_modules[layers.start].register_forward_pre_hook(self._take_received, with_kwargs=True)
 
     @classmethod
     def load(
@@ -116,7 +118,11 @@ class Shard:
         device: torch.device,
         check_bytes: Callable[[int], None] = lambda _: None,
     ) -> Shard:
-        """From a folder or hub id. Raises Invalid, with the remedy, for what cannot be sharded or does not fit."""
+        """Loads these layers of a model from a folder or hub id.
+
+        `check_bytes` gets the shard's size before any weight is read; it may raise. Raises Invalid, with the remedy, if
+        the model cannot be sharded or loaded, and Unavailable if the hub does not answer.
+        """
         info = model if isinstance(model, ModelInfo) else ModelInfo.read(model)
         if not 0 <= layers.start < layers.stop <= info.num_layers or layers.step != 1:
             raise Invalid(
@@ -147,19 +153,27 @@ class Shard:
         return cls(loaded.eval().to(device), info, layers)
 
     def zeros(self, num_rows: int) -> Tensor:
-        """An input of this many rows: ids on the first shard, hidden states on the others."""
+        """Returns zeros as input: ids int64 [T] on the first shard, hidden states [T, H] in `dtype` on the others."""
         if self.is_first:
             return torch.zeros(num_rows, dtype=torch.long, device=self.device)
         return torch.zeros(num_rows, self.info.hidden_size, dtype=self.dtype, device=self.device)
 
     def hidden(self, x: Tensor, position_ids: Tensor) -> Tensor:
-        """Hidden states [T, H] after this shard's layers. `x`: ids [T] on the first shard, else hidden states."""
+        """Returns the hidden states [T, H] in `dtype` after this shard's layers.
+
+        `x` holds ids int64 [T] on the first shard, hidden states [T, H] in `dtype` on the others; `position_ids` is
+        int64 [T].
+        """
         states: Tensor = self.decoder(**self._inputs(x, position_ids)).last_hidden_state
         return states[0]
 
-    def logits(self, x: Tensor, position_ids: Tensor, wanted: Tensor) -> Tensor:
-        """Logits [W, V] of the wanted rows, with all that the model's own forward does after its layers."""
-        logits: Tensor = self.model(**self._inputs(x, position_ids), logits_to_keep=wanted).logits
+    def logits(self, x: Tensor, position_ids: Tensor, sampled_rows: Tensor) -> Tensor:
+        """Returns the logits [R, V] of the sampled rows, with all that the model's own forward does after its layers.
+
+        `x` and `position_ids` are those of `hidden`; `sampled_rows`, int64 [R], are indices of packed rows. The logits
+        have the dtype that the model's forward gives them.
+        """
+        logits: Tensor = self.model(**self._inputs(x, position_ids), logits_to_keep=sampled_rows).logits
         return logits[0]
 
     def _inputs(self, x: Tensor, position_ids: Tensor) -> dict[str, Any]:
@@ -186,7 +200,7 @@ def _check_signatures(model: Any) -> None:
 
 @contextmanager
 def _quiet_loader() -> Iterator[None]:
-    """The loader reports the other stages' weights as unexpected, with a progress bar: neither is news here."""
+    """Silences the loader's progress bar, and its report of the other stages' weights as unexpected."""
     verbosity, bars = tf.logging.get_verbosity(), tf.logging.is_progress_bar_enabled()
     tf.logging.set_verbosity_error()
     tf.logging.disable_progress_bar()

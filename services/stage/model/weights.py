@@ -1,4 +1,5 @@
-"""The files of a model: which hold its weights, whether they are whole, and the fingerprint of all that decides tokens.
+"""Owns the files of a model: which hold its weights, whether they are complete, and the fingerprint of all that decides
+tokens.
 
 Knows no torch: nothing is loaded. Checksums are cached by path, size and times of change.
 """
@@ -21,7 +22,7 @@ from shardline.errors import Unavailable
 ONE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 DECIDING = ("config.json", "generation_config.json", "tokenizer*", "*vocab*", "merges.txt", "special_tokens_map.json")
-"""Beside the weights: what turns text into ids and ids into tokens."""
+"""Files beside the weights that turn text into ids and ids into tokens."""
 
 HEADER_MAX_BYTES = 100_000_000
 LENGTH_BYTES = 8
@@ -29,7 +30,7 @@ SHA256_CHARS = 64
 DTYPE_BITS = {"BOOL": 8, "U8": 8, "I8": 8, "I16": 16, "U16": 16, "F16": 16, "BF16": 16, "I32": 32, "U32": 32, "F32": 32}
 DTYPE_BITS |= {"F64": 64, "I64": 64, "U64": 64, "F8_E4M3": 8, "F8_E5M2": 8}
 BROKEN = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
-"""What JSON can cause that is not what we look for."""
+"""Errors raised by malformed JSON, and by JSON of an unexpected form."""
 COPY_AGAIN = "Copy the model again, with all its files"
 
 
@@ -43,7 +44,7 @@ class WeightFile:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files that hold the weights, in order of their names. Raises Invalid if any is missing."""
+    """Returns the safetensors files that hold the weights, sorted by name. Raises Invalid if one is missing."""
     if (folder / ONE_FILE).is_file():
         return [folder / ONE_FILE]
     index = folder / INDEX
@@ -55,20 +56,20 @@ def weight_files(folder: Path) -> list[Path]:
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
         missing = [name for name in names if Path(name).name != name or not (folder / name).is_file()]
     except BROKEN as error:
-        refuse(f"{index} is no safetensors index: {error!r}", COPY_AGAIN, error)
+        refuse(f"{index} is not a safetensors index: {error!r}", COPY_AGAIN, error)
     if missing or not names:
         refuse(f"{folder} lacks {', '.join(missing) or 'weights'}", COPY_AGAIN)
     return [folder / name for name in names]
 
 
 def check_file(path: Path) -> WeightFile:
-    """Reads the header only. Raises Invalid for a file that is cut short, too long or not safetensors."""
+    """Checks a weight file by its header alone. Raises Invalid if it is cut short, too long or not safetensors."""
     size_bytes = path.stat().st_size
     with path.open("rb") as file:
         header_bytes = int.from_bytes(file.read(LENGTH_BYTES), "little")
         if not 2 <= header_bytes <= min(HEADER_MAX_BYTES, size_bytes - LENGTH_BYTES):
             says = f"its header would have {header_bytes:,} of its {size_bytes:,} bytes"
-            refuse(f"{path} is no safetensors file: {says}", COPY_AGAIN)
+            refuse(f"{path} is not a safetensors file: {says}", COPY_AGAIN)
         header = file.read(header_bytes)
     try:
         tensors = json.loads(header)
@@ -84,7 +85,7 @@ def check_file(path: Path) -> WeightFile:
 
 
 def fingerprint(folder: Path, cache_folder: Path) -> str:
-    """sha256 over config, tokenizer and weights. Two stages of one pipeline must agree on it."""
+    """Returns the sha256 over config, tokenizer and weights. The stages of one pipeline must agree on it."""
     digest = hashlib.sha256()
     for path in _deciding_files(folder):
         digest.update(_line(path.name, hashlib.sha256(path.read_bytes()).hexdigest()))
@@ -96,7 +97,7 @@ def fingerprint(folder: Path, cache_folder: Path) -> str:
 
 @contextmanager
 def unchanged(folder: Path) -> Iterator[None]:
-    """For loading and the fingerprint of what was loaded: raises Unavailable if a file was written meanwhile."""
+    """A context for loading a model and taking its fingerprint: raises Unavailable if a file was written meanwhile."""
     before = _stamps(folder)
     yield
     if _stamps(folder) != before:
@@ -104,7 +105,7 @@ def unchanged(folder: Path) -> Iterator[None]:
 
 
 def _end_of(name: str, tensor: Any) -> int:
-    """Where the tensor's bytes end. Raises ValueError when they are not what its shape needs."""
+    """Returns where the tensor's bytes end. Raises ValueError if their number does not match its shape and dtype."""
     begin, end = tensor["data_offsets"]
     if not 0 <= begin <= end:
         raise ValueError(f"{name} lies at {begin} to {end}")
@@ -118,7 +119,7 @@ def _deciding_files(folder: Path) -> Iterator[Path]:
 
 
 def _stamp(path: Path) -> tuple[int, int, int]:
-    """Copying tools may keep the time of modification; the time of change is the system's own."""
+    """Size and times of a file. Copying tools may keep the time of modification, but not the time of change."""
     status = path.stat()
     return status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
@@ -132,7 +133,7 @@ def _line(*parts: object) -> bytes:
 
 
 def _cached_sha256(path: Path, cache_folder: Path) -> str:
-    """Reading gigabytes at every start would double the time to ready."""
+    """The sha256 of a file, cached: reading gigabytes at every start would double the time to ready."""
     key = hashlib.sha256(_line(str(path.resolve()), *_stamp(path))).hexdigest()
     value = recall(cache_folder, f"{key}.sha256")
     if value is not None and len(value) == SHA256_CHARS:

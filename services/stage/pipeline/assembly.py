@@ -133,7 +133,7 @@ class PipelineAssembly:
         return Wiring(
             pipeline=self.pipeline,
             epoch=epoch,
-            place=0,
+            stage_index=0,
             num_stages=num_stages,
             num_lanes=num_lanes,
             num_blocks=num_blocks,

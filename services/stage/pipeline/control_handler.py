@@ -126,7 +126,7 @@ class ControlHandler:
         wiring = Wiring(
             pipeline=bound.pipeline,
             epoch=bound.epoch,
-            place=start.place,
+            stage_index=start.place,
             num_stages=start.num_stages,
             num_lanes=start.num_lanes,
             num_blocks=start.num_blocks,

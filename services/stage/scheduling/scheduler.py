@@ -296,8 +296,10 @@ class Scheduler:
         expected = self._flights[0][0] if self._flights else None
         if expected is None or result.step != expected.step:
             raise ProtocolError(f"result of step {result.step}, expected {expected.step if expected else 'none'}")
-        if len(result.tokens) != expected.num_wanted or len(result.logprobs) not in (0, len(result.tokens)):
-            raise ProtocolError(f"step {result.step} wants {expected.num_wanted} tokens, got {len(result.tokens)}")
+        if len(result.tokens) != expected.num_sampled_rows or len(result.logprobs) not in (0, len(result.tokens)):
+            raise ProtocolError(
+                f"step {result.step} wants {expected.num_sampled_rows} tokens, got {len(result.tokens)}"
+            )
         return self._flights.popleft()
 
     def _take(self, sequence: Sequence, token: int, logprob: TokenLogprob | None, events: list[Event]) -> None:

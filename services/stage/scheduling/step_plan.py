@@ -69,7 +69,7 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
         return sum(row.length for row in self.rows)
 
     @property
-    def num_wanted(self) -> int:
+    def num_sampled_rows(self) -> int:
         """Tokens that the tail samples."""
         return sum(row.wants for row in self.rows)
 

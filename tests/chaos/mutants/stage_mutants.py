@@ -71,15 +71,15 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
     Mutant(
         name="one-row matmul allowed",
         patches=(Patch(file="services/stage/model/row_buckets.py", old="    *(2, 4, 8,", new="    *(1, 2, 4, 8,"),),
-        tests=("tests/unit/stage/model/test_row_buckets.py::test_every_padded_run_is_whole",),
+        tests=("tests/unit/stage/model/test_row_buckets.py::test_every_padded_share_is_whole",),
     ),
     Mutant(
         name="no ceiling for the rows of a product",
         patches=(
             Patch(
                 file="services/stage/model/row_buckets.py",
-                old="    if not ladder:\n        return (num_rows,)",
-                new="    if not ladder or num_rows > ladder[-1]:\n        return (num_rows,)",
+                old="    if not buckets:\n        return (num_rows,)",
+                new="    if not buckets or num_rows > buckets[-1]:\n        return (num_rows,)",
             ),
         ),
         tests=("tests/unit/stage/model/test_row_buckets.py::test_rows_are_cut_into_few_allowed_panels",),

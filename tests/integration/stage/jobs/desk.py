@@ -190,7 +190,7 @@ def wiring(executor: Executor, num_blocks: int | None = None) -> Wiring:
     return Wiring(
         pipeline=uuid4(),
         epoch=1,
-        place=0,
+        stage_index=0,
         num_stages=1,
         num_lanes=1,
         num_blocks=num_blocks,

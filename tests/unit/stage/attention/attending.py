@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from services.stage.attention.attention import Attention, HeadShape, MicroBatch, PagedKv, Span
-from services.stage.kernels.kernel import Kernel, KernelSettings, build, supported_isa
+from services.stage.attention.attention import Attention, KvShape, MicroBatch, PagedKv, Span
+from services.stage.kernels.build import KernelSettings, build
+from services.stage.kernels.kernel import Kernel, supported_isa
 from services.stage.scheduling.kv_blocks import blocks_for
 
 LAYER = 3
@@ -46,9 +47,9 @@ class Case:
     seed: int = 0
 
     @property
-    def shape(self) -> HeadShape:
+    def shape(self) -> KvShape:
         """The layer's KV."""
-        return HeadShape(num_kv_heads=self.num_kv_heads, head_dim=self.head_dim, value_head_dim=self.value_dim)
+        return KvShape(num_kv_heads=self.num_kv_heads, head_dim=self.head_dim, value_head_dim=self.value_dim)
 
     def rows(self) -> list[tuple[Tensor, Tensor, Tensor]]:
         """Query [H, n, D], key and value [Hk, n, D] of each sequence."""
@@ -97,17 +98,19 @@ def attend(kernel: Kernel | None, case: Case, chunks: Sequence[int], *, min_rows
     outputs: list[list[Tensor]] = [[] for _ in case.lengths]
     for step in _steps(case.lengths, chunks):
         spans = [Span(start=start, length=count, blocks=tables[index]) for index, start, count in step]
-        batch = MicroBatch.of(spans, min_rows=min_rows)
-        attention.use(batch)
+        micro_batch = MicroBatch.of(spans, min_rows=min_rows)
+        attention.use(micro_batch)
         query, key, value = (
-            _pack([rows[index][part][:, start : start + count] for index, start, count in step], batch)
+            _pack([rows[index][part][:, start : start + count] for index, start, count in step], micro_batch)
             for part in range(3)
         )
         out, _ = attention.attend(Layer(LAYER), query, key, value, None, **case.options)
-        places = out[0].split([count for _, _, count in step] + [batch.num_rows - sum(count for _, _, count in step)])
-        assert not places[-1].any()
-        for (index, _, _), place in zip(step, places, strict=False):
-            outputs[index].append(place)
+        outs = out[0].split(
+            [count for _, _, count in step] + [micro_batch.num_rows - sum(count for _, _, count in step)]
+        )
+        assert not outs[-1].any()
+        for (index, _, _), rows_of_span in zip(step, outs, strict=False):
+            outputs[index].append(rows_of_span)
     return [torch.cat(parts) for parts in outputs]
 
 
@@ -126,8 +129,8 @@ def _steps(lengths: Sequence[int], chunks: Sequence[int]) -> Iterator[list[tuple
         yield step
 
 
-def _pack(parts: list[Tensor], batch: MicroBatch) -> Tensor:
+def _pack(parts: list[Tensor], micro_batch: MicroBatch) -> Tensor:
     """[1, heads, rows, D], with rubbish in the padding rows."""
     packed = torch.cat(parts, dim=1)
-    padding = packed.new_full((packed.shape[0], batch.num_rows - packed.shape[1], packed.shape[2]), float("nan"))
+    padding = packed.new_full((packed.shape[0], micro_batch.num_rows - packed.shape[1], packed.shape[2]), float("nan"))
     return torch.cat([packed, padding], dim=1)[None]

@@ -11,8 +11,8 @@ import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.stage.attention.attention import Attention, HeadShape, MicroBatch, PagedKv, Span
-from services.stage.attention.paged_kv import LANES
+from services.stage.attention.attention import Attention, KvShape, MicroBatch, PagedKv, Span
+from services.stage.attention.paged_kv import VECTOR_WIDTH
 from services.stage.kernels.kernel import Kernel
 from tests.unit.stage.attention.attending import Case, attend, kernels, reference
 
@@ -107,7 +107,7 @@ def test_a_model_of_transformers_gets_what_it_asks_for(name: str, kernel: Kernel
     # When the same model runs packed on our attention, in two chunks
     attention = Attention(kernel)
     model.set_attn_implementation(attention.name)
-    shape = HeadShape(num_kv_heads=2, head_dim=getattr(config, "head_dim", None) or 16)
+    shape = KvShape(num_kv_heads=2, head_dim=getattr(config, "head_dim", None) or 16)
     attention.bind(PagedKv(layers=dict.fromkeys(range(2), shape), num_blocks=3, dtype=torch.float32))
     logits = []
     for start, end in ((0, 21), (21, 30)):
@@ -131,8 +131,8 @@ _TINY: dict[str, Any] = {
 
 
 def test_a_kv_block_costs_what_its_tensors_take() -> None:
-    layers = {0: HeadShape(num_kv_heads=2, head_dim=20), 5: HeadShape(num_kv_heads=1, head_dim=64, value_head_dim=24)}
+    layers = {0: KvShape(num_kv_heads=2, head_dim=20), 5: KvShape(num_kv_heads=1, head_dim=64, value_head_dim=24)}
     kv = PagedKv(layers=layers, num_blocks=3, dtype=torch.bfloat16)
     allocated = sum(t.nbytes for tensors in (kv.keys, kv.values) for t in tensors.values())
     assert PagedKv.bytes_per_block(layers, torch.bfloat16) * 3 == allocated
-    assert all(values.shape[-1] % LANES == 0 for values in kv.values.values())
+    assert all(values.shape[-1] % VECTOR_WIDTH == 0 for values in kv.values.values())

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from services.stage.attention.attention import Attention, HeadShape, MicroBatch, PagedKv, Span
+from services.stage.attention.attention import Attention, KvShape, MicroBatch, PagedKv, Span
 from services.stage.kernels.kernel import Kernel
 from shardline.errors import Invalid, ProtocolError
 from tests.unit.stage.attention.attending import Layer, kernels
@@ -31,11 +31,11 @@ BROKEN = {
 }
 
 
-def _attend(attention: Attention, batch: MicroBatch) -> tuple[PagedKv, torch.Tensor]:
-    kv = PagedKv(layers={0: HeadShape(num_kv_heads=1, head_dim=16)}, num_blocks=4, dtype=torch.float32)
+def _attend(attention: Attention, micro_batch: MicroBatch) -> tuple[PagedKv, torch.Tensor]:
+    kv = PagedKv(layers={0: KvShape(num_kv_heads=1, head_dim=16)}, num_blocks=4, dtype=torch.float32)
     attention.bind(kv)
     rows = torch.ones(1, 1, 3, 16)
-    attention.use(batch)
+    attention.use(micro_batch)
     return kv, attention.attend(MODULE, rows, rows, rows, None)[0]
 
 
@@ -53,7 +53,7 @@ def test_sdpa_refuses_blocks_outside_the_pool(block: int) -> None:
 
 
 @pytest.mark.parametrize("kernel", [*KERNELS, None], ids=lambda kernel: "sdpa" if kernel is None else kernel.isa)
-def test_only_the_rows_of_the_batch_are_written(kernel: Kernel | None) -> None:
+def test_only_the_rows_of_the_micro_batch_are_written(kernel: Kernel | None) -> None:
     kv, out = _attend(Attention(kernel), GOOD)
     # Three tokens of ones in sixteen dimensions; a value that looks back sees zeros too
     assert int(kv.values[0].count_nonzero()) == int(kv.keys[0].count_nonzero()) == 3 * 16

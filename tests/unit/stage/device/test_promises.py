@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from services.stage.attention.paged_kv import HeadShape, PagedKv
+from services.stage.attention.paged_kv import KvShape, PagedKv
 from services.stage.device.device import Device
 from services.stage.device.locks import DeviceLocks
 from services.stage.device.promises import Promises
@@ -20,7 +20,7 @@ from shardline.errors import Invalid
 from tests.repository import REPOSITORY
 
 MIB = 1 << 20
-HEADS = {0: HeadShape(num_kv_heads=2, head_dim=16)}
+KV_SHAPES = {0: KvShape(num_kv_heads=2, head_dim=16)}
 ALL_BYTES = 1 << 50
 """More than any host has."""
 
@@ -86,7 +86,7 @@ def test_a_promise_is_kept_once_the_stage_has_taken_its_memory(device: Device, o
     memory.check_fits(8 * MIB, 4 * MIB, device)
     assert other.others() > 12 * MIB
 
-    kv = memory.make_kv(HEADS, torch.float32, 4 * MIB, kv_share=0.4, context=64, max_open=2, device=device)
+    kv = memory.make_kv(KV_SHAPES, torch.float32, 4 * MIB, kv_share=0.4, context=64, max_open=2, device=device)
 
     assert other.others() == 0
-    assert kv.num_blocks == min(4 * MIB // PagedKv.bytes_per_block(HEADS, torch.float32), 2)
+    assert kv.num_blocks == min(4 * MIB // PagedKv.bytes_per_block(KV_SHAPES, torch.float32), 2)

@@ -20,9 +20,9 @@ def inputs(num_rows: int, generator: torch.Generator) -> Tensor:
     return torch.randn(num_rows, SIZE, generator=generator)
 
 
-def by_row(_spans: Sequence[Span], x: Tensor, wanted: list[int]) -> Tensor:
+def by_row(_spans: Sequence[Span], x: Tensor, rows: list[int]) -> Tensor:
     """Each row by itself."""
-    return x[wanted] * 3
+    return x[rows] * 3
 
 
 def test_rows_that_depend_on_themselves_are_exact() -> None:
@@ -39,11 +39,11 @@ def test_rows_that_depend_on_themselves_are_exact() -> None:
     ],
 )
 def test_one_bit_that_depends_on_the_batch_is_not_exact(disturb: Any) -> None:
-    def forward(spans: Sequence[Span], x: Tensor, wanted: list[int]) -> Tensor:
-        rows = by_row(spans, x, wanted)
+    def forward(spans: Sequence[Span], x: Tensor, rows: list[int]) -> Tensor:
+        outputs = by_row(spans, x, rows)
         if disturb(spans, x):
-            rows[0, 0] = torch.nextafter(rows[0, 0], torch.tensor(9.0))
-        return rows
+            outputs[0, 0] = torch.nextafter(outputs[0, 0], torch.tensor(9.0))
+        return outputs
 
     assert not Probe(forward, inputs, num_blocks=8).passes()
 
@@ -52,12 +52,12 @@ def test_one_bit_that_depends_on_the_batch_is_not_exact(disturb: Any) -> None:
 def test_the_probe_keeps_its_blocks_inside_the_pool_and_apart(num_blocks: int) -> None:
     used: set[int] = set()
 
-    def forward(spans: Sequence[Span], x: Tensor, wanted: list[int]) -> Tensor:
+    def forward(spans: Sequence[Span], x: Tensor, rows: list[int]) -> Tensor:
         blocks = [block for span in spans for block in span.blocks]
         assert len(blocks) == len(set(blocks))
         assert len(x) == sum(span.length for span in spans)
         used.update(blocks)
-        return by_row(spans, x, wanted)
+        return by_row(spans, x, rows)
 
     assert Probe(forward, inputs, num_blocks=num_blocks).passes()
     assert used <= set(range(num_blocks))

@@ -10,10 +10,10 @@ from pathlib import Path
 import torch
 
 from services.stage.attention.attention import Attention, PagedKv, Span
-from services.stage.engine.exactness import settle_rows
+from services.stage.engine.exactness import choose_row_buckets
 from services.stage.engine.executor import pack_shard
 from services.stage.engine.forward import Forward
-from services.stage.model.kv_shapes import probe_heads
+from services.stage.model.kv_shapes import probe_kv_shapes
 from services.stage.model.shard import Shard
 from tests.models import save_model
 
@@ -25,15 +25,15 @@ def test_a_dense_model_off_the_cpu_runs_rows_as_they_come_and_is_not_exact(tmp_p
     shard = Shard.load(
         save_model(tmp_path), range(3), dtype=torch.bfloat16, attn_implementation=attention.name, device=meta
     )
-    heads = probe_heads(shard)
+    kv_shapes = probe_kv_shapes(shard)
 
-    # When it is settled as the executor does
+    # When its row buckets are chosen as the executor does
     packed = pack_shard(shard)
-    panels, exact = settle_rows(shard, is_wanted=True, token_budget=64, cache_folder=tmp_path)
-    kv = PagedKv(layers=heads, num_blocks=2, dtype=torch.bfloat16, device=meta)
-    forward = Forward(shard, attention, kv, panels)
+    padding, exact = choose_row_buckets(shard, can_be_exact=True, token_budget=64, cache_folder=tmp_path)
+    kv = PagedKv(layers=kv_shapes, num_blocks=2, dtype=torch.bfloat16, device=meta)
+    forward = Forward(shard, attention, kv, padding)
 
     # Then it runs, unpadded
-    assert (packed, exact, panels.padded(7)) == (False, False, 7)
+    assert (packed, exact, padding.padded(7)) == (False, False, 7)
     ids = torch.zeros(7, dtype=torch.long, device=meta)
-    assert forward.wanted([Span(start=0, length=7, blocks=[0])], ids, [6]).shape == (1, shard.info.hidden_size)
+    assert forward.sampled_outputs([Span(start=0, length=7, blocks=[0])], ids, [6]).shape == (1, shard.info.hidden_size)

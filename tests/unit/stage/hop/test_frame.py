@@ -91,11 +91,11 @@ def test_encoding_copies_neither_message_nor_tensor() -> None:
 @given(frames(), st.data())
 def test_a_changed_bit_anywhere_is_noticed(frame: Frame, data: st.DataObject) -> None:
     parts = wire(frame)
-    place = data.draw(st.sampled_from([place for place, part in enumerate(parts) if part]))
-    bit = data.draw(st.integers(0, len(parts[place]) * 8 - 1))
-    changed = bytearray(parts[place])
+    index = data.draw(st.sampled_from([index for index, part in enumerate(parts) if part]))
+    bit = data.draw(st.integers(0, len(parts[index]) * 8 - 1))
+    changed = bytearray(parts[index])
     changed[bit // 8] ^= 1 << bit % 8
-    parts[place] = bytes(changed)
+    parts[index] = bytes(changed)
 
     with pytest.raises(ProtocolError):
         decode(parts)
@@ -104,16 +104,16 @@ def test_a_changed_bit_anywhere_is_noticed(frame: Frame, data: st.DataObject) ->
 @given(frames(), st.data())
 def test_cut_lengthened_and_swapped_parts_are_noticed(frame: Frame, data: st.DataObject) -> None:
     parts = wire(frame)
-    place = data.draw(st.integers(0, len(parts) - 1))
+    index = data.draw(st.integers(0, len(parts) - 1))
     change = data.draw(st.sampled_from(["cut", "lengthen", "drop", "double"]))
-    if change == "cut" and parts[place]:
-        parts[place] = parts[place][:-1]
+    if change == "cut" and parts[index]:
+        parts[index] = parts[index][:-1]
     elif change == "drop":
-        del parts[place]
+        del parts[index]
     elif change == "double":
-        parts.insert(place, parts[place])
+        parts.insert(index, parts[index])
     else:
-        parts[place] += b"\0"
+        parts[index] += b"\0"
 
     with pytest.raises(ProtocolError):
         decode(parts)

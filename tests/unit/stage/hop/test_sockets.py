@@ -40,7 +40,7 @@ def test_peers_are_told_a_host_that_they_can_call(bind: str, advertise: str | No
 
 @pytest.mark.parametrize("bind", ["tcp://127.0.0.1:5000", "inproc://x", "ipc://relative", "127.0.0.1", ""])
 def test_a_bad_place_to_bind_is_refused(bind: str) -> None:
-    with pytest.raises(Invalid, match=r"SHARDLINE_(HOP_BIND|RUN_DIR): .* is no place to bind\. Use tcp://HOST"):
+    with pytest.raises(Invalid, match=r"SHARDLINE_(HOP_BIND|RUN_DIR): .* is not an address to bind\. Use tcp://HOST"):
         Sockets(bind=bind)
 
 
@@ -72,7 +72,9 @@ def test_ports_behind_a_firewall_are_taken_one_after_the_other_and_no_other() ->
 
 @pytest.mark.parametrize("text", ["7600", "7600-7599", "0-10", "7600-70000", "a-b", ""])
 def test_a_range_that_is_none_is_refused(text: str) -> None:
-    with pytest.raises(Invalid, match=r"SHARDLINE_HOP_PORTS: .* is no range of ports from 1 to 65535\. Use FIRST-LAST"):
+    with pytest.raises(
+        Invalid, match=r"SHARDLINE_HOP_PORTS: .* is not a range of ports from 1 to 65535\. Use FIRST-LAST"
+    ):
         parse_ports(text)
 
 

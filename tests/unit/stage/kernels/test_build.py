@@ -10,7 +10,8 @@ import pytest
 import torch
 from structlog.testing import capture_logs
 
-from services.stage.kernels.kernel import KernelSettings, build, library_path, load, supported_isa
+from services.stage.kernels.build import KernelSettings, build, library_path
+from services.stage.kernels.kernel import load, supported_isa
 
 COUNTING_COMPILER = """#!/bin/sh
 echo "$*" >> {log}

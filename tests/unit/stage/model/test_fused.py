@@ -45,7 +45,7 @@ def draw(*shape: int, dtype: torch.dtype, seed: int = 1) -> Tensor:
 
 
 def fused(module: nn.Module, kernel: Kernel) -> nn.Module:
-    """The part that takes its place in a model."""
+    """The part that replaces it in a model."""
     parent = nn.ModuleDict({"part": module})
     assert fuse(parent, kernel) == 1
     return parent["part"]
@@ -95,11 +95,14 @@ def test_a_fused_mlp_gives_the_same(dtype: torch.dtype, kernel: Kernel) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("dim", [6, 64, 80])
 def test_rotated_heads_have_the_models_bits(dim: int, dtype: torch.dtype, kernel: Kernel) -> None:
-    heads = [draw(1, ROWS, num_heads, dim, dtype=dtype).transpose(1, 2) for num_heads in (4, 2)]
-    turns = [draw(1, ROWS, dim, dtype=dtype, seed=seed) for seed in (5, 6)]
+    query_and_key = [draw(1, ROWS, num_heads, dim, dtype=dtype).transpose(1, 2) for num_heads in (4, 2)]
+    cos_and_sin = [draw(1, ROWS, dim, dtype=dtype, seed=seed) for seed in (5, 6)]
     rotary = Rotary(kernel, modeling_llama.apply_rotary_pos_emb)
 
-    ours, theirs = rotary(*heads, *turns), modeling_llama.apply_rotary_pos_emb(*heads, *turns)
+    ours, theirs = (
+        rotary(*query_and_key, *cos_and_sin),
+        modeling_llama.apply_rotary_pos_emb(*query_and_key, *cos_and_sin),
+    )
 
     assert all(torch.equal(mine, other) for mine, other in zip(ours, theirs, strict=True))
 
@@ -109,29 +112,29 @@ def test_fused_views_of_one_wide_product_are_read_in_place(dtype: torch.dtype, k
     # Given query, key, and the two inputs of an MLP's product, side by side in memory
     wide = draw(1, ROWS, 6 * 64, dtype=dtype)
     query, key = (part.unflatten(-1, (-1, 64)).transpose(1, 2) for part in wide.split([4 * 64, 2 * 64], dim=-1))
-    turns = [draw(1, ROWS, 64, dtype=dtype, seed=seed) for seed in (5, 6)]
+    cos_and_sin = [draw(1, ROWS, 64, dtype=dtype, seed=seed) for seed in (5, 6)]
     module = mlp(dtype)
     ours = fused(module, kernel)
     for name, first in (("gate_proj", 0), ("up_proj", 77)):
         module.get_submodule(name).register_forward_hook(lambda *_, first=first: wide[..., first : first + 77])
 
     # When each runs
-    turned = Rotary(kernel, lambda *_: pytest.fail("not recognized"))(query, key, *turns)
+    rotated = Rotary(kernel, lambda *_: pytest.fail("not recognized"))(query, key, *cos_and_sin)
 
     # Then no view is taken for dense rows
-    expected = modeling_llama.apply_rotary_pos_emb(query, key, *turns)
-    assert all(torch.equal(mine, other) for mine, other in zip(turned, expected, strict=True))
+    expected = modeling_llama.apply_rotary_pos_emb(query, key, *cos_and_sin)
+    assert all(torch.equal(mine, other) for mine, other in zip(rotated, expected, strict=True))
     x = draw(ROWS, 32, dtype=dtype)
     torch.testing.assert_close(ours(x), module(x))
 
 
 def test_heads_side_by_side_are_rotated_by_the_models_function(kernel: Kernel) -> None:
-    heads = [draw(1, num_heads, ROWS, 64, dtype=torch.float32) for num_heads in (4, 2)]
-    turns = [draw(1, ROWS, 64, dtype=torch.float32, seed=seed) for seed in (5, 6)]
+    query_and_key = [draw(1, num_heads, ROWS, 64, dtype=torch.float32) for num_heads in (4, 2)]
+    cos_and_sin = [draw(1, ROWS, 64, dtype=torch.float32, seed=seed) for seed in (5, 6)]
 
-    theirs = modeling_llama.apply_rotary_pos_emb(*heads, *turns)
+    theirs = modeling_llama.apply_rotary_pos_emb(*query_and_key, *cos_and_sin)
 
-    assert Rotary(kernel, lambda *_: theirs)(*heads, *turns) is theirs
+    assert Rotary(kernel, lambda *_: theirs)(*query_and_key, *cos_and_sin) is theirs
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

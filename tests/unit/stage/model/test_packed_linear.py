@@ -16,7 +16,7 @@ from transformers.pytorch_utils import Conv1D
 
 from services.stage.model.packed_linear import Merged, PackedLinear, Part, pack
 from services.stage.model.products import products
-from services.stage.model.row_counts import ladders
+from services.stage.model.row_counts import find_buckets
 
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -146,13 +146,13 @@ def test_rows_of_a_packed_layer_keep_their_bits_whatever_their_number(dtype: tor
     assert pack(model)
     (product,), are_all = products(model)
     assert are_all
-    ladder = ladders([product], machine="here", cache_folder=tmp_path)[product]
-    product.settle(ladder)
+    buckets = find_buckets([product], machine="here", cache_folder=tmp_path)[product]
+    product.use_buckets(buckets)
 
     # When any number of rows runs, then each row has the bits that it has alone
-    assert ladder
+    assert buckets
     rows = torch.randn(700, 512).to(dtype)
-    expected = torch.cat([model(rows[place : place + 1]) for place in range(0, 700, 7)])
+    expected = torch.cat([model(rows[index : index + 1]) for index in range(0, 700, 7)])
     for num in (2, 9, 33, 95, 191, 260, 513, 695):
         assert torch.equal(model(rows[:num])[::7], expected[: -(-num // 7)]), num
     assert torch.equal(model(rows[None, :260])[0], model(rows)[:260])
@@ -168,8 +168,8 @@ def test_plain_layers_and_routers_see_only_the_rows_that_they_are_told() -> None
 
         def forward(self, states: Tensor) -> tuple[Tensor, Tensor]:
             seen.append(len(states))
-            chances, places = (states @ self.weight.T).softmax(-1).topk(2)
-            return chances, places
+            chances, experts = (states @ self.weight.T).softmax(-1).topk(2)
+            return chances, experts
 
     seen: list[int] = []
     model = nn.ModuleDict({"plain": nn.Linear(8, 5), "other": Conv1D(6, 8), "router": Router()})
@@ -182,9 +182,9 @@ def test_plain_layers_and_routers_see_only_the_rows_that_they_are_told() -> None
         layer.forward = _noting(layer.forward, seen)
     seen.clear()
 
-    # When they are settled
+    # When they get their buckets
     for one in found:
-        one.settle((64,))
+        one.use_buckets((64,))
     got = model["plain"](x), model["other"](x), model["router"](x[0])
 
     # Then they give the same, in panels

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from services.stage.model.row_buckets import RUNGS, Ladder
-from services.stage.model.row_counts import Product, Run, fitting_counts, ladders, telling_rows
+from services.stage.model.row_buckets import ROW_BUCKETS, Buckets
+from services.stage.model.row_counts import Product, Run, exact_buckets, find_buckets, sensitive_rows
 
 WIDTH = 64
 ONE_IN = 100_000
@@ -22,9 +22,9 @@ def product(run: Run, *, width: int = WIDTH, outputs: int = WIDTH, dtype: torch.
 
 
 def made(run: Run, *, width: int, outputs: int, dtype: torch.dtype, sample: Tensor) -> Product:
-    """A product that nobody tells its ladder."""
+    """A product that ignores its buckets."""
     return Product(
-        run=run, settle=lambda _: None, width=width, outputs=outputs, dtype=dtype, sample=sample, kind="fake"
+        run=run, use_buckets=lambda _: None, width=width, outputs=outputs, dtype=dtype, sample=sample, kind="fake"
     )
 
 
@@ -46,27 +46,27 @@ def old_rule(run: Run) -> bool:
     """What was tried before: 96 rows as the reference, numbers up to 64, at least 16 rows of each."""
     rows = torch.randn(96, WIDTH, generator=torch.Generator().manual_seed(0))
     expected = run(rows)
-    for count in (count for count in RUNGS if count <= 64):
-        for place in range(-(-16 // count)):
-            first = (7 * count + 5 * place) % (96 - count)
+    for count in (count for count in ROW_BUCKETS if count <= 64):
+        for panel in range(-(-16 // count)):
+            first = (7 * count + 5 * panel) % (96 - count)
             if not torch.equal(run(rows[first : first + count]), expected[first : first + count]):
                 return False
     return True
 
 
-@pytest.mark.parametrize("bad", [{2, 4, 8}, {32}, {120}, {192, 224, 256}, {512}, set(RUNGS) - {64}], ids=str)
+@pytest.mark.parametrize("bad", [{2, 4, 8}, {32}, {120}, {192, 224, 256}, {512}, set(ROW_BUCKETS) - {64}], ids=str)
 def test_row_counts_that_change_one_element_in_100_000_are_left_out(bad: set[int]) -> None:
     run = spoiled(bad)
     assert old_rule(run), "its predecessor would have allowed all of them"
 
-    assert fitting_counts(product(run, outputs=8 * WIDTH)) == tuple(count for count in RUNGS if count not in bad)
+    assert exact_buckets(product(run, outputs=8 * WIDTH)) == tuple(count for count in ROW_BUCKETS if count not in bad)
 
 
 def test_no_count_fits_rows_that_depend_on_their_place() -> None:
-    def knows_its_place(x: Tensor) -> Tensor:
+    def knows_its_offset(x: Tensor) -> Tensor:
         return x + (torch.arange(len(x)) == 5)[:, None]
 
-    assert fitting_counts(product(knows_its_place)) == ()
+    assert exact_buckets(product(knows_its_offset)) == ()
 
 
 def test_each_of_several_outputs_is_compared() -> None:
@@ -75,7 +75,7 @@ def test_each_of_several_outputs_is_compared() -> None:
 
     several = made(run, width=8, outputs=8, dtype=torch.float32, sample=torch.randn(2, 8))
 
-    assert fitting_counts(several) == tuple(count for count in RUNGS if count >= 40)
+    assert exact_buckets(several) == tuple(count for count in ROW_BUCKETS if count >= 40)
 
 
 def test_telling_rows_show_another_order_of_summation_far_more_often() -> None:
@@ -94,12 +94,12 @@ def test_telling_rows_show_another_order_of_summation_far_more_often() -> None:
         ]
         return float((whole.bfloat16() != (halves[0] + halves[1]).bfloat16()).float().mean())
 
-    # When rows are drawn as they come, and so that they tell
+    # When rows are drawn at random, and so that they are sensitive
     usual = share_that_differs(torch.randn(4096, width, generator=generator).bfloat16())
-    telling = share_that_differs(telling_rows(tried, 4096))
+    sensitive = share_that_differs(sensitive_rows(tried, 4096))
 
     # Then the second show what the first nearly hide
-    assert 0 < 100 * usual < telling
+    assert 0 < 100 * usual < sensitive
 
 
 def test_nothing_is_probed_again_with_an_answer_on_disk(tmp_path: Path) -> None:
@@ -109,35 +109,35 @@ def test_nothing_is_probed_again_with_an_answer_on_disk(tmp_path: Path) -> None:
         tries.append(len(x))
         return x + (len(x) > 160)
 
-    first = ladder_of(product(run), "here", tmp_path)
+    first = buckets_of(product(run), "here", tmp_path)
     num_tries = len(tries)
 
-    assert first == tuple(count for count in RUNGS if count <= 160)
-    assert ladder_of(product(run), "here", tmp_path) == first
+    assert first == tuple(count for count in ROW_BUCKETS if count <= 160)
+    assert buckets_of(product(run), "here", tmp_path) == first
     assert len(tries) == num_tries
-    assert ladder_of(product(run), "elsewhere", tmp_path) == first
+    assert buckets_of(product(run), "elsewhere", tmp_path) == first
     assert len(tries) == 2 * num_tries
 
 
 @pytest.mark.parametrize("text", ["", "[", "[40, 41]", "[2, 4]", "3", "{}"])
 def test_an_answer_written_by_another_version_is_probed_again(text: str, tmp_path: Path) -> None:
-    ladder_of(product(lambda x: x), "here", tmp_path)
+    buckets_of(product(lambda x: x), "here", tmp_path)
     (stored,) = tmp_path.iterdir()
     stored.write_text(text)
 
-    assert ladder_of(product(lambda x: x), "here", tmp_path) == RUNGS
+    assert buckets_of(product(lambda x: x), "here", tmp_path) == ROW_BUCKETS
 
 
 def test_products_that_agree_on_other_counts_have_their_own(tmp_path: Path) -> None:
     few = product(lambda x: x + (len(x) < 40), outputs=64)
     many = product(lambda x: x + (len(x) > 160), outputs=65)
 
-    told = ladders([few, many], machine="here", cache_folder=tmp_path)
+    found = find_buckets([few, many], machine="here", cache_folder=tmp_path)
 
-    assert told[few] == tuple(count for count in RUNGS if count >= 40)
-    assert told[many] == tuple(count for count in RUNGS if count <= 160)
+    assert found[few] == tuple(count for count in ROW_BUCKETS if count >= 40)
+    assert found[many] == tuple(count for count in ROW_BUCKETS if count <= 160)
 
 
-def ladder_of(one: Product, machine: str, cache_folder: Path) -> Ladder:
-    """What is told of one product."""
-    return ladders([one], machine=machine, cache_folder=cache_folder)[one]
+def buckets_of(one: Product, machine: str, cache_folder: Path) -> Buckets:
+    """The buckets found for one product."""
+    return find_buckets([one], machine=machine, cache_folder=cache_folder)[one]

@@ -12,8 +12,8 @@ import transformers as tf
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from services.stage.attention.paged_kv import HeadShape
-from services.stage.model.kv_shapes import probe_heads
+from services.stage.attention.paged_kv import KvShape
+from services.stage.model.kv_shapes import probe_kv_shapes
 from services.stage.model.model_info import ModelInfo
 from services.stage.model.shard import PassThrough, Shard
 from shardline.errors import Invalid
@@ -109,8 +109,8 @@ def test_head_and_tail_have_tied_embeddings(tmp_path: Path) -> None:
 
 
 def test_each_layer_of_a_shard_tells_its_heads(llama: Path) -> None:
-    assert probe_heads(load(llama, range(1, 3))) == {
-        layer: HeadShape(num_kv_heads=2, head_dim=8, value_head_dim=8) for layer in (1, 2)
+    assert probe_kv_shapes(load(llama, range(1, 3))) == {
+        layer: KvShape(num_kv_heads=2, head_dim=8, value_head_dim=8) for layer in (1, 2)
     }
 
 
@@ -157,9 +157,9 @@ def test_a_model_that_cannot_be_sharded_names_the_reason(config: Any, reason: st
     [
         ('{"model_type": "mine", "auto_map": {"AutoModel": "code.Mine"}}', "needs remote code, which is never run"),
         ('{"model_type": "mine"}', "is unknown to this transformers"),
-        ("{}", "no model's config"),
-        ("[]", "no model's config"),
-        ("{", "no model's config"),
+        ("{}", "not a model's config"),
+        ("[]", "not a model's config"),
+        ("{", "not a model's config"),
         ('{"model_type": "llama", "num_attention_heads": "many"}', "transformers refuses"),
     ],
 )
@@ -222,15 +222,15 @@ class Odd(nn.Module):
 
 def test_a_layer_that_returns_a_tuple_is_refused(llama: Path) -> None:
     shard = load(llama, range(2))
-    shard.blocks[0] = shard.decoder.layers[0] = Odd(shard.blocks[0], gives_tuple=True)
+    shard.layer_modules[0] = shard.decoder.layers[0] = Odd(shard.layer_modules[0], gives_tuple=True)
 
     with pytest.raises(Invalid, match="Odd returns a tuple"):
-        probe_heads(shard)
+        probe_kv_shapes(shard)
 
 
 def test_a_layer_with_another_input_is_refused(llama: Path) -> None:
     shard = load(llama, range(2))
-    odd = shard.blocks[1] = shard.decoder.layers[1] = Odd(shard.blocks[1], gives_tuple=False)
+    odd = shard.layer_modules[1] = shard.decoder.layers[1] = Odd(shard.layer_modules[1], gives_tuple=False)
 
     def add_input(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Tensor]]:
         return args, {**kwargs, "memory": torch.zeros(1)}
@@ -238,4 +238,4 @@ def test_a_layer_with_another_input_is_refused(llama: Path) -> None:
     odd.register_forward_pre_hook(add_input, with_kwargs=True)
 
     with pytest.raises(Invalid, match="Odd takes memory besides hidden states"):
-        probe_heads(shard)
+        probe_kv_shapes(shard)

@@ -138,7 +138,7 @@ def test_a_hostile_header_is_refused(header: bytes, tmp_path: Path) -> None:
 def test_a_hostile_index_is_refused(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors.index.json").write_bytes(b"[" * 100_000)
 
-    with pytest.raises(Invalid, match="no safetensors index"):
+    with pytest.raises(Invalid, match="not a safetensors index"):
         weight_files(tmp_path)
 
 
@@ -182,8 +182,8 @@ def test_weights_that_are_only_a_pickle_ask_for_safetensors(tmp_path: Path) -> N
         ({"weight_map": {"a": "one.safetensors"}}, "lacks one.safetensors"),
         ({"weight_map": {"a": "../one.safetensors"}}, "lacks ../one.safetensors"),
         ({"weight_map": {}}, "lacks weights"),
-        ({}, "no safetensors index"),
-        ({"weight_map": [1]}, "no safetensors index"),
+        ({}, "not a safetensors index"),
+        ({"weight_map": [1]}, "not a safetensors index"),
     ],
 )
 def test_a_broken_index_is_named(index: object, problem: str, tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ def pipes() -> Iterator[Pipes]:
 def test_a_head_that_holds_all_layers_is_ready_alone(pipes: Pipes) -> None:
     wiring = pipes.head(NUM_LAYERS).ready()
 
-    assert (wiring.place, wiring.num_stages, wiring.num_lanes) == (0, 1, 1)
+    assert (wiring.stage_index, wiring.num_stages, wiring.num_lanes) == (0, 1, 1)
     assert wiring.is_head
     assert wiring.is_tail
     assert (wiring.receiver, wiring.sender) == (None, None)
@@ -54,7 +54,7 @@ def test_three_stages_form_in_the_order_of_their_layers(pipes: Pipes) -> None:
 
     wirings = [head.ready(), *(stage.wirings.get(timeout=PATIENCE_S) for stage in (middle, tail))]
 
-    assert [wiring.place for wiring in wirings] == [0, 1, 2]
+    assert [wiring.stage_index for wiring in wirings] == [0, 1, 2]
     assert [(member.first_layer, member.last_layer) for member in wirings[0].members] == [(0, 4), (4, 8), (8, 12)]
     pass_a_step(wirings[0].pipeline, wirings, 0)
 

@@ -1,5 +1,5 @@
-// Vectors of floats, sixteen lanes with AVX-512 or eight with AVX2, that give the same bits either way; loads and stores
-// of the stored types; e^x and tanh in a fixed order of operations.
+// Vectors of kWidth floats, 16 with AVX-512 or 8 with AVX2, that give the same bits either way; loads and stores of the
+// stored types; e^x and tanh in a fixed order of operations.
 
 #pragma once
 
@@ -12,7 +12,7 @@
 namespace {
 
 #ifdef __AVX512F__
-constexpr int kLanes = 16, kRegisters = 32;
+constexpr int kWidth = 16, kRegisters = 32;
 using Floats = __m512;
 using Words = __m512i;
 using Halves = __m256i;
@@ -23,7 +23,7 @@ inline Halves narrow(Words w) { return _mm512_cvtepi32_epi16(w); }
 inline Floats from_half(Halves h) { return _mm512_cvtph_ps(h); }
 inline Halves to_half(Floats x) { return _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT); }
 #else
-constexpr int kLanes = 8, kRegisters = 16;
+constexpr int kWidth = 8, kRegisters = 16;
 using Floats = __m256;
 using Words = __m256i;
 using Halves = __m128i;
@@ -37,8 +37,8 @@ inline Floats from_half(Halves h) { return _mm256_cvtph_ps(h); }
 inline Halves to_half(Floats x) { return _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT); }
 #endif
 
-// GCC's element-wise operators need to know the lanes.
-typedef uint32_t Bits __attribute__((vector_size(4 * kLanes)));
+// GCC's element-wise operators need the number of elements.
+typedef uint32_t Bits __attribute__((vector_size(4 * kWidth)));
 
 struct BFloat16 { uint16_t bits; };
 struct Float16 { uint16_t bits; };
@@ -65,16 +65,16 @@ template <> inline Floats rounded<BFloat16>(Floats x) { return (Floats)(to_neare
 template <> inline Floats rounded<Float16>(Floats x) { return from_half(to_half(x)); }
 
 template <class T> inline void store_first(T* p, Floats x, int count) {
-  if (count >= kLanes) return store(p, x);
-  T all[kLanes];
+  if (count >= kWidth) return store(p, x);
+  T all[kWidth];
   store(all, x);
   std::memcpy(p, all, count * sizeof(T));
 }
 
-// Reads `count` elements and fills the other lanes with zeros.
+// Reads `count` elements and fills the rest of the vector with zeros.
 template <class T> inline Floats load_first(const T* p, int count) {
-  if (count >= kLanes) return load(p);
-  T all[kLanes] = {};
+  if (count >= kWidth) return load(p);
+  T all[kWidth] = {};
   std::memcpy(all, p, count * sizeof(T));
   return load(all);
 }

@@ -1,0 +1,92 @@
+"""Builds the CPU kernels: attention.cpp and elementwise.cpp into one library per instruction set. Knows no tensor.
+
+`python -m services.stage.kernels.build` builds every variant; a library that was built before is used without a
+compiler. The file's name holds a hash of sources and flags, so an old build is never loaded. The bits that the kernels
+compute do not depend on the compiler: fused multiply-adds are spelled out and contraction is off.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+_HEADER = Path(__file__).with_name("simd.h")
+_SOURCES = tuple(_HEADER.with_name(name) for name in ("attention.cpp", "elementwise.cpp"))
+_FLAGS = ("-O3", "-std=c++17", "-fPIC", "-fopenmp", "-ffp-contract=off", "-fno-math-errno", "-Wno-maybe-uninitialized")
+MARCH = {"avx512": "x86-64-v4", "avx2": "x86-64-v3"}
+"""The compiler's `-march` for each instruction set that a variant is built for."""
+
+
+class KernelSettings(BaseSettings):
+    """Where the kernels are stored, and whether they are used."""
+
+    model_config = SettingsConfigDict(env_prefix="SHARDLINE_", frozen=True, extra="ignore")
+
+    kernel: Literal["auto", "off"] = Field("auto", description="off: all through torch, exact=false")
+    kernel_dir: Path = Field(Path(__file__).parents[3] / ".build", description="folder of the built kernel libraries")
+
+
+def library_path(isa: str, folder: Path) -> Path:
+    """Returns where the library of these sources and flags is stored once it is built."""
+    flags = " ".join((*_FLAGS, MARCH[isa]))
+    sources = b"".join(file.read_bytes() for file in (*_SOURCES, _HEADER))
+    digest = hashlib.sha256(sources + flags.encode()).hexdigest()[:16]
+    return folder / f"kernel-{isa}-{digest}.so"
+
+
+def build(isa: str, folder: Path) -> Path:
+    """Compiles one variant unless it exists, and returns its path.
+
+    Several processes may call this at the same time: one builds, the others wait.
+    Raises OSError without a compiler, or with the compiler's own message when it fails.
+    """
+    path = library_path(isa, folder)
+    if path.exists():
+        return path
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "kernel.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not path.exists():
+            _compile(isa, path)
+    return path
+
+
+def _compile(isa: str, path: Path) -> None:
+    compiler = shlex.split(os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++") or "")
+    if not compiler:
+        raise OSError("no C++ compiler: install g++, or put a built library into SHARDLINE_KERNEL_DIR")
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        linked, objects = Path(folder, path.name), [str(Path(folder, source.stem)) + ".o" for source in _SOURCES]
+        for source, compiled in zip(_SOURCES, objects, strict=True):
+            _run(*compiler, *_FLAGS, f"-march={MARCH[isa]}", "-c", str(source), "-o", compiled)
+        # Linked without -fopenmp: the symbols must resolve to the OpenMP runtime that torch loaded.
+        _run(*compiler, "-shared", "-Wl,-z,now", *objects, "-o", str(linked))
+        linked.replace(path)
+
+
+def _run(*command: str) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise OSError(f"{' '.join(command)} failed: {done.stderr.strip()[-2000:]}")
+
+
+def main() -> None:
+    """Builds every variant, so that an image runs on any x86-64 processor."""
+    folder = KernelSettings().kernel_dir
+    for isa in MARCH:
+        sys.stdout.write(f"{build(isa, folder)}\n")
+
+
+if __name__ == "__main__":
+    main()
