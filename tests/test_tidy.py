@@ -58,7 +58,7 @@ SPELLED = (
     "Dockerfile",
 )
 
-TWO_MEANINGS = {"Bell", "Ready", "Watch"}
+TWO_MEANINGS = {"Ready", "Watch"}
 """Class names that the product still defines twice. None may join them, and one that is renamed leaves."""
 
 SHAPE = re.compile(r"\[[^\[\]]+\]")

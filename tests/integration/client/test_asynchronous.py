@@ -88,9 +88,7 @@ async def test_an_unknown_job_is_not_found(client: AsyncClient) -> None:
         await anext(client.stream(uuid4()))
 
 
-async def test_given_no_such_job_when_followed_from_a_place_then_it_is_not_found(
-    database_url: str, redis_url: str
-) -> None:
+async def test_following_an_unknown_job_from_a_place_is_not_found(database_url: str, redis_url: str) -> None:
     async with GatewayClient(database_url=database_url, redis_url=redis_url) as client:
         with pytest.raises(NotFound):
             await anext(client.follow(uuid4(), after=Place(num_tokens=1, digest=None)))
