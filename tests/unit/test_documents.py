@@ -1,4 +1,4 @@
-"""What README and docs name exists, and what exists is named there: settings, metrics, what the benchmarks miss."""
+"""What README and docs name exists, and what exists is named there: paths, settings, metrics, words, missed targets."""
 
 from __future__ import annotations
 
@@ -28,6 +28,9 @@ READERS = [
     *sorted((ROOT / "docker").glob("*")),
     *sorted((ROOT / "tests/compose").glob("*.py")),
 ]
+PAGES = [*DOCUMENTS, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "services").rglob("*.md"))]
+PATH = re.compile(r"(?<![\w/.-])((?:services|shared|tests|migrations|docker|docs)/[\w/.-]*\w)(?![\w*<{…/])")
+GLOSSARY = (ROOT / "docs/architecture.md").read_text(encoding="utf-8").partition("## Words")[2].partition("\n## ")[0]
 SERVICES = (Settings, GatewaySettings, RelaySettings, StageSettings, StandaloneSettings)
 VARIABLE = re.compile(rf"\b{ENV_PREFIX}[A-Z0-9_]*[A-Z0-9]\b")
 EXAMPLE = {"SHARDLINE_X", "SHARDLINE_X_FILE"}
@@ -59,6 +62,20 @@ def metrics() -> set[str]:
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 def test_something_reads_every_documented_variable(document: Path) -> None:
     assert variables([document]) - SETTINGS - variables(READERS) == set()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_path_in_a_document_exists(page: Path) -> None:
+    assert {path for path in PATH.findall(page.read_text(encoding="utf-8")) if not (ROOT / path).exists()} == set()
+
+
+def test_every_class_in_the_glossary_exists() -> None:
+    sources = [path for folder in ("services", "shared/shardline") for path in (ROOT / folder).rglob("*.py")]
+    nodes = [node for path in sources for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))]
+    classes = {node.name for node in nodes if isinstance(node, ast.ClassDef)}
+    named = set(re.findall(r"`([A-Z][a-z]+(?:[A-Z][a-z]+)*)(?:\.\w+)?`", GLOSSARY))
+    assert named
+    assert named - classes == set()
 
 
 def test_operating_has_a_row_for_every_setting() -> None:
