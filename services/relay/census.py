@@ -28,7 +28,7 @@ class Census(Loop):
     def turn(self) -> float:
         """One count. What has no jobs any more shows 0: a gauge that vanishes looks like a relay that is gone."""
         with self._database.begin() as connection:
-            counts = sweeps.counts(connection)
+            counts = sweeps.count_active(connection)
         self._shown |= counts.keys()
         for model, state in self._shown:
             self._gauge.labels(model=model, state=state).set(counts.get((model, state), 0))

@@ -82,12 +82,11 @@ async def test_given_a_job_when_submitted_then_the_answer_comes_at_once_and_the_
     )
 
 
-async def test_given_a_callers_trace_when_submitted_then_it_travels_with_the_row(
-    http: httpx.AsyncClient, head: TinyHead
-) -> None:
+async def test_given_a_trace_when_submitted_then_the_row_has_it(http: httpx.AsyncClient, database_url: str) -> None:
     traceparent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
     await http.post(JOBS, json={"model": "clerk", "prompt": PROMPT}, headers={"traceparent": traceparent})
-    assert head.claim().claimed.traceparent == traceparent
+    with psycopg.connect(database_url) as connection:
+        assert connection.execute("SELECT traceparent FROM jobs").fetchall() == [(traceparent,)]
 
 
 async def test_given_a_repeat_when_submitted_then_it_is_the_same_job(http: httpx.AsyncClient) -> None:

@@ -11,7 +11,7 @@ import pytest
 from services.standalone.servers import Postgres
 from shardline.config import Times
 from shardline.job import JobState
-from shardline.store.claims import Beat, heartbeat
+from shardline.store.leases import Beat, heartbeat
 from tests.faults.proxy import Direction, Proxy
 from tests.integration.relay_world import TIME_SCALE, RelayWorld, eventually, relay_world
 from tests.integration.store_world import cell, change, running, state, submit

@@ -19,8 +19,8 @@ from services.relay.sweeper import Sweeper
 from shardline.config import Times
 from shardline.job import JobState
 from shardline.metrics import RelayMetrics
-from shardline.store import claims, jobs, models, sweeps
-from shardline.store.claims import Beat
+from shardline.store import jobs, leases, models, sweeps
+from shardline.store.leases import Beat
 from shardline.tokenise import Tokens
 from tests.integration.relay_world import words_tokenizer
 from tests.integration.store_world import LONG_S, MODEL, cell, change, model_row, pass_time, running, submit, world
@@ -150,7 +150,7 @@ def test_given_a_stall_between_statements_when_swept_then_leases_are_judged_by_t
     with engine.begin() as connection:
         sweeps.fix_now(connection)
         change(engine, "UPDATE jobs SET lease_until = clock_timestamp() WHERE id = :id", id=claimed.job_id)
-        assert sweeps.sweep_leases(connection, lambda *_: "", lease_s=0) == {}
+        assert sweeps.sweep_expired_leases(connection, lambda *_: "", lease_s=0) == {}
 
 
 def test_given_turns_as_ever_when_a_lease_expires_then_it_is_rescued_at_once(
@@ -170,7 +170,7 @@ def test_given_a_partial_result_when_its_tokenizer_loads_then_no_transaction_is_
         models.register_model(connection, {**model_row(MODEL), "tokenizer": words_tokenizer()})
     claimed = running(engine)
     with engine.begin() as connection:
-        claims.heartbeat(
+        leases.heartbeat(
             connection, [Beat(job_id=claimed.job_id, fence=claimed.fence, start=0, ids=(2, 3))], lease_s=LONG_S
         )
         pass_time(connection, claimed.job_id, "lease_until")

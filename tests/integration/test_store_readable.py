@@ -38,7 +38,7 @@ def test_given_a_parameter_of_a_later_release_when_claimed_then_its_job_waits_an
     what_is_left = "SELECT state, fence, crashes, sent_at IS NULL, not_before > now(), params ? 'grammar' FROM jobs"
     assert row(engine, f"{what_is_left} WHERE id = :id", id=newer) == ("queued", 0, 0, True, True, True)
     with engine.begin() as connection:
-        assert [send.job_id for send in outbox.stamp(connection, resend_s=1.0)] == []
+        assert [send.job_id for send in outbox.stamp_due(connection, resend_s=1.0)] == []
         job = jobs.get_job(connection, newer)
     assert job is not None
     assert job.params.temperature == 0.5
@@ -52,7 +52,7 @@ def test_given_a_job_that_waits_for_a_newer_head_when_its_time_comes_then_it_is_
     assert claim(engine, [newer]) == []
     with engine.begin() as connection:
         pass_time(connection, newer, "not_before")
-        assert [send.job_id for send in outbox.stamp(connection, resend_s=1.0)] == [newer]
+        assert [send.job_id for send in outbox.stamp_due(connection, resend_s=1.0)] == [newer]
     # The newer head knows the parameter.
     change(engine, "UPDATE jobs SET params = '{}'")
     assert [one.job_id for one in claim(engine, [newer])] == [newer]
@@ -63,10 +63,10 @@ def test_given_a_window_full_of_rows_for_newer_heads_when_claimed_then_later_job
     change(engine, """UPDATE jobs SET params = '{"grammar": "json"}'""")
     (known,) = submit(engine)
     with engine.begin() as connection:
-        assert {send.job_id for send in outbox.stamp(connection, resend_s=1.0)} == set(newer)
+        assert {send.job_id for send in outbox.stamp_due(connection, resend_s=1.0)} == set(newer)
     assert claim(engine, newer) == []
     with engine.begin() as connection:
-        assert [send.job_id for send in outbox.stamp(connection, resend_s=1.0)] == [known]
+        assert [send.job_id for send in outbox.stamp_due(connection, resend_s=1.0)] == [known]
 
 
 @pytest.mark.parametrize("params", ['{"top_p": "much"}', '{"temperature": 7}'])

@@ -93,7 +93,7 @@ def test_given_a_request_when_it_comes_again_in_any_stage_of_its_life_then_it_is
     assert answer(engine, wanted) == repeat
     with engine.begin() as connection:
         ready = Ready(id=first.job_id, prompt_ids=(5, 6), max_tokens=8, seed=wanted.seed)
-        preparation.mark_prepared(connection, [ready])
+        preparation.mark_if_unprepared(connection, [ready])
     assert answer(engine, wanted) == repeat
     (claimed,) = claim(engine, [first.job_id])
     assert answer(engine, wanted, prepared=[((5, 6), 8)]) == repeat
@@ -174,7 +174,7 @@ def test_given_a_request_that_was_refused_when_its_id_comes_corrected_then_confl
 def test_given_a_job_that_its_relay_found_invalid_when_repeated_then_its_producer_reads_why(engine: Engine) -> None:
     (stored,) = insert(engine, request(idempotency_key="k"))
     with engine.begin() as connection:
-        preparation.mark_failed(connection, {stored.job_id: Invalid("model", "unknown", "fix").as_dict()})
+        preparation.fail_if_unprepared(connection, {stored.job_id: Invalid("model", "unknown", "fix").as_dict()})
     assert insert(engine, request(idempotency_key="k")) == [Stored(job_id=stored.job_id, is_new=False)]
     with engine.begin() as connection:
         job = jobs.get_job(connection, stored.job_id)

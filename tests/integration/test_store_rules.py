@@ -9,8 +9,8 @@ import pytest
 from sqlalchemy import Engine
 from sqlalchemy.exc import IntegrityError
 
-from shardline.store import claims
-from shardline.store.claims import Beat
+from shardline.store import leases
+from shardline.store.leases import Beat
 from tests.integration.store_world import LONG_S, cell, change, end, running, success, world
 
 
@@ -36,7 +36,7 @@ def test_given_a_worker_whose_clock_is_wrong_when_it_beats_then_its_lease_is_by_
 
     claimed = running(engine)
     with engine.begin() as connection:
-        claims.heartbeat(connection, [Beat(job_id=claimed.job_id, fence=claimed.fence, start=0)], lease_s=LONG_S)
+        leases.heartbeat(connection, [Beat(job_id=claimed.job_id, fence=claimed.fence, start=0)], lease_s=LONG_S)
 
     left_s = "SELECT extract(epoch FROM lease_until - now())::float8 FROM jobs WHERE id = :id"
     assert LONG_S / 2 < cell(engine, left_s, id=claimed.job_id) <= LONG_S

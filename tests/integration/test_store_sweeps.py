@@ -12,8 +12,9 @@ import pytest
 from sqlalchemy import Engine, text
 
 from shardline.job import Job, JobState
-from shardline.store import claims, jobs, sweeps
-from shardline.store.claims import Beat, Claimed
+from shardline.store import claims, jobs, leases, sweeps
+from shardline.store.claims import Claimed
+from shardline.store.leases import Beat
 from shardline.store.sweeps import Partial
 from tests.integration.store_world import (
     LONG_S,
@@ -47,9 +48,9 @@ def spell(partial: Partial) -> str:
 def sweep(engine: Engine) -> Counter[str]:
     """Both sweeps, in a transaction each."""
     with engine.begin() as connection:
-        moved = sweeps.sweep_leases(connection, spell, lease_s=LEASE_S)
+        moved = sweeps.sweep_expired_leases(connection, spell, lease_s=LEASE_S)
     with engine.begin() as connection:
-        return Counter([*moved.values(), *sweeps.sweep_waiting(connection, spell).values()])
+        return Counter([*moved.values(), *sweeps.sweep_stopped_queued(connection, spell).values()])
 
 
 def expire(engine: Engine, claimed: Claimed, *ids: int) -> None:
@@ -57,7 +58,7 @@ def expire(engine: Engine, claimed: Claimed, *ids: int) -> None:
     with engine.begin() as connection:
         start = len(claimed.output_ids)
         beat = Beat(job_id=claimed.job_id, fence=claimed.fence, start=start, ids=ids)
-        claims.heartbeat(connection, [beat], lease_s=LONG_S)
+        leases.heartbeat(connection, [beat], lease_s=LONG_S)
         pass_time(connection, claimed.job_id, "lease_until")
 
 
@@ -95,7 +96,7 @@ def test_given_an_expired_lease_of_a_parked_job_when_swept_then_it_is_queued_and
     change(engine, "UPDATE jobs SET crashes = 1")
     with engine.begin() as connection:
         claims.park(connection, [(one.job_id, one.fence) for one in (waiting, begun)])
-        assert claims.begin(connection, [(begun.job_id, begun.fence)]) == {begun.job_id}
+        assert claims.begin_held(connection, [(begun.job_id, begun.fence)]) == {begun.job_id}
     expire(engine, waiting)
     expire(engine, begun)
 
@@ -114,14 +115,14 @@ def test_given_a_parked_job_that_was_taken_back_when_it_is_to_begin_then_it_is_n
     sweep(engine)
 
     with engine.begin() as connection:
-        assert claims.begin(connection, [(claimed.job_id, claimed.fence)]) == set()
+        assert claims.begin_held(connection, [(claimed.job_id, claimed.fence)]) == set()
 
 
 def test_given_a_head_that_starts_anew_when_swept_then_only_what_its_predecessor_held_is_queued(engine: Engine) -> None:
     left, elsewhere, of_another = running(engine), running(engine, worker="h2"), running(engine)
     change(engine, "UPDATE jobs SET pipeline = 'q' WHERE id = :id", id=of_another.job_id)
     with engine.begin() as connection:
-        assert claims.expire(connection, worker="h", pipeline="p") == 1
+        assert leases.expire_held_by(connection, worker="h", pipeline="p") == 1
 
     assert sweep(engine) == {"crashed": 1}
 
@@ -211,8 +212,8 @@ def test_given_a_text_that_is_not_known_yet_when_swept_then_the_job_stays_for_th
     change(engine, "UPDATE jobs SET cancel_requested_at = now()")
 
     with engine.begin() as connection:
-        assert sweeps.sweep_leases(connection, lambda _: None, lease_s=LEASE_S) == {}
-        assert sweeps.sweep_waiting(connection, lambda _: None) == {}
+        assert sweeps.sweep_expired_leases(connection, lambda _: None, lease_s=LEASE_S) == {}
+        assert sweeps.sweep_stopped_queued(connection, lambda _: None) == {}
 
     assert (state(engine, waiting.job_id), state(engine, leased.job_id)) == (JobState.QUEUED, JobState.RUNNING)
     assert sweep(engine) == {"cancelled": 2}
@@ -240,9 +241,9 @@ def test_given_partial_results_of_megabytes_when_swept_then_each_sweep_reads_a_f
         read_at_once.append(0)
         with engine.begin() as connection:
             moved = (
-                sweeps.sweep_waiting(connection, note)
+                sweeps.sweep_stopped_queued(connection, note)
                 if is_queued
-                else sweeps.sweep_leases(connection, note, lease_s=LEASE_S)
+                else sweeps.sweep_expired_leases(connection, note, lease_s=LEASE_S)
             )
         assert set(moved.values()) <= {"cancelled"}
         return len(moved)
@@ -270,7 +271,7 @@ def test_given_postgres_just_restarted_when_swept_then_heads_have_one_lease_to_b
     claimed = running(engine)
     expire(engine, claimed, 7)
     with engine.begin() as connection:
-        assert sweeps.sweep_leases(connection, spell, lease_s=LONG_S) == {}
+        assert sweeps.sweep_expired_leases(connection, spell, lease_s=LONG_S) == {}
     assert state(engine, claimed.job_id) is JobState.RUNNING
 
 
@@ -303,7 +304,7 @@ def test_given_jobs_in_all_states_when_counted_then_only_those_that_have_not_end
     submit(engine, 2)
     end(engine, success(running(engine)))
     with engine.begin() as connection:
-        assert sweeps.counts(connection) == {("m", "queued"): 2, ("m", "running"): 1}
+        assert sweeps.count_active(connection) == {("m", "queued"): 2, ("m", "running"): 1}
     assert claimed.fence == 1
 
 
@@ -316,7 +317,7 @@ def test_given_a_long_backlog_when_counted_then_the_count_stops_at_its_limit_for
     running(engine)
     change(engine, "INSERT INTO jobs (model, prompt) VALUES ('b', 'text'), ('z', 'text'), ('z', 'text')")
     with engine.begin() as connection:
-        assert sweeps.counts(connection) == {
+        assert sweeps.count_active(connection) == {
             ("b", "queued"): 1,
             ("m", "queued"): 3,
             ("z", "queued"): 2,
@@ -326,4 +327,4 @@ def test_given_a_long_backlog_when_counted_then_the_count_stops_at_its_limit_for
 
 def _sweep_few(engine: Engine) -> int:
     with engine.begin() as connection:
-        return len(sweeps.sweep_leases(connection, spell, lease_s=LEASE_S, max_batch=3))
+        return len(sweeps.sweep_expired_leases(connection, spell, lease_s=LEASE_S, max_batch=3))

@@ -84,7 +84,7 @@ class Claimer:
     def _choose(self, tickets: Sequence[Delivery], moment: Moment) -> tuple[list[Delivery], bool]:
         """Those to claim now, and whether they are a suspect, alone."""
         with self._database.begin() as connection:
-            found = crashes.suspects(connection, [ticket.job_id for ticket in tickets])
+            found = crashes.quarantined(connection, [ticket.job_id for ticket in tickets])
         suspects = [str(job_id) for job_id in found]
         chosen = claimable(tickets, suspects, self._seats, moment)
         return chosen, any(ticket.job_id in suspects for ticket in chosen)
@@ -104,7 +104,7 @@ class Claimer:
                 exactness=identity.exactness,
                 lease_s=self._times.lease_s,
                 exact_wait_s=self._times.exact_wait_s,
-                suspects=with_suspect,
+                with_quarantined=with_suspect,
             )
             if parked := without_room(claimed, moment.live, identity.kv_tokens // BLOCK_TOKENS):
                 claims.park(connection, parked)
@@ -116,7 +116,7 @@ class Claimer:
 
     def _postpone_too_long(self, connection: Connection, ids: set[str], identity: Identity) -> None:
         wait_s = self._times.resend_s
-        for job_id in claims.postpone(connection, ids, pipeline=identity.pipeline, wait_s=wait_s):
+        for job_id in claims.postpone_too_long(connection, ids, pipeline=identity.pipeline, wait_s=wait_s):
             log.warning(
                 "a job is too long for this pipeline's KV: it waits for a larger one",
                 job_id=str(job_id),

@@ -32,7 +32,7 @@ from shardline.clock import lease_clock_s
 from shardline.config import Times
 from shardline.failpoints import Point, failpoint
 from shardline.job import FinishReason, JobState
-from shardline.store import claims, crashes
+from shardline.store import claims, crashes, ends, leases
 from shardline.store.claims import Claimed
 from shardline.store.database import Failure, failure_of
 from shardline.wire import Delta
@@ -203,7 +203,7 @@ class LeaseManager(threading.Thread):
         chosen = beginnable(called, self._moment()) if called and self._standing.identity else []
         if chosen:
             with self._database.begin() as connection:
-                begun = claims.begin(connection, [(job.job_id, job.claimed.fence) for job in chosen])
+                begun = claims.begin_held(connection, [(job.job_id, job.claimed.fence) for job in chosen])
         self._called = [job.key for job in called if job not in chosen]
         for job in chosen:
             if job.job_id in begun:
@@ -254,7 +254,7 @@ class LeaseManager(threading.Thread):
         jobs = list(self._live.values())
         beats = beats_of(jobs)
         with self._database.begin() as connection:
-            replies = claims.heartbeat(connection, beats, lease_s=self._times.lease_s)
+            replies = leases.heartbeat(connection, beats, lease_s=self._times.lease_s)
             failpoint(Point.HEARTBEAT_BEFORE_COMMIT)
         failpoint(Point.HEARTBEAT_AFTER_COMMIT)
         self._renew_fence(sent_s)
@@ -277,7 +277,7 @@ class LeaseManager(threading.Thread):
             return
         endings = list(self._ended.values())
         with self._database.begin() as connection:
-            committed = claims.end(connection, [ending.row() for ending in endings])
+            committed = ends.end_running(connection, [ending.row() for ending in endings])
             failpoint(Point.END_BEFORE_COMMIT)
         failpoint(Point.END_AFTER_COMMIT)
         for ending in endings:
@@ -299,8 +299,8 @@ class LeaseManager(threading.Thread):
         jobs = [self._live[key] for key in self._blamed if key in self._live]
         if jobs:
             with self._database.begin() as connection:
-                claims.heartbeat(connection, [job.beat() for job in jobs], lease_s=self._times.lease_s)
-                fates = crashes.blame(connection, [(job.job_id, job.claimed.fence) for job in jobs])
+                leases.heartbeat(connection, [job.beat() for job in jobs], lease_s=self._times.lease_s)
+                fates = crashes.requeue_or_fail_held(connection, [(job.job_id, job.claimed.fence) for job in jobs])
             self._on_blamed(fates.values())
             log.warning(
                 "the pipeline broke under suspects", fates={str(job_id): fate for job_id, fate in fates.items()}
@@ -334,8 +334,8 @@ class LeaseManager(threading.Thread):
         """Checkpoint and give back: the jobs go on elsewhere, or here later. No crash is counted."""
         if jobs:
             with self._database.begin() as connection:
-                claims.heartbeat(connection, [job.beat() for job in jobs], lease_s=self._times.lease_s)
-                claims.release(connection, [(job.job_id, job.claimed.fence) for job in jobs])
+                leases.heartbeat(connection, [job.beat() for job in jobs], lease_s=self._times.lease_s)
+                ends.release_running(connection, [(job.job_id, job.claimed.fence) for job in jobs])
             log.info("leases given back", jobs=len(jobs))
         for job in jobs:
             self._lose(job)
