@@ -1,4 +1,4 @@
-"""How a head gets jobs: it claims rows, parks those it has no KV for, and begins them later. Knows no lease's end.
+"""How a head gets jobs: it claims rows, parks those it has no KV for, and begins them later. Knows no heartbeat.
 
 Each claim raises its row's fence by one, and every later write carries that fence: see `leases` and `ends`.
 Locks: rows of `jobs`, in order of id, before any of their attempts is written.
