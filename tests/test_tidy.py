@@ -7,10 +7,13 @@ import re
 import statistics
 from collections.abc import Iterator
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 OPERATING = ROOT / "docs" / "operating.md"
+STORE = Path("shared/shardline/store")
+TABLES = ROOT / "shared/shardline/tables.py"
 
 FILE_LINES_MAX = 400
 FILE_LINES_MEDIAN = 120
@@ -20,6 +23,9 @@ FUNCTION_LINES_MEDIAN = 10
 OWN_PACKAGES = {"shardline", "services", "tests", "migrations"}
 UNSAFE_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve"}
 UNSAFE_CALLS = {"eval", "exec", "os.system", "os.popen", "torch.load", "yaml.load"}
+SQL_NAMES = {"text", "select", "insert", "update", "delete", "func"}
+"""Of SQLAlchemy: who imports one writes a statement."""
+
 UNSAFE_KEYWORDS = {"shell", "trust_remote_code", "weights_only"}
 """Allowed only with the safe value: shell=False, trust_remote_code=False, weights_only=True."""
 
@@ -185,6 +191,46 @@ def test_given_the_product_when_read_then_redis_keys_are_spelled_in_keys_only() 
         if text.startswith("shardline:")
     ]
     assert spelled == []
+
+
+def test_given_any_statement_when_read_then_each_cte_has_a_line_above_it_that_says_what_it_selects() -> None:
+    begins = re.compile(r"^(?:\s*\),?\s*)?(?:WITH (?:RECURSIVE )?)?\w+ AS (?:(?:NOT )?MATERIALIZED )?\($")
+    bare, num_ctes = [], 0
+    for path in _python_files(str(STORE)):
+        lines = path.read_text(encoding="utf-8").splitlines()
+        for number, (above, line) in enumerate(pairwise(lines), start=2):
+            if begins.match(line):
+                num_ctes += 1
+                bare += [] if above.startswith("-- ") else [_at(path, number, line)]
+    assert bare == []
+    assert num_ctes >= 30, "the pattern finds the statements' CTEs no more"
+
+
+def test_given_a_module_that_locks_rows_when_opened_then_it_says_which_ones_and_in_which_order() -> None:
+    locks = re.compile(r"FOR UPDATE|with_for_update|pg_try_advisory")
+    silent = [
+        _at(path, 1, "no line with its locks")
+        for path in _python_files(str(STORE))
+        if locks.search(path.read_text(encoding="utf-8"))
+        if "\nLocks: " not in (ast.get_docstring(_tree(path)) or "")
+    ]
+    assert silent == []
+
+
+def test_given_the_product_when_read_then_all_sql_is_in_the_store() -> None:
+    statement = re.compile(r"\s*(?:-- |(?:SELECT|INSERT|UPDATE|DELETE|WITH|LISTEN|NOTIFY|CREATE|ALTER|DROP|LOCK)\s)")
+    elsewhere = [path for path in _product() if ROOT / STORE not in path.parents]
+    found = [_at(path, line, text) for path in elsewhere for line, text in _strings(path) if statement.match(text)]
+    for path in elsewhere:
+        if path != TABLES:
+            imports = (node for node in ast.walk(_tree(path)) if isinstance(node, ast.ImportFrom))
+            taken = [node for node in imports if (node.module or "").split(".")[0] == "sqlalchemy"]
+            found += [_at(path, node.lineno, ast.unparse(node)) for node in taken if _names(node) & SQL_NAMES]
+    assert found == []
+
+
+def _names(node: ast.ImportFrom) -> set[str]:
+    return {alias.name for alias in node.names}
 
 
 def test_given_any_setting_when_looked_up_then_operating_md_has_it_in_its_table() -> None:

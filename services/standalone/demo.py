@@ -25,20 +25,12 @@ from tenacity import Retrying, retry_if_result, stop_after_delay, wait_fixed
 from services.standalone import processes
 from services.standalone.clerk.tasks import Example, examples
 from services.standalone.doors import DOORS, Producer, submit
-from services.standalone.figures import (
-    SAMPLE,
-    Asked,
-    Figures,
-    figures_table,
-    num_in_flower,
-    rows,
-    sample_table,
-    states,
-    summarise,
-)
+from services.standalone.figures import Asked, Figures, figures_table, num_in_flower, sample_table, summarise
 from services.standalone.home import Home
 from services.standalone.processes import StartFailed
 from services.standalone.settings import REPOSITORY
+from shardline.store import reports
+from shardline.store.database import transaction
 
 NUM_PROMPTS = 300
 MIN_ACCURACY = 0.95
@@ -62,8 +54,9 @@ def run_demo(console: Console) -> bool:
         ids = [each.id for each in asked]
         _wait_for_answers(producer, asked, console)
         seen = _wait_for_flower(producer, asked)
-        figures = summarise(asked, rows(producer.urls["database"], ids), flower_tasks_seen=seen)
-        sample = rows(producer.urls["database"], ids, SAMPLE)
+        with transaction(producer.urls["database"]) as connection:
+            figures = summarise(asked, reports.outcomes(connection, ids), flower_tasks_seen=seen)
+            sample = reports.sample(connection, ids)
         started += _family(up["processes"])
     left = [process for process in started if not processes.wait_until_gone(process, timeout_s=POLL_S)]
     figures = msgspec.structs.replace(figures, processes_left=len(left))
@@ -132,7 +125,8 @@ def _wait_for_answers(producer: Producer, asked: list[Asked], console: Console) 
         num_asked = Counter(each.door for each in asked)
         bars = {door: progress.add_task(door, total=num) for door, num in num_asked.items()}
         while True:
-            state = states(producer.urls["database"], [each.id for each in asked])
+            with transaction(producer.urls["database"]) as connection:
+                state = reports.states(connection, [each.id for each in asked])
             done = Counter(each.door for each in asked if state.get(each.id) in TERMINAL)
             for door, bar in bars.items():
                 progress.update(bar, completed=done[door])

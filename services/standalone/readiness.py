@@ -6,10 +6,12 @@ import threading
 from dataclasses import dataclass
 
 import httpx
-import psycopg
+from sqlalchemy.exc import DBAPIError
 
 from services.standalone.plan import Addresses
 from shardline.api_key import bearer
+from shardline.store.database import failure_of, transaction
+from shardline.store.pipelines import num_ready
 
 POLL_S = 0.25
 CANARY_PROMPT = (0,)
@@ -17,8 +19,6 @@ CANARY_PROMPT = (0,)
 
 CANARY_TOKENS = 2
 """The second token needs the first one to have come back to the head."""
-
-READY_PIPELINES = "SELECT count(*) FROM pipelines WHERE model = %s AND ready_at IS NOT NULL AND lease_until > now()"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,16 +47,15 @@ def check(question: Question) -> None:
             _send_canary(gateway, question)
     except httpx.TransportError as error:
         raise NotYet(f"no HTTP answer yet ({type(error).__name__})") from error
-    except psycopg.Error as error:
-        raise NotYet(f"no answer from Postgres ({error})") from error
+    except DBAPIError as error:
+        raise NotYet(str(failure_of(error))) from error
 
 
 def _check_pipelines(question: Question) -> None:
-    with psycopg.connect(question.addresses.database) as connection:
-        row = connection.execute(READY_PIPELINES, (question.model,)).fetchone()
-    num_ready = row[0] if row else 0
-    if num_ready < question.num_pipelines:
-        raise NotYet(f"{num_ready} of {question.num_pipelines} pipelines are ready")
+    with transaction(question.addresses.database) as connection:
+        num = num_ready(connection, question.model)
+    if num < question.num_pipelines:
+        raise NotYet(f"{num} of {question.num_pipelines} pipelines are ready")
 
 
 def _check_flower(question: Question) -> None:

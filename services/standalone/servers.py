@@ -22,6 +22,7 @@ from services.standalone import processes
 from services.standalone.ports import LOOPBACK, free_port
 from services.standalone.processes import Child, StartFailed, wait_until_gone
 from shardline.private import private_folder, user_folder
+from shardline.store.database import create_database_if_missing
 
 MAX_MEMORY = "256mb"
 """Of Valkey. A full one drops what expires (streams of jobs, the longest unused first), never a queue."""
@@ -177,7 +178,7 @@ class Postgres(Server):
             unprivileged=True,
         )
         self._wait_until(lambda: psycopg.connect(self.url("postgres")).close(), psycopg.OperationalError)
-        self._create_database()
+        create_database_if_missing(self.url("postgres"), "shardline")
 
     def _initialise(self) -> None:
         """`initdb`, in UTF-8 whatever locales the machine has; a half-made folder of an earlier try is thrown away."""
@@ -213,11 +214,6 @@ class Postgres(Server):
         pid_file.unlink(missing_ok=True)
         for lock in self.sockets.glob(".s.PGSQL.*"):
             lock.unlink(missing_ok=True)
-
-    def _create_database(self) -> None:
-        with psycopg.connect(self.url("postgres"), autocommit=True) as connection:
-            if connection.execute("SELECT 1 FROM pg_database WHERE datname = 'shardline'").fetchone() is None:
-                connection.execute("CREATE DATABASE shardline")
 
     def kill(self) -> None:
         """SIGKILL to the postmaster; its backends notice and end, and only then can another one start on the data."""

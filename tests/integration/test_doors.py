@@ -8,9 +8,11 @@ import pytest
 import redis
 
 from services.standalone.doors import DOORS, Producer, submit
-from services.standalone.figures import Asked, rows, states, summarise
+from services.standalone.figures import Asked, summarise
 from shardline import keys
 from shardline.queues import INTAKE_QUEUE
+from shardline.store import reports
+from shardline.store.database import transaction
 
 PROMPTS = ["sort: 2, 1 =", "sort: 4, 3 ="]
 
@@ -23,11 +25,14 @@ def producer(database_url: str, redis_url: str) -> Producer:
 @pytest.mark.parametrize("door", ["client", "sql"])
 def test_given_a_door_into_postgres_when_it_returns_then_the_rows_are_there(producer: Producer, door: str) -> None:
     ids = submit(producer, door, PROMPTS)
-    assert states(producer.urls["database"], ids) == dict.fromkeys(ids, "queued")
-    found = {row["id"]: row["prompt"] for row in rows(producer.urls["database"], ids)}
+    with transaction(producer.urls["database"]) as connection:
+        states, outcomes = reports.states(connection, ids), reports.outcomes(connection, ids)
+        assert reports.sample(connection, ids) == [], "none has a result"
+    assert states == dict.fromkeys(ids, "queued")
+    found = {row["id"]: row["prompt"] for row in outcomes}
     assert [found[each] for each in ids] == PROMPTS
     asked = [Asked(id=each, door=door, task="sort", answer="1") for each in ids]
-    assert summarise(asked, rows(producer.urls["database"], ids), flower_tasks_seen=0).result_rows == 0
+    assert summarise(asked, outcomes, flower_tasks_seen=0).result_rows == 0
 
 
 def test_given_the_stream_door_when_it_returns_then_each_entry_is_one_request(producer: Producer) -> None:

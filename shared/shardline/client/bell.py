@@ -6,6 +6,7 @@ import time
 
 import psycopg
 
+from shardline.store.bells import listen
 from shardline.tables import DONE_CHANNEL
 
 RETRY_S = 0.2
@@ -24,7 +25,7 @@ class Bell:
         try:
             if self._connection is None:
                 self._connection = psycopg.connect(self._address, autocommit=True, connect_timeout=5)
-                self._connection.execute(f"LISTEN {DONE_CHANNEL}")
+                self._connection.execute(listen(DONE_CHANNEL))
                 return
             for _ in self._connection.notifies(timeout=timeout_s, stop_after=1):
                 return

@@ -18,6 +18,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from shardline.client.database import AWAY, MAX_IDS_PER_QUERY, told
 from shardline.store import jobs
+from shardline.store.bells import listen
 from shardline.streams import Mailbox
 from shardline.tables import DONE_CHANNEL
 from shardline.tasks import end_task
@@ -69,7 +70,7 @@ class Ends:
         while True:
             try:
                 async with await psycopg.AsyncConnection.connect(self._address, autocommit=True) as connection:
-                    await connection.execute(f"LISTEN {DONE_CHANNEL}")
+                    await connection.execute(listen(DONE_CHANNEL))
                     # What ended before LISTEN was heard by nobody.
                     self._bell.set()
                     async for _ in connection.notifies():

@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import psycopg
-from psycopg import sql
 from sqlalchemy import Connection, func, select
 
 from shardline.store.database import connect_arguments, normalise
@@ -16,6 +15,12 @@ from shardline.store.database import connect_arguments, normalise
 def ring(connection: Connection, channel: str) -> None:
     """Heard by all listeners once this transaction commits; Postgres makes one of several in a transaction."""
     connection.execute(select(func.pg_notify(channel, "")))
+
+
+def listen(channel: str) -> str:
+    """The statement for a psycopg connection of one's own. `channel` is one of `tables`: it is not quoted, so that
+    operators find it in pg_stat_activity as they write it. What was rung before it is heard by nobody."""
+    return f"LISTEN {channel}"
 
 
 class Bell:
@@ -37,7 +42,7 @@ class Bell:
 def listening(url: str, channel: str) -> Iterator[Bell]:
     """A bell that hears every NOTIFY from now on."""
     with psycopg.connect(libpq_url(url), autocommit=True, **connect_arguments(idle_timeout_s=0)) as connection:
-        connection.execute(sql.SQL("LISTEN {}").format(sql.Identifier(channel)))
+        connection.execute(listen(channel))
         yield Bell(connection)
 
 

@@ -54,6 +54,11 @@ FROM jsonb_to_recordset(CAST(:rows AS jsonb)) AS new(id uuid, model text, prompt
 ON CONFLICT DO NOTHING RETURNING id
 """)
 
+# What docs/doors.md tells producers that speak SQL: defaults, checks and a trigger of the table do all else.
+INSERT_PLAINLY = text("""
+INSERT INTO jobs (id, model, prompt, params) VALUES (:id, :model, :prompt, CAST(:params AS jsonb))
+""")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailedRequest:
@@ -87,6 +92,15 @@ def insert_jobs(
     for numbers, encoded in _chunks(rows):
         stored |= _insert(connection, {number: rows[number]["id"] for number in numbers}, encoded)
     return [stored[number] for number in range(len(rows))]
+
+
+def insert_plainly(connection: Connection, requests: Sequence[JobRequest]) -> None:
+    """As a producer that speaks SQL does: id, model, text and parameters, nothing checked here, a known id refused."""
+    rows = [
+        {"id": one.id, "model": one.model, "prompt": one.prompt, "params": dump(msgspec.to_builtins(one.params()))}
+        for one in requests
+    ]
+    connection.execute(INSERT_PLAINLY, rows)
 
 
 def insert_failed(connection: Connection, requests: Sequence[FailedRequest]) -> set[UUID]:
