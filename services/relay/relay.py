@@ -12,9 +12,6 @@ from uuid import UUID, uuid5
 import structlog
 from celery import Celery
 from prometheus_client import CollectorRegistry
-from redis import Redis
-from redis.backoff import NoBackoff
-from redis.retry import Retry
 from tenacity import Retrying, retry_if_exception_type, sleep_using_event, stop_when_event_set, wait_random_exponential
 
 from services.relay.acceptance import CONFLICT, Arrival, Verdict, accept
@@ -37,6 +34,7 @@ from shardline.failpoints import Point, failpoint
 from shardline.ids import parse_id
 from shardline.job import JobState
 from shardline.metrics import RelayMetrics
+from shardline.redis import redis_client
 from shardline.store.database import connect
 
 log = structlog.get_logger(__name__)
@@ -59,7 +57,7 @@ class Relay:
         self._metrics = RelayMetrics(self._registry)
         url = settings.database_url.get_secret_value()
         self._database = connect(url, application_name="shardline-relay", pool_size=settings.concurrency + NUM_LOOPS)
-        self._redis = _redis(settings.redis_url, timeout_s=REDIS_TIMEOUT_S)
+        self._redis = redis_client(settings.redis_url, timeout_s=REDIS_TIMEOUT_S)
         self._closing = threading.Event()
         parts: dict[str, Any] = {"database": self._database, "times": settings.times, "metrics": self._metrics}
         publisher = _publisher(settings)
@@ -68,7 +66,7 @@ class Relay:
         )
         outbox = Outbox(publisher=publisher, redis=self._redis, **parts)
         preparer = Preparer(outbox=outbox, results=self._results, **parts)
-        blocking = _redis(settings.redis_url, timeout_s=settings.times.poll_s + REDIS_TIMEOUT_S)
+        blocking = redis_client(settings.redis_url, timeout_s=settings.times.poll_s + REDIS_TIMEOUT_S)
         self._canceller = Canceller(results=self._results, **parts)
         self._loops: tuple[Loop, ...] = (
             outbox,
@@ -139,11 +137,6 @@ def _uuid(text: str) -> UUID | None:
         return parse_id(text)
     except Invalid:
         return None
-
-
-def _redis(url: str, *, timeout_s: float) -> Redis:
-    """Fails soon: the loops do the retrying."""
-    return Redis.from_url(url, socket_timeout=timeout_s, socket_connect_timeout=timeout_s, retry=Retry(NoBackoff(), 0))
 
 
 def _publisher(settings: RelaySettings) -> Celery:

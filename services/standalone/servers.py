@@ -14,14 +14,13 @@ from pathlib import Path
 import psutil
 import psycopg
 import redis
-from redis.backoff import NoBackoff
-from redis.retry import Retry
 from tenacity import Retrying, retry_if_exception_type, stop_after_delay, wait_fixed
 
 from services.standalone import processes
 from services.standalone.ports import LOOPBACK, free_port
 from services.standalone.processes import Child, StartFailed, wait_until_gone
 from shardline.private import private_folder, user_folder
+from shardline.redis import redis_client
 from shardline.store.database import create_database_if_missing
 
 MAX_MEMORY = "256mb"
@@ -134,7 +133,7 @@ class Valkey(Server):
         self._wait_until(self._ping, redis.ConnectionError)
 
     def _ping(self) -> None:
-        with redis.Redis.from_url(self.url, socket_timeout=READY_S, retry=Retry(NoBackoff(), 0)) as client:
+        with redis_client(self.url, timeout_s=READY_S) as client:
             try:
                 client.ping()
             except redis.AuthenticationError as error:

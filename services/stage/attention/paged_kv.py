@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from services.stage.scheduling.kv_blocks import BLOCK_TOKENS, blocks_for
+from shardline.rounding import round_up
 
 LANES = 16
 """Head sizes of stored values are padded to this, so that a vector register never reads past a token's place."""
@@ -91,7 +92,7 @@ class HeadShape:
     @property
     def padded_value_dim(self) -> int:
         """Head size of the values as stored."""
-        return -(-self.value_dim // LANES) * LANES
+        return round_up(self.value_dim, LANES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

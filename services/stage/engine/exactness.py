@@ -23,6 +23,7 @@ from services.stage.model.row_buckets import RUNGS, Panels
 from services.stage.model.row_counts import ladders
 from services.stage.model.shard import Shard
 from services.stage.scheduling.kv_blocks import BLOCK_TOKENS
+from shardline.rounding import ceil_div
 
 log = structlog.get_logger(__name__)
 
@@ -42,7 +43,7 @@ class Probe:
     def __init__(self, forward: Forward, inputs: Callable[[int, torch.Generator], Tensor], num_blocks: int) -> None:
         self._forward = forward
         self._length = min(MAX_LENGTH, num_blocks * BLOCK_TOKENS)
-        self._blocks = list(range(-(-self._length // BLOCK_TOKENS)))
+        self._blocks = list(range(ceil_div(self._length, BLOCK_TOKENS)))
         self._beside = list(range(len(self._blocks), min(num_blocks, len(self._blocks) + MAX_BESIDE)))
         generator = torch.Generator().manual_seed(RULES_VERSION)
         self._inputs = inputs(self._length, generator)

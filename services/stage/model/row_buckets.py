@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardline.rounding import ceil_div
+
 REFERENCE_ROWS = 64
 """All other numbers of rows must give the bits that this one gives: so shards of any split agree, and so do panels."""
 
@@ -79,8 +81,8 @@ def _padded(num_rows: int, panels: Panels) -> int:
 
 def _is_whole(rows: int, width: int, num_threads: int) -> bool:
     size = rows * width
-    runs = min(num_threads, -(-size // GRAIN))
-    run = -(-size // runs)
+    runs = min(num_threads, ceil_div(size, GRAIN))
+    run = ceil_div(size, runs)
     return size % VECTORS == 0 and run % VECTORS == 0 and (runs == 1 or width % VECTORS == 0 or run % width == 0)
 
 

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from services.stage.model import cache
 from services.stage.model.row_buckets import REFERENCE_ROWS, RUNGS, Ladder
+from shardline.rounding import ceil_div, round_up
 
 log = structlog.get_logger(__name__)
 
@@ -94,8 +95,8 @@ def _remembered(product: Product, machine: object, cache_folder: Path) -> Ladder
 @torch.inference_mode()
 def fitting_counts(product: Product) -> Ladder:
     """The rungs whose bits are those of REFERENCE_ROWS; empty if a row's place in a panel matters."""
-    needed = min(-(-MIN_COMPARED // product.outputs), MAX_ROWS)
-    whole = -(-max(needed, *RUNGS) // REFERENCE_ROWS) * REFERENCE_ROWS
+    needed = min(ceil_div(MIN_COMPARED, product.outputs), MAX_ROWS)
+    whole = round_up(max(needed, *RUNGS), REFERENCE_ROWS)
     rows = telling_rows(product, whole + max(SHIFTS))
     expected = _outputs(product, rows, REFERENCE_ROWS, whole)
     for shift in SHIFTS:
@@ -104,7 +105,7 @@ def fitting_counts(product: Product) -> Ladder:
             return ()
 
     def keeps_bits(count: int) -> bool:
-        num_rows = -(-needed // count) * count
+        num_rows = round_up(needed, count)
         num_rows = num_rows if num_rows <= whole else whole // count * count
         got = _outputs(product, rows, count, num_rows)
         return _equal(got, [out[:num_rows] for out in expected])
