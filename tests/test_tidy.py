@@ -9,10 +9,13 @@ import subprocess
 from collections import Counter
 from collections.abc import Iterator
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 OPERATING = ROOT / "docs" / "operating.md"
+STORE = Path("shared/shardline/store")
+TABLES = ROOT / "shared/shardline/tables.py"
 
 FILE_LINES_MAX = 400
 FILE_LINES_MEDIAN = 120
@@ -23,6 +26,9 @@ TEST_NAME_LENGTH_MAX = 80
 OWN_PACKAGES = {"shardline", "services", "tests", "migrations"}
 UNSAFE_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve"}
 UNSAFE_CALLS = {"eval", "exec", "os.system", "os.popen", "torch.load", "yaml.load"}
+SQL_NAMES = {"text", "select", "insert", "update", "delete", "func"}
+"""Of SQLAlchemy: who imports one writes a statement."""
+
 UNSAFE_KEYWORDS = {"shell", "trust_remote_code", "weights_only"}
 """Allowed only with the safe value: shell=False, trust_remote_code=False, weights_only=True."""
 
@@ -42,21 +48,7 @@ NAMED_ELSEWHERE = re.compile(
     r"|prepared_means_tokenised"  # a constraint in databases that exist
     r'|tokenise = \["shardline\[tokenize\]"\]|extra `tokenise`'  # the alias of an extra, for one more release
 )
-SPELLED = (
-    ".md",
-    ".py",
-    ".toml",
-    ".yaml",
-    ".yml",
-    ".sh",
-    ".cpp",
-    ".h",
-    ".ini",
-    ".txt",
-    ".example",
-    "Makefile",
-    "Dockerfile",
-)
+SPELLED = tuple(".md .py .toml .yaml .yml .sh .cpp .h .ini .txt .example Makefile Dockerfile".split())
 
 TWO_MEANINGS = {"Ready", "Watch"}
 """Class names that the product still defines twice. None may join them, and one that is renamed leaves."""
@@ -297,6 +289,46 @@ def test_redis_keys_are_spelled_in_keys_only() -> None:
         if text.startswith("shardline:")
     ]
     assert spelled == []
+
+
+def test_each_cte_has_a_line_above_it() -> None:
+    begins = re.compile(r"^(?:\s*\),?\s*)?(?:WITH (?:RECURSIVE )?)?\w+ AS (?:(?:NOT )?MATERIALIZED )?\($")
+    bare, num_ctes = [], 0
+    for path in _python_files(str(STORE)):
+        lines = path.read_text(encoding="utf-8").splitlines()
+        for number, (above, line) in enumerate(pairwise(lines), start=2):
+            if begins.match(line):
+                num_ctes += 1
+                bare += [] if above.startswith("-- ") else [_at(path, number, line)]
+    assert bare == []
+    assert num_ctes >= 30, "the pattern finds the statements' CTEs no more"
+
+
+def test_modules_that_lock_rows_say_which_ones_in_which_order() -> None:
+    locks = re.compile(r"FOR UPDATE|with_for_update|pg_try_advisory")
+    silent = [
+        _at(path, 1, "no line with its locks")
+        for path in _python_files(str(STORE))
+        if locks.search(path.read_text(encoding="utf-8"))
+        if "\nLocks: " not in (ast.get_docstring(_tree(path)) or "")
+    ]
+    assert silent == []
+
+
+def test_all_sql_is_in_the_store() -> None:
+    statement = re.compile(r"\s*(?:-- |(?:SELECT|INSERT|UPDATE|DELETE|WITH|LISTEN|NOTIFY|CREATE|ALTER|DROP|LOCK)\s)")
+    elsewhere = [path for path in _product() if ROOT / STORE not in path.parents]
+    found = [_at(path, line, text) for path in elsewhere for line, text in _strings(path) if statement.match(text)]
+    for path in elsewhere:
+        if path != TABLES:
+            imports = (node for node in ast.walk(_tree(path)) if isinstance(node, ast.ImportFrom))
+            taken = [node for node in imports if (node.module or "").split(".")[0] == "sqlalchemy"]
+            found += [_at(path, node.lineno, ast.unparse(node)) for node in taken if _names(node) & SQL_NAMES]
+    assert found == []
+
+
+def _names(node: ast.ImportFrom) -> set[str]:
+    return {alias.name for alias in node.names}
 
 
 def test_operating_md_has_every_setting_in_its_table() -> None:

@@ -18,9 +18,11 @@ from sqlalchemy import text
 
 from shardline.errors import Invalid
 from shardline.job import FinishReason, JobState, Message, Result, SamplingParams, TokenLogprob, Usage
-from shardline.store import claims, models, pipelines
-from shardline.store.claims import Beat, Claimed, End
+from shardline.store import claims, ends, leases, models, pipelines
+from shardline.store.claims import Claimed
 from shardline.store.database import connect
+from shardline.store.ends import End
+from shardline.store.leases import Beat
 from shardline.streams import DeltaWriter
 from shardline.tables import JOBS_CHANNEL
 from shardline.tokenize import CompletionText, Tokens, model_row
@@ -132,7 +134,7 @@ class TinyHead:
             logprobs=sequence.logprobs[sequence.num_saved : sequence.num_said],
         )
         with self.database.begin() as connection:
-            reply = claims.heartbeat(connection, [beat], lease_s=LEASE_S)[claimed.job_id, claimed.fence]
+            reply = leases.heartbeat(connection, [beat], lease_s=LEASE_S)[claimed.job_id, claimed.fence]
         sequence.num_saved = sequence.num_said
         return reply.cancel_requested
 
@@ -161,7 +163,7 @@ class TinyHead:
             error={"code": "poison", "message": "it broke the engine"} if failed else None,
         )
         with self.database.begin() as connection:
-            assert claims.end(connection, [end])
+            assert ends.end_running(connection, [end])
         if to_stream and self._writer is not None:
             last = Delta(
                 fence=claimed.fence,
@@ -180,7 +182,7 @@ class TinyHead:
     def give_back(self, sequence: Sequence) -> None:
         """The job waits again, with what was saved."""
         with self.database.begin() as connection:
-            assert claims.release(connection, [(sequence.claimed.job_id, sequence.claimed.fence)])
+            assert ends.release_running(connection, [(sequence.claimed.job_id, sequence.claimed.fence)])
 
     def resume_otherwise(self, sequence: Sequence) -> Sequence:
         """A head of another exactness goes on: its tokens differ from those that were streamed and not saved."""
@@ -199,7 +201,7 @@ class TinyHead:
         error = Invalid(field, "it is wrong", "Send another").as_dict()
         end = End(job_id=sequence.claimed.job_id, fence=sequence.claimed.fence, state=JobState.FAILED, error=error)
         with self.database.begin() as connection:
-            assert claims.end(connection, [end])
+            assert ends.end_running(connection, [end])
 
     def wait_for_bell(self) -> None:
         """Until rows were inserted or cancelled; at most a moment, since a bell may have rung before."""

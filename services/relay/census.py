@@ -24,7 +24,7 @@ class Census(Loop):
     def turn(self) -> float:
         """Count once. Labels without jobs show 0: a gauge that vanishes would look like a dead relay."""
         with self._database.begin() as connection:
-            counts = sweeps.counts(connection)
+            counts = sweeps.count_active(connection)
         self._shown |= counts.keys()
         for model, state in self._shown:
             self._gauge.labels(model=model, state=state).set(counts.get((model, state), 0))

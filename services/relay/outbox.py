@@ -38,7 +38,7 @@ class Outbox(Loop):
         """Send one batch."""
         self._notice_empty_redis()
         with self._database.begin() as connection:
-            sends = outbox.stamp(connection, resend_s=self._times.resend_s)
+            sends = outbox.stamp_due(connection, resend_s=self._times.resend_s)
         if sends:
             failpoint(Point.STAMPED)
         self._publish(sends)

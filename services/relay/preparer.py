@@ -70,8 +70,8 @@ class Preparer(Loop):
         ready = [answer for answer in answers.values() if isinstance(answer, Ready)]
         errors = {job_id: answer for job_id, answer in answers.items() if not isinstance(answer, Ready)}
         with self._database.begin() as connection:
-            num_prepared = preparation.mark_prepared(connection, ready)
-            refused = preparation.mark_failed(connection, errors)
+            num_prepared = preparation.mark_if_unprepared(connection, ready)
+            refused = preparation.fail_if_unprepared(connection, errors)
         self._metrics.prepared.inc(num_prepared)
         self._metrics.refused.inc(len(refused))
         if ready:

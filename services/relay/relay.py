@@ -12,9 +12,6 @@ from uuid import UUID, uuid5
 import structlog
 from celery import Celery
 from prometheus_client import CollectorRegistry
-from redis import Redis
-from redis.backoff import NoBackoff
-from redis.retry import Retry
 from tenacity import Retrying, retry_if_exception_type, sleep_using_event, stop_when_event_set, wait_random_exponential
 
 from services.relay.canceller import Canceller
@@ -37,6 +34,7 @@ from shardline.failpoints import Point, failpoint
 from shardline.ids import parse_id
 from shardline.job import JobState
 from shardline.metrics import RelayMetrics
+from shardline.redis import redis_client
 from shardline.store.database import connect
 
 log = structlog.get_logger(__name__)
@@ -59,14 +57,14 @@ class Relay:
         self._metrics = RelayMetrics(self._registry)
         url = settings.database_url.get_secret_value()
         self._database = connect(url, application_name="shardline-relay", pool_size=settings.concurrency + NUM_LOOPS)
-        self._redis = _redis(settings.redis_url, timeout_s=REDIS_TIMEOUT_S)
+        self._redis = redis_client(settings.redis_url, timeout_s=REDIS_TIMEOUT_S)
         self._closing = threading.Event()
         context = LoopContext(database=self._database, times=settings.times, metrics=self._metrics)
         publisher = _publisher(settings)
         self._results = CeleryResults(context, backend_app=publisher if settings.result_backend else None)
         outbox = Outbox(context, publisher=publisher, redis=self._redis)
         preparer = Preparer(context, outbox=outbox, results=self._results)
-        blocking = _redis(settings.redis_url, timeout_s=settings.times.poll_s + REDIS_TIMEOUT_S)
+        blocking = redis_client(settings.redis_url, timeout_s=settings.times.poll_s + REDIS_TIMEOUT_S)
         self._canceller = Canceller(context, results=self._results)
         self._loops: tuple[Loop, ...] = (
             outbox,
@@ -137,11 +135,6 @@ def _uuid(text: str) -> UUID | None:
         return parse_id(text)
     except Invalid:
         return None
-
-
-def _redis(url: str, *, timeout_s: float) -> Redis:
-    """A client that fails fast, because the loops retry."""
-    return Redis.from_url(url, socket_timeout=timeout_s, socket_connect_timeout=timeout_s, retry=Retry(NoBackoff(), 0))
 
 
 def _publisher(settings: RelaySettings) -> Celery:

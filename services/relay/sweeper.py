@@ -48,7 +48,7 @@ class Sweeper(Loop):
 
     def _end_waiting(self) -> int:
         with self._database.begin() as connection:
-            moved = sweeps.sweep_waiting(connection, self._partial_texts)
+            moved = sweeps.sweep_stopped_queued(connection, self._partial_texts)
         self._note_answer()
         return self._record(moved)
 
@@ -59,7 +59,7 @@ class Sweeper(Loop):
             sweeps.fix_now(connection)
             now_s = self._note_answer()
             if now_s >= self._rescue_after_s:
-                moved = sweeps.sweep_leases(connection, self._partial_texts, lease_s=self._times.lease_s)
+                moved = sweeps.sweep_expired_leases(connection, self._partial_texts, lease_s=self._times.lease_s)
         return self._record(moved)
 
     def _note_answer(self) -> float:

@@ -32,7 +32,7 @@ from services.stage.scheduling.events import Event
 from services.stage.scheduling.scheduler import Scheduler, SchedulerConfig
 from shardline.errors import Unavailable
 from shardline.queues import generate_queue
-from shardline.store import claims
+from shardline.store import leases
 from shardline.store.database import connect, failure_of
 from shardline.store.models import register_model
 from shardline.streams import DeltaWriter
@@ -128,7 +128,7 @@ class Head:
         try:
             with self._database.begin() as connection:
                 register_model(connection, self._model_row)
-                num_held = claims.expire(connection, worker=self.worker, pipeline=self._name)
+                num_held = leases.expire_held_by(connection, worker=self.worker, pipeline=self._name)
         except DBAPIError as error:
             raise Unavailable(f"{failure_of(error)}. Check SHARDLINE_DATABASE_URL and migrate") from error
         if num_held:

@@ -6,10 +6,12 @@ import threading
 from dataclasses import dataclass
 
 import httpx
-import psycopg
+from sqlalchemy.exc import DBAPIError
 
 from services.standalone.plan import Addresses
 from shardline.api_key import bearer
+from shardline.store.database import failure_of, transaction
+from shardline.store.pipelines import num_ready
 
 POLL_S = 0.25
 CANARY_PROMPT = (0,)
@@ -17,8 +19,6 @@ CANARY_PROMPT = (0,)
 
 CANARY_TOKENS = 2
 """The second token needs the first one to have come back to the head."""
-
-READY_PIPELINES = "SELECT count(*) FROM pipelines WHERE model = %s AND ready_at IS NOT NULL AND lease_until > now()"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,16 +47,15 @@ def check(criteria: ReadinessCriteria) -> None:
             _send_canary(gateway, criteria)
     except httpx.TransportError as error:
         raise NotReady(f"no HTTP answer yet ({type(error).__name__})") from error
-    except psycopg.Error as error:
-        raise NotReady(f"no answer from Postgres ({error})") from error
+    except DBAPIError as error:
+        raise NotReady(str(failure_of(error))) from error
 
 
 def _check_pipelines(criteria: ReadinessCriteria) -> None:
-    with psycopg.connect(criteria.addresses.database) as connection:
-        row = connection.execute(READY_PIPELINES, (criteria.model,)).fetchone()
-    num_ready = row[0] if row else 0
-    if num_ready < criteria.num_pipelines:
-        raise NotReady(f"{num_ready} of {criteria.num_pipelines} pipelines are ready")
+    with transaction(criteria.addresses.database) as connection:
+        num = num_ready(connection, criteria.model)
+    if num < criteria.num_pipelines:
+        raise NotReady(f"{num} of {criteria.num_pipelines} pipelines are ready")
 
 
 def _check_flower(criteria: ReadinessCriteria) -> None:

@@ -14,14 +14,14 @@ from pathlib import Path
 import psutil
 import psycopg
 import redis
-from redis.backoff import NoBackoff
-from redis.retry import Retry
 from tenacity import Retrying, retry_if_exception_type, stop_after_delay, wait_fixed
 
 from services.standalone import processes
 from services.standalone.ports import LOOPBACK, free_port
 from services.standalone.processes import Child, StartFailed, wait_until_gone
 from shardline.private import private_folder, user_folder
+from shardline.redis import redis_client
+from shardline.store.database import create_database_if_missing
 
 MAX_MEMORY = "256mb"
 """Memory limit of Valkey, which evicts keys with a TTL (streams of jobs, the longest unused first), never a queue."""
@@ -133,7 +133,7 @@ class Valkey(EmbeddedServer):
         self._wait_until(self._ping, redis.ConnectionError)
 
     def _ping(self) -> None:
-        with redis.Redis.from_url(self.url, socket_timeout=READY_S, retry=Retry(NoBackoff(), 0)) as client:
+        with redis_client(self.url, timeout_s=READY_S) as client:
             try:
                 client.ping()
             except redis.AuthenticationError as error:
@@ -177,7 +177,7 @@ class Postgres(EmbeddedServer):
             unprivileged=True,
         )
         self._wait_until(lambda: psycopg.connect(self.url("postgres")).close(), psycopg.OperationalError)
-        self._create_database()
+        create_database_if_missing(self.url("postgres"), "shardline")
 
     def _initialize(self) -> None:
         """Run `initdb`, in UTF-8 whatever locales the machine has; delete an incomplete folder of an earlier try."""
@@ -213,11 +213,6 @@ class Postgres(EmbeddedServer):
         pid_file.unlink(missing_ok=True)
         for lock in self.sockets.glob(".s.PGSQL.*"):
             lock.unlink(missing_ok=True)
-
-    def _create_database(self) -> None:
-        with psycopg.connect(self.url("postgres"), autocommit=True) as connection:
-            if connection.execute("SELECT 1 FROM pg_database WHERE datname = 'shardline'").fetchone() is None:
-                connection.execute("CREATE DATABASE shardline")
 
     def kill(self) -> None:
         """SIGKILL to the postmaster; its backends notice and end, and only then can another one start on the data."""

@@ -1,4 +1,4 @@
-"""Traces across services: spans of what services did for a job, joined by the `traceparent` in its row.
+"""Traces across services: spans of what they do for a job, joined by the `traceparent` in its row.
 
 Off, and free, unless OTEL_EXPORTER_OTLP_ENDPOINT is set; then OpenTelemetry's own OTEL_* settings apply. Needs the
 extra `observe`. Knows no service: who has a phase names it.
@@ -7,7 +7,7 @@ extra `observe`. Knows no service: who has a phase names it.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 from opentelemetry.context import Context
@@ -49,18 +49,6 @@ class Tracer:
             carrier: dict[str, str] = {}
             self._propagator.inject(carrier, set_span_in_context(span))
             yield carrier.get(HEADER)
-
-    def record(
-        self, name: str, *, traceparent: str | None, began_ns: int, ended_ns: int, attributes: Mapping[str, Value]
-    ) -> None:
-        """A phase that is over, with its times since the epoch."""
-        if self._provider is None:
-            return
-        tracer = self._provider.get_tracer("shardline")
-        span = tracer.start_span(
-            name, context=self._context(traceparent), start_time=began_ns, attributes=dict(attributes)
-        )
-        span.end(ended_ns)
 
     def close(self) -> None:
         """Send what waits."""

@@ -1,7 +1,11 @@
-"""Bytes that pass through Redis: a job's deltas and a stage's address card. JSON: any language can read them."""
+"""Bytes that pass through Redis: a job's deltas and a stage's address card. JSON: any language can read them.
+
+Owns what holds for all bytes of another process: the version of the protocol, and how those that are wrong are refused.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated, TypeVar
 
 import msgspec
@@ -15,7 +19,9 @@ PROTOCOL_VERSION = 1
 
 DELTA_FIELD = "d"
 MAX_DELTA_BYTES = 4 << 20
+MAX_CARD_BYTES = 64 << 10
 
+Data = bytes | bytearray | memoryview
 Decoded = TypeVar("Decoded")
 
 
@@ -57,6 +63,10 @@ class StageCard(msgspec.Struct, frozen=True, kw_only=True):
     pid: int = 0
 
 
+_delta_decoder = msgspec.json.Decoder(Delta)
+_card_decoder = msgspec.json.Decoder(StageCard)
+
+
 def encode_delta(delta: Delta) -> bytes:
     """The delta as JSON."""
     return msgspec.json.encode(delta)
@@ -64,7 +74,7 @@ def encode_delta(delta: Delta) -> bytes:
 
 def decode_delta(data: bytes) -> Delta:
     """Raises ProtocolError on anything that is no delta."""
-    return _decode(data, Delta, MAX_DELTA_BYTES)
+    return _decode(data, _delta_decoder.decode, "Delta", MAX_DELTA_BYTES)
 
 
 def encode_card(card: StageCard) -> bytes:
@@ -74,13 +84,18 @@ def encode_card(card: StageCard) -> bytes:
 
 def decode_card(data: bytes) -> StageCard:
     """Raises ProtocolError on anything that is no card."""
-    return _decode(data, StageCard, 64 << 10)
+    return _decode(data, _card_decoder.decode, "StageCard", MAX_CARD_BYTES)
 
 
-def _decode(data: bytes, kind: type[Decoded], limit_bytes: int) -> Decoded:
-    if len(data) > limit_bytes:
-        raise ProtocolError(f"{kind.__name__} of {len(data)} bytes is over the limit of {limit_bytes}")
+def decode_or_protocol_error(data: Data, decode: Callable[[Data], Decoded], problem: str) -> Decoded:
+    """What another process sent, by the method of a msgspec decoder. Raises ProtocolError, which begins so."""
     try:
-        return msgspec.json.decode(data, type=kind)
+        return decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ProtocolError(f"not a {kind.__name__}: {error}") from error
+        raise ProtocolError(f"{problem}: {error}") from error
+
+
+def _decode(data: bytes, decode: Callable[[Data], Decoded], name: str, limit_bytes: int) -> Decoded:
+    if len(data) > limit_bytes:
+        raise ProtocolError(f"{name} of {len(data)} bytes is over the limit of {limit_bytes}")
+    return decode_or_protocol_error(data, decode, f"not a {name}")

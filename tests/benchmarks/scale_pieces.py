@@ -17,8 +17,10 @@ from shardline.store import (
     claims,
     crashes,
     dead_letters,
+    ends,
     growth,
     jobs,
+    leases,
     listing,
     models,
     outbox,
@@ -28,7 +30,9 @@ from shardline.store import (
     retention,
     sweeps,
 )
-from shardline.store.claims import Beat, End, Key
+from shardline.store.encoding import Key
+from shardline.store.ends import End
+from shardline.store.leases import Beat
 from shardline.store.preparation import Ready
 from tests.benchmarks.scale_tables import MODEL, SEATS, TENANT
 
@@ -68,15 +72,15 @@ class Head:
     def beat(self, connection: Connection, *, start: int = 0, num: int = 20) -> None:
         """With new tokens of each."""
         beats = [Beat(job_id=job_id, fence=fence, start=start, ids=IDS[:num]) for job_id, fence in self.keys]
-        assert len(claims.heartbeat(connection, beats, lease_s=3_600.0)) == len(beats)
+        assert len(leases.heartbeat(connection, beats, lease_s=3_600.0)) == len(beats)
 
     def end(self, connection: Connection) -> None:
         """Each with its result."""
-        assert len(claims.end(connection, [self._success(key) for key in self.keys])) == len(self.keys)
+        assert len(ends.end_running(connection, [self._success(key) for key in self.keys])) == len(self.keys)
 
     def release(self, connection: Connection) -> None:
         """All of them."""
-        assert len(claims.release(connection, self.keys)) == len(self.keys)
+        assert len(ends.release_running(connection, self.keys)) == len(self.keys)
 
     def lose(self, connection: Connection, *, num_saved: int = 0, cancelled: bool = False) -> None:
         """Claimed, perhaps with tokens, perhaps to be cancelled; then nothing was heard any more."""
@@ -162,9 +166,9 @@ def _relays(ids: list[UUID], head: Head) -> Iterator[Piece]:
     yield Piece(
         name="mark prepared",
         before=insert_and_take,
-        work=lambda connection: preparation.mark_prepared(connection, taken),
+        work=lambda connection: preparation.mark_if_unprepared(connection, taken),
     )
-    stamp: Work = partial(outbox.stamp, resend_s=15.0)
+    stamp: Work = partial(outbox.stamp_due, resend_s=15.0)
     yield Piece(name="stamp an empty window", work=stamp)
     yield Piece(
         name="stamp a full window", before=lambda connection: [stamp(connection) for _ in range(20)], work=stamp
@@ -174,17 +178,17 @@ def _relays(ids: list[UUID], head: Head) -> Iterator[Piece]:
     yield Piece(
         name="unstamp sent", before=lambda connection: [stamp(connection) for _ in range(20)], work=outbox.unstamp_sent
     )
-    sweep_waiting: Work = partial(sweeps.sweep_waiting, decode=lambda _: "text")
-    sweep_leases: Work = partial(sweeps.sweep_leases, decode=lambda _: "text", lease_s=0.0)
-    yield Piece(name="sweep waiting, none", work=sweep_waiting)
-    yield Piece(name=f"sweep waiting, {BATCH} cancelled", before=partial(_stop, ids=ids), work=sweep_waiting)
+    sweep_queued: Work = partial(sweeps.sweep_stopped_queued, decode=lambda _: "text")
+    sweep_leases: Work = partial(sweeps.sweep_expired_leases, decode=lambda _: "text", lease_s=0.0)
+    yield Piece(name="sweep queued, none", work=sweep_queued)
+    yield Piece(name=f"sweep queued, {BATCH} cancelled", before=partial(_stop, ids=ids), work=sweep_queued)
     yield Piece(name="sweep leases, none", work=sweep_leases)
     yield Piece(name=f"sweep leases, {BATCH} crashed", before=head.lose, work=sweep_leases)
     saved = partial(head.lose, num_saved=20)
     yield Piece(name=f"sweep leases, {BATCH} with tokens", before=saved, work=sweep_leases)
     partly = partial(head.lose, num_saved=20, cancelled=True)
     yield Piece(name=f"sweep leases, {BATCH} partial results", before=partly, work=sweep_leases)
-    yield Piece(name="counts", work=sweeps.counts)
+    yield Piece(name="counts", work=sweeps.count_active)
     yield Piece(name="sizes", work=growth.sizes)
     yield Piece(name="number of dead letters", work=growth.num_dead)
     yield Piece(name="delete old", work=partial(retention.delete_old, age_s=86_400.0))
@@ -192,10 +196,11 @@ def _relays(ids: list[UUID], head: Head) -> Iterator[Piece]:
 
 def _heads(ids: list[UUID], head: Head) -> Iterator[Piece]:
     names = [str(job_id) for job_id in ids]
-    yield Piece(name=f"suspects of {SEATS}", work=lambda connection: crashes.suspects(connection, names))
+    yield Piece(name=f"quarantined of {SEATS}", work=lambda connection: crashes.quarantined(connection, names))
     yield Piece(name=f"claim {SEATS}", work=head.claim)
     yield Piece(
-        name=f"postpone {SEATS}", work=lambda connection: claims.postpone(connection, ids, pipeline="p", wait_s=1.0)
+        name=f"postpone {SEATS}",
+        work=lambda connection: claims.postpone_too_long(connection, ids, pipeline="p", wait_s=1.0),
     )
     yield Piece(name=f"heartbeat {SEATS}", before=head.claim, work=head.beat)
 
@@ -206,11 +211,15 @@ def _heads(ids: list[UUID], head: Head) -> Iterator[Piece]:
     yield Piece(name=f"heartbeat {SEATS} again", before=claim_and_beat, work=partial(head.beat, start=20, num=20))
     yield Piece(name=f"end {SEATS}", before=claim_and_beat, work=head.end)
     yield Piece(name=f"release {SEATS}", before=claim_and_beat, work=head.release)
-    yield Piece(name=f"blame {SEATS}", before=head.claim, work=lambda connection: crashes.blame(connection, head.keys))
+    yield Piece(
+        name=f"requeue or fail {SEATS}",
+        before=head.claim,
+        work=lambda connection: crashes.requeue_or_fail_held(connection, head.keys),
+    )
     yield Piece(
         name=f"expire {SEATS}",
         before=head.claim,
-        work=lambda connection: claims.expire(connection, worker="h", pipeline="p"),
+        work=lambda connection: leases.expire_held_by(connection, worker="h", pipeline="p"),
     )
 
 
@@ -240,6 +249,6 @@ def _stop(connection: Connection, ids: list[UUID]) -> None:
 
 
 def _lose_messages(connection: Connection) -> None:
-    outbox.stamp(connection, resend_s=15.0)
+    outbox.stamp_due(connection, resend_s=15.0)
     lost = "UPDATE jobs SET sent_at = now() - interval '1 day' WHERE state = 'queued' AND sent_at IS NOT NULL"
     connection.execute(text(lost))

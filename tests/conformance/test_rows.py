@@ -16,8 +16,9 @@ import pytest
 from sqlalchemy import Engine, text
 
 from shardline.job import FinishReason, JobRequest, JobState, Result, SamplingParams, Usage
-from shardline.store import claims, crashes, jobs, outbox, pipelines, sweeps
-from shardline.store.claims import Beat, End
+from shardline.store import claims, crashes, ends, jobs, leases, outbox, pipelines, sweeps
+from shardline.store.ends import End
+from shardline.store.leases import Beat
 from shardline.store.sweeps import Partial
 from tests.integration.rows import MODEL, cell, database_with_head
 from tests.simulation import pipeline_statements, statements
@@ -220,7 +221,7 @@ def renew(pair: Pair) -> None:
 
 
 def stamp(pair: Pair) -> None:
-    pair.both("stamp", outbox.stamp, statements.stamp, resend_s=RESEND_S)
+    pair.both("stamp_due", outbox.stamp_due, statements.stamp_due, resend_s=RESEND_S)
 
 
 def unstamp(pair: Pair) -> None:
@@ -241,7 +242,7 @@ def claim(pair: Pair) -> None:
 
 def postpone(pair: Pair) -> None:
     late = {"pipeline": _pipeline(pair)[0], "wait_s": RESEND_S}
-    pair.both("postpone", claims.postpone, statements.postpone, _some(pair), **late)
+    pair.both("postpone_too_long", claims.postpone_too_long, statements.postpone_too_long, _some(pair), **late)
 
 
 def park(pair: Pair) -> None:
@@ -249,7 +250,9 @@ def park(pair: Pair) -> None:
 
 
 def begin(pair: Pair) -> None:
-    pair.both("begin", claims.begin, statements.begin, [(job_id, _fence(pair, job_id)) for job_id in _some(pair)])
+    pair.both(
+        "begin", claims.begin_held, statements.begin_held, [(job_id, _fence(pair, job_id)) for job_id in _some(pair)]
+    )
 
 
 def beat(pair: Pair) -> None:
@@ -260,32 +263,34 @@ def beat(pair: Pair) -> None:
         start = max(0, start + pair.rng.choice([0, 0, 0, -1, -2, 1]))
         ids = tuple(pair.rng.randrange(100) for _ in range(pair.rng.randrange(3)))
         beats.append(Beat(job_id=job_id, fence=_fence(pair, job_id), start=start, ids=ids))
-    pair.both("heartbeat", claims.heartbeat, statements.heartbeat, beats, lease_s=LEASE_S)
+    pair.both("heartbeat", leases.heartbeat, statements.heartbeat, beats, lease_s=LEASE_S)
 
 
 def end(pair: Pair) -> None:
-    pair.both("end", claims.end, statements.end, [_end(pair, job_id) for job_id in _some(pair)])
+    pair.both("end_running", ends.end_running, statements.end_running, [_end(pair, job_id) for job_id in _some(pair)])
 
 
 def release(pair: Pair) -> None:
     keys = [(job_id, _fence(pair, job_id)) for job_id in _some(pair)]
-    pair.both("release", claims.release, statements.release, keys)
+    pair.both("release_running", ends.release_running, statements.release_running, keys)
 
 
 def expire(pair: Pair) -> None:
-    pair.both("expire", claims.expire, statements.expire, worker="h", pipeline=_pipeline(pair)[0])
+    pair.both(
+        "expire_held_by", leases.expire_held_by, statements.expire_held_by, worker="h", pipeline=_pipeline(pair)[0]
+    )
     pass_time(pair)  # Between its clock's ticks Postgres sees a lease of now as over, the model does not.
 
 
-def blame(pair: Pair) -> None:
+def requeue_or_fail(pair: Pair) -> None:
     keys = [(job_id, _fence(pair, job_id)) for job_id in _some(pair)]
-    pair.both("blame", crashes.blame, statements.blame, keys)
+    pair.both("requeue_or_fail_held", crashes.requeue_or_fail_held, statements.requeue_or_fail_held, keys)
 
 
-def suspects(pair: Pair) -> None:
+def quarantined(pair: Pair) -> None:
     with pair.engine.begin() as connection:
-        found = crashes.suspects(connection, [str(job_id) for job_id in pair.ids])
-    assert sorted(found) == sorted(statements.suspects(pair.memory, [str(job_id) for job_id in pair.ids]))
+        found = crashes.quarantined(connection, [str(job_id) for job_id in pair.ids])
+    assert sorted(found) == sorted(statements.quarantined(pair.memory, [str(job_id) for job_id in pair.ids]))
 
 
 def cancel(pair: Pair) -> None:
@@ -296,19 +301,19 @@ def cancel(pair: Pair) -> None:
     statements.request_cancel(pair.memory, ids)
 
 
-def sweep_waiting(pair: Pair) -> None:
-    pair.both("sweep_waiting", sweeps.sweep_waiting, statements.sweep_waiting, decode)
+def sweep_queued(pair: Pair) -> None:
+    pair.both("sweep_stopped_queued", sweeps.sweep_stopped_queued, statements.sweep_stopped_queued, decode)
 
 
 def sweep_leases(pair: Pair) -> None:
-    pair.both("sweep_leases", sweeps.sweep_leases, statements.sweep_leases, decode, lease_s=0.0)
+    pair.both("sweep_expired_leases", sweeps.sweep_expired_leases, statements.sweep_expired_leases, decode, lease_s=0.0)
 
 
 OPERATIONS = (
     submit, submit, submit, pass_time, pass_time, take_epoch, leave, announce, announce, unready, renew, stamp,
     stamp, stamp, unstamp, unstamp_sent, claim, claim, claim, claim, park, park, park, begin, postpone, postpone,
-    expire, blame, blame, suspects, beat, beat, beat, beat, beat, beat, end, end, release, release, cancel,
-    sweep_waiting, sweep_leases, sweep_leases, sweep_leases,
+    expire, requeue_or_fail, requeue_or_fail, quarantined, beat, beat, beat, beat, beat, beat, end, end, release,
+    release, cancel, sweep_queued, sweep_leases, sweep_leases, sweep_leases,
 )  # fmt: skip
 
 

@@ -10,9 +10,10 @@ from uuid import UUID
 from sqlalchemy import Connection, Engine, text
 
 from shardline.job import FinishReason, JobRequest, JobState, Result, Usage
-from shardline.store import claims, jobs, models, pipelines
-from shardline.store.claims import Claimed, End
+from shardline.store import claims, ends, jobs, models, pipelines
+from shardline.store.claims import Claimed
 from shardline.store.database import connect
+from shardline.store.ends import End
 
 MODEL = "m"
 LONG_S = 3600.0
@@ -86,10 +87,10 @@ def success(claimed: Claimed, *ids: int) -> End:
     return End(job_id=claimed.job_id, fence=claimed.fence, state=JobState.SUCCEEDED, result=result)
 
 
-def end(engine: Engine, *ends: End) -> dict[UUID, JobState]:
+def end(engine: Engine, *each: End) -> dict[UUID, JobState]:
     """In a transaction of its own."""
     with engine.begin() as connection:
-        return claims.end(connection, ends)
+        return ends.end_running(connection, each)
 
 
 def state(engine: Engine, job_id: UUID) -> JobState:

@@ -9,7 +9,8 @@ from typing import Any
 from uuid import UUID
 
 from shardline.job import FinishReason, JobState, SamplingParams
-from shardline.store.claims import Key
+from shardline.store.encoding import Key
+from shardline.store.ends import End
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -135,6 +136,25 @@ class Tables:
         self.attempts[key].tokens = tokens
         if len(tokens) > len(self.saved.get(key[0], ())):
             self.saved[key[0]] = tokens
+
+    def end(self, job: Job, one: End) -> None:
+        """A job ends, with its attempt and its result."""
+        self.audit(job, one.fence, f"end {one.state}")
+        job.state, job.error, job.lease_s = one.state, one.error, None
+        attempt = self.attempts.get((job.id, job.fence))
+        if attempt is not None:
+            attempt.outcome = attempt.outcome or one.state
+            if one.result is not None:
+                attempt.tokens = one.result.token_ids
+        if one.result is not None:
+            assert job.id not in self.results, "the primary key of results"
+            self.results[job.id] = ResultRow(
+                fence=job.fence,
+                token_ids=one.result.token_ids,
+                text=one.result.text,
+                finish_reason=one.result.finish_reason,
+                exact=one.result.exact and job.exact,
+            )
 
     def audit_leases(self, expired: Collection[Job]) -> None:
         """A sweep takes exactly those whose holder was silent for a lease by this clock."""

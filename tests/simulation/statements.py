@@ -10,10 +10,13 @@ from collections.abc import Collection, Iterable, Sequence
 from uuid import UUID
 
 from shardline.job import FinishReason, JobState, Result, Usage
-from shardline.store.claims import Beat, BeatReply, Claimed, End, Key
+from shardline.store.claims import Claimed
+from shardline.store.encoding import Key
+from shardline.store.ends import End
+from shardline.store.leases import Beat, BeatReply
 from shardline.store.outbox import MAX_BATCH, MAX_DOUBLINGS, WINDOW_MIN, WINDOW_PER_SEAT, Send
 from shardline.store.sweeps import Decode, Partial
-from tests.simulation.rows import Attempt, Connection, Job, PipelineRow, ResultRow, Tables
+from tests.simulation.rows import Attempt, Connection, Job, PipelineRow, Tables
 
 __all__ = ["MAX_BATCH"]
 
@@ -31,7 +34,7 @@ def claim(
     exactness: str,
     lease_s: float,
     exact_wait_s: float,
-    suspects: bool = True,
+    with_quarantined: bool = True,
 ) -> list[Claimed]:
     """See shardline.store.claims."""
     tables, row = connection.tables, connection.tables.pipelines.get(pipeline)
@@ -41,7 +44,7 @@ def claim(
     for job in jobs:
         if row is None or row.epoch != epoch or not _is_claimable(connection, job, row, exactness, exact_wait_s):
             continue
-        if job.crashes > 0 and not suspects:
+        if job.crashes > 0 and not with_quarantined:
             continue
         before = tables.attempts.get((job.id, job.fence))
         tokens = before.tokens if before else ()
@@ -56,7 +59,9 @@ def claim(
     return claimed
 
 
-def postpone(connection: Connection, ids: Collection[UUID | str], *, pipeline: str, wait_s: float) -> set[UUID]:
+def postpone_too_long(
+    connection: Connection, ids: Collection[UUID | str], *, pipeline: str, wait_s: float
+) -> set[UUID]:
     """See shardline.store.claims."""
     tables, row = connection.tables, connection.tables.pipelines.get(pipeline)
     jobs = [job for job_id in ids if (job := tables.jobs.get(UUID(str(job_id))))]
@@ -75,7 +80,7 @@ def park(connection: Connection, keys: Collection[Key]) -> None:
             attempt.parked = True
 
 
-def begin(connection: Connection, keys: Collection[Key]) -> set[UUID]:
+def begin_held(connection: Connection, keys: Collection[Key]) -> set[UUID]:
     """See shardline.store.claims."""
     tables, begun = connection.tables, set()
     for job_id, fence in keys:
@@ -86,8 +91,11 @@ def begin(connection: Connection, keys: Collection[Key]) -> set[UUID]:
     return begun
 
 
+# shardline.store.leases ----------------------------------------------------------------------------------------------
+
+
 def heartbeat(connection: Connection, beats: Sequence[Beat], *, lease_s: float) -> dict[Key, BeatReply]:
-    """See shardline.store.claims."""
+    """See shardline.store.leases."""
     tables, replies = connection.tables, {}
     for beat in beats:
         job = tables.jobs.get(beat.job_id)
@@ -101,38 +109,13 @@ def heartbeat(connection: Connection, beats: Sequence[Beat], *, lease_s: float) 
         if beat.ids:
             tables.save((job.id, job.fence), saved[: beat.start] + beat.ids)
         replies[job.id, job.fence] = BeatReply(
-            cancel_requested=job.cancel_s is not None, expired=_is_over(connection, job.deadline_s)
+            cancel_requested=job.cancel_s is not None, expired=_is_past(connection, job.deadline_s)
         )
     return replies
 
 
-def end(connection: Connection, ends: Sequence[End]) -> dict[UUID, JobState]:
-    """See shardline.store.claims."""
-    return end_from(connection, ends, held=JobState.RUNNING)
-
-
-def end_from(connection: Connection, ends: Sequence[End], *, held: JobState) -> dict[UUID, JobState]:
-    """See shardline.store.claims."""
-    tables, ended = connection.tables, {}
-    for one in ends:
-        job = tables.jobs.get(one.job_id)
-        if job is not None and _holds(job, one.fence, held):
-            _end(tables, job, one)
-            ended[job.id] = one.state
-    for one in ends:
-        job = tables.jobs.get(one.job_id)
-        if job is not None and one.job_id not in ended and job.fence == one.fence and job.state.terminal:
-            ended[job.id] = job.state
-    return ended
-
-
-def release(connection: Connection, keys: Collection[Key]) -> set[UUID]:
-    """See shardline.store.claims."""
-    return requeue(connection, keys, outcome="released")
-
-
-def expire(connection: Connection, *, worker: str, pipeline: str) -> int:
-    """See shardline.store.claims."""
+def expire_held_by(connection: Connection, *, worker: str, pipeline: str) -> int:
+    """See shardline.store.leases."""
     mine = [job for job in connection.tables.jobs.values() if (job.worker, job.pipeline) == (worker, pipeline)]
     held = [job for job in mine if job.state is JobState.RUNNING and (job.lease_s or 0.0) > connection.now_s]
     for job in held:
@@ -140,8 +123,26 @@ def expire(connection: Connection, *, worker: str, pipeline: str) -> int:
     return len(held)
 
 
-def requeue(connection: Connection, keys: Collection[Key], *, outcome: str) -> set[UUID]:
-    """See shardline.store.claims."""
+# shardline.store.ends ------------------------------------------------------------------------------------------------
+
+
+def end_running(connection: Connection, ends: Sequence[End]) -> dict[UUID, JobState]:
+    """See shardline.store.ends."""
+    return _end(connection, ends, JobState.RUNNING)
+
+
+def end_queued(connection: Connection, ends: Sequence[End]) -> dict[UUID, JobState]:
+    """See shardline.store.ends."""
+    return _end(connection, ends, JobState.QUEUED)
+
+
+def release_running(connection: Connection, keys: Collection[Key]) -> set[UUID]:
+    """See shardline.store.ends."""
+    return requeue_running(connection, keys, outcome="released")
+
+
+def requeue_running(connection: Connection, keys: Collection[Key], *, outcome: str) -> set[UUID]:
+    """See shardline.store.ends."""
     tables, requeued = connection.tables, set()
     for job_id, fence in keys:
         job = tables.jobs.get(job_id)
@@ -158,10 +159,24 @@ def requeue(connection: Connection, keys: Collection[Key], *, outcome: str) -> s
     return requeued
 
 
+def _end(connection: Connection, ends: Sequence[End], left: JobState) -> dict[UUID, JobState]:
+    tables, ended = connection.tables, {}
+    for one in ends:
+        job = tables.jobs.get(one.job_id)
+        if job is not None and _holds(job, one.fence, left):
+            tables.end(job, one)
+            ended[job.id] = one.state
+    for one in ends:
+        job = tables.jobs.get(one.job_id)
+        if job is not None and one.job_id not in ended and job.fence == one.fence and job.state.terminal:
+            ended[job.id] = job.state
+    return ended
+
+
 # shardline.store.outbox ----------------------------------------------------------------------------------------------
 
 
-def stamp(connection: Connection, *, resend_s: float) -> list[Send]:
+def stamp_due(connection: Connection, *, resend_s: float) -> list[Send]:
     """See shardline.store.outbox."""
     tables, now_s = connection.tables, connection.now_s
     queued = sorted((job for job in tables.jobs.values() if job.state is JobState.QUEUED), key=lambda job: job.order)
@@ -200,17 +215,17 @@ def unstamp_sent(connection: Connection) -> int:
 # shardline.store.sweeps ----------------------------------------------------------------------------------------------
 
 
-def sweep_waiting(connection: Connection, decode: Decode) -> dict[UUID, str]:
+def sweep_stopped_queued(connection: Connection, decode: Decode) -> dict[UUID, str]:
     """See shardline.store.sweeps."""
     over = [
         job
         for job in connection.tables.jobs.values()
-        if job.state is JobState.QUEUED and (job.cancel_s is not None or _is_over(connection, job.deadline_s))
+        if job.state is JobState.QUEUED and (job.cancel_s is not None or _is_past(connection, job.deadline_s))
     ]
-    return {**end_from(connection, _stopped(connection, over, decode), held=JobState.QUEUED)}
+    return {**end_queued(connection, _stopped(connection, over, decode))}
 
 
-def sweep_leases(connection: Connection, decode: Decode, *, lease_s: float) -> dict[UUID, str]:
+def sweep_expired_leases(connection: Connection, decode: Decode, *, lease_s: float) -> dict[UUID, str]:
     """See shardline.store.sweeps."""
     tables = connection.tables
     moved: dict[UUID, str] = {}
@@ -222,9 +237,9 @@ def sweep_leases(connection: Connection, decode: Decode, *, lease_s: float) -> d
         if job.state is JobState.RUNNING and job.lease_s is not None and job.lease_s < connection.now_s
     ]
     tables.audit_leases(expired)
-    over = [job for job in expired if job.cancel_s is not None or _is_over(connection, job.deadline_s)]
-    moved |= _judge(connection, [job for job in expired if job not in over])
-    return {**moved, **end_from(connection, _stopped(connection, over, decode), held=JobState.RUNNING)}
+    over = [job for job in expired if job.cancel_s is not None or _is_past(connection, job.deadline_s)]
+    moved |= _requeue_or_fail(connection, [job for job in expired if job not in over])
+    return {**moved, **end_running(connection, _stopped(connection, over, decode))}
 
 
 def fix_now(connection: Connection) -> None:
@@ -234,33 +249,33 @@ def fix_now(connection: Connection) -> None:
 # shardline.store.crashes ---------------------------------------------------------------------------------------------
 
 
-def suspects(connection: Connection, ids: Collection[str]) -> list[UUID]:
+def quarantined(connection: Connection, ids: Collection[str]) -> list[UUID]:
     """See shardline.store.crashes."""
     jobs = [job for job_id in ids if (job := connection.tables.jobs.get(UUID(job_id)))]
     waiting = [job for job in jobs if job.state is JobState.QUEUED and job.crashes > 0]
     return [job.id for job in sorted(waiting, key=lambda job: job.order)]
 
 
-def blame(connection: Connection, keys: Collection[Key]) -> dict[UUID, str]:
+def requeue_or_fail_held(connection: Connection, keys: Collection[Key]) -> dict[UUID, str]:
     """See shardline.store.crashes."""
     jobs = [(connection.tables.jobs.get(job_id), fence) for job_id, fence in keys]
-    return _judge(connection, [job for job, fence in jobs if job and _holds(job, fence, JobState.RUNNING)])
+    return _requeue_or_fail(connection, [job for job, fence in jobs if job and _holds(job, fence, JobState.RUNNING)])
 
 
-def _judge(connection: Connection, jobs: Sequence[Job]) -> dict[UUID, str]:
+def _requeue_or_fail(connection: Connection, jobs: Sequence[Job]) -> dict[UUID, str]:
     moved: dict[UUID, str] = {}
     ends: list[End] = []
     for job in jobs:
         key, attempt = (job.id, job.fence), connection.tables.attempts[job.id, job.fence]
         if attempt.parked:
-            moved |= dict.fromkeys(requeue(connection, [key], outcome="released"), "released")
+            moved |= dict.fromkeys(requeue_running(connection, [key], outcome="released"), "released")
         elif len(attempt.tokens) > attempt.num_resumed:
-            moved |= dict.fromkeys(requeue(connection, [key], outcome="lost"), "lost")
+            moved |= dict.fromkeys(requeue_running(connection, [key], outcome="lost"), "lost")
         elif job.crashes + 1 < job.max_crashes:
-            moved |= dict.fromkeys(requeue(connection, [key], outcome="crashed"), "crashed")
+            moved |= dict.fromkeys(requeue_running(connection, [key], outcome="crashed"), "crashed")
         else:
             ends.append(End(job_id=job.id, fence=job.fence, state=JobState.FAILED, error={"code": "crashed"}))
-    return {**moved, **end_from(connection, ends, held=JobState.RUNNING)}
+    return {**moved, **end_running(connection, ends)}
 
 
 # shardline.store.jobs ------------------------------------------------------------------------------------------------
@@ -284,7 +299,7 @@ def _holds(job: Job, fence: int, state: JobState) -> bool:
     return job.fence == fence and job.state is state
 
 
-def _is_over(connection: Connection, deadline_s: float | None) -> bool:
+def _is_past(connection: Connection, deadline_s: float | None) -> bool:
     return deadline_s is not None and deadline_s <= connection.now_s
 
 
@@ -294,7 +309,7 @@ def _is_claimable(connection: Connection, job: Job, row: PipelineRow, exactness:
         job.state is JobState.QUEUED
         and job.cancel_s is None
         and job.not_before_s <= connection.now_s
-        and not _is_over(connection, job.deadline_s)
+        and not _is_past(connection, job.deadline_s)
         and job.model == row.model
         and (job.exactness in (None, exactness) or not job.exact or waits_since_s <= connection.now_s - exact_wait_s)
         and not _is_too_long(connection.tables, job, row)
@@ -323,25 +338,6 @@ def _within_window(tables: Tables, queued: Sequence[Job], now_s: float) -> list[
             room[line] -= 1
             due.append(job)
     return due
-
-
-def _end(tables: Tables, job: Job, one: End) -> None:
-    tables.audit(job, one.fence, f"end {one.state}")
-    job.state, job.error, job.lease_s = one.state, one.error, None
-    attempt = tables.attempts.get((job.id, job.fence))
-    if attempt is not None:
-        attempt.outcome = attempt.outcome or one.state
-        if one.result is not None:
-            attempt.tokens = one.result.token_ids
-    if one.result is not None:
-        assert job.id not in tables.results, "the primary key of results"
-        tables.results[job.id] = ResultRow(
-            fence=job.fence,
-            token_ids=one.result.token_ids,
-            text=one.result.text,
-            finish_reason=one.result.finish_reason,
-            exact=one.result.exact and job.exact,
-        )
 
 
 def _stopped(connection: Connection, jobs: Iterable[Job], decode: Decode) -> list[End]:
@@ -390,8 +386,5 @@ def _claimed(connection: Connection, job: Job, tokens: tuple[int, ...]) -> Claim
         priority=job.priority,
         crashes=job.crashes,
         exact=job.exact,
-        created_at=job.created_s,
-        deadline_at=job.deadline_s,
         queued_s=connection.now_s - job.created_s,
-        traceparent=None,
     )

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from services.stage.scheduling.kv_blocks import BLOCK_TOKENS, blocks_for
+from shardline.rounding import round_up
 
 VECTOR_WIDTH = 16
 """Head sizes of stored values are padded to a multiple of this: a vector load never reads past a token's slot."""
@@ -94,7 +95,7 @@ class KvShape:
     @property
     def padded_value_dim(self) -> int:
         """The head size of the values as stored."""
-        return -(-self.value_dim // VECTOR_WIDTH) * VECTOR_WIDTH
+        return round_up(self.value_dim, VECTOR_WIDTH)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

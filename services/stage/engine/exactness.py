@@ -26,6 +26,7 @@ from services.stage.model.row_buckets import ROW_BUCKETS, RowPadding
 from services.stage.model.row_counts import find_buckets
 from services.stage.model.shard import Shard
 from services.stage.scheduling.kv_blocks import BLOCK_TOKENS
+from shardline.rounding import ceil_div
 
 log = structlog.get_logger(__name__)
 
@@ -51,7 +52,7 @@ class Probe:
     ) -> None:
         self._compute_outputs = compute_outputs
         self._length = min(MAX_LENGTH, num_blocks * BLOCK_TOKENS)
-        self._blocks = list(range(-(-self._length // BLOCK_TOKENS)))
+        self._blocks = list(range(ceil_div(self._length, BLOCK_TOKENS)))
         self._beside = list(range(len(self._blocks), min(num_blocks, len(self._blocks) + MAX_BESIDE)))
         generator = torch.Generator().manual_seed(RULES_VERSION)
         self._inputs = random_inputs(self._length, generator)

@@ -26,6 +26,7 @@ from services.stage.scheduling.step_plan import Open
 from shardline import failpoints
 from shardline.failpoints import Point, is_struck
 from shardline.job import SamplingParams, TokenLogprob
+from shardline.rounding import round_up
 
 TILE = 128
 """Weights are summed by tiles, then tiles one by one in float64: ten times faster than a running sum, and ordered."""
@@ -127,7 +128,7 @@ class Sampler:
         self._vocab_size = vocab_size
         self._eos_ids = frozenset(eos_ids)
         self._device = torch.device(device)
-        self._weights = torch.zeros(-(-vocab_size // TILE) * TILE, device=self._device)
+        self._weights = torch.zeros(round_up(vocab_size, TILE), device=self._device)
 
     def open(self, record: Open) -> SampledSequence:
         """Returns the state of a sequence that is opened, or restored, in this epoch."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from services.stage.jobs.live_job import LiveJob
-from shardline.store.claims import Beat
+from shardline.store.leases import Beat
 
 MAX_REWRITTEN = 8_192
 """Tokens whose log-probabilities one beat writes anew: 7 MB with 20 alternatives each. A longer job has one alone."""

@@ -102,7 +102,7 @@ class Claimer:
         chosen = beginnable(waiting, moment) if waiting else []
         if chosen:
             with self._database.begin() as connection:
-                begun = claims.begin(connection, [job.attempt for job in chosen])
+                begun = claims.begin_held(connection, [job.attempt for job in chosen])
         self._may_begin = [job.key for job in waiting if job not in chosen]
         for job in chosen:
             if job.job_id in begun:
@@ -137,7 +137,7 @@ class Claimer:
     def _choose(self, deliveries: Sequence[Delivery], moment: Moment) -> tuple[list[Delivery], bool]:
         """Those to claim now, and whether they are a quarantined job, alone."""
         with self._database.begin() as connection:
-            found = crashes.suspects(connection, [delivery.job_id for delivery in deliveries])
+            found = crashes.quarantined(connection, [delivery.job_id for delivery in deliveries])
         quarantined = [str(job_id) for job_id in found]
         chosen = claimable(deliveries, quarantined, self._seats, moment)
         return chosen, any(delivery.job_id in quarantined for delivery in chosen)
@@ -157,7 +157,7 @@ class Claimer:
                 exactness=identity.exactness,
                 lease_s=self._times.lease_s,
                 exact_wait_s=self._times.exact_wait_s,
-                suspects=with_quarantined,
+                with_quarantined=with_quarantined,
             )
             if parked := without_room(claimed, moment.live, identity.kv_tokens // BLOCK_TOKENS):
                 claims.park(connection, parked)
@@ -169,7 +169,7 @@ class Claimer:
 
     def _postpone_too_long(self, connection: Connection, ids: set[str], identity: Identity) -> None:
         wait_s = self._times.resend_s
-        for job_id in claims.postpone(connection, ids, pipeline=identity.pipeline, wait_s=wait_s):
+        for job_id in claims.postpone_too_long(connection, ids, pipeline=identity.pipeline, wait_s=wait_s):
             log.warning(
                 "a job is too long for this pipeline's KV: it waits for a larger one",
                 job_id=str(job_id),

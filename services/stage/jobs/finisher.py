@@ -20,7 +20,7 @@ from services.stage.scheduling.events import Crashed, Failed, Finished, Outgrown
 from shardline.config import Times
 from shardline.failpoints import Point, failpoint
 from shardline.job import JobState
-from shardline.store import claims, crashes
+from shardline.store import crashes, ends, leases
 from shardline.wire import Delta
 
 log = structlog.get_logger(__name__)
@@ -70,7 +70,7 @@ class Finisher:
         if not outcomes:
             return False
         with self._database.begin() as connection:
-            committed = claims.end(connection, [outcome.row() for outcome in outcomes])
+            committed = ends.end_running(connection, [outcome.row() for outcome in outcomes])
             failpoint(Point.END_BEFORE_COMMIT)
         failpoint(Point.END_AFTER_COMMIT)
         self._outcomes = []
@@ -96,7 +96,7 @@ class Finisher:
         if jobs:
             with self._database.begin() as connection:
                 self._save(connection, jobs)
-                outcomes = crashes.blame(connection, [job.attempt for job in jobs])
+                outcomes = crashes.requeue_or_fail_held(connection, [job.attempt for job in jobs])
             self._host.jobs_crashed(outcomes.values())
             log.warning(
                 "the pipeline broke under quarantined jobs", outcomes={str(key): end for key, end in outcomes.items()}
@@ -135,10 +135,10 @@ class Finisher:
             return
         with self._database.begin() as connection:
             self._save(connection, jobs)
-            claims.release(connection, [job.attempt for job in jobs])
+            ends.release_running(connection, [job.attempt for job in jobs])
         log.info("leases given back", jobs=len(jobs))
         for job in jobs:
             self._jobs.drop(job)
 
     def _save(self, connection: Connection, jobs: Iterable[LiveJob]) -> None:
-        claims.heartbeat(connection, [job.beat() for job in jobs], lease_s=self._times.lease_s)
+        leases.heartbeat(connection, [job.beat() for job in jobs], lease_s=self._times.lease_s)

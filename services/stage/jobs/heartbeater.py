@@ -20,7 +20,7 @@ from shardline.clock import lease_clock_s
 from shardline.config import Times
 from shardline.failpoints import Point, failpoint
 from shardline.job import FinishReason
-from shardline.store import claims
+from shardline.store import leases
 
 
 class Heartbeater:
@@ -82,7 +82,7 @@ class Heartbeater:
         jobs = list(self._jobs)
         beats = beats_of(jobs)
         with self._database.begin() as connection:
-            replies = claims.heartbeat(connection, beats, lease_s=self._times.lease_s)
+            replies = leases.heartbeat(connection, beats, lease_s=self._times.lease_s)
             failpoint(Point.HEARTBEAT_BEFORE_COMMIT)
         failpoint(Point.HEARTBEAT_AFTER_COMMIT)
         self._engine.extend_lease(sent_s + self._times.fence_s)

@@ -10,8 +10,9 @@ from services.stage.celery.delivery import Delivery
 from services.stage.jobs.identity import Identity
 from services.stage.scheduling.events import NewTokens
 from shardline.job import TokenLogprob
-from shardline.store.claims import Beat, Claimed
-from shardline.store.claims import Key as AttemptKey
+from shardline.store.claims import Claimed
+from shardline.store.encoding import Key as AttemptKey
+from shardline.store.leases import Beat
 from shardline.wire import Delta
 
 

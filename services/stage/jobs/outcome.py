@@ -10,7 +10,7 @@ import structlog
 from services.stage.jobs.live_job import LiveJob
 from services.stage.scheduling.events import Failed, Finished
 from shardline.job import FinishReason, JobState, Result, Usage
-from shardline.store.claims import End
+from shardline.store.ends import End
 from shardline.wire import Delta
 
 log = structlog.get_logger(__name__)

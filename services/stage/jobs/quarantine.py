@@ -16,7 +16,8 @@ from services.stage.jobs.live_job import LiveJob
 from services.stage.scheduling.kv_blocks import blocks_for
 from services.stage.scheduling.parking import fits
 from shardline.job import INTERACTIVE
-from shardline.store.claims import Claimed, Key
+from shardline.store.claims import Claimed
+from shardline.store.encoding import Key
 
 PATIENCE_BEATS = 0.5
 """A quarantined job has waited for this many heartbeats: nothing else is claimed, so that live jobs get to a token."""

@@ -21,6 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardline.rounding import ceil_div
+
 REFERENCE_ROWS = 64
 """All other numbers of rows must give the bits that this one gives: so shards of any split agree, and so do panels."""
 
@@ -87,8 +89,8 @@ def _padded(num_rows: int, padding: RowPadding) -> int:
 
 def _is_whole(rows: int, width: int, num_threads: int) -> bool:
     size = rows * width
-    num_shares = min(num_threads, -(-size // GRAIN))
-    share = -(-size // num_shares)
+    num_shares = min(num_threads, ceil_div(size, GRAIN))
+    share = ceil_div(size, num_shares)
     if size % VECTORS or share % VECTORS:
         return False
     return num_shares == 1 or width % VECTORS == 0 or share % width == 0

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from services.stage.model import cache
 from services.stage.model.row_buckets import REFERENCE_ROWS, ROW_BUCKETS, Buckets
+from shardline.rounding import ceil_div, round_up
 
 log = structlog.get_logger(__name__)
 
@@ -104,8 +105,8 @@ def exact_buckets(product: Product) -> Buckets:
 
     The result is empty if a row's bits depend on its offset in a panel.
     """
-    needed = min(-(-MIN_COMPARED // product.outputs), MAX_ROWS)
-    whole = -(-max(needed, *ROW_BUCKETS) // REFERENCE_ROWS) * REFERENCE_ROWS
+    needed = min(ceil_div(MIN_COMPARED, product.outputs), MAX_ROWS)
+    whole = round_up(max(needed, *ROW_BUCKETS), REFERENCE_ROWS)
     rows = sensitive_rows(product, whole + max(SHIFTS))
     expected = _outputs(product, rows, REFERENCE_ROWS, whole)
     for shift in SHIFTS:
@@ -114,7 +115,7 @@ def exact_buckets(product: Product) -> Buckets:
             return ()
 
     def keeps_bits(count: int) -> bool:
-        num_rows = -(-needed // count) * count
+        num_rows = round_up(needed, count)
         num_rows = num_rows if num_rows <= whole else whole // count * count
         got = _outputs(product, rows, count, num_rows)
         return _equal(got, [out[:num_rows] for out in expected])

@@ -18,7 +18,7 @@ import msgspec
 from msgspec import Meta
 
 from shardline.errors import ProtocolError
-from shardline.wire import PROTOCOL_VERSION
+from shardline.wire import PROTOCOL_VERSION, decode_or_protocol_error
 
 MAX_CONTROL_BYTES = 64 << 10
 
@@ -177,7 +177,4 @@ def _decode(data: bytes, decoder: msgspec.msgpack.Decoder[Decoded]) -> Decoded:
         raise ProtocolError("not a control message of Shardline")
     if version != PROTOCOL_VERSION:
         raise OtherVersion(f"the peer speaks protocol version {version}, we speak {PROTOCOL_VERSION}")
-    try:
-        return decoder.decode(memoryview(data)[_ENVELOPE.size :])
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ProtocolError(f"malformed control message: {error}") from error
+    return decode_or_protocol_error(memoryview(data)[_ENVELOPE.size :], decoder.decode, "malformed control message")

@@ -10,11 +10,10 @@ from typing import Any
 
 import redis
 import structlog
-from redis.backoff import NoBackoff
-from redis.retry import Retry
 
 from shardline import keys
 from shardline.errors import ProtocolError, Unavailable
+from shardline.redis import redis_client
 from shardline.wire import StageCard, decode_card, encode_card
 
 MAX_CARDS = 4096
@@ -32,12 +31,8 @@ class Registry:
     """The cards of live stages. Used by any thread."""
 
     def __init__(self, redis_url: str) -> None:
-        self._redis = redis.Redis.from_url(
-            redis_url,
-            socket_timeout=TIMEOUT_S,
-            socket_connect_timeout=TIMEOUT_S,
-            retry=Retry(NoBackoff(), 1),  # Once: a connection that broke while idle is opened anew.
-        )
+        # Once more: a connection that broke while idle is opened anew.
+        self._redis = redis_client(redis_url, timeout_s=TIMEOUT_S, num_retries=1)
         self._cursor = 0
         self._unlisted: set[str] = set()
         """Incarnations of the last release, found so far."""

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from shardline.rounding import ceil_div
+
 BLOCK_TOKENS = 64
 
 
 def blocks_for(num_tokens: int) -> int:
     """Blocks that hold this many tokens."""
-    return -(-num_tokens // BLOCK_TOKENS)
+    return ceil_div(num_tokens, BLOCK_TOKENS)
 
 
 class BlockPool:

@@ -19,6 +19,7 @@ from services.stage.scheduling.step_builder import StepBuilder
 from services.stage.scheduling.step_plan import Open, StepPlan, StepResult
 from shardline.errors import ProtocolError
 from shardline.job import FinishReason, TokenLogprob
+from shardline.rounding import ceil_div
 
 MIN_CHUNK = 64
 """Tokens of a prefill that make a step's trip worth it, where the budget has them."""
@@ -199,7 +200,7 @@ class Scheduler:
 
     def _add_decodes(self, builder: StepBuilder) -> None:
         num_decoding = len(self._running) - len(self._prefilling)
-        share = -(-num_decoding // self.config.num_lanes)
+        share = ceil_div(num_decoding, self.config.num_lanes)
         for sequence in list(islice(self._ready.values(), min(share, builder.budget))):
             if sequence.state is not State.RUNNING:
                 continue

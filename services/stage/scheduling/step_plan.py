@@ -6,15 +6,14 @@ tail that was restarted: `opens` carries the whole history.
 
 from __future__ import annotations
 
-from typing import Annotated, TypeAlias, TypeVar
+from typing import Annotated, TypeAlias
 
 import msgspec
 from msgspec import Meta
 
-from shardline.errors import ProtocolError
 from shardline.job import SamplingParams, TokenLogprob
+from shardline.wire import Data, decode_or_protocol_error
 
-Decoded = TypeVar("Decoded")
 Number: TypeAlias = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 """What a frame's header and the sampler's keys can hold."""
 
@@ -98,18 +97,11 @@ def encode(message: StepPlan | StepResult) -> bytes:
     return _encoder.encode(message)
 
 
-def decode_plan(data: bytes | bytearray | memoryview) -> StepPlan:
+def decode_plan(data: Data) -> StepPlan:
     """Raises ProtocolError on anything that is no StepPlan."""
-    return _decode(data, _plan_decoder, "StepPlan")
+    return decode_or_protocol_error(data, _plan_decoder.decode, "not a StepPlan")
 
 
-def decode_result(data: bytes | bytearray | memoryview) -> StepResult:
+def decode_result(data: Data) -> StepResult:
     """Raises ProtocolError on anything that is no StepResult."""
-    return _decode(data, _result_decoder, "StepResult")
-
-
-def _decode(data: bytes | bytearray | memoryview, decoder: msgspec.msgpack.Decoder[Decoded], name: str) -> Decoded:
-    try:
-        return decoder.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ProtocolError(f"not a {name}: {error}") from error
+    return decode_or_protocol_error(data, _result_decoder.decode, "not a StepResult")

@@ -11,7 +11,6 @@ from uuid import UUID
 
 import httpx
 import msgspec
-import psycopg
 import redis
 from celery import Celery
 
@@ -22,9 +21,10 @@ from shardline.config import Settings
 from shardline.ids import new_id
 from shardline.job import JobRequest
 from shardline.queues import INTAKE_QUEUE, SUBMIT_TASK, celery_settings
+from shardline.store.database import transaction
+from shardline.store.inserts import insert_plainly
 
 MAX_TOKENS = 128
-INSERT = "INSERT INTO jobs (id, model, prompt, params) VALUES (%s, %s, %s, %s)"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,9 +73,8 @@ def by_stream(producer: Producer, requests: Sequence[JobRequest]) -> None:
 
 def by_sql(producer: Producer, requests: Sequence[JobRequest]) -> None:
     """Submit from any language that speaks Postgres: accepted when the producer's own transaction commits."""
-    with psycopg.connect(producer.urls["database"]) as connection, connection.cursor() as cursor:
-        params = msgspec.json.encode({"temperature": 0, "max_tokens": MAX_TOKENS}).decode()
-        cursor.executemany(INSERT, [(request.id, request.model, request.prompt, params) for request in requests])
+    with transaction(producer.urls["database"]) as connection:
+        insert_plainly(connection, requests)
 
 
 def by_http(producer: Producer, requests: Sequence[JobRequest]) -> None:

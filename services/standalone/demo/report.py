@@ -10,23 +10,8 @@ from uuid import UUID
 
 import httpx
 import msgspec
-import psycopg
-from psycopg.rows import dict_row
 from rich.table import Table
 
-ROWS = """
-SELECT jobs.id, jobs.state, jobs.prompt, jobs.error, jobs.created_at, jobs.finished_at,
-       results.text, results.completion_tokens, results.provenance
-FROM jobs LEFT JOIN results ON results.job_id = jobs.id
-WHERE jobs.id = ANY(%s) ORDER BY jobs.created_at, jobs.id
-"""
-STATES = "SELECT id, state FROM jobs WHERE id = ANY(%s)"
-SAMPLE = """
-SELECT jobs.id, jobs.prompt, results.text, results.completion_tokens AS tokens,
-       round(extract(epoch FROM jobs.finished_at - jobs.created_at)::numeric, 2) AS seconds
-FROM jobs JOIN results ON results.job_id = jobs.id
-WHERE jobs.id = ANY(%s) ORDER BY random() LIMIT 6
-"""
 FLOWER_TASKS = 10_000
 CELL_MAX = 17
 
@@ -83,18 +68,6 @@ class DemoReport(msgspec.Struct, frozen=True, kw_only=True):
             "no process left": self.processes_left == 0,
         }
         return [name for name, holds in demands.items() if not holds]
-
-
-def states(database: str, ids: Sequence[UUID]) -> dict[UUID, str]:
-    """The state of every job that has a row by now."""
-    with psycopg.connect(database) as connection:
-        return dict(connection.execute(STATES, (list(ids),)).fetchall())
-
-
-def rows(database: str, ids: Sequence[UUID], query: str = ROWS) -> list[dict[str, Any]]:
-    """Jobs with their results."""
-    with psycopg.connect(database, row_factory=dict_row) as connection:
-        return connection.execute(query, (list(ids),)).fetchall()
 
 
 def num_in_flower(flower: str, ids: Sequence[UUID]) -> int:

@@ -26,19 +26,18 @@ from services.standalone import processes
 from services.standalone.demo.clerk.tasks import Example, examples
 from services.standalone.demo.producers import DOORS, Producer, submit
 from services.standalone.demo.report import (
-    SAMPLE,
     DemoPrompt,
     DemoReport,
     num_in_flower,
     report_table,
-    rows,
     sample_table,
-    states,
     summarize,
 )
 from services.standalone.processes import StartFailed
 from services.standalone.settings import REPOSITORY
 from services.standalone.state_dir import StateDir
+from shardline.store import reports
+from shardline.store.database import transaction
 
 NUM_PROMPTS = 300
 MIN_ACCURACY = 0.95
@@ -62,8 +61,9 @@ def run_demo(console: Console) -> bool:
         ids = [each.id for each in asked]
         _wait_for_answers(producer, asked, console)
         seen = _wait_for_flower(producer, asked)
-        report = summarize(asked, rows(producer.urls["database"], ids), flower_tasks_seen=seen)
-        sample = rows(producer.urls["database"], ids, SAMPLE)
+        with transaction(producer.urls["database"]) as connection:
+            report = summarize(asked, reports.outcomes(connection, ids), flower_tasks_seen=seen)
+            sample = reports.sample(connection, ids)
         started += _family(up["processes"])
     left = [process for process in started if not processes.wait_until_gone(process, timeout_s=POLL_S)]
     report = msgspec.structs.replace(report, processes_left=len(left))
@@ -132,7 +132,8 @@ def _wait_for_answers(producer: Producer, asked: list[DemoPrompt], console: Cons
         num_asked = Counter(each.door for each in asked)
         bars = {door: progress.add_task(door, total=num) for door, num in num_asked.items()}
         while True:
-            state = states(producer.urls["database"], [each.id for each in asked])
+            with transaction(producer.urls["database"]) as connection:
+                state = reports.states(connection, [each.id for each in asked])
             done = Counter(each.door for each in asked if state.get(each.id) in TERMINAL)
             for door, bar in bars.items():
                 progress.update(bar, completed=done[door])

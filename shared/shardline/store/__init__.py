@@ -2,5 +2,6 @@
 
 Every function takes a SQLAlchemy `Connection` and leaves COMMIT to its caller. From asyncio:
 `await connection.run_sync(jobs.insert_jobs, requests)`, which runs the same statements on an `AsyncConnection`.
-Every UPDATE is conditional on the state that it leaves; time is Postgres's now() only; rows are locked in order of id.
+Every UPDATE is conditional on the state that it leaves; time is Postgres's now() only. Rows of `jobs` are locked in
+order of id or with SKIP LOCKED; each module that takes locks says which ones, in its docstring.
 """

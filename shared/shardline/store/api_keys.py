@@ -1,4 +1,7 @@
-"""API keys as rows: made, registered, rotated, revoked, listed, found. Knows no secret but the one it has just made."""
+"""API keys as rows: made, registered, rotated, revoked, listed, found. Knows no secret but the one it has just made.
+
+Locks: one row of `api_keys` to rotate it; with SKIP LOCKED to note uses.
+"""
 
 from __future__ import annotations
 

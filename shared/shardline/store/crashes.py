@@ -1,7 +1,8 @@
 """What becomes of an attempt whose engine died under it: a requeue, a crash counted, or a dead letter.
 
 Only an attempt that was computed and saved no token of its own counts as a crash; one that did forgets those before.
-Knows neither who noticed nor why it died.
+A queued job with a crash behind it is *quarantined*: heads run it alone. Knows neither who noticed nor why it died.
+Locks: rows of `jobs`, in order of id, here or in the caller's statement, before any of their attempts is read.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from uuid import UUID
 from sqlalchemy import Connection, Row, select, text
 
 from shardline.job import JobState
-from shardline.store.claims import End, Key, end_from, requeue
-from shardline.store.encoding import dump
+from shardline.store.encoding import Key, dump_keys
+from shardline.store.ends import End, end_running, requeue_running
 from shardline.tables import attempts
 
 MAX_HISTORY = 10
@@ -26,7 +27,7 @@ WHERE jobs.state = 'running' ORDER BY jobs.id FOR UPDATE OF jobs
 """)
 
 # In a statement of its own: it must see the tokens that the last holder committed before we got the lock.
-CONTENTS = text("""
+LAST_ATTEMPTS = text("""
 SELECT jobs.id, jobs.fence, crashes, max_crashes,
     cancel_requested_at IS NOT NULL AS is_cancelled, coalesce(deadline_at <= now(), false) AS is_expired,
     coalesce(cardinality(tokens) > 0, false) AS has_tokens,
@@ -36,32 +37,32 @@ FROM jobs LEFT JOIN attempts ON attempts.job_id = jobs.id AND attempts.fence = j
 WHERE jobs.id = ANY(CAST(:ids AS uuid[]))
 """)
 
-SUSPECTS = text("""
+QUARANTINED = text("""
 SELECT id FROM jobs WHERE id = ANY(CAST(:ids AS uuid[])) AND state = 'queued' AND crashes > 0
 ORDER BY priority, created_at, id
 """)
 
 
-def contents(connection: Connection, ids: Sequence[UUID]) -> Iterable[Row[Any]]:
-    """Locked jobs, and whether their last attempt saved anything."""
-    return connection.execute(CONTENTS, {"ids": ids}) if ids else ()
+def last_attempts(connection: Connection, ids: Sequence[UUID]) -> Iterable[Row[Any]]:
+    """Locked jobs, and what their last attempts saved."""
+    return connection.execute(LAST_ATTEMPTS, {"ids": ids}) if ids else ()
 
 
-def suspects(connection: Connection, ids: Collection[str]) -> list[UUID]:
+def quarantined(connection: Connection, ids: Collection[str]) -> list[UUID]:
     """Those that an engine died under before and that wait to run again, in their order."""
-    return list(connection.scalars(SUSPECTS, {"ids": list(ids)}))
+    return list(connection.scalars(QUARANTINED, {"ids": list(ids)}))
 
 
-def blame(connection: Connection, keys: Collection[Key]) -> dict[UUID, str]:
-    """A head gives back jobs under which its pipeline broke, though it lives. Returns what `judge` does; a job that is
-    missing is not the head's any more."""
-    rows = [{"job_id": job_id, "fence": fence} for job_id, fence in keys]
-    return judge(connection, contents(connection, list(connection.scalars(LOCK_HELD, {"keys": dump(rows)}))))
+def requeue_or_fail_held(connection: Connection, keys: Collection[Key]) -> dict[UUID, str]:
+    """A head gives back jobs under which its pipeline broke, though it lives. Returns what `requeue_or_fail` does; a
+    job that is missing is not the head's any more."""
+    held = list(connection.scalars(LOCK_HELD, {"keys": dump_keys(keys)}))
+    return requeue_or_fail(connection, last_attempts(connection, held))
 
 
-def judge(connection: Connection, rows: Iterable[Row[Any]]) -> dict[UUID, str]:
-    """Locked rows of `contents`. Returns `released`, `lost` or `crashed` for those that were requeued, and the state of
-    those whose crashes are used up."""
+def requeue_or_fail(connection: Connection, rows: Iterable[Row[Any]]) -> dict[UUID, str]:
+    """Locked rows of `last_attempts`. Returns `released`, `lost` or `crashed` for those that were requeued, and the
+    state of those whose crashes are used up."""
     ends: list[End] = []
     parked: list[Key] = []
     lost: list[Key] = []
@@ -76,10 +77,10 @@ def judge(connection: Connection, rows: Iterable[Row[Any]]) -> dict[UUID, str]:
         else:
             ends.append(_dead_letter(connection, row))
     return {
-        **dict.fromkeys(requeue(connection, parked, outcome="released"), "released"),
-        **dict.fromkeys(requeue(connection, lost, outcome="lost"), "lost"),
-        **dict.fromkeys(requeue(connection, crashed, outcome="crashed"), "crashed"),
-        **end_from(connection, ends, held=JobState.RUNNING),
+        **dict.fromkeys(requeue_running(connection, parked, outcome="released"), "released"),
+        **dict.fromkeys(requeue_running(connection, lost, outcome="lost"), "lost"),
+        **dict.fromkeys(requeue_running(connection, crashed, outcome="crashed"), "crashed"),
+        **end_running(connection, ends),
     }
 
 

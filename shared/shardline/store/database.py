@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import URL, Engine, create_engine, make_url
+from sqlalchemy import URL, Connection, Engine, NullPool, create_engine, make_url, text
 from sqlalchemy.exc import ArgumentError, DBAPIError, InterfaceError, OperationalError
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 
@@ -22,6 +24,7 @@ POOL_TIMEOUT_S = 10.0
 POOL_RECYCLE_S = 1800
 SCHEMES = ("postgresql", "postgres", "postgresql+psycopg", "postgresql+psycopg_async")
 
+HAS_DATABASE = text("SELECT true FROM pg_database WHERE datname = :name")
 
 LOST = ("08", "57P")
 """SQLSTATEs that begin so: the connection broke; the server shuts down, has crashed, starts, or ended this session."""
@@ -61,6 +64,22 @@ def connect(url: str, **options: Any) -> Engine:
 def connect_async(url: str, **options: Any) -> AsyncEngine:
     """The same for asyncio."""
     return create_async_engine(normalize(url), **_engine_options(options))
+
+
+@contextmanager
+def transaction(url: str) -> Iterator[Connection]:
+    """A transaction on a connection of its own, for those who ask Postgres now and then."""
+    with connect(url, poolclass=NullPool).begin() as connection:
+        yield connection
+
+
+def create_database_if_missing(url: str, name: str) -> None:
+    """On the server of this URL, which names another database of it."""
+    engine = connect(url, poolclass=NullPool, isolation_level="AUTOCOMMIT", statement_timeout_s=0)
+    with engine.connect() as connection:
+        if not connection.scalar(HAS_DATABASE, {"name": name}):
+            quoted = connection.dialect.identifier_preparer.quote_identifier(name)
+            connection.execute(text(f"CREATE DATABASE {quoted}"))
 
 
 def normalize(url: str) -> URL:

@@ -12,6 +12,9 @@ from sqlalchemy import ARRAY, Column, ColumnElement, RowMapping, Uuid, any_, lit
 
 from shardline.job import FinishReason, Job, JobState, Result, SamplingParams, TokenLogprob, Usage
 
+Key = tuple[UUID, int]
+"""A job and the fence of one claim of it."""
+
 MAX_DEPTH = 100
 """Of nested values in metadata and the like."""
 
@@ -22,6 +25,11 @@ NO_PROBABILITY = -9999.0
 def dump(rows: object) -> str:
     """Rows for `jsonb_to_recordset`: one parameter, whatever their number and however ragged their arrays."""
     return msgspec.json.encode(rows).decode()
+
+
+def dump_keys(keys: Iterable[Key]) -> str:
+    """Claims for `jsonb_to_recordset(…) AS keys(job_id uuid, fence bigint)`."""
+    return dump([{"job_id": job_id, "fence": fence} for job_id, fence in keys])
 
 
 def is_any(column: Column[Any], ids: Collection[UUID]) -> ColumnElement[bool]:

@@ -1,4 +1,7 @@
-"""New rows in `jobs`: thousands in one statement, a repeat inserts nothing. Knows no tokenizer."""
+"""New rows in `jobs`: thousands in one statement, a repeat inserts nothing. Knows no tokenizer.
+
+Locks: none; an insert waits for an open transaction with the same id or key, so rows are inserted in one order.
+"""
 
 from __future__ import annotations
 
@@ -27,6 +30,7 @@ Tokenized = tuple[Sequence[int], int]
 """A request's prompt ids and max_tokens, of a door that validated and tokenized it already."""
 
 INSERT = text(f"""
+-- The requests of one statement, as `_row` writes them. Times arrive as seconds from now: only Postgres's clock counts.
 WITH new AS (
     SELECT * FROM jsonb_to_recordset(CAST(:rows AS jsonb)) AS new(
         id uuid, tenant_id text, model text, prompt text, messages jsonb, prompt_ids int[], params jsonb, seed bigint,
@@ -48,6 +52,11 @@ INSERT INTO jobs (id, model, prompt, metadata, error, state, finished_at)
 SELECT id, model, prompt, metadata, error, 'failed', now()
 FROM jsonb_to_recordset(CAST(:rows AS jsonb)) AS new(id uuid, model text, prompt text, metadata jsonb, error jsonb)
 ON CONFLICT DO NOTHING RETURNING id
+""")
+
+# What docs/doors.md tells producers that speak SQL: defaults, checks and a trigger of the table do all else.
+INSERT_PLAINLY = text("""
+INSERT INTO jobs (id, model, prompt, params) VALUES (:id, :model, :prompt, CAST(:params AS jsonb))
 """)
 
 
@@ -80,9 +89,18 @@ def insert_jobs(
     """
     rows = [_row(request, tokenized) for request, tokenized in _pairs(requests, prepared)]
     stored: dict[int, Stored] = {}
-    for places, encoded in _chunks(rows):
-        stored |= _insert(connection, {place: rows[place]["id"] for place in places}, encoded)
-    return [stored[place] for place in range(len(rows))]
+    for numbers, encoded in _chunks(rows):
+        stored |= _insert(connection, {number: rows[number]["id"] for number in numbers}, encoded)
+    return [stored[number] for number in range(len(rows))]
+
+
+def insert_plainly(connection: Connection, requests: Sequence[JobRequest]) -> None:
+    """As a producer that speaks SQL does: id, model, text and parameters, nothing checked here, a known id refused."""
+    rows = [
+        {"id": one.id, "model": one.model, "prompt": one.prompt, "params": dump(msgspec.to_builtins(one.params()))}
+        for one in requests
+    ]
+    connection.execute(INSERT_PLAINLY, rows)
 
 
 def insert_failed(connection: Connection, requests: Sequence[FailedRequest]) -> set[UUID]:
@@ -107,15 +125,15 @@ def _insert(connection: Connection, ids: Mapping[int, UUID], encoded: str) -> di
     except IntegrityError as error:
         raise _invalid(error) from error
     stored: dict[int, Stored] = {}
-    for place, job_id in ids.items():
+    for number, job_id in ids.items():
         # Of several rows with one id the first was inserted.
         if job_id in inserted:
             inserted.remove(job_id)
-            stored[place] = Stored(job_id=job_id, is_new=True)
-    others = [place for place in ids if place not in stored]
+            stored[number] = Stored(job_id=job_id, is_new=True)
+    others = [number for number in ids if number not in stored]
     if others:
-        for place, job_id in repeated(connection, encoded, others).items():
-            stored[place] = Stored(job_id=job_id, is_new=False)
+        for number, job_id in repeated(connection, encoded, others).items():
+            stored[number] = Stored(job_id=job_id, is_new=False)
     return stored
 
 
@@ -160,24 +178,24 @@ def _check_storable(row: Mapping[str, Any]) -> None:
 
 
 def _chunks(rows: Sequence[Mapping[str, Any]]) -> Iterator[tuple[list[int], str]]:
-    """The places of the rows of one statement, and these rows as JSON, each with its place.
+    """The numbers of the rows of one statement, from 0, and these rows as JSON, each with its number.
 
     In one order for everybody: a row that meets its like of an open transaction waits for its end, and two
     transactions that insert the same rows in different orders would wait for each other.
     """
-    places: list[int] = []
+    numbers: list[int] = []
     encoded: list[str] = []
     num_bytes = 0
-    for place in sorted(range(len(rows)), key=lambda place: _order(rows[place])):
-        one = dump({"place": place, **rows[place]})
-        if places and (len(places) == MAX_ROWS or num_bytes + len(one) > MAX_BYTES):
-            yield places, f"[{','.join(encoded)}]"
-            places, encoded, num_bytes = [], [], 0
-        places.append(place)
+    for number in sorted(range(len(rows)), key=lambda number: _order(rows[number])):
+        one = dump({"number": number, **rows[number]})
+        if numbers and (len(numbers) == MAX_ROWS or num_bytes + len(one) > MAX_BYTES):
+            yield numbers, f"[{','.join(encoded)}]"
+            numbers, encoded, num_bytes = [], [], 0
+        numbers.append(number)
         encoded.append(one)
         num_bytes += len(one)
-    if places:
-        yield places, f"[{','.join(encoded)}]"
+    if numbers:
+        yield numbers, f"[{','.join(encoded)}]"
 
 
 def _order(row: Mapping[str, Any]) -> tuple[str, str, str]:

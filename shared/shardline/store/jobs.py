@@ -1,4 +1,7 @@
-"""What doors do with jobs: insert, read, list, cancel. Knows no head and no relay, and checks no prompt."""
+"""What doors do with jobs: insert, read, list, cancel. Knows no head and no relay, and checks no prompt.
+
+Locks: rows of `jobs`, in order of id.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ __all__ = [
 ]
 
 CANCEL = text("""
--- In the order in which everybody locks jobs.
+-- Those that can still be cancelled, locked in order of id.
 WITH locked AS (
     SELECT id FROM jobs WHERE id = ANY(CAST(:ids AS uuid[])) AND (state = 'queued' OR (state = 'running' AND :running))
     ORDER BY id FOR UPDATE

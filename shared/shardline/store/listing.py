@@ -39,10 +39,11 @@ CROSS JOIN LATERAL (
 
 # The limits are literals, so that the planner walks an index in order instead of sorting what it matches.
 PAGE = """
+-- The ids of one page, before any body is read.
 WITH page AS MATERIALIZED (
     {rows} ORDER BY {column} DESC, id DESC LIMIT {limit}
--- Of a long prompt only the beginning is read.
 )
+-- Of a long prompt only the beginning is read.
 SELECT jobs.id, jobs.tenant_id, jobs.model, jobs.state, jobs.priority, jobs.created_at, jobs.finished_at,
     jobs.cancel_requested_at IS NOT NULL AS cancel_requested, jobs.crashes, jobs.replay_of, jobs.error,
     substr(jobs.prompt, 1, {max_prompt_chars}) AS prompt_start,

@@ -1,4 +1,7 @@
-"""Which jobs are due to be sent to heads, in Postgres's order and within a window. Knows no Redis: relays publish."""
+"""Which jobs are due to be sent to heads, in Postgres's order and within a window. Knows no Redis: relays publish.
+
+Locks: the advisory lock STAMP_LOCK, then rows of `jobs` with SKIP LOCKED; `unstamp` locks as it writes.
+"""
 
 from __future__ import annotations
 
@@ -28,45 +31,45 @@ WITH seats AS (
     SELECT model, sum(seats) AS seats FROM pipelines WHERE lease_until > now() GROUP BY model
 ),
 -- What each window still takes; a model without a pipeline has a small one, so that its queue is ready when one comes.
-rooms AS MATERIALIZED (
+windows AS MATERIALIZED (
     SELECT models.name AS model, priority,
         greatest({WINDOW_MIN}, {WINDOW_PER_SEAT} * coalesce(seats.seats, 0)) - (
             SELECT count(*) FROM jobs
             WHERE state = 'queued' AND sent_at IS NOT NULL AND model = models.name AND priority = priorities.priority
-        ) AS room
+        ) AS num_free
     FROM models CROSS JOIN generate_series(0, 9) AS priorities(priority) LEFT JOIN seats ON seats.model = models.name
 ),
--- The first in line of each window, numbered.
+-- The oldest jobs that wait for each window, numbered from 1.
 oldest AS (
-    SELECT rooms.room, first.id, rooms.priority, first.created_at,
-        row_number() OVER (PARTITION BY rooms.model, rooms.priority ORDER BY first.created_at, first.id) AS place
-    FROM rooms CROSS JOIN LATERAL (
+    SELECT windows.num_free, first.id, windows.priority, first.created_at,
+        row_number() OVER (PARTITION BY windows.model, windows.priority ORDER BY first.created_at, first.id) AS number
+    FROM windows CROSS JOIN LATERAL (
         SELECT id, created_at FROM jobs
-        WHERE state = 'queued' AND sent_at IS NULL AND prepared_at IS NOT NULL AND jobs.model = rooms.model
-            AND jobs.priority = rooms.priority AND not_before <= now() AND cancel_requested_at IS NULL
+        WHERE state = 'queued' AND sent_at IS NULL AND prepared_at IS NOT NULL AND jobs.model = windows.model
+            AND jobs.priority = windows.priority AND not_before <= now() AND cancel_requested_at IS NULL
         ORDER BY created_at, id LIMIT {MAX_BATCH}
     ) AS first
-    WHERE rooms.room > 0
+    WHERE windows.num_free > 0
 ),
 -- Those that fit into their window, urgent ones first.
 due AS (
-    SELECT id FROM oldest WHERE place <= room ORDER BY priority, created_at, id LIMIT {MAX_BATCH}
+    SELECT id FROM oldest WHERE number <= num_free ORDER BY priority, created_at, id LIMIT {MAX_BATCH}
 ),
--- Sent long ago and claimed by nobody: each time the wait doubles.
-lost AS (
+-- Sent long ago and claimed by nobody, so the message may be lost: each time the wait doubles.
+unclaimed AS (
     SELECT id FROM jobs
     WHERE state = 'queued' AND sent_at <= now()
         - make_interval(secs => :resend_s * 2 ^ least(greatest(num_sends - 1, 0), {MAX_DOUBLINGS}))
     ORDER BY sent_at LIMIT {MAX_BATCH}
 ),
--- In the order in which everybody locks jobs; what somebody else holds has its turn the next time.
+-- Both, locked in order of id; what somebody else has locked has its turn the next time.
 locked AS (
     SELECT id FROM jobs
-    WHERE id = ANY(ARRAY(SELECT id FROM due UNION ALL SELECT id FROM lost)) AND state = 'queued'
+    WHERE id = ANY(ARRAY(SELECT id FROM due UNION ALL SELECT id FROM unclaimed)) AND state = 'queued'
         AND cancel_requested_at IS NULL
     ORDER BY id FOR UPDATE SKIP LOCKED
 ),
--- As sent now: the message leaves after COMMIT.
+-- The time that the next look compares with: the message itself leaves after COMMIT.
 stamped AS (
     UPDATE jobs SET sent_at = now(), num_sends = num_sends + 1
     FROM locked WHERE jobs.id = locked.id AND state = 'queued'
@@ -76,6 +79,7 @@ SELECT id, model, priority, num_sends, traceparent FROM stamped ORDER BY priorit
 """)  # noqa: S608 (constants of ours)
 
 UNSTAMP_SENT = text(f"""
+-- Some of those that count as sent; what is locked is being claimed or has its turn the next time.
 WITH sent AS (
     SELECT id FROM jobs WHERE state = 'queued' AND sent_at IS NOT NULL LIMIT {MAX_BATCH} FOR UPDATE SKIP LOCKED
 )
@@ -94,7 +98,7 @@ class Send:
     traceparent: str | None
 
 
-def stamp(connection: Connection, *, resend_s: float) -> list[Send]:
+def stamp_due(connection: Connection, *, resend_s: float) -> list[Send]:
     """Take the jobs that are due: new ones while the window of their model and priority has room, and those sent long
     ago that nobody claimed. Empty also while another relay is stamping."""
     if not connection.scalar(select(func.pg_try_advisory_xact_lock(STAMP_LOCK))):
@@ -112,7 +116,7 @@ def stamp(connection: Connection, *, resend_s: float) -> list[Send]:
 
 
 def unstamp(connection: Connection, ids: Collection[UUID]) -> None:
-    """Sending failed: these are due again."""
+    """Sending failed: those of these that nobody has claimed are due again."""
     connection.execute(
         update(jobs)
         .where(is_any(jobs.c.id, ids), jobs.c.state == JobState.QUEUED, jobs.c.sent_at.is_not(None))

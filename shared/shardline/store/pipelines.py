@@ -123,6 +123,13 @@ def live_pipelines(connection: Connection, model: str | None = None) -> list[Liv
     ]
 
 
+def num_ready(connection: Connection, model: str) -> int:
+    """How many pipelines of this model can generate now."""
+    is_ready = pipelines.c.ready_at.is_not(None) & (pipelines.c.lease_until > func.now())
+    query = select(func.count()).select_from(pipelines).where(pipelines.c.model == model, is_ready)
+    return int(connection.scalar(query) or 0)
+
+
 def _change(connection: Connection, pipeline: str, epoch: int, **values: Any) -> bool:
     mine = update(pipelines).where(pipelines.c.id == pipeline, pipelines.c.epoch == epoch).values(**values)
     return connection.execute(mine).rowcount == 1

@@ -1,6 +1,7 @@
 """Rows that arrived without validation: lent to a relay for tokenizing, then marked. Knows no tokenizer.
 
 A loan locks no row: it is a time in the row, after which any relay may have it. Who marks first is right.
+Locks: rows of `jobs`, with SKIP LOCKED to lend them, in order of id to fail them; marking locks as it writes.
 """
 
 from __future__ import annotations
@@ -13,15 +14,16 @@ from uuid import UUID
 from sqlalchemy import Connection, text
 
 from shardline.job import JobState
-from shardline.store.claims import End, end_from
 from shardline.store.encoding import dump
+from shardline.store.ends import End, end_queued
 
 MAX_BATCH = 128
 MAX_BYTES = 1 << 20
 """Of a batch, about, and one row more: a second's work of a slow tokenizer."""
 
 TAKE = text("""
--- Sizes are known without reading a text. Chats are kept compressed, to a quarter of their length or more.
+-- The oldest that no relay has. Their sizes are known without reading a text; chats are kept compressed, to a quarter
+-- of their length or more.
 WITH oldest AS (
     SELECT id, created_at, coalesce(octet_length(prompt), 0) + 4 * coalesce(pg_column_size(messages), 0)
         + coalesce(pg_column_size(prompt_ids), 0) AS num_bytes
@@ -29,14 +31,14 @@ WITH oldest AS (
     WHERE state = 'queued' AND prepared_at IS NULL AND (preparing_until IS NULL OR preparing_until <= now())
     ORDER BY created_at LIMIT :max_batch FOR UPDATE SKIP LOCKED
 ),
--- What those before it take: the first row is in, however long it is.
-weighed AS (
-    SELECT id, sum(num_bytes) OVER (ORDER BY created_at, id) - num_bytes AS num_before FROM oldest
+-- How many bytes the rows before each one take: the first one is in, however long it is.
+totals AS (
+    SELECT id, sum(num_bytes) OVER (ORDER BY created_at, id) - num_bytes AS num_bytes_before FROM oldest
 ),
--- For one lease: a relay that dies over them gives them back by that.
+-- Those that fit, lent for one lease: if the relay dies, any other may have them after that.
 lent AS (
     UPDATE jobs SET preparing_until = now() + make_interval(secs => :lease_s)
-    FROM weighed WHERE jobs.id = weighed.id AND num_before < :max_bytes
+    FROM totals WHERE jobs.id = totals.id AND num_bytes_before < :max_bytes
     RETURNING jobs.id, model, prompt, messages, prompt_ids, params, created_at
 )
 SELECT id, model, prompt, messages, prompt_ids, params FROM lent ORDER BY created_at, id
@@ -44,7 +46,7 @@ SELECT id, model, prompt, messages, prompt_ids, params FROM lent ORDER BY create
 
 # By their ids: `num_nulls` says the same as `prepared_at IS NULL`, and does not invite Postgres to read all that waits
 # for preparation by jobs_to_prepare, which looks small until the table is analyzed after a bulk load.
-PREPARED = text("""
+MARK_UNPREPARED = text("""
 UPDATE jobs SET prompt_ids = ready.prompt_ids, max_tokens = ready.max_tokens, prepared_at = now(),
     seed = coalesce(ready.seed, jobs.seed)
 FROM jsonb_to_recordset(CAST(:rows AS jsonb)) AS ready(id uuid, prompt_ids int[], max_tokens int, seed bigint)
@@ -87,15 +89,15 @@ def take_unprepared(
     return [Unprepared(**row) for row in connection.execute(TAKE, values).mappings()]
 
 
-def mark_prepared(connection: Connection, rows: Sequence[Ready]) -> int:
-    """These may be sent. Returns how many nobody had marked before."""
-    return connection.execute(PREPARED, {"rows": dump(rows)}).rowcount if rows else 0
+def mark_if_unprepared(connection: Connection, rows: Sequence[Ready]) -> int:
+    """Mark rows as prepared, so that the outbox sends them. Returns how many nobody had marked before."""
+    return connection.execute(MARK_UNPREPARED, {"rows": dump(rows)}).rowcount if rows else 0
 
 
-def mark_failed(connection: Connection, errors: Mapping[UUID, Mapping[str, str]]) -> list[UUID]:
-    """These can never run: `failed`, with the reason. Returns those that nobody has marked before."""
+def fail_if_unprepared(connection: Connection, errors: Mapping[UUID, Mapping[str, str]]) -> list[UUID]:
+    """End rows that can never run as `failed`, with the reason. Returns those that nobody had marked before."""
     if not errors:
         return []
     ids = list(connection.scalars(LOCK_UNPREPARED, {"ids": list(errors)}))
     ends = [End(job_id=job_id, fence=0, state=JobState.FAILED, error=errors[job_id]) for job_id in ids]
-    return list(end_from(connection, ends, held=JobState.QUEUED))
+    return list(end_queued(connection, ends))

@@ -15,14 +15,15 @@ MAX_TOKENS = 4_096
 """Of one job in one reading: with 20 log-probabilities each, about 4 MB."""
 
 PROGRESS = text("""
--- Who asks for what: `same_start` counts while the attempt is the one that the reader knows.
+-- What each reader asks for: `same_start` counts while the attempt is the one that it knows.
 WITH asked AS (
     SELECT * FROM ROWS FROM (jsonb_to_recordset(CAST(:asked AS jsonb))
         AS (job_id uuid, fence bigint, same_start int, other_start int)) WITH ORDINALITY
-        AS asked(job_id, fence, same_start, other_start, place)
+        AS asked(job_id, fence, same_start, other_start, number)
+),
 -- The result's tokens once there is one, else those that the newest attempt has saved.
-), found AS (
-    SELECT asked.place, jobs.state, jobs.fence, jobs.params, jobs.max_tokens, results.text, results.finish_reason,
+found AS (
+    SELECT asked.number, jobs.state, jobs.fence, jobs.params, jobs.max_tokens, results.text, results.finish_reason,
         CASE WHEN jobs.fence = asked.fence THEN same_start ELSE other_start END AS start,
         CASE WHEN results.job_id IS NULL THEN coalesce(attempts.tokens, '{}') ELSE results.token_ids END AS tokens,
         CASE WHEN results.job_id IS NULL THEN attempts.logprobs ELSE results.logprobs END AS logprobs
@@ -30,7 +31,7 @@ WITH asked AS (
     LEFT JOIN attempts ON attempts.job_id = jobs.id AND attempts.fence = jobs.fence
     LEFT JOIN results ON results.job_id = jobs.id
 )
-SELECT place, state, fence, params, max_tokens, finish_reason, start,
+SELECT number, state, fence, params, max_tokens, finish_reason, start,
     tokens[start + 1 : start + :max_tokens_read] AS tokens,
     cardinality(tokens) <= start + :max_tokens_read AS is_whole,
     CASE WHEN cardinality(tokens) <= start + :max_tokens_read THEN text END AS text,
@@ -54,7 +55,7 @@ def read_progress(connection: Connection, asked: Sequence[Asked]) -> list[JobPro
     found: list[JobProgress | None] = [None] * len(asked)
     values = {"asked": dump([one._asdict() for one in asked]), "max_tokens_read": MAX_TOKENS}
     for row in connection.execute(PROGRESS, values):
-        found[row.place - 1] = _load(row)
+        found[row.number - 1] = _load(row)
     return found
 
 

@@ -18,7 +18,7 @@ from shardline.errors import Busy, Conflict
 from shardline.job import JobState
 
 REPEATED = text(f"""
-SELECT asked.place, jobs.name, jobs.id, jobs.error,
+SELECT asked.number, jobs.name, jobs.id, jobs.error,
     -- Its row was made to say why the request was refused: what is valid now is another request.
     jobs.state = '{JobState.FAILED}' AND jobs.finished_at = jobs.created_at AS is_refused,
     array_remove(ARRAY[
@@ -34,7 +34,7 @@ SELECT asked.place, jobs.name, jobs.id, jobs.error,
         WHERE one.value IS DISTINCT FROM other.value ORDER BY key
     ) AS differences
 FROM jsonb_to_recordset(CAST(:rows AS jsonb)) AS asked(
-    place int, id uuid, tenant_id text, model text, prompt text, messages jsonb, prompt_ids int[], params jsonb,
+    number int, id uuid, tenant_id text, model text, prompt text, messages jsonb, prompt_ids int[], params jsonb,
     idempotency_key text)
 -- The job of its id and the job of its key: one job, two, or none.
 CROSS JOIN LATERAL (
@@ -43,22 +43,22 @@ CROSS JOIN LATERAL (
     SELECT 'idempotency key', jobs.* FROM jobs
     WHERE jobs.tenant_id = asked.tenant_id AND jobs.idempotency_key = asked.idempotency_key
 ) AS jobs
-WHERE asked.place = ANY(CAST(:places AS int[]))
+WHERE asked.number = ANY(CAST(:numbers AS int[]))
 """)  # noqa: S608 (a constant of ours)
 
 
-def repeated(connection: Connection, rows: str, places: Collection[int]) -> dict[int, UUID]:
-    """The jobs that are there for those of `rows` (JSON, numbered by `place`) that were not inserted. Raises Conflict
+def repeated(connection: Connection, rows: str, numbers: Collection[int]) -> dict[int, UUID]:
+    """The jobs that are there for those of `rows` (JSON, numbered by `number`) that were not inserted. Raises Conflict
     when one asks for something else, Busy when its job is not to be seen: it went, or the caller's snapshot is old."""
     found: dict[int, Row[Any]] = {}
-    for row in connection.execute(REPEATED, {"rows": rows, "places": list(places)}):
+    for row in connection.execute(REPEATED, {"rows": rows, "numbers": list(numbers)}):
         _check(row)
-        other = found.setdefault(row.place, row)
+        other = found.setdefault(row.number, row)
         if other.id != row.id:
             raise Conflict(f"its {other.name} is that of job {other.id}, its {row.name} that of {row.id}; send one")
-    if len(found) < len(places):
+    if len(found) < len(numbers):
         raise Busy("a job with the same id or idempotency key went meanwhile, or is hidden from this transaction")
-    return {place: UUID(str(row.id)) for place, row in found.items()}
+    return {number: UUID(str(row.id)) for number, row in found.items()}
 
 
 def _check(first: Row[Any]) -> None:

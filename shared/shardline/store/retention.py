@@ -3,6 +3,7 @@
 A dead letter that nobody has replayed is never deleted: somebody must look at it first. Jobs are looked at in the order
 in which they were created, a few at a time: what stays behind (dead letters, a backlog that waits for longer than
 ended jobs are kept) is read once in each pass, and holds up no batch.
+Locks: the advisory lock LOCK, then rows of `jobs` with SKIP LOCKED, so in any order.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ ORDER BY created_at, id LIMIT {MAX_READ}
 """)  # noqa: S608 (a constant of ours)
 
 LOCK_OLD = text(f"""
--- A replay outlives what it replays, else that would look as if it had none.
+-- Those of them that may go, locked. A replay outlives what it replays, else that would look as if it had none.
 WITH old AS MATERIALIZED (
     SELECT * FROM jobs
     WHERE id = ANY(CAST(:ids AS uuid[])) AND finished_at < now() - make_interval(secs => :age_s)
@@ -49,7 +50,7 @@ WITH old AS MATERIALIZED (
         AND (({DEAD}) IS NOT TRUE OR EXISTS (SELECT FROM jobs AS replays WHERE replays.replay_of = jobs.id))
     ORDER BY created_at, id LIMIT :max_batch FOR UPDATE SKIP LOCKED
 ),
--- Sizes are known without reading a value.
+-- How many bytes each one has, with its result and attempts: sizes are known without reading a value.
 sizes AS MATERIALIZED (
     SELECT id, created_at, coalesce(pg_column_size(prompt), 0) + coalesce(pg_column_size(messages), 0)
         + coalesce(pg_column_size(prompt_ids), 0) + pg_column_size(metadata)
@@ -63,11 +64,11 @@ sizes AS MATERIALIZED (
         ), 0) AS num_bytes
     FROM old
 ),
--- What those before it take: the first one is in, however long it is.
-weighed AS (
-    SELECT created_at, id, sum(num_bytes) OVER (ORDER BY created_at, id) - num_bytes AS num_before FROM sizes
+-- How many bytes the rows before each one take: the first one is in, however long it is.
+totals AS (
+    SELECT created_at, id, sum(num_bytes) OVER (ORDER BY created_at, id) - num_bytes AS num_bytes_before FROM sizes
 )
-SELECT created_at, id, num_before < :max_bytes AS is_light FROM weighed ORDER BY created_at, id
+SELECT created_at, id, num_bytes_before < :max_bytes AS fits FROM totals ORDER BY created_at, id
 """)  # noqa: S608 (a constant of ours)
 
 DELETE = text("DELETE FROM jobs WHERE id = ANY(CAST(:ids AS uuid[]))")
@@ -93,9 +94,9 @@ def delete_old(
     read = connection.execute(NEXT, {"age_s": age_s, "after_at": after_at, "after_id": after_id}).all()
     wanted = {"ids": [row.id for row in read], "max_batch": max_batch, "max_bytes": MAX_BYTES}
     old = connection.execute(LOCK_OLD, {"age_s": age_s, **wanted}).all() if read else []
-    light = [row for row in old if row.is_light]
-    if light:
-        connection.execute(DELETE, {"ids": [row.id for row in light]})
-    is_cut = len(light) < len(old) or len(old) == max_batch
-    last = light[-1] if is_cut else read[-1] if len(read) == MAX_READ else None
-    return Batch(num_deleted=len(light), after=None if last is None else (last.created_at, last.id))
+    fitting = [row for row in old if row.fits]
+    if fitting:
+        connection.execute(DELETE, {"ids": [row.id for row in fitting]})
+    is_cut = len(fitting) < len(old) or len(old) == max_batch
+    last = fitting[-1] if is_cut else read[-1] if len(read) == MAX_READ else None
+    return Batch(num_deleted=len(fitting), after=None if last is None else (last.created_at, last.id))

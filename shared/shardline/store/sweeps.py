@@ -1,6 +1,7 @@
 """What relays repair: expired leases, passed deadlines, cancels of waiting jobs. Bounded in rows and in bytes.
 
 Knows no tokenizer: text comes from a function that the relay gives.
+Locks: rows of `jobs` with SKIP LOCKED, so in any order: what somebody else has locked has its turn the next time.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from sqlalchemy import Connection, Row, text
 
 from shardline.job import FinishReason, JobState, Result, SamplingParams, TokenLogprob, Usage
 from shardline.store import crashes
-from shardline.store.claims import End, end_from
 from shardline.store.encoding import load_logprobs, readable_params
+from shardline.store.ends import End, end_queued, end_running
 
 MAX_BATCH = 64
 MAX_COUNTED = 20_000
@@ -56,34 +57,36 @@ ORDER BY lease_until LIMIT :max_batch FOR UPDATE SKIP LOCKED
 """)
 
 # Each half walks its own partial index: a table of finished jobs is never read.
-LOCK_OVER = text("""
-WITH over AS (
+LOCK_STOPPED = text("""
+-- The oldest that were cancelled and those with the earliest deadlines: each half is bounded.
+WITH stopped AS (
     (SELECT id FROM jobs WHERE state = 'queued' AND cancel_requested_at IS NOT NULL ORDER BY id LIMIT :max_batch)
     UNION
     (SELECT id FROM jobs WHERE state = 'queued' AND deadline_at <= now() ORDER BY deadline_at LIMIT :max_batch)
 )
 SELECT id FROM jobs
-WHERE id = ANY(ARRAY(SELECT id FROM over)) AND state = 'queued'
+WHERE id = ANY(ARRAY(SELECT id FROM stopped)) AND state = 'queued'
     AND (cancel_requested_at IS NOT NULL OR deadline_at <= now())
 ORDER BY id FOR UPDATE SKIP LOCKED
 """)
 
 PARTIALS = text("""
--- Sizes are known without reading a token. Log-probabilities are kept compressed, to an eighth of their length or more.
+-- Sizes of what was saved, known without reading a token. Log-probabilities are kept compressed, to an eighth of their
+-- length or more.
 WITH sizes AS (
     SELECT jobs.id, pg_column_size(tokens) + 8 * coalesce(pg_column_size(logprobs), 0) AS num_bytes
     FROM jobs JOIN attempts ON attempts.job_id = jobs.id AND attempts.fence = jobs.fence
     WHERE jobs.id = ANY(CAST(:ids AS uuid[]))
 ),
--- What those before it take: the first one is in, however long it is.
-weighed AS (
-    SELECT id, sum(num_bytes) OVER (ORDER BY id) - num_bytes AS num_before FROM sizes
+-- How many bytes the rows before each one take: the first one is in, however long it is.
+totals AS (
+    SELECT id, sum(num_bytes) OVER (ORDER BY id) - num_bytes AS num_bytes_before FROM sizes
 )
 SELECT jobs.id, jobs.fence, model, params, max_tokens, coalesce(cardinality(prompt_ids), 0) AS num_prompt, tokens,
     logprobs
-FROM weighed JOIN jobs ON jobs.id = weighed.id
+FROM totals JOIN jobs ON jobs.id = totals.id
 JOIN attempts ON attempts.job_id = jobs.id AND attempts.fence = jobs.fence
-WHERE num_before < :max_bytes
+WHERE num_bytes_before < :max_bytes
 """)
 
 FIX_NOW = text("SELECT now()")
@@ -113,39 +116,39 @@ def fix_now(connection: Connection) -> None:
     connection.execute(FIX_NOW)
 
 
-def sweep_waiting(connection: Connection, decode: Decode, *, max_batch: int = MAX_BATCH) -> dict[UUID, str]:
+def sweep_stopped_queued(connection: Connection, decode: Decode, *, max_batch: int = MAX_BATCH) -> dict[UUID, str]:
     """End queued jobs that were cancelled or whose deadline passed. Returns their states."""
-    over = _locked(connection, LOCK_OVER, max_batch=max_batch)
-    return {**end_from(connection, _stopped(connection, over, decode), held=JobState.QUEUED)}
+    stopped = _locked(connection, LOCK_STOPPED, max_batch=max_batch)
+    return {**end_queued(connection, _ends(connection, stopped, decode))}
 
 
-def sweep_leases(
+def sweep_expired_leases(
     connection: Connection, decode: Decode, *, lease_s: float, max_batch: int = MAX_BATCH
 ) -> dict[UUID, str]:
-    """Move running jobs whose lease expired: stopped as asked, else as `crashes.judge` says. Returns the state of
-    those that ended, and `released`, `lost` or `crashed` for those that were requeued."""
+    """Move running jobs whose lease expired: stopped as asked, else as `crashes.requeue_or_fail` says. Returns the
+    state of those that ended, and `released`, `lost` or `crashed` for those that were requeued."""
     rows = _locked(connection, LOCK_EXPIRED, lease_s=lease_s, max_batch=max_batch)
-    over = [row for row in rows if _is_over(row)]
+    stopped = [row for row in rows if _is_stopped(row)]
     return {
-        **crashes.judge(connection, [row for row in rows if not _is_over(row)]),
-        **end_from(connection, _stopped(connection, over, decode), held=JobState.RUNNING),
+        **crashes.requeue_or_fail(connection, [row for row in rows if not _is_stopped(row)]),
+        **end_running(connection, _ends(connection, stopped, decode)),
     }
 
 
-def counts(connection: Connection) -> dict[tuple[str, str], int]:
+def count_active(connection: Connection) -> dict[tuple[str, str], int]:
     """Jobs that have not ended, by model and state; at most MAX_COUNTED of each."""
     return {(row.model, row.state): row.number for row in connection.execute(COUNTS)}
 
 
 def _locked(connection: Connection, lock: Any, **values: Any) -> list[Row[Any]]:
-    return list(crashes.contents(connection, list(connection.scalars(lock, values))))
+    return list(crashes.last_attempts(connection, list(connection.scalars(lock, values))))
 
 
-def _is_over(row: Row[Any]) -> bool:
+def _is_stopped(row: Row[Any]) -> bool:
     return bool(row.is_cancelled or row.is_expired)
 
 
-def _stopped(connection: Connection, rows: Sequence[Row[Any]], decode: Decode) -> list[End]:
+def _ends(connection: Connection, rows: Sequence[Row[Any]], decode: Decode) -> list[End]:
     """Cancelled or expired; the tokens that were saved become a partial result. What is too much for one sweep, or has
     no text yet, stays as it is."""
     partials = _partials(connection, [row.id for row in rows if row.has_tokens])

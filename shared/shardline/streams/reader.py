@@ -9,15 +9,13 @@ from contextlib import contextmanager, suppress
 from typing import Any
 from uuid import UUID
 
-import redis.asyncio
 import structlog
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 
 from shardline.aio import cancel_and_wait
 from shardline.errors import ProtocolError
 from shardline.keys import job_stream
+from shardline.redis import async_redis_client
 from shardline.wire import DELTA_FIELD, Delta, decode_delta
 
 log = structlog.get_logger(__name__)
@@ -77,12 +75,7 @@ class DeltaReader:
     """One task and one connection for all watched streams. While Redis is unreachable, `is_away` says so."""
 
     def __init__(self, redis_url: str) -> None:
-        self._redis = redis.asyncio.Redis.from_url(
-            redis_url,
-            socket_timeout=TIMEOUT_S,
-            socket_connect_timeout=TIMEOUT_S,
-            retry=Retry(NoBackoff(), 0),
-        )
+        self._redis = async_redis_client(redis_url, timeout_s=TIMEOUT_S)
         self.is_away = False
         self._watched: dict[bytes, list[Mailbox]] = {}
         self._last_ids: dict[bytes, bytes] = {}

@@ -6,11 +6,10 @@ from typing import Any
 from uuid import UUID
 
 import redis
-from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
-from redis.retry import Retry
 
 from shardline.keys import job_stream
+from shardline.redis import redis_client
 from shardline.streams.reader import MAX_ENTRIES_PER_READ, TIMEOUT_S, deltas_of
 from shardline.wire import Delta
 
@@ -27,13 +26,7 @@ class SyncDeltaReader:
     @staticmethod
     def connect(redis_url: str) -> redis.Redis:
         """A connection whose reads may block for up to TIMEOUT_S."""
-        return redis.Redis.from_url(
-            redis_url,
-            socket_timeout=TIMEOUT_S,
-            socket_connect_timeout=TIMEOUT_S,
-            retry=Retry(NoBackoff(), 0),
-            protocol=2,
-        )
+        return redis_client(redis_url, timeout_s=TIMEOUT_S, protocol=2)
 
     def read(self, block_s: float) -> list[Delta]:
         """The deltas that came, at the latest after `block_s`."""

@@ -8,12 +8,11 @@ from dataclasses import dataclass
 from uuid import UUID
 
 import redis
-from redis.backoff import NoBackoff
 from redis.client import Pipeline
-from redis.retry import Retry
 from redis.typing import EncodableT, FieldT
 
 from shardline.keys import STREAM_ENDED_TTL_S, STREAM_MAX_BYTES, STREAM_TTL_S, job_stream
+from shardline.redis import redis_client
 from shardline.wire import DELTA_FIELD, Delta, encode_delta
 
 ENTRY_BYTES = 20
@@ -52,13 +51,8 @@ class DeltaWriter:
         self._paused_until_s = 0.0
         self._known: dict[UUID, _Stream] = {}
         """They expire."""
-        self._redis = redis.Redis.from_url(
-            redis_url,
-            socket_timeout=timeout_s,
-            socket_connect_timeout=timeout_s,
-            # Once more at once, for a connection that died while idle. A delta written twice is read once.
-            retry=Retry(NoBackoff(), 1),
-        )
+        # Once more at once, for a connection that died while idle. A delta written twice is read once.
+        self._redis = redis_client(redis_url, timeout_s=timeout_s, num_retries=1)
 
     def write(self, batch: Sequence[tuple[UUID, Delta]]) -> None:
         """Append each delta to its job's stream. Raises redis.RedisError: this batch is then forgotten, and those that

@@ -8,6 +8,8 @@ from typing import Final
 from tests.chaos.mutants.mutant import STATEMENTS, Hurt, Layer, Mutant, Patch
 
 CLAIMS = "shared/shardline/store/claims.py"
+LEASES = "shared/shardline/store/leases.py"
+ENDS = "shared/shardline/store/ends.py"
 OUTBOX = "shared/shardline/store/outbox.py"
 CRASHES = "shared/shardline/store/crashes.py"
 
@@ -22,8 +24,8 @@ LEASE_MANAGER_HANGS = Hurt(
 )
 
 END_LOCK = """    SELECT jobs.id FROM jobs JOIN ends ON ends.job_id = jobs.id AND ends.fence = jobs.fence
-    WHERE jobs.state = :held"""
-END_WRITE = "WHERE jobs.id = locked.id AND ends.job_id = jobs.id AND ends.fence = jobs.fence AND jobs.state = :held"
+    WHERE jobs.state = :left"""
+END_WRITE = "WHERE jobs.id = locked.id AND ends.job_id = jobs.id AND ends.fence = jobs.fence AND jobs.state = :left"
 REQUEUE_LOCK = """    SELECT jobs.id FROM jobs JOIN keys ON keys.job_id = jobs.id AND keys.fence = jobs.fence
     WHERE jobs.state = 'running'"""
 REQUEUE_WRITE = (
@@ -35,7 +37,7 @@ BEAT_WRITE = """beats.job_id = jobs.id AND beats.fence = jobs.fence AND jobs.sta
         AND attempts.job_id"""
 BEAT_REPLY = "FROM renewed JOIN beats ON beats.job_id = renewed.id AND beats.fence = renewed.fence"
 
-HELD_END = "if job is not None and _holds(job, one.fence, held):"
+HELD_END = "if job is not None and _holds(job, one.fence, left):"
 HELD_REQUEUE = """        if job is None or not _holds(job, fence, JobState.RUNNING):
             continue
         tables.audit(job, fence, outcome)"""
@@ -45,8 +47,8 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
     Mutant(
         name="no fence in the write of an end",
         patches=(
-            Patch(file=CLAIMS, old=END_LOCK, new=END_LOCK.replace(" AND ends.fence = jobs.fence", "")),
-            Patch(file=CLAIMS, old=END_WRITE, new=END_WRITE.replace(" AND ends.fence = jobs.fence", "")),
+            Patch(file=ENDS, old=END_LOCK, new=END_LOCK.replace(" AND ends.fence = jobs.fence", "")),
+            Patch(file=ENDS, old=END_WRITE, new=END_WRITE.replace(" AND ends.fence = jobs.fence", "")),
             Patch(file=STATEMENTS, old=HELD_END, new=HELD_END.replace("one.fence", "job.fence")),
         ),
         tests=(f"{CLAIM_TESTS}::test_a_write_under_a_stale_fence_changes_nothing", ROWS_AGREE),
@@ -55,9 +57,9 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
     Mutant(
         name="no fence in the write of a heartbeat",
         patches=(
-            Patch(file=CLAIMS, old=BEAT_LOCK, new=BEAT_LOCK.replace(" AND beats.fence = jobs.fence", "")),
-            Patch(file=CLAIMS, old=BEAT_WRITE, new=BEAT_WRITE.replace(" AND beats.fence = jobs.fence", "")),
-            Patch(file=CLAIMS, old=BEAT_REPLY, new=BEAT_REPLY.replace(" AND beats.fence = renewed.fence", "")),
+            Patch(file=LEASES, old=BEAT_LOCK, new=BEAT_LOCK.replace(" AND beats.fence = jobs.fence", "")),
+            Patch(file=LEASES, old=BEAT_WRITE, new=BEAT_WRITE.replace(" AND beats.fence = jobs.fence", "")),
+            Patch(file=LEASES, old=BEAT_REPLY, new=BEAT_REPLY.replace(" AND beats.fence = renewed.fence", "")),
             Patch(file=STATEMENTS, old=HELD_BEAT, new=HELD_BEAT.replace("beat.fence", "job.fence")),
         ),
         tests=(f"{CLAIM_TESTS}::test_a_write_under_a_stale_fence_changes_nothing", ROWS_AGREE),
@@ -66,8 +68,8 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
     Mutant(
         name="rescue and release without fence",
         patches=(
-            Patch(file=CLAIMS, old=REQUEUE_LOCK, new=REQUEUE_LOCK.replace(" AND keys.fence = jobs.fence", "")),
-            Patch(file=CLAIMS, old=REQUEUE_WRITE, new=REQUEUE_WRITE.replace(" AND keys.fence = jobs.fence", "")),
+            Patch(file=ENDS, old=REQUEUE_LOCK, new=REQUEUE_LOCK.replace(" AND keys.fence = jobs.fence", "")),
+            Patch(file=ENDS, old=REQUEUE_WRITE, new=REQUEUE_WRITE.replace(" AND keys.fence = jobs.fence", "")),
             Patch(file=STATEMENTS, old=HELD_REQUEUE, new=HELD_REQUEUE.replace("(job, fence, J", "(job, job.fence, J")),
         ),
         tests=(f"{CLAIM_TESTS}::test_a_write_under_a_stale_fence_changes_nothing", ROWS_AGREE),
@@ -99,7 +101,7 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
     Mutant(
         name="no re-send of lost messages",
         patches=(
-            Patch(file=OUTBOX, old="SELECT id FROM due UNION ALL SELECT id FROM lost", new="SELECT id FROM due"),
+            Patch(file=OUTBOX, old="SELECT id FROM due UNION ALL SELECT id FROM unclaimed", new="SELECT id FROM due"),
             Patch(file=STATEMENTS, old="for job in due + lost if", new="for job in due if"),
         ),
         tests=(
@@ -123,25 +125,23 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
         hidden_by=Layer(
             name="the condition that only a running job ends",
             patches=(
-                Patch(
-                    file=CLAIMS, old=END_LOCK, new=END_LOCK.replace("    WHERE jobs.state = :held", "    WHERE true")
-                ),
-                Patch(file=CLAIMS, old=END_WRITE, new=END_WRITE.replace(" AND jobs.state = :held", "")),
+                Patch(file=ENDS, old=END_LOCK, new=END_LOCK.replace("    WHERE jobs.state = :left", "    WHERE true")),
+                Patch(file=ENDS, old=END_WRITE, new=END_WRITE.replace(" AND jobs.state = :left", "")),
             ),
         ),
     ),
     Mutant(
         name="leases by a worker's clock",
         patches=(
-            Patch(file=CLAIMS, old="from uuid import UUID\n", new="from uuid import UUID\nimport time\n"),
+            Patch(file=LEASES, old="from uuid import UUID\n", new="from uuid import UUID\nimport time\n"),
             Patch(
-                file=CLAIMS,
+                file=LEASES,
                 old="UPDATE jobs SET lease_until = now() + make_interval(secs => :lease_s)\n    FROM locked, beats",
                 new="UPDATE jobs SET lease_until = to_timestamp(:client_s) + make_interval(secs => :lease_s)\n"
                 "    FROM locked, beats",
             ),
             Patch(
-                file=CLAIMS,
+                file=LEASES,
                 old='{"beats": dump(rows), "lease_s": lease_s}',
                 new='{"beats": dump(rows), "lease_s": lease_s, "client_s": time.time()}',
             ),
@@ -175,7 +175,7 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
     Mutant(
         name="checkpoint appended instead of placed",
         patches=(
-            Patch(file=CLAIMS, old="tokens[1:beats.start] || beats.ids", new="tokens || beats.ids"),
+            Patch(file=LEASES, old="tokens[1:beats.start] || beats.ids", new="tokens || beats.ids"),
             Patch(file=STATEMENTS, old="saved[: beat.start] + beat.ids", new="saved + beat.ids"),
         ),
         tests=(

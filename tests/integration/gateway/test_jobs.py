@@ -80,10 +80,11 @@ async def test_submitting_answers_at_once_with_the_row_stored(http: httpx.AsyncC
     )
 
 
-async def test_a_callers_trace_is_stored_in_the_row(http: httpx.AsyncClient, head: TinyHead) -> None:
+async def test_a_callers_trace_is_stored_in_the_row(http: httpx.AsyncClient, database_url: str) -> None:
     traceparent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
     await http.post(JOBS, json={"model": "clerk", "prompt": PROMPT}, headers={"traceparent": traceparent})
-    assert head.claim().claimed.traceparent == traceparent
+    with psycopg.connect(database_url) as connection:
+        assert connection.execute("SELECT traceparent FROM jobs").fetchall() == [(traceparent,)]
 
 
 async def test_a_repeat_is_the_same_job(http: httpx.AsyncClient) -> None:

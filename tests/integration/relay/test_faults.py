@@ -13,7 +13,7 @@ from services.standalone.servers import Postgres, Valkey
 from shardline.job import JobState
 from shardline.keys import INTAKE, INTAKE_GROUP, OUTBOX_MARK, RELAY_UNACKED
 from shardline.store import jobs
-from shardline.store.claims import Beat, heartbeat
+from shardline.store.leases import Beat, heartbeat
 from tests.integration.relay.relay_stack import RelayStack, relay_stack
 from tests.integration.rows import LONG_S, MODEL, cell, change, claim, pass_time, request
 from tests.polling import until

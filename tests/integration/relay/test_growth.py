@@ -17,8 +17,9 @@ from services.relay.relay import Relay
 from services.relay.settings import RelaySettings
 from shardline.config import Times
 from shardline.metrics import RelayMetrics
-from shardline.store import claims
-from shardline.store.claims import Beat, Claimed
+from shardline.store import leases
+from shardline.store.claims import Claimed
+from shardline.store.leases import Beat
 from tests.integration.rows import LONG_S, change, claim, running, submit
 
 FILL = """
@@ -116,7 +117,7 @@ def beat_often(engine: Engine, claimed: list[Claimed], *, num_beats: int) -> Non
     for number in range(num_beats):
         beats = [Beat(job_id=job.job_id, fence=job.fence, start=4 * number, ids=(1, 2, 3, 4)) for job in claimed]
         with engine.begin() as connection:
-            assert len(claims.heartbeat(connection, beats, lease_s=LONG_S)) == len(claimed)
+            assert len(leases.heartbeat(connection, beats, lease_s=LONG_S)) == len(claimed)
             connection.execute(text("SELECT pg_stat_force_next_flush()"))
 
 

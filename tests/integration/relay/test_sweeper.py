@@ -19,8 +19,8 @@ from services.relay.sweeper import Sweeper
 from shardline.config import Times
 from shardline.job import JobState
 from shardline.metrics import RelayMetrics
-from shardline.store import claims, jobs, models, sweeps
-from shardline.store.claims import Beat
+from shardline.store import jobs, leases, models, sweeps
+from shardline.store.leases import Beat
 from shardline.tokenize import Tokens
 from tests.integration.relay.relay_stack import words_tokenizer
 from tests.integration.rows import (
@@ -153,7 +153,7 @@ def test_a_stall_between_statements_judges_leases_by_the_first_one(engine: Engin
     with engine.begin() as connection:
         sweeps.fix_now(connection)
         change(engine, "UPDATE jobs SET lease_until = clock_timestamp() WHERE id = :id", id=claimed.job_id)
-        assert sweeps.sweep_leases(connection, lambda *_: "", lease_s=0) == {}
+        assert sweeps.sweep_expired_leases(connection, lambda *_: "", lease_s=0) == {}
 
 
 def test_an_expired_lease_is_rescued_at_once_between_normal_turns(
@@ -173,7 +173,7 @@ def test_a_partial_result_ends_with_no_transaction_open_while_its_tokenizer_load
         models.register_model(connection, {**model_row(MODEL), "tokenizer": words_tokenizer()})
     claimed = running(engine)
     with engine.begin() as connection:
-        claims.heartbeat(
+        leases.heartbeat(
             connection, [Beat(job_id=claimed.job_id, fence=claimed.fence, start=0, ids=(2, 3))], lease_s=LONG_S
         )
         pass_time(connection, claimed.job_id, "lease_until")

@@ -8,9 +8,11 @@ import pytest
 import redis
 
 from services.standalone.demo.producers import DOORS, Producer, submit
-from services.standalone.demo.report import DemoPrompt, rows, states, summarize
+from services.standalone.demo.report import DemoPrompt, summarize
 from shardline import keys
 from shardline.queues import INTAKE_QUEUE
+from shardline.store import reports
+from shardline.store.database import transaction
 
 PROMPTS = ["sort: 2, 1 =", "sort: 4, 3 ="]
 
@@ -23,11 +25,14 @@ def producer(database_url: str, redis_url: str) -> Producer:
 @pytest.mark.parametrize("door", ["client", "sql"])
 def test_rows_are_stored_when_a_postgres_door_returns(producer: Producer, door: str) -> None:
     ids = submit(producer, door, PROMPTS)
-    assert states(producer.urls["database"], ids) == dict.fromkeys(ids, "queued")
-    found = {row["id"]: row["prompt"] for row in rows(producer.urls["database"], ids)}
+    with transaction(producer.urls["database"]) as connection:
+        states, outcomes = reports.states(connection, ids), reports.outcomes(connection, ids)
+        assert reports.sample(connection, ids) == [], "none has a result"
+    assert states == dict.fromkeys(ids, "queued")
+    found = {row["id"]: row["prompt"] for row in outcomes}
     assert [found[each] for each in ids] == PROMPTS
     asked = [DemoPrompt(id=each, door=door, task="sort", answer="1") for each in ids]
-    assert summarize(asked, rows(producer.urls["database"], ids), flower_tasks_seen=0).result_rows == 0
+    assert summarize(asked, outcomes, flower_tasks_seen=0).result_rows == 0
 
 
 def test_each_entry_of_the_stream_door_is_one_request(producer: Producer) -> None:

@@ -11,10 +11,12 @@ import pytest
 from sqlalchemy import Engine, text
 
 from shardline.job import FinishReason, JobState, Result, TokenLogprob, Usage
-from shardline.store import claims, crashes, jobs, outbox, pipelines
+from shardline.store import claims, crashes, ends, jobs, leases, outbox, pipelines
 from shardline.store.bells import listening
-from shardline.store.claims import Beat, BeatReply, Claimed, End
+from shardline.store.claims import Claimed
 from shardline.store.database import connect
+from shardline.store.ends import End
+from shardline.store.leases import Beat, BeatReply
 from shardline.tables import DONE_CHANNEL, JOBS_CHANNEL
 from tests.integration.rows import (
     LONG_S,
@@ -41,13 +43,13 @@ def beat(engine: Engine, claimed: Claimed, start: int = 0, *ids: int, logprobs: 
     entries = tuple(TokenLogprob(token_id, float("-inf"), ((token_id, -0.25),)) for token_id in ids)
     one = Beat(job_id=claimed.job_id, fence=claimed.fence, start=start, ids=ids, logprobs=entries if logprobs else ())
     with engine.begin() as connection:
-        return claims.heartbeat(connection, [one], lease_s=LONG_S).get((claimed.job_id, claimed.fence))
+        return leases.heartbeat(connection, [one], lease_s=LONG_S).get((claimed.job_id, claimed.fence))
 
 
 def release(engine: Engine, claimed: Claimed) -> bool:
     """Give one job back."""
     with engine.begin() as connection:
-        return bool(claims.release(connection, [(claimed.job_id, claimed.fence)]))
+        return bool(ends.release_running(connection, [(claimed.job_id, claimed.fence)]))
 
 
 def of(engine: Engine, query: str, claimed: Claimed) -> Any:
@@ -56,12 +58,12 @@ def of(engine: Engine, query: str, claimed: Claimed) -> Any:
 
 
 def test_claiming_prepared_jobs_gives_the_head_all_it_needs(engine: Engine) -> None:
-    ids = submit(engine, 3, seed=11, temperature=0.5, priority=2, traceparent="t")
+    ids = submit(engine, 3, seed=11, temperature=0.5, priority=2)
     claimed = claim(engine, ids)
     assert {one.job_id for one in claimed} == set(ids)
     one = claimed[0]
     assert (one.fence, one.prompt_ids, one.output_ids, one.max_tokens, one.seed) == (1, (5, 6), (), 8, 11)
-    assert (one.params.temperature, one.priority, one.crashes, one.exact, one.traceparent) == (0.5, 2, 0, True, "t")
+    assert (one.params.temperature, one.priority, one.crashes, one.exact) == (0.5, 2, 0, True)
     assert one.queued_s >= 0
     assert state(engine, one.job_id) is JobState.RUNNING
     assert claim(engine, ids) == []
@@ -87,18 +89,18 @@ def test_a_job_that_may_not_run_is_not_claimed(engine: Engine, change_row: str) 
 def test_a_claim_leaves_a_job_whose_engine_died_since_it_was_read(engine: Engine) -> None:
     innocent, poison = submit(engine, 2)
     with engine.begin() as connection:
-        assert crashes.suspects(connection, [str(innocent), str(poison)]) == []
+        assert crashes.quarantined(connection, [str(innocent), str(poison)]) == []
     change(engine, "UPDATE jobs SET crashes = 1 WHERE id = :id", id=poison)
 
-    assert [one.job_id for one in claim(engine, [innocent, poison], suspects=False)] == [innocent]
-    assert [one.job_id for one in claim(engine, [poison], suspects=True)] == [poison]
+    assert [one.job_id for one in claim(engine, [innocent, poison], with_quarantined=False)] == [innocent]
+    assert [one.job_id for one in claim(engine, [poison], with_quarantined=True)] == [poison]
 
 
 def test_a_claim_leaves_a_job_that_crashes_while_it_waits_for_its_row(engine: Engine) -> None:
     (poison,) = submit(engine)
     with ThreadPoolExecutor(1) as threads, engine.connect() as relay, relay.begin():
         relay.execute(text("UPDATE jobs SET crashes = 1 WHERE id = :id"), {"id": poison})
-        claiming = threads.submit(claim, engine, [poison], suspects=False)
+        claiming = threads.submit(claim, engine, [poison], with_quarantined=False)
         waiting = "SELECT count(*) FROM pg_locks WHERE NOT granted AND locktype = 'transactionid'"
         until(lambda: cell(engine, waiting) > 0)
         relay.commit()
@@ -315,11 +317,11 @@ def test_heads_relays_and_doors_lock_many_rows_without_deadlock(engine: Engine) 
             with engine.begin() as connection:
                 if action == "beat":
                     beats = [Beat(job_id=one, fence=claimed[one].fence, start=0) for one in order]
-                    claims.heartbeat(connection, beats, lease_s=LONG_S)
+                    leases.heartbeat(connection, beats, lease_s=LONG_S)
                 elif action == "cancel":
                     jobs.request_cancel(connection, order)
                 else:
-                    claims.end(connection, [success(claimed[one]) for one in order[turn * 3 : turn * 3 + 6]])
+                    ends.end_running(connection, [success(claimed[one]) for one in order[turn * 3 : turn * 3 + 6]])
 
     with ThreadPoolExecutor(3) as threads:
         list(threads.map(many, ["beat", "cancel", "end"]))
@@ -349,14 +351,14 @@ def test_jobs_longer_than_the_kv_are_left_for_a_larger_pipeline(engine: Engine) 
     held = claim(engine, [fits, too_long])
     assert [row.job_id for row in held] == [fits]
     with engine.begin() as connection:
-        claims.heartbeat(connection, [Beat(job_id=fits, fence=held[0].fence, start=0, ids=(7,))], lease_s=LONG_S)
-        claims.release(connection, [(fits, held[0].fence)])
+        leases.heartbeat(connection, [Beat(job_id=fits, fence=held[0].fence, start=0, ids=(7,))], lease_s=LONG_S)
+        ends.release_running(connection, [(fits, held[0].fence)])
 
     assert claim(engine, [fits, too_long]) == [], "its checkpoint counts too"
     with engine.begin() as connection:
-        assert claims.postpone(connection, [fits, too_long], pipeline="p", wait_s=60) == {fits, too_long}
-        assert outbox.stamp(connection, resend_s=1) == [], "they take no place in the window"
+        assert claims.postpone_too_long(connection, [fits, too_long], pipeline="p", wait_s=60) == {fits, too_long}
+        assert outbox.stamp_due(connection, resend_s=1) == [], "they take no place in the window"
         pipelines.ready(connection, "p", 1, seats=4, stages=[], exact=True, kv_tokens=17)
-        assert claims.postpone(connection, [fits, too_long], pipeline="p", wait_s=60) == set()
+        assert claims.postpone_too_long(connection, [fits, too_long], pipeline="p", wait_s=60) == set()
     change(engine, "UPDATE jobs SET not_before = now()")
     assert {row.job_id: row.output_ids for row in claim(engine, [fits, too_long])} == {fits: (7,), too_long: ()}

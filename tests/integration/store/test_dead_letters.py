@@ -45,7 +45,7 @@ def die(engine: Engine, **fields: Any) -> UUID:
         with engine.begin() as connection:
             pass_time(connection, job_id, "lease_until")
         with engine.begin() as connection:
-            sweeps.sweep_leases(connection, lambda *_: "", lease_s=0.001)
+            sweeps.sweep_expired_leases(connection, lambda *_: "", lease_s=0.001)
     return job_id
 
 

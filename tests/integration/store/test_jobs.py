@@ -12,9 +12,9 @@ from sqlalchemy.exc import IntegrityError
 from shardline.errors import Conflict, Invalid
 from shardline.ids import new_id
 from shardline.job import JobRequest, JobState, Message, SamplingParams, TokenLogprob
-from shardline.store import claims, jobs, listing
-from shardline.store.claims import Beat
+from shardline.store import claims, ends, jobs, leases, listing
 from shardline.store.database import connect_async
+from shardline.store.leases import Beat
 from shardline.store.progress import Asked, read_progress
 from tests.integration.rows import (
     LONG_S,
@@ -183,10 +183,10 @@ def test_the_head_of_a_running_job_hears_of_its_cancel(engine: Engine) -> None:
     claimed = running(engine)
     with engine.begin() as connection:
         assert jobs.request_cancel(connection, [claimed.job_id], running=False) == {claimed.job_id: JobState.RUNNING}
-        reply = claims.heartbeat(connection, [_beat(claimed)], lease_s=LONG_S)
+        reply = leases.heartbeat(connection, [_beat(claimed)], lease_s=LONG_S)
         assert not reply[claimed.job_id, claimed.fence].cancel_requested
         assert jobs.request_cancel(connection, [claimed.job_id]) == {claimed.job_id: JobState.RUNNING}
-        reply = claims.heartbeat(connection, [_beat(claimed)], lease_s=LONG_S)
+        reply = leases.heartbeat(connection, [_beat(claimed)], lease_s=LONG_S)
         assert reply[claimed.job_id, claimed.fence].cancel_requested
 
 
@@ -194,12 +194,12 @@ def test_a_stream_can_rejoin_from_the_progress_of_any_state(engine: Engine) -> N
     claimed = running(engine)
     beat = _beat(claimed, 7, 8)
     with engine.begin() as connection:
-        claims.heartbeat(connection, [beat], lease_s=LONG_S)
+        leases.heartbeat(connection, [beat], lease_s=LONG_S)
         (progress,) = read_progress(connection, [Asked(claimed.job_id)])
         assert progress is not None
         assert (progress.state, progress.token_ids, progress.text) == (None, (7, 8), None)
         assert progress.logprobs == beat.logprobs
-        claims.release(connection, [(claimed.job_id, claimed.fence)])
+        ends.release_running(connection, [(claimed.job_id, claimed.fence)])
         asked = [Asked(new_id()), Asked(claimed.job_id, claimed.fence, 1, 0), Asked(claimed.job_id, 9, 1, 0)]
         nothing, known, unknown = read_progress(connection, asked)
         assert nothing is None

@@ -31,7 +31,7 @@ from tests.integration.rows import (
 def stamp(engine: Engine, resend_s: float = LONG_S) -> list[Send]:
     """One batch in a transaction of its own."""
     with engine.begin() as connection:
-        return outbox.stamp(connection, resend_s=resend_s)
+        return outbox.stamp_due(connection, resend_s=resend_s)
 
 
 def ids_of(sends: list[Send]) -> list[UUID]:
@@ -134,8 +134,8 @@ def test_unprepared_rows_are_taken_by_one_relay_and_not_sent(engine: Engine) -> 
     assert set(take(engine)) == set(ids)
     assert take(engine) == []
     with engine.begin() as connection:
-        preparation.mark_prepared(connection, [Ready(id=ids[0], prompt_ids=(5, 6), max_tokens=4, seed=99)])
-        preparation.mark_failed(connection, {ids[1]: {"code": "invalid_request", "field": "prompt"}})
+        preparation.mark_if_unprepared(connection, [Ready(id=ids[0], prompt_ids=(5, 6), max_tokens=4, seed=99)])
+        preparation.fail_if_unprepared(connection, {ids[1]: {"code": "invalid_request", "field": "prompt"}})
     assert state(engine, ids[1]) is JobState.FAILED
     assert ids_of(stamp(engine)) == [ids[0]]
     (claimed,) = claim(engine, ids)
@@ -154,9 +154,11 @@ def test_the_first_of_two_marks_of_one_row_stays(engine: Engine) -> None:
     (job_id,) = insert(engine)
     ready = Ready(id=job_id, prompt_ids=(5, 6), max_tokens=4, seed=99)
     with engine.begin() as connection:
-        assert preparation.mark_prepared(connection, [ready]) == 1
-        assert preparation.mark_prepared(connection, [replace(ready, seed=98)]) == 0
-        assert preparation.mark_failed(connection, {job_id: {"code": "invalid_request", "field": "prompt"}}) == []
+        assert preparation.mark_if_unprepared(connection, [ready]) == 1
+        assert preparation.mark_if_unprepared(connection, [replace(ready, seed=98)]) == 0
+        assert (
+            preparation.fail_if_unprepared(connection, {job_id: {"code": "invalid_request", "field": "prompt"}}) == []
+        )
     (claimed,) = claim(engine, [job_id])
     assert claimed.seed == 99
 

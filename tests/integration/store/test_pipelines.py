@@ -50,8 +50,10 @@ def test_doors_see_a_pipeline_from_ready_until_it_is_not(engine: Engine) -> None
         (live,) = pipelines.live_pipelines(connection, MODEL)
         assert (live.id, live.ready, live.seats, live.exact, live.stages) == ("p", True, 8, True, ({"worker": "h"},))
         assert pipelines.live_pipelines(connection, "another") == []
+        assert (pipelines.num_ready(connection, MODEL), pipelines.num_ready(connection, "another")) == (1, 0)
         pipelines.unready(connection, "p", 1)
         assert [live.ready for live in pipelines.live_pipelines(connection)] == [False]
+        assert pipelines.num_ready(connection, MODEL) == 0
         pipelines.ready(connection, "p", 1, seats=8, stages=[], exact=True)
     take(engine, "p", held=1)
     with engine.begin() as connection:

@@ -12,8 +12,21 @@ from sqlalchemy import Connection, Engine, event, text
 from shardline.errors import Invalid
 from shardline.ids import new_id
 from shardline.job import JobState
-from shardline.store import claims, crashes, dead_letters, jobs, listing, outbox, preparation, retention, sweeps
-from shardline.store.claims import Beat, End
+from shardline.store import (
+    claims,
+    crashes,
+    dead_letters,
+    ends,
+    jobs,
+    leases,
+    listing,
+    outbox,
+    preparation,
+    retention,
+    sweeps,
+)
+from shardline.store.ends import End
+from shardline.store.leases import Beat
 from shardline.store.preparation import Ready
 from shardline.tables import TERMINAL
 from tests.integration.rows import LONG_S, database_with_head, request
@@ -159,15 +172,15 @@ def test_every_statement_of_doors_and_relays_finds_its_rows_by_an_index(
         connection.execute(text(f"/* advisory */ INSERT INTO jobs (model, prompt) {load}"))
         rows = preparation.take_unprepared(connection, lease_s=LONG_S)
         ready = [Ready(id=row.id, prompt_ids=(5,), max_tokens=1, seed=None) for row in rows[1:]]
-        assert preparation.mark_prepared(connection, ready) == len(rows) - 1 > 0
-        assert preparation.mark_failed(connection, {rows[0].id: {"code": "invalid"}}) == [rows[0].id]
+        assert preparation.mark_if_unprepared(connection, ready) == len(rows) - 1 > 0
+        assert preparation.fail_if_unprepared(connection, {rows[0].id: {"code": "invalid"}}) == [rows[0].id]
         dead = listing.list_dead(connection)[0].id
         dead_letters.replay(connection, dead)
         assert dead_letters.get_dead(connection, dead).replays
         assert jobs.request_cancel(connection, some(connection, "state = 'queued' AND fence = 0"))
-        assert sweeps.sweep_waiting(connection, lambda *_: "") == {}
-        assert sweeps.counts(connection)
-        sent = outbox.stamp(connection, resend_s=1.0)
+        assert sweeps.sweep_stopped_queued(connection, lambda *_: "") == {}
+        assert sweeps.count_active(connection)
+        sent = outbox.stamp_due(connection, resend_s=1.0)
         outbox.unstamp(connection, [one.job_id for one in sent[:8]])
         assert outbox.unstamp_sent(connection) == len(sent) - 8
     assert faults(plans) == []
@@ -180,18 +193,20 @@ def test_every_statement_of_heads_finds_its_rows_by_an_index(
     times: Any = {"lease_s": LONG_S, "exact_wait_s": LONG_S}
     with engine.begin() as connection:
         ids = some(connection, "state = 'queued' AND model = 'm' AND not_before <= now()", 40)
-        assert crashes.suspects(connection, [str(job_id) for job_id in ids]) == []
+        assert crashes.quarantined(connection, [str(job_id) for job_id in ids]) == []
         claimed = claims.claim(connection, ids, **head, **times)
         keys = [(one.job_id, one.fence) for one in claimed]
         beats = [Beat(job_id=job_id, fence=fence, start=0, ids=(7,)) for job_id, fence in keys]
-        assert len(claims.heartbeat(connection, beats, lease_s=LONG_S)) == len(ids) == 40
+        assert len(leases.heartbeat(connection, beats, lease_s=LONG_S)) == len(ids) == 40
         failed = [End(job_id=job_id, fence=fence, state=JobState.FAILED, error={}) for job_id, fence in keys[:8]]
-        assert len(claims.end(connection, failed)) == len(claims.end(connection, failed)) == 8
-        assert len(claims.release(connection, keys[8:16])) == 8
-        assert len(crashes.blame(connection, keys[16:24])) == 8
-        assert claims.expire(connection, worker="h", pipeline="p") == 16
+        assert len(ends.end_running(connection, failed)) == len(ends.end_running(connection, failed)) == 8
+        assert len(ends.release_running(connection, keys[8:16])) == 8
+        assert len(crashes.requeue_or_fail_held(connection, keys[16:24])) == 8
+        assert leases.expire_held_by(connection, worker="h", pipeline="p") == 16
     with engine.begin() as connection:
-        assert sweeps.sweep_leases(connection, lambda *_: "", lease_s=0.0).keys() == {job_id for job_id, _ in keys[24:]}
+        assert sweeps.sweep_expired_leases(connection, lambda *_: "", lease_s=0.0).keys() == {
+            job_id for job_id, _ in keys[24:]
+        }
         assert retention.delete_old(connection, age_s=5_000.0, max_batch=100).num_deleted == 100
     assert faults(plans) == []
 

@@ -28,7 +28,7 @@ def test_a_job_with_a_later_releases_parameter_waits_and_others_run(engine: Engi
     what_is_left = "SELECT state, fence, crashes, sent_at IS NULL, not_before > now(), params ? 'grammar' FROM jobs"
     assert row(engine, f"{what_is_left} WHERE id = :id", id=newer) == ("queued", 0, 0, True, True, True)
     with engine.begin() as connection:
-        assert [send.job_id for send in outbox.stamp(connection, resend_s=1.0)] == []
+        assert [send.job_id for send in outbox.stamp_due(connection, resend_s=1.0)] == []
         job = jobs.get_job(connection, newer)
     assert job is not None
     assert job.params.temperature == 0.5
@@ -40,7 +40,7 @@ def test_a_job_for_a_newer_head_is_sent_when_due_and_runs_there(engine: Engine) 
     assert claim(engine, [newer]) == []
     with engine.begin() as connection:
         pass_time(connection, newer, "not_before")
-        assert [send.job_id for send in outbox.stamp(connection, resend_s=1.0)] == [newer]
+        assert [send.job_id for send in outbox.stamp_due(connection, resend_s=1.0)] == [newer]
     # The newer head knows the parameter.
     change(engine, "UPDATE jobs SET params = '{}'")
     assert [one.job_id for one in claim(engine, [newer])] == [newer]
@@ -51,10 +51,10 @@ def test_rows_for_newer_heads_that_fill_the_window_let_later_jobs_pass(engine: E
     change(engine, """UPDATE jobs SET params = '{"grammar": "json"}'""")
     (known,) = submit(engine)
     with engine.begin() as connection:
-        assert {send.job_id for send in outbox.stamp(connection, resend_s=1.0)} == set(newer)
+        assert {send.job_id for send in outbox.stamp_due(connection, resend_s=1.0)} == set(newer)
     assert claim(engine, newer) == []
     with engine.begin() as connection:
-        assert [send.job_id for send in outbox.stamp(connection, resend_s=1.0)] == [known]
+        assert [send.job_id for send in outbox.stamp_due(connection, resend_s=1.0)] == [known]
 
 
 @pytest.mark.parametrize("params", ['{"top_p": "much"}', '{"temperature": 7}'])

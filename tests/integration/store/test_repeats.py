@@ -86,7 +86,7 @@ def test_a_request_repeated_at_any_stage_of_its_life_is_the_same_job(
     assert answer(engine, wanted) == repeat
     with engine.begin() as connection:
         ready = Ready(id=first.job_id, prompt_ids=(5, 6), max_tokens=8, seed=wanted.seed)
-        preparation.mark_prepared(connection, [ready])
+        preparation.mark_if_unprepared(connection, [ready])
     assert answer(engine, wanted) == repeat
     (claimed,) = claim(engine, [first.job_id])
     assert answer(engine, wanted, prepared=[((5, 6), 8)]) == repeat
@@ -167,7 +167,7 @@ def test_a_corrected_request_under_a_refused_id_is_a_conflict_with_the_reason(en
 def test_repeating_a_job_found_invalid_tells_its_producer_why(engine: Engine) -> None:
     (stored,) = insert(engine, request(idempotency_key="k"))
     with engine.begin() as connection:
-        preparation.mark_failed(connection, {stored.job_id: Invalid("model", "unknown", "fix").as_dict()})
+        preparation.fail_if_unprepared(connection, {stored.job_id: Invalid("model", "unknown", "fix").as_dict()})
     assert insert(engine, request(idempotency_key="k")) == [Stored(job_id=stored.job_id, is_new=False)]
     with engine.begin() as connection:
         job = jobs.get_job(connection, stored.job_id)

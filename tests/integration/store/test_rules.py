@@ -8,8 +8,8 @@ import pytest
 from sqlalchemy import Engine
 from sqlalchemy.exc import IntegrityError
 
-from shardline.store import claims
-from shardline.store.claims import Beat
+from shardline.store import leases
+from shardline.store.leases import Beat
 from tests.integration.rows import LONG_S, cell, change, end, running, success
 
 
@@ -29,7 +29,7 @@ def test_a_lease_follows_the_time_of_postgres_and_not_the_workers_clock(
 
     claimed = running(engine)
     with engine.begin() as connection:
-        claims.heartbeat(connection, [Beat(job_id=claimed.job_id, fence=claimed.fence, start=0)], lease_s=LONG_S)
+        leases.heartbeat(connection, [Beat(job_id=claimed.job_id, fence=claimed.fence, start=0)], lease_s=LONG_S)
 
     left_s = "SELECT extract(epoch FROM lease_until - now())::float8 FROM jobs WHERE id = :id"
     assert LONG_S / 2 < cell(engine, left_s, id=claimed.job_id) <= LONG_S

@@ -11,8 +11,9 @@ import pytest
 from sqlalchemy import Engine, text
 
 from shardline.job import Job, JobState
-from shardline.store import claims, jobs, sweeps
-from shardline.store.claims import Beat, Claimed
+from shardline.store import claims, jobs, leases, sweeps
+from shardline.store.claims import Claimed
+from shardline.store.leases import Beat
 from shardline.store.sweeps import Partial
 from tests.integration.rows import (
     LONG_S,
@@ -38,9 +39,9 @@ def spell(partial: Partial) -> str:
 def sweep(engine: Engine) -> Counter[str]:
     """Both sweeps, in a transaction each."""
     with engine.begin() as connection:
-        moved = sweeps.sweep_leases(connection, spell, lease_s=LEASE_S)
+        moved = sweeps.sweep_expired_leases(connection, spell, lease_s=LEASE_S)
     with engine.begin() as connection:
-        return Counter([*moved.values(), *sweeps.sweep_waiting(connection, spell).values()])
+        return Counter([*moved.values(), *sweeps.sweep_stopped_queued(connection, spell).values()])
 
 
 def expire(engine: Engine, claimed: Claimed, *ids: int) -> None:
@@ -48,7 +49,7 @@ def expire(engine: Engine, claimed: Claimed, *ids: int) -> None:
     with engine.begin() as connection:
         start = len(claimed.output_ids)
         beat = Beat(job_id=claimed.job_id, fence=claimed.fence, start=start, ids=ids)
-        claims.heartbeat(connection, [beat], lease_s=LONG_S)
+        leases.heartbeat(connection, [beat], lease_s=LONG_S)
         pass_time(connection, claimed.job_id, "lease_until")
 
 
@@ -82,7 +83,7 @@ def test_an_expired_lease_of_a_parked_job_is_requeued_without_a_crash(engine: En
     change(engine, "UPDATE jobs SET crashes = 1")
     with engine.begin() as connection:
         claims.park(connection, [(one.job_id, one.fence) for one in (waiting, begun)])
-        assert claims.begin(connection, [(begun.job_id, begun.fence)]) == {begun.job_id}
+        assert claims.begin_held(connection, [(begun.job_id, begun.fence)]) == {begun.job_id}
     expire(engine, waiting)
     expire(engine, begun)
 
@@ -99,14 +100,14 @@ def test_a_parked_job_that_was_taken_back_is_lost_to_its_head(engine: Engine) ->
     sweep(engine)
 
     with engine.begin() as connection:
-        assert claims.begin(connection, [(claimed.job_id, claimed.fence)]) == set()
+        assert claims.begin_held(connection, [(claimed.job_id, claimed.fence)]) == set()
 
 
 def test_the_sweep_requeues_only_what_a_restarted_heads_predecessor_held(engine: Engine) -> None:
     left, elsewhere, of_another = running(engine), running(engine, worker="h2"), running(engine)
     change(engine, "UPDATE jobs SET pipeline = 'q' WHERE id = :id", id=of_another.job_id)
     with engine.begin() as connection:
-        assert claims.expire(connection, worker="h", pipeline="p") == 1
+        assert leases.expire_held_by(connection, worker="h", pipeline="p") == 1
 
     assert sweep(engine) == {"crashed": 1}
 
@@ -194,8 +195,8 @@ def test_a_job_whose_text_is_not_known_yet_waits_for_the_next_sweep(engine: Engi
     change(engine, "UPDATE jobs SET cancel_requested_at = now()")
 
     with engine.begin() as connection:
-        assert sweeps.sweep_leases(connection, lambda _: None, lease_s=LEASE_S) == {}
-        assert sweeps.sweep_waiting(connection, lambda _: None) == {}
+        assert sweeps.sweep_expired_leases(connection, lambda _: None, lease_s=LEASE_S) == {}
+        assert sweeps.sweep_stopped_queued(connection, lambda _: None) == {}
 
     assert (state(engine, waiting.job_id), state(engine, leased.job_id)) == (JobState.QUEUED, JobState.RUNNING)
     assert sweep(engine) == {"cancelled": 2}
@@ -221,9 +222,9 @@ def test_partial_results_of_megabytes_all_end_a_few_per_sweep(engine: Engine, is
         read_at_once.append(0)
         with engine.begin() as connection:
             moved = (
-                sweeps.sweep_waiting(connection, note)
+                sweeps.sweep_stopped_queued(connection, note)
                 if is_queued
-                else sweeps.sweep_leases(connection, note, lease_s=LEASE_S)
+                else sweeps.sweep_expired_leases(connection, note, lease_s=LEASE_S)
             )
         assert set(moved.values()) <= {"cancelled"}
         return len(moved)
@@ -251,7 +252,7 @@ def test_heads_have_one_lease_to_beat_after_a_restart_of_postgres(engine: Engine
     claimed = running(engine)
     expire(engine, claimed, 7)
     with engine.begin() as connection:
-        assert sweeps.sweep_leases(connection, spell, lease_s=LONG_S) == {}
+        assert sweeps.sweep_expired_leases(connection, spell, lease_s=LONG_S) == {}
     assert state(engine, claimed.job_id) is JobState.RUNNING
 
 
@@ -284,7 +285,7 @@ def test_only_jobs_that_have_not_ended_are_counted(engine: Engine) -> None:
     submit(engine, 2)
     end(engine, success(running(engine)))
     with engine.begin() as connection:
-        assert sweeps.counts(connection) == {("m", "queued"): 2, ("m", "running"): 1}
+        assert sweeps.count_active(connection) == {("m", "queued"): 2, ("m", "running"): 1}
     assert claimed.fence == 1
 
 
@@ -297,7 +298,7 @@ def test_the_count_of_a_long_backlog_stops_at_its_limit_per_model(
     running(engine)
     change(engine, "INSERT INTO jobs (model, prompt) VALUES ('b', 'text'), ('z', 'text'), ('z', 'text')")
     with engine.begin() as connection:
-        assert sweeps.counts(connection) == {
+        assert sweeps.count_active(connection) == {
             ("b", "queued"): 1,
             ("m", "queued"): 3,
             ("z", "queued"): 2,
@@ -307,4 +308,4 @@ def test_the_count_of_a_long_backlog_stops_at_its_limit_per_model(
 
 def _sweep_few(engine: Engine) -> int:
     with engine.begin() as connection:
-        return len(sweeps.sweep_leases(connection, spell, lease_s=LEASE_S, max_batch=3))
+        return len(sweeps.sweep_expired_leases(connection, spell, lease_s=LEASE_S, max_batch=3))

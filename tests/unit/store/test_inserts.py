@@ -20,8 +20,8 @@ def row(**fields: Any) -> dict[str, Any]:
 
 def test_many_small_rows_fill_each_statement() -> None:
     chunks = list(_chunks([row() for _ in range(2 * MAX_ROWS + 1)]))
-    assert [len(places) for places, _ in chunks] == [MAX_ROWS, MAX_ROWS, 1]
-    assert sorted(place for places, _ in chunks for place in places) == list(range(2 * MAX_ROWS + 1))
+    assert [len(numbers) for numbers, _ in chunks] == [MAX_ROWS, MAX_ROWS, 1]
+    assert sorted(number for numbers, _ in chunks for number in numbers) == list(range(2 * MAX_ROWS + 1))
 
 
 @pytest.mark.parametrize("field", ["prompt", "messages", "metadata"])
@@ -32,16 +32,16 @@ def test_chunks_of_large_rows_have_a_bounded_size_and_leave_none_out(field: str)
         return row(idempotency_key=key, **{"prompt": None, field: value})
 
     chunks = list(_chunks([*(large(key, MAX_BYTES // 2 - 1000) for key in "abc"), large("d", MAX_BYTES + 1)]))
-    assert [places for places, _ in chunks] == [[0, 1], [2], [3]]
+    assert [numbers for numbers, _ in chunks] == [[0, 1], [2], [3]]
     assert list(_chunks([])) == []
 
 
 def test_rows_in_any_order_are_sorted_by_keys_and_then_ids() -> None:
     ids = sorted(new_id() for _ in range(3))
     keyed = [row(idempotency_key=key) for key in ("b", "a", "c")]
-    ((places, encoded),) = _chunks([*keyed, *(row(id=job_id) for job_id in reversed(ids))])
-    assert places == [5, 4, 3, 1, 0, 2]
-    assert [one["place"] for one in json.loads(encoded)] == places
+    ((numbers, encoded),) = _chunks([*keyed, *(row(id=job_id) for job_id in reversed(ids))])
+    assert numbers == [5, 4, 3, 1, 0, 2]
+    assert [one["number"] for one in json.loads(encoded)] == numbers
 
 
 def test_a_row_keeps_the_tokens_and_the_text_of_its_door() -> None:

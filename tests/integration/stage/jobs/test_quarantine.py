@@ -32,7 +32,7 @@ from services.stage.settings import StageSettings
 from shardline.config import Times
 from shardline.job import FinishReason, JobState
 from shardline.queues import GENERATE_TASK
-from shardline.store import claims, crashes, jobs
+from shardline.store import claims, crashes, jobs, leases
 from shardline.store.claims import Claimed
 from tests.integration.rows import MODEL, cell, change, database_with_head, request, state, submit
 from tests.integration.stage.jobs.desk import Desk, open_desk, tiny_executor
@@ -161,15 +161,15 @@ def between(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], None]], N
     """What the test does once, after a head has chosen and before it claims."""
 
     def arrange(happening: Callable[[], None]) -> None:
-        real = crashes.suspects
+        real = crashes.quarantined
 
-        def suspects(connection: Connection, ids: Collection[str]) -> list[UUID]:
+        def quarantined(connection: Connection, ids: Collection[str]) -> list[UUID]:
             found = real(connection, ids)
-            monkeypatch.setattr(crashes, "suspects", real)
+            monkeypatch.setattr(crashes, "quarantined", real)
             happening()
             return found
 
-        monkeypatch.setattr(crashes, "suspects", suspects)
+        monkeypatch.setattr(crashes, "quarantined", quarantined)
 
     return arrange
 
@@ -277,7 +277,7 @@ class Rounds:
 
 @pytest.fixture
 def rounds(monkeypatch: pytest.MonkeyPatch) -> Rounds:
-    rounds, claim, beat = Rounds(), claims.claim, claims.heartbeat
+    rounds, claim, beat = Rounds(), claims.claim, leases.heartbeat
 
     def claiming(*given: Any, **named: Any) -> list[Claimed]:
         claimed = claim(*given, **named)
@@ -289,7 +289,7 @@ def rounds(monkeypatch: pytest.MonkeyPatch) -> Rounds:
         return beat(*given, **named)
 
     monkeypatch.setattr(claims, "claim", claiming)
-    monkeypatch.setattr(claims, "heartbeat", beating)
+    monkeypatch.setattr(leases, "heartbeat", beating)
     return rounds
 
 

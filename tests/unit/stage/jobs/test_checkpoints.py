@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
 from types import SimpleNamespace
 from typing import Any, cast
 from uuid import uuid4
@@ -11,7 +10,8 @@ from services.stage.jobs.checkpoints import MAX_REWRITTEN, beats_of
 from services.stage.jobs.live_job import LiveJob
 from shardline.ids import new_id
 from shardline.job import SamplingParams, TokenLogprob
-from shardline.store.claims import Beat, Claimed
+from shardline.store.claims import Claimed
+from shardline.store.leases import Beat
 
 ONE = TokenLogprob(7, -0.5)
 
@@ -31,10 +31,7 @@ def live(num_saved: int, num_new: int, *, with_logprobs: bool = True) -> LiveJob
         priority=5,
         crashes=0,
         exact=True,
-        created_at=datetime.now(UTC),
-        deadline_at=None,
         queued_s=0.0,
-        traceparent=None,
     )
     return LiveJob(
         claimed=claimed,

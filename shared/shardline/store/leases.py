@@ -1,0 +1,105 @@
+"""What a holder says while it works: heartbeats renew the leases of its claims and save their tokens. Knows no end.
+
+A heartbeat changes nothing of a job that is no longer `running` under the fence of its claim.
+Locks: rows of `jobs`, in order of id, before any of their attempts is written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from uuid import UUID
+
+from sqlalchemy import Connection, text
+
+from shardline.job import TokenLogprob
+from shardline.store.encoding import Key, dump, dump_logprobs
+
+HEARTBEAT = text("""
+-- What the holder sends: a claim, and its tokens from `start` on that are not saved yet.
+WITH beats AS (
+    SELECT * FROM jsonb_to_recordset(CAST(:beats AS jsonb))
+        AS beats(job_id uuid, fence bigint, start int, ids int[], logprobs jsonb)
+),
+-- The jobs that it still holds, locked in order of id.
+locked AS (
+    SELECT jobs.id FROM jobs JOIN beats ON beats.job_id = jobs.id AND beats.fence = jobs.fence
+    WHERE jobs.state = 'running' ORDER BY jobs.id FOR UPDATE OF jobs
+),
+-- Their leases, from now on, and what their holder must hear of.
+renewed AS (
+    UPDATE jobs SET lease_until = now() + make_interval(secs => :lease_s)
+    FROM locked, beats, attempts
+    WHERE jobs.id = locked.id AND beats.job_id = jobs.id AND beats.fence = jobs.fence AND jobs.state = 'running'
+        AND attempts.job_id = jobs.id AND attempts.fence = jobs.fence
+        -- A gap between the checkpoint and these tokens would lose some: such a claim is not renewed.
+        AND cardinality(attempts.tokens) >= beats.start
+    RETURNING jobs.id, jobs.fence, jobs.cancel_requested_at, jobs.deadline_at
+),
+-- Their tokens, each at its index: a heartbeat that is sent twice changes nothing.
+saved AS (
+    UPDATE attempts SET heartbeat_at = now(),
+        tokens = CASE WHEN cardinality(beats.ids) = 0 THEN tokens ELSE tokens[1:beats.start] || beats.ids END,
+        logprobs = CASE
+            WHEN beats.logprobs IS NULL THEN attempts.logprobs
+            WHEN beats.start = 0 THEN beats.logprobs
+            ELSE jsonb_path_query_array(attempts.logprobs, '$[0 to $last]', jsonb_build_object('last', beats.start - 1))
+                || beats.logprobs END
+    FROM renewed JOIN beats ON beats.job_id = renewed.id AND beats.fence = renewed.fence
+    WHERE attempts.job_id = renewed.id AND attempts.fence = renewed.fence
+)
+SELECT id, fence, cancel_requested_at IS NOT NULL AS cancel_requested, coalesce(deadline_at <= now(), false) AS expired
+FROM renewed
+""")
+
+EXPIRE = text("""
+-- All that runs under this worker's name; what a relay has locked is being moved already.
+WITH held AS (
+    SELECT id FROM jobs WHERE state = 'running' AND worker = :worker AND pipeline = :pipeline AND lease_until > now()
+    ORDER BY id FOR UPDATE SKIP LOCKED
+)
+UPDATE jobs SET lease_until = now() FROM held WHERE jobs.id = held.id
+""")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Beat:
+    """A sign of life of one job, with the output tokens from index `start` on that are not saved yet."""
+
+    job_id: UUID
+    fence: int
+    start: int
+    ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BeatReply:
+    """The claim holds; what its holder must do next."""
+
+    cancel_requested: bool
+    expired: bool
+
+
+def heartbeat(connection: Connection, beats: Sequence[Beat], *, lease_s: float) -> dict[Key, BeatReply]:
+    """Renew leases and save tokens, all in one statement. A key that is missing lost its fence: drop the job."""
+    rows = [
+        {
+            "job_id": beat.job_id,
+            "fence": beat.fence,
+            "start": beat.start,
+            "ids": beat.ids,
+            "logprobs": dump_logprobs(beat.logprobs) or None,
+        }
+        for beat in beats
+    ]
+    replies = connection.execute(HEARTBEAT, {"beats": dump(rows), "lease_s": lease_s})
+    return {
+        (row.id, row.fence): BeatReply(cancel_requested=row.cancel_requested, expired=row.expired) for row in replies
+    }
+
+
+def expire_held_by(connection: Connection, *, worker: str, pipeline: str) -> int:
+    """A head has started anew: what its dead predecessor held need not wait for the end of its leases. Returns how
+    many; relays move them as ever, and the fence keeps out a predecessor that is alive after all."""
+    return connection.execute(EXPIRE, {"worker": worker, "pipeline": pipeline}).rowcount
