@@ -48,7 +48,8 @@ NAMED_ELSEWHERE = re.compile(
     r"|prepared_means_tokenised"  # a constraint in databases that exist
     r'|tokenise = \["shardline\[tokenize\]"\]|extra `tokenise`'  # the alias of an extra, for one more release
 )
-SPELLED = tuple(".md .py .toml .yaml .yml .sh .cpp .h .ini .txt .example Makefile Dockerfile".split())
+SUFFIXES = (".md", ".py", ".toml", ".yaml", ".yml", ".sh", ".cpp", ".h", ".ini", ".txt", ".example")
+SPELLED = (*SUFFIXES, "Makefile", "Dockerfile")
 
 TWO_MEANINGS = {"Ready", "Watch"}
 """Class names that the product still defines twice. None may join them, and one that is renamed leaves."""
