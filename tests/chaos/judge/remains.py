@@ -25,7 +25,10 @@ def kv_in_use(target: Target, num_expected: int) -> dict[str, int]:
     """Each stage's own counter of KV blocks, by worker. Those that still load do not answer."""
     app = Celery("inspector", set_as_current=False)
     app.conf.update(celery_settings(Settings(redis_url=target.redis_url)))
-    answers: Mapping[str, Any] = app.control.inspect(timeout=5, limit=num_expected + 1)._request("stage") or {}
+    # Of its own: kombu's pool would give one that a fault has broken since the last look.
+    with app.connection_for_write() as connection:
+        inspect = app.control.inspect(timeout=5, limit=num_expected + 1, connection=connection)
+        answers: Mapping[str, Any] = inspect._request("stage") or {}
     return {name: answer["kv_blocks_used"] for name, answer in answers.items() if "kv_blocks_used" in answer}
 
 
