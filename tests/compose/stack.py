@@ -40,7 +40,7 @@ class Stack:
         ours = {
             # A user's .env is for the user's own stack.
             "COMPOSE_DISABLE_ENV_FILE": "1",
-            "SHARDLINE_MODEL_DIR": str(REPOSITORY / "services" / "standalone" / "clerk" / "model"),
+            "SHARDLINE_MODEL_DIR": str(REPOSITORY / "services" / "standalone" / "demo" / "clerk" / "model"),
             "SHARDLINE_MODEL_NAME": MODEL,
             "SHARDLINE_SECRETS_DIR": str(self.secrets),
             # Replicas on one machine: more stages than cores.

@@ -25,7 +25,7 @@ from shardline.job import SamplingParams
 from tests.chain import MAX_BUDGET, complete, load_chain
 from tests.repository import REPOSITORY
 
-CLERK = REPOSITORY / "services" / "standalone" / "clerk" / "model"
+CLERK = REPOSITORY / "services" / "standalone" / "demo" / "clerk" / "model"
 CROWDS = (64, 32, 3, 1)
 """Jobs at a time. The last run in one stage, each job alone, is what all others are compared with."""
 LENGTHS = (4, 300)

@@ -26,7 +26,7 @@ PROMPTS = "SELECT prompt FROM jobs ORDER BY prompt"
 WAITING = (
     "SELECT count(*) FROM pg_stat_activity WHERE application_name = 'shardline-migrate' AND wait_event_type = 'Lock'"
 )
-NEXT_RELEASE = REPOSITORY / "tests" / "faults" / "next_release" / "alembic.ini"
+NEXT_RELEASE = REPOSITORY / "tests" / "chaos" / "faults" / "next_release" / "alembic.ini"
 VERSION = "SELECT version_num FROM alembic_version"
 INVALID = "SELECT count(*) FROM pg_index WHERE NOT indisvalid"
 
