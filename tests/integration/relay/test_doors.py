@@ -159,7 +159,7 @@ def test_a_revoke_before_its_request_cancels_the_later_row(here: RelayStack) -> 
 
 def test_an_answer_to_a_dead_caller_does_not_stay_in_redis(here: RelayStack) -> None:
     with here.app.connection_for_write() as connection:
-        mailbox = here.app.control.hub(connection)
+        mailbox = here.app.control.mailbox(connection)
         # What `celery inspect ping` does, up to where it would wait.
         mailbox._publish("ping", {}, reply_ticket=str(uuid4()), timeout=PATIENCE_S)
         answer = f"{mailbox.oid}.reply.celery.pidbox"

@@ -57,9 +57,9 @@ def test_one_bad_request_in_a_batch_fails_alone(engine: Engine, change: dict[str
 
 
 @pytest.mark.parametrize("document", [None, [], "text", {}, {"prompt": "one"}, {"model": 7}, {**GOOD, "id": "no uuid"}])
-def test_a_document_that_no_row_can_hold_is_a_dead_letter_with_a_reason(engine: Engine, document: object) -> None:
+def test_a_document_that_no_row_can_hold_is_rejected_with_a_reason(engine: Engine, document: object) -> None:
     good, dead = take(engine, GOOD, document)
-    assert (good.status, dead.status) == ("accepted", "dead")
+    assert (good.status, dead.status) == ("accepted", "rejected")
     assert dead.reason is not None
     assert cell(engine, "SELECT count(*) FROM jobs") == 1
 

@@ -15,6 +15,7 @@ from celery.contrib.testing.worker import start_worker
 from redis.exceptions import ConnectionError as HungUp
 
 from services.stage.app import make_app
+from services.stage.celery.bootsteps import SeatLimit
 from services.stage.celery.delivery import Delivery
 from services.stage.celery.hub_calls import HubCalls
 from services.stage.settings import StageSettings
@@ -109,15 +110,14 @@ def test_a_full_pool_takes_no_more_than_its_seats_when_redis_hangs_up(app: Celer
     send(app, 200, 3)
     until(lambda: len(desk.held) >= SEATS + INTERACTIVE_SEATS)
     connected = threading.Semaphore(0)
-    seating = next(step for step in app.steps["consumer"] if step.__name__ == "Seating")
-    start = seating.start
+    start = SeatLimit.start
 
     def counted(step: Any, consumer: Any) -> None:
         start(step, consumer)
         connected.release()
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(seating, "start", counted)
+        patch.setattr(SeatLimit, "start", counted)
         for _ in range(NUM_RECONNECTS):
             app.shardline.hub.post(hang_up)
             assert connected.acquire(timeout=60), "the worker did not connect again"
