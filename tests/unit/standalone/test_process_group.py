@@ -1,4 +1,4 @@
-"""A crew of real child processes: restarted when they die, stopped in order, never left behind."""
+"""A group of real child processes: restarted when they die, stopped in order, never left behind."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ READY = "print('ready', flush=True); import signal; "
 
 
 class Stage:
-    """A crew with what it said and recorded, in a folder of its own."""
+    """A process group with what it said and recorded, in a folder of its own."""
 
     def __init__(self, home: Path, inbox: SignalInbox) -> None:
         self.home = home
