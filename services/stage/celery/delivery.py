@@ -1,4 +1,4 @@
-"""A delivery: one delivery of a job by Celery, and the verdict that other threads give on it. Knows no Postgres."""
+"""One delivery of a job by Celery, and the verdict that other threads give on it. Knows no Postgres."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Delivery:
         self._end(1, _exception_info(JobFailed(reason)))
 
     def terminate(self, signal: int | None = None) -> None:
-        """Called by Celery itself; does nothing: a stop goes through the row (see `commands`)."""
+        """Called by Celery itself; does nothing: a stop goes through the row (see `remote_control`)."""
 
     def _end(self, failed: int, value: Any) -> None:
         self.hub.post(lambda: self._settle((failed, value, time.monotonic() - self.began_s)))

@@ -107,7 +107,7 @@ class EnginePool(BasePool):
 
     @override
     def terminate_job(self, pid: int, signal: int | None = None) -> None:
-        """Celery's own terminate is not used: `commands.revoke` goes through the row."""
+        """Celery's own terminate is not used: `remote_control.revoke` goes through the row."""
 
     def grow(self, n: int = 1) -> None:
         """Seats can be added at run time; KV blocks still bound what runs at once."""

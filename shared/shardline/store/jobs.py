@@ -53,11 +53,9 @@ def get_job(connection: Connection, job_id: UUID) -> Job | None:
     return next(iter(get_jobs(connection, [job_id])), None)
 
 
-def get_jobs(connection: Connection, ids: Collection[UUID], *, tenant: str | None = None) -> list[Job]:
-    """Those that exist, of one tenant or of all, in the order of `ids`."""
+def get_jobs(connection: Connection, ids: Collection[UUID]) -> list[Job]:
+    """Those that exist, in the order of `ids`."""
     query = job_rows().where(is_any(jobs.c.id, ids))
-    if tenant is not None:
-        query = query.where(jobs.c.tenant_id == tenant)
     found = {row["id"]: load_job(row) for row in connection.execute(query).mappings()}
     return [found[job_id] for job_id in ids if job_id in found]
 
