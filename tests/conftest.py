@@ -51,6 +51,14 @@ def _no_foreign_settings() -> None:
     no_foreign_settings()
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _same_cores_afterwards() -> Iterator[None]:
+    """A file leaves the process every core that it found: stacks of later files share them."""
+    cores = os.sched_getaffinity(0)
+    yield
+    assert os.sched_getaffinity(0) == cores
+
+
 @pytest.fixture(scope="session")
 def server_home() -> Iterator[Path]:
     """A folder of this session alone, with a path short enough for sockets."""

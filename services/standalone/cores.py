@@ -1,7 +1,8 @@
 """Claims cores of this machine, so that stacks of one user avoid each other's. Knows no stage.
 
-A stack holds a lock on each core that it uses, and the kernel frees it when the supervisor dies. Within a stack the
-stages have their own locks; between stacks sharing is allowed, but slower, and therefore reported.
+Every stack holds a shared lock on each core that it uses, and the kernel frees it when the supervisor dies: a core is
+free while nobody's lock prevents an exclusive one. Within a stack the stages have their own locks; between stacks
+sharing is allowed, but slower, and therefore reported.
 """
 
 from __future__ import annotations
@@ -34,22 +35,23 @@ class CoreClaims:
         self._held: dict[int, int] = {}
 
     def claim(self, cores: Iterable[int]) -> frozenset[int]:
-        """Take every core that is free. Returns those that another stack holds."""
+        """Hold every core. Returns those that another stack holds too."""
         folder = open_private_folder(self._folder, FIELD)
         try:
-            return frozenset(core for core in cores if not self._take(folder, core))
+            return frozenset(core for core in cores if not self._is_free(folder, core))
         finally:
             os.close(folder)
 
-    def _take(self, folder: int, core: int) -> bool:
+    def _is_free(self, folder: int, core: int) -> bool:
+        """Whether nobody else held the core, which is held afterwards."""
         file = open_private_file(folder, f"core-{core}.lock", FIELD)
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        is_free = _lock(file, fcntl.LOCK_EX)
+        # Refused only by an exclusive lock: of a stack that looks at this very moment.
+        if _lock(file, fcntl.LOCK_SH):
+            self._held[core] = file
+        else:
             os.close(file)
-            return False
-        self._held[core] = file
-        return True
+        return is_free
 
     def keep(self, cores: Iterable[int]) -> None:
         """Give back every claimed core but these."""
@@ -63,3 +65,11 @@ class CoreClaims:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.keep(())
+
+
+def _lock(file: int, kind: int) -> bool:
+    try:
+        fcntl.flock(file, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

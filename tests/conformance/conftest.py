@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 from services.stage.device.device import Device
+from tests.pinned import first_core
 
 
 @pytest.fixture(scope="session")
@@ -21,9 +20,5 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def device(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Device]:
     """Core 0, locked in a folder of its own. Given back at once: whole stacks of later tests need every core."""
-    cores, num_threads = os.sched_getaffinity(0), torch.get_num_threads()
-    taken = Device.take("cpu:0", worker="tests", lock_folder=tmp_path_factory.mktemp("locks"))
-    yield taken
-    taken.release()
-    os.sched_setaffinity(0, cores)
-    torch.set_num_threads(num_threads)
+    with first_core(tmp_path_factory.mktemp("locks")) as device:
+        yield device

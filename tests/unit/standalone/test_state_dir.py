@@ -121,3 +121,12 @@ def test_a_stack_that_claims_all_cores_learns_which_are_taken(tmp_path: Path) ->
         assert second.claim([0, 1, 2]) == {1}
     with CoreClaims(tmp_path) as third:
         assert third.claim([0, 1, 2]) == frozenset()
+
+
+def test_a_core_stays_taken_by_a_stack_that_shared_it_with_one_that_ended(tmp_path: Path) -> None:
+    with CoreClaims(tmp_path) as second:
+        with CoreClaims(tmp_path) as first:
+            assert first.claim([0]) == frozenset()
+            assert second.claim([0]) == {0}
+        with CoreClaims(tmp_path) as third:
+            assert third.claim([0]) == {0}

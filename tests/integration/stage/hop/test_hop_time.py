@@ -27,6 +27,7 @@ from shardline.job import SamplingParams
 from tests.chain import CountingSink, load_chain
 from tests.links import NUM_LAYERS, PATIENCE_S, TIMES, Head, Stage, make_card, open_pipes
 from tests.models import save_model
+from tests.pinned import first_core
 from tests.polling import until
 
 MIDDLE = NUM_LAYERS // 2
@@ -88,8 +89,13 @@ class Pair:
 
 
 @pytest.fixture
-def pair(tmp_path: Path) -> Iterator[Pair]:
-    device = Device.take("cpu:0", worker="tests", lock_folder=tmp_path / "locks")
+def device(tmp_path: Path) -> Iterator[Device]:
+    with first_core(tmp_path / "locks") as device:
+        yield device
+
+
+@pytest.fixture
+def pair(device: Device, tmp_path: Path) -> Iterator[Pair]:
     first, last = load_chain(save_model(tmp_path, num_hidden_layers=NUM_LAYERS), 2, device, tmp_path / "cache")
     events: queue.Queue[Event] = queue.Queue()
     began_s = time.perf_counter()
@@ -114,7 +120,6 @@ def pair(tmp_path: Path) -> Iterator[Pair]:
         yield Pair(head=head, engine=engine, tail=tail, events=events, began_s=began_s)
         engine.stop()
         engine.join()
-    device.release()
 
 
 def test_a_head_tells_the_time_of_its_real_frames_through_a_tail(pair: Pair) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import queue
 import threading
 from collections.abc import Iterable, Iterator, Sequence
@@ -14,14 +13,12 @@ from types import SimpleNamespace
 from typing import Any, cast
 from uuid import UUID, uuid4
 
-import torch
 from sqlalchemy import Engine as Database
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from services.stage.celery.delivery import Delivery
 from services.stage.celery.hub_calls import HubCalls
-from services.stage.device.device import Device
 from services.stage.engine.engine import HeadEngine
 from services.stage.engine.executor import Executor
 from services.stage.hop.wiring import Member, Wiring
@@ -36,6 +33,7 @@ from services.stage.scheduling.scheduler import Scheduler, SchedulerConfig
 from shardline.config import Times
 from shardline.streams import DeltaWriter
 from tests.models import VOCAB_SIZE, save_model
+from tests.pinned import first_core
 from tests.polling import until
 
 
@@ -157,21 +155,17 @@ def open_desk(database: Database, executor: Executor, redis_url: str, times: Tim
 @contextmanager
 def tiny_executor(folder: Path) -> Iterator[Executor]:
     """A tiny Llama with a long context, whole, on core 0; leaves the process as it was."""
-    cores, num_threads = os.sched_getaffinity(0), torch.get_num_threads()
-    device = Device.take("cpu:0", worker="tests", lock_folder=folder / "locks")
-    yield Executor.load(
-        model=save_model(folder, max_position_embeddings=4096),
-        layers=range(4),
-        device=device,
-        dtype="float32",
-        kv_bytes=64 << 20,
-        token_budget=64,
-        max_open=16,
-        cache_folder=folder / "cache",
-    )
-    device.release()
-    os.sched_setaffinity(0, cores)
-    torch.set_num_threads(num_threads)
+    with first_core(folder / "locks") as device:
+        yield Executor.load(
+            model=save_model(folder, max_position_embeddings=4096),
+            layers=range(4),
+            device=device,
+            dtype="float32",
+            kv_bytes=64 << 20,
+            token_budget=64,
+            max_open=16,
+            cache_folder=folder / "cache",
+        )
 
 
 def wiring(executor: Executor, num_blocks: int | None = None) -> Wiring:

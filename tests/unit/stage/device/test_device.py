@@ -15,17 +15,15 @@ import torch
 from services.stage.device.device import Device, parse_cores, show_cores
 from services.stage.device.locks import DeviceLocks
 from shardline.errors import Invalid
+from tests.pinned import unpinned_afterwards
 
 CORE = min(os.sched_getaffinity(0))
 
 
 @pytest.fixture(autouse=True)
 def _unpinned_afterwards() -> Iterator[None]:
-    cores, num_threads = os.sched_getaffinity(0), torch.get_num_threads()
-    yield
-    for thread in Path("/proc/self/task").iterdir():
-        os.sched_setaffinity(int(thread.name), cores)
-    torch.set_num_threads(num_threads)
+    with unpinned_afterwards():
+        yield
 
 
 def take(folder: Path, *, worker: str = "first", shared: bool = False) -> Device:

@@ -1,0 +1,35 @@
+"""A device of this process for tests: its threads are pinned for a while, and free afterwards."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from services.stage.device.device import Device
+
+
+@contextmanager
+def unpinned_afterwards() -> Iterator[None]:
+    """Gives every thread its cores back: stacks that later tests start inherit them."""
+    cores, num_threads = os.sched_getaffinity(0), torch.get_num_threads()
+    try:
+        yield
+    finally:
+        for thread in Path("/proc/self/task").iterdir():
+            os.sched_setaffinity(int(thread.name), cores)
+        torch.set_num_threads(num_threads)
+
+
+@contextmanager
+def first_core(lock_folder: Path) -> Iterator[Device]:
+    """Core 0, locked in a folder of the caller's own."""
+    with unpinned_afterwards():
+        device = Device.take("cpu:0", worker="tests", lock_folder=lock_folder)
+        try:
+            yield device
+        finally:
+            device.release()
