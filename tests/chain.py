@@ -10,6 +10,7 @@ import torch
 
 from services.stage.device.device import Device
 from services.stage.engine.executor import Executor
+from services.stage.engine.memory import Limits
 from services.stage.model.model_info import ModelInfo
 from services.stage.scheduling.events import Failed, Finished
 from services.stage.scheduling.scheduler import Scheduler, SchedulerConfig
@@ -58,9 +59,7 @@ def load_chain(
             layers=layers,
             device=device,
             dtype=dtype,
-            kv_bytes=kv_bytes,
-            token_budget=MAX_BUDGET,
-            max_open=max_open,
+            limits=Limits(kv_bytes=kv_bytes, token_budget=MAX_BUDGET, max_open=max_open),
             cache_folder=cache_folder,
         )
         for layers in even_split(info.num_layers, num_stages)

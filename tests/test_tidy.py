@@ -7,12 +7,28 @@ import re
 import statistics
 import subprocess
 from collections import Counter
-from collections.abc import Iterator
-from functools import cache
 from itertools import pairwise
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+from tests.repository import REPOSITORY as ROOT
+from tests.sources import (
+    Function,
+    all_files,
+    at,
+    calls,
+    functions,
+    imports,
+    length,
+    members,
+    num_lines,
+    parameters,
+    product_files,
+    python_files,
+    signature,
+    strings,
+    tree,
+)
+
 OPERATING = ROOT / "docs" / "operating.md"
 STORE = Path("shared/shardline/store")
 TABLES = ROOT / "shared/shardline/tables.py"
@@ -51,126 +67,56 @@ NAMED_ELSEWHERE = re.compile(
 SUFFIXES = (".md", ".py", ".toml", ".yaml", ".yml", ".sh", ".cpp", ".h", ".ini", ".txt", ".example")
 SPELLED = (*SUFFIXES, "Makefile", "Dockerfile")
 
-TWO_MEANINGS = {"Ready", "Watch"}
-"""Class names that the product still defines twice. None may join them, and one that is renamed leaves."""
+MAX_PARAMETERS = 7
+"""Of a function, without self and cls. The options of a command are for its user and not counted."""
 
 SHAPE = re.compile(r"\[[^\[\]]+\]")
 """A tensor's shape in a docstring: [T, H], [..., K], [0], or [...] for any."""
 DTYPE = re.compile(r"dtype|float|int(?:8|16|32|64)|bool")
 
-Function = ast.FunctionDef | ast.AsyncFunctionDef
-
-
-def _python_files(*folders: str) -> list[Path]:
-    files = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
-    assert files, f"no Python files under {folders}"
-    return sorted(path for path in files if not {"build", "__pycache__"} & set(path.relative_to(ROOT).parts))
-
-
-def _product() -> list[Path]:
-    return _python_files("services", "shared")
-
-
-def _all() -> list[Path]:
-    return _python_files("services", "shared", "migrations", "tests")
-
-
-@cache
-def _tree(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
-
-
-@cache
-def _num_lines(path: Path) -> int:
-    return len(path.read_text(encoding="utf-8").splitlines())
-
-
-def _functions(path: Path) -> Iterator[Function]:
-    return (node for node in ast.walk(_tree(path)) if isinstance(node, Function))
-
-
-def _length(function: Function) -> int:
-    return (function.end_lineno or function.lineno) - function.lineno + 1
-
-
-def _calls(path: Path) -> Iterator[ast.Call]:
-    return (node for node in ast.walk(_tree(path)) if isinstance(node, ast.Call))
-
-
-def _imports(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            yield from ((node.lineno, alias.name) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            yield node.lineno, node.module or "services"
-
-
-def _strings(path: Path) -> Iterator[tuple[int, str]]:
-    for node in ast.walk(_tree(path)):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str):
-            yield node.lineno, node.value
-
-
-def _at(path: Path, line: int, what: object) -> str:
-    return f"{path.relative_to(ROOT)}:{line}: {what}"
-
 
 def test_files_have_at_most_400_lines() -> None:
-    sources = [*_all(), *(ROOT / "services").rglob("*.cpp"), *(ROOT / "services").rglob("*.h")]
-    assert [_at(path, _num_lines(path), "lines") for path in sources if _num_lines(path) > FILE_LINES_MAX] == []
+    sources = [*all_files(), *(ROOT / "services").rglob("*.cpp"), *(ROOT / "services").rglob("*.h")]
+    assert [at(path, num_lines(path), "lines") for path in sources if num_lines(path) > FILE_LINES_MAX] == []
 
 
 def test_the_median_file_of_the_product_is_short() -> None:
-    lengths = [_num_lines(path) for path in _product() if _num_lines(path) > 1]
+    lengths = [num_lines(path) for path in product_files() if num_lines(path) > 1]
     assert statistics.median(lengths) <= FILE_LINES_MEDIAN
 
 
 def test_functions_have_at_most_60_lines() -> None:
     long = [
-        _at(path, function.lineno, f"{function.name} has {_length(function)} lines")
-        for path in _all()
-        for function in _functions(path)
-        if _length(function) > FUNCTION_LINES_MAX
+        at(path, function.lineno, f"{function.name} has {length(function)} lines")
+        for path in all_files()
+        for function in functions(path)
+        if length(function) > FUNCTION_LINES_MAX
     ]
     assert long == []
 
 
 def test_functions_of_the_product_are_short() -> None:
-    lengths = [_length(function) for path in _product() for function in _functions(path)]
+    lengths = [length(function) for path in product_files() for function in functions(path)]
     assert statistics.median(lengths) <= FUNCTION_LINES_MEDIAN
     assert statistics.quantiles(lengths, n=10)[-1] <= FUNCTION_LINES_P90
 
 
 def test_every_module_says_what_it_owns() -> None:
-    assert [_at(path, 1, "no module docstring") for path in _all() if not ast.get_docstring(_tree(path))] == []
-
-
-def _members(scope: ast.Module | ast.ClassDef) -> Iterator[Function]:
-    """Functions of a module and methods of its classes, but no function inside a function."""
-    for node in scope.body:
-        if isinstance(node, Function):
-            yield node
-        elif isinstance(node, ast.ClassDef):
-            yield from _members(node)
-
-
-def _signature(function: Function) -> str:
-    returns = "" if function.returns is None else f" -> {ast.unparse(function.returns)}"
-    return ast.unparse(function.args) + returns
+    assert [at(path, 1, "no module docstring") for path in all_files() if not ast.get_docstring(tree(path))] == []
 
 
 def test_public_functions_of_tensors_give_shape_and_dtype() -> None:
     tensor = re.compile(r"\bTensor\b")
     functions = [
         (path, function)
-        for path in _python_files("services/stage")
-        for function in _members(_tree(path))
+        for path in python_files("services/stage")
+        for function in members(tree(path))
         if function.name == "__call__" or not function.name.startswith("_")
-        if tensor.search(_signature(function))
+        if tensor.search(signature(function))
     ]
     assert functions, "no function of services/stage takes or returns a Tensor"
     bare = [
-        _at(path, function.lineno, f"{function.name} gives no shape, or no dtype, of its tensors")
+        at(path, function.lineno, f"{function.name} gives no shape, or no dtype, of its tensors")
         for path, function in functions
         if not (SHAPE.search(ast.get_docstring(function) or "") and DTYPE.search(ast.get_docstring(function) or ""))
     ]
@@ -179,10 +125,10 @@ def test_public_functions_of_tensors_give_shape_and_dtype() -> None:
 
 def test_functions_import_nothing_of_ours() -> None:
     hidden = [
-        _at(path, line, f"import of {name} inside {function.name}")
-        for path in _all()
-        for function in _functions(path)
-        for line, name in _imports(function)
+        at(path, line, f"import of {name} inside {function.name}")
+        for path in all_files()
+        for function in functions(path)
+        for line, name in imports(function)
         if name.split(".")[0] in OWN_PACKAGES
     ]
     assert hidden == []
@@ -192,10 +138,10 @@ def test_folders_of_the_chaos_tool_import_one_way() -> None:
     chaos = ROOT / "tests" / "chaos"
     assert {path.name for path in chaos.iterdir() if path.is_dir() and path.name != "__pycache__"} == set(CHAOS_ROOMS)
     backwards = [
-        _at(path, line, f"import of {name}")
+        at(path, line, f"import of {name}")
         for place, room in enumerate(CHAOS_ROOMS)
         for path in sorted((chaos / room).rglob("*.py"))
-        for line, name in _imports(_tree(path))
+        for line, name in imports(tree(path))
         if name.startswith("tests.chaos.") and name.split(".")[2] not in CHAOS_ROOMS[place:]
     ]
     assert backwards == []
@@ -210,18 +156,18 @@ def test_folders_of_the_stages_tests_are_folders_of_the_stage() -> None:
 
 def test_nothing_in_the_product_runs_foreign_bytes() -> None:
     unsafe = [
-        _at(path, line, f"import of {name}")
-        for path in _product()
-        for line, name in _imports(_tree(path))
+        at(path, line, f"import of {name}")
+        for path in product_files()
+        for line, name in imports(tree(path))
         if name.split(".")[0] in UNSAFE_MODULES
     ]
-    for path in _product():
-        for call in _calls(path):
+    for path in product_files():
+        for call in calls(path):
             name = ast.unparse(call.func)
             if name in UNSAFE_CALLS:
-                unsafe.append(_at(path, call.lineno, name))
+                unsafe.append(at(path, call.lineno, name))
             unsafe += [
-                _at(path, call.lineno, f"{name}({ast.unparse(keyword)})")
+                at(path, call.lineno, f"{name}({ast.unparse(keyword)})")
                 for keyword in call.keywords
                 if keyword.arg in UNSAFE_KEYWORDS and ast.unparse(keyword.value) != str(keyword.arg == "weights_only")
             ]
@@ -231,20 +177,20 @@ def test_nothing_in_the_product_runs_foreign_bytes() -> None:
 def test_no_test_is_skipped_or_sleeps() -> None:
     forbidden = re.compile(r"^(pytest\.(mark\.)?(skip|skipif|xfail|importorskip)|unittest\.skip\w*|(\w+\.)?sleep)$")
     found = [
-        _at(path, node.lineno, ast.unparse(node))
-        for path in _python_files("tests")
-        for node in ast.walk(_tree(path))
+        at(path, node.lineno, ast.unparse(node))
+        for path in python_files("tests")
+        for node in ast.walk(tree(path))
         if isinstance(node, ast.Attribute | ast.Name) and forbidden.match(ast.unparse(node))
     ]
     assert found == []
 
 
 def test_names_of_tests_have_at_most_80_characters() -> None:
-    names = [(path, function) for path in _python_files("tests") for function in _functions(path)]
+    names = [(path, function) for path in python_files("tests") for function in functions(path)]
     tests = [(path, function) for path, function in names if function.name.startswith("test_")]
     assert tests
     assert [
-        _at(path, function.lineno, f"{function.name} has {len(function.name)} characters")
+        at(path, function.lineno, f"{function.name} has {len(function.name)} characters")
         for path, function in tests
         if len(function.name) > TEST_NAME_LENGTH_MAX
     ] == []
@@ -254,8 +200,8 @@ def test_silenced_checks_name_the_rule_and_the_reason() -> None:
     silenced = re.compile(r"#\s*(?:noqa|type:\s*ignore)(?P<rest>.*)")
     reasoned = re.compile(r"^(?::\s*[A-Z]+\d+(?:,\s*[A-Z]+\d+)*|\[[\w, -]+\])\s*.*\w{3}")
     bare = [
-        _at(path, number, line.strip())
-        for path in _all()
+        at(path, number, line.strip())
+        for path in all_files()
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1)
         if path != Path(__file__)
         if (match := silenced.search(line)) and not reasoned.match(match["rest"])
@@ -265,16 +211,26 @@ def test_silenced_checks_name_the_rule_and_the_reason() -> None:
 
 def test_each_class_name_of_the_product_has_one_meaning() -> None:
     names = Counter(
-        node.name for path in _product() for node in ast.walk(_tree(path)) if isinstance(node, ast.ClassDef)
+        node.name for path in product_files() for node in ast.walk(tree(path)) if isinstance(node, ast.ClassDef)
     )
-    assert {name for name, number in names.items() if number > 1} == TWO_MEANINGS
+    assert {name for name, number in names.items() if number > 1} == set()
+
+
+def test_functions_take_seven_parameters_at_most() -> None:
+    many = [
+        at(path, node.lineno, node.name)
+        for path in all_files()
+        for node in ast.walk(tree(path))
+        if isinstance(node, Function) and len(parameters(node)) > MAX_PARAMETERS
+    ]
+    assert many == []
 
 
 def test_nothing_is_left_to_do() -> None:
     marker = re.compile(r"\b(" + "TO" + r"DO|FIX" + r"ME|X" + r"XX)\b")
     left = [
-        _at(path, number, line.strip())
-        for path in [*_all(), *ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+        at(path, number, line.strip())
+        for path in [*all_files(), *ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1)
         if marker.search(line)
     ]
@@ -283,10 +239,10 @@ def test_nothing_is_left_to_do() -> None:
 
 def test_redis_keys_are_spelled_in_keys_only() -> None:
     spelled = [
-        _at(path, line, text)
-        for path in _product()
+        at(path, line, text)
+        for path in product_files()
         if path.name != "keys.py"
-        for line, text in _strings(path)
+        for line, text in strings(path)
         if text.startswith("shardline:")
     ]
     assert spelled == []
@@ -295,12 +251,12 @@ def test_redis_keys_are_spelled_in_keys_only() -> None:
 def test_each_cte_has_a_line_above_it() -> None:
     begins = re.compile(r"^(?:\s*\),?\s*)?(?:WITH (?:RECURSIVE )?)?\w+ AS (?:(?:NOT )?MATERIALIZED )?\($")
     bare, num_ctes = [], 0
-    for path in _python_files(str(STORE)):
+    for path in python_files(str(STORE)):
         lines = path.read_text(encoding="utf-8").splitlines()
         for number, (above, line) in enumerate(pairwise(lines), start=2):
             if begins.match(line):
                 num_ctes += 1
-                bare += [] if above.startswith("-- ") else [_at(path, number, line)]
+                bare += [] if above.startswith("-- ") else [at(path, number, line)]
     assert bare == []
     assert num_ctes >= 30, "the pattern finds the statements' CTEs no more"
 
@@ -308,23 +264,23 @@ def test_each_cte_has_a_line_above_it() -> None:
 def test_modules_that_lock_rows_say_which_ones_in_which_order() -> None:
     locks = re.compile(r"FOR UPDATE|with_for_update|pg_try_advisory")
     silent = [
-        _at(path, 1, "no line with its locks")
-        for path in _python_files(str(STORE))
+        at(path, 1, "no line with its locks")
+        for path in python_files(str(STORE))
         if locks.search(path.read_text(encoding="utf-8"))
-        if "\nLocks: " not in (ast.get_docstring(_tree(path)) or "")
+        if "\nLocks: " not in (ast.get_docstring(tree(path)) or "")
     ]
     assert silent == []
 
 
 def test_all_sql_is_in_the_store() -> None:
     statement = re.compile(r"\s*(?:-- |(?:SELECT|INSERT|UPDATE|DELETE|WITH|LISTEN|NOTIFY|CREATE|ALTER|DROP|LOCK)\s)")
-    elsewhere = [path for path in _product() if ROOT / STORE not in path.parents]
-    found = [_at(path, line, text) for path in elsewhere for line, text in _strings(path) if statement.match(text)]
+    elsewhere = [path for path in product_files() if ROOT / STORE not in path.parents]
+    found = [at(path, line, text) for path in elsewhere for line, text in strings(path) if statement.match(text)]
     for path in elsewhere:
         if path != TABLES:
-            imports = (node for node in ast.walk(_tree(path)) if isinstance(node, ast.ImportFrom))
+            imports = (node for node in ast.walk(tree(path)) if isinstance(node, ast.ImportFrom))
             taken = [node for node in imports if (node.module or "").split(".")[0] == "sqlalchemy"]
-            found += [_at(path, node.lineno, ast.unparse(node)) for node in taken if _names(node) & SQL_NAMES]
+            found += [at(path, node.lineno, ast.unparse(node)) for node in taken if _names(node) & SQL_NAMES]
     assert found == []
 
 
@@ -341,8 +297,8 @@ def test_operating_md_has_every_setting_in_its_table() -> None:
 def _settings() -> set[str]:
     """Fields of every Settings class: each is read from SHARDLINE_<NAME>."""
     found = set()
-    for path in _product():
-        for node in ast.walk(_tree(path)):
+    for path in product_files():
+        for node in ast.walk(tree(path)):
             if isinstance(node, ast.ClassDef) and any(ast.unparse(base).endswith("Settings") for base in node.bases):
                 fields = (item.target for item in node.body if isinstance(item, ast.AnnAssign))
                 found |= {f"SHARDLINE_{ast.unparse(field).upper()}" for field in fields}
@@ -353,7 +309,7 @@ def test_relative_links_of_documents_lead_somewhere() -> None:
     link = re.compile(r"\[[^\]]*\]\((?!https?:|mailto:|#)([^)#\s]+)(?:#[^)]*)?\)")
     documents = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "services").rglob("*.md")]
     dead = [
-        _at(document, number, target)
+        at(document, number, target)
         for document in documents
         for number, line in enumerate(document.read_text(encoding="utf-8").splitlines(), start=1)
         for target in link.findall(line)

@@ -19,7 +19,7 @@ from sqlalchemy import text
 from shardline.errors import Invalid
 from shardline.job import FinishReason, JobState, Message, Result, SamplingParams, TokenLogprob, Usage
 from shardline.store import claims, ends, leases, models, pipelines
-from shardline.store.claims import Claimed
+from shardline.store.claims import Claimant, Claimed
 from shardline.store.database import connect
 from shardline.store.ends import End
 from shardline.store.leases import Beat
@@ -94,11 +94,7 @@ class TinyHead:
             claimed = claims.claim(
                 connection,
                 list(connection.scalars(QUEUED)),
-                worker="tiny",
-                pipeline="tiny",
-                epoch=self._epoch,
-                fingerprint="f1",
-                exactness="e1",
+                Claimant(worker="tiny", pipeline="tiny", epoch=self._epoch, fingerprint="f1", exactness="e1"),
                 lease_s=LEASE_S,
                 exact_wait_s=0.0,
             )

@@ -18,7 +18,7 @@ from services.relay.registered_tokenizers import RegisteredTokenizers
 from shardline.errors import Invalid
 from shardline.job import JobState, Message, Prompt, SamplingParams, TokenId, invalid_from
 from shardline.store import preparation
-from shardline.store.preparation import Ready, Unprepared
+from shardline.store.preparation import PreparedJob, Unprepared
 from shardline.tokenize import Prepared, Tokens
 
 log = structlog.get_logger(__name__)
@@ -56,19 +56,19 @@ class Preparer(Loop):
                 self._lent.popleft()
         return 0.0
 
-    def _answers(self) -> dict[UUID, Ready | dict[str, str]]:
+    def _answers(self) -> dict[UUID, PreparedJob | dict[str, str]]:
         """Prepare the first rows, as many as fit into `mark_every_s` and at least one."""
         until_s = time.monotonic() + self.mark_every_s
-        answers: dict[UUID, Ready | dict[str, str]] = {}
+        answers: dict[UUID, PreparedJob | dict[str, str]] = {}
         for row in self._lent:
             answers[row.id] = self._prepare(row)
             if time.monotonic() >= until_s:
                 break
         return answers
 
-    def _mark(self, answers: Mapping[UUID, Ready | dict[str, str]]) -> None:
-        ready = [answer for answer in answers.values() if isinstance(answer, Ready)]
-        errors = {job_id: answer for job_id, answer in answers.items() if not isinstance(answer, Ready)}
+    def _mark(self, answers: Mapping[UUID, PreparedJob | dict[str, str]]) -> None:
+        ready = [answer for answer in answers.values() if isinstance(answer, PreparedJob)]
+        errors = {job_id: answer for job_id, answer in answers.items() if not isinstance(answer, PreparedJob)}
         with self._database.begin() as connection:
             num_prepared = preparation.mark_if_unprepared(connection, ready)
             refused = preparation.fail_if_unprepared(connection, errors)
@@ -81,14 +81,14 @@ class Preparer(Loop):
             log.info("job refused", job_id=str(job_id), field=error["field"], problem=error["problem"])
             self._results.note({job_id: JobState.FAILED}, f"{error['field']}: {error['problem']}. {error['remedy']}")
 
-    def _prepare(self, row: Unprepared) -> Ready | dict[str, str]:
+    def _prepare(self, row: Unprepared) -> PreparedJob | dict[str, str]:
         try:
             tokens = self._tokenizers.get(row.model)
             params = _params(row)
             prepared = _tokenize(tokens, row, params)
         except Invalid as error:
             return error.as_dict()
-        return Ready(id=row.id, prompt_ids=prepared.prompt_ids, max_tokens=prepared.max_tokens, seed=params.seed)
+        return PreparedJob(id=row.id, prompt_ids=prepared.prompt_ids, max_tokens=prepared.max_tokens, seed=params.seed)
 
 
 def _tokenize(tokens: Tokens, row: Unprepared, params: SamplingParams) -> Prepared:

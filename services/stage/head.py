@@ -189,8 +189,7 @@ class Head:
                 pipeline=self._name,
                 fingerprint=self._loaded.weights,
                 revision=self._loaded.info.revision,
-                dtype=self._settings.dtype,
-                software=software(),
+                software={"dtype": self._settings.dtype, **software()},
             )
         )
 

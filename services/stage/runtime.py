@@ -21,6 +21,7 @@ from services.stage.celery.hub_calls import HubCalls
 from services.stage.celery.pool import DeliveryHandler
 from services.stage.device.device import Device
 from services.stage.engine.executor import Executor
+from services.stage.engine.memory import Limits
 from services.stage.hop.sockets import CurveKeys, Sockets, parse_ports
 from services.stage.layer_range import layers_of
 from services.stage.model.model_info import ModelInfo
@@ -115,10 +116,12 @@ def load(settings: StageSettings) -> Loaded:
             layers=layers,
             device=device,
             dtype=settings.dtype,
-            kv_bytes=settings.kv_mib * MIB if settings.kv_mib else None,
-            kv_share=settings.kv_share,
-            token_budget=settings.token_budget,
-            max_open=2 * (settings.seats + settings.interactive_seats),
+            limits=Limits(
+                kv_bytes=settings.kv_mib * MIB if settings.kv_mib else None,
+                kv_share=settings.kv_share,
+                token_budget=settings.token_budget,
+                max_open=2 * (settings.seats + settings.interactive_seats),
+            ),
             cache_folder=settings.cache_dir,
         )
         weights = fingerprint(info.path, settings.cache_dir)
@@ -160,6 +163,7 @@ def load(settings: StageSettings) -> Loaded:
 def software() -> dict[str, str]:
     """What computed a result."""
     return {
+        "machine": platform.machine(),
         "torch": str(torch.__version__),
         "transformers": transformers.__version__,
         "python": platform.python_version(),

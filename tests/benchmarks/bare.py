@@ -21,6 +21,7 @@ from tokenizers import Tokenizer
 from services.stage.device.device import Device
 from services.stage.engine.engine import Engine, FollowerEngine, HeadEngine
 from services.stage.engine.executor import Executor
+from services.stage.engine.memory import Limits
 from services.stage.hop import Channel, Hop, Kind, Receiver, Sender
 from services.stage.hop.sockets import Sockets
 from services.stage.hop.wiring import Wiring
@@ -162,9 +163,7 @@ def load(options: argparse.Namespace, stage_index: int, folder: Path) -> Executo
         layers=even_split(info.num_layers, len(options.device))[stage_index],
         device=device,
         dtype=options.dtype,
-        kv_bytes=None,
-        token_budget=TOKEN_BUDGET,
-        max_open=2 * options.seats,
+        limits=Limits(kv_bytes=None, token_budget=TOKEN_BUDGET, max_open=2 * options.seats),
         cache_folder=Path(options.model),
     )
 

@@ -23,6 +23,7 @@ import torch
 
 from services.stage.device.device import Device
 from services.stage.engine.executor import Executor
+from services.stage.engine.memory import Limits
 from services.stage.scheduling.scheduler import Scheduler, SchedulerConfig
 from services.stage.scheduling.sequence import Request
 from services.stage.scheduling.step_plan import StepResult, decode_plan, encode
@@ -78,9 +79,7 @@ class Ours:
             layers=range(12),
             device=device,
             dtype=dtype,
-            kv_bytes=None,
-            token_budget=512,
-            max_open=2 * BATCH,
+            limits=Limits(kv_bytes=None, token_budget=512, max_open=2 * BATCH),
             cache_folder=Path(model),
         )
         self._round = 0

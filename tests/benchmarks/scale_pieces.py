@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
-from typing import Any
 from uuid import UUID
 
 from sqlalchemy import Connection, Engine, text
@@ -30,10 +29,11 @@ from shardline.store import (
     retention,
     sweeps,
 )
+from shardline.store.claims import Claimant
 from shardline.store.encoding import Key
 from shardline.store.ends import End
 from shardline.store.leases import Beat
-from shardline.store.preparation import Ready
+from shardline.store.preparation import PreparedJob
 from tests.benchmarks.scale_tables import MODEL, SEATS, TENANT
 
 Work = Callable[[Connection], object]
@@ -64,8 +64,8 @@ class Head:
 
     def claim(self, connection: Connection, *, lease_s: float = 3_600.0) -> None:
         """All of them."""
-        head: Any = {"worker": "h", "pipeline": "p", "epoch": self._epoch, "fingerprint": "w", "exactness": "x"}
-        claimed = claims.claim(connection, self._ids, **head, lease_s=lease_s, exact_wait_s=60.0)
+        head = Claimant(worker="h", pipeline="p", epoch=self._epoch, fingerprint="w", exactness="x")
+        claimed = claims.claim(connection, self._ids, head, lease_s=lease_s, exact_wait_s=60.0)
         self.keys = [(one.job_id, one.fence) for one in claimed]
         assert len(self.keys) == len(self._ids)
 
@@ -151,11 +151,11 @@ def _relays(ids: list[UUID], head: Head) -> Iterator[Piece]:
     def unprepared(connection: Connection) -> None:
         jobs.insert_jobs(connection, [request for _ in range(4) for request in _requests()])
 
-    taken: list[Ready] = []
+    taken: list[PreparedJob] = []
 
     def take(connection: Connection) -> None:
         rows = preparation.take_unprepared(connection, lease_s=10.0)
-        taken[:] = [Ready(id=row.id, prompt_ids=IDS, max_tokens=8, seed=None) for row in rows]
+        taken[:] = [PreparedJob(id=row.id, prompt_ids=IDS, max_tokens=8, seed=None) for row in rows]
         assert taken
 
     def insert_and_take(connection: Connection) -> None:

@@ -11,12 +11,13 @@ from sqlalchemy import Connection, Engine, text
 
 from shardline.job import FinishReason, JobRequest, JobState, Result, Usage
 from shardline.store import claims, ends, jobs, models, pipelines
-from shardline.store.claims import Claimed
+from shardline.store.claims import Claimant, Claimed
 from shardline.store.database import connect
 from shardline.store.ends import End
 
 MODEL = "m"
 LONG_S = 3600.0
+HEAD = Claimant(worker="h", pipeline="p", epoch=1, fingerprint="w", exactness="x")
 
 
 @contextmanager
@@ -58,12 +59,11 @@ def submit(engine: Engine, num: int = 1, **fields: Any) -> list[UUID]:
     return [one.job_id for one in stored]
 
 
-def claim(engine: Engine, ids: list[UUID], **values: Any) -> list[Claimed]:
+def claim(engine: Engine, ids: list[UUID], *, head: Claimant = HEAD, **values: Any) -> list[Claimed]:
     """By head `p`, with a lease that outlives the test unless told."""
-    head = {"worker": "h", "pipeline": "p", "epoch": 1, "fingerprint": "w", "exactness": "x"}
     times = {"lease_s": LONG_S, "exact_wait_s": LONG_S}
     with engine.begin() as connection:
-        return claims.claim(connection, ids, **{**head, **times, **values})
+        return claims.claim(connection, ids, head, **{**times, **values})
 
 
 def running(engine: Engine, **values: Any) -> Claimed:

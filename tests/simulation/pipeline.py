@@ -9,6 +9,7 @@ from __future__ import annotations
 import zlib
 from collections import deque
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -77,11 +78,8 @@ def request(
     *,
     num_prompt: int = 5,
     max_tokens: int = 1000,
-    priority: int = 5,
-    quarantined: bool = False,
-    parked: bool = False,
-    output_ids: tuple[int, ...] = (),
     logprobs: int | None = None,
+    **fields: Any,
 ) -> Request:
     """A request whose prompt and seed follow from its name."""
     seed = zlib.crc32(name.encode())
@@ -90,10 +88,7 @@ def request(
         prompt_ids=tuple((seed + place) % NUM_TOKENS for place in range(num_prompt)),
         params=SamplingParams(max_tokens=max_tokens, logprobs=logprobs),
         seed=seed,
-        output_ids=output_ids,
-        priority=priority,
-        quarantined=quarantined,
-        parked=parked,
+        **fields,
     )
 
 

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Sequence
 from uuid import UUID
 
 from shardline.job import FinishReason, JobState, Result, Usage
-from shardline.store.claims import Claimed
+from shardline.store.claims import Claimant, Claimed
 from shardline.store.encoding import Key
 from shardline.store.ends import End
 from shardline.store.leases import Beat, BeatReply
@@ -26,34 +26,36 @@ __all__ = ["MAX_BATCH"]
 def claim(
     connection: Connection,
     ids: Collection[UUID | str],
+    claimant: Claimant,
     *,
-    worker: str,
-    pipeline: str,
-    epoch: int,
-    fingerprint: str,
-    exactness: str,
     lease_s: float,
     exact_wait_s: float,
     with_quarantined: bool = True,
 ) -> list[Claimed]:
     """See shardline.store.claims."""
-    tables, row = connection.tables, connection.tables.pipelines.get(pipeline)
+    tables, row = connection.tables, connection.tables.pipelines.get(claimant.pipeline)
+    exactness = claimant.exactness
     wanted = {UUID(str(job_id)) for job_id in ids}
     jobs = sorted((job for job_id in wanted if (job := tables.jobs.get(job_id))), key=lambda job: job.order)
     claimed = []
     for job in jobs:
-        if row is None or row.epoch != epoch or not _is_claimable(connection, job, row, exactness, exact_wait_s):
+        if (
+            row is None
+            or row.epoch != claimant.epoch
+            or not _is_claimable(connection, job, row, exactness, exact_wait_s)
+        ):
             continue
         if job.crashes > 0 and not with_quarantined:
             continue
         before = tables.attempts.get((job.id, job.fence))
         tokens = before.tokens if before else ()
-        job.state, job.fence, job.worker, job.pipeline = JobState.RUNNING, job.fence + 1, worker, pipeline
+        job.state, job.fence = JobState.RUNNING, job.fence + 1
+        job.worker, job.pipeline = claimant.worker, claimant.pipeline
         job.exact = job.exact and job.exactness in (None, exactness) and row.exact
         job.exactness = job.exactness or exactness
         tables.grant(job, connection.now_s + lease_s)
         tables.attempts[job.id, job.fence] = Attempt(
-            pipeline=pipeline, epoch=epoch, tokens=tokens, num_resumed=len(tokens)
+            pipeline=claimant.pipeline, epoch=claimant.epoch, tokens=tokens, num_resumed=len(tokens)
         )
         claimed.append(_claimed(connection, job, tokens))
     return claimed

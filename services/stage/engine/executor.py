@@ -38,15 +38,15 @@ log = structlog.get_logger(__name__)
 class Executor:
     """One stage's shard with its KV. `run` and `reset` are called by one thread only."""
 
-    def __init__(self, forward: Forward, *, token_budget: int, max_open: int, exact: bool, fingerprint: str) -> None:
+    def __init__(self, forward: Forward, limits: memory.Limits, *, exact: bool, fingerprint: str) -> None:
         shard = forward.shard
         self.info, self.layers, self.dtype = shard.info, shard.layers, shard.dtype
         self.is_first, self.is_last = shard.is_first, shard.is_last
-        self.num_blocks, self.token_budget = forward.kv.num_blocks, token_budget
+        self.num_blocks, self.token_budget = forward.kv.num_blocks, limits.token_budget
         self.exact, self.fingerprint, self.attention_kind = exact, fingerprint, forward.attention.kind
         self._forward, self._device = forward, shard.device
         self._open_sequences = OpenSequences(
-            num_blocks=self.num_blocks, max_open=max_open, vocab_size=self.info.vocab_size
+            num_blocks=self.num_blocks, max_open=limits.max_open, vocab_size=self.info.vocab_size
         )
         self._sampler = Sampler(vocab_size=self.info.vocab_size, eos_ids=self.info.eos_ids, device=shard.device)
         self._sampled: dict[int, SampledSequence] = {}
@@ -59,11 +59,8 @@ class Executor:
         layers: range,
         device: Device,
         dtype: str,
-        kv_bytes: int | None,
-        token_budget: int,
-        max_open: int,
+        limits: memory.Limits,
         cache_folder: Path,
-        kv_share: float = memory.DEFAULT_KV_SHARE,
     ) -> Executor:
         """Loads a shard, packs its weights, allocates its KV and checks whether its rows are exact.
 
@@ -80,24 +77,16 @@ class Executor:
                 dtype=device.dtype(dtype),
                 attn_implementation=attention.name,
                 device=device.torch_device,
-                check_bytes=lambda num: memory.check_fits(num, kv_bytes, device),
+                check_bytes=lambda num: memory.check_fits(num, limits.kv_bytes, device),
             )
             kv_shapes = probe_kv_shapes(shard)
             packed = pack_shard(shard)
             if native is not None:
                 fuse(shard.model, native)
             padding, rows_are_exact = choose_row_buckets(
-                shard, can_be_exact=attention.exact, token_budget=token_budget, cache_folder=cache_folder
+                shard, can_be_exact=attention.exact, token_budget=limits.token_budget, cache_folder=cache_folder
             )
-            kv = memory.make_kv(
-                kv_shapes,
-                shard.dtype,
-                kv_bytes,
-                kv_share=kv_share,
-                context=info.context_length,
-                max_open=max_open,
-                device=device,
-            )
+            kv = memory.make_kv(kv_shapes, shard.dtype, limits, context=info.context_length, device=device)
             forward = Forward(shard, attention, kv, padding)
             exact = rows_are_exact and Probe(forward.sampled_outputs, forward.random_inputs, kv.num_blocks).passes()
         if not exact:
@@ -110,7 +99,7 @@ class Executor:
             num_threads=device.num_threads,
             device=device.torch_device,
         )
-        return cls(forward, token_budget=token_budget, max_open=max_open, exact=exact, fingerprint=name)
+        return cls(forward, limits, exact=exact, fingerprint=name)
 
     @property
     def blocks_used(self) -> int:

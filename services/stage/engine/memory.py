@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 
@@ -16,6 +17,19 @@ PACKING_FACTOR = 1.05
 
 DEFAULT_KV_SHARE = 0.4
 """Share of the memory that is free once the shard is loaded. To start several stages on a host, divide it by them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What a stage may take and hold."""
+
+    kv_bytes: int | None
+    """Of KV; None for `kv_share` of the memory that is free once the shard is loaded."""
+    kv_share: float = DEFAULT_KV_SHARE
+    token_budget: int
+    """Rows of one step."""
+    max_open: int
+    """Sequences."""
 
 
 def check_fits(shard_bytes: int, kv_bytes: int | None, device: Device) -> None:
@@ -37,23 +51,17 @@ def check_fits(shard_bytes: int, kv_bytes: int | None, device: Device) -> None:
 
 
 def make_kv(
-    kv_shapes: Mapping[int, KvShape],
-    dtype: torch.dtype,
-    kv_bytes: int | None,
-    *,
-    kv_share: float,
-    context: int,
-    max_open: int,
-    device: Device,
+    kv_shapes: Mapping[int, KvShape], dtype: torch.dtype, limits: Limits, *, context: int, device: Device
 ) -> PagedKv:
     """Allocates this stage's KV while no other stage of the host measures free memory, then withdraws the promise.
 
     Raises Invalid if the memory does not hold one KV block.
     """
     with device.promises.alone():
+        kv_bytes = limits.kv_bytes
         if kv_bytes is None:
-            kv_bytes = int(device.available_bytes() * kv_share)
-        num = num_blocks(kv_shapes, dtype, kv_bytes, context=context, max_open=max_open)
+            kv_bytes = int(device.available_bytes() * limits.kv_share)
+        num = num_blocks(kv_shapes, dtype, kv_bytes, context=context, max_open=limits.max_open)
         kv = PagedKv(layers=kv_shapes, num_blocks=num, dtype=dtype, device=device.torch_device)
         device.promises.make(0)
     return kv

@@ -150,11 +150,7 @@ class Claimer:
             claimed = claims.claim(
                 connection,
                 ids,
-                worker=identity.worker,
-                pipeline=identity.pipeline,
-                epoch=identity.epoch,
-                fingerprint=identity.fingerprint,
-                exactness=identity.exactness,
+                identity.claimant(),
                 lease_s=self._times.lease_s,
                 exact_wait_s=self._times.exact_wait_s,
                 with_quarantined=with_quarantined,

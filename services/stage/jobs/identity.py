@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import platform
 from dataclasses import dataclass
 from typing import Any
 
 from services.stage.hop.wiring import Wiring
 from services.stage.scheduling.kv_blocks import BLOCK_TOKENS
+from shardline.store.claims import Claimant
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +28,16 @@ class Identity:
     """The longest sequence that its KV holds."""
     stages: tuple[dict[str, Any], ...]
     software: dict[str, str]
+
+    def claimant(self) -> Claimant:
+        """As a claim names it."""
+        return Claimant(
+            worker=self.worker,
+            pipeline=self.pipeline,
+            epoch=self.epoch,
+            fingerprint=self.fingerprint,
+            exactness=self.exactness,
+        )
 
     def provenance(self) -> dict[str, Any]:
         """As stored with a result."""
@@ -51,7 +61,6 @@ def identity_of(
     pipeline: str,
     fingerprint: str,
     revision: str | None,
-    dtype: str,
     software: dict[str, str],
 ) -> Identity:
     """The head's identity for one epoch."""
@@ -74,5 +83,5 @@ def identity_of(
             }
             for member in wiring.members
         ),
-        software={"dtype": dtype, "machine": platform.machine(), **software},
+        software=software,
     )

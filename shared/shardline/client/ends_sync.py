@@ -32,7 +32,7 @@ Ended = Callable[[Sequence[UUID]], Iterable[UUID]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Watch:
+class EndWait:
     """What one thread waits for."""
 
     pending: set[UUID]
@@ -45,54 +45,54 @@ class SyncEnds:
         self._ended = ended
         self._listener = Listener(database_url, DONE_CHANNEL)
         self._poll_s = poll_s
-        self._watches: list[Watch] = []
+        self._end_waits: list[EndWait] = []
         self._has_leader = False
         self._changed = threading.Condition()
-        """Guards the watches and who leads; notified when a watch has become shorter or nobody leads."""
+        """Guards the waits and who leads; notified when a wait has become shorter or nobody leads."""
 
     @property
     def num_waiting(self) -> int:
         """Threads inside `wait`."""
-        return len(self._watches)
+        return len(self._end_waits)
 
     def wait(self, ids: Iterable[UUID], timeout_s: float | None) -> None:
         """Until all have ended. Raises TimeoutError."""
         deadline_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
-        watch = Watch(pending=set(ids))
+        end_wait = EndWait(pending=set(ids))
         with self._changed:
-            self._watches.append(watch)
+            self._end_waits.append(end_wait)
         try:
-            # What ended before the leader knew of this watch rings no more.
-            self._look([watch])
-            while watch.pending:
-                if self._is_to_lead(watch, deadline_s):
-                    self._lead(watch, deadline_s)
-                if watch.pending and time.monotonic() >= deadline_s:
-                    raise TimeoutError(f"{len(watch.pending)} jobs have not ended within {timeout_s} s")
+            # What ended before the leader knew of this wait rings no more.
+            self._look([end_wait])
+            while end_wait.pending:
+                if self._is_to_lead(end_wait, deadline_s):
+                    self._lead(end_wait, deadline_s)
+                if end_wait.pending and time.monotonic() >= deadline_s:
+                    raise TimeoutError(f"{len(end_wait.pending)} jobs have not ended within {timeout_s} s")
         finally:
             with self._changed:
-                self._watches.remove(watch)
-                if not self._watches:
+                self._end_waits.remove(end_wait)
+                if not self._end_waits:
                     self._listener.close()
 
-    def _is_to_lead(self, watch: Watch, deadline_s: float) -> bool:
+    def _is_to_lead(self, end_wait: EndWait, deadline_s: float) -> bool:
         """Waits while another thread leads; False when that has found all, or when the time is over."""
         with self._changed:
-            while self._has_leader and watch.pending and (left_s := deadline_s - time.monotonic()) > 0:
+            while self._has_leader and end_wait.pending and (left_s := deadline_s - time.monotonic()) > 0:
                 self._changed.wait(None if left_s == math.inf else left_s)
-            leads = not self._has_leader and bool(watch.pending)
+            leads = not self._has_leader and bool(end_wait.pending)
             self._has_leader = self._has_leader or leads
             return leads
 
-    def _lead(self, watch: Watch, deadline_s: float) -> None:
+    def _lead(self, end_wait: EndWait, deadline_s: float) -> None:
         """Listen and look for all, until all of its own have ended or its time is over."""
         try:
             while True:
                 with self._changed:
-                    watches = list(self._watches)
-                took_s = self._look(watches)
+                    end_waits = list(self._end_waits)
+                took_s = self._look(end_waits)
                 left_s = deadline_s - time.monotonic()
-                if not watch.pending or left_s <= 0:
+                if not end_wait.pending or left_s <= 0:
                     return
                 self._listen(min(self._poll_s, left_s))
                 time.sleep(min(PAUSE_S + PAUSE_FACTOR * took_s, max(0.0, deadline_s - time.monotonic())))
@@ -108,15 +108,15 @@ class SyncEnds:
         except (psycopg.Error, OSError):
             time.sleep(min(RETRY_S, timeout_s))
 
-    def _look(self, watches: Sequence[Watch]) -> float:
+    def _look(self, end_waits: Sequence[EndWait]) -> float:
         """One look for all of these: how long it took. While Postgres is unreachable it finds nothing."""
         began_s = time.monotonic()
         with self._changed:
-            pending = sorted({job_id for watch in watches for job_id in watch.pending})
+            pending = sorted({job_id for end_wait in end_waits for job_id in end_wait.pending})
         with suppress(Unavailable):
             ended = set(self._ended(pending))
             with self._changed:
-                for watch in watches:
-                    watch.pending.difference_update(ended)
+                for end_wait in end_waits:
+                    end_wait.pending.difference_update(ended)
                 self._changed.notify_all()
         return time.monotonic() - began_s

@@ -7,7 +7,7 @@ Locks: rows of `jobs`, in order of id, before any of their attempts is written.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 from uuid import UUID
 
@@ -122,25 +122,33 @@ class Claimed:
     """It waits here for KV: nothing of it is computed before `begin_held`."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Claimant:
+    """The head that claims, and its pipeline in the present epoch."""
+
+    worker: str
+    pipeline: str
+    epoch: int
+    fingerprint: str
+    """Of the weights."""
+    exactness: str
+
+
 def claim(
     connection: Connection,
     ids: Collection[UUID | str],
+    claimant: Claimant,
     *,
-    worker: str,
-    pipeline: str,
-    epoch: int,
-    fingerprint: str,
-    exactness: str,
     lease_s: float,
     exact_wait_s: float,
     with_quarantined: bool = True,
 ) -> list[Claimed]:
-    """Take those that may run now, for a pipeline in its present epoch and of its model. The others: drop their
+    """Take those that may run now, of the pipeline's model and while its epoch lasts. The others: drop their
     messages. A started job of another exactness is left alone for `exact_wait_s`, then taken with `exact` false; one
     that is longer than the pipeline's KV is never taken; without `with_quarantined` none that an engine died under,
     also since the caller asked `crashes.quarantined`. A row that this release does not understand is left for a later
     head, or ends `failed` if none would: see `readable`."""
-    head = {"pipeline": pipeline, "epoch": epoch, "exactness": exactness}
+    head = {"pipeline": claimant.pipeline, "epoch": claimant.epoch, "exactness": claimant.exactness}
     wanted = {
         "ids": [str(job_id) for job_id in ids],
         "exact_wait_s": exact_wait_s,
@@ -150,7 +158,7 @@ def claim(
     readable = _readable(connection, locked)
     if not readable:
         return []
-    values = {**head, "ids": readable, "worker": worker, "fingerprint": fingerprint, "lease_s": lease_s}
+    values = {**asdict(claimant), "ids": readable, "lease_s": lease_s}
     return [_claimed(row) for row in connection.execute(CLAIM, values)]
 
 

@@ -72,7 +72,7 @@ class Unprepared:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ready:
+class PreparedJob:
     """What preparation adds to a row. `seed` overrides the row's own if its parameters have one."""
 
     id: UUID
@@ -89,7 +89,7 @@ def take_unprepared(
     return [Unprepared(**row) for row in connection.execute(TAKE, values).mappings()]
 
 
-def mark_if_unprepared(connection: Connection, rows: Sequence[Ready]) -> int:
+def mark_if_unprepared(connection: Connection, rows: Sequence[PreparedJob]) -> int:
     """Mark rows as prepared, so that the outbox sends them. Returns how many nobody had marked before."""
     return connection.execute(MARK_UNPREPARED, {"rows": dump(rows)}).rowcount if rows else 0
 

@@ -81,7 +81,7 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
             Patch(
                 file=CLAIMS, old="SET state = 'running', fence = fence + 1,", new="SET state = 'running', fence = 1,"
             ),
-            Patch(file=STATEMENTS, old="JobState.RUNNING, job.fence + 1, worker", new="JobState.RUNNING, 1, worker"),
+            Patch(file=STATEMENTS, old="JobState.RUNNING, job.fence + 1\n", new="JobState.RUNNING, 1\n"),
         ),
         tests=(f"{CLAIM_TESTS}::test_a_job_that_ran_before_is_claimed_with_the_next_fence",),
         hurt=HEADS_DIE,

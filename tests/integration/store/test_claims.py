@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from shardline.store.ends import End
 from shardline.store.leases import Beat, BeatReply
 from shardline.tables import DONE_CHANNEL, JOBS_CHANNEL
 from tests.integration.rows import (
+    HEAD,
     LONG_S,
     cell,
     change,
@@ -112,8 +114,8 @@ def test_a_head_of_an_older_epoch_claims_nothing(engine: Engine) -> None:
     with engine.begin() as connection:
         head = {"model": "m", "fingerprint": "w", "head": "h2"}
         assert pipelines.take_epoch(connection, "p", **head, lease_s=LONG_S, held=1) == 2
-    assert claim(engine, ids, epoch=1) == []
-    assert claim(engine, ids, epoch=2) != []
+    assert claim(engine, ids, head=HEAD) == []
+    assert claim(engine, ids, head=replace(HEAD, epoch=2)) != []
 
 
 def test_a_job_claimed_by_many_heads_has_one_holder(engine: Engine) -> None:
@@ -269,13 +271,13 @@ def test_each_job_of_a_batch_of_ends_has_its_own(engine: Engine) -> None:
 def test_a_job_started_with_other_exactness_waits_and_that_is_said(engine: Engine) -> None:
     first = running(engine)
     release(engine, first)
-    assert claim(engine, [first.job_id], exactness="y") == []
+    assert claim(engine, [first.job_id], head=replace(HEAD, exactness="y")) == []
     with engine.begin() as connection:
         pass_time(connection, first.job_id, "requeued_at")
-    (second,) = claim(engine, [first.job_id], exactness="y", exact_wait_s=60.0)
+    (second,) = claim(engine, [first.job_id], head=replace(HEAD, exactness="y"), exact_wait_s=60.0)
     assert not second.exact
     release(engine, second)
-    (third,) = claim(engine, [first.job_id], exactness="z")
+    (third,) = claim(engine, [first.job_id], head=replace(HEAD, exactness="z"))
     assert not third.exact
     end(engine, success(third))
     assert cell(engine, "SELECT exact FROM results") is False

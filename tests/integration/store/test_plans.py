@@ -27,9 +27,9 @@ from shardline.store import (
 )
 from shardline.store.ends import End
 from shardline.store.leases import Beat
-from shardline.store.preparation import Ready
+from shardline.store.preparation import PreparedJob
 from shardline.tables import TERMINAL
-from tests.integration.rows import LONG_S, database_with_head, request
+from tests.integration.rows import HEAD, LONG_S, database_with_head, request
 
 LARGE = ("jobs", "attempts", "results")
 NUM_WAITING, NUM_ENDED = 12_000, 20_000
@@ -171,7 +171,7 @@ def test_every_statement_of_doors_and_relays_finds_its_rows_by_an_index(
         load = "SELECT 'm', 'text' FROM generate_series(1, 5000)"
         connection.execute(text(f"/* advisory */ INSERT INTO jobs (model, prompt) {load}"))
         rows = preparation.take_unprepared(connection, lease_s=LONG_S)
-        ready = [Ready(id=row.id, prompt_ids=(5,), max_tokens=1, seed=None) for row in rows[1:]]
+        ready = [PreparedJob(id=row.id, prompt_ids=(5,), max_tokens=1, seed=None) for row in rows[1:]]
         assert preparation.mark_if_unprepared(connection, ready) == len(rows) - 1 > 0
         assert preparation.fail_if_unprepared(connection, {rows[0].id: {"code": "invalid"}}) == [rows[0].id]
         dead = listing.list_dead(connection)[0].id
@@ -189,12 +189,11 @@ def test_every_statement_of_doors_and_relays_finds_its_rows_by_an_index(
 def test_every_statement_of_heads_finds_its_rows_by_an_index(
     engine: Engine, plans: list[tuple[str, dict[str, Any]]]
 ) -> None:
-    head: Any = {"worker": "h", "pipeline": "p", "epoch": 1, "fingerprint": "w", "exactness": "x"}
     times: Any = {"lease_s": LONG_S, "exact_wait_s": LONG_S}
     with engine.begin() as connection:
         ids = some(connection, "state = 'queued' AND model = 'm' AND not_before <= now()", 40)
         assert crashes.quarantined(connection, [str(job_id) for job_id in ids]) == []
-        claimed = claims.claim(connection, ids, **head, **times)
+        claimed = claims.claim(connection, ids, HEAD, **times)
         keys = [(one.job_id, one.fence) for one in claimed]
         beats = [Beat(job_id=job_id, fence=fence, start=0, ids=(7,)) for job_id, fence in keys]
         assert len(leases.heartbeat(connection, beats, lease_s=LONG_S)) == len(ids) == 40

@@ -18,7 +18,7 @@ from shardline.store import jobs, preparation
 from shardline.store.encoding import dump
 from shardline.store.inserts import INSERT, _row
 from shardline.store.jobs import Stored
-from shardline.store.preparation import Ready
+from shardline.store.preparation import PreparedJob
 from tests.integration.rows import MODEL, cell, change, claim, end, request, success
 
 CHAT = (Message(role="system", content="be brief"), Message(role="user", content="hi", name="ann"))
@@ -85,7 +85,7 @@ def test_a_request_repeated_at_any_stage_of_its_life_is_the_same_job(
 
     assert answer(engine, wanted) == repeat
     with engine.begin() as connection:
-        ready = Ready(id=first.job_id, prompt_ids=(5, 6), max_tokens=8, seed=wanted.seed)
+        ready = PreparedJob(id=first.job_id, prompt_ids=(5, 6), max_tokens=8, seed=wanted.seed)
         preparation.mark_if_unprepared(connection, [ready])
     assert answer(engine, wanted) == repeat
     (claimed,) = claim(engine, [first.job_id])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from uuid import UUID
 
 import pytest
@@ -16,6 +17,7 @@ from shardline.store.claims import Claimed
 from shardline.store.leases import Beat
 from shardline.store.sweeps import Partial
 from tests.integration.rows import (
+    HEAD,
     LONG_S,
     cell,
     change,
@@ -104,7 +106,7 @@ def test_a_parked_job_that_was_taken_back_is_lost_to_its_head(engine: Engine) ->
 
 
 def test_the_sweep_requeues_only_what_a_restarted_heads_predecessor_held(engine: Engine) -> None:
-    left, elsewhere, of_another = running(engine), running(engine, worker="h2"), running(engine)
+    left, elsewhere, of_another = running(engine), running(engine, head=replace(HEAD, worker="h2")), running(engine)
     change(engine, "UPDATE jobs SET pipeline = 'q' WHERE id = :id", id=of_another.job_id)
     with engine.begin() as connection:
         assert leases.expire_held_by(connection, worker="h", pipeline="p") == 1

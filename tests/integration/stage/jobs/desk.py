@@ -21,6 +21,7 @@ from services.stage.celery.delivery import Delivery
 from services.stage.celery.hub_calls import HubCalls
 from services.stage.engine.engine import HeadEngine
 from services.stage.engine.executor import Executor
+from services.stage.engine.memory import Limits
 from services.stage.hop.wiring import Member, Wiring
 from services.stage.jobs.delta_publisher import DeltaPublisher
 from services.stage.jobs.engine_requests import EngineRequests
@@ -161,9 +162,7 @@ def tiny_executor(folder: Path) -> Iterator[Executor]:
             layers=range(4),
             device=device,
             dtype="float32",
-            kv_bytes=64 << 20,
-            token_budget=64,
-            max_open=16,
+            limits=Limits(kv_bytes=64 << 20, token_budget=64, max_open=16),
             cache_folder=folder / "cache",
         )
 
@@ -203,6 +202,5 @@ def identity(executor: Executor, num_blocks: int | None = None) -> Identity:
         pipeline="p",
         fingerprint="w",
         revision=None,
-        dtype="float32",
         software={"torch": "any"},
     )

@@ -86,7 +86,8 @@ def test_a_promise_is_kept_once_the_stage_has_taken_its_memory(device: Device, o
     memory.check_fits(8 * MIB, 4 * MIB, device)
     assert other.others() > 12 * MIB
 
-    kv = memory.make_kv(KV_SHAPES, torch.float32, 4 * MIB, kv_share=0.4, context=64, max_open=2, device=device)
+    limits = memory.Limits(kv_bytes=4 * MIB, token_budget=64, max_open=2)
+    kv = memory.make_kv(KV_SHAPES, torch.float32, limits, context=64, device=device)
 
     assert other.others() == 0
     assert kv.num_blocks == min(4 * MIB // PagedKv.bytes_per_block(KV_SHAPES, torch.float32), 2)
