@@ -101,11 +101,11 @@ def test_a_failpoint_set_by_the_environment_kills_the_process(place: int, status
 
 
 def test_the_seeds_of_a_plan_tell_decodes_from_prompts() -> None:
-    roster = OpenSequences(num_blocks=8, max_open=8, vocab_size=8)
-    roster.open(opened(1, seed=10))
+    sequences = OpenSequences(num_blocks=8, max_open=8, vocab_size=8)
+    sequences.open(opened(1, seed=10))
     plan = StepPlan(0, (opened(2, seed=20),), (Row(1, 2, 1, (3,), (), True), Row(2, 0, 2, (), (0,), True)), ())
-    assert roster.seeds(plan, decoding=True) == {10}
-    assert roster.seeds(plan, decoding=False) == {20}
+    assert sequences.seeds(plan, decoding=True) == {10}
+    assert sequences.seeds(plan, decoding=False) == {20}
 
 
 def opened(seq: int, *, seed: int) -> Open:

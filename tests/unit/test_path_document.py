@@ -1,38 +1,157 @@
-"""services/README.md names functions; each must exist where it says."""
+"""services/README.md, the path of a prompt: what it names exists, is counted, and is all that a prompt passes."""
 
 from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-DOCUMENT = (ROOT / "services/README.md").read_text(encoding="utf-8")
-REFERENCES = sorted(set(re.findall(r"`([\w/]+\.py)(?::([\w.]+))?`", DOCUMENT)))
-STEPS = re.findall(r"^## (\d)\. .+?(?=^## )", DOCUMENT, re.MULTILINE | re.DOTALL)
+from tests.repository import REPOSITORY
+
+DOCUMENT = REPOSITORY / "services/README.md"
+INTRODUCTION, _, REST = DOCUMENT.read_text(encoding="utf-8").partition("\n## ")
+PATH, _, BESIDE = REST.partition("\n## Beside the path")
+ROOTS = (REPOSITORY / "services", REPOSITORY / "shared")
+ITEM = re.compile(r"^(\d+)\. (?:[⇒⇢] )?`([\w/]+\.py):([\w.]+)`(.*(?:\n    .*)*)", re.MULTILINE)
+SOURCE = re.compile(r"`([\w/]+\.(?:py|cpp))`")
+MAX_MODULES, MAX_HAND_OFFS, MAX_BYTES = 50, 10, 6_000
+
+OFF_THE_PATH = {
+    "errors, settings, metrics, clocks, connections: of any module": """shardline/__init__ shardline/aio
+        shardline/clock shardline/config shardline/errors shardline/failpoints
+        shardline/ids shardline/keys shardline/log shardline/metrics shardline/redis
+        shardline/rounding shardline/tables shardline/threads shardline/store/database shardline/client/database
+        gateway/errors stage/metrics stage/jobs/outage""",
+    "types alone": """gateway/bodies gateway/schemas shardline/client/fields
+        stage/hop/__init__ stage/jobs/job_engine stage/jobs/lease_host stage/pipeline/status""",
+    "at start": """gateway/context gateway/settings stage/runtime stage/device/device stage/engine/memory
+        stage/engine/exactness stage/model/experts stage/model/kv_shapes stage/model/model_info
+        stage/model/owned_weights stage/model/refusal stage/model/weights""",
+    "for a pipeline, not for a prompt": """stage/celery/subscription stage/pipeline/assembly stage/pipeline/epochs
+        stage/pipeline/pipeline stage/pipeline/registry shardline/store/models shardline/store/pipelines""",
+    "for other requests": """gateway/routes/health gateway/routes/jobs shardline/client/requests
+        shardline/store/dead_letters shardline/store/jobs shardline/store/listing shardline/store/repeats
+        shardline/tokenize/chat stage/attention/sdpa""",
+}
+"""What modules of the path import and this prompt does not pass, by reason."""
+
 Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
-def names(node: ast.AST, prefix: str = "") -> set[str]:
+class Item(NamedTuple):
+    """A numbered module of the path, with those in its brackets."""
+
+    number: int
+    module: Path
+    function: str
+    parts: list[Path]
+
+
+def find(name: str, folder: Path | None = None) -> Path:
+    """A file by its name in the document: beside the numbered module, or below a root."""
+    folders = ROOTS if "/" in name else (folder,)
+    (found,) = [each / name for each in folders if each and (each / name).is_file()] or [Path(name)]
+    return found
+
+
+def items() -> Iterator[Item]:
+    for number, name, function, rest in ITEM.findall(PATH):
+        module = find(name)
+        yield Item(int(number), module, function, [find(part, module.parent) for part in SOURCE.findall(rest)])
+
+
+ITEMS = list(items())
+UNNUMBERED = [find(name) for line in PATH.splitlines() if line.startswith("- ") for name in SOURCE.findall(line)]
+PARTS = [*chain.from_iterable(item.parts for item in ITEMS), *UNNUMBERED]
+
+
+def defined(node: ast.AST, prefix: str = "") -> set[str]:
     """Dotted names of the classes and functions defined directly in a module or class, and in those classes."""
     found = set()
     for child in ast.iter_child_nodes(node):
         if isinstance(child, Definition):
             found.add(prefix + child.name)
             if isinstance(child, ast.ClassDef):
-                found |= names(child, f"{prefix}{child.name}.")
+                found |= defined(child, f"{prefix}{child.name}.")
     return found
 
 
-@pytest.mark.parametrize(("file", "name"), REFERENCES)
-def test_every_function_in_the_path_exists(file: str, name: str) -> None:
-    tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))
-    assert not name or name in names(tree)
+def tree(module: Path) -> ast.Module:
+    return ast.parse(module.read_text(encoding="utf-8"))
 
 
-def test_the_path_has_eight_steps_and_crosses_every_service() -> None:
-    assert "".join(STEPS) == "12345678"
-    folders = {file.split("/")[1] for file, _ in REFERENCES if file.startswith("services/")}
-    assert {"gateway", "relay", "stage", "standalone"} <= folders
+def imports(module: Path) -> Iterator[tuple[Path, str]]:
+    """Our own modules that a module imports, each with the imported name."""
+    for node in ast.walk(tree(module)):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] in ("services", "shardline"):
+            base = REPOSITORY.joinpath("shared" if node.module.startswith("shardline") else "", *node.module.split("."))
+            for alias in node.names:
+                candidates = (base / f"{alias.name}.py", base.with_suffix(".py"), base / "__init__.py")
+                yield next(path for path in candidates if path.is_file()), alias.name
+
+
+def imported(module: Path) -> set[Path]:
+    """The modules whose names a module uses: behind a package, those that the package takes the names from."""
+    found = set()
+    for path, name in imports(module):
+        behind = [real for real, given in imports(path) if given == name] if path.name == "__init__.py" else []
+        found.add(behind[0] if behind else path)
+    return found
+
+
+def short(module: Path) -> str:
+    root = next(root for root in ROOTS if module.is_relative_to(root))
+    return str(module.relative_to(root).with_suffix(""))
+
+
+@pytest.mark.parametrize("item", ITEMS, ids=lambda item: f"{item.number} {item.function}")
+def test_every_function_of_the_path_exists(item: Item) -> None:
+    assert item.function in defined(tree(item.module))
+
+
+def test_every_module_is_named_once_and_exists() -> None:
+    named = [*(item.module for item in ITEMS), *PARTS, *map(find, SOURCE.findall(BESIDE))]
+
+    assert [item.number for item in ITEMS] == list(range(1, len(ITEMS) + 1))
+    assert [str(path) for path in named if not path.is_file()] == []
+    assert sorted(named) == sorted(set(named))
+
+
+def test_the_document_states_its_counts_and_they_are_within_their_limits() -> None:
+    num_hand_offs, num_legs = PATH.count("⇒"), PATH.count("⇢")
+
+    said = (
+        f"**{len(ITEMS)} modules ({len(PARTS)} more in brackets), {num_hand_offs} hand-offs, {num_legs} network legs**"
+    )
+    assert said in INTRODUCTION
+    assert len(ITEMS) <= MAX_MODULES
+    assert num_hand_offs <= MAX_HAND_OFFS
+    assert DOCUMENT.stat().st_size <= MAX_BYTES
+
+
+def test_no_module_that_the_prompt_passes_is_left_out() -> None:
+    """What the modules of the path import is in the document, or in the list above for a reason."""
+    named = {short(path) for path in (*(item.module for item in ITEMS), *PARTS)}
+    reached = {short(path) for item in ITEMS for path in imported(item.module)}
+    off = {name for names in OFF_THE_PATH.values() for name in names.split()}
+
+    assert reached - named - off == set(), "name it in services/README.md, or say above why no prompt passes it"
+    assert off - reached == set(), "nothing on the path imports it any more"
+    assert off & named == set()
+
+
+def test_the_path_leads_through_gateway_relay_and_stage_to_the_gateway() -> None:
+    services = [short(item.module).partition("/")[0] for item in ITEMS]
+    passed = [name for name in services if name != "shardline"]
+
+    assert [name for name, before in zip(passed, ["", *passed], strict=False) if name != before] == [
+        "gateway",
+        "relay",
+        "stage",
+        "gateway",
+    ]

@@ -20,7 +20,7 @@ from shardline.aio import cancel_and_wait
 from shardline.client.database import AWAY, MAX_IDS_PER_QUERY, told
 from shardline.store import jobs
 from shardline.store.bells import rings
-from shardline.streams import Mailbox
+from shardline.streams import DeltaBuffer
 from shardline.tables import DONE_CHANNEL
 
 log = structlog.get_logger(__name__)
@@ -37,7 +37,7 @@ class Ends:
     def __init__(self, database: AsyncEngine, *, poll_s: float) -> None:
         self._database = database
         self._poll_s = poll_s
-        self._watched: dict[UUID, list[Mailbox]] = {}
+        self._watched: dict[UUID, list[DeltaBuffer]] = {}
         self._bell = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -54,14 +54,14 @@ class Ends:
             await cancel_and_wait(task)
 
     @contextmanager
-    def watch(self, job_id: UUID, mailbox: Mailbox) -> Iterator[None]:
-        """While inside, `mailbox.end()` is called once the job has ended, also if that was long ago."""
-        self._watched.setdefault(job_id, []).append(mailbox)
+    def watch(self, job_id: UUID, buffer: DeltaBuffer) -> Iterator[None]:
+        """While inside, `buffer.end()` is called once the job has ended, also if that was long ago."""
+        self._watched.setdefault(job_id, []).append(buffer)
         self._bell.set()
         try:
             yield
         finally:
-            self._watched[job_id].remove(mailbox)
+            self._watched[job_id].remove(buffer)
             if not self._watched[job_id]:
                 del self._watched[job_id]
 
@@ -89,12 +89,12 @@ class Ends:
             await asyncio.sleep(PAUSE_S + PAUSE_FACTOR * (time.monotonic() - began_s))
 
     async def _find_ended(self) -> None:
-        waiting = [job_id for job_id, boxes in self._watched.items() if not all(box.ended for box in boxes)]
+        waiting = [job_id for job_id, buffers in self._watched.items() if not all(one.ended for one in buffers)]
         if not waiting:
             return
         async with self._database.connect() as connection:
             for start in range(0, len(waiting), MAX_IDS_PER_QUERY):
                 some = waiting[start : start + MAX_IDS_PER_QUERY]
                 for job_id in await connection.run_sync(jobs.ended, some):
-                    for mailbox in self._watched.get(job_id, ()):
-                        mailbox.end()
+                    for buffer in self._watched.get(job_id, ()):
+                        buffer.end()

@@ -20,7 +20,7 @@ from shardline.config import Settings
 from shardline.errors import NotFound
 from shardline.job import SamplingParams
 from shardline.store.progress import Asked, read_progress
-from shardline.streams import Cursor, DeltaReader, Mailbox, Place, TextOf
+from shardline.streams import Cursor, DeltaBuffer, DeltaReader, Place, TextOf
 from shardline.wire import Delta
 
 log = structlog.get_logger(__name__)
@@ -56,10 +56,10 @@ class JobFollower:
     async def until_ended(self, job_id: UUID) -> None:
         """Returns once a job that is known to exist has ended, in any way."""
         self._start()
-        mailbox = Mailbox()
-        with self._ends.watch(job_id, mailbox):
-            while not mailbox.ended:
-                await mailbox.bell.wait()
+        buffer = DeltaBuffer()
+        with self._ends.watch(job_id, buffer):
+            while not buffer.ended:
+                await buffer.bell.wait()
 
     async def follow(
         self,
@@ -75,9 +75,9 @@ class JobFollower:
         that has a state. Raises NotFound, and Diverged when the job goes on with other tokens than were given.
         """
         self._start()
-        cursor, mailbox = Cursor(after=after), Mailbox()
+        cursor, buffer = Cursor(after=after), DeltaBuffer()
         wait_s = min(self._poll_s, tick_s or self._poll_s)
-        with self._ends.watch(job_id, mailbox), self._reader.watch(job_id, mailbox):
+        with self._ends.watch(job_id, buffer), self._reader.watch(job_id, buffer):
             # First of all the newest attempt's number: its predecessors may have streamed what counts no more.
             only_learn = text_rule is None and after is None and not self._reader.is_away
             await self._catch_up(job_id, cursor, text_rule, only_learn=only_learn)
@@ -85,9 +85,9 @@ class JobFollower:
                 yield cursor.take()
                 if cursor.ended:
                     return
-                for delta in await mailbox.wait(wait_s):
+                for delta in await buffer.wait(wait_s):
                     cursor.push(delta)
-                if mailbox.ended or cursor.has_gap or self._reader.is_away:
+                if buffer.ended or cursor.has_gap or self._reader.is_away:
                     await self._catch_up(job_id, cursor, text_rule)
 
     async def _catch_up(

@@ -41,8 +41,8 @@ MAX_UNREAD = 4_096
 """Of one slow reader; older ones are dropped, and it fills the gap from Postgres."""
 
 
-class Mailbox:
-    """What waits for one follower: deltas, and a bell that rings for anything it should look at."""
+class DeltaBuffer:
+    """What waits for one reader: deltas, and a bell that rings for anything that it should look at."""
 
     def __init__(self) -> None:
         self.bell = asyncio.Event()
@@ -77,7 +77,7 @@ class DeltaReader:
     def __init__(self, redis_url: str) -> None:
         self._redis = async_redis_client(redis_url, timeout_s=TIMEOUT_S)
         self.is_away = False
-        self._watched: dict[bytes, list[Mailbox]] = {}
+        self._watched: dict[bytes, list[DeltaBuffer]] = {}
         self._last_ids: dict[bytes, bytes] = {}
         self._any_watched = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -93,17 +93,17 @@ class DeltaReader:
         await self._redis.aclose()
 
     @contextmanager
-    def watch(self, job_id: UUID, mailbox: Mailbox) -> Iterator[None]:
-        """While inside, the job's deltas go to `mailbox`: all that its stream holds, then new ones."""
+    def watch(self, job_id: UUID, buffer: DeltaBuffer) -> Iterator[None]:
+        """While inside, the job's deltas go to `buffer`: all that its stream holds, then new ones."""
         key = job_stream(job_id).encode()
-        self._watched.setdefault(key, []).append(mailbox)
+        self._watched.setdefault(key, []).append(buffer)
         # A second watcher of the same stream has it read again from its beginning; the first ignores repeats.
         self._last_ids[key] = b"0"
         self._any_watched.set()
         try:
             yield
         finally:
-            self._watched[key].remove(mailbox)
+            self._watched[key].remove(buffer)
             if not self._watched[key]:
                 del self._watched[key], self._last_ids[key]
             if not self._watched:
@@ -136,8 +136,8 @@ class DeltaReader:
             if self._last_ids.get(key) == asked[key]:
                 self._last_ids[key] = entries[-1][0]
             for delta in deltas_of(entries):
-                for mailbox in self._watched.get(key, ()):
-                    mailbox.put(delta)
+                for buffer in self._watched.get(key, ()):
+                    buffer.put(delta)
 
     def _note_away(self, error: Exception) -> None:
         """After an outage the server may be another one, with other entry ids: read every stream from its beginning."""
@@ -145,9 +145,9 @@ class DeltaReader:
             log.warning("Redis unreachable: streams go on from Postgres", error=str(error)[:200])
         self.is_away = True
         self._last_ids = dict.fromkeys(self._last_ids, b"0")
-        for mailboxes in self._watched.values():
-            for mailbox in mailboxes:
-                mailbox.bell.set()
+        for buffers in self._watched.values():
+            for buffer in buffers:
+                buffer.bell.set()
 
 
 def _entries(reply: Any) -> Iterator[tuple[bytes, list[tuple[bytes, dict[bytes, bytes]]]]]:

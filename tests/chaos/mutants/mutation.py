@@ -2,7 +2,8 @@
 
 `python -m tests.chaos.mutants.mutation [--runs N] [--only WORD] [--on tests|stack] [--write FILE]`. Each test and the
 simulation must notice in at least 19 of 20 runs, and the judge of a real stack once; none of them may without a mutant.
-Status 0 if all that is so. What was seen is kept in .local/mutants.json, so that mutants may be run one by one.
+Status 0 if all that is so. The table in FILE gets the rows of what ran, and keeps the others: mutants may be run one by
+one, in any checkout.
 """
 
 from __future__ import annotations
@@ -15,37 +16,25 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import msgspec
-
 from tests.chaos.mutants.catalog import MUTANTS
 from tests.chaos.mutants.mutant import Hurt, Mutant, Patch
 from tests.chaos.mutants.mutated import Hung, Unfit, copy_of, of_product
 from tests.chaos.mutants.noticing import Judged, by_judge, by_storms, by_test
+from tests.chaos.mutants.table import Seen, short, update
 from tests.chaos.stack.options import TIME_SCALE
-from tests.repository import REPOSITORY
 
-KEPT = REPOSITORY / ".local" / "mutants.json"
 SIMULATION = "simulation"
 ENOUGH = 0.95
 NOBODY = "(none)"
-BEGIN, END = "<!-- mutants: begin -->", "<!-- mutants: end -->"
 
 
-class Seen(msgspec.Struct, kw_only=True):
-    """Of one mutant."""
-
-    caught: dict[str, tuple[int, int]] = {}
-    """By each test: in how many runs, of how many."""
-    stack: Judged | None = None
-
-    def problems(self, mutant: Mutant, *, of_stack: bool, of_tests: bool) -> Iterator[str]:
-        """What did not notice, or not often enough."""
-        if of_tests:
-            for test, (num_caught, num_runs) in self.caught.items():
-                if num_caught < ENOUGH * num_runs:
-                    yield f"{mutant.name}: {test} noticed it in {num_caught} of {num_runs} runs"
-        if of_stack and mutant.hurt is not None and not (self.stack and self.stack.counts):
-            yield f"{mutant.name}: the judge of a real stack did not notice it: {self.stack}"
+def problems_of(mutant: Mutant, seen: Seen) -> Iterator[str]:
+    """What did not notice, or not often enough."""
+    for test, (num_caught, num_runs) in (seen.caught or {}).items():
+        if num_caught < ENOUGH * num_runs:
+            yield f"{mutant.name}: {test} noticed it in {num_caught} of {num_runs} runs"
+    if seen.ran_stack and not (seen.stack and seen.stack.counts):
+        yield f"{mutant.name}: the judge of a real stack did not notice it: {seen.stack}"
 
 
 def judge_by_tests(mutant: Mutant, num_runs: int) -> dict[str, tuple[int, int]]:
@@ -62,9 +51,9 @@ def _counted(mutant: Mutant, test: str, num_runs: int) -> int:
         with copy_of(mutant.patches if test == SIMULATION else of_product(mutant)) as folder:
             num_caught = by_storms(folder, num_runs) if test == SIMULATION else by_test(folder, test, num_runs)
     except (Hung, Unfit) as error:
-        say(f"{name}: {_short(test)}: {error}")
+        say(f"{name}: {short(test)}: {error}")
         return 0
-    say(f"{name}: {_short(test)}: {num_caught}/{num_runs} in {time.monotonic() - began_s:.0f} s")
+    say(f"{name}: {short(test)}: {num_caught}/{num_runs} in {time.monotonic() - began_s:.0f} s")
     return num_caught
 
 
@@ -112,35 +101,14 @@ def together(hurts: Sequence[Hurt]) -> list[Hurt]:
     ]
 
 
-def table(seen: dict[str, Seen]) -> str:
-    """For people; the real stack stands in the first line of each mutant."""
-    lines = ["| mutant | caught | by | real stack |", "|---|---|---|---|"]
-    for mutant in MUTANTS:
-        one = seen.get(mutant.name, Seen())
-        stack = _stack_cell(mutant, one.stack)
-        for test, (num_caught, num_runs) in one.caught.items():
-            lines.append(f"| {mutant.name} | {num_caught}/{num_runs} | {_short(test)} | {stack} |")
-            stack = ""
-    return "\n".join(lines)
-
-
-def _stack_cell(mutant: Mutant, judged: Judged | None) -> str:
-    if mutant.hurt is None or judged is None or not judged.counts:
-        return "-"
-    counts = ", ".join(f"`{name}` {number}" for name, number in judged.counts.items())
-    behind = f"; with {mutant.hidden_by.name} broken too" if mutant.hidden_by else ""
-    return f"{counts} under {mutant.hurt.faults}{behind}"
-
-
-def _short(test: str) -> str:
-    return test.rpartition("::")[2].rpartition("/")[2].replace("_", " ").removesuffix(".py")
-
-
-def write(seen: dict[str, Seen], path: Path) -> None:
-    """Into the document, between the two marks."""
-    before, _, rest = path.read_text(encoding="utf-8").partition(BEGIN)
-    after = rest.partition(END)[2]
-    path.write_text(f"{before}{BEGIN}\n\n{table(seen)}\n\n{END}{after}", encoding="utf-8")
+def see(mutant: Mutant, *, on_tests: bool, on_stack: bool, num_runs: int, time_scale: float) -> Seen:
+    """What tests and a real stack notice of a mutant."""
+    caught = judge_by_tests(mutant, num_runs) if on_tests else None
+    if not on_stack or mutant.hurt is None:
+        return Seen(caught=caught, stack=None, ran_stack=False)
+    layers = mutant.hidden_by.patches if mutant.hidden_by else ()
+    stack = judge_by_stack(mutant.name, (*of_product(mutant), *layers), mutant.hurt, time_scale)
+    return Seen(caught=caught, stack=stack, ran_stack=True)
 
 
 def say(line: str) -> None:
@@ -156,7 +124,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--on", choices=("all", "tests", "stack"), default="all", help="who is to notice")
     parser.add_argument("--time-scale", type=float, default=TIME_SCALE, help="of real stacks: more on a busy machine")
     parser.add_argument("--sure", action="store_true", help="leave out the runs without a mutant")
-    parser.add_argument("--write", type=Path, help="document to write the table into, with what was seen before")
+    parser.add_argument("--write", type=Path, help="document whose table gets what was seen; its other rows stay")
     return parser.parse_args()
 
 
@@ -168,19 +136,11 @@ def main() -> int:
     on_tests, on_stack = chosen.on != "stack", chosen.on != "tests"
     scale = chosen.time_scale
     problems = [] if chosen.sure else false_alarms(mutants, on_tests=on_tests, on_stack=on_stack, time_scale=scale)
-    seen = msgspec.json.decode(KEPT.read_bytes(), type=dict[str, Seen]) if KEPT.exists() else {}
     for mutant in mutants:
-        one = seen.setdefault(mutant.name, Seen())
-        if on_tests:
-            one.caught = judge_by_tests(mutant, chosen.runs)
-        if on_stack and mutant.hurt is not None:
-            layers = mutant.hidden_by.patches if mutant.hidden_by else ()
-            one.stack = judge_by_stack(mutant.name, (*of_product(mutant), *layers), mutant.hurt, scale)
-        KEPT.parent.mkdir(exist_ok=True)
-        KEPT.write_bytes(msgspec.json.format(msgspec.json.encode(seen)))
-        problems += one.problems(mutant, of_stack=on_stack, of_tests=on_tests)
-    if chosen.write:
-        write(seen, chosen.write)
+        seen = see(mutant, on_tests=on_tests, on_stack=on_stack, num_runs=chosen.runs, time_scale=scale)
+        problems += problems_of(mutant, seen)
+        if chosen.write:
+            update(chosen.write, MUTANTS, {mutant.name: seen})
     for problem in problems:
         say(f"NOT AS IT MUST BE: {problem}")
     return 1 if problems else 0

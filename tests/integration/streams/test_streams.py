@@ -13,7 +13,7 @@ import redis
 from services.standalone.servers import Valkey
 from shardline.job import TokenLogprob
 from shardline.keys import STREAM_ENDED_TTL_S, STREAM_MAX_BYTES, STREAM_TTL_S, job_stream
-from shardline.streams import DeltaReader, DeltaWriter, Mailbox, SyncDeltaReader
+from shardline.streams import DeltaBuffer, DeltaReader, DeltaWriter, SyncDeltaReader
 from shardline.streams.reader import MAX_KEYS_PER_READ
 from shardline.wire import Delta
 
@@ -114,12 +114,12 @@ async def test_one_connection_serves_many_readers(
     reader = DeltaReader(redis_url)
     reader.start()
     jobs = [uuid4() for _ in range(num_readers)]
-    mailboxes = [Mailbox() for _ in jobs]
+    buffers = [DeltaBuffer() for _ in jobs]
     with ExitStack() as watching:
-        for job, mailbox in zip(jobs, mailboxes, strict=True):
-            watching.enter_context(reader.watch(job, mailbox))
+        for job, buffer in zip(jobs, buffers, strict=True):
+            watching.enter_context(reader.watch(job, buffer))
         writer.write([(job, delta(0)) for job in jobs])
-        found = [await mailbox.wait(30) for mailbox in mailboxes]
+        found = [await buffer.wait(30) for buffer in buffers]
         num_connections = sum(client["cmd"] == "xread" for client in server.client_list())
     await reader.close()
     assert found == [[delta(0)]] * num_readers

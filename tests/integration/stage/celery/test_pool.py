@@ -28,13 +28,13 @@ NUM_RECONNECTS = 20
 
 
 @dataclass(slots=True)
-class Desk:
-    """Notes tickets, and settles none unless told."""
+class HoldingHandler:
+    """Keeps deliveries, and settles none unless told."""
 
     held: list[Delivery] = field(default_factory=list)
 
-    def offer(self, ticket: Delivery) -> None:
-        self.held.append(ticket)
+    def offer(self, delivery: Delivery) -> None:
+        self.held.append(delivery)
 
     def cancel(self, job_ids: Sequence[str]) -> int:
         return len(job_ids)
@@ -51,13 +51,13 @@ class Desk:
 
     def priorities(self) -> list[int]:
         """Of what is held."""
-        return sorted(ticket.priority for ticket in self.held)
+        return sorted(delivery.priority for delivery in self.held)
 
     def end(self, priority: int) -> None:
         """One of them is done."""
-        ticket = next(ticket for ticket in self.held if ticket.priority == priority)
-        self.held.remove(ticket)
-        ticket.drop()
+        delivery = next(delivery for delivery in self.held if delivery.priority == priority)
+        self.held.remove(delivery)
+        delivery.drop()
 
 
 @pytest.fixture
@@ -65,14 +65,14 @@ def app(redis_url: str) -> Celery:
     """A stage's app, as it would be without a stage."""
     app = make_app(StageSettings(model="m", redis_url=redis_url, seats=SEATS, interactive_seats=INTERACTIVE_SEATS))
     app.shardline = SimpleNamespace(
-        delivery_handler=Desk(), hub=HubCalls(), drain_s=5.0, interactive_seats=INTERACTIVE_SEATS
+        delivery_handler=HoldingHandler(), hub=HubCalls(), drain_s=5.0, interactive_seats=INTERACTIVE_SEATS
     )
     app.conf.broker_connection_retry_on_startup = True
     return app
 
 
 @pytest.fixture
-def desk(app: Celery) -> Iterator[Desk]:
+def handler(app: Celery) -> Iterator[HoldingHandler]:
     """Of a worker that consumes."""
     app.amqp.queues.select_add(QUEUE)
     with start_worker(app, concurrency=SEATS, pool=app.conf.worker_pool, perform_ping_check=False, shutdown_timeout=60):
@@ -91,24 +91,24 @@ def hang_up() -> None:
     raise HungUp("Connection closed by server.")
 
 
-def test_interactive_jobs_get_their_own_seats_beside_batch_jobs(app: Celery, desk: Desk) -> None:
+def test_interactive_jobs_get_their_own_seats_beside_batch_jobs(app: Celery, handler: HoldingHandler) -> None:
     send(app, 20, 5)
-    until(lambda: desk.priorities() == [5] * SEATS)
+    until(lambda: handler.priorities() == [5] * SEATS)
 
     send(app, 3, 3)
 
-    until(lambda: desk.priorities() == [3] * INTERACTIVE_SEATS + [5] * SEATS)
-    desk.end(3)
-    until(lambda: desk.priorities() == [3] * INTERACTIVE_SEATS + [5] * SEATS)
+    until(lambda: handler.priorities() == [3] * INTERACTIVE_SEATS + [5] * SEATS)
+    handler.end(3)
+    until(lambda: handler.priorities() == [3] * INTERACTIVE_SEATS + [5] * SEATS)
     for _ in range(3):
-        desk.end(5)
-    until(lambda: len(desk.held) == SEATS)
+        handler.end(5)
+    until(lambda: len(handler.held) == SEATS)
 
 
-def test_a_full_pool_takes_no_more_than_its_seats_when_redis_hangs_up(app: Celery, desk: Desk) -> None:
+def test_a_full_pool_takes_no_more_than_its_seats_when_redis_hangs_up(app: Celery, handler: HoldingHandler) -> None:
     send(app, 200, 5)
     send(app, 200, 3)
-    until(lambda: len(desk.held) >= SEATS + INTERACTIVE_SEATS)
+    until(lambda: len(handler.held) >= SEATS + INTERACTIVE_SEATS)
     connected = threading.Semaphore(0)
     start = SeatLimit.start
 
@@ -123,4 +123,4 @@ def test_a_full_pool_takes_no_more_than_its_seats_when_redis_hangs_up(app: Celer
             assert connected.acquire(timeout=60), "the worker did not connect again"
 
     room = SEATS + INTERACTIVE_SEATS
-    assert room <= len(desk.held) <= room + 2, "one message for each channel may be on its way"
+    assert room <= len(handler.held) <= room + 2, "one message for each channel may be on its way"

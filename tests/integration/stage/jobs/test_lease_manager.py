@@ -1,4 +1,4 @@
-"""A head's ledger between a real Postgres, a real engine on a tiny model, and tickets that a test reads."""
+"""A head's lease manager between a real Postgres, a real engine on a tiny model, and verdicts that a test reads."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from shardline.job import JobState
 from shardline.keys import job_stream
 from shardline.store import jobs
 from tests.integration.rows import cell, change, database_with_head, num_blocked, request, state
-from tests.integration.stage.jobs.desk import Desk, identity, open_desk, tiny_executor
+from tests.integration.stage.jobs.lone_head import LoneHead, identity, open_lone_head, tiny_executor
 from tests.polling import until
 from tests.simulation.pipeline import Numbers
 from tests.simulation.pipeline import config as scheduler_config
@@ -42,7 +42,7 @@ LONG = 4_000
 @pytest.fixture(scope="module")
 def executor(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Executor]:
     """A tiny model with a long context."""
-    with tiny_executor(tmp_path_factory.mktemp("ledger")) as executor:
+    with tiny_executor(tmp_path_factory.mktemp("lease-manager")) as executor:
         yield executor
 
 
@@ -59,10 +59,10 @@ def times() -> Times:
 
 
 @pytest.fixture
-def desk(database: Database, executor: Executor, redis_url: str, times: Times) -> Iterator[Desk]:
+def head(database: Database, executor: Executor, redis_url: str, times: Times) -> Iterator[LoneHead]:
     """Ready to take jobs."""
-    with open_desk(database, executor, redis_url, times) as desk:
-        yield desk
+    with open_lone_head(database, executor, redis_url, times) as head:
+        yield head
 
 
 def submit(database: Database, max_tokens: int, **fields: Any) -> UUID:
@@ -84,14 +84,14 @@ def num_entries(client: redis.Redis, job_id: UUID) -> int:
     return int(cast(Any, client.xinfo_stream(job_stream(job_id)))["entries-added"])
 
 
-def test_an_offered_job_is_claimed_run_committed_and_settled(desk: Desk) -> None:
-    job_id = submit(desk.database, 12)
+def test_an_offered_job_is_claimed_run_committed_and_settled(head: LoneHead) -> None:
+    job_id = submit(head.database, 12)
 
-    desk.offer(job_id)
+    head.offer(job_id)
 
-    assert desk.verdict() == (job_id, "started")
-    assert desk.verdict() == (job_id, "succeeded")
-    with desk.database.begin() as connection:
+    assert head.verdict() == (job_id, "started")
+    assert head.verdict() == (job_id, "succeeded")
+    with head.database.begin() as connection:
         job = jobs.get_job(connection, job_id)
     assert job is not None
     assert job.result is not None
@@ -99,12 +99,12 @@ def test_an_offered_job_is_claimed_run_committed_and_settled(desk: Desk) -> None
     assert job.result.provenance["pipeline"] == "p"
 
 
-def test_a_committed_job_is_one_line_of_the_log(desk: Desk) -> None:
+def test_a_committed_job_is_one_line_of_the_log(head: LoneHead) -> None:
     with capture_logs() as told:
-        job_id = submit(desk.database, 12)
-        desk.offer(job_id)
-        assert desk.verdict() == (job_id, "started")
-        assert desk.verdict() == (job_id, "succeeded")
+        job_id = submit(head.database, 12)
+        head.offer(job_id)
+        assert head.verdict() == (job_id, "started")
+        assert head.verdict() == (job_id, "succeeded")
 
     (line,) = [one for one in told if one.get("job_id") == str(job_id)]
     assert (line["event"], line["log_level"], line["outcome"]) == ("job ended", "info", "succeeded")
@@ -112,251 +112,251 @@ def test_a_committed_job_is_one_line_of_the_log(desk: Desk) -> None:
     assert {"prompt_tokens", "queued_s", "running_s", "first_token_s"} <= line.keys()
 
 
-def test_a_refused_statement_is_logged_and_nothing_is_lost_once_it_is_mended(desk: Desk) -> None:
+def test_a_refused_statement_is_logged_and_nothing_is_lost_once_it_is_mended(head: LoneHead) -> None:
     with capture_logs() as told:
-        change(desk.database, "ALTER TABLE results RENAME TO hidden")
-        job_id = submit(desk.database, 12)
-        desk.offer(job_id)
-        until(lambda: desk.ledger.stats()["database_away"])
-        change(desk.database, "ALTER TABLE hidden RENAME TO results")
-        assert desk.verdict() == (job_id, "started")
-        assert desk.verdict() == (job_id, "succeeded")
-        until(lambda: not desk.ledger.stats()["database_away"])
+        change(head.database, "ALTER TABLE results RENAME TO hidden")
+        job_id = submit(head.database, 12)
+        head.offer(job_id)
+        until(lambda: head.lease_manager.stats()["database_away"])
+        change(head.database, "ALTER TABLE hidden RENAME TO results")
+        assert head.verdict() == (job_id, "started")
+        assert head.verdict() == (job_id, "succeeded")
+        until(lambda: not head.lease_manager.stats()["database_away"])
     (line,) = [one for one in told if one["event"].startswith(("Postgres", "postgres"))][:-1]
     assert (line["event"].partition(":")[0], line["log_level"]) == ("Postgres refuses a statement", "error")
     assert (line["sqlstate"], "results" in line["error"]) == ("42P01", True)
     assert told[-1]["event"] == "Postgres works again"
 
 
-def test_a_second_delivery_of_a_running_job_is_dropped(desk: Desk) -> None:
-    job_id = submit(desk.database, LONG)
-    desk.offer(job_id)
-    assert desk.verdict() == (job_id, "started")
+def test_a_second_delivery_of_a_running_job_is_dropped(head: LoneHead) -> None:
+    job_id = submit(head.database, LONG)
+    head.offer(job_id)
+    assert head.verdict() == (job_id, "started")
 
-    desk.offer(job_id)
+    head.offer(job_id)
 
-    assert desk.verdict() == (job_id, Ignore.__name__)
-    assert state(desk.database, job_id) is JobState.RUNNING
-    assert desk.ledger.cancel([str(job_id)]) == 1
-    assert desk.verdict() == (job_id, Terminated.__name__)
-    assert state(desk.database, job_id) is JobState.CANCELLED
-
-
-def test_a_cancel_read_by_the_heartbeat_keeps_the_partial_tokens(desk: Desk) -> None:
-    job_id = submit(desk.database, LONG)
-    desk.offer(job_id)
-    assert desk.verdict() == (job_id, "started")
-    until(lambda: saved_tokens(desk.database, job_id) > 0)
-
-    change(desk.database, "UPDATE jobs SET cancel_requested_at = now() WHERE id = :id", id=job_id)
-
-    assert desk.verdict() == (job_id, Terminated.__name__)
-    assert cell(desk.database, "SELECT finish_reason FROM results WHERE job_id = :id", id=job_id) == "cancelled"
-    assert cell(desk.database, "SELECT completion_tokens FROM results WHERE job_id = :id", id=job_id) > 0
-    until(lambda: desk.executor.blocks_used == 0)
+    assert head.verdict() == (job_id, Ignore.__name__)
+    assert state(head.database, job_id) is JobState.RUNNING
+    assert head.lease_manager.cancel([str(job_id)]) == 1
+    assert head.verdict() == (job_id, Terminated.__name__)
+    assert state(head.database, job_id) is JobState.CANCELLED
 
 
-def test_a_job_past_its_deadline_expires_at_the_heartbeat(desk: Desk) -> None:
-    job_id = submit(desk.database, LONG)
-    desk.offer(job_id)
-    assert desk.verdict() == (job_id, "started")
+def test_a_cancel_read_by_the_heartbeat_keeps_the_partial_tokens(head: LoneHead) -> None:
+    job_id = submit(head.database, LONG)
+    head.offer(job_id)
+    assert head.verdict() == (job_id, "started")
+    until(lambda: saved_tokens(head.database, job_id) > 0)
 
-    change(desk.database, "UPDATE jobs SET deadline_at = now() WHERE id = :id", id=job_id)
+    change(head.database, "UPDATE jobs SET cancel_requested_at = now() WHERE id = :id", id=job_id)
 
-    assert desk.verdict() == (job_id, Terminated.__name__)
-    assert state(desk.database, job_id) is JobState.EXPIRED
-
-
-def test_nothing_more_is_written_once_another_head_holds_the_fence(desk: Desk) -> None:
-    job_id = submit(desk.database, LONG)
-    desk.offer(job_id)
-    assert desk.verdict() == (job_id, "started")
-
-    change(desk.database, "UPDATE jobs SET fence = fence + 1, worker = 'other' WHERE id = :id", id=job_id)
-
-    assert desk.verdict() == (job_id, Ignore.__name__)
-    assert cell(desk.database, "SELECT worker FROM jobs WHERE id = :id", id=job_id) == "other"
-    until(lambda: desk.executor.blocks_used == 0)
+    assert head.verdict() == (job_id, Terminated.__name__)
+    assert cell(head.database, "SELECT finish_reason FROM results WHERE job_id = :id", id=job_id) == "cancelled"
+    assert cell(head.database, "SELECT completion_tokens FROM results WHERE job_id = :id", id=job_id) > 0
+    until(lambda: head.executor.blocks_used == 0)
 
 
-def test_a_released_job_ends_on_another_head_with_the_same_tokens(desk: Desk, redis_url: str) -> None:
-    whole, interrupted = (submit(desk.database, 1_500, temperature=0.8) for _ in range(2))
-    desk.offer(whole)
-    assert [desk.verdict(), desk.verdict()] == [(whole, "started"), (whole, "succeeded")]
-    desk.offer(interrupted)
-    assert desk.verdict() == (interrupted, "started")
-    until(lambda: saved_tokens(desk.database, interrupted) > 0)
+def test_a_job_past_its_deadline_expires_at_the_heartbeat(head: LoneHead) -> None:
+    job_id = submit(head.database, LONG)
+    head.offer(job_id)
+    assert head.verdict() == (job_id, "started")
 
-    desk.ledger.give_back()
+    change(head.database, "UPDATE jobs SET deadline_at = now() WHERE id = :id", id=job_id)
 
-    assert desk.verdict() == (interrupted, Ignore.__name__)
-    assert state(desk.database, interrupted) is JobState.QUEUED
-    with open_desk(desk.database, desk.executor, redis_url, TIMES) as other:
+    assert head.verdict() == (job_id, Terminated.__name__)
+    assert state(head.database, job_id) is JobState.EXPIRED
+
+
+def test_nothing_more_is_written_once_another_head_holds_the_fence(head: LoneHead) -> None:
+    job_id = submit(head.database, LONG)
+    head.offer(job_id)
+    assert head.verdict() == (job_id, "started")
+
+    change(head.database, "UPDATE jobs SET fence = fence + 1, worker = 'other' WHERE id = :id", id=job_id)
+
+    assert head.verdict() == (job_id, Ignore.__name__)
+    assert cell(head.database, "SELECT worker FROM jobs WHERE id = :id", id=job_id) == "other"
+    until(lambda: head.executor.blocks_used == 0)
+
+
+def test_a_released_job_ends_on_another_head_with_the_same_tokens(head: LoneHead, redis_url: str) -> None:
+    whole, interrupted = (submit(head.database, 1_500, temperature=0.8) for _ in range(2))
+    head.offer(whole)
+    assert [head.verdict(), head.verdict()] == [(whole, "started"), (whole, "succeeded")]
+    head.offer(interrupted)
+    assert head.verdict() == (interrupted, "started")
+    until(lambda: saved_tokens(head.database, interrupted) > 0)
+
+    head.lease_manager.give_back()
+
+    assert head.verdict() == (interrupted, Ignore.__name__)
+    assert state(head.database, interrupted) is JobState.QUEUED
+    with open_lone_head(head.database, head.executor, redis_url, TIMES) as other:
         other.offer(interrupted)
         assert [other.verdict(), other.verdict()] == [(interrupted, "started"), (interrupted, "succeeded")]
     tokens = "SELECT token_ids FROM results WHERE job_id = :id"
-    assert cell(desk.database, tokens, id=interrupted) == cell(desk.database, tokens, id=whole)
-    assert cell(desk.database, "SELECT crashes FROM jobs WHERE id = :id", id=interrupted) == 0
+    assert cell(head.database, tokens, id=interrupted) == cell(head.database, tokens, id=whole)
+    assert cell(head.database, "SELECT crashes FROM jobs WHERE id = :id", id=interrupted) == 0
 
 
 @pytest.mark.parametrize("times", [TIMES.model_copy(update={"lease_s": 3_600.0})], ids=["lease of an hour"])
-def test_tokens_are_streamed_while_postgres_holds_up_a_heartbeat(desk: Desk, redis_url: str) -> None:
-    job_id = submit(desk.database, LONG)
-    desk.offer(job_id)
-    assert desk.verdict() == (job_id, "started")
-    with redis.Redis.from_url(redis_url) as client, desk.database.connect() as other, other.begin():
+def test_tokens_are_streamed_while_postgres_holds_up_a_heartbeat(head: LoneHead, redis_url: str) -> None:
+    job_id = submit(head.database, LONG)
+    head.offer(job_id)
+    assert head.verdict() == (job_id, "started")
+    with redis.Redis.from_url(redis_url) as client, head.database.connect() as other, other.begin():
         other.execute(text("SELECT FROM jobs WHERE id = :id FOR UPDATE"), {"id": job_id})
-        until(lambda: num_blocked(desk.database) == 1)
+        until(lambda: num_blocked(head.database) == 1)
 
         num_streamed = num_entries(client, job_id)
 
         until(lambda: num_entries(client, job_id) > num_streamed + 3)
-        assert num_blocked(desk.database) == 1, "the heartbeat still waits"
-    assert desk.ledger.cancel([str(job_id)]) == 1
-    assert desk.verdict() == (job_id, Terminated.__name__)
+        assert num_blocked(head.database) == 1, "the heartbeat still waits"
+    assert head.lease_manager.cancel([str(job_id)]) == 1
+    assert head.verdict() == (job_id, Terminated.__name__)
 
 
-def test_jobs_wait_unclaimed_until_the_pipeline_is_ready(desk: Desk) -> None:
-    desk.ledger.lost()
-    until(lambda: cell(desk.database, "SELECT ready_at IS NULL FROM pipelines WHERE id = 'p'"))
-    job_id = submit(desk.database, 4)
-    desk.offer(job_id)
-    assert state(desk.database, job_id) is JobState.QUEUED
+def test_jobs_wait_unclaimed_until_the_pipeline_is_ready(head: LoneHead) -> None:
+    head.lease_manager.lost()
+    until(lambda: cell(head.database, "SELECT ready_at IS NULL FROM pipelines WHERE id = 'p'"))
+    job_id = submit(head.database, 4)
+    head.offer(job_id)
+    assert state(head.database, job_id) is JobState.QUEUED
 
-    desk.ledger.ready(identity(desk.executor))
+    head.lease_manager.ready(identity(head.executor))
 
-    assert [desk.verdict(), desk.verdict()] == [(job_id, "started"), (job_id, "succeeded")]
+    assert [head.verdict(), head.verdict()] == [(job_id, "started"), (job_id, "succeeded")]
 
 
 @pytest.mark.parametrize("times", [TIMES, Times().scaled(1000)], ids=["usual", "no-heartbeat-for-long"])
-def test_a_second_suspect_is_claimed_once_the_first_has_saved_tokens(desk: Desk) -> None:
-    first, second = submit(desk.database, LONG), submit(desk.database, LONG)
-    change(desk.database, "UPDATE jobs SET crashes = 1")
+def test_a_second_suspect_is_claimed_once_the_first_has_saved_tokens(head: LoneHead) -> None:
+    first, second = submit(head.database, LONG), submit(head.database, LONG)
+    change(head.database, "UPDATE jobs SET crashes = 1")
     for job_id in (first, second):
-        desk.offer(job_id)
-    assert [desk.verdict(), desk.verdict()] == [(first, "started"), (second, "started")]
-    assert saved_tokens(desk.database, first) > 0
+        head.offer(job_id)
+    assert [head.verdict(), head.verdict()] == [(first, "started"), (second, "started")]
+    assert saved_tokens(head.database, first) > 0
 
 
-def test_waiting_suspects_are_returned_unread_on_close(desk: Desk) -> None:
-    desk.engine.unwire()
-    first, second = submit(desk.database, LONG), submit(desk.database, LONG)
-    change(desk.database, "UPDATE jobs SET crashes = 1")
+def test_waiting_suspects_are_returned_unread_on_close(head: LoneHead) -> None:
+    head.engine.unwire()
+    first, second = submit(head.database, LONG), submit(head.database, LONG)
+    change(head.database, "UPDATE jobs SET crashes = 1")
     for job_id in (first, second):
-        desk.offer(job_id)
-    assert desk.verdict() == (first, "started")
-    good = submit(desk.database, LONG)
-    desk.offer(good)
+        head.offer(job_id)
+    assert head.verdict() == (first, "started")
+    good = submit(head.database, LONG)
+    head.offer(good)
 
-    desk.ledger.close()
+    head.lease_manager.close()
 
-    assert {desk.verdict(), desk.verdict()} == {(second, Ignore.__name__), (good, Ignore.__name__)}
-    assert [state(desk.database, job_id) for job_id in (second, good)] == [JobState.QUEUED] * 2
+    assert {head.verdict(), head.verdict()} == {(second, Ignore.__name__), (good, Ignore.__name__)}
+    assert [state(head.database, job_id) for job_id in (second, good)] == [JobState.QUEUED] * 2
 
 
-def test_a_job_that_breaks_the_pipeline_alone_is_counted_to_its_end(desk: Desk) -> None:
-    desk.engine.unwire()
-    job_id = submit(desk.database, LONG, max_crashes=2)
+def test_a_job_that_breaks_the_pipeline_alone_is_counted_to_its_end(head: LoneHead) -> None:
+    head.engine.unwire()
+    job_id = submit(head.database, LONG, max_crashes=2)
     for fence, verdict in ((1, Ignore.__name__), (2, JobFailed.__name__)):
-        desk.offer(job_id)
-        assert desk.verdict() == (job_id, "started")
-        desk.ledger.report([Crashed(key=(str(job_id), fence))])
-        assert desk.verdict() == (job_id, verdict)
-    assert state(desk.database, job_id) is JobState.FAILED
-    error = cell(desk.database, "SELECT error FROM jobs WHERE id = :id", id=job_id)
+        head.offer(job_id)
+        assert head.verdict() == (job_id, "started")
+        head.lease_manager.report([Crashed(key=(str(job_id), fence))])
+        assert head.verdict() == (job_id, verdict)
+    assert state(head.database, job_id) is JobState.FAILED
+    error = cell(head.database, "SELECT error FROM jobs WHERE id = :id", id=job_id)
     assert (error["code"], [attempt["fence"] for attempt in error["attempts"]]) == ("crashed", [2, 1])
-    assert (desk.blamed("crashed"), desk.blamed("failed"), desk.blamed("lost")) == (1, 1, 0)
+    assert (head.blamed("crashed"), head.blamed("failed"), head.blamed("lost")) == (1, 1, 0)
 
 
-def test_a_blamed_job_with_tokens_keeps_them_and_counts_no_crash(desk: Desk) -> None:
-    job_id = submit(desk.database, LONG)
-    desk.offer(job_id)
-    assert desk.verdict() == (job_id, "started")
-    until(lambda: saved_tokens(desk.database, job_id) > 0)
+def test_a_blamed_job_with_tokens_keeps_them_and_counts_no_crash(head: LoneHead) -> None:
+    job_id = submit(head.database, LONG)
+    head.offer(job_id)
+    assert head.verdict() == (job_id, "started")
+    until(lambda: saved_tokens(head.database, job_id) > 0)
 
-    desk.ledger.report([Crashed(key=(str(job_id), 1))])
+    head.lease_manager.report([Crashed(key=(str(job_id), 1))])
 
-    assert desk.verdict() == (job_id, Ignore.__name__)
-    assert cell(desk.database, "SELECT outcome FROM attempts WHERE job_id = :id", id=job_id) == "lost"
-    assert (desk.blamed("lost"), desk.blamed("crashed")) == (1, 0)
-    assert cell(desk.database, "SELECT crashes FROM jobs WHERE id = :id", id=job_id) == 0
-
-
-def test_jobs_offered_during_shutdown_are_returned_unread(desk: Desk) -> None:
-    desk.ledger.close()
-    job_id = submit(desk.database, 4)
-
-    desk.offer(job_id)
-
-    assert desk.verdict() == (job_id, Ignore.__name__)
-    assert state(desk.database, job_id) is JobState.QUEUED
+    assert head.verdict() == (job_id, Ignore.__name__)
+    assert cell(head.database, "SELECT outcome FROM attempts WHERE job_id = :id", id=job_id) == "lost"
+    assert (head.blamed("lost"), head.blamed("crashed")) == (1, 0)
+    assert cell(head.database, "SELECT crashes FROM jobs WHERE id = :id", id=job_id) == 0
 
 
-def test_a_job_that_outgrows_the_kv_ends_with_the_same_tokens(desk: Desk) -> None:
-    whole, outgrown = submit(desk.database, 300), submit(desk.database, 300)
-    desk.offer(whole)
-    assert [desk.verdict(), desk.verdict()] == [(whole, "started"), (whole, "succeeded")]
-    desk.rebuild(num_blocks=2)
+def test_jobs_offered_during_shutdown_are_returned_unread(head: LoneHead) -> None:
+    head.lease_manager.close()
+    job_id = submit(head.database, 4)
 
-    desk.offer(outgrown)
+    head.offer(job_id)
 
-    assert [desk.verdict(), desk.verdict()] == [(outgrown, "started"), (outgrown, Ignore.__name__)]
-    assert (state(desk.database, outgrown), saved_tokens(desk.database, outgrown)) == (JobState.QUEUED, 127)
-    desk.offer(outgrown)
-    assert desk.verdict() == (outgrown, Ignore.__name__), "it is not claimed by that pipeline again"
+    assert head.verdict() == (job_id, Ignore.__name__)
+    assert state(head.database, job_id) is JobState.QUEUED
+
+
+def test_a_job_that_outgrows_the_kv_ends_with_the_same_tokens(head: LoneHead) -> None:
+    whole, outgrown = submit(head.database, 300), submit(head.database, 300)
+    head.offer(whole)
+    assert [head.verdict(), head.verdict()] == [(whole, "started"), (whole, "succeeded")]
+    head.rebuild(num_blocks=2)
+
+    head.offer(outgrown)
+
+    assert [head.verdict(), head.verdict()] == [(outgrown, "started"), (outgrown, Ignore.__name__)]
+    assert (state(head.database, outgrown), saved_tokens(head.database, outgrown)) == (JobState.QUEUED, 127)
+    head.offer(outgrown)
+    assert head.verdict() == (outgrown, Ignore.__name__), "it is not claimed by that pipeline again"
     late = "SELECT not_before > now() AND sent_at IS NULL FROM jobs WHERE id = :id"
-    assert cell(desk.database, late, id=outgrown)
-    desk.rebuild(num_blocks=8)
-    change(desk.database, "UPDATE jobs SET not_before = now() WHERE id = :id", id=outgrown)
-    desk.offer(outgrown)
-    assert [desk.verdict(), desk.verdict()] == [(outgrown, "started"), (outgrown, "succeeded")]
+    assert cell(head.database, late, id=outgrown)
+    head.rebuild(num_blocks=8)
+    change(head.database, "UPDATE jobs SET not_before = now() WHERE id = :id", id=outgrown)
+    head.offer(outgrown)
+    assert [head.verdict(), head.verdict()] == [(outgrown, "started"), (outgrown, "succeeded")]
     tokens = "SELECT token_ids FROM results WHERE job_id = :id"
-    assert cell(desk.database, tokens, id=outgrown) == cell(desk.database, tokens, id=whole)
-    assert cell(desk.database, "SELECT crashes FROM jobs WHERE id = :id", id=outgrown) == 0
+    assert cell(head.database, tokens, id=outgrown) == cell(head.database, tokens, id=whole)
+    assert cell(head.database, "SELECT crashes FROM jobs WHERE id = :id", id=outgrown) == 0
 
 
-def test_two_of_three_jobs_are_parked_while_the_kv_holds_one(desk: Desk) -> None:
-    desk.rebuild(num_blocks=1)
-    desk.engine.unwire()
-    first, *others = ids = [submit(desk.database, 12) for _ in range(3)]
+def test_two_of_three_jobs_are_parked_while_the_kv_holds_one(head: LoneHead) -> None:
+    head.rebuild(num_blocks=1)
+    head.engine.unwire()
+    first, *others = ids = [submit(head.database, 12) for _ in range(3)]
     for job_id in ids:
-        desk.offer(job_id)
-    assert {desk.verdict() for _ in ids} == {(job_id, "started") for job_id in ids}
+        head.offer(job_id)
+    assert {head.verdict() for _ in ids} == {(job_id, "started") for job_id in ids}
     is_parked = "SELECT parked FROM attempts WHERE job_id = :id AND fence = 1"
-    assert [cell(desk.database, is_parked, id=job_id) for job_id in ids] == [False, True, True]
+    assert [cell(head.database, is_parked, id=job_id) for job_id in ids] == [False, True, True]
 
-    desk.rebuild(num_blocks=1)
+    head.rebuild(num_blocks=1)
 
-    assert [desk.verdict() for _ in ids] == [(job_id, "succeeded") for job_id in (first, *others)]
-    assert [cell(desk.database, is_parked, id=job_id) for job_id in ids] == [False] * 3
+    assert [head.verdict() for _ in ids] == [(job_id, "succeeded") for job_id in (first, *others)]
+    assert [cell(head.database, is_parked, id=job_id) for job_id in ids] == [False] * 3
 
 
-def test_a_parked_job_taken_by_a_relay_does_not_run_here(desk: Desk) -> None:
-    desk.rebuild(num_blocks=1)
-    desk.engine.unwire()
-    first, parked = submit(desk.database, 12), submit(desk.database, 12)
+def test_a_parked_job_taken_by_a_relay_does_not_run_here(head: LoneHead) -> None:
+    head.rebuild(num_blocks=1)
+    head.engine.unwire()
+    first, parked = submit(head.database, 12), submit(head.database, 12)
     for job_id in (first, parked):
-        desk.offer(job_id)
-    assert [desk.verdict(), desk.verdict()] == [(first, "started"), (parked, "started")]
+        head.offer(job_id)
+    assert [head.verdict(), head.verdict()] == [(first, "started"), (parked, "started")]
 
-    change(desk.database, "UPDATE jobs SET fence = fence + 1, worker = 'other' WHERE id = :id", id=parked)
-    desk.rebuild(num_blocks=1)
+    change(head.database, "UPDATE jobs SET fence = fence + 1, worker = 'other' WHERE id = :id", id=parked)
+    head.rebuild(num_blocks=1)
 
-    assert {desk.verdict(), desk.verdict()} == {(first, "succeeded"), (parked, Ignore.__name__)}
-    assert saved_tokens(desk.database, parked) == 0
+    assert {head.verdict(), head.verdict()} == {(first, "succeeded"), (parked, Ignore.__name__)}
+    assert saved_tokens(head.database, parked) == 0
 
 
-def test_no_running_job_fails_when_a_stage_returns_with_less_kv(desk: Desk) -> None:
-    job_id = submit(desk.database, LONG)
-    desk.offer(job_id)
-    assert desk.verdict() == (job_id, "started")
-    until(lambda: saved_tokens(desk.database, job_id) > 130)
+def test_no_running_job_fails_when_a_stage_returns_with_less_kv(head: LoneHead) -> None:
+    job_id = submit(head.database, LONG)
+    head.offer(job_id)
+    assert head.verdict() == (job_id, "started")
+    until(lambda: saved_tokens(head.database, job_id) > 130)
 
-    desk.rebuild(num_blocks=2)
+    head.rebuild(num_blocks=2)
 
-    assert desk.verdict() == (job_id, Ignore.__name__)
-    assert state(desk.database, job_id) is JobState.QUEUED
-    assert saved_tokens(desk.database, job_id) > 130
+    assert head.verdict() == (job_id, Ignore.__name__)
+    assert state(head.database, job_id) is JobState.QUEUED
+    assert saved_tokens(head.database, job_id) > 130
 
 
 def test_a_head_that_is_held_back_calls_no_answer_late(executor: Executor) -> None:
@@ -372,26 +372,28 @@ def test_a_head_that_is_held_back_calls_no_answer_late(executor: Executor) -> No
 
 
 @pytest.mark.parametrize("times", [TIMES.model_copy(update={"lease_s": 3_600.0})], ids=["lease of an hour"])
-def test_a_head_makes_no_step_after_suspension_before_a_heartbeat(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_head_makes_no_step_after_suspension_before_a_heartbeat(
+    head: LoneHead, monkeypatch: pytest.MonkeyPatch
+) -> None:
     suspended_s = [0.0]
     for module in (engine_module, heartbeater_module, claiming_module):
         monkeypatch.setattr(module, "lease_clock_s", lambda: lease_clock_s() + suspended_s[0])
-    job_id = submit(desk.database, LONG)
-    desk.offer(job_id)
-    assert desk.verdict() == (job_id, "started")
-    until(lambda: saved_tokens(desk.database, job_id) > 0)
+    job_id = submit(head.database, LONG)
+    head.offer(job_id)
+    assert head.verdict() == (job_id, "started")
+    until(lambda: saved_tokens(head.database, job_id) > 0)
 
-    with desk.database.connect() as other, other.begin():
+    with head.database.connect() as other, other.begin():
         other.execute(text("SELECT FROM jobs WHERE id = :id FOR UPDATE"), {"id": job_id})
         suspended_s[0] = 7_200.0
-        until(lambda: desk.engine.is_fenced)
-        num_steps = desk.engine.progress.num_steps
+        until(lambda: head.engine.is_fenced)
+        num_steps = head.engine.progress.num_steps
         for _ in range(3):
             turned = threading.Event()
-            desk.engine.inbox.put(turned.set)
+            head.engine.inbox.put(turned.set)
             assert turned.wait(30)
-        assert desk.engine.progress.num_steps == num_steps
-    until(lambda: desk.engine.progress.num_steps > num_steps)
+        assert head.engine.progress.num_steps == num_steps
+    until(lambda: head.engine.progress.num_steps > num_steps)
 
-    assert desk.ledger.cancel([str(job_id)]) == 1
-    assert desk.verdict() == (job_id, Terminated.__name__)
+    assert head.lease_manager.cancel([str(job_id)]) == 1
+    assert head.verdict() == (job_id, Terminated.__name__)

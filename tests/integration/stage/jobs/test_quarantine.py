@@ -35,7 +35,7 @@ from shardline.queues import GENERATE_TASK
 from shardline.store import claims, crashes, jobs, leases
 from shardline.store.claims import Claimed
 from tests.integration.rows import MODEL, cell, change, database_with_head, request, state, submit
-from tests.integration.stage.jobs.desk import Desk, open_desk, tiny_executor
+from tests.integration.stage.jobs.lone_head import LoneHead, open_lone_head, tiny_executor
 from tests.polling import until
 
 TIMES = Times().scaled(0.5)
@@ -44,7 +44,7 @@ LONG_PROMPT = 3_000
 """Tokens of each arrival: some fifty steps until its first token, and many arrivals share them."""
 
 HEARTBEATS = 3
-"""Two, and one more for a ledger that a busy machine kept waiting."""
+"""Two, and one more for a lease manager that a busy machine kept waiting."""
 
 QUEUE = "suspects"
 
@@ -205,7 +205,7 @@ def test_two_heads_that_chose_one_suspect_lose_no_job(
     assert taken == [suspect]
     assert cell(database, "SELECT fence FROM jobs WHERE id = :id", id=suspect) == 1
     second.claimer.again()
-    assert second.turn() == [other], "it waited, and its ticket was kept"
+    assert second.turn() == [other], "it waited, and its delivery was kept"
 
 
 def test_a_suspect_cancelled_before_its_claim_makes_way_for_others(
@@ -242,7 +242,7 @@ def test_a_suspect_proven_by_another_head_is_still_claimed_alone(
     assert head.turn() == [other]
 
 
-# A whole head: Celery's worker, its pool, ledger and engine -----------------------------------------------------------
+# A whole head: Celery's worker, its pool, lease manager and engine ---------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -254,7 +254,7 @@ def executor(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Executor]:
 
 @dataclass(slots=True)
 class Rounds:
-    """What the ledger did, in its order: the ids of each claim, None for each heartbeat after a step."""
+    """What the lease manager did, in its order: the ids of each claim, None for each heartbeat after a step."""
 
     seen: list[tuple[UUID, ...] | None] = field(default_factory=list)
     num_steps: Callable[[], int] = lambda: 0
@@ -294,8 +294,8 @@ def rounds(monkeypatch: pytest.MonkeyPatch) -> Rounds:
 
 
 @dataclass(slots=True, kw_only=True)
-class Worker:
-    """A head whose messages come over Redis."""
+class Sender:
+    """Sends messages for jobs over Redis to a head's worker."""
 
     app: Celery
     database: Database
@@ -316,40 +316,42 @@ class Worker:
 
 
 @pytest.fixture
-def worker(database: Database, executor: Executor, redis_url: str) -> Iterator[tuple[Worker, Desk]]:
+def sender_and_head(database: Database, executor: Executor, redis_url: str) -> Iterator[tuple[Sender, LoneHead]]:
     app = make_app(StageSettings(model=MODEL, redis_url=redis_url, seats=SEATS, interactive_seats=0))
     app.conf.broker_connection_retry_on_startup = True
     app.amqp.queues.select_add(QUEUE)
-    with open_desk(database, executor, redis_url, TIMES) as desk:
-        app.shardline = SimpleNamespace(delivery_handler=desk.ledger, hub=HubCalls(), drain_s=5.0, interactive_seats=0)
+    with open_lone_head(database, executor, redis_url, TIMES) as head:
+        app.shardline = SimpleNamespace(
+            delivery_handler=head.lease_manager, hub=HubCalls(), drain_s=5.0, interactive_seats=0
+        )
         with start_worker(
             app, concurrency=SEATS, pool=app.conf.worker_pool, perform_ping_check=False, shutdown_timeout=60
         ):
-            yield Worker(app=app, database=database), desk
+            yield Sender(app=app, database=database), head
 
 
 def test_a_suspect_with_a_seat_is_claimed_within_two_heartbeats_of_endless_arrivals(
-    database: Database, worker: tuple[Worker, Desk], rounds: Rounds, monkeypatch: pytest.MonkeyPatch
+    database: Database, sender_and_head: tuple[Sender, LoneHead], rounds: Rounds, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    head, desk = worker
-    rounds.num_steps = lambda: desk.engine.progress.num_steps
+    sender, head = sender_and_head
+    rounds.num_steps = lambda: head.engine.progress.num_steps
     (suspect,) = submit(database)
     crash(database, suspect)
     placed: list[int] = []
-    offer = desk.ledger.offer
+    offer = head.lease_manager.offer
 
-    def offering(ticket: Delivery) -> None:
-        if ticket.job_id == str(suspect):
+    def offering(delivery: Delivery) -> None:
+        if delivery.job_id == str(suspect):
             placed.append(len(rounds.seen))
-        offer(ticket)
+        offer(delivery)
 
-    monkeypatch.setattr(desk.ledger, "offer", offering)
+    monkeypatch.setattr(head.lease_manager, "offer", offering)
     stopped = threading.Event()
-    arriving = threading.Thread(target=_arrive, args=(head, suspect, stopped))
+    arriving = threading.Thread(target=_arrive, args=(sender, suspect, stopped))
     arriving.start()
     try:
         until(lambda: cell(database, "SELECT count(*) FROM jobs WHERE fence > 0") >= SEATS - 2)
-        head.send(suspect, 0)
+        sender.send(suspect, 0)
         until(lambda: rounds.place(suspect) is not None)
         claimed = rounds.place(suspect)
         assert claimed is not None
@@ -362,11 +364,11 @@ def test_a_suspect_with_a_seat_is_claimed_within_two_heartbeats_of_endless_arriv
     assert rounds.num_beats(placed[0], claimed) <= HEARTBEATS, rounds.seen
 
 
-def _arrive(head: Worker, suspect: UUID, stopped: threading.Event) -> None:
+def _arrive(sender: Sender, suspect: UUID, stopped: threading.Event) -> None:
     """Always as many as leave one seat free, each new one as soon as one is gone."""
     going = "SELECT count(*) FROM jobs WHERE state IN ('queued', 'running') AND id <> :id"
     while not stopped.is_set():
-        missing = SEATS - 1 - cell(head.database, going, id=suspect)
+        missing = SEATS - 1 - cell(sender.database, going, id=suspect)
         if missing > 0:
-            head.arrive(missing)
+            sender.arrive(missing)
         stopped.wait(0.01)

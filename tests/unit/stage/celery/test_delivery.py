@@ -1,4 +1,4 @@
-"""Tickets, the mailbox and the pool that keeps them: Celery's side of a job, without a broker."""
+"""Deliveries, the hub calls and the pool that keeps them: Celery's side of a job, without a broker."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from services.stage.celery.pool import EnginePool
 from shardline.errors import JobFailed
 
 
-class NotedDesk:
+class NotingHandler:
     """Notes what the pool asks of it."""
 
     def __init__(self) -> None:
         self.offered: list[Delivery] = []
         self.calls: list[str] = []
 
-    def offer(self, ticket: Delivery) -> None:
-        self.offered.append(ticket)
+    def offer(self, delivery: Delivery) -> None:
+        self.offered.append(delivery)
 
     def cancel(self, job_ids: Sequence[str]) -> int:
         return len(job_ids)
@@ -36,22 +36,22 @@ class NotedDesk:
 
     def give_back(self) -> None:
         self.calls.append("give_back")
-        for ticket in self.offered:
-            ticket.drop()
+        for delivery in self.offered:
+            delivery.drop()
 
     def stats(self) -> Mapping[str, Any]:
         return {"live": len(self.offered)}
 
 
 @pytest.fixture
-def desk() -> NotedDesk:
-    return NotedDesk()
+def handler() -> NotingHandler:
+    return NotingHandler()
 
 
 @pytest.fixture
-def pool(desk: NotedDesk) -> EnginePool:
+def pool(handler: NotingHandler) -> EnginePool:
     """A started pool that drains for no time at all."""
-    stage = SimpleNamespace(delivery_handler=desk, hub=HubCalls(), drain_s=0.0, interactive_seats=2)
+    stage = SimpleNamespace(delivery_handler=handler, hub=HubCalls(), drain_s=0.0, interactive_seats=2)
     pool = EnginePool(limit=4, app=SimpleNamespace(shardline=stage))
     pool.on_start()
     return pool
@@ -75,7 +75,7 @@ def deliver(pool: EnginePool, task_id: str, *arguments: object) -> list[Any]:
 
 
 def settle(pool: EnginePool) -> None:
-    """What Celery's event loop does when the mailbox is readable."""
+    """What Celery's event loop does when the hub calls are readable."""
     pool.app.shardline.hub.take()
 
 
@@ -85,13 +85,13 @@ def ending(told: list[Any]) -> type[BaseException]:
     return type(value.exception.exc)
 
 
-def test_celery_hears_started_and_the_value_of_a_succeeded_job(pool: EnginePool, desk: NotedDesk) -> None:
+def test_celery_hears_started_and_the_value_of_a_succeeded_job(pool: EnginePool, handler: NotingHandler) -> None:
     job_id = str(uuid4())
     told = deliver(pool, job_id, job_id)
-    (ticket,) = desk.offered
+    (delivery,) = handler.offered
 
-    ticket.accept()
-    worker = threading.Thread(target=ticket.succeed, args=({"completion_tokens": 3},))
+    delivery.accept()
+    worker = threading.Thread(target=delivery.succeed, args=({"completion_tokens": 3},))
     worker.start()
     worker.join()
     assert told == [], "nothing is said outside Celery's thread"
@@ -103,26 +103,26 @@ def test_celery_hears_started_and_the_value_of_a_succeeded_job(pool: EnginePool,
 
 @pytest.mark.parametrize(
     ("verdict", "error"),
-    [(Delivery.drop, Ignore), (Delivery.revoke, Terminated), (lambda ticket: ticket.fail("why"), JobFailed)],
+    [(Delivery.drop, Ignore), (Delivery.revoke, Terminated), (lambda delivery: delivery.fail("why"), JobFailed)],
 )
 def test_celery_gets_the_exception_of_a_verdict(
-    verdict: Any, error: type[BaseException], pool: EnginePool, desk: NotedDesk
+    verdict: Any, error: type[BaseException], pool: EnginePool, handler: NotingHandler
 ) -> None:
     job_id = str(uuid4())
     told = deliver(pool, job_id, job_id)
 
-    verdict(desk.offered[0])
+    verdict(handler.offered[0])
     settle(pool)
 
     assert ending(told) is error
 
 
-def test_the_first_of_two_final_verdicts_counts(pool: EnginePool, desk: NotedDesk) -> None:
+def test_the_first_of_two_final_verdicts_counts(pool: EnginePool, handler: NotingHandler) -> None:
     job_id = str(uuid4())
     told = deliver(pool, job_id, job_id)
 
-    desk.offered[0].revoke()
-    desk.offered[0].succeed({})
+    handler.offered[0].revoke()
+    handler.offered[0].succeed({})
     settle(pool)
 
     assert len(told) == 1
@@ -131,27 +131,27 @@ def test_the_first_of_two_final_verdicts_counts(pool: EnginePool, desk: NotedDes
 
 @pytest.mark.parametrize("arguments", [(), ("nonsense",), (None,), (str(uuid4()),), (str(uuid4()), 2)])
 def test_a_message_without_its_jobs_id_is_dropped_unread(
-    arguments: tuple[object, ...], pool: EnginePool, desk: NotedDesk
+    arguments: tuple[object, ...], pool: EnginePool, handler: NotingHandler
 ) -> None:
     told = deliver(pool, str(uuid4()), *arguments)
     settle(pool)
 
-    assert desk.offered == []
+    assert handler.offered == []
     assert ending(told) is Ignore
 
 
-def test_a_stopping_pool_gives_back_jobs_that_outlast_the_drain(pool: EnginePool, desk: NotedDesk) -> None:
+def test_a_stopping_pool_gives_back_jobs_that_outlast_the_drain(pool: EnginePool, handler: NotingHandler) -> None:
     pool._drain_s = 0.5
     job_id = str(uuid4())
     told = deliver(pool, job_id, job_id)
 
     pool.on_stop()
 
-    assert desk.calls == ["close", "give_back"]
+    assert handler.calls == ["close", "give_back"]
     assert ending(told) is Ignore
 
 
-def test_the_pool_counts_its_seats_over_all_lost_connections(pool: EnginePool, desk: NotedDesk) -> None:
+def test_the_pool_counts_its_seats_over_all_lost_connections(pool: EnginePool, handler: NotingHandler) -> None:
     """kombu asks before each message; after a reconnect its own count begins at 0."""
     for _ in range(20):
         for _ in range(pool.limit):
@@ -160,13 +160,13 @@ def test_the_pool_counts_its_seats_over_all_lost_connections(pool: EnginePool, d
                 deliver(pool, job_id, job_id)
         assert not pool.has_seat()
 
-    assert len(desk.offered) == pool.limit
+    assert len(handler.offered) == pool.limit
     assert pool.has_interactive_seat(), "the share of interactive jobs is free"
     for _ in range(2):
         job_id = str(uuid4())
         deliver(pool, job_id, job_id)
     assert not pool.has_interactive_seat()
-    for ticket in desk.offered[:3]:
-        ticket.drop()
+    for delivery in handler.offered[:3]:
+        delivery.drop()
     settle(pool)
     assert pool.has_seat()

@@ -1,4 +1,4 @@
-"""Tickets that wait for a claim: none is lost, and nobody is asked twice for nothing."""
+"""Deliveries that wait for a claim: none is lost, and nobody is asked twice for nothing."""
 
 from __future__ import annotations
 
@@ -10,46 +10,46 @@ from services.stage.celery.delivery import Delivery
 from services.stage.jobs.claim_queue import ClaimQueue
 
 
-def tickets(num: int) -> list[Delivery]:
-    """Told apart by identity: offers never look inside."""
+def make_deliveries(num: int) -> list[Delivery]:
+    """Told apart by identity: the queue never looks inside."""
     return [cast(Delivery, object()) for _ in range(num)]
 
 
 @pytest.fixture
-def offers() -> ClaimQueue:
+def claim_queue() -> ClaimQueue:
     return ClaimQueue()
 
 
-def test_tickets_are_taken_in_their_order_and_once(offers: ClaimQueue) -> None:
-    arrived = tickets(3)
-    for ticket in arrived:
-        offers.put(ticket)
-    assert offers
+def test_deliveries_are_taken_in_their_order_and_once(claim_queue: ClaimQueue) -> None:
+    arrived = make_deliveries(3)
+    for delivery in arrived:
+        claim_queue.put(delivery)
+    assert claim_queue
 
-    assert [offers.take(), offers.take()] == [arrived, []]
-    assert not offers
-
-
-def test_tickets_put_back_come_before_new_ones(offers: ClaimQueue) -> None:
-    first, second, late = tickets(3)
-    offers.put(first)
-    offers.put(second)
-    offers.put_back(offers.take())
-    assert not offers, "nothing has changed"
-
-    offers.put(late)
-
-    assert offers
-    assert offers.take() == [first, second, late]
+    assert [claim_queue.take(), claim_queue.take()] == [arrived, []]
+    assert not claim_queue
 
 
-def test_a_ticket_put_back_is_offered_again_only_after_a_change(offers: ClaimQueue) -> None:
-    offers.again()
-    assert not offers
-    held = tickets(1)
-    offers.put_back(held)
-    assert offers, "something had changed before it was put back"
+def test_deliveries_put_back_come_before_new_ones(claim_queue: ClaimQueue) -> None:
+    first, second, late = make_deliveries(3)
+    claim_queue.put(first)
+    claim_queue.put(second)
+    claim_queue.put_back(claim_queue.take())
+    assert not claim_queue, "nothing has changed"
 
-    assert offers.take() == held
-    offers.put_back(held)
-    assert not offers
+    claim_queue.put(late)
+
+    assert claim_queue
+    assert claim_queue.take() == [first, second, late]
+
+
+def test_a_delivery_put_back_is_offered_again_only_after_a_change(claim_queue: ClaimQueue) -> None:
+    claim_queue.again()
+    assert not claim_queue
+    held = make_deliveries(1)
+    claim_queue.put_back(held)
+    assert claim_queue, "something had changed before it was put back"
+
+    assert claim_queue.take() == held
+    claim_queue.put_back(held)
+    assert not claim_queue

@@ -12,17 +12,17 @@ from services.stage.jobs.live_job import LiveJob
 from services.stage.jobs.quarantine import ISOLATED_STEPS, Moment, Seats, claimable
 
 SEATS = Seats(num_any=4, num_interactive=2)
-MAILBOX = HubCalls()
+HUB = HubCalls()
 NOW_S = 100.0
 BEAT_S = 1.0
 
 
-def ticket(name: str, priority: int = 5, waited_s: float = 0.0) -> Delivery:
+def delivery(name: str, priority: int = 5, waited_s: float = 0.0) -> Delivery:
     return Delivery(
         number=0,
         job_id=name,
         priority=priority,
-        hub=MAILBOX,
+        hub=HUB,
         on_accepted=lambda *_: None,
         on_ended=lambda _: None,
         forget=lambda _: True,
@@ -40,7 +40,7 @@ class Live:
 
 
 def claimed(
-    tickets: Sequence[Delivery],
+    deliveries: Sequence[Delivery],
     suspects: Sequence[str] = (),
     live: Sequence[Live] = (),
     *,
@@ -54,12 +54,12 @@ def claimed(
         num_steps=num_steps,
         is_moving=is_moving,
     )
-    return [one.job_id for one in claimable(tickets, suspects, SEATS, moment)]
+    return [one.job_id for one in claimable(deliveries, suspects, SEATS, moment)]
 
 
 def test_batch_jobs_leave_the_reserve_of_seats_to_interactive_ones() -> None:
-    batch = [ticket(f"batch {number}", priority=5 + number) for number in range(9)]
-    urgent = [ticket(f"urgent {number}", priority=3) for number in range(3)]
+    batch = [delivery(f"batch {number}", priority=5 + number) for number in range(9)]
+    urgent = [delivery(f"urgent {number}", priority=3) for number in range(3)]
 
     assert claimed([*batch[:5], *urgent]) == ["urgent 0", "urgent 1", "urgent 2", "batch 0"]
     assert claimed([*batch, *urgent], live=[Live()] * 4) == ["urgent 0", "urgent 1"]
@@ -68,7 +68,7 @@ def test_batch_jobs_leave_the_reserve_of_seats_to_interactive_ones() -> None:
 
 
 def test_only_the_suspect_waits_while_prompts_are_computed() -> None:
-    offered = [ticket("a"), ticket("suspect"), ticket("b")]
+    offered = [delivery("a"), delivery("suspect"), delivery("b")]
 
     assert claimed(offered, ["suspect"], [Live(is_unsaved=True)]) == ["a", "b"]
     assert claimed(offered, ["suspect"], [Live()]) == ["suspect"]
@@ -78,7 +78,7 @@ def test_a_suspect_is_claimed_within_two_heartbeats_of_endless_arrivals() -> Non
     """Each arrival is claimed while it may, and none of them ever gets a token."""
     live = [Live(is_unsaved=True)]
     for beat in range(3):
-        offered = [ticket("suspect", waited_s=beat * BEAT_S), ticket(f"new {beat}")]
+        offered = [delivery("suspect", waited_s=beat * BEAT_S), delivery(f"new {beat}")]
         chosen = claimed(offered, ["suspect"], live)
         if chosen == ["suspect"]:
             break
@@ -89,19 +89,19 @@ def test_a_suspect_is_claimed_within_two_heartbeats_of_endless_arrivals() -> Non
 
 
 def test_no_more_jobs_are_claimed_once_a_suspect_has_waited() -> None:
-    offered = [ticket("suspect", waited_s=quarantine.PATIENCE_BEATS * BEAT_S), ticket("new")]
+    offered = [delivery("suspect", waited_s=quarantine.PATIENCE_BEATS * BEAT_S), delivery("new")]
 
     assert claimed(offered, ["suspect"], [Live(is_unsaved=True)]) == []
 
 
 def test_an_overdue_suspect_is_not_claimed_into_a_hanging_engine() -> None:
-    offered = [ticket("suspect", waited_s=60.0)]
+    offered = [delivery("suspect", waited_s=60.0)]
 
     assert claimed(offered, ["suspect"], [Live(is_unsaved=True)], is_moving=False) == []
 
 
 def test_a_suspect_without_a_free_seat_holds_up_nobody_who_has_one() -> None:
-    offered = [ticket("suspect", waited_s=60.0), ticket("urgent", priority=0)]
+    offered = [delivery("suspect", waited_s=60.0), delivery("urgent", priority=0)]
 
     assert claimed(offered, ["suspect"], [Live()] * 4) == ["urgent"]
 
@@ -109,12 +109,12 @@ def test_a_suspect_without_a_free_seat_holds_up_nobody_who_has_one() -> None:
 def test_others_wait_a_bounded_number_of_steps_for_a_suspects_long_prompt() -> None:
     suspect = Live(is_unsaved=True, crashes=1, began_step=7)
 
-    assert claimed([ticket("new")], live=[suspect], num_steps=7 + ISOLATED_STEPS - 1) == []
-    assert claimed([ticket("new")], live=[suspect], num_steps=7 + ISOLATED_STEPS) == ["new"]
-    assert claimed([ticket("new")], live=[suspect], num_steps=0) == [], "the count starts anew with an epoch"
+    assert claimed([delivery("new")], live=[suspect], num_steps=7 + ISOLATED_STEPS - 1) == []
+    assert claimed([delivery("new")], live=[suspect], num_steps=7 + ISOLATED_STEPS) == ["new"]
+    assert claimed([delivery("new")], live=[suspect], num_steps=0) == [], "the count starts anew with an epoch"
 
 
 def test_the_first_of_several_suspects_is_claimed_alone() -> None:
-    offered = [ticket("b"), ticket("a"), ticket("other")]
+    offered = [delivery("b"), delivery("a"), delivery("other")]
 
     assert claimed(offered, ["a", "b"]) == ["a"]

@@ -111,7 +111,7 @@ def test_an_absent_redis_is_unavailable() -> None:
         registry.announce(make_card(0, 8))
 
 
-class Desk:
+class AnnouncedCard:
     """A stage's card that an announcer asks for. Asking again means that the card before has been dealt with."""
 
     def __init__(self, registry: Registry) -> None:
@@ -131,35 +131,37 @@ class Desk:
 
 
 @pytest.fixture
-def desk(registry: Registry) -> Iterator[Desk]:
-    desk = Desk(registry)
-    desk.announcer.start()
-    yield desk
-    desk.announcer.stop()
+def announced(registry: Registry) -> Iterator[AnnouncedCard]:
+    announced = AnnouncedCard(registry)
+    announced.announcer.start()
+    yield announced
+    announced.announcer.stop()
 
 
-def test_a_changed_card_is_put_up_at_once(registry: Registry, desk: Desk) -> None:
-    desk.card = replace(desk.card, bound_to="a pipeline")
-    desk.settle()
+def test_a_changed_card_is_put_up_at_once(registry: Registry, announced: AnnouncedCard) -> None:
+    announced.card = replace(announced.card, bound_to="a pipeline")
+    announced.settle()
 
-    assert registry.cards() == [desk.card]
+    assert registry.cards() == [announced.card]
 
 
-def test_a_card_comes_back_after_redis_lost_everything(registry: Registry, desk: Desk, redis_server: Valkey) -> None:
-    desk.settle()
+def test_a_card_comes_back_after_redis_lost_everything(
+    registry: Registry, announced: AnnouncedCard, redis_server: Valkey
+) -> None:
+    announced.settle()
     redis_server.kill()
-    desk.settle()
+    announced.settle()
 
     redis_server.restart()
-    desk.settle()
+    announced.settle()
 
-    assert registry.cards() == [desk.card]
+    assert registry.cards() == [announced.card]
 
 
-def test_a_stopped_announcer_takes_its_card_down(registry: Registry, desk: Desk) -> None:
-    desk.settle()
+def test_a_stopped_announcer_takes_its_card_down(registry: Registry, announced: AnnouncedCard) -> None:
+    announced.settle()
 
-    desk.announcer.stop()
+    announced.announcer.stop()
 
     assert registry.cards() == []
 

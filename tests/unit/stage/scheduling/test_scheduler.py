@@ -290,13 +290,13 @@ def test_the_only_suspect_that_breaks_the_pipeline_again_is_blamed_alone() -> No
     assert pipeline.outputs["better", 1] == expected_output(request("better"), 9)
 
 
-def test_a_doubted_job_that_comes_back_as_a_new_attempt_is_still_a_suspect() -> None:
+def test_a_quarantined_job_that_comes_back_as_a_new_attempt_stays_quarantined() -> None:
     pipeline = Pipeline(config())
-    for name in ("doubted", "too"):
+    for name in ("one", "other"):
         pipeline.add(request(name))
     pipeline.schedule()
     pipeline.rebuild(num_blocks=50)
-    for name in ("doubted", "too"):
+    for name in ("one", "other"):
         pipeline.scheduler.abort((name, 1))
         pipeline.add(replace(request(name), key=(name, 2)))
 

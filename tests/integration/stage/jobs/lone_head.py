@@ -1,4 +1,4 @@
-"""A head's ledger with its engine, as a test's desk: jobs are offered to it, and what Celery hears is read. No test."""
+"""A head without Celery and pipeline: a test offers jobs to its lease manager and reads the verdicts. No test."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ from tests.polling import until
 
 
 @dataclass(slots=True, kw_only=True)
-class Desk:
-    """One ledger with its engine; the test's thread plays Celery's."""
+class LoneHead:
+    """A lease manager with its engine; the test's thread plays Celery's."""
 
     database: Database
-    ledger: LeaseManager
+    lease_manager: LeaseManager
     engine: HeadEngine
     executor: Executor
     hub: HubCalls
@@ -57,7 +57,7 @@ class Desk:
 
     def offer(self, job_id: UUID) -> None:
         """One delivery of a job."""
-        self.ledger.offer(
+        self.lease_manager.offer(
             Delivery(
                 number=next(self.numbers),
                 job_id=str(job_id),
@@ -71,7 +71,7 @@ class Desk:
     def rebuild(self, num_blocks: int) -> None:
         """A new epoch, with so much KV."""
         self.engine.wire(wiring(self.executor, num_blocks))
-        self.ledger.ready(identity(self.executor, num_blocks))
+        self.lease_manager.ready(identity(self.executor, num_blocks))
 
     def verdict(self) -> tuple[UUID, str]:
         """The next thing that Celery is told."""
@@ -85,7 +85,7 @@ class Desk:
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """The ledger's head, without a pipeline."""
+    """The lease manager's host, without a pipeline."""
 
     announced: threading.Event
     meter: StageMeter
@@ -108,14 +108,14 @@ def _name(outcome: tuple[int, Any, float]) -> str:
 
 
 @contextmanager
-def open_desk(database: Database, executor: Executor, redis_url: str, times: Times) -> Iterator[Desk]:
+def open_lone_head(database: Database, executor: Executor, redis_url: str, times: Times) -> Iterator[LoneHead]:
     """Ready to take jobs."""
     scheduler = Scheduler(
         SchedulerConfig(num_blocks=executor.num_blocks, max_seats=8, token_budget=64, num_lanes=1, max_len=4096)
     )
 
     def report(events: Sequence[Event]) -> None:
-        ledger.report(events)
+        lease_manager.report(events)
 
     engine = HeadEngine(executor, scheduler, emit=report, on_lost=lambda *_: None)
     publisher = DeltaPublisher(DeltaWriter(redis_url), None)
@@ -124,7 +124,7 @@ def open_desk(database: Database, executor: Executor, redis_url: str, times: Tim
         cast(Any, SimpleNamespace(executor=executor, settings=SimpleNamespace(times=times), is_head=True))
     )
     tokenizer = Tokenizer(WordLevel({f"<{number}>": number for number in range(VOCAB_SIZE)}, unk_token="<0>"))
-    ledger = LeaseManager(
+    lease_manager = LeaseManager(
         database=database,
         engine=engine,
         requests=EngineRequests(tokenizer=tokenizer, eos_ids=(2,), context_length=4096),
@@ -133,14 +133,14 @@ def open_desk(database: Database, executor: Executor, redis_url: str, times: Tim
         seats=Seats(num_any=8, num_interactive=0),
         times=times,
     )
-    for thread in (publisher, engine, ledger):
+    for thread in (publisher, engine, lease_manager):
         thread.start()
     engine.wire(wiring(executor))
-    ledger.ready(identity(executor))
+    lease_manager.ready(identity(executor))
     assert announced.wait(30)
-    yield Desk(
+    yield LoneHead(
         database=database,
-        ledger=ledger,
+        lease_manager=lease_manager,
         engine=engine,
         executor=executor,
         hub=HubCalls(),
@@ -148,7 +148,7 @@ def open_desk(database: Database, executor: Executor, redis_url: str, times: Tim
         numbers=count(1),
         meter=meter,
     )
-    for thread in (ledger, engine, publisher):
+    for thread in (lease_manager, engine, publisher):
         thread.stop()
         thread.join()
 
