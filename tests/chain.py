@@ -83,7 +83,9 @@ def generate(
     return [ended.output_ids for ended in complete(stages, wanted, budget=budget, seats=seats)]
 
 
-def complete(stages: Sequence[Executor], wanted: Sequence[Request], *, budget: int, seats: int) -> list[Finished]:
+def complete(
+    stages: Sequence[Executor], wanted: Sequence[Request], *, budget: int, seats: int, prefix_cache: bool = True
+) -> list[Finished]:
     """The end of each request, with log-probabilities where they were asked for."""
     scheduler = Scheduler(
         SchedulerConfig(
@@ -92,6 +94,7 @@ def complete(stages: Sequence[Executor], wanted: Sequence[Request], *, budget: i
             token_budget=budget,
             num_lanes=len(stages),
             max_len=stages[0].info.context_length,
+            prefix_cache=prefix_cache,
         )
     )
     for stage in stages:

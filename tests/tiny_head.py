@@ -31,6 +31,8 @@ from tests.repository import REPOSITORY
 
 CLERK = REPOSITORY / "services/standalone/demo/clerk/model"
 LEASE_S = 60.0
+NUM_CACHED = 2
+"""Tokens of each prompt that it says it has not computed."""
 UNPREPARED = text(
     "SELECT id, prompt, messages, prompt_ids, params FROM jobs WHERE prepared_at IS NULL AND state = 'queued'"
 )
@@ -143,7 +145,7 @@ class TinyHead:
             job_id=claimed.job_id,
             text=completion.say(sequence.output_ids[:num_said]) + (tail := completion.flush()),
             token_ids=sequence.output_ids[:num_said],
-            usage=Usage(prompt_tokens=len(claimed.prompt_ids), completion_tokens=num_said),
+            usage=Usage(prompt_tokens=len(claimed.prompt_ids), completion_tokens=num_said, cached_tokens=NUM_CACHED),
             finish_reason=reason,
             exact=True,
             logprobs=sequence.logprobs[:num_said] or None,

@@ -29,12 +29,19 @@ class Error(TypedDict):
     error: ErrorFields
 
 
+class PromptTokensDetails(TypedDict):
+    """What of the prompt was found in the prefix cache."""
+
+    cached_tokens: int
+
+
 class CompletionUsage(TypedDict):
     """Token counts as OpenAI reports them."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
+    prompt_tokens_details: NotRequired[PromptTokensDetails]
 
 
 class AnswerHead(TypedDict):

@@ -156,8 +156,11 @@ class OpenAiResponses:
 
 def usage_of(usage: Usage) -> CompletionUsage:
     """Usage with its total, as OpenAI reports it."""
-    return {
+    counts: CompletionUsage = {
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
         "total_tokens": usage.total_tokens,
     }
+    if usage.cached_tokens is not None:
+        counts["prompt_tokens_details"] = {"cached_tokens": usage.cached_tokens}
+    return counts

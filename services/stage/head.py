@@ -80,6 +80,7 @@ class Head:
                 token_budget=settings.token_budget,
                 num_lanes=1,
                 max_len=loaded.info.context_length,
+                prefix_cache=settings.prefix_cache,
             )
         )
         self._pipeline = self._make_pipeline()

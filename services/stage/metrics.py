@@ -38,6 +38,7 @@ class StageMeter:
         metrics.step_seconds.observe(seconds)
         if self._head is not None:
             self._head.output_tokens.inc(plan.num_sampled_rows)
+            self._head.cached_tokens.inc(sum(opened.num_cached for opened in plan.opens))
             self._head.prompt_tokens.inc(sum(row.length for row in plan.rows if not row.decodes))
         if seconds > self._warn_above_s:
             self._warn_above_s = seconds

@@ -54,6 +54,7 @@ class StageSettings(Settings):
     stall_s: float = Field(
         Times().stall_s, ge=5, description="a head takes a stage for hung whose step takes longer; times the time scale"
     )
+    prefix_cache: bool = Field(True, description="jobs of a tenant share the KV of equal first tokens, 64 at a time")
     lanes: int | None = Field(None, ge=1, le=16, description="steps in flight; default: the number of stages")
     lock_dir: Path = Field(
         default_factory=lambda: user_folder() / "locks", description="device locks; containers of one user may share it"

@@ -170,6 +170,8 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
 
     prompt_tokens: int
     completion_tokens: int
+    cached_tokens: int | None = None
+    """Prompt tokens that were not computed: their KV was there. None where nobody knows."""
 
     @property
     def total_tokens(self) -> int:

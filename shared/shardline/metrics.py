@@ -95,6 +95,9 @@ class HeadMetrics:
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.prompt_tokens = Counter("shardline_prompt_tokens", "Prompt tokens computed", registry=registry)
+        self.cached_tokens = Counter(
+            "shardline_cached_tokens", "Tokens found in the prefix cache, not computed", registry=registry
+        )
         self.output_tokens = Counter("shardline_output_tokens", "Tokens generated", registry=registry)
         self.blamed = Counter(
             "shardline_jobs_blamed",

@@ -242,6 +242,7 @@ results = Table(
     Column("token_ids", ARRAY(Integer), nullable=False),
     Column("prompt_tokens", Integer, nullable=False),
     Column("completion_tokens", Integer, nullable=False),
+    Column("cached_tokens", Integer),
     Column("finish_reason", Text, nullable=False),
     Column("logprobs", JSONB(none_as_null=True)),
     Column("exact", Boolean, nullable=False),

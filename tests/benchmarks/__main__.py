@@ -120,6 +120,30 @@ def stages(options: argparse.Namespace) -> list[Figure]:
     return figures
 
 
+def prefix(options: argparse.Namespace) -> list[Figure]:
+    """Prompts with 512 tokens in common, the bare engine with the prefix cache beside itself without."""
+    figures = []
+    for dtype in DTYPES:
+        common = ("--model", str(make(CACHE, dtype)), "--dtype", dtype, "--runs", "1", "--common", "512", *TWO)
+        ours, without, command = [], [], ""
+        for _ in range(options.runs):
+            run, command = call("bare", *common)
+            ours += run["tokens_per_s"]
+            without += call("bare", *common, "--no-prefix-cache")[0]["tokens_per_s"]
+        figures.append(
+            compare(
+                f"common-head-{dtype}",
+                ours,
+                without,
+                peer="without prefix cache",
+                unit="tokens/s",
+                target=">= 1.5",
+                command=command,
+            )
+        )
+    return figures
+
+
 def step(options: argparse.Namespace) -> list[Figure]:
     """One decode step beside the reference, and what the scheduler takes of it."""
     arguments = ["--reference", options.reference] if options.reference else []
@@ -175,7 +199,7 @@ def doors(_options: argparse.Namespace) -> list[Figure]:
     ]
 
 
-GROUPS = {"doors": doors, "memory": memory, "service": service, "stages": stages, "step": step}
+GROUPS = {"doors": doors, "memory": memory, "prefix": prefix, "service": service, "stages": stages, "step": step}
 
 if __name__ == "__main__":
     sys.exit(main())

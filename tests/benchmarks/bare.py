@@ -31,7 +31,7 @@ from services.stage.scheduling.events import Finished
 from services.stage.scheduling.scheduler import Scheduler, SchedulerConfig
 from services.stage.scheduling.sequence import Request
 from shardline.config import Times
-from shardline.split import even_split
+from shardline.split import even_split, parse_split
 from shardline.tokenize import CompletionText, Vocabulary
 from tests.benchmarks.workload import PARAMS, WARM_UP_PROMPTS, Workload, workload
 
@@ -48,12 +48,16 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=64)
     parser.add_argument("--seats", type=int, default=64)
     parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--split", help="layers of the stages, such as 0-6,7-11; default: as `make up` splits them")
+    parser.add_argument("--common", type=int, default=0, help="first tokens that all prompts of a run have in common")
+    parser.add_argument("--prefix-cache", action=argparse.BooleanOptionalAction, default=True)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="shardline-bare-") as folder:
         pipeline = Pipeline(Path(folder), options)
         try:
             pipeline.run(workload(WARM_UP_PROMPTS))
-            speeds = [pipeline.run(workload(options.prompts)) for _ in range(options.runs)]
+            works = [workload(options.prompts, run=1 + run, num_common=options.common) for run in range(options.runs)]
+            speeds = [pipeline.run(work) for work in works]
         finally:
             pipeline.close()
     print(json.dumps({"tokens_per_s": speeds, "devices": options.device, "seats": options.seats}))
@@ -82,6 +86,7 @@ class Pipeline:
                 token_budget=TOKEN_BUDGET,
                 num_lanes=num_stages,
                 max_len=executor.info.context_length,
+                prefix_cache=options.prefix_cache,
             )
         )
         self._ended: multiprocessing.queues.SimpleQueue[str] = spawn.SimpleQueue()
@@ -160,12 +165,19 @@ def load(options: argparse.Namespace, stage_index: int, folder: Path) -> Executo
     info = ModelInfo.read(options.model)
     return Executor.load(
         model=info,
-        layers=even_split(info.num_layers, len(options.device))[stage_index],
+        layers=split_of(options, info)[stage_index],
         device=device,
         dtype=options.dtype,
         limits=Limits(kv_bytes=None, token_budget=TOKEN_BUDGET, max_open=2 * options.seats),
         cache_folder=Path(options.model),
     )
+
+
+def split_of(options: argparse.Namespace, info: ModelInfo) -> list[range]:
+    """The layers of each stage."""
+    if options.split:
+        return parse_split(options.split, info.num_layers)
+    return even_split(info.num_layers, len(options.device))
 
 
 def hop_in(folder: Path) -> Hop:

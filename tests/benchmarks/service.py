@@ -42,7 +42,7 @@ def main() -> None:
         Client(database_url=up["urls"]["database"], redis_url=up["urls"]["redis"]) as client,
     ):
         run(client, up["model"], workload(WARM_UP_PROMPTS))
-        speeds = [run(client, up["model"], workload(options.prompts)) for _ in range(options.runs)]
+        speeds = [run(client, up["model"], workload(options.prompts, run=1 + each)) for each in range(options.runs)]
     print(json.dumps({"tokens_per_s": speeds}))
 
 

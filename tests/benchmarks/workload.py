@@ -26,11 +26,14 @@ class Workload:
         return len(self.prompts) * NEW_TOKENS
 
 
-def workload(num_prompts: int = 64, seed: int = 7) -> Workload:
-    """The same prompts in every run."""
-    source = random.Random(seed)
+def workload(num_prompts: int = 64, *, run: int = 0, num_common: int = 0) -> Workload:
+    """The same prompts in every run but for their first token, so that no run finds the KV of another. All prompts of a
+    run have `num_common` tokens before those of their own."""
+    source, common = random.Random(7), random.Random(8)
+    first = [3 + run, *(common.randrange(3, VOCABULARY) for _ in range(num_common))]
     return Workload(
         tuple(
-            tuple(source.randrange(3, VOCABULARY) for _ in range(source.randint(64, 256))) for _ in range(num_prompts)
+            (*first, *(source.randrange(3, VOCABULARY) for _ in range(source.randint(64, 256) - 1)))
+            for _ in range(num_prompts)
         )
     )

@@ -26,10 +26,12 @@ from tests.chain import MAX_BUDGET, complete, load_chain
 from tests.repository import REPOSITORY
 
 CLERK = REPOSITORY / "services" / "standalone" / "demo" / "clerk" / "model"
-CROWDS = (64, 32, 3, 1)
+FEW = 3
+CROWDS = (64, 32, FEW, 1)
 """Jobs at a time. The last run in one stage, each job alone, is what all others are compared with."""
 LENGTHS = (4, 300)
 """The shortest and the longest prompt. As many lie below their geometric mean as above it."""
+NUM_COMMON = 150
 NUM_NEW = 4
 KV_BYTES = 256 * 2**20
 WIDE: dict[str, Any] = {
@@ -82,25 +84,31 @@ def verdicts(options: argparse.Namespace, folder: Path) -> Iterator[dict[str, An
 
 
 def outcomes(stages: Sequence[Executor], jobs: Sequence[Request], crowd: int) -> list[Outcome]:
-    """Of all jobs, so many at a time."""
-    ends = complete(stages, jobs, budget=MAX_BUDGET, seats=crowd)
+    """Of all jobs, so many at a time; alone, each computes its whole prompt."""
+    ends = complete(stages, jobs, budget=MAX_BUDGET, seats=crowd, prefix_cache=crowd > 1)
+    assert any(end.num_cached for end in ends) or crowd != FEW, "jobs that come later find KV"
     return [(end.output_ids, end.logprobs) for end in ends]
 
 
 def requests(num: int, *, vocab_size: int) -> list[Request]:
-    """Prompts of all lengths in any order, every other one greedy, all with log-probabilities."""
+    """Prompts of all lengths in any order, every other one greedy, all with log-probabilities. Half of them have
+    their first tokens in common."""
     generator = torch.Generator().manual_seed(6)
     shortest, longest = LENGTHS
     shares = (torch.randperm(num, generator=generator) / max(1, num - 1)).tolist()
     sizes = [round(shortest * (longest / shortest) ** share) for share in shares]
+    prompts = [torch.randint(3, vocab_size, (size,), generator=generator).tolist() for size in sizes]
+    common = torch.randint(3, vocab_size, (NUM_COMMON,), generator=generator).tolist()
+    for prompt in prompts[::2]:
+        prompt[:NUM_COMMON] = common[: len(prompt)]
     return [
         Request(
             key=(str(index), 1),
-            prompt_ids=tuple(torch.randint(3, vocab_size, (size,), generator=generator).tolist()),
+            prompt_ids=tuple(prompt),
             params=SamplingParams(max_tokens=NUM_NEW, temperature=0.8 * (index % 2), logprobs=2),
             seed=index,
         )
-        for index, size in enumerate(sizes)
+        for index, prompt in enumerate(prompts)
     ]
 
 

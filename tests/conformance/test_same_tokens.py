@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -10,9 +11,10 @@ import torch
 
 from services.stage.device.device import Device
 from services.stage.engine.executor import Executor
+from services.stage.scheduling.kv_blocks import BLOCK_TOKENS
 from services.stage.scheduling.sequence import Request
 from shardline.job import SamplingParams
-from tests.chain import generate, load_chain, requests
+from tests.chain import complete, generate, load_chain, requests
 from tests.models import VOCAB_SIZE, save_model
 
 NUM_NEW = 24
@@ -91,6 +93,21 @@ def test_resumed_jobs_go_on_with_the_same_tokens(
     ]
 
     assert generate(one, resumed, budget=BUDGET) == expected
+
+
+@pytest.mark.parametrize("num_stages", [1, 3])
+def test_prompts_that_find_kv_of_others_have_the_same_bits(
+    num_stages: int, chains: Chains, name: str, dtype: str, one: list[Executor]
+) -> None:
+    common = tuple(3 + 7 * place % 90 for place in range(2 * BLOCK_TOKENS + 9))
+    params = SamplingParams(max_tokens=NUM_NEW, temperature=0.8, logprobs=2)
+    jobs = [replace(job, prompt_ids=common + job.prompt_ids, params=params) for job in batch()[::2]]
+    expected = complete(one, jobs, budget=BUDGET, seats=3, prefix_cache=False)
+
+    found = complete(chains[name, dtype, num_stages], jobs, budget=BUDGET, seats=3)
+
+    assert {end.num_cached for end in found[3:]} == {2 * BLOCK_TOKENS}
+    assert [(end.output_ids, end.logprobs) for end in found] == [(end.output_ids, end.logprobs) for end in expected]
 
 
 def test_three_stages_give_the_same_tokens(

@@ -107,6 +107,8 @@ def _plans() -> dict[str, StepPlan]:
         "a seed beyond its key": with_open(seed=1 << 63),
         "a negative seed": with_open(seed=-1),
         "no place for KV": with_open(num_blocks=0),
+        "more KV than tokens": with_open(num_cached=64),
+        "a negative number of tokens with KV": with_open(num_cached=-64),
         "opened twice": msgspec.structs.replace(good, opens=(opened, opened)),
         "too many sequences": msgspec.structs.replace(
             good, opens=tuple(msgspec.structs.replace(opened, seq=seq) for seq in range(20_000))

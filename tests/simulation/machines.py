@@ -323,5 +323,6 @@ def _settings(name: str, site: Site) -> SimpleNamespace:
         interactive_seats=0,
         token_budget=64,
         lanes=site.num_lanes,
+        prefix_cache=True,
         dtype="float32",
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import zlib
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -64,13 +64,10 @@ def expected_output(request: Request, limit: int) -> list[int]:
     return ids[len(request.prompt_ids) :]
 
 
-def config(
-    *, num_blocks: int = 100, max_seats: int = 8, token_budget: int = 256, num_lanes: int = 1, max_len: int = 512
-) -> SchedulerConfig:
+def config(**changes: Any) -> SchedulerConfig:
     """A roomy scheduler, except for what a test names."""
-    return SchedulerConfig(
-        num_blocks=num_blocks, max_seats=max_seats, token_budget=token_budget, num_lanes=num_lanes, max_len=max_len
-    )
+    roomy = SchedulerConfig(num_blocks=100, max_seats=8, token_budget=256, num_lanes=1, max_len=512)
+    return replace(roomy, **changes)
 
 
 def request(
@@ -79,13 +76,16 @@ def request(
     num_prompt: int = 5,
     max_tokens: int = 1000,
     logprobs: int | None = None,
+    num_common: int = 0,
     **fields: Any,
 ) -> Request:
-    """A request whose prompt and seed follow from its name."""
+    """A request whose prompt and seed follow from its name; the first `num_common` ids are those of all that have as
+    many."""
     seed = zlib.crc32(name.encode())
+    common = [(7 * place + 1) % NUM_TOKENS for place in range(min(num_common, num_prompt))]
     return Request(
         key=(name, 1),
-        prompt_ids=tuple((seed + place) % NUM_TOKENS for place in range(num_prompt)),
+        prompt_ids=(*common, *((seed + place) % NUM_TOKENS for place in range(len(common), num_prompt))),
         params=SamplingParams(max_tokens=max_tokens, logprobs=logprobs),
         seed=seed,
         **fields,
@@ -132,7 +132,9 @@ class Stages:
     def _open(self, record: Open) -> None:
         assert record.seq >= self.num_opened, "a sequence number is used once"
         self.num_opened = record.seq + 1
-        self.tables[record.seq] = Table(record, list(record.ids))
+        assert record.num_cached % BLOCK_TOKENS == 0, "whole blocks are shared"
+        assert record.num_cached < len(record.ids), "a token is left to compute"
+        self.tables[record.seq] = Table(record, list(record.ids), num_computed=record.num_cached)
 
     def _compute(self, row: Row) -> int | None:
         table = self.tables[row.seq]
@@ -143,6 +145,9 @@ class Stages:
         assert row.start == table.num_computed, "rows of a sequence are contiguous"
         assert blocks_for(end) <= len(table.blocks) <= table.record.num_blocks, "a block for every place, within bounds"
         assert row.wants == (end == len(table.ids)), "a token is wanted from the last known place"
+        if row.start == table.record.num_cached:
+            cached = self.cells[table.blocks].ravel()[: row.start]
+            assert list(cached) == table.ids[: row.start], "shared blocks hold the sequence's own tokens"
         for place in range(row.start, end):
             self.cells[table.blocks[place // BLOCK_TOKENS], place % BLOCK_TOKENS] = table.ids[place]
         table.num_computed = end
@@ -173,7 +178,9 @@ class Pipeline:
         plan = self.scheduler.schedule()
         if plan is not None:
             busy = frozenset[int]().union(*(blocks for _, _, blocks in self.flights))
-            assert busy.isdisjoint(block for row in plan.rows for block in row.blocks), "a block in use is given away"
+            assert busy.isdisjoint(block for row in plan.rows for block in written(plan, row)), (
+                "a block in use is given away"
+            )
             before = {row.seq: self.stages.tables.get(row.seq) for row in plan.rows}
             result = self.stages.run(plan, bad)
             tables = [before[row.seq] or self.stages.tables.get(row.seq) for row in plan.rows]
@@ -234,6 +241,12 @@ class Pipeline:
             if isinstance(event, Finished):
                 assert list(event.output_ids) == self.outputs[event.key]
                 assert event.text == self.texts[event.key]
+
+
+def written(plan: StepPlan, row: Row) -> tuple[int, ...]:
+    """The blocks that a row brings, without those that its sequence found filled."""
+    num_cached = next((opened.num_cached for opened in plan.opens if opened.seq == row.seq), 0)
+    return row.blocks[num_cached // BLOCK_TOKENS :]
 
 
 def shape(plan: StepPlan | None) -> list[tuple[int, int, int]]:

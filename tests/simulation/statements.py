@@ -379,6 +379,7 @@ def _claimed(connection: Connection, job: Job, tokens: tuple[int, ...]) -> Claim
     return Claimed(
         job_id=job.id,
         fence=job.fence,
+        tenant_id="default",
         prompt_ids=job.prompt_ids,
         output_ids=tokens,
         logprobs=None,

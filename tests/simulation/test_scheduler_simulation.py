@@ -29,7 +29,10 @@ configs = st.builds(
     token_budget=st.one_of(st.integers(1, 300), st.just(150)),
     num_lanes=lanes,
     max_len=st.just(MAX_LEN),
+    prefix_cache=st.booleans(),
 )
+heads = st.sampled_from([0, 0, 63, 64, 130, MAX_LEN])
+"""Tokens that a prompt has in common with others."""
 lengths = st.one_of(st.integers(1, 8), st.sampled_from([60, 63, 64, 65, 127, 128, 129]), st.integers(1, MAX_LEN - 1))
 limits = st.one_of(st.just(MAX_LEN), st.integers(1, 8), st.integers(1, MAX_LEN))
 
@@ -50,22 +53,32 @@ class Life(RuleBasedStateMachine):
         self.pipeline = Pipeline(chosen)
         self.jobs: dict[Key, tuple[Request, int]] = {}
 
-    @rule(prompts=st.lists(lengths, min_size=2, max_size=8))
-    def add_many(self, prompts: list[int]) -> None:
+    @rule(prompts=st.lists(lengths, min_size=2, max_size=8), num_common=heads)
+    def add_many(self, prompts: list[int], num_common: int) -> None:
         for num_prompt in prompts:
-            self.add_one(num_prompt, MAX_LEN, priority=1, flags=(False, False), num_resumed=0)
+            self.add_one((num_prompt, num_common), MAX_LEN, priority=1, flags=(False, False), num_resumed=0)
 
     @rule(
-        num_prompt=lengths,
+        prompt=st.tuples(lengths, heads),
         limit=limits,
         priority=st.integers(0, 2),
         flags=st.tuples(st.booleans(), st.booleans()),
         num_resumed=st.one_of(st.just(0), limits),
     )
-    def add_one(self, num_prompt: int, limit: int, priority: int, flags: tuple[bool, bool], num_resumed: int) -> None:
-        limit, name, (suspect, parked) = min(limit, MAX_LEN - num_prompt), f"job {len(self.jobs)}", flags
+    def add_one(
+        self, prompt: tuple[int, int], limit: int, priority: int, flags: tuple[bool, bool], num_resumed: int
+    ) -> None:
+        (num_prompt, num_common), (suspect, parked) = prompt, flags
+        limit, name = min(limit, MAX_LEN - num_prompt), f"job {len(self.jobs)}"
         fresh = request(
-            name, num_prompt=num_prompt, max_tokens=limit, priority=priority, quarantined=suspect, parked=parked
+            name,
+            num_prompt=num_prompt,
+            num_common=num_common,
+            max_tokens=limit,
+            priority=priority,
+            quarantined=suspect,
+            parked=parked,
+            tenant="one" if limit % 3 else "another",
         )
         job = replace(fresh, output_ids=tuple(expected_output(fresh, limit)[:num_resumed]))
         self.jobs[job.key] = (job, limit)
@@ -111,8 +124,8 @@ class Life(RuleBasedStateMachine):
         assert scheduler.num_in_flight == len(self.pipeline.flights) <= scheduler.config.num_lanes
         assert sum(sequence.quarantined for sequence in running) <= 1
         assert not any(sequence.parked for sequence in running)
-        held = [block for sequence in [*running, *scheduler._leaving.values()] for block in sequence.blocks]
-        assert len(held) == len(set(held)) == scheduler.blocks_used
+        held = {block for sequence in [*running, *scheduler._leaving.values()] for block in sequence.blocks}
+        assert len(held) == scheduler.blocks_used
         for plan, _, _ in self.pipeline.flights:
             assert plan.num_tokens <= scheduler.config.token_budget
             assert plan.rows or plan.closes

@@ -11,8 +11,10 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
 from services.stage.metrics import StageMeter
+from services.stage.scheduling.step_plan import Open, Row, StepPlan
 from services.standalone.ports import free_port
 from shardline import metrics
+from shardline.job import SamplingParams
 from tests.repository import REPOSITORY
 
 
@@ -42,8 +44,9 @@ def scrape_of_stage(*, is_head: bool) -> str:
     executor = SimpleNamespace(exact=True, blocks_used=3, num_blocks=8)
     settings = SimpleNamespace(times=SimpleNamespace(stall_s=30.0))
     meter = StageMeter(cast(Any, SimpleNamespace(executor=executor, settings=settings, is_head=is_head)))
-    plan = SimpleNamespace(num_sampled_rows=2, rows=[SimpleNamespace(decodes=False, length=7)])
-    meter.step(cast(Any, plan), 0.1)
+    prompt = Open(seq=0, ids=(5,) * 71, num_prompt=71, params=SamplingParams(), seed=1, num_blocks=2, num_cached=64)
+    rows = (Row(0, 64, 7, (), (0, 1), wants=True), Row(1, 9, 1, (5,), (), wants=True))
+    meter.step(StepPlan(0, (prompt,), rows, ()), 0.1)
     return generate_latest(meter.registry).decode()
 
 
@@ -51,6 +54,7 @@ def test_stages_of_a_pipeline_count_each_token_once() -> None:
     head, later = scrape_of_stage(is_head=True), scrape_of_stage(is_head=False)
     assert "shardline_output_tokens_total 2.0" in head
     assert "shardline_prompt_tokens_total 7.0" in head
+    assert "shardline_cached_tokens_total 64.0" in head
     assert "tokens_total" not in later
     assert "shardline_steps_total 1.0" in head
     assert "shardline_steps_total 1.0" in later

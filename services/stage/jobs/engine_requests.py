@@ -30,5 +30,6 @@ class EngineRequests:
             priority=row.priority,
             quarantined=row.crashes > 0,
             parked=row.parked,
+            tenant=row.tenant_id,
         )
         return request, CompletionText(self._vocabulary, params, room=self._context_length - len(row.prompt_ids))

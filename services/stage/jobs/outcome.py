@@ -58,7 +58,11 @@ class JobOutcome:
             job_id=claimed.job_id,
             text=event.text,
             token_ids=event.output_ids,
-            usage=Usage(prompt_tokens=len(claimed.prompt_ids), completion_tokens=len(event.output_ids)),
+            usage=Usage(
+                prompt_tokens=len(claimed.prompt_ids),
+                completion_tokens=len(event.output_ids),
+                cached_tokens=event.num_cached,
+            ),
             finish_reason=event.reason,
             exact=job.exact,
             logprobs=event.logprobs,

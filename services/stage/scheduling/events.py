@@ -28,6 +28,8 @@ class Finished(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: tuple[TokenLogprob, ...] | None
     tail: str = ""
     """The end of `text` that no NewTokens held: it was held back when the job was aborted."""
+    num_cached: int = 0
+    """Prompt tokens that were not computed for it: their KV was there."""
 
 
 class Failed(msgspec.Struct, frozen=True, kw_only=True):

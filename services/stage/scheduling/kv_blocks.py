@@ -5,7 +5,7 @@ One block is `BLOCK_TOKENS` token places in every layer of every stage, so one p
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from shardline.rounding import ceil_div
 
@@ -18,40 +18,85 @@ def blocks_for(num_tokens: int) -> int:
 
 
 class BlockPool:
-    """Block numbers `0 … num_blocks - 1`. The block freed last is handed out first: its memory is warm."""
+    """Block numbers `0 … num_blocks - 1`. A block is held by sequences, or kept for what is in it, or free.
 
-    __slots__ = ("_free", "_is_used", "num_blocks")
+    A free block is handed out before a kept one: the one freed last first, its memory is warm. Of the kept ones that
+    goes first which nobody has held for longest.
+    """
+
+    __slots__ = ("_block_of", "_free", "_kept", "_name_of", "_num_holders", "num_blocks")
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
         self._free = list(range(num_blocks - 1, -1, -1))
-        self._is_used = bytearray(num_blocks)
+        self._num_holders = [0] * num_blocks
+        self._kept: dict[int, None] = {}
+        """Named blocks that nobody holds, longest unused first."""
+        self._block_of: dict[bytes, int] = {}
+        self._name_of: dict[int, bytes] = {}
 
     @property
     def num_free(self) -> int:
-        """Blocks that nobody holds."""
-        return len(self._free)
+        """Blocks that can be allocated: nobody holds them."""
+        return len(self._free) + len(self._kept)
 
     @property
     def num_used(self) -> int:
         """Blocks that sequences hold."""
-        return self.num_blocks - len(self._free)
+        return self.num_blocks - self.num_free
 
     def can_allocate(self, num: int) -> bool:
         """True when `allocate(num)` would succeed."""
-        return num <= len(self._free)
+        return num <= self.num_free
 
     def allocate(self, num: int) -> tuple[int, ...]:
-        """Takes `num` blocks. Ask `can_allocate` first."""
-        assert num <= len(self._free), f"{num} KV blocks asked for, {len(self._free)} free"
-        blocks = tuple(self._free.pop() for _ in range(num))
-        for block in blocks:
-            self._is_used[block] = 1
-        return blocks
+        """Takes `num` blocks, whose content is forgotten. Ask `can_allocate` first."""
+        assert num <= self.num_free, f"{num} KV blocks asked for, {self.num_free} free"
+        return tuple(self._take() for _ in range(num))
 
-    def free(self, blocks: Iterable[int]) -> None:
-        """Gives blocks back. Each must be in use."""
+    def share(self, blocks: Iterable[int]) -> None:
+        """One more sequence holds these, which were found by name."""
         for block in blocks:
-            assert self._is_used[block], f"KV block {block} freed twice"
-            self._is_used[block] = 0
-            self._free.append(block)
+            self._kept.pop(block, None)
+            self._num_holders[block] += 1
+
+    def free(self, blocks: Sequence[int]) -> None:
+        """One holder gives its blocks back. The first, which begin its prefix, are kept longest."""
+        for block in reversed(blocks):
+            assert self._num_holders[block], f"KV block {block} freed twice"
+            self._num_holders[block] -= 1
+            if self._num_holders[block]:
+                continue
+            if block in self._name_of:
+                self._kept[block] = None
+            else:
+                self._free.append(block)
+
+    def is_held(self, block: int) -> bool:
+        """Whether a sequence holds it."""
+        return self._num_holders[block] > 0
+
+    def name(self, block: int, name: bytes) -> None:
+        """Makes a held block's content known by its name, unless another block has it."""
+        if name not in self._block_of and block not in self._name_of:
+            self._block_of[name], self._name_of[block] = block, name
+
+    def find(self, name: bytes) -> int | None:
+        """The block that has this content."""
+        return self._block_of.get(name)
+
+    def forget(self, blocks: Iterable[int]) -> None:
+        """Held blocks whose content nobody else is to find."""
+        for block in blocks:
+            if (name := self._name_of.pop(block, None)) is not None:
+                del self._block_of[name]
+
+    def _take(self) -> int:
+        if self._free:
+            block = self._free.pop()
+        else:
+            block = next(iter(self._kept))
+            del self._kept[block]
+            self.forget([block])
+        self._num_holders[block] = 1
+        return block

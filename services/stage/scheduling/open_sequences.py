@@ -5,6 +5,7 @@ Knows no torch: a plan that does not fit what came before it is refused before a
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 
 from services.stage.scheduling.kv_blocks import BLOCK_TOKENS, blocks_for
@@ -22,7 +23,7 @@ class OpenSequence:
         self.blocks: list[int] = []
         self.max_blocks = opened.num_blocks
         self.seed = opened.seed
-        self.num_computed = 0
+        self.num_computed = opened.num_cached
 
 
 class OpenSequences:
@@ -31,8 +32,12 @@ class OpenSequences:
     def __init__(self, *, num_blocks: int, max_open: int, vocab_size: int) -> None:
         self._num_blocks, self._max_open, self._vocab_size = num_blocks, max_open, vocab_size
         self._known: dict[int, OpenSequence] = {}
-        self.blocks_used = 0
-        """KV blocks in the tables of open sequences."""
+        self._num_holders: Counter[int] = Counter()
+
+    @property
+    def blocks_used(self) -> int:
+        """KV blocks in the tables of open sequences, each counted once."""
+        return len(self._num_holders)
 
     def __len__(self) -> int:
         return len(self._known)
@@ -43,6 +48,8 @@ class OpenSequences:
             raise ProtocolError(f"sequence {opened.seq} is opened twice")
         if len(self._known) >= self._max_open:
             raise ProtocolError(f"sequence {opened.seq} would be open beyond the limit of {self._max_open}")
+        if opened.num_cached % BLOCK_TOKENS or not 0 <= opened.num_cached < max(1, len(opened.ids)):
+            raise ProtocolError(f"sequence {opened.seq} opens with {opened.num_cached} of {len(opened.ids)} tokens")
         self._check_ids(opened.seq, opened.ids)
         self._known[opened.seq] = OpenSequence(opened)
 
@@ -51,7 +58,10 @@ class OpenSequences:
         known = self._known.pop(seq, None)
         if known is None:
             raise ProtocolError(f"sequence {seq} is closed, but was not open")
-        self.blocks_used -= len(known.blocks)
+        for block in known.blocks:
+            self._num_holders[block] -= 1
+            if not self._num_holders[block]:
+                del self._num_holders[block]
 
     def seeds(self, plan: StepPlan, *, decoding: bool) -> set[int]:
         """Seeds of the sequences that this plan, not yet taken in, would decode, or whose prompts it would compute."""
@@ -61,7 +71,7 @@ class OpenSequences:
     def clear(self) -> None:
         """Forget all of them."""
         self._known.clear()
-        self.blocks_used = 0
+        self._num_holders.clear()
 
     def extend(self, plan: StepPlan) -> Iterator[tuple[Row, OpenSequence]]:
         """Each row of the plan with its sequence, extended by the row's ids and blocks. Raises ProtocolError."""
@@ -88,7 +98,7 @@ class OpenSequences:
         if len(known.blocks) + len(row.blocks) > known.max_blocks:
             raise ProtocolError(f"sequence {row.seq} takes more than its {known.max_blocks} KV blocks")
         known.blocks.extend(row.blocks)
-        self.blocks_used += len(row.blocks)
+        self._num_holders.update(row.blocks)
 
     @staticmethod
     def _check_span(row: Row, known: OpenSequence) -> None:

@@ -17,15 +17,20 @@ MAX_LOOK_AHEAD = 16
 """Places behind a request that finds no room at which a smaller one is looked for."""
 
 
+def spare_blocks(num_running: int) -> int:
+    """Blocks that an admission leaves free."""
+    return num_running // RUNNING_PER_SPARE_BLOCK
+
+
 def fits(num_tokens: int, num_free: int, num_running: int) -> bool:
     """Whether there is room for one more with so many known tokens."""
-    return blocks_for(num_tokens) + num_running // RUNNING_PER_SPARE_BLOCK <= num_free
+    return blocks_for(num_tokens) + spare_blocks(num_running) <= num_free
 
 
 class Parking(WaitingQueue):
     """By rank, as all who wait."""
 
-    def call(self, *, num_free: int, num_running: int, max_seats: int) -> Iterator[Sequence]:
+    def call(self, num_free: int, num_running: int, *, max_seats: int) -> Iterator[Sequence]:
         """Those that there is room for, each once. Smaller ones may pass one that finds none, but not for ever."""
         passed: list[Sequence] = []
         for sequence in self.first(MAX_LOOK_AHEAD, with_quarantined=True) if self else ():

@@ -11,8 +11,9 @@ from dataclasses import dataclass, replace
 from itertools import count, islice, repeat
 
 from services.stage.scheduling.events import Crashed, Event, Failed, Finished, MayBegin, NewTokens, Outgrown
-from services.stage.scheduling.kv_blocks import BLOCK_TOKENS, BlockPool, blocks_for
-from services.stage.scheduling.parking import MAX_LOOK_AHEAD, Parking, fits
+from services.stage.scheduling.kv_blocks import BLOCK_TOKENS, blocks_for
+from services.stage.scheduling.parking import MAX_LOOK_AHEAD, Parking
+from services.stage.scheduling.prefix_cache import PrefixCache
 from services.stage.scheduling.quarantine import Quarantine
 from services.stage.scheduling.sequence import Key, Request, Sequence, State, TokenSink, WaitingQueue, rank_of
 from services.stage.scheduling.step_builder import StepBuilder
@@ -34,6 +35,7 @@ class SchedulerConfig:
     token_budget: int
     num_lanes: int
     max_len: int
+    prefix_cache: bool = True
 
     def __post_init__(self) -> None:
         assert min(self.max_seats, self.token_budget, self.num_lanes, self.max_len) >= 1, self
@@ -53,7 +55,7 @@ class Scheduler:
         self._clear(config.num_blocks)
 
     def _clear(self, num_blocks: int) -> None:
-        self._pool = BlockPool(num_blocks)
+        self._kv = PrefixCache(num_blocks, is_on=self.config.prefix_cache)
         self._next_step = 0
         self._flights: deque[tuple[StepPlan, list[Sequence]]] = deque()
         self._closes: list[int] = []
@@ -100,8 +102,7 @@ class Scheduler:
         """The parked requests that there is room for. Who waits and has begun goes first."""
         if self._waiting:
             return []
-        taken = {"num_free": self._pool.num_free, "num_running": len(self._running)}
-        called = self._parked.call(**taken, max_seats=self.config.max_seats)
+        called = self._parked.call(self._kv.pool.num_free, len(self._running), max_seats=self.config.max_seats)
         return [MayBegin(key=sequence.request.key) for sequence in called]
 
     def release(self, key: Key) -> None:
@@ -131,6 +132,7 @@ class Scheduler:
         plan = StepPlan(self._next_step, tuple(builder.opens), tuple(builder.rows), tuple(self._closes))
         self._next_step += 1
         self._closes.clear()
+        self._kv.keep(builder.sequences)
         self._flights.append((plan, builder.sequences))
         return plan
 
@@ -146,6 +148,7 @@ class Scheduler:
                 if sequence.state is State.ENDED:
                     pass
                 elif row.seq in result.bad:
+                    self._kv.pool.forget(sequence.blocks)
                     events.append(self._fail(sequence, "the model's logits were not finite"))
                 else:
                     self._take(sequence, token, logprob, events)
@@ -189,7 +192,7 @@ class Scheduler:
     @property
     def blocks_used(self) -> int:
         """KV blocks held, those included that steps in flight still use."""
-        return self._pool.num_used
+        return self._kv.pool.num_used
 
     @property
     def idle(self) -> bool:
@@ -204,10 +207,9 @@ class Scheduler:
         for sequence in list(islice(self._ready.values(), min(share, builder.budget))):
             if sequence.state is not State.RUNNING:
                 continue
-            blocks = self._next_block(sequence) if sequence.num_computed == len(sequence.blocks) * BLOCK_TOKENS else ()
-            if blocks is not None:
+            if sequence.num_computed < len(sequence.blocks) * BLOCK_TOKENS or self._grow(sequence):
                 del self._ready[sequence.number]
-                builder.add(sequence, 1, (sequence.ids[-1],), blocks)
+                builder.add(sequence, 1, (sequence.ids[-1],))
 
     def _add_chunks(self, builder: StepBuilder) -> None:
         """By rank, each may take half of what is left: a long prompt holds up neither those behind it nor admission.
@@ -225,8 +227,7 @@ class Scheduler:
             self._add_chunk(builder, sequence, length + more)
 
     def _add_chunk(self, builder: StepBuilder, sequence: Sequence, length: int) -> None:
-        blocks = () if sequence.num_computed else tuple(sequence.blocks)
-        builder.add(sequence, length, (), blocks)
+        builder.add(sequence, length)
         if sequence.num_missing == 0:
             del self._prefilling[sequence.number]
 
@@ -244,7 +245,7 @@ class Scheduler:
         if len(self._running) == self.config.max_seats:
             return None
         for sequence in self._foremost():
-            if fits(len(sequence.ids), self._pool.num_free, len(self._running)):
+            if self._kv.has_room(sequence, len(self._running)):
                 return sequence
             if sequence.patience == 0:
                 return None
@@ -261,7 +262,7 @@ class Scheduler:
         self._waiting.remove(sequence)
         sequence.number = next(self._numbers)
         sequence.state = State.RUNNING
-        sequence.blocks.extend(self._pool.allocate(blocks_for(len(sequence.ids))))
+        self._kv.open(sequence)
         self._running[sequence.number] = self._prefilling[sequence.number] = sequence
         sequence.num_at_start = len(sequence.ids)
         if sequence.quarantined:
@@ -274,22 +275,22 @@ class Scheduler:
                 params=request.params,
                 seed=request.seed,
                 num_blocks=sequence.most_blocks,
+                num_cached=sequence.num_computed,
             )
         )
         return sequence
 
-    def _next_block(self, sequence: Sequence) -> tuple[int, ...] | None:
-        """One more block, if need be from the sequence ranked last. None: not in this step."""
-        while not self._pool.can_allocate(1):
+    def _grow(self, sequence: Sequence) -> bool:
+        """One more block, if need be from the sequence ranked last. False: not in this step."""
+        while not self._kv.pool.can_allocate(1):
             if any(leaver.blocks for leaver in self._leaving.values()):
-                return None  # Blocks come back with a step in flight: preempting more would only waste a prefill.
+                return False  # Blocks come back with a step in flight: preempting more would only waste a prefill.
             victim = max(self._running.values(), key=rank_of)
             self._leave(victim, State.PREEMPTED)
             if victim is sequence:
-                return None
-        blocks = self._pool.allocate(1)
-        sequence.blocks.extend(blocks)
-        return blocks
+                return False
+        sequence.blocks.extend(self._kv.pool.allocate(1))
+        return True
 
     # What becomes of a sequence.
 
@@ -336,6 +337,7 @@ class Scheduler:
             text=sequence.sink.text,
             logprobs=None if sequence.request.params.logprobs is None else tuple(sequence.logprobs),
             tail=tail,
+            num_cached=sequence.num_cached or 0,
         )
 
     def _fail(self, sequence: Sequence, reason: str) -> Failed:
@@ -382,7 +384,7 @@ class Scheduler:
 
     def _settle(self, sequence: Sequence) -> None:
         del self._leaving[sequence.number]
-        self._pool.free(sequence.blocks)
+        self._kv.pool.free(sequence.blocks)
         if self._in_quarantine is sequence:
             self._in_quarantine = None
         if sequence.state is State.PREEMPTED:

@@ -51,6 +51,8 @@ class Request:
     """It may have killed an engine before: runs only when no other quarantined one does."""
     parked: bool = False
     """It found no room when it was claimed: runs only after `begin`."""
+    tenant: str = ""
+    """Whose it is: KV is shared within a tenant only."""
 
 
 class State(Enum):
@@ -69,12 +71,16 @@ class Sequence:
     __slots__ = (
         "blocks",
         "called",
+        "digests",
         "ids",
         "logprobs",
         "most_blocks",
         "num_at_start",
+        "num_cached",
         "num_computed",
         "num_in_flight",
+        "num_named",
+        "num_sent",
         "number",
         "parked",
         "patience",
@@ -101,12 +107,20 @@ class Sequence:
         self.called = False
         """Parked, and there was room for it."""
         self.num_at_start = len(self.ids)
+        self.digests: list[bytes] = []
+        """Of its first blocks of tokens, as far as they were asked for."""
+        self.num_cached: int | None = None
+        """Prompt tokens whose KV was there when it was first admitted."""
         self.forget_kv()
 
     def forget_kv(self) -> None:
         """No stage knows it any more."""
         self.number = -1
         self.blocks: list[int] = []
+        self.num_sent = 0
+        """Blocks that the stages know."""
+        self.num_named = 0
+        """Full blocks whose tokens the prefix cache knows."""
         self.num_computed = 0
         self.num_in_flight = 0
 

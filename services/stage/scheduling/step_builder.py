@@ -17,9 +17,10 @@ class StepBuilder:
     rows: list[Row] = field(default_factory=list)
     sequences: list[Sequence] = field(default_factory=list)
 
-    def add(self, sequence: Sequence, length: int, ids: tuple[int, ...], blocks: tuple[int, ...]) -> None:
-        """The next `length` tokens of a sequence."""
-        start = sequence.num_computed
+    def add(self, sequence: Sequence, length: int, ids: tuple[int, ...] = ()) -> None:
+        """The next `length` tokens of a sequence, with the blocks that the stages do not know yet."""
+        start, blocks = sequence.num_computed, tuple(sequence.blocks[sequence.num_sent :])
+        sequence.num_sent = len(sequence.blocks)
         end = start + length
         self.rows.append(Row(sequence.number, start, length, ids, blocks, end == len(sequence.ids)))
         self.sequences.append(sequence)

@@ -29,6 +29,8 @@ class Open(msgspec.Struct, frozen=True, array_like=True):
     seed: Number
     num_blocks: Number
     """Most blocks it can ever hold: the width of its block table."""
+    num_cached: Number = 0
+    """First tokens whose KV is in its first blocks already: whole blocks, and not all tokens."""
 
 
 class Row(msgspec.Struct, frozen=True, array_like=True):

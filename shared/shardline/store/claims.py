@@ -73,8 +73,8 @@ attempt AS (
         ON previous.job_id = claimed.id AND previous.fence = claimed.fence - 1
     RETURNING job_id, tokens, logprobs
 )
-SELECT claimed.id, claimed.fence, prompt_ids, params, max_tokens, seed, priority, crashes, exact, tokens, logprobs,
-    extract(epoch FROM now() - greatest(created_at, not_before, requeued_at))::float8 AS queued_s
+SELECT claimed.id, claimed.fence, tenant_id, prompt_ids, params, max_tokens, seed, priority, crashes, exact, tokens,
+    logprobs, extract(epoch FROM now() - greatest(created_at, not_before, requeued_at))::float8 AS queued_s
 FROM claimed JOIN attempt ON attempt.job_id = claimed.id ORDER BY priority, created_at, claimed.id
 """)
 
@@ -106,6 +106,7 @@ class Claimed:
 
     job_id: UUID
     fence: int
+    tenant_id: str
     prompt_ids: tuple[int, ...]
     output_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprob, ...] | None
@@ -203,6 +204,7 @@ def _claimed(row: Row[Any]) -> Claimed:
     return Claimed(
         job_id=row.id,
         fence=row.fence,
+        tenant_id=row.tenant_id,
         prompt_ids=tuple(row.prompt_ids),
         output_ids=tuple(row.tokens),
         logprobs=load_logprobs(row.logprobs),

@@ -23,7 +23,8 @@ END = text("""
 WITH ends AS (
     SELECT * FROM jsonb_to_recordset(CAST(:ends AS jsonb)) AS ends(
         job_id uuid, fence bigint, state text, error jsonb, text text, token_ids int[], prompt_tokens int,
-        completion_tokens int, finish_reason text, logprobs jsonb, exact bool, timings jsonb, provenance jsonb)
+        completion_tokens int, cached_tokens int, finish_reason text, logprobs jsonb, exact bool, timings jsonb,
+        provenance jsonb)
 ),
 -- Jobs that are still in the state that they are to leave, under the same fence, locked in order of id.
 locked AS (
@@ -48,10 +49,10 @@ attempt AS (
 -- Their results, in the same statement: there is never an end without its result.
 result AS (
     INSERT INTO results (
-        job_id, fence, text, token_ids, prompt_tokens, completion_tokens, finish_reason, logprobs, exact, timings,
-        provenance)
+        job_id, fence, text, token_ids, prompt_tokens, completion_tokens, cached_tokens, finish_reason, logprobs,
+        exact, timings, provenance)
     SELECT ended.id, ended.fence, ends.text, ends.token_ids, ends.prompt_tokens, ends.completion_tokens,
-        ends.finish_reason, ends.logprobs, ends.exact AND ended.exact, ends.timings, ends.provenance
+        ends.cached_tokens, ends.finish_reason, ends.logprobs, ends.exact AND ended.exact, ends.timings, ends.provenance
     FROM ended JOIN ends ON ends.job_id = ended.id WHERE ends.finish_reason IS NOT NULL
 )
 SELECT id, state FROM ended

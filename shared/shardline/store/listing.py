@@ -47,7 +47,7 @@ WITH page AS MATERIALIZED (
 SELECT jobs.id, jobs.tenant_id, jobs.model, jobs.state, jobs.priority, jobs.created_at, jobs.finished_at,
     jobs.cancel_requested_at IS NOT NULL AS cancel_requested, jobs.crashes, jobs.replay_of, jobs.error,
     substr(jobs.prompt, 1, {max_prompt_chars}) AS prompt_start,
-    results.prompt_tokens, results.completion_tokens, results.finish_reason
+    results.prompt_tokens, results.completion_tokens, results.cached_tokens, results.finish_reason
 FROM page JOIN jobs ON jobs.id = page.id LEFT JOIN results ON results.job_id = page.id
 ORDER BY page.{column} DESC, page.id DESC
 """
@@ -152,5 +152,11 @@ def _summary(row: Row[Any]) -> JobSummary:
         error=row.error,
         prompt_start=row.prompt_start,
         finish_reason=FinishReason(row.finish_reason) if has_result else None,
-        usage=Usage(prompt_tokens=row.prompt_tokens, completion_tokens=row.completion_tokens) if has_result else None,
+        usage=_usage(row) if has_result else None,
+    )
+
+
+def _usage(row: Row[Any]) -> Usage:
+    return Usage(
+        prompt_tokens=row.prompt_tokens, completion_tokens=row.completion_tokens, cached_tokens=row.cached_tokens
     )

@@ -11,6 +11,8 @@ HOP = "services/stage/hop/zeromq.py"
 SCHEDULER = "services/stage/scheduling/scheduler.py"
 
 KV_RULE: Final = "tests/unit/stage/scheduling/test_kv_rule.py"
+PREFIX_CACHE = "services/stage/scheduling/prefix_cache.py"
+FOUND: Final = "tests/unit/stage/scheduling/test_prefix_cache.py"
 PREFILL: Final = "tests/unit/stage/scheduling/test_prefill.py"
 
 MUTANTS: Final[tuple[Mutant, ...]] = (
@@ -129,5 +131,20 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
             ),
         ),
         tests=(f"{KV_RULE}::test_a_completion_within_the_pool_is_whole_though_its_limit_is_beyond",),
+    ),
+    Mutant(
+        name="prefix cache: the tokens before a block do not count",
+        patches=(Patch(file=PREFIX_CACHE, old="before = digests[-1] if digests else", new="before ="),),
+        tests=(f"{FOUND}::test_equal_tokens_after_another_beginning_are_not_found",),
+    ),
+    Mutant(
+        name="prefix cache: blocks are found before they are filled",
+        patches=(Patch(file=PREFIX_CACHE, old="<= sequence.num_computed:", new="<= len(sequence.ids):"),),
+        tests=(f"{FOUND}::test_a_block_is_found_only_once_a_step_has_filled_it",),
+    ),
+    Mutant(
+        name="prefix cache: tenants find each other's blocks",
+        patches=(Patch(file=PREFIX_CACHE, old="_hash(sequence.request.tenant.encode())", new='_hash(b"")'),),
+        tests=(f"{FOUND}::test_another_tenant_finds_nothing",),
     ),
 )

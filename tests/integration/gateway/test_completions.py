@@ -12,7 +12,7 @@ import pytest
 
 from shardline.job import JobState
 from tests.integration.gateway.running_gateway import PROMPT, claimed, events_of, running_gateway
-from tests.tiny_head import TinyHead, tiny_head
+from tests.tiny_head import NUM_CACHED, TinyHead, tiny_head
 
 TEXT = "/v1/completions"
 CHAT = "/v1/chat/completions"
@@ -40,7 +40,12 @@ async def test_a_completion_has_openais_shape(http: httpx.AsyncClient, head: Tin
     assert reply.headers["x-request-id"] == body["id"]
     assert (body["object"], body["model"], body["system_fingerprint"]) == ("text_completion", "clerk", "fp_f1")
     assert body["choices"] == [{"index": 0, "finish_reason": "length", "text": "sum: 1", "logprobs": None}]
-    assert body["usage"] == {"prompt_tokens": 9, "completion_tokens": 4, "total_tokens": 13}
+    assert body["usage"] == {
+        "prompt_tokens": 9,
+        "completion_tokens": 4,
+        "total_tokens": 13,
+        "prompt_tokens_details": {"cached_tokens": NUM_CACHED},
+    }
 
     job = (await http.get(f"/v1/jobs/{body['id']}")).json()
     assert (job["state"], job["result"]["text"]) == ("succeeded", "sum: 1")

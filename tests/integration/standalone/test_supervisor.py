@@ -13,9 +13,11 @@ from pathlib import Path
 
 import httpx
 import psutil
+import psycopg
 import pytest
 
 from services.standalone.state_dir import SUPERVISOR
+from shardline.api_key import bearer
 from shardline.client import Client
 from tests.models import save_model
 from tests.polling import until
@@ -67,6 +69,25 @@ def test_a_ready_stack_answers(stack: Stack) -> None:
     assert answer.status_code == 200
     assert httpx.get(f"{stack.look()['urls']['gateway']}/v1/models").status_code == 401, "nobody without a key"
     assert answer.json()["choices"][0]["text"]
+
+
+def test_a_prompt_that_begins_like_another_of_its_tenant_is_not_computed_again(stack: Stack) -> None:
+    urls = stack.urls
+    prompt = [5 + place % 90 for place in range(150)]
+    request = {"model": "clerk", "prompt": prompt, "temperature": 0, "max_tokens": 4}
+    with httpx.Client(base_url=f"{urls['gateway']}/v1", headers=bearer(urls["api_key"]), timeout=60) as http:
+        first, again = (http.post("/completions", json=request).raise_for_status().json() for _ in range(2))
+    with psycopg.connect(urls["database"]) as connection:
+        connection.execute("INSERT INTO tenants (id) VALUES ('another')")
+    with Client(database_url=urls["database"], redis_url=urls["redis"]) as client:
+        job_id = client.submit("clerk", prompt, temperature=0, max_tokens=4, tenant="another")
+        of_another = client.wait(job_id, timeout_s=60)
+
+    assert [each["usage"]["prompt_tokens_details"]["cached_tokens"] for each in (first, again)] == [0, 128]
+    assert of_another.result is not None
+    assert of_another.result.usage.cached_tokens == 0
+    assert first["choices"] == again["choices"]
+    assert of_another.result.text == first["choices"][0]["text"]
 
 
 def test_flower_refuses_without_the_password(stack: Stack) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from services.stage.device.device import Device
 from services.stage.device.locks import DeviceLocks
 from services.stage.device.promises import Promises
 from services.stage.engine.executor import Executor
+from services.stage.scheduling.kv_blocks import BLOCK_TOKENS
 from services.stage.scheduling.step_plan import Open, Row, StepPlan, StepResult
 from shardline.errors import Invalid, ProtocolError
 from shardline.job import SamplingParams
@@ -57,9 +59,10 @@ def stages(loaded: list[Executor]) -> list[Executor]:
     return loaded
 
 
-def opening(seq: int = 0, ids: tuple[int, ...] = IDS, *, num_blocks: int = 2) -> Open:
+def opening(seq: int = 0, ids: tuple[int, ...] = IDS, *, num_blocks: int = 2, num_cached: int = 0) -> Open:
     """A sequence with a prompt."""
-    return Open(seq=seq, ids=ids, num_prompt=len(ids), params=GREEDY, seed=seq, num_blocks=num_blocks)
+    prompt: dict[str, Any] = {"ids": ids, "num_prompt": len(ids), "num_cached": num_cached}
+    return Open(seq=seq, params=GREEDY, seed=seq, num_blocks=num_blocks, **prompt)
 
 
 def plan(*rows: Row, opens: tuple[Open, ...] = (), closes: tuple[int, ...] = ()) -> StepPlan:
@@ -139,6 +142,8 @@ def test_the_next_token_is_the_same_when_the_history_is_opened_again(stages: lis
             "continues at 0 for 5, but 5 are computed",
         ),
         (plan(Row(0, 0, 600, (), (0,), wants=True), opens=(opening(ids=(5,) * 600),)), "600 tokens, the budget is 512"),
+        (plan(opens=(opening(num_cached=BLOCK_TOKENS),)), "opens with 64 of"),
+        (plan(opens=(opening(num_cached=1),)), "opens with 1 of"),
         (plan(opens=tuple(opening(seq) for seq in range(65))), "beyond the limit of 64"),
     ],
 )

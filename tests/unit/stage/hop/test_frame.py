@@ -151,7 +151,7 @@ def test_a_shape_that_does_not_fit_the_bytes_is_refused(shape: list[int], num_di
     ("offset", "replacement", "problem"),
     [
         (0, b"HTTP", "not a frame"),
-        (4, b"\x02\x00", "protocol version 2, this stage 1"),
+        (4, b"\x09\x00", "protocol version 9, this stage"),
         (6, b"\x09", "unknown kind"),
         (40, b"\xff\xff\xff\xff", "over the limit"),
         (44, b"\xff" * 8, "over the limit"),

@@ -22,6 +22,7 @@ def live(num_saved: int, num_new: int, *, with_logprobs: bool = True) -> LiveJob
     claimed = Claimed(
         job_id=new_id(),
         fence=1,
+        tenant_id="default",
         prompt_ids=(5,),
         output_ids=(),
         logprobs=None,

@@ -291,9 +291,9 @@ def test_a_head_of_another_version_is_refused_by_name(pipes: Pipes) -> None:
     stage = pipes.stage(8, NUM_LAYERS)
     call = pipes.call(stage)
 
-    call.socket.send(b"SC\x02\x00 whatever version 2 says")
+    call.socket.send(b"SC\x09\x00 whatever version 9 says")
 
-    with pytest.raises(Refused, match="protocol: the peer speaks protocol version 2, we speak 1"):
+    with pytest.raises(Refused, match="protocol: the peer speaks protocol version 9, we speak"):
         call.expect(messages.Welcome, PATIENCE_S)
     call.close()
 

@@ -44,6 +44,53 @@ def test_freeing_twice_is_our_own_bug() -> None:
         pool.free(blocks)
 
 
+def test_a_block_with_a_name_is_found_and_shared_until_all_holders_have_gone() -> None:
+    pool = BlockPool(3)
+    first, second = pool.allocate(2)
+    pool.name(first, b"one")
+
+    pool.share([first])
+    pool.free([first, second])
+    assert (pool.num_used, pool.find(b"one")) == (1, first)
+
+    pool.free([first])
+    assert (pool.num_used, pool.num_free, pool.find(b"one")) == (0, 3, first)
+
+
+def test_kept_blocks_are_handed_out_last_the_longest_unused_first() -> None:
+    pool = BlockPool(4)
+    begin, end, other, bare = pool.allocate(4)
+    for block, name in ((begin, b"begin"), (end, b"end"), (other, b"other")):
+        pool.name(block, name)
+    pool.free([begin, end])
+    pool.free([other])
+    pool.free([bare])
+
+    assert pool.allocate(4) == (bare, end, begin, other)
+    assert [pool.find(name) for name in (b"begin", b"end", b"other")] == [None] * 3
+
+
+def test_the_first_block_of_a_name_keeps_it() -> None:
+    pool = BlockPool(2)
+    first, second = pool.allocate(2)
+    pool.name(first, b"one")
+    pool.name(second, b"one")
+
+    pool.free([first])
+    assert pool.allocate(1) == (first,)
+    assert pool.find(b"one") is None, "its block has other content now"
+
+
+def test_a_forgotten_block_is_free_when_its_holder_has_gone() -> None:
+    pool = BlockPool(1)
+    (block,) = pool.allocate(1)
+    pool.name(block, b"one")
+    pool.forget([block])
+    pool.free([block])
+
+    assert (pool.find(b"one"), pool.num_free) == (None, 1)
+
+
 @given(st.integers(0, 30), st.lists(st.integers(0, 8), max_size=40))
 def test_no_block_is_ever_held_twice_or_lost(num_blocks: int, sizes: list[int]) -> None:
     pool = BlockPool(num_blocks)

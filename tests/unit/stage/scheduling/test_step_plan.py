@@ -24,7 +24,9 @@ def test_a_decoded_message_is_itself(message: StepPlan | StepResult, decode: Dec
     assert decode(encode(message)) == message
 
 
-@pytest.mark.parametrize("change", [{"num_prompt": -1}, {"seed": -1}, {"seed": 1 << 63}, {"num_blocks": -1}], ids=str)
+@pytest.mark.parametrize(
+    "change", [{"num_prompt": -1}, {"seed": -1}, {"seed": 1 << 63}, {"num_blocks": -1}, {"num_cached": -1}], ids=str
+)
 def test_a_number_that_no_key_holds_is_refused(change: dict[str, int]) -> None:
     plan = msgspec.structs.replace(PLAN, opens=(msgspec.structs.replace(OPEN, **change),))
 

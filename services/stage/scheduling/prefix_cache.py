@@ -1,0 +1,74 @@
+"""KV of sequences and of prefixes: what one sequence has computed, others with the same first tokens need not compute.
+
+A block is found by a digest of all tokens up to its end and of whose they are. Stages hear of it in the plan: a
+sequence opens with blocks whose places are filled. Knows no torch and no step.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable
+from hashlib import blake2b
+
+from services.stage.scheduling.kv_blocks import BLOCK_TOKENS, BlockPool, blocks_for
+from services.stage.scheduling.parking import spare_blocks
+from services.stage.scheduling.sequence import Sequence
+
+DIGEST_BYTES = 16
+"""Two prefixes with one digest would take 2^64 tries to find."""
+
+
+class PrefixCache:
+    """Gives sequences their blocks. While `is_on`, full blocks are found again, also after their sequence has ended."""
+
+    def __init__(self, num_blocks: int, *, is_on: bool) -> None:
+        self.pool = BlockPool(num_blocks)
+        self._is_on = is_on
+
+    def has_room(self, sequence: Sequence, num_running: int) -> bool:
+        """Whether there are blocks for all that is known of a sequence. Those that another one holds cost nothing."""
+        num_shared = sum(map(self.pool.is_held, self._find(sequence)))
+        needed = blocks_for(len(sequence.ids)) - num_shared
+        return needed + spare_blocks(num_running) <= self.pool.num_free
+
+    def open(self, sequence: Sequence) -> None:
+        """Blocks for all that is known of it; what is in them already counts as computed."""
+        found = self._find(sequence)
+        self.pool.share(found)
+        sequence.blocks = [*found, *self.pool.allocate(blocks_for(len(sequence.ids)) - len(found))]
+        sequence.num_computed, sequence.num_named = len(found) * BLOCK_TOKENS, len(found)
+        if sequence.num_cached is None:
+            sequence.num_cached = min(sequence.num_computed, len(sequence.request.prompt_ids))
+
+    def keep(self, sequences: Iterable[Sequence]) -> None:
+        """Their full blocks can be found from the next step on: steps run in order, so they are filled by then."""
+        for sequence in sequences if self._is_on else ():
+            while (sequence.num_named + 1) * BLOCK_TOKENS <= sequence.num_computed:
+                self.pool.name(sequence.blocks[sequence.num_named], _digest(sequence, sequence.num_named))
+                sequence.num_named += 1
+
+    def _find(self, sequence: Sequence) -> list[int]:
+        """Blocks that hold the beginning of its known tokens. At least one token is left to compute."""
+        found: list[int] = []
+        if not self._is_on:
+            return found
+        for index in range((len(sequence.ids) - 1) // BLOCK_TOKENS):
+            block = self.pool.find(_digest(sequence, index))
+            if block is None:
+                break
+            found.append(block)
+        return found
+
+
+def _digest(sequence: Sequence, index: int) -> bytes:
+    """Of the tokens up to the end of this block. A sequence keeps those that were asked for: tokens never change."""
+    digests = sequence.digests
+    while len(digests) <= index:
+        first = len(digests) * BLOCK_TOKENS
+        before = digests[-1] if digests else _hash(sequence.request.tenant.encode())
+        digests.append(_hash(before + array("q", sequence.ids[first : first + BLOCK_TOKENS]).tobytes()))
+    return digests[index]
+
+
+def _hash(data: bytes) -> bytes:
+    return blake2b(data, digest_size=DIGEST_BYTES).digest()
