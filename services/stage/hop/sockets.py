@@ -10,7 +10,6 @@ import math
 import random
 import re
 import struct
-import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +20,7 @@ import zmq
 from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils import z85
 
+from shardline.clock import monotonic_s
 from shardline.errors import Invalid, LinkLost, Unavailable
 from shardline.private import private_folder
 
@@ -206,9 +206,9 @@ class Watch:
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLOUT)
         poller.register(self.events, zmq.POLLIN)
-        deadline = time.monotonic() + timeout_s
+        deadline = monotonic_s() + timeout_s
         # A poll may report the end of the handshake before the room for a message: poll again.
-        while (left_s := deadline - time.monotonic()) > 0:
+        while (left_s := deadline - monotonic_s()) > 0:
             if self._socket in dict(poller.poll(math.ceil(left_s * 1000))):
                 return None
             problem = self.lost()

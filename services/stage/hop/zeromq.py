@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 
 import zmq
 
@@ -11,6 +10,7 @@ from services.stage.hop import Channel, Receiver, Sender
 from services.stage.hop.frame import MAX_PARTS, MAX_TENSOR_BYTES, Buffer, Frame, decode, encode
 from services.stage.hop.sockets import Sockets, Watch
 from services.stage.hop.wakeup import Wakeup
+from shardline.clock import monotonic_s
 from shardline.config import Times
 from shardline.errors import LinkLost, ProtocolError
 
@@ -107,7 +107,7 @@ class ZeroMqReceiver:
 
         Raises LinkLost for a step out of order or a lost peer, ProtocolError for an invalid frame.
         """
-        deadline = time.monotonic() + timeout_s
+        deadline = monotonic_s() + timeout_s
         while True:
             parts = self._take()
             if parts is not None:
@@ -120,7 +120,7 @@ class ZeroMqReceiver:
             self._problem = self._watch.lost()
             if self._problem is not None:
                 continue  # What arrived before the connection broke still counts.
-            left_ms = math.ceil((deadline - time.monotonic()) * 1000)
+            left_ms = math.ceil((deadline - monotonic_s()) * 1000)
             if self._wakeup.clear() or left_ms <= 0 or not self._poller.poll(left_ms):
                 return None
 

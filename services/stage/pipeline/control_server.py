@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 
 import msgspec
 import structlog
@@ -16,6 +15,7 @@ from services.stage.pipeline import messages
 from services.stage.pipeline.control_handler import ControlHandler
 from services.stage.pipeline.hosts import StageHost
 from services.stage.pipeline.status import Capacity
+from shardline.clock import monotonic_s
 from shardline.config import Times
 from shardline.errors import ProtocolError
 from shardline.wire import StageCard
@@ -86,7 +86,7 @@ class ControlServer:
             for _ in range(MAX_BATCH):
                 if not self._take():
                     break
-            self._handler.check_silence(time.monotonic())
+            self._handler.check_silence(monotonic_s())
 
     def _take(self) -> bool:
         """Handles one message; False when none waits."""
@@ -108,7 +108,7 @@ class ControlServer:
         return True
 
     def _handle(self, identity: bytes, message: messages.ToStage) -> None:
-        answer = self._handler.answer(message, time.monotonic())
+        answer = self._handler.answer(message, monotonic_s())
         if isinstance(answer, messages.Welcome):
             self._head = identity
         self._send(identity, answer)

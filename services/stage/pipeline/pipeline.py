@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import random
 import threading
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -21,6 +20,7 @@ from services.stage.pipeline.assembly import AssembledPipeline, PipelineAssembly
 from services.stage.pipeline.control_client import Refused
 from services.stage.pipeline.hosts import PipelineHost
 from services.stage.pipeline.monitor import HeadHangs, PipelineMonitor, StageHealth
+from shardline.clock import monotonic_s
 from shardline.config import Times
 from shardline.errors import Conflict, LinkLost, Unavailable
 from shardline.wire import StageCard
@@ -142,7 +142,7 @@ class Pipeline:
 
     def _keep(self, assembled: AssembledPipeline) -> None:
         """From ready to lost."""
-        monitor = PipelineMonitor(assembled, self._times, self._host.progress, time.monotonic())
+        monitor = PipelineMonitor(assembled, self._times, self._host.progress, monotonic_s())
         self._epoch, self._reason, self._stages, self._assembled = (
             assembled.wiring.epoch,
             None,
@@ -165,7 +165,7 @@ class Pipeline:
             if lost_epoch == assembled.wiring.epoch:
                 return reason
             try:
-                monitor.check(time.monotonic())
+                monitor.check(monotonic_s())
             except (LinkLost, Refused) as error:
                 return str(error)
             except HeadHangs as error:

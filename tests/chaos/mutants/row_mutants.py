@@ -143,7 +143,7 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
             Patch(
                 file=LEASES,
                 old='{"beats": dump(rows), "lease_s": lease_s}',
-                new='{"beats": dump(rows), "lease_s": lease_s, "client_s": time.time()}',
+                new='{"beats": dump(rows), "lease_s": lease_s, "client_s": time.clock_gettime(time.CLOCK_REALTIME)}',
             ),
             Patch(
                 file=STATEMENTS,
