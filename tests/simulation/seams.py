@@ -8,39 +8,19 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import structlog
-import zmq
 
 from services.relay import outbox as relay_outbox
 from services.relay import sweeper as relay_sweeper
-from services.stage import follower, head
-from services.stage.hop import zeromq
+from services.stage import head
 from services.stage.jobs import claimer, finisher, heartbeater, readiness
-from services.stage.pipeline import control_server, epochs, pipeline
+from services.stage.pipeline import epochs
 from shardline.store.sweeps import Partial
-from tests.simulation import machines, pipeline_statements, servers, statements, wires
+from tests.simulation import pipeline_statements, statements
 from tests.simulation.loom import Event, Loom, current, now_s, threads
-
-
-class StageMeter:
-    """Counts nothing."""
-
-    registry = None
-
-    def __init__(self, _loaded: object) -> None: ...
-
-    def step(self, _plan: object, _seconds: float) -> None:
-        """Nothing."""
-
-    def blamed(self, _fates: object) -> None:
-        """Nothing."""
-
-    def watch(self, _scheduler: object, _pipeline: object) -> None:
-        """Nothing."""
 
 
 class PartialTexts:
@@ -77,10 +57,6 @@ def _is_alive(thread: threading.Thread) -> bool:
     return task is not None and not task.dead
 
 
-def _die(_reason: str) -> None:
-    current().process.kill()
-
-
 def _clock_gettime(clock: int) -> float:
     """Of the clocks only that of the wall jumps."""
     return now_s() + (current().process.skew_s if clock == time.CLOCK_REALTIME else 0.0)
@@ -92,11 +68,6 @@ SEAMS: tuple[tuple[Any, str, Any], ...] = (
     (threading.Thread, "is_alive", _is_alive),
     (threading, "Event", Event),
     (time, "clock_gettime", _clock_gettime),
-    (zmq, "Poller", wires.Poller),
-    (zeromq, "Watch", wires.Watch),
-    (zeromq, "Wakeup", wires.Wakeup),
-    (pipeline, "Wakeup", wires.Wakeup),
-    (control_server, "Wakeup", wires.Wakeup),
     (heartbeater, "leases", statements),
     (finisher, "leases", statements),
     (finisher, "ends", statements),
@@ -107,20 +78,7 @@ SEAMS: tuple[tuple[Any, str, Any], ...] = (
     (readiness, "pipelines", pipeline_statements),
     (head, "leases", statements),
     (epochs, "pipelines", pipeline_statements),
-    (head, "connect", lambda database, **_: database),
-    (head, "DeltaWriter", servers.DeltaWriter),
-    (head, "Registry", servers.Registry),
-    (head, "HubCalls", machines.HubCalls),
-    (head, "QueueSubscription", machines.QueueSubscription),
-    (head, "StageMeter", StageMeter),
     (head, "register_model", lambda *_: None),
-    (head, "Tokens", SimpleNamespace(from_row=lambda _: SimpleNamespace(tokenizer=machines.TOKENIZER))),
-    (head, "software", dict),
-    (head, "die", _die),
-    (follower, "Registry", servers.Registry),
-    (follower, "HubCalls", machines.HubCalls),
-    (follower, "StageMeter", StageMeter),
-    (follower, "die", _die),
     (relay_outbox, "outbox", statements),
     (relay_sweeper, "sweeps", statements),
     (relay_sweeper, "PartialTexts", PartialTexts),

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from uuid import UUID
 
 from services.stage.hop import Channel, Hop, Kind
-from services.stage.hop.sockets import Sockets
+from services.stage.hop.sockets import SocketFactory
 from services.stage.hop.wiring import Member, Wiring
 from services.stage.pipeline import messages
 from services.stage.pipeline.control_client import ControlClient, Refused
@@ -52,7 +52,7 @@ class PipelineAssembly:
     pipeline: UUID
     card: StageCard
     capacity: Capacity
-    sockets: Sockets
+    sockets: SocketFactory
     hop: Hop
     timeout_s: float
     """Of each answer."""

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import zmq
 
-from services.stage.hop.sockets import Sockets
+from services.stage.hop.sockets import SocketFactory
 from services.stage.pipeline import messages
 from shardline.clock import monotonic_s
 from shardline.errors import LinkLost, ProtocolError
@@ -27,11 +27,11 @@ class Refused(ProtocolError):
 class ControlClient:
     """Used by one thread. Every method raises LinkLost when the stage is gone and Refused when it says so."""
 
-    def __init__(self, sockets: Sockets, card: StageCard, timeout_s: float) -> None:
+    def __init__(self, sockets: SocketFactory, card: StageCard, timeout_s: float) -> None:
         self.card = card
         options: dict[int, int] = {zmq.LINGER: LINGER_MS, zmq.MAXMSGSIZE: messages.MAX_CONTROL_BYTES}
         self.socket, self._watch = sockets.connect(zmq.DEALER, card.control, options, timeout_s)
-        self._poller = zmq.Poller()
+        self._poller = sockets.poller()
         self.register(self._poller)
 
     def register(self, poller: zmq.Poller) -> None:

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 import structlog
 import zmq
 
-from services.stage.hop.wakeup import Wakeup
 from services.stage.hop.wiring import Member
 from services.stage.pipeline.assembly import AssembledPipeline, PipelineAssembly
 from services.stage.pipeline.control_client import Refused
@@ -65,7 +64,7 @@ class Pipeline:
         self._host = host
         self._times = times
         self._known: list[StageCard] = []
-        self._wakeup = Wakeup()
+        self._wakeup = assembly.sockets.wakeup()
         self._stopping = False
         self._loss = (-1, "")
         self._assembled: AssembledPipeline | None = None
@@ -175,7 +174,7 @@ class Pipeline:
         return "stopping"
 
     def _wait(self, timeout_s: float, assembled: AssembledPipeline | None = None) -> None:
-        poller = zmq.Poller()
+        poller = self._assembly.sockets.poller()
         poller.register(self._wakeup.fd, zmq.POLLIN)
         for client in assembled.clients if assembled else ():
             client.register(poller)
