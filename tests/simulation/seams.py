@@ -1,4 +1,7 @@
-"""Where the simulation takes the place of the world: threads, clocks, sockets, servers. All else is the product."""
+"""What the simulation replaces in the standard library: threads and the clock.
+
+Servers and sockets it gives to the product as `Backends` and `SocketFactory`: see `machines`. All else is the product.
+"""
 
 from __future__ import annotations
 
@@ -13,35 +16,7 @@ from unittest.mock import patch
 
 import structlog
 
-from services.relay import outbox as relay_outbox
-from services.relay import sweeper as relay_sweeper
-from services.stage import head
-from services.stage.jobs import claimer, finisher, heartbeater, readiness
-from services.stage.pipeline import epochs
-from shardline.store.sweeps import Partial
-from tests.simulation import pipeline_statements, statements
 from tests.simulation.loom import Event, Loom, current, now_s, threads
-
-
-class PartialTexts:
-    """Knows a text only after `catch_up`, as the relay's own."""
-
-    def __init__(self, _database: object, *, budget_s: float) -> None:
-        self._budget_s = budget_s
-        self._texts: dict[object, str] = {}
-        self._unknown: list[Partial] = []
-        self.was_asked = False
-
-    def __call__(self, partial: Partial) -> str | None:
-        """The text, or a note that it is wanted."""
-        self.was_asked = True
-        self._unknown.append(partial)
-        return self._texts.get(partial.key)
-
-    def catch_up(self) -> None:
-        """Texts of what was asked for."""
-        self._texts = {partial.key: "".join(f"<{token}>" for token in partial.ids) for partial in self._unknown}
-        self._unknown, self.was_asked = [], False
 
 
 def _start(thread: threading.Thread) -> None:
@@ -68,20 +43,6 @@ SEAMS: tuple[tuple[Any, str, Any], ...] = (
     (threading.Thread, "is_alive", _is_alive),
     (threading, "Event", Event),
     (time, "clock_gettime", _clock_gettime),
-    (heartbeater, "leases", statements),
-    (finisher, "leases", statements),
-    (finisher, "ends", statements),
-    (finisher, "crashes", statements),
-    (claimer, "claims", statements),
-    (claimer, "crashes", statements),
-    (claimer, "outbox", statements),
-    (readiness, "pipelines", pipeline_statements),
-    (head, "leases", statements),
-    (epochs, "pipelines", pipeline_statements),
-    (head, "register_model", lambda *_: None),
-    (relay_outbox, "outbox", statements),
-    (relay_sweeper, "sweeps", statements),
-    (relay_sweeper, "PartialTexts", PartialTexts),
 )
 
 

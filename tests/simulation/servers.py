@@ -14,8 +14,9 @@ from sqlalchemy.exc import OperationalError
 
 from shardline.errors import Unavailable
 from shardline.wire import Delta, StageCard
-from tests.simulation.loom import Loom, current, elapse
-from tests.simulation.rows import Connection, Tables
+from tests.simulation.connection import Connection
+from tests.simulation.loom import Loom, elapse
+from tests.simulation.rows import Tables
 
 MAX_STATEMENT_S = 0.01
 CARD_TTL_S = 15.0
@@ -40,7 +41,7 @@ class Postgres:
         """One transaction. It is done at one moment; the process may be paused or killed before and after it."""
         elapse(self.loom.rng.uniform(0.0005, MAX_STATEMENT_S))
         self._check()
-        yield Connection(self.tables, self.loom.now_s + current().process.skew_s)
+        yield Connection(self.tables)
         elapse(self.loom.rng.uniform(0.0005, MAX_STATEMENT_S))
         self._check()
         if self.loom.rng.random() < self.lost_answers:
