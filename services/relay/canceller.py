@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from uuid import UUID
 
 from services.relay.celery_results import CeleryResults
 from services.relay.loop import Loop, LoopContext
+from shardline.clock import monotonic_s
 from shardline.store import jobs
 
 MAX_REMEMBERED = 10_000
@@ -38,7 +38,7 @@ class Canceller(Loop):
 
     def cancel(self, ids: Iterable[UUID], *, running: bool) -> None:
         """Cancel jobs soon, and retry until their rows exist: a revoke may overtake the request that it is for."""
-        until_s = time.monotonic() + REMEMBER_TURNS * self._times.poll_s
+        until_s = monotonic_s() + REMEMBER_TURNS * self._times.poll_s
         with self._lock:
             for job_id in ids:
                 earlier = self._pending.pop(job_id, None)
@@ -63,7 +63,7 @@ class Canceller(Loop):
         return self._times.poll_s
 
     def _forget(self, pending: dict[UUID, PendingCancel], found: Iterable[UUID]) -> None:
-        now_s = time.monotonic()
+        now_s = monotonic_s()
         done = {*found, *(job_id for job_id, cancel in pending.items() if cancel.until_s < now_s)}
         with self._lock:
             for job_id in done:

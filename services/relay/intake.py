@@ -10,7 +10,6 @@ import json
 import os
 import secrets
 import socket
-import time
 from collections import deque
 from collections.abc import Iterable
 from typing import Any
@@ -23,6 +22,7 @@ from redis.exceptions import ResponseError
 from services.relay.loop import Loop, LoopContext
 from services.relay.rejects import record_reject
 from services.relay.submission import Submission, store_submissions
+from shardline.clock import monotonic_s
 from shardline.failpoints import Point, failpoint
 from shardline.keys import INTAKE, INTAKE_GROUP
 
@@ -119,7 +119,7 @@ class Intake(Loop):
         return _decoded(entries)
 
     def _rescue(self) -> None:
-        now_s = time.monotonic()
+        now_s = monotonic_s()
         if now_s < self._next_rescue_s:
             return
         idle_ms = int(self._times.lease_s * 1000)

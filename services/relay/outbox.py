@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 
 import structlog
@@ -10,6 +9,7 @@ from celery import Celery
 from redis import Redis
 
 from services.relay.loop import REDIS_ERRORS, Loop, LoopContext
+from shardline.clock import monotonic_s
 from shardline.failpoints import Point, failpoint
 from shardline.keys import OUTBOX_MARK
 from shardline.queues import GENERATE_TASK, generate_queue
@@ -43,10 +43,10 @@ class Outbox(Loop):
             failpoint(Point.STAMPED)
         self._publish(sends)
         if sends:
-            self._busy_until_s = time.monotonic() + BUSY_TURNS * self._times.poll_s / 10
+            self._busy_until_s = monotonic_s() + BUSY_TURNS * self._times.poll_s / 10
         if len(sends) >= outbox.MAX_BATCH:
             return 0.0
-        return self._times.poll_s / 10 if time.monotonic() < self._busy_until_s else self._times.poll_s
+        return self._times.poll_s / 10 if monotonic_s() < self._busy_until_s else self._times.poll_s
 
     def _notice_empty_redis(self) -> None:
         """Send the whole window again if the mark is missing: Redis has lost its messages too."""

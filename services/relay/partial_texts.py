@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from uuid import UUID
 
 import structlog
@@ -10,6 +9,7 @@ from sqlalchemy import Engine
 
 from services.relay.loop import POSTGRES_ERRORS
 from services.relay.registered_tokenizers import RegisteredTokenizers
+from shardline.clock import monotonic_s
 from shardline.errors import Invalid
 from shardline.store.sweeps import Partial
 
@@ -44,10 +44,10 @@ class PartialTexts:
         unknown, self._unknown, self._texts, self.was_asked = self._unknown, {}, {}, False
         if unknown:
             self._tokenizers.refresh()
-        until_s = time.monotonic() + self._budget_s
+        until_s = monotonic_s() + self._budget_s
         for key, partial in unknown.items():
             self._texts[key] = self._text(partial)
-            if time.monotonic() >= until_s:
+            if monotonic_s() >= until_s:
                 break
 
     def _text(self, partial: Partial) -> str:

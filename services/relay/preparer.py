@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Mapping
 from typing import TypeVar
@@ -15,6 +14,7 @@ from services.relay.celery_results import CeleryResults
 from services.relay.loop import Loop, LoopContext
 from services.relay.outbox import Outbox
 from services.relay.registered_tokenizers import RegisteredTokenizers
+from shardline.clock import monotonic_s
 from shardline.errors import Invalid
 from shardline.job import JobState, Message, Prompt, SamplingParams, TokenId, invalid_from
 from shardline.store import preparation
@@ -58,11 +58,11 @@ class Preparer(Loop):
 
     def _answers(self) -> dict[UUID, PreparedJob | dict[str, str]]:
         """Prepare the first rows, as many as fit into `mark_every_s` and at least one."""
-        until_s = time.monotonic() + self.mark_every_s
+        until_s = monotonic_s() + self.mark_every_s
         answers: dict[UUID, PreparedJob | dict[str, str]] = {}
         for row in self._lent:
             answers[row.id] = self._prepare(row)
-            if time.monotonic() >= until_s:
+            if monotonic_s() >= until_s:
                 break
         return answers
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 from collections.abc import Iterable
 from typing import Any
 from uuid import UUID, uuid5
@@ -29,6 +28,7 @@ from services.relay.settings import RelaySettings
 from services.relay.submission import CONFLICT, Submission, SubmissionResult, store_submissions
 from services.relay.sweeper import Sweeper
 from shardline import metrics
+from shardline.clock import monotonic_s
 from shardline.errors import Invalid
 from shardline.failpoints import Point, failpoint
 from shardline.ids import parse_id
@@ -96,9 +96,9 @@ class Relay:
         self.close()
         for loop in self._loops:
             loop.stop()
-        deadline_s = time.monotonic() + JOIN_S
+        deadline_s = monotonic_s() + JOIN_S
         for loop in self._loops:
-            loop.join(max(0.0, deadline_s - time.monotonic()))
+            loop.join(max(0.0, deadline_s - monotonic_s()))
         self._database.dispose()
 
     def submit(self, task_id: str, document: dict[str, Any]) -> SubmissionResult:

@@ -13,6 +13,7 @@ import structlog
 from pydantic import ValidationError
 
 from services.stage.app import make_app, serve
+from services.stage.backends import ServerBackends
 from services.stage.follower import Follower
 from services.stage.head import Head
 from services.stage.runtime import load
@@ -40,7 +41,8 @@ def main() -> int:
     try:
         loaded = load(settings)
         app = make_app(settings)
-        stage = Head(loaded, app) if loaded.is_head else Follower(loaded)
+        backends = ServerBackends(settings, app)
+        stage = Head(loaded, backends) if loaded.is_head else Follower(loaded, backends)
         stage.start()
     except Invalid as error:
         logger.critical("refused", field=error.field, problem=error.problem, remedy=error.remedy)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from services.stage.backends import Backends
 from services.stage.celery.delivery import Delivery
 from services.stage.celery.hub_calls import HubCalls
 from services.stage.engine.engine import FollowerEngine
@@ -12,10 +13,9 @@ from services.stage.hop.wiring import Wiring
 from services.stage.hop.zeromq import ZeroMqHop
 from services.stage.metrics import StageMeter
 from services.stage.pipeline.control_server import ControlServer
-from services.stage.pipeline.registry import Announcer, Registry
+from services.stage.pipeline.registry import Announcer
 from services.stage.pipeline.status import StageStatus
 from services.stage.runtime import Loaded
-from shardline.threads import die
 from shardline.wire import StageCard
 
 
@@ -44,17 +44,18 @@ class NoDeliveries:
 class Follower:
     """The parts of a follower, and the order in which they start and stop. A control link's StageHost."""
 
-    def __init__(self, loaded: Loaded) -> None:
+    def __init__(self, loaded: Loaded, backends: Backends) -> None:
         times = loaded.settings.times
         self._loaded = loaded
+        self._backends = backends
         self.worker = loaded.worker
         self.drain_s = times.drain_s
         self.interactive_seats = 0
-        self.hub = HubCalls()
+        self.hub = HubCalls(loaded.sockets.wakeup())
         self.delivery_handler = NoDeliveries()
         self.meter = StageMeter(loaded)
         self._engine = FollowerEngine(loaded.executor, on_lost=self._on_lost, on_step=self.meter.step)
-        self._registry = Registry(loaded.settings.redis_url)
+        self._registry = backends.open_registry()
         self._announcer = Announcer(self._registry, self._card)
         self._control = ControlServer(
             card=loaded.card,
@@ -121,7 +122,7 @@ class Follower:
 
     def exit(self, reason: str) -> None:
         """A supervisor starts the stage again."""
-        die(reason)
+        self._backends.exit(reason)
 
     def _on_lost(self, *_: object) -> None:
         """The engine's progress holds the error; the head must hear of it now."""

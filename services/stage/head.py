@@ -8,9 +8,9 @@ from typing import Any
 from uuid import NAMESPACE_URL, uuid5
 
 import structlog
-from celery import Celery
 from sqlalchemy.exc import DBAPIError
 
+from services.stage.backends import Backends
 from services.stage.celery.hub_calls import HubCalls
 from services.stage.celery.subscription import QueueSubscription
 from services.stage.engine.engine import HeadEngine
@@ -25,7 +25,6 @@ from services.stage.metrics import StageMeter
 from services.stage.pipeline.assembly import PipelineAssembly
 from services.stage.pipeline.epochs import Epochs
 from services.stage.pipeline.pipeline import Pipeline
-from services.stage.pipeline.registry import Registry
 from services.stage.pipeline.status import StageProgress
 from services.stage.runtime import Loaded, software
 from services.stage.scheduling.events import Event
@@ -33,10 +32,8 @@ from services.stage.scheduling.scheduler import Scheduler, SchedulerConfig
 from shardline.errors import Unavailable
 from shardline.queues import generate_queue
 from shardline.store import leases
-from shardline.store.database import connect, failure_of
+from shardline.store.database import failure_of
 from shardline.store.models import register_model
-from shardline.streams import DeltaWriter
-from shardline.threads import die
 from shardline.tokenize import Tokens
 from shardline.wire import StageCard
 
@@ -46,19 +43,18 @@ log = structlog.get_logger(__name__)
 class Head:
     """The parts of a head, and the order in which they start and stop. The host of its pipeline and of its leases."""
 
-    def __init__(self, loaded: Loaded, app: Celery) -> None:
+    def __init__(self, loaded: Loaded, backends: Backends) -> None:
         settings = loaded.settings
         self._loaded = loaded
+        self._backends = backends
         self._settings = settings
         self.worker = loaded.worker
         self.drain_s = settings.times.drain_s
         self.interactive_seats = settings.interactive_seats
-        self.hub = HubCalls()
+        self.hub = HubCalls(loaded.sockets.wakeup())
         self.meter = StageMeter(loaded)
         self._name = settings.pipeline or f"{settings.name}:{loaded.worker.partition('@')[2]}:{loaded.device.name}"
-        self._database = connect(
-            settings.database_url.get_secret_value(), application_name=f"shardline {loaded.worker}"
-        )
+        self._database = backends.open_database(application_name=f"shardline {loaded.worker}")
         self._epochs = Epochs(
             self._database,
             self._name,
@@ -68,10 +64,8 @@ class Head:
             lease_s=settings.times.lease_s,
         )
         self._model_row = loaded.info.row(name=settings.name, fingerprint=loaded.weights)
-        self._publisher = DeltaPublisher(
-            DeltaWriter(settings.redis_url), app.backend.store_result if settings.result_backend else None
-        )
-        self._registry = Registry(settings.redis_url)
+        self._publisher = DeltaPublisher(backends.open_delta_sink(), backends.result_store())
+        self._registry = backends.open_registry()
         self._subscription = QueueSubscription(generate_queue(settings.name), self.hub)
         self._scheduler = Scheduler(
             SchedulerConfig(
@@ -212,7 +206,7 @@ class Head:
 
     def exit(self, reason: str) -> None:
         """A supervisor starts the head again."""
-        die(reason)
+        self._backends.exit(reason)
 
     # The lease manager's thread -----------------------------------------------------------------------------------
 

@@ -22,7 +22,7 @@ from services.stage.celery.pool import DeliveryHandler
 from services.stage.device.device import Device
 from services.stage.engine.executor import Executor
 from services.stage.engine.memory import Limits
-from services.stage.hop.sockets import CurveKeys, Sockets, parse_ports
+from services.stage.hop.sockets import CurveKeys, SocketFactory, Sockets, parse_ports
 from services.stage.layer_range import layers_of
 from services.stage.model.model_info import ModelInfo
 from services.stage.model.weights import fingerprint, unchanged
@@ -72,7 +72,7 @@ class Loaded:
     executor: Executor
     weights: str
     card: StageCard
-    sockets: Sockets
+    sockets: SocketFactory
     worker: str
 
     @property

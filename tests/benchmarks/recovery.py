@@ -25,7 +25,7 @@ from uuid import UUID
 import psutil
 from tenacity import retry, retry_if_result, stop_after_delay, wait_fixed
 
-from services.stage.pipeline.registry import Registry
+from services.stage.pipeline.registry import RedisRegistry
 from services.standalone.settings import CLERK
 from services.standalone.state_dir import StateDir
 from shardline.client import AsyncClient
@@ -107,7 +107,7 @@ def spare(home: StateDir, place: str) -> Iterator[float]:
         "SHARDLINE_PIPELINE": "spare",
     }
     told = home.folder / "logs" / "spare.log"
-    registry = Registry(up["urls"]["redis"])
+    registry = RedisRegistry(up["urls"]["redis"])
     num_before = len(registry.cards(up["model"]))
     waits = {
         HEAD: lambda: b"pipeline not formed" in told.read_bytes(),

@@ -1,4 +1,5 @@
-"""The simulation's tables against a real Postgres: the same random operations, the same answers, the same rows.
+"""The simulation's twins of statements against a real Postgres: the same random operations of the store on both, the
+same answers, the same rows.
 
 So the model cannot drift, and a condition that is lost from a statement of the store is seen here too.
 """
@@ -9,20 +10,22 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Any
+from typing import Any, cast
 from uuid import UUID
 
+import msgspec
 import pytest
 from sqlalchemy import Engine, text
 
 from shardline.job import FinishReason, JobRequest, JobState, Result, SamplingParams, Usage
-from shardline.store import claims, crashes, ends, jobs, leases, outbox, pipelines, sweeps
+from shardline.store import claims, crashes, ends, jobs, leases, models, outbox, pipelines, sweeps
+from shardline.store.claims import Claimant
 from shardline.store.ends import End
 from shardline.store.leases import Beat
 from shardline.store.sweeps import Partial
-from tests.integration.rows import MODEL, cell, database_with_head
-from tests.simulation import pipeline_statements, statements
-from tests.simulation.rows import Connection, Job, Tables
+from tests.integration.rows import MODEL, cell, database_with_head, model_row
+from tests.simulation.connection import Connection
+from tests.simulation.rows import Job, Tables
 
 Operation = Callable[..., Any]
 
@@ -81,18 +84,20 @@ class Pair:
 
     def __post_init__(self) -> None:
         self.tables = Tables(lambda: self.now_s)
+        self.both(models.register_model, model_row(MODEL))
+        self.both(models.versions)
 
     @property
     def memory(self) -> Connection:
         """A transaction on the tables in memory."""
         return Connection(self.tables)
 
-    def both(self, name: str, real: Operation, fake: Operation, /, *values: Any, **named: Any) -> None:
-        """The same call on both, and the same answer."""
-        self.history.append(f"{name} {values} {named}")
+    def both(self, operation: Operation, /, *values: Any, **named: Any) -> None:
+        """A function of the store on both, and the same answer."""
+        self.history.append(f"{operation.__name__} {values} {named}")
         with self.engine.begin() as connection:
-            answer = real(connection, *values, **named)
-        assert _plain(fake(self.memory, *values, **named)) == _plain(answer), self.history
+            answer = operation(connection, *values, **named)
+        assert _plain(operation(self.memory, *values, **named)) == _plain(answer), self.history
 
     def same_rows(self) -> None:
         """Every column that an operation can change."""
@@ -172,7 +177,7 @@ def submit(pair: Pair) -> None:
             id=job_id,
             number=next(pair.numbers),
             prompt_ids=(5, 6),
-            params=SamplingParams(max_tokens=max_tokens),
+            params=msgspec.to_builtins(SamplingParams(max_tokens=max_tokens)),
             max_tokens=max_tokens,
             seed=seed,
             created_s=pair.now_s,
@@ -198,61 +203,59 @@ def take_epoch(pair: Pair) -> None:
     name, epoch = _pipeline(pair)
     held = pair.rng.choice([epoch, epoch, 0])
     head = {"model": MODEL, "fingerprint": "w", "head": pair.rng.choice("gh"), "lease_s": LEASE_S, "held": held}
-    pair.both("take_epoch", pipelines.take_epoch, pipeline_statements.take_epoch, name, **head)
-    pair.both("holder", pipelines.holder, pipeline_statements.holder, name)
+    pair.both(pipelines.take_epoch, name, **head)
+    pair.both(pipelines.holder, name)
 
 
 def leave(pair: Pair) -> None:
-    pair.both("release", pipelines.release, pipeline_statements.release, *_pipeline(pair))
+    pair.both(pipelines.release, *_pipeline(pair))
 
 
 def announce(pair: Pair) -> None:
     stages: dict[str, Any] = {"stages": [], "seats": pair.rng.choice([4, 20]), "exact": pair.rng.random() < 0.8}
     stages["kv_tokens"] = pair.rng.choice([None, 64, 64, 3])
-    pair.both("ready", pipelines.ready, pipeline_statements.ready, *_pipeline(pair), **stages)
+    pair.both(pipelines.ready, *_pipeline(pair), **stages)
+    pair.both(pipelines.longest)
 
 
 def unready(pair: Pair) -> None:
-    pair.both("unready", pipelines.unready, pipeline_statements.unready, *_pipeline(pair))
+    pair.both(pipelines.unready, *_pipeline(pair))
 
 
 def renew(pair: Pair) -> None:
-    pair.both("renew", pipelines.renew, pipeline_statements.renew, *_pipeline(pair), LEASE_S)
+    pair.both(pipelines.renew, *_pipeline(pair), LEASE_S)
 
 
 def stamp(pair: Pair) -> None:
-    pair.both("stamp_due", outbox.stamp_due, statements.stamp_due, resend_s=RESEND_S)
+    pair.both(outbox.stamp_due, resend_s=RESEND_S)
 
 
 def unstamp(pair: Pair) -> None:
-    pair.both("unstamp", outbox.unstamp, statements.unstamp, _some(pair))
+    pair.both(outbox.unstamp, _some(pair))
 
 
 def unstamp_sent(pair: Pair) -> None:
-    pair.both("unstamp_sent", outbox.unstamp_sent, statements.unstamp_sent)
+    pair.both(outbox.unstamp_sent)
 
 
 def claim(pair: Pair) -> None:
     pipeline, epoch = _pipeline(pair)
-    head = {"worker": "h", "pipeline": pipeline, "epoch": epoch, "fingerprint": "w"}
-    times = {"lease_s": LEASE_S, "exact_wait_s": EXACT_WAIT_S}
     exactness = pair.rng.choice(["x", "x", "y"])
-    pair.both("claim", claims.claim, statements.claim, _some(pair), exactness=exactness, **head, **times)
+    claimant = Claimant(worker="h", pipeline=pipeline, epoch=epoch, fingerprint="w", exactness=exactness)
+    pair.both(claims.claim, _some(pair), claimant, lease_s=LEASE_S, exact_wait_s=EXACT_WAIT_S)
 
 
 def postpone(pair: Pair) -> None:
     late = {"pipeline": _pipeline(pair)[0], "wait_s": RESEND_S}
-    pair.both("postpone_too_long", claims.postpone_too_long, statements.postpone_too_long, _some(pair), **late)
+    pair.both(claims.postpone_too_long, _some(pair), **late)
 
 
 def park(pair: Pair) -> None:
-    pair.both("park", claims.park, statements.park, [(job_id, _fence(pair, job_id)) for job_id in _some(pair)])
+    pair.both(claims.park, [(job_id, _fence(pair, job_id)) for job_id in _some(pair)])
 
 
 def begin(pair: Pair) -> None:
-    pair.both(
-        "begin", claims.begin_held, statements.begin_held, [(job_id, _fence(pair, job_id)) for job_id in _some(pair)]
-    )
+    pair.both(claims.begin_held, [(job_id, _fence(pair, job_id)) for job_id in _some(pair)])
 
 
 def beat(pair: Pair) -> None:
@@ -263,50 +266,45 @@ def beat(pair: Pair) -> None:
         start = max(0, start + pair.rng.choice([0, 0, 0, -1, -2, 1]))
         ids = tuple(pair.rng.randrange(100) for _ in range(pair.rng.randrange(3)))
         beats.append(Beat(job_id=job_id, fence=_fence(pair, job_id), start=start, ids=ids))
-    pair.both("heartbeat", leases.heartbeat, statements.heartbeat, beats, lease_s=LEASE_S)
+    pair.both(leases.heartbeat, beats, lease_s=LEASE_S)
 
 
 def end(pair: Pair) -> None:
-    pair.both("end_running", ends.end_running, statements.end_running, [_end(pair, job_id) for job_id in _some(pair)])
+    pair.both(ends.end_running, [_end(pair, job_id) for job_id in _some(pair)])
 
 
 def release(pair: Pair) -> None:
     keys = [(job_id, _fence(pair, job_id)) for job_id in _some(pair)]
-    pair.both("release_running", ends.release_running, statements.release_running, keys)
+    pair.both(ends.release_running, keys)
 
 
 def expire(pair: Pair) -> None:
-    pair.both(
-        "expire_held_by", leases.expire_held_by, statements.expire_held_by, worker="h", pipeline=_pipeline(pair)[0]
-    )
+    pair.both(leases.expire_held_by, worker="h", pipeline=_pipeline(pair)[0])
     pass_time(pair)  # Between its clock's ticks Postgres sees a lease of now as over, the model does not.
 
 
 def requeue_or_fail(pair: Pair) -> None:
     keys = [(job_id, _fence(pair, job_id)) for job_id in _some(pair)]
-    pair.both("requeue_or_fail_held", crashes.requeue_or_fail_held, statements.requeue_or_fail_held, keys)
+    pair.both(crashes.requeue_or_fail_held, keys)
 
 
 def quarantined(pair: Pair) -> None:
+    ids = [str(job_id) for job_id in pair.ids]
     with pair.engine.begin() as connection:
-        found = crashes.quarantined(connection, [str(job_id) for job_id in pair.ids])
-    assert sorted(found) == sorted(statements.quarantined(pair.memory, [str(job_id) for job_id in pair.ids]))
+        found = crashes.quarantined(connection, ids)
+    assert sorted(found) == sorted(crashes.quarantined(cast(Any, pair.memory), ids))
 
 
 def cancel(pair: Pair) -> None:
-    ids = _some(pair)[:1]
-    pair.history.append(f"cancel {ids}")
-    with pair.engine.begin() as connection:
-        jobs.request_cancel(connection, ids)
-    statements.request_cancel(pair.memory, ids)
+    pair.both(jobs.request_cancel, _some(pair)[:1])
 
 
 def sweep_queued(pair: Pair) -> None:
-    pair.both("sweep_stopped_queued", sweeps.sweep_stopped_queued, statements.sweep_stopped_queued, decode)
+    pair.both(sweeps.sweep_stopped_queued, decode)
 
 
 def sweep_leases(pair: Pair) -> None:
-    pair.both("sweep_expired_leases", sweeps.sweep_expired_leases, statements.sweep_expired_leases, decode, lease_s=0.0)
+    pair.both(sweeps.sweep_expired_leases, decode, lease_s=0.0)
 
 
 OPERATIONS = (

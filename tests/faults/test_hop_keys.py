@@ -13,7 +13,7 @@ import pytest
 import zmq
 
 from services.stage.hop.sockets import CurveKeys, Sockets
-from services.stage.pipeline.registry import Registry
+from services.stage.pipeline.registry import RedisRegistry
 from services.standalone.ports import LOOPBACK
 from shardline.errors import LinkLost
 from tests.stack import Stack
@@ -69,7 +69,7 @@ def test_a_stranger_gets_no_handshake_over_tcp_and_the_stack_works_on(stack: Sta
     assert stat.S_IMODE((stack.home.folder / "hop_secret_key").stat().st_mode) == 0o600
     # Who knows the stack's public key and proves another one of its own.
     guest = CurveKeys(public=foreign.public, secret=foreign.secret, server=own.public)
-    registry = Registry(stack.urls["redis"])
+    registry = RedisRegistry(stack.urls["redis"])
     controls = {card.control for card in registry.cards("clerk")}
     registry.close()
     found = ports(stack)

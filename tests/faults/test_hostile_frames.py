@@ -26,7 +26,7 @@ from services.stage.hop.frame import Buffer, encode
 from services.stage.hop.sockets import Sockets
 from services.stage.hop.zeromq import ZeroMqHop
 from services.stage.pipeline import messages
-from services.stage.pipeline.registry import Registry
+from services.stage.pipeline.registry import RedisRegistry
 from services.stage.scheduling.step_plan import encode as encode_step
 from services.standalone.servers import Valkey
 from services.standalone.settings import CLERK
@@ -84,7 +84,7 @@ class Tail:
         self.head = PlayedHead(self.card)
 
     def _await_card(self, redis_url: str) -> StageCard:
-        registry = Registry(redis_url)
+        registry = RedisRegistry(redis_url)
         until(lambda: bool(registry.cards("clerk")) or not self.lives())
         assert self.lives(), self._log.read_text()
         (card,) = registry.cards("clerk")

@@ -160,7 +160,7 @@ def current() -> Task:
 
 
 def now_s() -> float:
-    """`time.monotonic`."""
+    """The time of all clocks, but for the wall clocks' errors."""
     assert threads.loom is not None
     return threads.loom.now_s
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, cast
 from uuid import UUID
 
+import zmq
+from celery.app.amqp import Queues
 from kombu.exceptions import OperationalError as BrokerError
 from prometheus_client import CollectorRegistry
 from redis.exceptions import RedisError
@@ -16,12 +17,15 @@ from sqlalchemy.exc import DBAPIError
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
+from services.relay.celery_results import CeleryResults
 from services.relay.loop import LoopContext
 from services.relay.outbox import Outbox
 from services.relay.sweeper import Sweeper
 from services.stage.celery.delivery import Delivery
 from services.stage.follower import Follower
 from services.stage.head import Head
+from services.stage.jobs.delta_publisher import DeltaSink
+from services.stage.pipeline.registry import Registry
 from services.stage.runtime import Loaded
 from services.stage.scheduling.step_plan import StepPlan
 from shardline.config import Times
@@ -29,7 +33,7 @@ from shardline.errors import Unavailable
 from shardline.metrics import RelayMetrics
 from shardline.wire import StageCard
 from tests.simulation.loom import Event, Loom, Process, current, elapse, now_s
-from tests.simulation.servers import Postgres, Redis
+from tests.simulation.servers import Cards, Postgres, Redis, Streams
 from tests.simulation.toy import EOS, MAX_LEN, NUM_LAYERS, VOCAB_SIZE, Toy
 from tests.simulation.wires import Network, Sockets
 
@@ -48,10 +52,33 @@ TIMES = Times(
 """In the proportions of the defaults, shorter where that only saves heartbeats."""
 
 SEATS = 4
-TOKENIZER = Tokenizer(WordLevel({f"<{number}>": number for number in range(VOCAB_SIZE)}, unk_token="<0>"))
-MODEL = SimpleNamespace(context_length=MAX_LEN, eos_ids=(EOS,), path=None, revision=None, row=lambda **_: {})
+HUB_POLL_MS = 250
+TOKENIZER = Tokenizer(WordLevel({f"<{number}>": number for number in range(VOCAB_SIZE)}, unk_token="<0>")).to_str()
 METRICS = RelayMetrics(CollectorRegistry())
 SERVER_ERRORS = (DBAPIError, RedisError, BrokerError)
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """What heads ask of `ModelInfo`."""
+
+    context_length: int = MAX_LEN
+    eos_ids: tuple[int, ...] = (EOS,)
+    revision: str | None = None
+
+    def row(self, *, name: str, fingerprint: str) -> Mapping[str, Any]:
+        """The row of `models`."""
+        return {
+            "name": name,
+            "revision": self.revision,
+            "fingerprint": fingerprint,
+            "context_length": self.context_length,
+            "vocab_size": VOCAB_SIZE,
+            "eos_token_ids": list(self.eos_ids),
+            "tokenizer": TOKENIZER,
+            "chat_template": None,
+            "special_tokens": {},
+        }
 
 
 @dataclass(eq=False, slots=True)
@@ -72,42 +99,49 @@ class Site:
     """Steps that a head began for a claim whose lease was over."""
 
 
-class HubCalls:
-    """`services.stage.celery.hub_calls.HubCalls` without a descriptor."""
+@dataclass(frozen=True, slots=True)
+class SimulatedBackends:
+    """The `Backends` of one process."""
 
-    def __init__(self) -> None:
-        self.woken = Event()
-        self._calls: deque[Callable[[], None]] = deque()
+    site: Site
+    process: Process
 
-    def post(self, call: Callable[[], None]) -> None:
-        """For Celery's thread."""
-        self._calls.append(call)
-        self.woken.set()
+    def open_database(self, application_name: str) -> Any:  # noqa: ARG002 (Backends')
+        """The one Postgres."""
+        return self.site.postgres
 
-    def take(self) -> None:
-        """In Celery's thread."""
-        self.woken.clear()
-        while self._calls:
-            self._calls.popleft()()
+    def open_registry(self) -> Registry:
+        """Cards in the one Redis."""
+        return Cards(self.site.redis)
+
+    def open_delta_sink(self) -> DeltaSink:
+        """Streams in it."""
+        return Streams(self.site.redis)
+
+    def result_store(self) -> None:
+        """Celery's results are not simulated."""
+
+    def exit(self, reason: str) -> None:  # noqa: ARG002 (Backends')
+        """A machine starts again by itself."""
+        self.process.kill()
 
 
-class QueueSubscription:
-    """`services.stage.celery.subscription.QueueSubscription` without Celery's consumer."""
+@dataclass(frozen=True, slots=True)
+class Consumer:
+    """Celery's, as a head's subscription sees it between two connections: the choice of queues is kept."""
 
-    def __init__(self, _queue: str, mailbox: HubCalls) -> None:
-        self.is_open = False
-        self._mailbox = mailbox
+    queues: Queues = field(default_factory=Queues)
+    task_consumer: None = None
 
-    def open(self) -> None:
-        """Jobs may come."""
-        self._mailbox.post(lambda: self._set(is_open=True))
+    @property
+    def app(self) -> Any:
+        """Where Celery keeps the queues."""
+        return SimpleNamespace(amqp=self)
 
-    def close(self) -> None:
-        """No more jobs."""
-        self._mailbox.post(lambda: self._set(is_open=False))
-
-    def _set(self, *, is_open: bool) -> None:
-        self.is_open = is_open
+    @property
+    def takes_jobs(self) -> bool:
+        """The head has subscribed."""
+        return bool(self.queues.consume_from)
 
 
 class Machine:
@@ -164,13 +198,13 @@ class StageMachine(Machine):
         )
         return Loaded(
             settings=cast(Any, _settings(self.name, site)),
-            info=cast(Any, MODEL),
+            info=cast(Any, Model()),
             layers=self.layers,
             device=cast(Any, SimpleNamespace(name="cpu:0", release=lambda: None)),
             executor=cast(Any, self.toy),
             weights="w",
             card=self._card(),
-            sockets=cast(Any, Sockets(site.network, self.process, dead_s=TIMES.link_dead_s)),
+            sockets=Sockets(site.network, self.process, dead_s=TIMES.link_dead_s),
             worker=self.name,
         )
 
@@ -199,7 +233,7 @@ class LaterMachine(StageMachine):
 
     def run(self) -> None:
         """Starts its threads."""
-        self.later = Follower(self.load())
+        self.later = Follower(self.load(), SimulatedBackends(self.site, self.process))
         self.later.start()
 
 
@@ -213,28 +247,30 @@ class HeadMachine(StageMachine):
     def run(self) -> None:
         """Celery's thread."""
         self.is_draining, self.num_deliveries = False, 0
-        head = self.head = Head(self.load(), cast(Any, None))
+        loaded, consumer = self.load(), Consumer()
+        head = self.head = Head(loaded, SimulatedBackends(self.site, self.process))
         try:
             head.start()
         except Unavailable:
             self.process.kill()
+        head.attach(consumer)
+        poller = loaded.sockets.poller()
+        poller.register(head.hub.fd, zmq.POLLIN)
         deliveries: dict[int, Delivery] = {}
         number = 0
-        hub, subscription = cast(Any, head.hub), cast(Any, head._subscription)
         while True:
-            hub.take()
+            head.hub.take()
             self.num_deliveries = len(deliveries)
-            job_id = (
-                self._message() if subscription.is_open and not self.is_draining and len(deliveries) < SEATS else None
-            )
+            has_room = consumer.takes_jobs and not self.is_draining and len(deliveries) < SEATS
+            job_id = self._message() if has_room else None
             if job_id is None:
-                hub.woken.wait(0.25)
+                poller.poll(HUB_POLL_MS)
                 continue
             number += 1
             deliveries[number] = Delivery(
                 number=number,
                 job_id=job_id,
-                hub=hub,
+                hub=head.hub,
                 on_accepted=lambda *_: None,
                 on_ended=lambda _: None,
                 forget=lambda number: deliveries.pop(number, None) is not None,
@@ -288,7 +324,7 @@ class RelayMachine(Machine):
         site = self.site
         context = LoopContext(database=cast(Any, site.postgres), times=TIMES, metrics=cast(Any, METRICS))
         outbox = Outbox(context, publisher=cast(Any, site.redis), redis=cast(Any, site.redis))
-        sweeper = Sweeper(context, results=cast(Any, SimpleNamespace(note=lambda _: None)))
+        sweeper = Sweeper(context, results=CeleryResults(context, backend_app=None))
         self.process.spawn(lambda: self._loop(sweeper.turn, Event()), "sweeper")
         self._loop(outbox.turn, self._doorbell())
 
@@ -316,9 +352,6 @@ def _settings(name: str, site: Site) -> SimpleNamespace:
         times=TIMES,
         name="m",
         pipeline=name,
-        database_url=SimpleNamespace(get_secret_value=lambda: site.postgres),
-        redis_url=site.redis,
-        result_backend=None,
         seats=SEATS,
         interactive_seats=0,
         token_budget=64,

@@ -1,16 +1,17 @@
-"""The tables in memory, and an audit beside them. Knows no statement: those are in `statements`."""
+"""The tables in memory, and an audit beside them. Knows no statement: their twins are in `statements`."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 from uuid import UUID
 
-from shardline.job import FinishReason, JobState, SamplingParams
+import msgspec
+
+from shardline.job import FinishReason, JobState
 from shardline.store.encoding import Key
-from shardline.store.ends import End
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -21,7 +22,7 @@ class Job:
     number: int
     """Order of creation."""
     prompt_ids: tuple[int, ...]
-    params: SamplingParams
+    params: Mapping[str, Any]
     max_tokens: int
     seed: int
     created_s: float
@@ -49,6 +50,10 @@ class Job:
         """ORDER BY priority, created_at, id."""
         return self.priority, self.created_s, self.number
 
+    def holds(self, fence: int, state: JobState) -> bool:
+        """It is in this state under this fence."""
+        return self.fence == fence and self.state is state
+
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Attempt:
@@ -56,10 +61,24 @@ class Attempt:
 
     pipeline: str
     epoch: int
+    worker: str
     tokens: tuple[int, ...]
     num_resumed: int
     outcome: str | None = None
     parked: bool = False
+
+
+class EndRow(msgspec.Struct, kw_only=True):
+    """An end as END gets it; the columns of a result are null without one."""
+
+    job_id: UUID
+    fence: int
+    state: JobState
+    error: dict[str, Any] | None
+    text: str = ""
+    token_ids: tuple[int, ...] | None = None
+    finish_reason: FinishReason | None = None
+    exact: bool = False
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -98,6 +117,7 @@ class Tables:
     attempts: dict[Key, Attempt] = field(default_factory=dict)
     results: dict[UUID, ResultRow] = field(default_factory=dict)
     pipelines: dict[str, PipelineRow] = field(default_factory=dict)
+    models: dict[str, Mapping[str, Any]] = field(default_factory=dict)
     on_bell: list[Callable[[], None]] = field(default_factory=list)
     stale_writes: list[str] = field(default_factory=list)
     granted_s: dict[Key, float] = field(default_factory=dict)
@@ -109,6 +129,20 @@ class Tables:
     wrong_leases: list[str] = field(default_factory=list)
     saved: dict[UUID, tuple[int, ...]] = field(default_factory=dict)
     """The longest checkpoint ever committed."""
+
+    @property
+    def now_s(self) -> float:
+        """now()."""
+        return self.clock()
+
+    def is_past(self, deadline_s: float | None) -> bool:
+        """There is a deadline, and it is over."""
+        return deadline_s is not None and deadline_s <= self.now_s
+
+    def select(self, ids: Iterable[UUID | str]) -> list[Job]:
+        """Those that exist, in order of id."""
+        wanted = {UUID(str(job_id)) for job_id in ids}
+        return [job for job_id in sorted(wanted) if (job := self.jobs.get(job_id))]
 
     def insert(self, job: Job) -> None:
         """Accepted."""
@@ -137,23 +171,22 @@ class Tables:
         if len(tokens) > len(self.saved.get(key[0], ())):
             self.saved[key[0]] = tokens
 
-    def end(self, job: Job, one: End) -> None:
+    def end(self, job: Job, one: EndRow) -> None:
         """A job ends, with its attempt and its result."""
         self.audit(job, one.fence, f"end {one.state}")
         job.state, job.error, job.lease_s = one.state, one.error, None
         attempt = self.attempts.get((job.id, job.fence))
         if attempt is not None:
             attempt.outcome = attempt.outcome or one.state
-            if one.result is not None:
-                attempt.tokens = one.result.token_ids
-        if one.result is not None:
+            attempt.tokens = attempt.tokens if one.token_ids is None else one.token_ids
+        if one.finish_reason is not None:
             assert job.id not in self.results, "the primary key of results"
             self.results[job.id] = ResultRow(
                 fence=job.fence,
-                token_ids=one.result.token_ids,
-                text=one.result.text,
-                finish_reason=one.result.finish_reason,
-                exact=one.result.exact and job.exact,
+                token_ids=one.token_ids or (),
+                text=one.text,
+                finish_reason=one.finish_reason,
+                exact=one.exact and job.exact,
             )
 
     def audit_leases(self, expired: Collection[Job]) -> None:
@@ -172,14 +205,8 @@ class Tables:
             self.stale_writes.append(f"{what} under fence {fence} of a {job.state} job at fence {job.fence}")
 
 
-@dataclass(slots=True, eq=False)
-class Connection:
-    """One transaction. `client_s` is the wall clock of whoever asks, which no statement may use."""
+Rows = list[dict[str, Any]]
+"""What a statement returns."""
 
-    tables: Tables
-    client_s: float = 0.0
-
-    @property
-    def now_s(self) -> float:
-        """now()."""
-        return self.tables.clock()
+Twin = Callable[..., Rows | int]
+"""Does what a statement does: gets the tables and the statement's parameters. An int is the number of changed rows."""

@@ -1,4 +1,7 @@
-"""Where the simulation takes the place of the world: threads, clocks, sockets, servers. All else is the product."""
+"""What the simulation replaces in the standard library: threads and the clock.
+
+Servers and sockets it gives to the product as `Backends` and `SocketFactory`: see `machines`. All else is the product.
+"""
 
 from __future__ import annotations
 
@@ -8,60 +11,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import structlog
-import zmq
 
-from services.relay import outbox as relay_outbox
-from services.relay import sweeper as relay_sweeper
-from services.stage import follower, head
-from services.stage.hop import zeromq
-from services.stage.jobs import claimer, finisher, heartbeater, readiness
-from services.stage.pipeline import control_server, epochs, pipeline
-from shardline.store.sweeps import Partial
-from tests.simulation import machines, pipeline_statements, servers, statements, wires
 from tests.simulation.loom import Event, Loom, current, now_s, threads
-
-
-class StageMeter:
-    """Counts nothing."""
-
-    registry = None
-
-    def __init__(self, _loaded: object) -> None: ...
-
-    def step(self, _plan: object, _seconds: float) -> None:
-        """Nothing."""
-
-    def blamed(self, _fates: object) -> None:
-        """Nothing."""
-
-    def watch(self, _scheduler: object, _pipeline: object) -> None:
-        """Nothing."""
-
-
-class PartialTexts:
-    """Knows a text only after `catch_up`, as the relay's own."""
-
-    def __init__(self, _database: object, *, budget_s: float) -> None:
-        self._budget_s = budget_s
-        self._texts: dict[object, str] = {}
-        self._unknown: list[Partial] = []
-        self.was_asked = False
-
-    def __call__(self, partial: Partial) -> str | None:
-        """The text, or a note that it is wanted."""
-        self.was_asked = True
-        self._unknown.append(partial)
-        return self._texts.get(partial.key)
-
-    def catch_up(self) -> None:
-        """Texts of what was asked for."""
-        self._texts = {partial.key: "".join(f"<{token}>" for token in partial.ids) for partial in self._unknown}
-        self._unknown, self.was_asked = [], False
 
 
 def _start(thread: threading.Thread) -> None:
@@ -77,12 +32,9 @@ def _is_alive(thread: threading.Thread) -> bool:
     return task is not None and not task.dead
 
 
-def _die(_reason: str) -> None:
-    current().process.kill()
-
-
-def _wall_clock() -> float:
-    return now_s() + current().process.skew_s
+def _clock_gettime(clock: int) -> float:
+    """Of the clocks only that of the wall jumps."""
+    return now_s() + (current().process.skew_s if clock == time.CLOCK_REALTIME else 0.0)
 
 
 SEAMS: tuple[tuple[Any, str, Any], ...] = (
@@ -90,42 +42,7 @@ SEAMS: tuple[tuple[Any, str, Any], ...] = (
     (threading.Thread, "join", _join),
     (threading.Thread, "is_alive", _is_alive),
     (threading, "Event", Event),
-    (time, "monotonic", now_s),
-    (time, "perf_counter", now_s),
-    (time, "time", _wall_clock),
-    (time, "clock_gettime", lambda _clock: now_s()),
-    (zmq, "Poller", wires.Poller),
-    (zeromq, "Watch", wires.Watch),
-    (zeromq, "Wakeup", wires.Wakeup),
-    (pipeline, "Wakeup", wires.Wakeup),
-    (control_server, "Wakeup", wires.Wakeup),
-    (heartbeater, "leases", statements),
-    (finisher, "leases", statements),
-    (finisher, "ends", statements),
-    (finisher, "crashes", statements),
-    (claimer, "claims", statements),
-    (claimer, "crashes", statements),
-    (claimer, "outbox", statements),
-    (readiness, "pipelines", pipeline_statements),
-    (head, "leases", statements),
-    (epochs, "pipelines", pipeline_statements),
-    (head, "connect", lambda database, **_: database),
-    (head, "DeltaWriter", servers.DeltaWriter),
-    (head, "Registry", servers.Registry),
-    (head, "HubCalls", machines.HubCalls),
-    (head, "QueueSubscription", machines.QueueSubscription),
-    (head, "StageMeter", StageMeter),
-    (head, "register_model", lambda *_: None),
-    (head, "Tokens", SimpleNamespace(from_row=lambda _: SimpleNamespace(tokenizer=machines.TOKENIZER))),
-    (head, "software", dict),
-    (head, "die", _die),
-    (follower, "Registry", servers.Registry),
-    (follower, "HubCalls", machines.HubCalls),
-    (follower, "StageMeter", StageMeter),
-    (follower, "die", _die),
-    (relay_outbox, "outbox", statements),
-    (relay_sweeper, "sweeps", statements),
-    (relay_sweeper, "PartialTexts", PartialTexts),
+    (time, "clock_gettime", _clock_gettime),
 )
 
 

@@ -14,8 +14,9 @@ from sqlalchemy.exc import OperationalError
 
 from shardline.errors import Unavailable
 from shardline.wire import Delta, StageCard
-from tests.simulation.loom import Loom, current, elapse
-from tests.simulation.rows import Connection, Tables
+from tests.simulation.connection import Connection
+from tests.simulation.loom import Loom, elapse
+from tests.simulation.rows import Tables
 
 MAX_STATEMENT_S = 0.01
 CARD_TTL_S = 15.0
@@ -40,7 +41,7 @@ class Postgres:
         """One transaction. It is done at one moment; the process may be paused or killed before and after it."""
         elapse(self.loom.rng.uniform(0.0005, MAX_STATEMENT_S))
         self._check()
-        yield Connection(self.tables, self.loom.now_s + current().process.skew_s)
+        yield Connection(self.tables)
         elapse(self.loom.rng.uniform(0.0005, MAX_STATEMENT_S))
         self._check()
         if self.loom.rng.random() < self.lost_answers:
@@ -129,8 +130,8 @@ class Redis:
         return None if self.loom.rng.random() < self.losses else message[1]
 
 
-class DeltaWriter:
-    """`shardline.streams.DeltaWriter` over this Redis."""
+class Streams:
+    """A head's `DeltaSink` over this Redis."""
 
     def __init__(self, redis: Redis) -> None:
         self._redis = redis
@@ -141,21 +142,19 @@ class DeltaWriter:
         for job_id, delta in batch:
             self._redis.streams.setdefault(job_id, []).append(delta)
 
-    def close(self) -> None:
-        """Nothing to close."""
 
-
-class Registry:
-    """`services.stage.pipeline.registry.Registry` over this Redis."""
+class Cards:
+    """The stages' `Registry` over this Redis."""
 
     def __init__(self, redis: Redis) -> None:
         self._redis = redis
 
-    def cards(self, _model: str) -> list[StageCard]:
+    def cards(self, model: str | None = None) -> list[StageCard]:
         """Those that did not expire."""
         self._check()
         now_s = self._redis.loom.now_s
-        return [card for card, until_s in self._redis.cards.values() if until_s > now_s]
+        living = [card for card, until_s in self._redis.cards.values() if until_s > now_s]
+        return [card for card in living if model in (None, card.model)]
 
     def announce(self, card: StageCard) -> None:
         """Puts it up."""

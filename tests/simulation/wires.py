@@ -299,7 +299,7 @@ class Network:
 
 
 class Sockets:
-    """`services.stage.hop.sockets.Sockets` of one process."""
+    """The `SocketFactory` of one process."""
 
     def __init__(self, network: Network, process: Process, *, dead_s: float) -> None:
         self._network = network
@@ -309,14 +309,20 @@ class Sockets:
         process.on_death.append(self._hang_up)
         process.on_pause.append(self._fall_silent)
 
-    def bind(self, kind: int, _options: Mapping[int, int]) -> tuple[Socket, str]:
+    def bind(self, kind: int, options: Mapping[int, int]) -> tuple[Any, str]:  # noqa: ARG002 (SocketFactory's)
         """A bound socket and its address."""
         socket = self._make(kind)
         address = f"tcp://{self._process.name}:{next(self._network.numbers)}"
         self._network.listeners[address] = socket
         return socket, address
 
-    def connect(self, kind: int, address: str, _options: Mapping[int, int], timeout_s: float) -> tuple[Socket, Watch]:
+    def connect(
+        self,
+        kind: int,
+        address: str,
+        options: Mapping[int, int],  # noqa: ARG002 (SocketFactory's)
+        timeout_s: float,
+    ) -> tuple[Any, Any]:
         """A connected socket. A peer that is paused answers no handshake."""
         until_s = now_s() + timeout_s
         park(now_s() + self._network.latency_s())
@@ -332,8 +338,17 @@ class Sockets:
         self._network.connections.append(connection)
         return socket, Watch(socket)
 
-    def close(self) -> None:
-        """Nothing to free."""
+    def watch(self, socket: Any) -> Any:
+        """Tells when its peer is gone."""
+        return Watch(socket)
+
+    def poller(self) -> Any:
+        """Waits for sockets of this network."""
+        return Poller()
+
+    def wakeup(self) -> Any:
+        """Something else to wait for."""
+        return Wakeup()
 
     def _make(self, kind: int) -> Socket:
         socket = Socket(self._network, self._process, kind)

@@ -8,15 +8,19 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
+from typing import Any, cast
 from uuid import UUID
+
+import msgspec
 
 from services.stage.scheduling.scheduler import Scheduler
 from shardline.job import JobProgress, JobState, SamplingParams
+from shardline.store.jobs import request_cancel
 from shardline.streams.cursor import Cursor
-from tests.simulation import statements
+from tests.simulation.connection import Connection
 from tests.simulation.loom import Loom
 from tests.simulation.machines import TIMES, HeadMachine, LaterMachine, RelayMachine, Site, StageMachine
-from tests.simulation.rows import Connection, Job, Tables
+from tests.simulation.rows import Job, Tables
 from tests.simulation.servers import Postgres, Redis
 from tests.simulation.toy import MAX_LEN, NUM_LAYERS, NUM_TOKENS, POISON, undisturbed
 from tests.simulation.wires import Network
@@ -162,7 +166,7 @@ class World:
             id=job_id,
             number=number,
             prompt_ids=tuple(prompt),
-            params=SamplingParams(max_tokens=max_tokens),
+            params=msgspec.to_builtins(SamplingParams(max_tokens=max_tokens)),
             max_tokens=max_tokens,
             seed=rng.getrandbits(32),
             created_s=now_s,
@@ -174,9 +178,10 @@ class World:
         self.tables.insert(job)
         self.readers.append(Reader(job))
         if rng.random() < 0.1:
-            self.loom.after(
-                rng.uniform(0.0, 10.0), lambda: statements.request_cancel(Connection(self.tables), [job_id])
-            )
+            self.loom.after(rng.uniform(0.0, 10.0), partial(self._cancel, job_id))
+
+    def _cancel(self, job_id: UUID) -> None:
+        request_cancel(cast(Any, Connection(self.tables)), [job_id])
 
     # Faults -----------------------------------------------------------------------------------------------------------
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import shutil
 import subprocess
 import sys
@@ -10,7 +11,15 @@ from pathlib import Path
 
 from tests.repository import REPOSITORY
 
-WALL_CLOCKS = {"time.time", "time.time_ns", "datetime.now", "datetime.utcnow", "datetime.today", "date.today"}
+WALL_CLOCKS = {
+    "time.time",
+    "time.time_ns",
+    "time.CLOCK_REALTIME",
+    "datetime.now",
+    "datetime.utcnow",
+    "datetime.today",
+    "date.today",
+}
 ONLY_SHOWN = {
     "services/gateway/completion_response.py": "OpenAI's field `created`",
     "shared/shardline/ids.py": "the first bits of a job's id; order is Postgres's created_at",
@@ -34,6 +43,15 @@ def test_wall_clocks_are_only_shown() -> None:
     found = {str(path.relative_to(REPOSITORY)) for path in sources if reads_wall_clock(path)}
 
     assert found == set(ONLY_SHOWN)
+
+
+def test_stages_and_relays_read_time_from_one_module() -> None:
+    sources = [path for folder in ("stage", "relay") for path in (REPOSITORY / "services" / folder).rglob("*.py")]
+    assert sources
+
+    found = [path for path in sources if re.search(r"^(import|from) time\b", path.read_text("utf-8"), re.MULTILINE)]
+
+    assert found == [], "take the clocks of shardline.clock: the simulation replaces those alone"
 
 
 def test_time_in_suspension_counts_for_leases() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,6 +10,7 @@ from billiard.einfo import ExceptionInfo
 from celery.exceptions import Ignore, Terminated
 
 from services.stage.celery.hub_calls import HubCalls
+from shardline.clock import monotonic_s
 from shardline.errors import JobFailed
 from shardline.job import DEFAULT_PRIORITY
 
@@ -32,11 +32,11 @@ class Delivery:
     on_ended: Callable[[tuple[int, Any, float]], None]
     forget: Callable[[int], bool]
     """Frees the seat; False when it was free already."""
-    began_s: float = field(default_factory=time.monotonic)
+    began_s: float = field(default_factory=monotonic_s)
 
     def accept(self) -> None:
         """The row was claimed: Celery says STARTED."""
-        now_s = time.monotonic()
+        now_s = monotonic_s()
         self.hub.post(lambda: self.on_accepted(self.number, now_s))
 
     def succeed(self, value: dict[str, Any]) -> None:
@@ -59,7 +59,7 @@ class Delivery:
         """Called by Celery itself; does nothing: a stop goes through the row (see `remote_control`)."""
 
     def _end(self, failed: int, value: Any) -> None:
-        self.hub.post(lambda: self._settle((failed, value, time.monotonic() - self.began_s)))
+        self.hub.post(lambda: self._settle((failed, value, monotonic_s() - self.began_s)))
 
     def _settle(self, outcome: tuple[int, Any, float]) -> None:
         if self.forget(self.number):

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import collections
-import contextlib
-import os
 import select
 from collections.abc import Callable
+
+from services.stage.hop.wakeup import Wakeup
 
 
 class HubCalls:
@@ -15,19 +15,23 @@ class HubCalls:
     Bounded by its users: two calls per delivery, one delivery per seat, one call per change of the pipeline's state.
     """
 
-    def __init__(self) -> None:
-        self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+    def __init__(self, wakeup: Wakeup) -> None:
+        self._wakeup = wakeup
         self._calls: collections.deque[Callable[[], None]] = collections.deque()
+
+    @property
+    def fd(self) -> int:
+        """The descriptor to poll for reading."""
+        return self._wakeup.fd
 
     def post(self, call: Callable[[], None]) -> None:
         """From any thread: run `call` in Celery's thread, soon."""
         self._calls.append(call)
-        os.eventfd_write(self.fd, 1)
+        self._wakeup.wake()
 
     def take(self) -> None:
         """In Celery's thread: run everything that waits, in order."""
-        with contextlib.suppress(BlockingIOError):
-            os.eventfd_read(self.fd)
+        self._wakeup.clear()
         while self._calls:
             self._calls.popleft()()
 

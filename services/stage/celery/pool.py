@@ -7,7 +7,6 @@ never runs a task body: the engine does the work.
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 from uuid import UUID
@@ -19,6 +18,7 @@ from typing_extensions import override
 
 from services.stage.celery.delivery import Delivery
 from services.stage.celery.hub_calls import HubCalls
+from shardline.clock import monotonic_s
 from shardline.job import DEFAULT_PRIORITY
 
 log = structlog.get_logger(__name__)
@@ -120,18 +120,18 @@ class EnginePool(BasePool):
     def on_stop(self) -> None:
         """Warm shutdown. Celery's hub no longer polls, so verdicts are settled here, up to the drain time."""
         self._handler.close()
-        self._settle_until(time.monotonic() + self._drain_s)
+        self._settle_until(monotonic_s() + self._drain_s)
         if self._deliveries:
             log.info("drain time is over: leases are given back", jobs=len(self._deliveries))
             self._handler.give_back()
-            self._settle_until(time.monotonic() + self._drain_s / 3)
+            self._settle_until(monotonic_s() + self._drain_s / 3)
 
     def on_terminate(self) -> None:
         """Cold shutdown: leases expire, or are given back if Postgres answers at once."""
         self._handler.give_back()
 
     def _settle_until(self, deadline_s: float) -> None:
-        while self._deliveries and time.monotonic() < deadline_s:
+        while self._deliveries and monotonic_s() < deadline_s:
             self._hub.wait(POLL_S)
             self._hub.take()
 

@@ -7,7 +7,6 @@ receives, runs its layers and passes on. A one-stage pipeline is the head alone,
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -26,7 +25,7 @@ from services.stage.scheduling.scheduler import Scheduler
 from services.stage.scheduling.sequence import Key, Request, TokenSink
 from services.stage.scheduling.step_plan import StepPlan, StepResult, decode_plan, decode_result, encode
 from shardline import failpoints
-from shardline.clock import lease_clock_s
+from shardline.clock import lease_clock_s, monotonic_s
 from shardline.errors import LinkLost, ProtocolError
 from shardline.failpoints import Point, failpoint
 from shardline.job import FinishReason
@@ -73,7 +72,7 @@ class Engine(threading.Thread):
         self._on_step = on_step
         self._wiring: Wiring | None = None
         self.step_began_s: float | None = None
-        """When the current step began, by `perf_counter`, for other threads to read; None between steps."""
+        """When the current step began, by `monotonic_s`, for other threads to read; None between steps."""
         self._running = True
 
     def wire(self, wiring: Wiring) -> None:
@@ -124,14 +123,14 @@ class Engine(threading.Thread):
         self._on_lost(self.progress.epoch, reason)
 
     def _run_step(self, plan: StepPlan, hidden: Tensor | None) -> Tensor | StepResult:
-        began_s = self.step_began_s = time.perf_counter()
+        began_s = self.step_began_s = monotonic_s()
         try:
             if failpoints.ARMED is not None:
                 self._pass_failpoints(plan)
             out = self.executor.run(plan, hidden)
         finally:
             self.step_began_s = None
-        compute_s = time.perf_counter() - began_s
+        compute_s = monotonic_s() - began_s
         self.progress.num_steps += 1
         self.progress.compute_s += compute_s
         self._on_step(plan, compute_s)
@@ -259,13 +258,13 @@ class FollowerEngine(Engine):
         frame = wiring.receiver.receive(IDLE_WAIT_S)
         if frame is None:
             return
-        began_s, computed_s = time.perf_counter(), self.progress.compute_s
+        began_s, computed_s = monotonic_s(), self.progress.compute_s
         plan = decode_plan(frame.message)
         if plan.step != frame.step:
             raise ProtocolError(f"a plan of step {plan.step} in the frame of step {frame.step}")
         out = self._run_step(plan, tensor_of(frame, self.executor.dtype) if plan.rows else None)
         wiring.sender.send(_frame(wiring, plan, frame.message, out))
-        self.progress.hop_s += time.perf_counter() - began_s - (self.progress.compute_s - computed_s)
+        self.progress.hop_s += monotonic_s() - began_s - (self.progress.compute_s - computed_s)
 
 
 def _frame(wiring: Wiring, plan: StepPlan, message: Buffer, out: Tensor | StepResult) -> Frame:

@@ -7,7 +7,6 @@ Letters of shapes: T packed rows of the step, H the hidden size.
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import structlog
@@ -30,6 +29,7 @@ from services.stage.model.shard import Shard
 from services.stage.model.weights import fingerprint
 from services.stage.scheduling.open_sequences import OpenSequences
 from services.stage.scheduling.step_plan import StepPlan, StepResult
+from shardline.clock import monotonic_s
 from shardline.errors import ProtocolError
 
 log = structlog.get_logger(__name__)
@@ -127,7 +127,7 @@ class Executor:
         `hidden` are the activations [T, H] in `dtype` of the stage before; the head ignores them. Raises ProtocolError
         for a plan or activations that do not fit what this stage knows: the epoch is over then.
         """
-        began_s = time.perf_counter()
+        began_s = monotonic_s()
         if plan.num_tokens > self.token_budget:
             raise ProtocolError(f"step {plan.step} has {plan.num_tokens} tokens, the budget is {self.token_budget}")
         for opened in plan.opens:
@@ -170,10 +170,10 @@ class Executor:
         rows, sequences = self._sampled_rows(plan)
         if rows:
             tokens, logprobs, bad = self._sampler.sample(self._forward.sampled_outputs(spans, x, rows), sequences)
-            return StepResult(plan.step, tokens, logprobs, bad, time.perf_counter() - began_s)
+            return StepResult(plan.step, tokens, logprobs, bad, monotonic_s() - began_s)
         if spans:
             self._forward.write(spans, x)
-        return StepResult(plan.step, (), compute_s=time.perf_counter() - began_s)
+        return StepResult(plan.step, (), compute_s=monotonic_s() - began_s)
 
     def _sampled_rows(self, plan: StepPlan) -> tuple[list[int], list[SampledSequence]]:
         """Returns the packed rows after which a token is sampled, and their sequences."""

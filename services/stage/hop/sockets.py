@@ -1,4 +1,5 @@
-"""Makes ZeroMQ sockets: where they bind, what they advertise, CURVE, and when a peer is gone. Knows no message.
+"""Makes ZeroMQ sockets and what waits for them: where they bind, what they advertise, CURVE, and when a peer is gone.
+Knows no message.
 
 A socket is used by one thread at a time; handing it to another through a queue or a thread's start is allowed.
 """
@@ -10,17 +11,19 @@ import math
 import random
 import re
 import struct
-import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from socket import gethostname
+from typing import Protocol
 from uuid import uuid4
 
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils import z85
 
+from services.stage.hop.wakeup import Wakeup
+from shardline.clock import monotonic_s
 from shardline.errors import Invalid, LinkLost, Unavailable
 from shardline.private import private_folder
 
@@ -66,8 +69,29 @@ class CurveKeys:
         return key == self.public
 
 
+class SocketFactory(Protocol):
+    """Makes what hops and control links of one process are made of: sockets, and what waits for them."""
+
+    def bind(self, kind: int, options: Mapping[int, int]) -> tuple[zmq.Socket[bytes], str]:
+        """Returns a bound socket and the address that peers use. Raises Unavailable."""
+
+    def connect(
+        self, kind: int, address: str, options: Mapping[int, int], timeout_s: float
+    ) -> tuple[zmq.Socket[bytes], Watch]:
+        """Returns a connected socket with its watch. Raises LinkLost if the peer does not answer in `timeout_s`."""
+
+    def watch(self, socket: zmq.Socket[bytes]) -> Watch:
+        """Watches the only peer of a bound socket."""
+
+    def poller(self) -> zmq.Poller:
+        """Waits for any of several sockets."""
+
+    def wakeup(self) -> Wakeup:
+        """Interrupts a thread that waits in a poller."""
+
+
 class Sockets:
-    """Makes the sockets of one process.
+    """Makes the sockets of one process: the SocketFactory of ZeroMQ.
 
     `bind` is `tcp://HOST` (0.0.0.0 for all) or `ipc:///FOLDER`; `advertise` is the host that peers connect to. Without
     it that is the bound host, or this machine's own name if all are bound. `ports` are those that a firewall lets
@@ -148,6 +172,18 @@ class Sockets:
         socket.close()
         raise LinkLost(f"no link to {address}: {problem}")
 
+    def watch(self, socket: zmq.Socket[bytes]) -> Watch:
+        """Watches the only peer of a bound socket."""
+        return Watch(socket)
+
+    def poller(self) -> zmq.Poller:
+        """Waits for any of several sockets."""
+        return zmq.Poller()
+
+    def wakeup(self) -> Wakeup:
+        """Interrupts a thread that waits in a poller."""
+        return Wakeup()
+
     def close(self) -> None:
         """Closes all sockets. Call it when no thread uses one any more."""
         if self._authenticator:
@@ -206,9 +242,9 @@ class Watch:
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLOUT)
         poller.register(self.events, zmq.POLLIN)
-        deadline = time.monotonic() + timeout_s
+        deadline = monotonic_s() + timeout_s
         # A poll may report the end of the handshake before the room for a message: poll again.
-        while (left_s := deadline - time.monotonic()) > 0:
+        while (left_s := deadline - monotonic_s()) > 0:
             if self._socket in dict(poller.poll(math.ceil(left_s * 1000))):
                 return None
             problem = self.lost()

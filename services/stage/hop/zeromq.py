@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-import time
 
 import zmq
 
 from services.stage.hop import Channel, Receiver, Sender
 from services.stage.hop.frame import MAX_PARTS, MAX_TENSOR_BYTES, Buffer, Frame, decode, encode
-from services.stage.hop.sockets import Sockets, Watch
-from services.stage.hop.wakeup import Wakeup
+from services.stage.hop.sockets import SocketFactory, Watch
+from shardline.clock import monotonic_s
 from shardline.config import Times
 from shardline.errors import LinkLost, ProtocolError
 
@@ -24,7 +23,7 @@ GRACE_MS = 100
 class ZeroMqHop:
     """Opens the ends of ZeroMQ links, new ones for every epoch."""
 
-    def __init__(self, sockets: Sockets, times: Times) -> None:
+    def __init__(self, sockets: SocketFactory, times: Times) -> None:
         self._sockets = sockets
         self._heartbeat_ms = max(1, round(times.heartbeat_s * 1000))
         self._dead_ms = max(1, round(times.link_dead_s * 1000))
@@ -32,7 +31,7 @@ class ZeroMqHop:
     def open_receiver(self, channel: Channel) -> Receiver:
         """Opens the receiving end: a bound PULL socket. Raises Unavailable if no address is free."""
         socket, address = self._sockets.bind(zmq.PULL, self._options(channel, zmq.RCVHWM))
-        return ZeroMqReceiver(socket, address, channel)
+        return ZeroMqReceiver(socket, address, channel, self._sockets)
 
     def open_sender(self, channel: Channel, address: str, timeout_s: float) -> Sender:
         """Opens the sending end: a PUSH socket whose peer has answered. Raises LinkLost after `timeout_s`."""
@@ -85,15 +84,15 @@ class ZeroMqSender:
 class ZeroMqReceiver:
     """The `Receiver` of a ZeroMQ link."""
 
-    def __init__(self, socket: zmq.Socket[bytes], address: str, channel: Channel) -> None:
+    def __init__(self, socket: zmq.Socket[bytes], address: str, channel: Channel, sockets: SocketFactory) -> None:
         self._socket = socket
         self._address = address
         self._channel = channel
         self._next_step = 0
         self._problem: str | None = None
-        self._watch = Watch(socket)
-        self._wakeup = Wakeup()
-        self._poller = zmq.Poller()
+        self._watch = sockets.watch(socket)
+        self._wakeup = sockets.wakeup()
+        self._poller = sockets.poller()
         for source in (socket, self._watch.events, self._wakeup.fd):
             self._poller.register(source, zmq.POLLIN)
 
@@ -107,7 +106,7 @@ class ZeroMqReceiver:
 
         Raises LinkLost for a step out of order or a lost peer, ProtocolError for an invalid frame.
         """
-        deadline = time.monotonic() + timeout_s
+        deadline = monotonic_s() + timeout_s
         while True:
             parts = self._take()
             if parts is not None:
@@ -120,7 +119,7 @@ class ZeroMqReceiver:
             self._problem = self._watch.lost()
             if self._problem is not None:
                 continue  # What arrived before the connection broke still counts.
-            left_ms = math.ceil((deadline - time.monotonic()) * 1000)
+            left_ms = math.ceil((deadline - monotonic_s()) * 1000)
             if self._wakeup.clear() or left_ms <= 0 or not self._poller.poll(left_ms):
                 return None
 

@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
 from uuid import UUID
 
 import structlog
 from redis.exceptions import RedisError
 
 from shardline.failpoints import Point, failpoint
-from shardline.streams import DeltaWriter
 from shardline.wire import Delta
 
 log = structlog.get_logger(__name__)
@@ -24,12 +23,23 @@ MAX_WAITING = 20_000
 """Deltas. While Redis is unreachable or slow, readers fall back to Postgres."""
 
 
-class DeltaPublisher(threading.Thread):
-    """`store_result` puts a finished job's value into Celery's result backend; None without one."""
+StoreResult = Callable[[str, Any, str], None]
+"""Called with (job id, value, Celery's state): puts a finished job's value into Celery's result backend."""
 
-    def __init__(self, writer: DeltaWriter, store_result: Callable[[str, Any, str], None] | None) -> None:
+
+class DeltaSink(Protocol):
+    """Where deltas go. Used by one thread."""
+
+    def write(self, batch: Sequence[tuple[UUID, Delta]]) -> None:
+        """Append each delta to its job's stream. Raises redis.RedisError; what could not be written is dropped."""
+
+
+class DeltaPublisher(threading.Thread):
+    """`store_result` is None without a result backend."""
+
+    def __init__(self, sink: DeltaSink, store_result: StoreResult | None) -> None:
         super().__init__(name="publisher", daemon=True)
-        self._writer = writer
+        self._sink = sink
         self._store_result = store_result
         self._deltas: deque[tuple[UUID, Delta]] = deque(maxlen=MAX_WAITING)
         self._results: deque[tuple[UUID, Any, str]] = deque(maxlen=MAX_WAITING)
@@ -70,7 +80,7 @@ class DeltaPublisher(threading.Thread):
     def _write(self) -> None:
         batch = [self._deltas.popleft() for _ in range(len(self._deltas))]
         if batch:
-            self._writer.write(batch)
+            self._sink.write(batch)
             if any(delta.ids for _, delta in batch):
                 failpoint(Point.AFTER_EMIT)
         while self._results:

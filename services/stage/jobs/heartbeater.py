@@ -5,8 +5,6 @@ Knows neither claims nor ends.
 
 from __future__ import annotations
 
-import time
-
 from sqlalchemy import Engine as Database
 
 from services.stage.jobs.checkpoints import beats_of
@@ -16,7 +14,7 @@ from services.stage.jobs.live_job import LiveJob
 from services.stage.jobs.live_jobs import LiveJobs
 from services.stage.jobs.quarantine import Moment
 from services.stage.jobs.readiness import PipelineReadiness
-from shardline.clock import lease_clock_s
+from shardline.clock import lease_clock_s, monotonic_s
 from shardline.config import Times
 from shardline.failpoints import Point, failpoint
 from shardline.job import FinishReason
@@ -44,12 +42,12 @@ class Heartbeater:
         self._times = times
         self._next_beat_s = 0.0
         self._last_step = -1
-        self._last_move_s = time.monotonic()
+        self._last_move_s = monotonic_s()
 
     @property
     def wait_s(self) -> float:
         """Until the next heartbeat is due."""
-        return max(0.0, self._next_beat_s - time.monotonic())
+        return max(0.0, self._next_beat_s - monotonic_s())
 
     def hasten(self) -> None:
         """The next heartbeat is due now."""
@@ -57,11 +55,11 @@ class Heartbeater:
 
     def postpone(self) -> None:
         """The next heartbeat is due in one interval."""
-        self._next_beat_s = time.monotonic() + self._times.heartbeat_s
+        self._next_beat_s = monotonic_s() + self._times.heartbeat_s
 
     def moment(self) -> Moment:
         """What decisions about quarantine are made on."""
-        now_s, heartbeat_s = time.monotonic(), self._times.heartbeat_s
+        now_s, heartbeat_s = monotonic_s(), self._times.heartbeat_s
         return Moment(
             live=self._jobs,
             now_s=now_s,
@@ -105,7 +103,7 @@ class Heartbeater:
     def _is_hung(self) -> bool:
         """No step was made for longer than a stall of every stage. An engine that is fenced or has no pipeline makes
         none either, and is not hung."""
-        num_steps, now_s = self._engine.num_steps, time.monotonic()
+        num_steps, now_s = self._engine.num_steps, monotonic_s()
         if num_steps != self._last_step or self._engine.is_fenced or self._readiness.is_recovering:
             self._last_step, self._last_move_s = num_steps, now_s
         return now_s - self._last_move_s > self._times.stall_s * self._readiness.num_stages

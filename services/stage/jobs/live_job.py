@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass, field
 from uuid import UUID
 
 from services.stage.celery.delivery import Delivery
 from services.stage.jobs.identity import Identity
 from services.stage.scheduling.events import NewTokens
+from shardline.clock import monotonic_s
 from shardline.job import TokenLogprob
 from shardline.store.claims import Claimed
 from shardline.store.encoding import Key as AttemptKey
@@ -26,7 +26,7 @@ class LiveJob:
     identity: Identity
     """Who claimed it, in which epoch."""
     exact: bool
-    began_s: float = field(default_factory=time.monotonic)
+    began_s: float = field(default_factory=monotonic_s)
 
     # The engine's thread.
     first_token_s: float | None = None
@@ -107,7 +107,7 @@ class LiveJob:
     def note_token(self) -> None:
         """The engine's thread: a token was made."""
         if self.first_token_s is None:
-            self.first_token_s = time.monotonic()
+            self.first_token_s = monotonic_s()
 
     def take(self, tokens: NewTokens) -> None:
         """Adds tokens, to be saved by the next heartbeat; without exactness their reader waits for that."""
@@ -137,7 +137,7 @@ class LiveJob:
 
     def timings(self) -> dict[str, float]:
         """Seconds: waiting before this claim, to this attempt's first token, and in this attempt altogether."""
-        now_s = time.monotonic()
+        now_s = monotonic_s()
         timings = {"queued_s": self.claimed.queued_s, "running_s": now_s - self.began_s}
         if self.first_token_s is not None:
             timings["first_token_s"] = self.first_token_s - self.began_s

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import time
-
 import structlog
 
+from shardline.clock import monotonic_s
 from shardline.store.database import Failure
 
 log = structlog.get_logger(__name__)
@@ -27,7 +26,7 @@ class Outage:
     def begin(self, failure: Failure) -> None:
         """A transaction failed; it will be tried again."""
         if self._since_s is None:
-            self._since_s = time.monotonic()
+            self._since_s = monotonic_s()
         if failure.sqlstate not in self._logged:
             self._logged.add(failure.sqlstate)
             write = log.warning if failure.is_lost else log.error
@@ -37,6 +36,6 @@ class Outage:
     def end(self) -> None:
         """A whole turn succeeded."""
         if self._since_s is not None:
-            log.info("Postgres works again", outage_s=round(time.monotonic() - self._since_s, 1))
+            log.info("Postgres works again", outage_s=round(monotonic_s() - self._since_s, 1))
             self._since_s = None
             self._logged.clear()

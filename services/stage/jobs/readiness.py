@@ -6,12 +6,11 @@ them down.
 
 from __future__ import annotations
 
-import time
-
 from sqlalchemy import Engine as Database
 
 from services.stage.jobs.identity import Identity
 from services.stage.jobs.lease_host import LeaseHost
+from shardline.clock import monotonic_s
 from shardline.config import Times
 from shardline.store import pipelines
 
@@ -36,7 +35,7 @@ class PipelineReadiness:
 
     def lost(self) -> None:
         """The pipeline's thread: a stage is gone."""
-        self.identity, self._recovering_since_s = None, time.monotonic()
+        self.identity, self._recovering_since_s = None, monotonic_s()
 
     @property
     def is_recovering(self) -> bool:
@@ -47,7 +46,7 @@ class PipelineReadiness:
     def is_given_up(self) -> bool:
         """It has been forming for longer than leases are kept."""
         since_s = self._recovering_since_s
-        return since_s is not None and time.monotonic() - since_s > self._times.recover_s
+        return since_s is not None and monotonic_s() - since_s > self._times.recover_s
 
     @property
     def num_stages(self) -> int:

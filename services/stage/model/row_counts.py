@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +24,7 @@ from torch import Tensor
 
 from services.stage.model import cache
 from services.stage.model.row_buckets import REFERENCE_ROWS, ROW_BUCKETS, Buckets
+from shardline.clock import monotonic_s
 from shardline.rounding import ceil_div, round_up
 
 log = structlog.get_logger(__name__)
@@ -74,7 +74,7 @@ def find_buckets(products: Iterable[Product], *, machine: object, cache_folder: 
     They are empty for a product whose rows depend on their offset in a panel. `machine` is all that the libraries
     choose their kernels by: another machine is tried anew.
     """
-    began_s = time.perf_counter()
+    began_s = monotonic_s()
     found: dict[ProductKey, Buckets] = {}
     of_product: dict[Product, Buckets] = {}
     for product in products:
@@ -83,7 +83,7 @@ def find_buckets(products: Iterable[Product], *, machine: object, cache_folder: 
             if not found[product.key]:
                 log.warning("rows of a product depend on each other", product=product.key)
         of_product[product] = found[product.key]
-    tried_s = round(time.perf_counter() - began_s, 2)
+    tried_s = round(monotonic_s() - began_s, 2)
     sizes = sorted({(buckets[0], buckets[-1]) for buckets in found.values() if buckets})
     log.info("numbers of rows that keep every bit", fewest_and_most=sizes, products=len(found), tried_s=tried_s)
     return of_product

@@ -6,19 +6,19 @@ what the other waits for.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from uuid import UUID
 
 from services.stage.hop import Channel, Hop, Kind
-from services.stage.hop.sockets import Sockets
+from services.stage.hop.sockets import SocketFactory
 from services.stage.hop.wiring import Member, Wiring
 from services.stage.pipeline import messages
 from services.stage.pipeline.control_client import ControlClient, Refused
 from services.stage.pipeline.route import choose_route
 from services.stage.pipeline.status import Capacity
+from shardline.clock import monotonic_s
 from shardline.errors import LinkLost
 from shardline.failpoints import Point, failpoint
 from shardline.wire import StageCard
@@ -52,7 +52,7 @@ class PipelineAssembly:
     pipeline: UUID
     card: StageCard
     capacity: Capacity
-    sockets: Sockets
+    sockets: SocketFactory
     hop: Hop
     timeout_s: float
     """Of each answer."""
@@ -127,9 +127,9 @@ class PipelineAssembly:
             self._start(members, epoch, num_lanes, num_blocks, receiver.address)
             sender = self.hop.open_sender(plans, members[0].welcome.address, self.timeout_s)
             undo.callback(sender.close)
-        deadline = time.monotonic() + self.timeout_s
+        deadline = monotonic_s() + self.timeout_s
         for member in members:
-            member.client.expect(messages.Ready, max(0.0, deadline - time.monotonic()))
+            member.client.expect(messages.Ready, max(0.0, deadline - monotonic_s()))
         return Wiring(
             pipeline=self.pipeline,
             epoch=epoch,

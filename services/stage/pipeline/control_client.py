@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import math
-import time
 from typing import TypeVar
 
 import zmq
 
-from services.stage.hop.sockets import Sockets
+from services.stage.hop.sockets import SocketFactory
 from services.stage.pipeline import messages
+from shardline.clock import monotonic_s
 from shardline.errors import LinkLost, ProtocolError
 from shardline.wire import StageCard
 
@@ -27,11 +27,11 @@ class Refused(ProtocolError):
 class ControlClient:
     """Used by one thread. Every method raises LinkLost when the stage is gone and Refused when it says so."""
 
-    def __init__(self, sockets: Sockets, card: StageCard, timeout_s: float) -> None:
+    def __init__(self, sockets: SocketFactory, card: StageCard, timeout_s: float) -> None:
         self.card = card
         options: dict[int, int] = {zmq.LINGER: LINGER_MS, zmq.MAXMSGSIZE: messages.MAX_CONTROL_BYTES}
         self.socket, self._watch = sockets.connect(zmq.DEALER, card.control, options, timeout_s)
-        self._poller = zmq.Poller()
+        self._poller = sockets.poller()
         self.register(self._poller)
 
     def register(self, poller: zmq.Poller) -> None:
@@ -65,13 +65,13 @@ class ControlClient:
 
     def expect(self, kind: type[Answer], timeout_s: float) -> Answer:
         """Waits for an answer of this kind."""
-        deadline = time.monotonic() + timeout_s
+        deadline = monotonic_s() + timeout_s
         while True:
             message = self.receive()
             if isinstance(message, kind):
                 return message
             if message is None:
-                left_s = deadline - time.monotonic()
+                left_s = deadline - monotonic_s()
                 if left_s <= 0:
                     raise LinkLost(f"{self.card.worker}: no {kind.__name__.upper()} in {timeout_s:.1f} s")
                 self._poller.poll(math.ceil(left_s * 1000))
@@ -79,9 +79,9 @@ class ControlClient:
     def wait_for_end(self, timeout_s: float) -> None:
         """Until the stage is gone, or `timeout_s` passed. A connection that is closed while an answer is on its way is
         reset, and the other side then never reads the last message."""
-        deadline = time.monotonic() + timeout_s
+        deadline = monotonic_s() + timeout_s
         with contextlib.suppress(LinkLost, Refused):
-            while (left_s := deadline - time.monotonic()) > 0:
+            while (left_s := deadline - monotonic_s()) > 0:
                 if self.receive() is None:
                     self._poller.poll(math.ceil(left_s * 1000))
 

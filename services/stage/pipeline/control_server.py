@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import threading
-import time
 
 import msgspec
 import structlog
 import zmq
 
 from services.stage.hop import Hop
-from services.stage.hop.sockets import Sockets
-from services.stage.hop.wakeup import Wakeup
+from services.stage.hop.sockets import SocketFactory
 from services.stage.pipeline import messages
 from services.stage.pipeline.control_handler import ControlHandler
 from services.stage.pipeline.hosts import StageHost
 from services.stage.pipeline.status import Capacity
+from shardline.clock import monotonic_s
 from shardline.config import Times
 from shardline.errors import ProtocolError
 from shardline.wire import StageCard
@@ -30,7 +29,7 @@ class ControlServer:
     """Serves heads in a thread of its own; the host is called in it."""
 
     def __init__(
-        self, *, card: StageCard, capacity: Capacity, sockets: Sockets, hop: Hop, host: StageHost, times: Times
+        self, *, card: StageCard, capacity: Capacity, sockets: SocketFactory, hop: Hop, host: StageHost, times: Times
     ) -> None:
         options: dict[int, int] = {zmq.MAXMSGSIZE: messages.MAX_CONTROL_BYTES, zmq.ROUTER_MANDATORY: 1}
         self._socket, address = sockets.bind(zmq.ROUTER, options)
@@ -39,7 +38,10 @@ class ControlServer:
         self._host = host
         self._handler = ControlHandler(card=self._card, capacity=capacity, hop=hop, host=host, times=times)
         self._head = b""
-        self._wakeup = Wakeup()
+        self._wakeup = sockets.wakeup()
+        self._poller = sockets.poller()
+        self._poller.register(self._socket, zmq.POLLIN)
+        self._poller.register(self._wakeup.fd, zmq.POLLIN)
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="control-server", daemon=True)
 
@@ -76,17 +78,14 @@ class ControlServer:
                 self._host.exit("the control link's thread failed")  # A deaf stage must not live on.
 
     def _serve(self) -> None:
-        poller = zmq.Poller()
-        poller.register(self._socket, zmq.POLLIN)
-        poller.register(self._wakeup.fd, zmq.POLLIN)
         while not self._stopping:
-            poller.poll(self._tick_ms)
+            self._poller.poll(self._tick_ms)
             if self._wakeup.clear():
                 self._send(self._head, self._handler.pong(0))
             for _ in range(MAX_BATCH):
                 if not self._take():
                     break
-            self._handler.check_silence(time.monotonic())
+            self._handler.check_silence(monotonic_s())
 
     def _take(self) -> bool:
         """Handles one message; False when none waits."""
@@ -108,7 +107,7 @@ class ControlServer:
         return True
 
     def _handle(self, identity: bytes, message: messages.ToStage) -> None:
-        answer = self._handler.answer(message, time.monotonic())
+        answer = self._handler.answer(message, monotonic_s())
         if isinstance(answer, messages.Welcome):
             self._head = identity
         self._send(identity, answer)

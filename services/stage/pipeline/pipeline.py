@@ -8,19 +8,18 @@ from __future__ import annotations
 import math
 import random
 import threading
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import structlog
 import zmq
 
-from services.stage.hop.wakeup import Wakeup
 from services.stage.hop.wiring import Member
 from services.stage.pipeline.assembly import AssembledPipeline, PipelineAssembly
 from services.stage.pipeline.control_client import Refused
 from services.stage.pipeline.hosts import PipelineHost
 from services.stage.pipeline.monitor import HeadHangs, PipelineMonitor, StageHealth
+from shardline.clock import monotonic_s
 from shardline.config import Times
 from shardline.errors import Conflict, LinkLost, Unavailable
 from shardline.wire import StageCard
@@ -65,7 +64,7 @@ class Pipeline:
         self._host = host
         self._times = times
         self._known: list[StageCard] = []
-        self._wakeup = Wakeup()
+        self._wakeup = assembly.sockets.wakeup()
         self._stopping = False
         self._loss = (-1, "")
         self._assembled: AssembledPipeline | None = None
@@ -142,7 +141,7 @@ class Pipeline:
 
     def _keep(self, assembled: AssembledPipeline) -> None:
         """From ready to lost."""
-        monitor = PipelineMonitor(assembled, self._times, self._host.progress, time.monotonic())
+        monitor = PipelineMonitor(assembled, self._times, self._host.progress, monotonic_s())
         self._epoch, self._reason, self._stages, self._assembled = (
             assembled.wiring.epoch,
             None,
@@ -165,7 +164,7 @@ class Pipeline:
             if lost_epoch == assembled.wiring.epoch:
                 return reason
             try:
-                monitor.check(time.monotonic())
+                monitor.check(monotonic_s())
             except (LinkLost, Refused) as error:
                 return str(error)
             except HeadHangs as error:
@@ -175,7 +174,7 @@ class Pipeline:
         return "stopping"
 
     def _wait(self, timeout_s: float, assembled: AssembledPipeline | None = None) -> None:
-        poller = zmq.Poller()
+        poller = self._assembly.sockets.poller()
         poller.register(self._wakeup.fd, zmq.POLLIN)
         for client in assembled.clients if assembled else ():
             client.register(poller)

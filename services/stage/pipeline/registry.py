@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import islice
-from typing import Any
+from typing import Any, Protocol
 
 import redis
 import structlog
@@ -27,8 +27,24 @@ TIMEOUT_S = 1.0
 log = structlog.get_logger(__name__)
 
 
-class Registry:
+class Registry(Protocol):
     """The cards of live stages. Used by any thread."""
+
+    def announce(self, card: StageCard) -> None:
+        """Puts the card up for REGISTRY_TTL_S. Raises Unavailable."""
+
+    def withdraw(self, incarnation: str) -> None:
+        """Takes the card down. Raises Unavailable."""
+
+    def cards(self, model: str | None = None) -> list[StageCard]:
+        """The cards that are up (of one model). Raises Unavailable."""
+
+    def close(self) -> None:
+        """Closes the connections."""
+
+
+class RedisRegistry:
+    """The Registry in Redis: a key for each card, and the set of all."""
 
     def __init__(self, redis_url: str) -> None:
         # Once more: a connection that broke while idle is opened anew.

@@ -8,14 +8,16 @@ from typing import Any
 
 import psycopg
 from psycopg import sql
-from sqlalchemy import URL, Connection, func, select
+from sqlalchemy import URL, Connection, text
 
 from shardline.store.database import connect_arguments, normalize
+
+RING = text("SELECT pg_notify(:channel, '')")
 
 
 def ring(connection: Connection, channel: str) -> None:
     """Heard by all listeners once this transaction commits; Postgres makes one of several in a transaction."""
-    connection.execute(select(func.pg_notify(channel, "")))
+    connection.execute(RING, {"channel": channel})
 
 
 class Listener:

@@ -11,12 +11,11 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 from uuid import UUID
 
-from sqlalchemy import Connection, Row, select, text
+from sqlalchemy import Connection, Row, text
 
 from shardline.job import JobState
 from shardline.store.encoding import Key, dump_keys
 from shardline.store.ends import End, end_running, requeue_running
-from shardline.tables import attempts
 
 MAX_HISTORY = 10
 
@@ -41,6 +40,11 @@ QUARANTINED = text("""
 SELECT id FROM jobs WHERE id = ANY(CAST(:ids AS uuid[])) AND state = 'queued' AND crashes > 0
 ORDER BY priority, created_at, id
 """)
+
+HISTORY = text(f"""
+SELECT fence, pipeline, worker, outcome, started_at, heartbeat_at FROM attempts WHERE job_id = :job_id
+ORDER BY fence DESC LIMIT {MAX_HISTORY}
+""")  # noqa: S608 (a constant of ours)
 
 
 def last_attempts(connection: Connection, ids: Sequence[UUID]) -> Iterable[Row[Any]]:
@@ -97,6 +101,4 @@ def _dead_letter(connection: Connection, row: Row[Any]) -> End:
 
 
 def _history(connection: Connection, job_id: UUID) -> list[dict[str, Any]]:
-    columns = [attempts.c[name] for name in ("fence", "pipeline", "worker", "outcome", "started_at", "heartbeat_at")]
-    newest = select(*columns).where(attempts.c.job_id == job_id).order_by(attempts.c.fence.desc()).limit(MAX_HISTORY)
-    return [dict(row) for row in connection.execute(newest).mappings()]
+    return [dict(row) for row in connection.execute(HISTORY, {"job_id": job_id}).mappings()]

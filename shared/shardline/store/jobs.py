@@ -15,6 +15,7 @@ from shardline.job import Job, JobState
 from shardline.store.bells import ring
 from shardline.store.encoding import is_any, load_job
 from shardline.store.inserts import FailedRequest, Stored, insert_failed, insert_jobs
+from shardline.store.reports import states
 from shardline.tables import DONE_CHANNEL, JOBS_CHANNEL, TERMINAL, jobs, results
 
 __all__ = [
@@ -76,8 +77,8 @@ def request_cancel(
     if changed:
         ring(connection, DONE_CHANNEL if JobState.CANCELLED in changed.values() else JOBS_CHANNEL)
     others = [job_id for job_id in ids if job_id not in changed]
-    known = connection.execute(select(jobs.c.id, jobs.c.state).where(is_any(jobs.c.id, others))) if others else ()
-    return changed | {row.id: JobState(row.state) for row in known}
+    known = states(connection, others) if others else {}
+    return changed | {job_id: JobState(state) for job_id, state in known.items()}
 
 
 def ended(connection: Connection, ids: Collection[UUID]) -> set[UUID]:

@@ -5,26 +5,30 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from sqlalchemy import Connection, RowMapping, func, select
+from sqlalchemy import Connection, RowMapping, bindparam, func, select
 from sqlalchemy.dialects.postgresql import insert
 
 from shardline.tables import models
 
 WRITABLE = tuple(column.name for column in models.columns if column.name != "updated_at")
 
+NEW = insert(models)
+REGISTER = NEW.on_conflict_do_update(
+    index_elements=[models.c.name],
+    set_={**{name: NEW.excluded[name] for name in WRITABLE if name != "name"}, "updated_at": func.now()},
+)
+MODEL = select(models).where(models.c.name == bindparam("name"))
+VERSIONS = select(models.c.name, models.c.fingerprint)
+
 
 def register_model(connection: Connection, row: Mapping[str, Any]) -> None:
     """A head says what it serves, with the fields of `models`. The newest word counts."""
-    new = insert(models).values({name: row.get(name) for name in WRITABLE})
-    changed = {name: new.excluded[name] for name in WRITABLE if name != "name"}
-    connection.execute(
-        new.on_conflict_do_update(index_elements=[models.c.name], set_={**changed, "updated_at": func.now()})
-    )
+    connection.execute(REGISTER, {name: row.get(name) for name in WRITABLE})
 
 
 def get_model(connection: Connection, name: str) -> RowMapping | None:
     """The row of one model; None when no stage has registered it."""
-    return connection.execute(select(models).where(models.c.name == name)).mappings().one_or_none()
+    return connection.execute(MODEL, {"name": name}).mappings().one_or_none()
 
 
 def get_models(connection: Connection) -> list[RowMapping]:
@@ -39,4 +43,4 @@ def model_names(connection: Connection) -> list[str]:
 
 def versions(connection: Connection) -> dict[str, str]:
     """Fingerprints by name, without the large columns."""
-    return {row.name: row.fingerprint for row in connection.execute(select(models.c.name, models.c.fingerprint))}
+    return {row.name: row.fingerprint for row in connection.execute(VERSIONS)}

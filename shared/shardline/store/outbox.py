@@ -9,11 +9,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from uuid import UUID
 
-from sqlalchemy import Connection, func, select, text, update
-
-from shardline.job import JobState
-from shardline.store.encoding import is_any
-from shardline.tables import jobs
+from sqlalchemy import Connection, text
 
 WINDOW_MIN = 64
 WINDOW_PER_SEAT = 4
@@ -23,6 +19,8 @@ MAX_DOUBLINGS = 4
 
 STAMP_LOCK = 7_305_793_412
 """Advisory lock: relays stamp one after the other, so that together they keep to the window."""
+
+TAKE_TURN = text(f"SELECT pg_try_advisory_xact_lock({STAMP_LOCK})")
 
 # The inner LIMIT is a literal, so that the planner walks the index in order instead of sorting the backlog.
 STAMP = text(f"""
@@ -78,6 +76,11 @@ stamped AS (
 SELECT id, model, priority, num_sends, traceparent FROM stamped ORDER BY priority, created_at, id
 """)  # noqa: S608 (constants of ours)
 
+UNSTAMP = text("""
+UPDATE jobs SET sent_at = NULL, num_sends = greatest(num_sends - 1, 0)
+WHERE id = ANY(CAST(:ids AS uuid[])) AND state = 'queued' AND sent_at IS NOT NULL
+""")
+
 UNSTAMP_SENT = text(f"""
 -- Some of those that count as sent; what is locked is being claimed or has its turn the next time.
 WITH sent AS (
@@ -101,7 +104,7 @@ class Send:
 def stamp_due(connection: Connection, *, resend_s: float) -> list[Send]:
     """Take the jobs that are due: new ones while the window of their model and priority has room, and those sent long
     ago that nobody claimed. Empty also while another relay is stamping."""
-    if not connection.scalar(select(func.pg_try_advisory_xact_lock(STAMP_LOCK))):
+    if not connection.scalar(TAKE_TURN):
         return []
     return [
         Send(
@@ -117,11 +120,7 @@ def stamp_due(connection: Connection, *, resend_s: float) -> list[Send]:
 
 def unstamp(connection: Connection, ids: Collection[UUID]) -> None:
     """Sending failed: those of these that nobody has claimed are due again."""
-    connection.execute(
-        update(jobs)
-        .where(is_any(jobs.c.id, ids), jobs.c.state == JobState.QUEUED, jobs.c.sent_at.is_not(None))
-        .values(sent_at=None, num_sends=func.greatest(jobs.c.num_sends - 1, 0))
-    )
+    connection.execute(UNSTAMP, {"ids": list(ids)})
 
 
 def unstamp_sent(connection: Connection) -> int:

@@ -6,13 +6,44 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import ColumnElement, Connection, Interval, func, literal, select, update
-from sqlalchemy.dialects.postgresql import insert
+from sqlalchemy import Connection, TextClause, func, select, text
 
+from shardline.store.encoding import dump
 from shardline.tables import pipelines
 
 LATELY_S = 3600.0
 """So long after its lease a pipeline counts as one that comes back."""
+
+TAKE_EPOCH = text("""
+INSERT INTO pipelines (id, model, fingerprint, epoch, head, lease_until)
+VALUES (:pipeline, :model, :fingerprint, 1, :head, now() + make_interval(secs => :lease_s))
+ON CONFLICT (id) DO UPDATE SET model = excluded.model, fingerprint = excluded.fingerprint, head = excluded.head,
+    lease_until = excluded.lease_until, epoch = pipelines.epoch + 1, ready_at = NULL
+-- No epoch is 0: a head that holds none is known by its name.
+WHERE pipelines.lease_until <= now() OR pipelines.epoch = :held OR (:held = 0 AND pipelines.head = excluded.head)
+RETURNING pipelines.epoch
+""")
+
+HOLDER = text("SELECT head FROM pipelines WHERE id = :pipeline")
+
+RENEW = text("""
+UPDATE pipelines SET lease_until = now() + make_interval(secs => :lease_s) WHERE id = :pipeline AND epoch = :epoch
+""")
+
+READY = text("""
+UPDATE pipelines SET ready_at = coalesce(ready_at, now()), seats = :seats, stages = CAST(:stages AS jsonb),
+    exact = :exact, kv_tokens = :kv_tokens
+WHERE id = :pipeline AND epoch = :epoch
+""")
+
+UNREADY = text("UPDATE pipelines SET ready_at = NULL WHERE id = :pipeline AND epoch = :epoch")
+
+RELEASE = text("UPDATE pipelines SET ready_at = NULL, lease_until = now() WHERE id = :pipeline AND epoch = :epoch")
+
+LONGEST = text(f"""
+SELECT model, max(kv_tokens) AS kv_tokens FROM pipelines
+WHERE lease_until > now() - make_interval(secs => {LATELY_S}) AND kv_tokens IS NOT NULL GROUP BY model
+""")  # noqa: S608 (a constant of ours)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,25 +70,20 @@ def take_epoch(
     `held` is the last one that this head took; 0 of one that has just started: it follows a predecessor of the same
     worker's name at once. None: the pipeline is another head's, whose lease runs.
     """
-    taken = {"model": model, "fingerprint": fingerprint, "head": head, "lease_until": _in(lease_s)}
-    statement = insert(pipelines).values(id=pipeline, epoch=1, **taken)
-    statement = statement.on_conflict_do_update(
-        index_elements=[pipelines.c.id],
-        set_={**taken, "epoch": pipelines.c.epoch + 1, "ready_at": None},
-        where=(pipelines.c.lease_until <= func.now())
-        | (pipelines.c.epoch == held if held else pipelines.c.head == head),
-    )
-    return connection.execute(statement.returning(pipelines.c.epoch)).scalar_one_or_none()
+    taken = {"pipeline": pipeline, "model": model, "fingerprint": fingerprint, "head": head, "lease_s": lease_s}
+    epoch: int | None = connection.scalar(TAKE_EPOCH, {**taken, "held": held})
+    return epoch
 
 
 def holder(connection: Connection, pipeline: str) -> str | None:
     """The head that took it last."""
-    return connection.scalar(select(pipelines.c.head).where(pipelines.c.id == pipeline))
+    head: str | None = connection.scalar(HOLDER, {"pipeline": pipeline})
+    return head
 
 
 def renew(connection: Connection, pipeline: str, epoch: int, lease_s: float) -> bool:
     """Keep the pipeline alive; False when another head took a higher epoch."""
-    return _change(connection, pipeline, epoch, lease_until=_in(lease_s))
+    return _change(connection, RENEW, pipeline, epoch, lease_s=lease_s)
 
 
 def ready(
@@ -73,11 +99,11 @@ def ready(
     """All stages are bound: jobs may be sent. `seats` sets how many are sent ahead, `kv_tokens` their length."""
     return _change(
         connection,
+        READY,
         pipeline,
         epoch,
-        ready_at=func.coalesce(pipelines.c.ready_at, func.now()),
         seats=seats,
-        stages=[dict(stage) for stage in stages],
+        stages=dump(stages),
         exact=exact,
         kv_tokens=kv_tokens,
     )
@@ -85,20 +111,18 @@ def ready(
 
 def unready(connection: Connection, pipeline: str, epoch: int) -> bool:
     """A stage was lost: no generation can pass now."""
-    return _change(connection, pipeline, epoch, ready_at=None)
+    return _change(connection, UNREADY, pipeline, epoch)
 
 
 def release(connection: Connection, pipeline: str, epoch: int) -> bool:
     """The head goes: the pipeline is gone at once, not after its lease."""
-    return _change(connection, pipeline, epoch, ready_at=None, lease_until=func.now())
+    return _change(connection, RELEASE, pipeline, epoch)
 
 
 def longest(connection: Connection) -> dict[str, int]:
     """By model, the tokens of the longest sequence that one of its pipelines holds, or held a short while ago: a
     restart makes nothing shorter. A model is missing while none of its pipelines has said so."""
-    is_recent = pipelines.c.lease_until > _in(-LATELY_S)
-    query = select(pipelines.c.model, func.max(pipelines.c.kv_tokens)).where(is_recent).group_by(pipelines.c.model)
-    return {model: kv_tokens for model, kv_tokens in connection.execute(query) if kv_tokens is not None}
+    return {row.model: row.kv_tokens for row in connection.execute(LONGEST)}
 
 
 def live_pipelines(connection: Connection, model: str | None = None) -> list[LivePipeline]:
@@ -130,10 +154,5 @@ def num_ready(connection: Connection, model: str) -> int:
     return int(connection.scalar(query) or 0)
 
 
-def _change(connection: Connection, pipeline: str, epoch: int, **values: Any) -> bool:
-    mine = update(pipelines).where(pipelines.c.id == pipeline, pipelines.c.epoch == epoch).values(**values)
-    return connection.execute(mine).rowcount == 1
-
-
-def _in(seconds: float) -> ColumnElement[Any]:
-    return func.now() + func.make_interval(0, 0, 0, 0, 0, 0, literal(seconds), type_=Interval)
+def _change(connection: Connection, statement: TextClause, pipeline: str, epoch: int, **values: Any) -> bool:
+    return connection.execute(statement, {"pipeline": pipeline, "epoch": epoch, **values}).rowcount == 1

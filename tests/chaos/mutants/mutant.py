@@ -7,7 +7,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-STATEMENTS: Final = "tests/simulation/statements.py"
+TWINS: Final = "tests/simulation/"
+STATEMENTS: Final = f"{TWINS}statements.py"
+RELAY_STATEMENTS: Final = f"{TWINS}relay_statements.py"
 """Rules that are SQL are broken twice: in the store, and here for the simulation alone."""
 
 

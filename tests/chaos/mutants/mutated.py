@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from tests.chaos.mutants.mutant import STATEMENTS, Mutant, Patch
+from tests.chaos.mutants.mutant import TWINS, Mutant, Patch
 from tests.repository import REPOSITORY
 
 COPIED = ("services", "shared", "tests", "migrations", "pyproject.toml", "compose.yaml")
@@ -57,8 +57,8 @@ def copy_of(patches: Sequence[Patch]) -> Iterator[Path]:
 
 
 def of_product(mutant: Mutant) -> tuple[Patch, ...]:
-    """Without the simulation's model: tests that hold the two together must see them differ."""
-    return tuple(patch for patch in mutant.patches if patch.file != STATEMENTS)
+    """Without the simulation's twins: tests that hold the two together must see them differ."""
+    return tuple(patch for patch in mutant.patches if not patch.file.startswith(TWINS))
 
 
 def run(folder: Path, *arguments: str, timeout_s: float, **environment: str) -> str:

@@ -29,7 +29,8 @@ PATIENCE_S = 90.0
 
 ASSERTIONS = ("AssertionError", "assert ", "Failed: DID NOT RAISE", "hypothesis.errors.FlakyFailure")
 NONSENSE = re.compile(
-    r"^seed \d+: (NameError|TypeError|AttributeError|ImportError|SyntaxError|UnboundLocalError) ", re.MULTILINE
+    r"^seed \d+: (NameError|TypeError|AttributeError|ImportError|SyntaxError|UnboundLocalError|NotImplementedError) ",
+    re.MULTILINE,
 )
 RUN = re.compile(r"\brun\d+")
 

@@ -18,6 +18,7 @@ from services.stage.app import make_app
 from services.stage.celery.bootsteps import SeatLimit
 from services.stage.celery.delivery import Delivery
 from services.stage.celery.hub_calls import HubCalls
+from services.stage.hop.wakeup import Wakeup
 from services.stage.settings import StageSettings
 from shardline.queues import GENERATE_TASK
 from tests.polling import until
@@ -65,7 +66,7 @@ def app(redis_url: str) -> Celery:
     """A stage's app, as it would be without a stage."""
     app = make_app(StageSettings(model="m", redis_url=redis_url, seats=SEATS, interactive_seats=INTERACTIVE_SEATS))
     app.shardline = SimpleNamespace(
-        delivery_handler=HoldingHandler(), hub=HubCalls(), drain_s=5.0, interactive_seats=INTERACTIVE_SEATS
+        delivery_handler=HoldingHandler(), hub=HubCalls(Wakeup()), drain_s=5.0, interactive_seats=INTERACTIVE_SEATS
     )
     app.conf.broker_connection_retry_on_startup = True
     return app

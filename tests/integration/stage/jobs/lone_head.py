@@ -22,6 +22,7 @@ from services.stage.celery.hub_calls import HubCalls
 from services.stage.engine.engine import HeadEngine
 from services.stage.engine.executor import Executor
 from services.stage.engine.memory import Limits
+from services.stage.hop.wakeup import Wakeup
 from services.stage.hop.wiring import Member, Wiring
 from services.stage.jobs.delta_publisher import DeltaPublisher
 from services.stage.jobs.engine_requests import EngineRequests
@@ -143,7 +144,7 @@ def open_lone_head(database: Database, executor: Executor, redis_url: str, times
         lease_manager=lease_manager,
         engine=engine,
         executor=executor,
-        hub=HubCalls(),
+        hub=HubCalls(Wakeup()),
         verdicts=queue.Queue(),
         numbers=count(1),
         meter=meter,

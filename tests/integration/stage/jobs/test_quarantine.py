@@ -22,6 +22,7 @@ from services.stage.app import make_app
 from services.stage.celery.delivery import Delivery
 from services.stage.celery.hub_calls import HubCalls
 from services.stage.engine.executor import Executor
+from services.stage.hop.wakeup import Wakeup
 from services.stage.jobs.claimer import Claimer
 from services.stage.jobs.engine_requests import EngineRequests
 from services.stage.jobs.identity import Identity
@@ -119,7 +120,7 @@ class IdleEngine:
         """It knows none."""
 
 
-HUB = HubCalls()
+HUB = HubCalls(Wakeup())
 TOKENIZER = Tokenizer(WordLevel({"<0>": 0}, unk_token="<0>"))
 IDENTITY = Identity(
     worker="h",
@@ -322,7 +323,7 @@ def sender_and_head(database: Database, executor: Executor, redis_url: str) -> I
     app.amqp.queues.select_add(QUEUE)
     with open_lone_head(database, executor, redis_url, TIMES) as head:
         app.shardline = SimpleNamespace(
-            delivery_handler=head.lease_manager, hub=HubCalls(), drain_s=5.0, interactive_seats=0
+            delivery_handler=head.lease_manager, hub=HubCalls(Wakeup()), drain_s=5.0, interactive_seats=0
         )
         with start_worker(
             app, concurrency=SEATS, pool=app.conf.worker_pool, perform_ping_check=False, shutdown_timeout=60

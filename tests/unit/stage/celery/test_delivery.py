@@ -15,6 +15,7 @@ from kombu.serialization import dumps
 from services.stage.celery.delivery import Delivery
 from services.stage.celery.hub_calls import HubCalls
 from services.stage.celery.pool import EnginePool
+from services.stage.hop.wakeup import Wakeup
 from shardline.errors import JobFailed
 
 
@@ -51,7 +52,7 @@ def handler() -> NotingHandler:
 @pytest.fixture
 def pool(handler: NotingHandler) -> EnginePool:
     """A started pool that drains for no time at all."""
-    stage = SimpleNamespace(delivery_handler=handler, hub=HubCalls(), drain_s=0.0, interactive_seats=2)
+    stage = SimpleNamespace(delivery_handler=handler, hub=HubCalls(Wakeup()), drain_s=0.0, interactive_seats=2)
     pool = EnginePool(limit=4, app=SimpleNamespace(shardline=stage))
     pool.on_start()
     return pool

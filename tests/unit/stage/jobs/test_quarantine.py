@@ -7,12 +7,13 @@ from typing import cast
 
 from services.stage.celery.delivery import Delivery
 from services.stage.celery.hub_calls import HubCalls
+from services.stage.hop.wakeup import Wakeup
 from services.stage.jobs import quarantine
 from services.stage.jobs.live_job import LiveJob
 from services.stage.jobs.quarantine import ISOLATED_STEPS, Moment, Seats, claimable
 
 SEATS = Seats(num_any=4, num_interactive=2)
-HUB = HubCalls()
+HUB = HubCalls(Wakeup())
 NOW_S = 100.0
 BEAT_S = 1.0
 

@@ -10,7 +10,7 @@ import redis
 from msgspec.structs import replace
 
 from services.stage.hop.sockets import Sockets
-from services.stage.pipeline.registry import MAX_SCANS, Announcer, Registry
+from services.stage.pipeline.registry import MAX_SCANS, Announcer, RedisRegistry
 from services.standalone.servers import Valkey
 from shardline import keys
 from shardline.errors import Unavailable
@@ -19,13 +19,13 @@ from tests.links import NUM_LAYERS, PATIENCE_S, make_card, open_pipes
 
 
 @pytest.fixture
-def registry(redis_url: str) -> Iterator[Registry]:
-    registry = Registry(redis_url)
+def registry(redis_url: str) -> Iterator[RedisRegistry]:
+    registry = RedisRegistry(redis_url)
     yield registry
     registry.close()
 
 
-def test_announced_cards_are_listed_by_model(registry: Registry) -> None:
+def test_announced_cards_are_listed_by_model(registry: RedisRegistry) -> None:
     card, other = make_card(0, 8), make_card(0, 8, model="other")
     registry.announce(card)
     registry.announce(other)
@@ -34,7 +34,7 @@ def test_announced_cards_are_listed_by_model(registry: Registry) -> None:
     assert {entry.incarnation for entry in registry.cards()} == {card.incarnation, other.incarnation}
 
 
-def test_a_card_expires_unless_renewed(registry: Registry, redis_url: str) -> None:
+def test_a_card_expires_unless_renewed(registry: RedisRegistry, redis_url: str) -> None:
     card = make_card(0, 8)
     registry.announce(card)
 
@@ -42,7 +42,7 @@ def test_a_card_expires_unless_renewed(registry: Registry, redis_url: str) -> No
         assert 0 < client.ttl(keys.stage_entry(card.incarnation)) <= keys.REGISTRY_TTL_S
 
 
-def test_what_is_no_card_is_passed_over(registry: Registry, redis_url: str) -> None:
+def test_what_is_no_card_is_passed_over(registry: RedisRegistry, redis_url: str) -> None:
     card = make_card(0, 8)
     registry.announce(card)
     with redis.Redis.from_url(redis_url) as client:
@@ -70,7 +70,7 @@ def num_calls(client: redis.Redis) -> int:
     return int(client.info("stats")["total_commands_processed"])
 
 
-def test_cards_are_found_at_once_among_any_number_of_streams(registry: Registry, busy_client: redis.Redis) -> None:
+def test_cards_are_found_at_once_among_any_number_of_streams(registry: RedisRegistry, busy_client: redis.Redis) -> None:
     card = make_card(0, 8)
     registry.announce(card)
     before = num_calls(busy_client)
@@ -79,7 +79,9 @@ def test_cards_are_found_at_once_among_any_number_of_streams(registry: Registry,
     assert num_calls(busy_client) - before < NUM_STREAMS / 500
 
 
-def test_a_stage_of_the_last_release_is_found_a_few_looks_later(registry: Registry, busy_client: redis.Redis) -> None:
+def test_a_stage_of_the_last_release_is_found_a_few_looks_later(
+    registry: RedisRegistry, busy_client: redis.Redis
+) -> None:
     old, new = make_card(0, 8), make_card(8, NUM_LAYERS)
     busy_client.set(keys.stage_entry(old.incarnation), encode_card(old))
     registry.announce(new)
@@ -90,7 +92,7 @@ def test_a_stage_of_the_last_release_is_found_a_few_looks_later(registry: Regist
     assert registry.cards("tiny") == [new]
 
 
-def test_a_stage_that_died_is_taken_from_the_list(registry: Registry, redis_url: str) -> None:
+def test_a_stage_that_died_is_taken_from_the_list(registry: RedisRegistry, redis_url: str) -> None:
     card = make_card(0, 8)
     registry.announce(card)
     with redis.Redis.from_url(redis_url) as client:
@@ -103,7 +105,7 @@ def test_a_stage_that_died_is_taken_from_the_list(registry: Registry, redis_url:
 
 
 def test_an_absent_redis_is_unavailable() -> None:
-    registry = Registry("redis://127.0.0.1:1/0")
+    registry = RedisRegistry("redis://127.0.0.1:1/0")
 
     with pytest.raises(Unavailable, match="Redis unreachable"):
         registry.cards("tiny")
@@ -114,7 +116,7 @@ def test_an_absent_redis_is_unavailable() -> None:
 class AnnouncedCard:
     """A stage's card that an announcer asks for. Asking again means that the card before has been dealt with."""
 
-    def __init__(self, registry: Registry) -> None:
+    def __init__(self, registry: RedisRegistry) -> None:
         self.card = make_card(8, NUM_LAYERS)
         self._asked: queue.Queue[None] = queue.Queue()
         self.announcer = Announcer(registry, self._answer)
@@ -131,14 +133,14 @@ class AnnouncedCard:
 
 
 @pytest.fixture
-def announced(registry: Registry) -> Iterator[AnnouncedCard]:
+def announced(registry: RedisRegistry) -> Iterator[AnnouncedCard]:
     announced = AnnouncedCard(registry)
     announced.announcer.start()
     yield announced
     announced.announcer.stop()
 
 
-def test_a_changed_card_is_put_up_at_once(registry: Registry, announced: AnnouncedCard) -> None:
+def test_a_changed_card_is_put_up_at_once(registry: RedisRegistry, announced: AnnouncedCard) -> None:
     announced.card = replace(announced.card, bound_to="a pipeline")
     announced.settle()
 
@@ -146,7 +148,7 @@ def test_a_changed_card_is_put_up_at_once(registry: Registry, announced: Announc
 
 
 def test_a_card_comes_back_after_redis_lost_everything(
-    registry: Registry, announced: AnnouncedCard, redis_server: Valkey
+    registry: RedisRegistry, announced: AnnouncedCard, redis_server: Valkey
 ) -> None:
     announced.settle()
     redis_server.kill()
@@ -158,7 +160,7 @@ def test_a_card_comes_back_after_redis_lost_everything(
     assert registry.cards() == [announced.card]
 
 
-def test_a_stopped_announcer_takes_its_card_down(registry: Registry, announced: AnnouncedCard) -> None:
+def test_a_stopped_announcer_takes_its_card_down(registry: RedisRegistry, announced: AnnouncedCard) -> None:
     announced.settle()
 
     announced.announcer.stop()
@@ -166,7 +168,7 @@ def test_a_stopped_announcer_takes_its_card_down(registry: Registry, announced: 
     assert registry.cards() == []
 
 
-def test_a_head_and_its_stage_find_each_other_through_redis(registry: Registry) -> None:
+def test_a_head_and_its_stage_find_each_other_through_redis(registry: RedisRegistry) -> None:
     with open_pipes(Sockets(bind="tcp://127.0.0.1")) as pipes:
         tail = pipes.stage(8, NUM_LAYERS)
         announcer = Announcer(registry, tail.link.card)

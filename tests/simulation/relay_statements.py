@@ -1,0 +1,159 @@
+"""Twins of the statements with which relays send, sweep and cancel jobs; see `statements` for those of claims."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from uuid import UUID
+
+from sqlalchemy.sql import Executable
+
+from shardline.job import JobState
+from shardline.store import bells, jobs, outbox, reports, sweeps
+from shardline.store.outbox import MAX_BATCH, MAX_DOUBLINGS, WINDOW_MIN, WINDOW_PER_SEAT
+from shardline.tables import JOBS_CHANNEL
+from tests.simulation.rows import Job, Rows, Tables, Twin
+
+# shardline.store.outbox ----------------------------------------------------------------------------------------------
+
+
+def take_turn(_tables: Tables) -> Rows:
+    """Nobody else stamps at this moment."""
+    return [{"is_ours": True}]
+
+
+def stamp(tables: Tables, *, resend_s: float) -> Rows:
+    """Those that are due for the first time within their window, or again."""
+    now_s = tables.now_s
+    queued = sorted((job for job in tables.jobs.values() if job.state is JobState.QUEUED), key=lambda job: job.order)
+    due = _within_window(tables, queued)
+    lost = [
+        job
+        for job in queued
+        if job.sent_s is not None
+        and job.sent_s <= now_s - resend_s * 2 ** min(max(job.num_sends - 1, 0), MAX_DOUBLINGS)
+    ]
+    stamped = sorted((job for job in due + lost if job.cancel_s is None), key=lambda job: job.order)
+    for job in stamped:
+        job.sent_s, job.num_sends = now_s, job.num_sends + 1
+    return [
+        {"id": job.id, "model": job.model, "priority": job.priority, "num_sends": job.num_sends, "traceparent": None}
+        for job in stamped
+    ]
+
+
+def unstamp(tables: Tables, *, ids: Collection[UUID]) -> int:
+    """Sending failed."""
+    sent = [job for job in tables.select(ids) if job.state is JobState.QUEUED and job.sent_s is not None]
+    for job in sent:
+        job.sent_s, job.num_sends = None, max(job.num_sends - 1, 0)
+    return len(sent)
+
+
+def unstamp_sent(tables: Tables) -> int:
+    """Redis lost everything."""
+    sent = [job for job in tables.jobs.values() if job.state is JobState.QUEUED and job.sent_s is not None]
+    for job in sent[:MAX_BATCH]:
+        job.sent_s, job.num_sends = None, 0
+    return len(sent[:MAX_BATCH])
+
+
+def _within_window(tables: Tables, queued: Sequence[Job]) -> list[Job]:
+    seats: dict[str, int] = {}
+    for row in tables.pipelines.values():
+        if row.lease_s > tables.now_s:
+            seats[row.model] = seats.get(row.model, 0) + row.seats
+    room: dict[tuple[str, int], int] = {}
+    due = []
+    for job in queued:
+        line = (job.model, job.priority)
+        if line not in room:
+            num_out = sum((one.model, one.priority) == line and one.sent_s is not None for one in queued)
+            room[line] = max(WINDOW_MIN, WINDOW_PER_SEAT * seats.get(job.model, 0)) - num_out
+        is_new = job.sent_s is None and job.cancel_s is None and job.model in tables.models
+        if is_new and job.not_before_s <= tables.now_s and room[line] > 0:
+            room[line] -= 1
+            due.append(job)
+    return due
+
+
+# shardline.store.sweeps ----------------------------------------------------------------------------------------------
+
+
+def fix_now(_tables: Tables) -> Rows:
+    """Time stands still in a transaction."""
+    return []
+
+
+def lock_stopped(tables: Tables, *, max_batch: int) -> Rows:
+    """Queued ones that were cancelled or are too late."""
+    queued = [job for job in tables.jobs.values() if job.state is JobState.QUEUED]
+    stopped = [job.id for job in queued if job.cancel_s is not None or tables.is_past(job.deadline_s)]
+    return [{"id": job_id} for job_id in sorted(stopped)[:max_batch]]
+
+
+def lock_expired(tables: Tables, *, lease_s: float, max_batch: int) -> Rows:
+    """Those whose holder was silent for a lease."""
+    if not tables.started_s < tables.now_s - lease_s:
+        return []
+    running = [job for job in tables.jobs.values() if job.state is JobState.RUNNING]
+    expired = [job for job in running if job.lease_s is not None and job.lease_s < tables.now_s]
+    tables.audit_leases(expired)
+    return [{"id": job.id} for job in sorted(expired, key=lambda job: job.lease_s or 0.0)[:max_batch]]
+
+
+def partials(tables: Tables, *, ids: Collection[UUID], max_bytes: int) -> Rows:
+    """What was saved of each; here that is never too much for one sweep."""
+    return [
+        {
+            "id": job.id,
+            "fence": job.fence,
+            "model": job.model,
+            "params": job.params,
+            "max_tokens": job.max_tokens,
+            "num_prompt": len(job.prompt_ids),
+            "tokens": tables.attempts[job.id, job.fence].tokens,
+            "logprobs": None,
+        }
+        for job in tables.select(ids)
+    ]
+
+
+# shardline.store.jobs, reports, bells --------------------------------------------------------------------------------
+
+
+def cancel(tables: Tables, *, ids: Collection[UUID], running: bool) -> Rows:
+    """What never ran ends at once; all else is asked to."""
+    may_change = (JobState.QUEUED, JobState.RUNNING) if running else (JobState.QUEUED,)
+    changed = [job for job in tables.select(ids) if job.state in may_change]
+    for job in changed:
+        job.cancel_s = tables.now_s if job.cancel_s is None else job.cancel_s
+        if job.state is JobState.QUEUED and job.fence == 0:
+            job.state = JobState.CANCELLED
+    return [{"id": job.id, "state": job.state} for job in changed]
+
+
+def states(tables: Tables, *, ids: Collection[UUID]) -> Rows:
+    """Of those that exist."""
+    return [{"id": job.id, "state": job.state} for job in tables.select(ids)]
+
+
+def ring(tables: Tables, *, channel: str) -> Rows:
+    """NOTIFY: nobody here waits for ends."""
+    if channel == JOBS_CHANNEL:
+        tables.ring()
+    return []
+
+
+TWINS: Mapping[Executable, Twin] = {
+    outbox.TAKE_TURN: take_turn,
+    outbox.STAMP: stamp,
+    outbox.UNSTAMP: unstamp,
+    outbox.UNSTAMP_SENT: unstamp_sent,
+    sweeps.FIX_NOW: fix_now,
+    sweeps.LOCK_STOPPED: lock_stopped,
+    sweeps.LOCK_EXPIRED: lock_expired,
+    sweeps.PARTIALS: partials,
+    jobs.CANCEL: cancel,
+    reports.STATES: states,
+    bells.RING: ring,
+}
