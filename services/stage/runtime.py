@@ -1,6 +1,6 @@
 """A stage at run time: what its process is made of, started and stopped in order. Knows no Celery worker.
 
-`Head` and `Later` put the parts together; `Stage` is what Celery's side sees of either.
+`Head` and `Follower` put the parts together; `Stage` is what Celery's side sees of either.
 """
 
 from __future__ import annotations

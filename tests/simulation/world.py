@@ -13,6 +13,7 @@ from uuid import UUID
 
 import msgspec
 
+from services.stage.scheduling.kv_blocks import BLOCK_TOKENS
 from services.stage.scheduling.scheduler import Scheduler
 from shardline.job import JobProgress, JobState, SamplingParams
 from shardline.store.jobs import request_cancel
@@ -157,6 +158,8 @@ class World:
     def _accept(self, number: int) -> None:
         rng, now_s = self.rng, self.loom.now_s
         prompt = [rng.randrange(NUM_TOKENS) for _ in range(rng.choice([1, 3, 8, 40, 70]))]
+        if rng.random() < 0.5:  # It begins as others do: what they have computed of it is found.
+            prompt[:BLOCK_TOKENS] = [place % NUM_TOKENS for place in range(min(len(prompt), BLOCK_TOKENS))]
         job_id = UUID(int=rng.getrandbits(128))
         if rng.random() < 0.04:
             prompt[rng.randrange(len(prompt))] = POISON

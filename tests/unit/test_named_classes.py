@@ -22,7 +22,6 @@ NAMED = re.compile(r"`([A-Z][a-z0-9]\w*(?:\.\w+)*)(?:\([^`]*\))?`")
 DEFINED_IN_CPP = re.compile(r"\b(?:struct|enum|class) (\w+)")
 FOREIGN = {
     "AsyncResult",  # Celery's
-    "Later",  # the old name of `Follower`, in one docstring: services/stage/runtime.py
     "MainThread",  # Python's own name of it
     "Raises",  # the section of a docstring
     "TimeoutStopSec",  # systemd's

@@ -25,7 +25,7 @@ OFF_THE_PATH = {
     "errors, settings, metrics, clocks, connections: of any module": """shardline/__init__ shardline/aio
         shardline/clock shardline/config shardline/errors shardline/failpoints
         shardline/ids shardline/keys shardline/log shardline/metrics shardline/redis
-        shardline/rounding shardline/tables shardline/threads shardline/store/database shardline/client/database
+        shardline/rounding shardline/tables shardline/store/database shardline/client/database
         gateway/errors stage/metrics stage/jobs/outage""",
     "types alone": """gateway/bodies gateway/schemas shardline/client/fields
         stage/hop/__init__ stage/jobs/job_engine stage/jobs/lease_host stage/pipeline/status""",
@@ -33,7 +33,7 @@ OFF_THE_PATH = {
         stage/engine/exactness stage/model/experts stage/model/kv_shapes stage/model/model_info
         stage/model/owned_weights stage/model/refusal stage/model/weights""",
     "for a pipeline, not for a prompt": """stage/celery/subscription stage/pipeline/assembly stage/pipeline/epochs
-        stage/pipeline/pipeline stage/pipeline/registry shardline/store/models shardline/store/pipelines""",
+        stage/pipeline/pipeline shardline/store/models shardline/store/pipelines""",
     "for other requests": """gateway/routes/health gateway/routes/jobs shardline/client/requests
         shardline/store/dead_letters shardline/store/jobs shardline/store/listing shardline/store/repeats
         shardline/tokenize/chat stage/attention/sdpa""",
