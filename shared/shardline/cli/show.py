@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from shardline.job import Job, JobState, JobSummary
+from shardline.job import Job, JobState, JobSummary, Usage
 from shardline.store.api_keys import ApiKey
 from shardline.store.dead_letters import DeadLetter
 from shardline.store.pipelines import LivePipeline
@@ -150,11 +150,15 @@ def _result(job: Job) -> dict[str, object]:
         return {}
     return {
         "finish reason": result.finish_reason,
-        "tokens": f"{result.usage.prompt_tokens} in, {result.usage.completion_tokens} out",
+        "tokens": f"{result.usage.prompt_tokens} in{_cached(result.usage)}, {result.usage.completion_tokens} out",
         "exact": "yes" if result.exact else "no",
         "worker": result.provenance.get("worker"),
         "timings": ", ".join(f"{name.removesuffix('_s')} {value:.3f} s" for name, value in result.timings.items()),
     }
+
+
+def _cached(usage: Usage) -> str:
+    return f" ({usage.cached_tokens} cached)" if usage.cached_tokens else ""
 
 
 def _reasons(error: Mapping[str, Any]) -> dict[str, object]:

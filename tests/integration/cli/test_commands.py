@@ -16,7 +16,7 @@ from shardline.cli.commands import cli
 from shardline.job import JobState
 from shardline.store import pipelines
 from tests.repository import REPOSITORY
-from tests.tiny_head import TinyHead, tiny_head
+from tests.tiny_head import NUM_CACHED, TinyHead, tiny_head
 
 PROMPT = "sum: 1 + 2 ="
 SHARED = REPOSITORY / "shared"
@@ -86,7 +86,11 @@ def test_an_ended_job_shows_result_and_provenance(shardline: Shardline, head: Ti
     job_id = submitted(shardline)
     head.finish(head.claim())
     shown = shardline("get", job_id).stdout
-    assert [word for word in ("succeeded", "stop", "running 0.100 s", f"\n{PROMPT}\n") if word not in shown] == []
+    assert [
+        word
+        for word in ("succeeded", "stop", "running 0.100 s", f"({NUM_CACHED} cached)", f"\n{PROMPT}\n")
+        if word not in shown
+    ] == []
 
 
 def test_waiting_for_a_cancelled_job_ends_with_status_1(shardline: Shardline) -> None:
