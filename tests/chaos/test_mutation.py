@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.chaos.mutants.mutant import Hurt, Patch
-from tests.chaos.mutants.mutated import Unfit, copy_of, run
+from tests.chaos.mutants.mutant import Hurt, Patch, Unfit
+from tests.chaos.mutants.mutated import copy_of, run
 from tests.chaos.mutants.mutation import together
 from tests.chaos.mutants.noticing import by_test
 

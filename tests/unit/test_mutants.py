@@ -7,7 +7,7 @@ import ast
 import pytest
 
 from tests.chaos.mutants.catalog import MUTANTS
-from tests.chaos.mutants.mutant import Mutant
+from tests.chaos.mutants.mutant import Mutant, Patch, Unfit
 from tests.repository import REPOSITORY
 
 
@@ -16,9 +16,8 @@ def test_each_patch_of_a_mutant_fits_once_and_its_file_still_parses(mutant: Muta
     sources: dict[str, str] = {}
     for patch in mutant.patches:
         source = sources.get(patch.file) or (REPOSITORY / patch.file).read_text(encoding="utf-8")
-        assert source.count(patch.old) == 1, f"{patch.file} has {source.count(patch.old)} times {patch.old!r}"
-        assert patch.old != patch.new
-        sources[patch.file] = source.replace(patch.old, patch.new)
+        sources[patch.file] = patch.applied(source)
+        assert sources[patch.file] != source
     for file, source in sources.items():
         ast.parse(source, filename=file)
 
@@ -34,3 +33,34 @@ def test_the_tests_that_must_notice_a_mutant_exist(mutant: Mutant) -> None:
 
 def test_the_names_of_mutants_differ() -> None:
     assert len({mutant.name for mutant in MUTANTS}) == len(MUTANTS)
+
+
+SOURCE = """
+LIMIT = 3
+
+
+def other(number):
+    return number < LIMIT
+
+
+class Rule:
+    def holds(self, number):
+        return (
+            number < LIMIT
+        )
+"""
+
+
+def test_a_patch_changes_its_function_alone_however_its_lines_are_broken() -> None:
+    patch = Patch(file="rule.py", within="Rule.holds", old="( number < LIMIT )", new="True")
+
+    assert patch.applied(SOURCE) == SOURCE.replace("(\n            number < LIMIT\n        )", "True")
+
+
+@pytest.mark.parametrize(
+    ("within", "problem"),
+    [("", "it has 2 times"), ("Rule.begins", "no Rule.begins"), ("LIMIT", "LIMIT has 0 times")],
+)
+def test_a_patch_that_does_not_fit_says_where(within: str, problem: str) -> None:
+    with pytest.raises(Unfit, match=problem):
+        Patch(file="rule.py", within=within, old="number < LIMIT", new="True").applied(SOURCE)

@@ -15,6 +15,7 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
         patches=(
             Patch(
                 file=REPEATS,
+                within="REPEATED",
                 old="OR CASE WHEN num_nonnulls(jobs.prompt, jobs.messages) = 0 THEN jobs.prompt_ids END IS DISTINCT",
                 new="OR jobs.prompt_ids IS DISTINCT",
             ),
@@ -29,8 +30,9 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
         patches=(
             Patch(
                 file=COMPLETION,
-                old="            parts.append(self.push(token_id)[0])\n",
-                new="            parts.append(self.push(token_id)[0] + self._detokenizer.flush())\n",
+                within="CompletionText.say",
+                old="parts.append(self.push(token_id)[0])",
+                new="parts.append(self.push(token_id)[0] + self._detokenizer.flush())",
             ),
         ),
         tests=(

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from tests.chaos.mutants.mutant import TWINS, Mutant, Patch
+from tests.chaos.mutants.mutant import TWINS, Mutant, Patch, Unfit
 from tests.repository import REPOSITORY
 
 COPIED = ("services", "shared", "tests", "migrations", "pyproject.toml", "compose.yaml")
@@ -23,10 +23,6 @@ END_S = 60.0
 """What is ended early puts its servers away first."""
 
 WHERE = "import importlib, sys\nfor name in sys.argv[1:]: print(importlib.import_module(name).__file__)"
-
-
-class Unfit(Exception):
-    """The mutated copy does not run: what fails in it proves nothing."""
 
 
 class Hung(Exception):
@@ -48,10 +44,7 @@ def copy_of(patches: Sequence[Patch]) -> Iterator[Path]:
             (folder / BUILT).symlink_to((REPOSITORY / BUILT).resolve())
         for patch in patches:
             path = folder / patch.file
-            source_text = path.read_text(encoding="utf-8")
-            if source_text.count(patch.old) != 1:
-                raise Unfit(f"{patch.file}: the patch does not fit any more")
-            path.write_text(source_text.replace(patch.old, patch.new), encoding="utf-8")
+            path.write_text(patch.applied(path.read_text(encoding="utf-8")), encoding="utf-8")
         _import_from(folder, {patch.file for patch in patches})
         yield folder
 

@@ -17,8 +17,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from tests.chaos.mutants.catalog import MUTANTS
-from tests.chaos.mutants.mutant import Hurt, Mutant, Patch
-from tests.chaos.mutants.mutated import Hung, Unfit, copy_of, of_product
+from tests.chaos.mutants.mutant import Hurt, Mutant, Patch, Unfit
+from tests.chaos.mutants.mutated import Hung, copy_of, of_product
 from tests.chaos.mutants.noticing import Judged, by_judge, by_storms, by_test
 from tests.chaos.mutants.table import Seen, short, update
 from tests.chaos.stack.options import TIME_SCALE

@@ -14,8 +14,8 @@ from xml.etree import ElementTree
 
 import msgspec
 
-from tests.chaos.mutants.mutant import Hurt
-from tests.chaos.mutants.mutated import Unfit, run
+from tests.chaos.mutants.mutant import Hurt, Unfit
+from tests.chaos.mutants.mutated import run
 from tests.chaos.report.report import FILE, Report
 from tests.repository import REPOSITORY
 from tests.simulation.__main__ import BROKEN_RUNS

@@ -47,9 +47,9 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
     Mutant(
         name="no fence in the write of an end",
         patches=(
-            Patch(file=ENDS, old=END_LOCK, new=END_LOCK.replace(" AND ends.fence = jobs.fence", "")),
-            Patch(file=ENDS, old=END_WRITE, new=END_WRITE.replace(" AND ends.fence = jobs.fence", "")),
-            Patch(file=STATEMENTS, old=HELD_END, new=HELD_END.replace("one.fence", "job.fence")),
+            Patch(file=ENDS, within="END", old=END_LOCK, new=END_LOCK.replace(" AND ends.fence = jobs.fence", "")),
+            Patch(file=ENDS, within="END", old=END_WRITE, new=END_WRITE.replace(" AND ends.fence = jobs.fence", "")),
+            Patch(file=STATEMENTS, within="end", old=HELD_END, new=HELD_END.replace("one.fence", "job.fence")),
         ),
         tests=(f"{CLAIM_TESTS}::test_a_write_under_a_stale_fence_changes_nothing", ROWS_AGREE),
         hurt=LEASE_MANAGER_HANGS,
@@ -57,10 +57,25 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
     Mutant(
         name="no fence in the write of a heartbeat",
         patches=(
-            Patch(file=LEASES, old=BEAT_LOCK, new=BEAT_LOCK.replace(" AND beats.fence = jobs.fence", "")),
-            Patch(file=LEASES, old=BEAT_WRITE, new=BEAT_WRITE.replace(" AND beats.fence = jobs.fence", "")),
-            Patch(file=LEASES, old=BEAT_REPLY, new=BEAT_REPLY.replace(" AND beats.fence = renewed.fence", "")),
-            Patch(file=STATEMENTS, old=HELD_BEAT, new=HELD_BEAT.replace("beat.fence", "job.fence")),
+            Patch(
+                file=LEASES,
+                within="HEARTBEAT",
+                old=BEAT_LOCK,
+                new=BEAT_LOCK.replace(" AND beats.fence = jobs.fence", ""),
+            ),
+            Patch(
+                file=LEASES,
+                within="HEARTBEAT",
+                old=BEAT_WRITE,
+                new=BEAT_WRITE.replace(" AND beats.fence = jobs.fence", ""),
+            ),
+            Patch(
+                file=LEASES,
+                within="HEARTBEAT",
+                old=BEAT_REPLY,
+                new=BEAT_REPLY.replace(" AND beats.fence = renewed.fence", ""),
+            ),
+            Patch(file=STATEMENTS, within="heartbeat", old=HELD_BEAT, new=HELD_BEAT.replace("beat.fence", "job.fence")),
         ),
         tests=(f"{CLAIM_TESTS}::test_a_write_under_a_stale_fence_changes_nothing", ROWS_AGREE),
         hurt=LEASE_MANAGER_HANGS,
@@ -68,9 +83,24 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
     Mutant(
         name="rescue and release without fence",
         patches=(
-            Patch(file=ENDS, old=REQUEUE_LOCK, new=REQUEUE_LOCK.replace(" AND keys.fence = jobs.fence", "")),
-            Patch(file=ENDS, old=REQUEUE_WRITE, new=REQUEUE_WRITE.replace(" AND keys.fence = jobs.fence", "")),
-            Patch(file=STATEMENTS, old=HELD_REQUEUE, new=HELD_REQUEUE.replace("(key.fence, J", "(job.fence, J")),
+            Patch(
+                file=ENDS,
+                within="REQUEUE",
+                old=REQUEUE_LOCK,
+                new=REQUEUE_LOCK.replace(" AND keys.fence = jobs.fence", ""),
+            ),
+            Patch(
+                file=ENDS,
+                within="REQUEUE",
+                old=REQUEUE_WRITE,
+                new=REQUEUE_WRITE.replace(" AND keys.fence = jobs.fence", ""),
+            ),
+            Patch(
+                file=STATEMENTS,
+                within="requeue",
+                old=HELD_REQUEUE,
+                new=HELD_REQUEUE.replace("(key.fence, J", "(job.fence, J"),
+            ),
         ),
         tests=(f"{CLAIM_TESTS}::test_a_write_under_a_stale_fence_changes_nothing", ROWS_AGREE),
         hurt=replace(LEASE_MANAGER_HANGS, faults="lease: a lease manager hangs while its head drains"),
@@ -79,9 +109,12 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
         name="a claim takes no new fence",
         patches=(
             Patch(
-                file=CLAIMS, old="SET state = 'running', fence = fence + 1,", new="SET state = 'running', fence = 1,"
+                file=CLAIMS,
+                within="CLAIM",
+                old="SET state = 'running', fence = fence + 1,",
+                new="SET state = 'running', fence = 1,",
             ),
-            Patch(file=STATEMENTS, old="JobState.RUNNING, job.fence + 1\n", new="JobState.RUNNING, 1\n"),
+            Patch(file=STATEMENTS, within="claim", old="JobState.RUNNING, job.fence + 1", new="JobState.RUNNING, 1"),
         ),
         tests=(f"{CLAIM_TESTS}::test_a_job_that_ran_before_is_claimed_with_the_next_fence",),
         hurt=HEADS_DIE,
@@ -91,8 +124,9 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
         patches=(
             Patch(
                 file="services/relay/sweeper.py",
-                old="        if now_s >= self._rescue_after_s:\n",
-                new="        if now_s < 0:\n",
+                within="Sweeper._rescue",
+                old="if now_s >= self._rescue_after_s:",
+                new="if now_s < 0:",
             ),
         ),
         is_simulated=True,
@@ -101,8 +135,13 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
     Mutant(
         name="no re-send of lost messages",
         patches=(
-            Patch(file=OUTBOX, old="SELECT id FROM due UNION ALL SELECT id FROM unclaimed", new="SELECT id FROM due"),
-            Patch(file=RELAY_STATEMENTS, old="for job in due + lost if", new="for job in due if"),
+            Patch(
+                file=OUTBOX,
+                within="STAMP",
+                old="SELECT id FROM due UNION ALL SELECT id FROM unclaimed",
+                new="SELECT id FROM due",
+            ),
+            Patch(file=RELAY_STATEMENTS, within="stamp", old="for job in due + lost if", new="for job in due if"),
         ),
         tests=(
             "tests/integration/store/test_outbox.py::test_an_unclaimed_job_is_sent_again_ever_more_rarely",
@@ -116,6 +155,7 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
         patches=(
             Patch(
                 file="migrations/versions/0001_the_first_tables.py",
+                within="_create_results",
                 old='sa.PrimaryKeyConstraint("job_id", name=op.f("results_pkey")),',
                 new="",
             ),
@@ -125,35 +165,44 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
         hidden_by=Layer(
             name="the condition that only a running job ends",
             patches=(
-                Patch(file=ENDS, old=END_LOCK, new=END_LOCK.replace("    WHERE jobs.state = :left", "    WHERE true")),
-                Patch(file=ENDS, old=END_WRITE, new=END_WRITE.replace(" AND jobs.state = :left", "")),
+                Patch(
+                    file=ENDS,
+                    within="END",
+                    old=END_LOCK,
+                    new=END_LOCK.replace("    WHERE jobs.state = :left", "    WHERE true"),
+                ),
+                Patch(file=ENDS, within="END", old=END_WRITE, new=END_WRITE.replace(" AND jobs.state = :left", "")),
             ),
         ),
     ),
     Mutant(
         name="leases by a worker's clock",
         patches=(
-            Patch(file=LEASES, old="from uuid import UUID\n", new="from uuid import UUID\nimport time\n"),
+            Patch(file=LEASES, old="from uuid import UUID", new="from uuid import UUID\nimport time\n"),
             Patch(
                 file=LEASES,
+                within="HEARTBEAT",
                 old="UPDATE jobs SET lease_until = now() + make_interval(secs => :lease_s)\n    FROM locked, beats",
                 new="UPDATE jobs SET lease_until = to_timestamp(:client_s) + make_interval(secs => :lease_s)\n"
                 "    FROM locked, beats",
             ),
             Patch(
                 file=LEASES,
+                within="heartbeat",
                 old='{"beats": dump(rows), "lease_s": lease_s}',
                 new='{"beats": dump(rows), "lease_s": lease_s, "client_s": time.clock_gettime(time.CLOCK_REALTIME)}',
             ),
             Patch(
                 file=STATEMENTS,
+                within="heartbeat",
                 old="def heartbeat(tables: Tables, *, beats: str, lease_s: float)",
                 new="def heartbeat(tables: Tables, *, beats: str, lease_s: float, client_s: float)",
             ),
             Patch(
                 file=STATEMENTS,
-                old="        tables.grant(job, tables.now_s + lease_s)\n        if beat.ids:",
-                new="        tables.grant(job, client_s + lease_s)\n        if beat.ids:",
+                within="heartbeat",
+                old="tables.grant(job, tables.now_s + lease_s)\n        if beat.ids:",
+                new="tables.grant(job, client_s + lease_s)\n        if beat.ids:",
             ),
         ),
         tests=(f"{RULES}::test_a_lease_follows_the_time_of_postgres_and_not_the_workers_clock",),
@@ -169,9 +218,10 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
         patches=(
             Patch(
                 file="services/relay/intake.py",
-                old="        failpoint(Point.INTAKE_TAKEN)\n",
-                new="        self._redis.xack(INTAKE, INTAKE_GROUP, *(entry_id for entry_id, _ in entries))\n"
-                "        failpoint(Point.INTAKE_TAKEN)\n",
+                within="Intake._take",
+                old="failpoint(Point.INTAKE_TAKEN)",
+                new="self._redis.xack(INTAKE, INTAKE_GROUP, *(entry_id for entry_id, _ in entries))\n"
+                "        failpoint(Point.INTAKE_TAKEN)",
             ),
         ),
         tests=("tests/integration/relay/test_intake.py::test_entries_taken_without_postgres_stay_for_the_next_relay",),
@@ -180,8 +230,8 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
     Mutant(
         name="checkpoint appended instead of placed",
         patches=(
-            Patch(file=LEASES, old="tokens[1:beats.start] || beats.ids", new="tokens || beats.ids"),
-            Patch(file=STATEMENTS, old="saved[: beat.start] + beat.ids", new="saved + beat.ids"),
+            Patch(file=LEASES, within="HEARTBEAT", old="tokens[1:beats.start] || beats.ids", new="tokens || beats.ids"),
+            Patch(file=STATEMENTS, within="heartbeat", old="saved[: beat.start] + beat.ids", new="saved + beat.ids"),
         ),
         tests=(
             f"{CLAIM_TESTS}::test_a_repeated_heartbeat_stores_its_tokens_once",
@@ -193,7 +243,12 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
     Mutant(
         name="crashes counted for neighbors",
         patches=(
-            Patch(file=CRASHES, old="        elif row.has_progress:", new="        elif row.has_progress is None:"),
+            Patch(
+                file=CRASHES,
+                within="requeue_or_fail",
+                old="elif row.has_progress:",
+                new="elif row.has_progress is None:",
+            ),
         ),
         tests=(f"{SWEEP_TESTS}::test_an_expired_lease_with_new_tokens_is_requeued_without_a_crash",),
         is_simulated=True,
@@ -201,7 +256,14 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
     ),
     Mutant(
         name="crashes counted for those that wait for KV",
-        patches=(Patch(file=CRASHES, old="        if row.parked:", new="        if row.parked is None:"),),
+        patches=(
+            Patch(
+                file=CRASHES,
+                within="requeue_or_fail",
+                old="if row.parked:",
+                new="if row.parked is None:",
+            ),
+        ),
         tests=(f"{SWEEP_TESTS}::test_an_expired_lease_of_a_parked_job_is_requeued_without_a_crash",),
     ),
     Mutant(
@@ -209,6 +271,7 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
         patches=(
             Patch(
                 file=CLAIMS,
+                within="LOCK_CLAIMABLE",
                 old="AND jobs.model = pipelines.model AND pipelines.epoch = :epoch",
                 new="AND jobs.model = pipelines.model AND pipelines.epoch >= :epoch",
             ),
@@ -220,12 +283,14 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
         patches=(
             Patch(
                 file=CLAIMS,
+                within="LOCK_CLAIMABLE",
                 old="AND (pipelines.kv_tokens IS NULL OR {KNOWN_TOKENS} <= pipelines.kv_tokens)",
                 new="AND {KNOWN_TOKENS} > 0",
             ),
             Patch(
                 file=STATEMENTS,
-                old="        and not _is_too_long(tables, job, row)\n",
+                within="_is_claimable",
+                old="and not _is_too_long(tables, job, row)",
                 new="",
             ),
         ),

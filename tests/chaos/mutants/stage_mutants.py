@@ -21,6 +21,7 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
         patches=(
             Patch(
                 file="services/stage/engine/engine.py",
+                within="HeadEngine._turn",
                 old="self.is_fenced = lease_clock_s() >= self._may_run_until_s",
                 new="self.is_fenced = False",
             ),
@@ -34,7 +35,10 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
         name="deltas ahead of the checkpoint with exact=false",
         patches=(
             Patch(
-                file=LEASE_MANAGER, old="                if job.exact:\n", new="                if job.exact or True:\n"
+                file=LEASE_MANAGER,
+                within="LeaseManager.report",
+                old="if job.exact:",
+                new="if job.exact or True:",
             ),
         ),
         is_simulated=True,
@@ -49,13 +53,27 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
     ),
     Mutant(
         name="epoch ignored on frames",
-        patches=(Patch(file=HOP, old="if frame.epoch < channel.epoch:", new="if frame.epoch < 0:"),),
+        patches=(
+            Patch(
+                file=HOP,
+                within="ZeroMqReceiver._accepts",
+                old="if frame.epoch < channel.epoch:",
+                new="if frame.epoch < 0:",
+            ),
+        ),
         tests=("tests/conformance/test_hop.py::test_frames_of_an_older_epoch_are_dropped",),
         hurt=Hurt(faults="frames: of an older epoch come again", counts=("token_mismatches",), insecure=True),
     ),
     Mutant(
         name="step gap ignored",
-        patches=(Patch(file=HOP, old="if frame.step != self._next_step:", new="if frame.step < 0:"),),
+        patches=(
+            Patch(
+                file=HOP,
+                within="ZeroMqReceiver._accepts",
+                old="if frame.step != self._next_step:",
+                new="if frame.step < 0:",
+            ),
+        ),
         tests=("tests/conformance/test_hop.py::test_steps_that_are_not_contiguous_lose_the_link",),
         hurt=Hurt(faults="frames: one is lost", counts=("token_mismatches",), insecure=True),
         hidden_by=Layer(
@@ -63,6 +81,7 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
             patches=(
                 Patch(
                     file=SCHEDULER,
+                    within="Scheduler._land",
                     old="if expected is None or result.step != expected.step:",
                     new="if expected is None:",
                 ),
@@ -72,7 +91,14 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
     # The next two change the last bit of few elements: no token of a real stack has followed from that yet.
     Mutant(
         name="one-row matmul allowed",
-        patches=(Patch(file="services/stage/model/row_buckets.py", old="    *(2, 4, 8,", new="    *(1, 2, 4, 8,"),),
+        patches=(
+            Patch(
+                file="services/stage/model/row_buckets.py",
+                within="ROW_BUCKETS",
+                old="*(2, 4, 8,",
+                new="*(1, 2, 4, 8,",
+            ),
+        ),
         tests=("tests/unit/stage/model/test_row_buckets.py::test_every_padded_share_is_whole",),
     ),
     Mutant(
@@ -80,8 +106,9 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
         patches=(
             Patch(
                 file="services/stage/model/row_buckets.py",
-                old="    if not buckets:\n        return (num_rows,)",
-                new="    if not buckets or num_rows > buckets[-1]:\n        return (num_rows,)",
+                within="panel_sizes",
+                old="if not buckets:\n        return (num_rows,)",
+                new="if not buckets or num_rows > buckets[-1]:\n        return (num_rows,)",
             ),
         ),
         tests=("tests/unit/stage/model/test_row_buckets.py::test_rows_are_cut_into_few_allowed_panels",),
@@ -91,6 +118,7 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
         patches=(
             Patch(
                 file=SCHEDULER,
+                within="Scheduler.rebuild",
                 old="if sequence is alone and not sequence.has_progress:",
                 new="if sequence is alone and sequence.request is None:",
             ),
@@ -99,7 +127,7 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
     ),
     Mutant(
         name="prefill rule: the first in line takes the whole step",
-        patches=(Patch(file=SCHEDULER, old="max(MIN_CHUNK, left // 2)", new="left"),),
+        patches=(Patch(file=SCHEDULER, within="Scheduler._add_chunks", old="max(MIN_CHUNK, left // 2)", new="left"),),
         tests=(f"{PREFILL}::test_a_prefill_takes_half_of_what_is_left_while_others_wait_else_all",),
         hurt=Hurt(faults="prefill", counts=("broken",)),
     ),
@@ -108,16 +136,24 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
         patches=(
             Patch(
                 file=SCHEDULER,
+                within="Scheduler._in_line",
                 old="newcomer.rank < sequence.rank:\n                yield",
                 new="newcomer.rank < (-1, 0):\n                yield",
             ),
-            Patch(file=SCHEDULER, old="max(MIN_CHUNK, left // 2)", new="left"),
+            Patch(file=SCHEDULER, within="Scheduler._add_chunks", old="max(MIN_CHUNK, left // 2)", new="left"),
         ),
         tests=(f"{PREFILL}::test_an_urgent_prompt_has_its_first_token_in_three_steps_among_long_ones",),
     ),
     Mutant(
         name="KV rule: a smaller pool fails running jobs",
-        patches=(Patch(file=SCHEDULER, old="*(self._outgrow(each) for", new='*(self._fail(each, "no KV") for'),),
+        patches=(
+            Patch(
+                file=SCHEDULER,
+                within="Scheduler.rebuild",
+                old="*(self._outgrow(each) for",
+                new='*(self._fail(each, "no KV") for',
+            ),
+        ),
         tests=(f"{KV_RULE}::test_a_new_epoch_with_less_kv_gives_back_the_long_job_and_runs_the_others",),
         hurt=Hurt(faults="memory: one of two pipelines", counts=("lost",), load="users"),
     ),
@@ -126,6 +162,7 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
         patches=(
             Patch(
                 file=SCHEDULER,
+                within="Scheduler._is_too_long",
                 old="return blocks_for(len(sequence.ids)) > self.config.num_blocks",
                 new="return sequence.most_blocks > self.config.num_blocks",
             ),
@@ -134,17 +171,28 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
     ),
     Mutant(
         name="prefix cache: the tokens before a block do not count",
-        patches=(Patch(file=PREFIX_CACHE, old="before = digests[-1] if digests else", new="before ="),),
+        patches=(
+            Patch(file=PREFIX_CACHE, within="_digest", old="before = digests[-1] if digests else", new="before ="),
+        ),
         tests=(f"{FOUND}::test_equal_tokens_after_another_beginning_are_not_found",),
     ),
     Mutant(
         name="prefix cache: blocks are found before they are filled",
-        patches=(Patch(file=PREFIX_CACHE, old="<= sequence.num_computed:", new="<= len(sequence.ids):"),),
+        patches=(
+            Patch(
+                file=PREFIX_CACHE,
+                within="PrefixCache.keep",
+                old="<= sequence.num_computed:",
+                new="<= len(sequence.ids):",
+            ),
+        ),
         tests=(f"{FOUND}::test_a_block_is_found_only_once_a_step_has_filled_it",),
     ),
     Mutant(
         name="prefix cache: tenants find each other's blocks",
-        patches=(Patch(file=PREFIX_CACHE, old="_hash(sequence.request.tenant.encode())", new='_hash(b"")'),),
+        patches=(
+            Patch(file=PREFIX_CACHE, within="_digest", old="_hash(sequence.request.tenant.encode())", new='_hash(b"")'),
+        ),
         tests=(f"{FOUND}::test_another_tenant_finds_nothing",),
     ),
 )
