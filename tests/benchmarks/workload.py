@@ -31,9 +31,5 @@ def workload(num_prompts: int = 64, *, run: int = 0, num_common: int = 0) -> Wor
     run have `num_common` tokens before those of their own."""
     source, common = random.Random(7), random.Random(8)
     first = [3 + run, *(common.randrange(3, VOCABULARY) for _ in range(num_common))]
-    return Workload(
-        tuple(
-            (*first, *(source.randrange(3, VOCABULARY) for _ in range(source.randint(64, 256) - 1)))
-            for _ in range(num_prompts)
-        )
-    )
+    own = [[source.randrange(3, VOCABULARY) for _ in range(source.randint(64, 256))] for _ in range(num_prompts)]
+    return Workload(tuple((*first, *ids[1:]) for ids in own))
