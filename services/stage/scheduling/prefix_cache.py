@@ -27,9 +27,10 @@ class PrefixCache:
 
     def has_room(self, sequence: Sequence, num_running: int) -> bool:
         """Whether there are blocks for all that is known of a sequence. Those that another one holds cost nothing."""
-        num_shared = sum(map(self.pool.is_held, self._find(sequence)))
-        needed = blocks_for(len(sequence.ids)) - num_shared
-        return needed + spare_blocks(num_running) <= self.pool.num_free
+        needed, room = blocks_for(len(sequence.ids)), self.pool.num_free - spare_blocks(num_running)
+        if needed <= room or room < 1:  # The last block is its own: a full pool is seen without a look at the prompt.
+            return needed <= room
+        return needed - sum(map(self.pool.is_held, self._find(sequence))) <= room
 
     def open(self, sequence: Sequence) -> None:
         """Blocks for all that is known of it; what is in them already counts as computed."""

@@ -196,3 +196,18 @@ def test_shared_blocks_count_once_when_room_is_looked_for() -> None:
     pipeline.drain()
     for name in names:
         assert pipeline.outputs[name, 1] == expected_output(job(name, max_tokens=40), 40)
+
+
+def test_who_waits_while_no_block_is_free_costs_no_digest() -> None:
+    pipeline = Pipeline(config(num_blocks=3))
+    pipeline.add(job("a", max_tokens=40))
+    pipeline.schedule()
+    pipeline.deliver()
+
+    pipeline.add(job("b", max_tokens=40))
+    pipeline.schedule()
+
+    assert pipeline.scheduler.num_waiting == 1
+    assert pipeline.scheduler._by_key[job("b").key].digests == []
+    pipeline.deliver()
+    pipeline.drain()
