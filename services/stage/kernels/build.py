@@ -21,8 +21,8 @@ from typing import Literal
 from pydantic import Field
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-_HEADER = Path(__file__).with_name("simd.h")
-_SOURCES = tuple(_HEADER.with_name(name) for name in ("attention.cpp", "elementwise.cpp"))
+_HEADERS = tuple(Path(__file__).with_name(name) for name in ("amx.h", "simd.h"))
+_SOURCES = tuple(Path(__file__).with_name(name) for name in ("attention.cpp", "elementwise.cpp"))
 _FLAGS = ("-O3", "-std=c++17", "-fPIC", "-fopenmp", "-ffp-contract=off", "-fno-math-errno", "-Wno-maybe-uninitialized")
 MARCH = {"avx512": "x86-64-v4", "avx2": "x86-64-v3"}
 """The compiler's `-march` for each instruction set that a variant is built for."""
@@ -40,7 +40,7 @@ class KernelSettings(BaseSettings):
 def library_path(isa: str, folder: Path) -> Path:
     """Returns where the library of these sources and flags is stored once it is built."""
     flags = " ".join((*_FLAGS, MARCH[isa]))
-    sources = b"".join(file.read_bytes() for file in (*_SOURCES, _HEADER))
+    sources = b"".join(file.read_bytes() for file in (*_SOURCES, *_HEADERS))
     digest = hashlib.sha256(sources + flags.encode()).hexdigest()[:16]
     return folder / f"kernel-{isa}-{digest}.so"
 
