@@ -27,6 +27,7 @@ namespace amx {
 
 constexpr int kRows = 16, kRowBytes = 64;
 constexpr int kTiles = 8;
+struct alignas(kRowBytes) Row { char bytes[kRowBytes]; };  // memory that tiles are loaded from at the full rate
 
 // Linux keeps the tiles' state from a process until it asks for it, once, for all its threads. False: refused.
 inline bool permitted() {

@@ -21,11 +21,17 @@ from typing import Literal
 from pydantic import Field
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-_HEADERS = tuple(Path(__file__).with_name(name) for name in ("amx.h", "simd.h"))
+_HEADERS = tuple(
+    Path(__file__).with_name(name) for name in ("ahead.h", "amx.h", "attention_amx.h", "attention_tile.h", "simd.h")
+)
 _SOURCES = tuple(Path(__file__).with_name(name) for name in ("attention.cpp", "elementwise.cpp"))
 _FLAGS = ("-O3", "-std=c++17", "-fPIC", "-fopenmp", "-ffp-contract=off", "-fno-math-errno", "-Wno-maybe-uninitialized")
-MARCH = {"avx512": "x86-64-v4", "avx2": "x86-64-v3"}
-"""The compiler's `-march` for each instruction set that a variant is built for."""
+MARCH = {
+    "amx": ("-march=x86-64-v4", "-mamx-tile", "-mamx-bf16"),
+    "avx512": ("-march=x86-64-v4",),
+    "avx2": ("-march=x86-64-v3",),
+}
+"""The compiler's flags for each instruction set that a variant is built for, the widest first."""
 
 
 class KernelSettings(BaseSettings):
@@ -39,7 +45,7 @@ class KernelSettings(BaseSettings):
 
 def library_path(isa: str, folder: Path) -> Path:
     """Returns where the library of these sources and flags is stored once it is built."""
-    flags = " ".join((*_FLAGS, MARCH[isa]))
+    flags = " ".join((*_FLAGS, *MARCH[isa]))
     sources = b"".join(file.read_bytes() for file in (*_SOURCES, *_HEADERS))
     digest = hashlib.sha256(sources + flags.encode()).hexdigest()[:16]
     return folder / f"kernel-{isa}-{digest}.so"
@@ -69,7 +75,7 @@ def _compile(isa: str, path: Path) -> None:
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         linked, objects = Path(folder, path.name), [str(Path(folder, source.stem)) + ".o" for source in _SOURCES]
         for source, compiled in zip(_SOURCES, objects, strict=True):
-            _run(*compiler, *_FLAGS, f"-march={MARCH[isa]}", "-c", str(source), "-o", compiled)
+            _run(*compiler, *_FLAGS, *MARCH[isa], "-c", str(source), "-o", compiled)
         # Linked without -fopenmp: the symbols must resolve to the OpenMP runtime that torch loaded.
         _run(*compiler, "-shared", "-Wl,-z,now", *objects, "-o", str(linked))
         linked.replace(path)

@@ -6,6 +6,7 @@ Owns the C ABI's mirror; `build` makes the library. Knows no model.
 from __future__ import annotations
 
 import ctypes
+import os
 import platform
 from ctypes import POINTER, c_float, c_int32, c_int64, c_void_p
 from pathlib import Path
@@ -62,24 +63,38 @@ class Kernel:
         self.path = path
 
 
-def supported_isa() -> str | None:
-    """Returns the widest variant that this processor, and torch on it, runs; None if there is none."""
+def supported_isas() -> list[str]:
+    """Returns the variants that this processor, torch and oneDNN as they are limited here run, the widest first."""
     if platform.machine() not in {"x86_64", "AMD64"}:
-        return None
+        return []
     capability = torch.backends.cpu.get_cpu_capability().lower()
-    return capability if capability in MARCH else None
+    widest = "amx" if capability == "avx512" and _offers_amx() else capability
+    return list(MARCH)[list(MARCH).index(widest) :] if widest in MARCH else []
+
+
+def _offers_amx() -> bool:
+    """Whether processor and system have tiles of bfloat16, and nobody keeps oneDNN from them."""
+    limit = os.environ.get("ONEDNN_MAX_CPU_ISA", os.environ.get("DNNL_MAX_CPU_ISA", "DEFAULT")).upper()
+    is_allowed = limit in {"DEFAULT", "ALL"} or "AMX" in limit
+    return is_allowed and bool(torch.cpu.get_capabilities().get("amx_bf16")) and _may_use_tiles()
+
+
+def _may_use_tiles() -> bool:
+    """Asks Linux, which keeps the tiles' state from a process that does not."""
+    arch_prctl, request_permission, tile_data = 158, 0x1023, 18
+    return ctypes.CDLL(None).syscall(arch_prctl, request_permission, tile_data) == 0
 
 
 def load() -> Kernel | None:
     """Loads the kernel for this processor, built first if necessary; without one, logs the reason and returns None."""
     settings = KernelSettings()
-    isa = supported_isa()
-    if settings.kernel == "off" or isa is None:
+    isas = supported_isas()
+    if settings.kernel == "off" or not isas:
         reason = "SHARDLINE_KERNEL=off" if settings.kernel == "off" else "needs x86-64 with AVX2"
         _log.warning("attention falls back to SDPA: rows are not exact", reason=reason)
         return None
     try:
-        return Kernel(build(isa, settings.kernel_dir), isa)
+        return Kernel(build(isas[0], settings.kernel_dir), isas[0])
     except OSError as error:
         _log.warning("attention falls back to SDPA: rows are not exact", reason=str(error))
         return None

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from services.stage.attention.attention import Attention, KvShape, MicroBatch, PagedKv, Span
 from services.stage.kernels.build import KernelSettings, build
-from services.stage.kernels.kernel import Kernel, supported_isa
+from services.stage.kernels.kernel import Kernel, supported_isas
 from services.stage.scheduling.kv_blocks import blocks_for
 
 LAYER = 3
@@ -29,8 +29,7 @@ class Layer(nn.Module):
 
 def kernels() -> list[Kernel]:
     """Every variant that this processor runs."""
-    isas = {"avx512": ("avx512", "avx2"), "avx2": ("avx2",), None: ()}[supported_isa()]
-    return [Kernel(build(isa, KernelSettings().kernel_dir), isa) for isa in isas]
+    return [Kernel(build(isa, KernelSettings().kernel_dir), isa) for isa in supported_isas()]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +91,8 @@ def attend(kernel: Kernel | None, case: Case, chunks: Sequence[int], *, min_rows
     attention = Attention(kernel)
     num_blocks = sum(blocks_for(n) for n in case.lengths) + 1
     kv = PagedKv(layers={LAYER: case.shape}, num_blocks=num_blocks, dtype=case.dtype)
-    kv.keys[LAYER].fill_(float("nan"))  # what was never written must never count
+    for tensor in (kv.keys[LAYER], kv.values[LAYER]):
+        tensor.fill_(float("nan"))  # what was never written must never count
     attention.bind(kv)
     rows, tables = case.rows(), shuffled_tables(case.lengths, num_blocks)
     outputs: list[list[Tensor]] = [[] for _ in case.lengths]

@@ -11,7 +11,7 @@ import torch
 from structlog.testing import capture_logs
 
 from services.stage.kernels.build import KernelSettings, build, library_path
-from services.stage.kernels.kernel import load, supported_isa
+from services.stage.kernels.kernel import load, supported_isas
 
 COUNTING_COMPILER = """#!/bin/sh
 echo "$*" >> {log}
@@ -45,9 +45,9 @@ def test_workers_that_start_together_build_once(tmp_path: Path, monkeypatch: pyt
 
 @pytest.mark.usefixtures("no_compiler")
 def test_a_built_library_needs_no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    isa = supported_isa()
-    assert isa is not None, "these tests need x86-64 with AVX2"
-    built = library_path(isa, KernelSettings().kernel_dir)
+    isas = supported_isas()
+    assert isas, "these tests need x86-64 with AVX2"
+    built = library_path(isas[0], KernelSettings().kernel_dir)
     shutil.copy(built, tmp_path)
     monkeypatch.setenv("SHARDLINE_KERNEL_DIR", str(tmp_path))
     kernel = load()
