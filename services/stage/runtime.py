@@ -22,6 +22,7 @@ from services.stage.celery.pool import DeliveryHandler
 from services.stage.device.device import Device
 from services.stage.engine.executor import Executor
 from services.stage.engine.memory import Limits
+from services.stage.engine.tensors import name_of
 from services.stage.hop.sockets import CurveKeys, SocketFactory, Sockets, parse_ports
 from services.stage.layer_range import layers_of
 from services.stage.model.model_info import ModelInfo
@@ -139,7 +140,7 @@ def load(settings: StageSettings) -> Loaded:
         worker=worker,
         model=settings.name,
         fingerprint=weights,
-        dtype=settings.dtype,
+        dtype=name_of(executor.dtype),
         first_layer=layers.start,
         last_layer=layers.stop,
         num_layers=info.num_layers,

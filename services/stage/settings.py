@@ -34,7 +34,9 @@ class StageSettings(Settings):
     worker_name: str | None = Field(None, description="Celery worker name before the @; default: pipeline.place")
     device: str = Field("cpu:0", description="cuda:0, a GPU UUID, cpu:0, cpu:0-3: each core or GPU is one lock")
     device_shared: bool = Field(False, description="let stages share cores (more stages than cores)")
-    dtype: Literal["float32", "bfloat16", "float16"] = Field("float32", description="of weights, activations and KV")
+    dtype: Literal["float32", "bfloat16", "float16", "int8"] = Field(
+        "float32", description="of weights, activations and KV; int8: of weights on a CPU, the rest bfloat16"
+    )
     seats: int = Field(64, ge=1, le=4096, description="places in the batch: Celery's -c")
     interactive_seats: int = Field(
         default_factory=lambda settings: settings["seats"] // 8,

@@ -26,7 +26,9 @@ class StandaloneSettings(Settings):
     stage_preload: str | None = Field(
         None, description="LD_PRELOAD of stages, empty for none; default: mimalloc or tcmalloc, where installed"
     )
-    dtype: Literal["float32", "bfloat16", "float16"] = Field("float32", description="of weights, activations and KV")
+    dtype: Literal["float32", "bfloat16", "float16", "int8"] = Field(
+        "float32", description="of weights, activations and KV; int8: of weights on a CPU, the rest bfloat16"
+    )
     http_port: int = Field(8000, ge=0, le=65535, description="the gateway's port; 0 takes a free one")
     flower_port: int = Field(5555, ge=0, le=65535, description="Flower's port; 0 takes a free one")
     home: Path = Field(Path(".local"), description="runtime folder: logs, server data, sockets, up.json")

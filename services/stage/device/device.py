@@ -20,6 +20,8 @@ from services.stage.device.locks import DeviceLocks
 from services.stage.device.promises import Promises
 from shardline.errors import Invalid
 
+INT8 = "int8"
+"""The dtype of weights whose activations and KV are bfloat16."""
 FIELD = "SHARDLINE_DEVICE"
 FORMS = "Write cpu:0, cpu:0-3, cpu:0,2, cuda:0 or a GPU's UUID"
 LOCK_FOLDER = Path(tempfile.gettempdir()) / "shardline-locks"
@@ -87,10 +89,9 @@ class Device:
         return max(0, min(of_host, _cgroup_available_bytes() - self.promises.others(same_cgroup=True)))
 
     def dtype(self, name: str) -> torch.dtype:
-        """Returns the dtype of this name. Raises Invalid if this device does not serve it."""
+        """Returns the dtype of activations and KV. Raises Invalid if this device does not serve `name`."""
         allowed = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-        if not self.is_cpu:
-            allowed["float16"] = torch.float16
+        allowed |= {INT8: torch.bfloat16} if self.is_cpu else {"float16": torch.float16}
         if name not in allowed:
             raise Invalid("SHARDLINE_DTYPE", f"{name!r} is not served on {self.name}", f"Use {' or '.join(allowed)}")
         return allowed[name]

@@ -30,7 +30,7 @@ from shardline.rounding import ceil_div
 
 log = structlog.get_logger(__name__)
 
-RULES_VERSION = 3
+RULES_VERSION = 4
 MAX_LENGTH = BLOCK_TOKENS + 9
 """Tokens of the tested sequence: it crosses the edge of a KV block."""
 CHUNK = 37
@@ -116,7 +116,7 @@ def choose_row_buckets(
     for product, buckets in used.items():
         product.use_buckets(buckets)
     padding = RowPadding(
-        buckets=frozenset(used.values()) or frozenset({ROW_BUCKETS}),
+        buckets=frozenset(used.values()),
         widths=shard.widths,
         num_threads=torch.get_num_threads(),
     )
@@ -133,7 +133,7 @@ def exactness_fingerprint(
     weights: str,
     dtype: torch.dtype,
     kernel: str,
-    packed: bool,
+    packing: str,
     num_threads: int,
     device: torch.device,
 ) -> str:
@@ -143,7 +143,7 @@ def exactness_fingerprint(
         "weights": weights,
         "dtype": str(dtype),
         "kernel": kernel,
-        "packed": packed,
+        "packing": packing,
         "threads": num_threads,
         "transformers": transformers.__version__,
         "torch": torch.__version__,

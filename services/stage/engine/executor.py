@@ -14,17 +14,18 @@ import torch
 from torch import Tensor
 
 from services.stage.attention.attention import Attention, Span
-from services.stage.device.device import Device
+from services.stage.device.device import INT8, Device
 from services.stage.engine import memory
 from services.stage.engine.exactness import Probe, choose_row_buckets, exactness_fingerprint
 from services.stage.engine.forward import Forward
 from services.stage.engine.sampler import SampledSequence, Sampler
 from services.stage.kernels import kernel
-from services.stage.model import packed_linear
+from services.stage.kernels.kernel import Kernel
 from services.stage.model.fused import fuse
 from services.stage.model.kv_shapes import probe_kv_shapes
 from services.stage.model.model_info import ModelInfo
 from services.stage.model.owned_weights import give_back, own
+from services.stage.model.packing import pack, packing_for, unshare_embedding
 from services.stage.model.shard import Shard
 from services.stage.model.weights import fingerprint
 from services.stage.scheduling.open_sequences import OpenSequences
@@ -77,10 +78,10 @@ class Executor:
                 dtype=device.dtype(dtype),
                 attn_implementation=attention.name,
                 device=device.torch_device,
-                check_bytes=lambda num: memory.check_fits(num, limits.kv_bytes, device),
+                check_bytes=lambda num: memory.check_fits(num // 2 if dtype == INT8 else num, limits.kv_bytes, device),
             )
             kv_shapes = probe_kv_shapes(shard)
-            packed = pack_shard(shard)
+            packing = pack_shard(shard, native, int8=dtype == INT8)
             if native is not None:
                 fuse(shard.model, native)
             padding, rows_are_exact = choose_row_buckets(
@@ -95,7 +96,7 @@ class Executor:
             weights=fingerprint(info.path, cache_folder),
             dtype=shard.dtype,
             kernel=attention.version,
-            packed=packed,
+            packing=packing,
             num_threads=device.num_threads,
             device=device.torch_device,
         )
@@ -190,24 +191,23 @@ class Executor:
         return rows, sequences
 
 
-def pack_shard(shard: Shard) -> bool:
-    """Packs a shard on the CPU and copies its weights out of the loader's files; returns whether it was packed.
+def pack_shard(shard: Shard, native: Kernel | None, *, int8: bool = False) -> str:
+    """Packs a shard on the CPU and copies its weights out of the loader's files; returns the name of the packing.
 
-    This is done layer by layer: memory never holds more than one layer twice.
+    This is done layer by layer: memory never holds more than one layer twice. Raises Invalid if `int8` is not served.
     """
     if shard.device.type != "cpu":
-        return False
-    if shard.is_first and shard.is_last:
+        return "none"
+    packing = packing_for(shard.dtype, native, int8=int8)
+    if shard.is_first and (shard.is_last or int8):
         # A tied output layer is packed in every split, so that one stage and three give the same bits.
-        embedding = shard.model.get_input_embeddings()
-        embedding.weight = torch.nn.Parameter(embedding.weight.detach().clone(), requires_grad=False)
+        unshare_embedding(shard.model, packing)
     layers = list(shard.layer_modules.values())
     pieces = [*layers, shard.model] if shard.is_last else layers
-    packed = False
     for piece in pieces:
         originals = [parameter.data for parameter in piece.parameters()]
-        packed = packed_linear.pack(piece, uses_embedding=shard.is_first) or packed
+        pack(piece, packing, uses_embedding=shard.is_first)
         for original in originals:
             give_back(original)
     own(shard.model)
-    return packed
+    return packing.name

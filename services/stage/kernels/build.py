@@ -24,7 +24,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 _HEADERS = tuple(
     Path(__file__).with_name(name) for name in ("ahead.h", "amx.h", "attention_amx.h", "attention_tile.h", "simd.h")
 )
-_SOURCES = tuple(Path(__file__).with_name(name) for name in ("attention.cpp", "elementwise.cpp"))
+SOURCES = tuple(Path(__file__).with_name(name) for name in ("attention.cpp", "elementwise.cpp", "products.cpp"))
 _FLAGS = ("-O3", "-std=c++17", "-fPIC", "-fopenmp", "-ffp-contract=off", "-fno-math-errno", "-Wno-maybe-uninitialized")
 MARCH = {
     "amx": ("-march=x86-64-v4", "-mamx-tile", "-mamx-bf16"),
@@ -46,7 +46,7 @@ class KernelSettings(BaseSettings):
 def library_path(isa: str, folder: Path) -> Path:
     """Returns where the library of these sources and flags is stored once it is built."""
     flags = " ".join((*_FLAGS, *MARCH[isa]))
-    sources = b"".join(file.read_bytes() for file in (*_SOURCES, *_HEADERS))
+    sources = b"".join(file.read_bytes() for file in (*SOURCES, *_HEADERS))
     digest = hashlib.sha256(sources + flags.encode()).hexdigest()[:16]
     return folder / f"kernel-{isa}-{digest}.so"
 
@@ -73,8 +73,8 @@ def _compile(isa: str, path: Path) -> None:
     if not compiler:
         raise OSError("no C++ compiler: install g++, or put a built library into SHARDLINE_KERNEL_DIR")
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        linked, objects = Path(folder, path.name), [str(Path(folder, source.stem)) + ".o" for source in _SOURCES]
-        for source, compiled in zip(_SOURCES, objects, strict=True):
+        linked, objects = Path(folder, path.name), [str(Path(folder, source.stem)) + ".o" for source in SOURCES]
+        for source, compiled in zip(SOURCES, objects, strict=True):
             _run(*compiler, *_FLAGS, *MARCH[isa], "-c", str(source), "-o", compiled)
         # Linked without -fopenmp: the symbols must resolve to the OpenMP runtime that torch loaded.
         _run(*compiler, "-shared", "-Wl,-z,now", *objects, "-o", str(linked))

@@ -9,6 +9,7 @@ import ctypes
 import os
 import platform
 from ctypes import POINTER, c_float, c_int32, c_int64, c_void_p
+from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,31 @@ class AttentionCall(ctypes.Structure):
     )
 
 
+class ProductKind(IntEnum):
+    """products.cpp's `Kind`: how weights are stored."""
+
+    BFLOAT16 = 0
+    INT8 = 1
+
+
+class ProductLevel(IntEnum):
+    """products.cpp's `Level`: the instructions that products use. bfloat16 needs AMX."""
+
+    PORTABLE = 0
+    VNNI = 1
+    AMX = 2
+
+
+class ProductCall(ctypes.Structure):
+    """products.cpp's `ProductCall`, field by field."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("x", "weights", "out", "bias", "scales", "column_sums")),
+        *((name, c_int64) for name in ("num_rows", "num_inputs", "num_outputs", "x_stride", "out_stride")),
+        *((name, c_int32) for name in ("kind", "level", "num_threads")),
+    )
+
+
 def _typed(function: Any, *types: Any) -> Any:
     function.argtypes, function.restype = types, c_int32
     return function
@@ -49,16 +75,20 @@ def _typed(function: Any, *types: Any) -> Any:
 class Kernel:
     """One loaded variant. OpenMP comes from torch's own runtime: the library links none."""
 
-    __slots__ = ("attend", "isa", "path", "rms_norm", "rotate", "silu_mul")
+    __slots__ = ("attend", "isa", "multiply", "pack_weights", "path", "product_level", "rms_norm", "rotate", "silu_mul")
 
     def __init__(self, path: Path, isa: str) -> None:
         library = ctypes.CDLL(str(path))
-        if library.shardline_call_bytes() != ctypes.sizeof(AttentionCall):
+        sizes = (library.shardline_call_bytes(), library.shardline_product_call_bytes())
+        if sizes != (ctypes.sizeof(AttentionCall), ctypes.sizeof(ProductCall)):
             raise OSError(f"{path} expects another call layout: delete it and build again")
         self.attend = _typed(library.shardline_attend, POINTER(AttentionCall))
         self.rms_norm = _typed(library.shardline_rms_norm, *[c_void_p] * 3, *[c_int64] * 2, c_float, *[c_int32] * 3)
         self.silu_mul = _typed(library.shardline_silu_mul, *[c_void_p] * 3, *[c_int64] * 4, *[c_int32] * 2)
         self.rotate = _typed(library.shardline_rotate, *[c_void_p] * 4, *[c_int64] * 4, *[c_int32] * 2)
+        self.pack_weights = _typed(library.shardline_pack_weights, *[c_void_p] * 2, *[c_int64] * 2)
+        self.multiply = _typed(library.shardline_multiply, POINTER(ProductCall))
+        self.product_level = ProductLevel(library.shardline_product_level())
         self.isa = isa
         self.path = path
 

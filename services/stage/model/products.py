@@ -19,12 +19,13 @@ from services.stage.model.experts import expert_products, is_experts
 from services.stage.model.packed_linear import PackedLinear
 from services.stage.model.row_buckets import Buckets, in_panels
 from services.stage.model.row_counts import SAMPLED_OUTPUTS, Product, Run
+from services.stage.model.tiled_linear import Int8Embedding, TiledLinear
 
 log = structlog.get_logger(__name__)
 
 
 def products(model: nn.Module) -> tuple[list[Product], bool]:
-    """Returns the products of the model's weights, and whether these are all.
+    """Returns the products of the model's weights whose number of rows matters, and whether these are all.
 
     They are not if the model has a weight that this module cannot cut into panels.
     """
@@ -33,6 +34,8 @@ def products(model: nn.Module) -> tuple[list[Product], bool]:
     for name, module in model.named_modules():
         if is_experts(module):
             found += expert_products(module)
+        elif isinstance(module, TiledLinear | Int8Embedding):
+            continue  # exact for any number of rows
         elif isinstance(module, PackedLinear):
             found.append(_packed(module))
         elif isinstance(module, nn.Linear | Conv1D):

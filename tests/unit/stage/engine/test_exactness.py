@@ -67,7 +67,7 @@ FACTS: dict[str, Any] = {
     "weights": "a" * 64,
     "dtype": torch.float32,
     "kernel": "kernel-avx512",
-    "packed": True,
+    "packing": "onednn",
     "num_threads": 1,
     "device": torch.device("cpu"),
 }
@@ -84,7 +84,7 @@ def test_the_same_facts_have_the_same_fingerprint() -> None:
         ("weights", "b" * 64),
         ("dtype", torch.bfloat16),
         ("kernel", "sdpa"),
-        ("packed", False),
+        ("packing", "tiles"),
         ("num_threads", 2),
     ],
 )

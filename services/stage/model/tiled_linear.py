@@ -1,0 +1,124 @@
+"""Linear layers on CPU whose weights lie in tiles for our own products: a row's bits depend on that row only.
+
+So they take any number of rows, and need no row buckets. Weights are bfloat16, or int8 with one scale for each output;
+inputs and outputs are bfloat16. Knows no model.
+
+Letters of shapes: T rows, K inputs and N outputs of a layer.
+"""
+
+from __future__ import annotations
+
+from ctypes import byref
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from services.stage.kernels.kernel import Kernel, ProductCall, ProductKind, ProductLevel
+from shardline.rounding import round_up
+
+TILE_OUTPUTS = 16
+TILE_BYTES = 64
+"""Of one output's weights, in a tile."""
+
+
+class Int8(NamedTuple):
+    """A weight of any shape [..., K] as integers: their product with `scales` [...], float32, is near the weight."""
+
+    integers: Tensor
+    """int8 [..., K], from -127 to 127."""
+    scales: Tensor
+
+
+class TiledLinear(nn.Module):
+    """A linear layer whose weight is stored in tiles; the original is not kept."""
+
+    def __init__(
+        self, kernel: Kernel, weight: Tensor, bias: Tensor | None, *, int8: bool, level: ProductLevel | None = None
+    ) -> None:
+        """Packs a weight [N, K] of any float dtype, with its bias [N]. Without `level` it uses the kernel's."""
+        super().__init__()
+        self.out_features, self.in_features = weight.shape
+        self._kernel = kernel
+        self._empty = torch.empty(0, dtype=torch.bfloat16)
+        self._bias = None if bias is None else _padded(bias.detach().float())
+        rows, scales, sums = weight.detach().to(torch.bfloat16), None, None
+        if int8:
+            rows, scales = quantized(weight)
+            sums, scales = _padded(rows.sum(1, dtype=torch.int32)), _padded(scales)
+        self._scales, self._sums = scales, sums
+        self._tiles = _packed(kernel, rows.contiguous())
+        self._call = ProductCall(
+            weights=self._tiles.data_ptr(),
+            bias=None if self._bias is None else self._bias.data_ptr(),
+            scales=None if scales is None else scales.data_ptr(),
+            column_sums=None if sums is None else sums.data_ptr(),
+            num_inputs=self.in_features,
+            num_outputs=self.out_features,
+            out_stride=self.out_features,
+            kind=ProductKind.INT8 if int8 else ProductKind.BFLOAT16,
+            level=kernel.product_level if level is None else level,
+        )
+
+    @property
+    def weight(self) -> Tensor:
+        """An empty tensor [0] of the dtype of inputs: some models ask a weight for its dtype or device."""
+        return self._empty
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns x @ weight.T + bias: x [..., T, K] to [..., T, N], both bfloat16. Rows of x may lie apart."""
+        rows = x.reshape(-1, self.in_features)
+        rows = rows if rows.stride(1) == 1 else rows.contiguous()
+        out = rows.new_empty(len(rows), self.out_features)
+        call = self._call
+        call.x, call.out, call.num_rows, call.x_stride = rows.data_ptr(), out.data_ptr(), len(rows), rows.stride(0)
+        call.num_threads = torch.get_num_threads()
+        status = self._kernel.multiply(byref(call))
+        assert status == 0, f"no products of {call.kind} on level {call.level} here"
+        return out.reshape(*x.shape[:-1], self.out_features)
+
+
+class Int8Embedding(nn.Module):
+    """An embedding whose weight is int8, with one scale for each token."""
+
+    def __init__(self, weight: Tensor) -> None:
+        """Takes a weight [V, H] of any float dtype; V the vocabulary, H the hidden size."""
+        super().__init__()
+        self._rows = quantized(weight)
+        self._dtype, self._empty = weight.dtype, torch.empty(0, dtype=weight.dtype)
+
+    @property
+    def weight(self) -> Tensor:
+        """An empty tensor [0] of the dtype of outputs: some models ask a weight for its dtype or device."""
+        return self._empty
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Looks up ids int64 [...]; returns [..., H] in the dtype of the weight that was given."""
+        integers, scales = self._rows
+        return (functional.embedding(ids, integers).float() * scales[ids][..., None]).to(self._dtype)
+
+
+def multiplies_bfloat16(kernel: Kernel) -> bool:
+    """Whether the kernel has products of bfloat16 on this processor."""
+    return kernel.product_level is ProductLevel.AMX
+
+
+def quantized(weight: Tensor) -> Int8:
+    """Returns a weight [..., K] of any float dtype as integers, the largest of each row 127 in absolute value."""
+    exact = weight.detach().float()
+    scales = exact.abs().amax(-1) / 127
+    return Int8((exact / scales.clamp(min=torch.finfo(torch.float32).tiny)[..., None]).round().to(torch.int8), scales)
+
+
+def _packed(kernel: Kernel, rows: Tensor) -> Tensor:
+    num_outputs, num_bytes = rows.shape[0], rows.shape[1] * rows.element_size()
+    size = round_up(num_outputs, TILE_OUTPUTS) * round_up(num_bytes, TILE_BYTES)
+    tiles = torch.empty(size, dtype=torch.int8)
+    kernel.pack_weights(rows.data_ptr(), tiles.data_ptr(), num_outputs, num_bytes)
+    return tiles
+
+
+def _padded(values: Tensor) -> Tensor:
+    """The values [N] with zeros up to whole tiles, as the kernel reads them."""
+    return functional.pad(values, (0, -len(values) % TILE_OUTPUTS)).contiguous()

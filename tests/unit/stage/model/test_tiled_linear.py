@@ -1,0 +1,133 @@
+"""Layers of our own products: right beside float64, and each row with the same bits whatever runs beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from services.stage.kernels.kernel import ProductLevel
+from services.stage.model.tiled_linear import Int8Embedding, TiledLinear, multiplies_bfloat16, quantized
+from tests.unit.stage.attention.attending import kernels
+
+KERNELS = kernels()
+KINDS = [
+    (kernel, level, int8)
+    for kernel in KERNELS
+    for level in ProductLevel
+    for int8 in (False, True)
+    if level <= kernel.product_level and (int8 or level is ProductLevel.AMX)
+]
+"""Every library, level and kind of weights that this processor runs."""
+IDS = [f"{kernel.isa}-{level.name.lower()}-{'int8' if int8 else 'bfloat16'}" for kernel, level, int8 in KINDS]
+SIZES = st.integers(1, 150)
+
+
+@pytest.fixture(autouse=True)
+def _threads() -> Iterator[None]:
+    num_threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(num_threads)
+
+
+def layer_of(kind: int, weight: Tensor, bias: Tensor | None) -> TiledLinear:
+    """A layer that computes by KINDS[kind]."""
+    kernel, level, int8 = KINDS[kind]
+    return TiledLinear(kernel, weight, bias, int8=int8, level=level)
+
+
+def drawn(seed: int, *shape: int) -> Tensor:
+    """Random bfloat16."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+def expected(x: Tensor, weight: Tensor, bias: Tensor | None, *, int8: bool) -> Tensor:
+    """The product in float64; of int8, that of the integers that the layer multiplies."""
+    out, by = x.double(), weight.double()
+    if int8:
+        steps = x.float().abs().amax(-1, keepdim=True) / 127
+        out = (x.float() / steps.clamp(min=1e-30)).round().double() * steps.double()
+        integers, scales = quantized(weight)
+        by = integers.double() * scales.double()[:, None]
+    return out @ by.T + (0 if bias is None else bias.double())
+
+
+@pytest.mark.parametrize("kind", range(len(KINDS)), ids=IDS)
+@settings(max_examples=40, deadline=None)
+@given(shape=st.tuples(SIZES, SIZES, SIZES), has_bias=st.booleans(), seed=st.integers(0, 99))
+def test_a_layer_gives_the_product_of_any_shape(
+    kind: int, shape: tuple[int, int, int], has_bias: bool, seed: int
+) -> None:
+    num_rows, width, outputs = shape
+    x, weight = drawn(seed, num_rows, width), drawn(seed + 1, outputs, width)
+    bias = drawn(seed + 2, outputs) if has_bias else None
+
+    got = layer_of(kind, weight, bias)(x).double()
+
+    wanted = expected(x, weight, bias, int8=KINDS[kind][2])
+    # One rounding to bfloat16; in int8 also x / step, which may round to the other of two near integers.
+    steps = x.float().abs().amax(-1, keepdim=True) / 127 * weight.float().abs().amax() * 4 * KINDS[kind][2]
+    assert ((got - wanted).abs() <= 2**-8 * wanted.abs() + 1e-3 + steps).all()
+
+
+@pytest.mark.parametrize("kind", range(len(KINDS)), ids=IDS)
+@pytest.mark.parametrize(("width", "outputs"), [(512, 192), (77, 50), (2816, 40)])
+def test_a_row_keeps_its_bits_whatever_runs_beside_it(kind: int, width: int, outputs: int) -> None:
+    # Given rows enough for several panels
+    layer = layer_of(kind, drawn(1, outputs, width), drawn(2, outputs))
+    rows = drawn(3, 700, width)
+    torch.set_num_threads(1)
+    alone = torch.cat([layer(row[None]) for row in rows[::7]])
+
+    # When any number of them runs, from any place, in rows that lie apart, on one thread or two
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        for num in (2, 9, 16, 17, 33, 95, 260, 513, 700):
+            assert torch.equal(layer(rows[:num])[::7], alone[: -(-num // 7)]), num
+        assert torch.equal(layer(rows[None, 7 * 5 :])[0, ::7], alone[5:])
+        assert torch.equal(layer(torch.cat([rows, rows], dim=1)[:, :width])[::7], alone)
+
+
+@pytest.mark.parametrize(("num_rows", "width", "outputs"), [(1, 64, 16), (37, 130, 50), (64, 1024, 48)])
+def test_int8_has_the_same_bits_with_every_instruction_set(num_rows: int, width: int, outputs: int) -> None:
+    kinds = [kind for kind, (_, _, int8) in enumerate(KINDS) if int8]
+    x, weight, bias = drawn(5, num_rows, width), drawn(6, outputs, width), drawn(7, outputs)
+    first, *others = (layer_of(kind, weight, bias)(x) for kind in kinds)
+    assert others
+    assert all(torch.equal(first, other) for other in others)
+
+
+@pytest.mark.parametrize("kind", range(len(KINDS)), ids=IDS)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_a_value_that_is_not_finite_spoils_its_own_row_only(kind: int, bad: float) -> None:
+    x, layer = drawn(1, 20, 96), layer_of(kind, drawn(2, 32, 96), None)
+    clean = layer(x)
+    x[7, 5] = bad
+    got = layer(x)
+    assert not got[7].isfinite().any()
+    assert torch.equal(got[:7], clean[:7])
+    assert torch.equal(got[8:], clean[8:])
+
+
+@pytest.mark.parametrize("kind", range(len(KINDS)), ids=IDS)
+def test_weights_and_rows_of_zeros_stay_zeros(kind: int) -> None:
+    zeros = torch.zeros(3, 20).bfloat16()
+    assert torch.equal(layer_of(kind, torch.zeros(20, 70).bfloat16(), None)(drawn(1, 3, 70)), zeros)
+    assert torch.equal(layer_of(kind, drawn(1, 20, 70), None)(torch.zeros(3, 70).bfloat16()), zeros)
+
+
+def test_an_int8_embedding_is_near_the_one_it_replaces() -> None:
+    weight, ids = drawn(1, 50, 40), torch.tensor([[3, 49, 0]])
+    embedding = Int8Embedding(weight)
+    assert embedding.weight.dtype == embedding(ids).dtype == torch.bfloat16
+    steps = weight[ids].float().abs().amax(-1, keepdim=True) / 127
+    assert ((embedding(ids).float() - weight[ids].float()).abs() <= steps + 2**-8 * weight[ids].float().abs()).all()
+
+
+def test_bfloat16_needs_tiles() -> None:
+    for kernel in KERNELS:
+        assert multiplies_bfloat16(kernel) is (kernel.isa == "amx")
