@@ -84,6 +84,7 @@ class Follower:
             "bound_to": self._control.card().bound_to,
             "epoch": progress.epoch,
             "steps": progress.num_steps,
+            "bubble_share": progress.bubble_share,
         }
 
     def stop(self) -> None:
@@ -117,6 +118,7 @@ class Follower:
             num_blocks_used=executor.blocks_used,
             compute_us=int(progress.compute_s * 1e6),
             hop_us=int(progress.hop_s * 1e6),
+            wait_us=int(progress.wait_s * 1e6),
             error=progress.error,
         )
 

@@ -144,6 +144,7 @@ class Head:
             **self._loaded.describe(),
             "role": "head",
             "steps": self._engine.num_steps,
+            "bubble_share": self._engine.progress.bubble_share,
             "running": self._scheduler.num_running,
             "waiting": self._scheduler.num_waiting,
             "pipeline": {**status, "name": self._name},

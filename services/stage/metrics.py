@@ -11,6 +11,7 @@ from services.stage.pipeline.pipeline import Pipeline
 from services.stage.runtime import Loaded
 from services.stage.scheduling.scheduler import Scheduler
 from services.stage.scheduling.step_plan import StepPlan
+from services.stage.scheduling.step_times import StepTime
 from shardline.metrics import HeadMetrics, StageMetrics
 
 log = structlog.get_logger(__name__)
@@ -31,11 +32,13 @@ class StageMeter:
         self._metrics.kv_blocks.labels("used").set_function(lambda: executor.blocks_used)
         self._metrics.kv_blocks.labels("all").set(executor.num_blocks)
 
-    def step(self, plan: StepPlan, seconds: float) -> None:
+    def step(self, plan: StepPlan, time: StepTime) -> None:
         """The engine's thread, after each step."""
-        metrics = self._metrics
+        metrics, seconds = self._metrics, time.compute_s
         metrics.steps.inc()
         metrics.step_seconds.observe(seconds)
+        for doing, spent_s in (("compute", seconds), ("hop", time.hop_s), ("wait", time.wait_s)):
+            metrics.stage_seconds.labels(doing).inc(spent_s)
         if self._head is not None:
             self._head.output_tokens.inc(plan.num_sampled_rows)
             self._head.cached_tokens.inc(sum(opened.num_cached for opened in plan.opens))

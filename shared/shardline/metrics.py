@@ -85,8 +85,15 @@ class StageMetrics:
         self.step_seconds = Histogram(
             "shardline_step_seconds", "Time of one step in this stage", buckets=STEP_SECONDS, registry=registry
         )
+        self.stage_seconds = Counter(
+            "shardline_stage_seconds",
+            "Time while the pipeline had a step in flight, by what the stage did",
+            ["doing"],
+            registry=registry,
+        )
         self.kv_blocks = Gauge("shardline_kv_blocks", "KV blocks of this stage", ["state"], registry=registry)
         self.exact = Gauge("shardline_exact", "1 if outputs never depend on the batch or a restart", registry=registry)
+        _begin_at_0(self.stage_seconds, "compute", "hop", "wait")
 
 
 class HeadMetrics:

@@ -98,10 +98,11 @@ def stages(options: argparse.Namespace) -> list[Figure]:
     figures = []
     for dtype in DTYPES:
         common = ("--model", str(make(CACHE, dtype)), "--dtype", dtype, "--runs", "1")
-        two, one, double, command = [], [], [], ""
+        two, one, double, shares, command = [], [], [], [], ""
         for _ in range(options.runs):
             run, command = call("bare", *common, *TWO)
             two += run["tokens_per_s"]
+            shares.append(run["bubble_share"])
             one += call("bare", *common, *ONE)[0]["tokens_per_s"]
             double += call("bare", *common, *TWO, "--seats", "128", "--prompts", "128")[0]["tokens_per_s"]
         rows = (("equal-seats", two, ">= 0.92"), ("equal-rows-per-lane", double, ">= 0.97"))
@@ -117,7 +118,21 @@ def stages(options: argparse.Namespace) -> list[Figure]:
             )
             for name, ours, target in rows
         ]
+        figures += _bubbles(dtype, shares, command)
     return figures
+
+
+def _bubbles(dtype: str, runs: Sequence[Sequence[float]], command: str) -> list[Figure]:
+    return [
+        Figure(
+            name=f"bubble-share-stage-{place}-{dtype}",
+            value=round(statistics.median(shares), 3),
+            unit="of its time",
+            target="<= 0.08",
+            command=command,
+        )
+        for place, shares in enumerate(zip(*runs, strict=True))
+    ]
 
 
 def prefix(options: argparse.Namespace) -> list[Figure]:

@@ -14,6 +14,7 @@ import tempfile
 import time
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import NamedTuple, Self
 from uuid import UUID, uuid4
 
 from tokenizers import Tokenizer
@@ -30,6 +31,7 @@ from services.stage.model.model_info import ModelInfo
 from services.stage.scheduling.events import Finished
 from services.stage.scheduling.scheduler import Scheduler, SchedulerConfig
 from services.stage.scheduling.sequence import Request
+from services.stage.scheduling.step_times import bubble_share
 from shardline.config import Times
 from shardline.split import even_split, parse_split
 from shardline.tokenize import CompletionText, Vocabulary
@@ -40,7 +42,7 @@ CONNECT_S = 60.0
 
 
 def main() -> None:
-    """Prints output tokens/s of each run as one JSON line."""
+    """Prints as one JSON line: output tokens/s of each run, and each stage's bubble share over all of them."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", required=True)
     parser.add_argument("--dtype", default="float32")
@@ -57,10 +59,41 @@ def main() -> None:
         try:
             pipeline.run(workload(WARM_UP_PROMPTS))
             works = [workload(options.prompts, run=1 + run, num_common=options.common) for run in range(options.runs)]
+            before = pipeline.spent()
             speeds = [pipeline.run(work) for work in works]
+            spent = [now.since(then) for now, then in zip(pipeline.spent(), before, strict=True)]
         finally:
             pipeline.close()
-    print(json.dumps({"tokens_per_s": speeds, "devices": options.device, "seats": options.seats}))
+    run = {
+        "tokens_per_s": speeds,
+        "devices": options.device,
+        "seats": options.seats,
+        "compute_s": [each.compute_s for each in spent],
+        "bubble_share": [each.bubble_share for each in spent],
+    }
+    print(json.dumps(run))
+
+
+class Spent(NamedTuple):
+    """What a stage did with its time."""
+
+    compute_s: float
+    hop_s: float
+    wait_s: float
+
+    @classmethod
+    def of(cls, engine: Engine) -> Self:
+        """So far."""
+        return cls(engine.progress.compute_s, engine.progress.hop_s, engine.progress.wait_s)
+
+    def since(self, then: Spent) -> Spent:
+        """Since that moment."""
+        return Spent(*(mine - its for mine, its in zip(self, then, strict=True)))
+
+    @property
+    def bubble_share(self) -> float:
+        """Of this time."""
+        return bubble_share(*self)
 
 
 class Pipeline:
@@ -105,6 +138,12 @@ class Pipeline:
             self._ended.get()
         return work.num_output_tokens / (time.perf_counter() - began_s)
 
+    def spent(self) -> list[Spent]:
+        """What each stage has done with its time so far."""
+        for _, pipe in self._later:
+            pipe.send("spent")
+        return [Spent.of(self._engine), *(pipe.recv() for _, pipe in self._later)]
+
     def close(self) -> None:
         """Ends the head's engine, then the later stages."""
         self._engine.stop()
@@ -135,7 +174,7 @@ class Pipeline:
 
 
 def serve_later(pipe: Connection, folder: Path, options: argparse.Namespace, stage_index: int, identity: UUID) -> None:
-    """A later stage's process: load, bind, connect, run until killed."""
+    """A later stage's process: load, bind, connect, run and answer the head's process until killed."""
     num_stages = len(options.device)
     executor = load(options, stage_index, folder)
     pipe.send(executor.num_blocks)
@@ -156,7 +195,9 @@ def serve_later(pipe: Connection, folder: Path, options: argparse.Namespace, sta
             sender=sender,
         )
     )
-    engine.run()
+    engine.start()
+    while pipe.recv():
+        pipe.send(Spent.of(engine))
 
 
 def load(options: argparse.Namespace, stage_index: int, folder: Path) -> Executor:

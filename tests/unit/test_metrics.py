@@ -12,6 +12,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from services.stage.metrics import StageMeter
 from services.stage.scheduling.step_plan import Open, Row, StepPlan
+from services.stage.scheduling.step_times import EngineProgress
 from services.standalone.ports import free_port
 from shardline import metrics
 from shardline.job import SamplingParams
@@ -46,7 +47,8 @@ def scrape_of_stage(*, is_head: bool) -> str:
     meter = StageMeter(cast(Any, SimpleNamespace(executor=executor, settings=settings, is_head=is_head)))
     prompt = Open(seq=0, ids=(5,) * 71, num_prompt=71, params=SamplingParams(), seed=1, num_blocks=2, num_cached=64)
     rows = (Row(0, 64, 7, (), (0, 1), wants=True), Row(1, 9, 1, (5,), (), wants=True))
-    meter.step(StepPlan(0, (prompt,), rows, ()), 0.1)
+    plan = StepPlan(0, (prompt,), rows, ())
+    meter.step(plan, EngineProgress(epoch=1).finish(plan, began_s=2.0, compute_began_s=2.5, compute_s=4.0, ended_s=7.0))
     return generate_latest(meter.registry).decode()
 
 
@@ -58,6 +60,8 @@ def test_stages_of_a_pipeline_count_each_token_once() -> None:
     assert "tokens_total" not in later
     assert "shardline_steps_total 1.0" in head
     assert "shardline_steps_total 1.0" in later
+    assert 'shardline_stage_seconds_total{doing="compute"} 4.0' in later
+    assert 'shardline_stage_seconds_total{doing="hop"} 1.0' in later
 
 
 def test_a_later_stage_does_not_report_its_pipeline_down() -> None:

@@ -26,7 +26,7 @@ OFF_THE_PATH = {
         shardline/clock shardline/config shardline/errors shardline/failpoints
         shardline/ids shardline/keys shardline/log shardline/metrics shardline/redis
         shardline/rounding shardline/tables shardline/store/database shardline/client/database
-        gateway/errors stage/metrics stage/jobs/outage""",
+        gateway/errors stage/metrics stage/scheduling/step_times stage/jobs/outage""",
     "types alone": """gateway/bodies gateway/schemas shardline/client/fields
         stage/hop/__init__ stage/jobs/job_engine stage/jobs/lease_host stage/pipeline/status""",
     "at start": """gateway/context gateway/settings stage/backends stage/runtime stage/device/device stage/engine/memory

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 
+import msgspec
 import structlog
 from torch import Tensor
 
@@ -24,6 +24,7 @@ from services.stage.scheduling.events import Event
 from services.stage.scheduling.scheduler import Scheduler
 from services.stage.scheduling.sequence import Key, Request, TokenSink
 from services.stage.scheduling.step_plan import StepPlan, StepResult, decode_plan, decode_result, encode
+from services.stage.scheduling.step_times import EngineProgress, StepTime, StepTimes
 from shardline import failpoints
 from shardline.clock import lease_clock_s, monotonic_s
 from shardline.errors import LinkLost, ProtocolError
@@ -39,25 +40,12 @@ IDLE_WAIT_S = 0.5
 OnLost = Callable[[int, str], None]
 """Called with (epoch, reason) in the engine's thread when that epoch is over."""
 
-OnStep = Callable[[StepPlan, float], None]
-"""Called with (plan, seconds of compute) in the engine's thread after every step."""
+OnStep = Callable[[StepPlan, StepTime], None]
+"""Called in the engine's thread after every step, when its frame has left."""
 
 
-def _ignore(_plan: StepPlan, _seconds: float) -> None:
+def _ignore(_plan: StepPlan, _time: StepTime) -> None:
     """The OnStep of an engine without metrics."""
-
-
-@dataclass(slots=True)
-class EngineProgress:
-    """What the engine has done in one epoch. The engine's thread writes it, others read it."""
-
-    epoch: int
-    num_steps: int = 0
-    """Steps that this stage has computed."""
-    compute_s: float = 0.0
-    hop_s: float = 0.0
-    """Time spent decoding frames and sending them on."""
-    error: str | None = None
 
 
 class Engine(threading.Thread):
@@ -68,11 +56,14 @@ class Engine(threading.Thread):
         self.executor = executor
         self.inbox = Inbox()
         self.progress = EngineProgress(epoch=-1)
+        self.step_times = StepTimes()
         self._on_lost = on_lost
         self._on_step = on_step
         self._wiring: Wiring | None = None
         self.step_began_s: float | None = None
         """When the current step began, by `monotonic_s`, for other threads to read; None between steps."""
+        self._computed = (0.0, 0.0)
+        """When the last computation began, and how long it took."""
         self._running = True
 
     def wire(self, wiring: Wiring) -> None:
@@ -130,11 +121,13 @@ class Engine(threading.Thread):
             out = self.executor.run(plan, hidden)
         finally:
             self.step_began_s = None
-        compute_s = monotonic_s() - began_s
-        self.progress.num_steps += 1
-        self.progress.compute_s += compute_s
-        self._on_step(plan, compute_s)
+        self._computed = began_s, monotonic_s() - began_s
         return out
+
+    def _finish_step(self, plan: StepPlan, began_s: float) -> None:
+        time = self.progress.finish(plan, began_s, *self._computed, monotonic_s())
+        self.step_times.add(time)
+        self._on_step(plan, time)
 
     def _pass_failpoints(self, plan: StepPlan) -> None:
         stage_index = self._wiring.stage_index if self._wiring else 0
@@ -161,6 +154,8 @@ class HeadEngine(Engine):
         """Self-fencing, by the lease clock: after this moment nothing is scheduled and nothing is emitted."""
         self.is_fenced = False
         """Whether that moment has passed and holds the loop back."""
+        self._idle_since_s: float | None = None
+        """Since when no step is in flight; None before the first step of an epoch."""
         self._emit = emit
 
     @property
@@ -206,6 +201,7 @@ class HeadEngine(Engine):
 
     def _rewire(self, wiring: Wiring) -> None:
         super()._rewire(wiring)
+        self._idle_since_s = None
         self._emit(self.scheduler.rebuild(wiring.num_blocks, wiring.num_lanes))
 
     def _forget(self, key: Key) -> None:
@@ -222,27 +218,43 @@ class HeadEngine(Engine):
         if wiring is None or self.is_fenced:
             self.inbox.wait(IDLE_WAIT_S)
             return
+        began_s = monotonic_s()
         plan = self.scheduler.schedule()
         self._emit(self.scheduler.may_begin())
         if plan is not None:
+            plan = self._after_idle(plan, began_s)
             self._launch(wiring, plan)
+            self._finish_step(plan, began_s)
         if wiring.receiver is not None:
             self._collect(wiring.receiver, wait_s=0.0 if plan is not None else IDLE_WAIT_S)
         elif plan is None:
             self.inbox.wait(IDLE_WAIT_S)
 
+    def _after_idle(self, plan: StepPlan, now_s: float) -> StepPlan:
+        """The plan, which tells later stages how long no step was in flight before it."""
+        if self._idle_since_s is None or self.scheduler.num_in_flight > 1:
+            return plan
+        return msgspec.structs.replace(plan, idle_us=max(0, int((now_s - self._idle_since_s) * 1e6)))
+
     def _launch(self, wiring: Wiring, plan: StepPlan) -> None:
         out = self._run_step(plan, None)
         if isinstance(out, StepResult):
-            self._emit(self.scheduler.apply(out))
+            self._apply(out)
             return
         assert wiring.sender is not None
         wiring.sender.send(_frame(wiring, plan, encode(plan), out))
 
     def _collect(self, receiver: Receiver, wait_s: float) -> None:
         while (frame := receiver.receive(wait_s)) is not None:
-            self._emit(self.scheduler.apply(decode_result(frame.message)))
+            began_s = monotonic_s()
+            self._apply(decode_result(frame.message))
+            self.progress.work(monotonic_s() - began_s)
             wait_s = 0.0
+
+    def _apply(self, result: StepResult) -> None:
+        self._emit(self.scheduler.apply(result))
+        if self.scheduler.num_in_flight == 0:
+            self._idle_since_s = monotonic_s()
 
 
 class FollowerEngine(Engine):
@@ -258,13 +270,13 @@ class FollowerEngine(Engine):
         frame = wiring.receiver.receive(IDLE_WAIT_S)
         if frame is None:
             return
-        began_s, computed_s = monotonic_s(), self.progress.compute_s
+        began_s = monotonic_s()
         plan = decode_plan(frame.message)
         if plan.step != frame.step:
             raise ProtocolError(f"a plan of step {plan.step} in the frame of step {frame.step}")
         out = self._run_step(plan, tensor_of(frame, self.executor.dtype) if plan.rows else None)
         wiring.sender.send(_frame(wiring, plan, frame.message, out))
-        self.progress.hop_s += monotonic_s() - began_s - (self.progress.compute_s - computed_s)
+        self._finish_step(plan, began_s)
 
 
 def _frame(wiring: Wiring, plan: StepPlan, message: Buffer, out: Tensor | StepResult) -> Frame:

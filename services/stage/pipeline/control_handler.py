@@ -75,6 +75,7 @@ class ControlHandler:
             num_blocks_used=status.num_blocks_used,
             compute_us=status.compute_us,
             hop_us=status.hop_us,
+            wait_us=status.wait_us,
             error=status.error,
         )
 

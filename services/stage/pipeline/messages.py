@@ -125,6 +125,8 @@ class Pong(ControlMessage, frozen=True, kw_only=True, array_like=True, tag=7):
     """Time that this epoch's frames took to be read and sent on."""
     error: Text | None = None
     """Set: this epoch is over for the stage."""
+    wait_us: Count = 0
+    """Time without work while the pipeline had a step in flight."""
 
 
 class Exit(ControlMessage, frozen=True, kw_only=True, array_like=True, tag=8):

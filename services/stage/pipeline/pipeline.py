@@ -19,6 +19,7 @@ from services.stage.pipeline.assembly import AssembledPipeline, PipelineAssembly
 from services.stage.pipeline.control_client import Refused
 from services.stage.pipeline.hosts import PipelineHost
 from services.stage.pipeline.monitor import HeadHangs, PipelineMonitor, StageHealth
+from services.stage.scheduling.step_times import bubble_share
 from shardline.clock import monotonic_s
 from shardline.config import Times
 from shardline.errors import Conflict, LinkLost, Unavailable
@@ -39,6 +40,9 @@ class MemberStatus:
     num_blocks_used: int
     compute_us: int
     hop_us: int
+    wait_us: int
+    bubble_share: float
+    """1 - compute / (compute + hop + wait), in this epoch."""
     round_trip_us: int
 
 
@@ -193,5 +197,7 @@ def _status(stage: StageHealth) -> MemberStatus:
         num_blocks_used=pong.num_blocks_used if pong else 0,
         compute_us=pong.compute_us if pong else 0,
         hop_us=pong.hop_us if pong else 0,
+        wait_us=pong.wait_us if pong else 0,
+        bubble_share=bubble_share(pong.compute_us, pong.hop_us, pong.wait_us) if pong else 0.0,
         round_trip_us=stage.round_trip_us,
     )

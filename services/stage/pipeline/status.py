@@ -26,6 +26,7 @@ class StageStatus:
     num_blocks_used: int = 0
     compute_us: int = 0
     hop_us: int = 0
+    wait_us: int = 0
     error: str | None = None
     """Set: the epoch is over for this stage, for example because its hop was lost."""
 

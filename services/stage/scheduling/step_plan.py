@@ -63,6 +63,8 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     opens: tuple[Open, ...]
     rows: tuple[Row, ...]
     closes: tuple[int, ...]
+    idle_us: Number = 0
+    """How long before it no step was in flight."""
 
     @property
     def num_tokens(self) -> int:

@@ -23,6 +23,7 @@ from services.stage.pipeline.status import StageStatus
 from services.stage.scheduling.events import Event, Failed, Finished
 from services.stage.scheduling.scheduler import Scheduler, SchedulerConfig
 from services.stage.scheduling.sequence import Request
+from services.stage.scheduling.step_times import StepTime
 from shardline.job import SamplingParams
 from tests.chain import CountingSink, load_chain
 from tests.links import NUM_LAYERS, PATIENCE_S, TIMES, Head, Stage, make_card, open_pipes
@@ -136,3 +137,33 @@ def test_a_head_tells_the_time_of_its_real_frames_through_a_tail(pair: Pair) -> 
     progress = pair.tail.engine.progress
     assert second.hop_us <= progress.hop_s * 1e6
     assert progress.hop_s + progress.compute_s <= time.perf_counter() - pair.began_s, "no time is counted twice"
+
+
+def test_each_stage_tells_its_waits_and_its_bubble_share(pair: Pair) -> None:
+    pair.generate("first", 4)
+    idle_from_s = time.perf_counter()
+    until(lambda: time.perf_counter() - idle_from_s > 0.5)
+    pair.generate("second", 4)
+    until(lambda: pair.told().num_steps == pair.engine.num_steps)
+    told, busy_s = pair.told(), time.perf_counter() - pair.began_s - 0.5
+    for progress in (pair.engine.progress, pair.tail.engine.progress):
+        assert progress.wait_s > 0, "with one sequence a stage waits while the other computes"
+        assert progress.wait_s + progress.hop_s + progress.compute_s <= busy_s, "idle time is counted for no stage"
+        assert 0 < progress.bubble_share < 1
+    assert told.wait_us <= pair.tail.engine.progress.wait_s * 1e6
+    assert told.bubble_share == pytest.approx(pair.tail.engine.progress.bubble_share, rel=1e-3)
+
+
+def test_both_stages_remember_the_same_steps(pair: Pair) -> None:
+    pair.generate("only", 4)
+
+    def both() -> tuple[list[StepTime], list[StepTime]] | None:
+        first, last = pair.engine.step_times.last(), pair.tail.engine.step_times.last()
+        return (first, last) if len(first) == len(last) == pair.engine.num_steps else None
+
+    first, last = cast(tuple[list[StepTime], list[StepTime]], until(both))
+    assert [time.step for time in first] == [time.step for time in last] == list(range(len(first)))
+    assert [time[-4:] for time in first] == [time[-4:] for time in last]
+    assert [time.num_tokens for time in first if time.num_tokens] == [3, 1, 1, 1]
+    computed_s = [time.compute_began_s + time.compute_s for time in first]
+    assert all(head_s < time.began_s for head_s, time in zip(computed_s, last, strict=True)), "one clock for a host"

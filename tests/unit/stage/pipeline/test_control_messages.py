@@ -45,7 +45,15 @@ WELCOME = messages.Welcome(
     exact=True,
 )
 PONG = messages.Pong(
-    pipeline=PIPELINE, epoch=4, seq=1, num_steps=2, num_sequences=3, num_blocks_used=4, compute_us=5, hop_us=6
+    pipeline=PIPELINE,
+    epoch=4,
+    seq=1,
+    num_steps=2,
+    num_sequences=3,
+    num_blocks_used=4,
+    compute_us=5,
+    hop_us=6,
+    wait_us=7,
 )
 TO_STAGE: list[messages.ToStage] = [
     HELLO,

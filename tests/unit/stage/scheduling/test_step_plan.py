@@ -14,7 +14,7 @@ from shardline.errors import ProtocolError
 from shardline.job import SamplingParams
 
 OPEN = Open(1, (5, 6, 7), 3, SamplingParams(stop=("stop",)), 9, 1)
-PLAN = StepPlan(4, (OPEN,), (Row(1, 0, 3, (), (0,), True),), (2,))
+PLAN = StepPlan(4, (OPEN,), (Row(1, 0, 3, (), (0,), True),), (2,), 7)
 RESULT = StepResult(4, (7,), bad=(1,))
 Decoder = Callable[[bytes], StepPlan | StepResult]
 
@@ -48,10 +48,10 @@ def test_text_that_is_no_utf_8_is_refused() -> None:
 
 def test_a_deep_extra_field_is_refused() -> None:
     whole = encode(PLAN)
-    assert whole[0] == 0x94
+    assert whole[0] == 0x95
 
     with pytest.raises(ProtocolError, match="not a StepPlan: maximum recursion"):
-        decode_plan(b"\x95" + whole[1:] + b"\x91" * 100_000)
+        decode_plan(b"\x96" + whole[1:] + b"\x91" * 100_000)
 
 
 @settings(max_examples=1000)
