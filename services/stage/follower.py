@@ -87,6 +87,10 @@ class Follower:
             "bubble_share": progress.bubble_share,
         }
 
+    def trace(self) -> Mapping[str, Any]:
+        """For `shardline trace`."""
+        return self._loaded.trace(self._control.card().bound_to or "", self._engine.step_times.last())
+
     def stop(self) -> None:
         """The card goes first, then the link: the head sees it close and forms its pipeline without this stage."""
         self._announcer.stop()

@@ -150,6 +150,10 @@ class Head:
             "pipeline": {**status, "name": self._name},
         }
 
+    def trace(self) -> Mapping[str, Any]:
+        """For `shardline trace`."""
+        return self._loaded.trace(self._pipeline.status().pipeline, self._engine.step_times.last())
+
     def stop(self) -> None:
         """Leases are given back, then the stages are released."""
         self.delivery_handler.stop()

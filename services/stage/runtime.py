@@ -8,11 +8,13 @@ from __future__ import annotations
 import os
 import platform
 import socket
-from collections.abc import Mapping
+import time
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 from uuid import uuid4
 
+import msgspec
 import structlog
 import torch
 import transformers
@@ -28,9 +30,11 @@ from services.stage.layer_range import layers_of
 from services.stage.model.model_info import ModelInfo
 from services.stage.model.weights import fingerprint, unchanged
 from services.stage.pipeline.status import Capacity
+from services.stage.scheduling.step_times import StepTime
 from services.stage.settings import StageSettings
+from shardline.clock import monotonic_s
 from shardline.errors import Invalid
-from shardline.wire import StageCard
+from shardline.wire import StageCard, StageTrace, StepSpan
 
 log = structlog.get_logger(__name__)
 
@@ -57,6 +61,9 @@ class Stage(Protocol):
 
     def describe(self) -> Mapping[str, Any]:
         """For `inspect stage`."""
+
+    def trace(self) -> Mapping[str, Any]:
+        """For `shardline trace`."""
 
     def stop(self) -> None:
         """After Celery has stopped: end the threads, give the device back."""
@@ -102,6 +109,39 @@ class Loaded:
             "kv_blocks_used": executor.blocks_used,
             "sequences": executor.num_open,
         }
+
+    def trace(self, pipeline: str, times: Iterable[StepTime]) -> dict[str, Any]:
+        """The steps as a StageTrace of JSON."""
+        to_wall_s = time.time() - monotonic_s()
+        return msgspec.to_builtins(
+            StageTrace(
+                worker=self.worker,
+                pipeline=pipeline,
+                layers=(self.layers.start, self.layers.stop),
+                steps=tuple(_span(each, to_wall_s) for each in times),
+            )
+        )
+
+
+def _span(step: StepTime, to_wall_s: float) -> StepSpan:
+    return StepSpan(
+        epoch=step.epoch,
+        step=step.step,
+        began_us=_us(step.began_s + to_wall_s),
+        compute_began_us=_us(step.compute_began_s + to_wall_s),
+        compute_us=_us(step.compute_s),
+        ended_us=_us(step.ended_s + to_wall_s),
+        wait_us=_us(step.wait_s),
+        idle_us=_us(step.idle_s),
+        rows=step.num_rows,
+        tokens=step.num_tokens,
+        context=step.num_context,
+        sampled=step.num_sampled,
+    )
+
+
+def _us(seconds: float) -> int:
+    return round(seconds * 1e6)
 
 
 def load(settings: StageSettings) -> Loaded:

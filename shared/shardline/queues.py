@@ -12,6 +12,8 @@ from shardline.job import PRIORITIES
 INTAKE_QUEUE = "shardline.intake"
 SUBMIT_TASK = "shardline.submit"
 GENERATE_TASK = "shardline.generate"
+TRACE_COMMAND = "shardline_trace"
+"""Celery's remote control: a stage tells its last steps."""
 
 
 def generate_queue(model: str) -> str:

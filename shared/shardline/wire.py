@@ -63,6 +63,39 @@ class StageCard(msgspec.Struct, frozen=True, kw_only=True):
     pid: int = 0
 
 
+class StepSpan(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """One step in one stage. Moments are microseconds of the wall clock of that stage's host."""
+
+    epoch: int
+    step: int
+    began_us: int
+    """Its frame had come; on a head: scheduling began."""
+    compute_began_us: int
+    compute_us: int
+    ended_us: int
+    """Its frame had left."""
+    wait_us: int
+    """Before it: no work, while the pipeline had a step in flight."""
+    idle_us: int
+    """Before it: no step in flight."""
+    rows: int
+    tokens: int
+    context: int
+    """Tokens whose KV the rows attend to, their own included."""
+    sampled: int
+
+
+class StageTrace(msgspec.Struct, frozen=True, kw_only=True):
+    """What a stage did in its last steps: its answer to `shardline trace`."""
+
+    worker: str
+    pipeline: str
+    """Whose steps they were last; empty before the first."""
+    layers: tuple[int, int]
+    """The shard holds [first, last)."""
+    steps: tuple[StepSpan, ...] = ()
+
+
 _delta_decoder = msgspec.json.Decoder(Delta)
 _card_decoder = msgspec.json.Decoder(StageCard)
 

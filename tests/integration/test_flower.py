@@ -14,8 +14,10 @@ import httpx
 import pytest
 import redis
 from celery import Celery
+from typer.testing import CliRunner, Result
 
 from services.standalone.settings import CLERK
+from shardline.cli.commands import cli
 from shardline.client import Client
 from shardline.config import Settings
 from shardline.job import JobState
@@ -151,6 +153,35 @@ def test_a_job_delivered_twice_ends_cancelled_when_terminated_in_flower(
 
     until(lambda: state(client, job_id) is JobState.CANCELLED)
     until(lambda: blocks_used(producer) == [0, 0])
+
+
+def test_the_command_writes_a_trace_of_both_stages(stack: Stack, client: Client, tmp_path: Path) -> None:
+    job = client.wait(client.submit(MODEL, "sort: 3, 1, 2 =", max_tokens=16, temperature=0), timeout_s=60)
+    file = tmp_path / "trace.json"
+
+    ran = traced(stack, "--output", str(file))
+
+    assert ran.exit_code == 0, ran.output
+    assert "of 2 stages" in ran.stdout
+    computed = [event for event in json.loads(file.read_text())["traceEvents"] if event["name"] == "compute"]
+    head, tail = ([event for event in computed if event["pid"] == place] for place in (0, 1))
+    assert job.usage is not None
+    assert sum(event["args"]["sampled"] for event in head) >= job.usage.completion_tokens
+    starts = {event["args"]["step"]: event["ts"] for event in head}
+    assert tail
+    assert all(event["ts"] >= starts[event["args"]["step"]] for event in tail), "one clock for a host"
+
+
+def test_a_trace_of_an_unknown_model_says_so(stack: Stack, tmp_path: Path) -> None:
+    ran = traced(stack, "--model", "nobody", "--output", str(tmp_path / "x.json"))
+    assert (ran.exit_code, ran.stderr) == (3, "no pipeline of nobody is ready: see `shardline pipelines`\n")
+
+
+def traced(stack: Stack, *options: str) -> Result:
+    """`shardline trace` against the stack."""
+    urls = stack.look()["urls"]
+    servers = {"SHARDLINE_DATABASE_URL": urls["database"], "SHARDLINE_REDIS_URL": urls["redis"]}
+    return CliRunner().invoke(cli, ["trace", *options], env=servers)
 
 
 def test_a_queued_job_revoked_in_flower_ends_cancelled(flower: Flower, client: Client) -> None:

@@ -8,6 +8,8 @@ from typing import Any
 from celery.utils.functional import maybe_list
 from celery.worker.control import control_command, inspect_command
 
+from shardline.queues import TRACE_COMMAND
+
 
 @control_command(
     variadic="task_id",
@@ -33,3 +35,9 @@ def terminate(state: Any, task_id: Any, **_: Any) -> dict[str, Any]:
 def stage(state: Any, **_: Any) -> dict[str, Any]:
     """This stage: layers, device, pipeline, epoch, KV blocks in use, steps done."""
     return dict(state.app.shardline.describe())
+
+
+@inspect_command(name=TRACE_COMMAND)
+def trace(state: Any, **_: Any) -> dict[str, Any]:
+    """This stage's last steps, for `shardline trace`."""
+    return dict(state.app.shardline.trace())

@@ -42,7 +42,7 @@ def test_a_prompt_with_a_system_message_is_a_chat() -> None:
 def test_help_lists_every_command_and_exit_status() -> None:
     shown = CliRunner().invoke(cli, ["--help"], env={"COLUMNS": "200"})
     assert shown.exit_code == 0
-    assert [name for name in [*COMMANDS, "124"] if name not in shown.stdout] == []
+    assert [name for name in [*COMMANDS, "trace", "124"] if name not in shown.stdout] == []
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -63,6 +63,8 @@ def test_the_help_of_every_command_says_what_it_does(command: str) -> None:
         (["get", JOB], {}, 4, "Postgres cannot be reached"),
         (["get", "7"], {}, 2, "UUID"),
         (["list", "--state", "asleep"], {}, 2, "queued"),
+        (["trace"], {}, 4, "Postgres cannot be reached"),
+        (["trace", "--timeout-s", "0"], {}, 2, "0.1"),
     ],
 )
 def test_an_impossible_command_says_why_in_one_line(
