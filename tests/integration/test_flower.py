@@ -165,8 +165,8 @@ def test_the_command_writes_a_trace_of_both_stages(stack: Stack, client: Client,
     assert "of 2 stages" in ran.stdout
     computed = [event for event in json.loads(file.read_text())["traceEvents"] if event["name"] == "compute"]
     head, tail = ([event for event in computed if event["pid"] == place] for place in (0, 1))
-    assert job.usage is not None
-    assert sum(event["args"]["sampled"] for event in head) >= job.usage.completion_tokens
+    assert job.result is not None
+    assert sum(event["args"]["sampled"] for event in head) >= job.result.usage.completion_tokens
     starts = {event["args"]["step"]: event["ts"] for event in head}
     assert tail
     assert all(event["ts"] >= starts[event["args"]["step"]] for event in tail), "one clock for a host"

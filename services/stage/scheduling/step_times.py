@@ -12,7 +12,7 @@ from typing import NamedTuple
 from services.stage.scheduling.step_plan import StepPlan
 
 NUM_KEPT = 2048
-"""Steps that a stage remembers, a minute or more of work: 0.3 MiB, and 0.4 MiB as JSON."""
+"""Steps that a stage remembers, a minute or more of work: 0.7 MiB."""
 
 
 class StepTime(NamedTuple):
