@@ -3,7 +3,7 @@
 // KV of many sequences lies in memory, not in a cache, and no hardware prefetcher follows a block table. So one cursor
 // for each thread runs kAheadBytes ahead of the reads, over the same lines in the same order, across the ends of items.
 // It walks each block from its start and from its middle at once: the processor's own prefetcher works in each 4 KiB page
-// by itself, and one page at a time gets two thirds of the memory's rate.
+// by itself. Four or eight places at once, 64 KiB, or L2 as the target were slower where they differed at all.
 
 #pragma once
 
@@ -14,7 +14,7 @@
 namespace {
 
 constexpr int kLine = 64;
-constexpr int kAheadBytes = 64 << 10;
+constexpr int kAheadBytes = 16 << 10;
 
 struct Span { const char* from; int64_t bytes; };
 
@@ -46,7 +46,7 @@ class Ahead {
   inline void fetch(int lines) {
     for (; lines > 0; lines--) {
       if (line_ == num_lines_ && !turn()) return;
-      __builtin_prefetch(from_ + ((line_ & 1) * half_ + line_ / 2) * kLine, 0, 2);
+      __builtin_prefetch(from_ + ((line_ & 1) * half_ + line_ / 2) * kLine);
       line_++;
     }
   }
