@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -12,7 +13,7 @@ from services.stage.device.device import Device
 from services.stage.engine.executor import Executor
 from services.stage.engine.memory import Limits
 from services.stage.model.model_info import ModelInfo
-from services.stage.scheduling.events import Failed, Finished
+from services.stage.scheduling.events import Failed, Finished, NewTokens
 from services.stage.scheduling.scheduler import Scheduler, SchedulerConfig
 from services.stage.scheduling.sequence import Request
 from services.stage.scheduling.step_plan import StepPlan, StepResult, decode_plan, encode
@@ -22,6 +23,15 @@ from shardline.split import even_split
 KV_BYTES = 16 * 2**20
 MAX_OPEN = 64
 MAX_BUDGET = 512
+LOOKUP_ROWS = 16
+
+
+@dataclass(slots=True)
+class Guesses:
+    """Of prompt lookup."""
+
+    num_made: int = 0
+    num_true: int = 0
 
 
 class CountingSink:
@@ -84,9 +94,16 @@ def generate(
 
 
 def complete(
-    stages: Sequence[Executor], wanted: Sequence[Request], *, budget: int, seats: int, prefix_cache: bool = True
+    stages: Sequence[Executor],
+    wanted: Sequence[Request],
+    *,
+    budget: int,
+    seats: int,
+    prefix_cache: bool = True,
+    guesses: Guesses | None = None,
 ) -> list[Finished]:
-    """The end of each request, with log-probabilities where they were asked for."""
+    """The end of each request, with log-probabilities where they were asked for. With prompt lookup if its guesses are
+    to be counted."""
     scheduler = Scheduler(
         SchedulerConfig(
             num_blocks=min(stage.num_blocks for stage in stages),
@@ -95,6 +112,7 @@ def complete(
             num_lanes=len(stages),
             max_len=stages[0].info.context_length,
             prefix_cache=prefix_cache,
+            prompt_lookup=0 if guesses is None else LOOKUP_ROWS,
         )
     )
     for stage in stages:
@@ -107,8 +125,12 @@ def complete(
     while not scheduler.idle:
         while (plan := scheduler.schedule()) is not None:
             in_flight.append(plan)
+            if guesses is not None:
+                guesses.num_made += plan.num_drafts
         for event in scheduler.apply(run(stages, in_flight.popleft())):
             assert not isinstance(event, Failed), event.reason
+            if guesses is not None and isinstance(event, NewTokens):
+                guesses.num_true += len(event.ids) - 1
             if isinstance(event, Finished):
                 done[event.key[0]] = event
     assert [stage.blocks_used for stage in stages] == [0] * len(stages)

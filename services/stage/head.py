@@ -75,6 +75,7 @@ class Head:
                 num_lanes=1,
                 max_len=loaded.info.context_length,
                 prefix_cache=settings.prefix_cache,
+                prompt_lookup=settings.prompt_lookup,
             )
         )
         self._pipeline = self._make_pipeline()
@@ -170,6 +171,7 @@ class Head:
 
     def _report(self, events: Sequence[Event]) -> None:
         """The engine's thread."""
+        self.meter.report(events)
         self.delivery_handler.report(events)
 
     # The pipeline's thread ----------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from prometheus_client import CollectorRegistry
 
 from services.stage.pipeline.pipeline import Pipeline
 from services.stage.runtime import Loaded
+from services.stage.scheduling.events import Event, NewTokens
 from services.stage.scheduling.scheduler import Scheduler
 from services.stage.scheduling.step_plan import StepPlan
 from services.stage.scheduling.step_times import StepTime
@@ -40,7 +41,7 @@ class StageMeter:
         for doing, spent_s in (("compute", seconds), ("hop", time.hop_s), ("wait", time.wait_s)):
             metrics.stage_seconds.labels(doing).inc(spent_s)
         if self._head is not None:
-            self._head.output_tokens.inc(plan.num_sampled_rows)
+            self._head.draft_tokens.inc(plan.num_drafts)
             self._head.cached_tokens.inc(sum(opened.num_cached for opened in plan.opens))
             self._head.prompt_tokens.inc(sum(row.length for row in plan.rows if not row.decodes))
         if seconds > self._warn_above_s:
@@ -50,6 +51,13 @@ class StageMeter:
                 seconds=round(seconds, 1),
                 counts_as_hung_after_s=self._stall_s,
             )
+
+    def report(self, events: Iterable[Event]) -> None:
+        """The engine's thread: tokens of one answer. All but its last were drafts."""
+        if self._head is not None:
+            nums = [len(event.ids) for event in events if isinstance(event, NewTokens)]
+            self._head.output_tokens.inc(sum(nums))
+            self._head.accepted_tokens.inc(sum(nums) - len(nums))
 
     def blamed(self, fates: Iterable[str]) -> None:
         """The lease manager's thread: what became of jobs under which the pipeline broke."""

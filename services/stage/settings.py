@@ -57,6 +57,12 @@ class StageSettings(Settings):
         Times().stall_s, ge=5, description="a head takes a stage for hung whose step takes longer; times the time scale"
     )
     prefix_cache: bool = Field(True, description="jobs of a tenant share the KV of equal first tokens, 64 at a time")
+    prompt_lookup: int = Field(
+        16,
+        ge=0,
+        le=64,
+        description="rows of a step up to which text that repeats the prompt or itself is guessed; 0: never",
+    )
     lanes: int | None = Field(None, ge=1, le=16, description="steps in flight; default: the number of stages")
     lock_dir: Path = Field(
         default_factory=lambda: user_folder() / "locks", description="device locks; containers of one user may share it"

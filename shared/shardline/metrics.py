@@ -106,6 +106,8 @@ class HeadMetrics:
             "shardline_cached_tokens", "Tokens found in the prefix cache, not computed", registry=registry
         )
         self.output_tokens = Counter("shardline_output_tokens", "Tokens generated", registry=registry)
+        self.draft_tokens = Counter("shardline_draft_tokens", "Tokens that prompt lookup guessed", registry=registry)
+        self.accepted_tokens = Counter("shardline_accepted_tokens", "Guessed tokens that came true", registry=registry)
         self.blamed = Counter(
             "shardline_jobs_blamed",
             "Jobs given back: the pipeline broke under them alone",

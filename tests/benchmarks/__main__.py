@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from services.standalone.preload import mimalloc
-from tests.benchmarks.model import make
+from tests.benchmarks.model import make, make_copier
 from tests.benchmarks.report import Figure, compare, save, show
 
 CACHE = Path.home() / ".cache" / "shardline-bench"
@@ -159,6 +159,35 @@ def prefix(options: argparse.Namespace) -> list[Figure]:
     return figures
 
 
+def lookup(options: argparse.Namespace) -> list[Figure]:
+    """Prompt lookup beside itself switched off: one request that copies, alone, and workload W."""
+    figures = []
+    for dtype in DTYPES:
+        copier, common = str(make_copier(CACHE, dtype)), ("--dtype", dtype, "--runs", "1", *TWO)
+        rows = (
+            ("copying-alone", ("--model", copier, "--copy", "--prompts", "1", "--seats", "16"), ">= 1.5"),
+            ("w", ("--model", str(make(CACHE, dtype))), ">= 0.98"),
+        )
+        for name, work, target in rows:
+            ours, without, command = [], [], ""
+            for _ in range(options.runs):
+                run, command = call("bare", *work, *common)
+                ours += run["tokens_per_s"]
+                without += call("bare", *work, *common, "--prompt-lookup", "0")[0]["tokens_per_s"]
+            figures.append(
+                compare(
+                    f"lookup-{name}-{dtype}",
+                    ours,
+                    without,
+                    peer="without prompt lookup",
+                    unit="tokens/s",
+                    target=target,
+                    command=command,
+                )
+            )
+    return figures
+
+
 def step(options: argparse.Namespace) -> list[Figure]:
     """One decode step beside the reference, and what the scheduler takes of it."""
     arguments = ["--reference", options.reference] if options.reference else []
@@ -214,7 +243,15 @@ def doors(_options: argparse.Namespace) -> list[Figure]:
     ]
 
 
-GROUPS = {"doors": doors, "memory": memory, "prefix": prefix, "service": service, "stages": stages, "step": step}
+GROUPS = {
+    "doors": doors,
+    "lookup": lookup,
+    "memory": memory,
+    "prefix": prefix,
+    "service": service,
+    "stages": stages,
+    "step": step,
+}
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -28,14 +28,15 @@ from services.stage.hop.sockets import Sockets
 from services.stage.hop.wiring import Wiring
 from services.stage.hop.zeromq import ZeroMqHop
 from services.stage.model.model_info import ModelInfo
-from services.stage.scheduling.events import Finished
+from services.stage.scheduling.events import Finished, NewTokens
 from services.stage.scheduling.scheduler import Scheduler, SchedulerConfig
 from services.stage.scheduling.sequence import Request
+from services.stage.scheduling.step_plan import StepPlan
 from services.stage.scheduling.step_times import bubble_share
 from shardline.config import Times
 from shardline.split import even_split, parse_split
 from shardline.tokenize import CompletionText, Vocabulary
-from tests.benchmarks.workload import PARAMS, WARM_UP_PROMPTS, Workload, workload
+from tests.benchmarks.workload import PARAMS, WARM_UP_PROMPTS, Workload, copying, workload
 
 TOKEN_BUDGET = 512
 CONNECT_S = 60.0
@@ -52,13 +53,15 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--split", help="layers of the stages, such as 0-6,7-11; default: as `make up` splits them")
     parser.add_argument("--common", type=int, default=0, help="first tokens that all prompts of a run have in common")
+    parser.add_argument("--copy", action="store_true", help="prompts that hold their answer, for the model that copies")
     parser.add_argument("--prefix-cache", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--prompt-lookup", type=int, default=16, help="rows of a step up to which drafts are made")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="shardline-bare-") as folder:
         pipeline = Pipeline(Path(folder), options)
         try:
             pipeline.run(workload(WARM_UP_PROMPTS))
-            works = [workload(options.prompts, run=1 + run, num_common=options.common) for run in range(options.runs)]
+            works = [work_of(options, 1 + run) for run in range(options.runs)]
             before = pipeline.spent()
             speeds = [pipeline.run(work) for work in works]
             spent = [now.since(then) for now, then in zip(pipeline.spent(), before, strict=True)]
@@ -70,6 +73,8 @@ def main() -> None:
         "seats": options.seats,
         "compute_s": [each.compute_s for each in spent],
         "bubble_share": [each.bubble_share for each in spent],
+        "drafted": pipeline.num_drafted,
+        "accepted": pipeline.num_accepted,
     }
     print(json.dumps(run))
 
@@ -96,6 +101,13 @@ class Spent(NamedTuple):
         return bubble_share(*self)
 
 
+def work_of(options: argparse.Namespace, run: int) -> Workload:
+    """What one run computes."""
+    if options.copy:
+        return copying(options.prompts, run=run)
+    return workload(options.prompts, run=run, num_common=options.common)
+
+
 class Pipeline:
     """The head runs in this process, the later stages in their own."""
 
@@ -120,10 +132,13 @@ class Pipeline:
                 num_lanes=num_stages,
                 max_len=executor.info.context_length,
                 prefix_cache=options.prefix_cache,
+                prompt_lookup=options.prompt_lookup,
             )
         )
         self._ended: multiprocessing.queues.SimpleQueue[str] = spawn.SimpleQueue()
-        self._engine = HeadEngine(executor, self._scheduler, emit=self._emit, on_lost=_abort)
+        self.num_drafted = self.num_accepted = 0
+        """Guesses of prompt lookup, warm-up included."""
+        self._engine = HeadEngine(executor, self._scheduler, emit=self._emit, on_lost=_abort, on_step=self._count)
         self._vocabulary = Vocabulary(Tokenizer.from_file(f"{options.model}/tokenizer.json"), executor.info.eos_ids)
         self._engine.wire(self._wire(folder, num_stages, num_blocks))
         self._engine.start()
@@ -155,8 +170,13 @@ class Pipeline:
     def _emit(self, events: object) -> None:
         assert isinstance(events, list)
         for event in events:
+            if isinstance(event, NewTokens):
+                self.num_accepted += len(event.ids) - 1
             if isinstance(event, Finished):
                 self._ended.put(event.key[0])
+
+    def _count(self, plan: StepPlan, _seconds: float) -> None:
+        self.num_drafted += plan.num_drafts
 
     def _wire(self, folder: Path, num_stages: int, num_blocks: int) -> Wiring:
         sender: Sender | None = None

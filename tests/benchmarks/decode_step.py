@@ -120,7 +120,7 @@ class Ours:
             result = self._executor.run(plan, None)
             assert isinstance(result, StepResult)
             scheduler.apply(result)
-            if plan.num_tokens == plan.num_sampled_rows == BATCH:
+            if plan.num_tokens == plan.num_wanting == BATCH:
                 return scheduler
 
 

@@ -12,6 +12,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 VOCABULARY = 32_000
 SEED = 20
+NEXT_TO_NOTHING = 1e-3
 
 CONFIG: dict[str, Any] = {
     "vocab_size": VOCABULARY,
@@ -32,9 +33,31 @@ def make(folder: Path, dtype: str) -> Path:
     path = folder / f"llama-174m-{dtype}"
     if (path / "config.json").exists():
         return path
+    return _save(_drawn(), path, dtype)
+
+
+def make_copier(folder: Path, dtype: str) -> Path:
+    """The same model with weights such that token t + 1 follows token t: it copies a text that counts, at the cost of
+    any other. Its layers add next to nothing, and its output layer is the embedding, moved by one row."""
+    path = folder / f"llama-174m-copier-{dtype}"
+    if (path / "config.json").exists():
+        return path
+    model = _drawn(tie_word_embeddings=False)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight *= NEXT_TO_NOTHING
+            layer.mlp.down_proj.weight *= NEXT_TO_NOTHING
+        model.lm_head.weight.copy_(model.model.embed_tokens.weight.roll(1, 0))
+    return _save(model, path, dtype)
+
+
+def _drawn(**changes: Any) -> Any:
     torch.manual_seed(SEED)
-    model = tf.LlamaForCausalLM(tf.LlamaConfig(**CONFIG)).to(getattr(torch, dtype))
-    model.save_pretrained(path)
+    return tf.LlamaForCausalLM(tf.LlamaConfig(**CONFIG | changes))
+
+
+def _save(model: Any, path: Path, dtype: str) -> Path:
+    model.to(getattr(torch, dtype)).save_pretrained(path)
     _tokenizer().save(str(path / "tokenizer.json"))
     (path / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<1>", "eos_token": "<2>"}))
     return path

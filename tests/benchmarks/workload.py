@@ -1,4 +1,4 @@
-"""Workload W: prompts of 64 to 256 random tokens, 64 new tokens each, greedy, no early end."""
+"""Workload W: prompts of 64 to 256 random tokens, 64 new tokens each, greedy, no early end. And texts to copy."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from tests.benchmarks.model import VOCABULARY
 NEW_TOKENS = 64
 WARM_UP_PROMPTS = 16
 """Enough for every allocation and nearly all compiled products, before the clock starts."""
+CHANGED_EVERY = 16
+COPIED_TOKENS = 160
 PARAMS = SamplingParams(max_tokens=NEW_TOKENS, temperature=0.0, ignore_eos=True)
 
 
@@ -33,3 +35,17 @@ def workload(num_prompts: int = 64, *, run: int = 0, num_common: int = 0) -> Wor
     first = [3 + run, *(common.randrange(3, VOCABULARY) for _ in range(num_common))]
     own = [[source.randrange(3, VOCABULARY) for _ in range(source.randint(64, 256))] for _ in range(num_prompts)]
     return Workload(tuple((*first, *ids[1:]) for ids in own))
+
+
+def copying(num_prompts: int = 1, *, run: int = 0) -> Workload:
+    """For the model that counts: each prompt holds the text that it will say, with one token of 16 changed, as in a
+    file that is said again with edits."""
+    source = random.Random(9 + run)
+    prompts = []
+    for _ in range(num_prompts):
+        first = source.randrange(3, VOCABULARY - COPIED_TOKENS)
+        text = list(range(first, first + COPIED_TOKENS))
+        for place in range(source.randrange(2, CHANGED_EVERY), len(text), CHANGED_EVERY):
+            text[place] = source.randrange(3, VOCABULARY)
+        prompts.append((3 + run, *text, first))
+    return Workload(tuple(prompts))

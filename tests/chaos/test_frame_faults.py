@@ -25,7 +25,7 @@ CHUNKS = (1, 7, 64, 1 << 16)
 
 
 def answer(step: int, *tokens: int, epoch: int = 1) -> Frame:
-    message = encode(StepResult(step=step, tokens=tokens))
+    message = encode(StepResult(step=step, tokens=tuple((token,) for token in tokens)))
     return Frame(kind=Kind.RESULT, pipeline=PIPELINE, epoch=epoch, step=step, message=message)
 
 

@@ -22,7 +22,7 @@ from services.stage.device.device import Device
 from services.stage.engine.executor import Executor
 from services.stage.scheduling.sequence import Request
 from shardline.job import SamplingParams
-from tests.chain import MAX_BUDGET, complete, load_chain
+from tests.chain import MAX_BUDGET, Guesses, complete, load_chain
 from tests.repository import REPOSITORY
 
 CLERK = REPOSITORY / "services" / "standalone" / "demo" / "clerk" / "model"
@@ -32,6 +32,7 @@ CROWDS = (64, 32, FEW, 1)
 LENGTHS = (4, 300)
 """The shortest and the longest prompt. As many lie below their geometric mean as above it."""
 NUM_COMMON = 150
+ROUND = 3
 NUM_NEW = 4
 KV_BYTES = 256 * 2**20
 WIDE: dict[str, Any] = {
@@ -84,15 +85,17 @@ def verdicts(options: argparse.Namespace, folder: Path) -> Iterator[dict[str, An
 
 
 def outcomes(stages: Sequence[Executor], jobs: Sequence[Request], crowd: int) -> list[Outcome]:
-    """Of all jobs, so many at a time; alone, each computes its whole prompt."""
-    ends = complete(stages, jobs, budget=MAX_BUDGET, seats=crowd, prefix_cache=crowd > 1)
+    """Of all jobs, so many at a time; alone, each computes its whole prompt, and nothing is guessed."""
+    guesses = Guesses() if crowd > 1 else None
+    ends = complete(stages, jobs, budget=MAX_BUDGET, seats=crowd, prefix_cache=crowd > 1, guesses=guesses)
     assert any(end.num_cached for end in ends) or crowd != FEW, "jobs that come later find KV"
+    assert crowd != FEW or (guesses is not None and guesses.num_made > guesses.num_true > 0), "some guesses come true"
     return [(end.output_ids, end.logprobs) for end in ends]
 
 
 def requests(num: int, *, vocab_size: int) -> list[Request]:
     """Prompts of all lengths in any order, every other one greedy, all with log-probabilities. Half of them have
-    their first tokens in common."""
+    their first tokens in common, half of the others say a few tokens over and over."""
     generator = torch.Generator().manual_seed(6)
     shortest, longest = LENGTHS
     shares = (torch.randperm(num, generator=generator) / max(1, num - 1)).tolist()
@@ -101,6 +104,8 @@ def requests(num: int, *, vocab_size: int) -> list[Request]:
     common = torch.randint(3, vocab_size, (NUM_COMMON,), generator=generator).tolist()
     for prompt in prompts[::2]:
         prompt[:NUM_COMMON] = common[: len(prompt)]
+    for prompt in prompts[1::4]:
+        prompt[:] = (prompt[:ROUND] * len(prompt))[: len(prompt)]
     return [
         Request(
             key=(str(index), 1),

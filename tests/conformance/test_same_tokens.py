@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from services.stage.engine.executor import Executor
 from services.stage.scheduling.kv_blocks import BLOCK_TOKENS
 from services.stage.scheduling.sequence import Request
 from shardline.job import SamplingParams
-from tests.chain import complete, generate, load_chain, requests
+from tests.chain import Guesses, complete, generate, load_chain, requests
 from tests.models import VOCAB_SIZE, save_model
 
 NUM_NEW = 24
@@ -107,6 +108,41 @@ def test_prompts_that_find_kv_of_others_have_the_same_bits(
     found = complete(chains[name, dtype, num_stages], jobs, budget=BUDGET, seats=3)
 
     assert {end.num_cached for end in found[3:]} == {2 * BLOCK_TOKENS}
+    assert [(end.output_ids, end.logprobs) for end in found] == [(end.output_ids, end.logprobs) for end in expected]
+
+
+@cache
+def repetitive() -> list[Request]:
+    """Prompts that say a few tokens over and over, and with parameters of every kind."""
+    kinds: list[dict[str, Any]] = [
+        {"temperature": 0.0},
+        {"temperature": 0.05},
+        {"temperature": 0.1, "top_p": 0.9, "logprobs": 3},
+        {"temperature": 0.0, "logprobs": 2, "min_tokens": 20, "stop_token_ids": tuple(range(3, 40))},
+        {"temperature": 0.0, "repetition_penalty": 1.05, "presence_penalty": 0.05, "frequency_penalty": 0.01},
+    ]
+    generator = torch.Generator().manual_seed(5)
+    rounds = [torch.randint(3, VOCAB_SIZE, (2 + place % 7,), generator=generator).tolist() for place in range(10)]
+    return [
+        Request(
+            key=(str(place), 1),
+            prompt_ids=tuple((tokens * 80)[: 50 + 5 * place]),
+            params=SamplingParams(max_tokens=2 * NUM_NEW, **kinds[place % len(kinds)]),
+            seed=place,
+        )
+        for place, tokens in enumerate(rounds)
+    ]
+
+
+@pytest.mark.parametrize("num_stages", [1, 3])
+def test_guesses_that_come_true_or_not_change_no_bit(
+    num_stages: int, chains: Chains, name: str, dtype: str, one: list[Executor]
+) -> None:
+    expected, guesses = complete(one, repetitive(), budget=BUDGET, seats=10), Guesses()
+
+    found = complete(chains[name, dtype, num_stages], repetitive(), budget=BUDGET, seats=3, guesses=guesses)
+
+    assert 0 < guesses.num_true < guesses.num_made
     assert [(end.output_ids, end.logprobs) for end in found] == [(end.output_ids, end.logprobs) for end in expected]
 
 

@@ -107,7 +107,7 @@ class Tail:
         """Step 0 with activations for the prompt."""
         return self.head.frame(message, HIDDEN, width=WIDTH)
 
-    def generate(self) -> tuple[int, ...]:
+    def generate(self) -> tuple[tuple[int, ...], ...]:
         """A new epoch and its first token."""
         self.head.wire()
         return self.head.compute(self.frame(encode_step(GOOD))).tokens

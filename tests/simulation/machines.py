@@ -357,5 +357,6 @@ def _settings(name: str, site: Site) -> SimpleNamespace:
         token_budget=64,
         lanes=site.num_lanes,
         prefix_cache=True,
+        prompt_lookup=16,
         dtype="float32",
     )

@@ -24,6 +24,8 @@ NUM_TOKENS = 100
 """Size of the vocabulary."""
 
 EOS = 0
+REPEATS = 1 << 32
+ROUND = 5
 
 
 class Numbers:
@@ -50,8 +52,11 @@ class Numbers:
 
 
 def next_token(ids: list[int], seed: int) -> int:
-    """The model."""
-    return zlib.crc32(np.array(ids, dtype=np.int32).tobytes(), seed) % NUM_TOKENS
+    """The model. With `REPEATS` in its seed, three of four tokens are those of a round."""
+    chance = zlib.crc32(np.array(ids, dtype=np.int32).tobytes(), seed % REPEATS)
+    if seed >= REPEATS and chance % 4:
+        return 1 + (seed + len(ids) % ROUND) % (NUM_TOKENS - 1)
+    return chance % NUM_TOKENS
 
 
 def expected_output(request: Request, limit: int) -> list[int]:
@@ -77,17 +82,18 @@ def request(
     max_tokens: int = 1000,
     logprobs: int | None = None,
     num_common: int = 0,
+    repeats: bool = False,
     **fields: Any,
 ) -> Request:
     """A request whose prompt and seed follow from its name; the first `num_common` ids are those of all that have as
-    many."""
+    many. The output of one that `repeats` can be guessed, mostly."""
     seed = zlib.crc32(name.encode())
     common = [(7 * place + 1) % NUM_TOKENS for place in range(min(num_common, num_prompt))]
     return Request(
         key=(name, 1),
         prompt_ids=(*common, *((seed + place) % NUM_TOKENS for place in range(len(common), num_prompt))),
         params=SamplingParams(max_tokens=max_tokens, logprobs=logprobs),
-        seed=seed,
+        seed=seed + REPEATS * repeats,
         **fields,
     )
 
@@ -100,6 +106,8 @@ class Table:
     ids: list[int]
     blocks: list[int] = field(default_factory=list)
     num_computed: int = 0
+    num_true: int = 0
+    """Of these tokens, those that are no drafts or came true."""
 
 
 class Stages:
@@ -119,13 +127,13 @@ class Stages:
         for record in plan.opens:
             self._open(record)
         assert len({row.seq for row in plan.rows}) == len(plan.rows), "one row per sequence and step"
-        tokens = [token for row in plan.rows if (token := self._compute(row)) is not None]
+        tokens = [run for row in plan.rows if (run := self._compute(row))]
         for seq in plan.closes:
             del self.tables[seq]
         return StepResult(
             step=plan.step,
             tokens=tuple(tokens),
-            logprobs=tuple(TokenLogprob(token, -1.0) for token in tokens),
+            logprobs=tuple(tuple(TokenLogprob(token, -1.0) for token in run) for run in tokens),
             bad=tuple(row.seq for row in plan.rows if row.wants and row.seq in bad),
         )
 
@@ -134,15 +142,19 @@ class Stages:
         self.num_opened = record.seq + 1
         assert record.num_cached % BLOCK_TOKENS == 0, "whole blocks are shared"
         assert record.num_cached < len(record.ids), "a token is left to compute"
-        self.tables[record.seq] = Table(record, list(record.ids), num_computed=record.num_cached)
+        table = Table(record, list(record.ids), num_computed=record.num_cached, num_true=record.num_cached)
+        self.tables[record.seq] = table
 
-    def _compute(self, row: Row) -> int | None:
+    def _compute(self, row: Row) -> tuple[int, ...]:
         table = self.tables[row.seq]
-        table.ids.extend(row.ids)
+        if table.num_true < table.num_computed:
+            del table.ids[table.num_true :]
+        table.ids.extend(row.ids + row.drafts)
         table.blocks.extend(row.blocks)
         end = row.start + row.length
         assert row.length >= 1
-        assert row.start == table.num_computed, "rows of a sequence are contiguous"
+        assert row.start == table.num_true, "rows of a sequence are contiguous"
+        assert not row.drafts or (row.wants and row.length == 1 + len(row.drafts)), "decodes have drafts"
         assert blocks_for(end) <= len(table.blocks) <= table.record.num_blocks, "a block for every place, within bounds"
         assert row.wants == (end == len(table.ids)), "a token is wanted from the last known place"
         if row.start == table.record.num_cached:
@@ -150,8 +162,18 @@ class Stages:
             assert list(cached) == table.ids[: row.start], "shared blocks hold the sequence's own tokens"
         for place in range(row.start, end):
             self.cells[table.blocks[place // BLOCK_TOKENS], place % BLOCK_TOKENS] = table.ids[place]
-        table.num_computed = end
-        return next_token(list(self.cells[table.blocks].ravel()[:end]), table.record.seed) if row.wants else None
+        table.num_computed = table.num_true = end
+        return self._sample(row, table) if row.wants else ()
+
+    def _sample(self, row: Row, table: Table) -> tuple[int, ...]:
+        """Tokens up to the first that is not the next draft."""
+        cells, tokens = self.cells[table.blocks].ravel().tolist(), list[int]()
+        for num_known, draft in enumerate((*row.drafts, None), table.num_computed - len(row.drafts)):
+            table.num_true = num_known
+            tokens.append(next_token(cells[:num_known], table.record.seed))
+            if tokens[-1] != draft:
+                break
+        return tuple(tokens)
 
 
 class Pipeline:

@@ -30,6 +30,7 @@ configs = st.builds(
     num_lanes=lanes,
     max_len=st.just(MAX_LEN),
     prefix_cache=st.booleans(),
+    prompt_lookup=st.sampled_from([0, 4, 16, 16, 64]),
 )
 heads = st.sampled_from([0, 0, 63, 64, 130, MAX_LEN])
 """Tokens that a prompt has in common with others."""
@@ -56,19 +57,21 @@ class Life(RuleBasedStateMachine):
     @rule(prompts=st.lists(lengths, min_size=2, max_size=8), num_common=heads)
     def add_many(self, prompts: list[int], num_common: int) -> None:
         for num_prompt in prompts:
-            self.add_one((num_prompt, num_common), MAX_LEN, priority=1, flags=(False, False), num_resumed=0)
+            self.add_one(
+                (num_prompt, num_common), MAX_LEN, priority=1, flags=(False, False, num_common % 2 == 0), num_resumed=0
+            )
 
     @rule(
         prompt=st.tuples(lengths, heads),
         limit=limits,
         priority=st.integers(0, 2),
-        flags=st.tuples(st.booleans(), st.booleans()),
+        flags=st.tuples(st.booleans(), st.booleans(), st.booleans()),
         num_resumed=st.one_of(st.just(0), limits),
     )
     def add_one(
-        self, prompt: tuple[int, int], limit: int, priority: int, flags: tuple[bool, bool], num_resumed: int
+        self, prompt: tuple[int, int], limit: int, priority: int, flags: tuple[bool, bool, bool], num_resumed: int
     ) -> None:
-        (num_prompt, num_common), (suspect, parked) = prompt, flags
+        (num_prompt, num_common), (suspect, parked, repeats) = prompt, flags
         limit, name = min(limit, MAX_LEN - num_prompt), f"job {len(self.jobs)}"
         fresh = request(
             name,
@@ -78,6 +81,7 @@ class Life(RuleBasedStateMachine):
             priority=priority,
             quarantined=suspect,
             parked=parked,
+            repeats=repeats,
             tenant="one" if limit % 3 else "another",
         )
         job = replace(fresh, output_ids=tuple(expected_output(fresh, limit)[:num_resumed]))
@@ -150,7 +154,9 @@ def test_any_budget_lanes_and_blocks_give_the_same_outputs(
 ) -> None:
     pipeline = Pipeline(replace(chosen, num_blocks=max(chosen.num_blocks, blocks_for(MAX_LEN))))
     jobs = {
-        request(f"job {number}", num_prompt=num_prompt, max_tokens=limit, priority=priority): limit
+        request(
+            f"job {number}", num_prompt=num_prompt, max_tokens=limit, priority=priority, repeats=number % 3 > 0
+        ): limit
         for number, (num_prompt, asked, priority) in enumerate(shapes)
         for limit in (min(asked, MAX_LEN - num_prompt),)
     }

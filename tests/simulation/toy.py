@@ -25,6 +25,7 @@ NUM_TOKENS = 64
 """Tokens that the model says."""
 
 EOS = 2
+ROUND = 5
 POISON = NUM_TOKENS
 """A prompt that holds it kills the stage that computes it."""
 
@@ -69,8 +70,11 @@ class Layer:
 
 
 def sample(hidden: int, seed: int, index: int) -> int:
-    """The next token."""
-    return zlib.crc32(b"%d %d %d" % (hidden, seed, index)) % NUM_TOKENS
+    """The next token. Jobs with an odd seed mostly say a few tokens in turn, which can be guessed."""
+    chance = zlib.crc32(b"%d %d %d" % (hidden, seed, index))
+    if seed % 2 and chance & 3:
+        return EOS + 1 + (seed + index % ROUND) % (NUM_TOKENS - EOS - 1)
+    return (chance >> 2) % NUM_TOKENS
 
 
 def undisturbed(prompt_ids: Sequence[int], seed: int, max_tokens: int) -> tuple[int, ...]:
@@ -157,19 +161,29 @@ class Toy:
             self._told[opened.seq] = Told(opened.params, opened.seed, opened.num_prompt)
         given = None if self.is_first or hidden is None else [int(value) for value in hidden.flatten().tolist()]
         values: list[int] = []
-        tokens: list[int] = []
+        tokens: list[tuple[int, ...]] = []
         for row, known in self._roster.extend(plan):
             states = self._row(row, known, given, len(values))
             values += states
             if row.wants:
-                told = self._told[row.seq]
-                tokens.append(sample(states[-1], told.seed, row.start + row.length - told.num_prompt))
+                tokens.append(self._sample(row, states))
         for seq in plan.closes:
             self._roster.close(seq)
             del self._told[seq]
         if self.is_last:
             return StepResult(plan.step, tuple(tokens))
         return torch.tensor(values, dtype=torch.float32).reshape(len(values), 1)
+
+    def _sample(self, row: Row, states: list[int]) -> tuple[int, ...]:
+        told, tokens = self._told[row.seq], list[int]()
+        first = row.start + row.length - len(row.drafts) - told.num_prompt
+        for index, (state, draft) in enumerate(
+            zip(states[-1 - len(row.drafts) :], (*row.drafts, None), strict=True), first
+        ):
+            tokens.append(sample(state, told.seed, index))
+            if tokens[-1] != draft:
+                break
+        return tuple(tokens)
 
     def _row(self, row: Row, known: OpenSequence, given: list[int] | None, first: int) -> list[int]:
         ids = known.ids[row.start : row.start + row.length]

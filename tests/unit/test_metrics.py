@@ -11,6 +11,7 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
 from services.stage.metrics import StageMeter
+from services.stage.scheduling.events import NewTokens
 from services.stage.scheduling.step_plan import Open, Row, StepPlan
 from services.stage.scheduling.step_times import EngineProgress
 from services.standalone.ports import free_port
@@ -46,15 +47,18 @@ def scrape_of_stage(*, is_head: bool) -> str:
     settings = SimpleNamespace(times=SimpleNamespace(stall_s=30.0))
     meter = StageMeter(cast(Any, SimpleNamespace(executor=executor, settings=settings, is_head=is_head)))
     prompt = Open(seq=0, ids=(5,) * 71, num_prompt=71, params=SamplingParams(), seed=1, num_blocks=2, num_cached=64)
-    rows = (Row(0, 64, 7, (), (0, 1), wants=True), Row(1, 9, 1, (5,), (), wants=True))
+    rows = (Row(0, 64, 7, (), (0, 1), wants=True), Row(1, 9, 4, (5,), (), wants=True, drafts=(6, 7, 8)))
     plan = StepPlan(0, (prompt,), rows, ())
     meter.step(plan, EngineProgress(epoch=1).finish(plan, began_s=2.0, compute_began_s=2.5, compute_s=4.0, ended_s=7.0))
+    meter.report([NewTokens(key=(job, 1), start=0, ids=ids, text="") for job, ids in (("a", (4,)), ("b", (6, 7, 9)))])
     return generate_latest(meter.registry).decode()
 
 
 def test_stages_of_a_pipeline_count_each_token_once() -> None:
     head, later = scrape_of_stage(is_head=True), scrape_of_stage(is_head=False)
-    assert "shardline_output_tokens_total 2.0" in head
+    assert "shardline_output_tokens_total 4.0" in head
+    assert "shardline_draft_tokens_total 3.0" in head
+    assert "shardline_accepted_tokens_total 2.0" in head
     assert "shardline_prompt_tokens_total 7.0" in head
     assert "shardline_cached_tokens_total 64.0" in head
     assert "tokens_total" not in later

@@ -170,23 +170,29 @@ class Executor:
     def _answer(self, plan: StepPlan, spans: list[Span], x: Tensor, began_s: float) -> StepResult:
         rows, sequences = self._sampled_rows(plan)
         if rows:
-            tokens, logprobs, bad = self._sampler.sample(self._forward.sampled_outputs(spans, x, rows), sequences)
+            logits = self._forward.sampled_outputs(spans, x, rows)
+            drafts = [row.drafts for row in plan.rows if row.wants] if plan.num_drafts else None
+            tokens, logprobs, bad = self._sampler.sample(logits, sequences, drafts)
             return StepResult(plan.step, tokens, logprobs, bad, monotonic_s() - began_s)
         if spans:
             self._forward.write(spans, x)
         return StepResult(plan.step, (), compute_s=monotonic_s() - began_s)
 
     def _sampled_rows(self, plan: StepPlan) -> tuple[list[int], list[SampledSequence]]:
-        """Returns the packed rows after which a token is sampled, and their sequences."""
+        """Returns the packed rows after which a token may be sampled, and the sequences that want one."""
         rows: list[int] = []
         sequences: list[SampledSequence] = []
         end = 0
         for row in plan.rows:
             end += row.length
             sequence = self._sampled[row.seq]
+            if row.ids and row.start != sequence.num_known:
+                raise ProtocolError(
+                    f"sequence {row.seq} goes on behind {row.start} tokens, but {sequence.num_known} came true"
+                )
             sequence.extend(row.ids)
             if row.wants:
-                rows.append(end - 1)
+                rows += range(end - 1 - len(row.drafts), end)
                 sequences.append(sequence)
         return rows, sequences
 

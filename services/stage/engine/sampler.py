@@ -4,7 +4,7 @@ So that bits do not depend on other rows, only operations that are exact in any 
 run over all rows at once; operations that round run row by row. Random numbers come from a keyed hash, one per proposed
 token, the same on every device and in every version of torch. Knows no scheduler, no hop and no tokenizer.
 
-Letters of shapes: R sampled rows, V the vocabulary, P the vocabulary padded to whole tiles.
+Letters of shapes: R rows that may be sampled, V the vocabulary, P the vocabulary padded to whole tiles.
 """
 
 from __future__ import annotations
@@ -31,26 +31,41 @@ from shardline.rounding import round_up
 TILE = 128
 """Weights are summed by tiles, then tiles one by one in float64: ten times faster than a running sum, and ordered."""
 
+NO_TOKEN = -1
+"""Of a row that is no distribution."""
+
 LOG2_E = math.log2(math.e)
 LEAST_TEMPERATURE = 1e-5
 """Lower temperatures, except 0, draw as this one does: only ties are left to chance, and no scale overflows."""
 
 
 class Sample(NamedTuple):
-    """The sampled tokens, as a StepResult needs them. A bad row has token 0; `logprobs` is empty if no row needs them.
+    """What was sampled of each sequence, as a StepResult needs it; `logprobs` is empty if none needs them.
 
-    `bad` names the sequences whose logits were not finite.
+    `bad` names the sequences whose logits were not finite: their last token is 0.
     """
 
-    tokens: tuple[int, ...]
-    logprobs: tuple[TokenLogprob | None, ...]
+    tokens: tuple[tuple[int, ...], ...]
+    logprobs: tuple[tuple[TokenLogprob | None, ...], ...]
     bad: tuple[int, ...]
 
 
-class SampledSequence:
-    """What the tail keeps of an open sequence. `extend` it with the ids of each row before that row is sampled."""
+class _Run(NamedTuple):
+    """The tokens sampled of one sequence, each from its own row of `rows`."""
 
-    __slots__ = ("_masked", "_penalties", "index", "params", "seed", "seq")
+    rows: Tensor
+    tokens: tuple[int, ...]
+    is_good: bool
+    """The last token's row is a distribution; those before it are."""
+
+
+class SampledSequence:
+    """What the tail keeps of an open sequence. `extend` it with the ids of each row before that row is sampled.
+
+    Drafts that come true are taken in as they are sampled.
+    """
+
+    __slots__ = ("_masked", "_num_prompt", "_penalties", "index", "params", "seed", "seq")
 
     def __init__(self, record: Open, *, vocab_size: int, eos_ids: frozenset[int], device: torch.device) -> None:
         params = record.params
@@ -59,6 +74,7 @@ class SampledSequence:
         self.params = params
         self.index = 0
         """The output index of the token that is sampled next."""
+        self._num_prompt = record.num_prompt
         self._masked: list[int] = []
         if params.min_tokens > 0:
             self._masked = [token for token in params.stop_ids(eos_ids) if token < vocab_size]
@@ -68,6 +84,11 @@ class SampledSequence:
                 params, record.ids[: record.num_prompt], torch.zeros(vocab_size, device=device)
             )
         self.extend(record.ids[record.num_prompt :])
+
+    @property
+    def num_known(self) -> int:
+        """Tokens of prompt and history."""
+        return self._num_prompt + self.index
 
     @property
     def is_adjusted(self) -> bool:
@@ -134,27 +155,48 @@ class Sampler:
         """Returns the state of a sequence that is opened, or restored, in this epoch."""
         return SampledSequence(record, vocab_size=self._vocab_size, eos_ids=self._eos_ids, device=self._device)
 
-    def sample(self, logits: Tensor, sequences: Sequence[SampledSequence]) -> Sample:
-        """Samples one token for each row of `logits`, [R, V] of any float dtype; row i belongs to the i-th sequence."""
-        assert logits.shape == (len(sequences), self._vocab_size), logits.shape
+    def sample(
+        self, logits: Tensor, sequences: Sequence[SampledSequence], drafts: Sequence[tuple[int, ...]] | None = None
+    ) -> Sample:
+        """Samples a token of each sequence, and one more after each of its drafts that is the token sampled before it.
+
+        `logits`, [R, V] of any float dtype, hold for each sequence, in order, a row and one for each of its drafts.
+        None: nobody has drafts.
+        """
+        drafts = [()] * len(sequences) if drafts is None else drafts
+        assert logits.shape == (len(sequences) + sum(map(len, drafts)), self._vocab_size), logits.shape
         if not sequences:
             return Sample((), (), ())
         rows = logits.float()
         if failpoints.ARMED is not None:
-            _spoil(rows, sequences)
+            _spoil(rows, sequences, drafts)
         best = first_largest(rows)
         peaks = rows.gather(1, torch.tensor(best, device=rows.device).unsqueeze(1)).squeeze(1).tolist()
         # A NaN counts as the largest, so the peak alone tells whether the row is a distribution.
-        is_good = [math.isfinite(peak) for peak in peaks]
-        tokens = [
-            0 if not good else greedy if _is_plain_greedy(sequence) else self._choose(row, sequence)
-            for row, sequence, greedy, good in zip(rows, sequences, best, is_good, strict=True)
-        ]
+        best = [token if math.isfinite(peak) else NO_TOKEN for token, peak in zip(best, peaks, strict=True)]
+        runs: list[_Run] = []
+        first = 0
+        for sequence, guesses in zip(sequences, drafts, strict=True):
+            end = first + 1 + len(guesses)
+            runs.append(self._run(rows[first:end], best[first:end], sequence, guesses))
+            first = end
         return Sample(
-            tokens=tuple(tokens),
-            logprobs=_logprobs(rows, sequences, tokens, is_good),
-            bad=tuple(sequence.seq for sequence, good in zip(sequences, is_good, strict=True) if not good),
+            tokens=tuple(run.tokens for run in runs),
+            logprobs=_logprobs(sequences, runs),
+            bad=tuple(sequence.seq for sequence, run in zip(sequences, runs, strict=True) if not run.is_good),
         )
+
+    def _run(self, rows: Tensor, best: list[int], sequence: SampledSequence, drafts: tuple[int, ...]) -> _Run:
+        """Samples from row to row, as long as the token sampled is the one that the next row was computed with."""
+        tokens: list[int] = []
+        for row, greedy, draft in zip(rows, best, (*drafts, None), strict=True):
+            if greedy == NO_TOKEN:
+                return _Run(rows, (*tokens, 0), is_good=False)
+            tokens.append(greedy if _is_plain_greedy(sequence) else self._choose(row, sequence))
+            if tokens[-1] != draft:
+                break
+            sequence.extend(tokens[-1:])
+        return _Run(rows, tuple(tokens), is_good=True)
 
     def _choose(self, row: Tensor, sequence: SampledSequence) -> int:
         row = sequence.adjusted(row)
@@ -259,21 +301,29 @@ def _find(sums: np.ndarray[tuple[int], np.dtype[np.float64]], target: float) -> 
     return int(sums.searchsorted(min(target, np.nextafter(sums[-1], 0.0)), side="right"))
 
 
-def _spoil(rows: Tensor, sequences: Sequence[SampledSequence]) -> None:
-    for row, sequence in zip(rows, sequences, strict=True):
+def _spoil(rows: Tensor, sequences: Sequence[SampledSequence], drafts: Sequence[tuple[int, ...]]) -> None:
+    first = 0
+    for sequence, guesses in zip(sequences, drafts, strict=True):
         if is_struck(Point.NAN_LOGITS, "nan", seed=sequence.seed):
-            row.fill_(math.nan)
+            rows[first].fill_(math.nan)
+        first += 1 + len(guesses)
 
 
 def _logprobs(
-    rows: Tensor, sequences: Sequence[SampledSequence], tokens: list[int], is_good: list[bool]
-) -> tuple[TokenLogprob | None, ...]:
+    sequences: Sequence[SampledSequence], runs: Sequence[_Run]
+) -> tuple[tuple[TokenLogprob | None, ...], ...]:
     if all(sequence.params.logprobs is None for sequence in sequences):
         return ()
-    return tuple(
-        _logprob(row, token, sequence.params.logprobs) if good and sequence.params.logprobs is not None else None
-        for row, sequence, token, good in zip(rows, sequences, tokens, is_good, strict=True)
-    )
+    return tuple(_logprobs_of(run, sequence.params.logprobs) for sequence, run in zip(sequences, runs, strict=True))
+
+
+def _logprobs_of(run: _Run, num_top: int | None) -> tuple[TokenLogprob | None, ...]:
+    """One for each token; None where none was asked for, and for a bad row's."""
+    if num_top is None:
+        return (None,) * len(run.tokens)
+    good = run.tokens if run.is_good else run.tokens[:-1]
+    found = tuple(_logprob(row, token, num_top) for row, token in zip(run.rows, good, strict=False))
+    return found if run.is_good else (*found, None)
 
 
 def _logprob(row: Tensor, token: int, num_top: int) -> TokenLogprob:

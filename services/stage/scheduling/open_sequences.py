@@ -16,7 +16,7 @@ from shardline.errors import ProtocolError
 class OpenSequence:
     """One open sequence: what the stage knows of it."""
 
-    __slots__ = ("blocks", "ids", "max_blocks", "num_computed", "seed")
+    __slots__ = ("blocks", "ids", "max_blocks", "num_computed", "num_drafts", "seed")
 
     def __init__(self, opened: Open) -> None:
         self.ids = list(opened.ids)
@@ -24,6 +24,14 @@ class OpenSequence:
         self.max_blocks = opened.num_blocks
         self.seed = opened.seed
         self.num_computed = opened.num_cached
+        self.num_drafts = 0
+        """The last of the known ids, which may not come true."""
+
+    def settle(self, start: int) -> None:
+        """The next row begins at `start`: of the drafts in the row before, only those up to there came true."""
+        if self.num_drafts and self.num_computed - self.num_drafts <= start <= self.num_computed:
+            del self.ids[start:]
+            self.num_computed, self.num_drafts = start, 0
 
 
 class OpenSequences:
@@ -79,9 +87,9 @@ class OpenSequences:
             known = self._known.get(row.seq)
             if known is None:
                 raise ProtocolError(f"row of sequence {row.seq}, which is not open")
-            if row.ids:
-                self._check_ids(row.seq, row.ids)
-                known.ids.extend(row.ids)
+            known.settle(row.start)
+            if row.ids or row.drafts:
+                self._add_ids(row, known)
             if row.blocks:
                 self._add_blocks(row, known)
             self._check_span(row, known)
@@ -91,6 +99,13 @@ class OpenSequences:
     def _check_ids(self, seq: int, ids: tuple[int, ...]) -> None:
         if ids and not 0 <= min(ids) <= max(ids) < self._vocab_size:
             raise ProtocolError(f"sequence {seq} has a token id outside 0-{self._vocab_size - 1}")
+
+    def _add_ids(self, row: Row, known: OpenSequence) -> None:
+        self._check_ids(row.seq, row.ids + row.drafts)
+        if row.drafts and (len(row.ids), row.length, row.wants) != (1, 1 + len(row.drafts), True):
+            raise ProtocolError(f"sequence {row.seq} has drafts in a row of {row.length} that is no decode")
+        known.ids.extend(row.ids + row.drafts)
+        known.num_drafts = len(row.drafts)
 
     def _add_blocks(self, row: Row, known: OpenSequence) -> None:
         if not 0 <= min(row.blocks) <= max(row.blocks) < self._num_blocks:
@@ -109,6 +124,8 @@ class OpenSequences:
             )
         if end > len(known.ids):
             raise ProtocolError(f"sequence {row.seq} runs to {end}, but only {len(known.ids)} ids are known")
+        if row.drafts and end < len(known.ids):
+            raise ProtocolError(f"sequence {row.seq} has drafts, but runs to {end} of {len(known.ids)} ids")
         if end > len(known.blocks) * BLOCK_TOKENS:
             raise ProtocolError(
                 f"sequence {row.seq} runs to {end}: {blocks_for(end)} KV blocks, not {len(known.blocks)}"

@@ -41,6 +41,15 @@ class PrefixCache:
         if sequence.num_cached is None:
             sequence.num_cached = min(sequence.num_computed, len(sequence.request.prompt_ids))
 
+    def widen(self, sequence: Sequence, num: int, num_running: int) -> int:
+        """Places for `num` drafts behind its known tokens; how many there are. They get a new block only if no
+        admission would take it."""
+        room = len(sequence.blocks) * BLOCK_TOKENS - len(sequence.ids)
+        if num > room and self.pool.can_allocate(1 + spare_blocks(num_running)):
+            sequence.blocks.extend(self.pool.allocate(1))
+            return num
+        return min(num, room)
+
     def keep(self, sequences: Iterable[Sequence]) -> None:
         """Their full blocks can be found from the next step on: steps run in order, so they are filled by then."""
         for sequence in sequences if self._is_on else ():

@@ -15,11 +15,11 @@ from services.stage.scheduling.kv_blocks import BLOCK_TOKENS, blocks_for
 from services.stage.scheduling.parking import MAX_LOOK_AHEAD, Parking
 from services.stage.scheduling.prefix_cache import PrefixCache
 from services.stage.scheduling.quarantine import Quarantine
-from services.stage.scheduling.sequence import Key, Request, Sequence, State, TokenSink, WaitingQueue, rank_of
+from services.stage.scheduling.sequence import Key, Logprobs, Request, Sequence, State, TokenSink, WaitingQueue, rank_of
 from services.stage.scheduling.step_builder import StepBuilder
-from services.stage.scheduling.step_plan import Open, StepPlan, StepResult
+from services.stage.scheduling.step_plan import StepPlan, StepResult
 from shardline.errors import ProtocolError
-from shardline.job import FinishReason, TokenLogprob
+from shardline.job import FinishReason
 from shardline.rounding import ceil_div
 
 MIN_CHUNK = 64
@@ -36,6 +36,8 @@ class SchedulerConfig:
     num_lanes: int
     max_len: int
     prefix_cache: bool = True
+    prompt_lookup: int = 0
+    """Rows of a step up to which its decodes are given drafts."""
 
     def __post_init__(self) -> None:
         assert min(self.max_seats, self.token_budget, self.num_lanes, self.max_len) >= 1, self
@@ -139,19 +141,20 @@ class Scheduler:
     def apply(self, result: StepResult) -> list[Event]:
         """The tail's answer to the oldest step in flight. Raises ProtocolError on any other."""
         plan, sequences = self._land(result)
-        answers = zip(result.tokens, result.logprobs or repeat(None), strict=False)
+        answers = zip(result.tokens, result.logprobs or repeat(()), strict=False)
         events: list[Event] = []
         for row, sequence in zip(plan.rows, sequences, strict=True):
             sequence.num_in_flight -= 1
             if row.wants:
-                token, logprob = next(answers)
-                if sequence.state is State.ENDED:
-                    pass
-                elif row.seq in result.bad:
+                tokens, logprobs = next(answers)
+                if row.drafts:
+                    sequence.lookup.learn(len(tokens) - 1)
+                is_bad = row.seq in result.bad
+                if sequence.state is not State.ENDED and (good := tokens[:-1] if is_bad else tokens):
+                    self._take(sequence, good, logprobs, events)
+                if sequence.state is not State.ENDED and is_bad:
                     self._kv.pool.forget(sequence.blocks)
                     events.append(self._fail(sequence, "the model's logits were not finite"))
-                else:
-                    self._take(sequence, token, logprob, events)
             if sequence.num_in_flight == 0 and row.seq in self._leaving:
                 self._settle(sequence)
         return events
@@ -204,12 +207,17 @@ class Scheduler:
     def _add_decodes(self, builder: StepBuilder) -> None:
         num_decoding = len(self._running) - len(self._prefilling)
         share = ceil_div(num_decoding, self.config.num_lanes)
-        for sequence in list(islice(self._ready.values(), min(share, builder.budget))):
+        decodes = list(islice(self._ready.values(), min(share, builder.budget)))
+        room = min(self.config.prompt_lookup, builder.budget // 2) - len(decodes)
+        for place, sequence in enumerate(decodes):
             if sequence.state is not State.RUNNING:
                 continue
             if sequence.num_computed < len(sequence.blocks) * BLOCK_TOKENS or self._grow(sequence):
                 del self._ready[sequence.number]
-                builder.add(sequence, 1, (sequence.ids[-1],))
+                drafts = sequence.draft(room // (len(decodes) - place))
+                drafts = drafts[: self._kv.widen(sequence, len(drafts), len(self._running))]
+                room -= len(drafts)
+                builder.add(sequence, 1, (sequence.ids[-1],), drafts)
 
     def _add_chunks(self, builder: StepBuilder) -> None:
         """By rank, each may take half of what is left: a long prompt holds up neither those behind it nor admission.
@@ -255,7 +263,6 @@ class Scheduler:
         return self._waiting.first(MAX_LOOK_AHEAD, with_quarantined=self._in_quarantine is None)
 
     def _start(self, sequence: Sequence, builder: StepBuilder) -> Sequence:
-        request = sequence.request
         for overtaken in self._foremost():
             if overtaken.rank < sequence.rank:
                 overtaken.patience -= 1
@@ -267,17 +274,7 @@ class Scheduler:
         sequence.num_at_start = len(sequence.ids)
         if sequence.quarantined:
             self._in_quarantine = sequence
-        builder.opens.append(
-            Open(
-                seq=sequence.number,
-                ids=tuple(sequence.ids),
-                num_prompt=len(request.prompt_ids),
-                params=request.params,
-                seed=request.seed,
-                num_blocks=sequence.most_blocks,
-                num_cached=sequence.num_computed,
-            )
-        )
+        builder.open(sequence)
         return sequence
 
     def _grow(self, sequence: Sequence) -> bool:
@@ -295,20 +292,21 @@ class Scheduler:
     # What becomes of a sequence.
 
     def _land(self, result: StepResult) -> tuple[StepPlan, list[Sequence]]:
-        expected = self._flights[0][0] if self._flights else None
-        if expected is None or result.step != expected.step:
-            raise ProtocolError(f"result of step {result.step}, expected {expected.step if expected else 'none'}")
-        if len(result.tokens) != expected.num_sampled_rows or len(result.logprobs) not in (0, len(result.tokens)):
-            raise ProtocolError(
-                f"step {result.step} wants {expected.num_sampled_rows} tokens, got {len(result.tokens)}"
-            )
+        if not self._flights:
+            raise ProtocolError(f"result of step {result.step}, expected none")
+        self._flights[0][0].check(result)
         return self._flights.popleft()
 
-    def _take(self, sequence: Sequence, token: int, logprob: TokenLogprob | None, events: list[Event]) -> None:
+    def _take(self, sequence: Sequence, tokens: tuple[int, ...], logprobs: Logprobs, events: list[Event]) -> None:
+        """Drafts that came true and the token after them, up to the one that ends it."""
         start = sequence.num_outputs
-        text, reason = sequence.accept(token, logprob)
-        logprobs = () if logprob is None else (logprob,)
-        events.append(NewTokens(key=sequence.request.key, start=start, ids=(token,), text=text, logprobs=logprobs))
+        text, reason = sequence.accept(tokens, logprobs)
+        num = sequence.num_outputs - start
+        known = tuple(each for each in logprobs[:num] if each is not None)
+        events.append(NewTokens(key=sequence.request.key, start=start, ids=tokens[:num], text=text, logprobs=known))
+        sequence.num_computed += num - 1
+        if num > 1:
+            self._kv.keep((sequence,))
         if sequence.quarantined and not sequence.request.quarantined:
             self._release(sequence)  # A broken pipeline is seen here; only a dead head needs saved tokens.
         if reason is not None:

@@ -8,15 +8,19 @@ from __future__ import annotations
 import heapq
 from dataclasses import dataclass
 from enum import Enum, auto
-from itertools import chain
+from itertools import chain, repeat
 from typing import Protocol
 
 from services.stage.scheduling.kv_blocks import blocks_for
+from services.stage.scheduling.prompt_lookup import PromptLookup
+from services.stage.scheduling.step_plan import MAX_DRAFTS
 from shardline.job import DEFAULT_PRIORITY, FinishReason, SamplingParams, TokenLogprob
 
 Key = tuple[str, int]
 """(job id, fence): one attempt."""
 
+Logprobs = tuple[TokenLogprob | None, ...]
+"""One for each token, None where none was asked for; or empty."""
 
 MAX_OVERTAKEN = 32
 """Smaller requests that one without room lets pass; what was preempted lets none, or both would take turns for ever."""
@@ -74,7 +78,9 @@ class Sequence:
         "digests",
         "ids",
         "logprobs",
+        "lookup",
         "most_blocks",
+        "most_tokens",
         "num_at_start",
         "num_cached",
         "num_computed",
@@ -97,8 +103,10 @@ class Sequence:
         self.sink = sink
         self.rank = (request.priority, arrival)
         self.patience = MAX_OVERTAKEN
-        self.most_blocks = blocks_for(min(max_len, num_prompt + (request.params.max_tokens or max_len)))
+        self.most_tokens = min(max_len, num_prompt + (request.params.max_tokens or max_len))
+        self.most_blocks = blocks_for(self.most_tokens)
         self.ids = list(request.prompt_ids)
+        self.lookup = PromptLookup()
         self.logprobs: list[TokenLogprob] = []
         self.state = State.WAITING
         self.quarantined = request.quarantined
@@ -144,21 +152,26 @@ class Sequence:
         """The output tokens known so far."""
         return tuple(self.ids[len(self.request.prompt_ids) :])
 
+    def draft(self, most: int) -> tuple[int, ...]:
+        """At most so many guesses of its next tokens. The one after them can be its last."""
+        return self.lookup.draft(self.ids, min(most, MAX_DRAFTS, self.most_tokens - len(self.ids) - 1))
+
     def replay(self) -> FinishReason | None:
         """Runs the finish rules over the checkpoint; tokens past the end are dropped."""
-        logprobs = self.request.output_logprobs
-        for index, token in enumerate(self.request.output_ids):
-            _, reason = self.accept(token, logprobs[index] if index < len(logprobs) else None)
-            if reason is not None:
-                return reason
-        return None
+        return self.accept(self.request.output_ids, self.request.output_logprobs)[1]
 
-    def accept(self, token: int, logprob: TokenLogprob | None) -> tuple[str, FinishReason | None]:
-        """Appends an output token; the text it settles and the reason if it is the last."""
-        self.ids.append(token)
-        if logprob is not None:
-            self.logprobs.append(logprob)
-        return self.sink.push(token)
+    def accept(self, tokens: tuple[int, ...], logprobs: Logprobs) -> tuple[str, FinishReason | None]:
+        """Appends output tokens up to the last that there can be; the text they settle and the reason if it ends."""
+        parts: list[str] = []
+        for token, logprob in zip(tokens, chain(logprobs, repeat(None)), strict=False):
+            self.ids.append(token)
+            if logprob is not None:
+                self.logprobs.append(logprob)
+            text, reason = self.sink.push(token)
+            parts.append(text)
+            if reason is not None:
+                return "".join(parts), reason
+        return "".join(parts), None
 
 
 class WaitingQueue:

@@ -17,13 +17,32 @@ class StepBuilder:
     rows: list[Row] = field(default_factory=list)
     sequences: list[Sequence] = field(default_factory=list)
 
-    def add(self, sequence: Sequence, length: int, ids: tuple[int, ...] = ()) -> None:
-        """The next `length` tokens of a sequence, with the blocks that the stages do not know yet."""
+    def open(self, sequence: Sequence) -> None:
+        """Its first appearance, with all that is known of it."""
+        request = sequence.request
+        self.opens.append(
+            Open(
+                seq=sequence.number,
+                ids=tuple(sequence.ids),
+                num_prompt=len(request.prompt_ids),
+                params=request.params,
+                seed=request.seed,
+                num_blocks=sequence.most_blocks,
+                num_cached=sequence.num_computed,
+            )
+        )
+
+    def add(self, sequence: Sequence, length: int, ids: tuple[int, ...] = (), drafts: tuple[int, ...] = ()) -> None:
+        """The next `length` tokens of a sequence and drafts, with the blocks that the stages do not know yet.
+
+        Drafts do not count as computed before one has come true.
+        """
         start, blocks = sequence.num_computed, tuple(sequence.blocks[sequence.num_sent :])
         sequence.num_sent = len(sequence.blocks)
         end = start + length
-        self.rows.append(Row(sequence.number, start, length, ids, blocks, end == len(sequence.ids)))
+        wants, num_rows = end == len(sequence.ids), length + len(drafts)
+        self.rows.append(Row(sequence.number, start, num_rows, ids, blocks, wants, drafts))
         self.sequences.append(sequence)
-        self.budget -= length
+        self.budget -= num_rows
         sequence.num_computed = end
         sequence.num_in_flight += 1

@@ -11,11 +11,15 @@ from typing import Annotated, TypeAlias
 import msgspec
 from msgspec import Meta
 
+from shardline.errors import ProtocolError
 from shardline.job import SamplingParams, TokenLogprob
 from shardline.wire import Data, decode_or_protocol_error
 
 Number: TypeAlias = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 """What a frame's header and the sampler's keys can hold."""
+
+MAX_DRAFTS = 63
+"""Of one row."""
 
 
 class Open(msgspec.Struct, frozen=True, array_like=True):
@@ -34,10 +38,14 @@ class Open(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Row(msgspec.Struct, frozen=True, array_like=True):
-    """`length` tokens of one sequence from position `start`: a decode (length 1) or a prefill chunk.
+    """`length` tokens of one sequence from position `start`: a decode or a prefill chunk.
 
     `ids` are tokens that the stages do not know yet (the token sampled last), appended to the known ids before the row
     runs. `blocks` are appended to its block table. `wants`: sample a token from the last position.
+
+    A decode has length 1 and its `drafts`: guesses of the tokens that follow, which count as known ids until the next
+    row. A token is sampled from the last id and from each draft, up to the first that is not the next draft. The next
+    row's `start` says how many drafts came true; the others are forgotten, and their KV is written anew.
     """
 
     seq: int
@@ -46,6 +54,7 @@ class Row(msgspec.Struct, frozen=True, array_like=True):
     ids: tuple[int, ...]
     blocks: tuple[int, ...]
     wants: bool
+    drafts: Annotated[tuple[int, ...], Meta(max_length=MAX_DRAFTS)] = ()
 
     @property
     def decodes(self) -> bool:
@@ -72,21 +81,38 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
         return sum(row.length for row in self.rows)
 
     @property
-    def num_sampled_rows(self) -> int:
-        """Tokens that the tail samples."""
+    def num_wanting(self) -> int:
+        """Rows from which the tail samples: a token each, and one for each draft that came true."""
         return sum(row.wants for row in self.rows)
+
+    @property
+    def num_drafts(self) -> int:
+        """Guesses among the packed rows."""
+        return sum(len(row.drafts) for row in self.rows)
+
+    def check(self, result: StepResult) -> None:
+        """Raises ProtocolError for an answer that does not fit this step."""
+        if result.step != self.step:
+            raise ProtocolError(f"result of step {result.step}, expected {self.step}")
+        wanting = [row for row in self.rows if row.wants]
+        if len(result.tokens) != len(wanting) or len(result.logprobs) not in (0, len(wanting)):
+            raise ProtocolError(f"step {self.step} wants {len(wanting)} tokens, got {len(result.tokens)}")
+        for row, tokens, logprobs in zip(wanting, result.tokens, result.logprobs or result.tokens, strict=True):
+            if not tokens or len(logprobs) != len(tokens) or tokens[:-1] != row.drafts[: len(tokens) - 1]:
+                raise ProtocolError(f"step {self.step}: {len(tokens)} tokens of sequence {row.seq} after other drafts")
 
 
 class StepResult(msgspec.Struct, frozen=True, array_like=True):
-    """The tail's answer to every step: one token for each row that wants one, in the order of the rows.
+    """The tail's answer to every step: for each row that wants a token, in the order of the rows, the drafts that came
+    true and the token after them.
 
     `logprobs` has an entry per token (None where not asked for). `bad` names the sequences whose logits were not
-    finite: they fail, their neighbors go on.
+    finite where their last token would be: they fail, their neighbors go on.
     """
 
     step: Number
-    tokens: tuple[int, ...]
-    logprobs: tuple[TokenLogprob | None, ...] = ()
+    tokens: tuple[tuple[int, ...], ...]
+    logprobs: tuple[tuple[TokenLogprob | None, ...], ...] = ()
     bad: tuple[int, ...] = ()
     compute_s: float = 0.0
 

@@ -9,10 +9,15 @@ from tests.chaos.mutants.mutant import Hurt, Layer, Mutant, Patch
 LEASE_MANAGER = "services/stage/jobs/lease_manager.py"
 HOP = "services/stage/hop/zeromq.py"
 SCHEDULER = "services/stage/scheduling/scheduler.py"
+STEP_PLAN = "services/stage/scheduling/step_plan.py"
 
 KV_RULE: Final = "tests/unit/stage/scheduling/test_kv_rule.py"
 PREFIX_CACHE = "services/stage/scheduling/prefix_cache.py"
 FOUND: Final = "tests/unit/stage/scheduling/test_prefix_cache.py"
+SAMPLER = "services/stage/engine/sampler.py"
+SAMPLED: Final = "tests/unit/stage/engine/test_sampler.py"
+EXECUTED: Final = "tests/unit/stage/engine/test_executor.py"
+GUESSED: Final = "tests/unit/stage/scheduling/test_prompt_lookup.py"
 PREFILL: Final = "tests/unit/stage/scheduling/test_prefill.py"
 
 MUTANTS: Final[tuple[Mutant, ...]] = (
@@ -80,10 +85,10 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
             name="the head's own count of steps",
             patches=(
                 Patch(
-                    file=SCHEDULER,
-                    within="Scheduler._land",
-                    old="if expected is None or result.step != expected.step:",
-                    new="if expected is None:",
+                    file=STEP_PLAN,
+                    within="StepPlan.check",
+                    old="if result.step != self.step:",
+                    new="if result.step < 0:",
                 ),
             ),
         ),
@@ -194,5 +199,42 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
             Patch(file=PREFIX_CACHE, within="_digest", old="_hash(sequence.request.tenant.encode())", new='_hash(b"")'),
         ),
         tests=(f"{FOUND}::test_another_tenant_finds_nothing",),
+    ),
+    Mutant(
+        name="prompt lookup: a guess counts that was not sampled",
+        patches=(Patch(file=SAMPLER, within="Sampler._run", old="if tokens[-1] != draft:", new="if draft is None:"),),
+        tests=(f"{SAMPLED}::test_drafts_are_sampled_as_if_one_by_one_up_to_the_first_that_is_wrong",),
+    ),
+    Mutant(
+        name="prompt lookup: history lacks the guesses that came true",
+        patches=(Patch(file=SAMPLER, within="Sampler._run", old="sequence.extend(tokens[-1:])", new="pass"),),
+        tests=(f"{SAMPLED}::test_drafts_are_sampled_as_if_one_by_one_up_to_the_first_that_is_wrong",),
+    ),
+    Mutant(
+        name="prompt lookup: guesses count as computed before they came true",
+        patches=(
+            Patch(
+                file="services/stage/scheduling/step_builder.py",
+                within="StepBuilder.add",
+                old="sequence.num_computed = end",
+                new="sequence.num_computed = end + len(drafts)",
+            ),
+        ),
+        tests=(
+            f"{GUESSED}::test_the_next_row_begins_behind_the_guesses_that_came_true",
+            f"{GUESSED}::test_a_block_is_found_by_others_only_once_its_guesses_came_true",
+        ),
+    ),
+    Mutant(
+        name="prompt lookup: a stage keeps guesses that did not come true",
+        patches=(
+            Patch(
+                file="services/stage/scheduling/open_sequences.py",
+                within="OpenSequence.settle",
+                old="del self.ids[start:]",
+                new="pass",
+            ),
+        ),
+        tests=(f"{EXECUTED}::test_drafts_that_come_true_or_not_leave_the_tokens_of_single_steps",),
     ),
 )

@@ -112,7 +112,7 @@ def test_chunks_that_want_nothing_give_the_same_last_token(stages: list[Executor
 
 
 def test_the_next_token_is_the_same_when_the_history_is_opened_again(stages: list[Executor]) -> None:
-    (token,) = run(stages, plan(PREFILL, opens=(opening(),))).tokens
+    ((token,),) = run(stages, plan(PREFILL, opens=(opening(),))).tokens
     expected = run(stages, plan(Row(0, 5, 1, (token,), (), wants=True)))
     for stage in stages:
         stage.reset()
@@ -120,6 +120,78 @@ def test_the_next_token_is_the_same_when_the_history_is_opened_again(stages: lis
     again = Open(seq=3, ids=(*IDS, token), num_prompt=5, params=GREEDY, seed=0, num_blocks=2)
 
     assert run(stages, plan(Row(3, 0, 6, (), (9,), wants=True), opens=(again,))).tokens == expected.tokens
+
+
+def single_steps(stages: list[Executor], num: int) -> list[int]:
+    """The first tokens of the prompt, one step for each."""
+    ((token,),) = run(stages, plan(PREFILL, opens=(opening(),))).tokens
+    tokens = [token]
+    while len(tokens) < num:
+        ((token,),) = run(stages, plan(Row(0, 4 + len(tokens), 1, (token,), (), wants=True))).tokens
+        tokens.append(token)
+    for stage in stages:
+        stage.reset()
+    return tokens
+
+
+@pytest.mark.parametrize("num_true", [0, 1, 3])
+def test_drafts_that_come_true_or_not_leave_the_tokens_of_single_steps(num_true: int, stages: list[Executor]) -> None:
+    tokens = single_steps(stages, 7)
+    drafts = (*tokens[1 : 1 + num_true], *((token + 1) % 96 for token in tokens[1 + num_true : 4]))
+    run(stages, plan(PREFILL, opens=(opening(),)))
+
+    guessed = run(stages, plan(Row(0, 5, 4, (tokens[0],), (), wants=True, drafts=drafts)))
+    after = run(stages, plan(Row(0, 6 + num_true, 1, (tokens[1 + num_true],), (), wants=True)))
+    last = run(stages, plan(Row(0, 7 + num_true, 1, (tokens[2 + num_true],), (), wants=True)))
+
+    assert guessed.tokens == (tuple(tokens[1 : 2 + num_true]),)
+    assert (after.tokens, last.tokens) == (((tokens[2 + num_true],),), ((tokens[3 + num_true],),))
+
+
+def test_a_plan_that_counts_other_drafts_than_came_true_is_a_protocol_error(stages: list[Executor]) -> None:
+    first, second, *_ = single_steps(stages, 3)
+    run(stages, plan(PREFILL, opens=(opening(),)))
+    run(stages, plan(Row(0, 5, 3, (first,), (), wants=True, drafts=(second, 0))))
+
+    with pytest.raises(ProtocolError, match="goes on behind 6 tokens, but 7 came true"):
+        run(stages, plan(Row(0, 6, 1, (second,), (), wants=True)))
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        (Row(0, 5, 3, (1,), (), wants=True, drafts=(2, 96)), "token id outside 0-95"),
+        (Row(0, 5, 3, (1,), (), wants=True, drafts=(2, -1)), "token id outside 0-95"),
+        (Row(0, 5, 2, (1,), (), wants=True, drafts=(2, 3)), "drafts in a row of 2 that is no decode"),
+        (Row(0, 5, 4, (1,), (), wants=True, drafts=(2, 3)), "drafts in a row of 4 that is no decode"),
+        (Row(0, 5, 3, (1,), (), wants=False, drafts=(2, 3)), "that is no decode"),
+        (Row(0, 5, 2, (), (), wants=True, drafts=(2,)), "that is no decode"),
+        (Row(0, 4, 3, (1,), (), wants=True, drafts=(2, 3)), "continues at 4 for 3, but 5 are computed"),
+        (Row(0, 5, 62, (1,), (), wants=True, drafts=(2,) * 61), "2 KV blocks, not 1"),
+    ],
+    ids=str,
+)
+def test_drafts_that_do_not_fit_are_a_protocol_error(row: Row, reason: str, stages: list[Executor]) -> None:
+    run(stages, plan(PREFILL, opens=(opening(),)))
+
+    with pytest.raises(ProtocolError, match=reason):
+        stages[0].run(plan(row), None)
+
+
+def test_drafts_before_the_prompt_is_computed_are_a_protocol_error(stages: list[Executor]) -> None:
+    run(stages, plan(Row(0, 0, 3, (), (0,), wants=False), opens=(opening(),)))
+
+    with pytest.raises(ProtocolError, match="has drafts, but runs to 5 of 7 ids"):
+        stages[0].run(plan(Row(0, 3, 2, (1,), (), wants=True, drafts=(2,))), None)
+
+
+@pytest.mark.parametrize("start", [4, 5, 9])
+def test_a_row_that_takes_back_more_than_drafts_is_a_protocol_error(start: int, stages: list[Executor]) -> None:
+    run(stages, plan(PREFILL, opens=(opening(),)))
+    run(stages, plan(Row(0, 5, 3, (1,), (), wants=True, drafts=(2, 3))))
+
+    with pytest.raises(ProtocolError, match=f"continues at {start} for 1, but 8 are computed"):
+        stages[0].run(plan(Row(0, start, 1, (1,), (), wants=True)), None)
 
 
 @pytest.mark.parametrize(

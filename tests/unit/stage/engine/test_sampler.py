@@ -12,7 +12,7 @@ from torch import Tensor
 
 from services.stage.engine.sampler import Sample, SampledSequence, Sampler, uniform
 from services.stage.scheduling.step_plan import Open
-from shardline.job import SamplingParams
+from shardline.job import SamplingParams, TokenLogprob
 
 VOCAB = 1003
 """No multiple of a tile."""
@@ -52,7 +52,7 @@ def draws(row: Tensor, params: SamplingParams, num: int) -> Tensor:
     one, state = sampler(len(row)), sequence(params, vocab=len(row))
     counts = torch.zeros(len(row))
     for _ in range(num):
-        (token,) = one.sample(row.unsqueeze(0), [state]).tokens
+        ((token,),) = one.sample(row.unsqueeze(0), [state]).tokens
         counts[token] += 1
         state.extend((token,))
     return counts
@@ -125,7 +125,7 @@ def test_a_row_is_the_same_alone_in_any_batch_and_in_any_order(dtype: torch.dtyp
     mixed = sampler().sample(rows[order], [states[row] for row in order])
 
     assert whole.tokens == tuple(one.tokens[0] for one in alone)
-    assert whole.logprobs == tuple(one.logprobs[0] if one.logprobs else None for one in alone)
+    assert whole.logprobs == tuple(one.logprobs[0] if one.logprobs else (None,) for one in alone)
     assert mixed.tokens == tuple(whole.tokens[row] for row in order)
     assert mixed.logprobs == tuple(whole.logprobs[row] for row in order)
 
@@ -136,14 +136,14 @@ def test_a_restored_sequence_draws_the_same_token(params: SamplingParams, cut: i
     rows = logits(20)
     one, state, outputs = sampler(), sequence(params), []
     for row in rows:
-        (token,) = one.sample(row.unsqueeze(0), [state]).tokens
+        ((token,),) = one.sample(row.unsqueeze(0), [state]).tokens
         outputs.append(token)
         state.extend((token,))
 
     restored = sequence(params, outputs=tuple(outputs[:cut]), number=5)
 
     assert restored.index == cut
-    assert sampler().sample(rows[cut : cut + 1], [restored]).tokens == (outputs[cut],)
+    assert sampler().sample(rows[cut : cut + 1], [restored]).tokens == ((outputs[cut],),)
 
 
 def test_random_numbers_are_a_part_of_the_contract() -> None:
@@ -158,7 +158,7 @@ def test_no_number_leads_to_a_token_without_weight(monkeypatch: pytest.MonkeyPat
     row = torch.full((1, VOCAB), -math.inf)
     row[0, [200, 700]] = 1.0
 
-    assert sampler().sample(row, [sequence(SamplingParams(top_p=0.999))]).tokens == (token,)
+    assert sampler().sample(row, [sequence(SamplingParams(top_p=0.999))]).tokens == ((token,),)
 
 
 def test_another_seed_index_or_attempt_gives_another_number() -> None:
@@ -174,7 +174,7 @@ def test_greedy_takes_the_first_of_the_largest(dtype: torch.dtype) -> None:
 
     sample = sampler().sample(rows, [sequence(GREEDY)] * 3)
 
-    assert sample == Sample((40, *rows[1:].float().argmax(1).tolist()), (), ())
+    assert sample == Sample(((40,), *((best,) for best in rows[1:].float().argmax(1).tolist())), (), ())
 
 
 @pytest.mark.parametrize(
@@ -189,7 +189,7 @@ def test_greedy_takes_the_first_of_the_largest(dtype: torch.dtype) -> None:
 def test_the_narrowest_limits_are_greedy(params: SamplingParams) -> None:
     rows = logits(8)
 
-    assert sampler().sample(rows, [sequence(params)] * 8).tokens == tuple(rows.argmax(1).tolist())
+    assert sampler().sample(rows, [sequence(params)] * 8).tokens == tuple((best,) for best in rows.argmax(1).tolist())
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
@@ -203,8 +203,8 @@ def test_a_row_that_is_no_distribution_is_bad_and_the_others_go_on(value: float,
     sample = sampler().sample(rows, states)
 
     assert sample.bad == (5,)
-    assert sample.tokens == (undisturbed.tokens[0], 0, undisturbed.tokens[2])
-    assert sample.logprobs == (undisturbed.logprobs and (undisturbed.logprobs[0], None, undisturbed.logprobs[2]))
+    assert sample.tokens == (undisturbed.tokens[0], (0,), undisturbed.tokens[2])
+    assert sample.logprobs == (undisturbed.logprobs and (undisturbed.logprobs[0], (None,), undisturbed.logprobs[2]))
 
 
 def test_a_row_without_any_possible_token_is_bad() -> None:
@@ -245,7 +245,7 @@ def test_no_stop_token_comes_before_min_tokens() -> None:
     row[0, EOS], row[0, 3] = 90.0, 80.0
     first = int(row[0].masked_fill(row[0] > 50, 0.0).argmax())
 
-    tokens = [sampler().sample(row, [sequence(params, outputs=(5,) * num)]).tokens[0] for num in range(4)]
+    tokens = [sampler().sample(row, [sequence(params, outputs=(5,) * num)]).tokens[0][0] for num in range(4)]
 
     assert tokens == [first, first, EOS, EOS]
 
@@ -255,7 +255,7 @@ def test_an_ignored_eos_is_never_masked() -> None:
     row[0, EOS] = 90.0
     params = SamplingParams(temperature=0.0, min_tokens=5, ignore_eos=True)
 
-    assert sampler().sample(row, [sequence(params)]).tokens == (EOS,)
+    assert sampler().sample(row, [sequence(params)]).tokens == ((EOS,),)
 
 
 def test_logprobs_are_those_of_the_raw_logits() -> None:
@@ -265,17 +265,54 @@ def test_logprobs_are_those_of_the_raw_logits() -> None:
 
     sample = sampler().sample(rows, [sequence(params), sequence(GREEDY)])
 
-    first, second = sample.logprobs
+    (first,), (second,) = sample.logprobs
     assert second is None
     assert first is not None
-    assert first.token_id == sample.tokens[0]
+    assert (first.token_id,) == sample.tokens[0]
     assert first.logprob == float(expected[first.token_id])
     assert [value for _, value in first.top] == expected.topk(4).values.tolist()
     assert [float(expected[token]) for token, _ in first.top] == [value for _, value in first.top]
 
 
 def test_logprobs_0_gives_the_chosen_token_alone() -> None:
-    (entry,) = sampler().sample(logits(1), [sequence(SamplingParams(logprobs=0))]).logprobs
+    ((entry,),) = sampler().sample(logits(1), [sequence(SamplingParams(logprobs=0))]).logprobs
 
     assert entry is not None
     assert entry.top == ()
+
+
+@pytest.mark.parametrize("params", MIXED)
+@pytest.mark.parametrize("num_true", [0, 1, 4, 7])
+def test_drafts_are_sampled_as_if_one_by_one_up_to_the_first_that_is_wrong(
+    params: SamplingParams, num_true: int
+) -> None:
+    rows = logits(8)
+    alone, tokens, logprobs = sequence(params), list[int](), list[TokenLogprob | None]()
+    for row in rows:
+        one = sampler().sample(row.unsqueeze(0), [alone])
+        tokens += one.tokens[0]
+        logprobs += one.logprobs[0] if one.logprobs else ()
+        alone.extend(one.tokens[0])
+    drafts = (*tokens[:num_true], *((token + 1) % VOCAB for token in tokens[num_true:7]))
+    state, before, after = sequence(params), sequence(GREEDY), sequence(params, seed=3)
+    beside = sampler().sample(rows[:2], [before, after])
+
+    sample = sampler().sample(torch.cat([rows[:1], rows, rows[1:2]]), [before, state, after], [(), drafts, ()])
+
+    assert sample.tokens == (beside.tokens[0], tuple(tokens[: num_true + 1]), beside.tokens[1])
+    assert (sample.logprobs[1] if sample.logprobs else ()) == tuple(logprobs[: num_true + 1])
+    assert state.index == num_true
+
+
+def test_logits_that_are_not_finite_end_a_run_where_they_are_reached_and_only_there() -> None:
+    rows = logits(4)
+    best = rows.argmax(1).tolist()
+    rows[2, 17] = math.nan
+    params = SamplingParams(temperature=0.0, logprobs=0)
+
+    reached = sampler().sample(rows, [sequence(params, number=5)], [(best[0], best[1], 0)])
+    missed = sampler().sample(rows, [sequence(params, number=5)], [(best[0], best[1] + 1, 0)])
+
+    assert (reached.tokens, reached.bad) == (((best[0], best[1], 0),), (5,))
+    assert [entry and entry.token_id for entry in reached.logprobs[0]] == [best[0], best[1], None]
+    assert (missed.tokens, missed.bad) == (((best[0], best[1]),), ())

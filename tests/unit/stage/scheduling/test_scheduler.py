@@ -332,9 +332,9 @@ def test_a_new_epoch_does_not_bring_back_what_was_aborted_in_flight() -> None:
 @pytest.mark.parametrize(
     ("result", "problem"),
     [
-        (StepResult(step=1, tokens=(1,)), "result of step 1, expected 0"),
+        (StepResult(step=1, tokens=((1,),)), "result of step 1, expected 0"),
         (StepResult(step=0, tokens=()), "wants 1 tokens, got 0"),
-        (StepResult(step=0, tokens=(1,), logprobs=(None, None)), "wants 1 tokens"),
+        (StepResult(step=0, tokens=((1,),), logprobs=((None,), (None,))), "wants 1 tokens"),
     ],
 )
 def test_an_answer_that_does_not_fit_its_step_breaks_the_protocol(result: StepResult, problem: str) -> None:

@@ -9,13 +9,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.stage.scheduling.step_plan import Open, Row, StepPlan, StepResult, decode_plan, decode_result, encode
+from services.stage.scheduling.step_plan import (
+    MAX_DRAFTS,
+    Open,
+    Row,
+    StepPlan,
+    StepResult,
+    decode_plan,
+    decode_result,
+    encode,
+)
 from shardline.errors import ProtocolError
 from shardline.job import SamplingParams
 
 OPEN = Open(1, (5, 6, 7), 3, SamplingParams(stop=("stop",)), 9, 1)
-PLAN = StepPlan(4, (OPEN,), (Row(1, 0, 3, (), (0,), True),), (2,), 7)
-RESULT = StepResult(4, (7,), bad=(1,))
+PLAN = StepPlan(4, (OPEN,), (Row(1, 0, 3, (), (0,), True), Row(3, 9, 3, (4,), (), True, (5, 6))), (2,), 7)
+RESULT = StepResult(4, ((7,),), bad=(1,))
 Decoder = Callable[[bytes], StepPlan | StepResult]
 
 
@@ -32,6 +41,13 @@ def test_a_number_that_no_key_holds_is_refused(change: dict[str, int]) -> None:
 
     with pytest.raises(ProtocolError, match="not a StepPlan: Expected `int`"):
         decode_plan(encode(plan))
+
+
+def test_more_drafts_than_a_row_may_have_are_refused() -> None:
+    row = msgspec.structs.replace(PLAN.rows[1], drafts=(5,) * (MAX_DRAFTS + 1))
+
+    with pytest.raises(ProtocolError, match="not a StepPlan: Expected `array` of length <= 63"):
+        decode_plan(encode(msgspec.structs.replace(PLAN, rows=(row,))))
 
 
 @pytest.mark.parametrize(("message", "decode"), [(PLAN, decode_plan), (RESULT, decode_result)])
