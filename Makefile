@@ -24,10 +24,13 @@ LOAD ?= users
 TIME_SCALE ?= 0.25
 DTYPE ?= float32
 STAGES ?= 2
+# Of `make bench-peers`
+RUNS ?=
+ONLY ?=
 # Of `make chaos`: hops without CURVE, which faults of frames need
 INSECURE ?=
 
-.PHONY: help setup demo up down status test check bench chaos chaos-compose chaos-mutants secrets test-compose clean lint format types imports unit
+.PHONY: help setup demo up down status test check bench bench-peers chaos chaos-compose chaos-mutants secrets test-compose clean lint format types imports unit
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -82,6 +85,9 @@ format: ## Let ruff rewrite the sources
 
 bench: setup ## Run the benchmarks; figures in tests/benchmarks/results/latest.json
 	$(PY) -m tests.benchmarks
+
+bench-peers: setup ## Shardline beside OpenVINO, vLLM and llama.cpp; writes docs/performance.md: RUNS= ONLY= QUICK=1
+	TORCH_INDEX="$(TORCH_INDEX)" $(PY) -m tests.benchmarks.peers $(if $(RUNS),--runs $(RUNS)) $(if $(ONLY),--only $(ONLY)) $(if $(QUICK),--quick)
 
 chaos: setup ## Faults under load, then a judgment: SEED= MINUTES= FAULTS= LOAD=users|lab DTYPE= STAGES= TIME_SCALE= INSECURE=
 	$(PY) -m tests.chaos $(if $(SEED),--seed $(SEED)) --minutes $(MINUTES) --faults "$(FAULTS)" --load $(LOAD) --time-scale $(TIME_SCALE) --dtype $(DTYPE) --stages $(STAGES) $(if $(INSECURE),--insecure)

@@ -56,6 +56,7 @@ def main() -> None:
     parser.add_argument("--copy", action="store_true", help="prompts that hold their answer, for the model that copies")
     parser.add_argument("--prefix-cache", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--prompt-lookup", type=int, default=16, help="rows of a step up to which drafts are made")
+    parser.add_argument("--kv-bytes", type=int, help="of each stage; default: as a stage decides it")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="shardline-bare-") as folder:
         pipeline = Pipeline(Path(folder), options)
@@ -229,7 +230,7 @@ def load(options: argparse.Namespace, stage_index: int, folder: Path) -> Executo
         layers=split_of(options, info)[stage_index],
         device=device,
         dtype=options.dtype,
-        limits=Limits(kv_bytes=None, token_budget=TOKEN_BUDGET, max_open=2 * options.seats),
+        limits=Limits(kv_bytes=options.kv_bytes, token_budget=TOKEN_BUDGET, max_open=2 * options.seats),
         cache_folder=Path(options.model),
     )
 

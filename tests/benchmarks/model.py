@@ -11,6 +11,7 @@ import transformers as tf
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 VOCABULARY = 32_000
+CONTEXT = 1024
 SEED = 20
 NEXT_TO_NOTHING = 1e-3
 
@@ -21,19 +22,20 @@ CONFIG: dict[str, Any] = {
     "num_hidden_layers": 12,
     "num_attention_heads": 16,
     "num_key_value_heads": 8,
-    "max_position_embeddings": 1024,
+    "max_position_embeddings": CONTEXT,
     "tie_word_embeddings": True,
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
 
 
-def make(folder: Path, dtype: str) -> Path:
-    """The model's folder, made if it is not there. Weights are drawn once in fp32, then stored in `dtype`."""
-    path = folder / f"llama-174m-{dtype}"
+def make(folder: Path, dtype: str, context: int = CONTEXT) -> Path:
+    """The model's folder, made if it is not there. Weights are drawn once in fp32, then stored in `dtype`; they are the
+    same for every `context`, in tokens."""
+    path = folder / (f"llama-174m-{dtype}" if context == CONTEXT else f"llama-174m-{dtype}-{context}")
     if (path / "config.json").exists():
         return path
-    return _save(_drawn(), path, dtype)
+    return _save(_drawn(max_position_embeddings=context), path, dtype)
 
 
 def make_copier(folder: Path, dtype: str) -> Path:

@@ -88,7 +88,7 @@ class EngineProgress:
             num_rows=len(plan.rows),
             num_tokens=plan.num_tokens,
             num_context=sum(row.start + row.length for row in plan.rows),
-            num_sampled=plan.num_sampled_rows,
+            num_sampled=plan.num_wanting + plan.num_drafts,
         )
         self.num_steps += 1
         self.compute_s += compute_s

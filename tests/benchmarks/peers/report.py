@@ -1,0 +1,190 @@
+"""Results as Markdown: for the terminal and for docs/performance.md. Knows no process."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import median
+
+from tests.benchmarks.peers.measure import FIRST_TOKENS
+from tests.benchmarks.peers.plan import AT_ONCE, OURS, PLAN, SLOW, TRACES
+from tests.benchmarks.peers.results import FULL, HALF, SERVICE, Cell, Results
+from tests.benchmarks.peers.roof import weights_ms
+from tests.benchmarks.peers.workloads import shapes
+
+NAMES = {
+    OURS: "Shardline, a stage per core",
+    "shardline-1": "Shardline, one stage",
+    "openvino": "OpenVINO GenAI",
+    "vllm": "vLLM",
+    "llamacpp": "llama.cpp",
+}
+PLOTS = ("throughput", "alone", "load")
+ONCE = (
+    "Medians of all rounds. In parentheses: one run, which took"
+    f" {SLOW:g} times as long as the fastest or longer and was not repeated."
+)
+INTRODUCTION = """\
+# Performance beside other engines
+
+Written by `make bench-peers`; do not edit. One machine, one run: compare ratios, not figures of different machines.
+
+Every engine gets the same token ids, gives exactly the number of tokens asked for (greedy, no early end), and has all
+cores. All engines stay loaded; they are asked in turn, while the others are stopped. Shardline is its bare engine
+(`tests/benchmarks/bare.py`) but where the row says service."""
+
+
+def markdown(results: Results) -> str:
+    """The whole page but for its plots."""
+    parts = [INTRODUCTION, _machine(results)]
+    parts += [part for precision in PLAN for part in _precision(results, precision)]
+    parts += [_traces(results), _together(results), _limits(results), _skipped(results)]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def with_plots(page: str) -> str:
+    """The page with the pictures that `plots` draws beside it."""
+    return page + "\n" + "\n\n".join(f"![{name}](performance/{name}.png)" for name in PLOTS) + "\n"
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table, its first column of words."""
+    lines = [head, ["---", *["---:"] * (len(head) - 1)], *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _machine(results: Results) -> str:
+    rows = [[name, str(value)] for name, value in results.machine.items()]
+    rows += [["command", f"`{results.command}`"], ["rounds", str(results.rounds)]]
+    rows += [[name, release] for name, release in results.versions.items()]
+    return table(["machine", "and versions"], rows).replace("---:", "---")
+
+
+def _precision(results: Results, precision: str) -> list[str]:
+    engines = results.engines(precision)
+    if not engines:
+        return []
+    return [f"## {precision}", *_throughput(results, precision, engines), _alone(results, precision, engines)]
+
+
+def _throughput(results: Results, precision: str, engines: Sequence[str]) -> list[str]:
+    known = shapes()
+    names = [name for name in AT_ONCE if name != "alone" and _cells(results, precision, name)]
+    if not names:
+        return []
+    head = ["output tokens/s", *names]
+    rows = [[NAMES[engine], *(_rate(results, precision, name, engine) for name in names)] for engine in engines]
+    best = [_lead(results, precision, name) for name in names]
+    if any(best):
+        rows.append(["Shardline / best of the others", *best])
+    if rates := results.rates.get(SERVICE) if precision == "bf16" else None:
+        rows.append(["Shardline, whole service", f"{median(rates):.0f}", *[""] * (len(names) - 1)])
+    shares = [_share(results, precision, name) for name in names]
+    if any(shares):
+        rows.append(["products at full rate / Shardline's time", *shares])
+    agree = [[NAMES[engine], *(_agreement(results, precision, name, engine) for name in names)] for engine in engines]
+    said = "; ".join(f"{name}: {known[name].title}" for name in names)
+    parts = [table(head, rows), f"{said}. {ONCE}"]
+    if any(any(row[1:]) for row in agree):
+        title = f"first {FIRST_TOKENS} tokens equal to ours"
+        parts.append(table([title, *names], [row for row in agree if any(row[1:])]))
+    return parts
+
+
+def _alone(results: Results, precision: str, engines: Sequence[str]) -> str:
+    rows = []
+    for engine in engines:
+        if cell := results.cell(precision, "alone", engine):
+            one = cell.median
+            seconds = 64 / one.tokens_per_s
+            rows.append([NAMES[engine], f"{one.ttft_p50_ms:.0f}", f"{one.itl_p50_ms:.1f}", f"{seconds:.2f}"])
+    if not rows:
+        return ""
+    if stream := results.limits.get("stream_gb_per_s"):
+        floor = weights_ms(precision, max(stream.values()))
+        rows.append(["all weights read once", "", f"{floor:.1f}", ""])
+    return table(["one request alone, 128 in, 64 out", "first token, ms", "between tokens, ms", "whole, s"], rows)
+
+
+def _traces(results: Results) -> str:
+    rows = []
+    for name in TRACES:
+        for cell in _cells(results, "bf16", name):
+            one = cell.median
+            waits = (one.ttft_p50_ms, one.ttft_p99_ms, one.itl_p50_ms, one.itl_p99_ms)
+            rows.append([f"{name.split('-')[1]}/s, {NAMES[cell.engine]}", *(f"{value:.0f}" for value in waits)])
+    if not rows:
+        return ""
+    head = ["arrivals, bf16", "TTFT p50, ms", "TTFT p99, ms", "between tokens p50, ms", "p99, ms"]
+    said = "Requests of W that arrive at random times (Poisson), whether or not earlier ones have ended."
+    return f"## Under load\n\n{said}\n\n{table(head, rows)}"
+
+
+def _together(results: Results) -> str:
+    cell = results.cell("bf16", "W", OURS)
+    rows = [
+        [f"an engine on each core, sum, {title}", f"{median(results.rates[name]):.0f}", _of(cell, results, name)]
+        for name, title in ((HALF, "half of W each"), (FULL, "all of W each"))
+        if results.rates.get(name)
+    ]
+    if not rows:
+        return ""
+    return "## Two cores apart\n\n" + table(["W, bf16", "output tokens/s", "Shardline's share of it"], rows)
+
+
+def _of(cell: Cell | None, results: Results, name: str) -> str:
+    return f"{cell.median.tokens_per_s / median(results.rates[name]):.2f}" if cell else ""
+
+
+def _limits(results: Results) -> str:
+    products = results.limits.get("products")
+    if not products:
+        return ""
+    rows_known = sorted({one["rows"] for one in products})
+    found: dict[tuple[str, int, str], dict[int, float]] = {}
+    for one in products:
+        found.setdefault((one["precision"], one["threads"], one["shape"]), {})[one["rows"]] = one["gflop_per_s"]
+    rows = [
+        [f"{precision}, {shape}, cores: {threads}", *(f"{by[rows]:.0f}" for rows in rows_known)]
+        for (precision, threads, shape), by in found.items()
+    ]
+    stream = ", ".join(f"cores: {n}, {rate} GB/s" for n, rate in results.limits["stream_gb_per_s"].items())
+    head = table(["GFLOP/s of torch (oneDNN) by rows", *map(str, rows_known)], rows)
+    return f"## Limits of the machine\n\nReading memory: {stream}.\n\n{head}"
+
+
+def _skipped(results: Results) -> str:
+    lines = [f"- {name}: {reason}" for name, reason in results.skipped.items()]
+    return "\n".join(["## Skipped", "", *lines]) if lines else ""
+
+
+def _cells(results: Results, precision: str, workload: str) -> list[Cell]:
+    found = (results.cell(precision, workload, engine) for engine in results.engines(precision))
+    return [cell for cell in found if cell is not None]
+
+
+def _rate(results: Results, precision: str, workload: str, engine: str) -> str:
+    cell = results.cell(precision, workload, engine)
+    if cell is None:
+        return ""
+    rate = f"{cell.median.tokens_per_s:.0f}"
+    return f"({rate})" if len(cell.runs) < results.rounds else rate
+
+
+def _agreement(results: Results, precision: str, workload: str, engine: str) -> str:
+    cell = results.cell(precision, workload, engine)
+    return "" if cell is None or cell.agreement is None else f"{cell.agreement:.2f}"
+
+
+def _lead(results: Results, precision: str, workload: str) -> str:
+    ours = results.cell(precision, workload, OURS)
+    others = [cell for cell in _cells(results, precision, workload) if not cell.engine.startswith(OURS)]
+    if ours is None or not others:
+        return ""
+    return f"{ours.median.tokens_per_s / max(cell.median.tokens_per_s for cell in others):.2f}"
+
+
+def _share(results: Results, precision: str, workload: str) -> str:
+    ours, floor_s = results.cell(precision, workload, OURS), results.floors_s.get(f"{precision} {workload}")
+    if ours is None or floor_s is None:
+        return ""
+    return f"{floor_s * ours.median.tokens_per_s / shapes()[workload].work(0).num_output_tokens:.2f}"
