@@ -184,7 +184,5 @@ def _lead(results: Results, precision: str, workload: str) -> str:
 
 
 def _share(results: Results, precision: str, workload: str) -> str:
-    ours, floor_s = results.cell(precision, workload, OURS), results.floors_s.get(f"{precision} {workload}")
-    if ours is None or floor_s is None:
-        return ""
-    return f"{floor_s * ours.median.tokens_per_s / shapes()[workload].work(0).num_output_tokens:.2f}"
+    ours, ceiling = results.cell(precision, workload, OURS), results.ceilings.get(f"{precision} {workload}")
+    return "" if ours is None or ceiling is None else f"{ours.median.tokens_per_s / ceiling:.2f}"

@@ -45,8 +45,8 @@ class Results:
     limits: dict[str, Any] = field(default_factory=dict)
     rates: dict[str, list[float]] = field(default_factory=dict)
     """Output tokens/s of W in bf16: HALF, FULL, SERVICE."""
-    floors_s: dict[str, float] = field(default_factory=dict)
-    """Least seconds of the products, by `precision workload`."""
+    ceilings: dict[str, float] = field(default_factory=dict)
+    """Output tokens/s if products alone took time, at their best rates, by `precision workload`."""
     cells: list[Cell] = field(default_factory=list)
 
     def cell(self, precision: str, workload: str, engine: str) -> Cell | None:

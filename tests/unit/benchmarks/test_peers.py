@@ -166,6 +166,7 @@ def test_results_are_read_back_as_they_were_saved_and_the_page_has_their_figures
     results.note("bf16", "alone", OURS, ours, ours)
     results.note("bf16", "poisson-2", OURS, ours, None)
     results.rates[HALF] = [4.0, 5.0, 8.0]
+    results.ceilings["bf16 W"] = 16.0
     results.skipped["openvino"] = "no wheel for this machine"
     results.limits = {
         "products": [{"precision": "bf16", "threads": 1, "shape": "o", "rows": 1, "gflop_per_s": 8}],
@@ -178,6 +179,7 @@ def test_results_are_read_back_as_they_were_saved_and_the_page_has_their_figures
     assert "| Shardline, a stage per core | 4 |" in page
     assert "| vLLM | (2) |" in page
     assert "| Shardline / best of the others | 2.00 |" in page
+    assert "| products at full rate / Shardline's time | 0.25 |" in page
     assert "| an engine on each core, sum, half of W each | 5 | 0.80 |" in page
     assert "| first 4 tokens equal to ours | W |\n| --- | ---: |\n| vLLM | 1.00 |" in page
     assert "- openvino: no wheel for this machine" in page
