@@ -88,7 +88,7 @@ def shapes(*, quick: bool = False) -> dict[str, Shape]:
         Shape(
             name=f"poisson-{rate:g}",
             title=f"arrivals at {rate:g}/s, 64-256 tokens, 64 out",
-            num_prompts=48 // part,
+            num_prompts=32 // part,
             lengths=(64, 256),
             rate=rate,
         )
