@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import platform
 import socket
-import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -32,7 +31,7 @@ from services.stage.model.weights import fingerprint, unchanged
 from services.stage.pipeline.status import Capacity
 from services.stage.scheduling.step_times import StepTime
 from services.stage.settings import StageSettings
-from shardline.clock import monotonic_s
+from shardline.clock import monotonic_s, wall_clock_s
 from shardline.errors import Invalid
 from shardline.wire import StageCard, StageTrace, StepSpan
 
@@ -112,7 +111,7 @@ class Loaded:
 
     def trace(self, pipeline: str, times: Iterable[StepTime]) -> dict[str, Any]:
         """The steps as a StageTrace of JSON."""
-        to_wall_s = time.time() - monotonic_s()
+        to_wall_s = wall_clock_s() - monotonic_s()
         return msgspec.to_builtins(
             StageTrace(
                 worker=self.worker,

@@ -1,4 +1,4 @@
-"""The clocks of heads, followers and relays. None of them jumps; knows no wall clock.
+"""The clocks of heads, followers and relays. None that decides anything jumps: the wall clock is only shown.
 
 All of them read time here, through `time.clock_gettime`: the simulation of the protocol takes the place of that one
 function.
@@ -21,3 +21,8 @@ def lease_clock_s() -> float:
 def monotonic_s() -> float:
     """Seconds since some moment of this machine's start, without those in suspension."""
     return time.clock_gettime(time.CLOCK_MONOTONIC)
+
+
+def wall_clock_s() -> float:
+    """Seconds since 1970 by this host's clock, which may jump: to show moments of several hosts side by side."""
+    return time.clock_gettime(time.CLOCK_REALTIME)

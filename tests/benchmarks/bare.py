@@ -32,7 +32,7 @@ from services.stage.scheduling.events import Finished, NewTokens
 from services.stage.scheduling.scheduler import Scheduler, SchedulerConfig
 from services.stage.scheduling.sequence import Request
 from services.stage.scheduling.step_plan import StepPlan
-from services.stage.scheduling.step_times import bubble_share
+from services.stage.scheduling.step_times import StepTime, bubble_share
 from shardline.config import Times
 from shardline.split import even_split, parse_split
 from shardline.tokenize import CompletionText, Vocabulary
@@ -176,7 +176,7 @@ class Pipeline:
             if isinstance(event, Finished):
                 self._ended.put(event.key[0])
 
-    def _count(self, plan: StepPlan, _seconds: float) -> None:
+    def _count(self, plan: StepPlan, _time: StepTime) -> None:
         self.num_drafted += plan.num_drafts
 
     def _wire(self, folder: Path, num_stages: int, num_blocks: int) -> Wiring:
