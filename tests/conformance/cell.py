@@ -34,6 +34,8 @@ LENGTHS = (4, 300)
 NUM_COMMON = 150
 ROUND = 3
 NUM_NEW = 4
+NUM_REPEATED = 24
+"""Of a prompt that repeats itself: the model begins to do so too, and guesses come true."""
 KV_BYTES = 256 * 2**20
 WIDE: dict[str, Any] = {
     "vocab_size": 512,
@@ -54,7 +56,7 @@ def main() -> None:
     """Loads and compares; one JSON line for each number of stages."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", choices=("clerk", "wide"), required=True)
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"), required=True)
+    parser.add_argument("--dtype", choices=("bfloat16", "float32", "int8"), required=True)
     parser.add_argument("--cores", required=True, help="a thread for each")
     parser.add_argument("--prompts", type=int, default=300)
     parser.add_argument("--stages", type=int, nargs="+", default=[1, 2, 3])
@@ -94,8 +96,8 @@ def outcomes(stages: Sequence[Executor], jobs: Sequence[Request], crowd: int) ->
 
 
 def requests(num: int, *, vocab_size: int) -> list[Request]:
-    """Prompts of all lengths in any order, every other one greedy, all with log-probabilities. Half of them have
-    their first tokens in common, half of the others say a few tokens over and over."""
+    """Prompts of all lengths in any order, half of them greedy, all with log-probabilities. Every other one has
+    its first tokens in common with the others, every fourth says a few tokens over and over and is greedy."""
     generator = torch.Generator().manual_seed(6)
     shortest, longest = LENGTHS
     shares = (torch.randperm(num, generator=generator) / max(1, num - 1)).tolist()
@@ -110,7 +112,11 @@ def requests(num: int, *, vocab_size: int) -> list[Request]:
         Request(
             key=(str(index), 1),
             prompt_ids=tuple(prompt),
-            params=SamplingParams(max_tokens=NUM_NEW, temperature=0.8 * (index % 2), logprobs=2),
+            params=SamplingParams(
+                max_tokens=NUM_REPEATED if index % 4 == 1 else NUM_NEW,
+                temperature=0.8 * (index % 4 in {0, 3}),
+                logprobs=2,
+            ),
             seed=index,
         )
         for index, prompt in enumerate(prompts)

@@ -25,7 +25,9 @@ WARM = SamplingParams(max_tokens=NUM_NEW, temperature=0.8)
 MODELS = ("llama", "gemma2", "qwen3-moe")
 """Dense; sliding window with softcaps; experts."""
 
-pytestmark = [pytest.mark.parametrize("dtype", ["float32", "bfloat16"]), pytest.mark.parametrize("name", MODELS)]
+DTYPES = ("float32", "bfloat16", "int8")
+
+pytestmark = [pytest.mark.parametrize("dtype", DTYPES), pytest.mark.parametrize("name", MODELS)]
 
 
 @cache
@@ -43,7 +45,7 @@ def chains(model_folder: Path, device: Device) -> dict[tuple[str, str, int], lis
     return {
         (name, dtype, num_stages): load_chain(paths[name], num_stages, device, model_folder, dtype=dtype)
         for name in MODELS
-        for dtype in ("float32", "bfloat16")
+        for dtype in DTYPES
         for num_stages in (1, 3)
     }
 
