@@ -21,14 +21,17 @@ from shardline.rounding import round_up
 TILE_OUTPUTS = 16
 TILE_BYTES = 64
 """Of one output's weights, in a tile."""
+AT_ONCE = 1 << 24
+"""Weights that are quantized at once, in float32: memory never holds a whole layer of those."""
 
 
 class Int8(NamedTuple):
-    """A weight of any shape [..., K] as integers: their product with `scales` [...], float32, is near the weight."""
+    """A weight [N, K] as integers: their product with the scales of their rows is near the weight."""
 
     integers: Tensor
-    """int8 [..., K], from -127 to 127."""
+    """int8 [N, K], from -127 to 127."""
     scales: Tensor
+    """float32 [N]."""
 
 
 class TiledLinear(nn.Module):
@@ -105,10 +108,15 @@ def multiplies_bfloat16(kernel: Kernel) -> bool:
 
 
 def quantized(weight: Tensor) -> Int8:
-    """Returns a weight [..., K] of any float dtype as integers, the largest of each row 127 in absolute value."""
-    exact = weight.detach().float()
-    scales = exact.abs().amax(-1) / 127
-    return Int8((exact / scales.clamp(min=torch.finfo(torch.float32).tiny)[..., None]).round().to(torch.int8), scales)
+    """Returns a weight [N, K] of any float dtype as integers, the largest of each row 127 in absolute value."""
+    parts = [_quantized(rows) for rows in weight.detach().split(max(1, AT_ONCE // weight.shape[1]))]
+    return Int8(torch.cat([part.integers for part in parts]), torch.cat([part.scales for part in parts]))
+
+
+def _quantized(rows: Tensor) -> Int8:
+    exact = rows.float()
+    scales = exact.abs().amax(1) / 127
+    return Int8((exact / scales.clamp(min=torch.finfo(torch.float32).tiny)[:, None]).round().to(torch.int8), scales)
 
 
 def _packed(kernel: Kernel, rows: Tensor) -> Tensor:
