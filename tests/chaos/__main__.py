@@ -23,7 +23,7 @@ def main(
     minutes: Annotated[float, typer.Option(help="how long faults are injected")] = 2.0,
     faults: Annotated[str, typer.Option(help="all, or groups and kinds with commas between them")] = "all",
     load: Annotated[LoadName, typer.Option(help="what is asked for")] = LoadName.USERS,
-    dtype: Annotated[str, typer.Option(help="float32 or bfloat16")] = "float32",
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or int8")] = "float32",
     stages: Annotated[int, typer.Option(help="stages of the pipeline")] = 2,
     replicas: Annotated[int, typer.Option(help="pipelines on the same queue")] = 1,
     patience: Annotated[float, typer.Option(help="seconds after the last fault in which everything must end")] = 180.0,

@@ -12,7 +12,7 @@ from tests.chaos.load.workload import LoadName
 TIME_SCALE = 0.25
 KV_MIB = 64
 """Of each stage: more than the lab's load ever needs."""
-SMALL_KV_MIB: Mapping[str, int] = MappingProxyType({"float32": 6, "bfloat16": 4})
+SMALL_KV_MIB: Mapping[str, int] = MappingProxyType({"float32": 6, "bfloat16": 4, "int8": 4})
 """Of each stage by dtype, for users: a fraction of what the open jobs could use. Half of it holds the longest twice."""
 
 
