@@ -308,7 +308,7 @@ class HeadMachine(StageMachine):
             return
         granted_s = self.site.postgres.tables.granted_s
         step, sequences = head._scheduler._flights[-1]
-        assert step is plan
+        assert step.step == plan.step
         for sequence in sequences:
             job_id, fence = sequence.request.key
             until_s = granted_s[UUID(job_id), fence]
