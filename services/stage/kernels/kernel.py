@@ -22,6 +22,8 @@ _log = structlog.get_logger(__name__)
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """The sources' `Dtype`."""
+_TILES = {"amx_tile", "amx_bf16", "amx_int8"}
+"""The processor's flags that the variant for AMX needs."""
 
 
 class _Strides(ctypes.Structure):
@@ -106,7 +108,16 @@ def _offers_amx() -> bool:
     """Whether processor and system have tiles of bfloat16, and nobody keeps oneDNN from them."""
     limit = os.environ.get("ONEDNN_MAX_CPU_ISA", os.environ.get("DNNL_MAX_CPU_ISA", "DEFAULT")).upper()
     is_allowed = limit in {"DEFAULT", "ALL"} or "AMX" in limit
-    return is_allowed and bool(torch.cpu.get_capabilities().get("amx_bf16")) and _may_use_tiles()
+    return is_allowed and _processor_flags() >= _TILES and _may_use_tiles()
+
+
+def _processor_flags() -> set[str]:
+    """What Linux says of the first core; torch's own list of capabilities is younger than the torch that we serve."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return set()
+    return set(next((line for line in lines if line.startswith("flags")), "").split())
 
 
 def _may_use_tiles() -> bool:

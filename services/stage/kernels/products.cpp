@@ -1,4 +1,4 @@
-// Products of packed rows with packed weights, out = x @ weight.T + bias: bfloat16 on AMX, int8 on any processor.
+// Products of packed rows with packed weights, out = x @ weight.T + bias: bfloat16 on AMX, int8 from AVX2 on.
 // Plain C ABI at the end of the file; build.py builds it into one library with attention.cpp.
 //
 // Same promise as attention.cpp: a row's bits depend on that row only, whatever runs beside it, on however many threads.
@@ -73,12 +73,12 @@ amx::Shapes shapes() {
   return shapes;
 }
 
-// Four tiles and no more: two sums, one of weights, one of rows. Where another hyperthread is busy, a block of 2 x 2 tiles
-// in eight of them takes twice as long (measured: 130 against 55 ns for the same arithmetic), and alone it gains nothing.
 template <int32_t kind, int sum> inline void product() {
   if constexpr (kind == kInt8Weights) amx::product_int8<sum, 3, 2>(); else amx::product<sum, 3, 2>();
 }
 
+// Four tiles and no more: two sums, one of weights, one of rows. A block of 2 x 2 tiles in eight gains little at best, and
+// at times takes twice as long, for the same arithmetic 130 ns against 55 (docs/decisions/own-products.md).
 template <int32_t kind> void tile_sums(const Block& block, Sums& sums) {
   const bool both = block.rows > kTileRows;
   const char *x = block.x, *w = block.weights, *ahead = block.ahead;
