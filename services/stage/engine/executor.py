@@ -20,12 +20,11 @@ from services.stage.engine.exactness import Probe, choose_row_buckets, exactness
 from services.stage.engine.forward import Forward
 from services.stage.engine.sampler import SampledSequence, Sampler
 from services.stage.kernels import kernel
-from services.stage.kernels.kernel import Kernel
 from services.stage.model.fused import fuse
 from services.stage.model.kv_shapes import probe_kv_shapes
 from services.stage.model.model_info import ModelInfo
 from services.stage.model.owned_weights import give_back, own
-from services.stage.model.packing import pack, packing_for, unshare_embedding
+from services.stage.model.packing import UNPACKED, Packing, pack, packed_bytes, packing_for, unshare_embedding
 from services.stage.model.shard import Shard
 from services.stage.model.weights import fingerprint
 from services.stage.scheduling.open_sequences import OpenSequences
@@ -70,18 +69,19 @@ class Executor:
         """
         info = model if isinstance(model, ModelInfo) else ModelInfo.read(model)
         native = kernel.load() if device.is_cpu else None
-        attention = Attention(native)
+        attention, of_dtype = Attention(native), device.dtype(dtype)
+        packing = packing_for(of_dtype, native, int8=dtype == INT8) if device.is_cpu else UNPACKED
         with torch.inference_mode():
             shard = Shard.load(
                 info,
                 layers,
-                dtype=device.dtype(dtype),
+                dtype=of_dtype,
                 attn_implementation=attention.name,
                 device=device.torch_device,
-                check_bytes=lambda num: memory.check_fits(num // 2 if dtype == INT8 else num, limits.kv_bytes, device),
+                check=lambda model: memory.check_fits(packed_bytes(model, packing), limits.kv_bytes, device),
             )
             kv_shapes = probe_kv_shapes(shard)
-            packing = pack_shard(shard, native, int8=dtype == INT8)
+            pack_shard(shard, packing)
             if native is not None:
                 fuse(shard.model, native)
             padding, rows_are_exact = choose_row_buckets(
@@ -96,7 +96,7 @@ class Executor:
             weights=fingerprint(info.path, cache_folder),
             dtype=shard.dtype,
             kernel=attention.version,
-            packing=packing,
+            packing=packing.name,
             num_threads=device.num_threads,
             device=device.torch_device,
         )
@@ -197,23 +197,20 @@ class Executor:
         return rows, sequences
 
 
-def pack_shard(shard: Shard, native: Kernel | None, *, int8: bool = False) -> str:
-    """Packs a shard on the CPU and copies its weights out of the loader's files; returns the name of the packing.
+def pack_shard(shard: Shard, packing: Packing) -> None:
+    """Packs a shard on the CPU and copies its weights out of the loader's files.
 
-    This is done layer by layer: memory never holds more than one layer twice. Raises Invalid if `int8` is not served.
+    This is done layer by layer: memory never holds more than one layer twice.
     """
     if shard.device.type != "cpu":
-        return "none"
-    packing = packing_for(shard.dtype, native, int8=int8)
-    if shard.is_first and (shard.is_last or int8):
+        return
+    if shard.is_first and (shard.is_last or packing.int8):
         # A tied output layer is packed in every split, so that one stage and three give the same bits.
         unshare_embedding(shard.model, packing)
     layers = list(shard.layer_modules.values())
-    pieces = [*layers, shard.model] if shard.is_last else layers
-    for piece in pieces:
+    for piece in [*layers, shard.model] if shard.is_last else layers:
         originals = [parameter.data for parameter in piece.parameters()]
         pack(piece, packing, uses_embedding=shard.is_first)
         for original in originals:
             give_back(original)
     own(shard.model)
-    return packing.name

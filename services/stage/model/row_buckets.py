@@ -53,7 +53,7 @@ class RowPadding:
     """How packed rows are padded, given the buckets of all products and the elementwise operations between them."""
 
     buckets: frozenset[Buckets] = frozenset({ROW_BUCKETS})
-    """The distinct buckets of the products. Empty: rows are not padded (on a GPU)."""
+    """The distinct buckets of the products. Empty: any number will do, on a GPU or with our own products."""
     widths: frozenset[int] = frozenset()
     """The row lengths of elementwise operations."""
     num_threads: int = 1

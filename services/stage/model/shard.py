@@ -59,8 +59,8 @@ class Pieces:
         return cls(tuple(plan[:index]), plan[index], tuple(plan[index + 1 :]))
 
 
-def shard_class(info: ModelInfo, layers: range, check_bytes: Callable[[int], None]) -> Any:
-    """Returns the model's class with stubs outside `layers`. `check_bytes` gets its size before any weight is read."""
+def shard_class(info: ModelInfo, layers: range, check: Callable[[nn.Module], None]) -> Any:
+    """Returns the model's class with stubs outside `layers`. `check` gets the model before any weight is read."""
     base = model_class(info.config)
     first, last = layers.start == 0, layers.stop == info.num_layers
 
@@ -83,7 +83,7 @@ def shard_class(info: ModelInfo, layers: range, check_bytes: Callable[[int], Non
                 setattr(decoder, name, PassThrough())
             self.set_output_embeddings(PassThrough())
             self.all_tied_weights_keys = {}
-        check_bytes(sum(parameter.numel() * parameter.element_size() for parameter in self.parameters()))
+        check(self)
 
     body = {"__init__": init, "__module__": base.__module__, "config_class": type(info.config)}
     return type(base.__name__, (base,), body)
@@ -116,11 +116,11 @@ class Shard:
         dtype: torch.dtype,
         attn_implementation: str,
         device: torch.device,
-        check_bytes: Callable[[int], None] = lambda _: None,
+        check: Callable[[nn.Module], None] = lambda _: None,
     ) -> Shard:
         """Loads these layers of a model from a folder or hub id.
 
-        `check_bytes` gets the shard's size before any weight is read; it may raise. Raises Invalid, with the remedy, if
+        `check` gets the shard's model before any weight is read; it may raise. Raises Invalid, with the remedy, if
         the model cannot be sharded or loaded, and Unavailable if the hub does not answer.
         """
         info = model if isinstance(model, ModelInfo) else ModelInfo.read(model)
@@ -130,7 +130,7 @@ class Shard:
             )
         for file in weight_files(info.path):
             check_file(file)
-        kind = shard_class(info, layers, check_bytes)
+        kind = shard_class(info, layers, check)
         with _quiet_loader():
             try:
                 loaded, report = kind.from_pretrained(

@@ -14,6 +14,7 @@ from services.stage.engine.exactness import choose_row_buckets
 from services.stage.engine.executor import pack_shard
 from services.stage.engine.forward import Forward
 from services.stage.model.kv_shapes import probe_kv_shapes
+from services.stage.model.packing import UNPACKED
 from services.stage.model.shard import Shard
 from tests.models import save_model
 
@@ -28,12 +29,12 @@ def test_a_dense_model_off_the_cpu_runs_rows_as_they_come_and_is_not_exact(tmp_p
     kv_shapes = probe_kv_shapes(shard)
 
     # When its row buckets are chosen as the executor does
-    packing = pack_shard(shard, None)
+    pack_shard(shard, UNPACKED)
     padding, exact = choose_row_buckets(shard, can_be_exact=True, token_budget=64, cache_folder=tmp_path)
     kv = PagedKv(layers=kv_shapes, num_blocks=2, dtype=torch.bfloat16, device=meta)
     forward = Forward(shard, attention, kv, padding)
 
     # Then it runs, unpadded
-    assert (packing, exact, padding.padded(7)) == ("none", False, 7)
+    assert (exact, padding.padded(7)) == (False, 7)
     ids = torch.zeros(7, dtype=torch.long, device=meta)
     assert forward.sampled_outputs([Span(start=0, length=7, blocks=[0])], ids, [6]).shape == (1, shard.info.hidden_size)

@@ -13,7 +13,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 from services.stage.kernels import kernel
 from services.stage.model.packed_linear import PackedLinear
-from services.stage.model.packing import Merged, Packing, Part, pack, packing_for, unshare_embedding
+from services.stage.model.packing import Merged, Packing, Part, pack, packed_bytes, packing_for, unshare_embedding
 from services.stage.model.tiled_linear import Int8Embedding, TiledLinear
 from shardline.errors import Invalid
 
@@ -156,6 +156,16 @@ def test_an_embedding_of_its_own_lets_a_tied_head_be_packed(packing: str) -> Non
     assert isinstance(model.model.embed_tokens, Int8Embedding) is used.int8
     if used.int8:
         assert max(parameter.dim() for parameter in model.parameters()) == 1
+
+
+def test_what_int8_will_take_is_known_before_it_is_packed() -> None:
+    # Given linear layers and an embedding, and experts stacked in one weight, which keep their dtype
+    model, experts = _llama(torch.bfloat16, tied=False), torch.zeros(2, 3, 4, dtype=torch.bfloat16)
+    int8 = PACKINGS["int8"][0]
+    num_weights = sum(parameter.numel() for parameter in model.parameters() if parameter.dim() > 1)
+    model.register_parameter("experts", nn.Parameter(experts))
+
+    assert packed_bytes(model, ONEDNN) - packed_bytes(model, int8) == num_weights
 
 
 def test_int8_without_kernels_is_refused_with_the_remedy() -> None:

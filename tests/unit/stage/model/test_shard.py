@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from services.stage.attention.paged_kv import KvShape
 from services.stage.model.kv_shapes import probe_kv_shapes
 from services.stage.model.model_info import ModelInfo
+from services.stage.model.packing import UNPACKED, packed_bytes
 from services.stage.model.shard import PassThrough, Shard
 from shardline.errors import Invalid
 from shardline.tokenize import Tokens
@@ -93,7 +94,11 @@ def test_doors_and_heads_read_a_rope_of_older_configs_alike(config: dict[str, An
 
 def test_a_middle_shard_loads_only_its_layers(llama: Path) -> None:
     seen: list[int] = []
-    whole, middle = load(llama, range(4)), load(llama, range(1, 3), check_bytes=seen.append)
+
+    def note(model: nn.Module) -> None:
+        seen.append(packed_bytes(model, UNPACKED))
+
+    whole, middle = load(llama, range(4)), load(llama, range(1, 3), check=note)
 
     assert seen == [num_bytes(middle)]
     assert num_bytes(middle) < num_bytes(whole) / 2
@@ -121,11 +126,11 @@ def test_layers_that_do_not_exist_name_the_split(layers: range, llama: Path) -> 
 
 
 def test_too_little_memory_is_said_before_a_weight_is_read(llama: Path) -> None:
-    def refuse(needed_bytes: int) -> None:
-        raise Invalid("memory", f"{needed_bytes} bytes are too much", "Use more stages")
+    def refuse(model: nn.Module) -> None:
+        raise Invalid("memory", f"{packed_bytes(model, UNPACKED)} bytes are too much", "Use more stages")
 
     with pytest.raises(Invalid, match="bytes are too much"):
-        load(llama, range(2), check_bytes=refuse)
+        load(llama, range(2), check=refuse)
 
 
 @pytest.mark.parametrize(
