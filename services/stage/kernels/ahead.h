@@ -3,7 +3,7 @@
 // KV of many sequences lies in memory, not in a cache, and no hardware prefetcher follows a block table. So one cursor
 // for each thread runs kAheadBytes ahead of the reads, over the same lines in the same order, across the ends of items.
 // It walks each block from its start and from its middle at once: the processor's own prefetcher works in each 4 KiB page
-// by itself. Four or eight places at once, 64 KiB, or L2 as the target were slower where they differed at all.
+// by itself. Four or eight places at once, 64 KiB, or L2 as the target were no faster beyond the noise.
 
 #pragma once
 

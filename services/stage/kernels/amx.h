@@ -26,7 +26,6 @@ namespace {
 namespace amx {
 
 constexpr int kRows = 16, kRowBytes = 64;
-constexpr int kTiles = 8;
 struct alignas(kRowBytes) Row { char bytes[kRowBytes]; };  // memory that tiles are loaded from at the full rate
 
 // Linux keeps the tiles' state from a process until it asks for it, once, for all its threads. False: refused.
@@ -57,11 +56,6 @@ template <int tile> inline void zero() { asm volatile("tilezero %%tmm%c0" ::"i"(
 // Rows lie `stride` bytes apart.
 template <int tile> inline void load(const void* from, int64_t stride) {
   asm volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(from), "r"(stride), "i"(tile) : "memory");
-}
-
-// The same for what is read once: it does not stay in the caches near the core.
-template <int tile> inline void stream(const void* from, int64_t stride) {
-  asm volatile("tileloaddt1 (%0,%1,1), %%tmm%c2" ::"r"(from), "r"(stride), "i"(tile) : "memory");
 }
 
 template <int tile> inline void store(void* to, int64_t stride) {

@@ -74,11 +74,7 @@ def _draw(path: Path, folder: Path) -> bool:
     """Whether the pictures were drawn: matplotlib has an environment of its own."""
     environment = Environment("plots")
     try:
-        environment.create()
-        done = environment.once("installed", "matplotlib")
-        if not done.is_there:
-            environment.install("matplotlib")
-            done.leave()
+        environment.provide("matplotlib")
         environment.call(
             [str(environment.python), "-m", "tests.benchmarks.peers.runners.plots", str(path), str(folder)]
         )

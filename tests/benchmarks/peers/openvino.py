@@ -35,13 +35,7 @@ class OpenVino:
 
     def install(self) -> None:
         """See `Peer`. torchvision of the index does not load beside torch's CPU build, and transformers would try."""
-        self._environment.create()
-        done = self._environment.once("installed", "\n".join(PACKAGES))
-        if not done.is_there:
-            self._environment.install_torch()
-            self._environment.install(*PACKAGES)
-            self._environment.uninstall("torchvision")
-            done.leave()
+        self._environment.provide(*PACKAGES, with_torch=True, without=["torchvision"])
 
     def convert(self, precision: str) -> None:
         """See `Peer`."""

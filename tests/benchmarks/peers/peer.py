@@ -67,6 +67,19 @@ class Environment:
         self.python = self.folder / "bin" / "python"
         self._log = PEERS / f"{name}.log"
 
+    def provide(self, *packages: str, with_torch: bool = False, without: Sequence[str] = ()) -> None:
+        """Makes it, once for each list of packages; takes away what they bring and what does not load here."""
+        self.create()
+        done = self.once("installed", "\n".join(packages))
+        if done.is_there:
+            return
+        if with_torch:
+            self.install_torch()
+        self.install(*packages)
+        if without:
+            self.uninstall(*without)
+        done.leave()
+
     def create(self) -> None:
         """Makes it, with torch's release of this project as the only one pip may take there."""
         if not self.python.exists():

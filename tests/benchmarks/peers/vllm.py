@@ -25,13 +25,8 @@ class Vllm:
 
     def install(self) -> None:
         """See `Peer`. Libraries of pictures and sound that do not load beside torch's CPU build are taken away."""
-        self._environment.create()
-        done = self._environment.once("installed", "\n".join(PACKAGES))
-        if not done.is_there:
-            self._environment.install_torch()
-            self._environment.install(*PACKAGES, "cmeel-mimalloc")
-            self._environment.uninstall("torchvision", "torchaudio", "torchcodec")
-            done.leave()
+        unloadable = ("torchvision", "torchaudio", "torchcodec")
+        self._environment.provide(*PACKAGES, "cmeel-mimalloc", with_torch=True, without=unloadable)
 
     def convert(self, precision: str) -> None:
         """See `Peer`: it reads the checkpoint."""
