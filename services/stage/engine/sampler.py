@@ -53,7 +53,7 @@ class Sample(NamedTuple):
 class _Run(NamedTuple):
     """The tokens sampled of one sequence, each from its own row of `rows`."""
 
-    rows: Tensor
+    rows: Sequence[Tensor]
     tokens: tuple[int, ...]
     is_good: bool
     """The last token's row is a distribution; those before it are."""
@@ -174,11 +174,11 @@ class Sampler:
         peaks = rows.gather(1, torch.tensor(best, device=rows.device).unsqueeze(1)).squeeze(1).tolist()
         # A NaN counts as the largest, so the peak alone tells whether the row is a distribution.
         best = [token if math.isfinite(peak) else NO_TOKEN for token, peak in zip(best, peaks, strict=True)]
+        each_row, first = rows.unbind(), 0
         runs: list[_Run] = []
-        first = 0
         for sequence, guesses in zip(sequences, drafts, strict=True):
             end = first + 1 + len(guesses)
-            runs.append(self._run(rows[first:end], best[first:end], sequence, guesses))
+            runs.append(self._run(each_row[first:end], best[first:end], sequence, guesses))
             first = end
         return Sample(
             tokens=tuple(run.tokens for run in runs),
@@ -186,7 +186,7 @@ class Sampler:
             bad=tuple(sequence.seq for sequence, run in zip(sequences, runs, strict=True) if not run.is_good),
         )
 
-    def _run(self, rows: Tensor, best: list[int], sequence: SampledSequence, drafts: tuple[int, ...]) -> _Run:
+    def _run(self, rows: Sequence[Tensor], best: list[int], sequence: SampledSequence, drafts: tuple[int, ...]) -> _Run:
         """Samples from row to row, as long as the token sampled is the one that the next row was computed with."""
         tokens: list[int] = []
         for row, greedy, draft in zip(rows, best, (*drafts, None), strict=True):
