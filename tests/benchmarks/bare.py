@@ -33,12 +33,15 @@ from services.stage.scheduling.scheduler import Scheduler, SchedulerConfig
 from services.stage.scheduling.sequence import Request
 from services.stage.scheduling.step_plan import StepPlan
 from services.stage.scheduling.step_times import StepTime, bubble_share
+from services.stage.settings import StageSettings
 from shardline.config import Times
 from shardline.split import even_split, parse_split
 from shardline.tokenize import CompletionText, Vocabulary
 from tests.benchmarks.workload import PARAMS, WARM_UP_PROMPTS, Workload, copying, workload
 
 TOKEN_BUDGET = 512
+PROMPT_LOOKUP: int = StageSettings.model_fields["prompt_lookup"].default
+"""Rows of a step up to which drafts are made."""
 CONNECT_S = 60.0
 
 
@@ -55,7 +58,7 @@ def main() -> None:
     parser.add_argument("--common", type=int, default=0, help="first tokens that all prompts of a run have in common")
     parser.add_argument("--copy", action="store_true", help="prompts that hold their answer, for the model that copies")
     parser.add_argument("--prefix-cache", action=argparse.BooleanOptionalAction, default=True)
-    parser.add_argument("--prompt-lookup", type=int, default=16, help="rows of a step up to which drafts are made")
+    parser.add_argument("--prompt-lookup", type=int, default=PROMPT_LOOKUP, help="rows up to which drafts are made")
     parser.add_argument("--kv-bytes", type=int, help="of each stage; default: as a stage decides it")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="shardline-bare-") as folder:

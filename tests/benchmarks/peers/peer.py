@@ -21,7 +21,8 @@ CONTEXT = 2048
 KV_GIB = 2
 """Of every engine, all loaded at once: the 53,000 tokens of the largest workload take 1.3 GiB in bf16."""
 NUM_CORES = len(os.sched_getaffinity(0))
-DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
+CHECKPOINTS = {"bf16": "bfloat16", "fp32": "float32", "int8": "bfloat16"}
+"""The dtype of the checkpoint that a precision is computed from."""
 
 
 class Unavailable(Exception):
@@ -159,4 +160,4 @@ def last_error(text: str) -> str:
 
 def model(precision: str) -> Path:
     """The checkpoint for a precision, made if it is not there."""
-    return make(CACHE, DTYPES[precision], CONTEXT)
+    return make(CACHE, CHECKPOINTS[precision], CONTEXT)

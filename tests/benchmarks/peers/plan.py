@@ -29,7 +29,7 @@ PLAN: dict[str, dict[str, tuple[str, ...]]] = {
         "llamacpp": BASIC,
     },
     "fp32": {OURS: BASIC, "openvino": BASIC, "vllm": BASIC},
-    "int8": {"openvino": AT_ONCE, "llamacpp": ("W", "long", "alone")},
+    "int8": {OURS: AT_ONCE, "openvino": AT_ONCE, "llamacpp": ("W", "long", "alone")},
 }
 """Workloads of every engine, by precision. llama.cpp is asked less: minutes each, and it is not near the others."""
 

@@ -30,7 +30,8 @@ Written by `make bench-peers`; do not edit. One machine, one run: compare ratios
 
 Every engine gets the same token ids, gives exactly the number of tokens asked for (greedy, no early end), and has all
 cores. All engines stay loaded; they are asked in turn, while the others are stopped. Shardline is its bare engine
-(`tests/benchmarks/bare.py`) but where the row says service."""
+(`tests/benchmarks/bare.py`) but where the row says service, without prompt
+lookup: a model of random weights repeats itself, which helps us more than a real text would."""
 
 
 def markdown(results: Results) -> str:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from services.standalone.preload import mimalloc
-from tests.benchmarks.peers.peer import DTYPES, KV_GIB, NUM_CORES, Command, model
+from tests.benchmarks.peers.peer import KV_GIB, NUM_CORES, Command, model
 
 SEATS = 64
 KV_BYTES = KV_GIB << 30
 """Of all stages together."""
+DTYPES = {"bf16": "bfloat16", "fp32": "float32", "int8": "int8"}
 LAYOUTS = {
     "shardline": [f"cpu:{core}" for core in range(NUM_CORES)],
     "shardline-1": [f"cpu:0-{NUM_CORES - 1}"],
@@ -19,7 +20,7 @@ LAYOUTS = {
 class Shardline:
     """See `Peer`."""
 
-    precisions: tuple[str, ...] = ("bf16", "fp32")
+    precisions: tuple[str, ...] = ("bf16", "fp32", "int8")
 
     def __init__(self, layout: str) -> None:
         self.name = layout

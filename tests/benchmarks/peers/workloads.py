@@ -54,7 +54,7 @@ class Shape:
     def _prompts(self, run: int) -> tuple[tuple[int, ...], ...]:
         if self.lengths == (64, 256):
             return workload(self.num_prompts, run=run, num_common=self.num_common).prompts
-        source = random.Random(7)
+        source = random.Random(self.name)  # by name: a prompt must not begin as one of another workload does
         own = [
             [source.randrange(3, VOCABULARY) for _ in range(source.randint(*self.lengths))]
             for _ in range(self.num_prompts)

@@ -64,7 +64,8 @@ class Ours:
 
     def __init__(self, settings: Settings) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="shardline-peers-")
-        options = argparse.Namespace(split=None, prefix_cache=True, **settings)
+        # A model of random weights repeats itself: prompt lookup would guess what no real text lets it guess.
+        options = argparse.Namespace(split=None, prefix_cache=True, prompt_lookup=0, **settings)
         self._pipeline = Shardline(Path(self._folder.name), options)
 
     def run(self, work: Work) -> Record:
