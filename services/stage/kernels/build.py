@@ -1,4 +1,4 @@
-"""Builds the CPU kernels: attention.cpp and elementwise.cpp into one library per instruction set. Knows no tensor.
+"""Builds the CPU kernels, all sources into one library per instruction set. Knows no tensor.
 
 `python -m services.stage.kernels.build` builds every variant; a library that was built before is used without a
 compiler. The file's name holds a hash of sources and flags, so an old build is never loaded. The bits that the kernels
@@ -15,19 +15,19 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Literal
 
 from pydantic import Field
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-_HEADERS = tuple(
-    Path(__file__).with_name(name) for name in ("ahead.h", "amx.h", "attention_amx.h", "attention_tile.h", "simd.h")
-)
-SOURCES = tuple(Path(__file__).with_name(name) for name in ("attention.cpp", "elementwise.cpp", "products.cpp"))
+HERE = Path(__file__).parent
 _FLAGS = ("-O3", "-std=c++17", "-fPIC", "-fopenmp", "-ffp-contract=off", "-fno-math-errno", "-Wno-maybe-uninitialized")
 MARCH = {
     "amx": ("-march=x86-64-v4", "-mamx-tile", "-mamx-bf16"),
+    "avx512_bf16": ("-march=x86-64-v4", "-mavx512vnni", "-mavx512bf16"),
+    "avx512_vnni": ("-march=x86-64-v4", "-mavx512vnni"),
     "avx512": ("-march=x86-64-v4",),
     "avx2": ("-march=x86-64-v3",),
 }
@@ -43,39 +43,39 @@ class KernelSettings(BaseSettings):
     kernel_dir: Path = Field(Path(__file__).parents[3] / ".build", description="folder of the built kernel libraries")
 
 
-def library_path(isa: str, folder: Path) -> Path:
+def library_path(isa: str, folder: Path, sources: Path = HERE, defined: tuple[str, ...] = ()) -> Path:
     """Returns where the library of these sources and flags is stored once it is built."""
-    flags = " ".join((*_FLAGS, *MARCH[isa]))
-    sources = b"".join(file.read_bytes() for file in (*SOURCES, *_HEADERS))
-    digest = hashlib.sha256(sources + flags.encode()).hexdigest()[:16]
+    flags = " ".join((*_FLAGS, *MARCH[isa], *defined))
+    text = b"".join(file.read_bytes() for file in sorted((*sources.glob("*.cpp"), *sources.glob("*.h"))))
+    digest = hashlib.sha256(text + flags.encode()).hexdigest()[:16]
     return folder / f"kernel-{isa}-{digest}.so"
 
 
-def build(isa: str, folder: Path) -> Path:
-    """Compiles one variant unless it exists, and returns its path.
+def build(isa: str, folder: Path, sources: Path = HERE, defined: tuple[str, ...] = ()) -> Path:
+    """Compiles one variant of a folder of sources, with `defined` beside its own flags; returns its path.
 
-    Several processes may call this at the same time: one builds, the others wait.
-    Raises OSError without a compiler, or with the compiler's own message when it fails.
+    A library that is there is not compiled again. Several processes may call this at the same time: one builds, the others
+    wait. Raises OSError without a compiler, or with the compiler's own message when it fails.
     """
-    path = library_path(isa, folder)
+    path = library_path(isa, folder, sources, defined)
     if path.exists():
         return path
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "kernel.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not path.exists():
-            _compile(isa, path)
+            _compile((*_FLAGS, *MARCH[isa], *defined), sorted(sources.glob("*.cpp")), path)
     return path
 
 
-def _compile(isa: str, path: Path) -> None:
+def _compile(flags: tuple[str, ...], sources: list[Path], path: Path) -> None:
     compiler = shlex.split(os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++") or "")
     if not compiler:
         raise OSError("no C++ compiler: install g++, or put a built library into SHARDLINE_KERNEL_DIR")
-    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        linked, objects = Path(folder, path.name), [str(Path(folder, source.stem)) + ".o" for source in SOURCES]
-        for source, compiled in zip(SOURCES, objects, strict=True):
-            _run(*compiler, *_FLAGS, *MARCH[isa], "-c", str(source), "-o", compiled)
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder, ThreadPoolExecutor() as pool:
+        linked, objects = Path(folder, path.name), [str(Path(folder, source.stem)) + ".o" for source in sources]
+        pairs = zip(sources, objects, strict=True)
+        list(pool.map(lambda pair: _run(*compiler, *flags, "-c", str(pair[0]), "-o", pair[1]), pairs))
         # Linked without -fopenmp: the symbols must resolve to the OpenMP runtime that torch loaded.
         _run(*compiler, "-shared", "-Wl,-z,now", *objects, "-o", str(linked))
         linked.replace(path)

@@ -22,8 +22,19 @@ _log = structlog.get_logger(__name__)
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """The sources' `Dtype`."""
-_TILES = {"amx_tile", "amx_bf16", "amx_int8"}
-"""The processor's flags that the variant for AMX needs."""
+_FLAGS = {
+    "amx": {"amx_tile", "amx_bf16", "amx_int8"},
+    "avx512_bf16": {"avx512_bf16", "avx512_vnni"},
+    "avx512_vnni": {"avx512_vnni"},
+}
+"""The processor's flags that a variant needs beside AVX-512 as torch knows it."""
+_LIMITS = {
+    **dict.fromkeys(("SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2"), "avx2"),
+    "AVX512_CORE": "avx512",
+    "AVX512_CORE_VNNI": "avx512_vnni",
+    **dict.fromkeys(("AVX512_CORE_BF16", "AVX512_CORE_FP16", "AVX10_1_512"), "avx512_bf16"),
+}
+"""The widest variant under each of oneDNN's limits, ONEDNN_MAX_CPU_ISA; any other limit allows tiles."""
 
 
 class _Strides(ctypes.Structure):
@@ -44,19 +55,12 @@ class AttentionCall(ctypes.Structure):
     )
 
 
-class ProductKind(IntEnum):
-    """products.cpp's `Kind`: how weights are stored."""
+class Weights(IntEnum):
+    """products.cpp's `Weights`: how weights are stored."""
 
-    BFLOAT16 = 0
-    INT8 = 1
-
-
-class ProductLevel(IntEnum):
-    """products.cpp's `Level`: the instructions that products use. bfloat16 needs AMX."""
-
-    PORTABLE = 0
-    VNNI = 1
-    AMX = 2
+    FLOAT32 = 0
+    BFLOAT16 = 1
+    INT8 = 2
 
 
 class ProductCall(ctypes.Structure):
@@ -65,7 +69,7 @@ class ProductCall(ctypes.Structure):
     _fields_ = (
         *((name, c_void_p) for name in ("x", "weights", "out", "bias", "scales", "column_sums")),
         *((name, c_int64) for name in ("num_rows", "num_inputs", "num_outputs", "x_stride", "out_stride")),
-        *((name, c_int32) for name in ("kind", "level", "num_threads")),
+        *((name, c_int32) for name in ("kind", "num_threads")),
     )
 
 
@@ -77,7 +81,7 @@ def _typed(function: Any, *types: Any) -> Any:
 class Kernel:
     """One loaded variant. OpenMP comes from torch's own runtime: the library links none."""
 
-    __slots__ = ("attend", "isa", "multiply", "pack_weights", "path", "product_level", "rms_norm", "rotate", "silu_mul")
+    __slots__ = ("attend", "isa", "multiply", "pack_weights", "path", "rms_norm", "rotate", "silu_mul")
 
     def __init__(self, path: Path, isa: str) -> None:
         library = ctypes.CDLL(str(path))
@@ -90,7 +94,6 @@ class Kernel:
         self.rotate = _typed(library.shardline_rotate, *[c_void_p] * 4, *[c_int64] * 4, *[c_int32] * 2)
         self.pack_weights = _typed(library.shardline_pack_weights, *[c_void_p] * 2, *[c_int64] * 2)
         self.multiply = _typed(library.shardline_multiply, POINTER(ProductCall))
-        self.product_level = ProductLevel(library.shardline_product_level())
         self.isa = isa
         self.path = path
 
@@ -100,15 +103,16 @@ def supported_isas() -> list[str]:
     if platform.machine() not in {"x86_64", "AMD64"}:
         return []
     capability = torch.backends.cpu.get_cpu_capability().lower()
-    widest = "amx" if capability == "avx512" and _offers_amx() else capability
+    widest = capability if capability != "avx512" else _widest_avx512()
     return list(MARCH)[list(MARCH).index(widest) :] if widest in MARCH else []
 
 
-def _offers_amx() -> bool:
-    """Whether processor and system have tiles of bfloat16, and nobody keeps oneDNN from them."""
+def _widest_avx512() -> str:
+    """The variant for what the processor has beside AVX-512, as far as oneDNN's limit of this process goes."""
     limit = os.environ.get("ONEDNN_MAX_CPU_ISA", os.environ.get("DNNL_MAX_CPU_ISA", "DEFAULT")).upper()
-    is_allowed = limit in {"DEFAULT", "ALL"} or "AMX" in limit
-    return is_allowed and _processor_flags() >= _TILES and _may_use_tiles()
+    flags, allowed = _processor_flags(), _LIMITS.get(limit, "amx")
+    isas = [isa for isa in list(MARCH)[list(MARCH).index(allowed) :] if flags >= _FLAGS.get(isa, set())]
+    return next(isa for isa in isas if isa != "amx" or _may_use_tiles())
 
 
 def _processor_flags() -> set[str]:

@@ -1,180 +1,115 @@
-// Products of packed rows with packed weights, out = x @ weight.T + bias: bfloat16 on AMX, int8 from AVX2 on.
-// Plain C ABI at the end of the file; build.py builds it into one library with attention.cpp.
+// Products of packed rows with packed weights, out = x @ weight.T + bias, of float32, bfloat16 and int8 weights.
+// Plain C ABI at the end of the file; build.py builds it into one library for each instruction set.
 //
 // Same promise as attention.cpp: a row's bits depend on that row only, whatever runs beside it, on however many threads.
-//   - A sum over the inputs runs in one order for every row: tile after tile of 64 bytes of them, never cut in two.
+//   - A sum over the inputs runs in one order for every row and is never cut in two (product_steps.h).
 //   - int8 sums are integers, exact in any order, so they also have the same bits with every instruction set.
 //
-// Memory: a tile is 16 rows of 64 bytes. Weights lie as [16 outputs][64 bytes of inputs][16][64], a tile's row holding 4
-// bytes of each of the 16 outputs, which is what the tile and VNNI instructions read. Rows of x are packed as
-// [16 rows][64 bytes of inputs][16][64]. What sticks out is filled with zeros.
+// Memory: weights lie in tiles of 16 outputs by 64 bytes, [16 outputs][64 bytes of inputs][16][16 outputs][4 bytes], read in
+// one straight line. Rows of x are packed block by block, as the instructions read them. What sticks out is zeros.
+
+#include <unistd.h>
 
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
 #include <vector>
 
-#include "amx.h"
-#include "simd.h"
+#include "product_steps.h"
 
 namespace {
 
-constexpr int kTileRows = 16, kRowBytes = 64, kTileBytes = kTileRows * kRowBytes;
-constexpr int kRowsAtOnce = 2 * kTileRows;
-constexpr int64_t kPackedBytes = 3 << 19;  // of rows that stay in a core's L2 while all weights pass by
-constexpr int kAhead = 4 * kTileBytes;     // how far ahead weights are prefetched into L1
+constexpr int kAhead = 4 * kTileBytes;  // how far ahead a block's own weights are prefetched into L1
 
 inline int64_t ceil_div(int64_t n, int64_t by) { return (n + by - 1) / by; }
+
+// Bytes of packed rows that stay in a core's L2 while all weights pass by.
+inline int64_t cached_bytes() {
+  static const long level2 = sysconf(_SC_LEVEL2_CACHE_SIZE);
+  return std::max<int64_t>(level2, 1 << 20) / 4 * 3;
+}
 
 }  // namespace
 
 extern "C" {
 
-enum Level : int32_t { kPortable, kVnni, kAmx };
-enum Kind : int32_t { kBFloat16Weights, kInt8Weights };
+enum Weights : int32_t { kFloat32Weights, kBFloat16Weights, kInt8Weights };
 
-// Rows of x and out are `x_stride` and `out_stride` elements apart, all bfloat16. `scales` and `column_sums` are of int8
-// weights: what an output's integers are multiplied by, and their sum. `bias` may be null.
+// Rows of x and out are `x_stride` and `out_stride` elements apart: float32 with such weights, else bfloat16. `scales` and
+// `column_sums` are of int8 weights: what an output's integers are multiplied by, and their sum. `bias` may be null.
 struct ProductCall {
   const void *x, *weights;
   void* out;
   const float *bias, *scales;
   const int32_t* column_sums;
   int64_t num_rows, num_inputs, num_outputs, x_stride, out_stride;
-  int32_t kind, level, num_threads;
+  int32_t kind, num_threads;
 };
 
 }
 
 namespace {
 
-union Sums {  // of kRowsAtOnce rows and 16 outputs
-  alignas(64) float floats[kRowsAtOnce][16];
-  int32_t integers[kRowsAtOnce][16];
+struct Float32Product {
+  using Element = float;
+  using Step = Float32;
 };
-
-// ---------------------------------------------------------------- sums of a block: up to 32 rows, 16 outputs
-
-struct Block {
-  const char* x;        // two tiles wide
-  int64_t tile_stride;
-  const char* weights;
-  int64_t steps;
-  int rows;
-  const char* ahead;    // weights that are prefetched: those that come next
-  int lines;            // of 64 bytes, in each step
-  bool is_near;         // they are this block's own
+struct BFloat16Product {
+  using Element = BFloat16;
+  using Step = BFloat16Step;
 };
+struct Int8Product {
+  using Element = BFloat16;
+  using Step = Int8Step;
+};
+template <class Product> constexpr bool is_int8 = std::is_same_v<Product, Int8Product>;
 
-#ifdef __AMX_TILE__
-amx::Shapes shapes() {
-  amx::Shapes shapes;
-  for (int tile = 0; tile < 4; tile++) shapes.set(tile, kTileRows, kRowBytes);
-  return shapes;
-}
+// ---------------------------------------------------------------- rows in
 
-template <int32_t kind, int sum> inline void product() {
-  if constexpr (kind == kInt8Weights) amx::product_int8<sum, 3, 2>(); else amx::product<sum, 3, 2>();
-}
-
-// Four tiles and no more: two sums, one of weights, one of rows. A block of 2 x 2 tiles in eight gains little at best, and
-// at times takes twice as long, for the same arithmetic 130 ns against 55 (docs/decisions/own-products.md).
-template <int32_t kind> void tile_sums(const Block& block, Sums& sums) {
-  const bool both = block.rows > kTileRows;
-  const char *x = block.x, *w = block.weights, *ahead = block.ahead;
-  amx::zero<0>();
-  amx::zero<1>();
-  for (int64_t step = 0; step < block.steps; step++, x += kTileBytes, w += kTileBytes, ahead += block.lines * 64) {
-    if (block.is_near) for (int line = 0; line < 16; line++) _mm_prefetch(ahead + line * 64, _MM_HINT_T0);
-    else for (int line = 0; line < block.lines; line++) _mm_prefetch(ahead + line * 64, _MM_HINT_T1);
-    amx::load<2>(w, kRowBytes);
-    amx::load<3>(x, kRowBytes);
-    product<kind, 0>();
-    if (!both) continue;
-    amx::load<3>(x + block.tile_stride, kRowBytes);
-    product<kind, 1>();
-  }
-  amx::store<0>(&sums, kRowBytes);
-  if (both) amx::store<1>(sums.integers[kTileRows], kRowBytes);
-}
-#endif
-
-#ifdef __AVX512F__
-// Rows as unsigned bytes, each 128 too much: `write` takes 128 times the sum of the weights off again.
-__attribute__((target("avx512vnni"))) void vnni_sums(const Block& block, Sums& sums) {
-  const char *x = block.x, *w = block.weights;
-  for (int first = 0; first < block.rows; first += kTileRows, x += block.tile_stride) {
-    __m512i sum[kTileRows] = {};
-    for (int64_t step = 0; step < block.steps; step++) {
-      for (int at = 0; at < kTileRows; at++) {
-        const __m512i weight = _mm512_load_si512(w + step * kTileBytes + at * kRowBytes);
-        _mm_prefetch(w + step * kTileBytes + at * kRowBytes + kAhead, _MM_HINT_T0);
-#pragma GCC unroll 16
-        for (int row = 0; row < kTileRows; row++) {
-          const int32_t four = read<int32_t>(x + step * kTileBytes + row * kRowBytes + at * 4);
-          sum[row] = _mm512_dpbusd_epi32(sum[row], _mm512_set1_epi32(four), weight);
-        }
-      }
-    }
-    for (int row = 0; row < kTileRows; row++) _mm512_store_si512(sums.integers[first + row], sum[row]);
-  }
-}
-#endif
-
-// Pairs of products fit 16 bits, since neither factor is -128.
-void portable_sums(const Block& block, Sums& sums) {
-  constexpr int kRows = 4;  // whose sums fit in registers
-  const __m256i ones = _mm256_set1_epi16(1);
-  for (int first = 0; first < block.rows; first += kRows) {
-    const char* tiles = block.x + first / kTileRows * block.tile_stride + first % kTileRows * kRowBytes;
-    __m256i sum[kRows][2] = {};
-    for (int64_t at = 0; at < block.steps * kTileRows; at++) {
-      const char* from = tiles + at / kTileRows * kTileBytes + at % kTileRows * 4;
-      for (int half = 0; half < 2; half++) {
-        const __m256i weight = _mm256_load_si256((const __m256i*)(block.weights + at * kRowBytes + half * 32));
-#pragma GCC unroll 4
-        for (int row = 0; row < kRows; row++) {
-          const __m256i four = _mm256_set1_epi32(read<int32_t>(from + row * kRowBytes));
-          const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(four), _mm256_sign_epi8(weight, four));
-          sum[row][half] = _mm256_add_epi32(sum[row][half], _mm256_madd_epi16(pairs, ones));
-        }
-      }
-    }
-    for (int row = 0; row < kRows; row++)
-      for (int half = 0; half < 2; half++) std::memcpy(sums.integers[first + row] + half * 8, &sum[row][half], 32);
-  }
-}
-
-// ---------------------------------------------------------------- rows in, rows out
-
-// Rows that are packed and stay in cache while all weights pass by.
-struct Panel {
-  int64_t steps, tile_stride, most_rows;
-  char* tiles;
+// Rows that are packed and stay in cache while all weights pass by, in blocks of equal size: [block][inputs][kRows].
+template <class Product> struct Panel {
+  using Step = typename Product::Step;
+  static constexpr int64_t kStepBytes = Step::kRows * Step::kRowBytes;
+  int64_t steps, most_rows, rows = 0, rows_in_block = 0;
+  char* blocks;
   float* scales;  // int8: what each row's integers are multiplied by
 
   explicit Panel(const ProductCall& call) {
-    steps = ceil_div(call.num_inputs * (call.kind == kInt8Weights ? 1 : 2), kRowBytes);
-    tile_stride = steps * kTileBytes;
-    most_rows = std::max<int64_t>(kPackedBytes / (steps * kRowBytes) / kRowsAtOnce, 1) * kRowsAtOnce;
-    most_rows = std::min(ceil_div(call.num_rows, kRowsAtOnce) * kRowsAtOnce, most_rows);
+    steps = ceil_div(call.num_inputs * (is_int8<Product> ? 1 : (int64_t)sizeof(typename Product::Element)), kLine);
+    const int64_t most_blocks = std::max<int64_t>(cached_bytes() / (steps * kStepBytes), 1);
+    const int64_t blocks_needed = std::min(ceil_div(call.num_rows, Step::kRows), most_blocks);
+    most_rows = blocks_needed * Step::kRows;
     static thread_local std::vector<char> memory;  // kept: its pages need not be found again in each call
-    const size_t bytes = kRowBytes + most_rows / kTileRows * tile_stride + most_rows * sizeof(float);
+    const size_t bytes = kLine + blocks_needed * steps * kStepBytes + most_rows * sizeof(float);
     if (memory.size() < bytes) memory.resize(bytes);
-    tiles = memory.data() + (kRowBytes - (uintptr_t)memory.data() % kRowBytes) % kRowBytes;
-    scales = (float*)(tiles + most_rows / kTileRows * tile_stride);
+    blocks = memory.data() + (kLine - (uintptr_t)memory.data() % kLine) % kLine;
+    scales = (float*)(blocks + blocks_needed * steps * kStepBytes);
   }
-  char* row(int64_t i) const { return tiles + i / kTileRows * tile_stride + i % kTileRows * kRowBytes; }
+  // As few blocks as possible, as equal as possible: a block of one row takes nearly as long as one of four.
+  void hold(int64_t num_rows) {
+    rows = num_rows;
+    rows_in_block = has_tiles<Step> ? Step::kRows : ceil_div(rows, ceil_div(rows, Step::kRows));
+  }
+  char* row(int64_t i) const {
+    return blocks + i / rows_in_block * steps * kStepBytes + i % rows_in_block * Step::kRowBytes;
+  }
 };
 
-void pack_bfloat16(const ProductCall& call, const Panel& panel, const BFloat16* x, int64_t i) {
-  const int64_t bytes = x ? call.num_inputs * 2 : 0;
+// Bytes as they are, or bfloat16 widened where the step wants float32.
+template <class Product> void pack_row(const ProductCall& call, const Panel<Product>& panel, const typename Product::Element* x, int64_t i) {
+  using Element = typename Product::Element;
+  constexpr int kElements = kLine / sizeof(Element);
   for (int64_t step = 0; step < panel.steps; step++) {
-    char* to = panel.row(i) + step * kTileBytes;
-    const int64_t count = std::clamp<int64_t>(bytes - step * kRowBytes, 0, kRowBytes);
-    if (count < kRowBytes) std::memset(to, 0, kRowBytes);
-    if (count == kRowBytes) std::memcpy(to, (const char*)x + step * kRowBytes, kRowBytes);
-    else if (count) std::memcpy(to, (const char*)x + step * kRowBytes, count);
+    char* to = panel.row(i) + step * panel.kStepBytes;
+    const int count = (int)std::min<int64_t>(call.num_inputs - step * kElements, kElements);
+    if constexpr (Product::Step::kRowBytes == kLine) {
+      if (count == kElements) { std::memcpy(to, x + step * kElements, kLine); continue; }
+      std::memset(to, 0, kLine);
+      std::memcpy(to, x + step * kElements, count * sizeof(Element));
+    } else {
+      for (int at = 0; at < kElements; at += kWidth)
+        store((float*)to + at, load_first(x + step * kElements + at, std::clamp(count - at, 0, kWidth)));
+    }
   }
 }
 
@@ -196,93 +131,91 @@ Range range_of(const BFloat16* x, int64_t dim) {
 }
 
 // A row becomes integers from -127 to 127. A value that is not finite makes all outputs of its row NaN.
-void pack_int8(const ProductCall& call, const Panel& panel, const BFloat16* x, int64_t i) {
-  const Range range = x ? range_of(x, call.num_inputs) : Range{0.f, 0.f};
+template <> void pack_row(const ProductCall& call, const Panel<Int8Product>& panel, const BFloat16* x, int64_t i) {
+  const Range range = range_of(x, call.num_inputs);
   const bool is_zero = !(range.top > 0.f) || range.poison != 0.f;
   panel.scales[i] = range.top / 127.f + range.poison;
   const Floats inverse = broadcast(is_zero ? 0.f : 127.f / range.top), to_integer = broadcast(12582912.f);
-  const int32_t offset = call.level == kVnni ? 128 : 0;
   for (int64_t step = 0; step < panel.steps; step++) {
-    alignas(64) int32_t integers[kRowBytes];
-    for (int lane = 0; lane < kRowBytes; lane += kWidth) {
-      const int64_t at = step * kRowBytes + lane, count = is_zero ? 0 : std::clamp<int64_t>(call.num_inputs - at, 0, kWidth);
+    alignas(64) int32_t integers[kLine];
+    for (int lane = 0; lane < kLine; lane += kWidth) {
+      const int64_t at = step * kLine + lane, count = is_zero ? 0 : std::clamp<int64_t>(call.num_inputs - at, 0, kWidth);
       const Floats value = count ? load_first(x + at, (int)count) * inverse : broadcast(0.f);
-      const Bits integer = (Bits)(value + to_integer) - (Bits)to_integer + (uint32_t)offset;
+      const Bits integer = (Bits)(value + to_integer) - (Bits)to_integer + (uint32_t)kInt8Offset;
       std::memcpy(integers + lane, &integer, sizeof integer);
     }
-    char* to = panel.row(i) + step * kTileBytes;
-    for (int lane = 0; lane < kRowBytes; lane++) to[lane] = (char)integers[lane];
+    char* to = panel.row(i) + step * panel.kStepBytes;
+    for (int lane = 0; lane < kLine; lane++) to[lane] = (char)integers[lane];
   }
 }
 
+// ---------------------------------------------------------------- rows out
+
 Floats scaled(const ProductCall& call, const int32_t* sums, int64_t output) {
-  const int32_t offset = call.level == kVnni ? 128 : 0;
-  float values[kWidth];
-  for (int lane = 0; lane < kWidth; lane++) values[lane] = (float)(sums[lane] - offset * call.column_sums[output + lane]);
-  return load(values) * load(call.scales + output);
+  Bits whole = read<Bits>(sums);
+  if (kInt8Offset) whole -= read<Bits>(call.column_sums + output) * (uint32_t)kInt8Offset;
+  return from_integers((Words)whole) * load(call.scales + output);
 }
 
-// Writes the block's outputs: of `rows` rows that begin at `first` of all and at `in_panel` of the panel, and 16 columns.
-void write(const ProductCall& call, const Panel& panel, const Sums& sums, int64_t first, int64_t in_panel, int rows, int64_t output) {
-  for (int row = 0; row < rows; row++) {
-    BFloat16* out = (BFloat16*)call.out + (first + row) * call.out_stride;
-    for (int at = 0; at < 16 && output + at < call.num_outputs; at += kWidth) {
-      Floats value = load(sums.floats[row] + at);
-      if (call.kind == kInt8Weights) value = scaled(call, sums.integers[row] + at, output + at) * panel.scales[in_panel + row];
-      if (call.bias) value += load(call.bias + output + at);
-      store_first(out + output + at, value, (int)std::min<int64_t>(kWidth, call.num_outputs - output - at));
+// Writes a block's outputs: of `rows` rows that begin at `first` of all and at `in_panel` of the panel, from `column` on.
+template <class Product> void write(const ProductCall& call, const Panel<Product>& panel, const Sums& sums, const Block& block,
+                                    int64_t first, int64_t in_panel, int64_t column) {
+  using Element = typename Product::Element;
+  for (int row = 0; row < block.rows; row++) {
+    Element* out = (Element*)call.out + (first + row) * call.out_stride;
+    for (int at = 0; at < block.columns * kTileOutputs; at += kWidth) {
+      const int64_t output = column * kTileOutputs + at;
+      if (output >= call.num_outputs) break;
+      const int tile = at / kTileOutputs, lane = at % kTileOutputs;
+      Floats value = load(sums.floats[tile][row] + lane);
+      if constexpr (is_int8<Product>) value = scaled(call, sums.integers[tile][row] + lane, output) * panel.scales[in_panel + row];
+      if (call.bias) value += load(call.bias + output);
+      store_first(out + output, value, (int)std::min<int64_t>(kWidth, call.num_outputs - output));
     }
   }
 }
 
-// A panel of rows passes by the weights of 16 outputs 32 rows at a time. The first pass prefetches its own weights, the
-// others those of the next 16 outputs, so that memory is read while they compute.
-Block block_of(const Panel& panel, const char* weights, int64_t first, int64_t rows) {
-  const int64_t passes = ceil_div(rows, kRowsAtOnce), pass = first / kRowsAtOnce;
-  Block block = {panel.row(first), panel.tile_stride, weights, panel.steps, (int)std::min<int64_t>(kRowsAtOnce, rows - first),
-                 weights + kAhead, 16, true};
+// ---------------------------------------------------------------- all of them
+
+// A panel passes by the weights of a few outputs block by block. The first block prefetches its own weights, the others
+// those of the next outputs, so that memory is read while they compute.
+template <class Product> Block block_of(const Panel<Product>& panel, const char* weights, int columns, int64_t first) {
+  const int64_t passes = ceil_div(panel.rows, panel.rows_in_block), pass = first / panel.rows_in_block;
+  const int64_t column_stride = panel.steps * kTileBytes;
+  Block block = {panel.row(first), weights, column_stride, panel.steps,
+                 (int)std::min(panel.rows_in_block, panel.rows - first), columns, weights + kAhead, kTileOutputs, true};
   if (pass == 0) return block;
   block.is_near = false;
-  block.lines = (int)ceil_div(16, passes - 1);
-  block.ahead = weights + panel.tile_stride + (pass - 1) * panel.steps * block.lines * 64;
-  if ((pass - 1) * block.lines >= 16) block.lines = 0;
+  block.lines = (int)ceil_div(kTileOutputs, passes - 1);
+  block.ahead = weights + columns * column_stride + (pass - 1) * panel.steps * block.lines * kLine;
+  if ((pass - 1) * block.lines >= kTileOutputs) block.lines = 0;
   return block;
 }
 
-void block_sums(const ProductCall& call, const Block& block, Sums& sums) {
-#ifdef __AMX_TILE__
-  if (call.kind == kBFloat16Weights) return tile_sums<kBFloat16Weights>(block, sums);
-  if (call.level == kAmx) return tile_sums<kInt8Weights>(block, sums);
-#endif
-#ifdef __AVX512F__
-  if (call.level == kVnni) return vnni_sums(block, sums);
-#endif
-  portable_sums(block, sums);
-}
-
-void multiply(const ProductCall& call) {
-  const Panel panel(call);
-  const int64_t num_columns = ceil_div(call.num_outputs, 16);
-#pragma omp parallel num_threads(call.num_threads)
+template <class Product> void multiply(const ProductCall& call) {
+  using Element = typename Product::Element;
+  constexpr int kColumns = has_tiles<typename Product::Step> ? 1 : kVectors * kWidth / kTileOutputs;
+  Panel<Product> panel(call);
+  const int64_t num_columns = ceil_div(call.num_outputs, kTileOutputs);
+#pragma omp parallel num_threads(call.num_threads) firstprivate(panel)
   {
 #ifdef __AMX_TILE__
     amx::Session tiles(shapes());
 #endif
     for (int64_t first = 0; first < call.num_rows; first += panel.most_rows) {
-      const int64_t rows = std::min(panel.most_rows, call.num_rows - first);
+      panel.hold(std::min(panel.most_rows, call.num_rows - first));
 #pragma omp for schedule(static)
-      for (int64_t i = 0; i < ceil_div(rows, kTileRows) * kTileRows; i++) {
-        const BFloat16* x = i < rows ? (const BFloat16*)call.x + (first + i) * call.x_stride : nullptr;
-        if (call.kind == kInt8Weights) pack_int8(call, panel, x, i); else pack_bfloat16(call, panel, x, i);
-      }
+      for (int64_t i = 0; i < panel.rows; i++)
+        pack_row<Product>(call, panel, (const Element*)call.x + (first + i) * call.x_stride, i);
 #pragma omp for schedule(static)
-      for (int64_t column = 0; column < num_columns; column++) {
-        const char* weights = (const char*)call.weights + column * panel.tile_stride;
-        for (int64_t i = 0; i < rows; i += kRowsAtOnce) {
-          const Block block = block_of(panel, weights, i, rows);
+      for (int64_t column = 0; column < num_columns; column += kColumns) {
+        const char* weights = (const char*)call.weights + column * panel.steps * kTileBytes;
+        const int columns = (int)std::min<int64_t>(kColumns, num_columns - column);
+        for (int64_t i = 0; i < panel.rows; i += panel.rows_in_block) {
+          const Block block = block_of(panel, weights, columns, i);
           Sums sums;
-          block_sums(call, block, sums);
-          write(call, panel, sums, first + i, i, block.rows, column * 16);
+          block_sums<typename Product::Step>(block, sums);
+          write(call, panel, sums, block, first + i, i, column);
         }
       }
     }
@@ -295,36 +228,27 @@ extern "C" {
 
 int32_t shardline_product_call_bytes() { return sizeof(ProductCall); }
 
-// The highest level that this library and the processor offer. The variant for AMX is loaded only where there are tiles.
-int32_t shardline_product_level() {
-#if defined(__AMX_TILE__)
-  return kAmx;
-#elif defined(__AVX512F__)
-  __builtin_cpu_init();
-  return __builtin_cpu_supports("avx512vnni") ? kVnni : kPortable;
-#else
-  return kPortable;
-#endif
-}
-
 // Packs weights: [num_outputs][num_bytes], rows dense, to [16 outputs][64 bytes][16][16 outputs][4 bytes].
 int32_t shardline_pack_weights(const void* weights, void* packed, int64_t num_outputs, int64_t num_bytes) {
-  const int64_t steps = ceil_div(num_bytes, kRowBytes), tile_stride = steps * kTileBytes;
-  std::memset(packed, 0, ceil_div(num_outputs, 16) * tile_stride);
+  const int64_t column_stride = ceil_div(num_bytes, kLine) * kTileBytes;
+  std::memset(packed, 0, ceil_div(num_outputs, kTileOutputs) * column_stride);
   for (int64_t output = 0; output < num_outputs; output++) {
     const char* from = (const char*)weights + output * num_bytes;
-    char* to = (char*)packed + output / 16 * tile_stride + output % 16 * 4;
+    char* to = (char*)packed + output / kTileOutputs * column_stride + output % kTileOutputs * 4;
     for (int64_t at = 0; at < num_bytes; at += 4)
-      std::memcpy(to + at * 16, from + at, std::min<int64_t>(4, num_bytes - at));
+      std::memcpy(to + at * kTileOutputs, from + at, std::min<int64_t>(4, num_bytes - at));
   }
   return 0;
 }
 
-// Returns 0, or -1 for a level that this library does not have, or not for this kind of weights.
+// Returns 0, or -1 for an unknown kind of weights.
 int32_t shardline_multiply(const ProductCall* call) {
-  if (call->level > shardline_product_level() || (call->kind == kBFloat16Weights && call->level != kAmx)) return -1;
-  multiply(*call);
-  return 0;
+  switch (call->kind) {
+    case kFloat32Weights: multiply<Float32Product>(*call); return 0;
+    case kBFloat16Weights: multiply<BFloat16Product>(*call); return 0;
+    case kInt8Weights: multiply<Int8Product>(*call); return 0;
+    default: return -1;
+  }
 }
 
 }

@@ -20,6 +20,7 @@ inline Floats broadcast(float x) { return _mm512_set1_ps(x); }
 inline Floats fma(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c); }
 inline Words widen(Halves h) { return _mm512_cvtepu16_epi32(h); }
 inline Halves narrow(Words w) { return _mm512_cvtepi32_epi16(w); }
+inline Floats from_integers(Words w) { return _mm512_cvtepi32_ps(w); }
 inline Floats from_half(Halves h) { return _mm512_cvtph_ps(h); }
 inline Halves to_half(Floats x) { return _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT); }
 #else
@@ -33,6 +34,7 @@ inline Words widen(Halves h) { return _mm256_cvtepu16_epi32(h); }
 inline Halves narrow(Words w) {
   return _mm_packus_epi32(_mm256_castsi256_si128(w), _mm256_extracti128_si256(w, 1));
 }
+inline Floats from_integers(Words w) { return _mm256_cvtepi32_ps(w); }
 inline Floats from_half(Halves h) { return _mm256_cvtph_ps(h); }
 inline Halves to_half(Floats x) { return _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT); }
 #endif

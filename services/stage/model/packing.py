@@ -18,14 +18,13 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from services.stage.kernels.kernel import Kernel
-from services.stage.model.packed_linear import PackedLinear, can_pack
-from services.stage.model.tiled_linear import Int8Embedding, TiledLinear, multiplies_bfloat16
+from services.stage.kernels.kernel import Kernel, Weights
+from services.stage.model.tiled_linear import Int8Embedding, TiledLinear
 from shardline.errors import Invalid
 
 log = structlog.get_logger(__name__)
 
-MakeLayer = Callable[[Tensor, Tensor | None], PackedLinear | TiledLinear]
+MakeLayer = Callable[[Tensor, Tensor | None], TiledLinear]
 """Makes a packed layer of a weight [N, K] and its bias [N]."""
 
 
@@ -40,6 +39,7 @@ class Packing:
 
 
 UNPACKED = Packing("none", None)
+_WEIGHTS = {torch.float32: Weights.FLOAT32, torch.bfloat16: Weights.BFLOAT16}
 
 _MERGED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Siblings that transformers' modules call on one input. Medians of 25 in turns on one core (Xeon with AMX; 1,024 wide,
@@ -54,12 +54,8 @@ def packing_for(dtype: torch.dtype, kernel: Kernel | None, *, int8: bool = False
             "int8 needs the CPU kernels, which this stage does not have",
             "Build them (python -m services.stage.kernels.build) on x86-64 with AVX2, or use bfloat16",
         )
-    if kernel is not None and int8:
-        return Packing("int8", partial(TiledLinear, kernel, int8=True), int8=True)
-    if kernel is not None and dtype == torch.bfloat16 and multiplies_bfloat16(kernel):
-        return Packing("tiles", partial(TiledLinear, kernel, int8=False))
-    if can_pack(dtype):
-        return Packing("onednn", PackedLinear)
+    if kernel is not None and (weights := Weights.INT8 if int8 else _WEIGHTS.get(dtype)) is not None:
+        return Packing(weights.name.lower(), partial(TiledLinear, kernel, weights=weights), int8=int8)
     log.info("linear layers stay unpacked", dtype=str(dtype))
     return UNPACKED
 

@@ -1,6 +1,6 @@
 """Finds every product of a loaded model whose number of rows matters, and how to give it its row buckets.
 
-Knows linear layers, packed or plain, routers of mixtures, and experts. A weight of any other kind is named in the log,
+Knows linear layers, routers of mixtures, and experts. A weight of any other kind is named in the log,
 and the model is not exact. Knows no shard and no attention.
 """
 
@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from services.stage.model.experts import expert_products, is_experts
-from services.stage.model.packed_linear import PackedLinear
 from services.stage.model.row_buckets import Buckets, in_panels
 from services.stage.model.row_counts import SAMPLED_OUTPUTS, Product, Run
 from services.stage.model.tiled_linear import Int8Embedding, TiledLinear
@@ -36,8 +35,6 @@ def products(model: nn.Module) -> tuple[list[Product], bool]:
             found += expert_products(module)
         elif isinstance(module, TiledLinear | Int8Embedding):
             continue  # exact for any number of rows
-        elif isinstance(module, PackedLinear):
-            found.append(_packed(module))
         elif isinstance(module, nn.Linear | Conv1D):
             found.append(_plain(module))
         elif _is_router(module):
@@ -46,12 +43,6 @@ def products(model: nn.Module) -> tuple[list[Product], bool]:
             log.warning("a weight is multiplied in an unknown way", module=name, kind=type(module).__name__)
             are_all = False
     return found, are_all
-
-
-def _packed(layer: PackedLinear) -> Product:
-    assert layer.sample is not None, "its buckets were chosen before"
-    kind = "packed" if layer.bias is None else "packed with bias"
-    return _product(layer.product, layer.sample, layer.out_features, kind, layer.use_buckets)
 
 
 def _plain(layer: nn.Linear | Conv1D) -> Product:

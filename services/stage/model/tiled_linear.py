@@ -1,7 +1,7 @@
 """Linear layers on CPU whose weights lie in tiles for our own products: a row's bits depend on that row only.
 
-So they take any number of rows, and need no row buckets. Weights are bfloat16, or int8 with one scale for each output;
-inputs and outputs are bfloat16. Knows no model.
+So they take any number of rows, and need no row buckets. Weights are float32, bfloat16, or int8 with one scale for each
+output; inputs and outputs are float32 with such weights, else bfloat16. Knows no model.
 
 Letters of shapes: T rows, K inputs and N outputs of a layer.
 """
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from services.stage.kernels.kernel import Kernel, ProductCall, ProductKind, ProductLevel
+from services.stage.kernels.kernel import Kernel, ProductCall, Weights
 from shardline.rounding import round_up
 
 TILE_OUTPUTS = 16
@@ -37,17 +37,15 @@ class Int8(NamedTuple):
 class TiledLinear(nn.Module):
     """A linear layer whose weight is stored in tiles; the original is not kept."""
 
-    def __init__(
-        self, kernel: Kernel, weight: Tensor, bias: Tensor | None, *, int8: bool, level: ProductLevel | None = None
-    ) -> None:
-        """Packs a weight [N, K] of any float dtype, with its bias [N]. Without `level` it uses the kernel's."""
+    def __init__(self, kernel: Kernel, weight: Tensor, bias: Tensor | None, weights: Weights) -> None:
+        """Packs a weight [N, K] of any float dtype, with its bias [N], to be stored as `weights` says."""
         super().__init__()
         self.out_features, self.in_features = weight.shape
         self._kernel = kernel
-        self._empty = torch.empty(0, dtype=torch.bfloat16)
+        self._empty = torch.empty(0, dtype=torch.float32 if weights is Weights.FLOAT32 else torch.bfloat16)
         self._bias = None if bias is None else _padded(bias.detach().float())
-        rows, scales, sums = weight.detach().to(torch.bfloat16), None, None
-        if int8:
+        rows, scales, sums = weight.detach().to(self._empty.dtype), None, None
+        if weights is Weights.INT8:
             rows, scales = quantized(weight)
             sums, scales = _padded(rows.sum(1, dtype=torch.int32)), _padded(scales)
         self._scales, self._sums = scales, sums
@@ -60,8 +58,7 @@ class TiledLinear(nn.Module):
             num_inputs=self.in_features,
             num_outputs=self.out_features,
             out_stride=self.out_features,
-            kind=ProductKind.INT8 if int8 else ProductKind.BFLOAT16,
-            level=kernel.product_level if level is None else level,
+            kind=weights,
         )
 
     @property
@@ -70,7 +67,8 @@ class TiledLinear(nn.Module):
         return self._empty
 
     def forward(self, x: Tensor) -> Tensor:
-        """Returns x @ weight.T + bias: x [..., T, K] to [..., T, N], both bfloat16. Rows of x may lie apart."""
+        """Returns x @ weight.T + bias: x [..., T, K] to [..., T, N], in the dtype of `weight`. Rows of x may lie
+        apart."""
         rows = x.reshape(-1, self.in_features)
         rows = rows if rows.stride(1) == 1 else rows.contiguous()
         out = rows.new_empty(len(rows), self.out_features)
@@ -78,7 +76,7 @@ class TiledLinear(nn.Module):
         call.x, call.out, call.num_rows, call.x_stride = rows.data_ptr(), out.data_ptr(), len(rows), rows.stride(0)
         call.num_threads = torch.get_num_threads()
         status = self._kernel.multiply(byref(call))
-        assert status == 0, f"no products of {call.kind} on level {call.level} here"
+        assert status == 0, f"no products of weights {call.kind}"
         return out.reshape(*x.shape[:-1], self.out_features)
 
 
@@ -100,11 +98,6 @@ class Int8Embedding(nn.Module):
         """Looks up ids int64 [...]; returns [..., H] in the dtype of the weight that was given."""
         integers, scales = self._rows
         return (functional.embedding(ids, integers).float() * scales[ids][..., None]).to(self._dtype)
-
-
-def multiplies_bfloat16(kernel: Kernel) -> bool:
-    """Whether the kernel has products of bfloat16 on this processor."""
-    return kernel.product_level is ProductLevel.AMX
 
 
 def quantized(weight: Tensor) -> Int8:

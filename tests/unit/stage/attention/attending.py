@@ -15,6 +15,7 @@ from services.stage.attention.attention import Attention, KvShape, MicroBatch, P
 from services.stage.kernels.build import KernelSettings, build
 from services.stage.kernels.kernel import Kernel, supported_isas
 from services.stage.scheduling.kv_blocks import blocks_for
+from tests.unit.stage.kernels.emulation import emulated_amx
 
 LAYER = 3
 
@@ -27,9 +28,15 @@ class Layer(nn.Module):
         self.layer_idx = layer_idx
 
 
+def all_kernels() -> list[Kernel]:
+    """Every variant that this processor runs, and that for AMX with emulated tiles if it has none."""
+    native = [Kernel(build(isa, KernelSettings().kernel_dir), isa) for isa in supported_isas()]
+    return native if native[0].isa == "amx" else [emulated_amx(), *native]
+
+
 def kernels() -> list[Kernel]:
-    """Every variant that this processor runs."""
-    return [Kernel(build(isa, KernelSettings().kernel_dir), isa) for isa in supported_isas()]
+    """Those with attention of their own: the others differ in their products only."""
+    return [kernel for kernel in all_kernels() if kernel.isa in {"amx", "avx512", "avx2"}]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,17 +12,15 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from services.stage.kernels import kernel
-from services.stage.model.packed_linear import PackedLinear
-from services.stage.model.packing import Merged, Packing, Part, pack, packed_bytes, packing_for, unshare_embedding
+from services.stage.model.packing import Merged, Part, pack, packed_bytes, packing_for, unshare_embedding
 from services.stage.model.tiled_linear import Int8Embedding, TiledLinear
 from shardline.errors import Invalid
 
 KERNEL = kernel.load()
-ONEDNN = Packing("onednn", PackedLinear)
+FLOAT32 = packing_for(torch.float32, KERNEL)
 PACKINGS = {
-    "onednn": (ONEDNN, torch.float32, 1e-5),
-    "onednn bfloat16": (ONEDNN, torch.bfloat16, 2e-2),
-    "of this processor": (packing_for(torch.bfloat16, KERNEL), torch.bfloat16, 2e-2),
+    "float32": (FLOAT32, torch.float32, 1e-5),
+    "bfloat16": (packing_for(torch.bfloat16, KERNEL), torch.bfloat16, 2e-2),
     "int8": (packing_for(torch.bfloat16, KERNEL, int8=True), torch.bfloat16, 6e-2),
 }
 """The packing, the dtype of its models, and how far their logits may lie apart."""
@@ -54,9 +52,9 @@ def test_a_packed_model_says_the_same(packing: str, tied: bool) -> None:
     expected = model(ids).logits
     pack(model, used)
     torch.testing.assert_close(model(ids).logits, expected, atol=atol, rtol=0)
-    assert isinstance(model.lm_head, PackedLinear | TiledLinear) is not tied
+    assert isinstance(model.lm_head, TiledLinear) is not tied
     for layer in model.model.layers:
-        assert isinstance(layer.mlp.down_proj, PackedLinear | TiledLinear)
+        assert isinstance(layer.mlp.down_proj, TiledLinear)
         assert isinstance(layer.mlp.up_proj, Part)
         assert layer.self_attn.q_proj.merged is layer.self_attn.v_proj.merged
 
@@ -68,7 +66,7 @@ def test_layers_of_one_input_are_one_product_whoever_is_asked_first_and_keep_not
     names = ("q_proj", "k_proj", "v_proj")
     layers = nn.ModuleDict({name: nn.Linear(48, num) for name, num in zip(names, (32, 16, 8), strict=True)})
     original = copy.deepcopy(layers)
-    pack(layers, ONEDNN)
+    pack(layers, FLOAT32)
     (merged,) = (module for module in layers.modules() if isinstance(module, Merged))
     seen: list[int] = []
     merged.layer.register_forward_pre_hook(lambda _, args: seen.append(args[0].shape[-2]))
@@ -97,8 +95,8 @@ def test_layers_of_one_input_are_one_product_whoever_is_asked_first_and_keep_not
 @torch.inference_mode()
 def test_layers_of_another_width_or_without_a_bias_stay_apart() -> None:
     layers = nn.ModuleDict({"gate_proj": nn.Linear(8, 6), "up_proj": nn.Linear(8, 6, bias=False)})
-    pack(layers, ONEDNN)
-    assert all(isinstance(layer, PackedLinear) for layer in layers.values())
+    pack(layers, FLOAT32)
+    assert all(isinstance(layer, TiledLinear) for layer in layers.values())
 
 
 @torch.inference_mode()
@@ -106,8 +104,8 @@ def test_layers_stored_the_other_way_round_are_packed_too() -> None:
     model = GPT2LMHeadModel(GPT2Config(n_embd=32, n_head=2, n_layer=1, vocab_size=50)).eval()
     ids = torch.arange(9)[None]
     expected = model(ids).logits
-    pack(model, ONEDNN)
-    assert isinstance(model.transformer.h[0].attn.c_attn, PackedLinear)
+    pack(model, FLOAT32)
+    assert isinstance(model.transformer.h[0].attn.c_attn, TiledLinear)
     torch.testing.assert_close(model(ids).logits, expected, atol=1e-5, rtol=0)
 
 
@@ -116,7 +114,7 @@ def test_a_tail_that_looks_no_token_up_packs_its_tied_head() -> None:
     model = _llama(torch.float32, tied=True)
     hidden = torch.randn(3, 48)
     expected = model.lm_head(hidden)
-    pack(model, ONEDNN, uses_embedding=False)
+    pack(model, FLOAT32, uses_embedding=False)
     torch.testing.assert_close(model.lm_head(hidden), expected)
     assert model.model.embed_tokens.weight.numel() == 0
 
@@ -124,7 +122,7 @@ def test_a_tail_that_looks_no_token_up_packs_its_tied_head() -> None:
 def test_the_original_weights_are_freed() -> None:
     model = _llama(torch.float32, tied=False)
     originals = [weakref.ref(module.weight) for module in model.modules() if isinstance(module, nn.Linear)]
-    pack(model, ONEDNN)
+    pack(model, FLOAT32)
     gc.collect()
     assert not any(original() is not None for original in originals)
 
@@ -152,7 +150,7 @@ def test_an_embedding_of_its_own_lets_a_tied_head_be_packed(packing: str) -> Non
 
     # Then it says the same, and of int8 nothing is left in another dtype
     torch.testing.assert_close(model(ids).logits, expected, atol=atol, rtol=0)
-    assert isinstance(model.lm_head, PackedLinear | TiledLinear)
+    assert isinstance(model.lm_head, TiledLinear)
     assert isinstance(model.model.embed_tokens, Int8Embedding) is used.int8
     if used.int8:
         assert max(parameter.dim() for parameter in model.parameters()) == 1
@@ -165,7 +163,7 @@ def test_what_int8_will_take_is_known_before_it_is_packed() -> None:
     num_weights = sum(parameter.numel() for parameter in model.parameters() if parameter.dim() > 1)
     model.register_parameter("experts", nn.Parameter(experts))
 
-    assert packed_bytes(model, ONEDNN) - packed_bytes(model, int8) == num_weights
+    assert packed_bytes(model, FLOAT32) - packed_bytes(model, int8) == num_weights
 
 
 def test_int8_without_kernels_is_refused_with_the_remedy() -> None:

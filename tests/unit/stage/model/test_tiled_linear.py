@@ -10,20 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from services.stage.kernels.kernel import ProductLevel
-from services.stage.model.tiled_linear import Int8Embedding, TiledLinear, multiplies_bfloat16, quantized
-from tests.unit.stage.attention.attending import kernels
+from services.stage.kernels.kernel import Weights
+from services.stage.model.tiled_linear import Int8Embedding, TiledLinear, quantized
+from tests.unit.stage.attention.attending import all_kernels
 
-KERNELS = kernels()
-KINDS = [
-    (kernel, level, int8)
-    for kernel in KERNELS
-    for level in ProductLevel
-    for int8 in (False, True)
-    if level <= kernel.product_level and (int8 or level is ProductLevel.AMX)
-]
-"""Every library, level and kind of weights that this processor runs."""
-IDS = [f"{kernel.isa}-{level.name.lower()}-{'int8' if int8 else 'bfloat16'}" for kernel, level, int8 in KINDS]
+KINDS = [(kernel, weights) for kernel in all_kernels() for weights in Weights]
+"""Every library that this processor runs, with every kind of weights."""
+IDS = [f"{kernel.isa}-{weights.name.lower()}" for kernel, weights in KINDS]
 SIZES = st.integers(1, 150)
 
 
@@ -36,13 +29,23 @@ def _threads() -> Iterator[None]:
 
 def layer_of(kind: int, weight: Tensor, bias: Tensor | None) -> TiledLinear:
     """A layer that computes by KINDS[kind]."""
-    kernel, level, int8 = KINDS[kind]
-    return TiledLinear(kernel, weight, bias, int8=int8, level=level)
+    kernel, weights = KINDS[kind]
+    return TiledLinear(kernel, weight, bias, weights)
 
 
-def drawn(seed: int, *shape: int) -> Tensor:
-    """Random bfloat16."""
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
+def is_int8(kind: int) -> bool:
+    """Whether the weights of KINDS[kind] are."""
+    return KINDS[kind][1] is Weights.INT8
+
+
+def dtype_of(kind: int) -> torch.dtype:
+    """Of the inputs and outputs of KINDS[kind]."""
+    return torch.float32 if KINDS[kind][1] is Weights.FLOAT32 else torch.bfloat16
+
+
+def drawn(seed: int, *shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """Random values."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def expected(x: Tensor, weight: Tensor, bias: Tensor | None, *, int8: bool) -> Tensor:
@@ -56,30 +59,41 @@ def expected(x: Tensor, weight: Tensor, bias: Tensor | None, *, int8: bool) -> T
     return out @ by.T + (0 if bias is None else bias.double())
 
 
+def fused_chain(x: Tensor, weight: Tensor) -> Tensor:
+    """x @ weight.T in float32 by fused multiply-adds in the order of the inputs. float64 holds a product exactly."""
+    sums = torch.zeros(len(x), len(weight))
+    for inputs, weights in zip(x.double().T, weight.double().T, strict=True):
+        sums = torch.addcmul(sums.double(), inputs[:, None], weights[None]).float()
+    return sums
+
+
 @pytest.mark.parametrize("kind", range(len(KINDS)), ids=IDS)
 @settings(max_examples=40, deadline=None)
 @given(shape=st.tuples(SIZES, SIZES, SIZES), has_bias=st.booleans(), seed=st.integers(0, 99))
 def test_a_layer_gives_the_product_of_any_shape(
     kind: int, shape: tuple[int, int, int], has_bias: bool, seed: int
 ) -> None:
-    num_rows, width, outputs = shape
-    x, weight = drawn(seed, num_rows, width), drawn(seed + 1, outputs, width)
-    bias = drawn(seed + 2, outputs) if has_bias else None
+    (num_rows, width, outputs), dtype = shape, dtype_of(kind)
+    x, weight = drawn(seed, num_rows, width, dtype=dtype), drawn(seed + 1, outputs, width, dtype=dtype)
+    bias = drawn(seed + 2, outputs, dtype=dtype) if has_bias else None
 
     got = layer_of(kind, weight, bias)(x).double()
 
-    wanted = expected(x, weight, bias, int8=KINDS[kind][2])
-    # One rounding to bfloat16; in int8 also x / step, which may round to the other of two near integers.
-    steps = x.float().abs().amax(-1, keepdim=True) / 127 * weight.float().abs().amax() * 4 * KINDS[kind][2]
-    assert ((got - wanted).abs() <= 2**-8 * wanted.abs() + 1e-3 + steps).all()
+    wanted = expected(x, weight, bias, int8=is_int8(kind))
+    # One rounding of the output and those of a sum in float32; in int8 also x / step, which may round to the other of
+    # two near integers.
+    steps = x.float().abs().amax(-1, keepdim=True) / 127 * weight.float().abs().amax() * 4 * is_int8(kind)
+    sums = 1e-6 * (x.double().abs() @ weight.double().abs().T)
+    assert ((got - wanted).abs() <= torch.finfo(dtype).eps * wanted.abs() + 1e-6 + sums + steps).all()
 
 
 @pytest.mark.parametrize("kind", range(len(KINDS)), ids=IDS)
 @pytest.mark.parametrize(("width", "outputs"), [(512, 192), (77, 50), (2816, 40)])
 def test_a_row_keeps_its_bits_whatever_runs_beside_it(kind: int, width: int, outputs: int) -> None:
     # Given rows enough for several panels
-    layer = layer_of(kind, drawn(1, outputs, width), drawn(2, outputs))
-    rows = drawn(3, 700, width)
+    dtype = dtype_of(kind)
+    layer = layer_of(kind, drawn(1, outputs, width, dtype=dtype), drawn(2, outputs, dtype=dtype))
+    rows = drawn(3, 700, width, dtype=dtype)
     torch.set_num_threads(1)
     alone = torch.cat([layer(row[None]) for row in rows[::7]])
 
@@ -92,7 +106,7 @@ def test_a_row_keeps_its_bits_whatever_runs_beside_it(kind: int, width: int, out
         assert torch.equal(layer(torch.cat([rows, rows], dim=1)[:, :width])[::7], alone)
 
 
-@pytest.mark.parametrize("kind", [kind for kind, (_, _, int8) in enumerate(KINDS) if int8], ids=lambda kind: IDS[kind])
+@pytest.mark.parametrize("kind", [kind for kind in range(len(KINDS)) if is_int8(kind)], ids=lambda kind: IDS[kind])
 @pytest.mark.parametrize(("num_rows", "width", "outputs"), [(1, 64, 16), (37, 130, 50), (64, 1024, 48)])
 def test_int8_has_the_same_bits_with_every_instruction_set(kind: int, num_rows: int, width: int, outputs: int) -> None:
     # Given what the kernel promises, in torch: integers summed exactly, then scaled in float32 in one order
@@ -108,7 +122,7 @@ def test_int8_has_the_same_bits_with_every_instruction_set(kind: int, num_rows: 
 @pytest.mark.parametrize("kind", range(len(KINDS)), ids=IDS)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 def test_a_value_that_is_not_finite_spoils_its_own_row_only(kind: int, bad: float) -> None:
-    x, layer = drawn(1, 20, 96), layer_of(kind, drawn(2, 32, 96), None)
+    x, layer = drawn(1, 20, 96, dtype=dtype_of(kind)), layer_of(kind, drawn(2, 32, 96), None)
     clean = layer(x)
     x[7, 5] = bad
     got = layer(x)
@@ -119,9 +133,9 @@ def test_a_value_that_is_not_finite_spoils_its_own_row_only(kind: int, bad: floa
 
 @pytest.mark.parametrize("kind", range(len(KINDS)), ids=IDS)
 def test_weights_and_rows_of_zeros_stay_zeros(kind: int) -> None:
-    zeros = torch.zeros(3, 20).bfloat16()
-    assert torch.equal(layer_of(kind, torch.zeros(20, 70).bfloat16(), None)(drawn(1, 3, 70)), zeros)
-    assert torch.equal(layer_of(kind, drawn(1, 20, 70), None)(torch.zeros(3, 70).bfloat16()), zeros)
+    zeros, dtype = torch.zeros(3, 20, dtype=dtype_of(kind)), dtype_of(kind)
+    assert torch.equal(layer_of(kind, torch.zeros(20, 70), None)(drawn(1, 3, 70, dtype=dtype)), zeros)
+    assert torch.equal(layer_of(kind, drawn(1, 20, 70), None)(torch.zeros(3, 70, dtype=dtype)), zeros)
 
 
 def test_an_int8_embedding_is_near_the_one_it_replaces() -> None:
@@ -132,6 +146,8 @@ def test_an_int8_embedding_is_near_the_one_it_replaces() -> None:
     assert ((embedding(ids).float() - weight[ids].float()).abs() <= steps + 2**-8 * weight[ids].float().abs()).all()
 
 
-def test_bfloat16_needs_tiles() -> None:
-    for kernel in KERNELS:
-        assert multiplies_bfloat16(kernel) is (kernel.isa == "amx")
+@pytest.mark.parametrize(("num_rows", "width", "outputs"), [(1, 64, 16), (37, 130, 50), (64, 1024, 48)])
+def test_float32_has_the_same_bits_with_every_instruction_set(num_rows: int, width: int, outputs: int) -> None:
+    x, weight = drawn(5, num_rows, width, dtype=torch.float32), drawn(6, outputs, width, dtype=torch.float32)
+    for kind in (kind for kind, (_, weights) in enumerate(KINDS) if weights is Weights.FLOAT32):
+        assert torch.equal(layer_of(kind, weight, None)(x), fused_chain(x, weight)), IDS[kind]

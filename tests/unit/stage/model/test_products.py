@@ -1,51 +1,14 @@
-"""Packed linears: rows whose bits do not depend on their number."""
+"""Products that are not our own: found in any model, and run with the numbers of rows that they are told."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 
-import pytest
 import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from services.stage.model.packed_linear import PackedLinear
 from services.stage.model.products import products
-from services.stage.model.row_counts import find_buckets
-
-DTYPES = [torch.float32, torch.bfloat16]
-
-
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """Thousands of small products: threads would wait for each other."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
-
-
-@pytest.mark.usefixtures("one_thread")
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@torch.inference_mode()
-def test_rows_of_a_packed_layer_keep_their_bits_whatever_their_number(dtype: torch.dtype, tmp_path: Path) -> None:
-    # Given a layer whose sums are long, told which numbers of rows agree
-    torch.manual_seed(0)
-    layer = nn.Linear(512, 192).to(dtype)
-    model = PackedLinear(layer.weight, layer.bias)
-    (product,), are_all = products(model)
-    assert are_all
-    buckets = find_buckets([product], machine="here", cache_folder=tmp_path)[product]
-    product.use_buckets(buckets)
-
-    # When any number of rows runs, then each row has the bits that it has alone
-    assert buckets
-    rows = torch.randn(700, 512).to(dtype)
-    expected = torch.cat([model(rows[index : index + 1]) for index in range(0, 700, 7)])
-    for num in (2, 9, 33, 95, 191, 260, 513, 695):
-        assert torch.equal(model(rows[:num])[::7], expected[: -(-num // 7)]), num
-    assert torch.equal(model(rows[None, :260])[0], model(rows)[:260])
 
 
 @torch.inference_mode()
