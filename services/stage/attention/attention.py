@@ -14,9 +14,9 @@ from transformers import AttentionInterface
 from services.stage.attention.kernel_backend import KernelBackend
 from services.stage.attention.paged_kv import AttentionParams, Backend, KvShape, MicroBatch, PackedQkv, PagedKv, Span
 from services.stage.attention.sdpa import SdpaBackend
-from services.stage.kernels.kernel import Kernel
+from services.stage.kernels.kernel import AttentionCall, Kernel
 from services.stage.scheduling.kv_blocks import BLOCK_TOKENS
-from shardline.errors import Invalid
+from shardline.errors import Invalid, ProtocolError
 
 __all__ = ["BLOCK_TOKENS", "Attention", "KvShape", "MicroBatch", "PagedKv", "Span"]
 
@@ -47,6 +47,15 @@ class Attention:
     def bind(self, kv: PagedKv) -> None:
         """Makes `kv` the storage that rows are written to and read from."""
         self._backend.bind(kv)
+
+    def call(self, layer: int) -> AttentionCall | None:
+        """Returns what our kernel was asked last for a layer, if it is the backend: a part of a layer's whole call."""
+        return self._backend.calls.get(layer) if isinstance(self._backend, KernelBackend) else None
+
+    def refusal(self, status: int) -> ProtocolError:
+        """Returns the error for a status of the kernel that is not 0."""
+        assert isinstance(self._backend, KernelBackend)
+        return self._backend.refusal(status)
 
     def use(self, micro_batch: MicroBatch) -> None:
         """Sets the rows of the next forward.

@@ -18,16 +18,17 @@ from shardline.errors import ProtocolError
 class KernelBackend:
     """Keeps one call structure per layer and changes only the fields that differ from step to step."""
 
-    __slots__ = ("_calls", "_kernel", "_kv", "_micro_batch")
+    __slots__ = ("_kernel", "_kv", "_micro_batch", "calls")
 
     def __init__(self, kernel: Kernel) -> None:
         self._kernel = kernel
-        self._calls: dict[int, AttentionCall] = {}
+        self.calls: dict[int, AttentionCall] = {}
+        """By layer, as they were made last."""
 
     def bind(self, kv: PagedKv) -> None:
         """Makes `kv` the storage that rows are written to and read from."""
         self._kv = kv
-        self._calls = {
+        self.calls = {
             layer: AttentionCall(
                 keys=kv.keys[layer].data_ptr(),
                 values=kv.values[layer].data_ptr(),
@@ -45,7 +46,7 @@ class KernelBackend:
         self._micro_batch = micro_batch  # keeps the memory alive that the calls point to
         pointers = (micro_batch.sequence.data_ptr(), micro_batch.position.data_ptr(), micro_batch.table.data_ptr())
         sizes = (micro_batch.num_rows, *micro_batch.table.shape, torch.get_num_threads())
-        for call in self._calls.values():
+        for call in self.calls.values():
             call.sequence, call.position, call.table = pointers
             call.num_rows, call.num_sequences, call.table_width, call.num_threads = sizes
 
@@ -54,7 +55,7 @@ class KernelBackend:
 
         Raises ProtocolError for rows that point outside the KV; the kernel checks every index before it writes.
         """
-        dtype, value_dim = self._kv.dtype, self._calls[layer].value_dim
+        dtype, value_dim = self._kv.dtype, self.calls[layer].value_dim
         num_heads, num_rows = qkv.query.shape[1:3]
         out = torch.empty(1, num_rows, num_heads, value_dim, dtype=dtype)
         self._run(layer, qkv, params, out)
@@ -65,7 +66,7 @@ class KernelBackend:
         self._run(layer, qkv, params, None)
 
     def _run(self, layer: int, qkv: PackedQkv, params: AttentionParams, out: Tensor | None) -> None:
-        call, dtype = self._calls[layer], self._kv.dtype
+        call, dtype = self.calls[layer], self._kv.dtype
         num_heads, num_rows = qkv.query.shape[1:3]
         key_shape = (1, call.num_kv_heads, call.num_rows, call.dim)
         assert num_rows == call.num_rows, f"{num_rows} query rows in a micro-batch of {call.num_rows}"
@@ -81,9 +82,10 @@ class KernelBackend:
         call.num_heads, call.scale = num_heads, params.scale
         call.window, call.softcap = params.window or 0, params.softcap or 0.0
         if (status := self._kernel.attend(byref(call))) != 0:
-            raise self._refusal(status)
+            raise self.refusal(status)
 
-    def _refusal(self, status: int) -> ProtocolError:
+    def refusal(self, status: int) -> ProtocolError:
+        """Returns the error for a status of the kernel that is not 0, which names the row."""
         assert status > 0, "the kernel was called with invalid shapes"
         row, micro_batch = status - 1, self._micro_batch
         return ProtocolError(

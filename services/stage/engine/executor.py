@@ -89,6 +89,8 @@ class Executor:
             )
             kv = memory.make_kv(kv_shapes, shard.dtype, limits, context=info.context_length, device=device)
             forward = Forward(shard, attention, kv, padding)
+            if native is not None:
+                forward.fuse_layers(native)
             exact = rows_are_exact and Probe(forward.sampled_outputs, forward.random_inputs, kv.num_blocks).passes()
         if not exact:
             log.warning("rows are not exact on this device: outputs may differ after a resume", kernel=attention.kind)

@@ -16,6 +16,8 @@ from torch import Tensor
 
 from services.stage.attention.attention import Attention
 from services.stage.attention.paged_kv import MicroBatch, PagedKv, Span
+from services.stage.kernels.kernel import Kernel
+from services.stage.model.fused_layer import fuse_layers
 from services.stage.model.last_layer import LastLayer
 from services.stage.model.row_buckets import RowPadding
 from services.stage.model.shard import Shard
@@ -35,6 +37,18 @@ class Forward:
         attention.bind(kv)
         last = LastLayer(shard.layer_modules[shard.layers.stop - 1], attention) if shard.is_last else None
         self._last = last if last is not None and self._can_narrow(last) else None
+
+    def fuse_layers(self, kernel: Kernel) -> int:
+        """Makes one call of each layer that the kernel knows as a whole, after a trial; returns how many these are.
+
+        Uses the first KV block: no sequence may be open.
+        """
+        x = self.random_inputs(TRIAL_ROWS, torch.Generator().manual_seed(0))
+        spans = [Span(start=0, length=TRIAL_ROWS, blocks=[0])]
+        layers = self.shard.layer_modules.values()
+        num_fused = fuse_layers(layers, kernel, self.attention, trial=lambda: self.hidden(spans, x))
+        log.info("layers as one call", fused=num_fused, layers=len(layers))
+        return num_fused
 
     def hidden(self, spans: Sequence[Span], x: Tensor) -> Tensor:
         """Returns the hidden states [T, H] of all rows in the shard's dtype; `x` is an input, [T] or [T, H].

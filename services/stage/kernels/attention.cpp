@@ -20,28 +20,14 @@
 
 #include "attention_amx.h"
 #include "attention_tile.h"
+#include "calls.h"
 
 namespace {
 
 constexpr int kPadding = 16;  // stored values fill whole registers
 constexpr int kSkew = 32;     // between rows of scores, so that their stride is no power of two: eight would share cache sets
 
-enum Dtype : int32_t { kFloat32, kBFloat16, kFloat16 };
-
-struct Strides { int64_t attention_head, row; };  // elements; the dimensions of one attention head are dense
-
-struct Call {  // kernel.py mirrors it field by field
-  const void *query, *key, *value;
-  void *out, *keys, *values;  // no out: keys and values are written, nothing attends
-  const int32_t *sequence, *position, *table;
-  const float* sinks;
-  Strides query_strides, key_strides, value_strides;
-  int32_t num_rows, num_sequences, table_width, num_blocks;
-  int32_t num_heads, num_kv_heads, dim, value_dim;
-  int32_t window;  // 0: none
-  int32_t dtype, num_threads;
-  float scale, softcap;
-};
+using Call = AttentionCall;
 
 // Rows of one sequence at consecutive positions: they share a pass over its keys and values.
 struct Run { int row, count; bool is_first; };  // is_first: no run of this sequence came just before
@@ -276,7 +262,7 @@ int attend_bfloat16(const Call& c) {
 }  // namespace
 
 // 0, or 1 + the first row that points outside its tables (then nothing was written), or -1 for invalid shapes.
-extern "C" int32_t shardline_attend(const Call* call) {
+int32_t shardline_attend(const AttentionCall* call) {
   const Call& c = *call;
   if (c.num_kv_heads < 1 || c.num_heads % c.num_kv_heads || c.dim < 1 || c.value_dim < 1 || c.window < 0) return -1;
   switch (c.dtype) {
@@ -287,4 +273,4 @@ extern "C" int32_t shardline_attend(const Call* call) {
   }
 }
 
-extern "C" int32_t shardline_call_bytes() { return sizeof(Call); }
+extern "C" int32_t shardline_attention_call_bytes() { return sizeof(Call); }

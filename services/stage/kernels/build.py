@@ -54,8 +54,8 @@ def library_path(isa: str, folder: Path, sources: Path = HERE, defined: tuple[st
 def build(isa: str, folder: Path, sources: Path = HERE, defined: tuple[str, ...] = ()) -> Path:
     """Compiles one variant of a folder of sources, with `defined` beside its own flags; returns its path.
 
-    A library that is there is not compiled again. Several processes may call this at the same time: one builds, the others
-    wait. Raises OSError without a compiler, or with the compiler's own message when it fails.
+    A library that is there is not compiled again. Several processes may call this at the same time: one builds, the
+    others wait. Raises OSError without a compiler, or with the compiler's own message when it fails.
     """
     path = library_path(isa, folder, sources, defined)
     if path.exists():

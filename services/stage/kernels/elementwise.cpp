@@ -1,5 +1,5 @@
-// The operations between the matrix products, each in one pass over memory: RMSNorm, SiLU(gate) * up, rotary positions.
-// Plain C ABI at the end of the file; build.py builds it into one library with attention.cpp.
+// The operations between the matrix products, each in one pass over memory: RMSNorm, SiLU(gate) * up, rotary positions,
+// residual sums. Plain C ABI at the end of the file (calls.h).
 //
 // Same promise as attention.cpp: a row's bits depend on that row only. Sums run over 16 partial sums whatever the
 // vector width, elements at the end of a row take the same path as the others, and values are rounded to the stored
@@ -9,14 +9,13 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "calls.h"
 #include "simd.h"
 
 namespace {
 
 constexpr int kSums = 16;             // partial sums of a row, whatever the vector width
 constexpr int64_t kGrain = 16384;     // elements below which waking another thread costs more than it saves
-
-enum Dtype : int32_t { kFloat32, kBFloat16, kFloat16 };
 
 template <class F> void for_rows(int64_t num_rows, int64_t width, int32_t num_threads, F&& row) {
 #pragma omp parallel for schedule(static) num_threads(num_threads) if (num_rows * width > kGrain)
@@ -43,18 +42,28 @@ template <class T> float mean_of_squares(const T* x, int64_t dim) {
   return partial[0] / dim;
 }
 
-struct Norm { const void* x; const float* weight; void* out; int64_t num_rows, dim; float eps; int32_t rounds_first; };
+struct Normed { const void* x; const Norm& norm; void* out; int64_t num_rows, num_groups, dim, stride; };
 
-template <class T> void rms_norm(const Norm& c, int32_t num_threads) {
-  for_rows(c.num_rows, c.dim, num_threads, [&](int64_t row) {
-    const T* x = (const T*)c.x + row * c.dim;
-    T* out = (T*)c.out + row * c.dim;
-    const float scale = 1.f / std::sqrt(mean_of_squares(x, c.dim) + c.eps);
+template <class T> void rms_norm(const Normed& c, int32_t num_threads) {
+  for_rows(c.num_rows * c.num_groups, c.dim, num_threads, [&](int64_t i) {
+    const T* x = (const T*)c.x + i / c.num_groups * c.stride + i % c.num_groups * c.dim;
+    T* out = (T*)c.out + i * c.dim;
+    const float scale = 1.f / std::sqrt(mean_of_squares(x, c.dim) + c.norm.eps);
     for_vectors(c.dim, [&](int64_t at, auto count) {
       const Floats normal = load_first(x + at, count) * scale;
-      const Floats weight = load_first(c.weight + at, count);
-      store_first(out + at, weight * (c.rounds_first ? rounded<T>(normal) : normal), count);
+      const Floats weight = load_first(c.norm.weight + at, count);
+      store_first(out + at, weight * (c.norm.rounds_first ? rounded<T>(normal) : normal), count);
     });
+  });
+}
+
+struct Sum { const void *x, *y; void* out; int64_t num_rows, dim; };
+
+template <class T> void add(const Sum& c, int32_t num_threads) {
+  for_rows(c.num_rows, c.dim, num_threads, [&](int64_t row) {
+    const T *x = (const T*)c.x + row * c.dim, *y = (const T*)c.y + row * c.dim;
+    T* out = (T*)c.out + row * c.dim;
+    for_vectors(c.dim, [&](int64_t at, auto count) { store_first(out + at, load_first(x + at, count) + load_first(y + at, count), count); });
   });
 }
 
@@ -107,24 +116,28 @@ template <template <class> class Run, class Args> int32_t by_dtype(const Args& a
   }
 }
 
-template <class T> struct RmsNorm { void operator()(const Norm& c, int32_t threads) { rms_norm<T>(c, threads); } };
+template <class T> struct RmsNorm { void operator()(const Normed& c, int32_t threads) { rms_norm<T>(c, threads); } };
 template <class T> struct SiluMul { void operator()(const Gate& c, int32_t threads) { silu_mul<T>(c, threads); } };
 template <class T> struct Rotate { void operator()(const Turn& c, int32_t threads) { rotate<T>(c, threads); } };
+template <class T> struct Add { void operator()(const Sum& c, int32_t threads) { add<T>(c, threads); } };
 
 }  // namespace
 
-// Each returns 0, or -1 for an unknown dtype. Tensors are dense where no stride is given.
-extern "C" int32_t shardline_rms_norm(const void* x, const float* weight, void* out, int64_t num_rows, int64_t dim,
-                                      float eps, int32_t rounds_first, int32_t dtype, int32_t num_threads) {
-  return by_dtype<RmsNorm>(Norm{x, weight, out, num_rows, dim, eps, rounds_first}, dtype, num_threads);
+int32_t shardline_rms_norm(const void* x, const Norm* norm, void* out, int64_t num_rows, int64_t num_groups, int64_t dim,
+                           int64_t stride, int32_t dtype, int32_t num_threads) {
+  return by_dtype<RmsNorm>(Normed{x, *norm, out, num_rows, num_groups, dim, stride}, dtype, num_threads);
 }
 
-extern "C" int32_t shardline_silu_mul(const void* gate, const void* up, void* out, int64_t num_rows, int64_t dim,
-                                      int64_t gate_stride, int64_t up_stride, int32_t dtype, int32_t num_threads) {
+int32_t shardline_silu_mul(const void* gate, const void* up, void* out, int64_t num_rows, int64_t dim, int64_t gate_stride,
+                           int64_t up_stride, int32_t dtype, int32_t num_threads) {
   return by_dtype<SiluMul>(Gate{gate, up, out, num_rows, dim, gate_stride, up_stride}, dtype, num_threads);
 }
 
-extern "C" int32_t shardline_rotate(const void* x, const void* cos, const void* sin, void* out, int64_t num_rows,
-                                    int64_t num_heads, int64_t dim, int64_t stride, int32_t dtype, int32_t num_threads) {
+int32_t shardline_rotate(const void* x, const void* cos, const void* sin, void* out, int64_t num_rows, int64_t num_heads,
+                         int64_t dim, int64_t stride, int32_t dtype, int32_t num_threads) {
   return by_dtype<Rotate>(Turn{x, cos, sin, out, num_rows, num_heads, dim, stride}, dtype, num_threads);
+}
+
+int32_t shardline_add(const void* x, const void* y, void* out, int64_t num_rows, int64_t dim, int32_t dtype, int32_t num_threads) {
+  return by_dtype<Add>(Sum{x, y, out, num_rows, dim}, dtype, num_threads);
 }

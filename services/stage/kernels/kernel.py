@@ -42,7 +42,7 @@ class _Strides(ctypes.Structure):
 
 
 class AttentionCall(ctypes.Structure):
-    """attention.cpp's `Call`, field by field."""
+    """calls.h's `AttentionCall`, field by field."""
 
     _fields_ = (
         *((name, c_void_p) for name in ("query", "key", "value", "out", "keys", "values")),
@@ -56,7 +56,7 @@ class AttentionCall(ctypes.Structure):
 
 
 class Weights(IntEnum):
-    """products.cpp's `Weights`: how weights are stored."""
+    """calls.h's `Weights`: how weights are stored."""
 
     FLOAT32 = 0
     BFLOAT16 = 1
@@ -64,12 +64,29 @@ class Weights(IntEnum):
 
 
 class ProductCall(ctypes.Structure):
-    """products.cpp's `ProductCall`, field by field."""
+    """calls.h's `ProductCall`, field by field."""
 
     _fields_ = (
         *((name, c_void_p) for name in ("x", "weights", "out", "bias", "scales", "column_sums")),
         *((name, c_int64) for name in ("num_rows", "num_inputs", "num_outputs", "x_stride", "out_stride")),
         *((name, c_int32) for name in ("kind", "num_threads")),
+    )
+
+
+class Norm(ctypes.Structure):
+    """calls.h's `Norm`, field by field. Without weights there is no norm."""
+
+    _fields_ = (("weight", c_void_p), ("eps", c_float), ("rounds_first", c_int32))
+
+
+class LayerCall(ctypes.Structure):
+    """calls.h's `LayerCall`, field by field."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("x", "cos", "sin", "out")),
+        *((name, POINTER(ProductCall)) for name in ("qkv", "o", "gate_up", "down")),
+        ("attention", POINTER(AttentionCall)),
+        *((name, Norm) for name in ("before_attention", "query_norm", "key_norm", "before_mlp")),
     )
 
 
@@ -81,15 +98,20 @@ def _typed(function: Any, *types: Any) -> Any:
 class Kernel:
     """One loaded variant. OpenMP comes from torch's own runtime: the library links none."""
 
-    __slots__ = ("attend", "isa", "multiply", "pack_weights", "path", "rms_norm", "rotate", "silu_mul")
+    __slots__ = ("attend", "isa", "multiply", "pack_weights", "path", "rms_norm", "rotate", "run_layer", "silu_mul")
 
     def __init__(self, path: Path, isa: str) -> None:
         library = ctypes.CDLL(str(path))
-        sizes = (library.shardline_call_bytes(), library.shardline_product_call_bytes())
-        if sizes != (ctypes.sizeof(AttentionCall), ctypes.sizeof(ProductCall)):
+        calls = {"attention": AttentionCall, "product": ProductCall, "layer": LayerCall}
+        if any(
+            getattr(library, f"shardline_{name}_call_bytes")() != ctypes.sizeof(call) for name, call in calls.items()
+        ):
             raise OSError(f"{path} expects another call layout: delete it and build again")
         self.attend = _typed(library.shardline_attend, POINTER(AttentionCall))
-        self.rms_norm = _typed(library.shardline_rms_norm, *[c_void_p] * 3, *[c_int64] * 2, c_float, *[c_int32] * 3)
+        self.rms_norm = _typed(
+            library.shardline_rms_norm, c_void_p, POINTER(Norm), c_void_p, *[c_int64] * 4, *[c_int32] * 2
+        )
+        self.run_layer = _typed(library.shardline_run_layer, POINTER(LayerCall))
         self.silu_mul = _typed(library.shardline_silu_mul, *[c_void_p] * 3, *[c_int64] * 4, *[c_int32] * 2)
         self.rotate = _typed(library.shardline_rotate, *[c_void_p] * 4, *[c_int64] * 4, *[c_int32] * 2)
         self.pack_weights = _typed(library.shardline_pack_weights, *[c_void_p] * 2, *[c_int64] * 2)

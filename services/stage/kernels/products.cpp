@@ -15,6 +15,7 @@
 #include <cstring>
 #include <vector>
 
+#include "calls.h"
 #include "product_steps.h"
 
 namespace {
@@ -30,23 +31,6 @@ inline int64_t cached_bytes() {
 }
 
 }  // namespace
-
-extern "C" {
-
-enum Weights : int32_t { kFloat32Weights, kBFloat16Weights, kInt8Weights };
-
-// Rows of x and out are `x_stride` and `out_stride` elements apart: float32 with such weights, else bfloat16. `scales` and
-// `column_sums` are of int8 weights: what an output's integers are multiplied by, and their sum. `bias` may be null.
-struct ProductCall {
-  const void *x, *weights;
-  void* out;
-  const float *bias, *scales;
-  const int32_t* column_sums;
-  int64_t num_rows, num_inputs, num_outputs, x_stride, out_stride;
-  int32_t kind, num_threads;
-};
-
-}
 
 namespace {
 
@@ -241,7 +225,6 @@ int32_t shardline_pack_weights(const void* weights, void* packed, int64_t num_ou
   return 0;
 }
 
-// Returns 0, or -1 for an unknown kind of weights.
 int32_t shardline_multiply(const ProductCall* call) {
   switch (call->kind) {
     case kFloat32Weights: multiply<Float32Product>(*call); return 0;

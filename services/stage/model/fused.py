@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from ctypes import byref
 from types import FunctionType, MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from services.stage.kernels.kernel import DTYPES, Kernel
+from services.stage.kernels.kernel import DTYPES, Kernel, Norm
 
 _TRIAL_ROWS = 33
 _MAX_ROUNDINGS = 4
@@ -43,8 +44,10 @@ class FusedRmsNorm(nn.Module):
 
     def __init__(self, kernel: Kernel, weight: Tensor, eps: float, *, rounds_first: bool) -> None:
         super().__init__()
-        self._kernel, self._eps, self._rounds_first = kernel, eps, rounds_first
+        self._kernel = kernel
         self.register_buffer("scale", weight.detach().float().contiguous())
+        self.norm = Norm(self.scale.data_ptr(), eps, rounds_first)
+        """As the kernel reads it."""
 
     scale: Tensor
     """float32 [D] in every model: the norm's weight, its offset included."""
@@ -56,9 +59,9 @@ class FusedRmsNorm(nn.Module):
         """
         x = x.contiguous()
         out, dim = torch.empty_like(x), x.shape[-1]
-        pointers = (x.data_ptr(), self.scale.data_ptr(), out.data_ptr())
-        threads = torch.get_num_threads()
-        self._kernel.rms_norm(*pointers, x.numel() // dim, dim, self._eps, self._rounds_first, DTYPES[x.dtype], threads)
+        sizes = (x.numel() // dim, 1, dim, dim)
+        dtype, threads = DTYPES[x.dtype], torch.get_num_threads()
+        self._kernel.rms_norm(x.data_ptr(), byref(self.norm), out.data_ptr(), *sizes, dtype, threads)
         return out
 
 

@@ -68,7 +68,7 @@ class Merged(nn.Module):
         biases: list[Tensor] = [layer.bias for layer in layers if layer.bias is not None]
         weights: list[Tensor] = [layer.weight for layer in layers]
         self.layer = make(torch.cat(weights), torch.cat(biases) if biases else None)
-        self.in_features, self._num_parts = layers[0].in_features, len(layers)
+        self.in_features, self.num_parts = layers[0].in_features, len(layers)
         self._x: Tensor | None = None
         self._out: Tensor | None = None
         self._num_left = 0
@@ -79,7 +79,7 @@ class Merged(nn.Module):
         The result is kept until each layer has been called with the same x.
         """
         if self._out is None or x is not self._x:
-            self._x, self._out, self._num_left = x, self.layer(x), self._num_parts
+            self._x, self._out, self._num_left = x, self.layer(x), self.num_parts
         out = self._out
         self._num_left -= 1
         if not self._num_left:

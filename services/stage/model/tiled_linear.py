@@ -50,16 +50,16 @@ class TiledLinear(nn.Module):
             sums, scales = _padded(rows.sum(1, dtype=torch.int32)), _padded(scales)
         self._scales, self._sums = scales, sums
         self._tiles = _packed(kernel, rows.contiguous())
-        self._call = ProductCall(
+        self.call = ProductCall(
             weights=self._tiles.data_ptr(),
             bias=None if self._bias is None else self._bias.data_ptr(),
             scales=None if scales is None else scales.data_ptr(),
             column_sums=None if sums is None else sums.data_ptr(),
             num_inputs=self.in_features,
             num_outputs=self.out_features,
-            out_stride=self.out_features,
             kind=weights,
         )
+        """What the kernel is asked, but for rows and threads."""
 
     @property
     def weight(self) -> Tensor:
@@ -72,8 +72,9 @@ class TiledLinear(nn.Module):
         rows = x.reshape(-1, self.in_features)
         rows = rows if rows.stride(1) == 1 else rows.contiguous()
         out = rows.new_empty(len(rows), self.out_features)
-        call = self._call
-        call.x, call.out, call.num_rows, call.x_stride = rows.data_ptr(), out.data_ptr(), len(rows), rows.stride(0)
+        call = self.call
+        call.x, call.x_stride, call.num_rows = rows.data_ptr(), rows.stride(0), len(rows)
+        call.out, call.out_stride = out.data_ptr(), self.out_features
         call.num_threads = torch.get_num_threads()
         status = self._kernel.multiply(byref(call))
         assert status == 0, f"no products of weights {call.kind}"

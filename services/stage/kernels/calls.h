@@ -1,0 +1,71 @@
+// What the library is asked: one structure for each call, which kernel.py mirrors field by field, and the functions that
+// take them. Knows no instruction.
+
+#pragma once
+
+#include <cstdint>
+
+extern "C" {
+
+enum Dtype : int32_t { kFloat32, kBFloat16, kFloat16 };
+enum Weights : int32_t { kFloat32Weights, kBFloat16Weights, kInt8Weights };
+
+struct Strides { int64_t attention_head, row; };  // elements; the dimensions of one attention head are dense
+
+struct AttentionCall {
+  const void *query, *key, *value;
+  void *out, *keys, *values;  // no out: keys and values are written, nothing attends
+  const int32_t *sequence, *position, *table;
+  const float* sinks;
+  Strides query_strides, key_strides, value_strides;
+  int32_t num_rows, num_sequences, table_width, num_blocks;
+  int32_t num_heads, num_kv_heads, dim, value_dim;
+  int32_t window;  // 0: none
+  int32_t dtype, num_threads;
+  float scale, softcap;
+};
+
+// Rows of x and out are `x_stride` and `out_stride` elements apart: float32 with such weights, else bfloat16. `scales` and
+// `column_sums` are of int8 weights: what an output's integers are multiplied by, and their sum. `bias` may be null.
+struct ProductCall {
+  const void *x, *weights;
+  void* out;
+  const float *bias, *scales;
+  const int32_t* column_sums;
+  int64_t num_rows, num_inputs, num_outputs, x_stride, out_stride;
+  int32_t kind, num_threads;
+};
+
+// RMSNorm by float32 weights, offset included. Without weights there is no norm.
+struct Norm {
+  const float* weight;
+  float eps;
+  int32_t rounds_first;
+};
+
+// A decoder layer, x [num_rows][hidden] to `out` of the same size, dense, in the attention's dtype, with its rows and
+// threads; cos and sin: [num_rows][dim]. qkv and gate_up are products of several layers side by side. With no out it
+// ends when keys and values are written.
+struct LayerCall {
+  const void *x, *cos, *sin;
+  void* out;
+  ProductCall *qkv, *o, *gate_up, *down;
+  AttentionCall* attention;
+  Norm before_attention, query_norm, key_norm, before_mlp;
+};
+
+// All return 0, or -1 for what they do not know; attention and layers also 1 + the first row that points outside its tables.
+int32_t shardline_attend(const AttentionCall* call);
+int32_t shardline_multiply(const ProductCall* call);
+int32_t shardline_run_layer(const LayerCall* call);
+
+// x: rows of `num_groups` vectors of `dim` elements, rows `stride` elements apart; out is dense.
+int32_t shardline_rms_norm(const void* x, const Norm* norm, void* out, int64_t num_rows, int64_t num_groups, int64_t dim,
+                           int64_t stride, int32_t dtype, int32_t num_threads);
+int32_t shardline_silu_mul(const void* gate, const void* up, void* out, int64_t num_rows, int64_t dim, int64_t gate_stride,
+                           int64_t up_stride, int32_t dtype, int32_t num_threads);
+int32_t shardline_rotate(const void* x, const void* cos, const void* sin, void* out, int64_t num_rows, int64_t num_heads,
+                         int64_t dim, int64_t stride, int32_t dtype, int32_t num_threads);
+int32_t shardline_add(const void* x, const void* y, void* out, int64_t num_rows, int64_t dim, int32_t dtype, int32_t num_threads);
+
+}

@@ -1,0 +1,100 @@
+// A decoder layer as one call: norm, queries, keys and values, rotary positions, attention, residual, norm, MLP, residual.
+// Each part is the library's own function that a layer made of modules calls, so a row has the same bits either way.
+
+#include <cstdint>
+#include <vector>
+
+#include "calls.h"
+
+namespace {
+
+// Memory between the parts of one layer, kept by the thread: its pages need not be found again in each call.
+class Scratch {
+ public:
+  explicit Scratch(int64_t element_bytes) : element_bytes_(element_bytes) {}
+
+  // Room for so many elements from now on, on a line of its own.
+  int64_t plan(int64_t elements) {
+    const int64_t begin = bytes_;
+    bytes_ += (elements * element_bytes_ + kLine - 1) / kLine * kLine;
+    return begin;
+  }
+  void take() {
+    static thread_local std::vector<char> memory;
+    if ((int64_t)memory.size() < bytes_ + kLine) memory.resize(bytes_ + kLine);
+    base_ = memory.data() + (kLine - (uintptr_t)memory.data() % kLine) % kLine;
+  }
+  char* at(int64_t begin) const { return base_ + begin; }
+
+ private:
+  static constexpr int64_t kLine = 64;
+  int64_t element_bytes_, bytes_ = 0;
+  char* base_ = nullptr;
+};
+
+struct Layer {
+  const LayerCall& call;
+  AttentionCall& attention;
+  int64_t rows, hidden, element_bytes;
+  int32_t dtype, threads;
+
+  int32_t normalize(const void* x, const Norm& norm, void* out) const {
+    return shardline_rms_norm(x, &norm, out, rows, 1, hidden, hidden, dtype, threads);
+  }
+  int32_t multiply(ProductCall& product, const void* x, void* out) const {
+    product.x = x, product.out = out;
+    product.num_rows = rows, product.x_stride = product.num_inputs, product.out_stride = product.num_outputs;
+    product.num_threads = threads;
+    return shardline_multiply(&product);
+  }
+  // Normalizes attention heads if the model does, then turns them: x, rows `stride` elements apart, to `out`, dense.
+  int32_t position(const void* x, int64_t heads, int64_t stride, const Norm& norm, void* normal, void* out) const {
+    if (norm.weight) {
+      if (int32_t status = shardline_rms_norm(x, &norm, normal, rows, heads, attention.dim, stride, dtype, threads)) return status;
+      x = normal, stride = heads * attention.dim;
+    }
+    return shardline_rotate(x, call.cos, call.sin, out, rows, heads, attention.dim, stride, dtype, threads);
+  }
+
+  int32_t run() const {
+    const int64_t dim = attention.dim, queries = attention.num_heads * dim, keys = attention.num_kv_heads * dim;
+    const int64_t width = call.qkv->num_outputs, inner = call.down->num_inputs;
+    Scratch scratch(element_bytes);
+    const int64_t normal_at = scratch.plan(rows * hidden), qkv_at = scratch.plan(rows * width);
+    const int64_t query_at = scratch.plan(rows * queries), key_at = scratch.plan(rows * keys);
+    const int64_t attended_at = scratch.plan(rows * queries), gates_at = scratch.plan(rows * 2 * inner);
+    const int64_t inner_at = scratch.plan(rows * inner);
+    scratch.take();
+    char *normal = scratch.at(normal_at), *qkv = scratch.at(qkv_at), *query = scratch.at(query_at), *key = scratch.at(key_at);
+    char *attended = scratch.at(attended_at), *gates = scratch.at(gates_at), *gated = scratch.at(inner_at);
+
+    if (int32_t status = normalize(call.x, call.before_attention, normal)) return status;
+    if (int32_t status = multiply(*call.qkv, normal, qkv)) return status;
+    char *raw_key = qkv + queries * element_bytes, *value = raw_key + keys * element_bytes;
+    if (int32_t status = position(qkv, attention.num_heads, width, call.query_norm, attended, query)) return status;
+    if (int32_t status = position(raw_key, attention.num_kv_heads, width, call.key_norm, attended, key)) return status;
+    attention.query = query, attention.key = key, attention.value = value;
+    attention.out = call.out ? attended : nullptr;
+    attention.query_strides = {dim, queries}, attention.key_strides = {dim, keys}, attention.value_strides = {dim, width};
+    if (int32_t status = shardline_attend(&attention); status || !call.out) return status;
+
+    if (int32_t status = multiply(*call.o, attended, normal)) return status;
+    if (int32_t status = shardline_add(call.x, normal, call.out, rows, hidden, dtype, threads)) return status;
+    if (int32_t status = normalize(call.out, call.before_mlp, normal)) return status;
+    if (int32_t status = multiply(*call.gate_up, normal, gates)) return status;
+    if (int32_t status = shardline_silu_mul(gates, gates + inner * element_bytes, gated, rows, inner, 2 * inner, 2 * inner, dtype, threads))
+      return status;
+    if (int32_t status = multiply(*call.down, gated, normal)) return status;
+    return shardline_add(call.out, normal, call.out, rows, hidden, dtype, threads);
+  }
+};
+
+}  // namespace
+
+int32_t shardline_run_layer(const LayerCall* call) {
+  AttentionCall& attention = *call->attention;
+  const int64_t element_bytes = attention.dtype == kFloat32 ? 4 : 2;
+  return Layer{*call, attention, attention.num_rows, call->qkv->num_inputs, element_bytes, attention.dtype, attention.num_threads}.run();
+}
+
+extern "C" int32_t shardline_layer_call_bytes() { return sizeof(LayerCall); }

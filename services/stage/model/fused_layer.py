@@ -1,0 +1,122 @@
+"""Decoder layers as one call of the kernel, where that gives every bit of the layer's own forward.
+
+A layer is recognized by its parts, all of them fused or packed before. A trial then decides: it sees what parts do not
+show, such as a scaled residual. Knows no model by name.
+
+Letters of shapes: T packed rows, H the hidden size, D the size of an attention head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from ctypes import byref, pointer
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from services.stage.attention.attention import Attention, KvWritten
+from services.stage.kernels.kernel import Kernel, LayerCall, Norm
+from services.stage.model.fused import FusedMlp, FusedRmsNorm
+from services.stage.model.packing import Part
+from services.stage.model.tiled_linear import TiledLinear
+
+
+class FusedLayer:
+    """A recognized layer's forward."""
+
+    def __init__(self, kernel: Kernel, attention: Attention, call: LayerCall) -> None:
+        """Takes the call of a layer, which owns the memory that it points to."""
+        self._kernel, self._attention, self._call = kernel, attention, call
+
+    def takes(self, x: object, tables: object) -> bool:
+        """Whether these are hidden states and tables of cos and sin as `forward` needs them."""
+        if not isinstance(x, Tensor) or not isinstance(tables, tuple) or x.dim() != 3 or x.shape[0] != 1:
+            return False
+        shape = (1, x.shape[1], self._call.attention.contents.dim)
+        return all(table.shape == shape and table.dtype == x.dtype for table in tables)
+
+    def forward(self, hidden_states: Tensor, *_: Any, position_embeddings: tuple[Tensor, Tensor], **__: Any) -> Tensor:
+        """Returns the layer's output [1, T, H] for hidden states [1, T, H] and cos and sin [1, T, D], in one dtype.
+
+        Raises ProtocolError for rows that point outside the KV, and KvWritten while attention only writes.
+        """
+        x, (cos, sin) = hidden_states.contiguous(), (table.contiguous() for table in position_embeddings)
+        out = None if self._attention.only_writes else torch.empty_like(x)
+        call = self._call
+        call.x, call.cos, call.sin = x.data_ptr(), cos.data_ptr(), sin.data_ptr()
+        call.out = None if out is None else out.data_ptr()
+        if (status := self._kernel.run_layer(byref(call))) != 0:
+            raise self._attention.refusal(status)
+        if out is None:
+            raise KvWritten
+        return out
+
+
+def fuse_layers(layers: Iterable[nn.Module], kernel: Kernel, attention: Attention, trial: Callable[[], object]) -> int:
+    """Replaces the forward of each layer that can be one call; returns how many. `trial` runs all of them once."""
+    asked: dict[nn.Module, tuple[tuple[Any, ...], dict[str, Any], Any]] = {}
+
+    def note(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        asked[layer] = args, kwargs, out
+
+    hooks = [layer.register_forward_hook(note, with_kwargs=True) for layer in layers]
+    trial()
+    for hook in hooks:
+        hook.remove()
+    fused = {layer: _fused(layer, kernel, attention) for layer in asked}
+    for layer, one in list(fused.items()):
+        if one is None or not _gives_the_same(one, *asked[layer]):
+            del fused[layer]
+        else:
+            layer.forward = one.forward
+    return len(fused)
+
+
+def _gives_the_same(fused: FusedLayer, args: tuple[Any, ...], kwargs: dict[str, Any], expected: object) -> bool:
+    x = args[0] if args else kwargs.get("hidden_states")
+    if not isinstance(expected, Tensor) or not fused.takes(x, kwargs.get("position_embeddings")):
+        return False
+    return torch.equal(fused.forward(*args, **kwargs), expected)
+
+
+def _fused(layer: Any, kernel: Kernel, attention: Attention) -> FusedLayer | None:
+    """The layer as one call, if it has the parts, and no others, that the kernel puts together."""
+    if _names(layer) != {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}:
+        return None
+    heads, mlp, no_norm = layer.self_attn, layer.mlp, Norm()
+    head_norms = {"q_norm", "k_norm"} & _names(heads)
+    if _names(heads) != {"q_proj", "k_proj", "v_proj", "o_proj"} | head_norms or not isinstance(mlp, FusedMlp):
+        return None
+    asked = attention.call(heads.layer_idx)
+    norms = [layer.input_layernorm, layer.post_attention_layernorm, *(getattr(heads, name) for name in head_norms)]
+    qkv, gate_up = _merged(heads.q_proj, heads.k_proj, heads.v_proj), _merged(mlp.gate_proj, mlp.up_proj)
+    products = [qkv, heads.o_proj, gate_up, mlp.down_proj]
+    if asked is None or asked.sinks or asked.value_dim != asked.dim:
+        return None
+    if not all(isinstance(norm, FusedRmsNorm) for norm in norms) or not all(
+        isinstance(p, TiledLinear) for p in products
+    ):
+        return None
+    if any(len(getattr(heads, name).scale) != asked.dim for name in head_norms):
+        return None
+    call = LayerCall(
+        *(None,) * 4,
+        *(pointer(product.call) for product in products),
+        pointer(asked),
+        layer.input_layernorm.norm,
+        *(getattr(heads, name).norm if name in head_norms else no_norm for name in ("q_norm", "k_norm")),
+        layer.post_attention_layernorm.norm,
+    )
+    return FusedLayer(kernel, attention, call)
+
+
+def _names(module: nn.Module) -> set[str]:
+    return {name for name, _ in module.named_children()}
+
+
+def _merged(*parts: object) -> nn.Module | None:
+    """The product that computes these layers side by side, and nothing else."""
+    products = {part.merged: part for part in parts if isinstance(part, Part)}
+    (merged, *others) = products or [None]
+    return None if merged is None or others or merged.num_parts != len(parts) else merged.layer

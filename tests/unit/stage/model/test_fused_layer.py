@@ -1,0 +1,101 @@
+"""Whole layers as one call: only where every bit stays, whatever rows a step has."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from services.stage.attention.attention import Attention, PagedKv, Span
+from services.stage.engine.executor import pack_shard
+from services.stage.engine.forward import Forward
+from services.stage.kernels.kernel import Kernel, load
+from services.stage.model.fused import fuse
+from services.stage.model.kv_shapes import probe_kv_shapes
+from services.stage.model.packing import packing_for
+from services.stage.model.row_buckets import RowPadding
+from services.stage.model.shard import Shard
+from shardline.errors import ProtocolError
+from tests.models import save_model
+
+NUM_LAYERS = 4
+PROMPT = Span(start=0, length=70, blocks=[0, 1])
+BESIDE = Span(start=0, length=9, blocks=[2])
+NEXT = Span(start=70, length=1, blocks=[0, 1])
+FUSED = {
+    "llama": NUM_LAYERS,
+    "qwen2": NUM_LAYERS,
+    "qwen3": NUM_LAYERS,
+    "mistral": NUM_LAYERS,
+    "gemma": 0,  # another activation
+    "gemma2": 0,  # four norms
+    "granite": 0,  # a scaled residual
+    "olmo2": 0,  # norms behind attention and MLP
+    "smollm3": 3,  # every fourth layer turns nothing
+    "mixtral": 0,  # experts
+}
+"""How many layers of each model are one call."""
+
+
+def kernel() -> Kernel:
+    """Of this processor."""
+    found = load()
+    assert found is not None
+    return found
+
+
+def forward_of(folder: Path, dtype: torch.dtype, *, int8: bool = False) -> Forward:
+    """A whole model in one shard, packed, its elementwise parts fused, its layers not."""
+    native, cpu = kernel(), torch.device("cpu")
+    attention, packing = Attention(native), packing_for(dtype, native, int8=int8)
+    shard = Shard.load(folder, range(NUM_LAYERS), dtype=dtype, attn_implementation=attention.name, device=cpu)
+    kv_shapes = probe_kv_shapes(shard)
+    pack_shard(shard, packing)
+    fuse(shard.model, native)
+    return Forward(
+        shard, attention, PagedKv(layers=kv_shapes, num_blocks=3, dtype=dtype), RowPadding(buckets=frozenset())
+    )
+
+
+def ids(spans: list[Span]) -> Tensor:
+    """One for each packed row."""
+    return torch.tensor([3 + (7 * at) % 90 for span in spans for at in range(span.start, span.start + span.length)])
+
+
+def outputs(forward: Forward) -> list[Tensor]:
+    """Of all rows of two prompts, of their last rows, and of the row after a prompt that was written only."""
+    spans, last = [PROMPT, BESIDE], [PROMPT.length - 1, PROMPT.length + BESIDE.length - 1]
+    every = forward.sampled_outputs(spans, ids(spans), list(range(PROMPT.length + BESIDE.length)))
+    narrowed = forward.sampled_outputs(spans, ids(spans), last)
+    for store in (*forward.kv.keys.values(), *forward.kv.values.values()):
+        store.zero_()
+    forward.write([PROMPT], ids([PROMPT]))
+    return [every, narrowed, forward.sampled_outputs([NEXT], ids([NEXT]), [0])]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("name", FUSED)
+@torch.inference_mode()
+def test_layers_as_one_call_give_every_bit_of_their_modules(name: str, dtype: str, tmp_path: Path) -> None:
+    # Given a model made of modules
+    is_int8, stored = dtype == "int8", torch.float32 if dtype == "float32" else torch.bfloat16
+    forward = forward_of(save_model(tmp_path, name), stored, int8=is_int8)
+    expected = outputs(forward)
+
+    # When the layers that can be are one call each
+    num_fused = forward.fuse_layers(kernel())
+
+    # Then they are those that we know, and nothing changes
+    assert num_fused == FUSED[name]
+    assert all(torch.equal(got, one) for got, one in zip(outputs(forward), expected, strict=True))
+
+
+@torch.inference_mode()
+def test_rows_outside_the_kv_are_refused_by_name(tmp_path: Path) -> None:
+    forward = forward_of(save_model(tmp_path), torch.float32)
+    assert forward.fuse_layers(kernel()) == NUM_LAYERS
+    outside = Span(start=0, length=2, blocks=[3])
+    with pytest.raises(ProtocolError, match="lies outside the block table"):
+        forward.hidden([outside], ids([outside]))
