@@ -14,7 +14,8 @@ from services.stage.engine.executor import Executor
 from services.stage.engine.memory import Limits
 from services.stage.model.model_info import ModelInfo
 from services.stage.scheduling.events import Failed, Finished, NewTokens
-from services.stage.scheduling.scheduler import Scheduler, SchedulerConfig
+from services.stage.scheduling.scheduler import Scheduler
+from services.stage.scheduling.scheduler_config import SchedulerConfig
 from services.stage.scheduling.sequence import Request
 from services.stage.scheduling.step_plan import StepPlan, StepResult, decode_plan, encode
 from shardline.job import FinishReason, SamplingParams

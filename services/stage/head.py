@@ -28,7 +28,8 @@ from services.stage.pipeline.pipeline import Pipeline
 from services.stage.pipeline.status import StageProgress
 from services.stage.runtime import Loaded, software
 from services.stage.scheduling.events import Event
-from services.stage.scheduling.scheduler import Scheduler, SchedulerConfig
+from services.stage.scheduling.scheduler import Scheduler
+from services.stage.scheduling.scheduler_config import SchedulerConfig
 from shardline.errors import Unavailable
 from shardline.queues import generate_queue
 from shardline.store import leases

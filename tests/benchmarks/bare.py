@@ -29,7 +29,8 @@ from services.stage.hop.wiring import Wiring
 from services.stage.hop.zeromq import ZeroMqHop
 from services.stage.model.model_info import ModelInfo
 from services.stage.scheduling.events import Finished, NewTokens
-from services.stage.scheduling.scheduler import Scheduler, SchedulerConfig
+from services.stage.scheduling.scheduler import Scheduler
+from services.stage.scheduling.scheduler_config import SchedulerConfig
 from services.stage.scheduling.sequence import Request
 from services.stage.scheduling.step_plan import StepPlan
 from services.stage.scheduling.step_times import StepTime, bubble_share

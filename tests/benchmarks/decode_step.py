@@ -24,7 +24,8 @@ import torch
 from services.stage.device.device import Device
 from services.stage.engine.executor import Executor
 from services.stage.engine.memory import Limits
-from services.stage.scheduling.scheduler import Scheduler, SchedulerConfig
+from services.stage.scheduling.scheduler import Scheduler
+from services.stage.scheduling.scheduler_config import SchedulerConfig
 from services.stage.scheduling.sequence import Request
 from services.stage.scheduling.step_plan import StepResult, decode_plan, encode
 from shardline.job import FinishReason, SamplingParams

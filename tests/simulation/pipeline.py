@@ -15,7 +15,8 @@ import numpy as np
 
 from services.stage.scheduling.events import Crashed, Event, Failed, Finished, MayBegin, NewTokens, Outgrown
 from services.stage.scheduling.kv_blocks import BLOCK_TOKENS, blocks_for
-from services.stage.scheduling.scheduler import Scheduler, SchedulerConfig
+from services.stage.scheduling.scheduler import Scheduler
+from services.stage.scheduling.scheduler_config import SchedulerConfig
 from services.stage.scheduling.sequence import Key, Request
 from services.stage.scheduling.step_plan import Open, Row, StepPlan, StepResult, decode_plan, encode
 from shardline.job import FinishReason, SamplingParams, TokenLogprob

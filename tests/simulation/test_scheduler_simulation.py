@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from services.stage.scheduling.events import Failed, Finished
 from services.stage.scheduling.kv_blocks import blocks_for
-from services.stage.scheduling.scheduler import SchedulerConfig
+from services.stage.scheduling.scheduler_config import SchedulerConfig
 from services.stage.scheduling.sequence import Key, Request
 from shardline.job import FinishReason
 from tests.simulation.pipeline import Pipeline, config, expected_output, request

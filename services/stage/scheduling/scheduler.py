@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import count, islice, repeat
 
 from services.stage.scheduling.events import Crashed, Event, Failed, Finished, MayBegin, NewTokens, Outgrown
@@ -15,6 +15,7 @@ from services.stage.scheduling.kv_blocks import BLOCK_TOKENS, blocks_for
 from services.stage.scheduling.parking import MAX_LOOK_AHEAD, Parking
 from services.stage.scheduling.prefix_cache import PrefixCache
 from services.stage.scheduling.quarantine import Quarantine
+from services.stage.scheduling.scheduler_config import SchedulerConfig
 from services.stage.scheduling.sequence import Key, Logprobs, Request, Sequence, State, TokenSink, WaitingQueue, rank_of
 from services.stage.scheduling.step_builder import StepBuilder
 from services.stage.scheduling.step_plan import StepPlan, StepResult
@@ -24,23 +25,6 @@ from shardline.rounding import ceil_div
 
 MIN_CHUNK = 64
 """Tokens of a prefill that make a step's trip worth it, where the budget has them."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SchedulerConfig:
-    """`num_blocks` is the minimum over stages, `max_len` the context length, `num_lanes` the steps in flight."""
-
-    num_blocks: int
-    max_seats: int
-    token_budget: int
-    num_lanes: int
-    max_len: int
-    prefix_cache: bool = True
-    prompt_lookup: int = 0
-    """Rows of a step up to which its decodes are given drafts."""
-
-    def __post_init__(self) -> None:
-        assert min(self.max_seats, self.token_budget, self.num_lanes, self.max_len) >= 1, self
 
 
 class Scheduler:

@@ -21,7 +21,8 @@ from services.stage.hop.wiring import Wiring
 from services.stage.pipeline.pipeline import MemberStatus
 from services.stage.pipeline.status import StageStatus
 from services.stage.scheduling.events import Event, Failed, Finished
-from services.stage.scheduling.scheduler import Scheduler, SchedulerConfig
+from services.stage.scheduling.scheduler import Scheduler
+from services.stage.scheduling.scheduler_config import SchedulerConfig
 from services.stage.scheduling.sequence import Request
 from services.stage.scheduling.step_times import StepTime
 from shardline.job import SamplingParams

@@ -31,7 +31,8 @@ from services.stage.jobs.lease_manager import LeaseManager
 from services.stage.jobs.quarantine import Seats
 from services.stage.metrics import StageMeter
 from services.stage.scheduling.events import Event
-from services.stage.scheduling.scheduler import Scheduler, SchedulerConfig
+from services.stage.scheduling.scheduler import Scheduler
+from services.stage.scheduling.scheduler_config import SchedulerConfig
 from shardline.config import Times
 from shardline.streams import DeltaWriter
 from tests.models import VOCAB_SIZE, save_model

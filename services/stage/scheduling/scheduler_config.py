@@ -1,0 +1,22 @@
+"""What the scheduler is told of its pipeline and by its settings."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerConfig:
+    """`num_blocks` is the minimum over stages, `max_len` the context length, `num_lanes` the steps in flight."""
+
+    num_blocks: int
+    max_seats: int
+    token_budget: int
+    num_lanes: int
+    max_len: int
+    prefix_cache: bool = True
+    prompt_lookup: int = 0
+    """Rows of a step up to which its decodes are given drafts."""
+
+    def __post_init__(self) -> None:
+        assert min(self.max_seats, self.token_budget, self.num_lanes, self.max_len) >= 1, self
