@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -14,10 +15,11 @@ from services.stage.engine.executor import Executor
 from services.stage.engine.memory import Limits
 from services.stage.model.model_info import ModelInfo
 from services.stage.scheduling.events import Failed, Finished, NewTokens
+from services.stage.scheduling.offload import NO_OFFLOAD, OffloadTerms
 from services.stage.scheduling.scheduler import Scheduler
 from services.stage.scheduling.scheduler_config import SchedulerConfig
 from services.stage.scheduling.sequence import Request
-from services.stage.scheduling.step_plan import StepPlan, StepResult, decode_plan, encode
+from services.stage.scheduling.step_plan import Move, StepPlan, StepResult, decode_plan, encode
 from shardline.job import FinishReason, SamplingParams
 from shardline.split import even_split
 
@@ -25,6 +27,16 @@ KV_BYTES = 16 * 2**20
 MAX_OPEN = 64
 MAX_BUDGET = 512
 LOOKUP_ROWS = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pressure:
+    """KV that does not hold what runs, and slots for some of it."""
+
+    num_blocks: int
+    num_slots: int
+    moves: list[Move] = field(default_factory=list)
+    """Those that plans carried."""
 
 
 @dataclass(slots=True)
@@ -61,8 +73,9 @@ def load_chain(
     dtype: str = "float32",
     kv_bytes: int = KV_BYTES,
     max_open: int = MAX_OPEN,
+    **offload: Any,
 ) -> list[Executor]:
-    """A whole model as so many stages, evenly split."""
+    """A whole model as so many stages, evenly split. `offload` are further limits."""
     info = ModelInfo.read(path)
     return [
         Executor.load(
@@ -70,7 +83,7 @@ def load_chain(
             layers=layers,
             device=device,
             dtype=dtype,
-            limits=Limits(kv_bytes=kv_bytes, token_budget=MAX_BUDGET, max_open=max_open),
+            limits=Limits(kv_bytes=kv_bytes, token_budget=MAX_BUDGET, max_open=max_open, **offload),
             cache_folder=cache_folder,
         )
         for layers in even_split(info.num_layers, num_stages)
@@ -102,18 +115,21 @@ def complete(
     seats: int,
     prefix_cache: bool = True,
     guesses: Guesses | None = None,
+    pressure: Pressure | None = None,
 ) -> list[Finished]:
     """The end of each request, with log-probabilities where they were asked for. With prompt lookup if its guesses are
-    to be counted."""
+    to be counted, with offload if there is pressure."""
+    num_blocks = min(stage.num_blocks for stage in stages)
     scheduler = Scheduler(
         SchedulerConfig(
-            num_blocks=min(stage.num_blocks for stage in stages),
+            num_blocks=pressure.num_blocks if pressure else num_blocks,
             max_seats=seats,
             token_budget=budget,
             num_lanes=len(stages),
             max_len=stages[0].info.context_length,
             prefix_cache=prefix_cache,
             prompt_lookup=0 if guesses is None else LOOKUP_ROWS,
+            offload=OffloadTerms(num_slots=pressure.num_slots) if pressure else NO_OFFLOAD,
         )
     )
     for stage in stages:
@@ -128,6 +144,8 @@ def complete(
             in_flight.append(plan)
             if guesses is not None:
                 guesses.num_made += plan.num_drafts
+            if pressure is not None:
+                pressure.moves.extend(plan.moves)
         for event in scheduler.apply(run(stages, in_flight.popleft())):
             assert not isinstance(event, Failed), event.reason
             if guesses is not None and isinstance(event, NewTokens):

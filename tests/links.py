@@ -47,12 +47,14 @@ def make_card(first_layer: int, last_layer: int, **changes: Any) -> StageCard:
     return msgspec.structs.replace(card, **changes)
 
 
+ROOMY = {"num_blocks": 100, "exactness": "e", "exact": True, "num_slots": 0, "move_s": 0.001}
+"""The capacity of a stage, which options change."""
+
+
 class Stage:
     """A stage without an engine: what its link tells it queues in `wirings`, `unbinds` and `exits`."""
 
-    def __init__(
-        self, sockets: Sockets, card: StageCard, times: Times, *, num_blocks: int = 100, exactness: str = "e"
-    ) -> None:
+    def __init__(self, sockets: Sockets, card: StageCard, times: Times, **options: Any) -> None:
         self.wirings: queue.Queue[Wiring] = queue.Queue()
         self.unbinds: queue.Queue[None] = queue.Queue()
         self.exits: queue.Queue[str] = queue.Queue()
@@ -63,7 +65,7 @@ class Stage:
         self._wired: Wiring | None = None
         self.link = ControlServer(
             card=card,
-            capacity=Capacity(num_blocks=num_blocks, exactness=exactness, exact=True),
+            capacity=Capacity(**{**ROOMY, **options}),
             sockets=sockets,
             hop=ZeroMqHop(sockets, times),
             host=self,
@@ -131,8 +133,8 @@ class Head:
         cards: Callable[[], list[StageCard]],
         *,
         next_epoch: Callable[[], int] | None = None,
-        num_blocks: int = 100,
         readies: queue.Queue[Wiring] | None = None,
+        **options: Any,
     ) -> None:
         self.readies: queue.Queue[Wiring] = readies or queue.Queue()
         self.losses: queue.Queue[str] = queue.Queue()
@@ -142,7 +144,7 @@ class Head:
         assembly = PipelineAssembly(
             pipeline=uuid4(),
             card=card,
-            capacity=Capacity(num_blocks=num_blocks, exactness="e", exact=True),
+            capacity=Capacity(**{**ROOMY, **options}),
             sockets=sockets,
             hop=ZeroMqHop(sockets, times),
             timeout_s=times.link_dead_s,
@@ -199,8 +201,8 @@ class Pipes:
         return [stage.link.card() for stage in self.stages]
 
     def stage(self, first_layer: int, last_layer: int, times: Times = TIMES, **options: Any) -> Stage:
-        """One more stage. Options of Stage, else changes to its card."""
-        own = {name: options.pop(name) for name in ("num_blocks", "exactness") if name in options}
+        """One more stage. Options of its capacity, else changes to its card."""
+        own = {name: options.pop(name) for name in ROOMY if name in options}
         stage = Stage(self.sockets, make_card(first_layer, last_layer, **options), times, **own)
         self.stages.append(stage)
         return stage

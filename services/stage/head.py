@@ -149,6 +149,7 @@ class Head:
             "bubble_share": self._engine.progress.bubble_share,
             "running": self._scheduler.num_running,
             "waiting": self._scheduler.num_waiting,
+            "kv_slots_used": self._scheduler.slots_used,
             "pipeline": {**status, "name": self._name},
         }
 

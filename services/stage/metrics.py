@@ -40,6 +40,9 @@ class StageMeter:
         metrics.step_seconds.observe(seconds)
         for doing, spent_s in (("compute", seconds), ("hop", time.hop_s), ("wait", time.wait_s)):
             metrics.stage_seconds.labels(doing).inc(spent_s)
+        num_out = sum(move.is_out for move in plan.moves)
+        metrics.kv_moves.labels("out").inc(num_out)
+        metrics.kv_moves.labels("back").inc(len(plan.moves) - num_out)
         if self._head is not None:
             self._head.draft_tokens.inc(plan.num_drafts)
             self._head.cached_tokens.inc(sum(opened.num_cached for opened in plan.opens))

@@ -86,7 +86,13 @@ class Loaded:
     def capacity(self) -> Capacity:
         """What it tells the head."""
         executor = self.executor
-        return Capacity(num_blocks=executor.num_blocks, exactness=executor.fingerprint, exact=executor.exact)
+        return Capacity(
+            num_blocks=executor.num_blocks,
+            exactness=executor.fingerprint,
+            exact=executor.exact,
+            num_slots=executor.offload.num_slots,
+            move_s=executor.offload.move_s,
+        )
 
     @property
     def is_head(self) -> bool:
@@ -106,6 +112,8 @@ class Loaded:
             "exact": executor.exact,
             "kv_blocks": executor.num_blocks,
             "kv_blocks_used": executor.blocks_used,
+            "kv_slots": executor.offload.num_slots,
+            "kv_slot_move_us": round(executor.offload.move_s * 1e6),
             "sequences": executor.num_open,
         }
 
@@ -159,6 +167,8 @@ def load(settings: StageSettings) -> Loaded:
             limits=Limits(
                 kv_bytes=settings.kv_mib * MIB if settings.kv_mib else None,
                 kv_share=settings.kv_share,
+                offload_bytes=settings.kv_offload_mib * MIB,
+                offload_folder=settings.kv_offload_dir,
                 token_budget=settings.token_budget,
                 max_open=2 * (settings.seats + settings.interactive_seats),
             ),

@@ -53,6 +53,10 @@ class StageSettings(Settings):
     kv_share: float = Field(
         0.4, gt=0, le=0.9, description="part of the memory that is free after loading that KV takes, without KV_MIB"
     )
+    kv_offload_mib: int = Field(
+        0, ge=0, description="MiB outside the KV pool that keep the KV of preempted jobs; 0: it is computed again"
+    )
+    kv_offload_dir: Path | None = Field(None, description="folder of a file for it; default: the host's memory")
     stall_s: float = Field(
         Times().stall_s, ge=5, description="a head takes a stage for hung whose step takes longer; times the time scale"
     )

@@ -92,8 +92,12 @@ class StageMetrics:
             registry=registry,
         )
         self.kv_blocks = Gauge("shardline_kv_blocks", "KV blocks of this stage", ["state"], registry=registry)
+        self.kv_moves = Counter(
+            "shardline_kv_moves", "KV blocks copied out of the pool and back", ["direction"], registry=registry
+        )
         self.exact = Gauge("shardline_exact", "1 if outputs never depend on the batch or a restart", registry=registry)
         _begin_at_0(self.stage_seconds, "compute", "hop", "wait")
+        _begin_at_0(self.kv_moves, "out", "back")
 
 
 class HeadMetrics:

@@ -14,7 +14,7 @@ from msgspec import Meta
 from shardline.errors import ProtocolError
 from shardline.job import TokenId, TokenLogprob
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 """Of hops and control links between stages; peers with another one are refused by name."""
 
 DELTA_FIELD = "d"

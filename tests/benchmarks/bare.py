@@ -12,6 +12,7 @@ import os
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import NamedTuple, Self
@@ -29,6 +30,7 @@ from services.stage.hop.wiring import Wiring
 from services.stage.hop.zeromq import ZeroMqHop
 from services.stage.model.model_info import ModelInfo
 from services.stage.scheduling.events import Finished, NewTokens
+from services.stage.scheduling.offload import OffloadTerms
 from services.stage.scheduling.scheduler import Scheduler
 from services.stage.scheduling.scheduler_config import SchedulerConfig
 from services.stage.scheduling.sequence import Request
@@ -46,22 +48,29 @@ PROMPT_LOOKUP: int = StageSettings.model_fields["prompt_lookup"].default
 CONNECT_S = 60.0
 
 
+def parser() -> argparse.ArgumentParser:
+    """Its options."""
+    options = argparse.ArgumentParser(description=__doc__)
+    options.add_argument("--model", required=True)
+    options.add_argument("--dtype", default="float32")
+    options.add_argument("--device", action="append", required=True, help="one for each stage, in order")
+    options.add_argument("--prompts", type=int, default=64)
+    options.add_argument("--seats", type=int, default=64)
+    options.add_argument("--runs", type=int, default=3)
+    options.add_argument("--split", help="layers of the stages, such as 0-6,7-11; default: as `make up` splits them")
+    options.add_argument("--common", type=int, default=0, help="first tokens that all prompts of a run have in common")
+    options.add_argument("--copy", action="store_true", help="prompts that hold their answer, for the model that copies")
+    options.add_argument("--prefix-cache", action=argparse.BooleanOptionalAction, default=True)
+    options.add_argument("--prompt-lookup", type=int, default=PROMPT_LOOKUP, help="rows up to which drafts are made")
+    options.add_argument("--kv-bytes", type=int, help="of each stage; default: as a stage decides it")
+    options.add_argument("--kv-offload-mib", type=int, default=0, help="of each stage, for KV of preempted sequences")
+    options.add_argument("--kv-offload-dir", type=Path, help="folder of a file for it; default: memory")
+    return options
+
+
 def main() -> None:
     """Prints as one JSON line: output tokens/s of each run, and each stage's bubble share over all of them."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", required=True)
-    parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--device", action="append", required=True, help="one for each stage, in order")
-    parser.add_argument("--prompts", type=int, default=64)
-    parser.add_argument("--seats", type=int, default=64)
-    parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument("--split", help="layers of the stages, such as 0-6,7-11; default: as `make up` splits them")
-    parser.add_argument("--common", type=int, default=0, help="first tokens that all prompts of a run have in common")
-    parser.add_argument("--copy", action="store_true", help="prompts that hold their answer, for the model that copies")
-    parser.add_argument("--prefix-cache", action=argparse.BooleanOptionalAction, default=True)
-    parser.add_argument("--prompt-lookup", type=int, default=PROMPT_LOOKUP, help="rows up to which drafts are made")
-    parser.add_argument("--kv-bytes", type=int, help="of each stage; default: as a stage decides it")
-    options = parser.parse_args()
+    options = parser().parse_args()
     with tempfile.TemporaryDirectory(prefix="shardline-bare-") as folder:
         pipeline = Pipeline(Path(folder), options)
         try:
@@ -80,6 +89,8 @@ def main() -> None:
         "bubble_share": [each.bubble_share for each in spent],
         "drafted": pipeline.num_drafted,
         "accepted": pipeline.num_accepted,
+        "computed_tokens": pipeline.num_computed,
+        "restored_blocks": pipeline.num_restored,
     }
     print(json.dumps(run))
 
@@ -128,7 +139,12 @@ class Pipeline:
             process.start()
             self._later.append((process, ours))
         executor = load(options, 0, folder)
-        num_blocks = min([executor.num_blocks, *(pipe.recv() for _, pipe in self._later)])
+        capacities = [(executor.num_blocks, executor.offload), *(pipe.recv() for _, pipe in self._later)]
+        num_blocks = min(num_blocks for num_blocks, _ in capacities)
+        offload = OffloadTerms(
+            num_slots=min(terms.num_slots for _, terms in capacities),
+            move_s=max(terms.move_s for _, terms in capacities),
+        )
         self._scheduler = Scheduler(
             SchedulerConfig(
                 num_blocks=num_blocks,
@@ -143,9 +159,11 @@ class Pipeline:
         self._ended: multiprocessing.queues.SimpleQueue[str] = spawn.SimpleQueue()
         self.num_drafted = self.num_accepted = 0
         """Guesses of prompt lookup, warm-up included."""
+        self.num_computed = self.num_restored = 0
+        """Packed rows, and KV blocks that came back from the offload area, warm-up included."""
         self._engine = HeadEngine(executor, self._scheduler, emit=self._emit, on_lost=_abort, on_step=self._count)
         self._vocabulary = Vocabulary(Tokenizer.from_file(f"{options.model}/tokenizer.json"), executor.info.eos_ids)
-        self._engine.wire(self._wire(folder, num_stages, num_blocks))
+        self._engine.wire(self._wire(folder, num_stages, num_blocks, offload))
         self._engine.start()
 
     def run(self, work: Workload) -> float:
@@ -182,8 +200,10 @@ class Pipeline:
 
     def _count(self, plan: StepPlan, _time: StepTime) -> None:
         self.num_drafted += plan.num_drafts
+        self.num_computed += plan.num_tokens
+        self.num_restored += sum(not move.is_out for move in plan.moves)
 
-    def _wire(self, folder: Path, num_stages: int, num_blocks: int) -> Wiring:
+    def _wire(self, folder: Path, num_stages: int, num_blocks: int, offload: OffloadTerms) -> Wiring:
         sender: Sender | None = None
         receiver: Receiver | None = None
         if num_stages > 1:
@@ -193,16 +213,17 @@ class Pipeline:
             for (_, pipe), address in zip(self._later, addresses[1:], strict=True):
                 pipe.send((address, num_blocks))
             sender = hop.open_sender(channel(self.identity, Kind.PLAN, num_stages), addresses[0], CONNECT_S)
-        return wiring(
+        ours = wiring(
             self.identity, stage_index=0, num_stages=num_stages, num_blocks=num_blocks, receiver=receiver, sender=sender
         )
+        return replace(ours, num_slots=offload.num_slots, move_s=offload.move_s)
 
 
 def serve_later(pipe: Connection, folder: Path, options: argparse.Namespace, stage_index: int, identity: UUID) -> None:
     """A later stage's process: load, bind, connect, run and answer the head's process until killed."""
     num_stages = len(options.device)
     executor = load(options, stage_index, folder)
-    pipe.send(executor.num_blocks)
+    pipe.send((executor.num_blocks, executor.offload))
     hop = hop_in(folder)
     receiver = hop.open_receiver(channel(identity, Kind.PLAN, num_stages))
     pipe.send(receiver.address)
@@ -234,7 +255,13 @@ def load(options: argparse.Namespace, stage_index: int, folder: Path) -> Executo
         layers=split_of(options, info)[stage_index],
         device=device,
         dtype=options.dtype,
-        limits=Limits(kv_bytes=options.kv_bytes, token_budget=TOKEN_BUDGET, max_open=2 * options.seats),
+        limits=Limits(
+            kv_bytes=options.kv_bytes,
+            offload_bytes=options.kv_offload_mib << 20,
+            offload_folder=options.kv_offload_dir,
+            token_budget=TOKEN_BUDGET,
+            max_open=2 * options.seats,
+        ),
         cache_folder=Path(options.model),
     )
 

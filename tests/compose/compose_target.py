@@ -19,7 +19,7 @@ from tests.chaos.load.target import Running, TargetRun
 from tests.chaos.load.users import CLERK
 from tests.chaos.load.workload import of_users
 from tests.chaos.report.finding import Finding
-from tests.chaos.stack.options import SMALL_KV_MIB, TIME_SCALE, Options
+from tests.chaos.stack.options import KV_OFFLOAD_MIB, SMALL_KV_MIB, TIME_SCALE, Options
 from tests.compose.engine import Docker
 from tests.compose.stack import Stack, until
 from tests.repository import REPOSITORY
@@ -106,6 +106,7 @@ def compose_target(options: Options, docker: Docker) -> Iterator[ComposeTarget]:
         SHARDLINE_TIME_SCALE=str(TIME_SCALE),
         SHARDLINE_DTYPE=options.dtype,
         SHARDLINE_KV_MIB=str(SMALL_KV_MIB[options.dtype]),
+        SHARDLINE_KV_OFFLOAD_MIB=str(KV_OFFLOAD_MIB),
         SHARDLINE_HTTP_PORTS=str(gateway),
         CHAOS_POSTGRES_PORT=str(postgres),
         CHAOS_REDIS_PORT=str(redis),

@@ -15,12 +15,13 @@ from services.stage.engine.executor import Executor
 from services.stage.scheduling.kv_blocks import BLOCK_TOKENS
 from services.stage.scheduling.sequence import Request
 from shardline.job import SamplingParams
-from tests.chain import Guesses, complete, generate, load_chain, requests
+from tests.chain import Guesses, Pressure, complete, generate, load_chain, requests
 from tests.models import VOCAB_SIZE, save_model
 
 NUM_NEW = 24
 NUM_PROMPTS = 32
 BUDGET = 200
+MIB = 1 << 20
 WARM = SamplingParams(max_tokens=NUM_NEW, temperature=0.8)
 MODELS = ("llama", "gemma2", "qwen3-moe")
 """Dense; sliding window with softcaps; experts."""
@@ -43,9 +44,11 @@ def chains(model_folder: Path, device: Device) -> dict[tuple[str, str, int], lis
     """Every model, dtype and number of stages, loaded once."""
     paths = {name: save_model(model_folder / "same", name) for name in MODELS}
     return {
-        (name, dtype, num_stages): load_chain(paths[name], num_stages, device, model_folder, dtype=dtype)
+        (name, dtype, num_stages): load_chain(
+            paths[name], num_stages, device, model_folder, dtype=dtype, offload_bytes=MIB, offload_folder=folder
+        )
         for name, dtype in KINDS
-        for num_stages in (1, 3)
+        for num_stages, folder in ((1, None), (3, model_folder / "offload"))
     }
 
 
@@ -109,6 +112,23 @@ def test_prompts_that_find_kv_of_others_have_the_same_bits(
     found = complete(chains[name, dtype, num_stages], jobs, budget=BUDGET, seats=3)
 
     assert {end.num_cached for end in found[3:]} == {2 * BLOCK_TOKENS}
+    assert [(end.output_ids, end.logprobs) for end in found] == [(end.output_ids, end.logprobs) for end in expected]
+
+
+@pytest.mark.parametrize("num_stages", [1, 3])
+def test_jobs_whose_kv_was_offloaded_have_the_same_bits(
+    num_stages: int, chains: Chains, name: str, dtype: str, one: list[Executor]
+) -> None:
+    params = SamplingParams(max_tokens=2 * NUM_NEW, temperature=0.8, logprobs=2)
+    jobs = [replace(job, prompt_ids=job.prompt_ids * 2, params=params) for job in batch()[20:]]
+    expected = complete(one, jobs, budget=BUDGET, seats=12, prefix_cache=False)
+    pressure = Pressure(
+        num_blocks=16, num_slots=min(stage.offload.num_slots for stage in chains[name, dtype, num_stages])
+    )
+
+    found = complete(chains[name, dtype, num_stages], jobs, budget=BUDGET, seats=12, pressure=pressure)
+
+    assert {move.is_out for move in pressure.moves} == {True, False}
     assert [(end.output_ids, end.logprobs) for end in found] == [(end.output_ids, end.logprobs) for end in expected]
 
 

@@ -28,6 +28,7 @@ from services.stage.head import Head
 from services.stage.jobs.delta_publisher import DeltaSink
 from services.stage.pipeline.registry import Registry
 from services.stage.runtime import Loaded
+from services.stage.scheduling.offload import OffloadTerms
 from services.stage.scheduling.step_plan import StepPlan
 from shardline.config import Times
 from shardline.errors import Unavailable
@@ -95,6 +96,10 @@ class Site:
     num_lanes: int | None
     step_s: float
     """Of each stage, about."""
+    num_slots: int
+    """Of a head; later stages have more."""
+    num_restored: int = 0
+    """KV blocks that came back from slots, on heads."""
     num_incarnations: int = 0
     unfenced: list[str] = field(default_factory=list)
     """Steps that a head began for a claim whose lease was over."""
@@ -196,6 +201,7 @@ class StageMachine(Machine):
             salt=site.num_incarnations,
             on_step=self.on_step,
             on_poison=self.process.kill if self.is_deadly else None,
+            offload=OffloadTerms(num_slots=site.num_slots + self.layers.start),
         )
         return Loaded(
             settings=cast(Any, _settings(self.name, site)),
@@ -304,6 +310,7 @@ class HeadMachine(StageMachine):
 
     def on_step(self, plan: StepPlan) -> None:
         """No step may begin for a claim whose lease is over."""
+        self.site.num_restored += sum(not move.is_out for move in plan.moves)
         head = self.head
         if head is None:
             return

@@ -15,10 +15,11 @@ import numpy as np
 
 from services.stage.scheduling.events import Crashed, Event, Failed, Finished, MayBegin, NewTokens, Outgrown
 from services.stage.scheduling.kv_blocks import BLOCK_TOKENS, blocks_for
+from services.stage.scheduling.offload import OffloadTerms
 from services.stage.scheduling.scheduler import Scheduler
 from services.stage.scheduling.scheduler_config import SchedulerConfig
 from services.stage.scheduling.sequence import Key, Request
-from services.stage.scheduling.step_plan import Open, Row, StepPlan, StepResult, decode_plan, encode
+from services.stage.scheduling.step_plan import Move, Open, Row, StepPlan, StepResult, decode_plan, encode
 from shardline.job import FinishReason, SamplingParams, TokenLogprob
 
 NUM_TOKENS = 100
@@ -114,17 +115,24 @@ class Table:
 class Stages:
     """All stages of one epoch as one."""
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, num_slots: int = 0) -> None:
         self.cells = np.full((num_blocks, BLOCK_TOKENS), -1, dtype=np.int32)
+        self.slots = np.full((num_slots, BLOCK_TOKENS), -1, dtype=np.int32)
+        self.num_moved = {True: 0, False: 0}
+        """Blocks, out and back."""
         self.tables: dict[int, Table] = {}
         self.num_steps = 0
         self.num_opened = 0
 
     def run(self, plan: StepPlan, bad: tuple[int, ...] = ()) -> StepResult:
-        """One step: opens, rows, closes."""
+        """One step: moves, opens, rows, closes."""
         plan = decode_plan(encode(plan))
         assert plan.step == self.num_steps, "step numbers are contiguous"
         self.num_steps += 1
+        held = {block for seq, table in self.tables.items() if seq not in plan.closes for block in table.blocks}
+        for move in plan.moves:
+            assert move.block not in held, "nobody holds what is moved"
+            self._move(move)
         for record in plan.opens:
             self._open(record)
         assert len({row.seq for row in plan.rows}) == len(plan.rows), "one row per sequence and step"
@@ -137,6 +145,13 @@ class Stages:
             logprobs=tuple(tuple(TokenLogprob(token, -1.0) for token in run) for run in tokens),
             bad=tuple(row.seq for row in plan.rows if row.wants and row.seq in bad),
         )
+
+    def _move(self, move: Move) -> None:
+        source, target = (self.cells, self.slots) if move.is_out else (self.slots, self.cells)
+        places = (move.block, move.slot) if move.is_out else (move.slot, move.block)
+        assert (source[places[0]] >= 0).all(), "full blocks are moved"
+        target[places[1]] = source[places[0]]
+        self.num_moved[move.is_out] += 1
 
     def _open(self, record: Open) -> None:
         assert record.seq >= self.num_opened, "a sequence number is used once"
@@ -182,7 +197,7 @@ class Pipeline:
 
     def __init__(self, settings: SchedulerConfig) -> None:
         self.scheduler = Scheduler(settings)
-        self.stages = Stages(settings.num_blocks)
+        self.stages = Stages(settings.num_blocks, settings.offload.num_slots)
         self.flights: deque[tuple[StepPlan, StepResult, frozenset[int]]] = deque()
         self.outputs: dict[Key, list[int]] = {}
         self.texts: dict[Key, str] = {}
@@ -225,11 +240,11 @@ class Pipeline:
             self.hear([finished])
         return finished
 
-    def rebuild(self, num_blocks: int, num_lanes: int | None = None) -> None:
+    def rebuild(self, num_blocks: int, num_lanes: int | None = None, offload: OffloadTerms | None = None) -> None:
         """A new epoch with new stages."""
         self.flights.clear()
-        self.stages = Stages(num_blocks)
-        self.hear(self.scheduler.rebuild(num_blocks, num_lanes))
+        self.hear(self.scheduler.rebuild(num_blocks, num_lanes, offload))
+        self.stages = Stages(num_blocks, self.scheduler.config.offload.num_slots)
 
     def turn(self) -> None:
         """A step, and an answer once no further step can go out."""
@@ -244,7 +259,7 @@ class Pipeline:
             self.turn()
         assert self.scheduler.schedule() is None
         assert not self.stages.tables, "every sequence was closed"
-        assert self.scheduler.blocks_used == 0
+        assert (self.scheduler.blocks_used, self.scheduler.slots_used) == (0, 0)
         assert (self.scheduler.num_running, self.scheduler.num_waiting, self.scheduler.num_in_flight) == (0, 0, 0)
 
     def hear(self, events: list[Event]) -> None:

@@ -10,6 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from services.stage.scheduling.events import Failed, Finished
 from services.stage.scheduling.kv_blocks import blocks_for
+from services.stage.scheduling.offload import OffloadTerms
 from services.stage.scheduling.scheduler_config import SchedulerConfig
 from services.stage.scheduling.sequence import Key, Request
 from shardline.job import FinishReason
@@ -22,6 +23,8 @@ lanes = st.integers(1, 3)
 pools = st.one_of(st.integers(4, 7), st.integers(2, 16))
 """Mostly too small for what runs."""
 
+terms = st.builds(OffloadTerms, num_slots=st.sampled_from([0, 1, 2, 5, 16]))
+
 configs = st.builds(
     config,
     num_blocks=pools,
@@ -31,6 +34,7 @@ configs = st.builds(
     max_len=st.just(MAX_LEN),
     prefix_cache=st.booleans(),
     prompt_lookup=st.sampled_from([0, 4, 16, 16, 64]),
+    offload=terms,
 )
 heads = st.sampled_from([0, 0, 63, 64, 130, MAX_LEN])
 """Tokens that a prompt has in common with others."""
@@ -116,9 +120,9 @@ class Life(RuleBasedStateMachine):
     def trust(self, data: st.DataObject) -> None:
         self.pipeline.scheduler.release(data.draw(st.sampled_from(sorted(self.jobs))))
 
-    @rule(num_blocks=pools, num_lanes=st.one_of(st.none(), lanes))
-    def rebuild(self, num_blocks: int, num_lanes: int | None) -> None:
-        self.pipeline.rebuild(num_blocks, num_lanes)
+    @rule(num_blocks=pools, num_lanes=st.one_of(st.none(), lanes), offload=st.one_of(st.none(), terms))
+    def rebuild(self, num_blocks: int, num_lanes: int | None, offload: OffloadTerms | None) -> None:
+        self.pipeline.rebuild(num_blocks, num_lanes, offload)
 
     @invariant()
     def limits_hold(self) -> None:
@@ -133,6 +137,9 @@ class Life(RuleBasedStateMachine):
         for plan, _, _ in self.pipeline.flights:
             assert plan.num_tokens <= scheduler.config.token_budget
             assert plan.rows or plan.closes
+        assert scheduler.slots_used <= scheduler.config.offload.num_slots
+        if not scheduler.num_waiting:
+            assert scheduler.slots_used == 0
 
     def teardown(self) -> None:
         if not hasattr(self, "pipeline"):

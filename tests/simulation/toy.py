@@ -10,13 +10,15 @@ import zlib
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 
 import torch
 from torch import Tensor
 
 from services.stage.scheduling.kv_blocks import BLOCK_TOKENS
+from services.stage.scheduling.offload import NO_OFFLOAD, OffloadTerms
 from services.stage.scheduling.open_sequences import OpenSequence, OpenSequences
-from services.stage.scheduling.step_plan import Row, StepPlan, StepResult
+from services.stage.scheduling.step_plan import Move, Row, StepPlan, StepResult
 from shardline.job import SamplingParams
 from tests.simulation.loom import Loom, elapse
 
@@ -46,8 +48,9 @@ class Told:
 class Layer:
     """One layer's KV."""
 
-    def __init__(self, number: int, num_blocks: int, salt: int) -> None:
+    def __init__(self, number: int, num_blocks: int, salt: int, num_slots: int = 0) -> None:
         self._cells = array("I", bytes(4 * num_blocks * BLOCK_TOKENS))
+        self._slots = array("I", bytes(4 * num_slots * BLOCK_TOKENS))
         self._start = zlib.crc32(b"layer", number * 1_000_003 + salt)
 
     def run(self, blocks: Sequence[int], start: int, values: Sequence[int]) -> list[int]:
@@ -60,6 +63,14 @@ class Layer:
             sums = zlib.crc32(b"".join(self._spans(blocks, place, place + 1)), sums)
             out.append(sums & _MASK)
         return out
+
+    def move(self, move: Move) -> None:
+        """Copies a block to a slot, or back."""
+        block, slot = (slice(first * BLOCK_TOKENS, (first + 1) * BLOCK_TOKENS) for first in (move.block, move.slot))
+        if move.is_out:
+            self._slots[slot] = self._cells[block]
+        else:
+            self._cells[block] = self._slots[slot]
 
     def _spans(self, blocks: Sequence[int], start: int, end: int) -> Iterator[bytes]:
         while start < end:
@@ -111,6 +122,7 @@ class Toy:
     """In the stage that poison kills."""
     dtype: torch.dtype = torch.float32
     attention_kind: str = "toy"
+    offload: OffloadTerms = NO_OFFLOAD
     hang_s: float = 0.0
     """The next step takes so much longer."""
     _layers: list[Layer] = field(init=False)
@@ -118,7 +130,8 @@ class Toy:
     _told: dict[int, Told] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._layers = [Layer(number, self.num_blocks, 0 if self.exact else self.salt) for number in self.layers]
+        salt, num_slots = 0 if self.exact else self.salt, self.offload.num_slots
+        self._layers = [Layer(number, self.num_blocks, salt, num_slots) for number in self.layers]
         self._roster = OpenSequences(num_blocks=self.num_blocks, max_open=self.max_open, vocab_size=VOCAB_SIZE)
 
     @property
@@ -156,6 +169,8 @@ class Toy:
         self.on_step(plan)
         hang_s, self.hang_s = self.hang_s, 0.0
         elapse(self.loom.rng.uniform(0.5, 1.5) * self.step_s + 0.0002 * plan.num_tokens + hang_s)
+        for layer, move in product(self._layers, plan.moves):
+            layer.move(move)
         for opened in plan.opens:
             self._roster.open(opened)
             self._told[opened.seq] = Told(opened.params, opened.seed, opened.num_prompt)

@@ -86,6 +86,7 @@ class World:
             num_blocks=rng.choice([3, 4, 6, 16]),
             num_lanes=rng.choice([None, None, 1, 2]),
             step_s=rng.choice([0.01, 0.05, 0.1]),
+            num_slots=rng.choice([0, 1, 4]),
         )
         return cls(seed, rng, loom, site, tables)
 
@@ -122,6 +123,7 @@ class World:
                 "lost frames": network.num_lost,
                 "repeated frames": network.num_repeated,
                 "frames of older epochs": network.num_replayed,
+                "KV blocks that came back": self.site.num_restored,
                 "lost answers to COMMIT": self.site.postgres.num_lost_answers,
                 "resumed attempts": sum(one.num_resumed > 0 for one in attempts),
                 "new epochs": sum(row.epoch - 1 for row in self.tables.pipelines.values()),

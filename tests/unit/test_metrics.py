@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from services.stage.metrics import StageMeter
 from services.stage.scheduling.events import NewTokens
-from services.stage.scheduling.step_plan import Open, Row, StepPlan
+from services.stage.scheduling.step_plan import Move, Open, Row, StepPlan
 from services.stage.scheduling.step_times import EngineProgress
 from services.standalone.ports import free_port
 from shardline import metrics
@@ -48,7 +48,8 @@ def scrape_of_stage(*, is_head: bool) -> str:
     meter = StageMeter(cast(Any, SimpleNamespace(executor=executor, settings=settings, is_head=is_head)))
     prompt = Open(seq=0, ids=(5,) * 71, num_prompt=71, params=SamplingParams(), seed=1, num_blocks=2, num_cached=64)
     rows = (Row(0, 64, 7, (), (0, 1), wants=True), Row(1, 9, 4, (5,), (), wants=True, drafts=(6, 7, 8)))
-    plan = StepPlan(0, (prompt,), rows, ())
+    moves = (Move(0, 0, is_out=True), Move(1, 1, is_out=True), Move(2, 0, is_out=False))
+    plan = StepPlan(0, (prompt,), rows, (), moves=moves)
     meter.step(plan, EngineProgress(epoch=1).finish(plan, began_s=2.0, compute_began_s=2.5, compute_s=4.0, ended_s=7.0))
     meter.report([NewTokens(key=(job, 1), start=0, ids=ids, text="") for job, ids in (("a", (4,)), ("b", (6, 7, 9)))])
     return generate_latest(meter.registry).decode()
@@ -66,6 +67,8 @@ def test_stages_of_a_pipeline_count_each_token_once() -> None:
     assert "shardline_steps_total 1.0" in later
     assert 'shardline_stage_seconds_total{doing="compute"} 4.0' in later
     assert 'shardline_stage_seconds_total{doing="hop"} 1.0' in later
+    assert 'shardline_kv_moves_total{direction="out"} 2.0' in later
+    assert 'shardline_kv_moves_total{direction="back"} 1.0' in later
 
 
 def test_a_later_stage_does_not_report_its_pipeline_down() -> None:

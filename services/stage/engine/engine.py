@@ -21,6 +21,7 @@ from services.stage.hop import Frame, Kind, Receiver
 from services.stage.hop.frame import Buffer
 from services.stage.hop.wiring import Wiring
 from services.stage.scheduling.events import Event
+from services.stage.scheduling.offload import OffloadTerms
 from services.stage.scheduling.scheduler import Scheduler
 from services.stage.scheduling.sequence import Key, Request, TokenSink
 from services.stage.scheduling.step_plan import StepPlan, StepResult, decode_plan, decode_result, encode
@@ -202,7 +203,8 @@ class HeadEngine(Engine):
     def _rewire(self, wiring: Wiring) -> None:
         super()._rewire(wiring)
         self._idle_since_s = None
-        self._emit(self.scheduler.rebuild(wiring.num_blocks, wiring.num_lanes))
+        offload = OffloadTerms(num_slots=wiring.num_slots, move_s=wiring.move_s)
+        self._emit(self.scheduler.rebuild(wiring.num_blocks, wiring.num_lanes, offload))
 
     def _forget(self, key: Key) -> None:
         self.scheduler.abort(key)
@@ -225,6 +227,8 @@ class HeadEngine(Engine):
             plan = self._after_idle(plan, began_s)
             self._launch(wiring, plan)
             self._finish_step(plan, began_s)
+            if plan.rows and not plan.moves:
+                self.scheduler.recompute_cost.learn(plan.num_tokens, self._computed[1])
         if wiring.receiver is not None:
             self._collect(wiring.receiver, wait_s=0.0 if plan is not None else IDLE_WAIT_S)
         elif plan is None:

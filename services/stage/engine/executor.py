@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from services.stage.attention.attention import Attention, Span
+from services.stage.attention.offload_area import OffloadArea
 from services.stage.device.device import INT8, Device
 from services.stage.engine import memory
 from services.stage.engine.exactness import Probe, choose_row_buckets, exactness_fingerprint
@@ -38,13 +39,16 @@ log = structlog.get_logger(__name__)
 class Executor:
     """One stage's shard with its KV. `run` and `reset` are called by one thread only."""
 
-    def __init__(self, forward: Forward, limits: memory.Limits, *, exact: bool, fingerprint: str) -> None:
+    def __init__(
+        self, forward: Forward, area: OffloadArea, limits: memory.Limits, *, exact: bool, fingerprint: str
+    ) -> None:
         shard = forward.shard
         self.info, self.layers, self.dtype = shard.info, shard.layers, shard.dtype
         self.is_first, self.is_last = shard.is_first, shard.is_last
         self.num_blocks, self.token_budget = forward.kv.num_blocks, limits.token_budget
         self.exact, self.fingerprint, self.attention_kind = exact, fingerprint, forward.attention.kind
-        self._forward, self._device = forward, shard.device
+        self.offload = area.terms
+        self._forward, self._area, self._device = forward, area, shard.device
         self._open_sequences = OpenSequences(
             num_blocks=self.num_blocks, max_open=limits.max_open, vocab_size=self.info.vocab_size
         )
@@ -78,7 +82,7 @@ class Executor:
                 dtype=of_dtype,
                 attn_implementation=attention.name,
                 device=device.torch_device,
-                check=lambda model: memory.check_fits(packed_bytes(model, packing), limits.kv_bytes, device),
+                check=lambda model: memory.check_fits(packed_bytes(model, packing), limits, device),
             )
             kv_shapes = probe_kv_shapes(shard)
             pack_shard(shard, packing)
@@ -92,6 +96,7 @@ class Executor:
             if native is not None:
                 forward.fuse_layers(native)
             exact = rows_are_exact and Probe(forward.sampled_outputs, forward.random_inputs, kv.num_blocks).passes()
+            area = memory.make_offload_area(kv, limits, device)
         if not exact:
             log.warning("rows are not exact on this device: outputs may differ after a resume", kernel=attention.kind)
         name = exactness_fingerprint(
@@ -102,7 +107,7 @@ class Executor:
             num_threads=device.num_threads,
             device=device.torch_device,
         )
-        return cls(forward, limits, exact=exact, fingerprint=name)
+        return cls(forward, area, limits, exact=exact, fingerprint=name)
 
     @property
     def blocks_used(self) -> int:
@@ -133,6 +138,7 @@ class Executor:
         began_s = monotonic_s()
         if plan.num_tokens > self.token_budget:
             raise ProtocolError(f"step {plan.step} has {plan.num_tokens} tokens, the budget is {self.token_budget}")
+        self._area.move(plan.moves)
         for opened in plan.opens:
             self._open_sequences.open(opened)
             if self.is_last:

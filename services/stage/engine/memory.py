@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
+from services.stage.attention.offload_area import OffloadArea
 from services.stage.attention.paged_kv import KvShape, PagedKv
 from services.stage.device.device import Device
 from services.stage.scheduling.kv_blocks import blocks_for
@@ -25,19 +27,27 @@ class Limits:
 
     kv_bytes: int | None
     """Of KV; None for `kv_share` of the memory that is free once the shard is loaded."""
+    offload_bytes: int = 0
+    """Of KV outside the pool."""
+    offload_folder: Path | None = None
+    """Where it lies in a file; None: in host memory."""
     kv_share: float = DEFAULT_KV_SHARE
     token_budget: int
     """Rows of one step."""
     max_open: int
     """Sequences."""
 
+    def offload_bytes_on(self, device: Device) -> int:
+        """The device's own memory that the offload area takes."""
+        return self.offload_bytes if device.is_cpu and self.offload_folder is None else 0
 
-def check_fits(shard_bytes: int, kv_bytes: int | None, device: Device) -> None:
+
+def check_fits(shard_bytes: int, limits: Limits, device: Device) -> None:
     """Checks, before any weight is read, that shard and KV fit into free memory, and promises to take it.
 
     Raises Invalid, with the remedy, if they do not.
     """
-    kv_bytes = kv_bytes or 0
+    kv_bytes = (limits.kv_bytes or 0) + limits.offload_bytes_on(device)
     with device.promises.alone():
         needed, available = int(shard_bytes * PACKING_FACTOR) + kv_bytes, device.available_bytes()
         if needed > available:
@@ -53,18 +63,27 @@ def check_fits(shard_bytes: int, kv_bytes: int | None, device: Device) -> None:
 def make_kv(
     kv_shapes: Mapping[int, KvShape], dtype: torch.dtype, limits: Limits, *, context: int, device: Device
 ) -> PagedKv:
-    """Allocates this stage's KV while no other stage of the host measures free memory, then withdraws the promise.
+    """Allocates this stage's KV while no other stage of the host measures free memory, then promises the offload area.
 
     Raises Invalid if the memory does not hold one KV block.
     """
+    offload_bytes = limits.offload_bytes_on(device)
     with device.promises.alone():
         kv_bytes = limits.kv_bytes
         if kv_bytes is None:
-            kv_bytes = int(device.available_bytes() * limits.kv_share)
+            kv_bytes = int((device.available_bytes() - offload_bytes) * limits.kv_share)
         num = num_blocks(kv_shapes, dtype, kv_bytes, context=context, max_open=limits.max_open)
         kv = PagedKv(layers=kv_shapes, num_blocks=num, dtype=dtype, device=device.torch_device)
-        device.promises.make(0)
+        device.promises.make(offload_bytes)
     return kv
+
+
+def make_offload_area(kv: PagedKv, limits: Limits, device: Device) -> OffloadArea:
+    """Allocates the slots beside this stage's KV, then withdraws the promise. Raises Invalid if there is no room."""
+    with device.promises.alone():
+        area = OffloadArea(kv, limits.offload_bytes, limits.offload_folder)
+        device.promises.make(0)
+    return area
 
 
 def num_blocks(

@@ -42,6 +42,10 @@ class Wiring:
     """Sends plans to the next stage; on the tail, results to the head. None in a pipeline of one stage."""
     members: tuple[Member, ...] = ()
     """On the head: all stages in order, the head first."""
+    num_slots: int = 0
+    """On the head: the slots for offloaded KV that every stage has."""
+    move_s: float = 0.0
+    """On the head: seconds in which the slowest stage copies a KV block to a slot and back."""
 
     @property
     def is_head(self) -> bool:

@@ -139,6 +139,8 @@ class PipelineAssembly:
             num_blocks=num_blocks,
             receiver=receiver,
             sender=sender,
+            num_slots=min([self.capacity.num_slots, *(member.welcome.num_slots for member in members)]),
+            move_s=max([self.capacity.move_s, *(member.welcome.move_us / 1e6 for member in members)]),
             members=(_describe(self.card, self.capacity), *map(_member, members)),
         )
 

@@ -5,6 +5,8 @@ It hands a Wiring over and asks for a status; the engine behind both is unknown 
 
 from __future__ import annotations
 
+import math
+
 import structlog
 
 from services.stage.hop import Channel, Hop, Kind, Receiver
@@ -113,6 +115,8 @@ class ControlHandler:
             num_blocks=self._capacity.num_blocks,
             exactness=self._capacity.exactness,
             exact=self._capacity.exact,
+            num_slots=self._capacity.num_slots,
+            move_us=math.ceil(self._capacity.move_s * 1e6),
         )
 
     def _start(self, start: messages.Start, bound: Bound) -> messages.Ready | messages.Refuse | None:

@@ -81,6 +81,10 @@ class Welcome(ControlMessage, frozen=True, kw_only=True, array_like=True, tag=2)
     num_blocks: Count
     exactness: Name
     exact: bool
+    num_slots: Count = 0
+    """KV blocks that the offload area holds."""
+    move_us: Count = 0
+    """That a block takes there and back."""
 
 
 class Refuse(ControlMessage, frozen=True, kw_only=True, array_like=True, tag=3):

@@ -13,6 +13,10 @@ class Capacity:
     """KV blocks that its memory holds."""
     exactness: str
     exact: bool
+    num_slots: int = 0
+    """KV blocks that its offload area holds."""
+    move_s: float = 0.0
+    """Seconds that a block takes there and back."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,7 +5,7 @@ One block is `BLOCK_TOKENS` token places in every layer of every stage, so one p
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from shardline.rounding import ceil_div
 
@@ -21,13 +21,14 @@ class BlockPool:
     """Block numbers `0 … num_blocks - 1`. A block is held by sequences, or kept for what is in it, or free.
 
     A free block is handed out before a kept one: the one freed last first, its memory is warm. Of the kept ones that
-    goes first which nobody has held for longest.
+    goes first which nobody has held for longest; `on_evict` is told of it before it goes.
     """
 
-    __slots__ = ("_block_of", "_free", "_kept", "_name_of", "_num_holders", "num_blocks")
+    __slots__ = ("_block_of", "_free", "_kept", "_name_of", "_num_holders", "_on_evict", "num_blocks")
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, on_evict: Callable[[int, bytes], None] = lambda _block, _name: None) -> None:
         self.num_blocks = num_blocks
+        self._on_evict = on_evict
         self._free = list(range(num_blocks - 1, -1, -1))
         self._num_holders = [0] * num_blocks
         self._kept: dict[int, None] = {}
@@ -97,6 +98,7 @@ class BlockPool:
         else:
             block = next(iter(self._kept))
             del self._kept[block]
+            self._on_evict(block, self._name_of[block])
             self.forget([block])
         self._num_holders[block] = 1
         return block

@@ -12,9 +12,11 @@ from itertools import count, islice, repeat
 
 from services.stage.scheduling.events import Crashed, Event, Failed, Finished, MayBegin, NewTokens, Outgrown
 from services.stage.scheduling.kv_blocks import BLOCK_TOKENS, blocks_for
+from services.stage.scheduling.offload import OffloadTerms
 from services.stage.scheduling.parking import MAX_LOOK_AHEAD, Parking
 from services.stage.scheduling.prefix_cache import PrefixCache
 from services.stage.scheduling.quarantine import Quarantine
+from services.stage.scheduling.recompute_cost import RecomputeCost
 from services.stage.scheduling.scheduler_config import SchedulerConfig
 from services.stage.scheduling.sequence import Key, Logprobs, Request, Sequence, State, TokenSink, WaitingQueue, rank_of
 from services.stage.scheduling.step_builder import StepBuilder
@@ -32,6 +34,7 @@ class Scheduler:
 
     def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
+        self.recompute_cost = RecomputeCost()
         self._by_key: dict[Key, Sequence] = {}
         self._waiting = WaitingQueue()
         self._parked = Parking()
@@ -41,7 +44,8 @@ class Scheduler:
         self._clear(config.num_blocks)
 
     def _clear(self, num_blocks: int) -> None:
-        self._kv = PrefixCache(num_blocks, is_on=self.config.prefix_cache)
+        config = self.config
+        self._kv = PrefixCache(num_blocks, is_on=config.prefix_cache, num_slots=config.offload.num_slots)
         self._next_step = 0
         self._flights: deque[tuple[StepPlan, list[Sequence]]] = deque()
         self._closes: list[int] = []
@@ -115,7 +119,7 @@ class Scheduler:
         self._add_chunks(builder)
         if not builder.rows and (self._flights or not self._closes):
             return None
-        plan = StepPlan(self._next_step, tuple(builder.opens), tuple(builder.rows), tuple(self._closes))
+        plan = builder.plan(self._next_step, self._closes, self._kv.offload.take_moves())
         self._next_step += 1
         self._closes.clear()
         self._kv.keep(builder.sequences)
@@ -137,15 +141,19 @@ class Scheduler:
                 if sequence.state is not State.ENDED and (good := tokens[:-1] if is_bad else tokens):
                     self._take(sequence, good, logprobs, events)
                 if sequence.state is not State.ENDED and is_bad:
-                    self._kv.pool.forget(sequence.blocks)
+                    self._kv.forget(sequence)
                     events.append(self._fail(sequence, "the model's logits were not finite"))
             if sequence.num_in_flight == 0 and row.seq in self._leaving:
                 self._settle(sequence)
         return events
 
-    def rebuild(self, num_blocks: int, num_lanes: int | None = None) -> list[Event]:
+    def rebuild(
+        self, num_blocks: int, num_lanes: int | None = None, offload: OffloadTerms | None = None
+    ) -> list[Event]:
         """A new epoch: stages know nothing, steps in flight are lost, every sequence waits again with its tokens."""
-        self.config = replace(self.config, num_blocks=num_blocks, num_lanes=num_lanes or self.config.num_lanes)
+        config = self.config
+        num_lanes, offload = num_lanes or config.num_lanes, offload or config.offload
+        self.config = replace(config, num_blocks=num_blocks, num_lanes=num_lanes, offload=offload)
         displaced, alone = [*self._running.values(), *self._leaving.values()], self._in_quarantine
         self._clear(num_blocks)
         events: list[Event] = []
@@ -180,6 +188,11 @@ class Scheduler:
     def blocks_used(self) -> int:
         """KV blocks held, those included that steps in flight still use."""
         return self._kv.pool.num_used
+
+    @property
+    def slots_used(self) -> int:
+        """Slots kept for preempted sequences."""
+        return self._kv.offload.num_used
 
     @property
     def idle(self) -> bool:
@@ -351,6 +364,7 @@ class Scheduler:
             self._leave(sequence, State.ENDED)
         elif sequence.state is State.WAITING:
             self._line_of(sequence).remove(sequence)
+            self._kv.offload.drop(sequence)
         sequence.state = State.ENDED
 
     def _leave(self, sequence: Sequence, state: State) -> None:
@@ -366,6 +380,8 @@ class Scheduler:
 
     def _settle(self, sequence: Sequence) -> None:
         del self._leaving[sequence.number]
+        if sequence.state is State.PREEMPTED and self.recompute_cost.is_above(self.config.offload.move_s):
+            self._kv.preempt(sequence)
         self._kv.pool.free(sequence.blocks)
         if self._in_quarantine is sequence:
             self._in_quarantine = None

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from services.stage.scheduling.offload import NO_OFFLOAD, OffloadTerms
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
@@ -17,6 +19,8 @@ class SchedulerConfig:
     prefix_cache: bool = True
     prompt_lookup: int = 0
     """Rows of a step up to which its decodes are given drafts."""
+    offload: OffloadTerms = NO_OFFLOAD
+    """Needs the prefix cache: a block that comes back is found as one that was there."""
 
     def __post_init__(self) -> None:
         assert min(self.max_seats, self.token_budget, self.num_lanes, self.max_len) >= 1, self

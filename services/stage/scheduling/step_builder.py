@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 
 from services.stage.scheduling.sequence import Sequence
-from services.stage.scheduling.step_plan import Open, Row
+from services.stage.scheduling.step_plan import Move, Open, Row, StepPlan
 
 
 @dataclass(slots=True)
@@ -46,3 +47,7 @@ class StepBuilder:
         self.budget -= num_rows
         sequence.num_computed = end
         sequence.num_in_flight += 1
+
+    def plan(self, step: int, closes: Items[int], moves: tuple[Move, ...]) -> StepPlan:
+        """The message for every stage."""
+        return StepPlan(step, tuple(self.opens), tuple(self.rows), tuple(closes), moves=moves)

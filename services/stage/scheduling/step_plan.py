@@ -62,8 +62,16 @@ class Row(msgspec.Struct, frozen=True, array_like=True):
         return bool(self.ids)
 
 
+class Move(msgspec.Struct, frozen=True, array_like=True):
+    """A KV block that is copied to a slot outside the pool, or from it."""
+
+    block: Number
+    slot: Number
+    is_out: bool
+
+
 class StepPlan(msgspec.Struct, frozen=True, array_like=True):
-    """One step: what to open, compute and close, in this order. Steps are numbered from 0 in each epoch.
+    """One step: what to move, open, compute and close, in this order. Steps are numbered from 0 in each epoch.
 
     Rows are packed in their order: decode rows first, then prefill chunks.
     """
@@ -74,6 +82,8 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     closes: tuple[int, ...]
     idle_us: Number = 0
     """How long before it no step was in flight."""
+    moves: tuple[Move, ...] = ()
+    """One after the other: a later one may take the place of an earlier one."""
 
     @property
     def num_tokens(self) -> int:

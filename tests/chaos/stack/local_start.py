@@ -29,7 +29,7 @@ from tests.chaos.shims.clock import Clock
 from tests.chaos.shims.disk import Disk
 from tests.chaos.shims.shim import preloaded
 from tests.chaos.stack.local_target import LOGS_KEPT, LocalTarget
-from tests.chaos.stack.options import KV_MIB, SMALL_KV_MIB, Options
+from tests.chaos.stack.options import KV_MIB, KV_OFFLOAD_MIB, SMALL_KV_MIB, Options
 from tests.repository import REPOSITORY
 from tests.stack import Stack
 
@@ -83,6 +83,8 @@ def local_target(options: Options) -> Iterator[LocalTarget]:
             "SHARDLINE_CACHE_DIR": str(folder / "cache"),
             "SHARDLINE_TIME_SCALE": str(options.time_scale),
             "SHARDLINE_DTYPE": options.dtype,
+            "SHARDLINE_KV_OFFLOAD_MIB": str(KV_OFFLOAD_MIB),
+            "SHARDLINE_KV_OFFLOAD_DIR": str(folder / "offload"),
             "SHARDLINE_KERNEL": "auto" if options.exact else "off",
             "SHARDLINE_FAILPOINTS": str(failpoints),
         }

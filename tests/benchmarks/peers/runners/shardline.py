@@ -12,7 +12,7 @@ from services.stage.scheduling.events import Event, Failed, Finished, NewTokens
 from services.stage.scheduling.sequence import Request
 from shardline.job import SamplingParams
 from shardline.tokenize import CompletionText
-from tests.benchmarks.bare import Pipeline
+from tests.benchmarks.bare import Pipeline, parser
 from tests.benchmarks.peers.runners.wire import Engine, Record, Settings, Work, serve
 
 _IDLE = threading.Event()
@@ -64,8 +64,9 @@ class Ours:
 
     def __init__(self, settings: Settings) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="shardline-peers-")
+        defaults = vars(parser().parse_args(["--model", settings["model"], "--device", "cpu:0"]))
         # A model of random weights repeats itself: prompt lookup would guess what no real text lets it guess.
-        options = argparse.Namespace(split=None, prefix_cache=True, prompt_lookup=0, **settings)
+        options = argparse.Namespace(**defaults | {"prompt_lookup": 0} | settings)
         self._pipeline = Shardline(Path(self._folder.name), options)
 
     def run(self, work: Work) -> Record:

@@ -79,15 +79,32 @@ def test_a_stage_is_refused_memory_promised_to_another_with_the_figures(device: 
     other.make(ALL_BYTES)
 
     with pytest.raises(Invalid, match=r"other stages of this host are about to take"):
-        memory.check_fits(1024 * MIB, None, device)
+        memory.check_fits(1024 * MIB, limits(None), device)
+
+
+def limits(kv_bytes: int | None, offload_bytes: int = 0) -> memory.Limits:
+    """Of two short sequences."""
+    return memory.Limits(kv_bytes=kv_bytes, offload_bytes=offload_bytes, token_budget=64, max_open=2)
 
 
 def test_a_promise_is_kept_once_the_stage_has_taken_its_memory(device: Device, other: Promises) -> None:
-    memory.check_fits(8 * MIB, 4 * MIB, device)
+    memory.check_fits(8 * MIB, limits(4 * MIB), device)
     assert other.others() > 12 * MIB
 
-    limits = memory.Limits(kv_bytes=4 * MIB, token_budget=64, max_open=2)
-    kv = memory.make_kv(KV_SHAPES, torch.float32, limits, context=64, device=device)
+    kv = memory.make_kv(KV_SHAPES, torch.float32, limits(4 * MIB), context=64, device=device)
 
     assert other.others() == 0
     assert kv.num_blocks == min(4 * MIB // PagedKv.bytes_per_block(KV_SHAPES, torch.float32), 2)
+
+
+def test_memory_for_offloaded_kv_is_promised_until_it_is_taken(device: Device, other: Promises) -> None:
+    with_area = limits(4 * MIB, offload_bytes=2 * MIB)
+    memory.check_fits(8 * MIB, with_area, device)
+    assert other.others() > 14 * MIB
+
+    kv = memory.make_kv(KV_SHAPES, torch.float32, with_area, context=64, device=device)
+    assert other.others() == 2 * MIB
+
+    area = memory.make_offload_area(kv, with_area, device)
+    assert other.others() == 0
+    assert area.num_slots == 2 * MIB // PagedKv.bytes_per_block(KV_SHAPES, torch.float32)

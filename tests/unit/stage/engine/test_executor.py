@@ -10,19 +10,22 @@ import pytest
 import torch
 from torch import Tensor
 
+from services.stage.attention.offload_area import OffloadArea
+from services.stage.attention.paged_kv import KvShape, PagedKv
 from services.stage.device.device import Device
 from services.stage.device.locks import DeviceLocks
 from services.stage.device.promises import Promises
 from services.stage.engine.executor import Executor
 from services.stage.scheduling.kv_blocks import BLOCK_TOKENS
-from services.stage.scheduling.step_plan import Open, Row, StepPlan, StepResult
+from services.stage.scheduling.step_plan import Move, Open, Row, StepPlan, StepResult
 from shardline.errors import Invalid, ProtocolError
 from shardline.job import SamplingParams
-from tests.chain import load_chain, run
+from tests.chain import KV_BYTES, load_chain, run
 from tests.models import save_model
 
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0)
 IDS = (5, 6, 7, 8, 9)
+MIB = 1 << 20
 
 
 @pytest.fixture(scope="module")
@@ -260,6 +263,41 @@ def test_activations_that_are_not_finite_spoil_only_their_sequence(stages: list[
 def test_a_kv_budget_below_one_block_is_named(folder: Path, device: Device) -> None:
     with pytest.raises(Invalid, match=r"SHARDLINE_KV_MIB: .* hold no KV block"):
         load_chain(folder, 1, device, folder, kv_bytes=100)
+
+
+@pytest.mark.parametrize("move", [Move(0, 1 << 20, is_out=True), Move(1 << 20, 0, is_out=False)], ids=str)
+def test_a_move_beyond_blocks_or_slots_is_a_protocol_error(move: Move, folder: Path, device: Device) -> None:
+    (stage,) = load_chain(folder, 1, device, folder, offload_bytes=MIB)
+
+    with pytest.raises(ProtocolError, match=r"are not both among the \d+ blocks and \d+ slots of this stage"):
+        stage.run(StepPlan(0, (), (), (), moves=(Move(0, 0, is_out=True), move)), None)
+
+
+def test_a_stage_without_an_offload_area_refuses_moves(stages: list[Executor]) -> None:
+    with pytest.raises(ProtocolError, match=r"and 0 slots of this stage"):
+        stages[0].run(StepPlan(0, (), (), (), moves=(Move(0, 0, is_out=True),)), None)
+
+
+def test_an_offload_area_leaves_no_file_and_says_what_a_copy_takes(
+    folder: Path, device: Device, tmp_path: Path
+) -> None:
+    (stage,) = load_chain(folder, 1, device, folder, offload_bytes=MIB, offload_folder=tmp_path / "new")
+
+    assert stage.offload.num_slots == MIB // (KV_BYTES // stage.num_blocks)
+    assert stage.offload.move_s > 0
+    assert list((tmp_path / "new").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "in_folder", "shown"), [(2**60, True, "/new: "), (2**62, False, "this host's memory: ")]
+)
+def test_an_offload_area_that_finds_no_room_is_named(
+    num_bytes: int, in_folder: bool, shown: str, tmp_path: Path
+) -> None:
+    kv = PagedKv(layers={0: KvShape(num_kv_heads=1, head_dim=16)}, num_blocks=1, dtype=torch.float32)
+
+    with pytest.raises(Invalid, match=rf"SHARDLINE_KV_OFFLOAD_MIB: .* do not fit into .*{shown}"):
+        OffloadArea(kv, num_bytes, tmp_path / "new" if in_folder else None)
 
 
 def test_more_kv_than_memory_is_refused_before_loading(folder: Path, device: Device) -> None:

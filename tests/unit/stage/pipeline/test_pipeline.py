@@ -48,6 +48,14 @@ def test_two_stages_form_and_pass_steps(pipes: Pipes) -> None:
         pass_a_step(wirings[0].pipeline, wirings, step)
 
 
+def test_a_head_has_the_least_slots_and_the_slowest_copy_of_all_stages(pipes: Pipes) -> None:
+    pipes.stage(8, NUM_LAYERS, num_slots=7, move_s=0.0025)
+    pipes.stage(4, 8, num_slots=9, move_s=0.0)
+    wiring = pipes.head(4, num_slots=8).ready()
+
+    assert (wiring.num_slots, wiring.move_s) == (7, 0.0025)
+
+
 def test_three_stages_form_in_the_order_of_their_layers(pipes: Pipes) -> None:
     tail, middle = pipes.stage(8, NUM_LAYERS), pipes.stage(4, 8)
     head = pipes.head(4)

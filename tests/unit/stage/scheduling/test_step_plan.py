@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from services.stage.scheduling.step_plan import (
     MAX_DRAFTS,
+    Move,
     Open,
     Row,
     StepPlan,
@@ -23,7 +24,9 @@ from shardline.errors import ProtocolError
 from shardline.job import SamplingParams
 
 OPEN = Open(1, (5, 6, 7), 3, SamplingParams(stop=("stop",)), 9, 1)
-PLAN = StepPlan(4, (OPEN,), (Row(1, 0, 3, (), (0,), True), Row(3, 9, 3, (4,), (), True, (5, 6))), (2,), 7)
+PLAN = StepPlan(
+    4, (OPEN,), (Row(1, 0, 3, (), (0,), True), Row(3, 9, 3, (4,), (), True, (5, 6))), (2,), 7, (Move(3, 0, True),)
+)
 RESULT = StepResult(4, ((7,),), bad=(1,))
 Decoder = Callable[[bytes], StepPlan | StepResult]
 
@@ -41,6 +44,12 @@ def test_a_number_that_no_key_holds_is_refused(change: dict[str, int]) -> None:
 
     with pytest.raises(ProtocolError, match="not a StepPlan: Expected `int`"):
         decode_plan(encode(plan))
+
+
+@pytest.mark.parametrize("move", [Move(-1, 0, True), Move(0, -1, False)], ids=str)
+def test_a_move_of_no_block_or_slot_is_refused(move: Move) -> None:
+    with pytest.raises(ProtocolError, match="not a StepPlan: Expected `int`"):
+        decode_plan(encode(msgspec.structs.replace(PLAN, moves=(move,))))
 
 
 def test_more_drafts_than_a_row_may_have_are_refused() -> None:
@@ -64,10 +73,10 @@ def test_text_that_is_no_utf_8_is_refused() -> None:
 
 def test_a_deep_extra_field_is_refused() -> None:
     whole = encode(PLAN)
-    assert whole[0] == 0x95
+    assert whole[0] == 0x96
 
     with pytest.raises(ProtocolError, match="not a StepPlan: maximum recursion"):
-        decode_plan(b"\x96" + whole[1:] + b"\x91" * 100_000)
+        decode_plan(b"\x97" + whole[1:] + b"\x91" * 100_000)
 
 
 @settings(max_examples=1000)
