@@ -13,7 +13,7 @@ import msgspec
 
 from services.stage.hop.frame import HEADER_BYTES, MAX_MESSAGE_BYTES, MAX_TENSOR_BYTES, Buffer
 from services.stage.pipeline import messages
-from services.stage.scheduling.step_plan import Open, Row, StepPlan, encode
+from services.stage.scheduling.step_plan import Move, Open, Row, StepPlan, encode
 from shardline.job import SamplingParams
 
 CHECKSUM_BYTES = 4
@@ -99,6 +99,10 @@ def _plans() -> dict[str, StepPlan]:
     def with_row(**change: Any) -> StepPlan:
         return msgspec.structs.replace(good, rows=(msgspec.structs.replace(row, **change),))
 
+    def with_move(**change: Any) -> StepPlan:
+        move = msgspec.structs.replace(Move(0, 0, is_out=True), **change)
+        return msgspec.structs.replace(good, moves=(Move(0, 0, is_out=True), move))
+
     return {
         "another step": msgspec.structs.replace(good, step=7),
         "a negative step": msgspec.structs.replace(good, step=-1),
@@ -127,6 +131,11 @@ def _plans() -> dict[str, StepPlan]:
         "a negative block": with_row(blocks=(-1,)),
         "more blocks than reserved": with_row(blocks=(0, 1, 2, 3, 4)),
         "no block": with_row(blocks=()),
+        "a move of a block beyond the pool": with_move(block=1 << 30),
+        "a move to a slot beyond the area": with_move(slot=1 << 30),
+        "a move back from a slot beyond the area": with_move(slot=1 << 30, is_out=False),
+        "a move of a negative block": with_move(block=-1),
+        "a move to a negative slot": with_move(slot=-1),
         "a new id beyond the vocabulary": with_row(ids=(1 << 40,)),
     }
 

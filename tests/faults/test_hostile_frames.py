@@ -62,6 +62,7 @@ class Tail:
             "SHARDLINE_DEVICE_SHARED": "1",
             "SHARDLINE_SEATS": "4",
             "SHARDLINE_KV_MIB": "8",
+            "SHARDLINE_KV_OFFLOAD_MIB": "1",
             "SHARDLINE_HOP_TRANSPORT": "tcp",
             # What gets past the key, or in where none is.
             "SHARDLINE_HOP_INSECURE": "true",

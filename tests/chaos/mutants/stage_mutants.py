@@ -12,6 +12,8 @@ SCHEDULER = "services/stage/scheduling/scheduler.py"
 STEP_PLAN = "services/stage/scheduling/step_plan.py"
 
 KV_RULE: Final = "tests/unit/stage/scheduling/test_kv_rule.py"
+OFFLOAD = "services/stage/scheduling/offload.py"
+OFFLOADED: Final = "tests/unit/stage/scheduling/test_offload.py"
 PREFIX_CACHE = "services/stage/scheduling/prefix_cache.py"
 FOUND: Final = "tests/unit/stage/scheduling/test_prefix_cache.py"
 SAMPLER = "services/stage/engine/sampler.py"
@@ -199,6 +201,23 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
             Patch(file=PREFIX_CACHE, within="_digest", old="_hash(sequence.request.tenant.encode())", new='_hash(b"")'),
         ),
         tests=(f"{FOUND}::test_another_tenant_finds_nothing",),
+    ),
+    Mutant(
+        name="offload: a cancelled job keeps its slots",
+        patches=(Patch(file=SCHEDULER, within="Scheduler._end", old="self._kv.offload.drop(sequence)", new="pass"),),
+        tests=(f"{OFFLOADED}::test_a_job_that_is_cancelled_while_it_waits_leaves_its_slots",),
+    ),
+    Mutant(
+        name="offload: blocks are copied in another order",
+        patches=(
+            Patch(
+                file=OFFLOAD,
+                within="Offload.take_moves",
+                old="tuple(self._moves), []",
+                new="tuple(reversed(self._moves)), []",
+            ),
+        ),
+        tests=(f"{OFFLOADED}::test_pressure_of_any_kind_gives_the_tokens_of_jobs_alone",),
     ),
     Mutant(
         name="prompt lookup: a guess counts that was not sampled",
