@@ -217,7 +217,7 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
                 new="tuple(reversed(self._moves)), []",
             ),
         ),
-        tests=(f"{OFFLOADED}::test_pressure_of_any_kind_gives_the_tokens_of_jobs_alone",),
+        tests=(f"{OFFLOADED}::test_a_block_is_copied_out_before_another_is_copied_into_its_place",),
     ),
     Mutant(
         name="prompt lookup: a guess counts that was not sampled",

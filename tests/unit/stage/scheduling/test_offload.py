@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from services.stage.scheduling.kv_blocks import BLOCK_TOKENS
 from services.stage.scheduling.offload import Offload, OffloadTerms
+from services.stage.scheduling.prefix_cache import PrefixCache
 from services.stage.scheduling.recompute_cost import RecomputeCost
 from services.stage.scheduling.sequence import Request, Sequence
 from services.stage.scheduling.step_plan import StepPlan
@@ -165,6 +166,27 @@ def test_jobs_that_wait_for_the_same_tokens_have_one_slot_until_both_are_back() 
     assert offload.take_moves() == (), "what a slot holds is not copied again"
     offload.drop(second)
     assert offload.num_used == 0
+
+
+def test_a_block_is_copied_out_before_another_is_copied_into_its_place() -> None:
+    cache, contents = PrefixCache(3, is_on=True, num_slots=4), dict[tuple[str, int], tuple[int, ...]]()
+    first, second = (Sequence(job(name), Numbers(1), arrival=0, max_len=512) for name in "ab")
+
+    for turn, sequence in enumerate([first, second] * 3):
+        cache.open(sequence)
+        for move in cache.offload.take_moves():
+            block, slot = ("block", move.block), ("slot", move.slot)
+            source, target = (block, slot) if move.is_out else (slot, block)
+            contents[target] = contents[source]
+        chunks = [tuple(sequence.ids[at : at + BLOCK_TOKENS]) for at in (0, BLOCK_TOKENS)]
+        restored = [contents["block", block] for block in sequence.blocks[: sequence.num_computed // BLOCK_TOKENS]]
+        assert restored == (chunks if turn > 1 else [])
+        contents |= {("block", block): chunk for block, chunk in zip(sequence.blocks, chunks, strict=False)}
+        sequence.num_computed = len(sequence.ids)
+        cache.keep([sequence])
+        cache.preempt(sequence)
+        cache.pool.free(sequence.blocks)
+        sequence.forget_kv()
 
 
 def test_kv_that_is_computed_sooner_than_copied_is_not_kept() -> None:
