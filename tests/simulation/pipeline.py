@@ -7,7 +7,7 @@ reaches: a wrong table, a block used twice or a lost token changes the output.
 from __future__ import annotations
 
 import zlib
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -130,6 +130,7 @@ class Stages:
         assert plan.step == self.num_steps, "step numbers are contiguous"
         self.num_steps += 1
         held = {block for seq, table in self.tables.items() if seq not in plan.closes for block in table.blocks}
+        assert max(Counter((move.block, move.is_out) for move in plan.moves).values(), default=0) <= 1
         for move in plan.moves:
             assert move.block not in held, "nobody holds what is moved"
             self._move(move)

@@ -48,7 +48,13 @@ class OffloadArea:
         self.terms = OffloadTerms(num_slots=self.num_slots, move_s=self._try_move() + disk_s * block_bytes)
 
     def move(self, moves: Sequence[Move]) -> None:
-        """Copies blocks to slots and back, one after the other. Raises ProtocolError for those that do not exist."""
+        """Copies blocks to slots and back, one after the other.
+
+        Raises ProtocolError for those that do not exist, and for more than a step can have: a block goes once and comes
+        once.
+        """
+        if len(moves) > 2 * self._kv.num_blocks:
+            raise ProtocolError(f"{len(moves)} moves in a step, with {self._kv.num_blocks} KV blocks")
         for move in moves:
             if move.block >= self._kv.num_blocks or move.slot >= self.num_slots:
                 raise ProtocolError(

@@ -273,6 +273,14 @@ def test_a_move_beyond_blocks_or_slots_is_a_protocol_error(move: Move, folder: P
         stage.run(StepPlan(0, (), (), (), moves=(Move(0, 0, is_out=True), move)), None)
 
 
+def test_more_moves_than_blocks_can_make_in_a_step_are_a_protocol_error(folder: Path, device: Device) -> None:
+    (stage,) = load_chain(folder, 1, device, folder, offload_bytes=MIB)
+    back_and_forth = (Move(0, 0, is_out=True), Move(0, 0, is_out=False)) * (stage.num_blocks + 1)
+
+    with pytest.raises(ProtocolError, match=r"\d+ moves in a step"):
+        stage.run(StepPlan(0, (), (), (), moves=back_and_forth), None)
+
+
 def test_a_stage_without_an_offload_area_refuses_moves(stages: list[Executor]) -> None:
     with pytest.raises(ProtocolError, match=r"and 0 slots of this stage"):
         stages[0].run(StepPlan(0, (), (), (), moves=(Move(0, 0, is_out=True),)), None)
