@@ -59,7 +59,7 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--runs", type=int, default=3)
     options.add_argument("--split", help="layers of the stages, such as 0-6,7-11; default: as `make up` splits them")
     options.add_argument("--common", type=int, default=0, help="first tokens that all prompts of a run have in common")
-    options.add_argument("--copy", action="store_true", help="prompts that hold their answer, for the model that copies")
+    options.add_argument("--copy", action="store_true", help="prompts that hold their answer, for a model that copies")
     options.add_argument("--prefix-cache", action=argparse.BooleanOptionalAction, default=True)
     options.add_argument("--prompt-lookup", type=int, default=PROMPT_LOOKUP, help="rows up to which drafts are made")
     options.add_argument("--kv-bytes", type=int, help="of each stage; default: as a stage decides it")
