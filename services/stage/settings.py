@@ -44,7 +44,7 @@ class StageSettings(Settings):
         le=4096,
         description="places besides, only for jobs of priority 0 to 3; default: an eighth of the seats",
     )
-    token_budget: int = Field(512, ge=16, le=65536, description="packed rows of one step at most")
+    token_budget: int = Field(256, ge=16, le=65536, description="packed rows of one step at most")
     kv_mib: int | None = Field(
         None,
         ge=1,

@@ -42,7 +42,7 @@ from shardline.split import even_split, parse_split
 from shardline.tokenize import CompletionText, Vocabulary
 from tests.benchmarks.workload import PARAMS, WARM_UP_PROMPTS, Workload, copying, workload
 
-TOKEN_BUDGET = 512
+TOKEN_BUDGET: int = StageSettings.model_fields["token_budget"].default
 PROMPT_LOOKUP: int = StageSettings.model_fields["prompt_lookup"].default
 """Rows of a step up to which drafts are made."""
 CONNECT_S = 60.0
