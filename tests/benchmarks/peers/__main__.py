@@ -43,7 +43,7 @@ def main() -> None:
     page = markdown(results)
     has_plots = _draw(path, PAGE.with_suffix("") if is_whole else PEERS / "pictures")
     if is_whole:
-        PAGE.write_text(with_plots(page) if has_plots else page)
+        PAGE.write_text(with_plots(page, PAGE.with_suffix("")) if has_plots else page)
     Console(width=140).print(Markdown(page))
     print(f"{path}, {PAGE if is_whole else 'page not written: the run was not whole'}")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from statistics import median
 
 from tests.benchmarks.peers.measure import FIRST_TOKENS
@@ -42,9 +43,10 @@ def markdown(results: Results) -> str:
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def with_plots(page: str) -> str:
-    """The page with the pictures that `plots` draws beside it."""
-    return page + "\n" + "\n\n".join(f"![{name}](performance/{name}.png)" for name in PLOTS) + "\n"
+def with_plots(page: str, folder: Path) -> str:
+    """The page with the pictures that `plots` drew into `folder`, beside it."""
+    pictures = [f"![{name}]({folder.name}/{name}.png)" for name in PLOTS if (folder / f"{name}.png").exists()]
+    return page + "\n" + "\n\n".join(pictures) + "\n"
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -124,9 +124,9 @@ class Session:
                 stack.callback(pair[-1].close)
                 pair[-1].run(warm_up(self.shapes))
             for number in range(self.rounds):
-                full = work(1 + number)
-                self._rate(HALF, together(pair, [half(full, place) for place in range(NUM_CORES)]))
-                self._rate(FULL, together(pair, [full] * NUM_CORES))
+                self._rate(HALF, together(pair, [half(work(1 + number), place) for place in range(NUM_CORES)]))
+                # Another run's prompts: the engines have the KV of those.
+                self._rate(FULL, together(pair, [work(1 + self.rounds + number)] * NUM_CORES))
         prompts = str(len(work(0).prompts))
         arguments = ("--model", str(model("bf16")), "--dtype", "bfloat16", "--prompts", prompts)
         said = _call("tests.benchmarks.service", *arguments, "--runs", str(self.rounds))

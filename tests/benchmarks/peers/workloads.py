@@ -10,6 +10,8 @@ from tests.benchmarks.workload import NEW_TOKENS, workload
 
 RATES = (1.0, 2.0, 3.0)
 """Arrivals/s of the open-loop traces."""
+TRACE_RUNS = 2_000
+"""Runs of one trace's prompts, more than any workload has."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +45,8 @@ class Shape:
     new_tokens: int = NEW_TOKENS
     num_common: int = 0
     rate: float = 0.0
+    first_run: int = 0
+    """Added to a run's number, so that no prompt is that of another workload."""
 
     def work(self, run: int) -> Work:
         """The same prompts in every run but for their first token, so that no run finds the KV of another."""
@@ -53,7 +57,7 @@ class Shape:
 
     def _prompts(self, run: int) -> tuple[tuple[int, ...], ...]:
         if self.lengths == (64, 256):
-            return workload(self.num_prompts, run=run, num_common=self.num_common).prompts
+            return workload(self.num_prompts, run=self.first_run + run, num_common=self.num_common).prompts
         source = random.Random(self.name)  # by name: a prompt must not begin as one of another workload does
         own = [
             [source.randrange(3, VOCABULARY) for _ in range(source.randint(*self.lengths))]
@@ -91,7 +95,8 @@ def shapes(*, quick: bool = False) -> dict[str, Shape]:
             num_prompts=32 // part,
             lengths=(64, 256),
             rate=rate,
+            first_run=TRACE_RUNS * (1 + number),
         )
-        for rate in RATES
+        for number, rate in enumerate(RATES)
     )
     return {shape.name: shape for shape in (*all_at_once, *traces)}

@@ -24,11 +24,15 @@ Cells = list[dict[str, Any]]
 
 
 def main() -> None:
-    """Three pictures."""
+    """Three pictures, the last one only if there are traces."""
     cells: Cells = json.loads(Path(sys.argv[1]).read_text())["cells"]
     folder = Path(sys.argv[2])
     folder.mkdir(parents=True, exist_ok=True)
+    has_traces = any(cell["workload"].startswith("poisson-") for cell in cells)
     for name, draw in {"throughput": throughput, "alone": alone, "load": load}.items():
+        if name == "load" and not has_traces:
+            (folder / f"{name}.png").unlink(missing_ok=True)
+            continue
         figure = draw(cells)
         figure.tight_layout()
         figure.savefig(folder / f"{name}.png", dpi=100, metadata={"Software": None})
