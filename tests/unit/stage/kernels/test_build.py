@@ -10,7 +10,7 @@ import pytest
 import torch
 from structlog.testing import capture_logs
 
-from services.stage.kernels.build import HERE, KernelSettings, build, library_path
+from services.stage.kernels.build import HERE, MARCH, KernelSettings, build, library_path
 from services.stage.kernels.kernel import load, supported_isas
 
 COUNTING_COMPILER = """#!/bin/sh
@@ -41,6 +41,25 @@ def test_workers_that_start_together_build_once(tmp_path: Path, monkeypatch: pyt
     assert len(log.read_text().splitlines()) == len(list(HERE.glob("*.cpp"))) + 1
     assert {path.read_text() for path in paths} == {"built\n"}
     assert {path.suffix for path in (tmp_path / "kernels").iterdir()} == {".so", ".lock"}
+
+
+@pytest.mark.parametrize(
+    ("limit", "widest"),
+    [
+        ("AVX2", "avx2"),
+        ("AVX512_CORE", "avx512"),
+        ("AVX512_CORE_VNNI", "avx512_vnni"),
+        ("AVX512_CORE_BF16", "avx512_bf16"),
+        ("AVX10_1_512_AMX", "amx"),
+        ("DEFAULT", "amx"),
+    ],
+)
+def test_onednns_limit_holds_for_the_kernels_too(limit: str, widest: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    everything = supported_isas()
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", limit)
+
+    allowed = list(MARCH)[list(MARCH).index(widest) :]
+    assert supported_isas() == [isa for isa in everything if isa in allowed]
 
 
 @pytest.mark.usefixtures("no_compiler")
