@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Never
 
 from celery import Celery
+from celery.apps.worker import Worker
 from celery.signals import worker_ready
 
 import services.stage.celery.remote_control  # noqa: F401 (registers the remote-control commands)
@@ -44,14 +45,13 @@ def serve(app: Celery, stage: Stage, settings: StageSettings) -> None:
         stage.attach(sender)
 
     worker_ready.connect(on_ready, weak=False)
-    app.worker_main(
-        [
-            "worker",
-            f"--hostname={stage.worker}",
-            f"--concurrency={settings.seats}",
-            f"--queues={stage_queue(stage.worker.partition('@')[0])}",
-            f"--loglevel={settings.log_level}",
-            "--without-gossip",
-            "--without-mingle",
-        ]
-    )
+    # Not through Celery's command line, which imports a shell, a web server and 200 modules more.
+    Worker(
+        app=app,
+        hostname=stage.worker,
+        concurrency=settings.seats,
+        queues=stage_queue(stage.worker.partition("@")[0]),
+        loglevel=settings.log_level,
+        without_gossip=True,
+        without_mingle=True,
+    ).start()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import secrets
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from services.standalone.processes import Child
 from services.standalone.servers import socket_folder
 from services.standalone.settings import REPOSITORY, StandaloneSettings
 from services.standalone.state_dir import HOP_KEY_FILE
+from services.standalone.warm_parent import WarmParent
 
 FLOWER_USER = "shardline"
 FLOWER_MAX_TASKS = 10_000
@@ -60,14 +60,27 @@ class ServiceProcess(Child):
 
     def start(self) -> None:
         """Start the process; whether it works shows later."""
-        self.process: subprocess.Popen[bytes] | None = processes.spawn(
-            self.argv, log=self.log, env=self.env, cwd=REPOSITORY
-        )
+        self.process = processes.spawn(self.argv, log=self.log, env=self.env, cwd=REPOSITORY)
+
+
+class StageProcess(ServiceProcess):
+    """A stage: forked of the warm parent, if that can, or a new program, which imports torch for seconds."""
+
+    def __init__(self, name: str, home: Path, *, env: Mapping[str, str], warm_parent: WarmParent) -> None:
+        super().__init__(name, home, argv=[sys.executable, "-m", "services.stage"], env=env)
+        self._warm_parent = warm_parent
+
+    def start(self) -> None:
+        """Start the process; whether it works shows later."""
+        self.process = self._warm_parent.fork(self.name, self.env, self.log)
+        if self.process is None:
+            super().start()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StackPlan:
-    """The services of a stack, by their role. Servers are not among them: their addresses must be known first."""
+    """The services of a stack, by their role. Servers are not among them: their addresses must be known first. Nor is
+    the warm parent: it starts before everything."""
 
     gateway: ServiceProcess
     relay: ServiceProcess
@@ -76,9 +89,14 @@ class StackPlan:
     flower: ServiceProcess
 
     @property
-    def all(self) -> tuple[ServiceProcess, ...]:
-        """All services in start order: those that load longest first."""
-        return (*self.heads, *self.others, self.relay, self.gateway, self.flower)
+    def stages(self) -> tuple[ServiceProcess, ...]:
+        """Forks of the warm parent, which must be ready for that."""
+        return (*self.heads, *self.others)
+
+    @property
+    def doors(self) -> tuple[ServiceProcess, ...]:
+        """The services that need no warm parent."""
+        return (self.relay, self.gateway, self.flower)
 
     @property
     def stop_order(self) -> list[list[Child]]:
@@ -95,25 +113,44 @@ KV_SHARE_OF_HOST = 0.6
 """Of the memory that is free, all stages of the stack together."""
 
 
+def make_warm_parent(settings: StandaloneSettings, home: Path, preload: str) -> WarmParent:
+    """The parent of one stack's stages; they preload these libraries."""
+    environment = {
+        # Of numpy, which computes nothing in a stage: no process with threads can be forked.
+        "OPENBLAS_NUM_THREADS": "1",
+        **_inherited(),
+        "SHARDLINE_HOME": str(home),
+        "SHARDLINE_MODEL": str(settings.folder or settings.model),
+    }
+    return WarmParent(home, environment | ({"LD_PRELOAD": preload} if preload else {}))
+
+
 def make_plan(
-    settings: StandaloneSettings, addresses: Addresses, stages: Sequence[StagePlacement], home: Path, preload: str = ""
+    settings: StandaloneSettings,
+    addresses: Addresses,
+    stages: Sequence[StagePlacement],
+    home: Path,
+    warm_parent: WarmParent,
 ) -> StackPlan:
-    """All services of one stack in `home`; stages preload these libraries."""
-    common = {
-        **{name: value for name, value in os.environ.items() if not name.startswith("FLOWER_")},
-        "PYTHONUNBUFFERED": "1",
+    """All services of one stack in `home`."""
+    of_stack = {
         "SHARDLINE_DATABASE_URL": addresses.database,
         "SHARDLINE_REDIS_URL": addresses.redis,
         "SHARDLINE_HOME": str(home),
     }
+    common = {**_inherited(), **of_stack}
     for_stages = {
         "SHARDLINE_KV_SHARE": f"{min(0.4, KV_SHARE_OF_HOST / len(stages)):.3f}",
         "SHARDLINE_HOP_SECRET_KEY_FILE": str(home / HOP_KEY_FILE),
-        **common,
+        **warm_parent.environment,
+        **of_stack,
     }
-    if preload:
-        for_stages["LD_PRELOAD"] = preload
-    services = {place.name: _stage(settings, place, for_stages, home) for place in stages}
+    services = {
+        place.name: StageProcess(
+            place.name, home, env={**for_stages, **_of_stage(settings, place, home)}, warm_parent=warm_parent
+        )
+        for place in stages
+    }
     return StackPlan(
         gateway=_service(
             "gateway", home, common, SHARDLINE_HTTP_HOST=LOOPBACK, SHARDLINE_HTTP_PORT=addresses.http_port
@@ -125,18 +162,21 @@ def make_plan(
     )
 
 
-def _service(
-    name: str, home: Path, common: Mapping[str, str], module: str | None = None, **own: object
-) -> ServiceProcess:
+def _inherited() -> dict[str, str]:
+    """What every service has of this process's environment."""
+    return {
+        **{name: value for name, value in os.environ.items() if not name.startswith("FLOWER_")},
+        "PYTHONUNBUFFERED": "1",
+    }
+
+
+def _service(name: str, home: Path, common: Mapping[str, str], **own: object) -> ServiceProcess:
     env = {**common, **{key: str(value) for key, value in own.items()}}
-    return ServiceProcess(name, home, argv=[sys.executable, "-m", module or f"services.{name}"], env=env)
+    return ServiceProcess(name, home, argv=[sys.executable, "-m", f"services.{name}"], env=env)
 
 
-def _stage(
-    settings: StandaloneSettings, place: StagePlacement, common: Mapping[str, str], home: Path
-) -> ServiceProcess:
+def _of_stage(settings: StandaloneSettings, place: StagePlacement, home: Path) -> dict[str, str]:
     own = {
-        "SHARDLINE_MODEL": settings.folder or settings.model,
         "SHARDLINE_MODEL_NAME": settings.name,
         "SHARDLINE_LAYERS": place.layers_text,
         "SHARDLINE_PLACE": place.place,
@@ -148,7 +188,7 @@ def _stage(
         "SHARDLINE_LOCK_DIR": home / "locks",
         "SHARDLINE_RUN_DIR": socket_folder(home, "hops"),
     }
-    return _service(place.name, home, common, "services.stage", **own)
+    return {name: str(value) for name, value in own.items()}
 
 
 def _flower(addresses: Addresses, common: Mapping[str, str], home: Path) -> ServiceProcess:

@@ -32,8 +32,8 @@ class WatchedChild:
 
 
 def backoff_s(num_deaths: int) -> float:
-    """Delay before the next start: half a second, doubling, at most half a minute."""
-    return min(MAX_DELAY_S, FIRST_DELAY_S * 2.0 ** min(num_deaths - 1, 16))
+    """Delay before the next start: none, then half a second, doubling, at most half a minute."""
+    return min(MAX_DELAY_S, FIRST_DELAY_S * 2.0 ** min(num_deaths - 2, 16)) if num_deaths > 1 else 0.0
 
 
 class ProcessGroup:
@@ -78,7 +78,7 @@ class ProcessGroup:
             self._count_death(watched, now, watched.child.how_it_ended())
             if max_deaths is not None and (watched.num_deaths > max_deaths or watched.child.refused()):
                 raise StartFailed(f"{watched.child.name} cannot start:\n{watched.child.log_tail()}")
-        elif now >= watched.restart_at:
+        if watched.restart_at is not None and now >= watched.restart_at:
             self._restart(watched)
 
     def _count_death(self, watched: WatchedChild, now: float, how: str) -> None:
@@ -86,7 +86,8 @@ class ProcessGroup:
         watched.num_deaths = 1 if calm else watched.num_deaths + 1
         delay_s = backoff_s(watched.num_deaths) * self._time_scale
         watched.restart_at = now + delay_s
-        self._say(f"{watched.child.name} ended ({how}); restarting in {delay_s:g} s. Its log: {watched.child.log}")
+        when = f"in {delay_s:g} s" if delay_s else "now"
+        self._say(f"{watched.child.name} ended ({how}); restarting {when}. Its log: {watched.child.log}")
 
     def _restart(self, watched: WatchedChild) -> None:
         try:

@@ -6,12 +6,14 @@ import os
 import shutil
 import signal
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 import psutil
 from tenacity import Retrying, retry_if_result, stop_after_delay, wait_fixed
+
+from services.standalone.adopted import AdoptedProcess
 
 LOG_MAX_BYTES = 20 * 2**20
 TAIL_LINES = 15
@@ -33,7 +35,7 @@ class Child:
         self.name = name
         self.home = home.resolve()
         self.log = self.home / "logs" / f"{name}.log"
-        self.process: subprocess.Popen[bytes] | None = None
+        self.process: subprocess.Popen[bytes] | AdoptedProcess | None = None
         self.stop_signal = signal.SIGTERM
 
     def start(self) -> None:
@@ -95,6 +97,7 @@ def spawn(
     cwd: Path | None = None,
     death_signal: str = "KILL",
     unprivileged: bool = False,
+    pass_fds: Sequence[int] = (),
 ) -> subprocess.Popen[bytes]:
     """Start a child in its own session, its output appended to `log`; it gets `death_signal` if this thread dies.
 
@@ -112,6 +115,7 @@ def spawn(
             cwd=cwd,
             # A Ctrl-C in the terminal must reach the parent only: it stops the children in order.
             start_new_session=True,
+            pass_fds=pass_fds,
         )
 
 
@@ -125,6 +129,13 @@ def run(
 ) -> int:
     """Run a command to its end; its output goes to `log`. Returns the exit status."""
     return spawn(argv, log=log, env=env, cwd=cwd, unprivileged=unprivileged).wait()
+
+
+def reap_orphans(own: Collection[int]) -> None:
+    """Forget children that ended and are not among `own`: those that a process of ours left behind when it died."""
+    with suppress(ChildProcessError):
+        while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) and ended.si_pid not in own:
+            os.waitpid(ended.si_pid, 0)
 
 
 def is_alive(process: psutil.Process) -> bool:

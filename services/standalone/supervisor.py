@@ -12,16 +12,17 @@ from services.standalone import processes
 from services.standalone.cores import CoreClaims, usable_cores
 from services.standalone.disk import DiskWatch
 from services.standalone.placement import StagePlacement, count_layers, places
-from services.standalone.plan import Addresses, StackPlan, make_plan, new_password
+from services.standalone.plan import Addresses, StackPlan, make_plan, make_warm_parent, new_password
 from services.standalone.ports import free_port, is_taken
 from services.standalone.preload import preload
 from services.standalone.process_group import ProcessGroup
-from services.standalone.processes import Child, StartFailed
+from services.standalone.processes import Child, StartFailed, reap_orphans
 from services.standalone.readiness import ReadinessCriteria, ReadinessWatcher
 from services.standalone.servers import Postgres, Valkey
 from services.standalone.settings import REPOSITORY, StandaloneSettings
 from services.standalone.signals import SignalInbox
 from services.standalone.state_dir import SUPERVISOR, StackRecord, StateDir
+from services.standalone.warm_parent import WarmParent
 from shardline.api_key import parse_key
 from shardline.errors import Invalid
 from shardline.store import api_keys
@@ -44,7 +45,8 @@ class Supervisor:
         self._settings = settings
         self._say = say
         self._state_dir = StateDir(settings.home)
-        self._servers: list[Child] = []
+        self._stopped_last: list[Child] = []
+        """The warm parent and our own servers, in the order in which they started."""
         self._plan: StackPlan | None = None
         self._stack_record = StackRecord(self._state_dir, say)
 
@@ -96,12 +98,19 @@ class Supervisor:
 
     def _start(self, addresses: Addresses, stages: list[StagePlacement]) -> None:
         self._record({})
+        # First of all: its imports take longest.
+        warm_parent = make_warm_parent(self._settings, self._state_dir.folder, preload(self._settings))
+        self._stopped_last.append(warm_parent)
+        self._group.start(warm_parent)
         addresses = self._start_servers(addresses)
         self._migrate(addresses)
         self._register_key(addresses)
         self._state_dir.make_hop_key()
-        self._plan = make_plan(self._settings, addresses, stages, self._state_dir.folder, preload(self._settings))
-        for service in self._plan.all:
+        self._plan = make_plan(self._settings, addresses, stages, self._state_dir.folder, warm_parent)
+        for service in self._plan.doors:
+            self._group.start(service)
+        self._wait_until_warm(warm_parent)
+        for service in self._plan.stages:
             self._group.start(service)
         self._wait_until_ready(addresses)
         self._stack_record.publish(
@@ -126,12 +135,12 @@ class Supervisor:
         database, redis = addresses.database, addresses.redis
         if "database_url" not in given:
             postgres = Postgres(self._state_dir.folder)
-            self._servers.append(postgres)
+            self._stopped_last.append(postgres)
             self._group.start(postgres)
             database = postgres.url()
         if "redis_url" not in given:
             valkey = Valkey(self._state_dir.folder)
-            self._servers.append(valkey)
+            self._stopped_last.append(valkey)
             self._group.start(valkey)
             redis = valkey.url
         return Addresses(
@@ -159,6 +168,17 @@ class Supervisor:
                 api_keys.register(connection, addresses.api_key, Grant(name=name))
         finally:
             engine.dispose()
+
+    def _wait_until_warm(self, warm_parent: WarmParent) -> None:
+        begun = time.monotonic()
+        while not warm_parent.is_settled():
+            self._group.watch(max_deaths=MAX_DEATHS_BEFORE_READY)
+            if self._inbox.num_stops:
+                raise Stopped
+            if time.monotonic() - begun > self._settings.start_s:
+                raise StartFailed(f"the warm parent is not ready after {self._settings.start_s:g} s")
+        if warm_parent.problem:
+            self._say(f"every stage imports for itself, because the warm parent cannot fork: {warm_parent.problem}")
 
     def _wait_until_ready(self, addresses: Addresses) -> None:
         criteria = ReadinessCriteria(
@@ -198,6 +218,7 @@ class Supervisor:
         disk = DiskWatch(self._state_dir.folder, self._say)
         while not self._inbox.num_stops:
             self._group.watch()
+            reap_orphans(self._group.pids.values())
             self._stack_record.catch_up()
             disk.look()
 
@@ -207,6 +228,8 @@ class Supervisor:
         if self._plan is not None:
             self._say(f"stopping: running jobs get {drain_s:g} s to finish; Ctrl-C again does not wait")
         self._state_dir.up_file.unlink(missing_ok=True)
-        self._group.stop([*order, *([server] for server in reversed(self._servers))], grace_s=drain_s + DRAIN_MARGIN_S)
+        self._group.stop(
+            [*order, *([server] for server in reversed(self._stopped_last))], grace_s=drain_s + DRAIN_MARGIN_S
+        )
         self._state_dir.forget()
         self._say("stopped")

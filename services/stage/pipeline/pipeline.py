@@ -9,6 +9,7 @@ import math
 import random
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import structlog
@@ -24,6 +25,9 @@ from shardline.clock import monotonic_s
 from shardline.config import Times
 from shardline.errors import Conflict, LinkLost, Unavailable
 from shardline.wire import StageCard
+
+LOOK = 0.1
+"""Of a heartbeat: how often a head that waits for stages looks for new cards."""
 
 log = structlog.get_logger(__name__)
 
@@ -140,8 +144,14 @@ class Pipeline:
         return self._known
 
     def _pause(self) -> None:
-        """Random, so that heads which raced do not meet again."""
-        self._wait(random.uniform(0.25, 1.0) * self._times.heartbeat_s)  # noqa: S311 (no secret)
+        """Random, so that heads which raced do not meet again; over at once when a stage has come or become free."""
+        until_s = monotonic_s() + random.uniform(0.25, 1.0) * self._times.heartbeat_s  # noqa: S311 (no secret)
+        tried = _offers(self._known)
+        while not self._stopping and (rest_s := until_s - monotonic_s()) > 0:
+            self._wait(min(rest_s, LOOK * self._times.heartbeat_s))
+            with suppress(Unavailable):
+                if _offers(self._candidates()) - tried:
+                    return
 
     def _keep(self, assembled: AssembledPipeline) -> None:
         """From ready to lost."""
@@ -184,6 +194,11 @@ class Pipeline:
             client.register(poller)
         poller.poll(math.ceil(timeout_s * 1000))
         self._wakeup.clear()
+
+
+def _offers(cards: Sequence[StageCard]) -> set[tuple[str, str | None]]:
+    """Which stages there are, and whom they obey."""
+    return {(card.incarnation, card.bound_to) for card in cards}
 
 
 def _status(stage: StageHealth) -> MemberStatus:

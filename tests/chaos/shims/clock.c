@@ -7,6 +7,7 @@
 #include <dlfcn.h>
 #include <fcntl.h>
 #include <limits.h>
+#include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <sys/mman.h>
@@ -30,6 +31,9 @@ __attribute__((constructor)) static void map_shift(void) {
     }
     close(file);
 }
+
+/* A process that was forked has a clock of its own. */
+__attribute__((constructor)) static void map_shift_of_forks(void) { pthread_atfork(NULL, NULL, map_shift); }
 
 int clock_gettime(clockid_t id, struct timespec *now) {
     static int (*real)(clockid_t, struct timespec *);

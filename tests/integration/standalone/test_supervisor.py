@@ -23,7 +23,9 @@ from tests.models import save_model
 from tests.polling import until
 from tests.stack import Stack
 
-NAMES = {"supervisor", "postgres", "redis", "gateway", "relay", "stage-0", "stage-1", "flower"}
+NAMES = {"supervisor", "warm-parent", "postgres", "redis", "gateway", "relay", "stage-0", "stage-1", "flower"}
+
+RESTARTED = ("warm-parent", "stage-1")
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +107,32 @@ def test_a_second_stack_in_one_folder_is_refused(stack: Stack) -> None:
     assert stack.complete().status_code == 200
 
 
-@pytest.mark.parametrize("name", ["stage-1", "relay", "gateway", "flower"])
+def test_a_stage_is_forked_also_after_a_kill_and_its_environment_shows(stack: Stack) -> None:
+    before = stack.look()["processes"]["stage-1"]
+    os.kill(before, signal.SIGKILL)
+    until(lambda: stack.look()["processes"].get("stage-1", before) != before)
+    stage = psutil.Process(stack.look()["processes"]["stage-1"])
+    assert stage.cmdline()[:3] == psutil.Process(stack.look()["processes"]["warm-parent"]).cmdline()[:3]
+    assert (stage.name(), stage.ppid()) == ("stage-1", stack.process.pid)
+    assert os.getsid(stage.pid) == stage.pid
+    assert stage.environ()["SHARDLINE_PLACE"] == "1"
+    assert stage.environ()["SHARDLINE_HOME"] == str(stack.home.folder)
+    assert "SHARDLINE_ROOM" not in stage.environ()
+    until(lambda: is_ready(stack))
+
+
+def test_stages_outlive_their_warm_parent_and_a_killed_one_starts_without_it(stack: Stack) -> None:
+    before = stack.look()["processes"]
+    os.kill(before["warm-parent"], signal.SIGKILL)
+    os.kill(before["stage-1"], signal.SIGKILL)
+    until(lambda: all(stack.look()["processes"].get(name) not in (None, before[name]) for name in RESTARTED))
+    until(lambda: is_ready(stack))
+    after = stack.look()["processes"]
+    assert {**after, **{name: before[name] for name in RESTARTED}} == before, "another process died with it"
+    assert stack.complete().status_code == 200
+
+
+@pytest.mark.parametrize("name", ["stage-1", "relay", "gateway", "flower", "warm-parent"])
 def test_a_killed_service_is_restarted_recorded_and_works(stack: Stack, name: str) -> None:
     before = stack.look()["processes"][name]
     os.kill(before, signal.SIGKILL)

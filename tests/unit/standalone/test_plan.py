@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from services.standalone.placement import places
-from services.standalone.plan import Addresses, StackPlan, make_plan, new_password
+from services.standalone.plan import Addresses, ServiceProcess, StackPlan, make_plan, make_warm_parent, new_password
 from services.standalone.preload import preload
 from services.standalone.settings import StandaloneSettings
 
@@ -21,18 +21,23 @@ ADDRESSES = Addresses(
 )
 
 
-def plan(tmp_path: Path, *, stages: int = 2, replicas: int = 1) -> StackPlan:
+def plan(tmp_path: Path, *, stages: int = 2, replicas: int = 1, libraries: str = "") -> StackPlan:
     settings = StandaloneSettings(model=str(tmp_path), stages=stages, replicas=replicas)
-    return make_plan(settings, ADDRESSES, places(settings, 8, list(range(stages * replicas))), tmp_path)
+    parent = make_warm_parent(settings, tmp_path, libraries)
+    return make_plan(settings, ADDRESSES, places(settings, 8, list(range(stages * replicas))), tmp_path, parent)
+
+
+def every(made: StackPlan) -> list[ServiceProcess]:
+    return [*made.stages, *made.doors]
 
 
 def test_no_secret_is_on_a_command_line(tmp_path: Path) -> None:
-    for service in plan(tmp_path).all:
+    for service in every(plan(tmp_path)):
         assert "secret" not in " ".join(service.argv)
 
 
 def test_every_service_knows_the_servers(tmp_path: Path) -> None:
-    for service in plan(tmp_path).all:
+    for service in every(plan(tmp_path)):
         assert service.env["SHARDLINE_DATABASE_URL"] == ADDRESSES.database
         assert service.env["SHARDLINE_REDIS_URL"] == ADDRESSES.redis
 
@@ -60,8 +65,13 @@ def test_flower_settings_of_the_shell_do_not_drop_its_password(tmp_path: Path, m
 
 def test_only_stages_preload_a_library(tmp_path: Path) -> None:
     settings = StandaloneSettings(model=str(tmp_path), stage_preload="liballocator.so")
-    made = make_plan(settings, ADDRESSES, places(settings, 8, [0, 1]), tmp_path, preload(settings))
-    assert [each.name for each in made.all if each.env.get("LD_PRELOAD") == "liballocator.so"] == ["stage-0", "stage-1"]
+    parent = make_warm_parent(settings, tmp_path, preload(settings))
+    made = make_plan(settings, ADDRESSES, places(settings, 8, [0, 1]), tmp_path, parent)
+    assert parent.environment["LD_PRELOAD"] == "liballocator.so", "or no stage could be its fork"
+    assert [each.name for each in every(made) if each.env.get("LD_PRELOAD") == "liballocator.so"] == [
+        "stage-0",
+        "stage-1",
+    ]
     assert preload(StandaloneSettings(stage_preload="")) == ""
 
 
@@ -79,3 +89,12 @@ def test_several_stages_on_one_host_divide_its_memory(tmp_path: Path, monkeypatc
 
     monkeypatch.setenv("SHARDLINE_KV_SHARE", "0.05")
     assert plan(tmp_path).heads[0].env["SHARDLINE_KV_SHARE"] == "0.05", "who sets it is asked"
+
+
+def test_every_planned_stage_may_be_forked_unless_a_library_would_read_another_value(tmp_path: Path) -> None:
+    parent = make_warm_parent(StandaloneSettings(model=str(tmp_path)), tmp_path, "liballocator.so")
+    for stage in plan(tmp_path, libraries="liballocator.so").stages:
+        assert parent.suits(stage.env)
+        assert parent.suits({**stage.env, "SHARDLINE_TOKEN_BUDGET": "64"})
+        assert not parent.suits({**stage.env, "OMP_NUM_THREADS": "3"})
+        assert not parent.suits({name: value for name, value in stage.env.items() if name != "LD_PRELOAD"})

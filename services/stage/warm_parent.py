@@ -1,0 +1,117 @@
+"""`python -m services.stage.warm_parent FD`: has imported what a stage needs, and forks stages of itself on request.
+
+A stage so begins with everything imported, and shares those pages with its siblings. The warm parent starts no thread,
+opens no connection, takes no lock and computes nothing, because a fork copies the memory of all threads and goes on
+with one. It knows no settings: a stage reads its own after the fork. FD is its end of the supervisor's socket pair.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import importlib
+import os
+import socket
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+from services.stage import __main__ as stage
+from services.stage.model.model_info import ModelInfo
+from shardline.errors import ShardlineError
+from shardline.fork_request import GO, READY, ForkRequest
+from shardline.prctl import die_with_parent, name_process
+
+LATE_IMPORTS = ("celery.backends.base", "celery.worker.components", "celery.worker.consumer", "kombu.transport.redis")
+"""What Celery finds by its name, and imports only when a worker starts."""
+STDOUT, STDERR = 1, 2
+FIRST_OF_AREA, LAST_OF_AREA = 47, 48
+"""Fields of /proc/self/stat, behind the name: where the environment that /proc shows begins and ends in memory."""
+
+
+def main() -> int:
+    """Serves until the supervisor goes; in a new process, is a stage. Returns the exit status."""
+    link = socket.socket(fileno=int(sys.argv[1]))
+    supervisor = os.getppid()
+    for name in LATE_IMPORTS:
+        importlib.import_module(name)
+    import_model()
+    # Objects of the imports live for ever. Collected or marked by a child, their pages would be its own.
+    gc.collect()
+    gc.freeze()
+    num_threads = sum(1 for _ in Path("/proc/self/task").iterdir())
+    can_fork = num_threads == 1
+    link.send(READY if can_fork else f"its imports started {num_threads - 1} threads: see *_NUM_THREADS".encode())
+    while (request := ForkRequest.receive(link)) is not None:
+        if can_fork and fork(request, supervisor):
+            link.close()
+            return stage.main()
+        request.close()
+    return 0
+
+
+def import_model() -> None:
+    """Imports the modules of the model that the stages will load, if it is a folder: a hub is asked by stages only."""
+    model = os.environ.get("SHARDLINE_MODEL", "")
+    if Path(model).is_dir():
+        with suppress(ShardlineError):  # A stage will say so.
+            ModelInfo.read(model)
+
+
+def fork(request: ForkRequest, supervisor: int) -> bool:
+    """True in the new stage, a child of the supervisor; False here, whatever came of it.
+
+    The child that is forked first forks the stage and ends at once: Linux then gives the stage to the supervisor, which
+    adopts orphans. So the supervisor alone sees its end, and a stage outlives its warm parent.
+    """
+    reader, writer = os.pipe()
+    first = os.fork()
+    if first == 0:
+        if os.fork() > 0:
+            os._exit(0)
+        os.close(writer)
+        os.read(reader, 1)
+        os.close(reader)
+        become(request, supervisor)
+        return True
+    os.waitpid(first, 0)
+    # Closed only now: the stage goes on when it has its new parent.
+    os.close(reader)
+    os.close(writer)
+    return False
+
+
+def become(request: ForkRequest, supervisor: int) -> None:
+    """Turns this fork into the stage that was asked for, or ends it if nobody waits for it any more."""
+    die_with_parent()
+    os.setsid()
+    os.dup2(request.log, STDOUT)
+    os.dup2(request.log, STDERR)
+    name_process(request.name)
+    take_environment(dict(request.environment))
+    with socket.socket(fileno=os.dup(request.answer)) as answer:
+        request.close()
+        # A supervisor that ended before die_with_parent has not taken this process along.
+        if os.getppid() != supervisor:
+            os._exit(1)
+        answer.send(str(os.getpid()).encode())
+        if answer.recv(len(GO)) != GO:
+            os._exit(1)
+
+
+def take_environment(environment: dict[str, str]) -> None:
+    """Replaces this process's environment, also the one that /proc shows, by which a stack's processes are found.
+
+    /proc shows the memory in which the environment stood at the start; what does not fit in there is not shown.
+    """
+    os.environ.clear()
+    os.environ.update(environment)
+    fields = Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+    begin, end = int(fields[FIRST_OF_AREA]), int(fields[LAST_OF_AREA])
+    shown = b"".join(os.fsencode(f"{name}={value}") + b"\0" for name, value in environment.items())
+    if len(shown) <= end - begin:
+        ctypes.memmove(begin, shown.ljust(end - begin, b"\0"), end - begin)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
