@@ -1,24 +1,24 @@
-"""Listens for NOTIFY of new and requeued jobs, and wakes the loops that read rows. A missed one costs one poll."""
+"""Listens for NOTIFY of changed jobs or leases, and wakes the loops that read them. A missed one costs one poll."""
 
 from __future__ import annotations
 
 from services.relay.loop import Loop, LoopContext
 from shardline.store.bells import listening
-from shardline.tables import JOBS_CHANNEL
 
 
 class NotifyListener(Loop):
     """Keeps one connection of its own."""
 
-    def __init__(self, context: LoopContext, *, database_url: str, wakes: tuple[Loop, ...]) -> None:
-        super().__init__("notify-listener", context.metrics.errors)
+    def __init__(self, context: LoopContext, *, database_url: str, channel: str, wakes: tuple[Loop, ...]) -> None:
+        super().__init__(f"{channel}-listener", context.metrics.errors)
+        self._channel = channel
         self._database_url = database_url
         self._wakes = wakes
         self._times = context.times
 
     def turn(self) -> float:
         """Listen until stopped, or until the connection is lost."""
-        with listening(self._database_url, JOBS_CHANNEL) as bell:
+        with listening(self._database_url, self._channel) as bell:
             while not self._stopped.is_set():
                 if bell.wait(self._times.poll_s):
                     for loop in self._wakes:

@@ -36,6 +36,7 @@ from shardline.job import JobState
 from shardline.metrics import RelayMetrics
 from shardline.redis import redis_client
 from shardline.store.database import connect
+from shardline.tables import JOBS_CHANNEL, LEASES_CHANNEL
 
 log = structlog.get_logger(__name__)
 
@@ -64,18 +65,20 @@ class Relay:
         self._results = CeleryResults(context, backend_app=publisher if settings.result_backend else None)
         outbox = Outbox(context, publisher=publisher, redis=self._redis)
         preparer = Preparer(context, outbox=outbox, results=self._results)
+        sweeper = Sweeper(context, results=self._results)
         blocking = redis_client(settings.redis_url, timeout_s=settings.times.poll_s + REDIS_TIMEOUT_S)
         self._canceller = Canceller(context, results=self._results)
         self._loops: tuple[Loop, ...] = (
             outbox,
             preparer,
-            Sweeper(context, results=self._results),
+            sweeper,
             Census(context),
             self._canceller,
             self._results,
             Intake(context, redis=blocking, batch=settings.intake_batch),
             Growth(context, keeps_all=settings.retention_days is None),
-            NotifyListener(context, database_url=url, wakes=(outbox, preparer)),
+            NotifyListener(context, database_url=url, channel=JOBS_CHANNEL, wakes=(outbox, preparer)),
+            NotifyListener(context, database_url=url, channel=LEASES_CHANNEL, wakes=(sweeper,)),
         )
         if settings.retention_days is not None:
             self._loops += (Retention(context, days=settings.retention_days),)

@@ -15,8 +15,8 @@ from pydantic import ValidationError
 from services.stage.app import make_app, serve
 from services.stage.backends import ServerBackends
 from services.stage.follower import Follower
-from services.stage.head import Head
-from services.stage.runtime import load
+from services.stage.head import Head, end_leases_of_predecessor
+from services.stage.runtime import load, pipeline_of, place
 from services.stage.settings import StageSettings
 from shardline import log, metrics
 from shardline.errors import Invalid, Unavailable
@@ -39,10 +39,17 @@ def main() -> int:
     log.configure(service="stage", level=settings.log_level, form=settings.log_format)
     die_with_any_thread()
     try:
-        loaded = load(settings)
+        placed = place(settings)
         app = make_app(settings)
         backends = ServerBackends(settings, app)
-        stage = Head(loaded, backends) if loaded.is_head else Follower(loaded, backends)
+        is_head = placed.layers.start == 0
+        if is_head:
+            database = backends.open_database(application_name=f"shardline {placed.worker} starts")
+            pipeline = pipeline_of(settings, placed.worker, placed.device)
+            end_leases_of_predecessor(database, worker=placed.worker, pipeline=pipeline)
+            database.dispose()
+        loaded = load(placed)
+        stage = Head(loaded, backends) if is_head else Follower(loaded, backends)
         stage.start()
     except Invalid as error:
         logger.critical("refused", field=error.field, problem=error.problem, remedy=error.remedy)

@@ -8,6 +8,7 @@ from typing import Any
 from uuid import NAMESPACE_URL, uuid5
 
 import structlog
+from sqlalchemy import Engine as Database
 from sqlalchemy.exc import DBAPIError
 
 from services.stage.backends import Backends
@@ -26,7 +27,7 @@ from services.stage.pipeline.assembly import PipelineAssembly
 from services.stage.pipeline.epochs import Epochs
 from services.stage.pipeline.pipeline import Pipeline
 from services.stage.pipeline.status import StageProgress
-from services.stage.runtime import Loaded, software
+from services.stage.runtime import Loaded, pipeline_of, software
 from services.stage.scheduling.events import Event
 from services.stage.scheduling.scheduler import Scheduler
 from services.stage.scheduling.scheduler_config import SchedulerConfig
@@ -39,6 +40,24 @@ from shardline.tokenize import Tokens
 from shardline.wire import StageCard
 
 log = structlog.get_logger(__name__)
+
+
+def end_leases_of_predecessor(database: Database, *, worker: str, pipeline: str) -> None:
+    """Before the weights are read: meanwhile a head that waits may run the jobs that this one's predecessor held.
+
+    Call it while holding the device, which no living predecessor would have let go. Raises Unavailable.
+    """
+    try:
+        with database.begin() as connection:
+            num_held = leases.expire_held_by(connection, worker=worker, pipeline=pipeline)
+    except DBAPIError as error:
+        raise _unavailable(error) from error
+    if num_held:
+        log.warning("this head's predecessor left jobs behind: they are requeued", jobs=num_held)
+
+
+def _unavailable(error: DBAPIError) -> Unavailable:
+    return Unavailable(f"{failure_of(error)}. Check SHARDLINE_DATABASE_URL and migrate")
 
 
 class Head:
@@ -54,7 +73,7 @@ class Head:
         self.interactive_seats = settings.interactive_seats
         self.hub = HubCalls(loaded.sockets.wakeup())
         self.meter = StageMeter(loaded)
-        self._name = settings.pipeline or f"{settings.name}:{loaded.worker.partition('@')[2]}:{loaded.device.name}"
+        self._name = pipeline_of(settings, loaded.worker, loaded.device)
         self._database = backends.open_database(application_name=f"shardline {loaded.worker}")
         self._epochs = Epochs(
             self._database,
@@ -125,11 +144,8 @@ class Head:
         try:
             with self._database.begin() as connection:
                 register_model(connection, self._model_row)
-                num_held = leases.expire_held_by(connection, worker=self.worker, pipeline=self._name)
         except DBAPIError as error:
-            raise Unavailable(f"{failure_of(error)}. Check SHARDLINE_DATABASE_URL and migrate") from error
-        if num_held:
-            log.warning("this head's predecessor left jobs behind: they are requeued", jobs=num_held)
+            raise _unavailable(error) from error
         self._publisher.start()
         self.delivery_handler.start()
         self._engine.start()

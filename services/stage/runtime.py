@@ -69,6 +69,17 @@ class Stage(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Placed:
+    """A stage that holds its device and has read no weights yet."""
+
+    settings: StageSettings
+    info: ModelInfo
+    layers: range
+    device: Device
+    worker: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded:
     """The parts that heads and later stages share: a loaded shard on its device, and how it is reached."""
 
@@ -151,13 +162,26 @@ def _us(seconds: float) -> int:
     return round(seconds * 1e6)
 
 
-def load(settings: StageSettings) -> Loaded:
-    """Device, weights, sockets: what can be refused is refused before Celery starts. Raises Invalid, Unavailable."""
+def place(settings: StageSettings) -> Placed:
+    """The model's config and the device, which is locked: no other process of this name runs on it. Raises Invalid,
+    Unavailable."""
     info = ModelInfo.read(settings.model, settings.model_revision)
     layers = layers_of(settings, info.num_layers)
     name = settings.worker_name or f"{settings.pipeline or settings.name}.{settings.place}"
     worker = f"{name}@{socket.gethostname()}"
     device = Device.take(settings.device, worker=worker, lock_folder=settings.lock_dir, shared=settings.device_shared)
+    return Placed(settings=settings, info=info, layers=layers, device=device, worker=worker)
+
+
+def load(placed: Placed) -> Loaded:
+    """Weights, sockets: what can be refused is refused before Celery starts. Raises Invalid, Unavailable."""
+    settings, info, layers, device, worker = (
+        placed.settings,
+        placed.info,
+        placed.layers,
+        placed.device,
+        placed.worker,
+    )
     with unchanged(info.path):
         executor = Executor.load(
             model=info,
@@ -208,6 +232,11 @@ def load(settings: StageSettings) -> Loaded:
         sockets=hop_sockets(settings),
         worker=worker,
     )
+
+
+def pipeline_of(settings: StageSettings, worker: str, device: Device) -> str:
+    """The name of the pipeline that a head leads, the same after each start."""
+    return settings.pipeline or f"{settings.name}:{worker.partition('@')[2]}:{device.name}"
 
 
 def software() -> dict[str, str]:

@@ -34,6 +34,9 @@ from shardline.job import DEFAULT_PRIORITY, DEFAULT_TENANT, PRIORITIES, FinishRe
 JOBS_CHANNEL = "shardline_jobs"
 """NOTIFY, empty payload: rows for the relay were inserted, requeued or asked to cancel."""
 
+LEASES_CHANNEL = "shardline_leases"
+"""NOTIFY, empty payload: leases were ended before their time, for relays to sweep."""
+
 DONE_CHANNEL = "shardline_done"
 """NOTIFY, empty payload, once a transaction: jobs ended."""
 

@@ -3,7 +3,8 @@
 python -m tests.benchmarks.recovery --victim stage-1 [--spare] [--model DIR --dtype float32] [--rounds 3]
 
 A spare is a further process with the victim's layers. A further head leads a pipeline of its own as soon as it finds
-stages that are free.
+stages that are free. Phases are seconds from SIGKILL to the first such moment, by the logs of the stack: medians of the
+rounds.
 """
 
 from __future__ import annotations
@@ -15,9 +16,12 @@ import os
 import signal
 import statistics
 import subprocess
+import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 from uuid import UUID
@@ -39,10 +43,18 @@ TOKENS_BEFORE = 20
 FLYING_S = 0.1
 """What comes sooner was under way."""
 START_S = 120.0
+EVENTS = {
+    "shard loaded": ("stage-0", "stage-1"),
+    "bound": ("stage-1",),
+    "pipeline ready": ("stage-0", "spare"),
+    "job swept": ("relay",),
+}
+"""Moments of a recovery, and the logs in which they stand."""
 
 
 def main() -> None:
-    """Prints seconds as one JSON line: median and worst of all sequences in all rounds, and a stage's start alone."""
+    """Prints seconds as one JSON line: median and worst of all sequences in all rounds, the phases, and the start of a
+    stage that is no fork of the warm parent."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--victim", choices=(HEAD, TAIL), required=True)
     parser.add_argument("--spare", action="store_true", help="a further process waits with the victim's layers")
@@ -52,21 +64,23 @@ def main() -> None:
     options = parser.parse_args()
     gaps: list[float] = []
     starts: list[float] = []
+    phases: dict[str, list[float]] = defaultdict(list)
     with stack(options.model, options.dtype, 2) as up:
         home = StateDir(Path(up["home"]))
         for _ in range(options.rounds):
             with spare(home, options.victim) as start_s:
                 starts.append(start_s)
                 if options.spare:
-                    gaps += asyncio.run(kill(home, options.victim))
+                    gaps += asyncio.run(kill(home, options.victim, phases))
             if not options.spare:
-                gaps += asyncio.run(kill(home, options.victim))
+                gaps += asyncio.run(kill(home, options.victim, phases))
     figures = {"p50_s": statistics.median(gaps), "worst_s": max(gaps), "num_gaps": len(gaps)}
-    figures["start_and_load_s"] = statistics.median(starts)
-    print(json.dumps({**figures, "victim": options.victim, "spare": options.spare}))
+    figures["cold_start_s"] = statistics.median(starts)
+    medians = {name: round(statistics.median(each), 3) for name, each in phases.items()}
+    print(json.dumps({**figures, "phases_s": medians, "victim": options.victim, "spare": options.spare}))
 
 
-async def kill(home: StateDir, victim: str) -> list[float]:
+async def kill(home: StateDir, victim: str, phases: dict[str, list[float]]) -> list[float]:
     """One round: seconds until the next token of each sequence that was running."""
     up = up_of(home)
     async with AsyncClient(database_url=up["urls"]["database"], redis_url=up["urls"]["redis"]) as client:
@@ -78,14 +92,37 @@ async def kill(home: StateDir, victim: str) -> list[float]:
         running = asyncio.Event()
         readers = [asyncio.create_task(read(client, job_id, arrivals, running)) for job_id in ids]
         await asyncio.wait_for(running.wait(), START_S)
-        killed_s = time.monotonic()
+        killed_s, killed_at = time.monotonic(), datetime.now(UTC)
+        killed_since_boot_s = time.clock_gettime(time.CLOCK_BOOTTIME)
         os.kill(up["processes"][victim], signal.SIGKILL)
         await asyncio.gather(*readers)
-    return [
+    gaps = [
         min(after) - killed_s
         for each in arrivals.values()
         if (after := [at for at in each if at > killed_s + FLYING_S])
     ]
+    phases["process started"].append(since_boot_s(up_of(home)["processes"][victim]) - killed_since_boot_s)
+    for event, logs in EVENTS.items():
+        if moments := [
+            at for name in logs for at in moments_of(home.folder / "logs" / f"{name}.log", event, killed_at)
+        ]:
+            phases[event].append(min(moments))
+    phases["first token"].append(min(gaps))
+    return gaps
+
+
+def since_boot_s(pid: int) -> float:
+    """When a process started, as its system says: exact to a hundredth of a second, unlike the wall clock's time."""
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
+
+
+def moments_of(log: Path, event: str, since: datetime) -> Iterator[float]:
+    """Seconds from `since` until each such event in a log, as far as they are later."""
+    for line in log.read_text().splitlines() if log.exists() else ():
+        if line.startswith("{") and (entry := json.loads(line))["event"] == event:
+            after_s = (datetime.fromisoformat(entry["timestamp"]) - since).total_seconds()
+            if after_s > 0:
+                yield after_s
 
 
 async def read(client: AsyncClient, job_id: UUID, arrivals: dict[UUID, list[float]], running: asyncio.Event) -> None:
@@ -110,12 +147,14 @@ def spare(home: StateDir, place: str) -> Iterator[float]:
     registry = RedisRegistry(up["urls"]["redis"])
     num_before = len(registry.cards(up["model"]))
     waits = {
-        HEAD: lambda: b"pipeline not formed" in told.read_bytes(),
+        HEAD: lambda: b"pipeline not assembled" in told.read_bytes(),
         TAIL: lambda: len(registry.cards(up["model"])) > num_before,
     }
     began_s = time.monotonic()
     with told.open("wb") as log:
-        twin = subprocess.Popen(stage.cmdline(), env=stage.environ() | own, cwd=stage.cwd(), stdout=log, stderr=log)
+        twin = subprocess.Popen(
+            [sys.executable, "-m", "services.stage"], env=stage.environ() | own, cwd=stage.cwd(), stdout=log, stderr=log
+        )
     try:
         wait(waits[place])
         yield time.monotonic() - began_s

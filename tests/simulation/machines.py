@@ -24,10 +24,10 @@ from services.relay.outbox import Outbox
 from services.relay.sweeper import Sweeper
 from services.stage.celery.delivery import Delivery
 from services.stage.follower import Follower
-from services.stage.head import Head
+from services.stage.head import Head, end_leases_of_predecessor
 from services.stage.jobs.delta_publisher import DeltaSink
 from services.stage.pipeline.registry import Registry
-from services.stage.runtime import Loaded
+from services.stage.runtime import Loaded, pipeline_of
 from services.stage.scheduling.offload import OffloadTerms
 from services.stage.scheduling.step_plan import StepPlan
 from shardline.config import Times
@@ -255,8 +255,11 @@ class HeadMachine(StageMachine):
         """Celery's thread."""
         self.is_draining, self.num_deliveries = False, 0
         loaded, consumer = self.load(), Consumer()
-        head = self.head = Head(loaded, SimulatedBackends(self.site, self.process))
+        backends = SimulatedBackends(self.site, self.process)
+        head = self.head = Head(loaded, backends)
+        name = pipeline_of(loaded.settings, loaded.worker, loaded.device)
         try:
+            end_leases_of_predecessor(backends.open_database("starts"), worker=loaded.worker, pipeline=name)
             head.start()
         except Unavailable:
             self.process.kill()

@@ -53,9 +53,9 @@ class Binding:
         self._heard_s = now_s
         return True
 
-    def is_silent(self, now_s: float) -> bool:
-        """True when the head has been silent for `unbind_s`."""
-        return self.bound is not None and self._is_long_ago(now_s)
+    def is_silent(self, now_s: float, for_s: float) -> bool:
+        """True when the head that holds the stage has been silent for so long."""
+        return self.bound is not None and now_s - self._heard_s > for_s
 
     def release(self) -> None:
         """Free for any pipeline."""

@@ -32,6 +32,7 @@ class ControlHandler:
         self._hop = hop
         self._host = host
         self._connect_s = times.link_dead_s / 2
+        self._times = times
         self._binding = Binding(card, times.unbind_s)
         self._receiver: Receiver | None = None
         """Bound for this epoch, not yet the engine's."""
@@ -82,8 +83,10 @@ class ControlHandler:
         )
 
     def check_silence(self, now_s: float) -> None:
-        """Frees the stage from a head that has been silent for too long."""
-        if self._binding.is_silent(now_s):
+        """Frees the stage from a head that has been silent for too long: for `unbind_s`, or for one heartbeat once its
+        epoch is lost here, since a head that lives hears of that at once, and then says HELLO or BYE."""
+        is_silent, times = self._binding.is_silent, self._times
+        if is_silent(now_s, times.heartbeat_s) and (is_silent(now_s, times.unbind_s) or self._has_lost_epoch()):
             self._unbind("its head is silent")
 
     def close(self) -> None:
@@ -91,6 +94,10 @@ class ControlHandler:
         if self._receiver is not None:
             self._receiver.close()
             self._receiver = None
+
+    def _has_lost_epoch(self) -> bool:
+        bound, status = self._binding.bound, self._host.status()
+        return bound is not None and status.epoch == bound.epoch and status.error is not None
 
     def _hello(self, hello: messages.Hello, now_s: float) -> messages.Welcome | messages.Refuse:
         was_bound = self._binding.bound is not None

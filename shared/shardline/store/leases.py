@@ -13,7 +13,9 @@ from uuid import UUID
 from sqlalchemy import Connection, text
 
 from shardline.job import TokenLogprob
+from shardline.store.bells import ring
 from shardline.store.encoding import Key, dump, dump_logprobs
+from shardline.tables import LEASES_CHANNEL
 
 HEARTBEAT = text("""
 -- What the holder sends: a claim, and its tokens from `start` on that are not saved yet.
@@ -102,4 +104,7 @@ def heartbeat(connection: Connection, beats: Sequence[Beat], *, lease_s: float) 
 def expire_held_by(connection: Connection, *, worker: str, pipeline: str) -> int:
     """A head has started anew: what its dead predecessor held need not wait for the end of its leases. Returns how
     many; relays move them as ever, and the fence keeps out a predecessor that is alive after all."""
-    return connection.execute(EXPIRE, {"worker": worker, "pipeline": pipeline}).rowcount
+    num_held = connection.execute(EXPIRE, {"worker": worker, "pipeline": pipeline}).rowcount
+    if num_held:
+        ring(connection, LEASES_CHANNEL)
+    return num_held

@@ -43,8 +43,8 @@ QUIET_S = 60.0
 HEAP_SHARE = 0.2
 LATE_BYTES = 16 * MIB
 SCRAP_BYTES = 4 * MIB
-NUM_BELLS = 1
-"""Connections of a process that LISTEN, beside its pool."""
+NUM_BELLS = 2
+"""At most so many connections of a process LISTEN, beside its pool."""
 
 ENTRIES_PER_ATTEMPT = 2 * (MAX_OUTPUT + 1)
 FENCES = "SELECT id::text, fence FROM jobs"

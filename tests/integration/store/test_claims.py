@@ -18,7 +18,7 @@ from shardline.store.claims import Claimed
 from shardline.store.database import connect
 from shardline.store.ends import End
 from shardline.store.leases import Beat, BeatReply
-from shardline.tables import DONE_CHANNEL, JOBS_CHANNEL
+from shardline.tables import DONE_CHANNEL, JOBS_CHANNEL, LEASES_CHANNEL
 from tests.integration.rows import (
     HEAD,
     LONG_S,
@@ -305,6 +305,15 @@ def test_bells_ring_when_jobs_arrive_and_end(database_url: str, engine: Engine) 
         end(engine, success(claimed))
         assert done.wait(10)
         assert not arrivals.wait(0)
+
+
+def test_relays_hear_of_leases_that_a_new_head_ends_and_of_no_others(database_url: str, engine: Engine) -> None:
+    running(engine)
+    with listening(database_url, LEASES_CHANNEL) as bell:
+        for pipeline, is_heard in (("another", False), ("p", True)):
+            with engine.begin() as connection:
+                leases.expire_held_by(connection, worker="h", pipeline=pipeline)
+            assert bell.wait(10 if is_heard else 0) == is_heard
 
 
 def test_heads_relays_and_doors_lock_many_rows_without_deadlock(engine: Engine) -> None:

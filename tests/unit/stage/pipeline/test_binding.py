@@ -16,6 +16,8 @@ from services.stage.hop.sockets import Sockets
 from services.stage.pipeline import messages
 from services.stage.pipeline.binding import Binding
 from services.stage.pipeline.control_client import ControlClient, Refused
+from services.stage.pipeline.status import StageStatus
+from shardline.clock import monotonic_s
 from shardline.errors import LinkLost
 from shardline.wire import StageCard
 from tests.links import NUM_LAYERS, PATIENCE_S, TIMES, Pipes, make_card, open_pipes
@@ -121,8 +123,8 @@ def test_silence_is_counted_from_the_last_word_of_the_epoch_in_force(binding: Bi
     binding.obeys(ping(OURS, 2), 8.0)
     binding.obeys(ping(OTHERS, 3), 8.0)
 
-    assert not binding.is_silent(4.0 + UNBIND_S)
-    assert binding.is_silent(4.1 + UNBIND_S)
+    assert not binding.is_silent(4.0 + UNBIND_S, UNBIND_S)
+    assert binding.is_silent(4.1 + UNBIND_S, UNBIND_S)
 
 
 @pytest.mark.parametrize(
@@ -222,6 +224,37 @@ def test_a_head_that_dies_frees_its_stage_after_the_silence(pipes: Pipes) -> Non
 
     assert bind(other, OTHERS, 1).pipeline == OTHERS
     other.close()
+
+
+def test_a_stage_that_lost_its_epoch_leaves_a_silent_head_after_a_heartbeat(pipes: Pipes) -> None:
+    stage = pipes.stage(8, NUM_LAYERS, TIMES.model_copy(update={"unbind_s": 2 * PATIENCE_S}))
+    head, other = pipes.call(stage), pipes.call(stage)
+    bind(head, OURS, 1)
+
+    stage.last_status = StageStatus(epoch=1, error="no steps after 7: the connection was closed")
+    stage.unbinds.get(timeout=PATIENCE_S)
+
+    assert bind(other, OTHERS, 1).pipeline == OTHERS
+    for call in (head, other):
+        call.close()
+
+
+def test_a_stage_keeps_a_head_that_speaks_though_its_epoch_is_lost(pipes: Pipes) -> None:
+    stage = pipes.stage(8, NUM_LAYERS)
+    head, other = pipes.call(stage), pipes.call(stage)
+    bind(head, OURS, 1)
+    stage.last_status = StageStatus(epoch=1, error="no steps after 7: the connection was closed")
+
+    until_s = monotonic_s() + 4 * TIMES.heartbeat_s
+    while monotonic_s() < until_s:
+        head.send(messages.Ping(pipeline=OURS, epoch=1, seq=0))
+        other.send(hello(OTHERS, 1, other.card))
+        with pytest.raises(Refused, match="busy: bound to pipeline"):
+            other.expect(messages.Welcome, PATIENCE_S)
+
+    assert stage.unbinds.empty()
+    for call in (head, other):
+        call.close()
 
 
 def test_a_released_stage_is_free_at_once(pipes: Pipes) -> None:
