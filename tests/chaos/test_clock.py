@@ -19,6 +19,15 @@ import sys, time
 from shardline.clock import lease_clock_s
 for _ in sys.stdin: print(time.time(), time.monotonic(), lease_clock_s(), flush=True)
 """
+FORK = """
+import os, sys, time
+if os.fork():
+    os.wait()
+else:
+    print(os.getpid(), flush=True)
+    sys.stdin.readline()
+print(time.time(), flush=True)
+"""
 HOUR_S = 3600.0
 NEAR_S = HOUR_S / 2
 
@@ -82,3 +91,21 @@ def test_time_in_suspension_counts_when_leases_are_judged(process: Shifted) -> N
     now = process.told()
     assert before.monotonic_s <= now.monotonic_s < before.monotonic_s + NEAR_S
     assert before.lease_s + HOUR_S <= now.lease_s < before.lease_s + HOUR_S + NEAR_S
+
+
+def test_a_forked_process_has_a_clock_of_its_own(tmp_path: Path) -> None:
+    clock = Clock(tmp_path)
+    environment = {**os.environ, **clock.environment, "LD_PRELOAD": str(clock.library)}
+    with subprocess.Popen(
+        [sys.executable, "-c", FORK], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        pid = int(process.stdout.readline())
+        clock.shift(pid, HOUR_S)
+        process.stdin.write("\n")
+        process.stdin.flush()
+        of_fork, of_parent = (float(process.stdout.readline()) for _ in range(2))
+
+    assert pid != process.pid
+    assert of_fork - of_parent > NEAR_S

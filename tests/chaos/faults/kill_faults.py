@@ -61,6 +61,6 @@ def pause(role: str, leases: float) -> Fault:
     return Simple(kind=f"pause {role} {leases:g} leases", inject=inject, why_not=lambda target: missing(target, role))
 
 
-KILLS: tuple[Fault, ...] = tuple(kill(role) for role in ROLES)
+KILLS: tuple[Fault, ...] = tuple(kill(role) for role in (*ROLES, "warm-parent"))
 PAUSES: tuple[Fault, ...] = tuple(pause(role, leases) for role in ROLES[:-1] for leases in LEASES)
 FAULTS = (*KILLS, *PAUSES)
