@@ -44,7 +44,7 @@ def main() -> int:
         backends = ServerBackends(settings, app)
         is_head = placed.layers.start == 0
         if is_head:
-            database = backends.open_database(application_name=f"shardline {placed.worker} starts")
+            database = backends.open_database(application_name=f"shardline {placed.worker}")
             pipeline = pipeline_of(settings, placed.worker, placed.device)
             end_leases_of_predecessor(database, worker=placed.worker, pipeline=pipeline)
             database.dispose()
