@@ -98,8 +98,6 @@ class Site:
     """Of each stage, about."""
     num_slots: int
     """Of a head; later stages have more."""
-    num_restored: int = 0
-    """KV blocks that came back from slots, on heads."""
     num_incarnations: int = 0
     unfenced: list[str] = field(default_factory=list)
     """Steps that a head began for a claim whose lease was over."""
@@ -313,7 +311,6 @@ class HeadMachine(StageMachine):
 
     def on_step(self, plan: StepPlan) -> None:
         """No step may begin for a claim whose lease is over."""
-        self.site.num_restored += sum(not move.is_out for move in plan.moves)
         head = self.head
         if head is None:
             return

@@ -123,7 +123,6 @@ class World:
                 "lost frames": network.num_lost,
                 "repeated frames": network.num_repeated,
                 "frames of older epochs": network.num_replayed,
-                "KV blocks that came back": self.site.num_restored,
                 "lost answers to COMMIT": self.site.postgres.num_lost_answers,
                 "resumed attempts": sum(one.num_resumed > 0 for one in attempts),
                 "new epochs": sum(row.epoch - 1 for row in self.tables.pipelines.values()),
