@@ -20,6 +20,7 @@
 
 namespace {
 
+constexpr int64_t kFewestRows = 64;     // of a panel, in cache or not: with fewer, memory cannot bring weights as fast
 constexpr int kAhead = 4 * kTileBytes;  // how far ahead a block's own weights are prefetched into L1
 
 inline int64_t ceil_div(int64_t n, int64_t by) { return (n + by - 1) / by; }
@@ -60,7 +61,7 @@ template <class Product> struct Panel {
 
   explicit Panel(const ProductCall& call) {
     steps = ceil_div(call.num_inputs * (is_int8<Product> ? 1 : (int64_t)sizeof(typename Product::Element)), kLine);
-    const int64_t most_blocks = std::max<int64_t>(cached_bytes() / (steps * kStepBytes), 1);
+    const int64_t most_blocks = std::max(cached_bytes() / (steps * kStepBytes), ceil_div(kFewestRows, Step::kRows));
     const int64_t blocks_needed = std::min(ceil_div(call.num_rows, Step::kRows), most_blocks);
     most_rows = blocks_needed * Step::kRows;
     static thread_local std::vector<char> memory;  // kept: its pages need not be found again in each call
