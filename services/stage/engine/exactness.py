@@ -30,7 +30,7 @@ from shardline.rounding import ceil_div
 
 log = structlog.get_logger(__name__)
 
-RULES_VERSION = 4
+RULES_VERSION = 5
 MAX_LENGTH = BLOCK_TOKENS + 9
 """Tokens of the tested sequence: it crosses the edge of a KV block."""
 CHUNK = 37

@@ -2,10 +2,13 @@
 //
 // KV of many sequences lies in memory, not in a cache, and no hardware prefetcher follows a block table. So one cursor
 // for each thread runs kAheadBytes ahead of the reads, over the same lines in the same order, across the ends of items.
-// It walks each block from its start and from its middle at once: the processor's own prefetcher works in each 4 KiB page
-// by itself. Four or eight places at once, 64 KiB, or L2 as the target were no faster beyond the noise.
+// Measured on a Xeon with AMX: into L1, each block from its start and from its middle at once, since the processor's own
+// prefetcher works in each 4 KiB page by itself; four or eight places, 64 KiB, or L2 were no faster. On an AMD EPYC (Zen 4): into
+// L2, from the start; into L1 the same calls take 1.6 times as long, from two places 1.1; 8 to 128 KiB are alike.
 
 #pragma once
+
+#include <immintrin.h>
 
 #include <atomic>
 #include <cstdint>
@@ -46,7 +49,8 @@ class Ahead {
   inline void fetch(int lines) {
     for (; lines > 0; lines--) {
       if (line_ == num_lines_ && !turn()) return;
-      __builtin_prefetch(from_ + ((line_ & 1) * half_ + line_ / 2) * kLine);
+      if (into_l2_) _mm_prefetch(from_ + line_ * kLine, _MM_HINT_T1);
+      else _mm_prefetch(from_ + ((line_ & 1) * half_ + line_ / 2) * kLine, _MM_HINT_T0);
       line_++;
     }
   }
@@ -75,6 +79,7 @@ class Ahead {
     }
   }
 
+  const bool into_l2_ = __builtin_cpu_is("amd");
   const Items& items_;
   std::atomic<int64_t>& next_;
   std::vector<int64_t>& claimed_;

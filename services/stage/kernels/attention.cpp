@@ -6,7 +6,8 @@
 //   - every sum has one order: head dimensions for a score, keys for an output, 16 partial sums for the softmax;
 //   - each fused multiply-add is written as fma(), and -ffp-contract=off forbids any other;
 //   - a key that a row may not see gets the weight +0, and adding +0 changes no bit.
-// The bits are the same with AVX2 and with AVX-512. AMX gives bfloat16 rows others: the processor's own order of a sum.
+// The bits are the same with AVX2 and with AVX-512. Where the processor multiplies pairs of bfloat16 (AVX512_BF16, AMX),
+// bfloat16 rows have others: it sums a pair in an order of its own.
 //
 // Memory: a KV block holds 64 tokens of each KV head. How keys and values lie in it is the tile's business.
 
@@ -255,8 +256,10 @@ template <class Way> int attend(const Call& c) {
 int attend_bfloat16(const Call& c) {
 #ifdef __AMX_BF16__
   if (c.dim % 2 == 0) return amx::permitted() ? attend<Matrices>(c) : -1;
+#elif defined(__AVX512BF16__)
+  if (c.dim % 2 == 0) return attend<Vectors<Pair>>(c);
 #endif
-  return attend<Vectors<BFloat16>>(c);
+  return attend<Vectors<Single<BFloat16>>>(c);
 }
 
 }  // namespace
@@ -266,9 +269,9 @@ int32_t shardline_attend(const AttentionCall* call) {
   const Call& c = *call;
   if (c.num_kv_heads < 1 || c.num_heads % c.num_kv_heads || c.dim < 1 || c.value_dim < 1 || c.window < 0) return -1;
   switch (c.dtype) {
-    case kFloat32: return attend<Vectors<float>>(c);
+    case kFloat32: return attend<Vectors<Single<float>>>(c);
     case kBFloat16: return attend_bfloat16(c);
-    case kFloat16: return attend<Vectors<Float16>>(c);
+    case kFloat16: return attend<Vectors<Single<Float16>>>(c);
     default: return -1;
   }
 }

@@ -1,8 +1,6 @@
 // A tile of attention on AMX, for bfloat16: scores and outputs are products of tiles, weights are rounded to bfloat16 in
 // between. Knows no call.
 //
-// Keys lie as [64 / 16][dim / 2][16][2], values as [64 / 2][padded dim][2]: the inner dimension of either product in pairs.
-//
 // A row's bits are the same in any tile: each element of a product sums over pairs of dimensions, or of keys, in order,
 // and a pair of zeros changes no sum but the sign of a zero, which the end removes.
 
@@ -15,13 +13,9 @@
 
 namespace {
 
-struct Matrices {
-  using Stored = BFloat16;
-  using Query = BFloat16;
-  using Weight = BFloat16;
+struct Matrices : PairedKv {
   using Tile = ::Tile<BFloat16, BFloat16, BFloat16>;
-  static constexpr int kRows = amx::kRows, kQueryPadding = 32;
-  static constexpr int kKeysTogether = 16, kValuesTogether = 2;
+  static constexpr int kRows = amx::kRows, kValuesTogether = kTogether;
 
   // Before a tile of m rows: shapes depend on the rows and on what is left of dim behind its last 32.
   static void prepare(const Tile& t, int m) {
@@ -40,19 +34,6 @@ struct Matrices {
   static void finish() {
     if (is_ready()) amx::release();
     is_ready() = false;
-  }
-
-  static void load_query(BFloat16* to, const BFloat16* from, int dim) {
-    std::memcpy(to, from, dim * sizeof(BFloat16));
-  }
-
-  static void write_key(BFloat16* block, int slot, int dim, const BFloat16* key) {
-    BFloat16* to = block + slot / 16 * 16 * dim + slot % 16 * 2;
-    for (int d = 0; d < dim; d += 2) std::memcpy(to + d * 16, key + d, 2 * sizeof(BFloat16));
-  }
-  static void write_value(BFloat16* block, int slot, int stored_dim, int dim, const BFloat16* value) {
-    BFloat16* to = block + (int64_t)slot / 2 * 2 * stored_dim + slot % 2;
-    for (int d = 0; d < dim; d++) to[2 * d] = value[d];
   }
 
   static void attend(const Tile& t, int m) {

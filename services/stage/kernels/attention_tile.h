@@ -1,7 +1,7 @@
-// A tile: up to M query vectors over one KV head, by vectors of floats, for every stored type. Knows no call.
+// A tile: up to M query vectors over one KV head, by vectors of float32 sums, for every stored type. Knows no call.
 //
 // Keys lie as [64 / kWidth][dim][kWidth]: one register holds one dimension of neighboring keys, so a score needs no sum
-// within a register. Values lie as [64][padded dim].
+// within a register. Values lie as [64][padded dim]. Where instructions multiply pairs, both lie in pairs.
 
 #pragma once
 
@@ -10,6 +10,7 @@
 #include <cstring>
 #include <limits>
 #include <type_traits>
+#include <utility>
 
 #include "ahead.h"
 #include "simd.h"
@@ -88,22 +89,30 @@ constexpr int registers_wide(int m) {
   return 1;
 }
 
-// Vectors of floats.
-template <class T> struct Vectors {
+// Calls part(m, w) for all m < M and w < W, each a constant: arrays that are indexed by it stay in registers.
+template <int W, class Part, int... i> inline void each_of(Part&& part, std::integer_sequence<int, i...>) {
+  (part(std::integral_constant<int, i / W>(), std::integral_constant<int, i % W>()), ...);
+}
+template <int M, int W, class Part> inline void each(Part&& part) {
+  each_of<W>(part, std::make_integer_sequence<int, M * W>());
+}
+
+// How vectors multiply: one dimension or key at a time, in float32.
+template <class T> struct Single {
   using Stored = T;
   using Query = float;
   using Weight = float;
-  using Tile = ::Tile<T, float, float>;
-  static constexpr int kRows = 8, kQueryPadding = kWidth;
-  static constexpr int kKeysTogether = kWidth, kValuesTogether = 1;  // keys and values that lie interleaved
+  using Right = Floats;
+  static constexpr int kTogether = 1, kQueryPadding = kWidth, kKeysTogether = kWidth;
 
-  static void prepare(const Tile&, int) {}
-  static void finish() {}
+  static Floats left(const float* p) { return broadcast(*p); }
+  static Floats right(const T* p) { return load(p); }
+  static Floats first_of(Floats right) { return right; }
+  static Floats add(Floats left, Floats right, Floats sum) { return fma(left, right, sum); }
 
   static void load_query(float* to, const T* from, int dim) {
     for (int d = 0; d < dim; d += kWidth) store(to + d, load_first(from + d, dim - d));
   }
-
   // A slot is a token's place in its block.
   static void write_key(T* block, int slot, int dim, const T* key) {
     T* to = block + slot / kWidth * kWidth * dim + slot % kWidth;
@@ -112,6 +121,49 @@ template <class T> struct Vectors {
   static void write_value(T* block, int slot, int stored_dim, int dim, const T* value) {
     std::memcpy(block + (int64_t)slot * stored_dim, value, dim * sizeof(T));
   }
+};
+
+// bfloat16 in pairs of dimensions or keys, for products that sum pairs: keys lie as [64 / 16][dim / 2][16][2], values as
+// [64 / 2][padded dim][2]. The weights are rounded to bfloat16.
+struct PairedKv {
+  using Stored = BFloat16;
+  using Query = BFloat16;
+  using Weight = BFloat16;
+  static constexpr int kTogether = 2, kQueryPadding = 32, kKeysTogether = 16;
+
+  static void load_query(BFloat16* to, const BFloat16* from, int dim) {
+    std::memcpy(to, from, dim * sizeof(BFloat16));
+  }
+  static void write_key(BFloat16* block, int slot, int dim, const BFloat16* key) {
+    BFloat16* to = block + slot / 16 * 16 * dim + slot % 16 * 2;
+    for (int d = 0; d < dim; d += 2) std::memcpy(to + d * 16, key + d, 2 * sizeof(BFloat16));
+  }
+  static void write_value(BFloat16* block, int slot, int stored_dim, int dim, const BFloat16* value) {
+    BFloat16* to = block + (int64_t)slot / 2 * 2 * stored_dim + slot % 2;
+    for (int d = 0; d < dim; d++) to[2 * d] = value[d];
+  }
+};
+
+#ifdef __AVX512BF16__
+// Products of pairs: twice as many in an instruction as float32 has. They count denormals as zeros.
+struct Pair : PairedKv {
+  using Right = __m512bh;
+  static Right left(const BFloat16* p) { return (Right)_mm512_set1_epi32(read<int32_t>(p)); }
+  static Right right(const BFloat16* p) { return read<Right>(p); }
+  static Right first_of(Right right) { return (Right)((Bits)right & 0xffffu); }
+  static Floats add(Right left, Right right, Floats sum) { return _mm512_dpbf16_ps(sum, left, right); }
+};
+#endif
+
+// A tile by vectors of sums, one for each row and kWidth keys or dimensions.
+template <class Dot> struct Vectors : Dot {
+  using T = typename Dot::Stored;
+  using Right = typename Dot::Right;
+  using Tile = ::Tile<T, typename Dot::Query, typename Dot::Weight>;
+  static constexpr int kRows = 8, kTogether = Dot::kTogether, kValuesTogether = kTogether;
+
+  static void prepare(const Tile&, int) {}
+  static void finish() {}
 
   static void attend(const Tile& t, int m) {
     using Attend = void (*)(const Tile&);
@@ -127,24 +179,25 @@ template <class T> struct Vectors {
     sum_values<M>(t);
     for (int m = 0; m < M; m++) {
       float* out = t.out + m * t.value_dim;
-      for (int d = 0; d < t.value_dim; d += kWidth) store(out + d, load(out + d) * share[m]);
+      // The sign of a zero depends on the keys behind the row's own: + 0 removes it.
+      for (int d = 0; d < t.value_dim; d += kWidth) store(out + d, load(out + d) * share[m] + 0.f);
     }
   }
 
   template <int M, int W> static inline void score_columns(const Tile& t, const T* keys, float* scores) {
-    Floats sum[M][W] = {};
-    constexpr int step = W * kWidth * sizeof(T);
+    Floats sum[M][W];
+    each<M, W>([&](auto m, auto w) { sum[m][w] = broadcast(0.f); });
+    constexpr int step = kTogether * W * kWidth * sizeof(T);
+    const int64_t next = (int64_t)t.dim * kWidth, dim = t.dim, query_stride = t.query_stride;
+    const auto* query = t.query;
     if (step < kLine) t.read(step * t.dim);
-    for (int d = 0; d < t.dim; d++) {
+    for (int64_t d = 0; d < dim; d += kTogether, keys += kTogether * kWidth) {
       if (step >= kLine) t.read(step);
-#pragma GCC unroll 4
-      for (int w = 0; w < W; w++) {
-        Floats k = load(keys + (w * t.dim + d) * kWidth);
-#pragma GCC unroll 8
-        for (int m = 0; m < M; m++) sum[m][w] = fma(broadcast(t.query[m * t.query_stride + d]), k, sum[m][w]);
-      }
+      Right key[W];
+      each<1, W>([&](auto, auto w) { key[w] = Dot::right(keys + w * next); });
+      each<M, W>([&](auto m, auto w) { sum[m][w] = Dot::add(Dot::left(query + m * query_stride + d), key[w], sum[m][w]); });
     }
-    for (int m = 0; m < M; m++) for (int w = 0; w < W; w++) store(scores + m * t.stride + w * kWidth, sum[m][w]);
+    each<M, W>([&](auto m, auto w) { store(scores + m * t.stride + w * kWidth, sum[m][w]); });
   }
 
   template <int M> static void score(const Tile& t) {
@@ -165,20 +218,25 @@ template <class T> struct Vectors {
   template <int M, int W>
   static inline void add_values(const Tile& t, int first, int count, int d, const T* values) {
     Floats sum[M][W];
-    for (int m = 0; m < M; m++) for (int w = 0; w < W; w++) sum[m][w] = load(t.out + m * t.value_dim + d + w * kWidth);
-    const float* weights = t.weights + first;
-    constexpr int step = W * kWidth * sizeof(T);
+    each<M, W>([&](auto m, auto w) { sum[m][w] = load(t.out + m * t.value_dim + d + w * kWidth); });
+    const auto* weights = t.weights + first;
+    const int64_t stride = t.stride, next = (int64_t)t.value_dim * kTogether;
+    values += d * kTogether;
+    constexpr int step = kTogether * W * kWidth * sizeof(T);
+    const auto add = [&](int j, auto value_of) {
+      Right value[W];
+      each<1, W>([&](auto, auto w) { value[w] = value_of(values + w * kWidth * kTogether); });
+      each<M, W>([&](auto m, auto w) { sum[m][w] = Dot::add(Dot::left(weights + m * stride + j), value[w], sum[m][w]); });
+    };
     if (step < kLine) t.read(step * count);
-    for (int j = 0; j < count; j++) {
+    int j = 0;
+    for (; j + kTogether <= count; j += kTogether, values += next) {
       if (step >= kLine) t.read(step);
-#pragma GCC unroll 4
-      for (int w = 0; w < W; w++) {
-        Floats v = load(values + (int64_t)j * t.value_dim + d + w * kWidth);
-#pragma GCC unroll 8
-        for (int m = 0; m < M; m++) sum[m][w] = fma(broadcast(weights[m * t.stride + j]), v, sum[m][w]);
-      }
+      add(j, [](const T* p) { return Dot::right(p); });
     }
-    for (int m = 0; m < M; m++) for (int w = 0; w < W; w++) store(t.out + m * t.value_dim + d + w * kWidth, sum[m][w]);
+    // What another sequence left behind the last key might be no number.
+    if (j < count) add(j, [](const T* p) { return Dot::first_of(Dot::right(p)); });
+    each<M, W>([&](auto m, auto w) { store(t.out + m * t.value_dim + d + w * kWidth, sum[m][w]); });
   }
 
   template <int M> static void sum_values(const Tile& t) {

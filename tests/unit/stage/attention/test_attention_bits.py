@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from services.stage.attention.attention import Attention, MicroBatch, PagedKv, Span
-from tests.unit.stage.attention.attending import LAYER, Case, Layer, attend, kernels
+from tests.unit.stage.attention.attending import LAYER, OWN_ORDER, Case, Layer, attend, kernels
 
 KERNELS = kernels()
 DTYPES = [torch.float32, torch.bfloat16]
@@ -60,10 +60,9 @@ class TestRowBits:
         assert all(map(torch.equal, alone, together))
 
     def test_do_not_depend_on_vectors_width(self, kernel: int, dtype: torch.dtype, layer: str) -> None:
-        # AMX sums bfloat16 in an order of its own, and says so in the exactness fingerprint
         case = replace(ALONE, dtype=dtype, options=LAYERS[layer])
         narrowest = len(KERNELS) - 1
-        is_own_order = KERNELS[kernel].isa == "amx" and dtype == torch.bfloat16
+        is_own_order = KERNELS[kernel].isa in OWN_ORDER and dtype == torch.bfloat16
         other = kernel if is_own_order else narrowest
         assert torch.equal(_first(kernel, case, [50]), _first(other, case, [150]))
 
