@@ -165,6 +165,9 @@ def _us(seconds: float) -> int:
 def place(settings: StageSettings) -> Placed:
     """The model's config and the device, which is locked: no other process of this name runs on it. Raises Invalid,
     Unavailable."""
+    if settings.kv_offload_mib and not settings.prefix_cache:
+        problem = "it needs the prefix cache, which finds KV that comes back, and SHARDLINE_PREFIX_CACHE is false"
+        raise Invalid("SHARDLINE_KV_OFFLOAD_MIB", problem, "Leave the prefix cache on, or set this to 0")
     info = ModelInfo.read(settings.model, settings.model_revision)
     layers = layers_of(settings, info.num_layers)
     name = settings.worker_name or f"{settings.pipeline or settings.name}.{settings.place}"
@@ -220,6 +223,7 @@ def load(placed: Placed) -> Loaded:
         control="",
         device=device.name,
         pid=os.getpid(),
+        weights_dtype=settings.dtype,
     )
     return Loaded(
         settings=settings,

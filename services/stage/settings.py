@@ -54,7 +54,9 @@ class StageSettings(Settings):
         0.4, gt=0, le=0.9, description="part of the memory that is free after loading that KV takes, without KV_MIB"
     )
     kv_offload_mib: int = Field(
-        0, ge=0, description="MiB outside the KV pool that keep the KV of preempted jobs; 0: it is computed again"
+        0,
+        ge=0,
+        description="MiB outside the KV pool for the KV of preempted jobs, if the prefix cache is on; 0: none",
     )
     kv_offload_dir: Path | None = Field(None, description="folder of a file for it; default: the host's memory")
     stall_s: float = Field(

@@ -53,6 +53,7 @@ class StageCard(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     fingerprint: str
     dtype: str
+    """Of activations and KV."""
     first_layer: int
     last_layer: int
     """One past the last layer: the shard holds [first_layer, last_layer)."""
@@ -61,6 +62,8 @@ class StageCard(msgspec.Struct, frozen=True, kw_only=True):
     device: str
     bound_to: str | None = None
     pid: int = 0
+    weights_dtype: str | None = None
+    """As the stage holds them: `int8` beside activations in bfloat16. None: a stage of the last release."""
 
 
 class StepSpan(msgspec.Struct, frozen=True, kw_only=True, array_like=True):

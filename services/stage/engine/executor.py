@@ -48,7 +48,7 @@ class Executor:
         self.num_blocks, self.token_budget = forward.kv.num_blocks, limits.token_budget
         self.exact, self.fingerprint, self.attention_kind = exact, fingerprint, forward.attention.kind
         self.offload = area.terms
-        self._forward, self._area, self._device = forward, area, shard.device
+        self.forward, self._area, self._device = forward, area, shard.device
         self._open_sequences = OpenSequences(
             num_blocks=self.num_blocks, max_open=limits.max_open, vocab_size=self.info.vocab_size
         )
@@ -173,17 +173,17 @@ class Executor:
     def _states(self, spans: list[Span], x: Tensor) -> Tensor:
         if not spans:  # a step that only closes sequences
             return torch.empty(0, self.info.hidden_size, dtype=self.dtype)
-        return self._forward.hidden(spans, x)
+        return self.forward.hidden(spans, x)
 
     def _answer(self, plan: StepPlan, spans: list[Span], x: Tensor, began_s: float) -> StepResult:
         rows, sequences = self._sampled_rows(plan)
         if rows:
-            logits = self._forward.sampled_outputs(spans, x, rows)
+            logits = self.forward.sampled_outputs(spans, x, rows)
             drafts = [row.drafts for row in plan.rows if row.wants] if plan.num_drafts else None
             tokens, logprobs, bad = self._sampler.sample(logits, sequences, drafts)
             return StepResult(plan.step, tokens, logprobs, bad, monotonic_s() - began_s)
         if spans:
-            self._forward.write(spans, x)
+            self.forward.write(spans, x)
         return StepResult(plan.step, (), compute_s=monotonic_s() - began_s)
 
     def _sampled_rows(self, plan: StepPlan) -> tuple[list[int], list[SampledSequence]]:

@@ -79,6 +79,7 @@ def identity_of(
                 "worker": member.worker,
                 "layers": [member.first_layer, member.last_layer],
                 "device": member.device,
+                "dtype": member.weights_dtype,
                 "kv_blocks": member.num_blocks,
             }
             for member in wiring.members

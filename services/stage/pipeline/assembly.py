@@ -169,6 +169,7 @@ def _describe(card: StageCard, capacity: Capacity) -> Member:
         incarnation=card.incarnation,
         worker=card.worker,
         device=card.device,
+        weights_dtype=card.weights_dtype,
         first_layer=card.first_layer,
         last_layer=card.last_layer,
         num_blocks=capacity.num_blocks,

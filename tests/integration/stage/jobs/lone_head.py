@@ -176,6 +176,7 @@ def wiring(executor: Executor, num_blocks: int | None = None) -> Wiring:
         incarnation="i",
         worker="h",
         device="cpu:0",
+        weights_dtype="float32",
         first_layer=0,
         last_layer=4,
         num_blocks=num_blocks,

@@ -97,6 +97,7 @@ def test_an_offered_job_is_claimed_run_committed_and_settled(head: LoneHead) -> 
     assert job.result is not None
     assert (job.state, len(job.result.token_ids), job.result.exact) == (JobState.SUCCEEDED, 12, True)
     assert job.result.provenance["pipeline"] == "p"
+    assert [stage["dtype"] for stage in job.result.provenance["stages"]] == ["float32"]
 
 
 def test_a_committed_job_is_one_line_of_the_log(head: LoneHead) -> None:

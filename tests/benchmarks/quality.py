@@ -1,0 +1,92 @@
+"""What a dtype costs in quality: how well one stage foretells right answers, given what stands before each token.
+
+    python -m tests.benchmarks.quality [--num 1000] [--dtype float32 bfloat16 int8] [--device cpu:0]
+
+The model is clerk, the demo's, on prompts that it was not trained on. Perplexity is over the tokens of the answers,
+ends included. An answer is right if each of its tokens is the likeliest: greedy decoding would have given it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import AutoTokenizer
+
+from services.stage.attention.paged_kv import Span
+from services.stage.device.device import Device
+from services.stage.engine.executor import Executor
+from services.stage.engine.memory import Limits
+from services.stage.model.model_info import ModelInfo
+from services.stage.scheduling.kv_blocks import blocks_for
+from services.standalone.demo.clerk.model import FOLDER
+from services.standalone.demo.clerk.tasks import examples
+
+BUDGET = 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """A prompt and its right answer as ids, each with one at least."""
+
+    prompt: list[int]
+    answer: list[int]
+
+
+def asked(num: int) -> list[Asked]:
+    """So many unseen prompts, shared evenly among clerk's tasks."""
+    tokenizer = AutoTokenizer.from_pretrained(FOLDER)
+    return [
+        Asked(
+            prompt=tokenizer(example.prompt)["input_ids"],
+            answer=tokenizer(example.answer + tokenizer.eos_token, add_special_tokens=False)["input_ids"],
+        )
+        for example in examples(0, num, "unseen")
+    ]
+
+
+@torch.inference_mode()
+def score(dtype: str, device: Device, questions: Sequence[Asked], cache: Path) -> str:
+    """One row of the table."""
+    info = ModelInfo.read(FOLDER)
+    executor = Executor.load(
+        model=info,
+        layers=range(info.num_layers),
+        device=device,
+        dtype=dtype,
+        limits=Limits(kv_bytes=64 << 20, token_budget=BUDGET, max_open=1),
+        cache_folder=cache,
+    )
+    losses, num_right = [], 0
+    for question in questions:
+        ids = torch.tensor(question.prompt + question.answer)
+        span = Span(start=0, length=len(ids), blocks=list(range(blocks_for(len(ids)))))
+        rows = list(range(len(question.prompt) - 1, len(ids) - 1))
+        logits = executor.forward.sampled_outputs([span], ids, rows).float()
+        losses.append(torch.nn.functional.cross_entropy(logits, ids[len(question.prompt) :], reduction="none"))
+        num_right += int(torch.equal(logits.argmax(-1), ids[len(question.prompt) :]))
+    perplexity = torch.cat(losses).double().mean().exp()
+    return f"| {dtype} | {perplexity:.6f} | {num_right} of {len(questions)} |"
+
+
+def main() -> None:
+    """Prints a Markdown table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--num", type=int, default=1000, help="prompts")
+    parser.add_argument("--dtype", nargs="+", default=["float32", "bfloat16", "int8"])
+    parser.add_argument("--device", default="cpu:0")
+    options = parser.parse_args()
+    questions = asked(options.num)
+    rows = ["| dtype | perplexity of right answers | answers right |", "|---|---|---|"]
+    with tempfile.TemporaryDirectory() as folder:
+        device = Device.take(options.device, worker="quality", lock_folder=Path(folder))
+        rows += [score(dtype, device, questions, Path(folder)) for dtype in options.dtype]
+    print("\n".join(rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,16 @@
+"""What a stage refuses before it takes its device."""
+
+from __future__ import annotations
+
+import pytest
+
+from services.stage.runtime import place
+from services.stage.settings import StageSettings
+from shardline.errors import Invalid
+
+
+def test_offload_without_the_prefix_cache_is_refused() -> None:
+    settings = StageSettings(model="m", kv_offload_mib=64, prefix_cache=False)
+    with pytest.raises(Invalid, match="SHARDLINE_PREFIX_CACHE") as refused:
+        place(settings)
+    assert refused.value.field == "SHARDLINE_KV_OFFLOAD_MIB"
