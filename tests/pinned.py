@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from services.stage.device.device import Device
+from services.stage.device.take import take
 
 
 @contextmanager
@@ -28,7 +29,7 @@ def unpinned_afterwards() -> Iterator[None]:
 def first_core(lock_folder: Path) -> Iterator[Device]:
     """Core 0, locked in a folder of the caller's own."""
     with unpinned_afterwards():
-        device = Device.take("cpu:0", worker="tests", lock_folder=lock_folder)
+        device = take("cpu:0", worker="tests", lock_folder=lock_folder)
         try:
             yield device
         finally:

@@ -14,6 +14,7 @@ from pydantic import ValidationError
 
 from services.stage.app import make_app, serve
 from services.stage.backends import ServerBackends
+from services.stage.device import listing
 from services.stage.follower import Follower
 from services.stage.head import Head, end_leases_of_predecessor
 from services.stage.runtime import load, pipeline_of, place
@@ -68,4 +69,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(listing.main(sys.argv[2:]) if sys.argv[1:2] == ["devices"] else main())

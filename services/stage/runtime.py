@@ -20,7 +20,9 @@ import transformers
 
 from services.stage.celery.hub_calls import HubCalls
 from services.stage.celery.pool import DeliveryHandler
+from services.stage.device.accelerator import load_module
 from services.stage.device.device import Device
+from services.stage.device.take import take
 from services.stage.engine.executor import Executor
 from services.stage.engine.memory import Limits
 from services.stage.engine.tensors import name_of
@@ -172,7 +174,8 @@ def place(settings: StageSettings) -> Placed:
     layers = layers_of(settings, info.num_layers)
     name = settings.worker_name or f"{settings.pipeline or settings.name}.{settings.place}"
     worker = f"{name}@{socket.gethostname()}"
-    device = Device.take(settings.device, worker=worker, lock_folder=settings.lock_dir, shared=settings.device_shared)
+    load_module(settings.device_module)
+    device = take(settings.device, worker=worker, lock_folder=settings.lock_dir, shared=settings.device_shared)
     return Placed(settings=settings, info=info, layers=layers, device=device, worker=worker)
 
 

@@ -32,7 +32,10 @@ class StageSettings(Settings):
         None, description="name of this head's pipeline; default: made from the host and the device"
     )
     worker_name: str | None = Field(None, description="Celery worker name before the @; default: pipeline.place")
-    device: str = Field("cpu:0", description="cuda:0, a GPU UUID, cpu:0, cpu:0-3: each core or GPU is one lock")
+    device: str = Field("cpu:0", description="cpu:0-3, cuda:0, a GPU's UUID, xpu:0, mps, auto: the best free one")
+    device_module: str | None = Field(
+        None, description="Python module that registers a further device type with torch, such as torch_npu"
+    )
     device_shared: bool = Field(False, description="let stages share cores (more stages than cores)")
     dtype: Literal["float32", "bfloat16", "float16", "int8"] = Field(
         "float32", description="of weights, activations and KV; int8: of weights on a CPU, the rest bfloat16"

@@ -20,7 +20,7 @@ from uuid import UUID, uuid4
 
 from tokenizers import Tokenizer
 
-from services.stage.device.device import Device
+from services.stage.device.take import take
 from services.stage.engine.engine import Engine, FollowerEngine, HeadEngine
 from services.stage.engine.executor import Executor
 from services.stage.engine.memory import Limits
@@ -248,7 +248,7 @@ def serve_later(pipe: Connection, folder: Path, options: argparse.Namespace, sta
 
 def load(options: argparse.Namespace, stage_index: int, folder: Path) -> Executor:
     """The executor of one stage, on its device, locked as in production."""
-    device = Device.take(options.device[stage_index], worker=f"bare-{stage_index}", lock_folder=folder / "locks")
+    device = take(options.device[stage_index], worker=f"bare-{stage_index}", lock_folder=folder / "locks")
     info = ModelInfo.read(options.model)
     return Executor.load(
         model=info,

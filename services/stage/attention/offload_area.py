@@ -5,7 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -25,10 +25,12 @@ class OffloadArea:
     """As many slots as `num_bytes` hold, allocated at once in a file in `folder`; without one in host memory, which is
     pinned if `kv` is on an accelerator. Raises Invalid if the disk or the memory does not hold them."""
 
-    def __init__(self, kv: PagedKv, num_bytes: int, folder: Path | None = None) -> None:
-        self._kv = kv
-        self._is_far = any(keys.device.type != "cpu" for keys in kv.keys.values())
-        """On an accelerator, whose copies run beside this thread, in order."""
+    def __init__(
+        self, kv: PagedKv, num_bytes: int, folder: Path | None = None, *, synchronize: Callable[[], None] = lambda: None
+    ) -> None:
+        """Allocates the slots. `synchronize` waits for the device of `kv`."""
+        self._kv, self._synchronize = kv, synchronize
+        is_far = any(keys.device.type != "cpu" for keys in kv.keys.values())
         block_bytes = PagedKv.bytes_per_block(kv.shapes, kv.dtype)
         self.num_slots = num_bytes // block_bytes
         self._parts: list[tuple[Tensor, Tensor]] = []
@@ -38,7 +40,7 @@ class OffloadArea:
             return
         num_bytes, disk_s = self.num_slots * block_bytes, 0.0
         if folder is None:
-            memory = _in_memory(num_bytes, pinned=self._is_far)
+            memory = _in_memory(num_bytes, pinned=is_far)
         else:
             memory, disk_s = _in_file(num_bytes, folder)
         slots, end = memory.view(self.num_slots, block_bytes), 0
@@ -74,8 +76,7 @@ class OffloadArea:
         for _ in range(NUM_TRIALS):
             began_s = monotonic_s()
             self.move([Move(0, 0, is_out=True), Move(0, 0, is_out=False)])
-            if self._is_far:
-                torch.accelerator.synchronize()
+            self._synchronize()
             times_s.append(monotonic_s() - began_s)
         return min(times_s)
 

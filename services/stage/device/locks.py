@@ -20,6 +20,22 @@ FIELD = "SHARDLINE_LOCK_DIR"
 HOLDER_MAX_BYTES = 256
 
 
+def holder(folder: Path, name: str) -> str | None:
+    """Returns who holds a lock, or None if nobody does. Takes a free one for a moment, to see that it is free."""
+    try:
+        file = os.open(folder / f"{name}.lock", os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        return None
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return _written_holder(file)
+    else:
+        return None
+    finally:
+        os.close(file)
+
+
 class DeviceLocks:
     """Takes all of the named locks, or none. They are exclusive unless every holder shares them.
 
@@ -49,13 +65,16 @@ class DeviceLocks:
         try:
             fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            holder = os.pread(file, HOLDER_MAX_BYTES, 0).decode("utf-8", "replace").strip() or "another process"
             raise Invalid(
                 "SHARDLINE_DEVICE",
-                f"{name.removesuffix('.lock')} is held by {holder}",
+                f"{name.removesuffix('.lock')} is held by {_written_holder(file)}",
                 "Give this worker another device, stop that one, or let both share it (SHARDLINE_DEVICE_SHARED=1)",
             ) from error
         # The lock holds even if the name cannot be written: a full disk must not keep a stage from starting.
         with suppress(OSError):
             os.ftruncate(file, 0)
             os.pwrite(file, f"{worker} (pid {os.getpid()} on {socket.gethostname()})\n".encode()[:HOLDER_MAX_BYTES], 0)
+
+
+def _written_holder(file: int) -> str:
+    return os.pread(file, HOLDER_MAX_BYTES, 0).decode("utf-8", "replace").strip() or "another process"

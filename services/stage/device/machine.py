@@ -33,13 +33,23 @@ def machine() -> list[str]:
     return [torch.__version__, torch.__config__.show(), *settings, *_processor(), *_caches()]
 
 
-def _processor() -> list[str]:
-    lines = _text(Path("/proc/cpuinfo")).splitlines()
-    fields = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in reversed(lines))}
+def instruction_sets() -> list[str]:
+    """Returns the processor's flags that kernels are chosen by, such as `avx2`, sorted."""
+    fields = _fields()
     flags = {*fields.get("flags", "").split(), *fields.get("Features", "").split()}
-    chosen = sorted(flag for flag in flags if flag.startswith(ISA_PREFIXES))
+    return sorted(flag for flag in flags if flag.startswith(ISA_PREFIXES))
+
+
+def _processor() -> list[str]:
+    fields = _fields()
     known = [f"{name}={fields[name]}" for name in PROCESSOR_FIELDS if name in fields]
-    return [platform.machine(), torch.backends.cpu.get_cpu_capability(), *known, *chosen]
+    return [platform.machine(), torch.backends.cpu.get_cpu_capability(), *known, *instruction_sets()]
+
+
+def _fields() -> dict[str, str]:
+    """What Linux says of the first core."""
+    lines = _text(Path("/proc/cpuinfo")).splitlines()
+    return {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in reversed(lines))}
 
 
 def _caches() -> list[str]:

@@ -135,9 +135,12 @@ def exactness_fingerprint(
     kernel: str,
     packing: str,
     num_threads: int,
-    device: torch.device,
+    device: list[str],
 ) -> str:
-    """Returns the sha256 of all that decides a row's bits on this stage. Equal fingerprints mean equal tokens."""
+    """Returns the sha256 of all that decides a row's bits on this stage. Equal fingerprints mean equal tokens.
+
+    `device` is its identity.
+    """
     facts: Final = {
         "rules": RULES_VERSION,
         "weights": weights,
@@ -147,6 +150,6 @@ def exactness_fingerprint(
         "threads": num_threads,
         "transformers": transformers.__version__,
         "torch": torch.__version__,
-        "machine": machine() if device.type == "cpu" else torch.cuda.get_device_name(device),
+        "machine": device,
     }
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()

@@ -105,7 +105,7 @@ class Executor:
             kernel=attention.version,
             packing=packing.name,
             num_threads=device.num_threads,
-            device=device.torch_device,
+            device=device.identity(),
         )
         return cls(forward, area, limits, exact=exact, fingerprint=name)
 

@@ -81,7 +81,7 @@ def make_kv(
 def make_offload_area(kv: PagedKv, limits: Limits, device: Device) -> OffloadArea:
     """Allocates the slots beside this stage's KV, then withdraws the promise. Raises Invalid if there is no room."""
     with device.promises.alone():
-        area = OffloadArea(kv, limits.offload_bytes, limits.offload_folder)
+        area = OffloadArea(kv, limits.offload_bytes, limits.offload_folder, synchronize=device.synchronize)
         device.promises.make(0)
     return area
 

@@ -13,10 +13,10 @@ import torch
 
 from services.stage.attention.paged_kv import KvShape, PagedKv
 from services.stage.device.device import Device
-from services.stage.device.locks import DeviceLocks
 from services.stage.device.promises import Promises
 from services.stage.engine import memory
 from shardline.errors import Invalid
+from tests.pinned import first_core
 from tests.repository import REPOSITORY
 
 MIB = 1 << 20
@@ -27,14 +27,9 @@ ALL_BYTES = 1 << 50
 
 @pytest.fixture
 def device(tmp_path: Path) -> Iterator[Device]:
-    """A device without cores of its own: only its memory is asked for."""
-    locks, promises = DeviceLocks(tmp_path, ["core-0"], worker="tests"), Promises(tmp_path)
-    cpu = torch.device("cpu")
-    device = Device(
-        name="cpu:0", torch_device=cpu, cores=(0,), num_threads=1, is_shared=False, locks=locks, promises=promises
-    )
-    yield device
-    device.release()
+    """Only its memory is asked for."""
+    with first_core(tmp_path) as device:
+        yield device
 
 
 @pytest.fixture

@@ -69,7 +69,7 @@ FACTS: dict[str, Any] = {
     "kernel": "kernel-avx512",
     "packing": "onednn",
     "num_threads": 1,
-    "device": torch.device("cpu"),
+    "device": ["a processor"],
 }
 
 
@@ -86,6 +86,7 @@ def test_the_same_facts_have_the_same_fingerprint() -> None:
         ("kernel", "sdpa"),
         ("packing", "tiles"),
         ("num_threads", 2),
+        ("device", ["another"]),
     ],
 )
 def test_another_fact_has_another_fingerprint(name: str, value: Any) -> None:

@@ -13,8 +13,6 @@ from torch import Tensor
 from services.stage.attention.offload_area import OffloadArea
 from services.stage.attention.paged_kv import KvShape, PagedKv
 from services.stage.device.device import Device
-from services.stage.device.locks import DeviceLocks
-from services.stage.device.promises import Promises
 from services.stage.engine.executor import Executor
 from services.stage.scheduling.kv_blocks import BLOCK_TOKENS
 from services.stage.scheduling.step_plan import Move, Open, Row, StepPlan, StepResult
@@ -22,6 +20,7 @@ from shardline.errors import Invalid, ProtocolError
 from shardline.job import SamplingParams
 from tests.chain import KV_BYTES, load_chain, run
 from tests.models import save_model
+from tests.pinned import first_core
 
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0)
 IDS = (5, 6, 7, 8, 9)
@@ -36,16 +35,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def device(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Device]:
-    """One thread, not pinned."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    locks = DeviceLocks(tmp_path_factory.mktemp("locks"), [], worker="tests")
-    promises = Promises(tmp_path_factory.mktemp("promises"))
-    cpu = torch.device("cpu")
-    yield Device(
-        name="cpu:0", torch_device=cpu, cores=(0,), num_threads=1, is_shared=False, locks=locks, promises=promises
-    )
-    torch.set_num_threads(num_threads)
+    """Core 0."""
+    with first_core(tmp_path_factory.mktemp("locks")) as device:
+        yield device
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,166 @@
+"""Any accelerator that torch knows as a device: CUDA, ROCm, XPU, MPS, or a backend that SHARDLINE_DEVICE_MODULE brings.
+
+All is asked of torch's module for the device type (`torch.cuda`, `torch.xpu`, `torch_npu`, …), whose functions have the
+same names everywhere; what a module lacks has a fallback here. Knows no model.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import psutil
+import torch
+
+from services.stage.device.cpu import FORMS
+from services.stage.device.device import FIELD, INT8, Device
+from shardline.errors import Invalid
+
+BUILT_IN = ("cuda", "xpu", "mps")
+"""Device types of torch itself; `cuda` is also ROCm's."""
+MODULE_FIELD = "SHARDLINE_DEVICE_MODULE"
+UUID = re.compile(r"(?:GPU-)?([0-9a-fA-F]{8}(?:-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12})")
+_NAME = re.compile(r"([a-z][a-z0-9_]*?):(\d{1,4})|(mps)")
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """An accelerator of this machine, held by nobody yet."""
+
+    type: str
+    index: int
+
+    @property
+    def name(self) -> str:
+        """What SHARDLINE_DEVICE calls it."""
+        return "mps" if self.type == "mps" else f"{self.type}:{self.index}"
+
+    @property
+    def torch_device(self) -> torch.device:
+        """The same for torch."""
+        return torch.device(self.type, self.index)
+
+    @property
+    def module(self) -> Any:
+        """torch's module for the type."""
+        return torch.get_device_module(self.type)
+
+    @property
+    def uuid(self) -> str | None:
+        """What names it in every container, where its backend knows that."""
+        with suppress(AttributeError, RuntimeError):
+            return str(self.module.get_device_properties(self.index).uuid).lower()
+        return None
+
+    @property
+    def lock_name(self) -> str:
+        """Locks go by UUID where there is one, since containers number their GPUs from 0."""
+        return f"gpu-{self.uuid}" if self.uuid else f"{self.type}-{self.index}"
+
+    def model(self) -> str:
+        """Returns the name that its maker gave it, else its type."""
+        with suppress(AttributeError, RuntimeError):
+            return str(self.module.get_device_name(self.index))
+        return self.type
+
+    def memory_bytes(self) -> tuple[int, int]:
+        """Returns its free and its whole memory. One that does not tell shares the host's."""
+        with suppress(AttributeError, RuntimeError):
+            free, total = self.module.mem_get_info(self.index)
+            return int(free), int(total)
+        with suppress(AttributeError, RuntimeError):  # mps
+            total = int(self.module.recommended_max_memory())
+            return max(0, total - int(self.module.driver_allocated_memory())), total
+        memory = psutil.virtual_memory()
+        return memory.available, memory.total
+
+
+class Accelerator(Device):
+    """One accelerator. Its host threads are not pinned."""
+
+    dtypes: ClassVar = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    dtype_remedies: ClassVar = {INT8: "Use bfloat16 or float16, or run this stage on cores (cpu:0-3)"}
+
+    def __init__(self, found: Found, *, worker: str, folder: Path, shared: bool = False) -> None:
+        """Takes an accelerator. Raises Invalid, naming the holder, if another worker holds it."""
+        locks = [found.lock_name]
+        super().__init__(found.name, found.torch_device, locks, worker=worker, folder=folder, shared=shared)
+        self._found = found
+        with suppress(AttributeError):  # mps has one device
+            found.module.set_device(found.index)
+
+    def identity(self) -> list[str]:
+        """Returns what its kernels are chosen by: its model and the libraries of this build of torch."""
+        return [self._found.type, self._found.model(), torch.__version__, torch.__config__.show()]
+
+    def available_bytes(self) -> int:
+        """Returns the free memory, less what other stages have promised if the device shares it with them."""
+        return self._found.memory_bytes()[0]
+
+    def total_bytes(self) -> int:
+        """Returns all of the device's memory."""
+        return self._found.memory_bytes()[1]
+
+    def synchronize(self) -> None:
+        """Waits until the device has done all that it was given."""
+        self._found.module.synchronize()
+
+
+def load_module(name: str | None) -> None:
+    """Imports the Python module that registers a further device type with torch, such as `torch_npu`.
+
+    Raises Invalid if it cannot be imported.
+    """
+    if name is None:
+        return
+    try:
+        importlib.import_module(name)
+    except Exception as error:  # a backend may raise anything: its driver may be missing
+        raise Invalid(MODULE_FIELD, f"{name} cannot be imported: {error!r}", "Install it with its driver") from error
+
+
+def accelerators() -> list[Found]:
+    """Returns all accelerators of this machine that torch can use, those with most memory first."""
+    types = {*BUILT_IN, torch._C._get_privateuse1_backend_name()}  # noqa: SLF001 (torch has no public reader)
+    found = [one for kind in sorted(types) for one in _of_type(kind)]
+    return sorted(found, key=lambda one: -one.memory_bytes()[1])
+
+
+def find(name: str) -> Found:
+    """Returns the accelerator of this name or UUID. Raises Invalid if there is none."""
+    here = accelerators()
+    if (uuid := UUID.fullmatch(name)) is not None:
+        matching = [one for one in here if one.uuid == uuid[1].lower()]
+    elif (match := _NAME.fullmatch(name)) is not None and _is_type(match[1] or match[3]):
+        matching = [one for one in here if (one.type, one.index) == (match[1] or match[3], int(match[2] or 0))]
+    else:
+        raise Invalid(FIELD, f"{name!r} is not a device", FORMS)
+    if not matching:
+        others = ", ".join(one.name for one in here) or "none"
+        raise Invalid(
+            FIELD,
+            f"no accelerator {name} here (found: {others})",
+            f"Check the driver, the container's devices, torch's build, and {MODULE_FIELD} for a backend outside torch",
+        )
+    return matching[0]
+
+
+def _is_type(name: str) -> bool:
+    try:
+        return torch.device(name).type not in {"cpu", "meta"}
+    except RuntimeError:
+        return False
+
+
+def _of_type(kind: str) -> Iterator[Found]:
+    try:
+        module = torch.get_device_module(kind)
+        if module.is_available():
+            yield from (Found(kind, index) for index in range(module.device_count()))
+    except (AttributeError, RuntimeError):
+        return  # this build of torch has no such device
