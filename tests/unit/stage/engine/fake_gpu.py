@@ -1,0 +1,124 @@
+"""A GPU that is not there: the whole engine runs on torch's fake tensors, which have a device and no values.
+
+Any operator that is given tensors of two devices raises, as on a GPU. What only values can answer is made up here:
+which tokens are largest, which experts are chosen. What reads a fake tensor's memory raises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers as tf
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from services.stage.device.accelerator import Accelerator, Found
+from tests.extensions.build import build
+
+GIB = 1 << 30
+aten = torch.ops.aten
+
+
+class FakeGpu(Accelerator):
+    """`cuda:0` with 8 GiB, free or not."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(FakeFound("cuda", 0), worker="fake", folder=folder)
+
+    def identity(self) -> list[str]:
+        """Made up."""
+        return ["a fake GPU"]
+
+    def synchronize(self) -> None:
+        """There is nothing to wait for."""
+
+
+class FakeFound(Found):
+    """What a driver would say of it."""
+
+    @property
+    def module(self) -> Any:
+        """None: nothing of `torch.cuda` works here."""
+        return None
+
+    def memory_bytes(self) -> tuple[int, int]:
+        """8 GiB."""
+        return 8 * GIB, 8 * GIB
+
+
+class Answers(TorchDispatchMode):
+    """Answers what depends on values: every number is 1, every choice is the first."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        packet = func.overloadpacket
+        given: Any = args[0] if args else None
+        if packet in {aten._local_scalar_dense, aten.item}:
+            return True if given.dtype is torch.bool else 1.0 if given.is_floating_point() else 1
+        if packet in {aten.equal, aten.is_nonzero}:
+            return True
+        if packet is aten._unique2 or packet is aten.unique_dim:
+            return (torch.empty(2, dtype=given.dtype, device=given.device), given.clone(), given.clone())
+        if packet is aten.nonzero:
+            return torch.empty(1, given.dim(), dtype=torch.long, device=given.device)
+        if packet is aten.where and len(args) == 1:
+            return tuple(torch.empty(1, dtype=torch.long, device=given.device) for _ in range(given.dim()))
+        for one in args:
+            if isinstance(one, FakeTensor):
+                one.constant = None  # else torch would compute with it on the GPU
+        return func(*args, **(kwargs or {}))
+
+
+class Memory(TorchFunctionMode):
+    """Refuses the address of a fake tensor; makes up values for numpy, of CPU tensors or when a copy is asked for.
+
+    They shrink from call to call, as the weights do among which the sampler still chooses: it comes to an end.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._value = 1.0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if args and isinstance(args[0], FakeTensor):
+            assert func is not Tensor.data_ptr, "a kernel is given the address of a fake tensor"
+            if func is Tensor.numpy:
+                is_readable = args[0].device.type == "cpu" or kwargs.get("force", False)
+                assert is_readable, f"numpy reads a tensor on {args[0].device}"
+                self._value *= 0.8
+                return np.full(args[0].shape, self._value, dtype=np.float32)
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A context in which tensors are fake. Weight files are still read: they come as CPU tensors on every device."""
+    load: Callable[..., Any] = tf.PreTrainedModel.from_pretrained.__func__  # type: ignore[attr-defined] (a bound class method)
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+
+    def from_pretrained(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        with _disable_current_modes(), torch._C.DisableTorchFunction():
+            model, report = load(cls, *args, **kwargs)
+        model.to = lambda device: _moved(model, fake, device)
+        return model, report
+
+    monkeypatch.setattr(tf.PreTrainedModel, "from_pretrained", classmethod(from_pretrained))
+    torch.ops.load_library(build("cuda_guard"))
+    with fake, Answers(), Memory():
+        yield
+
+
+def _moved(model: Any, fake: FakeTensorMode, device: torch.device) -> Any:
+    """What `model.to` does. torch's own cannot put fake tensors in the place of real ones."""
+    for module in model.modules():
+        for tensors in (module._parameters, module._buffers):
+            tensors.update({name: fake.from_tensor(one).to(device) for name, one in tensors.items() if one is not None})
+    return model

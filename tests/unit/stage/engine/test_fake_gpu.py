@@ -1,0 +1,90 @@
+"""The whole path of a stage on a GPU that is not there, in every architecture: no operator mixes devices."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from services.stage.engine.executor import Executor
+from services.stage.engine.memory import Limits
+from services.stage.model.model_info import ModelInfo
+from services.stage.scheduling.step_plan import Move, Open, Row, StepPlan, StepResult
+from shardline.job import SamplingParams
+from shardline.split import even_split
+from tests.models import CONFIGS, save_model
+from tests.unit.stage.engine.fake_gpu import FakeGpu, fake_gpu
+
+MIB = 1 << 20
+PROMPT = tuple(range(3, 80))
+"""Two KV blocks."""
+KINDS = (
+    SamplingParams(temperature=0.0),
+    SamplingParams(temperature=0.7, top_k=5, top_p=0.9, min_p=0.1, logprobs=2),
+    SamplingParams(temperature=0.0, min_tokens=4, stop_token_ids=(5,), repetition_penalty=1.1, presence_penalty=0.5),
+)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_a_dense_model_runs_in_every_dtype_of_a_gpu(
+    dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_chain(save_model(tmp_path), 1, dtype, tmp_path, monkeypatch)
+
+
+@pytest.mark.parametrize("num_stages", [1, 3])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_pipeline_runs_on_a_gpu_without_mixing_devices(
+    name: str, num_stages: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_chain(save_model(tmp_path, name), num_stages, "float32", tmp_path, monkeypatch)
+
+
+def test_a_mix_of_devices_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    with fake_gpu(monkeypatch), pytest.raises(RuntimeError, match="cuda:0 and cpu"):
+        torch.ones(2, device="cuda") + torch.ones(2)
+
+
+def run_chain(path: Path, num_stages: int, dtype: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loads head, middle and tail, and runs a prefill in two chunks, decodes with drafts, moves of KV, and a close.
+
+    Activations go from stage to stage through the host, as the hop carries them.
+    """
+    gpu = FakeGpu(folder)
+    limits = Limits(kv_bytes=MIB, offload_bytes=MIB // 2, token_budget=256, max_open=8)
+    info = ModelInfo.read(path)
+    with fake_gpu(monkeypatch):
+        stages = [
+            Executor.load(model=info, layers=layers, device=gpu, dtype=dtype, limits=limits, cache_folder=folder)
+            for layers in even_split(info.num_layers, num_stages)
+        ]
+        for plan in plans():
+            hidden = None
+            for stage in stages:
+                out = stage.run(plan, hidden)
+                if isinstance(out, StepResult):
+                    plan.check(out)
+                    break
+                assert out.device.type == "cpu" or isinstance(out, FakeTensor)
+                hidden = out.cpu()
+    assert isinstance(out, StepResult)
+    gpu.release()
+
+
+def plans() -> list[StepPlan]:
+    """Three sequences that sample in different ways. The fake answers are all 1: so are the tokens that are sampled."""
+    blocks = [(2 * place, 2 * place + 1) for place in range(len(KINDS))]
+    opens = tuple(
+        Open(seq=place, ids=PROMPT, num_prompt=len(PROMPT), params=params, seed=place, num_blocks=2)
+        for place, params in enumerate(KINDS)
+    )
+    first = tuple(Row(seq, 0, 40, (), blocks[seq], wants=False) for seq in range(len(KINDS)))
+    rest = tuple(Row(seq, 40, len(PROMPT) - 40, (), (), wants=True) for seq in range(len(KINDS)))
+    moves = (Move(0, 0, is_out=True), Move(0, 0, is_out=False))
+    return [
+        StepPlan(0, opens, first, ()),
+        StepPlan(1, (), rest, (), moves=moves),
+        StepPlan(2, (), (), tuple(range(len(KINDS)))),
+    ]
