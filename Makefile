@@ -30,7 +30,10 @@ ONLY ?=
 # Of `make chaos`: hops without CURVE, which faults of frames need
 INSECURE ?=
 
-.PHONY: help setup demo up down status test check bench bench-peers chaos chaos-compose chaos-mutants secrets test-compose clean lint format types imports unit
+# Of `make test-gpu`
+DEVICE ?= cuda:0
+
+.PHONY: help setup demo up down status test test-gpu check bench bench-peers chaos chaos-compose chaos-mutants secrets test-compose clean lint format types imports unit
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -63,6 +66,9 @@ status: ## Show what `make up` runs
 
 test: setup ## All tests but benchmarks and Compose, with real servers
 	$(PY) -m pytest tests --ignore=tests/benchmarks --ignore=tests/compose $(IN_PARALLEL) $(TEST_OPTIONS)
+
+test-gpu: setup ## The conformance tests of pipelines on a real GPU (DEVICE=cuda:0)
+	SHARDLINE_TEST_DEVICE=$(DEVICE) $(PY) -m pytest tests/conformance/test_accelerator.py $(TEST_OPTIONS)
 
 check: setup ## Lint, types, import rules, unit tests: two minutes on two cores
 	@$(MAKE) -j4 --output-sync=target lint types imports unit

@@ -1,0 +1,69 @@
+"""An accelerator, alone and between CPU stages, gives token for token what transformers' `generate` gives.
+
+It is the test accelerator, unless SHARDLINE_TEST_DEVICE names a real one (`make test-gpu`).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from services.stage.device.accelerator import load_module
+from services.stage.device.device import Device
+from services.stage.device.take import take
+from services.stage.engine.executor import Executor
+from services.stage.engine.memory import Limits
+from services.stage.model.model_info import ModelInfo
+from shardline.job import SamplingParams
+from shardline.split import even_split
+from tests.chain import MAX_BUDGET, MAX_OPEN, generate, requests
+from tests.conformance.test_architectures import BUDGET, NUM_NEW, prompts, reference
+from tests.models import CONFIGS, save_model
+
+KV_BYTES = 1 << 19
+"""The test accelerator copies a layer's KV for each operator on it."""
+
+
+@pytest.fixture(scope="module")
+def accelerator(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Device]:
+    """The first one."""
+    name = os.environ.get("SHARDLINE_TEST_DEVICE")
+    load_module("tests.accelerator" if name is None else os.environ.get("SHARDLINE_DEVICE_MODULE"))
+    device = take(name or "toy:0", worker="tests", lock_folder=tmp_path_factory.mktemp("locks"))
+    yield device
+    device.release()
+
+
+@pytest.mark.parametrize(
+    "places", [("accelerator",), ("cpu", "accelerator", "cpu"), ("accelerator", "cpu")], ids="-".join
+)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_pipeline_over_an_accelerator_generates_the_tokens_of_generate(
+    name: str, places: tuple[str, ...], model_folder: Path, device: Device, accelerator: Device
+) -> None:
+    path = model_folder / name
+    if not path.exists():
+        save_model(model_folder, name)
+    expected = reference(path)
+    devices = {"cpu": device, "accelerator": accelerator}
+    info = ModelInfo.read(path)
+    limits = Limits(kv_bytes=KV_BYTES, token_budget=MAX_BUDGET, max_open=MAX_OPEN)
+    stages = [
+        Executor.load(
+            model=info, layers=layers, device=devices[place], dtype="float32", limits=limits, cache_folder=model_folder
+        )
+        for layers, place in zip(even_split(info.num_layers, len(places)), places, strict=True)
+    ]
+
+    found = generate(stages, requests(prompts(), SamplingParams(max_tokens=NUM_NEW, temperature=0.0)), budget=BUDGET)
+
+    assert found == expected
+
+
+def test_the_accelerator_refuses_tensors_of_two_devices(accelerator: Device) -> None:
+    with pytest.raises(RuntimeError, match=r"on (the same|one) device"):
+        torch.ones(2, 2, device=accelerator.torch_device) @ torch.ones(2, 2)

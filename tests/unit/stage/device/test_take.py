@@ -1,0 +1,76 @@
+"""The best free device, device types outside torch, and names that are no device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from services.stage.device.accelerator import Accelerator, load_module
+from services.stage.device.cpu import Cpu, show_cores, usable_cores
+from services.stage.device.locks import DeviceLocks
+from services.stage.device.take import take
+from shardline.errors import Invalid
+from tests.pinned import unpinned_afterwards
+
+
+@pytest.fixture(autouse=True)
+def _unpinned_afterwards() -> Iterator[None]:
+    with unpinned_afterwards():
+        yield
+
+
+@pytest.fixture
+def _nothing_but_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("services.stage.device.take.accelerators", list)
+
+
+@pytest.mark.usefixtures("_nothing_but_cores")
+def test_without_an_accelerator_auto_takes_the_cores_that_nobody_holds(tmp_path: Path) -> None:
+    first, *rest = usable_cores()
+    held = DeviceLocks(tmp_path, [f"core-{first}"], worker="other")
+
+    device = take("auto", worker="auto", lock_folder=tmp_path)
+
+    assert isinstance(device, Cpu)
+    assert device.name == f"cpu:{show_cores(tuple(rest))}"
+    with pytest.raises(Invalid, match="every core and accelerator of this machine is held"):
+        take("auto", worker="late", lock_folder=tmp_path)
+    device.release()
+    held.release()
+
+
+def test_auto_takes_accelerators_first_then_cores(tmp_path: Path) -> None:
+    load_module("tests.accelerator")
+
+    taken = [take("auto", worker=str(place), lock_folder=tmp_path) for place in range(3)]
+
+    assert [type(device) for device in taken] == [Accelerator, Accelerator, Cpu]
+    assert {device.name for device in taken[:2]} == {"toy:0", "toy:1"}
+    with pytest.raises(Invalid, match=r"toy-0 is held by [01] \(pid"):
+        take("toy:0", worker="late", lock_folder=tmp_path)
+    for device in taken:
+        device.release()
+
+
+def test_an_accelerator_refuses_int8_by_name(tmp_path: Path) -> None:
+    load_module("tests.accelerator")
+    device = take("toy:1", worker="one", lock_folder=tmp_path)
+
+    with pytest.raises(Invalid, match=r"'int8' is not served on toy:1.*cpu:0-3"):
+        device.dtype("int8")
+    assert 0 < device.available_bytes() <= device.total_bytes()
+    assert device.identity()[:2] == ["toy", "test accelerator 1"]
+    device.release()
+
+
+@pytest.mark.parametrize("name", ["gpu:0", "cuda", "meta:0", "npu-0", "0-3"])
+def test_what_is_no_device_names_the_forms(name: str, tmp_path: Path) -> None:
+    with pytest.raises(Invalid, match=r"is not a device.*cuda:0"):
+        take(name, worker="one", lock_folder=tmp_path)
+
+
+def test_a_device_module_that_is_not_there_is_named() -> None:
+    with pytest.raises(Invalid, match="SHARDLINE_DEVICE_MODULE: no_such_backend cannot be imported"):
+        load_module("no_such_backend")
