@@ -19,6 +19,7 @@ from transformers import AutoTokenizer
 
 from services.stage.attention.paged_kv import Span
 from services.stage.device.device import Device
+from services.stage.device.take import take
 from services.stage.engine.executor import Executor
 from services.stage.engine.memory import Limits
 from services.stage.model.model_info import ModelInfo
@@ -83,7 +84,7 @@ def main() -> None:
     questions = asked(options.num)
     rows = ["| dtype | perplexity of right answers | answers right |", "|---|---|---|"]
     with tempfile.TemporaryDirectory() as folder:
-        device = Device.take(options.device, worker="quality", lock_folder=Path(folder))
+        device = take(options.device, worker="quality", lock_folder=Path(folder))
         rows += [score(dtype, device, questions, Path(folder)) for dtype in options.dtype]
     print("\n".join(rows))
 

@@ -68,6 +68,12 @@ class Found:
             return str(self.module.get_device_name(self.index))
         return self.type
 
+    def total_bytes(self) -> int:
+        """Returns its whole memory. Starts nothing on it where its properties tell: a CUDA context takes memory."""
+        with suppress(AttributeError, RuntimeError):
+            return int(self.module.get_device_properties(self.index).total_memory)
+        return self.memory_bytes()[1]
+
     def memory_bytes(self) -> tuple[int, int]:
         """Returns its free and its whole memory. One that does not tell shares the host's."""
         with suppress(AttributeError, RuntimeError):
@@ -99,12 +105,12 @@ class Accelerator(Device):
         return [self._found.type, self._found.model(), torch.__version__, torch.__config__.show()]
 
     def available_bytes(self) -> int:
-        """Returns the free memory, less what other stages have promised if the device shares it with them."""
+        """Returns the free memory, as its backend tells."""
         return self._found.memory_bytes()[0]
 
     def total_bytes(self) -> int:
         """Returns all of the device's memory."""
-        return self._found.memory_bytes()[1]
+        return self._found.total_bytes()
 
     def synchronize(self) -> None:
         """Waits until the device has done all that it was given."""
@@ -128,7 +134,7 @@ def accelerators() -> list[Found]:
     """Returns all accelerators of this machine that torch can use, those with most memory first."""
     types = {*BUILT_IN, torch._C._get_privateuse1_backend_name()}  # noqa: SLF001 (torch has no public reader)
     found = [one for kind in sorted(types) for one in _of_type(kind)]
-    return sorted(found, key=lambda one: -one.memory_bytes()[1])
+    return sorted(found, key=lambda one: -one.total_bytes())
 
 
 def find(name: str) -> Found:

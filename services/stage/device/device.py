@@ -66,7 +66,7 @@ class Device(ABC):
 
     @abstractmethod
     def available_bytes(self) -> int:
-        """Returns the free memory, less what other stages of this host have promised to take of it."""
+        """Returns the free memory; on the CPU less what other stages of this host have promised to take."""
 
     @abstractmethod
     def total_bytes(self) -> int:

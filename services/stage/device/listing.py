@@ -74,7 +74,7 @@ def _accelerators(lock_folder: Path) -> list[Listed]:
         Listed(
             name=found.name,
             kind=found.model(),
-            memory_bytes=found.memory_bytes()[1],
+            memory_bytes=found.total_bytes(),
             held_by=_held(lock_folder, [found.lock_name]),
         )
         for found in accelerators()

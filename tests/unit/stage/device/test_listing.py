@@ -42,3 +42,15 @@ def test_a_line_names_device_memory_and_holder(
     assert line.startswith("cpu:")
     assert " GiB" in line
     assert "held by" not in line
+
+
+def test_a_device_type_outside_torch_is_listed_once_its_module_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("SHARDLINE_LOCK_DIR", str(tmp_path))
+    monkeypatch.setenv("SHARDLINE_DEVICE_MODULE", "tests.accelerator")
+
+    assert listing.main(["--json"]) == 0
+
+    kinds = {one["name"]: one["kind"] for one in json.loads(capsys.readouterr().out)}
+    assert (kinds["toy:0"], kinds["toy:1"]) == ("test accelerator 0", "test accelerator 1")

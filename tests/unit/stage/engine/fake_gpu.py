@@ -54,6 +54,12 @@ class FakeFound(Found):
         return 8 * GIB, 8 * GIB
 
 
+class Fake(FakeTensorMode):
+    """Fake tensors of a device that never starts, whatever other accelerators this process knows."""
+
+    avoid_device_init = True  # a property there
+
+
 class Answers(TorchDispatchMode):
     """Answers what depends on values: every number is 1, every choice is the first."""
 
@@ -101,8 +107,8 @@ class Memory(TorchFunctionMode):
 @contextmanager
 def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A context in which tensors are fake. Weight files are still read: they come as CPU tensors on every device."""
-    load: Callable[..., Any] = tf.PreTrainedModel.from_pretrained.__func__  # type: ignore[attr-defined] (a bound class method)
-    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    load: Callable[..., Any] = tf.PreTrainedModel.from_pretrained.__func__  # type: ignore[attr-defined]  # a bound class method
+    fake = Fake(allow_non_fake_inputs=True)
 
     def from_pretrained(cls: Any, *args: Any, **kwargs: Any) -> Any:
         with _disable_current_modes(), torch._C.DisableTorchFunction():
