@@ -23,6 +23,10 @@ from tests.stack import no_foreign_settings
 
 TEMPLATE = "shardline_template"
 
+# Triton reads it once, when it is imported, which transformers does for any test. On a GPU kernels are compiled.
+if "SHARDLINE_TEST_DEVICE" not in os.environ:
+    os.environ["TRITON_INTERPRET"] = "1"
+
 # The same examples in every run, and none of them timed: what a change did not touch cannot fail it.
 # `pytest --hypothesis-profile=explore` draws new ones, and more.
 settings.register_profile(

@@ -27,6 +27,7 @@ READERS = [
     *sorted((ROOT / "docs/examples").glob("*.py")),
     *sorted((ROOT / "docker").glob("*")),
     *sorted((ROOT / "tests/compose").glob("*.py")),
+    ROOT / "tests/conftest.py",
 ]
 PAGES = [*DOCUMENTS, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "services").rglob("*.md"))]
 PATH = re.compile(r"(?<![\w/.-])((?:services|shared|tests|migrations|docker|docs)/[\w/.-]*\w)(?![\w*<{…/])")

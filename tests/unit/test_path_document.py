@@ -39,7 +39,7 @@ OFF_THE_PATH = {
         stage/pipeline/pipeline shardline/store/models shardline/store/pipelines""",
     "for other requests": """gateway/routes/health gateway/routes/jobs shardline/client/requests
         shardline/store/dead_letters shardline/store/jobs shardline/store/listing shardline/store/repeats
-        shardline/tokenize/chat stage/attention/sdpa""",
+        shardline/tokenize/chat stage/attention/sdpa stage/attention/triton_backend""",
 }
 """What modules of the path import and this prompt does not pass, by reason."""
 

@@ -14,6 +14,7 @@ from transformers import AttentionInterface
 from services.stage.attention.kernel_backend import KernelBackend
 from services.stage.attention.paged_kv import AttentionParams, Backend, KvShape, MicroBatch, PackedQkv, PagedKv, Span
 from services.stage.attention.sdpa import SdpaBackend
+from services.stage.attention.triton_backend import TritonBackend
 from services.stage.kernels.kernel import AttentionCall, Kernel
 from services.stage.scheduling.kv_blocks import BLOCK_TOKENS
 from shardline.errors import Invalid, ProtocolError
@@ -33,12 +34,16 @@ class Attention:
 
     __slots__ = ("_backend", "exact", "kind", "name", "only_writes", "version")
 
-    def __init__(self, kernel: Kernel | None) -> None:
-        self._backend: Backend = SdpaBackend() if kernel is None else KernelBackend(kernel)
+    def __init__(self, kernel: Kernel | TritonBackend | None) -> None:
+        self._backend: Backend
+        if isinstance(kernel, Kernel):
+            self._backend, self.kind, self.version = KernelBackend(kernel), f"kernel-{kernel.isa}", kernel.path.stem
+        elif kernel is not None:
+            self._backend, self.kind, self.version = kernel, "triton", kernel.version
+        else:
+            self._backend, self.kind, self.version = SdpaBackend(), "sdpa", "sdpa"
         self.name = f"shardline-{id(self):x}"
         self.exact = kernel is not None
-        self.kind = "sdpa" if kernel is None else f"kernel-{kernel.isa}"
-        self.version = "sdpa" if kernel is None else kernel.path.stem
         """A name that changes whenever the bits of a row may change: part of the exactness fingerprint."""
         self.only_writes = False
         """While true, `attend` writes keys and values, computes nothing and raises KvWritten."""

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from services.stage.scheduling.kv_blocks import BLOCK_TOKENS, blocks_for
+from shardline.errors import ProtocolError
 from shardline.rounding import round_up
 
 VECTOR_WIDTH = 16
@@ -77,6 +78,16 @@ class MicroBatch:
     def num_rows(self) -> int:
         """The number of packed rows, padding included."""
         return self.sequence.shape[0]
+
+    def check_blocks(self, num_blocks: int) -> None:
+        """Raises ProtocolError if a span's KV lies outside a pool of this many blocks.
+
+        For backends whose kernels check nothing: torch would wrap a negative index around, and an index past the end
+        makes a CUDA device unusable.
+        """
+        for span in self.spans:
+            if min(span.blocks) < 0 or max(span.blocks) >= num_blocks:
+                raise ProtocolError(f"a block table {tuple(span.blocks)} lies outside {num_blocks} KV blocks")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

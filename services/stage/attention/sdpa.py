@@ -11,7 +11,6 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from services.stage.attention.paged_kv import AttentionParams, MicroBatch, PackedQkv, PagedKv, Span
 from services.stage.scheduling.kv_blocks import BLOCK_TOKENS, blocks_for
-from shardline.errors import ProtocolError
 
 
 class SdpaBackend:
@@ -24,15 +23,9 @@ class SdpaBackend:
         self._kv = kv
 
     def use(self, micro_batch: MicroBatch) -> None:
-        """Sets the rows of the next forward.
-
-        Raises ProtocolError for blocks outside the KV: torch would wrap a negative index around, and an index past the
-        end makes a CUDA device unusable.
-        """
+        """Sets the rows of the next forward. Raises ProtocolError for blocks outside the KV."""
         self._micro_batch = micro_batch
-        for span in micro_batch.spans:
-            if min(span.blocks) < 0 or max(span.blocks) >= self._kv.num_blocks:
-                raise ProtocolError(f"a block table {tuple(span.blocks)} lies outside {self._kv.num_blocks} KV blocks")
+        micro_batch.check_blocks(self._kv.num_blocks)
         num_rows = sum(span.length for span in micro_batch.spans)
         sequence, position = micro_batch.sequence[:num_rows].long(), micro_batch.position[:num_rows].long()
         self._block = micro_batch.table[sequence, position // BLOCK_TOKENS].long()

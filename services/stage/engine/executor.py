@@ -13,6 +13,7 @@ import structlog
 import torch
 from torch import Tensor
 
+from services.stage.attention import triton_backend
 from services.stage.attention.attention import Attention, Span
 from services.stage.attention.offload_area import OffloadArea
 from services.stage.device.device import INT8, Device
@@ -73,7 +74,8 @@ class Executor:
         """
         info = model if isinstance(model, ModelInfo) else ModelInfo.read(model)
         native = kernel.load() if device.is_cpu else None
-        attention, of_dtype = Attention(native), device.dtype(dtype)
+        attention = Attention(native or triton_backend.load(device.torch_device))
+        of_dtype = device.dtype(dtype)
         packing = packing_for(of_dtype, native, int8=dtype == INT8) if device.is_cpu else UNPACKED
         with torch.inference_mode():
             shard = Shard.load(

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from services.stage.attention.attention import Attention, KvShape, MicroBatch, PagedKv, Span
+from services.stage.attention.triton_backend import TritonBackend
 from services.stage.kernels.build import KernelSettings, build
 from services.stage.kernels.kernel import Kernel, supported_isas
 from services.stage.scheduling.kv_blocks import blocks_for
@@ -77,6 +78,17 @@ class Case:
         ]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where the KV lies: its device, and which blocks each sequence gets."""
+
+    device: str = "cpu"
+    shuffle: int = 7
+
+
+IN_MEMORY = Place()
+
+
 def reference(case: Case) -> list[Tensor]:
     """Attention of each sequence as the textbook writes it, in float64: [n, H, D]."""
     return [_attend_in_float64(q.double(), k.double(), v.double(), case) for q, k, v in case.rows()]
@@ -95,27 +107,39 @@ def _attend_in_float64(query: Tensor, key: Tensor, value: Tensor, case: Case) ->
     return (scores.softmax(-1)[..., :num] @ value).transpose(0, 1)
 
 
-def attend(kernel: Kernel | None, case: Case, chunks: Sequence[int], *, min_rows: int = 1) -> list[Tensor]:
+def attend(
+    kernel: Kernel | TritonBackend | None,
+    case: Case,
+    chunks: Sequence[int],
+    *,
+    min_rows: int = 1,
+    place: Place = IN_MEMORY,
+) -> list[Tensor]:
     """Each sequence's rows [n, H, D], fed in steps in which every unfinished sequence takes its next chunk."""
     attention = Attention(kernel)
     num_blocks = sum(blocks_for(n) for n in case.lengths) + 1
-    kv = PagedKv(layers={LAYER: case.shape}, num_blocks=num_blocks, dtype=case.dtype)
+    kv = PagedKv(layers={LAYER: case.shape}, num_blocks=num_blocks, dtype=case.dtype, device=place.device)
     for tensor in (kv.keys[LAYER], kv.values[LAYER]):
         tensor.fill_(float("nan"))  # what was never written must never count
     attention.bind(kv)
-    rows, tables = case.rows(), shuffled_tables(case.lengths, num_blocks)
+    rows, tables = case.rows(), shuffled_tables(case.lengths, num_blocks, place.shuffle)
+    options = {name: each.to(place.device) if isinstance(each, Tensor) else each for name, each in case.options.items()}
     outputs: list[list[Tensor]] = [[] for _ in case.lengths]
     for step in _steps(case.lengths, chunks):
         spans = [Span(start=start, length=count, blocks=tables[index]) for index, start, count in step]
-        micro_batch = MicroBatch.of(spans, min_rows=min_rows)
+        micro_batch = MicroBatch.of(spans, min_rows=min_rows, device=place.device)
         attention.use(micro_batch)
         query, key, value = (
-            _pack([rows[index][part][:, start : start + count] for index, start, count in step], micro_batch)
+            _pack([rows[index][part][:, start : start + count] for index, start, count in step], micro_batch).to(
+                place.device
+            )
             for part in range(3)
         )
-        out, _ = attention.attend(Layer(LAYER), query, key, value, None, **case.options)
-        outs = out[0].split(
-            [count for _, _, count in step] + [micro_batch.num_rows - sum(count for _, _, count in step)]
+        out, _ = attention.attend(Layer(LAYER), query, key, value, None, **options)
+        outs = (
+            out[0]
+            .cpu()
+            .split([count for _, _, count in step] + [micro_batch.num_rows - sum(count for _, _, count in step)])
         )
         assert not outs[-1].any()
         for (index, _, _), rows_of_span in zip(step, outs, strict=False):
@@ -123,9 +147,9 @@ def attend(kernel: Kernel | None, case: Case, chunks: Sequence[int], *, min_rows
     return [torch.cat(parts) for parts in outputs]
 
 
-def shuffled_tables(lengths: Sequence[int], num_blocks: int) -> list[list[int]]:
+def shuffled_tables(lengths: Sequence[int], num_blocks: int, seed: int) -> list[list[int]]:
     """Blocks for each sequence, scattered over the pool."""
-    free = random.Random(7).sample(range(num_blocks), num_blocks)
+    free = random.Random(seed).sample(range(num_blocks), num_blocks)
     return [[free.pop() for _ in range(blocks_for(n))] for n in lengths]
 
 
