@@ -67,8 +67,8 @@ status: ## Show what `make up` runs
 test: setup ## All tests but benchmarks and Compose, with real servers
 	$(PY) -m pytest tests --ignore=tests/benchmarks --ignore=tests/compose $(IN_PARALLEL) $(TEST_OPTIONS)
 
-test-gpu: setup ## The conformance tests of pipelines on a real GPU (DEVICE=cuda:0)
-	SHARDLINE_TEST_DEVICE=$(DEVICE) $(PY) -m pytest tests/conformance/test_accelerator.py $(TEST_OPTIONS)
+test-gpu: setup ## Pipelines and the attention kernels on a real GPU (DEVICE=cuda:0)
+	SHARDLINE_TEST_DEVICE=$(DEVICE) $(PY) -m pytest tests/conformance/test_accelerator.py tests/unit/stage/attention/test_triton.py $(TEST_OPTIONS)
 
 check: setup ## Lint, types, import rules, unit tests: two minutes on two cores
 	@$(MAKE) -j4 --output-sync=target lint types imports unit

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.stage.attention.attention import Attention, KvShape, MicroBatch, PagedKv, Span
-from services.stage.attention.triton_backend import TritonBackend
+from services.stage.attention.triton_backend import TritonBackend, load
 from shardline.errors import ProtocolError
 from tests.unit.stage.attention.attending import LAYER, Case, Layer, Place, attend, kernels, reference
 
@@ -137,3 +137,19 @@ def test_blocks_outside_the_pool_are_refused(block: int) -> None:
     attention.bind(PagedKv(layers={0: KvShape(num_kv_heads=1, head_dim=16)}, num_blocks=4, dtype=torch.float32))
     with pytest.raises(ProtocolError, match="4 KV blocks"):
         attention.use(MicroBatch.of([Span(start=0, length=3, blocks=[block])]))
+
+
+class TestWhichAttention:
+    def test_a_cpu_has_a_kernel_of_its_own(self) -> None:
+        assert load(torch.device("cpu")) is None
+
+    @pytest.mark.parametrize("kind", ["cuda", "xpu"])
+    def test_gpus_that_triton_serves_get_it(self, kind: str) -> None:
+        assert isinstance(load(torch.device(kind)), TritonBackend)
+
+    def test_others_fall_back_to_sdpa(self) -> None:
+        assert load(torch.device("mps")) is None
+
+    def test_switched_off_it_is_sdpa(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("SHARDLINE_KERNEL", "off")
+        assert load(torch.device("cuda")) is None
