@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from services.stage.attention import triton_kernels
 from services.stage.device.accelerator import Accelerator, Found
 from tests.extensions.build import build
 
@@ -104,6 +105,18 @@ class Memory(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+class Launched:
+    """A kernel in Triton that is launched and computes nothing: its tensors must all be on the GPU."""
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        assert all(size > 0 for size in grid), grid
+        return self._launch
+
+    def _launch(self, *args: Any, **_options: Any) -> None:
+        devices = {one.device.type for one in args if isinstance(one, Tensor)}
+        assert devices == {"cuda"}, f"a kernel is given tensors on {devices}"
+
+
 @contextmanager
 def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A context in which tensors are fake. Weight files are still read: they come as CPU tensors on every device."""
@@ -117,6 +130,8 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         return model, report
 
     monkeypatch.setattr(tf.PreTrainedModel, "from_pretrained", classmethod(from_pretrained))
+    for kernel in ("attend", "write"):
+        monkeypatch.setattr(triton_kernels, kernel, Launched())
     torch.ops.load_library(build("cuda_guard"))
     with fake, Answers(), Memory():
         yield
