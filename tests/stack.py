@@ -26,6 +26,8 @@ class Stack:
         self.home = StateDir(folder)
         self.output = folder / "output"
         self.settings = {"SHARDLINE_HOME": str(folder), "SHARDLINE_HTTP_PORT": "0", "SHARDLINE_FLOWER_PORT": "0"}
+        # Measured splits differ from run to run.
+        self.settings["SHARDLINE_SPLIT"] = "even"
         self.settings |= settings
         self.seen: set[psutil.Process] = set()
 

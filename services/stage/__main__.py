@@ -12,6 +12,7 @@ gc.disable()
 import structlog
 from pydantic import ValidationError
 
+from services.stage import profiling
 from services.stage.app import make_app, serve
 from services.stage.backends import ServerBackends
 from services.stage.device import listing
@@ -25,6 +26,8 @@ from shardline.threads import die_with_any_thread
 
 logger = structlog.get_logger(__name__)
 
+COMMANDS = {"devices": listing.main, "profile": profiling.main}
+"""Beside the stage itself."""
 REFUSED_STATUS = 2
 """Exit status for a setting that can never work: restarting does not help."""
 
@@ -69,4 +72,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(listing.main(sys.argv[2:]) if sys.argv[1:2] == ["devices"] else main())
+    command = COMMANDS.get(sys.argv[1]) if len(sys.argv) > 1 else None
+    sys.exit(command(sys.argv[2:]) if command else main())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from services.stage.settings import StageSettings
 from shardline.errors import Invalid
-from shardline.split import even_split, parse_range, parse_split
+from shardline.split import parse_range, split_of
 
 
 def layers_of(settings: StageSettings, num_layers: int) -> range:
@@ -16,7 +16,7 @@ def layers_of(settings: StageSettings, num_layers: int) -> range:
                 "SHARDLINE_LAYERS", f"it ends at layer {layers.stop - 1}, the model has 0-{num_layers - 1}", "Lower it"
             )
         return layers
-    stages = parse_split(settings.split, num_layers) if settings.split else even_split(num_layers, settings.num_stages)
+    stages = split_of(settings.split, num_layers, settings.num_stages)
     if settings.place >= len(stages):
         raise Invalid("SHARDLINE_PLACE", f"{settings.place}, but there are {len(stages)} stages", "Count places from 0")
     return stages[settings.place]

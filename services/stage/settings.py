@@ -26,7 +26,7 @@ class StageSettings(Settings):
     place: int = Field(0, ge=0, description="place in the chain, 0 is the head; used when layers is not set")
     num_stages: int = Field(1, ge=1, description="stages of the pipeline; used when layers is not set")
     split: str | None = Field(
-        None, description="layers of all stages by hand, such as 0-5,6-7; used when layers is not set"
+        None, description="layers of all stages by hand, such as 0-5,6-7; even, or not set: an equal share of them"
     )
     pipeline: str | None = Field(
         None, description="name of this head's pipeline; default: made from the host and the device"

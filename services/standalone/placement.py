@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntry
 
 from services.standalone.settings import StandaloneSettings
 from shardline.errors import Invalid
-from shardline.split import even_split, parse_split
+from shardline.planner import Plan
+from shardline.split import split_of
 
 LAYER_COUNTS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 
@@ -49,7 +51,7 @@ def places(
     settings: StandaloneSettings, num_layers: int, cores: list[int], taken: frozenset[int] = frozenset()
 ) -> list[StagePlacement]:
     """Every stage of every replica; cores `taken` by others come last. Raises Invalid for an impossible split."""
-    split = parse_split(settings.split, num_layers) if settings.split else even_split(num_layers, settings.stages)
+    split = split_of(settings.split, num_layers, settings.stages)
     if len(split) != settings.stages:
         raise Invalid("SHARDLINE_SPLIT", f"it has {len(split)} parts for {settings.stages} stages", "Make them agree")
     groups = core_groups(settings.stages * settings.replicas, settings.stage_cores, cores, taken)
@@ -66,6 +68,25 @@ def places(
     ]
 
 
+def is_planned(settings: StandaloneSettings, stages: Sequence[StagePlacement], num_layers: int) -> bool:
+    """Whether there is something to choose, nobody has chosen, and each stage has a device of its own."""
+    devices = {place.device for place in stages if place.replica == 0}
+    return not settings.split and 1 < settings.stages < num_layers and len(devices) == settings.stages
+
+
+def replaced(stages: Sequence[StagePlacement], plan: Plan) -> list[StagePlacement]:
+    """The same stages by a plan, which was made for the devices of the first replica: its layers and their order.
+    Other replicas follow it."""
+    by_device = {each.device: each.place for each in stages if each.replica == 0}
+    num_stages, placed = len(plan.stages), []
+    for replica in range(len(stages) // num_stages):
+        own = stages[replica * num_stages : (replica + 1) * num_stages]
+        for place, stage in enumerate(plan.stages):
+            on = own[by_device[stage.devices[0].device]]
+            placed.append(replace(on, place=place, layers=range(stage.first, stage.stop)))
+    return placed
+
+
 def core_groups(num: int, size: int | None, cores: list[int], taken: frozenset[int]) -> list[tuple[int, ...]]:
     """`num` groups of `size` cores (default: an equal share), free cores first. With too few, groups overlap."""
     size = size or max(1, len(cores) // num)
@@ -79,7 +100,7 @@ def core_groups(num: int, size: int | None, cores: list[int], taken: frozenset[i
 
 def count_layers(settings: StandaloneSettings) -> int:
     """The layer count that the model's config.json gives. Raises Invalid, saying where a model must be."""
-    config: dict[str, Any] = msgspec.json.decode(_config_file(settings).read_bytes())
+    config: dict[str, Any] = msgspec.json.decode(config_file(settings).read_bytes())
     for scope in (config, config.get("text_config") or {}):
         for name in LAYER_COUNTS:
             if isinstance(scope.get(name), int):
@@ -87,7 +108,8 @@ def count_layers(settings: StandaloneSettings) -> int:
     raise Invalid("SHARDLINE_MODEL", f"config.json of {settings.model} counts no layers", "Use a causal language model")
 
 
-def _config_file(settings: StandaloneSettings) -> Path:
+def config_file(settings: StandaloneSettings) -> Path:
+    """The model's config.json, fetched from the hub if need be. Raises Invalid, saying where a model must be."""
     if settings.folder is not None:
         config = settings.folder / "config.json"
         if not config.is_file():

@@ -147,7 +147,7 @@ def make_plan(
     }
     services = {
         place.name: StageProcess(
-            place.name, home, env={**for_stages, **_of_stage(settings, place, home)}, warm_parent=warm_parent
+            place.name, home, env={**for_stages, **of_stage(settings, place, home)}, warm_parent=warm_parent
         )
         for place in stages
     }
@@ -175,7 +175,8 @@ def _service(name: str, home: Path, common: Mapping[str, str], **own: object) ->
     return ServiceProcess(name, home, argv=[sys.executable, "-m", f"services.{name}"], env=env)
 
 
-def _of_stage(settings: StandaloneSettings, place: StagePlacement, home: Path) -> dict[str, str]:
+def of_stage(settings: StandaloneSettings, place: StagePlacement, home: Path) -> dict[str, str]:
+    """What a stage's environment says of itself."""
     own = {
         "SHARDLINE_MODEL_NAME": settings.name,
         "SHARDLINE_LAYERS": place.layers_text,

@@ -107,7 +107,7 @@ def spawn(
     bound_log(log)
     with log.open("ab") as output:
         return subprocess.Popen(
-            [*_privileges(death_signal, unprivileged=unprivileged), *argv],
+            [*child_prefix(death_signal, unprivileged=unprivileged), *argv],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -157,7 +157,7 @@ def wait_until_gone(process: psutil.Process, *, timeout_s: float) -> bool:
     return not retrying(is_alive, process)
 
 
-def _privileges(death_signal: str, *, unprivileged: bool) -> list[str]:
+def child_prefix(death_signal: str = "KILL", *, unprivileged: bool = False) -> list[str]:
     """The `setpriv` prefix (util-linux), empty where there is none: there, only the recorded pids help."""
     setpriv = shutil.which("setpriv")
     if setpriv is None:

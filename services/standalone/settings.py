@@ -21,7 +21,9 @@ class StandaloneSettings(Settings):
     model_name: str | None = Field(None, description="name that requests use; default: the folder's name or the hub id")
     stages: int = Field(2, ge=1, le=256, description="stages of a pipeline")
     replicas: int = Field(1, ge=1, le=64, description="pipelines on the same queue")
-    split: str | None = Field(None, description="layers of the stages by hand, such as 0-5,6-7; default: even")
+    split: str | None = Field(
+        None, description="layers of the stages by hand, such as 0-5,6-7; even; default: planned by what stages measure"
+    )
     stage_cores: int | None = Field(None, ge=1, description="cores of each stage; default: an equal share of all")
     stage_preload: str | None = Field(
         None, description="LD_PRELOAD of stages, empty for none; default: mimalloc or tcmalloc, where installed"

@@ -11,8 +11,9 @@ from contextlib import ExitStack
 from services.standalone import processes
 from services.standalone.cores import CoreClaims, usable_cores
 from services.standalone.disk import DiskWatch
-from services.standalone.placement import StagePlacement, count_layers, places
-from services.standalone.plan import Addresses, StackPlan, make_plan, make_warm_parent, new_password
+from services.standalone.measuring import Measuring
+from services.standalone.placement import StagePlacement, config_file, count_layers, is_planned, places, replaced
+from services.standalone.plan import Addresses, StackPlan, make_plan, make_warm_parent, new_password, of_stage
 from services.standalone.ports import free_port, is_taken
 from services.standalone.preload import preload
 from services.standalone.process_group import ProcessGroup
@@ -25,6 +26,7 @@ from services.standalone.state_dir import SUPERVISOR, StackRecord, StateDir
 from services.standalone.warm_parent import WarmParent
 from shardline.api_key import parse_key
 from shardline.errors import Invalid
+from shardline.planner import ModelCosts, Workload, make_plans
 from shardline.store import api_keys
 from shardline.store.api_keys import Grant
 from shardline.store.database import connect
@@ -32,6 +34,8 @@ from shardline.store.database import connect
 MAX_DEATHS_BEFORE_READY = 3
 SAY_MISSING_EVERY_S = 15.0
 DRAIN_MARGIN_S = 5.0
+MEASURING_WAIT_S = 0.5
+"""Between two looks at whether devices are measured; every signal ends the wait."""
 
 
 class Stopped(Exception):
@@ -64,6 +68,8 @@ class Supervisor:
             stages = self._place(stack.enter_context(CoreClaims()))
             stack.callback(self._stop)
             try:
+                if is_planned(self._settings, stages, count_layers(self._settings)):
+                    stages = self._plan_stages(stages)
                 self._start(addresses, stages)
                 self._follow()
             except Stopped:
@@ -95,6 +101,28 @@ class Supervisor:
             if place.shared:
                 self._say(f"{place.name} shares {place.device} with another stage: they take turns")
         return stages
+
+    def _plan_stages(self, stages: list[StagePlacement]) -> list[StagePlacement]:
+        """Gives each stage the layers that suit its device, by what it measures; even shares if that fails."""
+        first = [place for place in stages if place.replica == 0]
+        self._say(f"measuring {', '.join(place.device for place in first)}, once; SHARDLINE_SPLIT=even does without")
+        warm_parent = make_warm_parent(self._settings, self._state_dir.folder, preload(self._settings))
+        folder = self._state_dir.folder
+        own = [of_stage(self._settings, place, folder) for place in first]
+        measuring = Measuring([{**warm_parent.environment, **each} for each in own], folder)
+        try:
+            while not measuring.is_done:
+                self._inbox.wait(MEASURING_WAIT_S)
+                if self._inbox.num_stops:
+                    raise Stopped
+            model = ModelCosts.read(config_file(self._settings).parent)
+            plans = make_plans(model, measuring.profiles(), Workload(), num_stages=len(first), replicas=1)
+        except (StartFailed, Invalid) as error:
+            self._say(f"no plan, so the split is even: {error}")
+            return stages
+        finally:
+            measuring.end()
+        return replaced(stages, plans.best)
 
     def _start(self, addresses: Addresses, stages: list[StagePlacement]) -> None:
         self._record({})

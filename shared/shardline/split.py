@@ -8,6 +8,8 @@ from itertools import pairwise
 from shardline.errors import Invalid
 
 FIELD = "SHARDLINE_SPLIT"
+EVEN = "even"
+"""The value that asks for an even split."""
 
 
 def even_split(num_layers: int, num_stages: int) -> list[range]:
@@ -31,6 +33,11 @@ def parse_range(text: str, field: str = FIELD) -> range:
     if match is None or int(match[2] or match[1]) < int(match[1]):
         raise Invalid(field, f"{text!r} is no range of layers", "Write for example 0-5")
     return range(int(match[1]), int(match[2] or match[1]) + 1)
+
+
+def split_of(text: str | None, num_layers: int, num_stages: int) -> list[range]:
+    """The split that SHARDLINE_SPLIT asks for: even, if it says so or nothing, or by hand. Raises Invalid."""
+    return parse_split(text, num_layers) if text and text != EVEN else even_split(num_layers, num_stages)
 
 
 def parse_split(text: str, num_layers: int) -> list[range]:

@@ -12,6 +12,8 @@ import os
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -52,7 +54,10 @@ def parser() -> argparse.ArgumentParser:
     """Its options."""
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("--model", required=True)
-    options.add_argument("--dtype", default="float32")
+    options.add_argument("--dtype", action="append", help="one for all stages, or one for each; default: float32")
+    options.add_argument(
+        "--env", action="append", default=[], help="of a later stage, such as 1:ONEDNN_MAX_CPU_ISA=AVX2; empty: unset"
+    )
     options.add_argument("--device", action="append", required=True, help="one for each stage, in order")
     options.add_argument("--prompts", type=int, default=64)
     options.add_argument("--seats", type=int, default=64)
@@ -136,7 +141,8 @@ class Pipeline:
             process = spawn.Process(
                 target=serve_later, args=(theirs, folder, options, stage_index, self.identity), daemon=True
             )
-            process.start()
+            with environment_of(options, stage_index):
+                process.start()
             self._later.append((process, ours))
         executor = load(options, 0, folder)
         capacities = [(executor.num_blocks, executor.offload), *(pipe.recv() for _, pipe in self._later)]
@@ -254,7 +260,7 @@ def load(options: argparse.Namespace, stage_index: int, folder: Path) -> Executo
         model=info,
         layers=split_of(options, info)[stage_index],
         device=device,
-        dtype=options.dtype,
+        dtype=dtype_of(options, stage_index),
         limits=Limits(
             kv_bytes=options.kv_bytes,
             offload_bytes=options.kv_offload_mib << 20,
@@ -264,6 +270,27 @@ def load(options: argparse.Namespace, stage_index: int, folder: Path) -> Executo
         ),
         cache_folder=Path(options.model),
     )
+
+
+def dtype_of(options: argparse.Namespace, stage_index: int) -> str:
+    """The dtype of one stage."""
+    dtypes = options.dtype or ["float32"]
+    return str(dtypes[stage_index if len(dtypes) > 1 else 0])
+
+
+@contextmanager
+def environment_of(options: argparse.Namespace, stage_index: int) -> Iterator[None]:
+    """While entered, what a process inherits that is started for this stage."""
+    before, prefix = dict(os.environ), f"{stage_index}:"
+    try:
+        for text in options.env:
+            if text.startswith(prefix):
+                name, value = text.removeprefix(prefix).split("=", 1)
+                os.environ.pop(name, None) if not value else os.environ.update({name: value})
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
 
 
 def split_of(options: argparse.Namespace, info: ModelInfo) -> list[range]:

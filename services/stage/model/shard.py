@@ -9,7 +9,7 @@ Letters of shapes: T packed rows, H the hidden size, R sampled rows, V the vocab
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -98,8 +98,8 @@ class Shard:
         self.decoder = model.base_model
         self.dtype: torch.dtype = model.dtype
         self.device: torch.device = model.device
-        stack = getattr(self.decoder, Pieces.of(model, info.num_layers).layers)
-        self.layer_modules: dict[int, nn.Module] = {number: stack[number] for number in layers}
+        self._stack = getattr(self.decoder, Pieces.of(model, info.num_layers).layers)
+        self.layer_modules: dict[int, nn.Module] = {number: self._stack[number] for number in layers}
         sizes = {int(p.shape[-2]) for layer in self.layer_modules.values() for p in layer.parameters() if p.dim() > 1}
         self.widths = frozenset(sizes | {size // 2 for size in sizes if size % 2 == 0})
         """The row lengths of elementwise operations: outputs of linear layers, or half of them where two are fused."""
@@ -157,6 +157,18 @@ class Shard:
         if self.is_first:
             return torch.zeros(num_rows, dtype=torch.long, device=self.device)
         return torch.zeros(num_rows, self.info.hidden_size, dtype=self.dtype, device=self.device)
+
+    @contextmanager
+    def without(self, layers: Iterable[int]) -> Iterator[None]:
+        """While entered, these layers return their input. For a shard that holds the first layer."""
+        left_out = list(layers)
+        try:
+            for number in left_out:
+                self._stack[number] = PassThrough()
+            yield
+        finally:
+            for number in left_out:
+                self._stack[number] = self.layer_modules[number]
 
     def hidden(self, x: Tensor, position_ids: Tensor) -> Tensor:
         """Returns the hidden states [T, H] in `dtype` after this shard's layers.

@@ -15,6 +15,7 @@ from shardline.cli.dead import dead
 from shardline.cli.exits import HELP, Reporting
 from shardline.cli.fields import parse_fields, prompt_fields, read_prompt
 from shardline.cli.keys import keys
+from shardline.cli.plan import plan
 from shardline.cli.trace import trace
 from shardline.client import Client
 from shardline.client.requests import succeeded
@@ -35,6 +36,7 @@ cli = typer.Typer(
 cli.add_typer(dead, name="dead")
 cli.add_typer(keys, name="keys")
 cli.command()(trace)
+cli.command()(plan)
 
 
 def main() -> None:

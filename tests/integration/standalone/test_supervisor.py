@@ -16,9 +16,11 @@ import psutil
 import psycopg
 import pytest
 
+from services.standalone.settings import CLERK
 from services.standalone.state_dir import SUPERVISOR
 from shardline.api_key import bearer
 from shardline.client import Client
+from shardline.planner import ModelCosts, Workload, make_plans, read_profiles
 from tests.models import save_model
 from tests.polling import until
 from tests.stack import Stack
@@ -37,8 +39,8 @@ def folder() -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def stack(folder: Path) -> Iterator[Stack]:
-    """One stack for the tests that leave it as they found it."""
-    stack = Stack(folder)
+    """One stack for the tests that leave it as they found it. Its devices are measured."""
+    stack = Stack(folder, SHARDLINE_SPLIT="", SHARDLINE_CACHE_DIR=str(folder / "cache"))
     stack.start()
     yield stack
     stack.end()
@@ -64,6 +66,17 @@ def test_the_record_of_a_ready_stack_is_true(stack: Stack) -> None:
     assert up["processes"][SUPERVISOR] == stack.process.pid
     assert httpx.get(f"{up['urls']['gateway']}/ready").status_code == 200
     assert {path.stem for path in (stack.home.folder / "logs").glob("*.log")} >= NAMES - {"supervisor"}
+
+
+def test_stages_hold_the_layers_of_the_best_plan_for_their_devices(stack: Stack) -> None:
+    profiles = [read_profiles(file.read_bytes())[0] for file in (stack.home.folder / "cache" / "profiles").iterdir()]
+    profiles.sort(key=lambda profile: profile.device)
+    plan = make_plans(ModelCosts.read(CLERK), profiles, Workload(), num_stages=2, replicas=1).best
+    with psycopg.connect(stack.urls["database"]) as connection:
+        ((stages,),) = connection.execute("SELECT stages FROM pipelines").fetchall()
+    held = [(stage["device"], stage["layers"]) for stage in stages]
+    assert held == [(stage.devices[0].device, [stage.first, stage.stop]) for stage in plan.stages]
+    assert f"measuring {', '.join(profile.device for profile in profiles)}, once" in stack.output.read_text()
 
 
 def test_a_ready_stack_answers(stack: Stack) -> None:

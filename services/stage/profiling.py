@@ -1,0 +1,291 @@
+"""`python -m services.stage profile`: measures what a model's layers and ends cost on this stage's device, in seconds.
+
+Times are of the stage's own executor: first layers with the embedding, then the last layer with output layer and
+sampler. A kind of layer costs what a step saves without it. Starts no thread and talks to no server.
+"""
+
+from __future__ import annotations
+
+import argparse
+import socket
+import statistics
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from itertools import accumulate
+
+import msgspec
+import structlog
+import torch
+from pydantic import ValidationError
+
+from services.stage.attention.paged_kv import Span
+from services.stage.device.accelerator import load_module
+from services.stage.device.device import Device
+from services.stage.device.take import take
+from services.stage.engine.executor import Executor
+from services.stage.engine.memory import Limits
+from services.stage.model import cache
+from services.stage.model.model_info import ModelInfo
+from services.stage.scheduling.kv_blocks import BLOCK_TOKENS, blocks_for
+from services.stage.scheduling.step_plan import Open, Row, StepPlan
+from services.stage.settings import StageSettings
+from shardline import log
+from shardline.clock import monotonic_s
+from shardline.errors import Invalid, ShardlineError
+from shardline.job import SamplingParams
+from shardline.planner import DeviceProfile, LayerTimes, ModelCosts
+from shardline.planner.device_profile import VERSION, Points, read_profiles
+from shardline.planner.model_costs import KV_BYTES, WEIGHT_BYTES
+
+logger = structlog.get_logger(__name__)
+
+ROWS = (1, 8, 32, 64, 128, 256, 512, 1024)
+"""Packed rows of the steps that are timed, up to the token budget."""
+SAMPLED = (1, 8, 32, 64)
+DECODES = 32
+"""Sequences of the steps that tell what a token of context costs."""
+CONTEXT = 8 * BLOCK_TOKENS - 1
+"""Tokens before each of their rows."""
+CHUNKS_BEFORE = 4
+"""Whole chunks before the one that tells what a prompt's row pays for each token of context."""
+LAYERS_BYTES = 128 << 20
+"""Weights of the layers that are timed together, at least: a step finds none of them in a cache."""
+POINT_S = 0.15
+"""Time for one figure, in which three runs are made at least."""
+MIN_RUNS = 3
+PROFILES = "profiles"
+"""Folder in the cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class Clock:
+    """Times runs on one device."""
+
+    device: Device
+
+    def seconds(self, run: Callable[[], object]) -> float:
+        """The lower quartile of some runs after a first one: whoever else uses the machine only adds."""
+        run()
+        times: list[float] = []
+        end_s = monotonic_s() + POINT_S
+        while len(times) < MIN_RUNS or monotonic_s() < end_s:
+            self.device.synchronize()
+            began_s = monotonic_s()
+            run()
+            self.device.synchronize()
+            times.append(monotonic_s() - began_s)
+        return statistics.quantiles(times)[0]
+
+
+class FirstLayers:
+    """Times steps of a shard that holds the embedding and some first layers."""
+
+    def __init__(self, executor: Executor, model: ModelCosts, clock: Clock) -> None:
+        self._forward, self._clock = executor.forward, clock
+        self._budget, self._num_blocks = executor.token_budget, executor.num_blocks
+        self._kinds: dict[str, list[int]] = {}
+        for number in executor.layers:
+            self._kinds.setdefault(model.layers[number].name, []).append(number)
+
+    def measure(self) -> tuple[dict[str, LayerTimes], Points]:
+        """Returns the times of each kind of layer, and those of a step without layers, by packed rows."""
+        num_rows = [rows for rows in ROWS if rows < self._budget] + [self._budget]
+        by_rows = {rows: self._parts(_decodes(rows, before=0)) for rows in num_rows}
+        decodes = min(DECODES, self._budget, self._num_blocks // blocks_for(CONTEXT + 1))
+        short, long = (self._parts(_decodes(decodes, before=before)) for before in (0, CONTEXT))
+        chunk, before = self._budget, CHUNKS_BEFORE * self._budget
+        early, late = (self._parts(_chunk(start, chunk)) for start in (0, before))
+        layers = {
+            kind: LayerTimes(
+                rows=tuple((rows, parts[kind]) for rows, parts in by_rows.items()),
+                decode_context_s=max(0.0, long[kind] - short[kind]) / (decodes * CONTEXT),
+                prefill_context_s=max(0.0, late[kind] - early[kind]) / (chunk * before),
+            )
+            for kind in self._kinds
+        }
+        return layers, tuple((rows, parts[""]) for rows, parts in by_rows.items())
+
+    def _parts(self, spans: Sequence[Span]) -> dict[str, float]:
+        """Seconds of one layer of each kind, and under "" those of the step without layers."""
+        whole_s = self._seconds(spans, ())
+        saved = {kind: max(0.0, whole_s - self._seconds(spans, layers)) for kind, layers in self._kinds.items()}
+        parts = {kind: saved_s / len(self._kinds[kind]) for kind, saved_s in saved.items()}
+        return {**parts, "": max(0.0, whole_s - sum(saved.values()))}
+
+    def _seconds(self, spans: Sequence[Span], left_out: Iterable[int]) -> float:
+        """Of a step without these layers."""
+        x = self._forward.random_inputs(sum(span.length for span in spans), torch.Generator().manual_seed(0))
+        with self._forward.shard.without(left_out):
+            return self._clock.seconds(lambda: self._forward.hidden(spans, x))
+
+
+class Tail:
+    """Times what output layer and sampler add to a step of the last layer."""
+
+    def __init__(self, executor: Executor, clock: Clock) -> None:
+        self._executor, self._clock = executor, clock
+
+    def measure(self) -> tuple[Points, float]:
+        """Returns the seconds that sampled rows add, by their number, and those that a prompt's row adds, which may be
+        below 0: the last layer leaves out most of what is not sampled."""
+        budget = self._executor.token_budget
+        sampled = tuple((rows, self._added_s(rows, length=1)) for rows in SAMPLED if rows <= budget)
+        return sampled, (self._added_s(1, length=budget) - sampled[0][1]) / budget
+
+    def _added_s(self, sequences: int, length: int) -> float:
+        """Of a step that samples after the last of `length` rows of each sequence."""
+        executor, num = self._executor, blocks_for(length)
+        blocks = [_blocks(index, num) for index in range(sequences)]
+        opened = tuple(
+            Open(seq=index, ids=(0,) * length, num_prompt=length, params=SamplingParams(), seed=0, num_blocks=num)
+            for index in range(sequences)
+        )
+        rows = tuple(Row(index, 0, length, (), tuple(own), True) for index, own in enumerate(blocks))
+        plan = StepPlan(0, opened, rows, tuple(range(sequences)))
+        spans = [Span(start=0, length=length, blocks=own) for own in blocks]
+        x = executor.forward.random_inputs(sequences * length, torch.Generator().manual_seed(0))
+        whole_s = self._clock.seconds(lambda: executor.run(plan, x))
+        return whole_s - self._clock.seconds(torch.inference_mode()(lambda: executor.forward.hidden(spans, x)))
+
+
+def _decodes(num_rows: int, before: int) -> list[Span]:
+    """One row of each of so many sequences, which has so many tokens before it."""
+    num = blocks_for(before + 1)
+    return [Span(start=before, length=1, blocks=_blocks(index, num)) for index in range(num_rows)]
+
+
+def _chunk(start: int, length: int) -> list[Span]:
+    """Rows of one prompt."""
+    return [Span(start=start, length=length, blocks=_blocks(0, blocks_for(start + length)))]
+
+
+def _blocks(index: int, num: int) -> list[int]:
+    """Those of one sequence: no two read the same KV, which a cache would hold."""
+    return list(range(index * num, (index + 1) * num))
+
+
+def profile(settings: StageSettings, device: Device, *, fresh: bool, together: bool) -> DeviceProfile:
+    """The profile of the model of these settings on a device that this process holds: a known one, or measured now.
+
+    `fresh`: measured in any case. `together`: says `ready` once it could begin, and waits for a line on standard input,
+    so that several devices are timed side by side, as they will work. Raises what `Executor.load` raises.
+    """
+    info = ModelInfo.read(settings.model, settings.model_revision)
+    model = ModelCosts.read(info.path)
+    folder, name = settings.cache_dir / PROFILES, f"{_hash([*_key(settings, device), model.shapes_id])}.json"
+    known = None if fresh else _known(cache.recall(folder, name))
+    measuring = None if known else _Measuring(settings, info, model, device)
+    if together:
+        sys.stdout.write("ready\n")
+        sys.stdout.flush()
+        sys.stdin.readline()
+    if known is not None or measuring is None:
+        assert known is not None
+        return known
+    found = measuring.profile()
+    cache.store(folder, name, msgspec.json.encode(found).decode())
+    return found
+
+
+class _Measuring:
+    """A device with loaded layers."""
+
+    def __init__(self, settings: StageSettings, info: ModelInfo, model: ModelCosts, device: Device) -> None:
+        self._settings, self._model, self._device = settings, model, device
+        self._memory_bytes = device.available_bytes()
+        first = self._load(info, range(_num_layers(model, settings.dtype)))
+        self._first = FirstLayers(first, model, Clock(device))
+        last = first if first.is_last else self._load(info, range(info.num_layers - 1, info.num_layers))
+        self._tail = Tail(last, Clock(device))
+
+    def _load(self, info: ModelInfo, layers: range) -> Executor:
+        settings = self._settings
+        num_tokens = max(settings.token_budget, DECODES * blocks_for(CONTEXT + 1)) * BLOCK_TOKENS
+        kv_numbers = sum(self._model.layers[number].kv_numbers for number in layers)
+        limits = Limits(
+            # More than counted: stored values are padded.
+            kv_bytes=2 * num_tokens * kv_numbers * KV_BYTES[settings.dtype],
+            token_budget=settings.token_budget,
+            max_open=settings.token_budget,
+        )
+        return Executor.load(
+            model=info,
+            layers=layers,
+            device=self._device,
+            dtype=settings.dtype,
+            limits=limits,
+            cache_folder=settings.cache_dir,
+        )
+
+    def profile(self) -> DeviceProfile:
+        """Runs for some seconds."""
+        began_s = monotonic_s()
+        with torch.inference_mode():
+            layers, step = self._first.measure()
+        sampled, tail_prefill_row_s = self._tail.measure()
+        logger.info("device measured", device=self._device.name, seconds=round(monotonic_s() - began_s, 1))
+        return DeviceProfile(
+            device=self._device.name,
+            host=socket.gethostname(),
+            hardware=_hash(self._device.identity()),
+            dtype=self._settings.dtype,
+            model=self._model.shapes_id,
+            memory_bytes=self._memory_bytes,
+            is_host_memory=self._device.is_cpu,
+            layers=layers,
+            step=step,
+            sampled=sampled,
+            tail_prefill_row_s=tail_prefill_row_s,
+        )
+
+
+def _num_layers(model: ModelCosts, dtype: str) -> int:
+    """So many first layers have one of each kind, and more weights than a cache holds, if the model has."""
+    with_all_kinds = 1 + max([kind.name for kind in model.layers].index(name) for name in model.kinds)
+    sizes = accumulate(kind.num_weights * WEIGHT_BYTES[dtype] for kind in model.layers)
+    large = 1 + sum(size < LAYERS_BYTES for size in sizes)
+    return min(max(with_all_kinds, large), len(model.layers))
+
+
+def _key(settings: StageSettings, device: Device) -> list[str]:
+    limits = [settings.dtype, str(settings.token_budget), str(VERSION)]
+    return [socket.gethostname(), device.name, str(device.num_threads), *limits, *device.identity()]
+
+
+def _known(text: str | None) -> DeviceProfile | None:
+    """None also for a file that another release wrote."""
+    try:
+        return read_profiles(text.encode())[0] if text else None
+    except Invalid as error:
+        logger.info("a profile is measured again", reason=error.problem)
+        return None
+
+
+def _hash(parts: Sequence[str]) -> str:
+    return sha256("\0".join(parts).encode()).hexdigest()[:16]
+
+
+def main(arguments: list[str]) -> int:
+    """Prints a device's profile as one line of JSON; returns the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m services.stage profile",
+        description="Measures the model of SHARDLINE_MODEL in SHARDLINE_DTYPE on SHARDLINE_DEVICE; takes some seconds.",
+    )
+    parser.add_argument("--fresh", action="store_true", help="measure again what is known")
+    parser.add_argument(
+        "--together", action="store_true", help="say `ready` when loaded, and begin at a line on standard input"
+    )
+    options = parser.parse_args(arguments)
+    try:
+        settings = StageSettings()
+        log.configure(service="stage", level=settings.log_level, form=settings.log_format)
+        load_module(settings.device_module)
+        device = take(settings.device, worker="profile", lock_folder=settings.lock_dir, shared=settings.device_shared)
+        found = profile(settings, device, fresh=options.fresh, together=options.together)
+    except (ValidationError, ShardlineError) as error:
+        sys.stderr.write(f"{error}\n")
+        return 1
+    sys.stdout.write(msgspec.json.encode(found).decode() + "\n")
+    return 0

@@ -1,0 +1,129 @@
+"""`shardline plan`: which device should compute which layers, and what that gives. Reads files only."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from shardline.cli import show
+from shardline.cli.arguments import Json
+from shardline.errors import Invalid
+from shardline.planner import DeviceProfile, Goal, ModelCosts, Plan, Plans, Workload, make_plans, read_profiles
+
+USUAL = Workload()
+BAR_CHARS = 12
+SVG_CHARS = 110
+CACHE = Path.home() / ".cache" / "shardline"
+
+
+def plan(
+    model: Annotated[Path, typer.Option("--model", "-m", help="Folder of the model; its config.json is read.")],
+    devices: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--devices", "-d", help="Files with what `python -m services.stage profile` printed, or folders of them."
+        ),
+    ] = None,
+    *,
+    cache_dir: Annotated[
+        Path, typer.Option(envvar="SHARDLINE_CACHE_DIR", help="Without --devices: its profiles of this model.")
+    ] = CACHE,
+    prompt: Annotated[int, typer.Option(min=1, help="Tokens of a prompt.")] = USUAL.prompt,
+    output: Annotated[int, typer.Option(min=2, help="Tokens of a completion.")] = USUAL.output,
+    concurrency: Annotated[int, typer.Option(min=1, help="Requests at a time.")] = USUAL.concurrency,
+    goal: Annotated[Goal, typer.Option(help="What to make as good as can be.")] = Goal.THROUGHPUT,
+    stages: Annotated[int | None, typer.Option(min=1, help="Stages of a pipeline; default: the best number.")] = None,
+    replicas: Annotated[int | None, typer.Option(min=1, help="Pipelines; default: the best number.")] = None,
+    svg: Annotated[Path | None, typer.Option(help="Draw the plans into this file too.")] = None,
+    json: Json = False,
+) -> None:
+    """Show the best split of a model over measured devices, the next best, and what is predicted of each."""
+    costs = ModelCosts.read(model)
+    cached = cache_dir / "profiles"
+    profiles = _profiles(devices or ([cached] if cached.is_dir() else []), costs)
+    workload = Workload(prompt=prompt, output=output, concurrency=concurrency)
+    plans = make_plans(costs, profiles, workload, goal, num_stages=stages, replicas=replicas)
+    if svg is not None:
+        drawing = Console(record=True, width=SVG_CHARS, file=io.StringIO())
+        _draw(drawing, plans, workload)
+        drawing.save_svg(str(svg), title=f"shardline plan: {model.name}")
+    if json:
+        show.as_json(plans)
+    else:
+        _draw(Console(highlight=False), plans, workload)
+
+
+def _profiles(paths: list[Path], model: ModelCosts) -> list[DeviceProfile]:
+    """Those of this model."""
+    files = [file for path in paths for file in (sorted(path.glob("*.json")) if path.is_dir() else [path])]
+    found: list[DeviceProfile] = []
+    for file in files:
+        try:
+            found += read_profiles(file.read_bytes())
+        except OSError as error:
+            raise Invalid("--devices", f"{file} cannot be read: {error.strerror}", "Check the path") from error
+    of_model = [profile for profile in found if profile.model == model.shapes_id]
+    if not of_model:
+        raise Invalid(
+            "--devices",
+            f"none of {len(found)} profiles is of this model",
+            "Run `python -m services.stage profile` on each device with SHARDLINE_MODEL, SHARDLINE_DTYPE and "
+            "SHARDLINE_DEVICE set",
+        )
+    return sorted(of_model, key=lambda profile: (profile.host, profile.device, profile.dtype))
+
+
+def _draw(console: Console, plans: Plans, workload: Workload) -> None:
+    best = plans.best
+    load = f"{workload.concurrency} x {workload.prompt} tokens in, {workload.output} out"
+    replicas = f", {best.replicas} replicas" if best.replicas > 1 else ""
+    console.print(f"[bold]best for {plans.goal}[/bold] of {load}: {len(best.stages)} stages{replicas}")
+    console.print(_stages(best))
+    console.print(_table_of(plans))
+
+
+def _stages(plan: Plan) -> Table:
+    """Stages in order; the busiest is red."""
+    table = _table("stage", "device", "dtype", "layers", "busy", "weights", "KV tokens")
+    for place, stage in enumerate(plan.stages):
+        bar = "█" * round(BAR_CHARS * stage.busy_share)
+        color = "red" if place == plan.bottleneck else "green"
+        table.add_row(
+            str(place),
+            escape("\n".join(f"{name.device} on {name.host}" for name in stage.devices)),
+            stage.dtype,
+            stage.layers,
+            f"[{color}]{bar:<{BAR_CHARS}}[/]{stage.busy_share:5.0%}",
+            f"{stage.weight_bytes / 2**20:,.0f} MiB",
+            f"{stage.kv_tokens:,}",
+        )
+    return table
+
+
+def _table_of(plans: Plans) -> Table:
+    """The best plan, the next ones, and the even split."""
+    table = _table("", "split", "devices", "tokens/s", "first", "next", "KV tokens", "time")
+    shown = [(f"{number}.", plan) for number, plan in enumerate((plans.best, *plans.others), 1)]
+    for name, plan in [*shown, *([("even", plans.even)] if plans.even is not None else [])]:
+        times = f" ({plan.replicas} replicas)" if plan.replicas > 1 else ""
+        table.add_row(
+            name,
+            plan.split,
+            escape(", ".join(stage.devices[0].device for stage in plan.stages)) + times,
+            f"{plan.tokens_per_s:,.1f}",
+            f"{plan.ttft_s * 1e3:,.0f} ms",
+            f"{plan.token_s * 1e3:,.1f} ms",
+            f"{plan.kv_tokens:,}",
+            f"{plans.cost(plan):.2f} x",
+        )
+    return table
+
+
+def _table(*columns: str) -> Table:
+    return Table(*columns, box=None, padding=(0, 2, 0, 0))

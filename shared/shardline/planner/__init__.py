@@ -1,0 +1,19 @@
+"""The planner: which device computes which layers, from measured times. Knows no torch and starts nothing."""
+
+from shardline.planner.device_profile import DeviceProfile, LayerTimes, read_profiles
+from shardline.planner.model_costs import ModelCosts
+from shardline.planner.plan import Plan, Plans
+from shardline.planner.planning import make_plans
+from shardline.planner.workload import Goal, Workload
+
+__all__ = [
+    "DeviceProfile",
+    "Goal",
+    "LayerTimes",
+    "ModelCosts",
+    "Plan",
+    "Plans",
+    "Workload",
+    "make_plans",
+    "read_profiles",
+]

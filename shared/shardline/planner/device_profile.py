@@ -1,0 +1,96 @@
+"""What a worker measured of its device: the times of a model's parts, as a record that travels as JSON.
+
+Times are of the model's own layers through the stage's own code, so that one number holds all that a layer costs:
+products, norms, calls. `python -m services.stage profile` writes it. Knows no plan.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from typing import Annotated
+
+import msgspec
+
+from shardline.errors import Invalid
+
+VERSION = 1
+Seconds = Annotated[float, msgspec.Meta(ge=0)]
+Points = Annotated[tuple[tuple[float, float], ...], msgspec.Meta(min_length=1, max_length=64)]
+"""(rows, seconds), by rows."""
+
+
+class LayerTimes(msgspec.Struct, frozen=True, kw_only=True):
+    """One layer of one kind."""
+
+    rows: Points
+    """Without any context: products and all that a row costs."""
+    decode_context_s: Seconds
+    """For each token of context of each decode row."""
+    prefill_context_s: Seconds
+    """For each token of context of each prompt row."""
+
+    def seconds(self, *, rows: float, decode_context: float, prefill_context: float) -> float:
+        """Of one call with so many packed rows, whose contexts add up to these, in tokens."""
+        attended_s = self.decode_context_s * decode_context + self.prefill_context_s * prefill_context
+        return interpolated(self.rows, rows) + attended_s
+
+
+class DeviceProfile(msgspec.Struct, frozen=True, kw_only=True):
+    """One device with weights of one dtype, for models of one shape."""
+
+    version: int = VERSION
+    device: str
+    """As SHARDLINE_DEVICE names it."""
+    host: str
+    hardware: str
+    """Devices with the same value are taken for equal."""
+    dtype: str
+    """As SHARDLINE_DTYPE names it."""
+    model: str
+    """Hash of the model's shapes: a profile is of no use for another one."""
+    memory_bytes: Annotated[int, msgspec.Meta(ge=0)]
+    """Free for weights, KV and activations."""
+    is_host_memory: bool = False
+    """Whether the devices of one host share it."""
+    layers: dict[str, LayerTimes]
+    """By kind of layer."""
+    step: Points
+    """What a step costs without layers: plan, embedding, dispatch, by packed rows."""
+    sampled: Points
+    """What the tail adds, by sampled rows: output layer and sampler."""
+    tail_prefill_row_s: float
+    """What the tail adds for each prompt row that is not sampled; below 0, since its last layer leaves them out."""
+    hop_s: Seconds = 0.0
+    """Of one frame to the next stage, without its bytes."""
+    hop_bytes_per_s: Annotated[float, msgspec.Meta(gt=0)] = 1e9
+
+    @property
+    def activation_dtype(self) -> str:
+        """Stages pair only if it is equal: weights of int8 go with activations of bfloat16."""
+        return "bfloat16" if self.dtype == "int8" else self.dtype
+
+
+def read_profiles(data: bytes, field: str = "--devices") -> list[DeviceProfile]:
+    """Reads one profile, or a list of them, from JSON. Raises Invalid, naming `field`."""
+    try:
+        found: object = msgspec.json.decode(data)
+        profiles = msgspec.convert(found if isinstance(found, list) else [found], list[DeviceProfile])
+    except msgspec.MsgspecError as error:
+        raise Invalid(
+            field, f"no device profile: {error}", "Give what `python -m services.stage profile` printed"
+        ) from error
+    for profile in profiles:
+        if profile.version != VERSION:
+            raise Invalid(field, f"version {profile.version} of a profile, not {VERSION}", "Measure the device again")
+    return profiles
+
+
+def interpolated(points: Sequence[tuple[float, float]], x: float) -> float:
+    """The value at `x` on the line through its neighbors; behind the last point the last line goes on."""
+    place = bisect_left(points, x, key=lambda point: point[0])
+    if place == 0 or len(points) == 1:
+        return points[0][1]
+    place = min(place, len(points) - 1)
+    (x0, y0), (x1, y1) = points[place - 1], points[place]
+    return max(0.0, y0 + (y1 - y0) * (x - x0) / (x1 - x0))

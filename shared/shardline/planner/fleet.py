@@ -1,0 +1,139 @@
+"""Devices in groups of equal ones, and the best plan for each number of replicas and stages over them."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import msgspec
+
+from shardline.planner.device_profile import DeviceProfile
+from shardline.planner.prediction import Assigned, Predictor
+from shardline.planner.search import DeviceKind, Search, Slice
+from shardline.planner.workload import StepKind
+
+ALIKE = 0.05
+"""Devices of equal hardware whose figures differ by less of their value are one group."""
+Device = tuple[DeviceProfile, ...]
+"""Its profiles, one for each dtype, in order of dtypes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fleet:
+    """Devices whose activations have one dtype, so that any of them may stand in one pipeline."""
+
+    predictor: Predictor
+    groups: tuple[tuple[Device, ...], ...]
+
+    @classmethod
+    def of(cls, predictor: Predictor, profiles: Sequence[DeviceProfile]) -> Fleet:
+        """Groups what is alike."""
+        devices: dict[tuple[str, str], list[DeviceProfile]] = defaultdict(list)
+        for profile in profiles:
+            devices[profile.host, profile.device].append(profile)
+        groups: list[list[Device]] = []
+        for ways in devices.values():
+            device = tuple(sorted(ways, key=lambda profile: profile.dtype))
+            group = next((each for each in groups if _are_alike(each[0], device)), None)
+            if group is None:
+                groups.append([device])
+            else:
+                group.append(device)
+        return cls(predictor, tuple(map(tuple, groups)))
+
+    def shapes(self, num_stages: int | None, replicas: int | None) -> Iterator[Shape]:
+        """Every number of replicas and stages that these devices allow."""
+        most_replicas = sum(map(len, self.groups))
+        for num_replicas in [replicas] if replicas else range(1, most_replicas + 1):
+            counts = tuple(len(group) // num_replicas for group in self.groups)
+            most = min(sum(counts), len(self.predictor.model.layers))
+            for num in range(1, most + 1):
+                if num_stages in (None, num):
+                    yield Shape(self, num_replicas, num, counts)
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """So many replicas of so many stages over a fleet."""
+
+    fleet: Fleet
+    replicas: int
+    num_stages: int
+    counts: tuple[int, ...]
+    """Devices of each group in each replica."""
+
+    def fastest(self, below: float = float("inf")) -> list[Assigned] | None:
+        """The stages whose slowest is busy for the shortest time under the load; None if none is faster than `below`,
+        in seconds, or none fits."""
+        predictor = self.fleet.predictor
+        search = self._search(predictor.load(self.replicas).steps(self.num_stages))
+        return self._assigned(search.least_bottleneck(self.num_stages, below))
+
+    def first(self) -> list[Assigned] | None:
+        """The stages through which a request alone goes fastest, whatever their number; None if none fits."""
+        return self._assigned(self._search(self.fleet.predictor.load(self.replicas).alone()).least_sum())
+
+    def _ways(self) -> list[tuple[int, DeviceProfile]]:
+        """Group and profile of each kind of the search."""
+        return [(number, way) for number, group in enumerate(self.fleet.groups) for way in group[0]]
+
+    def _search(self, steps: Sequence[StepKind]) -> Search:
+        cost = self.fleet.predictor.cost
+        return Search(
+            [DeviceKind(group=group, cost=cost(profile, self.replicas, steps)) for group, profile in self._ways()],
+            self.counts,
+        )
+
+    def _assigned(self, found: Sequence[Slice] | None) -> list[Assigned] | None:
+        """With devices of their own for each stage of each replica."""
+        if found is None:
+            return None
+        ways, used, stages = self._ways(), Counter[int](), []
+        for placed in found:
+            group, way = ways[placed.kind]
+            number = self.fleet.groups[group][0].index(way)
+            devices = self.fleet.groups[group][used[group] : used[group] + self.replicas]
+            used[group] += self.replicas
+            stages.append(Assigned(tuple(device[number] for device in devices), placed.first, placed.stop))
+        return stages
+
+
+def neighbors(stages: Sequence[Assigned]) -> Iterator[list[Assigned]]:
+    """Yields the same pipeline with one layer moved to the next stage or from it, and with two unlike devices that
+    change places."""
+    for place, (left, right) in enumerate(pairwise(stages)):
+        for bound in (left.stop - 1, left.stop + 1):
+            if left.first < bound < right.stop:
+                yield [*stages[:place], left._replace(stop=bound), right._replace(first=bound), *stages[place + 2 :]]
+        if not _are_alike((left.profile,), (right.profile,)):
+            swapped = left._replace(devices=right.devices), right._replace(devices=left.devices)
+            yield [*stages[:place], *swapped, *stages[place + 2 :]]
+
+
+def share_memory(profiles: Sequence[DeviceProfile]) -> list[DeviceProfile]:
+    """The devices of a host that work in its memory get equal parts of it."""
+    devices = {(each.host, each.device) for each in profiles if each.is_host_memory}
+    num = Counter(host for host, _ in devices)
+    return [
+        msgspec.structs.replace(each, memory_bytes=each.memory_bytes // num[each.host]) if each.is_host_memory else each
+        for each in profiles
+    ]
+
+
+def _are_alike(one: Device, other: Device) -> bool:
+    if [(each.dtype, each.hardware) for each in one] != [(each.dtype, each.hardware) for each in other]:
+        return False
+    return all(
+        _are_near(a.memory_bytes, b.memory_bytes) and _are_near(_sum_s(a), _sum_s(b))
+        for a, b in zip(one, other, strict=True)
+    )
+
+
+def _are_near(one: float, other: float) -> bool:
+    return abs(one - other) <= ALIKE * max(one, other)
+
+
+def _sum_s(profile: DeviceProfile) -> float:
+    return sum(seconds for times in profile.layers.values() for _, seconds in times.rows)

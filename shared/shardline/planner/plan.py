@@ -1,0 +1,79 @@
+"""Plans as records: stages in order with what is predicted of them. Knows no search and no terminal."""
+
+from __future__ import annotations
+
+import msgspec
+
+from shardline.planner.workload import Goal
+
+
+class DeviceName(msgspec.Struct, frozen=True):
+    """A device of a fleet."""
+
+    host: str
+    device: str
+    """As SHARDLINE_DEVICE names it."""
+
+
+class StagePlan(msgspec.Struct, frozen=True, kw_only=True):
+    """One stage, and what is predicted of it."""
+
+    devices: tuple[DeviceName, ...]
+    """One for each replica."""
+    dtype: str
+    first: int
+    stop: int
+    """Its layers are [first, stop)."""
+    busy_s: float
+    """In all steps of the load."""
+    busy_share: float
+    weight_bytes: int
+    kv_tokens: int
+    """That its memory holds beside its weights."""
+
+    @property
+    def layers(self) -> str:
+        """As SHARDLINE_LAYERS writes them."""
+        return f"{self.first}-{self.stop - 1}"
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    """Stages in order, the same in each replica, with what the load would see of all replicas together."""
+
+    stages: tuple[StagePlan, ...]
+    replicas: int
+    tokens_per_s: float
+    """Output tokens."""
+    ttft_s: float
+    """To the first token of a request alone."""
+    token_s: float
+    """From one token to the next of a request alone."""
+    request_s: float
+    """A request alone, from its prompt to its last token."""
+    kv_tokens: int
+    """That all replicas hold."""
+    bottleneck: int
+    """Place of the busiest stage."""
+
+    @property
+    def split(self) -> str:
+        """As SHARDLINE_SPLIT writes it."""
+        return ",".join(stage.layers for stage in self.stages)
+
+    def seconds(self, goal: Goal) -> float:
+        """What the goal makes as small as can be: of an output token of the whole load, or of a request alone."""
+        return self.request_s if goal is Goal.LATENCY else 1 / self.tokens_per_s
+
+
+class Plans(msgspec.Struct, frozen=True, kw_only=True):
+    """The best plan, those that come next, and the even split of as many stages for comparison."""
+
+    goal: Goal
+    best: Plan
+    others: tuple[Plan, ...]
+    even: Plan | None
+    """None if it does not fit on the devices in the order in which they were given."""
+
+    def cost(self, other: Plan) -> float:
+        """How many times the best plan's time another one takes."""
+        return other.seconds(self.goal) / self.best.seconds(self.goal)

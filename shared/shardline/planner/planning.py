@@ -1,0 +1,116 @@
+"""Makes plans: from a model, measured devices and a load to the best stages and those that come next."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+from shardline.errors import Invalid
+from shardline.planner.device_profile import DeviceProfile
+from shardline.planner.fleet import Fleet, neighbors, share_memory
+from shardline.planner.model_costs import WEIGHT_BYTES, ModelCosts
+from shardline.planner.plan import Plan, Plans
+from shardline.planner.prediction import Assigned, Predictor
+from shardline.planner.workload import Goal, Workload
+from shardline.split import even_split
+
+NUM_OTHERS = 3
+"""Plans that are shown behind the best."""
+
+
+def make_plans(
+    model: ModelCosts,
+    profiles: Sequence[DeviceProfile],
+    workload: Workload,
+    goal: Goal = Goal.THROUGHPUT,
+    *,
+    num_stages: int | None = None,
+    replicas: int | None = None,
+) -> Plans:
+    """The best plans over these devices, some of which may be left out.
+
+    Several profiles of one device are dtypes to choose from; stages pair only if their activations have one dtype.
+    Raises Invalid if no plan fits, or a profile does not know the model.
+    """
+    predictor, profiles = Predictor(model, workload), share_memory(profiles)
+    ranking = _Ranking(predictor, goal)
+    for family in _families(profiles):
+        for shape in Fleet.of(predictor, family).shapes(num_stages, replicas):
+            if goal is Goal.THROUGHPUT:
+                ranking.add(shape.fastest(ranking.busy_s(shape.replicas)))
+            elif shape.num_stages == (num_stages or 1):  # it finds the number of stages by itself
+                ranking.add(shape.first())
+    if not ranking.plans:
+        _refuse(model, profiles, workload)
+    for each in neighbors(ranking.stages(ranking.best)):
+        ranking.add(each)
+    best, *others = ranking.plans[: 1 + NUM_OTHERS]
+    return Plans(goal=goal, best=best, others=tuple(others), even=_even(predictor, profiles, best))
+
+
+class _Ranking:
+    """Plans, the best first."""
+
+    def __init__(self, predictor: Predictor, goal: Goal) -> None:
+        self._predictor, self._goal = predictor, goal
+        self._found: dict[tuple[object, ...], tuple[Plan, Sequence[Assigned]]] = {}
+
+    def add(self, stages: Sequence[Assigned] | None) -> None:
+        """Adds what fits."""
+        if stages is not None and self._predictor.fits(stages):
+            plan = self._predictor.predict(stages)
+            key = (plan.split, *((stage.dtype, stage.devices) for stage in plan.stages))
+            self._found[key] = plan, stages
+
+    @property
+    def plans(self) -> list[Plan]:
+        """All of them."""
+        return sorted((plan for plan, _ in self._found.values()), key=lambda plan: plan.seconds(self._goal))
+
+    @property
+    def best(self) -> Plan:
+        """The first."""
+        return self.plans[0]
+
+    def stages(self, plan: Plan) -> Sequence[Assigned]:
+        """What a plan was predicted of."""
+        return next(stages for each, stages in self._found.values() if each is plan)
+
+    def busy_s(self, replicas: int) -> float:
+        """A stage that is busy for longer, with so many replicas, is in none of the first plans."""
+        plans = self.plans
+        if len(plans) <= NUM_OTHERS:
+            return float("inf")
+        load = self._predictor.load(replicas)
+        return load.concurrency * load.output * replicas / plans[NUM_OTHERS].tokens_per_s
+
+
+def _families(profiles: Sequence[DeviceProfile]) -> list[list[DeviceProfile]]:
+    """Profiles whose stages may stand in one pipeline."""
+    by_dtype: dict[str, list[DeviceProfile]] = defaultdict(list)
+    for profile in profiles:
+        by_dtype[profile.activation_dtype].append(profile)
+    return list(by_dtype.values())
+
+
+def _even(predictor: Predictor, profiles: Sequence[DeviceProfile], best: Plan) -> Plan | None:
+    """The even split over the best plan's devices, in the order in which they were given."""
+    used = [(name.host, name.device, stage.dtype) for stage in best.stages for name in stage.devices]
+    given = [profile for profile in profiles if (profile.host, profile.device, profile.dtype) in used]
+    layers = even_split(len(predictor.model.layers), len(best.stages))
+    replicas, num = best.replicas, len(best.stages)
+    stages = [
+        Assigned(tuple(given[replica * num + place] for replica in range(replicas)), part.start, part.stop)
+        for place, part in enumerate(layers)
+    ]
+    return predictor.predict(stages) if predictor.fits(stages) else None
+
+
+def _refuse(model: ModelCosts, profiles: Sequence[DeviceProfile], workload: Workload) -> None:
+    least = min((WEIGHT_BYTES[profile.dtype] for profile in profiles), default=0)
+    raise Invalid(
+        "--devices",
+        f"{len(profiles)} devices do not hold the model ({model.num_weights * least / 2**20:,.0f} MiB) and the KV of "
+        f"{workload.kv_tokens:,} tokens",
+        "Give more devices, a smaller dtype, or a smaller load",
+    )

@@ -1,0 +1,113 @@
+"""What is predicted of a pipeline: its speed, latency and room for KV under a load. Knows no search."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import floor
+from typing import NamedTuple
+
+from shardline.planner.device_profile import DeviceProfile
+from shardline.planner.model_costs import KV_BYTES, WEIGHT_BYTES, ModelCosts
+from shardline.planner.plan import DeviceName, Plan, StagePlan
+from shardline.planner.step_cost import StageCost, layer_s, stage_cost, step_s, tail_s
+from shardline.planner.workload import StepKind, Workload
+from shardline.rounding import ceil_div
+
+
+class Assigned(NamedTuple):
+    """A stage: one device for each replica, all alike, and its layers [first, stop)."""
+
+    devices: tuple[DeviceProfile, ...]
+    first: int
+    stop: int
+
+    @property
+    def profile(self) -> DeviceProfile:
+        """Of the first replica's device: those of the others are taken for equal."""
+        return self.devices[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Predictor:
+    """A model under a load, which all replicas share."""
+
+    model: ModelCosts
+    workload: Workload
+
+    def load(self, replicas: int) -> Workload:
+        """What one replica gets."""
+        return replace(self.workload, concurrency=ceil_div(self.workload.concurrency, replicas))
+
+    def cost(self, profile: DeviceProfile, replicas: int, steps: Sequence[StepKind]) -> StageCost:
+        """The cost of any range of layers on a device in these steps."""
+        return stage_cost(profile, self.model, steps, self.load(replicas).kv_tokens)
+
+    def fits(self, stages: Sequence[Assigned]) -> bool:
+        """Whether weights and the KV of the load find room on each device."""
+        replicas = len(stages[0].devices)
+        steps = self.load(replicas).steps(len(stages))
+        return all(self.cost(each.profile, replicas, steps).fits(each.first, each.stop) for each in stages)
+
+    def predict(self, stages: Sequence[Assigned]) -> Plan:
+        """The plan of these stages, which must cover all layers in order."""
+        replicas = len(stages[0].devices)
+        load = self.load(replicas)
+        steps = load.steps(len(stages))
+        times = [[self._step_s(stage, step) for step in steps] for stage in stages]
+        # A step is as slow as its slowest stage; the others wait.
+        total_s = sum(step.count * max(of_step) for step, of_step in zip(steps, zip(*times, strict=True), strict=True))
+        busy = [sum(step.count * seconds for step, seconds in zip(steps, row, strict=True)) for row in times]
+        ttft_s, token_s = self._first_token_s(stages, load), self._next_token_s(stages, load)
+        planned = tuple(
+            self._stage(stage, busy_s, total_s, load, steps) for stage, busy_s in zip(stages, busy, strict=True)
+        )
+        return Plan(
+            stages=planned,
+            replicas=replicas,
+            tokens_per_s=load.concurrency * load.output * replicas / total_s,
+            ttft_s=ttft_s,
+            token_s=token_s,
+            request_s=ttft_s + (load.output - 1) * token_s,
+            kv_tokens=min(stage.kv_tokens for stage in planned) * replicas,
+            bottleneck=busy.index(max(busy)),
+        )
+
+    def _step_s(self, stage: Assigned, step: StepKind) -> float:
+        """Seconds of a stage in one step."""
+        kinds = Counter(kind.name for kind in self.model.layers[stage.first : stage.stop])
+        layers_s = sum(num * layer_s(stage.profile, kind, step) for kind, num in kinds.items())
+        inner_s = layers_s + step_s(stage.profile, self.model, step)
+        return inner_s + (tail_s(stage.profile, step) if stage.stop == len(self.model.layers) else 0.0)
+
+    def _first_token_s(self, stages: Sequence[Assigned], load: Workload) -> float:
+        """Chunks follow each other through the pipeline: the last one leaves when the slowest stage has done all."""
+        chunk = load.first_token()[0]
+        times = [self._step_s(stage, chunk) for stage in stages]
+        sampled = StepKind(count=1, decodes=1, decode_context=load.prompt)
+        return sum(times) + max(0.0, chunk.count - 1) * max(times) + tail_s(stages[-1].profile, sampled)
+
+    def _next_token_s(self, stages: Sequence[Assigned], load: Workload) -> float:
+        step = StepKind(count=1, decodes=1, decode_context=load.prompt + load.output / 2)
+        return sum(self._step_s(stage, step) for stage in stages)
+
+    def _stage(
+        self, stage: Assigned, busy_s: float, total_s: float, load: Workload, steps: Sequence[StepKind]
+    ) -> StagePlan:
+        profile = stage.profile
+        layers = self.model.layers[stage.first : stage.stop]
+        num_ends = (stage.first == 0) + (stage.stop == len(self.model.layers))
+        weights = sum(kind.num_weights for kind in layers) + num_ends * self.model.embedding_weights
+        kv_bytes = sum(kind.kv_numbers for kind in layers) * KV_BYTES[profile.dtype]
+        room = self.cost(profile, len(stage.devices), steps).room(stage.first, stage.stop)
+        return StagePlan(
+            devices=tuple(DeviceName(each.host, each.device) for each in stage.devices),
+            dtype=profile.dtype,
+            first=stage.first,
+            stop=stage.stop,
+            busy_s=busy_s,
+            busy_share=busy_s / total_s,
+            weight_bytes=round(weights * WEIGHT_BYTES[profile.dtype]),
+            kv_tokens=load.kv_tokens + floor(room / kv_bytes),
+        )

@@ -1,0 +1,123 @@
+"""What a stage costs: seconds of all steps and bytes of memory for layers [a, b) of a model on one device.
+
+Knows no search.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from shardline.errors import Invalid
+from shardline.planner.device_profile import DeviceProfile, interpolated
+from shardline.planner.model_costs import KV_BYTES, WEIGHT_BYTES, ModelCosts
+from shardline.planner.workload import StepKind
+
+PACKING_FACTOR = 1.05
+"""As the stage counts its weights while they are packed."""
+ACTIVATION_COPIES = 8
+"""Of a step's hidden states that live at the same time, at most: input, output, and the wide inner ones."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageCost:
+    """Sums over layers as prefixes: any range is a difference of two, so that a search may ask for all of them."""
+
+    seconds: tuple[float, ...]
+    """Of the layers before each layer, in all steps."""
+    stage_s: float
+    """Of a stage, whatever its layers: its steps and its hops."""
+    tail_s: float
+    """More, if it is the last; may be below 0."""
+    bytes: tuple[float, ...]
+    """Of the layers before each layer: weights and KV."""
+    least_s: float
+    """Of any layer, in all steps."""
+    least_bytes: float
+    head_bytes: float
+    tail_bytes: float
+    memory_bytes: float
+    """What there is, less activations."""
+
+    @property
+    def num_layers(self) -> int:
+        """Of the model."""
+        return len(self.seconds) - 1
+
+    def stage(self, first: int, stop: int) -> float:
+        """Seconds of a stage with layers [first, stop); more layers never cost less."""
+        layers_s = self.seconds[stop] - self.seconds[first]
+        return max(0.0, self.stage_s + layers_s + (self.tail_s if stop == self.num_layers else 0.0))
+
+    def fits(self, first: int, stop: int) -> bool:
+        """Whether the device's memory holds these layers."""
+        return self.room(first, stop) >= 0
+
+    def holds(self, first: int, stop: int, limit: float) -> bool:
+        """Whether a stage with these layers fits and takes less than `limit` seconds."""
+        return self.stage(first, stop) < limit and self.fits(first, stop)
+
+    def reach(self, first: int, end: int, limit: float) -> int:
+        """The furthest layer, `end` at most, up to which a stage fits and is below the limit; `first` if none is."""
+        last = bisect_right(self.seconds, limit - self.stage_s + self.seconds[first]) - 1
+        free = self.memory_bytes + self.bytes[first] - (self.head_bytes if first == 0 else 0.0)
+        stop = min(end, last, bisect_right(self.bytes, free) - 1)
+        while stop > first and not self.holds(first, stop, limit):
+            stop -= 1
+        return max(stop, first)
+
+    def room(self, first: int, stop: int) -> float:
+        """Bytes that such a stage leaves free; below 0: it does not fit."""
+        num = self.bytes[stop] - self.bytes[first]
+        ends = (self.head_bytes if first == 0 else 0) + (self.tail_bytes if stop == self.num_layers else 0)
+        return self.memory_bytes - num - ends
+
+
+def stage_cost(profile: DeviceProfile, model: ModelCosts, steps: Sequence[StepKind], kv_tokens: int) -> StageCost:
+    """The cost of these steps on one device. Raises Invalid if the profile does not know a kind of layer."""
+    if missing := sorted(set(model.kinds) - set(profile.layers)):
+        raise Invalid(
+            "--devices", f"{profile.device} has no times of {', '.join(missing)}", "Measure it with this model"
+        )
+    weight, kv = WEIGHT_BYTES[profile.dtype], KV_BYTES[profile.dtype]
+    layers = [kind.name for kind in model.layers]
+    seconds = {name: sum(step.count * layer_s(profile, name, step) for step in steps) for name in model.kinds}
+    sizes = {
+        name: kind.num_weights * weight * PACKING_FACTOR + kind.kv_numbers * kv * kv_tokens
+        for name, kind in model.kinds.items()
+    }
+    embedding = model.embedding_weights * weight * PACKING_FACTOR
+    rows = max(step.rows for step in steps)
+    return StageCost(
+        seconds=tuple(accumulate(map(seconds.__getitem__, layers), initial=0.0)),
+        stage_s=sum(step.count * step_s(profile, model, step) for step in steps),
+        tail_s=sum(step.count * tail_s(profile, step) for step in steps),
+        bytes=tuple(accumulate(map(sizes.__getitem__, layers), initial=0.0)),
+        least_s=min(seconds.values()),
+        least_bytes=min(sizes.values()),
+        head_bytes=embedding,
+        tail_bytes=embedding,
+        memory_bytes=profile.memory_bytes - ACTIVATION_COPIES * rows * model.hidden_size * KV_BYTES[profile.dtype],
+    )
+
+
+def layer_s(profile: DeviceProfile, kind: str, step: StepKind) -> float:
+    """Seconds of one layer in one step."""
+    return profile.layers[kind].seconds(
+        rows=step.rows, decode_context=step.decode_context, prefill_context=step.prefill_context
+    )
+
+
+def step_s(profile: DeviceProfile, model: ModelCosts, step: StepKind) -> float:
+    """Seconds of one step without layers: plan and dispatch, and its frame to the next stage."""
+    frame_bytes = step.rows * model.hidden_size * KV_BYTES[profile.dtype]
+    return interpolated(profile.step, step.rows) + profile.hop_s + frame_bytes / profile.hop_bytes_per_s
+
+
+def tail_s(profile: DeviceProfile, step: StepKind) -> float:
+    """Seconds that the tail adds: output layer and sampler, less what its last layer leaves out of prompts."""
+    sampled = interpolated(profile.sampled, step.decodes) if step.decodes else 0.0
+    is_narrowed = step.prefill >= step.decodes
+    return sampled + (profile.tail_prefill_row_s * step.prefill if is_narrowed else 0.0)

@@ -1,0 +1,50 @@
+"""What a config says of a model's weights agrees with the model that transformers makes of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import transformers as tf
+
+from shardline.errors import Invalid
+from shardline.planner import ModelCosts
+from tests.models import CONFIGS
+
+NORMS = 0.06
+"""Norms and biases are left out. Models of tests are small, so that they are more there."""
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_weights_of_each_layer(name: str) -> None:
+    config = CONFIGS[name]()
+    costs = ModelCosts.of(json.loads(config.to_json_string(use_diff=False)))
+    with torch.device("meta"):
+        model = tf.AutoModelForCausalLM.from_config(config)
+    real = [sum(each.numel() for each in layer.parameters()) for layer in _layers(model)]
+    assert [kind.num_weights for kind in costs.layers] == pytest.approx(real, rel=NORMS)
+    assert costs.num_weights == pytest.approx(sum(each.numel() for each in model.parameters()), rel=NORMS)
+
+
+def _layers(model: torch.nn.Module) -> torch.nn.ModuleList:
+    return max(
+        (each for each in model.modules() if isinstance(each, torch.nn.ModuleList)),
+        key=lambda each: len(list(each.parameters())),
+    )
+
+
+def test_kinds_of_layers_are_told_apart() -> None:
+    assert list(ModelCosts.of(CONFIGS["gemma2"]().to_dict()).kinds) == ["sliding_attention", "full_attention"]
+    (experts,) = ModelCosts.of(CONFIGS["mixtral"]().to_dict()).kinds.values()
+    assert experts.name == "full_attention+experts"
+    assert sum(a * b for a, b in experts.products) < experts.num_weights, "a row goes through two experts of four"
+
+
+def test_a_config_without_sizes_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"num_hidden_layers": 2, "hidden_size": 8}')
+    with pytest.raises(Invalid, match=r"config\.json has no num_attention_heads or n_head"):
+        ModelCosts.read(tmp_path)
+    with pytest.raises(Invalid, match="cannot be read"):
+        ModelCosts.read(tmp_path / "absent")

@@ -1,0 +1,99 @@
+"""`python -m services.stage profile`, as `make up` and a person run it: a device's profile, known the next time."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from services.stage.device.cpu import usable_cores
+from shardline.planner import DeviceProfile, ModelCosts, Workload, make_plans, read_profiles
+from tests.models import save_model
+
+MEASURED = "device measured"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("profiling")
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path) -> Path:
+    """Its layers are of two kinds."""
+    return save_model(folder / "model", "gemma2")
+
+
+@pytest.fixture(scope="module")
+def first(folder: Path, model: Path) -> subprocess.CompletedProcess[str]:
+    return profile(folder, model)
+
+
+def profile(folder: Path, model: Path, *arguments: str, **settings: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "services.stage", "profile", *arguments],
+        env={**os.environ, **environment(folder, model), **settings},
+        input="\n",
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def environment(folder: Path, model: Path) -> dict[str, str]:
+    return {
+        "SHARDLINE_MODEL": str(model),
+        "SHARDLINE_DEVICE": f"cpu:{usable_cores()[0]}",
+        "SHARDLINE_TOKEN_BUDGET": "64",
+        "SHARDLINE_LOCK_DIR": str(folder / "locks"),
+        "SHARDLINE_CACHE_DIR": str(folder / "cache"),
+        "SHARDLINE_LOG_FORMAT": "json",
+    }
+
+
+def found(run: subprocess.CompletedProcess[str]) -> DeviceProfile:
+    assert run.returncode == 0, run.stderr
+    (only,) = read_profiles(run.stdout.splitlines()[-1].encode())
+    return only
+
+
+def test_a_profile_has_times_of_each_kind_of_layer(first: subprocess.CompletedProcess[str], model: Path) -> None:
+    measured = found(first)
+    costs = ModelCosts.read(model)
+    assert set(measured.layers) == set(costs.kinds) == {"sliding_attention", "full_attention"}
+    for times in measured.layers.values():
+        assert [rows for rows, _ in times.rows] == [1, 8, 32, 64]
+        assert times.rows[-1][1] > 0
+    assert (measured.model, measured.dtype, measured.is_host_memory) == (costs.shapes_id, "float32", True)
+    assert measured.sampled[-1][1] > 0
+    assert measured.memory_bytes > costs.num_weights
+    assert make_plans(costs, [measured], Workload()).best.split == f"0-{len(costs.layers) - 1}"
+
+
+def test_a_known_device_is_not_measured_again(
+    first: subprocess.CompletedProcess[str], folder: Path, model: Path
+) -> None:
+    again = profile(folder, model)
+    assert MEASURED in first.stderr
+    assert MEASURED not in again.stderr
+    assert found(again) == found(first)
+
+
+def test_other_dtypes_are_measured_side_by_side_when_told(folder: Path, model: Path) -> None:
+    run = profile(folder, model, "--together", SHARDLINE_DTYPE="int8")
+    assert run.stdout.startswith("ready\n")
+    assert found(run).dtype == "int8"
+    assert MEASURED in run.stderr
+
+
+def test_what_was_measured_before_is_measured_afresh_when_told(folder: Path, model: Path) -> None:
+    assert MEASURED in profile(folder, model, "--fresh").stderr
+
+
+def test_a_wrong_setting_is_named(folder: Path, model: Path) -> None:
+    run = profile(folder, model, SHARDLINE_DEVICE="cpu:4095")
+    assert (run.returncode, run.stdout) == (1, "")
+    assert "SHARDLINE_DEVICE" in run.stderr
