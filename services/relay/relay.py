@@ -16,6 +16,7 @@ from tenacity import Retrying, retry_if_exception_type, sleep_using_event, stop_
 from services.relay.canceller import Canceller
 from services.relay.celery_results import CeleryResults
 from services.relay.census import Census
+from services.relay.coordinator import Coordinator
 from services.relay.growth import Growth
 from services.relay.intake import ENTRY_IDS, Intake
 from services.relay.loop import MAX_BACKOFF_S, POSTGRES_ERRORS, REDIS_ERRORS, Loop, LoopContext
@@ -41,8 +42,8 @@ from shardline.tables import JOBS_CHANNEL, LEASES_CHANNEL
 log = structlog.get_logger(__name__)
 
 REDIS_TIMEOUT_S = 2.0
-NUM_LOOPS = 8
-"""Connections of the pool that the loops may hold at once: one for each of the eight that read or write rows. The
+NUM_LOOPS = 9
+"""Connections of the pool that the loops may hold at once: one for each of the nine that read or write rows. The
 notify listener's is its own."""
 
 JOIN_S = 10.0
@@ -73,6 +74,7 @@ class Relay:
             preparer,
             sweeper,
             Census(context),
+            Coordinator(context),
             self._canceller,
             self._results,
             Intake(context, redis=blocking, batch=settings.intake_batch),

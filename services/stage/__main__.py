@@ -4,7 +4,11 @@
 from __future__ import annotations
 
 import gc
+import os
+import signal
 import sys
+from dataclasses import replace
+from functools import partial
 
 # torch and transformers make objects that all stay: to look at them again and again takes an eighth of the time.
 gc.disable()
@@ -14,14 +18,16 @@ from pydantic import ValidationError
 
 from services.stage import profiling
 from services.stage.app import make_app, serve
-from services.stage.backends import ServerBackends
+from services.stage.backends import Backends, ServerBackends
 from services.stage.device import listing
 from services.stage.follower import Follower
 from services.stage.head import Head, end_leases_of_predecessor
-from services.stage.runtime import load, pipeline_of, place
+from services.stage.membership import Membership
+from services.stage.runtime import Placed, Stage, load, pipeline_of, place
 from services.stage.settings import StageSettings
 from shardline import log, metrics
 from shardline.errors import Invalid, Unavailable
+from shardline.planner import ModelCosts
 from shardline.threads import die_with_any_thread
 
 logger = structlog.get_logger(__name__)
@@ -46,6 +52,9 @@ def main() -> int:
         placed = place(settings)
         app = make_app(settings)
         backends = ServerBackends(settings, app)
+        membership = None
+        if settings.is_planned:
+            membership, placed = join_fleet(placed, backends)
         is_head = placed.layers.start == 0
         if is_head:
             database = backends.open_database(application_name=f"shardline {placed.worker}")
@@ -55,6 +64,8 @@ def main() -> int:
         loaded = load(placed)
         stage = Head(loaded, backends) if is_head else Follower(loaded, backends)
         stage.start()
+        if membership is not None:
+            membership.when_moved(partial(make_room, stage))
     except Invalid as error:
         logger.critical("refused", field=error.field, problem=error.problem, remedy=error.remedy)
         return REFUSED_STATUS
@@ -68,7 +79,25 @@ def main() -> int:
     gc.freeze()
     serve(app, stage, settings)
     stage.stop()
+    if membership is not None:
+        membership.leave()
     return 0
+
+
+def join_fleet(placed: Placed, backends: Backends) -> tuple[Membership, Placed]:
+    """Measures the device, offers it to the fleet, and waits for layers. Raises Invalid, Unavailable."""
+    settings = placed.settings
+    found = profiling.profile(settings, placed.device, fresh=False, together=False)
+    database = backends.open_database(application_name=f"shardline {placed.worker} membership")
+    membership = Membership(database, placed.worker, settings.times)
+    membership.join_fleet(settings.name, ModelCosts.read(placed.info.path), found)
+    return membership, replace(placed, layers=membership.wait_for_layers())
+
+
+def make_room(stage: Stage) -> None:
+    """Ends this process in good order, but soon: its supervisor starts it again, and it gets other layers."""
+    stage.hurries = True
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 if __name__ == "__main__":

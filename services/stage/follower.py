@@ -50,6 +50,7 @@ class Follower:
         self._backends = backends
         self.worker = loaded.worker
         self.drain_s = times.drain_s
+        self.hurries = False
         self.interactive_seats = 0
         self.hub = HubCalls(loaded.sockets.wakeup())
         self.delivery_handler = NoDeliveries()

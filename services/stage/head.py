@@ -70,6 +70,7 @@ class Head:
         self._settings = settings
         self.worker = loaded.worker
         self.drain_s = settings.times.drain_s
+        self.hurries = False
         self.interactive_seats = settings.interactive_seats
         self.hub = HubCalls(loaded.sockets.wakeup())
         self.meter = StageMeter(loaded)

@@ -8,7 +8,9 @@ from shardline.split import parse_range, split_of
 
 
 def layers_of(settings: StageSettings, num_layers: int) -> range:
-    """The shard's layers. Raises Invalid, naming the setting."""
+    """The shard's layers; none if a plan will say. Raises Invalid, naming the setting."""
+    if settings.is_planned:
+        return range(0)
     if settings.layers is not None:
         layers = parse_range(settings.layers, "SHARDLINE_LAYERS")
         if layers.stop > num_layers:

@@ -47,6 +47,8 @@ class Stage(Protocol):
 
     worker: str
     drain_s: float
+    hurries: bool
+    """When it stops it gives its jobs back at once: another stage waits for it to go."""
     interactive_seats: int
     hub: HubCalls
 
@@ -77,6 +79,7 @@ class Placed:
     settings: StageSettings
     info: ModelInfo
     layers: range
+    """Empty if they come from a plan."""
     device: Device
     worker: str
 
@@ -176,6 +179,8 @@ def place(settings: StageSettings) -> Placed:
     worker = f"{name}@{socket.gethostname()}"
     load_module(settings.device_module)
     device = take(settings.device, worker=worker, lock_folder=settings.lock_dir, shared=settings.device_shared)
+    if settings.is_planned and not settings.worker_name:
+        worker = f"{settings.name}.{device.name.replace(':', '-').replace(',', '+')}@{socket.gethostname()}"
     return Placed(settings=settings, info=info, layers=layers, device=device, worker=worker)
 
 

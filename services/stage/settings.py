@@ -11,6 +11,8 @@ from pydantic import Field, SecretStr
 from shardline.config import Settings, Times
 from shardline.private import user_folder
 
+PLANNED = "planned"
+
 
 class StageSettings(Settings):
     """One stage: which model, which layers, on which device."""
@@ -21,7 +23,9 @@ class StageSettings(Settings):
         None, description="name that requests use; default: the folder's or the id's last part"
     )
     layers: str | None = Field(
-        None, description="this stage's layers such as 0-3, counted as people count; default: by place"
+        None,
+        description="this stage's layers such as 0-3, counted as people count; planned: those that its fleet's plan "
+        "gives it; default: by place",
     )
     place: int = Field(0, ge=0, description="place in the chain, 0 is the head; used when layers is not set")
     num_stages: int = Field(1, ge=1, description="stages of the pipeline; used when layers is not set")
@@ -90,6 +94,11 @@ class StageSettings(Settings):
         None, description="key of hops over tcp, the same on all stages: 64 hexadecimal digits"
     )
     hop_insecure: bool = Field(False, description="hops over tcp without a key: for networks that nobody else reaches")
+
+    @property
+    def is_planned(self) -> bool:
+        """Whether the layers come from the plan of the fleet."""
+        return self.layers == PLANNED
 
     @property
     def times(self) -> Times:

@@ -26,19 +26,24 @@ class StagePlacement:
 
     replica: int
     place: int
-    layers: range
+    layers: range | None
+    """None: a relay's plan says."""
     cores: tuple[int, ...]
     shared: bool
     """Whether another stage, of this stack or another one, works on some of these cores too."""
 
     @property
     def name(self) -> str:
-        """`stage-0`, and in further replicas `stage-0.1`."""
+        """`stage-0`, and in further replicas `stage-0.1`; `worker-0` if a plan gives it its stage."""
+        if self.layers is None:
+            return f"worker-{self.place}"
         return f"stage-{self.place}" + (f".{self.replica}" if self.replica else "")
 
     @property
     def layers_text(self) -> str:
-        """The layers as text, both ends included."""
+        """As SHARDLINE_LAYERS has them: both ends included."""
+        if self.layers is None:
+            return "planned"
         return f"{self.layers.start}-{self.layers.stop - 1}"
 
     @property
@@ -51,16 +56,14 @@ def places(
     settings: StandaloneSettings, num_layers: int, cores: list[int], taken: frozenset[int] = frozenset()
 ) -> list[StagePlacement]:
     """Every stage of every replica; cores `taken` by others come last. Raises Invalid for an impossible split."""
-    split = split_of(settings.split, num_layers, settings.stages)
-    if len(split) != settings.stages:
-        raise Invalid("SHARDLINE_SPLIT", f"it has {len(split)} parts for {settings.stages} stages", "Make them agree")
-    groups = core_groups(settings.stages * settings.replicas, settings.stage_cores, cores, taken)
+    split = _split(settings, num_layers)
+    groups = core_groups(len(split) * settings.replicas, settings.stage_cores, cores, taken)
     num_users = Counter(core for group in groups for core in group)
     return [
         StagePlacement(
-            replica=index // settings.stages,
-            place=index % settings.stages,
-            layers=split[index % settings.stages],
+            replica=index // len(split),
+            place=index % len(split),
+            layers=split[index % len(split)],
             cores=group,
             shared=any(num_users[core] > 1 or core in taken for core in group),
         )
@@ -68,10 +71,25 @@ def places(
     ]
 
 
+def _split(settings: StandaloneSettings, num_layers: int) -> Sequence[range | None]:
+    """The layers of each stage; None for those that wait for a plan."""
+    if settings.workers is not None:
+        return [None] * settings.workers
+    split = split_of(settings.split, num_layers, settings.stages)
+    if len(split) != settings.stages:
+        raise Invalid("SHARDLINE_SPLIT", f"it has {len(split)} parts for {settings.stages} stages", "Make them agree")
+    return split
+
+
 def is_planned(settings: StandaloneSettings, stages: Sequence[StagePlacement], num_layers: int) -> bool:
     """Whether there is something to choose, nobody has chosen, and each stage has a device of its own."""
     devices = {place.device for place in stages if place.replica == 0}
-    return not settings.split and 1 < settings.stages < num_layers and len(devices) == settings.stages
+    return (
+        settings.workers is None
+        and not settings.split
+        and 1 < settings.stages < num_layers
+        and len(devices) == settings.stages
+    )
 
 
 def replaced(stages: Sequence[StagePlacement], plan: Plan) -> list[StagePlacement]:

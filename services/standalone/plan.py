@@ -156,10 +156,14 @@ def make_plan(
             "gateway", home, common, SHARDLINE_HTTP_HOST=LOOPBACK, SHARDLINE_HTTP_PORT=addresses.http_port
         ),
         relay=_service("relay", home, common),
-        heads=tuple(services[place.name] for place in stages if place.place == 0),
-        others=tuple(services[place.name] for place in stages if place.place != 0),
+        heads=tuple(services[place.name] for place in stages if _may_lead(place)),
+        others=tuple(services[place.name] for place in stages if not _may_lead(place)),
         flower=_flower(addresses, common, home),
     )
+
+
+def _may_lead(place: StagePlacement) -> bool:
+    return place.place == 0 or place.layers is None
 
 
 def _inherited() -> dict[str, str]:
@@ -189,6 +193,8 @@ def of_stage(settings: StandaloneSettings, place: StagePlacement, home: Path) ->
         "SHARDLINE_LOCK_DIR": home / "locks",
         "SHARDLINE_RUN_DIR": socket_folder(home, "hops"),
     }
+    if place.layers is None:  # each head has a pipeline of its own name
+        own |= {"SHARDLINE_PIPELINE": "", "SHARDLINE_WORKER_NAME": f"{settings.name}.{place.name}"}
     return {name: str(value) for name, value in own.items()}
 
 

@@ -24,6 +24,12 @@ class StandaloneSettings(Settings):
     split: str | None = Field(
         None, description="layers of the stages by hand, such as 0-5,6-7; even; default: planned by what stages measure"
     )
+    workers: int | None = Field(
+        None,
+        ge=1,
+        le=256,
+        description="stages that get their layers from the fleet's plan; stages and split are not used then",
+    )
     stage_cores: int | None = Field(None, ge=1, description="cores of each stage; default: an equal share of all")
     stage_preload: str | None = Field(
         None, description="LD_PRELOAD of stages, empty for none; default: mimalloc or tcmalloc, where installed"

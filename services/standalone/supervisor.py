@@ -26,7 +26,7 @@ from services.standalone.state_dir import SUPERVISOR, StackRecord, StateDir
 from services.standalone.warm_parent import WarmParent
 from shardline.api_key import parse_key
 from shardline.errors import Invalid
-from shardline.planner import ModelCosts, Workload, make_plans
+from shardline.planner import ModelCosts, Workload, make_plans_that_fit
 from shardline.store import api_keys
 from shardline.store.api_keys import Grant
 from shardline.store.database import connect
@@ -116,7 +116,7 @@ class Supervisor:
                 if self._inbox.num_stops:
                     raise Stopped
             model = ModelCosts.read(config_file(self._settings).parent)
-            plans = make_plans(model, measuring.profiles(), Workload(), num_stages=len(first), replicas=1)
+            plans = make_plans_that_fit(model, measuring.profiles(), Workload(), num_stages=len(first))
         except (StartFailed, Invalid) as error:
             self._say(f"no plan, so the split is even: {error}")
             return stages

@@ -13,6 +13,7 @@ from sqlalchemy import (
     Boolean,
     CheckConstraint,
     Column,
+    Double,
     ForeignKey,
     Index,
     Integer,
@@ -270,4 +271,29 @@ pipelines = Table(
     Column("kv_tokens", BigInteger),
     Column("stages", JSONB, nullable=False, server_default=text("'[]'")),
     Column("exact", Boolean, nullable=False, server_default=false()),
+)
+
+# Stages that take their layers from a plan.
+workers = Table(
+    "workers",
+    metadata,
+    Column("worker", Text, primary_key=True),
+    Column("model", Text, nullable=False),
+    # What the model's layers weigh, and what they take here: ModelCosts and DeviceProfile.
+    Column("shapes", JSONB, nullable=False),
+    Column("profile", JSONB, nullable=False),
+    _created("joined_at"),
+    _time("lease_until", nullable=False),
+)
+
+plans = Table(
+    "plans",
+    metadata,
+    Column("model", Text, primary_key=True),
+    Column("version", BigInteger, nullable=False, server_default=text("1")),
+    # The layers of each stage, as pairs of first and stop; and for each worker the place of its stage among them.
+    Column("split", JSONB, nullable=False),
+    Column("stages", JSONB, nullable=False),
+    Column("tokens_per_s", Double),
+    _created("made_at"),
 )

@@ -102,13 +102,14 @@ def main() -> None:
 
 def compare(mix: Mix, path: Path, options: argparse.Namespace) -> list[Row]:
     """Measures, plans, and runs every split."""
-    profiles = share_memory(measure(mix, path))
+    measured = measure(mix, path)
+    profiles = share_memory(measured)
     model = ModelCosts.read(path)
     lengths = [len(prompt) for prompt in workload(options.prompts).prompts]
     load = Workload(
         prompt=round(statistics.mean(lengths)), output=NEW_TOKENS, concurrency=options.prompts, at_once=True
     )
-    best = make_plans(model, profiles, load, num_stages=2, replicas=1).best
+    best = make_plans(model, measured, load, num_stages=2, replicas=1).best
     predictor, rows = Predictor(model, load), []
     for order in ((0, 1), (1, 0)):
         for bound in range(1, len(model.layers)):

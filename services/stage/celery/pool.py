@@ -120,9 +120,10 @@ class EnginePool(BasePool):
     def on_stop(self) -> None:
         """Warm shutdown. Celery's hub no longer polls, so verdicts are settled here, up to the drain time."""
         self._handler.close()
-        self._settle_until(monotonic_s() + self._drain_s)
+        if not self.app.shardline.hurries:
+            self._settle_until(monotonic_s() + self._drain_s)
         if self._deliveries:
-            log.info("drain time is over: leases are given back", jobs=len(self._deliveries))
+            log.info("leases are given back", jobs=len(self._deliveries))
             self._handler.give_back()
             self._settle_until(monotonic_s() + self._drain_s / 3)
 

@@ -3,7 +3,7 @@
 from shardline.planner.device_profile import DeviceProfile, LayerTimes, read_profiles
 from shardline.planner.model_costs import ModelCosts
 from shardline.planner.plan import Plan, Plans
-from shardline.planner.planning import make_plans
+from shardline.planner.planning import make_plans, make_plans_that_fit
 from shardline.planner.workload import Goal, Workload
 
 __all__ = [
@@ -15,5 +15,6 @@ __all__ = [
     "Plans",
     "Workload",
     "make_plans",
+    "make_plans_that_fit",
     "read_profiles",
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 
 from shardline.errors import Invalid
 from shardline.planner.device_profile import DeviceProfile
@@ -46,6 +47,21 @@ def make_plans(
         ranking.add(each)
     best, *others = ranking.plans[: 1 + NUM_OTHERS]
     return Plans(goal=goal, best=best, others=tuple(others), even=_even(predictor, profiles, best))
+
+
+def make_plans_that_fit(
+    model: ModelCosts, profiles: Sequence[DeviceProfile], workload: Workload, *, num_stages: int | None = None
+) -> Plans:
+    """As make_plans for throughput, of one pipeline if the number of stages is given; with fewer requests at a time
+    where the devices do not hold the KV of all. Raises Invalid if they do not hold the model with one."""
+    replicas = None if num_stages is None else 1
+    try:
+        return make_plans(model, profiles, workload, num_stages=num_stages, replicas=replicas)
+    except Invalid:
+        if workload.concurrency == 1:
+            raise
+    fewer = replace(workload, concurrency=max(1, workload.concurrency // 4))
+    return make_plans_that_fit(model, profiles, fewer, num_stages=num_stages)
 
 
 class _Ranking:

@@ -66,7 +66,11 @@ def app(redis_url: str) -> Celery:
     """A stage's app, as it would be without a stage."""
     app = make_app(StageSettings(model="m", redis_url=redis_url, seats=SEATS, interactive_seats=INTERACTIVE_SEATS))
     app.shardline = SimpleNamespace(
-        delivery_handler=HoldingHandler(), hub=HubCalls(Wakeup()), drain_s=5.0, interactive_seats=INTERACTIVE_SEATS
+        delivery_handler=HoldingHandler(),
+        hub=HubCalls(Wakeup()),
+        drain_s=5.0,
+        hurries=False,
+        interactive_seats=INTERACTIVE_SEATS,
     )
     app.conf.broker_connection_retry_on_startup = True
     return app

@@ -323,7 +323,7 @@ def sender_and_head(database: Database, executor: Executor, redis_url: str) -> I
     app.amqp.queues.select_add(QUEUE)
     with open_lone_head(database, executor, redis_url, TIMES) as head:
         app.shardline = SimpleNamespace(
-            delivery_handler=head.lease_manager, hub=HubCalls(Wakeup()), drain_s=5.0, interactive_seats=0
+            delivery_handler=head.lease_manager, hub=HubCalls(Wakeup()), drain_s=5.0, hurries=False, interactive_seats=0
         )
         with start_worker(
             app, concurrency=SEATS, pool=app.conf.worker_pool, perform_ping_check=False, shutdown_timeout=60

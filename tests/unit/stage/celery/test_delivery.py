@@ -52,7 +52,9 @@ def handler() -> NotingHandler:
 @pytest.fixture
 def pool(handler: NotingHandler) -> EnginePool:
     """A started pool that drains for no time at all."""
-    stage = SimpleNamespace(delivery_handler=handler, hub=HubCalls(Wakeup()), drain_s=0.0, interactive_seats=2)
+    stage = SimpleNamespace(
+        delivery_handler=handler, hub=HubCalls(Wakeup()), drain_s=0.0, hurries=False, interactive_seats=2
+    )
     pool = EnginePool(limit=4, app=SimpleNamespace(shardline=stage))
     pool.on_start()
     return pool
@@ -143,6 +145,18 @@ def test_a_message_without_its_jobs_id_is_dropped_unread(
 
 def test_a_stopping_pool_gives_back_jobs_that_outlast_the_drain(pool: EnginePool, handler: NotingHandler) -> None:
     pool._drain_s = 0.5
+    job_id = str(uuid4())
+    told = deliver(pool, job_id, job_id)
+
+    pool.on_stop()
+
+    assert handler.calls == ["close", "give_back"]
+    assert ending(told) is Ignore
+
+
+def test_a_pool_that_hurries_does_not_drain(pool: EnginePool, handler: NotingHandler) -> None:
+    pool._drain_s = 30.0
+    pool.app.shardline.hurries = True
     job_id = str(uuid4())
     told = deliver(pool, job_id, job_id)
 

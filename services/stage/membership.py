@@ -1,0 +1,95 @@
+"""A stage in a fleet: it offers its device, waits for layers, and goes when it is given other ones.
+
+Its supervisor starts it again, and it loads the new ones: what moves layers is what brings a dead stage back. Knows no
+Celery and no engine; the plan is made by a relay's coordinator.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import structlog
+from sqlalchemy import Engine as Database
+from sqlalchemy.exc import DBAPIError
+
+from shardline.config import Times
+from shardline.errors import Unavailable
+from shardline.planner import DeviceProfile, ModelCosts
+from shardline.store import fleets
+from shardline.store.database import failure_of
+
+log = structlog.get_logger(__name__)
+
+NUM_LEASES = 2
+"""A worker's lease is so many of a job's: another plan costs more than waiting for one that starts again."""
+BEATS_IN_LEASE = 10
+
+
+class Membership(threading.Thread):
+    """Renews the worker's lease in a thread of its own, from its joining until it leaves."""
+
+    def __init__(self, database: Database, worker: str, times: Times) -> None:
+        super().__init__(name="membership", daemon=True)
+        self._database, self._worker = database, worker
+        self._lease_s = NUM_LEASES * times.lease_s
+        self._stopped = threading.Event()
+        self._layers: range | None = None
+        self._has_layers = threading.Event()
+        self._moved: Callable[[], None] | None = None
+
+    def join_fleet(self, model: str, costs: ModelCosts, profile: DeviceProfile) -> None:
+        """Offers the device. Raises Unavailable if Postgres does not answer."""
+        try:
+            with self._database.begin() as connection:
+                fleets.join(connection, self._worker, model=model, shapes=costs, profile=profile, lease_s=self._lease_s)
+        except DBAPIError as error:
+            raise Unavailable(f"{failure_of(error)}. Check SHARDLINE_DATABASE_URL and migrate") from error
+        log.info("worker joined its fleet", worker=self._worker, model=model)
+        self.start()
+
+    def wait_for_layers(self) -> range:
+        """Returns the layers that the first plan with this worker gives it."""
+        self._has_layers.wait()
+        assert self._layers is not None
+        return self._layers
+
+    def when_moved(self, moved: Callable[[], None]) -> None:
+        """Calls this once, in the membership's thread, when the plan gives the worker other layers, or none."""
+        self._moved = moved
+
+    def leave(self) -> None:
+        """Ends the thread, and the membership unless the worker comes back for other layers."""
+        self._stopped.set()
+        self.join()
+        if self._moved is not None:
+            try:
+                with self._database.begin() as connection:
+                    fleets.leave(connection, self._worker)
+            except DBAPIError as error:
+                log.warning("the fleet misses this worker after its lease only", problem=str(failure_of(error)))
+
+    def run(self) -> None:
+        """Beats until stopped. Without Postgres the worker goes on with the layers that it has."""
+        while not self._stopped.wait(self._lease_s / BEATS_IN_LEASE):
+            try:
+                with self._database.begin() as connection:
+                    given = fleets.beat(connection, self._worker, self._lease_s)
+            except DBAPIError as error:
+                log.warning("no beat of this worker", problem=str(failure_of(error)))
+                continue
+            self._take(None if given is None else range(*given))
+
+    def _take(self, layers: range | None) -> None:
+        if self._layers is None:
+            if layers is not None:
+                self._layers = layers
+                self._has_layers.set()
+        elif layers != self._layers and self._moved is not None:
+            log.info("the plan gives this worker other layers", old=_shown(self._layers), new=_shown(layers))
+            moved, self._moved = self._moved, None
+            moved()
+
+
+def _shown(layers: range | None) -> str:
+    return f"{layers.start}-{layers.stop - 1}" if layers else "none"

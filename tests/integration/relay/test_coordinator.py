@@ -1,0 +1,75 @@
+"""The coordinator on a real Postgres: a fleet's first plan, another when a worker is missed, none without need."""
+
+from __future__ import annotations
+
+import pytest
+from prometheus_client import CollectorRegistry
+from sqlalchemy import Engine, text
+from structlog.testing import capture_logs
+
+from services.relay.coordinator import Coordinator
+from services.relay.loop import LoopContext
+from shardline.config import Times
+from shardline.metrics import RelayMetrics
+from shardline.store import fleets
+from shardline.store.fleets import FleetPlan
+from tests.integration.rows import LONG_S, MODEL
+from tests.unit.planner.fleets import device, model
+
+AGES = "UPDATE workers SET joined_at = joined_at - interval '1 hour'"
+
+
+@pytest.fixture
+def coordinator(engine: Engine) -> Coordinator:
+    return Coordinator(LoopContext(database=engine, times=Times(), metrics=RelayMetrics(CollectorRegistry())))
+
+
+def join(engine: Engine, *names: str, memory_bytes: int = 1 << 30, long_ago: bool = True) -> None:
+    with engine.begin() as connection:
+        for name in names:
+            profile = device(name, memory_bytes=memory_bytes)
+            fleets.join(connection, name, model=MODEL, shapes=model(), profile=profile, lease_s=LONG_S)
+        if long_ago:
+            connection.execute(text(AGES))
+
+
+def plan(engine: Engine) -> FleetPlan:
+    with engine.begin() as connection:
+        return fleets.plan_of(connection, MODEL)
+
+
+def test_the_first_plan_waits_until_nobody_joins_any_more(engine: Engine, coordinator: Coordinator) -> None:
+    join(engine, "a", "b", long_ago=False)
+    coordinator.turn()
+    assert plan(engine).version == 0
+    join(engine, "c")
+    coordinator.turn()
+    found = plan(engine)
+    assert (found.version, set(found.stages)) == (1, {"a", "b", "c"})
+    assert found.split[-1][1] == len(model().layers)
+
+
+def test_a_fleet_is_cut_anew_when_a_stage_is_missed_and_left_alone_otherwise(
+    engine: Engine, coordinator: Coordinator
+) -> None:
+    join(engine, "a", "b", "c", memory_bytes=5 << 20)
+    coordinator.turn()
+    before = plan(engine)
+    assert len(before.split) > 1, "none of them holds the model"
+    coordinator.turn()
+    assert plan(engine).version == before.version
+    gone = next(worker for worker, place in before.stages.items() if list(before.stages.values()).count(place) == 1)
+    with engine.begin() as connection:
+        fleets.leave(connection, gone)
+    coordinator.turn()
+    after = plan(engine)
+    assert (after.version, set(after.stages)) == (before.version + 1, set(before.stages) - {gone})
+
+
+def test_workers_that_do_not_hold_the_model_are_told_of_once(engine: Engine, coordinator: Coordinator) -> None:
+    join(engine, "a", memory_bytes=1 << 16)
+    with capture_logs() as logs:
+        coordinator.turn()
+        coordinator.turn()
+    assert [(log["event"], log["model"]) for log in logs] == [("fleet cannot be planned", MODEL)]
+    assert plan(engine).version == 0

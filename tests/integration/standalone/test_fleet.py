@@ -1,0 +1,127 @@
+"""Workers without a number: they get their layers from the fleet's plan, and other ones while jobs run."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+from uuid import UUID
+
+import psutil
+import pytest
+from celery import Celery
+from sqlalchemy import Engine
+
+from services.standalone.cores import usable_cores
+from shardline.client import Client
+from shardline.store import fleets, pipelines
+from shardline.store.database import connect
+from shardline.store.fleets import FleetPlan
+from tests.polling import until
+from tests.repository import REPOSITORY
+from tests.stack import Stack
+
+MODEL = "clerk"
+PROMPTS = [f"sort: {number}, 7, {number + 4}, 2, 9 =" for number in range(8)]
+PARAMS: dict[str, Any] = {"max_tokens": 200, "temperature": 0, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    """A fleet of two workers, which share all cores, so that a third may too."""
+    folder = tmp_path_factory.mktemp("fleet")
+    settings = {"WORKERS": 2, "STAGE_CORES": len(usable_cores()), "TIME_SCALE": 0.3, "CACHE_DIR": folder / "cache"}
+    stack = Stack(folder, **{f"SHARDLINE_{name}": str(value) for name, value in settings.items()})
+    stack.start()
+    yield stack
+    stack.end()
+    assert stack.left() == []
+
+
+@pytest.fixture(scope="module")
+def database(stack: Stack) -> Iterator[Engine]:
+    engine = connect(stack.urls["database"])
+    yield engine
+    engine.dispose()
+
+
+@pytest.fixture(scope="module")
+def client(stack: Stack) -> Iterator[Client]:
+    with Client(database_url=stack.urls["database"], redis_url=stack.urls["redis"]) as client:
+        yield client
+
+
+def layers(database: Engine) -> list[tuple[int, ...]]:
+    """Of the stages of each ready pipeline."""
+    with database.connect() as connection:
+        ready = [each for each in pipelines.live_pipelines(connection) if each.ready]
+    return [tuple(stage["layers"]) for each in ready for stage in each.stages]
+
+
+def plan(database: Engine) -> FleetPlan:
+    with database.connect() as connection:
+        return fleets.plan_of(connection, MODEL)
+
+
+def replan(database: Engine, *split: tuple[int, int]) -> None:
+    """As a coordinator does; each worker has the place of its number. Waits until the stages hold these layers."""
+    stages = {worker: number for number, worker in enumerate(sorted(plan(database).stages))}
+    with database.begin() as connection:
+        version = fleets.plan_of(connection, MODEL).version
+        assert fleets.store_plan(connection, MODEL, version=version, split=split, stages=stages, tokens_per_s=None)
+    until(lambda: layers(database) == list(split), timeout_s=60)
+
+
+def outputs(client: Client, ids: Sequence[UUID]) -> list[tuple[int, ...]]:
+    found = [job.result for job in client.wait(ids, 120)]
+    return [result.token_ids for result in found if result is not None]
+
+
+def test_workers_get_the_stages_of_one_plan(stack: Stack, database: Engine) -> None:
+    found = plan(database)
+    assert len(found.stages) == 2
+    assert set(found.stages.values()) == set(range(len(found.split)))
+    assert set(layers(database)) == set(found.split)
+    assert stack.complete().status_code == 200
+
+
+def test_layers_move_under_running_jobs_and_no_token_changes(database: Engine, client: Client) -> None:
+    replan(database, (0, 4), (4, 8))
+    expected = outputs(client, [client.submit(MODEL, prompt=prompt, **PARAMS) for prompt in PROMPTS])
+    ids = [client.submit(MODEL, prompt=prompt, **PARAMS) for prompt in PROMPTS]
+    next(iter(client.stream(ids[0])))
+    replan(database, (0, 6), (6, 8))
+    assert outputs(client, ids) == expected
+    assert max(client.get(job_id).fence for job_id in ids) > 1, "no job was under way when the layers moved"
+
+
+def test_a_killed_worker_comes_back_to_its_layers(stack: Stack, database: Engine, client: Client) -> None:
+    before, split = plan(database), layers(database)
+    ids = [client.submit(MODEL, prompt=prompt, **PARAMS) for prompt in PROMPTS]
+    next(iter(client.stream(ids[0])))
+    os.kill(stack.look()["processes"]["worker-1"], signal.SIGKILL)
+    assert len(outputs(client, ids)) == len(ids)
+    until(lambda: layers(database) == split, timeout_s=60)
+    assert plan(database).version == before.version
+
+
+def test_a_worker_that_joins_becomes_a_spare_and_is_missed_when_it_leaves(stack: Stack, database: Engine) -> None:
+    before = plan(database)
+    environment = psutil.Process(stack.look()["processes"]["worker-1"]).environ()
+    environment["SHARDLINE_WORKER_NAME"] = "third"
+    third = subprocess.Popen([sys.executable, "-m", "services.stage"], env=environment, cwd=REPOSITORY)
+    try:
+        until(lambda: len(plan(database).stages) == 3, timeout_s=60)
+        assert plan(database).split == before.split
+        (name,) = set(plan(database).stages) - set(before.stages)
+        assert name.startswith("third@")
+        with Celery(broker=stack.urls["redis"], set_as_current=False) as app:
+            until(lambda: app.control.ping(destination=[name], timeout=1, limit=1), timeout_s=60)
+    finally:
+        third.terminate()
+        assert third.wait(60) == 0
+    with database.connect() as connection:
+        assert name not in {member.worker for member in fleets.workers_of(connection, MODEL)}

@@ -1,0 +1,77 @@
+"""Fleets on a real Postgres: who is here, which layers the plan gives, and plans of several coordinators at once."""
+
+from __future__ import annotations
+
+import pytest
+from sqlalchemy import Engine
+
+from shardline.store import fleets
+from tests.integration.rows import LONG_S, MODEL
+
+SPLIT = ((0, 3), (3, 8))
+
+
+def join(engine: Engine, *names: str, lease_s: float = LONG_S, model: str = MODEL) -> None:
+    with engine.begin() as connection:
+        for name in names:
+            fleets.join(connection, name, model=model, shapes={"layers": 8}, profile={"name": name}, lease_s=lease_s)
+
+
+def beat(engine: Engine, worker: str, lease_s: float = LONG_S) -> tuple[int, int] | None:
+    with engine.begin() as connection:
+        return fleets.beat(connection, worker, lease_s)
+
+
+def members(engine: Engine, model: str = MODEL) -> list[str]:
+    with engine.begin() as connection:
+        return [member.worker for member in fleets.workers_of(connection, model)]
+
+
+def store(engine: Engine, version: int, **stages: int) -> bool:
+    with engine.begin() as connection:
+        return fleets.store_plan(connection, MODEL, version=version, split=SPLIT, stages=stages, tokens_per_s=12.5)
+
+
+def test_workers_are_here_from_joining_until_they_leave_or_their_lease_ends(engine: Engine) -> None:
+    join(engine, "b", "a")
+    join(engine, "late", lease_s=-1)
+    join(engine, "other", model="another")
+    assert members(engine) == ["a", "b"]
+    with engine.begin() as connection:
+        assert fleets.fleets(connection) == sorted([MODEL, "another"])
+        (first, _) = fleets.workers_of(connection, MODEL)
+        assert (first.shapes, first.profile) == ({"layers": 8}, {"name": "a"})
+        fleets.leave(connection, "a")
+    assert members(engine) == ["b"]
+    beat(engine, "late")
+    assert members(engine) == ["b", "late"], "one whose beats were late is here again"
+
+
+def test_a_beat_answers_with_the_layers_of_the_worker(engine: Engine) -> None:
+    join(engine, "a", "b", "spare")
+    assert beat(engine, "a") is None
+    assert store(engine, 0, a=0, b=1)
+    assert [beat(engine, worker) for worker in ("a", "b", "spare")] == [(0, 3), (3, 8), None]
+    with pytest.raises(LookupError, match="stranger"):
+        beat(engine, "stranger")
+
+
+def test_of_coordinators_that_plan_at_once_one_succeeds(engine: Engine) -> None:
+    assert [store(engine, 0, a=0, b=1), store(engine, 0, a=1, b=0)] == [True, False]
+    assert [store(engine, 1, a=1, b=0), store(engine, 1, a=0, b=1)] == [True, False]
+    with engine.begin() as connection:
+        found = fleets.plan_of(connection, MODEL)
+        assert (found.version, found.split, dict(found.stages)) == (2, SPLIT, {"a": 1, "b": 0})
+        assert fleets.plan_of(connection, "another").version == 0
+
+
+def test_one_that_starts_again_has_been_here_and_one_that_was_gone_has_not(engine: Engine) -> None:
+    join(engine, "a", "b")
+    with engine.begin() as connection:
+        before = {each.worker: each.here_s for each in fleets.workers_of(connection, MODEL)}
+    beat(engine, "b", lease_s=-1)
+    join(engine, "a", "b")
+    with engine.begin() as connection:
+        after = {each.worker: each.here_s for each in fleets.workers_of(connection, MODEL)}
+    assert after["a"] > before["a"]
+    assert after["b"] < after["a"]

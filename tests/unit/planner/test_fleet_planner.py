@@ -1,0 +1,90 @@
+"""Workers come, go and return: who gets which stage, and when all get new ones."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from shardline.errors import Invalid
+from shardline.planner import DeviceProfile, Workload
+from shardline.planner.fleet_planner import Deployment, FleetPlanner
+from tests.unit.planner.fleets import device, model
+
+LOAD = Workload(prompt=64, output=64, concurrency=512)
+SMALL = 4 << 20
+"""Bytes that hold about half of the model and its KV."""
+
+
+def fleet(*profiles: DeviceProfile) -> FleetPlanner:
+    return FleetPlanner(model(), {profile.device: profile for profile in profiles}, Workload(concurrency=1))
+
+
+def small(*names: str, slower: float = 1.0) -> list[DeviceProfile]:
+    """Devices none of which holds the model."""
+    return [device(name, slower=slower, memory_bytes=SMALL) for name in names]
+
+
+def planned(planner: FleetPlanner, now: Deployment | None = None, *, may_improve: bool = False) -> Deployment:
+    found = planner.replan(now, may_improve=may_improve)
+    assert found is not None
+    return found
+
+
+def test_the_first_plan_gives_every_worker_a_stage() -> None:
+    first = planned(fleet(*small("a:0", "a:1", "a:2")))
+    assert set(first.stages) == {"a:0", "a:1", "a:2"}
+    assert first.split[-1][1] == 12
+    assert set(first.stages.values()) == set(range(len(first.split)))
+
+
+def test_nothing_changes_while_all_are_here() -> None:
+    workers = small("a:0", "a:1")
+    assert fleet(*workers).replan(planned(fleet(*workers)), may_improve=True) is None
+
+
+def test_a_worker_that_returns_finds_its_stage_again() -> None:
+    workers = small("a:0", "a:1", "a:2", "a:3")
+    now = Deployment(split=((0, 6), (6, 12)), stages={"a:0": 0, "a:1": 1, "a:2": 0, "a:3": 1})
+    assert fleet(*workers[:3]).replan(now, may_improve=False) is None, "three still form a pipeline"
+
+
+def test_a_new_worker_becomes_a_spare_of_the_stage_that_has_fewest() -> None:
+    now = Deployment(split=((0, 6), (6, 12)), stages={"a:0": 0, "a:1": 1, "a:2": 0})
+    then = planned(fleet(*small("a:0", "a:1", "a:2", "a:3")), now)
+    assert (then.split, dict(then.stages)) == (now.split, {**now.stages, "a:3": 1})
+
+
+def test_a_new_cut_must_pay_and_waits_for_its_time() -> None:
+    now = Deployment(split=((0, 6), (6, 12)), stages={"a:0": 0, "a:1": 1})
+    much = fleet(*small("a:0", "a:1"), device("b:0", slower=0.1, memory_bytes=SMALL))
+    assert planned(much, now).split == now.split, "not before its time"
+    assert planned(much, now, may_improve=True).split != now.split
+    little = fleet(*small("a:0", "a:1"), device("b:0", slower=50.0, memory_bytes=SMALL))
+    assert planned(little, now, may_improve=True).split == now.split
+
+
+def test_a_fleet_that_misses_a_stage_is_cut_anew_at_once() -> None:
+    now = Deployment(split=((0, 4), (4, 8), (8, 12)), stages={"a:0": 0, "a:1": 1, "a:2": 2})
+    then = planned(fleet(*small("a:0", "a:2")), now)
+    assert set(then.stages) == {"a:0", "a:2"}
+    assert len(then.split) == 2
+
+
+def test_workers_that_can_keep_their_layers_keep_them() -> None:
+    workers = small("a:0", "a:1")
+    split = planned(fleet(*workers)).split
+    now = Deployment(split=split, stages={"a:1": 0, "gone": 1})
+    assert dict(planned(fleet(*workers), now).stages) == {"a:1": 0, "a:0": 1}
+
+
+def test_spares_get_only_what_their_memory_holds() -> None:
+    now = Deployment(split=((0, 6), (6, 12)), stages={"a:0": 0, "a:1": 1})
+    then = planned(fleet(*small("a:0", "a:1", "a:2"), device("tiny:0", memory_bytes=1 << 16)), now)
+    assert "tiny:0" not in then.stages
+    assert Counter(then.stages.values()) == {0: 2, 1: 1}
+
+
+def test_too_few_workers_for_the_model_are_refused() -> None:
+    with pytest.raises(Invalid, match="1 devices do not hold the model"):
+        fleet(*small("a:0")).replan(None, may_improve=False)
