@@ -22,6 +22,7 @@ from services.stage.engine.exactness import Probe, choose_row_buckets, exactness
 from services.stage.engine.forward import Forward
 from services.stage.engine.sampler import SampledSequence, Sampler
 from services.stage.kernels import kernel
+from services.stage.model.float_files import with_floats
 from services.stage.model.fused import fuse
 from services.stage.model.kv_shapes import probe_kv_shapes
 from services.stage.model.model_info import ModelInfo
@@ -79,7 +80,7 @@ class Executor:
         packing = packing_for(of_dtype, native, int8=dtype == INT8) if device.is_cpu else UNPACKED
         with torch.inference_mode():
             shard = Shard.load(
-                info,
+                with_floats(info, layers, of_dtype, cache_folder),
                 layers,
                 dtype=of_dtype,
                 attn_implementation=attention.name,

@@ -23,6 +23,7 @@ from huggingface_hub.errors import (
     StrictDataclassError,
 )
 
+from services.stage.model.quantization import quantization_of
 from services.stage.model.refusal import refuse
 from services.stage.model.weights import weight_files
 from shardline.errors import Unavailable
@@ -149,8 +150,7 @@ def _check_can_be_sharded(config: Any) -> None:
         )
     if not config.base_model_pp_plan:
         refuse(f"{kind!r} has no pipeline plan in transformers {tf.__version__}, so it cannot be sharded")
-    if getattr(config, "quantization_config", None):
-        refuse("it is quantized", "Give the float checkpoint")
+    quantization_of(config)
     odd = set(getattr(config, "layer_types", None) or ()) - ATTENTION_TYPES
     if odd:
         refuse(f"{kind!r} has layers of type {', '.join(sorted(odd))}; only full and sliding attention are supported")

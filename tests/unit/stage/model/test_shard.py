@@ -24,7 +24,7 @@ from tests.models import COMMON, save_model
 WEIGHTS = "model.safetensors"
 PHI_ROPE: dict[str, Any] = {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
 ORIGINAL = "original_max_position_embeddings"
-QUANTIZED: dict[str, Any] = {**COMMON, "quantization_config": {"quant_method": "gptq", "bits": 4}}
+QUANTIZED: dict[str, Any] = {**COMMON, "quantization_config": {"quant_method": "bitsandbytes"}}
 
 
 @pytest.fixture(scope="module")
@@ -144,7 +144,7 @@ def test_too_little_memory_is_said_before_a_weight_is_read(llama: Path) -> None:
         (tf.Qwen3NextConfig(), "layers of type linear_attention"),
         (tf.Gemma3nTextConfig(), "num_kv_shared_layers"),
         (tf.LlamaConfig(architectures=["LlamaForSequenceClassification"]), "saved as LlamaForSequenceClassification"),
-        (tf.LlamaConfig(**QUANTIZED), "quantized"),
+        (tf.LlamaConfig(**QUANTIZED), "it is quantized by bitsandbytes"),
         (tf.LlamaConfig(**COMMON), r"no weights, no model\.safetensors"),
     ],
 )

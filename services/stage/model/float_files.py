@@ -1,0 +1,132 @@
+"""The float weights of a quantized checkpoint as files, so that it loads as any other: written once, layer by layer.
+
+They lie in the cache folder under the checkpoint's fingerprint. Memory never holds more than one layer; a later start,
+or another stage of this host, finds what is written.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import tempfile
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+import structlog
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from services.stage.model.model_info import ModelInfo
+from services.stage.model.quantization import Quantization, quantization_of
+from services.stage.model.refusal import refuse
+from services.stage.model.weights import COPY_AGAIN, INDEX, check_file, fingerprint, weight_files
+from shardline.errors import Invalid
+
+log = structlog.get_logger(__name__)
+
+FOLDER = "floats"
+REST = "rest"
+"""What belongs to no layer."""
+LAYER = re.compile(r"\.(?:layers|h|blocks)\.(\d+)\.")
+CONFIG = "config.json"
+ROOM = 1.1
+"""A file is begun only if the disk has room for so many times its size."""
+
+
+def with_floats(info: ModelInfo, layers: range, dtype: torch.dtype, cache_folder: Path) -> ModelInfo:
+    """Returns the model itself, or one whose folder has float weights of these layers if its own are quantized.
+
+    Raises Invalid if the checkpoint is broken, quantized in an unknown way, or the disk has no room.
+    """
+    quantization = quantization_of(info.config)
+    if quantization is None:
+        return info
+    name = f"{fingerprint(info.path, cache_folder)[:32]}-{str(dtype).removeprefix('torch.')}"
+    return _Writer(info, quantization, dtype, cache_folder / FOLDER / name).write(layers)
+
+
+class _Writer:
+    def __init__(self, info: ModelInfo, quantization: Quantization, dtype: torch.dtype, folder: Path) -> None:
+        self._info, self._quantization, self._dtype, self._folder = info, quantization, dtype, folder
+
+    def write(self, layers: range) -> ModelInfo:
+        """Writes what is missing; returns a model whose folder has links to the files of these layers."""
+        parts = [REST, *(f"layer-{number}" for number in layers)]
+        names = self._names()
+        own = self._folder / f"{layers.start}-{layers.stop}"
+        own.mkdir(parents=True, exist_ok=True)
+        for part in parts:
+            if not self._file(part).is_file():
+                self._write(part, names[part])
+        index = {weight: self._file(part).name for part in parts for weight in _weights(self._file(part))}
+        for part in parts:
+            _link(own / self._file(part).name, self._file(part))
+        (own / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": index}), encoding="utf-8")
+        config = json.loads((self._info.path / CONFIG).read_text(encoding="utf-8"))
+        del config["quantization_config"]
+        (own / CONFIG).write_text(json.dumps(config), encoding="utf-8")
+        return replace(self._info, path=own, config=type(self._info.config).from_dict(config))
+
+    def _file(self, part: str) -> Path:
+        return self._folder / f"{part}.safetensors"
+
+    def _names(self) -> Mapping[str, dict[str, Path]]:
+        """The tensors of each part, with their files."""
+        names: dict[str, dict[str, Path]] = defaultdict(dict)
+        for file in weight_files(self._info.path):
+            check_file(file)
+            for name in _weights(file):
+                found = LAYER.search(name)
+                names[f"layer-{found[1]}" if found else REST][name] = file
+        return names
+
+    def _write(self, part: str, names: Mapping[str, Path]) -> None:
+        file = self._file(part)
+        try:
+            with ExitStack() as stack:
+                files = {path: stack.enter_context(safe_open(path, framework="pt")) for path in set(names.values())}
+                floats = self._floats({name: files[path].get_tensor(name) for name, path in names.items()})
+        except (SafetensorError, KeyError, RuntimeError, ValueError, IndexError) as error:
+            refuse(f"{part} of {self._info.path} cannot be unpacked: {error}", COPY_AGAIN, error)
+        size_bytes = sum(tensor.nbytes for tensor in floats.values())
+        free_bytes = shutil.disk_usage(self._folder).free
+        if size_bytes * ROOM > free_bytes:
+            problem = f"{file} needs {size_bytes >> 20:,} MiB, the disk has {free_bytes >> 20:,}"
+            raise Invalid("SHARDLINE_CACHE_DIR", problem, "Free some, or name a folder of another disk")
+        with tempfile.TemporaryDirectory(dir=self._folder) as draft:
+            save_file(floats, Path(draft) / file.name, metadata={"format": "pt"})
+            (Path(draft) / file.name).replace(file)
+        log.info("quantized weights unpacked", file=str(file), mib=size_bytes >> 20)
+
+    def _floats(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Weights in the dtype, all else as it is."""
+        first, *others = self._quantization.parts
+        floats: dict[str, Tensor] = {}
+        used: set[str] = set()
+        for name in tensors:
+            layer, _, part = name.rpartition(".")
+            if part == first:
+                parts = {each: tensors[f"{layer}.{each}"] for each in (first, *others) if f"{layer}.{each}" in tensors}
+                used |= {f"{layer}.{each}" for each in parts}
+                weight = self._quantization.weight(parts) if len(parts) > 1 else parts[first]
+                floats[f"{layer}.weight"] = weight.to(self._dtype).contiguous()
+        return floats | {name: tensor for name, tensor in tensors.items() if name not in used}
+
+
+def _weights(file: Path) -> Iterable[str]:
+    with safe_open(file, framework="pt") as opened:
+        return list(opened.keys())
+
+
+def _link(link: Path, file: Path) -> None:
+    if not link.is_symlink():
+        try:
+            link.symlink_to(file.resolve())
+        except FileExistsError:  # another stage of this host was faster
+            return
