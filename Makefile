@@ -30,8 +30,9 @@ ONLY ?=
 # Of `make chaos`: hops without CURVE, which faults of frames need
 INSECURE ?=
 
-# Of `make test-gpu`
+# Of `make test-gpu`: its own torch stays as it is, so nothing is installed
 DEVICE ?= cuda:0
+PYTHON_GPU ?= $(PY)
 
 .PHONY: help setup demo up down status test test-gpu check bench bench-peers chaos chaos-compose chaos-mutants secrets test-compose clean lint format types imports unit
 
@@ -67,8 +68,10 @@ status: ## Show what `make up` runs
 test: setup ## All tests but benchmarks and Compose, with real servers
 	$(PY) -m pytest tests --ignore=tests/benchmarks --ignore=tests/compose $(IN_PARALLEL) $(TEST_OPTIONS)
 
-test-gpu: setup ## Pipelines and the attention kernels on a real GPU (DEVICE=cuda:0)
-	SHARDLINE_TEST_DEVICE=$(DEVICE) $(PY) -m pytest tests/conformance/test_accelerator.py tests/unit/stage/attention/test_triton.py $(TEST_OPTIONS)
+test-gpu: ## Pipelines and the attention kernels on a real GPU (DEVICE=cuda:0 PYTHON_GPU=.venv/bin/python)
+	@$(PYTHON_GPU) -c 'import pytest, triton, transformers, torch; torch.zeros(1, device="$(DEVICE)")' || \
+		{ echo "$(PYTHON_GPU) cannot use $(DEVICE): install a torch built for it, and pip install -e '.[dev]'" >&2; exit 1; }
+	SHARDLINE_TEST_DEVICE=$(DEVICE) $(PYTHON_GPU) -m pytest tests/conformance/test_accelerator.py tests/unit/stage/attention/test_triton.py $(TEST_OPTIONS)
 
 check: setup ## Lint, types, import rules, unit tests: two minutes on two cores
 	@$(MAKE) -j4 --output-sync=target lint types imports unit

@@ -9,8 +9,8 @@ from __future__ import annotations
 import fcntl
 import os
 import socket
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from shardline.errors import Invalid
@@ -20,12 +20,21 @@ FIELD = "SHARDLINE_LOCK_DIR"
 HOLDER_MAX_BYTES = 256
 
 
+GATE = "gate.lock"
+"""Held while device locks are tried: who looks takes a free one for a moment, and must refuse it to nobody."""
+
+
 def holder(folder: Path, name: str) -> str | None:
-    """Returns who holds a lock, or None if nobody does. Takes a free one for a moment, to see that it is free."""
+    """Returns who holds a lock, or None if nobody does."""
     try:
         file = os.open(folder / f"{name}.lock", os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     except FileNotFoundError:
         return None
+    with _opened(folder) as opened, _gate(opened):
+        return _holder(file)
+
+
+def _holder(file: int) -> str | None:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -44,15 +53,13 @@ class DeviceLocks:
 
     def __init__(self, folder: Path, names: Iterable[str], *, worker: str, shared: bool = False) -> None:
         self._files: list[int] = []
-        opened = open_private_folder(folder, FIELD)
         try:
-            for name in sorted(names):
-                self._take(opened, f"{name}.lock", worker, shared)
+            with _opened(folder) as opened, _gate(opened):
+                for name in sorted(names):
+                    self._take(opened, f"{name}.lock", worker, shared)
         except Invalid:
             self.release()
             raise
-        finally:
-            os.close(opened)
 
     def release(self) -> None:
         """Releases the locks. The files stay: removing them would let two processes hold the same lock."""
@@ -74,6 +81,27 @@ class DeviceLocks:
         with suppress(OSError):
             os.ftruncate(file, 0)
             os.pwrite(file, f"{worker} (pid {os.getpid()} on {socket.gethostname()})\n".encode()[:HOLDER_MAX_BYTES], 0)
+
+
+@contextmanager
+def _opened(folder: Path) -> Iterator[int]:
+    """A context with the folder of the locks, made if it is not there. Raises Invalid if it is another user's."""
+    opened = open_private_folder(folder, FIELD)
+    try:
+        yield opened
+    finally:
+        os.close(opened)
+
+
+@contextmanager
+def _gate(folder: int) -> Iterator[None]:
+    """A context that excludes others from trying locks: for an instant, since nothing waits inside."""
+    file = open_private_file(folder, GATE, FIELD)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(file)
 
 
 def _written_holder(file: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 
 from services.stage.device.accelerator import Accelerator, load_module
 from services.stage.device.cpu import Cpu, show_cores, usable_cores
-from services.stage.device.locks import DeviceLocks
+from services.stage.device.locks import DeviceLocks, holder
 from services.stage.device.take import take
 from shardline.errors import Invalid
 from tests.pinned import unpinned_afterwards
@@ -39,6 +40,39 @@ def test_without_an_accelerator_auto_takes_the_cores_that_nobody_holds(tmp_path:
         take("auto", worker="late", lock_folder=tmp_path)
     device.release()
     held.release()
+
+
+@pytest.mark.usefixtures("_nothing_but_cores")
+def test_auto_shares_cores_with_those_that_share_them(tmp_path: Path) -> None:
+    cores = [f"core-{core}" for core in usable_cores()]
+    held = DeviceLocks(tmp_path, cores, worker="other", shared=True)
+
+    device = take("auto", worker="auto", lock_folder=tmp_path, shared=True)
+
+    assert device.name == f"cpu:{show_cores(usable_cores())}"
+    with pytest.raises(Invalid, match="every core and accelerator of this machine is held"):
+        take("auto", worker="alone", lock_folder=tmp_path)
+    device.release()
+    held.release()
+
+
+def test_who_looks_refuses_a_device_to_nobody(tmp_path: Path) -> None:
+    """Each of many looks takes the free lock for a moment; a worker that starts meanwhile waits for that moment."""
+    DeviceLocks(tmp_path, ["core-0"], worker="first").release()
+    ended = threading.Event()
+
+    def look() -> None:
+        while not ended.is_set():
+            holder(tmp_path, "core-0")
+
+    looking = threading.Thread(target=look)
+    looking.start()
+    try:
+        for _ in range(300):
+            DeviceLocks(tmp_path, ["core-0"], worker="starting").release()
+    finally:
+        ended.set()
+        looking.join()
 
 
 def test_auto_takes_accelerators_first_then_cores(tmp_path: Path) -> None:
