@@ -26,6 +26,7 @@ def main(
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or int8")] = "float32",
     stages: Annotated[int, typer.Option(help="stages of the pipeline")] = 2,
     replicas: Annotated[int, typer.Option(help="pipelines on the same queue")] = 1,
+    workers: Annotated[int | None, typer.Option(help="a fleet of so many workers without a number, no stages")] = None,
     patience: Annotated[float, typer.Option(help="seconds after the last fault in which everything must end")] = 180.0,
     time_scale: Annotated[
         float, typer.Option(help="of the protocol's times; more where the machine is busy")
@@ -46,6 +47,7 @@ def main(
         dtype=dtype,
         stages=stages,
         replicas=replicas,
+        workers=workers,
         time_scale=time_scale,
         exact=not inexact,
         insecure=insecure,
@@ -54,7 +56,8 @@ def main(
         redis_lasts=redis_lasts,
     )
     what = f"FAULTS={faults!r} LOAD={load} DTYPE={dtype} STAGES={stages} TIME_SCALE={time_scale:g}"
-    again = f"make chaos SEED={options.seed} MINUTES={minutes:g} {what}{' INSECURE=yes' if insecure else ''}"
+    more = f"{f' WORKERS={workers}' if workers else ''}{' INSECURE=yes' if insecure else ''}"
+    again = f"make chaos SEED={options.seed} MINUTES={minutes:g} {what}{more}"
     conduct(again, partial(run, options, wanted(faults, GROUPS)), file=FILE, logs=LOGS_KEPT)
 
 

@@ -12,6 +12,7 @@ from tests.chaos.faults import (
     deploy_faults,
     disk_faults,
     failpoint_faults,
+    fleet_faults,
     frame_faults,
     kill_faults,
     lease_faults,
@@ -54,6 +55,7 @@ GROUPS: Mapping[str, tuple[Fault, ...]] = MappingProxyType(
         "memory": memory_faults.FAULTS,
         "release": release_faults.FAULTS,
         "prefill": prefill_faults.FAULTS,
+        "fleet": fleet_faults.FAULTS,
     }
 )
 

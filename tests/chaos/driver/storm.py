@@ -36,7 +36,7 @@ from tests.chaos.report.report import Struck
 NOISE = 2.0
 """Two cores, which others use too: what was measured in a calm minute may take twice as long."""
 
-ON_THE_PATH = ("gateway", "relay", "stage")
+ON_THE_PATH = ("gateway", "relay", "stage", "worker")
 MISSED = (
     NotInjected,
     NeverStruck,

@@ -158,7 +158,8 @@ def in_postgres(
 ) -> list[Finding]:
     """Connections and transactions that nobody gave back. `num_own` are the harness's."""
     pools = {"gateway": POOL_SIZE, "relay": RelaySettings().concurrency + NUM_LOOPS, "stage-0": POOL_SIZE}
-    roles = [name.partition(".")[0] for name in services]
+    pools["worker"] = POOL_SIZE + 1  # any of them may be a head; one more for its membership
+    roles = ["worker" if name.startswith("worker-") else name.partition(".")[0] for name in services]
     num_max = num_own + sum(pools[role] + NUM_BELLS for role in roles if role in pools)
     seen = (0, 0)
 

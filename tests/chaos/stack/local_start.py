@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
+from services.standalone.cores import usable_cores
 from services.standalone.ports import LOOPBACK
 from services.standalone.preload import preload
 from services.standalone.servers import FAST, Postgres, Valkey
@@ -95,8 +96,7 @@ def local_target(options: Options) -> Iterator[LocalTarget]:
             **shared,
             **hop_net.settings,
             SHARDLINE_MODEL=str(model),
-            SHARDLINE_STAGES=str(options.stages),
-            SHARDLINE_REPLICAS=str(options.replicas),
+            **_shape(options),
             SHARDLINE_KV_MIB_FILE=str(kv_mib),
         )
         start_s = time.monotonic() - began_s
@@ -115,10 +115,18 @@ def local_target(options: Options) -> Iterator[LocalTarget]:
             times=Times().scaled(options.time_scale),
             failpoints=failpoints,
             kv_mib=kv_mib,
-            num_stages=options.stages,
+            num_stages=options.workers or options.stages,
+            is_fleet=options.workers is not None,
             workload=workload,
             start_s=start_s,
         )
+
+
+def _shape(options: Options) -> Mapping[str, str]:
+    """How many stages the stack has, and of which kind."""
+    if options.workers is not None:
+        return {"SHARDLINE_WORKERS": str(options.workers), "SHARDLINE_STAGE_CORES": str(len(usable_cores()))}
+    return {"SHARDLINE_STAGES": str(options.stages), "SHARDLINE_REPLICAS": str(options.replicas)}
 
 
 def composed_redis() -> Mapping[str, str]:

@@ -10,6 +10,10 @@ from pathlib import Path
 from services.standalone.servers import Postgres, Valkey
 from services.standalone.state_dir import SUPERVISOR
 from shardline.config import Times
+from shardline.store import fleets
+from shardline.store.database import transaction
+from shardline.store.fleets import FleetPlan
+from tests.chaos.load.requests import MODEL
 from tests.chaos.load.target import Running, TargetRun
 from tests.chaos.load.users import SCRIBE
 from tests.chaos.network.hop_net import HopNet
@@ -49,6 +53,9 @@ class LocalTarget(TargetRun):
     kv_mib: Path
     """A file with the KV memory that a stage takes when it starts."""
     num_stages: int
+    """Or workers of the fleet."""
+    is_fleet: bool = False
+    """Its stages have no number: which worker is the head is for the plan to say."""
 
     @property
     def num_more_stages(self) -> int:
@@ -101,9 +108,27 @@ class LocalTarget(TargetRun):
         others = self._matching(prefix, SECOND)
         return rng.choice(sorted((self._matching(prefix) | others).items()))
 
+    def fleet_plan(self) -> FleetPlan:
+        """Of the first stack's model."""
+        with transaction(self.database_url) as connection:
+            return fleets.plan_of(connection, MODEL)
+
+    def _prefixes(self, prefix: str) -> tuple[str, ...]:
+        """Of a fleet, `stage-1` means the workers whose place is 1, or the last if there are fewer stages."""
+        kind, _, place = prefix.partition("-")
+        if not self.is_fleet or kind != "stage":
+            return (prefix,)
+        plan = self.fleet_plan()
+        if not place or not plan.version:
+            return ("worker-",)
+        wanted = min(int(place), len(plan.split) - 1)
+        names = [worker.partition("@")[0].rpartition(".")[2] for worker, its in plan.stages.items() if its == wanted]
+        return tuple(name for name in names if name.startswith("worker-"))
+
     def _matching(self, prefix: str, suffix: str = "") -> dict[str, int]:
+        prefixes = self._prefixes(prefix) if not suffix else (prefix,)
         return {
             name: pid
             for name, pid in self.pids().items()
-            if name.startswith(prefix) and name.endswith(SECOND) == bool(suffix) and not name.startswith(SUPERVISOR)
+            if name.startswith(prefixes) and name.endswith(SECOND) == bool(suffix) and not name.startswith(SUPERVISOR)
         }

@@ -29,6 +29,8 @@ class Options:
     dtype: str = "float32"
     stages: int = 2
     replicas: int = 1
+    workers: int | None = None
+    """So many stages that get their layers from a plan, in place of numbered ones."""
     time_scale: float = TIME_SCALE
     """Of the protocol's times: a larger one where the machine is busy with other things."""
     exact: bool = True
