@@ -108,14 +108,13 @@ def test_a_killed_worker_comes_back_to_its_layers(stack: Stack, database: Engine
     assert plan(database).version == before.version
 
 
-def test_a_worker_that_joins_becomes_a_spare_and_is_missed_when_it_leaves(stack: Stack, database: Engine) -> None:
+def test_a_worker_that_joins_gets_a_stage_and_is_missed_when_it_leaves(stack: Stack, database: Engine) -> None:
     before = plan(database)
     environment = psutil.Process(stack.look()["processes"]["worker-1"]).environ()
     environment["SHARDLINE_WORKER_NAME"] = "third"
     third = subprocess.Popen([sys.executable, "-m", "services.stage"], env=environment, cwd=REPOSITORY)
     try:
         until(lambda: len(plan(database).stages) == 3, timeout_s=60)
-        assert plan(database).split == before.split
         (name,) = set(plan(database).stages) - set(before.stages)
         assert name.startswith("third@")
         with Celery(broker=stack.urls["redis"], set_as_current=False) as app:
