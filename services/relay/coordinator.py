@@ -3,12 +3,14 @@ one; of several that plan at once one succeeds. The rules are in shardline.plann
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import msgspec
 import structlog
 
 from services.relay.loop import Loop, LoopContext
+from shardline.clock import lease_clock_s
 from shardline.errors import Invalid
 from shardline.planner import DeviceProfile, ModelCosts, Workload
 from shardline.planner.fleet_planner import Deployment, FleetPlanner
@@ -18,6 +20,8 @@ from shardline.store.fleets import FleetPlan, FleetWorker
 
 log = structlog.get_logger(__name__)
 
+STALL = 1 / 3
+"""Part of a job's lease: after a longer silence of Postgres, or of this relay, workers get time to beat again."""
 SETTLE_POLLS = 3
 """A fleet gets its first plan when nobody has joined for so many polls: workers of one start come one by one."""
 COOL_DOWN_POLLS = 60
@@ -30,7 +34,11 @@ class Coordinator(Loop):
     def __init__(self, context: LoopContext) -> None:
         super().__init__("coordinator", context.metrics.errors)
         self._database = context.database
-        self._poll_s = context.times.poll_s
+        self._poll_s, self._lease_s = context.times.poll_s, context.times.lease_s
+        self._answered_s = -math.inf
+        """The last answer of Postgres, by the lease clock."""
+        self._trusts_after_s = math.inf
+        """Until then a worker that seems to be gone may only have been unable to beat."""
         self._seen: dict[str, object] = {}
         """By model: what a look saw that changed nothing. The same need not be planned again, which takes up to a
         second."""
@@ -39,6 +47,10 @@ class Coordinator(Loop):
         """Plan for each fleet that needs it."""
         with self._database.begin() as connection:
             models = fleets.fleets(connection)
+        now_s = lease_clock_s()
+        if now_s - self._answered_s > STALL * self._lease_s:
+            self._trusts_after_s = now_s + fleets.LEASES * self._lease_s
+        self._answered_s = now_s
         for model in models:
             self._look(model)
         return self._poll_s
@@ -46,6 +58,8 @@ class Coordinator(Loop):
     def _look(self, model: str) -> None:
         with self._database.begin() as connection:
             members, plan = fleets.workers_of(connection, model), fleets.plan_of(connection, model)
+        if plan.version and self._answered_s < self._trusts_after_s:
+            return
         may_improve = plan.age_s > COOL_DOWN_POLLS * self._poll_s
         seen = plan.version, may_improve, frozenset((each.worker, dump(each.profile)) for each in members)
         if not members or self._is_unsettled(members, plan) or self._seen.get(model) == seen:

@@ -21,8 +21,6 @@ from shardline.store.database import failure_of
 
 log = structlog.get_logger(__name__)
 
-NUM_LEASES = 2
-"""A worker's lease is so many of a job's: another plan costs more than waiting for one that starts again."""
 BEATS_IN_LEASE = 10
 
 
@@ -32,7 +30,7 @@ class Membership(threading.Thread):
     def __init__(self, database: Database, worker: str, times: Times) -> None:
         super().__init__(name="membership", daemon=True)
         self._database, self._worker = database, worker
-        self._lease_s = NUM_LEASES * times.lease_s
+        self._lease_s = fleets.LEASES * times.lease_s
         self._stopped = threading.Event()
         self._layers: range | None = None
         self._has_layers = threading.Event()

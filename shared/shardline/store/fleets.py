@@ -15,6 +15,9 @@ from sqlalchemy import Connection, delete, func, select, text
 from shardline.store.encoding import dump
 from shardline.tables import plans, workers
 
+LEASES = 2
+"""A worker's lease is so many of a job's: another plan costs more than waiting for one that starts again."""
+
 JOIN = text("""
 INSERT INTO workers (worker, model, shapes, profile, lease_until)
 VALUES (:worker, :model, CAST(:shapes AS jsonb), CAST(:profile AS jsonb), now() + make_interval(secs => :lease_s))

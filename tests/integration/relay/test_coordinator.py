@@ -16,12 +16,32 @@ from shardline.store.fleets import FleetPlan
 from tests.integration.rows import LONG_S, MODEL
 from tests.unit.planner.fleets import device, model
 
+TRUST_S = 2 * round(Times().lease_s) + 2
 AGES = "UPDATE workers SET joined_at = joined_at - interval '1 hour'"
+
+
+class Clock:
+    """The lease clock of a coordinator, which looks once a second."""
+
+    def __init__(self, coordinator: Coordinator) -> None:
+        self.now_s, self._coordinator = 0.0, coordinator
+
+    def pass_by(self, seconds: int) -> None:
+        for _ in range(seconds):
+            self.now_s += 1.0
+            self._coordinator.turn()
 
 
 @pytest.fixture
 def coordinator(engine: Engine) -> Coordinator:
     return Coordinator(LoopContext(database=engine, times=Times(), metrics=RelayMetrics(CollectorRegistry())))
+
+
+@pytest.fixture
+def clock(coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock(coordinator)
+    monkeypatch.setattr("services.relay.coordinator.lease_clock_s", lambda: clock.now_s)
+    return clock
 
 
 def join(engine: Engine, *names: str, memory_bytes: int = 1 << 30, long_ago: bool = True) -> None:
@@ -50,10 +70,11 @@ def test_the_first_plan_waits_until_nobody_joins_any_more(engine: Engine, coordi
 
 
 def test_a_fleet_is_cut_anew_when_a_stage_is_missed_and_left_alone_otherwise(
-    engine: Engine, coordinator: Coordinator
+    engine: Engine, coordinator: Coordinator, clock: Clock
 ) -> None:
     join(engine, "a", "b", "c", memory_bytes=5 << 20)
     coordinator.turn()
+    clock.pass_by(TRUST_S)
     before = plan(engine)
     assert len(before.split) > 1, "none of them holds the model"
     coordinator.turn()
@@ -64,6 +85,22 @@ def test_a_fleet_is_cut_anew_when_a_stage_is_missed_and_left_alone_otherwise(
     coordinator.turn()
     after = plan(engine)
     assert (after.version, set(after.stages)) == (before.version + 1, set(before.stages) - {gone})
+
+
+def test_after_a_silence_of_postgres_nobody_is_missed_before_a_lease_has_passed(
+    engine: Engine, coordinator: Coordinator, clock: Clock
+) -> None:
+    join(engine, "a", "b", "c", memory_bytes=5 << 20)
+    coordinator.turn()
+    clock.pass_by(TRUST_S)
+    before = plan(engine)
+    clock.now_s += 60
+    with engine.begin() as connection:
+        fleets.leave(connection, next(iter(before.stages)))
+    coordinator.turn()
+    assert plan(engine).version == before.version
+    clock.pass_by(TRUST_S)
+    assert plan(engine).version > before.version
 
 
 def test_workers_that_do_not_hold_the_model_are_told_of_once(engine: Engine, coordinator: Coordinator) -> None:
