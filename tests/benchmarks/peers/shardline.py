@@ -38,7 +38,7 @@ class Shardline:
             module="shardline",
             settings={
                 "model": str(model(precision)),
-                "dtype": DTYPES[precision],
+                "dtype": [DTYPES[precision]],
                 "device": LAYOUTS[self.name],
                 "seats": SEATS,
                 "kv_bytes": KV_BYTES // len(LAYOUTS[self.name]),
