@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from itertools import accumulate
+from pathlib import Path
 
 import msgspec
 import structlog
@@ -55,6 +56,7 @@ LAYERS_BYTES = 128 << 20
 POINT_S = 0.15
 """Time for one figure, in which three runs are made at least."""
 MIN_RUNS = 3
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 PROFILES = "profiles"
 """Folder in the cache."""
 
@@ -229,11 +231,11 @@ class _Measuring:
         return DeviceProfile(
             device=self._device.name,
             host=socket.gethostname(),
-            hardware=_hash(self._device.identity()),
+            hardware=_hash([*self._device.identity(), str(self._device.num_threads)]),
             dtype=self._settings.dtype,
             model=self._model.shapes_id,
             memory_bytes=self._memory_bytes,
-            is_host_memory=self._device.is_cpu,
+            host_memory=_boot_id() if self._device.is_cpu else None,
             layers=layers,
             step=step,
             sampled=sampled,
@@ -247,6 +249,14 @@ def _num_layers(model: ModelCosts, dtype: str) -> int:
     sizes = accumulate(kind.num_weights * WEIGHT_BYTES[dtype] for kind in model.layers)
     large = 1 + sum(size < LAYERS_BYTES for size in sizes)
     return min(max(with_all_kinds, large), len(model.layers))
+
+
+def _boot_id() -> str:
+    """Of the kernel: the same in all containers of a host, whose names differ."""
+    try:
+        return BOOT_ID.read_text(encoding="ascii").strip()
+    except OSError:
+        return socket.gethostname()
 
 
 def _key(settings: StageSettings, device: Device) -> list[str]:
@@ -282,7 +292,13 @@ def main(arguments: list[str]) -> int:
         settings = StageSettings()
         log.configure(service="stage", level=settings.log_level, form=settings.log_format)
         load_module(settings.device_module)
-        device = take(settings.device, worker="profile", lock_folder=settings.lock_dir, shared=settings.device_shared)
+        device = take(
+            settings.device,
+            worker="profile",
+            lock_folder=settings.lock_dir,
+            shared=settings.device_shared,
+            num_cores=settings.stage_cores,
+        )
         found = profile(settings, device, fresh=options.fresh, together=options.together)
     except (ValidationError, ShardlineError) as error:
         sys.stderr.write(f"{error}\n")

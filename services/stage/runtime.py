@@ -178,7 +178,13 @@ def place(settings: StageSettings) -> Placed:
     name = settings.worker_name or f"{settings.pipeline or settings.name}.{settings.place}"
     worker = f"{name}@{socket.gethostname()}"
     load_module(settings.device_module)
-    device = take(settings.device, worker=worker, lock_folder=settings.lock_dir, shared=settings.device_shared)
+    device = take(
+        settings.device,
+        worker=worker,
+        lock_folder=settings.lock_dir,
+        shared=settings.device_shared,
+        num_cores=settings.stage_cores,
+    )
     if settings.is_planned and not settings.worker_name:
         worker = f"{settings.name}.{device.name.replace(':', '-').replace(',', '+')}@{socket.gethostname()}"
     return Placed(settings=settings, info=info, layers=layers, device=device, worker=worker)

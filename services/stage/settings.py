@@ -36,7 +36,14 @@ class StageSettings(Settings):
         None, description="name of this head's pipeline; default: made from the host and the device"
     )
     worker_name: str | None = Field(None, description="Celery worker name before the @; default: pipeline.place")
-    device: str = Field("cpu:0", description="cpu:0-3, cuda:0, a GPU's UUID, xpu:0, mps, auto: the best free one")
+    device: str = Field(
+        "cpu:0",
+        description="cpu:0-3, cuda:0, a GPU's UUID, xpu:0, mps; a kind alone such as cpu or cuda: a free one of it; "
+        "auto: the best free one",
+    )
+    stage_cores: int | None = Field(
+        None, ge=1, description="cores that a device of cpu or auto takes; default: all that are free"
+    )
     device_module: str | None = Field(
         None, description="Python module that registers a further device type with torch, such as torch_npu"
     )

@@ -6,7 +6,8 @@ Each mix makes two stages of this machine unlike:
 
 - isa: one core computes with AVX2 only;
 - busy: one core has another process on it, which takes its half;
-- int8: one core has weights of int8.
+- int8: one core has weights of int8;
+- isa-int8: one core has weights of int8, the other computes with AVX2 only.
 
 Devices are measured side by side, as `make up` does. Then every split of the model runs in both orders.
 """
@@ -60,6 +61,7 @@ MIXES = {
     "isa": Mix(workers=(Worker(device="cpu:0"), Worker(device="cpu:1", environment=AVX2))),
     "busy": Mix(workers=(Worker(device="cpu:0"), Worker(device="cpu:1")), busy_core=1),
     "int8": Mix(workers=(Worker(device="cpu:0", dtype="int8"), Worker(device="cpu:1"))),
+    "isa-int8": Mix(workers=(Worker(device="cpu:0", dtype="int8"), Worker(device="cpu:1", environment=AVX2))),
 }
 
 

@@ -1,4 +1,4 @@
-"""A producer that never stops pushing jobs through the gateways, however they come and go. Knows no row."""
+"""A producer that never stops pushing jobs through the gateways, however they come and go, and what became of them."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ import httpx
 from tenacity import Retrying, retry_if_exception_type, stop_after_delay, wait_random
 
 from shardline.api_key import bearer
-from tests.compose.stack import MODEL, PATIENCE_S
+from tests.compose.stack import MODEL, PATIENCE_S, Stack, until
 
 PACE_S = 0.3
 MAX_TOKENS = (8, 24)
+NUM_SHORT = 5
 
 
 class Refused(Exception):
@@ -74,3 +75,30 @@ class Load:
         self._thread.join()
         if self._error is not None and error is None:
             raise self._error
+
+
+def push_on(load: Load) -> None:
+    """Until some more jobs were accepted."""
+    wanted = len(load.accepted) + NUM_SHORT
+    until(lambda: len(load.accepted) >= wanted)
+
+
+def num_unfinished(stack: Stack) -> int:
+    """Jobs that wait or run."""
+    return stack.number("SELECT count(*) FROM jobs WHERE state IN ('queued', 'running')")
+
+
+def once_each(load: Load) -> dict[str, tuple[str, ...]]:
+    """What `ends` must be."""
+    return {str(job): ("succeeded", str(num_tokens), "1") for job, num_tokens in load.accepted.items()}
+
+
+def ends(stack: Stack, load: Load) -> dict[str, tuple[str, ...]]:
+    """Job → state, tokens of its result, attempts that succeeded."""
+    rows = stack.sql(
+        "SELECT jobs.id, state, completion_tokens, count(*) FILTER (WHERE outcome = 'succeeded')"
+        " FROM jobs LEFT JOIN results ON results.job_id = jobs.id LEFT JOIN attempts ON attempts.job_id = jobs.id"
+        " GROUP BY jobs.id, state, completion_tokens"
+    )
+    accepted = {str(job) for job in load.accepted}
+    return {job: tuple(rest) for job, *rest in rows if job in accepted}

@@ -32,6 +32,7 @@ class Stack:
     def __init__(
         self, docker: Docker, folder: Path, *, project: str = PROJECT, overlays: Sequence[str] = (), **settings: str
     ) -> None:
+        """The two stages of the profile pipeline, unless the settings name another one."""
         self.secrets = folder / "secrets"
         self.docker = docker
         self.project = project
@@ -40,6 +41,7 @@ class Stack:
         ours = {
             # A user's .env is for the user's own stack.
             "COMPOSE_DISABLE_ENV_FILE": "1",
+            "COMPOSE_PROFILES": "pipeline",
             "SHARDLINE_MODEL_DIR": str(REPOSITORY / "services" / "standalone" / "demo" / "clerk" / "model"),
             "SHARDLINE_MODEL_NAME": MODEL,
             "SHARDLINE_SECRETS_DIR": str(self.secrets),
@@ -113,12 +115,11 @@ class Stack:
         """Run in the service's first container."""
         return self.compose("exec", "-T", service, *command)
 
-    def crash(self, service: str) -> None:
-        """Kill whatever runs in the service's container, and wait until Docker has started it again."""
-        (name,) = self.names(service)
-        before = self.num_restarts(name)
-        self.kill_inside(name)
-        until(lambda: self.num_restarts(name) > before)
+    def crash(self, container: str) -> None:
+        """Kill whatever runs in it, and wait until Docker has started it again."""
+        before = self.num_restarts(container)
+        self.kill_inside(container)
+        until(lambda: self.num_restarts(container) > before)
 
     def kill_inside(self, container: str) -> None:
         """SIGKILL to everything in it: to Docker it has crashed. What kills may be killed on its way out."""

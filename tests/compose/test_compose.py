@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from shardline.api_key import bearer
-from tests.compose.load import Load
+from tests.compose.load import Load, ends, num_unfinished, once_each, push_on
 from tests.compose.stack import MODEL, OWN, Stack, until
 
 pytestmark = pytest.mark.timeout(3600)
@@ -17,7 +17,6 @@ APP_USER = "10001"
 FIND_COMPILERS = "for name in cc c++ gcc g++ clang; do command -v $name; done; true"
 LONG_TOKENS = 400
 NUM_LONG = 16
-NUM_SHORT = 5
 SECRETS = {
     "gateway": ["database_url"],
     "relay": ["database_url"],
@@ -90,7 +89,7 @@ def test_a_crashed_stage_is_restarted_and_running_jobs_succeed(stack: Stack) -> 
     for _ in range(NUM_LONG):
         load.push(LONG_TOKENS)
     until(lambda: stack.number("SELECT count(*) FROM jobs WHERE state = 'running'") > 0)
-    stack.crash("stage-1")
+    stack.crash(*stack.names("stage-1"))
     until(lambda: num_unfinished(stack) == 0)
     assert ends(stack, load) == once_each(load)
 
@@ -121,30 +120,3 @@ def test_every_accepted_job_succeeds_once_while_the_stack_scales_out_and_back(st
     assert stack.number("SELECT count(DISTINCT pipeline) FROM attempts") == 2
     # Each replica that was too many ended by itself within its grace period, as the migrations did.
     assert set(stack.exits(since_s=began_s)) == {"0"}
-
-
-def push_on(load: Load) -> None:
-    """Until some more jobs were accepted."""
-    wanted = len(load.accepted) + NUM_SHORT
-    until(lambda: len(load.accepted) >= wanted)
-
-
-def num_unfinished(stack: Stack) -> int:
-    """Jobs that wait or run."""
-    return stack.number("SELECT count(*) FROM jobs WHERE state IN ('queued', 'running')")
-
-
-def once_each(load: Load) -> dict[str, tuple[str, ...]]:
-    """What `ends` must be."""
-    return {str(job): ("succeeded", str(num_tokens), "1") for job, num_tokens in load.accepted.items()}
-
-
-def ends(stack: Stack, load: Load) -> dict[str, tuple[str, ...]]:
-    """Job → state, tokens of its result, attempts that succeeded."""
-    rows = stack.sql(
-        "SELECT jobs.id, state, completion_tokens, count(*) FILTER (WHERE outcome = 'succeeded')"
-        " FROM jobs LEFT JOIN results ON results.job_id = jobs.id LEFT JOIN attempts ON attempts.job_id = jobs.id"
-        " GROUP BY jobs.id, state, completion_tokens"
-    )
-    accepted = {str(job) for job in load.accepted}
-    return {job: tuple(rest) for job, *rest in rows if job in accepted}

@@ -142,7 +142,7 @@ def find(name: str) -> Found:
     here = accelerators()
     if (uuid := UUID.fullmatch(name)) is not None:
         matching = [one for one in here if one.uuid == uuid[1].lower()]
-    elif (match := _NAME.fullmatch(name)) is not None and _is_type(match[1] or match[3]):
+    elif (match := _NAME.fullmatch(name)) is not None and is_type(match[1] or match[3]):
         matching = [one for one in here if (one.type, one.index) == (match[1] or match[3], int(match[2] or 0))]
     else:
         raise Invalid(FIELD, f"{name!r} is not a device", FORMS)
@@ -156,9 +156,10 @@ def find(name: str) -> Found:
     return matching[0]
 
 
-def _is_type(name: str) -> bool:
+def is_type(name: str) -> bool:
+    """Whether torch knows accelerators of this type, with a device or without."""
     try:
-        return torch.device(name).type not in {"cpu", "meta"}
+        return torch.device(name).type == name not in {"cpu", "meta"}
     except RuntimeError:
         return False
 

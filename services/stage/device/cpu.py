@@ -15,7 +15,7 @@ from services.stage.device.device import FIELD, INT8, Device
 from services.stage.device.machine import machine
 from shardline.errors import Invalid
 
-FORMS = "Write cpu:0, cpu:0-3, cpu:0,2, cuda:0, xpu:0, mps, a GPU's UUID, or auto"
+FORMS = "Write cpu:0, cpu:0-3, cpu:0,2, cuda:0, xpu:0, mps, a GPU's UUID, a kind alone such as cpu or cuda, or auto"
 MAX_CORES = 4096
 CGROUP = Path("/sys/fs/cgroup")
 

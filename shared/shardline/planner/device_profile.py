@@ -14,7 +14,7 @@ import msgspec
 
 from shardline.errors import Invalid
 
-VERSION = 1
+VERSION = 2
 Seconds = Annotated[float, msgspec.Meta(ge=0)]
 Points = Annotated[tuple[tuple[float, float], ...], msgspec.Meta(min_length=1, max_length=64)]
 """(rows, seconds), by rows."""
@@ -51,8 +51,8 @@ class DeviceProfile(msgspec.Struct, frozen=True, kw_only=True):
     """Hash of the model's shapes: a profile is of no use for another one."""
     memory_bytes: Annotated[int, msgspec.Meta(ge=0)]
     """Free for weights, KV and activations."""
-    is_host_memory: bool = False
-    """Whether the devices of one host share it."""
+    host_memory: str | None = None
+    """Whose memory it is, if a host's: its devices share it, also those in containers of other names. None: its own."""
     layers: dict[str, LayerTimes]
     """By kind of layer."""
     step: Points

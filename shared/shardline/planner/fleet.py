@@ -114,10 +114,12 @@ def neighbors(stages: Sequence[Assigned]) -> Iterator[list[Assigned]]:
 
 def share_memory(profiles: Sequence[DeviceProfile]) -> list[DeviceProfile]:
     """The devices of a host that work in its memory get equal parts of it."""
-    devices = {(each.host, each.device) for each in profiles if each.is_host_memory}
-    num = Counter(host for host, _ in devices)
+    devices = {(each.host_memory, each.host, each.device) for each in profiles}
+    num = Counter(memory for memory, _, _ in devices)
     return [
-        msgspec.structs.replace(each, memory_bytes=each.memory_bytes // num[each.host]) if each.is_host_memory else each
+        each
+        if each.host_memory is None
+        else msgspec.structs.replace(each, memory_bytes=each.memory_bytes // num[each.host_memory])
         for each in profiles
     ]
 

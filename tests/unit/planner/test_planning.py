@@ -65,7 +65,7 @@ def test_memory_bounds_what_a_fast_device_gets() -> None:
 
 def test_devices_of_one_host_share_its_memory() -> None:
     whole = int(1.5 * model().num_weights * 4) + 12 * model().layers[0].kv_numbers * KV_BYTES
-    found = plans(*(device(f"cpu:{core}", memory_bytes=whole, is_host_memory=True) for core in range(2)))
+    found = plans(*(device(f"cpu:{core}", memory_bytes=whole, host_memory="here") for core in range(2)))
     assert len(found.best.stages) == 2, "the host's memory does not hold the model twice"
 
 

@@ -67,7 +67,8 @@ def test_a_profile_has_times_of_each_kind_of_layer(first: subprocess.CompletedPr
     for times in measured.layers.values():
         assert [rows for rows, _ in times.rows] == [1, 8, 32, 64]
         assert times.rows[-1][1] > 0
-    assert (measured.model, measured.dtype, measured.is_host_memory) == (costs.shapes_id, "float32", True)
+    assert (measured.model, measured.dtype) == (costs.shapes_id, "float32")
+    assert measured.host_memory is not None
     assert measured.sampled[-1][1] > 0
     assert measured.memory_bytes > costs.num_weights
     assert make_plans(costs, [measured], Workload()).best.split == f"0-{len(costs.layers) - 1}"

@@ -36,10 +36,33 @@ def test_without_an_accelerator_auto_takes_the_cores_that_nobody_holds(tmp_path:
 
     assert isinstance(device, Cpu)
     assert device.name == f"cpu:{show_cores(tuple(rest))}"
-    with pytest.raises(Invalid, match="every core and accelerator of this machine is held"):
+    with pytest.raises(Invalid, match=r"0 of \d+ cores of this machine are free"):
         take("auto", worker="late", lock_folder=tmp_path)
     device.release()
     held.release()
+
+
+def test_a_kind_alone_takes_a_free_one_of_it(tmp_path: Path) -> None:
+    load_module("tests.accelerator")
+    first = take("cpu", worker="cores", lock_folder=tmp_path, num_cores=1)
+    assert first.name == f"cpu:{usable_cores()[0]}"
+    taken = [take("toy", worker=str(place), lock_folder=tmp_path) for place in range(2)]
+    assert {device.name for device in taken} == {"toy:0", "toy:1"}
+    with pytest.raises(Invalid, match="none of 2 toy devices here is free"):
+        take("toy", worker="late", lock_folder=tmp_path)
+    for device in (first, *taken):
+        device.release()
+
+
+def test_more_cores_than_are_free_are_refused_with_both_numbers_unless_they_are_shared(tmp_path: Path) -> None:
+    num = len(usable_cores())
+    held = take("cpu", worker="first", lock_folder=tmp_path, shared=True, num_cores=1)
+    with pytest.raises(Invalid, match=f"{num - 1} of {num} cores of this machine are free, {num} are asked for"):
+        take("cpu", worker="second", lock_folder=tmp_path, num_cores=num)
+    shared = take("cpu", worker="second", lock_folder=tmp_path, shared=True, num_cores=num)
+    assert shared.name == f"cpu:{show_cores(usable_cores())}"
+    for device in (held, shared):
+        device.release()
 
 
 @pytest.mark.usefixtures("_nothing_but_cores")
@@ -50,7 +73,7 @@ def test_auto_shares_cores_with_those_that_share_them(tmp_path: Path) -> None:
     device = take("auto", worker="auto", lock_folder=tmp_path, shared=True)
 
     assert device.name == f"cpu:{show_cores(usable_cores())}"
-    with pytest.raises(Invalid, match="every core and accelerator of this machine is held"):
+    with pytest.raises(Invalid, match=r"0 of \d+ cores of this machine are free"):
         take("auto", worker="alone", lock_folder=tmp_path)
     device.release()
     held.release()
@@ -99,7 +122,7 @@ def test_an_accelerator_refuses_int8_by_name(tmp_path: Path) -> None:
     device.release()
 
 
-@pytest.mark.parametrize("name", ["gpu:0", "cuda", "meta:0", "npu-0", "0-3"])
+@pytest.mark.parametrize("name", ["gpu:0", "gpu", "meta:0", "meta", "npu-0", "0-3", ""])
 def test_what_is_no_device_names_the_forms(name: str, tmp_path: Path) -> None:
     with pytest.raises(Invalid, match=r"is not a device.*cuda:0"):
         take(name, worker="one", lock_folder=tmp_path)
