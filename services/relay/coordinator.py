@@ -1,22 +1,27 @@
-"""The coordinator: gives the workers of each fleet their stages, and others when workers come and go. Every relay has
-one; of several that plan at once one succeeds. The rules are in shardline.planner.fleet_planner."""
+"""The coordinator: gives the workers of each fleet their model and their stages, and others when workers come and go or
+jobs ask for another model. Every relay has one; of several that plan at once one succeeds. The rules are in
+shardline.planner.fleet_planner and shardline.planner.turns."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 
 import msgspec
 import structlog
+from sqlalchemy import Connection
 
 from services.relay.loop import Loop, LoopContext
 from shardline.clock import lease_clock_s
+from shardline.config import Times
 from shardline.errors import Invalid
 from shardline.planner import DeviceProfile, ModelCosts, Workload
 from shardline.planner.fleet_planner import Deployment, FleetPlanner
+from shardline.planner.turns import Turn, Turns
 from shardline.store import fleets
 from shardline.store.encoding import dump
-from shardline.store.fleets import FleetPlan, FleetWorker
+from shardline.store.fleets import NO_PLAN, FleetPlan, FleetWorker
 
 log = structlog.get_logger(__name__)
 
@@ -28,13 +33,59 @@ COOL_DOWN_POLLS = 60
 """Between two new cuts that only make a fleet faster."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sight:
+    """What Postgres knows at one moment of all fleets."""
+
+    workers: Mapping[str, Mapping[str, FleetWorker]]
+    """By model and name: those that are here and may serve the model."""
+    plans: Mapping[str, FleetPlan]
+    wanted: Collection[str]
+    served_s: Mapping[str, float]
+
+    @classmethod
+    def of(cls, connection: Connection) -> Sight:
+        """Reads it."""
+        models = fleets.fleets(connection)
+        workers = {model: {each.worker: each for each in fleets.workers_of(connection, model)} for model in models}
+        return cls(
+            workers=workers,
+            plans=fleets.all_plans(connection),
+            wanted=fleets.wanted(connection, models) if len(models) > 1 else models,
+            served_s=fleets.served(connection) if len(models) > 1 else {},
+        )
+
+    def plan(self, model: str) -> FleetPlan:
+        """The plan of a model, which may have none."""
+        return self.plans.get(model, NO_PLAN)
+
+    def planner(self, model: str, workers: Collection[str]) -> FleetPlanner:
+        """Of a model for some of its workers."""
+        members = self.workers[model]
+        # All workers of a model have one config: whose shapes are read does not matter.
+        costs = msgspec.convert(next(iter(members.values())).shapes, ModelCosts)
+        profiles = {worker: msgspec.convert(members[worker].profile, DeviceProfile) for worker in workers}
+        return FleetPlanner(costs, profiles, Workload())
+
+    def fits(self, model: str, workers: Collection[str]) -> bool:
+        """Whether these workers hold the model."""
+        planned = self.plan(model).stages
+        if planned and set(planned) <= set(workers):
+            return True
+        try:
+            self.planner(model, workers).replan(None, may_improve=False)
+        except Invalid:
+            return False
+        return True
+
+
 class Coordinator(Loop):
-    """Looks at every fleet once in a poll."""
+    """Looks at all fleets once in a poll."""
 
     def __init__(self, context: LoopContext) -> None:
         super().__init__("coordinator", context.metrics.errors)
         self._database = context.database
-        self._poll_s, self._lease_s = context.times.poll_s, context.times.lease_s
+        self._times = context.times
         self._answered_s = -math.inf
         """The last answer of Postgres, by the lease clock."""
         self._trusts_after_s = math.inf
@@ -46,54 +97,104 @@ class Coordinator(Loop):
     def turn(self) -> float:
         """Plan for each fleet that needs it."""
         with self._database.begin() as connection:
-            models = fleets.fleets(connection)
+            sight = Sight.of(connection)
         now_s = lease_clock_s()
-        if now_s - self._answered_s > STALL * self._lease_s:
-            self._trusts_after_s = now_s + fleets.LEASES * self._lease_s
+        if now_s - self._answered_s > STALL * self._times.lease_s:
+            self._trusts_after_s = now_s + fleets.LEASES * self._times.lease_s
         self._answered_s = now_s
-        for model in models:
-            self._look(model)
-        return self._poll_s
+        given = self._given(sight)
+        changes = {}
+        for model in sorted({*sight.workers, *sight.plans}):
+            deployment = self._deployment(model, sight, given)
+            if deployment is not None:
+                changes[model] = deployment
+        if changes:
+            self._store(sight, changes)
+        return self._times.poll_s
 
-    def _look(self, model: str) -> None:
-        with self._database.begin() as connection:
-            members, plan = fleets.workers_of(connection, model), fleets.plan_of(connection, model)
+    def _given(self, sight: Sight) -> dict[str, str]:
+        """The model of each worker that is here. While absences are not trusted, those that have one keep it."""
+        turns = Turns(
+            models={
+                model: Turn(
+                    is_wanted=model in sight.wanted,
+                    since_s=sight.plan(model).age_s,
+                    served_s=sight.served_s.get(model) if sight.plan(model).stages else None,
+                )
+                for model in sight.workers
+            },
+            offers=_offers(sight),
+            fits=sight.fits,
+            scale=self._times.poll_s / Times().poll_s,
+        )
+        held = {worker: model for model, plan in sight.plans.items() for worker in plan.stages}
+        given = turns.assign(held)
+        if self._answered_s < self._trusts_after_s:
+            given |= {worker: held[worker] for worker in given if held.get(worker) in turns.offers[worker]}
+        return given
+
+    def _deployment(self, model: str, sight: Sight, given: Mapping[str, str]) -> Deployment | None:
+        """What should run of a model from now on, or None if nothing changes."""
+        plan = sight.plan(model)
+        own = {worker: each for worker, each in sight.workers.get(model, {}).items() if given[worker] == model}
+        kept = {worker: place for worker, place in plan.stages.items() if given.get(worker, model) == model}
         if plan.version and self._answered_s < self._trusts_after_s:
-            return
-        may_improve = plan.age_s > COOL_DOWN_POLLS * self._poll_s
-        seen = plan.version, may_improve, frozenset((each.worker, dump(each.profile)) for each in members)
-        if not members or self._is_unsettled(members, plan) or self._seen.get(model) == seen:
-            return
-        try:
-            deployment = self._deployment(members, plan, may_improve=may_improve)
-        except Invalid as error:
-            log.warning("fleet cannot be planned", model=model, problem=error.problem)
-            deployment = None
-        if deployment is None:
-            self._seen[model] = seen
-            return
-        with self._database.begin() as connection:
-            is_ours = fleets.store_plan(
-                connection,
-                model,
-                version=plan.version,
-                split=deployment.split,
-                stages=deployment.stages,
-                tokens_per_s=deployment.tokens_per_s,
-            )
-        if is_ours:
-            split = ",".join(f"{first}-{stop - 1}" for first, stop in deployment.split)
-            log.info("fleet planned", model=model, version=plan.version + 1, split=split, workers=len(members))
-
-    def _is_unsettled(self, members: Sequence[FleetWorker], plan: FleetPlan) -> bool:
-        """Whether more workers may come that the first plan should have counted."""
-        return not plan.version and min(member.here_s for member in members) < SETTLE_POLLS * self._poll_s
+            return None
+        may_improve = plan.age_s > COOL_DOWN_POLLS * self._times.poll_s
+        seen = plan.version, may_improve, frozenset((worker, dump(each.profile)) for worker, each in own.items())
+        if self._is_unsettled(own, plan) or (self._seen.get(model) == seen and len(kept) == len(plan.stages)):
+            return None
+        now = Deployment(split=plan.split, stages=kept)
+        then = self._replanned(model, sight, own, now, may_improve=may_improve) if own else None
+        if then is not None:
+            return then
+        self._seen[model] = seen
+        return now if len(kept) < len(plan.stages) else None
 
     @staticmethod
-    def _deployment(members: Sequence[FleetWorker], plan: FleetPlan, *, may_improve: bool) -> Deployment | None:
-        """What should run from now on, or None if nothing changes. Raises Invalid if they do not hold the model."""
-        # All workers of a model have one config: whose shapes are read does not matter.
-        model = msgspec.convert(members[0].shapes, ModelCosts)
-        profiles = {member.worker: msgspec.convert(member.profile, DeviceProfile) for member in members}
-        now = Deployment(split=plan.split, stages=plan.stages) if plan.version else None
-        return FleetPlanner(model, profiles, Workload()).replan(now, may_improve=may_improve)
+    def _replanned(
+        model: str, sight: Sight, own: Collection[str], now: Deployment, *, may_improve: bool
+    ) -> Deployment | None:
+        try:
+            return sight.planner(model, own).replan(now if now.stages else None, may_improve=may_improve)
+        except Invalid as error:
+            log.warning("fleet cannot be planned", model=model, problem=error.problem)
+            return None
+
+    def _is_unsettled(self, own: Mapping[str, FleetWorker], plan: FleetPlan) -> bool:
+        """Whether more workers may come that the first plan should have counted."""
+        newest_s = min((member.here_s for member in own.values()), default=math.inf)
+        return not plan.version and newest_s < SETTLE_POLLS * self._times.poll_s
+
+    def _store(self, sight: Sight, changes: Mapping[str, Deployment]) -> None:
+        """All of them, unless another coordinator has changed a plan since."""
+        with self._database.begin() as connection:
+            fleets.lock_plans(connection)
+            if _versions(fleets.all_plans(connection)) != _versions(sight.plans):
+                return
+            for model, deployment in changes.items():
+                fleets.store_plan(
+                    connection,
+                    model,
+                    version=sight.plan(model).version,
+                    split=deployment.split,
+                    stages=deployment.stages,
+                    tokens_per_s=deployment.tokens_per_s,
+                )
+        for model, deployment in changes.items():
+            split = ",".join(f"{first}-{stop - 1}" for first, stop in deployment.split)
+            version, num = sight.plan(model).version + 1, len(deployment.stages)
+            log.info("fleet planned", model=model, version=version, split=split, workers=num)
+
+
+def _offers(sight: Sight) -> dict[str, list[str]]:
+    """The models of each worker."""
+    offers: dict[str, list[str]] = {}
+    for model, workers in sight.workers.items():
+        for worker in workers:
+            offers.setdefault(worker, []).append(model)
+    return offers
+
+
+def _versions(plans: Mapping[str, FleetPlan]) -> dict[str, int]:
+    return {model: plan.version for model, plan in plans.items()}

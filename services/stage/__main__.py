@@ -7,6 +7,7 @@ import gc
 import os
 import signal
 import sys
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
 
@@ -15,6 +16,8 @@ gc.disable()
 
 import structlog
 from pydantic import ValidationError
+from sqlalchemy import Engine as Database
+from sqlalchemy.exc import DBAPIError
 
 from services.stage import profiling
 from services.stage.app import make_app, serve
@@ -23,11 +26,15 @@ from services.stage.device import listing
 from services.stage.follower import Follower
 from services.stage.head import Head, end_leases_of_predecessor
 from services.stage.membership import Membership
-from services.stage.runtime import Placed, Stage, load, pipeline_of, place
+from services.stage.model.weights import fingerprint
+from services.stage.runtime import Placed, Stage, info_of, load, pipeline_of, place
 from services.stage.settings import StageSettings
 from shardline import log, metrics
 from shardline.errors import Invalid, Unavailable
 from shardline.planner import ModelCosts
+from shardline.store.database import failure_of
+from shardline.store.fleets import Offer
+from shardline.store.models import register_model
 from shardline.threads import die_with_any_thread
 
 logger = structlog.get_logger(__name__)
@@ -58,7 +65,7 @@ def main() -> int:
         is_head = placed.layers.start == 0
         if is_head:
             database = backends.open_database(application_name=f"shardline {placed.worker}")
-            pipeline = pipeline_of(settings, placed.worker, placed.device)
+            pipeline = pipeline_of(placed.settings, placed.worker, placed.device)
             end_leases_of_predecessor(database, worker=placed.worker, pipeline=pipeline)
             database.dispose()
         loaded = load(placed)
@@ -85,13 +92,36 @@ def main() -> int:
 
 
 def join_fleet(placed: Placed, backends: Backends) -> tuple[Membership, Placed]:
-    """Measures the device, offers it to the fleet, and waits for layers. Raises Invalid, Unavailable."""
-    settings = placed.settings
-    found = profiling.profile(settings, placed.device, fresh=False, together=False)
+    """Measures the device with each model, offers it, and waits for layers of one. Raises Invalid, Unavailable."""
+    models = {each.name: replace(placed, settings=each, info=info_of(each)) for each in placed.settings.every_model}
+    offers = {
+        name: Offer(
+            shapes=ModelCosts.read(each.info.path),
+            profile=profiling.profile(each.settings, each.device, fresh=False, together=False),
+        )
+        for name, each in models.items()
+    }
     database = backends.open_database(application_name=f"shardline {placed.worker} membership")
-    membership = Membership(database, placed.worker, settings.times)
-    membership.join_fleet(settings.name, ModelCosts.read(placed.info.path), found)
-    return membership, replace(placed, layers=membership.wait_for_layers())
+    if len(models) > 1:  # those whose turn comes later take jobs as well
+        register_models(database, models.values())
+    membership = Membership(database, placed.worker, placed.settings.times)
+    membership.join_fleet(offers)
+    given = membership.wait_for_layers()
+    return membership, replace(models[given.model], layers=range(*given.layers))
+
+
+def register_models(database: Database, models: Iterable[Placed]) -> None:
+    """As their heads will register them. Raises Unavailable."""
+    rows = [
+        each.info.row(name=each.settings.name, fingerprint=fingerprint(each.info.path, each.settings.cache_dir))
+        for each in models
+    ]
+    try:
+        with database.begin() as connection:
+            for row in rows:
+                register_model(connection, row)
+    except DBAPIError as error:
+        raise Unavailable(f"{failure_of(error)}. Check SHARDLINE_DATABASE_URL and migrate") from error
 
 
 def make_room(stage: Stage) -> None:

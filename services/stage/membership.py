@@ -1,4 +1,4 @@
-"""A stage in a fleet: it offers its device, waits for layers, and goes when it is given other ones.
+"""A stage in a fleet: it offers its device, waits for a model and layers, and goes when it is given other ones.
 
 Its supervisor starts it again, and it loads the new ones: what moves layers is what brings a dead stage back. Knows no
 Celery and no engine; the plan is made by a relay's coordinator.
@@ -7,7 +7,7 @@ Celery and no engine; the plan is made by a relay's coordinator.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import structlog
 from sqlalchemy import Engine as Database
@@ -15,9 +15,9 @@ from sqlalchemy.exc import DBAPIError
 
 from shardline.config import Times
 from shardline.errors import Unavailable
-from shardline.planner import DeviceProfile, ModelCosts
 from shardline.store import fleets
 from shardline.store.database import failure_of
+from shardline.store.fleets import Given, Offer
 
 log = structlog.get_logger(__name__)
 
@@ -32,25 +32,27 @@ class Membership(threading.Thread):
         self._database, self._worker = database, worker
         self._lease_s = fleets.LEASES * times.lease_s
         self._stopped = threading.Event()
-        self._layers: range | None = None
+        self._offered: frozenset[str] = frozenset()
+        self._given: Given | None = None
         self._has_layers = threading.Event()
         self._moved: Callable[[], None] | None = None
 
-    def join_fleet(self, model: str, costs: ModelCosts, profile: DeviceProfile) -> None:
-        """Offers the device. Raises Unavailable if Postgres does not answer."""
+    def join_fleet(self, offers: Mapping[str, Offer]) -> None:
+        """Offers the device to these models. Raises Unavailable if Postgres does not answer."""
+        self._offered = frozenset(offers)
         try:
             with self._database.begin() as connection:
-                fleets.join(connection, self._worker, model=model, shapes=costs, profile=profile, lease_s=self._lease_s)
+                fleets.join(connection, self._worker, offers, lease_s=self._lease_s)
         except DBAPIError as error:
             raise Unavailable(f"{failure_of(error)}. Check SHARDLINE_DATABASE_URL and migrate") from error
-        log.info("worker joined its fleet", worker=self._worker, model=model)
+        log.info("worker joined its fleet", worker=self._worker, models=sorted(offers))
         self.start()
 
-    def wait_for_layers(self) -> range:
-        """Returns the layers that the first plan with this worker gives it."""
+    def wait_for_layers(self) -> Given:
+        """Returns the model and the layers that the first plan with this worker gives it."""
         self._has_layers.wait()
-        assert self._layers is not None
-        return self._layers
+        assert self._given is not None
+        return self._given
 
     def when_moved(self, moved: Callable[[], None]) -> None:
         """Calls this once, in the membership's thread, when the plan gives the worker other layers, or none."""
@@ -76,18 +78,19 @@ class Membership(threading.Thread):
             except DBAPIError as error:
                 log.warning("no beat of this worker", problem=str(failure_of(error)))
                 continue
-            self._take(None if given is None else range(*given))
+            # A plan of a model that it served under other settings counts for nothing.
+            self._take(given if given and given.model in self._offered else None)
 
-    def _take(self, layers: range | None) -> None:
-        if self._layers is None:
-            if layers is not None:
-                self._layers = layers
+    def _take(self, given: Given | None) -> None:
+        if self._given is None:
+            if given is not None:
+                self._given = given
                 self._has_layers.set()
-        elif layers != self._layers and self._moved is not None:
-            log.info("the plan gives this worker other layers", old=_shown(self._layers), new=_shown(layers))
+        elif given != self._given and self._moved is not None:
+            log.info("the plan gives this worker other layers", old=_shown(self._given), new=_shown(given))
             moved, self._moved = self._moved, None
             moved()
 
 
-def _shown(layers: range | None) -> str:
-    return f"{layers.start}-{layers.stop - 1}" if layers else "none"
+def _shown(given: Given | None) -> str:
+    return f"{given.model} {given.layers[0]}-{given.layers[1] - 1}" if given else "none"

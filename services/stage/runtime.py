@@ -173,7 +173,9 @@ def place(settings: StageSettings) -> Placed:
     if settings.kv_offload_mib and not settings.prefix_cache:
         problem = "it needs the prefix cache, which finds KV that comes back, and SHARDLINE_PREFIX_CACHE is false"
         raise Invalid("SHARDLINE_KV_OFFLOAD_MIB", problem, "Leave the prefix cache on, or set this to 0")
-    info = ModelInfo.read(settings.model, settings.model_revision)
+    if settings.further_models and not settings.is_planned:
+        raise Invalid("SHARDLINE_FURTHER_MODELS", "only a fleet changes models", "Set SHARDLINE_LAYERS=planned")
+    info = info_of(settings)
     layers = layers_of(settings, info.num_layers)
     name = settings.worker_name or f"{settings.pipeline or settings.name}.{settings.place}"
     worker = f"{name}@{socket.gethostname()}"
@@ -188,6 +190,11 @@ def place(settings: StageSettings) -> Placed:
     if settings.is_planned and not settings.worker_name:
         worker = f"{settings.name}.{device.name.replace(':', '-').replace(',', '+')}@{socket.gethostname()}"
     return Placed(settings=settings, info=info, layers=layers, device=device, worker=worker)
+
+
+def info_of(settings: StageSettings) -> ModelInfo:
+    """The model's config, fetched from the hub if need be. Raises Invalid, Unavailable."""
+    return ModelInfo.read(settings.model, settings.model_revision)
 
 
 def load(placed: Placed) -> Loaded:

@@ -9,6 +9,7 @@ from typing import Literal
 from pydantic import Field, SecretStr
 
 from shardline.config import Settings, Times
+from shardline.errors import Invalid
 from shardline.private import user_folder
 
 PLANNED = "planned"
@@ -21,6 +22,11 @@ class StageSettings(Settings):
     model_revision: str | None = Field(None, description="the hub's commit, tag or branch; default: its main branch")
     model_name: str | None = Field(
         None, description="name that requests use; default: the folder's or the id's last part"
+    )
+    further_models: str | None = Field(
+        None,
+        description="other models that a worker of a fleet may serve in place of this one, NAME=FOLDER with commas; "
+        "only with SHARDLINE_LAYERS=planned",
     )
     layers: str | None = Field(
         None,
@@ -111,6 +117,19 @@ class StageSettings(Settings):
     def times(self) -> Times:
         """The protocol's, with the stall that this head's processor asks for."""
         return super().times.model_copy(update={"stall_s": self.stall_s * self.time_scale})
+
+    @property
+    def every_model(self) -> list[StageSettings]:
+        """These settings for each model that the worker may serve, this one first. Raises Invalid."""
+        found = {self.name: self}
+        for part in filter(None, (self.further_models or "").split(",")):
+            name, _, model = part.strip().rpartition("=")
+            update = {"model": model, "model_name": name or None, "model_revision": None}
+            other = self.model_copy(update=update)
+            if other.name in found:
+                raise Invalid("SHARDLINE_FURTHER_MODELS", f"{other.name} is named twice", "Write NAME=FOLDER")
+            found[other.name] = other
+        return list(found.values())
 
     @property
     def name(self) -> str:

@@ -282,6 +282,8 @@ workers = Table(
     # What the model's layers weigh, and what they take here: ModelCosts and DeviceProfile.
     Column("shapes", JSONB, nullable=False),
     Column("profile", JSONB, nullable=False),
+    # By name: shapes and profile of other models that it may serve in place of this one.
+    Column("further", JSONB, nullable=False, server_default=text("'{}'")),
     _created("joined_at"),
     _time("lease_until", nullable=False),
 )

@@ -1,28 +1,33 @@
 """Fleets: workers that take their layers from a plan, and the plan of each model. Knows no planner.
 
 A plan cuts a model into stages and gives each worker the place of one. Workers with equal places are in pipelines of
-their own, or spares. Whoever makes plans names the version that it has read: of several at once one succeeds.
+their own, or spares. Whoever makes plans names the version that it has read: of several at once one succeeds. Locks:
+the advisory lock PLANS_LOCK, for who changes plans of several models: no worker is in two.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import Connection, delete, func, select, text
+from sqlalchemy import Connection, delete, func, or_, select, text
 
 from shardline.store.encoding import dump
 from shardline.tables import plans, workers
+
+PLANS_LOCK = 7_236_003
 
 LEASES = 2
 """A worker's lease is so many of a job's: another plan costs more than waiting for one that starts again."""
 
 JOIN = text("""
-INSERT INTO workers (worker, model, shapes, profile, lease_until)
-VALUES (:worker, :model, CAST(:shapes AS jsonb), CAST(:profile AS jsonb), now() + make_interval(secs => :lease_s))
+INSERT INTO workers (worker, model, shapes, profile, further, lease_until)
+VALUES (:worker, :model, CAST(:shapes AS jsonb), CAST(:profile AS jsonb), CAST(:further AS jsonb),
+    now() + make_interval(secs => :lease_s))
 ON CONFLICT (worker) DO UPDATE SET model = excluded.model, shapes = excluded.shapes, profile = excluded.profile,
-    lease_until = excluded.lease_until,
+    further = excluded.further, lease_until = excluded.lease_until,
     -- One that was gone joins anew; one that starts again has been here.
     joined_at = CASE WHEN workers.lease_until > now() THEN workers.joined_at ELSE now() END
 """)
@@ -30,8 +35,24 @@ ON CONFLICT (worker) DO UPDATE SET model = excluded.model, shapes = excluded.sha
 BEAT = text("""
 UPDATE workers SET lease_until = now() + make_interval(secs => :lease_s) WHERE worker = :worker
 RETURNING (
-    SELECT plans.split -> CAST(plans.stages ->> workers.worker AS integer) FROM plans WHERE plans.model = workers.model
+    SELECT jsonb_build_array(plans.model, plans.split -> CAST(plans.stages ->> workers.worker AS integer))
+    FROM plans WHERE plans.stages ? workers.worker LIMIT 1
 )
+""")
+
+WANTED = text("""
+SELECT name FROM unnest(CAST(:models AS text[])) AS name
+WHERE EXISTS (SELECT FROM jobs WHERE jobs.model = name AND state = 'running')
+    OR EXISTS (SELECT FROM jobs WHERE jobs.model = name AND state = 'queued' AND sent_at IS NOT NULL)
+    OR EXISTS (
+        SELECT FROM jobs WHERE jobs.model = name AND state = 'queued' AND sent_at IS NULL AND prepared_at IS NOT NULL
+            AND not_before <= now()
+    )
+""")
+
+SERVED = text("""
+SELECT model, extract(epoch FROM now() - min(ready_at)) AS served_s FROM pipelines
+WHERE lease_until > now() AND ready_at IS NOT NULL GROUP BY model
 """)
 
 STORE = text("""
@@ -57,33 +78,52 @@ class FleetWorker:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Given:
+    """What a plan gives a worker."""
+
+    model: str
+    layers: tuple[int, int]
+    """[first, stop)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FleetPlan:
     """The plan of one model."""
 
     version: int
     """0: there is none yet."""
     split: tuple[tuple[int, int], ...]
-    """Layers [first, stop) of each stage."""
+    """Layers [first, stop) of each stage; none if the model has no workers."""
     stages: Mapping[str, int]
     """By worker: the place of its stage in the split."""
     age_s: float
 
 
-def join(connection: Connection, worker: str, *, model: str, shapes: object, profile: object, lease_s: float) -> None:
-    """A worker offers its device to a model."""
-    row = {"worker": worker, "model": model, "shapes": dump(shapes), "profile": dump(profile), "lease_s": lease_s}
-    connection.execute(JOIN, row)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Offer:
+    """A model that a worker may serve: ModelCosts of the model, DeviceProfile of the worker's device with it."""
+
+    shapes: object
+    profile: object
 
 
-def beat(connection: Connection, worker: str, lease_s: float) -> tuple[int, int] | None:
-    """Renews a worker's lease; returns the layers [first, stop) that the plan gives it, if it gives any.
+def join(connection: Connection, worker: str, offers: Mapping[str, Offer], *, lease_s: float) -> None:
+    """A worker offers its device to these models, of which it will serve one at a time."""
+    (model, first), *further = offers.items()
+    others = {name: {"shapes": offer.shapes, "profile": offer.profile} for name, offer in further}
+    row = {"model": model, "shapes": dump(first.shapes), "profile": dump(first.profile), "further": dump(others)}
+    connection.execute(JOIN, {**row, "worker": worker, "lease_s": lease_s})
+
+
+def beat(connection: Connection, worker: str, lease_s: float) -> Given | None:
+    """Renews a worker's lease; returns the model and the layers that a plan gives it, if one gives any.
 
     Raises LookupError if the worker has not joined.
     """
     row = connection.execute(BEAT, {"worker": worker, "lease_s": lease_s}).one_or_none()
     if row is None:
         raise LookupError(worker)
-    return None if row[0] is None else (int(row[0][0]), int(row[0][1]))
+    return None if row[0] is None else Given(model=row[0][0], layers=(int(row[0][1][0]), int(row[0][1][1])))
 
 
 def leave(connection: Connection, worker: str) -> None:
@@ -92,28 +132,54 @@ def leave(connection: Connection, worker: str) -> None:
 
 
 def fleets(connection: Connection) -> list[str]:
-    """The models for which workers are here, by name."""
-    return list(connection.scalars(select(workers.c.model).where(_IS_HERE).distinct().order_by(workers.c.model)))
+    """The models that workers who are here may serve, by name."""
+    further = select(func.jsonb_object_keys(workers.c.further)).where(_IS_HERE)
+    return sorted(connection.scalars(select(workers.c.model).where(_IS_HERE).union(further)))
 
 
 def workers_of(connection: Connection, model: str) -> list[FleetWorker]:
-    """The workers of a model that are here, by name."""
+    """The workers that are here and may serve a model, by name."""
     here_s = func.extract("epoch", func.now() - workers.c.joined_at).label("here_s")
-    query = select(workers, here_s).where(workers.c.model == model, _IS_HERE).order_by(workers.c.worker)
-    return [
-        FleetWorker(worker=row.worker, shapes=row.shapes, profile=row.profile, here_s=float(row.here_s))
-        for row in connection.execute(query)
-    ]
+    serves = or_(workers.c.model == model, workers.c.further.has_key(model))
+    found = []
+    for row in connection.execute(select(workers, here_s).where(serves, _IS_HERE).order_by(workers.c.worker)):
+        own = {"shapes": row.shapes, "profile": row.profile} if row.model == model else row.further[model]
+        found.append(FleetWorker(worker=row.worker, here_s=float(row.here_s), **own))
+    return found
 
 
 def plan_of(connection: Connection, model: str) -> FleetPlan:
     """The plan of a model; version 0 if there is none."""
+    return all_plans(connection).get(model, NO_PLAN)
+
+
+def all_plans(connection: Connection) -> dict[str, FleetPlan]:
+    """The plan of each model that has one."""
     age_s = func.extract("epoch", func.now() - plans.c.made_at).label("age_s")
-    row = connection.execute(select(plans, age_s).where(plans.c.model == model)).one_or_none()
-    if row is None:
-        return FleetPlan(version=0, split=(), stages={}, age_s=0.0)
-    split = tuple((int(first), int(stop)) for first, stop in row.split)
-    return FleetPlan(version=row.version, split=split, stages=row.stages, age_s=float(row.age_s))
+    return {
+        row.model: FleetPlan(
+            version=row.version,
+            split=tuple((int(first), int(stop)) for first, stop in row.split),
+            stages=row.stages,
+            age_s=float(row.age_s),
+        )
+        for row in connection.execute(select(plans, age_s))
+    }
+
+
+def wanted(connection: Connection, models: Sequence[str]) -> set[str]:
+    """Those of the models that have jobs which run or could."""
+    return set(connection.scalars(WANTED, {"models": list(models)}))
+
+
+def served(connection: Connection) -> dict[str, float]:
+    """For how many seconds each model has had a pipeline that is ready."""
+    return {row.model: float(row.served_s) for row in connection.execute(SERVED)}
+
+
+def lock_plans(connection: Connection) -> None:
+    """Until the end of the transaction nobody else stores plans of several models."""
+    connection.execute(select(func.pg_advisory_xact_lock(PLANS_LOCK)))
 
 
 def store_plan(
@@ -130,4 +196,5 @@ def store_plan(
     return connection.execute(STORE, {**row, "tokens_per_s": tokens_per_s}).rowcount == 1
 
 
+NO_PLAN = FleetPlan(version=0, split=(), stages={}, age_s=math.inf)
 _IS_HERE = workers.c.lease_until > func.now()

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from prometheus_client import CollectorRegistry
 from sqlalchemy import Engine, text
 from structlog.testing import capture_logs
 
-from services.relay.coordinator import Coordinator
+from services.relay.coordinator import Coordinator, Sight
 from services.relay.loop import LoopContext
 from shardline.config import Times
 from shardline.metrics import RelayMetrics
+from shardline.planner.fleet_planner import Deployment
 from shardline.store import fleets
-from shardline.store.fleets import FleetPlan
-from tests.integration.rows import LONG_S, MODEL
+from shardline.store.fleets import FleetPlan, Offer
+from tests.integration.rows import LONG_S, MODEL, change, submit
 from tests.unit.planner.fleets import device, model
 
 TRUST_S = 2 * round(Times().lease_s) + 2
@@ -44,18 +47,24 @@ def clock(coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-def join(engine: Engine, *names: str, memory_bytes: int = 1 << 30, long_ago: bool = True) -> None:
+def join(
+    engine: Engine,
+    *names: str,
+    memory_bytes: int = 1 << 30,
+    long_ago: bool = True,
+    models: tuple[str, ...] = (MODEL,),
+) -> None:
     with engine.begin() as connection:
         for name in names:
-            profile = device(name, memory_bytes=memory_bytes)
-            fleets.join(connection, name, model=MODEL, shapes=model(), profile=profile, lease_s=LONG_S)
+            offer = Offer(shapes=model(), profile=device(name, memory_bytes=memory_bytes))
+            fleets.join(connection, name, dict.fromkeys(models, offer), lease_s=LONG_S)
         if long_ago:
             connection.execute(text(AGES))
 
 
-def plan(engine: Engine) -> FleetPlan:
+def plan(engine: Engine, model: str = MODEL) -> FleetPlan:
     with engine.begin() as connection:
-        return fleets.plan_of(connection, MODEL)
+        return fleets.plan_of(connection, model)
 
 
 def test_the_first_plan_waits_until_nobody_joins_any_more(engine: Engine, coordinator: Coordinator) -> None:
@@ -110,3 +119,35 @@ def test_workers_that_do_not_hold_the_model_are_told_of_once(engine: Engine, coo
         coordinator.turn()
     assert [(log["event"], log["model"]) for log in logs] == [("fleet cannot be planned", MODEL)]
     assert plan(engine).version == 0
+
+
+def test_a_model_with_jobs_gets_the_workers_of_one_without_in_one_step(
+    engine: Engine, coordinator: Coordinator, clock: Clock
+) -> None:
+    join(engine, *(workers := {"a", "b", "c"}), memory_bytes=5 << 20, models=(MODEL, "another"))
+    submit(engine)
+    clock.pass_by(TRUST_S)
+    assert set(plan(engine).stages) == workers
+    change(engine, "UPDATE jobs SET model = 'another'")
+    coordinator.turn()
+    assert set(plan(engine).stages) == workers, "its next job may be on the way"
+    change(engine, "UPDATE plans SET made_at = now() - interval '1 minute'")
+    coordinator.turn()
+    assert dict(plan(engine).stages) == {}
+    assert set(plan(engine, "another").stages) == workers
+
+
+def test_of_coordinators_that_move_workers_at_once_one_succeeds(engine: Engine, coordinator: Coordinator) -> None:
+    """No worker is in two plans, though each of the two would change other rows."""
+    join(engine, "a", "b", models=(MODEL, "another"))
+    submit(engine)
+    with engine.begin() as connection:
+        seen = Sight.of(connection)
+    coordinator.turn()
+    before = plan(engine)
+    assert before.version == 1
+    stale = Deployment(split=((0, 12),), stages={"a": 0, "b": 0})
+    coordinator._store(seen, {"another": stale})  # as if it had been paused since it looked
+    assert plan(engine, "another").version == 0
+    after = plan(engine)
+    assert after == replace(before, age_s=after.age_s)

@@ -6,7 +6,8 @@ import pytest
 from sqlalchemy import Engine
 
 from shardline.store import fleets
-from tests.integration.rows import LONG_S, MODEL
+from shardline.store.fleets import Offer
+from tests.integration.rows import LONG_S, MODEL, change, claim, end, submit, success
 
 SPLIT = ((0, 3), (3, 8))
 
@@ -14,12 +15,17 @@ SPLIT = ((0, 3), (3, 8))
 def join(engine: Engine, *names: str, lease_s: float = LONG_S, model: str = MODEL) -> None:
     with engine.begin() as connection:
         for name in names:
-            fleets.join(connection, name, model=model, shapes={"layers": 8}, profile={"name": name}, lease_s=lease_s)
+            fleets.join(connection, name, {model: offer(name)}, lease_s=lease_s)
 
 
-def beat(engine: Engine, worker: str, lease_s: float = LONG_S) -> tuple[int, int] | None:
+def offer(name: str) -> Offer:
+    return Offer(shapes={"layers": 8}, profile={"name": name})
+
+
+def beat(engine: Engine, worker: str, lease_s: float = LONG_S) -> tuple[str, int, int] | None:
     with engine.begin() as connection:
-        return fleets.beat(connection, worker, lease_s)
+        given = fleets.beat(connection, worker, lease_s)
+    return None if given is None else (given.model, *given.layers)
 
 
 def members(engine: Engine, model: str = MODEL) -> list[str]:
@@ -51,7 +57,7 @@ def test_a_beat_answers_with_the_layers_of_the_worker(engine: Engine) -> None:
     join(engine, "a", "b", "spare")
     assert beat(engine, "a") is None
     assert store(engine, 0, a=0, b=1)
-    assert [beat(engine, worker) for worker in ("a", "b", "spare")] == [(0, 3), (3, 8), None]
+    assert [beat(engine, worker) for worker in ("a", "b", "spare")] == [(MODEL, 0, 3), (MODEL, 3, 8), None]
     with pytest.raises(LookupError, match="stranger"):
         beat(engine, "stranger")
 
@@ -75,3 +81,35 @@ def test_one_that_starts_again_has_been_here_and_one_that_was_gone_has_not(engin
         after = {each.worker: each.here_s for each in fleets.workers_of(connection, MODEL)}
     assert after["a"] > before["a"]
     assert after["b"] < after["a"]
+
+
+def test_a_worker_may_serve_several_models_and_is_given_one(engine: Engine) -> None:
+    with engine.begin() as connection:
+        fleets.join(connection, "a", {MODEL: offer("own"), "another": offer("further")}, lease_s=LONG_S)
+        fleets.join(connection, "b", {"another": offer("b")}, lease_s=LONG_S)
+        assert fleets.fleets(connection) == sorted([MODEL, "another"])
+        profiles = [each.profile["name"] for each in fleets.workers_of(connection, "another")]
+        assert profiles == ["further", "b"]
+        assert [each.profile["name"] for each in fleets.workers_of(connection, MODEL)] == ["own"]
+        assert fleets.store_plan(
+            connection, "another", version=0, split=SPLIT, stages={"a": 1, "b": 0}, tokens_per_s=None
+        )
+    assert beat(engine, "a") == ("another", 3, 8)
+
+
+def test_a_model_is_wanted_while_a_job_of_it_runs_or_could(engine: Engine) -> None:
+    def wanted() -> set[str]:
+        with engine.begin() as connection:
+            return fleets.wanted(connection, [MODEL, "another"])
+
+    (job,) = submit(engine)
+    change(engine, "UPDATE jobs SET not_before = now() + interval '1 hour'")
+    assert wanted() == set(), "a job of later needs nobody now"
+    change(engine, "UPDATE jobs SET not_before = now()")
+    assert wanted() == {MODEL}
+    change(engine, "UPDATE jobs SET sent_at = now() WHERE id = :job", job=job)
+    assert wanted() == {MODEL}
+    (claimed,) = claim(engine, [job])
+    assert wanted() == {MODEL}
+    end(engine, success(claimed))
+    assert wanted() == set()

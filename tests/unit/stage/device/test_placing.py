@@ -14,3 +14,8 @@ def test_offload_without_the_prefix_cache_is_refused() -> None:
     with pytest.raises(Invalid, match="SHARDLINE_PREFIX_CACHE") as refused:
         place(settings)
     assert refused.value.field == "SHARDLINE_KV_OFFLOAD_MIB"
+
+
+def test_further_models_without_a_fleet_are_refused() -> None:
+    with pytest.raises(Invalid, match=r"only a fleet changes models.*SHARDLINE_LAYERS=planned"):
+        place(StageSettings(model="m", layers="0-3", further_models="small=/models/a"))

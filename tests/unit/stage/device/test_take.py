@@ -54,7 +54,7 @@ def test_a_kind_alone_takes_a_free_one_of_it(tmp_path: Path) -> None:
         device.release()
 
 
-def test_more_cores_than_are_free_are_refused_with_both_numbers_unless_they_are_shared(tmp_path: Path) -> None:
+def test_more_cores_than_are_free_are_refused_unless_they_are_shared(tmp_path: Path) -> None:
     num = len(usable_cores())
     held = take("cpu", worker="first", lock_folder=tmp_path, shared=True, num_cores=1)
     with pytest.raises(Invalid, match=f"{num - 1} of {num} cores of this machine are free, {num} are asked for"):
