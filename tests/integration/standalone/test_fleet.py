@@ -13,7 +13,7 @@ from uuid import UUID
 import psutil
 import pytest
 from celery import Celery
-from sqlalchemy import Engine
+from sqlalchemy import Engine, text
 
 from services.standalone.cores import usable_cores
 from shardline.client import Client
@@ -26,6 +26,9 @@ from tests.stack import Stack
 
 MODEL = "clerk"
 PROMPTS = [f"sort: {number}, 7, {number + 4}, 2, 9 =" for number in range(8)]
+BACKLOG = 96
+"""Jobs: more than a head has seats."""
+ACTIVE = text("SELECT count(*) FROM jobs WHERE state IN ('queued', 'running')")
 PARAMS: dict[str, Any] = {"max_tokens": 200, "temperature": 0, "ignore_eos": True}
 
 
@@ -95,11 +98,14 @@ def test_layers_move_under_running_jobs_and_no_token_changes(database: Engine, c
     ids: list[UUID] = []
 
     def moved() -> bool:
-        """One more job at each look, so that some are under way when the stages leave, however fast the machine."""
-        ids.append(client.submit(MODEL, prompt=PROMPTS[len(ids) % len(PROMPTS)], **PARAMS))
+        """As many jobs as fill every seat, so that some are under way when the stages leave, however fast they are."""
+        with database.connect() as connection:
+            num_active = connection.execute(ACTIVE).scalar_one()
+        for _ in range(BACKLOG - num_active):
+            ids.append(client.submit(MODEL, prompt=PROMPTS[len(ids) % len(PROMPTS)], **PARAMS))
         return layers(database) == after
 
-    until(moved, timeout_s=60, look_s=0.1)
+    until(moved, timeout_s=60)
     for number, found in enumerate(outputs(client, ids)):
         assert found == expected[number % len(PROMPTS)]
     assert max(client.get(job_id).fence for job_id in ids) > 1, "no job was under way when the layers moved"
