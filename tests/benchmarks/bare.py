@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import NamedTuple, Self
 from uuid import UUID, uuid4
 
+import structlog
 from tokenizers import Tokenizer
 
 from services.stage.device.take import take
@@ -75,6 +76,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main() -> None:
     """Prints as one JSON line: output tokens/s of each run, and each stage's bubble share over all of them."""
+    log_to_stderr()
     options = parser().parse_args()
     with tempfile.TemporaryDirectory(prefix="shardline-bare-") as folder:
         pipeline = Pipeline(Path(folder), options)
@@ -98,6 +100,11 @@ def main() -> None:
         "restored_blocks": pipeline.num_restored,
     }
     print(json.dumps(run))
+
+
+def log_to_stderr() -> None:
+    """Stdout is the figures' alone: processes that end at the same time write lines into each other."""
+    structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
 
 
 class Spent(NamedTuple):
@@ -227,6 +234,7 @@ class Pipeline:
 
 def serve_later(pipe: Connection, folder: Path, options: argparse.Namespace, stage_index: int, identity: UUID) -> None:
     """A later stage's process: load, bind, connect, run and answer the head's process until killed."""
+    log_to_stderr()
     num_stages = len(options.device)
     executor = load(options, stage_index, folder)
     pipe.send((executor.num_blocks, executor.offload))
