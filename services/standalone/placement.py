@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,15 @@ import msgspec
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
 from services.standalone.settings import StandaloneSettings
+from shardline.cores import PREFIX, parse_cores, show_cores
 from shardline.errors import Invalid
 from shardline.planner import Plan
 from shardline.split import split_of
 
+KIND = re.compile(r"(?!mps)[a-z]+")
+"""A device of which any free one will do."""
+GPU_FILES = ("nvidia[0-9]*", "kfd")
+"""Of NVIDIA's and AMD's drivers in /dev."""
 LAYER_COUNTS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 
 
@@ -28,9 +34,10 @@ class StagePlacement:
     place: int
     layers: range | None
     """None: a relay's plan says."""
-    cores: tuple[int, ...]
+    device: str
+    """Its SHARDLINE_DEVICE."""
     shared: bool
-    """Whether another stage, of this stack or another one, works on some of these cores too."""
+    """Whether another stage, of this stack or another one, works on the device or on some of its cores too."""
 
     @property
     def name(self) -> str:
@@ -47,9 +54,9 @@ class StagePlacement:
         return f"{self.layers.start}-{self.layers.stop - 1}"
 
     @property
-    def device(self) -> str:
-        """The stage's SHARDLINE_DEVICE."""
-        return "cpu:" + ",".join(map(str, self.cores))
+    def cores(self) -> tuple[int, ...]:
+        """Those that its device names."""
+        return parse_cores(self.device) if self.device.startswith(PREFIX) else ()
 
 
 def places(
@@ -57,18 +64,36 @@ def places(
 ) -> list[StagePlacement]:
     """Every stage of every replica; cores `taken` by others come last. Raises Invalid for an impossible split."""
     split = _split(settings, num_layers)
-    groups = core_groups(len(split) * settings.replicas, settings.stage_cores, cores, taken)
-    num_users = Counter(core for group in groups for core in group)
-    return [
+    if settings.devices is None:
+        groups = core_groups(settings.num_processes, settings.stage_cores, cores, taken)
+        devices = [PREFIX + show_cores(group) for group in groups]
+    else:
+        devices = _named_devices(settings.devices.split(), settings.num_processes)
+    stages = [
         StagePlacement(
             replica=index // len(split),
             place=index % len(split),
             layers=split[index % len(split)],
-            cores=group,
-            shared=any(num_users[core] > 1 or core in taken for core in group),
+            device=device,
+            shared=False,
         )
-        for index, group in enumerate(groups)
+        for index, device in enumerate(devices)
     ]
+    num_users = Counter(part for stage in stages for part in stage.cores or [stage.device])
+    return [replace(stage, shared=_is_shared(stage, num_users, taken)) for stage in stages]
+
+
+def _named_devices(names: list[str], num: int) -> list[str]:
+    if len(names) != num:
+        problem = f"it names {len(names)} devices for {num} stages"
+        raise Invalid("SHARDLINE_DEVICES", problem, "Name one for each stage of each replica, with spaces between them")
+    return names
+
+
+def _is_shared(stage: StagePlacement, num_users: Mapping[str | int, int], taken: frozenset[int]) -> bool:
+    if KIND.fullmatch(stage.device):
+        return False  # each takes one that is free
+    return any(num_users[part] > 1 or part in taken for part in stage.cores or [stage.device])
 
 
 def _split(settings: StandaloneSettings, num_layers: int) -> Sequence[range | None]:
@@ -92,10 +117,10 @@ def is_planned(settings: StandaloneSettings, stages: Sequence[StagePlacement], n
     )
 
 
-def replaced(stages: Sequence[StagePlacement], plan: Plan) -> list[StagePlacement]:
-    """The same stages by a plan, which was made for the devices of the first replica: its layers and their order.
-    Other replicas follow it."""
-    by_device = {each.device: each.place for each in stages if each.replica == 0}
+def replaced(stages: Sequence[StagePlacement], plan: Plan, measured: Sequence[str]) -> list[StagePlacement]:
+    """The same stages by a plan, which was made for the `measured` devices of the first replica, in its order: its
+    layers and their order. Other replicas follow it."""
+    by_device = {device: place for place, device in enumerate(measured)}
     num_stages, placed = len(plan.stages), []
     for replica in range(len(stages) // num_stages):
         own = stages[replica * num_stages : (replica + 1) * num_stages]
@@ -103,6 +128,11 @@ def replaced(stages: Sequence[StagePlacement], plan: Plan) -> list[StagePlacemen
             on = own[by_device[stage.devices[0].device]]
             placed.append(replace(on, place=place, layers=range(stage.first, stage.stop)))
     return placed
+
+
+def is_gpu_unused(settings: StandaloneSettings, devices: Path = Path("/dev")) -> bool:
+    """Whether this machine seems to have a GPU while every stage gets cores."""
+    return settings.devices is None and any(any(devices.glob(pattern)) for pattern in GPU_FILES)
 
 
 def core_groups(num: int, size: int | None, cores: list[int], taken: frozenset[int]) -> list[tuple[int, ...]]:

@@ -19,8 +19,16 @@ class StandaloneSettings(Settings):
     model: str = Field(str(CLERK), description="folder or hub id of a causal LM; default: the demo model clerk")
     model_revision: str | None = Field(None, description="the hub's commit, tag or branch; default: its main branch")
     model_name: str | None = Field(None, description="name that requests use; default: the folder's name or the hub id")
-    stages: int = Field(2, ge=1, le=256, description="stages of a pipeline")
+    devices: str | None = Field(
+        None, description="of all stages, such as 'cuda:0 cuda:1 cpu:0-7'; default: equal shares of the cores"
+    )
     replicas: int = Field(1, ge=1, le=64, description="pipelines on the same queue")
+    stages: int = Field(
+        default_factory=lambda settings: len((settings["devices"] or "").split()) // settings["replicas"] or 2,
+        ge=1,
+        le=256,
+        description="stages of a pipeline; default: one for each device, else 2",
+    )
     split: str | None = Field(
         None, description="layers of the stages by hand, such as 0-5,6-7; even; default: planned by what stages measure"
     )
@@ -41,6 +49,11 @@ class StandaloneSettings(Settings):
     flower_port: int = Field(5555, ge=0, le=65535, description="Flower's port; 0 takes a free one")
     home: Path = Field(Path(".local"), description="runtime folder: logs, server data, sockets, up.json")
     start_s: float = Field(900, gt=0, description="time for all stages to load and answer the first prompt")
+
+    @property
+    def num_processes(self) -> int:
+        """The stages of all pipelines, or of the fleet."""
+        return self.workers or self.stages * self.replicas
 
     @property
     def folder(self) -> Path | None:

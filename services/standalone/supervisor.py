@@ -12,7 +12,15 @@ from services.standalone import processes
 from services.standalone.cores import CoreClaims, usable_cores
 from services.standalone.disk import DiskWatch
 from services.standalone.measuring import Measuring
-from services.standalone.placement import StagePlacement, config_file, count_layers, is_planned, places, replaced
+from services.standalone.placement import (
+    StagePlacement,
+    config_file,
+    count_layers,
+    is_gpu_unused,
+    is_planned,
+    places,
+    replaced,
+)
 from services.standalone.plan import Addresses, StackPlan, make_plan, make_warm_parent, new_password, of_stage
 from services.standalone.ports import free_port, is_taken
 from services.standalone.preload import preload
@@ -100,6 +108,8 @@ class Supervisor:
         for place in stages:
             if place.shared:
                 self._say(f"{place.name} shares {place.device} with another stage: they take turns")
+        if is_gpu_unused(self._settings):
+            self._say("no stage uses this machine's GPU: SHARDLINE_DEVICES='cuda:0 cpu' would, see docs/devices.md")
         return stages
 
     def _plan_stages(self, stages: list[StagePlacement]) -> list[StagePlacement]:
@@ -116,13 +126,14 @@ class Supervisor:
                 if self._inbox.num_stops:
                     raise Stopped
             model = ModelCosts.read(config_file(self._settings).parent)
-            plans = make_plans_that_fit(model, measuring.profiles(), Workload(), num_stages=len(first))
+            profiles = measuring.profiles()
+            plans = make_plans_that_fit(model, profiles, Workload(), num_stages=len(first))
         except (StartFailed, Invalid) as error:
             self._say(f"no plan, so the split is even: {error}")
             return stages
         finally:
             measuring.end()
-        return replaced(stages, plans.best)
+        return replaced(stages, plans.best, [profile.device for profile in profiles])
 
     def _start(self, addresses: Addresses, stages: list[StagePlacement]) -> None:
         self._record({})

@@ -17,8 +17,8 @@ from typing import Any, ClassVar
 import psutil
 import torch
 
-from services.stage.device.cpu import FORMS
-from services.stage.device.device import FIELD, INT8, Device
+from services.stage.device.device import INT8, Device
+from shardline.cores import FIELD, FORMS
 from shardline.errors import Invalid
 
 BUILT_IN = ("cuda", "xpu", "mps")

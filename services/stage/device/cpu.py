@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from contextlib import suppress
 from pathlib import Path
 from typing import ClassVar
@@ -11,12 +10,11 @@ from typing import ClassVar
 import psutil
 import torch
 
-from services.stage.device.device import FIELD, INT8, Device
+from services.stage.device.device import INT8, Device
 from services.stage.device.machine import machine
+from shardline.cores import FIELD, PREFIX, parse_cores, show_cores
 from shardline.errors import Invalid
 
-FORMS = "Write cpu:0, cpu:0-3, cpu:0,2, cuda:0, xpu:0, mps, a GPU's UUID, a kind alone such as cpu or cuda, or auto"
-MAX_CORES = 4096
 CGROUP = Path("/sys/fs/cgroup")
 
 
@@ -54,31 +52,6 @@ class Cpu(Device):
         """Returns at once: operators are done when they return."""
 
 
-def parse_cores(name: str) -> tuple[int, ...]:
-    """Returns the cores in a device's name: `cpu:0-3` → (0, 1, 2, 3). Raises Invalid if it is not such a name."""
-    cores: set[int] = set()
-    for part in name.removeprefix("cpu:").split(","):
-        match = re.fullmatch(r"(\d{1,4})(?:-(\d{1,4}))?", part)
-        if match is None or not name.startswith("cpu:"):
-            raise Invalid(FIELD, f"{name!r} is not a device", FORMS)
-        first, last = int(match[1]), int(match[2] or match[1])
-        if not first <= last < MAX_CORES:
-            raise Invalid(FIELD, f"{part!r} is not a range of cores (0-{MAX_CORES - 1}, first ≤ last)", FORMS)
-        cores |= set(range(first, last + 1))
-    return tuple(sorted(cores))
-
-
-def show_cores(cores: tuple[int, ...]) -> str:
-    """Formats cores as ranges: (0, 1, 2, 5) → `0-2,5`."""
-    parts: list[list[int]] = []
-    for core in cores:
-        if parts and core == parts[-1][-1] + 1:
-            parts[-1].append(core)
-        else:
-            parts.append([core])
-    return ",".join(str(part[0]) if len(part) == 1 else f"{part[0]}-{part[-1]}" for part in parts)
-
-
 def lock_name(core: int) -> str:
     """Returns the name of a core's lock."""
     return f"core-{core}"
@@ -88,7 +61,7 @@ def usable_cores() -> tuple[int, ...]:
     """Returns the cores that this container may use: those of its cgroup, not those that an earlier pinning left."""
     try:
         text = (CGROUP / "cpuset.cpus.effective").read_text(encoding="ascii").strip()
-        return parse_cores(f"cpu:{text}")
+        return parse_cores(PREFIX + text)
     except (OSError, Invalid):
         return tuple(range(os.cpu_count() or 1))
 

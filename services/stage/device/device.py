@@ -20,7 +20,6 @@ from shardline.errors import Invalid
 
 INT8 = "int8"
 """The dtype of weights whose activations and KV are bfloat16."""
-FIELD = "SHARDLINE_DEVICE"
 
 log = structlog.get_logger(__name__)
 

@@ -17,6 +17,7 @@ from services.stage.device import cpu
 from services.stage.device.accelerator import accelerators, load_module
 from services.stage.device.locks import holder
 from services.stage.device.machine import instruction_sets
+from shardline.cores import parse_cores, show_cores
 from shardline.private import user_folder
 
 NODES = Path("/sys/devices/system/node")
@@ -57,7 +58,7 @@ def _cores(lock_folder: Path) -> list[Listed]:
     for node, cores in _nodes().items():
         listed.append(
             Listed(
-                name=f"cpu:{cpu.show_cores(cores)}",
+                name=f"cpu:{show_cores(cores)}",
                 kind="cpu",
                 memory_bytes=cpu.memory_bytes(),
                 cores=len(cores),
@@ -87,7 +88,7 @@ def _nodes() -> dict[int | None, tuple[int, ...]]:
     nodes: dict[int | None, tuple[int, ...]] = {}
     for folder in sorted(NODES.glob("node[0-9]*")):
         text = (folder / "cpulist").read_text(encoding="ascii").strip()
-        here = tuple(core for core in (cpu.parse_cores(f"cpu:{text}") if text else ()) if core in usable)
+        here = tuple(core for core in (parse_cores(f"cpu:{text}") if text else ()) if core in usable)
         if here:
             nodes[int(folder.name.removeprefix("node"))] = here
     return nodes or {None: usable}

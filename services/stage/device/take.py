@@ -10,8 +10,9 @@ import structlog
 
 from services.stage.device import cpu
 from services.stage.device.accelerator import Accelerator, accelerators, find, is_type
-from services.stage.device.device import FIELD, Device
+from services.stage.device.device import Device
 from services.stage.device.locks import holder
+from shardline.cores import FIELD, show_cores
 from shardline.errors import Invalid
 
 AUTO, CORES = "auto", "cpu"
@@ -73,9 +74,9 @@ def _cores(lock_folder: Path, *, shared: bool, num: int | None) -> str:
     usable = cpu.usable_cores()
     free = tuple(core for core in usable if holder(lock_folder, cpu.lock_name(core)) is None)
     if len(free) >= (num or 1):
-        return f"cpu:{cpu.show_cores(free[:num])}"
+        return f"cpu:{show_cores(free[:num])}"
     if not shared:
         problem = f"{len(free)} of {len(usable)} cores of this machine are free, {num or 1} are asked for"
         raise Invalid(FIELD, problem, "Stop a worker, name a device, or set SHARDLINE_STAGE_CORES")
     # By chance, so that those that share spread.
-    return f"cpu:{cpu.show_cores(tuple(sorted(random.sample(usable, min(num or len(usable), len(usable))))))}"
+    return f"cpu:{show_cores(tuple(sorted(random.sample(usable, min(num or len(usable), len(usable))))))}"

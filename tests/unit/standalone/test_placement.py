@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.standalone.placement import core_groups, count_layers, places
+from services.standalone.placement import core_groups, count_layers, is_gpu_unused, places
 from services.standalone.settings import CLERK, StandaloneSettings
 from shardline.errors import Invalid
 
@@ -27,7 +27,7 @@ def test_two_replicas_on_two_cores_share_and_have_names_of_their_own() -> None:
 
 
 def test_each_stage_gets_an_equal_share_of_more_cores() -> None:
-    assert [stage.device for stage in places(StandaloneSettings(stages=2), 8, [0, 1, 2, 5])] == ["cpu:0,1", "cpu:2,5"]
+    assert [stage.device for stage in places(StandaloneSettings(stages=2), 8, [0, 1, 2, 5])] == ["cpu:0-1", "cpu:2,5"]
 
 
 def test_free_cores_are_placed_before_those_of_another_stack() -> None:
@@ -40,12 +40,49 @@ def test_a_split_by_hand_is_obeyed() -> None:
     assert [stage.layers_text for stage in stages] == ["0-5", "6-7"]
 
 
+def test_named_devices_are_the_stages_and_those_named_twice_are_shared() -> None:
+    stages = places(StandaloneSettings(devices="cuda:1 cpu:0-1 cpu:1,3"), 8, [0, 1, 2, 3])
+    assert [(stage.device, stage.cores, stage.shared) for stage in stages] == [
+        ("cuda:1", (), False),
+        ("cpu:0-1", (0, 1), True),
+        ("cpu:1,3", (1, 3), True),
+    ]
+    assert [stage.layers_text for stage in stages] == ["0-2", "3-5", "6-7"]
+    replicas = places(StandaloneSettings(devices="cuda cuda cpu:0 cpu:1", replicas=2), 8, [0, 1])
+    assert [(stage.replica, stage.place, stage.shared) for stage in replicas] == [
+        (0, 0, False),
+        (0, 1, False),
+        (1, 0, False),
+        (1, 1, False),
+    ]
+
+
+def test_a_fleet_has_the_named_devices_too() -> None:
+    stages = places(StandaloneSettings(devices="mps mps", workers=2), 8, [0])
+    assert [(stage.name, stage.device, stage.shared) for stage in stages] == [
+        ("worker-0", "mps", True),
+        ("worker-1", "mps", True),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("devices", "file", "is_unused"),
+    [(None, "nvidia0", True), (None, "kfd", True), (None, "nvidiactl", False), ("cpu:0", "nvidia0", False)],
+)
+def test_a_gpu_without_a_stage_is_noticed(devices: str | None, file: str, is_unused: bool, tmp_path: Path) -> None:
+    (tmp_path / file).touch()
+    assert is_gpu_unused(StandaloneSettings(devices=devices), tmp_path) == is_unused
+
+
 @pytest.mark.parametrize(
     ("settings", "field"),
     [
         (StandaloneSettings(stages=9), "SHARDLINE_STAGES"),
         (StandaloneSettings(stages=3, split="0-5,6-7"), "SHARDLINE_SPLIT"),
         (StandaloneSettings(stage_cores=3), "SHARDLINE_STAGE_CORES"),
+        (StandaloneSettings(devices="cuda:0 cpu:0", stages=3), "SHARDLINE_DEVICES"),
+        (StandaloneSettings(devices="cuda:0 cpu:0", workers=1), "SHARDLINE_DEVICES"),
+        (StandaloneSettings(devices="cpu:x cpu:0"), "SHARDLINE_DEVICE"),
     ],
 )
 def test_an_impossible_placement_names_the_setting(settings: StandaloneSettings, field: str) -> None:

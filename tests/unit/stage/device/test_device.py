@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from services.stage.device.cpu import Cpu, parse_cores, show_cores
+from services.stage.device.cpu import Cpu
 from services.stage.device.device import Device
 from services.stage.device.locks import DeviceLocks
 from services.stage.device.take import take as take_device
@@ -31,33 +31,6 @@ def _unpinned_afterwards() -> Iterator[None]:
 def take(folder: Path, *, worker: str = "first", shared: bool = False) -> Device:
     """One core, the same for all tests."""
     return take_device(f"cpu:{CORE}", worker=worker, lock_folder=folder, shared=shared)
-
-
-@pytest.mark.parametrize(
-    ("name", "cores"),
-    [
-        ("cpu:0", (0,)),
-        ("cpu:0-3", (0, 1, 2, 3)),
-        ("cpu:0,2", (0, 2)),
-        ("cpu:4-5,0,4", (0, 4, 5)),
-    ],
-)
-def test_a_device_name_gives_its_cores(name: str, cores: tuple[int, ...]) -> None:
-    assert parse_cores(name) == cores
-
-
-@pytest.mark.parametrize(
-    "name", ["", "cpu", "cpu:", "cpu:a", "cpu:3-1", "cpu:0,,1", "gpu:0", "cuda", "0-3", "cpu:-1", "cpu:9999"]
-)
-def test_a_wrong_device_name_names_the_forms(name: str) -> None:
-    with pytest.raises(Invalid, match=r"SHARDLINE_DEVICE: .*cuda:0") as caught:
-        parse_cores(name)
-
-    assert caught.value.field == "SHARDLINE_DEVICE"
-
-
-def test_runs_of_cores_are_shown_short() -> None:
-    assert show_cores((0, 1, 2, 5)) == "0-2,5"
 
 
 def test_every_thread_is_pinned_to_the_taken_core(tmp_path: Path) -> None:

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from services.stage.device.accelerator import Accelerator, load_module
-from services.stage.device.cpu import Cpu, show_cores, usable_cores
+from services.stage.device.cpu import Cpu, usable_cores
 from services.stage.device.locks import DeviceLocks, holder
 from services.stage.device.take import take
+from shardline.cores import show_cores
 from shardline.errors import Invalid
 from tests.pinned import unpinned_afterwards
 
