@@ -2,14 +2,15 @@
 
     python -m tests.benchmarks.unequal [--mix isa --mix busy --mix int8] [--prompts 32] [--runs 1]
 
-Each mix makes two stages of this machine unlike:
+Each mix makes two stages of this machine:
 
 - isa: one core computes with AVX2 only;
 - busy: one core has another process on it, which takes its half;
 - int8: one core has weights of int8;
-- isa-int8: one core has weights of int8, the other computes with AVX2 only.
+- isa-int8: one core has weights of int8, the other computes with AVX2 only;
+- equal: none, the two are alike, as `make up` finds them.
 
-Devices are measured side by side, as `make up` does. Then every split of the model runs in both orders.
+Devices are measured side by side, as `make up` does. Then every split of the model runs, in both orders.
 """
 
 from __future__ import annotations
@@ -62,6 +63,7 @@ MIXES = {
     "busy": Mix(workers=(Worker(device="cpu:0"), Worker(device="cpu:1")), busy_core=1),
     "int8": Mix(workers=(Worker(device="cpu:0", dtype="int8"), Worker(device="cpu:1"))),
     "isa-int8": Mix(workers=(Worker(device="cpu:0", dtype="int8"), Worker(device="cpu:1", environment=AVX2))),
+    "equal": Mix(workers=(Worker(device="cpu:0"), Worker(device="cpu:1"))),
 }
 
 
