@@ -191,10 +191,10 @@ def profile(settings: StageSettings, device: Device, *, fresh: bool, together: b
         sys.stdin.readline()
     if known is not None or measuring is None:
         assert known is not None
-        return known
+        return _limited(known, settings)
     found = measuring.profile()
     cache.store(folder, name, msgspec.json.encode(found).decode())
-    return found
+    return _limited(found, settings)
 
 
 class _Measuring:
@@ -248,6 +248,14 @@ class _Measuring:
             sampled=sampled,
             tail_prefill_row_s=tail_prefill_row_s,
         )
+
+
+def _limited(profile: DeviceProfile, settings: StageSettings) -> DeviceProfile:
+    """With the memory that the stage may take: a limit makes it its own, beside other stages of the host."""
+    if settings.memory_bytes is None:
+        return profile
+    memory_bytes = min(profile.memory_bytes, settings.memory_bytes)
+    return msgspec.structs.replace(profile, memory_bytes=memory_bytes, host_memory=None)
 
 
 def _num_layers(model: ModelCosts, dtype: str) -> int:

@@ -197,6 +197,19 @@ def info_of(settings: StageSettings) -> ModelInfo:
     return ModelInfo.read(settings.model, settings.model_revision)
 
 
+def limits_of(settings: StageSettings) -> Limits:
+    """The memory and the sequences of this stage."""
+    return Limits(
+        kv_bytes=settings.kv_mib * MIB if settings.kv_mib else None,
+        kv_share=settings.kv_share,
+        memory_bytes=settings.memory_bytes,
+        offload_bytes=settings.kv_offload_mib * MIB,
+        offload_folder=settings.kv_offload_dir,
+        token_budget=settings.token_budget,
+        max_open=2 * (settings.seats + settings.interactive_seats),
+    )
+
+
 def load(placed: Placed) -> Loaded:
     """Weights, sockets: what can be refused is refused before Celery starts. Raises Invalid, Unavailable."""
     settings, info, layers, device, worker = (
@@ -212,14 +225,7 @@ def load(placed: Placed) -> Loaded:
             layers=layers,
             device=device,
             dtype=settings.dtype,
-            limits=Limits(
-                kv_bytes=settings.kv_mib * MIB if settings.kv_mib else None,
-                kv_share=settings.kv_share,
-                offload_bytes=settings.kv_offload_mib * MIB,
-                offload_folder=settings.kv_offload_dir,
-                token_budget=settings.token_budget,
-                max_open=2 * (settings.seats + settings.interactive_seats),
-            ),
+            limits=limits_of(settings),
             cache_folder=settings.cache_dir,
         )
         weights = fingerprint(info.path, settings.cache_dir)

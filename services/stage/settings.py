@@ -73,6 +73,9 @@ class StageSettings(Settings):
     kv_share: float = Field(
         0.4, gt=0, le=0.9, description="part of the memory that is free after loading that KV takes, without KV_MIB"
     )
+    memory_mib: int | None = Field(
+        None, ge=1, description="memory of the device that this stage takes at most, MiB; default: all that is free"
+    )
     kv_offload_mib: int = Field(
         0,
         ge=0,
@@ -112,6 +115,11 @@ class StageSettings(Settings):
     def is_planned(self) -> bool:
         """Whether the layers come from the plan of the fleet."""
         return self.layers == PLANNED
+
+    @property
+    def memory_bytes(self) -> int | None:
+        """The limit of its memory."""
+        return None if self.memory_mib is None else self.memory_mib << 20
 
     @property
     def times(self) -> Times:

@@ -17,9 +17,9 @@ from services.stage.attention import triton_backend
 from services.stage.attention.attention import Attention, Span
 from services.stage.attention.offload_area import OffloadArea
 from services.stage.device.device import INT8, Device
-from services.stage.engine import memory
 from services.stage.engine.exactness import Probe, choose_row_buckets, exactness_fingerprint
 from services.stage.engine.forward import Forward
+from services.stage.engine.memory import Limits, StageMemory
 from services.stage.engine.sampler import SampledSequence, Sampler
 from services.stage.kernels import kernel
 from services.stage.model.float_files import with_floats
@@ -41,9 +41,7 @@ log = structlog.get_logger(__name__)
 class Executor:
     """One stage's shard with its KV. `run` and `reset` are called by one thread only."""
 
-    def __init__(
-        self, forward: Forward, area: OffloadArea, limits: memory.Limits, *, exact: bool, fingerprint: str
-    ) -> None:
+    def __init__(self, forward: Forward, area: OffloadArea, limits: Limits, *, exact: bool, fingerprint: str) -> None:
         shard = forward.shard
         self.info, self.layers, self.dtype = shard.info, shard.layers, shard.dtype
         self.is_first, self.is_last = shard.is_first, shard.is_last
@@ -65,7 +63,7 @@ class Executor:
         layers: range,
         device: Device,
         dtype: str,
-        limits: memory.Limits,
+        limits: Limits,
         cache_folder: Path,
     ) -> Executor:
         """Loads a shard, packs its weights, allocates its KV and checks whether its rows are exact.
@@ -73,6 +71,7 @@ class Executor:
         Raises Invalid, with the remedy, for a model that cannot be sharded or does not fit, and Unavailable if the hub
         does not answer.
         """
+        memory = StageMemory(limits, device)
         info = model if isinstance(model, ModelInfo) else ModelInfo.read(model)
         native = kernel.load() if device.is_cpu else None
         attention = Attention(native or triton_backend.load(device.torch_device))
@@ -85,7 +84,7 @@ class Executor:
                 dtype=of_dtype,
                 attn_implementation=attention.name,
                 device=device.torch_device,
-                check=lambda model: memory.check_fits(packed_bytes(model, packing), limits, device),
+                check=lambda model: memory.check_fits(packed_bytes(model, packing)),
             )
             kv_shapes = probe_kv_shapes(shard)
             pack_shard(shard, packing)
@@ -94,12 +93,12 @@ class Executor:
             padding, rows_are_exact = choose_row_buckets(
                 shard, can_be_exact=attention.exact, token_budget=limits.token_budget, cache_folder=cache_folder
             )
-            kv = memory.make_kv(kv_shapes, shard.dtype, limits, context=info.context_length, device=device)
+            kv = memory.make_kv(kv_shapes, shard.dtype, context=info.context_length)
             forward = Forward(shard, attention, kv, padding)
             if native is not None:
                 forward.fuse_layers(native)
             exact = rows_are_exact and Probe(forward.sampled_outputs, forward.random_inputs, kv.num_blocks).passes()
-            area = memory.make_offload_area(kv, limits, device)
+            area = memory.make_offload_area(kv)
         if not exact:
             log.warning("rows are not exact on this device: outputs may differ after a resume", kernel=attention.kind)
         name = exactness_fingerprint(

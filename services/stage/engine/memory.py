@@ -26,7 +26,9 @@ class Limits:
     """What a stage may take and hold."""
 
     kv_bytes: int | None
-    """Of KV; None for `kv_share` of the memory that is free once the shard is loaded."""
+    """Of KV; None for `kv_share` of the memory that is free once the shard is loaded, or for what a limit leaves."""
+    memory_bytes: int | None = None
+    """The limit: of weights, KV and offload area together."""
     offload_bytes: int = 0
     """Of KV outside the pool."""
     offload_folder: Path | None = None
@@ -42,48 +44,67 @@ class Limits:
         return self.offload_bytes if device.is_cpu and self.offload_folder is None else 0
 
 
-def check_fits(shard_bytes: int, limits: Limits, device: Device) -> None:
-    """Checks, before any weight is read, that shard and KV fit into free memory, and promises to take it.
+class StageMemory:
+    """What one stage takes of its device's memory, in the order of its methods. No other stage measures meanwhile."""
 
-    Raises Invalid, with the remedy, if they do not.
-    """
-    kv_bytes = (limits.kv_bytes or 0) + limits.offload_bytes_on(device)
-    with device.promises.alone():
-        needed, available = int(shard_bytes * PACKING_FACTOR) + kv_bytes, device.available_bytes()
-        if needed > available:
-            raise Invalid(
-                "SHARDLINE_SPLIT",
-                f"weights ({mib(shard_bytes)}) and KV ({mib(kv_bytes)}) need {mib(needed)}, {mib(available)} are free"
-                f"{_promised(device)}",
-                "Use more stages, fewer layers here, a smaller dtype or a smaller SHARDLINE_KV_MIB",
-            )
-        device.promises.make(needed)
+    def __init__(self, limits: Limits, device: Device) -> None:
+        self._limits, self._device = limits, device
+        self._taken = 0
+        """Bytes of weights, once they are promised."""
 
+    def check_fits(self, shard_bytes: int) -> None:
+        """Checks, before any weight is read, that shard and KV fit into free memory, and promises to take it.
 
-def make_kv(
-    kv_shapes: Mapping[int, KvShape], dtype: torch.dtype, limits: Limits, *, context: int, device: Device
-) -> PagedKv:
-    """Allocates this stage's KV while no other stage of the host measures free memory, then promises the offload area.
+        Raises Invalid, with the remedy, if they do not.
+        """
+        kv_bytes = (self._limits.kv_bytes or 0) + self._offload_bytes
+        with self._device.promises.alone():
+            taken = int(shard_bytes * PACKING_FACTOR)
+            needed, available = taken + kv_bytes, self._available_bytes()
+            if needed > available:
+                raise Invalid(
+                    "SHARDLINE_SPLIT",
+                    f"weights ({mib(shard_bytes)}) and KV ({mib(kv_bytes)}) need {mib(needed)}, {mib(available)} are "
+                    f"free{_promised(self._device)}",
+                    "Use more stages, fewer layers here, a smaller dtype or a smaller SHARDLINE_KV_MIB"
+                    + (", or a larger SHARDLINE_MEMORY_MIB" if self._limits.memory_bytes else ""),
+                )
+            self._device.promises.make(needed)
+        self._taken = taken
 
-    Raises Invalid if the memory does not hold one KV block.
-    """
-    offload_bytes = limits.offload_bytes_on(device)
-    with device.promises.alone():
-        kv_bytes = limits.kv_bytes
-        if kv_bytes is None:
-            kv_bytes = int((device.available_bytes() - offload_bytes) * limits.kv_share)
-        num = num_blocks(kv_shapes, dtype, kv_bytes, context=context, max_open=limits.max_open)
-        kv = PagedKv(layers=kv_shapes, num_blocks=num, dtype=dtype, device=device.torch_device)
-        device.promises.make(offload_bytes)
-    return kv
+    def make_kv(self, kv_shapes: Mapping[int, KvShape], dtype: torch.dtype, *, context: int) -> PagedKv:
+        """Allocates this stage's KV, then promises the offload area. Raises Invalid if the memory holds no KV block."""
+        with self._device.promises.alone():
+            num = num_blocks(kv_shapes, dtype, self._kv_bytes(), context=context, max_open=self._limits.max_open)
+            kv = PagedKv(layers=kv_shapes, num_blocks=num, dtype=dtype, device=self._device.torch_device)
+            self._device.promises.make(self._offload_bytes)
+        return kv
 
+    def make_offload_area(self, kv: PagedKv) -> OffloadArea:
+        """Allocates slots beside this KV, then withdraws the promise. Raises Invalid if there is no room."""
+        limits = self._limits
+        with self._device.promises.alone():
+            area = OffloadArea(kv, limits.offload_bytes, limits.offload_folder, synchronize=self._device.synchronize)
+            self._device.promises.make(0)
+        return area
 
-def make_offload_area(kv: PagedKv, limits: Limits, device: Device) -> OffloadArea:
-    """Allocates the slots beside this stage's KV, then withdraws the promise. Raises Invalid if there is no room."""
-    with device.promises.alone():
-        area = OffloadArea(kv, limits.offload_bytes, limits.offload_folder, synchronize=device.synchronize)
-        device.promises.make(0)
-    return area
+    @property
+    def _offload_bytes(self) -> int:
+        return self._limits.offload_bytes_on(self._device)
+
+    def _kv_bytes(self) -> int:
+        limits = self._limits
+        if limits.kv_bytes is not None:
+            return limits.kv_bytes
+        share = limits.kv_share if limits.memory_bytes is None else 1.0  # a limit leaves the rest to others
+        return int((self._available_bytes() - self._offload_bytes) * share)
+
+    def _available_bytes(self) -> int:
+        """Free, and not beyond the limit."""
+        available = self._device.available_bytes()
+        if self._limits.memory_bytes is None:
+            return available
+        return max(0, min(available, self._limits.memory_bytes - self._taken))
 
 
 def num_blocks(

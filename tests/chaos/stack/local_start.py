@@ -30,7 +30,7 @@ from tests.chaos.shims.clock import Clock
 from tests.chaos.shims.disk import Disk
 from tests.chaos.shims.shim import preloaded
 from tests.chaos.stack.local_target import LOGS_KEPT, LocalTarget
-from tests.chaos.stack.options import KV_MIB, KV_OFFLOAD_MIB, SMALL_KV_MIB, Options
+from tests.chaos.stack.options import FLEET_MIB, KV_MIB, KV_OFFLOAD_MIB, SMALL_KV_MIB, Options
 from tests.repository import REPOSITORY
 from tests.stack import Stack
 
@@ -125,7 +125,9 @@ def local_target(options: Options) -> Iterator[LocalTarget]:
 def _shape(options: Options) -> Mapping[str, str]:
     """How many stages the stack has, and of which kind."""
     if options.workers is not None:
-        return {"SHARDLINE_WORKERS": str(options.workers), "SHARDLINE_STAGE_CORES": str(len(usable_cores()))}
+        fleet = {"SHARDLINE_WORKERS": str(options.workers), "SHARDLINE_STAGE_CORES": str(len(usable_cores()))}
+        is_users = options.load is LoadName.USERS
+        return fleet | ({"SHARDLINE_MEMORY_MIB": str(FLEET_MIB[options.dtype])} if is_users else {})
     return {"SHARDLINE_STAGES": str(options.stages), "SHARDLINE_REPLICAS": str(options.replicas)}
 
 

@@ -14,6 +14,8 @@ KV_MIB = 64
 """Of each stage: more than the lab's load ever needs."""
 SMALL_KV_MIB: Mapping[str, int] = MappingProxyType({"float32": 6, "bfloat16": 4, "int8": 4})
 """Of each stage by dtype, for users: a fraction of what the open jobs could use. Half of it holds the longest twice."""
+FLEET_MIB: Mapping[str, int] = MappingProxyType({"float32": 21, "bfloat16": 12, "int8": 12})
+"""Of each worker by dtype, for users: no worker holds the model with the KV of several jobs, any two do at any cut."""
 KV_OFFLOAD_MIB = 2
 """Of each stage: less than its preempted jobs could use."""
 

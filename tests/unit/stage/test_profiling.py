@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from services.stage.device.cpu import usable_cores
@@ -81,6 +82,13 @@ def test_a_known_device_is_not_measured_again(
     assert MEASURED in first.stderr
     assert MEASURED not in again.stderr
     assert found(again) == found(first)
+
+
+def test_a_limit_is_all_that_a_plan_may_use_and_its_own(
+    first: subprocess.CompletedProcess[str], folder: Path, model: Path
+) -> None:
+    limited = found(profile(folder, model, SHARDLINE_MEMORY_MIB="3"))
+    assert limited == msgspec.structs.replace(found(first), memory_bytes=3 << 20, host_memory=None)
 
 
 def test_other_dtypes_are_measured_side_by_side_when_told(folder: Path, model: Path) -> None:
