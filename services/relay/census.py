@@ -1,9 +1,10 @@
-"""Counts queued and running jobs for a gauge. Apart from the sweeper: counting a long backlog delays no rescue."""
+"""Counts jobs and workers for gauges. Apart from the sweeper: counting a long backlog delays no rescue."""
 
 from __future__ import annotations
 
 from services.relay.loop import Loop, LoopContext
-from shardline.store import sweeps
+from shardline.store import fleets, sweeps
+from shardline.store.demand import oldest_queued
 
 TURNS_APART = 30
 """Polls between two counts."""
@@ -18,14 +19,23 @@ class Census(Loop):
         super().__init__("census", context.metrics.errors)
         self._database = context.database
         self._pause_s = TURNS_APART * context.times.poll_s
-        self._gauge = context.metrics.jobs
+        self._metrics = context.metrics
         self._shown: set[Labels] = set()
 
     def turn(self) -> float:
         """Count once. Labels without jobs show 0: a gauge that vanishes would look like a dead relay."""
         with self._database.begin() as connection:
             counts = sweeps.count_active(connection)
+            waits = oldest_queued(connection)
+            workers = {model: len(fleets.workers_of(connection, model)) for model in fleets.fleets(connection)}
+            plans = fleets.all_plans(connection)
         self._shown |= counts.keys()
         for model, state in self._shown:
-            self._gauge.labels(model=model, state=state).set(counts.get((model, state), 0))
+            self._metrics.jobs.labels(model=model, state=state).set(counts.get((model, state), 0))
+        for model, seconds in waits.items():
+            self._metrics.oldest_queued_seconds.labels(model=model).set(seconds)
+        for model in {*workers, *plans}:
+            self._metrics.fleet_workers.labels(model=model).set(workers.get(model, 0))
+            tokens_per_s = plans[model].tokens_per_s if model in plans else None
+            self._metrics.fleet_tokens_per_s.labels(model=model).set(tokens_per_s or 0)
         return self._pause_s

@@ -144,7 +144,7 @@ class Coordinator(Loop):
         seen = plan.version, may_improve, frozenset((worker, dump(each.profile)) for worker, each in own.items())
         if self._is_unsettled(own, plan) or (self._seen.get(model) == seen and len(kept) == len(plan.stages)):
             return None
-        now = Deployment(split=plan.split, stages=kept)
+        now = Deployment(split=plan.split, stages=kept, tokens_per_s=plan.tokens_per_s)
         then = self._replanned(model, sight, own, now, may_improve=may_improve) if own else None
         if then is not None:
             return then

@@ -71,6 +71,15 @@ class RelayMetrics:
         )
         self.dead_letters = Gauge("shardline_dead_letters", "Dead letters kept, at most 10,000", registry=registry)
         self.jobs = Gauge("shardline_jobs", "Jobs not yet ended", ["model", "state"], registry=registry)
+        self.oldest_queued_seconds = Gauge(
+            "shardline_oldest_queued_seconds", "Since the oldest job came that waits", ["model"], registry=registry
+        )
+        self.fleet_workers = Gauge(
+            "shardline_fleet_workers", "Workers of a fleet that may serve a model", ["model"], registry=registry
+        )
+        self.fleet_tokens_per_s = Gauge(
+            "shardline_fleet_tokens_per_s", "Predicted of a model's plan, 0 without one", ["model"], registry=registry
+        )
         self.errors = Counter("shardline_relay_errors", "Turns cut short by a server", ["server"], registry=registry)
         _begin_at_0(self.swept, "lost", "crashed", "failed", "cancelled", "expired")
         _begin_at_0(self.intake, "accepted", "failed", "dead")

@@ -16,6 +16,7 @@ from shardline.cli.exits import HELP, Reporting
 from shardline.cli.fields import parse_fields, prompt_fields, read_prompt
 from shardline.cli.keys import keys
 from shardline.cli.plan import plan
+from shardline.cli.scale import scale
 from shardline.cli.trace import trace
 from shardline.client import Client
 from shardline.client.requests import succeeded
@@ -37,6 +38,7 @@ cli.add_typer(dead, name="dead")
 cli.add_typer(keys, name="keys")
 cli.command()(trace)
 cli.command()(plan)
+cli.command()(scale)
 
 
 def main() -> None:

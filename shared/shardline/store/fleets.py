@@ -97,6 +97,8 @@ class FleetPlan:
     stages: Mapping[str, int]
     """By worker: the place of its stage in the split."""
     age_s: float
+    tokens_per_s: float | None = None
+    """Predicted of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,6 +164,7 @@ def all_plans(connection: Connection) -> dict[str, FleetPlan]:
             split=tuple((int(first), int(stop)) for first, stop in row.split),
             stages=row.stages,
             age_s=float(row.age_s),
+            tokens_per_s=row.tokens_per_s,
         )
         for row in connection.execute(select(plans, age_s))
     }

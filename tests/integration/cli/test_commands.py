@@ -7,16 +7,20 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from typing import Any
 from uuid import UUID, uuid4
 
+import msgspec
 import pytest
 from typer.testing import CliRunner, Result
 
 from shardline.cli.commands import cli
 from shardline.job import JobState
-from shardline.store import pipelines
+from shardline.store import fleets, pipelines
+from shardline.store.fleets import Offer
 from tests.repository import REPOSITORY
 from tests.tiny_head import NUM_CACHED, TinyHead, tiny_head
+from tests.unit.planner.fleets import device, model
 
 PROMPT = "sum: 1 + 2 ="
 SHARED = REPOSITORY / "shared"
@@ -157,3 +161,31 @@ def test_the_command_speaks_through_its_streams(servers: dict[str, str]) -> None
     )
     assert UUID(json.loads(ran.stdout)["id"])
     assert ran.stderr == ""
+
+
+def test_scale_says_how_many_workers_the_load_of_a_fleet_needs(shardline: Shardline, head: TinyHead) -> None:
+    offer = Offer(shapes=msgspec.to_builtins(model()), profile=msgspec.to_builtins(device("cores:0", slower=10)))
+    with head.database.begin() as connection:
+        for name in ("one", "other"):
+            fleets.join(connection, name, {"clerk": offer}, lease_s=60)
+    nothing_asked = shardline("scale", "--dry-run")
+    with head.serving():
+        assert shardline("submit", PROMPT, "--model", "clerk", "--wait").exit_code == 0
+
+    def asked(*options: object) -> dict[str, Any]:
+        ran = shardline("scale", "--dry-run", "--json", *options)
+        assert ran.exit_code == 0, ran.output
+        answer: dict[str, Any] = json.loads(ran.stdout)
+        return answer
+
+    few, many = asked(), asked("--rate", 40, "--output", 100)
+    assert (few["here"], few["needed"], few["load"]["queued"]) == (2, 1, 0)
+    assert few["load"]["jobs_per_s"] == pytest.approx(1 / 900)
+    assert few["load"]["prompt"] > 1
+    assert many["needed"] > 2
+    assert [size["used"] <= 0.7 for size in many["sizes"]] == [
+        size["workers"] >= many["needed"] for size in many["sizes"]
+    ]
+    assert f"needed: {many['needed']} workers" in shardline("scale", "--dry-run", "--rate", 40, "--output", 100).stdout
+    assert nothing_asked.exit_code == shardline("scale").exit_code == 2
+    assert "--window-s" in nothing_asked.stderr

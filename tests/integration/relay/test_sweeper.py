@@ -19,7 +19,8 @@ from services.relay.sweeper import Sweeper
 from shardline.config import Times
 from shardline.job import JobState
 from shardline.metrics import RelayMetrics
-from shardline.store import jobs, leases, models, sweeps
+from shardline.store import fleets, jobs, leases, models, sweeps
+from shardline.store.fleets import Offer
 from shardline.store.leases import Beat
 from shardline.tokenize import Tokens
 from tests.integration.relay.relay_stack import words_tokenizer
@@ -206,6 +207,29 @@ def test_the_gauge_of_ended_jobs_shows_zero_instead_of_vanishing(engine: Engine,
     change(engine, "DELETE FROM jobs")
     census.turn()
     assert queued() == 0
+
+
+def test_gauges_tell_how_long_jobs_wait_and_what_a_fleet_can_do(engine: Engine, registry: CollectorRegistry) -> None:
+    census = Census(LoopContext(database=engine, times=TIMES, metrics=RelayMetrics(registry)))
+    offer = Offer(shapes={}, profile={})
+    with engine.begin() as connection:
+        for name in ("one", "other"):
+            fleets.join(connection, name, {MODEL: offer}, lease_s=60)
+        fleets.store_plan(connection, MODEL, version=0, split=[(0, 4)], stages={"one": 0}, tokens_per_s=12.5)
+    submit(engine, 3)
+
+    def shown(name: str) -> float | None:
+        return registry.get_sample_value(name, {"model": MODEL})
+
+    change(engine, "UPDATE jobs SET created_at = now() - interval '90 s'")
+    census.turn()
+    waited_s = shown("shardline_oldest_queued_seconds")
+    assert waited_s is not None
+    assert 90 <= waited_s < 100
+    assert (shown("shardline_fleet_workers"), shown("shardline_fleet_tokens_per_s")) == (2, 12.5)
+    change(engine, "UPDATE jobs SET not_before = now() + interval '1 h'")
+    census.turn()
+    assert shown("shardline_oldest_queued_seconds") == 0, "a delayed job does not wait"
 
 
 def test_many_revokes_are_cancelled_in_one_batch_per_transaction(

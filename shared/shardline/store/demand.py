@@ -1,0 +1,77 @@
+"""What is asked of a model: how many jobs come, how long they are, and how many wait. Reads only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sqlalchemy import Connection, text
+
+MAX_COUNTED = 100_000
+"""Jobs of one count: so many means at least."""
+MAX_SIZED = 1_000
+"""The newest results tell how long jobs are."""
+
+DEMAND = text("""
+-- Jobs that came within the window.
+WITH arrived AS (
+    SELECT id, created_at FROM jobs
+    WHERE model = :model AND created_at > now() - make_interval(secs => :window_s)
+    ORDER BY created_at DESC, id DESC LIMIT :max_counted
+),
+-- The lengths of those that have results.
+sizes AS (
+    SELECT prompt_tokens, completion_tokens FROM arrived JOIN results ON results.job_id = arrived.id
+    ORDER BY arrived.created_at DESC LIMIT :max_sized
+),
+-- Jobs whose time has come and that no head has claimed.
+waiting AS (
+    SELECT FROM jobs WHERE state = 'queued' AND model = :model AND not_before <= now() LIMIT :max_counted
+)
+SELECT (SELECT count(*) FROM arrived) AS num_arrived, (SELECT count(*) FROM waiting) AS num_queued,
+    (SELECT avg(prompt_tokens) FROM sizes) AS prompt, (SELECT avg(completion_tokens) FROM sizes) AS output
+""")
+
+OLDEST_QUEUED = text("""
+SELECT name AS model, extract(epoch FROM now() - least(
+    (SELECT min(created_at) FROM jobs WHERE state = 'queued' AND sent_at IS NOT NULL AND jobs.model = name),
+    -- The first of each priority: an index has them in order.
+    (SELECT min(first.created_at) FROM generate_series(0, 9) AS level CROSS JOIN LATERAL (
+        SELECT created_at FROM jobs
+        WHERE state = 'queued' AND sent_at IS NULL AND prepared_at IS NOT NULL AND jobs.model = name
+            AND priority = level AND not_before <= now()
+        ORDER BY created_at LIMIT 1
+    ) AS first)
+)) AS seconds
+FROM models
+""")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Demand:
+    """What was asked of one model, up to now."""
+
+    num_arrived: int
+    """Jobs within the window."""
+    num_queued: int
+    """Jobs that wait and may run."""
+    prompt: float | None
+    """Tokens of a prompt, on average; None if no job of the window has a result."""
+    output: float | None
+    """Tokens of a completion."""
+
+
+def demand(connection: Connection, model: str, window_s: float) -> Demand:
+    """Of the last `window_s` seconds."""
+    limits = {"max_counted": MAX_COUNTED, "max_sized": MAX_SIZED}
+    row = connection.execute(DEMAND, {"model": model, "window_s": window_s, **limits}).one()
+    return Demand(
+        num_arrived=row.num_arrived,
+        num_queued=row.num_queued,
+        prompt=None if row.prompt is None else float(row.prompt),
+        output=None if row.output is None else float(row.output),
+    )
+
+
+def oldest_queued(connection: Connection) -> dict[str, float]:
+    """Seconds since the oldest job of each registered model came that waits and may run; 0 if none does."""
+    return {row.model: float(row.seconds or 0) for row in connection.execute(OLDEST_QUEUED)}
