@@ -105,8 +105,10 @@ def test_one_session_too_many_and_one_idle_in_transaction_are_found(database_url
         assert "1 transactions" in whats(2, 0)[0]
 
 
-@pytest.mark.parametrize(("name", "is_too_much"), [("relay", True), ("stage-0", False)])
-def test_only_a_stage_may_double_its_memory_for_its_kv(name: str, is_too_much: bool) -> None:
+@pytest.mark.parametrize(
+    ("name", "is_too_much"), [("relay", True), ("stage-0", False), ("worker-1", False), ("flower", False)]
+)
+def test_memory_may_double_only_for_kv_and_for_flowers_tasks(name: str, is_too_much: bool) -> None:
     life = Life(name=name, warm_bytes=50 * MIB, last_bytes=100 * MIB)
     assert (life.growth_bytes > life.growth_max_bytes) == is_too_much
 

@@ -22,7 +22,10 @@ class Hurtable(Protocol):
     """What these faults need of a stack under test."""
 
     failpoints: Path
-    num_stages: int
+
+    @property
+    def num_stages(self) -> int:
+        """Of a pipeline."""
 
     def pick(self, rng: random.Random, prefix: str) -> tuple[str, int]:
         """Name and pid of a living process."""

@@ -2,7 +2,7 @@
 
 A process is warm once it has lived for twice as long as the start of the stack and the undisturbed pass took. From then
 on it may grow by HEAP_SHARE of what it had, which allocators keep in pieces, by LATE_BYTES for what only a fault makes
-it load, and a stage by its KV pool, whose pages count only once they are used.
+it load, a stage by its KV pool, whose pages count only once they are used, and Flower by the tasks that it keeps.
 
 Redis may hold, beside what it held before the storm, the streams of jobs, which expire: each of at most an entry for
 each token and an end, in each attempt, and once more where the writer heard no answer. What never expires are queues,
@@ -29,6 +29,7 @@ import redis
 
 from services.relay.relay import NUM_LOOPS
 from services.relay.settings import RelaySettings
+from services.standalone.plan import FLOWER_MAX_TASKS
 from shardline import keys
 from shardline.store.database import POOL_SIZE
 from tests.chaos.load.requests import MAX_OUTPUT
@@ -43,6 +44,8 @@ QUIET_S = 60.0
 HEAP_SHARE = 0.2
 LATE_BYTES = 16 * MIB
 SCRAP_BYTES = 4 * MIB
+TASK_BYTES = 5 << 10
+"""Of a task that Flower keeps: 10,000 of them took 42 MiB, once older ones had made room."""
 NUM_BELLS = 2
 """At most so many connections of a process LISTEN, beside its pool."""
 
@@ -78,8 +81,9 @@ class Life:
     @property
     def growth_max_bytes(self) -> float:
         """See above."""
-        kv_bytes = KV_MIB * MIB if self.name.startswith("stage") else 0
-        return HEAP_SHARE * (self.warm_bytes or 0) + LATE_BYTES + kv_bytes
+        held = {"stage": KV_MIB * MIB, "worker": KV_MIB * MIB, "flower": FLOWER_MAX_TASKS * TASK_BYTES}
+        held_bytes = next((each for prefix, each in held.items() if self.name.startswith(prefix)), 0)
+        return HEAP_SHARE * (self.warm_bytes or 0) + LATE_BYTES + held_bytes
 
 
 class Memory:

@@ -37,11 +37,11 @@ class Target(Protocol):
 
     @property
     def num_stages(self) -> int:
-        """Of its pipeline while nobody scales it."""
+        """Of its pipeline; of a fleet as it is planned now."""
 
     @property
     def num_more_stages(self) -> int:
-        """Of pipelines of other models."""
+        """Of pipelines of other models, and workers of a fleet beside one pipeline."""
 
     @property
     def start_s(self) -> float:

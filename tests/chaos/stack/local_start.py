@@ -115,7 +115,7 @@ def local_target(options: Options) -> Iterator[LocalTarget]:
             times=Times().scaled(options.time_scale),
             failpoints=failpoints,
             kv_mib=kv_mib,
-            num_stages=options.workers or options.stages,
+            num_started=options.workers or options.stages,
             is_fleet=options.workers is not None,
             workload=workload,
             start_s=start_s,

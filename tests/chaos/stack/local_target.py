@@ -52,15 +52,20 @@ class LocalTarget(TargetRun):
     failpoints: Path
     kv_mib: Path
     """A file with the KV memory that a stage takes when it starts."""
-    num_stages: int
-    """Or workers of the fleet."""
+    num_started: int
+    """Stages of a pipeline, or workers of the fleet."""
     is_fleet: bool = False
     """Its stages have no number: which worker is the head is for the plan to say."""
 
     @property
+    def num_stages(self) -> int:
+        """Of a pipeline, at present."""
+        return len(self.fleet_plan().split) or 1 if self.is_fleet else self.num_started
+
+    @property
     def num_more_stages(self) -> int:
-        """Of the second stack, which has one pipeline of one stage."""
-        return 0 if self.second is None else 1
+        """Workers beside one pipeline, and the second stack, which has one pipeline of one stage."""
+        return self.num_started - self.num_stages + (0 if self.second is None else 1)
 
     @property
     def urls(self) -> Mapping[str, str]:

@@ -16,6 +16,7 @@ from shardline.store import (
     claims,
     crashes,
     dead_letters,
+    demand,
     ends,
     jobs,
     leases,
@@ -180,6 +181,7 @@ def test_every_statement_of_doors_and_relays_finds_its_rows_by_an_index(
         assert jobs.request_cancel(connection, some(connection, "state = 'queued' AND fence = 0"))
         assert sweeps.sweep_stopped_queued(connection, lambda *_: "") == {}
         assert sweeps.count_active(connection)
+        assert demand.oldest_queued(connection)["m"] > 0
         sent = outbox.stamp_due(connection, resend_s=1.0)
         outbox.unstamp(connection, [one.job_id for one in sent[:8]])
         assert outbox.unstamp_sent(connection) == len(sent) - 8
