@@ -22,6 +22,8 @@ def pick(target: LocalTarget, rng: random.Random, role: str) -> tuple[str, int]:
     """A living process in this role."""
     last = target.num_stages - 1
     if role == MIDDLE:
+        if last < 2:
+            raise NotInjected("the plan of the fleet has no middle any more")
         return target.pick(rng, f"stage-{rng.randrange(1, last)}")
     if role == TAIL:
         return target.pick(rng, f"stage-{last}")
