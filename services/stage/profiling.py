@@ -28,6 +28,7 @@ from services.stage.device.take import take
 from services.stage.engine.executor import Executor
 from services.stage.engine.memory import Limits
 from services.stage.model import cache
+from services.stage.model.cpu_parts import parse_parts
 from services.stage.model.model_info import ModelInfo
 from services.stage.scheduling.kv_blocks import BLOCK_TOKENS, blocks_for
 from services.stage.scheduling.step_plan import Open, Row, StepPlan
@@ -226,6 +227,7 @@ class _Measuring:
             dtype=settings.dtype,
             limits=limits,
             cache_folder=settings.cache_dir,
+            cpu_parts=parse_parts(settings.cpu_parts),
         )
 
     def profile(self) -> DeviceProfile:

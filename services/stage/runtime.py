@@ -28,6 +28,7 @@ from services.stage.engine.memory import Limits
 from services.stage.engine.tensors import name_of
 from services.stage.hop.sockets import CurveKeys, SocketFactory, Sockets, parse_ports
 from services.stage.layer_range import layers_of
+from services.stage.model.cpu_parts import parse_parts
 from services.stage.model.model_info import ModelInfo
 from services.stage.model.weights import fingerprint, unchanged
 from services.stage.pipeline.status import Capacity
@@ -227,6 +228,7 @@ def load(placed: Placed) -> Loaded:
             dtype=settings.dtype,
             limits=limits_of(settings),
             cache_folder=settings.cache_dir,
+            cpu_parts=parse_parts(settings.cpu_parts),
         )
         weights = fingerprint(info.path, settings.cache_dir)
     log.info(

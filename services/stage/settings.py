@@ -53,6 +53,9 @@ class StageSettings(Settings):
     device_module: str | None = Field(
         None, description="Python module that registers a further device type with torch, such as torch_npu"
     )
+    cpu_parts: str = Field(
+        "", description="parts that a stage on an accelerator keeps on the CPU: embedding, output, or both with a comma"
+    )
     device_shared: bool = Field(False, description="let stages share cores (more stages than cores)")
     dtype: Literal["float32", "bfloat16", "float16", "int8"] = Field(
         "float32", description="of weights, activations and KV; int8: of weights on a CPU, the rest bfloat16"

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from services.stage.device.device import Device
 from services.stage.device.take import take
 from services.stage.engine.executor import Executor
 from services.stage.engine.memory import Limits
+from services.stage.model.cpu_parts import CpuPart, parse_parts
 from services.stage.model.model_info import ModelInfo
 from shardline.job import SamplingParams
 from shardline.split import even_split
@@ -62,6 +64,35 @@ def test_a_pipeline_over_an_accelerator_generates_the_tokens_of_generate(
     found = generate(stages, requests(prompts(), SamplingParams(max_tokens=NUM_NEW, temperature=0.0)), budget=BUDGET)
 
     assert found == expected
+
+
+@pytest.mark.parametrize("parts", ["embedding", "output", "embedding,output"])
+@pytest.mark.parametrize("num_stages", [1, 2])
+@pytest.mark.parametrize("name", ["llama", "llama-tied", "gemma2"])
+def test_parts_on_the_cpu_change_no_token_and_take_no_memory_there(
+    name: str, num_stages: int, parts: str, model_folder: Path, accelerator: Device
+) -> None:
+    path = model_folder / name
+    if not path.exists():
+        save_model(model_folder, name)
+    info = ModelInfo.read(path)
+    limits = Limits(kv_bytes=KV_BYTES, token_budget=MAX_BUDGET, max_open=MAX_OPEN)
+    options: Any = {"device": accelerator, "dtype": "float32", "limits": limits, "cache_folder": model_folder}
+    stages = [
+        Executor.load(model=info, layers=layers, cpu_parts=parse_parts(parts), **options)
+        for layers in even_split(info.num_layers, num_stages)
+    ]
+
+    found = generate(stages, requests(prompts(), SamplingParams(max_tokens=NUM_NEW, temperature=0.0)), budget=BUDGET)
+
+    assert found == reference(path)
+    head, tail = stages[0].forward.shard, stages[-1].forward.shard
+    on_cpu = {
+        CpuPart.EMBEDDING: head.model.get_input_embeddings().weight.device.type == "cpu",
+        CpuPart.OUTPUT: tail.output_device.type == "cpu",
+    }
+    assert {part for part, is_on_cpu in on_cpu.items() if is_on_cpu} == parse_parts(parts)
+    assert all(next(layer.parameters()).device == accelerator.torch_device for layer in head.layer_modules.values())
 
 
 def test_the_accelerator_refuses_tensors_of_two_devices(accelerator: Device) -> None:

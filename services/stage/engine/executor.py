@@ -22,6 +22,7 @@ from services.stage.engine.forward import Forward
 from services.stage.engine.memory import Limits, StageMemory
 from services.stage.engine.sampler import SampledSequence, Sampler
 from services.stage.kernels import kernel
+from services.stage.model.cpu_parts import CpuPart, num_bytes, parts_of
 from services.stage.model.float_files import with_floats
 from services.stage.model.fused import fuse
 from services.stage.model.kv_shapes import probe_kv_shapes
@@ -52,7 +53,7 @@ class Executor:
         self._open_sequences = OpenSequences(
             num_blocks=self.num_blocks, max_open=limits.max_open, vocab_size=self.info.vocab_size
         )
-        self._sampler = Sampler(vocab_size=self.info.vocab_size, eos_ids=self.info.eos_ids, device=shard.device)
+        self._sampler = Sampler(vocab_size=self.info.vocab_size, eos_ids=self.info.eos_ids, device=shard.output_device)
         self._sampled: dict[int, SampledSequence] = {}
 
     @classmethod
@@ -65,6 +66,7 @@ class Executor:
         dtype: str,
         limits: Limits,
         cache_folder: Path,
+        cpu_parts: frozenset[CpuPart] = frozenset(),
     ) -> Executor:
         """Loads a shard, packs its weights, allocates its KV and checks whether its rows are exact.
 
@@ -76,6 +78,7 @@ class Executor:
         native = kernel.load() if device.is_cpu else None
         attention = Attention(native or triton_backend.load(device.torch_device))
         of_dtype = device.dtype(dtype)
+        parts = frozenset() if device.is_cpu else parts_of(cpu_parts, is_first=layers.start == 0)
         packing = packing_for(of_dtype, native, int8=dtype == INT8) if device.is_cpu else UNPACKED
         with torch.inference_mode():
             shard = Shard.load(
@@ -84,7 +87,8 @@ class Executor:
                 dtype=of_dtype,
                 attn_implementation=attention.name,
                 device=device.torch_device,
-                check=lambda model: memory.check_fits(packed_bytes(model, packing)),
+                cpu_parts=parts,
+                check=lambda model: memory.check_fits(packed_bytes(model, packing) - num_bytes(model, parts)),
             )
             kv_shapes = probe_kv_shapes(shard)
             pack_shard(shard, packing)

@@ -20,6 +20,7 @@ import transformers as tf
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
+from services.stage.model.cpu_parts import CpuPart, place
 from services.stage.model.experts import EXPERTS
 from services.stage.model.model_info import ModelInfo, model_class
 from services.stage.model.refusal import refuse
@@ -92,12 +93,11 @@ def shard_class(info: ModelInfo, layers: range, check: Callable[[nn.Module], Non
 class Shard:
     """Some layers of a model, ready to compute: `hidden` on any stage, `logits` on the tail."""
 
-    def __init__(self, model: Any, info: ModelInfo, layers: range) -> None:
-        self.model, self.info, self.layers = model, info, layers
+    def __init__(self, model: Any, info: ModelInfo, layers: range, device: torch.device) -> None:
+        self.model, self.info, self.layers, self.device = model, info, layers, device
         self.is_first, self.is_last = layers.start == 0, layers.stop == info.num_layers
         self.decoder = model.base_model
         self.dtype: torch.dtype = model.dtype
-        self.device: torch.device = model.device
         self._stack = getattr(self.decoder, Pieces.of(model, info.num_layers).layers)
         self.layer_modules: dict[int, nn.Module] = {number: self._stack[number] for number in layers}
         sizes = {int(p.shape[-2]) for layer in self.layer_modules.values() for p in layer.parameters() if p.dim() > 1}
@@ -116,9 +116,10 @@ class Shard:
         dtype: torch.dtype,
         attn_implementation: str,
         device: torch.device,
+        cpu_parts: frozenset[CpuPart] = frozenset(),
         check: Callable[[nn.Module], None] = lambda _: None,
     ) -> Shard:
-        """Loads these layers of a model from a folder or hub id.
+        """Loads these layers of a model from a folder or hub id, onto `device` but for `cpu_parts`.
 
         `check` gets the shard's model before any weight is read; it may raise. Raises Invalid, with the remedy, if
         the model cannot be sharded or loaded, and Unavailable if the hub does not answer.
@@ -150,7 +151,14 @@ class Shard:
             if report[name]:
                 refuse(f"{info.path} has {name} {_some(report[name])}", "Copy the model again, or correct its config")
         _check_signatures(loaded)
-        return cls(loaded.eval().to(device), info, layers)
+        place(loaded.eval(), device, cpu_parts)
+        return cls(loaded, info, layers, device)
+
+    @property
+    def output_device(self) -> torch.device:
+        """Where the output layer computes and logits lie."""
+        parameter = next(self.model.get_output_embeddings().parameters(), None)
+        return self.device if parameter is None else parameter.device
 
     def zeros(self, num_rows: int) -> Tensor:
         """Returns zeros as input: ids int64 [T] on the first shard, hidden states [T, H] in `dtype` on the others."""
@@ -183,7 +191,7 @@ class Shard:
         """Returns the logits [R, V] of the sampled rows, with all that the model's own forward does after its layers.
 
         `x` and `position_ids` are those of `hidden`; `sampled_rows`, int64 [R], are indices of packed rows. The logits
-        have the dtype that the model's forward gives them.
+        have the dtype that the model's forward gives them, and lie where the output layer does.
         """
         logits: Tensor = self.model(**self._inputs(x, position_ids), logits_to_keep=sampled_rows).logits
         return logits[0]
