@@ -4,31 +4,23 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 from uuid import UUID
 
-import psutil
 import pytest
 from celery import Celery
-from sqlalchemy import Engine, text
+from sqlalchemy import Engine
 
 from services.standalone.cores import usable_cores
 from shardline.client import Client
-from shardline.store import fleets, pipelines
+from shardline.store import fleets
 from shardline.store.database import connect
-from shardline.store.fleets import FleetPlan
+from tests.fleet import MODEL, keep_busy, layers, plan, start_third
 from tests.polling import until
-from tests.repository import REPOSITORY
 from tests.stack import Stack
 
-MODEL = "clerk"
 PROMPTS = [f"sort: {number}, 7, {number + 4}, 2, 9 =" for number in range(8)]
-BACKLOG = 96
-"""Jobs: more than a head has seats."""
-ACTIVE = text("SELECT count(*) FROM jobs WHERE state IN ('queued', 'running')")
 PARAMS: dict[str, Any] = {"max_tokens": 200, "temperature": 0, "ignore_eos": True}
 
 
@@ -55,18 +47,6 @@ def database(stack: Stack) -> Iterator[Engine]:
 def client(stack: Stack) -> Iterator[Client]:
     with Client(database_url=stack.urls["database"], redis_url=stack.urls["redis"]) as client:
         yield client
-
-
-def layers(database: Engine) -> list[tuple[int, ...]]:
-    """Of the stages of each ready pipeline."""
-    with database.connect() as connection:
-        ready = [each for each in pipelines.live_pipelines(connection) if each.ready]
-    return [tuple(stage["layers"]) for each in ready for stage in each.stages]
-
-
-def plan(database: Engine) -> FleetPlan:
-    with database.connect() as connection:
-        return fleets.plan_of(connection, MODEL)
 
 
 def replan(database: Engine, split: list[tuple[int, int]]) -> None:
@@ -98,11 +78,8 @@ def test_layers_move_under_running_jobs_and_no_token_changes(database: Engine, c
     ids: list[UUID] = []
 
     def moved() -> bool:
-        """As many jobs as fill every seat, so that some are under way when the stages leave, however fast they are."""
-        with database.connect() as connection:
-            num_active = connection.execute(ACTIVE).scalar_one()
-        for _ in range(BACKLOG - num_active):
-            ids.append(client.submit(MODEL, prompt=PROMPTS[len(ids) % len(PROMPTS)], **PARAMS))
+        rest = len(ids) % len(PROMPTS)
+        ids.extend(keep_busy(database, client, [*PROMPTS[rest:], *PROMPTS[:rest]], PARAMS))
         return layers(database) == after
 
     until(moved, timeout_s=60)
@@ -123,9 +100,7 @@ def test_a_killed_worker_comes_back_to_its_layers(stack: Stack, database: Engine
 
 def test_a_worker_that_joins_gets_a_stage_and_is_missed_when_it_leaves(stack: Stack, database: Engine) -> None:
     before = plan(database)
-    environment = psutil.Process(stack.look()["processes"]["worker-1"]).environ()
-    environment["SHARDLINE_WORKER_NAME"] = "third"
-    third = subprocess.Popen([sys.executable, "-m", "services.stage"], env=environment, cwd=REPOSITORY)
+    third = start_third(stack)
     try:
         until(lambda: len(plan(database).stages) == 3, timeout_s=60)
         (name,) = set(plan(database).stages) - set(before.stages)
