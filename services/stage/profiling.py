@@ -277,7 +277,7 @@ def _boot_id() -> str:
 
 
 def _key(settings: StageSettings, device: Device) -> list[str]:
-    limits = [settings.dtype, str(settings.token_budget), str(VERSION)]
+    limits = [settings.dtype, str(settings.token_budget), settings.cpu_parts, str(VERSION)]
     return [socket.gethostname(), device.name, str(device.num_threads), *limits, *device.identity()]
 
 
