@@ -82,11 +82,11 @@ def join(stack: Stack, time_scale: float) -> dict[str, object]:
         try:
             planned_s = seconds(began_s, lambda: plan(database).split != before.split)
             serving_s = seconds(began_s, is_serving)
+            after = plan(database)
             num_done = sum(job.result is not None for job in client.wait(ids, PATIENCE_S))
         finally:
             worker.terminate()
             worker.wait()
-    after = plan(database)
     database.dispose()
     return {
         "split_before": before.split,
