@@ -96,7 +96,7 @@ def _load(
     """What is given counts, else what was asked."""
     prompt, output = prompt or round(asked.prompt or 0), output or round(asked.output or 0)
     if not prompt or not output:
-        problem = f"no job of the last {window_s:g} s has a result, so the size of jobs is not known"
+        problem = f"no job of the last {window_s:g} s has succeeded, so the size of jobs is not known"
         raise Invalid("--prompt", problem, "Give --rate, --prompt and --output, or a longer --window-s")
     arriving = asked.num_arrived / window_s if rate is None else rate
     return Load(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -60,21 +61,13 @@ class Scaling:
 
         More workers are never slower, since a plan may leave some out: so the number is found by halves.
         """
-        too_few, enough = 0, None
-        num = 1
-        while enough is None and too_few < at_most:
-            size = self.size(num, tokens_per_s)
-            if size is not None and size.used <= share:
-                enough = size
-            else:
-                too_few, num = num, min(2 * num, at_most)
-        while enough is not None and enough.workers - too_few > 1:
-            size = self.size((too_few + enough.workers) // 2, tokens_per_s)
-            if size is not None and size.used <= share:
-                enough = size
-            else:
-                too_few = (too_few + enough.workers) // 2
-        return enough
+        numbers = range(1, at_most + 1)
+        place = bisect_left(numbers, True, key=lambda num: self._is_enough(self.size(num, tokens_per_s), share))
+        return self.size(numbers[place], tokens_per_s) if place < at_most else None
+
+    @staticmethod
+    def _is_enough(size: FleetSize | None, share: float) -> bool:
+        return size is not None and size.used <= share
 
     def _plan(self, num: int) -> Plan:
         profiles = self._here[:num]

@@ -14,14 +14,15 @@ MAX_SIZED = 1_000
 DEMAND = text("""
 -- Jobs that came within the window.
 WITH arrived AS (
-    SELECT id, created_at FROM jobs
+    SELECT id, state, created_at FROM jobs
     WHERE model = :model AND created_at > now() - make_interval(secs => :window_s)
     ORDER BY created_at DESC, id DESC LIMIT :max_counted
 ),
--- The lengths of those that have results.
+-- The lengths of the newest that succeeded, each found by its key.
 sizes AS (
-    SELECT prompt_tokens, completion_tokens FROM arrived JOIN results ON results.job_id = arrived.id
-    ORDER BY arrived.created_at DESC LIMIT :max_sized
+    SELECT (SELECT prompt_tokens FROM results WHERE job_id = newest.id) AS prompt_tokens,
+        (SELECT completion_tokens FROM results WHERE job_id = newest.id) AS completion_tokens
+    FROM (SELECT id FROM arrived WHERE state = 'succeeded' ORDER BY created_at DESC LIMIT :max_sized) AS newest
 ),
 -- Jobs whose time has come and that no head has claimed.
 waiting AS (
@@ -55,7 +56,7 @@ class Demand:
     num_queued: int
     """Jobs that wait and may run."""
     prompt: float | None
-    """Tokens of a prompt, on average; None if no job of the window has a result."""
+    """Tokens of a prompt, on average; None if no job of the window succeeded."""
     output: float | None
     """Tokens of a completion."""
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers as tf
 
+from services.standalone.cores import usable_cores
 from services.standalone.settings import CLERK
 from shardline.client import Client
 from shardline.store import pipelines
@@ -18,7 +19,7 @@ from shardline.store.database import connect
 from tests.polling import until
 from tests.stack import Stack
 
-DEVICES = ("cpu:0", "toy:0")
+DEVICES = (f"cpu:{usable_cores()[0]}", "toy:0")
 NUM_NEW = 128
 PARAMS: dict[str, Any] = {"max_tokens": NUM_NEW, "temperature": 0, "ignore_eos": True}
 

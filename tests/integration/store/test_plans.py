@@ -182,6 +182,7 @@ def test_every_statement_of_doors_and_relays_finds_its_rows_by_an_index(
         assert sweeps.sweep_stopped_queued(connection, lambda *_: "") == {}
         assert sweeps.count_active(connection)
         assert demand.oldest_queued(connection)["m"] > 0
+        assert demand.demand(connection, "m", window_s=900).num_arrived > 0
         sent = outbox.stamp_due(connection, resend_s=1.0)
         outbox.unstamp(connection, [one.job_id for one in sent[:8]])
         assert outbox.unstamp_sent(connection) == len(sent) - 8
