@@ -29,6 +29,8 @@ STALL = 1 / 3
 """Part of a job's lease: after a longer silence of Postgres, or of this relay, workers get time to beat again."""
 SETTLE_POLLS = 3
 """A fleet gets its first plan when nobody has joined for so many polls: workers of one start come one by one."""
+PATIENCE_POLLS = 120
+"""So long its first plan waits for workers that are announced: they measure their devices."""
 COOL_DOWN_POLLS = 60
 """Between two new cuts that only make a fleet faster."""
 
@@ -39,6 +41,8 @@ class Sight:
 
     workers: Mapping[str, Mapping[str, FleetWorker]]
     """By model and name: those that are here and may serve the model."""
+    coming: Mapping[str, float]
+    """By model: seconds since the newest worker that has not joined yet was announced."""
     plans: Mapping[str, FleetPlan]
     wanted: Collection[str]
     served_s: Mapping[str, float]
@@ -50,6 +54,7 @@ class Sight:
         workers = {model: {each.worker: each for each in fleets.workers_of(connection, model)} for model in models}
         return cls(
             workers=workers,
+            coming=fleets.coming(connection),
             plans=fleets.all_plans(connection),
             wanted=fleets.wanted(connection, models) if len(models) > 1 else models,
             served_s=fleets.served(connection) if len(models) > 1 else {},
@@ -142,7 +147,9 @@ class Coordinator(Loop):
             return None
         may_improve = plan.age_s > COOL_DOWN_POLLS * self._times.poll_s
         seen = plan.version, may_improve, frozenset((worker, dump(each.profile)) for worker, each in own.items())
-        if self._is_unsettled(own, plan) or (self._seen.get(model) == seen and len(kept) == len(plan.stages)):
+        if not plan.version and self._is_unsettled(own, sight.coming.get(model, math.inf)):
+            return None
+        if self._seen.get(model) == seen and len(kept) == len(plan.stages):
             return None
         now = Deployment(split=plan.split, stages=kept, tokens_per_s=plan.tokens_per_s)
         then = self._replanned(model, sight, own, now, may_improve=may_improve) if own else None
@@ -161,10 +168,10 @@ class Coordinator(Loop):
             log.warning("fleet cannot be planned", model=model, problem=error.problem)
             return None
 
-    def _is_unsettled(self, own: Mapping[str, FleetWorker], plan: FleetPlan) -> bool:
-        """Whether more workers may come that the first plan should have counted."""
+    def _is_unsettled(self, own: Mapping[str, FleetWorker], coming_s: float) -> bool:
+        """Whether more workers may come that the first plan should count."""
         newest_s = min((member.here_s for member in own.values()), default=math.inf)
-        return not plan.version and newest_s < SETTLE_POLLS * self._times.poll_s
+        return newest_s < SETTLE_POLLS * self._times.poll_s or coming_s < PATIENCE_POLLS * self._times.poll_s
 
     def _store(self, sight: Sight, changes: Mapping[str, Deployment]) -> None:
         """All of them, unless another coordinator has changed a plan since."""

@@ -94,6 +94,9 @@ def main() -> int:
 def join_fleet(placed: Placed, backends: Backends) -> tuple[Membership, Placed]:
     """Measures the device with each model, offers it, and waits for layers of one. Raises Invalid, Unavailable."""
     models = {each.name: replace(placed, settings=each, info=info_of(each)) for each in placed.settings.every_model}
+    database = backends.open_database(application_name=f"shardline {placed.worker} membership")
+    membership = Membership(database, placed.worker, placed.settings.times, tuple(models))
+    membership.announce()
     offers = {
         name: Offer(
             shapes=ModelCosts.read(each.info.path),
@@ -101,10 +104,8 @@ def join_fleet(placed: Placed, backends: Backends) -> tuple[Membership, Placed]:
         )
         for name, each in models.items()
     }
-    database = backends.open_database(application_name=f"shardline {placed.worker} membership")
     if len(models) > 1:  # those whose turn comes later take jobs as well
         register_models(database, models.values())
-    membership = Membership(database, placed.worker, placed.settings.times)
     membership.join_fleet(offers)
     given = membership.wait_for_layers()
     return membership, replace(models[given.model], layers=range(*given.layers))

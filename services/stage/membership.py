@@ -7,7 +7,7 @@ Celery and no engine; the plan is made by a relay's coordinator.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import structlog
 from sqlalchemy import Engine as Database
@@ -25,28 +25,38 @@ BEATS_IN_LEASE = 10
 
 
 class Membership(threading.Thread):
-    """Renews the worker's lease in a thread of its own, from its joining until it leaves."""
+    """Renews the worker's lease in a thread of its own, from its announcement until it leaves."""
 
-    def __init__(self, database: Database, worker: str, times: Times) -> None:
+    def __init__(self, database: Database, worker: str, times: Times, models: Sequence[str]) -> None:
         super().__init__(name="membership", daemon=True)
-        self._database, self._worker = database, worker
+        self._database, self._worker, self._models = database, worker, models
         self._lease_s = fleets.LEASES * times.lease_s
         self._stopped = threading.Event()
-        self._offered: frozenset[str] = frozenset()
+        self._has_joined = threading.Event()
         self._given: Given | None = None
         self._has_layers = threading.Event()
         self._moved: Callable[[], None] | None = None
 
+    def announce(self) -> None:
+        """Says that the worker will join once its device is measured: the first plan of a fleet waits for it.
+
+        Raises Unavailable if Postgres does not answer.
+        """
+        try:
+            self._beat()
+        except DBAPIError as error:
+            raise _unavailable(error) from error
+        self.start()
+
     def join_fleet(self, offers: Mapping[str, Offer]) -> None:
-        """Offers the device to these models. Raises Unavailable if Postgres does not answer."""
-        self._offered = frozenset(offers)
+        """Offers the device to the models. Raises Unavailable if Postgres does not answer."""
         try:
             with self._database.begin() as connection:
                 fleets.join(connection, self._worker, offers, lease_s=self._lease_s)
         except DBAPIError as error:
-            raise Unavailable(f"{failure_of(error)}. Check SHARDLINE_DATABASE_URL and migrate") from error
+            raise _unavailable(error) from error
+        self._has_joined.set()
         log.info("worker joined its fleet", worker=self._worker, models=sorted(offers))
-        self.start()
 
     def wait_for_layers(self) -> Given:
         """Returns the model and the layers that the first plan with this worker gives it."""
@@ -73,13 +83,20 @@ class Membership(threading.Thread):
         """Beats until stopped. Without Postgres the worker goes on with the layers that it has."""
         while not self._stopped.wait(self._lease_s / BEATS_IN_LEASE):
             try:
-                with self._database.begin() as connection:
-                    given = fleets.beat(connection, self._worker, self._lease_s)
+                given = self._beat()
             except DBAPIError as error:
                 log.warning("no beat of this worker", problem=str(failure_of(error)))
                 continue
             # A plan of a model that it served under other settings counts for nothing.
-            self._take(given if given and given.model in self._offered else None)
+            self._take(given if given and given.model in self._models else None)
+
+    def _beat(self) -> Given | None:
+        """Renews the lease; returns what the plan gives the worker, if it has joined."""
+        with self._database.begin() as connection:
+            if self._has_joined.is_set():
+                return fleets.beat(connection, self._worker, self._lease_s)
+            fleets.announce(connection, self._worker, self._models, lease_s=self._lease_s)
+            return None
 
     def _take(self, given: Given | None) -> None:
         if self._given is None:
@@ -90,6 +107,10 @@ class Membership(threading.Thread):
             log.info("the plan gives this worker other layers", old=_shown(self._given), new=_shown(given))
             moved, self._moved = self._moved, None
             moved()
+
+
+def _unavailable(error: DBAPIError) -> Unavailable:
+    return Unavailable(f"{failure_of(error)}. Check SHARDLINE_DATABASE_URL and migrate")
 
 
 def _shown(given: Given | None) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import Connection, delete, func, or_, select, text
+from sqlalchemy import Connection, and_, delete, func, or_, select, text
 
 from shardline.store.encoding import dump
 from shardline.tables import plans, workers
@@ -22,6 +22,13 @@ PLANS_LOCK = 7_236_003
 LEASES = 2
 """A worker's lease is so many of a job's: another plan costs more than waiting for one that starts again."""
 
+ANNOUNCE = text("""
+INSERT INTO workers (worker, model, further, lease_until)
+VALUES (:worker, :model, CAST(:further AS jsonb), now() + make_interval(secs => :lease_s))
+-- One that starts again keeps its offer and its lease: it may fail before it joins again.
+ON CONFLICT (worker) DO UPDATE SET lease_until = excluded.lease_until WHERE workers.profile IS NULL
+""")
+
 JOIN = text("""
 INSERT INTO workers (worker, model, shapes, profile, further, lease_until)
 VALUES (:worker, :model, CAST(:shapes AS jsonb), CAST(:profile AS jsonb), CAST(:further AS jsonb),
@@ -29,7 +36,9 @@ VALUES (:worker, :model, CAST(:shapes AS jsonb), CAST(:profile AS jsonb), CAST(:
 ON CONFLICT (worker) DO UPDATE SET model = excluded.model, shapes = excluded.shapes, profile = excluded.profile,
     further = excluded.further, lease_until = excluded.lease_until,
     -- One that was gone joins anew; one that starts again has been here.
-    joined_at = CASE WHEN workers.lease_until > now() THEN workers.joined_at ELSE now() END
+    joined_at = CASE
+        WHEN workers.lease_until > now() AND workers.profile IS NOT NULL THEN workers.joined_at ELSE now()
+    END
 """)
 
 BEAT = text("""
@@ -109,6 +118,14 @@ class Offer:
     profile: object
 
 
+def announce(connection: Connection, worker: str, models: Sequence[str], *, lease_s: float) -> None:
+    """A worker is about to join with these models; again before its lease ends, if measuring its device takes long."""
+    model, *further = models
+    connection.execute(delete(workers).where(workers.c.worker == worker, ~_IS_HERE))
+    others = dump(dict.fromkeys(further))
+    connection.execute(ANNOUNCE, {"worker": worker, "model": model, "further": others, "lease_s": lease_s})
+
+
 def join(connection: Connection, worker: str, offers: Mapping[str, Offer], *, lease_s: float) -> None:
     """A worker offers its device to these models, of which it will serve one at a time."""
     (model, first), *further = offers.items()
@@ -135,16 +152,24 @@ def leave(connection: Connection, worker: str) -> None:
 
 def fleets(connection: Connection) -> list[str]:
     """The models that workers who are here may serve, by name."""
-    further = select(func.jsonb_object_keys(workers.c.further)).where(_IS_HERE)
-    return sorted(connection.scalars(select(workers.c.model).where(_IS_HERE).union(further)))
+    further = select(func.jsonb_object_keys(workers.c.further)).where(_HAS_JOINED)
+    return sorted(connection.scalars(select(workers.c.model).where(_HAS_JOINED).union(further)))
+
+
+def coming(connection: Connection) -> dict[str, float]:
+    """By model: for how many seconds the newest of the workers that are about to join has been announced."""
+    found: dict[str, float] = {}
+    for row in connection.execute(select(workers, _HERE_S).where(_IS_HERE, workers.c.profile.is_(None))):
+        for model in (row.model, *row.further):
+            found[model] = min(float(row.here_s), found.get(model, math.inf))
+    return found
 
 
 def workers_of(connection: Connection, model: str) -> list[FleetWorker]:
     """The workers that are here and may serve a model, by name."""
-    here_s = func.extract("epoch", func.now() - workers.c.joined_at).label("here_s")
     serves = or_(workers.c.model == model, workers.c.further.has_key(model))
     found = []
-    for row in connection.execute(select(workers, here_s).where(serves, _IS_HERE).order_by(workers.c.worker)):
+    for row in connection.execute(select(workers, _HERE_S).where(serves, _HAS_JOINED).order_by(workers.c.worker)):
         own = {"shapes": row.shapes, "profile": row.profile} if row.model == model else row.further[model]
         found.append(FleetWorker(worker=row.worker, here_s=float(row.here_s), **own))
     return found
@@ -201,3 +226,5 @@ def store_plan(
 
 NO_PLAN = FleetPlan(version=0, split=(), stages={}, age_s=math.inf)
 _IS_HERE = workers.c.lease_until > func.now()
+_HAS_JOINED = and_(_IS_HERE, workers.c.profile.is_not(None))
+_HERE_S = func.extract("epoch", func.now() - workers.c.joined_at).label("here_s")

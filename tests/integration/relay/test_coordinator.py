@@ -78,6 +78,17 @@ def test_the_first_plan_waits_until_nobody_joins_any_more(engine: Engine, coordi
     assert found.split[-1][1] == len(model().layers)
 
 
+def test_the_first_plan_waits_for_announced_workers_but_not_forever(engine: Engine, coordinator: Coordinator) -> None:
+    join(engine, "a")
+    with engine.begin() as connection:
+        fleets.announce(connection, "b", [MODEL], lease_s=LONG_S)
+    coordinator.turn()
+    assert plan(engine).version == 0
+    change(engine, AGES)
+    coordinator.turn()
+    assert set(plan(engine).stages) == {"a"}, "it has no profile still"
+
+
 def test_a_fleet_is_cut_anew_when_a_stage_is_missed_and_left_alone_otherwise(
     engine: Engine, coordinator: Coordinator, clock: Clock
 ) -> None:

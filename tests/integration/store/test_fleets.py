@@ -83,6 +83,31 @@ def test_one_that_starts_again_has_been_here_and_one_that_was_gone_has_not(engin
     assert after["b"] < after["a"]
 
 
+def test_an_announced_worker_is_coming_until_it_joins_or_its_lease_ends(engine: Engine) -> None:
+    def announce(*names: str, lease_s: float = LONG_S) -> None:
+        with engine.begin() as connection:
+            for name in names:
+                fleets.announce(connection, name, [MODEL, "another"], lease_s=lease_s)
+
+    def coming() -> set[str]:
+        with engine.begin() as connection:
+            return set(fleets.coming(connection))
+
+    announce("failed", lease_s=-1)
+    assert coming() == set()
+    announce("a", "failed")
+    assert (coming(), members(engine)) == ({MODEL, "another"}, [])
+    with engine.begin() as connection:
+        assert fleets.fleets(connection) == []
+    join(engine, "a", "failed")
+    assert (coming(), members(engine)) == (set(), ["a", "failed"])
+    announce("a")
+    assert (coming(), members(engine)) == (set(), ["a", "failed"]), "one that starts again keeps its offer"
+    join(engine, "failed", lease_s=-1)
+    announce("failed")
+    assert (coming(), members(engine)) == ({MODEL, "another"}, ["a"]), "what was gone has no offer any more"
+
+
 def test_a_worker_may_serve_several_models_and_is_given_one(engine: Engine) -> None:
     with engine.begin() as connection:
         fleets.join(connection, "a", {MODEL: offer("own"), "another": offer("further")}, lease_s=LONG_S)
