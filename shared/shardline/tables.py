@@ -133,7 +133,7 @@ jobs = Table(
     Column("model", Text, nullable=False),
     # What to complete: one of the first two, or prompt_ids alone.
     Column("prompt", Text),
-    Column("messages", JSONB),
+    Column("messages", JSONB(none_as_null=True)),
     Column("prompt_ids", ARRAY(Integer)),
     _object("params"),
     Column("seed", BigInteger, nullable=False, server_default=text(RANDOM_SEED)),
@@ -165,7 +165,7 @@ jobs = Table(
     Column("exactness", Text),
     Column("exact", Boolean, nullable=False, server_default=true()),
     # The end.
-    Column("error", JSONB),
+    Column("error", JSONB(none_as_null=True)),
     _time("finished_at"),
     UniqueConstraint("tenant_id", "idempotency_key"),
     CheckConstraint(_one_of("state", tuple(JobState)), name="state_is_known"),
@@ -231,7 +231,7 @@ attempts = Table(
     Column("outcome", Text),
     Column("num_resumed", Integer, nullable=False, server_default=text("0")),
     Column("tokens", ARRAY(Integer), nullable=False, server_default=text("'{}'")),
-    Column("logprobs", JSONB),
+    Column("logprobs", JSONB(none_as_null=True)),
     # It waits in its head for KV: nothing of it is computed, so it cannot have broken anything.
     Column("parked", Boolean, nullable=False, server_default=false()),
     CheckConstraint(_one_of("outcome", OUTCOMES), name="outcome_is_known"),
@@ -248,7 +248,7 @@ results = Table(
     Column("completion_tokens", Integer, nullable=False),
     Column("cached_tokens", Integer),
     Column("finish_reason", Text, nullable=False),
-    Column("logprobs", JSONB),
+    Column("logprobs", JSONB(none_as_null=True)),
     Column("exact", Boolean, nullable=False),
     _object("timings"),
     _object("provenance"),
