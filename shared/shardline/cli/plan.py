@@ -18,6 +18,8 @@ from shardline.planner import DeviceProfile, Goal, ModelCosts, Plan, Plans, Work
 
 USUAL = Workload()
 BAR_CHARS = 12
+HELD_UP = 0.95
+"""Of a stage that is less busy than this, and is the busiest, people are told why."""
 SVG_CHARS = 110
 CACHE = Path.home() / ".cache" / "shardline"
 
@@ -85,6 +87,9 @@ def _draw(console: Console, plans: Plans, workload: Workload) -> None:
     replicas = f", {best.replicas} replicas" if best.replicas > 1 else ""
     console.print(f"[bold]best for {plans.goal}[/bold] of {load}: {len(best.stages)} stages{replicas}")
     console.print(_stages(best))
+    busy_share = best.stages[best.bottleneck].busy_share
+    if busy_share < HELD_UP:
+        console.print(f"[red]links between machines hold steps up[/red]: the busiest stage waits {1 - busy_share:.0%}")
     console.print(_table_of(plans))
 
 

@@ -1,6 +1,6 @@
 """The planner: which device computes which layers, from measured times. Knows no torch and starts nothing."""
 
-from shardline.planner.device_profile import DeviceProfile, LayerTimes, read_profiles
+from shardline.planner.device_profile import DeviceProfile, LayerTimes, Link, read_profiles
 from shardline.planner.model_costs import ModelCosts
 from shardline.planner.plan import Plan, Plans
 from shardline.planner.planning import make_plans, make_plans_that_fit
@@ -10,6 +10,7 @@ __all__ = [
     "DeviceProfile",
     "Goal",
     "LayerTimes",
+    "Link",
     "ModelCosts",
     "Plan",
     "Plans",

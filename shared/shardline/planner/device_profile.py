@@ -14,10 +14,25 @@ import msgspec
 
 from shardline.errors import Invalid
 
-VERSION = 2
+VERSION = 3
 Seconds = Annotated[float, msgspec.Meta(ge=0)]
 Points = Annotated[tuple[tuple[float, float], ...], msgspec.Meta(min_length=1, max_length=64)]
 """(rows, seconds), by rows."""
+
+
+class Link(msgspec.Struct, frozen=True, kw_only=True):
+    """What frames between two machines meet, while no stage works for them."""
+
+    latency_s: Seconds
+    bytes_per_s: Annotated[float, msgspec.Meta(gt=0)]
+
+    def seconds(self, num_bytes: float) -> float:
+        """From the end of a frame's sending to its arrival."""
+        return self.latency_s + num_bytes / self.bytes_per_s
+
+
+NO_LINK = Link(latency_s=0.0, bytes_per_s=1e9)
+"""Stands for what nobody has measured."""
 
 
 class LayerTimes(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,14 +76,23 @@ class DeviceProfile(msgspec.Struct, frozen=True, kw_only=True):
     """What the tail adds, by sampled rows: output layer and sampler."""
     tail_prefill_row_s: float
     """What the tail adds for each prompt row that is not sampled; below 0, since its last layer leaves them out."""
-    hop_s: Seconds = 0.0
-    """Of one frame to the next stage, without its bytes."""
-    hop_bytes_per_s: Annotated[float, msgspec.Meta(gt=0)] = 1e9
+    frame_s: Seconds = 0.0
+    """To take one frame and send another, without their bytes."""
+    frame_byte_s: Seconds = 0.0
+    """More, for each byte of a frame."""
+    machine: str = ""
+    """All devices with the same value meet others over the same links."""
+    links: dict[str, Link] = {}
+    """To other machines and to its own, as far as they are measured."""
 
     @property
     def activation_dtype(self) -> str:
         """Stages pair only if it is equal: weights of int8 go with activations of bfloat16."""
         return "bfloat16" if self.dtype == "int8" else self.dtype
+
+    def link(self, other: DeviceProfile) -> Link:
+        """Between the two: what either has measured."""
+        return self.links.get(other.machine) or other.links.get(self.machine) or NO_LINK
 
 
 def read_profiles(data: bytes, field: str = "--devices") -> list[DeviceProfile]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import combinations, pairwise
 
 import msgspec
 
@@ -14,6 +14,8 @@ from shardline.planner.prediction import Assigned, Predictor
 from shardline.planner.search import DeviceKind, Search, Slice
 from shardline.planner.workload import StepKind
 
+FEW_STAGES = 16
+"""Of these any two are tried in each other's place."""
 ALIKE = 0.05
 """Devices of equal hardware whose figures differ by less of their value are one group."""
 Device = tuple[DeviceProfile, ...]
@@ -31,7 +33,8 @@ class Fleet:
     def of(cls, predictor: Predictor, profiles: Sequence[DeviceProfile]) -> Fleet:
         """Groups what is alike."""
         devices: dict[tuple[str, str], list[DeviceProfile]] = defaultdict(list)
-        for profile in profiles:
+        # Stages next to each other take devices next to each other.
+        for profile in sorted(profiles, key=lambda profile: profile.machine):
             devices[profile.host, profile.device].append(profile)
         groups: list[list[Device]] = []
         for ways in devices.values():
@@ -102,14 +105,27 @@ class Shape:
 
 def neighbors(stages: Sequence[Assigned]) -> Iterator[list[Assigned]]:
     """Yields the same pipeline with one layer moved to the next stage or from it, and with two unlike devices that
-    change places."""
+    change places: next to each other, or anywhere if links are known and stages are few."""
     for place, (left, right) in enumerate(pairwise(stages)):
         for bound in (left.stop - 1, left.stop + 1):
             if left.first < bound < right.stop:
                 yield [*stages[:place], left._replace(stop=bound), right._replace(first=bound), *stages[place + 2 :]]
-        if not _are_alike((left.profile,), (right.profile,)):
-            swapped = left._replace(devices=right.devices), right._replace(devices=left.devices)
-            yield [*stages[:place], *swapped, *stages[place + 2 :]]
+    has_links = any(device.links for stage in stages for device in stage.devices)
+    furthest = len(stages) if has_links and len(stages) <= FEW_STAGES else 1
+    for (place, left), (other, right) in combinations(enumerate(stages), 2):
+        if other - place <= furthest and not _are_same_in_place(left, right):
+            swapped = list(stages)
+            swapped[place], swapped[other] = (
+                left._replace(devices=right.devices),
+                right._replace(devices=left.devices),
+            )
+            yield swapped
+
+
+def _are_same_in_place(left: Assigned, right: Assigned) -> bool:
+    """Whether nothing would be different."""
+    machines = [[device.machine for device in stage.devices] for stage in (left, right)]
+    return machines[0] == machines[1] and _are_alike((left.profile,), (right.profile,))
 
 
 def share_memory(profiles: Sequence[DeviceProfile]) -> list[DeviceProfile]:

@@ -12,9 +12,11 @@ from shardline.planner.fleet import Fleet, neighbors, share_memory
 from shardline.planner.model_costs import WEIGHT_BYTES, ModelCosts
 from shardline.planner.plan import Plan, Plans
 from shardline.planner.prediction import Assigned, Predictor
+from shardline.planner.sites import sites
 from shardline.planner.workload import Goal, Workload
 from shardline.split import even_split
 
+MAX_CLIMBS = 16
 NUM_OTHERS = 3
 """Plans that are shown behind the best."""
 
@@ -35,7 +37,7 @@ def make_plans(
     """
     predictor, profiles = Predictor(model, workload), share_memory(profiles)
     ranking = _Ranking(predictor, goal)
-    for family in _families(profiles):
+    for family in (family for site in sites(profiles) for family in _families(site)):
         for shape in Fleet.of(predictor, family).shapes(num_stages, replicas):
             if goal is Goal.THROUGHPUT:
                 ranking.add(shape.fastest(ranking.busy_s(shape.replicas)))
@@ -43,8 +45,7 @@ def make_plans(
                 ranking.add(shape.first())
     if not ranking.plans:
         _refuse(model, profiles, workload)
-    for each in neighbors(ranking.stages(ranking.best)):
-        ranking.add(each)
+    ranking.improve()
     best, *others = ranking.plans[: 1 + NUM_OTHERS]
     return Plans(goal=goal, best=best, others=tuple(others), even=_even(predictor, profiles, best))
 
@@ -73,10 +74,20 @@ class _Ranking:
 
     def add(self, stages: Sequence[Assigned] | None) -> None:
         """Adds what fits."""
-        if stages is not None and self._predictor.fits(stages):
-            plan = self._predictor.predict(stages)
-            key = (plan.split, *((stage.dtype, stage.devices) for stage in plan.stages))
-            self._found[key] = plan, stages
+        if stages is None:
+            return
+        key = tuple((each.devices[0].dtype, each.first, each.stop, _names(each)) for each in stages)
+        if key not in self._found and self._predictor.fits(stages):
+            self._found[key] = self._predictor.predict(stages), stages
+
+    def improve(self) -> None:
+        """Goes from the best to its best neighbor, as long as that is better: the search knows no links."""
+        for _ in range(MAX_CLIMBS):
+            before = self.best
+            for each in neighbors(self.stages(before)):
+                self.add(each)
+            if self.best is before:
+                return
 
     @property
     def plans(self) -> list[Plan]:
@@ -99,6 +110,10 @@ class _Ranking:
             return float("inf")
         load = self._predictor.load(replicas)
         return load.concurrency * load.output * replicas / plans[NUM_OTHERS].tokens_per_s
+
+
+def _names(stage: Assigned) -> tuple[tuple[str, str], ...]:
+    return tuple((device.host, device.device) for device in stage.devices)
 
 
 def _families(profiles: Sequence[DeviceProfile]) -> list[list[DeviceProfile]]:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise, product
 from math import floor
 from typing import NamedTuple
 
-from shardline.planner.device_profile import DeviceProfile
+from shardline.planner.device_profile import DeviceProfile, Link
 from shardline.planner.model_costs import KV_BYTES, WEIGHT_BYTES, ModelCosts
 from shardline.planner.plan import DeviceName, Plan, StagePlan
-from shardline.planner.step_cost import StageCost, layer_s, stage_cost, step_s, tail_s
+from shardline.planner.step_cost import StageCost, frame_bytes, layer_s, stage_cost, step_s, tail_s
 from shardline.planner.workload import StepKind, Workload
 from shardline.rounding import ceil_div
+
+MIB = 1 << 20
 
 
 class Assigned(NamedTuple):
@@ -27,6 +30,15 @@ class Assigned(NamedTuple):
     def profile(self) -> DeviceProfile:
         """Of the first replica's device: those of the others are taken for equal."""
         return self.devices[0]
+
+    def link(self, other: Assigned) -> Link:
+        """The slowest to another stage: a head takes whatever device is free, of any replica."""
+        links = {one.machine: one for one in self.devices}, {one.machine: one for one in other.devices}
+        return max((one.link(two) for one, two in product(*(of.values() for of in links))), key=_slowness)
+
+
+def _slowness(link: Link) -> float:
+    return link.seconds(MIB)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +68,10 @@ class Predictor:
         load = self.load(replicas)
         steps = load.steps(len(stages))
         times = [[self._step_s(stage, step) for step in steps] for stage in stages]
-        # A step is as slow as its slowest stage; the others wait.
-        total_s = sum(step.count * max(of_step) for step, of_step in zip(steps, zip(*times, strict=True), strict=True))
+        total_s = sum(
+            step.count * self._interval_s(stages, step, of_step)
+            for step, of_step in zip(steps, zip(*times, strict=True), strict=True)
+        )
         busy = [sum(step.count * seconds for step, seconds in zip(steps, row, strict=True)) for row in times]
         ttft_s, token_s = self._first_token_s(stages, load), self._next_token_s(stages, load)
         planned = tuple(
@@ -81,16 +95,36 @@ class Predictor:
         inner_s = layers_s + step_s(stage.profile, self.model, step)
         return inner_s + (tail_s(stage.profile, step) if stage.stop == len(self.model.layers) else 0.0)
 
+    def _interval_s(self, stages: Sequence[Assigned], step: StepKind, times: Sequence[float]) -> float:
+        """Seconds from one step to the next. It is as slow as its slowest stage or link, for which the others wait; and
+        as many steps as there are stages share a whole round."""
+        if len(stages) == 1:
+            return times[0]
+        on_links_s = [size / link.bytes_per_s for link, size in self._frames(stages, step)]
+        return max(*times, *on_links_s, (sum(times) + self._hops_s(stages, step)) / len(stages))
+
+    def _hops_s(self, stages: Sequence[Assigned], step: StepKind) -> float:
+        """Seconds of a round in which the step's frames are between stages."""
+        return sum(link.seconds(size) for link, size in self._frames(stages, step))
+
+    def _frames(self, stages: Sequence[Assigned], step: StepKind) -> Iterator[tuple[Link, float]]:
+        """Yields the link and the bytes of each frame of a step; the tail's, with tokens alone, goes to the head."""
+        if len(stages) > 1:
+            for one, other in pairwise(stages):
+                yield one.link(other), frame_bytes(one.profile, self.model, step)
+            yield stages[-1].link(stages[0]), 0.0
+
     def _first_token_s(self, stages: Sequence[Assigned], load: Workload) -> float:
         """Chunks follow each other through the pipeline: the last one leaves when the slowest stage has done all."""
         chunk = load.first_token()[0]
         times = [self._step_s(stage, chunk) for stage in stages]
+        behind_s = max(0.0, chunk.count - 1) * self._interval_s(stages, chunk, times)
         sampled = StepKind(count=1, decodes=1, decode_context=load.prompt)
-        return sum(times) + max(0.0, chunk.count - 1) * max(times) + tail_s(stages[-1].profile, sampled)
+        return sum(times) + self._hops_s(stages, chunk) + behind_s + tail_s(stages[-1].profile, sampled)
 
     def _next_token_s(self, stages: Sequence[Assigned], load: Workload) -> float:
         step = StepKind(count=1, decodes=1, decode_context=load.prompt + load.output / 2)
-        return sum(self._step_s(stage, step) for stage in stages)
+        return sum(self._step_s(stage, step) for stage in stages) + self._hops_s(stages, step)
 
     def _stage(
         self, stage: Assigned, busy_s: float, total_s: float, load: Workload, steps: Sequence[StepKind]

@@ -28,7 +28,7 @@ class StageCost:
     seconds: tuple[float, ...]
     """Of the layers before each layer, in all steps."""
     stage_s: float
-    """Of a stage, whatever its layers: its steps and its hops."""
+    """Of a stage, whatever its layers: its steps and its frames."""
     tail_s: float
     """More, if it is the last; may be below 0."""
     bytes: tuple[float, ...]
@@ -111,9 +111,14 @@ def layer_s(profile: DeviceProfile, kind: str, step: StepKind) -> float:
 
 
 def step_s(profile: DeviceProfile, model: ModelCosts, step: StepKind) -> float:
-    """Seconds of one step without layers: plan and dispatch, and its frame to the next stage."""
-    frame_bytes = step.rows * model.hidden_size * KV_BYTES[profile.dtype]
-    return interpolated(profile.step, step.rows) + profile.hop_s + frame_bytes / profile.hop_bytes_per_s
+    """Seconds of one step without layers: plan and dispatch, and the work that its frames make."""
+    frame_s = profile.frame_s + profile.frame_byte_s * frame_bytes(profile, model, step)
+    return interpolated(profile.step, step.rows) + frame_s
+
+
+def frame_bytes(profile: DeviceProfile, model: ModelCosts, step: StepKind) -> float:
+    """Of a step's activations."""
+    return step.rows * model.hidden_size * KV_BYTES[profile.dtype]
 
 
 def tail_s(profile: DeviceProfile, step: StepKind) -> float:

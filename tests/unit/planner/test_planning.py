@@ -49,7 +49,7 @@ def test_a_device_that_slows_the_others_down_is_left_out() -> None:
 
 
 def test_equal_devices_that_hold_the_model_become_replicas() -> None:
-    found = plans(device("a:0", tail_s=LAYER_S), device("a:1", tail_s=LAYER_S))
+    found = make_plans(model(), [device("a:0"), device("a:1")], Workload(prompt=64, output=64, concurrency=512))
     assert found.best.replicas == 2
     assert [name.device for name in found.best.stages[0].devices] == ["a:0", "a:1"]
 
