@@ -14,6 +14,7 @@ from functools import partial
 # torch and transformers make objects that all stay: to look at them again and again takes an eighth of the time.
 gc.disable()
 
+import msgspec
 import structlog
 from pydantic import ValidationError
 from sqlalchemy import Engine as Database
@@ -25,6 +26,7 @@ from services.stage.backends import Backends, ServerBackends
 from services.stage.device import listing
 from services.stage.follower import Follower
 from services.stage.head import Head, end_leases_of_predecessor
+from services.stage.links import Links
 from services.stage.membership import Membership
 from services.stage.model.weights import fingerprint
 from services.stage.runtime import Placed, Stage, info_of, load, pipeline_of, place
@@ -62,6 +64,8 @@ def main() -> int:
         membership = None
         if settings.is_planned:
             membership, placed = join_fleet(placed, backends)
+        else:
+            placed = replace(placed, profile=profiling.recalled(settings, placed.device, placed.info.path))
         is_head = placed.layers.start == 0
         if is_head:
             database = backends.open_database(application_name=f"shardline {placed.worker}")
@@ -73,6 +77,9 @@ def main() -> int:
         stage.start()
         if membership is not None:
             membership.when_moved(partial(make_room, stage))
+            if loaded.drift is not None:
+                rescale = partial(profiling.rescale, placed.settings, placed.device, placed.info.path)
+                membership.watch(loaded.drift, rescale)
     except Invalid as error:
         logger.critical("refused", field=error.field, problem=error.problem, remedy=error.remedy)
         return REFUSED_STATUS
@@ -95,20 +102,22 @@ def join_fleet(placed: Placed, backends: Backends) -> tuple[Membership, Placed]:
     """Measures the device with each model, offers it, and waits for layers of one. Raises Invalid, Unavailable."""
     models = {each.name: replace(placed, settings=each, info=info_of(each)) for each in placed.settings.every_model}
     database = backends.open_database(application_name=f"shardline {placed.worker} membership")
-    membership = Membership(database, placed.worker, placed.settings.times, tuple(models))
+    links = Links(placed.settings)
+    membership = Membership(database, placed.worker, placed.settings.times, tuple(models), links.own)
     membership.announce()
-    offers = {
-        name: Offer(
-            shapes=ModelCosts.read(each.info.path),
-            profile=profiling.profile(each.settings, each.device, fresh=False, together=False),
-        )
+    profiles = {
+        name: profiling.profile(each.settings, each.device, fresh=False, together=False)
         for name, each in models.items()
     }
+    measured = links.measure(membership.others())
+    profiles = {name: msgspec.structs.replace(each, links=measured) for name, each in profiles.items()}
     if len(models) > 1:  # those whose turn comes later take jobs as well
         register_models(database, models.values())
-    membership.join_fleet(offers)
+    membership.join_fleet(
+        {name: Offer(shapes=ModelCosts.read(models[name].info.path), profile=each) for name, each in profiles.items()}
+    )
     given = membership.wait_for_layers()
-    return membership, replace(models[given.model], layers=range(*given.layers))
+    return membership, replace(models[given.model], layers=range(*given.layers), profile=profiles[given.model])
 
 
 def register_models(database: Database, models: Iterable[Placed]) -> None:

@@ -13,11 +13,12 @@ import structlog
 from sqlalchemy import Engine as Database
 from sqlalchemy.exc import DBAPIError
 
+from services.stage.scheduling.drift import Drift
 from shardline.config import Times
 from shardline.errors import Unavailable
 from shardline.store import fleets
 from shardline.store.database import failure_of
-from shardline.store.fleets import Given, Offer
+from shardline.store.fleets import Echoing, Given, Offer
 
 log = structlog.get_logger(__name__)
 
@@ -27,15 +28,19 @@ BEATS_IN_LEASE = 10
 class Membership(threading.Thread):
     """Renews the worker's lease in a thread of its own, from its announcement until it leaves."""
 
-    def __init__(self, database: Database, worker: str, times: Times, models: Sequence[str]) -> None:
+    def __init__(
+        self, database: Database, worker: str, times: Times, models: Sequence[str], echo: Echoing | None = None
+    ) -> None:
         super().__init__(name="membership", daemon=True)
-        self._database, self._worker, self._models = database, worker, models
+        self._database, self._worker, self._models, self._echo = database, worker, models, echo
         self._lease_s = fleets.LEASES * times.lease_s
         self._stopped = threading.Event()
         self._has_joined = threading.Event()
         self._given: Given | None = None
         self._has_layers = threading.Event()
         self._moved: Callable[[], None] | None = None
+        self._drift: Drift | None = None
+        self._drifted: Callable[[float], None] | None = None
 
     def announce(self) -> None:
         """Says that the worker will join once its device is measured: the first plan of a fleet waits for it.
@@ -47,6 +52,14 @@ class Membership(threading.Thread):
         except DBAPIError as error:
             raise _unavailable(error) from error
         self.start()
+
+    def others(self) -> list[Echoing]:
+        """Where workers on other machines, and on this one, answer. Raises Unavailable if Postgres does not answer."""
+        try:
+            with self._database.begin() as connection:
+                return fleets.echoes(connection, self._worker)
+        except DBAPIError as error:
+            raise _unavailable(error) from error
 
     def join_fleet(self, offers: Mapping[str, Offer]) -> None:
         """Offers the device to the models. Raises Unavailable if Postgres does not answer."""
@@ -67,6 +80,11 @@ class Membership(threading.Thread):
     def when_moved(self, moved: Callable[[], None]) -> None:
         """Calls this once, in the membership's thread, when the plan gives the worker other layers, or none."""
         self._moved = moved
+
+    def watch(self, drift: Drift, drifted: Callable[[float], None]) -> None:
+        """From now on the plan hears how the device has drifted, and `drifted` the factor, in the membership's
+        thread."""
+        self._drifted, self._drift = drifted, drift
 
     def leave(self) -> None:
         """Ends the thread, and the membership unless the worker comes back for other layers."""
@@ -89,14 +107,30 @@ class Membership(threading.Thread):
                 continue
             # A plan of a model that it served under other settings counts for nothing.
             self._take(given if given and given.model in self._models else None)
+            self._look_for_drift()
 
     def _beat(self) -> Given | None:
         """Renews the lease; returns what the plan gives the worker, if it has joined."""
         with self._database.begin() as connection:
             if self._has_joined.is_set():
                 return fleets.beat(connection, self._worker, self._lease_s)
-            fleets.announce(connection, self._worker, self._models, lease_s=self._lease_s)
+            fleets.announce(connection, self._worker, self._models, lease_s=self._lease_s, echo=self._echo)
             return None
+
+    def _look_for_drift(self) -> None:
+        """Tells the plan. What Postgres does not get now it gets with the worker's next start."""
+        factor = self._drift.take() if self._drift is not None else None
+        if factor is None or self._drift is None or self._drifted is None or self._given is None:
+            return
+        log.warning(
+            "steps take other times than this device's profile says: the plan hears it", factor=round(factor, 2)
+        )
+        self._drifted(factor)
+        try:
+            with self._database.begin() as connection:
+                fleets.refresh(connection, self._worker, self._given.model, self._drift.profile)
+        except DBAPIError as error:
+            log.warning("the plan does not know that this device has drifted", problem=str(failure_of(error)))
 
     def _take(self, given: Given | None) -> None:
         if self._given is None:

@@ -29,6 +29,9 @@ class StageMeter:
         self._stall_s = loaded.settings.times.stall_s
         self._warn_above_s = self._stall_s / 2
         """Also the longest step so far, once one was longer."""
+        self._drift = drift = loaded.drift
+        if drift is not None:
+            self._metrics.step_time_ratio.set_function(lambda: drift.ratio)
         self._metrics.exact.set(executor.exact)
         self._metrics.kv_blocks.labels("used").set_function(lambda: executor.blocks_used)
         self._metrics.kv_blocks.labels("all").set(executor.num_blocks)
@@ -37,6 +40,8 @@ class StageMeter:
         """The engine's thread, after each step."""
         metrics, seconds = self._metrics, time.compute_s
         metrics.steps.inc()
+        if self._drift is not None:
+            self._drift.add(plan, seconds)
         metrics.step_seconds.observe(seconds)
         for doing, spent_s in (("compute", seconds), ("hop", time.hop_s), ("wait", time.wait_s)):
             metrics.stage_seconds.labels(doing).inc(spent_s)

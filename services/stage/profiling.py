@@ -27,6 +27,9 @@ from services.stage.device.device import Device
 from services.stage.device.take import take
 from services.stage.engine.executor import Executor
 from services.stage.engine.memory import Limits
+from services.stage.hop.frame_cost import measure_frames
+from services.stage.hop.zeromq import ZeroMqHop
+from services.stage.hop_sockets import hop_sockets
 from services.stage.model import cache
 from services.stage.model.cpu_parts import parse_parts
 from services.stage.model.model_info import ModelInfo
@@ -35,7 +38,7 @@ from services.stage.scheduling.step_plan import Open, Row, StepPlan
 from services.stage.settings import StageSettings
 from shardline import log
 from shardline.clock import monotonic_s
-from shardline.errors import Invalid, ShardlineError
+from shardline.errors import Invalid, LinkLost, ShardlineError, Unavailable
 from shardline.job import SamplingParams
 from shardline.planner import DeviceProfile, LayerTimes, ModelCosts
 from shardline.planner.device_profile import VERSION, Points, read_profiles
@@ -184,8 +187,7 @@ def profile(settings: StageSettings, device: Device, *, fresh: bool, together: b
     """
     info = ModelInfo.read(settings.model, settings.model_revision)
     model = ModelCosts.read(info.path)
-    folder, name = settings.cache_dir / PROFILES, f"{_hash([*_key(settings, device), model.shapes_id])}.json"
-    known = None if fresh else _known(cache.recall(folder, name))
+    known = None if fresh else _recalled(settings, device, model)
     measuring = None if known else _Measuring(settings, info, model, device)
     if together:
         sys.stdout.write("ready\n")
@@ -193,10 +195,24 @@ def profile(settings: StageSettings, device: Device, *, fresh: bool, together: b
         sys.stdin.readline()
     if known is not None or measuring is None:
         assert known is not None
-        return _limited(known, settings)
+        return _here(known, settings)
     found = measuring.profile()
-    cache.store(folder, name, msgspec.json.encode(found).decode())
-    return _limited(found, settings)
+    _remember(found, settings, device, model)
+    return _here(found, settings)
+
+
+def recalled(settings: StageSettings, device: Device, folder: Path) -> DeviceProfile | None:
+    """The profile of a device with these settings and the model in this folder, if it was measured once."""
+    known = _recalled(settings, device, ModelCosts.read(folder))
+    return _here(known, settings) if known is not None else None
+
+
+def rescale(settings: StageSettings, device: Device, folder: Path, factor: float) -> None:
+    """The known profile is of a device that takes so many times as long: the next start recalls that."""
+    model = ModelCosts.read(folder)
+    known = _recalled(settings, device, model)
+    if known is not None:
+        _remember(known.scaled(factor), settings, device, model)
 
 
 class _Measuring:
@@ -204,6 +220,8 @@ class _Measuring:
 
     def __init__(self, settings: StageSettings, info: ModelInfo, model: ModelCosts, device: Device) -> None:
         self._settings, self._model, self._device = settings, model, device
+        # Before anything computes: threads of a product that wait for the next one take time of the processor.
+        self._frame_s, self._frame_byte_s = _frames(settings, model)
         self._memory_bytes = device.available_bytes()
         first = self._load(info, range(_num_layers(model, settings.dtype)))
         self._first = FirstLayers(first, model, Clock(device))
@@ -245,7 +263,9 @@ class _Measuring:
             dtype=self._settings.dtype,
             model=self._model.shapes_id,
             memory_bytes=self._memory_bytes,
-            host_memory=_boot_id() if self._device.is_cpu else None,
+            host_memory=boot_id() if self._device.is_cpu else None,
+            frame_s=self._frame_s,
+            frame_byte_s=self._frame_byte_s,
             layers=layers,
             step=step,
             sampled=sampled,
@@ -253,12 +273,28 @@ class _Measuring:
         )
 
 
-def _limited(profile: DeviceProfile, settings: StageSettings) -> DeviceProfile:
-    """With the memory that the stage may take: a limit makes it its own, beside other stages of the host."""
-    if settings.memory_bytes is None:
-        return profile
-    memory_bytes = min(profile.memory_bytes, settings.memory_bytes)
-    return msgspec.structs.replace(profile, memory_bytes=memory_bytes, host_memory=None)
+def _here(profile: DeviceProfile, settings: StageSettings) -> DeviceProfile:
+    """On this machine since its start, with the memory that the stage may take: a limit makes it its own, beside other
+    stages of the host."""
+    machine, memory_bytes = boot_id(), profile.memory_bytes
+    host_memory = None if profile.host_memory is None else machine
+    if settings.memory_bytes is not None:
+        host_memory, memory_bytes = None, min(memory_bytes, settings.memory_bytes)
+    return msgspec.structs.replace(profile, memory_bytes=memory_bytes, host_memory=host_memory, machine=machine)
+
+
+def _frames(settings: StageSettings, model: ModelCosts) -> tuple[float, float]:
+    """What a frame costs this stage's process, and each byte of it, in seconds."""
+    sockets = hop_sockets(settings)
+    dtype = "bfloat16" if settings.dtype == "int8" else settings.dtype
+    try:
+        hop = ZeroMqHop(sockets, settings.times)
+        small, large = ((rows, model.hidden_size) for rows in (1, settings.token_budget))
+        return measure_frames(hop, dtype=dtype, small=small, large=large)
+    except LinkLost as error:
+        raise Unavailable(f"the cost of a frame cannot be measured: {error}") from error
+    finally:
+        sockets.close()
 
 
 def _num_layers(model: ModelCosts, dtype: str) -> int:
@@ -269,7 +305,7 @@ def _num_layers(model: ModelCosts, dtype: str) -> int:
     return min(max(with_all_kinds, large), len(model.layers))
 
 
-def _boot_id() -> str:
+def boot_id() -> str:
     """Of the kernel: the same in all containers of a host, whose names differ."""
     try:
         return BOOT_ID.read_text(encoding="ascii").strip()
@@ -277,9 +313,19 @@ def _boot_id() -> str:
         return socket.gethostname()
 
 
-def _key(settings: StageSettings, device: Device) -> list[str]:
+def _recalled(settings: StageSettings, device: Device, model: ModelCosts) -> DeviceProfile | None:
+    return _known(cache.recall(settings.cache_dir / PROFILES, _file_name(settings, device, model)))
+
+
+def _remember(profile: DeviceProfile, settings: StageSettings, device: Device, model: ModelCosts) -> None:
+    text = msgspec.json.encode(profile).decode()
+    cache.store(settings.cache_dir / PROFILES, _file_name(settings, device, model), text)
+
+
+def _file_name(settings: StageSettings, device: Device, model: ModelCosts) -> str:
     limits = [settings.dtype, str(settings.token_budget), settings.cpu_parts, str(VERSION)]
-    return [socket.gethostname(), device.name, str(device.num_threads), *limits, *device.identity()]
+    key = [socket.gethostname(), device.name, str(device.num_threads), *limits, *device.identity(), model.shapes_id]
+    return f"{_hash(key)}.json"
 
 
 def _known(text: str | None) -> DeviceProfile | None:

@@ -26,16 +26,19 @@ from services.stage.device.take import take
 from services.stage.engine.executor import Executor
 from services.stage.engine.memory import Limits
 from services.stage.engine.tensors import name_of
-from services.stage.hop.sockets import CurveKeys, SocketFactory, Sockets, parse_ports
+from services.stage.hop.sockets import SocketFactory
+from services.stage.hop_sockets import hop_sockets
 from services.stage.layer_range import layers_of
 from services.stage.model.cpu_parts import parse_parts
 from services.stage.model.model_info import ModelInfo
 from services.stage.model.weights import fingerprint, unchanged
 from services.stage.pipeline.status import Capacity
+from services.stage.scheduling.drift import WINDOW_S, Drift
 from services.stage.scheduling.step_times import StepTime
 from services.stage.settings import StageSettings
 from shardline.clock import monotonic_s, wall_clock_s
 from shardline.errors import Invalid
+from shardline.planner import DeviceProfile, ModelCosts
 from shardline.wire import StageCard, StageTrace, StepSpan
 
 log = structlog.get_logger(__name__)
@@ -83,6 +86,8 @@ class Placed:
     """Empty if they come from a plan."""
     device: Device
     worker: str
+    profile: DeviceProfile | None = None
+    """What the device takes for this model, if it was measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,6 +103,8 @@ class Loaded:
     card: StageCard
     sockets: SocketFactory
     worker: str
+    drift: Drift | None = None
+    """None: the device was never measured."""
 
     @property
     def capacity(self) -> Capacity:
@@ -264,7 +271,15 @@ def load(placed: Placed) -> Loaded:
         card=card,
         sockets=hop_sockets(settings),
         worker=worker,
+        drift=_drift_of(placed),
     )
+
+
+def _drift_of(placed: Placed) -> Drift | None:
+    if placed.profile is None:
+        return None
+    window_s = WINDOW_S * placed.settings.time_scale
+    return Drift(placed.profile, ModelCosts.read(placed.info.path), placed.layers, window_s=window_s)
 
 
 def pipeline_of(settings: StageSettings, worker: str, device: Device) -> str:
@@ -280,26 +295,3 @@ def software() -> dict[str, str]:
         "transformers": transformers.__version__,
         "python": platform.python_version(),
     }
-
-
-def hop_sockets(settings: StageSettings) -> Sockets:
-    """Over ipc the folder keeps strangers out, over tcp the key does. Raises Invalid."""
-    if settings.hop_transport == "ipc":
-        return Sockets(bind=f"ipc://{settings.run_dir.absolute()}")
-    ports = parse_ports(settings.hop_ports)
-    curve = _curve(settings)
-    return Sockets(bind=f"tcp://{settings.hop_bind}", advertise=settings.hop_host, ports=ports, curve=curve)
-
-
-def _curve(settings: StageSettings) -> CurveKeys | None:
-    if settings.hop_insecure:
-        log.warning("hops are open to whoever reaches this stage: SHARDLINE_HOP_INSECURE is set")
-        return None
-    if settings.hop_secret_key is None:
-        raise Invalid(
-            "SHARDLINE_HOP_SECRET_KEY",
-            "hops over tcp need a key",
-            "Make one (openssl rand -hex 32) and give the same one to all stages; "
-            "or set SHARDLINE_HOP_INSECURE=true where nobody else reaches them",
-        )
-    return CurveKeys.of(settings.hop_secret_key.get_secret_value())

@@ -23,6 +23,11 @@ def monotonic_s() -> float:
     return time.clock_gettime(time.CLOCK_MONOTONIC)
 
 
+def process_s() -> float:
+    """Seconds that processors have worked for this process, all its threads together."""
+    return time.clock_gettime(time.CLOCK_PROCESS_CPUTIME_ID)
+
+
 def wall_clock_s() -> float:
     """Seconds since 1970 by this host's clock, which may jump: to show moments of several hosts side by side."""
     return time.clock_gettime(time.CLOCK_REALTIME)

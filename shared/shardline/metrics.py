@@ -94,6 +94,10 @@ class StageMetrics:
         self.step_seconds = Histogram(
             "shardline_step_seconds", "Time of one step in this stage", buckets=STEP_SECONDS, registry=registry
         )
+        self.step_time_ratio = Gauge(
+            "shardline_step_time_ratio", "Time of steps, over what the device's profile says", registry=registry
+        )
+        self.step_time_ratio.set(1)
         self.stage_seconds = Counter(
             "shardline_stage_seconds",
             "Time while the pipeline had a step in flight, by what the stage did",

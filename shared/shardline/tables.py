@@ -284,6 +284,9 @@ workers = Table(
     Column("profile", JSONB),
     # By name: shapes and profile of other models that it may serve in place of this one.
     Column("further", JSONB, nullable=False, server_default=text("'{}'")),
+    # Where it answers others that measure the link to its machine; None: a worker of the last release.
+    Column("machine", Text),
+    Column("address", Text),
     _created("joined_at"),
     _time("lease_until", nullable=False),
 )

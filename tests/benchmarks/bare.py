@@ -44,6 +44,7 @@ from shardline.config import Times
 from shardline.split import even_split, parse_split
 from shardline.tokenize import CompletionText, Vocabulary
 from tests.benchmarks.workload import PARAMS, WARM_UP_PROMPTS, Workload, copying, workload
+from tests.chaos.network.proxy import Proxy
 
 TOKEN_BUDGET: int = StageSettings.model_fields["token_budget"].default
 PROMPT_LOOKUP: int = StageSettings.model_fields["prompt_lookup"].default
@@ -64,6 +65,7 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--seats", type=int, default=64)
     options.add_argument("--runs", type=int, default=3)
     options.add_argument("--split", help="layers of the stages, such as 0-6,7-11; default: as `make up` splits them")
+    options.add_argument("--hop-delay-ms", type=float, default=0.0, help="each hop takes so long, through a proxy")
     options.add_argument("--common", type=int, default=0, help="first tokens that all prompts of a run have in common")
     options.add_argument("--copy", action="store_true", help="prompts that hold their answer, for a model that copies")
     options.add_argument("--prefix-cache", action=argparse.BooleanOptionalAction, default=True)
@@ -141,6 +143,7 @@ class Pipeline:
 
     def __init__(self, folder: Path, options: argparse.Namespace) -> None:
         self.identity, num_stages = uuid4(), len(options.device)
+        self._delay_s = options.hop_delay_ms / 1e3
         spawn = multiprocessing.get_context("spawn")
         self._later = []
         for stage_index in range(1, num_stages):
@@ -220,12 +223,13 @@ class Pipeline:
         sender: Sender | None = None
         receiver: Receiver | None = None
         if num_stages > 1:
-            hop = hop_in(folder)
+            hop = hop_in(folder, self._delay_s)
             receiver = hop.open_receiver(channel(self.identity, Kind.RESULT, num_stages))
             addresses = [*(pipe.recv() for _, pipe in self._later), receiver.address]
             for (_, pipe), address in zip(self._later, addresses[1:], strict=True):
                 pipe.send((address, num_blocks))
-            sender = hop.open_sender(channel(self.identity, Kind.PLAN, num_stages), addresses[0], CONNECT_S)
+            address = delayed(addresses[0], self._delay_s)
+            sender = hop.open_sender(channel(self.identity, Kind.PLAN, num_stages), address, CONNECT_S)
         ours = wiring(
             self.identity, stage_index=0, num_stages=num_stages, num_blocks=num_blocks, receiver=receiver, sender=sender
         )
@@ -238,12 +242,13 @@ def serve_later(pipe: Connection, folder: Path, options: argparse.Namespace, sta
     num_stages = len(options.device)
     executor = load(options, stage_index, folder)
     pipe.send((executor.num_blocks, executor.offload))
-    hop = hop_in(folder)
+    delay_s = options.hop_delay_ms / 1e3
+    hop = hop_in(folder, delay_s)
     receiver = hop.open_receiver(channel(identity, Kind.PLAN, num_stages))
     pipe.send(receiver.address)
     address, num_blocks = pipe.recv()
     kind = Kind.RESULT if stage_index == num_stages - 1 else Kind.PLAN
-    sender = hop.open_sender(channel(identity, kind, num_stages), address, CONNECT_S)
+    sender = hop.open_sender(channel(identity, kind, num_stages), delayed(address, delay_s), CONNECT_S)
     engine: Engine = FollowerEngine(executor, on_lost=_abort, name=f"stage-{stage_index}")
     engine.wire(
         wiring(
@@ -308,9 +313,20 @@ def split_of(options: argparse.Namespace, info: ModelInfo) -> list[range]:
     return even_split(info.num_layers, len(options.device))
 
 
-def hop_in(folder: Path) -> Hop:
-    """Over ipc, as two stages of one host use it."""
-    return ZeroMqHop(Sockets(bind=f"ipc://{folder}"), Times())
+def hop_in(folder: Path, delay_s: float) -> Hop:
+    """Over ipc, as two stages of one host use it; a proxy needs tcp."""
+    return ZeroMqHop(Sockets(bind="tcp://127.0.0.1" if delay_s else f"ipc://{folder}"), Times())
+
+
+def delayed(address: str, delay_s: float) -> str:
+    """The address of a proxy in this process, behind which is this one."""
+    if not delay_s:
+        return address
+    host, port = address.removeprefix("tcp://").split(":")
+    proxy = Proxy((host, int(port)))
+    proxy.start()
+    proxy.delay(delay_s)
+    return f"tcp://{proxy.host}:{proxy.port}"
 
 
 def channel(pipeline: UUID, kind: Kind, num_stages: int) -> Channel:

@@ -8,6 +8,7 @@ Each mix makes two stages of this machine:
 - busy: one core has another process on it, which takes its half;
 - int8: one core has weights of int8;
 - isa-int8: one core has weights of int8, the other computes with AVX2 only;
+- far: the two are alike, but every frame between them takes 40 ms, through a proxy;
 - equal: none, the two are alike, as `make up` finds them.
 
 Devices are measured side by side, as `make up` does. Then every split of the model runs, in both orders.
@@ -24,17 +25,20 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
 
+from services.stage.hop.echo import Echo, measure_link
+from services.stage.hop.sockets import Sockets
 from services.standalone.measuring import Measuring
 from services.standalone.preload import mimalloc
 from shardline.planner import DeviceProfile, ModelCosts, Workload, make_plans
 from shardline.planner.fleet import share_memory
 from shardline.planner.prediction import Assigned, Predictor
 from tests.benchmarks import model as bench_model
+from tests.benchmarks.bare import delayed
 from tests.benchmarks.workload import NEW_TOKENS, workload
 
 BASE = {"OPENBLAS_NUM_THREADS": "1"}
@@ -55,6 +59,8 @@ class Mix:
 
     workers: tuple[Worker, Worker]
     busy_core: int | None = None
+    delay_s: float = 0.0
+    """Of every frame."""
 
 
 AVX2 = (("ONEDNN_MAX_CPU_ISA", "AVX2"),)
@@ -63,6 +69,7 @@ MIXES = {
     "busy": Mix(workers=(Worker(device="cpu:0"), Worker(device="cpu:1")), busy_core=1),
     "int8": Mix(workers=(Worker(device="cpu:0", dtype="int8"), Worker(device="cpu:1"))),
     "isa-int8": Mix(workers=(Worker(device="cpu:0", dtype="int8"), Worker(device="cpu:1", environment=AVX2))),
+    "far": Mix(workers=(Worker(device="cpu:0"), Worker(device="cpu:1")), delay_s=0.04),
     "equal": Mix(workers=(Worker(device="cpu:0"), Worker(device="cpu:1"))),
 }
 
@@ -106,7 +113,7 @@ def main() -> None:
 
 def compare(mix: Mix, path: Path, options: argparse.Namespace) -> list[Row]:
     """Measures, plans, and runs every split."""
-    measured = measure(mix, path)
+    measured = apart(measure(mix, path), mix.delay_s)
     profiles = share_memory(measured)
     model = ModelCosts.read(path)
     lengths = [len(prompt) for prompt in workload(options.prompts).prompts]
@@ -120,12 +127,12 @@ def compare(mix: Mix, path: Path, options: argparse.Namespace) -> list[Row]:
             ranges = ((0, bound), (bound, len(model.layers)))
             stages = [Assigned((profiles[place],), *part) for place, part in zip(order, ranges, strict=True)]
             plan = predictor.predict(stages)
-            workers = [mix.workers[place] for place in order]
+            workers = mix.workers[order[0]], mix.workers[order[1]]
             row = Row(
                 devices=tuple(worker.device for worker in workers),
                 split=plan.split,
                 predicted=plan.tokens_per_s,
-                measured=run(workers, plan.split, path, options),
+                measured=run(replace(mix, workers=workers), plan.split, path, options),
                 is_planned=plan.stages == best.stages,
                 is_even=order == (0, 1) and 2 * bound == len(model.layers),
             )
@@ -150,11 +157,25 @@ def measure(mix: Mix, path: Path) -> list[DeviceProfile]:
         return Measuring(environments, Path(folder)).profiles()
 
 
-def run(workers: Sequence[Worker], split: str, path: Path, options: argparse.Namespace) -> float:
-    """Output tokens/s of the bare engine."""
+def apart(profiles: Sequence[DeviceProfile], delay_s: float) -> list[DeviceProfile]:
+    """On two machines, with the link between them as a fleet's workers measure it, if frames are delayed."""
+    if not delay_s:
+        return list(profiles)
+    sockets = Sockets(bind="tcp://127.0.0.1")
+    echo = Echo(sockets)
+    echo.start()
+    link = measure_link(sockets, delayed(echo.address, delay_s))
+    echo.stop()
+    links = {each.device: link for each in profiles}
+    return [msgspec.structs.replace(each, machine=each.device, links=links) for each in profiles]
+
+
+def run(mix: Mix, split: str, path: Path, options: argparse.Namespace) -> float:
+    """Output tokens/s of the bare engine with these workers in order."""
+    workers = mix.workers
     argv = [sys.executable, "-m", "tests.benchmarks.bare", "--model", str(path), "--split", split]
     argv += ["--prompts", str(options.prompts), "--seats", str(options.prompts), "--runs", str(options.runs)]
-    argv += ["--prompt-lookup", "0"]
+    argv += ["--prompt-lookup", "0", "--hop-delay-ms", str(mix.delay_s * 1e3)]
     for place, worker in enumerate(workers):
         argv += ["--device", worker.device, "--dtype", worker.dtype]
         own = worker.environment or tuple((name, "") for name, _ in AVX2)

@@ -45,7 +45,7 @@ def scrape_of_stage(*, is_head: bool) -> str:
     """What a stage that has just started shows."""
     executor = SimpleNamespace(exact=True, blocks_used=3, num_blocks=8)
     settings = SimpleNamespace(times=SimpleNamespace(stall_s=30.0))
-    meter = StageMeter(cast(Any, SimpleNamespace(executor=executor, settings=settings, is_head=is_head)))
+    meter = StageMeter(cast(Any, SimpleNamespace(executor=executor, settings=settings, is_head=is_head, drift=None)))
     prompt = Open(seq=0, ids=(5,) * 71, num_prompt=71, params=SamplingParams(), seed=1, num_blocks=2, num_cached=64)
     rows = (Row(0, 64, 7, (), (0, 1), wants=True), Row(1, 9, 4, (5,), (), wants=True, drafts=(6, 7, 8)))
     moves = (Move(0, 0, is_out=True), Move(1, 1, is_out=True), Move(2, 0, is_out=False))

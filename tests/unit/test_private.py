@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from services.stage.device.locks import DeviceLocks
-from services.stage.runtime import hop_sockets
+from services.stage.hop_sockets import hop_sockets
 from services.stage.settings import StageSettings
 from services.standalone.cores import CoreClaims
 from shardline.errors import Invalid

@@ -90,6 +90,24 @@ class DeviceProfile(msgspec.Struct, frozen=True, kw_only=True):
         """Stages pair only if it is equal: weights of int8 go with activations of bfloat16."""
         return "bfloat16" if self.dtype == "int8" else self.dtype
 
+    def scaled(self, factor: float) -> DeviceProfile:
+        """Of a device that takes so many times as long for whatever it computes."""
+        layers = {
+            kind: LayerTimes(
+                rows=_times(times.rows, factor),
+                decode_context_s=times.decode_context_s * factor,
+                prefill_context_s=times.prefill_context_s * factor,
+            )
+            for kind, times in self.layers.items()
+        }
+        return msgspec.structs.replace(
+            self,
+            layers=layers,
+            step=_times(self.step, factor),
+            sampled=_times(self.sampled, factor),
+            tail_prefill_row_s=self.tail_prefill_row_s * factor,
+        )
+
     def link(self, other: DeviceProfile) -> Link:
         """Between the two: what either has measured."""
         return self.links.get(other.machine) or other.links.get(self.machine) or NO_LINK
@@ -108,6 +126,10 @@ def read_profiles(data: bytes, field: str = "--devices") -> list[DeviceProfile]:
         if profile.version != VERSION:
             raise Invalid(field, f"version {profile.version} of a profile, not {VERSION}", "Measure the device again")
     return profiles
+
+
+def _times(points: Points, factor: float) -> Points:
+    return tuple((rows, seconds * factor) for rows, seconds in points)
 
 
 def interpolated(points: Sequence[tuple[float, float]], x: float) -> float:

@@ -7,7 +7,7 @@ their own, or spares: a head takes whoever is free. A new cut makes every stage 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import msgspec
@@ -15,9 +15,10 @@ import msgspec
 from shardline.planner.device_profile import DeviceProfile
 from shardline.planner.fleet import share_memory
 from shardline.planner.model_costs import ModelCosts
-from shardline.planner.planning import make_plans_that_fit
+from shardline.planner.planning import make_plans_that_fit, smaller_loads
 from shardline.planner.prediction import Assigned, Predictor
 from shardline.planner.workload import Workload
+from shardline.rounding import ceil_div
 
 LEAST_GAIN = 1.1
 """A new cut must make the fleet this many times as fast as it is."""
@@ -49,15 +50,15 @@ class FleetPlanner:
         """What should run instead of what runs now, or None if that should stay.
 
         A fleet that misses a stage gets a new cut at once, if its workers hold the model. Else, if `may_improve`, it
-        gets one that pays. Else new workers become spares. Raises Invalid if the workers do not hold the model.
+        gets one that pays: workers have come or gone, or their devices have drifted. Else new workers become spares.
+        Raises Invalid if the workers do not hold the model.
         """
         if now is None or not self._is_whole(now):
             return self._best(now)
-        if set(self.profiles) == set(now.stages):
-            return None
         if may_improve:
             best = self._best(now)
-            if best.tokens_per_s is not None and best.tokens_per_s >= LEAST_GAIN * self._tokens_per_s(now):
+            pays = best.tokens_per_s is not None and best.tokens_per_s >= LEAST_GAIN * self._tokens_per_s(now)
+            if pays and (best.split, best.stages) != (now.split, now.stages):
                 return best
         then = self._with_spares(now, now.tokens_per_s)
         return then if set(then.stages) - set(now.stages) else None
@@ -121,14 +122,21 @@ class FleetPlanner:
         return is_cut_of_it and len(here) == len(deployment.split)
 
     def _tokens_per_s(self, deployment: Deployment) -> float:
-        """Predicted of as many pipelines as its workers that are here can form."""
-        profiles = {profile.device: profile for profile in self._named()}
+        """Predicted of as many pipelines as its workers that are here can form, each by its own devices."""
+        profiles = {profile.device: profile for profile in share_memory(self._named())}
         here = [
             [profiles[worker] for worker in deployment.workers(place) if worker in profiles]
             for place in range(len(deployment.split))
         ]
-        replicas = min(map(len, here))
-        stages = [
-            Assigned(tuple(devices[:replicas]), *layers) for devices, layers in zip(here, deployment.split, strict=True)
+        pipelines = [
+            [Assigned((device,), *layers) for device, layers in zip(devices, deployment.split, strict=True)]
+            for devices in zip(*here, strict=False)
         ]
-        return Predictor(self.model, self.workload).predict(stages).tokens_per_s
+        share = replace(self.workload, concurrency=ceil_div(self.workload.concurrency, len(pipelines)))
+        return sum(self._pipeline_tokens_per_s(stages, share) for stages in pipelines)
+
+    def _pipeline_tokens_per_s(self, stages: Sequence[Assigned], load: Workload) -> float:
+        """With as many requests of the load as its devices hold."""
+        predictors = [Predictor(self.model, each) for each in smaller_loads(load)]
+        predictor = next((each for each in predictors if each.fits(stages)), predictors[-1])
+        return predictor.predict(stages).tokens_per_s

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from shardline.errors import Invalid
@@ -56,13 +56,20 @@ def make_plans_that_fit(
     """As make_plans for throughput, of one pipeline if the number of stages is given; with fewer requests at a time
     where the devices do not hold the KV of all. Raises Invalid if they do not hold the model with one."""
     replicas = None if num_stages is None else 1
-    try:
-        return make_plans(model, profiles, workload, num_stages=num_stages, replicas=replicas)
-    except Invalid:
-        if workload.concurrency == 1:
-            raise
-    fewer = replace(workload, concurrency=max(1, workload.concurrency // 4))
-    return make_plans_that_fit(model, profiles, fewer, num_stages=num_stages)
+    for load in smaller_loads(workload):
+        try:
+            return make_plans(model, profiles, load, num_stages=num_stages, replicas=replicas)
+        except Invalid:
+            if load.concurrency == 1:
+                raise
+    raise AssertionError("the last load has one request")
+
+
+def smaller_loads(workload: Workload) -> Iterator[Workload]:
+    """Yields this load, then with a quarter of the requests at a time, down to one."""
+    yield workload
+    if workload.concurrency > 1:
+        yield from smaller_loads(replace(workload, concurrency=max(1, workload.concurrency // 4)))
 
 
 class _Ranking:

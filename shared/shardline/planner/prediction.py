@@ -12,7 +12,7 @@ from typing import NamedTuple
 from shardline.planner.device_profile import DeviceProfile, Link
 from shardline.planner.model_costs import KV_BYTES, WEIGHT_BYTES, ModelCosts
 from shardline.planner.plan import DeviceName, Plan, StagePlan
-from shardline.planner.step_cost import StageCost, frame_bytes, layer_s, stage_cost, step_s, tail_s
+from shardline.planner.step_cost import StageCost, compute_s, frame_bytes, frames_s, stage_cost, tail_s
 from shardline.planner.workload import StepKind, Workload
 from shardline.rounding import ceil_div
 
@@ -91,9 +91,9 @@ class Predictor:
     def _step_s(self, stage: Assigned, step: StepKind) -> float:
         """Seconds of a stage in one step."""
         kinds = Counter(kind.name for kind in self.model.layers[stage.first : stage.stop])
-        layers_s = sum(num * layer_s(stage.profile, kind, step) for kind, num in kinds.items())
-        inner_s = layers_s + step_s(stage.profile, self.model, step)
-        return inner_s + (tail_s(stage.profile, step) if stage.stop == len(self.model.layers) else 0.0)
+        is_tail = stage.stop == len(self.model.layers)
+        computing_s = compute_s(stage.profile, kinds, step, is_tail=is_tail)
+        return computing_s + frames_s(stage.profile, self.model, step)
 
     def _interval_s(self, stages: Sequence[Assigned], step: StepKind, times: Sequence[float]) -> float:
         """Seconds from one step to the next. It is as slow as its slowest stage or link, for which the others wait; and

@@ -6,7 +6,7 @@ Knows no search.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -92,7 +92,9 @@ def stage_cost(profile: DeviceProfile, model: ModelCosts, steps: Sequence[StepKi
     rows = max(step.rows for step in steps)
     return StageCost(
         seconds=tuple(accumulate(map(seconds.__getitem__, layers), initial=0.0)),
-        stage_s=sum(step.count * step_s(profile, model, step) for step in steps),
+        stage_s=sum(
+            step.count * (interpolated(profile.step, step.rows) + frames_s(profile, model, step)) for step in steps
+        ),
         tail_s=sum(step.count * tail_s(profile, step) for step in steps),
         bytes=tuple(accumulate(map(sizes.__getitem__, layers), initial=0.0)),
         least_s=min(seconds.values()),
@@ -110,10 +112,15 @@ def layer_s(profile: DeviceProfile, kind: str, step: StepKind) -> float:
     )
 
 
-def step_s(profile: DeviceProfile, model: ModelCosts, step: StepKind) -> float:
-    """Seconds of one step without layers: plan and dispatch, and the work that its frames make."""
-    frame_s = profile.frame_s + profile.frame_byte_s * frame_bytes(profile, model, step)
-    return interpolated(profile.step, step.rows) + frame_s
+def compute_s(profile: DeviceProfile, kinds: Mapping[str, int], step: StepKind, *, is_tail: bool) -> float:
+    """Seconds in which a stage with so many layers of each kind computes one step."""
+    layers_s = sum(num * layer_s(profile, kind, step) for kind, num in kinds.items())
+    return layers_s + interpolated(profile.step, step.rows) + (tail_s(profile, step) if is_tail else 0.0)
+
+
+def frames_s(profile: DeviceProfile, model: ModelCosts, step: StepKind) -> float:
+    """Seconds of work that a step's frames make: one comes, one goes."""
+    return profile.frame_s + profile.frame_byte_s * frame_bytes(profile, model, step)
 
 
 def frame_bytes(profile: DeviceProfile, model: ModelCosts, step: StepKind) -> float:

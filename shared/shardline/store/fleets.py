@@ -19,14 +19,16 @@ from shardline.tables import plans, workers
 
 PLANS_LOCK = 7_236_003
 
+MAX_ECHOES = 32
 LEASES = 2
 """A worker's lease is so many of a job's: another plan costs more than waiting for one that starts again."""
 
 ANNOUNCE = text("""
-INSERT INTO workers (worker, model, further, lease_until)
-VALUES (:worker, :model, CAST(:further AS jsonb), now() + make_interval(secs => :lease_s))
+INSERT INTO workers (worker, model, further, machine, address, lease_until)
+VALUES (:worker, :model, CAST(:further AS jsonb), :machine, :address, now() + make_interval(secs => :lease_s))
 -- One that starts again keeps its offer and its lease: it may fail before it joins again.
-ON CONFLICT (worker) DO UPDATE SET lease_until = excluded.lease_until WHERE workers.profile IS NULL
+ON CONFLICT (worker) DO UPDATE SET machine = excluded.machine, address = excluded.address,
+    lease_until = CASE WHEN workers.profile IS NULL THEN excluded.lease_until ELSE workers.lease_until END
 """)
 
 JOIN = text("""
@@ -39,6 +41,19 @@ ON CONFLICT (worker) DO UPDATE SET model = excluded.model, shapes = excluded.sha
     joined_at = CASE
         WHEN workers.lease_until > now() AND workers.profile IS NOT NULL THEN workers.joined_at ELSE now()
     END
+""")
+
+ECHOES = text("""
+SELECT DISTINCT ON (machine) machine, address FROM workers
+WHERE lease_until > now() AND worker <> :worker AND address IS NOT NULL
+ORDER BY machine LIMIT :num
+""")
+
+REFRESH = text("""
+UPDATE workers SET profile = CASE WHEN model = :model THEN CAST(:profile AS jsonb) ELSE profile END,
+    -- Of a model that is not among them nothing is set.
+    further = jsonb_set(further, ARRAY[CAST(:model AS text), 'profile'], CAST(:profile AS jsonb), false)
+WHERE worker = :worker AND profile IS NOT NULL
 """)
 
 BEAT = text("""
@@ -118,12 +133,29 @@ class Offer:
     profile: object
 
 
-def announce(connection: Connection, worker: str, models: Sequence[str], *, lease_s: float) -> None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Echoing:
+    """Where a worker answers others that measure the link to its machine."""
+
+    machine: str
+    address: str
+
+
+def announce(
+    connection: Connection, worker: str, models: Sequence[str], *, lease_s: float, echo: Echoing | None = None
+) -> None:
     """A worker is about to join with these models; again before its lease ends, if measuring its device takes long."""
     model, *further = models
     connection.execute(delete(workers).where(workers.c.worker == worker, ~_IS_HERE))
-    others = dump(dict.fromkeys(further))
-    connection.execute(ANNOUNCE, {"worker": worker, "model": model, "further": others, "lease_s": lease_s})
+    row = {"model": model, "further": dump(dict.fromkeys(further)), "lease_s": lease_s}
+    at = {"machine": echo and echo.machine, "address": echo and echo.address}
+    connection.execute(ANNOUNCE, {"worker": worker, **row, **at})
+
+
+def echoes(connection: Connection, worker: str) -> list[Echoing]:
+    """One other worker that answers on each machine, at most MAX_ECHOES of them."""
+    rows = connection.execute(ECHOES, {"worker": worker, "num": MAX_ECHOES})
+    return [Echoing(machine=row.machine, address=row.address) for row in rows]
 
 
 def join(connection: Connection, worker: str, offers: Mapping[str, Offer], *, lease_s: float) -> None:
@@ -143,6 +175,11 @@ def beat(connection: Connection, worker: str, lease_s: float) -> Given | None:
     if row is None:
         raise LookupError(worker)
     return None if row[0] is None else Given(model=row[0][0], layers=(int(row[0][1][0]), int(row[0][1][1])))
+
+
+def refresh(connection: Connection, worker: str, model: str, profile: object) -> None:
+    """A worker's device has become faster or slower with a model that it has joined with."""
+    connection.execute(REFRESH, {"worker": worker, "model": model, "profile": dump(profile)})
 
 
 def leave(connection: Connection, worker: str) -> None:

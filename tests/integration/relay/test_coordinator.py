@@ -107,6 +107,29 @@ def test_a_fleet_is_cut_anew_when_a_stage_is_missed_and_left_alone_otherwise(
     assert (after.version, set(after.stages)) == (before.version + 1, set(before.stages) - {gone})
 
 
+def test_a_device_that_drifts_gets_fewer_layers_once_that_pays(
+    engine: Engine, coordinator: Coordinator, clock: Clock
+) -> None:
+    join(engine, "a", "b", memory_bytes=8 << 20)
+    clock.pass_by(TRUST_S)
+    before = plan(engine)
+    slow = next(worker for worker, place in before.stages.items() if place == 0)
+
+    def drift(factor: float) -> FleetPlan:
+        with engine.begin() as connection:
+            fleets.refresh(connection, slow, MODEL, device(slow, memory_bytes=8 << 20).scaled(factor))
+        coordinator.turn()
+        return plan(engine)
+
+    assert drift(2.0).version == before.version, "the last plan is too new"
+    change(engine, "UPDATE plans SET made_at = now() - interval '1 hour'")
+    assert drift(1.05).version == before.version, "that would not pay"
+    after = drift(2.0)
+    assert after.version == before.version + 1
+    sizes = {worker: after.split[place][1] - after.split[place][0] for worker, place in after.stages.items()}
+    assert sizes[slow] < len(model().layers) / 2
+
+
 def test_after_a_silence_of_postgres_nobody_is_missed_before_a_lease_has_passed(
     engine: Engine, coordinator: Coordinator, clock: Clock
 ) -> None:

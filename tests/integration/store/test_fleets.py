@@ -6,7 +6,7 @@ import pytest
 from sqlalchemy import Engine
 
 from shardline.store import fleets
-from shardline.store.fleets import Offer
+from shardline.store.fleets import Echoing, Offer
 from tests.integration.rows import LONG_S, MODEL, change, claim, end, submit, success
 
 SPLIT = ((0, 3), (3, 8))
@@ -81,6 +81,33 @@ def test_one_that_starts_again_has_been_here_and_one_that_was_gone_has_not(engin
         after = {each.worker: each.here_s for each in fleets.workers_of(connection, MODEL)}
     assert after["a"] > before["a"]
     assert after["b"] < after["a"]
+
+
+def test_a_worker_finds_one_that_answers_on_each_machine(engine: Engine) -> None:
+    places = {"a": "x", "b": "x", "c": "y", "gone": "z"}
+    with engine.begin() as connection:
+        for name, machine in places.items():
+            echo = Echoing(machine=machine, address=f"tcp://{name}")
+            lease_s = -1 if name == "gone" else LONG_S
+            fleets.announce(connection, name, [MODEL], lease_s=lease_s, echo=echo)
+        fleets.announce(connection, "of the last release", [MODEL], lease_s=LONG_S)
+    join(engine, "c")
+    with engine.begin() as connection:
+        found = {each.machine: each.address for each in fleets.echoes(connection, "a")}
+        assert found == {"x": "tcp://b", "y": "tcp://c"}
+        again = Echoing(machine="y", address="tcp://new")
+        fleets.announce(connection, "c", [MODEL], lease_s=LONG_S, echo=again)
+        assert again in fleets.echoes(connection, "a"), "one that starts again answers elsewhere"
+
+
+def test_a_device_that_drifts_changes_its_profile_for_that_model(engine: Engine) -> None:
+    with engine.begin() as connection:
+        fleets.join(connection, "a", {MODEL: offer("own"), "another": offer("further")}, lease_s=LONG_S)
+        for model in (MODEL, "another", "unknown"):
+            fleets.refresh(connection, "a", model, {"name": f"slower {model}"})
+        profiles = [fleets.workers_of(connection, model)[0].profile["name"] for model in (MODEL, "another")]
+        assert profiles == [f"slower {MODEL}", "slower another"]
+        assert fleets.fleets(connection) == sorted([MODEL, "another"])
 
 
 def test_an_announced_worker_is_coming_until_it_joins_or_its_lease_ends(engine: Engine) -> None:

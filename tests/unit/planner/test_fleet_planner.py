@@ -88,3 +88,25 @@ def test_spares_get_only_what_their_memory_holds() -> None:
 def test_too_few_workers_for_the_model_are_refused() -> None:
     with pytest.raises(Invalid, match="1 devices do not hold the model"):
         fleet(*small("a:0")).replan(None, may_improve=False)
+
+
+@pytest.mark.parametrize("memory_bytes", [5 << 20, 8 << 20])
+def test_a_device_that_has_drifted_gets_other_layers_however_small_its_memory(memory_bytes: int) -> None:
+    """Also where the devices hold the KV of a part of the load only."""
+    workers = {name: device(name, memory_bytes=memory_bytes) for name in ("a:0", "b:0")}
+    planner = FleetPlanner(model(), workers, Workload())
+    now = planned(planner)
+    assert planner.replan(now, may_improve=True) is None
+    slow = next(worker for worker, place in now.stages.items() if place == 0)
+    drifted = FleetPlanner(model(), workers | {slow: workers[slow].scaled(3.0)}, Workload())
+    then = planned(drifted, now, may_improve=True)
+    assert then.split[then.stages[slow]] != now.split[now.stages[slow]]
+    assert drifted.replan(then, may_improve=True) is None
+
+
+def test_replicas_of_unlike_devices_are_no_reason_for_the_same_plan_again() -> None:
+    workers = {name: device(name) for name in ("a:0", "a:1")}
+    now = planned(FleetPlanner(model(), workers, Workload()))
+    assert set(now.stages.values()) == {0}
+    drifted = FleetPlanner(model(), workers | {"a:0": workers["a:0"].scaled(3.0)}, Workload())
+    assert drifted.replan(now, may_improve=True) is None

@@ -123,7 +123,7 @@ def open_lone_head(database: Database, executor: Executor, redis_url: str, times
     publisher = DeltaPublisher(DeltaWriter(redis_url), None)
     announced = threading.Event()
     meter = StageMeter(
-        cast(Any, SimpleNamespace(executor=executor, settings=SimpleNamespace(times=times), is_head=True))
+        cast(Any, SimpleNamespace(executor=executor, settings=SimpleNamespace(times=times), is_head=True, drift=None))
     )
     tokenizer = Tokenizer(WordLevel({f"<{number}>": number for number in range(VOCAB_SIZE)}, unk_token="<0>"))
     lease_manager = LeaseManager(

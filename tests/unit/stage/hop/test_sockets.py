@@ -9,7 +9,7 @@ import zmq
 from pydantic import SecretStr
 
 from services.stage.hop.sockets import CurveKeys, Sockets, parse_ports
-from services.stage.runtime import hop_sockets
+from services.stage.hop_sockets import hop_sockets
 from services.stage.settings import StageSettings
 from services.standalone.ports import free_port
 from shardline.errors import Invalid, Unavailable
