@@ -45,10 +45,10 @@ def keep_busy(database: Engine, client: Client, prompts: Sequence[str], params: 
     ]
 
 
-def start_third(stack: Stack) -> subprocess.Popen[bytes]:
-    """One more worker, as the second one was started."""
+def start_third(stack: Stack, **settings: str) -> subprocess.Popen[bytes]:
+    """One more worker, as the second one was started but for these settings."""
     environment = psutil.Process(stack.look()["processes"]["worker-1"]).environ()
-    environment["SHARDLINE_WORKER_NAME"] = "third"
+    environment |= {"SHARDLINE_WORKER_NAME": "third", **{f"SHARDLINE_{name}": each for name, each in settings.items()}}
     with (stack.home.folder / "logs" / "third.log").open("ab") as log:
         argv = [sys.executable, "-m", "services.stage"]
         return subprocess.Popen(argv, env=environment, cwd=REPOSITORY, stdout=log, stderr=log)

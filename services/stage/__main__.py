@@ -26,9 +26,11 @@ from services.stage.backends import Backends, ServerBackends
 from services.stage.device import listing
 from services.stage.follower import Follower
 from services.stage.head import Head, end_leases_of_predecessor
+from services.stage.hop_sockets import hop_sockets
 from services.stage.links import Links
 from services.stage.membership import Membership
 from services.stage.model.weights import fingerprint
+from services.stage.peer_weights import with_folders
 from services.stage.runtime import Placed, Stage, info_of, load, pipeline_of, place
 from services.stage.settings import StageSettings
 from shardline import log, metrics
@@ -58,9 +60,11 @@ def main() -> int:
     log.configure(service="stage", level=settings.log_level, form=settings.log_format)
     die_with_any_thread()
     try:
-        placed = place(settings)
         app = make_app(settings)
         backends = ServerBackends(settings, app)
+        if settings.asks_peers:
+            settings = copy_models(settings, backends)
+        placed = place(settings)
         membership = None
         if settings.is_planned:
             membership, placed = join_fleet(placed, backends)
@@ -102,7 +106,7 @@ def join_fleet(placed: Placed, backends: Backends) -> tuple[Membership, Placed]:
     """Measures the device with each model, offers it, and waits for layers of one. Raises Invalid, Unavailable."""
     models = {each.name: replace(placed, settings=each, info=info_of(each)) for each in placed.settings.every_model}
     database = backends.open_database(application_name=f"shardline {placed.worker} membership")
-    links = Links(placed.settings)
+    links = Links(placed.settings, {name: each.info.path for name, each in models.items()})
     membership = Membership(database, placed.worker, placed.settings.times, tuple(models), links.own)
     membership.announce()
     profiles = {
@@ -118,6 +122,17 @@ def join_fleet(placed: Placed, backends: Backends) -> tuple[Membership, Placed]:
     )
     given = membership.wait_for_layers()
     return membership, replace(models[given.model], layers=range(*given.layers), profile=profiles[given.model])
+
+
+def copy_models(settings: StageSettings, backends: Backends) -> StageSettings:
+    """Copies what this host lacks from other workers; returns settings with folders. Raises Invalid, Unavailable."""
+    database = backends.open_database(application_name=f"shardline {settings.name} copy")
+    sockets = hop_sockets(settings)
+    try:
+        return with_folders(settings, database, sockets)
+    finally:
+        sockets.close()
+        database.dispose()
 
 
 def register_models(database: Database, models: Iterable[Placed]) -> None:

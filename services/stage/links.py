@@ -1,18 +1,21 @@
-"""The links of a worker's machine to those of its fleet: it answers others that measure them, and measures its own."""
+"""A worker's links to the others of its fleet: it answers who measures them or copies a model, and measures its own."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import structlog
 
-from services.stage.hop.echo import Echo, measure_link
+from services.stage.hop.peer import measure_link
+from services.stage.hop.peer_server import PeerServer
 from services.stage.hop_sockets import hop_sockets
+from services.stage.model.model_info import model_files
 from services.stage.profiling import boot_id
 from services.stage.settings import StageSettings
 from shardline.errors import LinkLost
 from shardline.planner import Link
-from shardline.store.fleets import Echoing
+from shardline.store.fleets import PeerAddress
 
 log = structlog.get_logger(__name__)
 
@@ -20,14 +23,14 @@ log = structlog.get_logger(__name__)
 class Links:
     """Answers from now on, in a thread of its own."""
 
-    def __init__(self, settings: StageSettings) -> None:
-        """Raises Invalid, or Unavailable if no address is free."""
+    def __init__(self, settings: StageSettings, folders: Mapping[str, Path]) -> None:
+        """`folders` are those of the models, by name. Raises Invalid, or Unavailable if no address is free."""
         self._sockets = hop_sockets(settings)
-        echo = Echo(self._sockets)
-        self.own = Echoing(machine=boot_id(), address=echo.address)
-        echo.start()
+        server = PeerServer(self._sockets, {name: model_files(folder) for name, folder in folders.items()})
+        self.own = PeerAddress(machine=boot_id(), address=server.address)
+        server.start()
 
-    def measure(self, others: Sequence[Echoing]) -> dict[str, Link]:
+    def measure(self, others: Sequence[PeerAddress]) -> dict[str, Link]:
         """Returns the link to each machine that answers: a second for each at most, if none is slow to answer."""
         found: dict[str, Link] = {}
         for other in others:

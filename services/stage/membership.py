@@ -18,7 +18,7 @@ from shardline.config import Times
 from shardline.errors import Unavailable
 from shardline.store import fleets
 from shardline.store.database import failure_of
-from shardline.store.fleets import Echoing, Given, Offer
+from shardline.store.fleets import Given, Offer, PeerAddress
 
 log = structlog.get_logger(__name__)
 
@@ -29,10 +29,10 @@ class Membership(threading.Thread):
     """Renews the worker's lease in a thread of its own, from its announcement until it leaves."""
 
     def __init__(
-        self, database: Database, worker: str, times: Times, models: Sequence[str], echo: Echoing | None = None
+        self, database: Database, worker: str, times: Times, models: Sequence[str], peer: PeerAddress | None = None
     ) -> None:
         super().__init__(name="membership", daemon=True)
-        self._database, self._worker, self._models, self._echo = database, worker, models, echo
+        self._database, self._worker, self._models, self._peer = database, worker, models, peer
         self._lease_s = fleets.LEASES * times.lease_s
         self._stopped = threading.Event()
         self._has_joined = threading.Event()
@@ -53,11 +53,11 @@ class Membership(threading.Thread):
             raise _unavailable(error) from error
         self.start()
 
-    def others(self) -> list[Echoing]:
+    def others(self) -> list[PeerAddress]:
         """Where workers on other machines, and on this one, answer. Raises Unavailable if Postgres does not answer."""
         try:
             with self._database.begin() as connection:
-                return fleets.echoes(connection, self._worker)
+                return fleets.peers(connection, self._worker)
         except DBAPIError as error:
             raise _unavailable(error) from error
 
@@ -114,7 +114,7 @@ class Membership(threading.Thread):
         with self._database.begin() as connection:
             if self._has_joined.is_set():
                 return fleets.beat(connection, self._worker, self._lease_s)
-            fleets.announce(connection, self._worker, self._models, lease_s=self._lease_s, echo=self._echo)
+            fleets.announce(connection, self._worker, self._models, lease_s=self._lease_s, peer=self._peer)
             return None
 
     def _look_for_drift(self) -> None:

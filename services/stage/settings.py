@@ -13,12 +13,16 @@ from shardline.errors import Invalid
 from shardline.private import user_folder
 
 PLANNED = "planned"
+PEER = "peer:"
+"""Before the name of a model that another worker of the fleet has."""
 
 
 class StageSettings(Settings):
     """One stage: which model, which layers, on which device."""
 
-    model: str = Field(description="folder or hub id of a causal LM, safetensors only")
+    model: str = Field(
+        description="folder or hub id of a causal LM, safetensors only; peer:NAME: copied from a worker of the fleet"
+    )
     model_revision: str | None = Field(None, description="the hub's commit, tag or branch; default: its main branch")
     model_name: str | None = Field(
         None, description="name that requests use; default: the folder's or the id's last part"
@@ -120,6 +124,11 @@ class StageSettings(Settings):
         return self.layers == PLANNED
 
     @property
+    def asks_peers(self) -> bool:
+        """Whether some model comes from another worker."""
+        return any(each.model.startswith(PEER) for each in self.every_model)
+
+    @property
     def memory_bytes(self) -> int | None:
         """The limit of its memory."""
         return None if self.memory_mib is None else self.memory_mib << 20
@@ -145,4 +154,4 @@ class StageSettings(Settings):
     @property
     def name(self) -> str:
         """The model's name in requests and queues."""
-        return self.model_name or Path(self.model).name
+        return self.model_name or Path(self.model.removeprefix(PEER)).name

@@ -30,7 +30,8 @@ from pathlib import Path
 
 import msgspec
 
-from services.stage.hop.echo import Echo, measure_link
+from services.stage.hop.peer import measure_link
+from services.stage.hop.peer_server import PeerServer
 from services.stage.hop.sockets import Sockets
 from services.standalone.measuring import Measuring
 from services.standalone.preload import mimalloc
@@ -162,10 +163,10 @@ def apart(profiles: Sequence[DeviceProfile], delay_s: float) -> list[DeviceProfi
     if not delay_s:
         return list(profiles)
     sockets = Sockets(bind="tcp://127.0.0.1")
-    echo = Echo(sockets)
-    echo.start()
-    link = measure_link(sockets, delayed(echo.address, delay_s))
-    echo.stop()
+    server = PeerServer(sockets, {})
+    server.start()
+    link = measure_link(sockets, delayed(server.address, delay_s))
+    server.stop()
     links = {each.device: link for each in profiles}
     return [msgspec.structs.replace(each, machine=each.device, links=links) for each in profiles]
 

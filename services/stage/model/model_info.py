@@ -83,6 +83,12 @@ class ModelInfo:
         )
 
 
+def model_files(folder: Path) -> list[Path]:
+    """All that another host needs of a model's folder. Raises Invalid if a file of weights is missing."""
+    patterns = {path for pattern in HUB_FILES for path in folder.glob(pattern) if path.is_file()}
+    return sorted(patterns | set(weight_files(folder)))
+
+
 def _find(model: str | Path, revision: str | None) -> tuple[Path, str | None]:
     """Returns the folder of a model, and its commit if it comes from the hub."""
     path = Path(model).expanduser()

@@ -19,7 +19,7 @@ from shardline.tables import plans, workers
 
 PLANS_LOCK = 7_236_003
 
-MAX_ECHOES = 32
+MAX_PEERS = 32
 LEASES = 2
 """A worker's lease is so many of a job's: another plan costs more than waiting for one that starts again."""
 
@@ -43,7 +43,7 @@ ON CONFLICT (worker) DO UPDATE SET model = excluded.model, shapes = excluded.sha
     END
 """)
 
-ECHOES = text("""
+PEERS = text("""
 SELECT DISTINCT ON (machine) machine, address FROM workers
 WHERE lease_until > now() AND worker <> :worker AND address IS NOT NULL
 ORDER BY machine LIMIT :num
@@ -134,7 +134,7 @@ class Offer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Echoing:
+class PeerAddress:
     """Where a worker answers others that measure the link to its machine."""
 
     machine: str
@@ -142,20 +142,27 @@ class Echoing:
 
 
 def announce(
-    connection: Connection, worker: str, models: Sequence[str], *, lease_s: float, echo: Echoing | None = None
+    connection: Connection, worker: str, models: Sequence[str], *, lease_s: float, peer: PeerAddress | None = None
 ) -> None:
     """A worker is about to join with these models; again before its lease ends, if measuring its device takes long."""
     model, *further = models
     connection.execute(delete(workers).where(workers.c.worker == worker, ~_IS_HERE))
     row = {"model": model, "further": dump(dict.fromkeys(further)), "lease_s": lease_s}
-    at = {"machine": echo and echo.machine, "address": echo and echo.address}
+    at = {"machine": peer and peer.machine, "address": peer and peer.address}
     connection.execute(ANNOUNCE, {"worker": worker, **row, **at})
 
 
-def echoes(connection: Connection, worker: str) -> list[Echoing]:
-    """One other worker that answers on each machine, at most MAX_ECHOES of them."""
-    rows = connection.execute(ECHOES, {"worker": worker, "num": MAX_ECHOES})
-    return [Echoing(machine=row.machine, address=row.address) for row in rows]
+def peers(connection: Connection, worker: str) -> list[PeerAddress]:
+    """One other worker that answers on each machine, at most MAX_PEERS of them."""
+    rows = connection.execute(PEERS, {"worker": worker, "num": MAX_PEERS})
+    return [PeerAddress(machine=row.machine, address=row.address) for row in rows]
+
+
+def holders(connection: Connection, model: str) -> list[str]:
+    """Where workers that have a model's files answer, at most MAX_PEERS, in an order that changes."""
+    serves = or_(workers.c.model == model, workers.c.further.has_key(model))
+    found = select(workers.c.address).where(serves, _HAS_JOINED, workers.c.address.is_not(None))
+    return list(connection.scalars(found.order_by(func.random()).limit(MAX_PEERS)))
 
 
 def join(connection: Connection, worker: str, offers: Mapping[str, Offer], *, lease_s: float) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 from uuid import UUID
 
@@ -16,6 +17,7 @@ from services.standalone.cores import usable_cores
 from shardline.client import Client
 from shardline.store import fleets
 from shardline.store.database import connect
+from shardline.store.models import versions
 from tests.fleet import MODEL, keep_busy, layers, plan, start_third
 from tests.polling import until
 from tests.stack import Stack
@@ -98,15 +100,21 @@ def test_a_killed_worker_comes_back_to_its_layers(stack: Stack, database: Engine
     assert plan(database).version == before.version
 
 
-def test_a_worker_that_joins_gets_a_stage_and_is_missed_when_it_leaves(stack: Stack, database: Engine) -> None:
+def test_a_worker_without_the_model_joins_and_is_missed_when_it_leaves(
+    stack: Stack, database: Engine, tmp_path: Path
+) -> None:
+    """It copies the model from one that has it, and gets a stage."""
     before = plan(database)
-    third = start_third(stack)
+    third = start_third(stack, MODEL=f"peer:{MODEL}", CACHE_DIR=str(tmp_path))
     try:
         until(lambda: len(plan(database).stages) == 3, timeout_s=60)
         (name,) = set(plan(database).stages) - set(before.stages)
         assert name.startswith("third@")
         with Celery(broker=stack.urls["redis"], set_as_current=False) as app:
             until(lambda: app.control.ping(destination=[name], timeout=1, limit=1), timeout_s=60)
+        (copy,) = (each for each in (tmp_path / "peers").iterdir() if each.is_dir())
+        with database.connect() as connection:
+            assert versions(connection) == {MODEL: copy.name}
     finally:
         third.terminate()
         assert third.wait(60) == 0

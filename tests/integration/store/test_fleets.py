@@ -6,7 +6,7 @@ import pytest
 from sqlalchemy import Engine
 
 from shardline.store import fleets
-from shardline.store.fleets import Echoing, Offer
+from shardline.store.fleets import Offer, PeerAddress
 from tests.integration.rows import LONG_S, MODEL, change, claim, end, submit, success
 
 SPLIT = ((0, 3), (3, 8))
@@ -87,17 +87,17 @@ def test_a_worker_finds_one_that_answers_on_each_machine(engine: Engine) -> None
     places = {"a": "x", "b": "x", "c": "y", "gone": "z"}
     with engine.begin() as connection:
         for name, machine in places.items():
-            echo = Echoing(machine=machine, address=f"tcp://{name}")
+            peer = PeerAddress(machine=machine, address=f"tcp://{name}")
             lease_s = -1 if name == "gone" else LONG_S
-            fleets.announce(connection, name, [MODEL], lease_s=lease_s, echo=echo)
+            fleets.announce(connection, name, [MODEL], lease_s=lease_s, peer=peer)
         fleets.announce(connection, "of the last release", [MODEL], lease_s=LONG_S)
     join(engine, "c")
     with engine.begin() as connection:
-        found = {each.machine: each.address for each in fleets.echoes(connection, "a")}
+        found = {each.machine: each.address for each in fleets.peers(connection, "a")}
         assert found == {"x": "tcp://b", "y": "tcp://c"}
-        again = Echoing(machine="y", address="tcp://new")
-        fleets.announce(connection, "c", [MODEL], lease_s=LONG_S, echo=again)
-        assert again in fleets.echoes(connection, "a"), "one that starts again answers elsewhere"
+        again = PeerAddress(machine="y", address="tcp://new")
+        fleets.announce(connection, "c", [MODEL], lease_s=LONG_S, peer=again)
+        assert again in fleets.peers(connection, "a"), "one that starts again answers elsewhere"
 
 
 def test_a_device_that_drifts_changes_its_profile_for_that_model(engine: Engine) -> None:
