@@ -118,13 +118,13 @@ class Membership(threading.Thread):
             return None
 
     def _look_for_drift(self) -> None:
-        """Tells the plan. What Postgres does not get now it gets with the worker's next start."""
-        factor = self._drift.take() if self._drift is not None else None
-        if factor is None or self._drift is None or self._drifted is None or self._given is None:
+        """Tells the plan. What Postgres does not get now it gets when the worker joins again."""
+        if self._drift is None or self._drifted is None or self._given is None:
             return
-        log.warning(
-            "steps take other times than this device's profile says: the plan hears it", factor=round(factor, 2)
-        )
+        factor = self._drift.take()
+        if factor is None:
+            return
+        log.warning("this device has drifted: steps take other times than planned", factor=round(factor, 2))
         self._drifted(factor)
         try:
             with self._database.begin() as connection:

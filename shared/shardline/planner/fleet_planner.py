@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from shardline.planner.device_profile import DeviceProfile
-from shardline.planner.fleet import share_memory
+from shardline.planner.fleet import Fleet, share_memory
 from shardline.planner.model_costs import ModelCosts
 from shardline.planner.planning import make_plans_that_fit, smaller_loads
 from shardline.planner.prediction import Assigned, Predictor
@@ -78,26 +78,32 @@ class FleetPlanner:
         """The same places, dealt among equal devices so that as many workers as can be keep their layers."""
         if now is None:
             return dict(stages)
-        open_places: dict[object, Counter[int]] = defaultdict(Counter)
+        kinds, open_places = self._kinds(), defaultdict[object, Counter[int]](Counter)
         for worker, place in stages.items():
-            open_places[self._kind(worker)][place] += 1
+            open_places[kinds[worker]][place] += 1
         dealt: dict[str, int] = {}
         for worker in [each for each in sorted(self.profiles) if each in now.stages]:
-            held, places = now.split[now.stages[worker]], open_places[self._kind(worker)]
+            held, places = now.split[now.stages[worker]], open_places[kinds[worker]]
             if held in split and places[split.index(held)] > 0:
                 dealt[worker] = split.index(held)
                 places[dealt[worker]] -= 1
         # Those that the plan uses come before those that it leaves out.
         for worker in sorted(set(self.profiles) - set(dealt), key=lambda each: (each not in stages, each)):
-            left = +open_places[self._kind(worker)]
+            left = +open_places[kinds[worker]]
             if left:
                 dealt[worker] = min(left)
-                open_places[self._kind(worker)][dealt[worker]] -= 1
+                open_places[kinds[worker]][dealt[worker]] -= 1
         return dealt
 
-    def _kind(self, worker: str) -> tuple[str, str]:
-        profile = self.profiles[worker]
-        return profile.hardware, profile.dtype
+    def _kinds(self) -> dict[str, object]:
+        """By worker: those of one value may change places. Equal hardware is not enough: a device may have drifted."""
+        groups = Fleet.of(Predictor(self.model, self.workload), share_memory(self._named())).groups
+        return {
+            profile.device: (number, profile.machine)
+            for number, group in enumerate(groups)
+            for device in group
+            for profile in device
+        }
 
     def _with_spares(self, deployment: Deployment, tokens_per_s: float | None) -> Deployment:
         """Workers without a stage get one of which there are fewest, if their memory holds it."""

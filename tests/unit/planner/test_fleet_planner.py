@@ -100,7 +100,8 @@ def test_a_device_that_has_drifted_gets_other_layers_however_small_its_memory(me
     slow = next(worker for worker, place in now.stages.items() if place == 0)
     drifted = FleetPlanner(model(), workers | {slow: workers[slow].scaled(3.0)}, Workload())
     then = planned(drifted, now, may_improve=True)
-    assert then.split[then.stages[slow]] != now.split[now.stages[slow]]
+    sizes = {worker: then.split[place][1] - then.split[place][0] for worker, place in then.stages.items()}
+    assert sizes[slow] < min(sizes[worker] for worker in sizes if worker != slow)
     assert drifted.replan(then, may_improve=True) is None
 
 
@@ -110,3 +111,13 @@ def test_replicas_of_unlike_devices_are_no_reason_for_the_same_plan_again() -> N
     assert set(now.stages.values()) == {0}
     drifted = FleetPlanner(model(), workers | {"a:0": workers["a:0"].scaled(3.0)}, Workload())
     assert drifted.replan(now, may_improve=True) is None
+
+
+def test_a_slower_device_does_not_keep_its_layers_because_its_hardware_is_the_same() -> None:
+    """The best plan exchanges the two: equal hardware, but one of them has drifted since the plan gave it more."""
+    workers = {name: device(name, memory_bytes=8 << 20) for name in ("a:0", "a:1")}
+    now = Deployment(split=((0, 5), (5, 12)), stages={"a:0": 0, "a:1": 1})
+    drifted = FleetPlanner(model(), workers | {"a:1": workers["a:1"].scaled(2.0)}, Workload())
+    then = planned(drifted, now, may_improve=True)
+    sizes = {worker: then.split[place][1] - then.split[place][0] for worker, place in then.stages.items()}
+    assert sizes["a:1"] < sizes["a:0"]
