@@ -82,8 +82,8 @@ def main() -> int:
         if membership is not None:
             membership.when_moved(partial(make_room, stage))
             if loaded.drift is not None:
-                rescale = partial(profiling.rescale, placed.settings, placed.device, placed.info.path)
-                membership.watch(loaded.drift, rescale)
+                retime = partial(profiling.retime, placed.settings, placed.device, placed.info.path)
+                membership.watch(loaded.drift, retime)
     except Invalid as error:
         logger.critical("refused", field=error.field, problem=error.problem, remedy=error.remedy)
         return REFUSED_STATUS

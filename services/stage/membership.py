@@ -16,6 +16,7 @@ from sqlalchemy.exc import DBAPIError
 from services.stage.scheduling.drift import Drift
 from shardline.config import Times
 from shardline.errors import Unavailable
+from shardline.planner import DeviceProfile
 from shardline.store import fleets
 from shardline.store.database import failure_of
 from shardline.store.fleets import Given, Offer, PeerAddress
@@ -40,7 +41,7 @@ class Membership(threading.Thread):
         self._has_layers = threading.Event()
         self._moved: Callable[[], None] | None = None
         self._drift: Drift | None = None
-        self._drifted: Callable[[float], None] | None = None
+        self._drifted: Callable[[DeviceProfile], None] | None = None
 
     def announce(self) -> None:
         """Says that the worker will join once its device is measured: the first plan of a fleet waits for it.
@@ -81,9 +82,8 @@ class Membership(threading.Thread):
         """Calls this once, in the membership's thread, when the plan gives the worker other layers, or none."""
         self._moved = moved
 
-    def watch(self, drift: Drift, drifted: Callable[[float], None]) -> None:
-        """From now on the plan hears how the device has drifted, and `drifted` the factor, in the membership's
-        thread."""
+    def watch(self, drift: Drift, drifted: Callable[[DeviceProfile], None]) -> None:
+        """From now on the plan hears when the device has drifted, and so does `drifted`, in the membership's thread."""
         self._drifted, self._drift = drifted, drift
 
     def leave(self) -> None:
@@ -125,7 +125,7 @@ class Membership(threading.Thread):
         if factor is None:
             return
         log.warning("this device has drifted: steps take other times than planned", factor=round(factor, 2))
-        self._drifted(factor)
+        self._drifted(self._drift.profile)
         try:
             with self._database.begin() as connection:
                 fleets.refresh(connection, self._worker, self._given.model, self._drift.profile)

@@ -72,16 +72,12 @@ class Copying:
         """
         trusted, addresses = self._sources(patience_s)
         folder = self.cache_folder / FOLDER / trusted
-        with _alone(folder.with_suffix(".lock")):
-            if folder.is_dir():
-                return folder
-            for address in addresses:
-                try:
-                    return self._copied(address, trusted, folder)
-                except LinkLost as error:
-                    log.warning("the model is not copied to its end from this worker", problem=str(error))
-                except OSError as error:
-                    raise Unavailable(f"the model {self.model!r} cannot be kept in {folder.parent}: {error}") from error
+        try:
+            with _alone(folder.with_suffix(".lock")):
+                if folder.is_dir() or any(self._is_copied(address, trusted, folder) for address in addresses):
+                    return folder
+        except OSError as error:
+            raise Unavailable(f"the model {self.model!r} cannot be kept in {folder.parent}: {error}") from error
         raise Unavailable(f"none of {len(addresses)} workers gave all of the model {self.model!r}. It is tried again")
 
     def _sources(self, patience_s: float) -> tuple[str, Sequence[str]]:
@@ -107,7 +103,16 @@ class Copying:
                 has_told = True
             threading.Event().wait(LOOK_S)
 
-    def _copied(self, address: str, trusted: str, folder: Path) -> Path:
+    def _is_copied(self, address: str, trusted: str, folder: Path) -> bool:
+        """Whether this worker gave all of it."""
+        try:
+            self._copy_all(address, trusted, folder)
+        except LinkLost as error:
+            log.warning("the model is not copied to its end from this worker", problem=str(error))
+            return False
+        return True
+
+    def _copy_all(self, address: str, trusted: str, folder: Path) -> None:
         """A part of a file that is here already is not asked for again. Raises LinkLost, Unavailable."""
         draft = folder.with_suffix(".part")
         draft.mkdir(parents=True, exist_ok=True)
@@ -125,7 +130,6 @@ class Copying:
             raise LinkLost(f"{address} has other weights: {problem}")
         draft.rename(folder)
         log.info("model copied", model=self.model, folder=str(folder), source=address)
-        return folder
 
     def _problem(self, draft: Path, trusted: str) -> str | None:
         try:

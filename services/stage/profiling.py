@@ -203,16 +203,20 @@ def profile(settings: StageSettings, device: Device, *, fresh: bool, together: b
 
 def recalled(settings: StageSettings, device: Device, folder: Path) -> DeviceProfile | None:
     """The profile of a device with these settings and the model in this folder, if it was measured once."""
-    known = _recalled(settings, device, ModelCosts.read(folder))
+    try:
+        known = _recalled(settings, device, ModelCosts.read(folder))
+    except Invalid:  # a model that is not planned for may be served
+        return None
     return _here(known, settings) if known is not None else None
 
 
-def rescale(settings: StageSettings, device: Device, folder: Path, factor: float) -> None:
-    """The known profile is of a device that takes so many times as long: the next start recalls that."""
+def retime(settings: StageSettings, device: Device, folder: Path, profile: DeviceProfile) -> None:
+    """The known profile gets the times of this one, which has drifted: the next start recalls them."""
     model = ModelCosts.read(folder)
     known = _recalled(settings, device, model)
     if known is not None:
-        _remember(known.scaled(factor), settings, device, model)
+        times = {name: getattr(profile, name) for name in ("layers", "step", "sampled", "tail_prefill_row_s")}
+        _remember(msgspec.structs.replace(known, **times), settings, device, model)
 
 
 class _Measuring:

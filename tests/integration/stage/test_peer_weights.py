@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -24,6 +23,7 @@ from shardline.store.fleets import Offer, PeerAddress
 from shardline.store.models import register_model
 from tests.integration.rows import LONG_S
 from tests.models import save_model
+from tests.polling import until
 
 NAME = "tiny"
 WEIGHTS = "model.safetensors"
@@ -139,8 +139,7 @@ def test_nobody_who_has_the_model_is_waited_for_and_then_named(copying: Copying,
         copying.folder(0.0)
     with ThreadPoolExecutor(1) as pool, capture_logs() as logs:
         found = pool.submit(copying.folder, LONG_S)
-        while not logs:
-            threading.Event().wait(0.01)
+        until(lambda: len(logs) > 0)
         serve("late")
         assert found.result().name == registered
 

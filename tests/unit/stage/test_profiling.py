@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,8 +12,11 @@ import msgspec
 import pytest
 
 from services.stage.device.cpu import usable_cores
+from services.stage.profiling import recalled, retime
+from services.stage.settings import StageSettings
 from shardline.planner import DeviceProfile, ModelCosts, Workload, make_plans, read_profiles
 from tests.models import save_model
+from tests.pinned import first_core
 
 MEASURED = "device measured"
 
@@ -100,6 +104,23 @@ def test_other_dtypes_are_measured_side_by_side_when_told(folder: Path, model: P
 
 def test_what_was_measured_before_is_measured_afresh_when_told(folder: Path, model: Path) -> None:
     assert MEASURED in profile(folder, model, "--fresh").stderr
+
+
+@pytest.mark.usefixtures("first")
+def test_times_that_have_drifted_are_recalled_and_nothing_else_changes(
+    folder: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in environment(folder, model).items():
+        monkeypatch.setenv(name, value)
+    settings = StageSettings(cache_dir=shutil.copytree(folder / "cache", folder / "drifted"))
+    with first_core(settings.lock_dir) as device:
+        measured = recalled(settings, device, model)
+        assert measured is not None
+        slower = msgspec.structs.replace(measured.scaled(2.0), memory_bytes=1)
+        for _ in range(2):  # two workers that share the device find the same
+            retime(settings, device, model, slower)
+        assert recalled(settings, device, model) == measured.scaled(2.0)
+        assert recalled(settings.model_copy(update={"token_budget": 128}), device, model) is None
 
 
 def test_a_wrong_setting_is_named(folder: Path, model: Path) -> None:
