@@ -29,9 +29,7 @@ BEATS_IN_LEASE = 10
 class Membership(threading.Thread):
     """Renews the worker's lease in a thread of its own, from its announcement until it leaves."""
 
-    def __init__(
-        self, database: Database, worker: str, times: Times, models: Sequence[str], peer: PeerAddress | None = None
-    ) -> None:
+    def __init__(self, database: Database, worker: str, times: Times, models: Sequence[str], peer: PeerAddress) -> None:
         super().__init__(name="membership", daemon=True)
         self._database, self._worker, self._models, self._peer = database, worker, models, peer
         self._lease_s = fleets.LEASES * times.lease_s

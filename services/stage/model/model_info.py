@@ -85,8 +85,8 @@ class ModelInfo:
 
 def model_files(folder: Path) -> list[Path]:
     """All that another host needs of a model's folder. Raises Invalid if a file of weights is missing."""
-    patterns = {path for pattern in HUB_FILES for path in folder.glob(pattern) if path.is_file()}
-    return sorted(patterns | set(weight_files(folder)))
+    found = {path for pattern in HUB_FILES for path in folder.glob(pattern) if path.is_file()}
+    return sorted(found | set(weight_files(folder)))
 
 
 def _find(model: str | Path, revision: str | None) -> tuple[Path, str | None]:

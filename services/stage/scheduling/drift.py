@@ -6,6 +6,7 @@ The engine's thread adds steps; another takes what has been found.
 from __future__ import annotations
 
 import statistics
+import threading
 from collections import Counter
 
 from services.stage.scheduling.step_plan import StepPlan
@@ -33,6 +34,8 @@ class Drift:
         self._kinds = Counter(model.layers[number].name for number in layers)
         self._is_tail = layers.stop == len(model.layers)
         self._window_s = window_s
+        self._lock = threading.Lock()
+        """For the ratios: none that was taken comes back. The engine takes it once in a window."""
         self._ratios: list[float] = []
         self._begin_window()
 
@@ -45,16 +48,18 @@ class Drift:
         self._num_steps += 1
         if self._taken_s >= self._window_s and self._num_steps >= WINDOW_STEPS and self._predicted_s > 0:
             self.ratio = self._taken_s / self._predicted_s
-            self._ratios = [*self._ratios, self.ratio][-NUM_WINDOWS:]
+            with self._lock:
+                self._ratios = [*self._ratios, self.ratio][-NUM_WINDOWS:]
             self._begin_window()
 
     def take(self) -> float | None:
         """Any thread: by which factor the device has drifted. From then on its profile counts as drifted by it."""
-        ratios = self._ratios
-        if len(ratios) < NUM_WINDOWS or not (min(ratios) > DRIFT or max(ratios) < 1 / DRIFT):
-            return None
-        factor = statistics.median(ratios)
-        self.profile, self._ratios = self.profile.scaled(factor), []
+        with self._lock:
+            ratios = self._ratios
+            if len(ratios) < NUM_WINDOWS or not (min(ratios) > DRIFT or max(ratios) < 1 / DRIFT):
+                return None
+            factor = statistics.median(ratios)
+            self.profile, self._ratios = self.profile.scaled(factor), []
         return factor
 
     def _begin_window(self) -> None:

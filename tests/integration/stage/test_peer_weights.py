@@ -103,12 +103,16 @@ def test_workers_of_one_host_copy_once(copying: Copying, serve: Serve, registere
 def test_what_is_here_of_a_file_is_not_asked_for_again(
     copying: Copying, serve: Serve, model: Path, registered: str
 ) -> None:
+    """The worker that is asked has only the rest of the weights."""
     part = draft(copying, registered)
     part.mkdir(parents=True)
     content = (model / WEIGHTS).read_bytes()
-    (part / WEIGHTS).write_bytes(content[: len(content) // 2])
+    half = len(content) // 2
+    (part / WEIGHTS).write_bytes(content[:half])
+    rest = shutil.copytree(model, copying.cache_folder / "rest")
+    (rest / WEIGHTS).write_bytes(bytes(half) + content[half:])
     (part / "config.json").write_bytes((model / "config.json").read_bytes() + b"longer than it is")
-    serve("a")
+    serve("a", rest)
     assert (copying.folder(LONG_S) / WEIGHTS).read_bytes() == content
 
 

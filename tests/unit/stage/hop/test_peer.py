@@ -121,8 +121,7 @@ def test_nobody_who_answers_is_a_lost_link(sockets: Sockets) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_frame_costs_something_and_its_bytes_more(sockets: Sockets, dtype: str) -> None:
+def test_the_bytes_of_a_frame_cost_something(sockets: Sockets, dtype: str) -> None:
     hop = ZeroMqHop(sockets, Times())
-    frame_s, byte_s = measure_frames(hop, dtype=dtype, small=(1, 1024), large=(4096, 1024))
-    assert frame_s >= 0
+    _, byte_s = measure_frames(hop, dtype=dtype, small=(1, 1024), large=(4096, 1024))
     assert byte_s > 0
