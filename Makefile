@@ -98,8 +98,8 @@ bench: setup ## Run the benchmarks; figures in tests/benchmarks/results/latest.j
 bench-peers: setup ## Shardline beside OpenVINO, vLLM and llama.cpp; writes docs/performance.md: RUNS= ONLY= QUICK=1
 	TORCH_INDEX="$(TORCH_INDEX)" $(PY) -m tests.benchmarks.peers $(if $(RUNS),--runs $(RUNS)) $(if $(ONLY),--only $(ONLY)) $(if $(QUICK),--quick)
 
-chaos: setup ## Faults under load, then a judgment: SEED= MINUTES= FAULTS= LOAD=users|lab DTYPE= STAGES= WORKERS= TIME_SCALE= INSECURE=
-	$(PY) -m tests.chaos $(if $(SEED),--seed $(SEED)) --minutes $(MINUTES) --faults "$(FAULTS)" --load $(LOAD) --time-scale $(TIME_SCALE) --dtype $(DTYPE) --stages $(STAGES) $(if $(WORKERS),--workers $(WORKERS)) $(if $(INSECURE),--insecure)
+chaos: setup ## Faults under load, then a judgment: SEED= MINUTES= FAULTS= LOAD=users|lab DTYPE= STAGES= WORKERS= DEVICES= TIME_SCALE= INSECURE=
+	$(PY) -m tests.chaos $(if $(SEED),--seed $(SEED)) --minutes $(MINUTES) --faults "$(FAULTS)" --load $(LOAD) --time-scale $(TIME_SCALE) --dtype $(DTYPE) --stages $(STAGES) $(if $(WORKERS),--workers $(WORKERS)) $(if $(DEVICES),--devices "$(DEVICES)") $(if $(INSECURE),--insecure)
 
 chaos-compose: setup ## The same against `docker compose up`, with a Docker engine: SEED= MINUTES= FAULTS=
 	$(PY) -m tests.compose.chaos $(if $(SEED),--seed $(SEED)) --minutes $(MINUTES) --faults "$(FAULTS)"

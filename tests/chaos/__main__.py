@@ -27,6 +27,9 @@ def main(
     stages: Annotated[int, typer.Option(help="stages of the pipeline")] = 2,
     replicas: Annotated[int, typer.Option(help="pipelines on the same queue")] = 1,
     workers: Annotated[int | None, typer.Option(help="a fleet of so many workers without a number, no stages")] = None,
+    devices: Annotated[
+        str | None, typer.Option(help="one for each stage: 'cpu:0 toy:0'; toy: the test accelerator")
+    ] = None,
     patience: Annotated[float, typer.Option(help="seconds after the last fault in which everything must end")] = 180.0,
     time_scale: Annotated[
         float, typer.Option(help="of the protocol's times; more where the machine is busy")
@@ -48,6 +51,7 @@ def main(
         stages=stages,
         replicas=replicas,
         workers=workers,
+        devices=devices,
         time_scale=time_scale,
         exact=not inexact,
         insecure=insecure,
@@ -56,7 +60,8 @@ def main(
         redis_lasts=redis_lasts,
     )
     what = f"FAULTS={faults!r} LOAD={load} DTYPE={dtype} STAGES={stages} TIME_SCALE={time_scale:g}"
-    more = f"{f' WORKERS={workers}' if workers else ''}{' INSECURE=yes' if insecure else ''}"
+    shape = f"{f' WORKERS={workers}' if workers else ''}{f' DEVICES={devices!r}' if devices else ''}"
+    more = f"{shape}{' INSECURE=yes' if insecure else ''}"
     again = f"make chaos SEED={options.seed} MINUTES={minutes:g} {what}{more}"
     conduct(again, partial(run, options, wanted(faults, GROUPS)), file=FILE, logs=LOGS_KEPT)
 

@@ -13,7 +13,7 @@ from tests.chaos.judge.checker import judge
 from tests.chaos.judge.emissions import stale_deltas
 from tests.chaos.load.load import Load
 from tests.chaos.load.target import Target
-from tests.chaos.load.undisturbed import Expected, undisturbed
+from tests.chaos.load.undisturbed import Compared, Expected, undisturbed
 from tests.chaos.report.finding import Finding
 from tests.chaos.report.report import Report, achieved, kinds
 from tests.chaos.stack.local_start import local_target
@@ -47,7 +47,7 @@ def judged(
 def _hurt(options: Options, target: TargetT, storm: Storm[TargetT], say: Say, max_faults: int | None) -> Report:
     """Everything that needs the stack alive."""
     audit.install(target.database_url, lease_s=target.times.lease_s)
-    expected = _undisturbed(target, exact=options.exact)
+    expected = _undisturbed(target, options.compared)
     before_bytes = growth.redis_bytes(target.redis_url)
     load = Load(target, redis_lasts=options.redis_lasts, seed=options.seed, minutes=options.minutes)
     with growth.Memory(target) as memory:
@@ -95,10 +95,10 @@ def _hurt(options: Options, target: TargetT, storm: Storm[TargetT], say: Say, ma
     )
 
 
-def _undisturbed(target: Target, *, exact: bool) -> list[Expected] | None:
+def _undisturbed(target: Target, compared: Compared) -> list[Expected] | None:
     """The expected tokens; what they take is this machine's measure of a replay."""
     began_s = time.monotonic()
-    expected = undisturbed(target, exact=exact)
+    expected = undisturbed(target, compared)
     target.calm_s = time.monotonic() - began_s
     return expected
 

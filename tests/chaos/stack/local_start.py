@@ -115,7 +115,7 @@ def local_target(options: Options) -> Iterator[LocalTarget]:
             times=Times().scaled(options.time_scale),
             failpoints=failpoints,
             kv_mib=kv_mib,
-            num_started=options.workers or options.stages,
+            num_started=options.num_started,
             is_fleet=options.workers is not None,
             workload=workload,
             start_s=start_s,
@@ -124,10 +124,16 @@ def local_target(options: Options) -> Iterator[LocalTarget]:
 
 def _shape(options: Options) -> Mapping[str, str]:
     """How many stages the stack has, and of which kind."""
+    devices = {}
+    if options.devices is not None:
+        devices = {"SHARDLINE_DEVICES": options.devices, "SHARDLINE_DEVICE_MODULE": "tests.accelerator"}
     if options.workers is not None:
-        fleet = {"SHARDLINE_WORKERS": str(options.workers), "SHARDLINE_STAGE_CORES": str(len(usable_cores()))}
+        cores = {} if devices else {"SHARDLINE_STAGE_CORES": str(len(usable_cores()))}
         is_users = options.load is LoadName.USERS
-        return fleet | ({"SHARDLINE_MEMORY_MIB": str(FLEET_MIB[options.dtype])} if is_users else {})
+        memory = {"SHARDLINE_MEMORY_MIB": str(FLEET_MIB[options.dtype])} if is_users else {}
+        return {"SHARDLINE_WORKERS": str(options.workers), **cores, **memory, **devices}
+    if devices:
+        return devices
     return {"SHARDLINE_STAGES": str(options.stages), "SHARDLINE_REPLICAS": str(options.replicas)}
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
+from tests.chaos.load.undisturbed import Compared
 from tests.chaos.load.workload import LoadName
 
 TIME_SCALE = 0.25
@@ -35,6 +36,8 @@ class Options:
     """So many stages that get their layers from a plan, in place of numbered ones."""
     time_scale: float = TIME_SCALE
     """Of the protocol's times: a larger one where the machine is busy with other things."""
+    devices: str | None = None
+    """Of the stages, in place of cores: SHARDLINE_DEVICES. May name the test accelerator, `toy:0`."""
     exact: bool = True
     """False: attention without our kernel, so that a resume may give other tokens."""
     patience_s: float = 180.0
@@ -45,3 +48,17 @@ class Options:
     """Hops without CURVE: frames can be lost and repeated then."""
     redis_lasts: bool = False
     """No fault harms what Redis holds: what it has taken is never sent again."""
+
+    @property
+    def num_started(self) -> int:
+        """Workers of the fleet, or stages of a pipeline."""
+        if self.workers is not None:
+            return self.workers
+        return self.stages if self.devices is None else len(self.devices.split())
+
+    @property
+    def compared(self) -> Compared:
+        """What of a job must be the same as undisturbed. Accelerators promise no bits, but their tokens hold."""
+        if self.devices is not None:
+            return Compared.TOKENS
+        return Compared.BITS if self.exact else Compared.NOTHING
