@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
+from functools import partial
 
 import structlog
 from prometheus_client import CollectorRegistry
 
 from services.stage.pipeline.pipeline import Pipeline
 from services.stage.runtime import Loaded
+from services.stage.scheduling.drift import Drift
 from services.stage.scheduling.events import Event, NewTokens
 from services.stage.scheduling.scheduler import Scheduler
 from services.stage.scheduling.step_plan import StepPlan
 from services.stage.scheduling.step_times import StepTime
 from shardline.metrics import HeadMetrics, StageMetrics
+from shardline.planner.rates import Rates
 
 log = structlog.get_logger(__name__)
 
@@ -32,9 +36,22 @@ class StageMeter:
         self._drift = drift = loaded.drift
         if drift is not None:
             self._metrics.step_time_ratio.set_function(lambda: drift.ratio)
+            self._show_profile(drift)
         self._metrics.exact.set(executor.exact)
         self._metrics.kv_blocks.labels("used").set_function(lambda: executor.blocks_used)
         self._metrics.kv_blocks.labels("all").set(executor.num_blocks)
+
+    def _show_profile(self, drift: Drift) -> None:
+        """What was measured of the device and of its links; the device's rates follow its drift."""
+        metrics = self._metrics
+
+        metrics.device_bytes_per_s.labels("weights").set_function(lambda: _rates(drift).weight_bytes_per_s)
+        metrics.device_bytes_per_s.labels("kv").set_function(lambda: _rates(drift).kv_bytes_per_s or math.nan)
+        for rows, _ in _rates(drift).flops:
+            metrics.device_flops.labels(f"{rows:.0f}").set_function(partial(_flops, drift, rows))
+        for machine, link in drift.profile.links.items():
+            metrics.link_latency_s.labels(machine).set(link.latency_s)
+            metrics.link_bytes_per_s.labels(machine).set(link.bytes_per_s)
 
     def step(self, plan: StepPlan, time: StepTime) -> None:
         """The engine's thread, after each step."""
@@ -82,3 +99,11 @@ class StageMeter:
         metrics.waiting.set_function(lambda: scheduler.num_waiting)
         metrics.ready.set_function(lambda: pipeline.status().is_ready)
         metrics.epoch.set_function(lambda: pipeline.status().epoch or 0)
+
+
+def _rates(drift: Drift) -> Rates:
+    return Rates.of(drift.profile, drift.model)
+
+
+def _flops(drift: Drift, rows: float) -> float:
+    return dict(_rates(drift).flops)[rows]

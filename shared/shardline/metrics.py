@@ -98,6 +98,24 @@ class StageMetrics:
             "shardline_step_time_ratio", "Time of steps, over what the device's profile says", registry=registry
         )
         self.step_time_ratio.set(1)
+        self.device_bytes_per_s = Gauge(
+            "shardline_device_bytes_per_second",
+            "What the device streams, as it was measured: weights for one row, kv for decode rows",
+            ["what"],
+            registry=registry,
+        )
+        self.device_flops = Gauge(
+            "shardline_device_operations_per_second",
+            "Of a layer's products, as it was measured, by packed rows",
+            ["rows"],
+            registry=registry,
+        )
+        self.link_latency_s = Gauge(
+            "shardline_link_latency_seconds", "To another machine, as it was measured", ["machine"], registry=registry
+        )
+        self.link_bytes_per_s = Gauge(
+            "shardline_link_bytes_per_second", "To another machine, as it was measured", ["machine"], registry=registry
+        )
         self.stage_seconds = Counter(
             "shardline_stage_seconds",
             "Time while the pipeline had a step in flight, by what the stage did",

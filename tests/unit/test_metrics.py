@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import urllib.request
 from types import SimpleNamespace
@@ -11,13 +12,16 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
 from services.stage.metrics import StageMeter
+from services.stage.scheduling.drift import Drift
 from services.stage.scheduling.events import NewTokens
 from services.stage.scheduling.step_plan import Move, Open, Row, StepPlan
 from services.stage.scheduling.step_times import EngineProgress
 from services.standalone.ports import free_port
 from shardline import metrics
 from shardline.job import SamplingParams
+from shardline.planner import Link
 from tests.repository import REPOSITORY
+from tests.unit.planner.fleets import device, model
 
 
 def test_every_metrics_name_is_unique_and_ours() -> None:
@@ -41,11 +45,16 @@ def test_scrapers_read_the_served_port() -> None:
     assert text.splitlines()[0] == generate_latest(registry).decode().splitlines()[0]
 
 
-def scrape_of_stage(*, is_head: bool) -> str:
-    """What a stage that has just started shows."""
+def meter_of_stage(*, is_head: bool, drift: Drift | None = None) -> StageMeter:
+    """Of one that has just started."""
     executor = SimpleNamespace(exact=True, blocks_used=3, num_blocks=8)
     settings = SimpleNamespace(times=SimpleNamespace(stall_s=30.0))
-    meter = StageMeter(cast(Any, SimpleNamespace(executor=executor, settings=settings, is_head=is_head, drift=None)))
+    return StageMeter(cast(Any, SimpleNamespace(executor=executor, settings=settings, is_head=is_head, drift=drift)))
+
+
+def scrape_of_stage(*, is_head: bool) -> str:
+    """What it shows after a step."""
+    meter = meter_of_stage(is_head=is_head)
     prompt = Open(seq=0, ids=(5,) * 71, num_prompt=71, params=SamplingParams(), seed=1, num_blocks=2, num_cached=64)
     rows = (Row(0, 64, 7, (), (0, 1), wants=True), Row(1, 9, 4, (5,), (), wants=True, drafts=(6, 7, 8)))
     moves = (Move(0, 0, is_out=True), Move(1, 1, is_out=True), Move(2, 0, is_out=False))
@@ -86,3 +95,24 @@ def test_services_that_have_just_started_export_what_each_alarm_reads(name: str)
     metrics.RelayMetrics(relay)
     shown = scrape_of_stage(is_head=True) + generate_latest(relay).decode()
     assert re.search(rf"^{name}(_total)?(\{{.*\}})? ", shown, re.MULTILINE), name
+
+
+def test_a_measured_device_shows_its_rates_and_links_which_follow_its_drift() -> None:
+    links = {"two": Link(latency_s=0.02, bytes_per_s=5e8)}
+    drift = Drift(device("a:0", links=links), model(), range(12))
+    registry = meter_of_stage(is_head=False, drift=drift).registry
+
+    def rate(name: str, **labels: str) -> float:
+        value = registry.get_sample_value(f"shardline_{name}", labels)
+        assert value is not None
+        return value
+
+    before = rate("device_bytes_per_second", what="weights"), rate("device_operations_per_second", rows="256")
+    assert before[1] == pytest.approx(64 * before[0] / 2), "four bytes and two operations for each weight"
+    assert math.isnan(rate("device_bytes_per_second", what="kv")), "its context costs nothing"
+    assert rate("link_latency_seconds", machine="two") == 0.02
+    assert rate("link_bytes_per_second", machine="two") == 5e8
+
+    drift.profile = drift.profile.scaled(2.0)
+    assert rate("device_bytes_per_second", what="weights") == pytest.approx(before[0] / 2)
+    assert rate("device_operations_per_second", rows="256") == pytest.approx(before[1] / 2)

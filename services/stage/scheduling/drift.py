@@ -28,7 +28,7 @@ class Drift:
     """Compares the steps of one stage with a profile."""
 
     def __init__(self, profile: DeviceProfile, model: ModelCosts, layers: range, *, window_s: float = WINDOW_S) -> None:
-        self.profile = profile
+        self.profile, self.model = profile, model
         self.ratio = 1.0
         """Of the last window: seconds taken over those predicted."""
         self._kinds = Counter(model.layers[number].name for number in layers)

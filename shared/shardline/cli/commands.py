@@ -12,6 +12,7 @@ from shardline.cli import show
 from shardline.cli.arguments import JobId, JobIds, Json
 from shardline.cli.database import transaction
 from shardline.cli.dead import dead
+from shardline.cli.devices import devices
 from shardline.cli.exits import HELP, Reporting
 from shardline.cli.fields import parse_fields, prompt_fields, read_prompt
 from shardline.cli.keys import keys
@@ -37,6 +38,7 @@ cli = typer.Typer(
 cli.add_typer(dead, name="dead")
 cli.add_typer(keys, name="keys")
 cli.command()(trace)
+cli.command()(devices)
 cli.command()(plan)
 cli.command()(scale)
 

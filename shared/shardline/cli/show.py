@@ -49,13 +49,13 @@ def each(documents: Sequence[Document], *, json: bool, table: Callable[[Sequence
 
 def jobs_table(jobs: Iterable[JobSummary]) -> None:
     """Print a table with one job per row."""
-    table = _table("job", "state", "model", "created", "tokens", "prompt")
+    table = new_table("job", "state", "model", "created", "tokens", "prompt")
     for job in jobs:
         tokens = str(job.usage.completion_tokens) if job.usage else ""
         table.add_row(
             str(job.id), _state(job.state), job.model, _time(job.created_at), tokens, _short(job.prompt_start)
         )
-    _print(table)
+    print_table(table)
 
 
 def job_details(job: Job) -> None:
@@ -78,47 +78,47 @@ def job_details(job: Job) -> None:
     for name, value in facts.items():
         if value is not None and value != "":
             table.add_row(Text(name, style="bold"), value if isinstance(value, Text) else Text(str(value)))
-    _print(table)
+    print_table(table)
     if job.result is not None:
         typer.echo(f"\n{job.result.text}")
 
 
 def dead_table(jobs: Iterable[JobSummary]) -> None:
     """Print a table with one dead letter per row."""
-    table = _table("job", "model", "failed", "crashes", "prompt")
+    table = new_table("job", "model", "failed", "crashes", "prompt")
     for job in jobs:
         crashes = str((job.error or {}).get("crashes", job.crashes))
         table.add_row(str(job.id), job.model, _time(job.finished_at), crashes, _short(job.prompt_start))
-    _print(table)
+    print_table(table)
 
 
 def dead_details(letter: DeadLetter) -> None:
     """Print the job and its attempts, the newest first."""
     job_details(letter.job)
-    table = _table("attempt", "outcome", "tokens", "started", "last heartbeat", "worker", "pipeline")
+    table = new_table("attempt", "outcome", "tokens", "started", "last heartbeat", "worker", "pipeline")
     for attempt in letter.attempts:
         tokens = f"{attempt.num_resumed} → {attempt.num_tokens}"
         times = _time(attempt.started_at), _time(attempt.heartbeat_at)
         table.add_row(str(attempt.fence), attempt.outcome, tokens, *times, attempt.worker, attempt.pipeline)
     typer.echo()
-    _print(table)
+    print_table(table)
     for job_id in letter.replays:
         typer.echo(f"replayed as {job_id}")
 
 
 def keys_table(keys: Iterable[ApiKey]) -> None:
     """Print a table with one key per row."""
-    table = _table("key", "name", "tenant", "scopes", "created", "expires", "last used", "state")
+    table = new_table("key", "name", "tenant", "scopes", "created", "expires", "last used", "state")
     for key in keys:
         times = _time(key.created_at), _time(key.expires_at), _time(key.last_used_at)
         state = "revoked" if key.revoked_at else "replaced" if key.replaced_at else ""
         table.add_row(key.id, key.name, key.tenant, " ".join(key.scopes), *times, state)
-    _print(table)
+    print_table(table)
 
 
 def pipelines_table(pipelines: Iterable[LivePipeline]) -> None:
     """One stage a row, under its pipeline."""
-    table = _table("pipeline", "model", "state", "epoch", "seats", "exact", "layers", "device", "worker")
+    table = new_table("pipeline", "model", "state", "epoch", "seats", "exact", "layers", "device", "worker")
     for pipeline in pipelines:
         state = Text("ready", style="green") if pipeline.ready else Text("not ready", style="red")
         exact = "yes" if pipeline.exact else "no"
@@ -126,12 +126,12 @@ def pipelines_table(pipelines: Iterable[LivePipeline]) -> None:
         for stage in pipeline.stages or [{}]:
             table.add_row(*row, _layers(stage), str(stage.get("device", "")), str(stage.get("worker", "")))
             row = ["" for _ in row]
-    _print(table)
+    print_table(table)
 
 
 def models_table(models: Iterable[Mapping[str, Any]]) -> None:
     """Print a table with one model per row."""
-    table = _table("model", "revision", "context", "vocabulary", "ready", "weights")
+    table = new_table("model", "revision", "context", "vocabulary", "ready", "weights")
     for model in models:
         sizes = str(model["context_length"]), str(model["vocab_size"])
         table.add_row(
@@ -141,7 +141,7 @@ def models_table(models: Iterable[Mapping[str, Any]]) -> None:
             "yes" if model["ready"] else "no",
             model["fingerprint"][:12],
         )
-    _print(table)
+    print_table(table)
 
 
 def _result(job: Job) -> dict[str, object]:
@@ -185,14 +185,15 @@ def _short(prompt: str | None) -> Text:
     return Text(line if len(line) <= PROMPT_CHARS else line[: PROMPT_CHARS - 1] + "…")
 
 
-def _table(*columns: str) -> Table:
+def new_table(*columns: str) -> Table:
+    """A table without lines, which cuts no cell in two."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in columns:
         table.add_column(column, no_wrap=True, min_width=UUID_CHARS if column == "job" else None)
     return table
 
 
-def _print(table: Table) -> None:
-    """Through a pipe nothing is cut to fit."""
+def print_table(table: Table) -> None:
+    """Print it; through a pipe nothing is cut to fit."""
     is_terminal = sys.stdout.isatty()
     Console(highlight=False, width=None if is_terminal else PIPE_CHARS).print(table)

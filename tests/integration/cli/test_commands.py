@@ -16,6 +16,7 @@ from typer.testing import CliRunner, Result
 
 from shardline.cli.commands import cli
 from shardline.job import JobState
+from shardline.planner import Link
 from shardline.store import fleets, pipelines
 from shardline.store.fleets import Offer
 from tests.repository import REPOSITORY
@@ -189,3 +190,28 @@ def test_scale_says_how_many_workers_the_load_of_a_fleet_needs(shardline: Shardl
     assert f"needed: {many['needed']} workers" in shardline("scale", "--dry-run", "--rate", 40, "--output", 100).stdout
     assert nothing_asked.exit_code == shardline("scale").exit_code == 2
     assert "--window-s" in nothing_asked.stderr
+
+
+def test_devices_shows_what_workers_have_measured(shardline: Shardline, head: TinyHead) -> None:
+    links = {"two": Link(latency_s=0.02, bytes_per_s=5e8)}
+    one, other = (
+        device("cores:0", host="tower", machine="one", links=links),
+        device("cores:1", slower=10, host="attic", machine="two"),
+    )
+    with head.database.begin() as connection:
+        for name, profile in (("first", one), ("second", other)):
+            fleets.join(connection, name, {"clerk": Offer(shapes=model(), profile=profile)}, lease_s=60)
+        fleets.store_plan(connection, "clerk", version=0, split=[(0, 12)], stages={"first": 0}, tokens_per_s=None)
+
+    shown = shardline("devices").stdout
+    lines = shardline("devices", "--json").stdout.splitlines()
+
+    assert "tower to attic: 20.00 ms, 500 MB/s" in shown
+    assert [line.split()[0] for line in shown.splitlines()[1:3]] == ["first", "second"]
+    fast, slow = (json.loads(line) for line in lines)
+    assert (fast["layers"], slow["layers"]) == ([0, 12], None)
+    assert fast["rates"]["weight_bytes_per_s"] == pytest.approx(10 * slow["rates"]["weight_bytes_per_s"])
+
+
+def test_devices_of_no_fleet_says_how_one_begins(shardline: Shardline, head: TinyHead) -> None:
+    assert "SHARDLINE_LAYERS=planned" in shardline("devices").stdout
