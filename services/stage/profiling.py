@@ -25,6 +25,7 @@ from services.stage.attention.paged_kv import Span
 from services.stage.device.accelerator import load_module
 from services.stage.device.device import Device
 from services.stage.device.take import take
+from services.stage.engine.accelerator_options import AcceleratorOptions
 from services.stage.engine.executor import Executor
 from services.stage.engine.memory import Limits
 from services.stage.hop.frame_cost import measure_frames
@@ -250,7 +251,9 @@ class _Measuring:
             dtype=settings.dtype,
             limits=limits,
             cache_folder=settings.cache_dir,
-            cpu_parts=parse_parts(settings.cpu_parts),
+            on_accelerator=AcceleratorOptions(
+                cpu_parts=parse_parts(settings.cpu_parts), products=settings.gpu_products
+            ),
         )
 
     def profile(self) -> DeviceProfile:
@@ -327,7 +330,7 @@ def _remember(profile: DeviceProfile, settings: StageSettings, device: Device, m
 
 
 def _file_name(settings: StageSettings, device: Device, model: ModelCosts) -> str:
-    limits = [settings.dtype, str(settings.token_budget), settings.cpu_parts, str(VERSION)]
+    limits = [settings.dtype, str(settings.token_budget), settings.cpu_parts, settings.gpu_products, str(VERSION)]
     key = [socket.gethostname(), device.name, str(device.num_threads), *limits, *device.identity(), model.shapes_id]
     return f"{_hash(key)}.json"
 

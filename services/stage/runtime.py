@@ -23,6 +23,7 @@ from services.stage.celery.pool import DeliveryHandler
 from services.stage.device.accelerator import load_module
 from services.stage.device.device import Device
 from services.stage.device.take import take
+from services.stage.engine.accelerator_options import AcceleratorOptions
 from services.stage.engine.executor import Executor
 from services.stage.engine.memory import Limits
 from services.stage.engine.tensors import name_of
@@ -235,7 +236,9 @@ def load(placed: Placed) -> Loaded:
             dtype=settings.dtype,
             limits=limits_of(settings),
             cache_folder=settings.cache_dir,
-            cpu_parts=parse_parts(settings.cpu_parts),
+            on_accelerator=AcceleratorOptions(
+                cpu_parts=parse_parts(settings.cpu_parts), products=settings.gpu_products
+            ),
         )
         weights = fingerprint(info.path, settings.cache_dir)
     log.info(

@@ -60,6 +60,9 @@ class StageSettings(Settings):
     cpu_parts: str = Field(
         "", description="parts that a stage on an accelerator keeps on the CPU: embedding, output, or both with a comma"
     )
+    gpu_products: Literal["torch", "triton"] = Field(
+        "torch", description="what computes linear layers and RMSNorms on a GPU; triton: our kernels, for exact rows"
+    )
     device_shared: bool = Field(False, description="let stages share cores (more stages than cores)")
     dtype: Literal["float32", "bfloat16", "float16", "int8"] = Field(
         "float32", description="of weights, activations and KV; int8: of weights on a CPU, the rest bfloat16"

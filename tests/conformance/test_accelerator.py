@@ -16,6 +16,7 @@ import torch
 from services.stage.device.accelerator import load_module
 from services.stage.device.device import Device
 from services.stage.device.take import take
+from services.stage.engine.accelerator_options import AcceleratorOptions
 from services.stage.engine.executor import Executor
 from services.stage.engine.memory import Limits
 from services.stage.model.cpu_parts import CpuPart, parse_parts
@@ -79,7 +80,9 @@ def test_parts_on_the_cpu_change_no_token_and_take_no_memory_there(
     limits = Limits(kv_bytes=KV_BYTES, token_budget=MAX_BUDGET, max_open=MAX_OPEN)
     options: Any = {"device": accelerator, "dtype": "float32", "limits": limits, "cache_folder": model_folder}
     stages = [
-        Executor.load(model=info, layers=layers, cpu_parts=parse_parts(parts), **options)
+        Executor.load(
+            model=info, layers=layers, on_accelerator=AcceleratorOptions(cpu_parts=parse_parts(parts)), **options
+        )
         for layers in even_split(info.num_layers, num_stages)
     ]
 

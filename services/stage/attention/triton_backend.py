@@ -1,32 +1,23 @@
 """Attention on GPUs through our Triton kernels: two launches per layer. Knows tensors, no model.
 
-Owns tile sizes and launch settings, none of which depends on a call's rows: they decide bits. `load` alone imports the
-kernels and triton, where they are to run: a stage on the CPU does not.
+Owns tile sizes and launch settings, none of which depends on a call's rows: they decide bits.
 
 Shapes are written with the letters of `paged_kv`.
 """
 
 from __future__ import annotations
 
-import hashlib
-from importlib import import_module
-from importlib.util import find_spec
-from pathlib import Path
-from typing import Any
-
 import structlog
 import torch
 from torch import Tensor
 
 from services.stage.attention.paged_kv import AttentionParams, KvShape, MicroBatch, PackedQkv, PagedKv
-from services.stage.kernels.build import KernelSettings
+from services.stage.kernels.triton_loader import TritonKernels, unserved
 from services.stage.scheduling.kv_blocks import BLOCK_TOKENS
 
 log = structlog.get_logger(__name__)
 
 KERNELS = "services.stage.attention.triton_kernels"
-DEVICES = frozenset({"cuda", "xpu"})
-"""Types of device for which triton compiles; ROCm's is `cuda` too."""
 
 MIN_DOT = 16
 """The smallest side of a matrix product that triton takes."""
@@ -40,16 +31,11 @@ MAX_BUFFERED_BYTES = 32 << 10
 class TritonBackend:
     """Launches both kernels for each layer. Used by one thread."""
 
-    __slots__ = ("_is_interpreted", "_kernels", "_kv", "_micro_batch", "version")
+    __slots__ = ("_kernels", "_kv", "_micro_batch", "version")
 
     def __init__(self) -> None:
-        self._kernels: Any = import_module(KERNELS)
-        triton = import_module("triton")
-        source = hashlib.sha256(
-            b"".join(path.read_bytes() for path in (Path(__file__), Path(__file__).with_name("triton_kernels.py")))
-        ).hexdigest()
-        self.version = f"triton-{triton.__version__}-{source[:16]}"
-        self._is_interpreted = bool(triton.knobs.runtime.interpret)
+        self._kernels = TritonKernels.load(KERNELS, __file__)
+        self.version = self._kernels.version
 
     def bind(self, kv: PagedKv) -> None:
         """Makes `kv` the storage that rows are written to and read from."""
@@ -68,7 +54,7 @@ class TritonBackend:
         group = num_heads // shape.num_kv_heads
         out = query.new_empty(1, num_rows, num_heads, shape.value_dim)
         keys, values = self._kv.keys[layer], self._kv.values[layer]
-        self._kernels.attend[num_rows, shape.num_kv_heads](
+        self._kernels.module.attend[num_rows, shape.num_kv_heads](
             query,
             keys,
             values,
@@ -88,7 +74,7 @@ class TritonBackend:
             HAS_WINDOW=bool(params.window),
             GROUP=group,
             TILE=tile_lanes(group, keys.dtype),
-            IS_INTERPRETED=self._is_interpreted,
+            IS_INTERPRETED=self._kernels.is_interpreted,
             **_constants(shape),
             **launch(shape, keys.dtype),
         )
@@ -97,7 +83,7 @@ class TritonBackend:
     def write(self, layer: int, qkv: PackedQkv, _params: AttentionParams) -> None:
         """Writes one layer's new keys and values only."""
         key, value, shape, micro_batch = _dense(qkv.key), _dense(qkv.value), self._kv.shapes[layer], self._micro_batch
-        self._kernels.write[micro_batch.num_rows, shape.num_kv_heads](
+        self._kernels.module.write[micro_batch.num_rows, shape.num_kv_heads](
             key,
             value,
             self._kv.keys[layer],
@@ -117,18 +103,12 @@ def load(device: torch.device) -> TritonBackend | None:
     """Returns the backend for a GPU that triton serves; otherwise logs why not, and returns None. None for a CPU."""
     if device.type == "cpu":
         return None
-    if KernelSettings().kernel == "off":
-        reason = "SHARDLINE_KERNEL=off"
-    elif device.type not in DEVICES:
-        reason = f"triton does not serve {device.type}"
-    elif find_spec("triton") is None:
-        reason = "triton is not installed"
-    else:
-        backend = TritonBackend()
-        log.info("attention runs on triton", device=str(device), kernel=backend.version)
-        return backend
-    log.warning("attention falls back to SDPA: rows are not exact", reason=reason)
-    return None
+    if (reason := unserved(device)) is not None:
+        log.warning("attention falls back to SDPA: rows are not exact", reason=reason)
+        return None
+    backend = TritonBackend()
+    log.info("attention runs on triton", device=str(device), kernel=backend.version)
+    return backend
 
 
 def tile_lanes(group: int, dtype: torch.dtype) -> int:

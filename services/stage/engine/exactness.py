@@ -25,6 +25,7 @@ from services.stage.model.products import products
 from services.stage.model.row_buckets import ROW_BUCKETS, RowPadding
 from services.stage.model.row_counts import find_buckets
 from services.stage.model.shard import Shard
+from services.stage.model.triton_products import are_covered
 from services.stage.scheduling.kv_blocks import BLOCK_TOKENS
 from shardline.rounding import ceil_div
 
@@ -104,10 +105,11 @@ def choose_row_buckets(
     """Gives the shard's products their row buckets; returns how rows are padded for them, and whether rows are exact.
 
     Rows are exact if no number of rows up to the budget changes a row's bits. If `can_be_exact` is false, since the
-    attention is not exact either, nothing is tried, and every product gets all buckets.
+    attention is not exact either, nothing is tried, and every product gets all buckets. On an accelerator rows run as
+    they come, and are exact if our own kernels compute all products and norms.
     """
     if shard.device.type != "cpu":
-        return RowPadding(buckets=frozenset()), False
+        return RowPadding(buckets=frozenset()), can_be_exact and are_covered(shard.model)
     found, are_all = products(shard.model)
     can_be_exact = can_be_exact and are_all
     exact = find_buckets(found, machine=machine(), cache_folder=cache_folder) if can_be_exact else {}

@@ -17,19 +17,21 @@ from services.stage.attention import triton_backend
 from services.stage.attention.attention import Attention, Span
 from services.stage.attention.offload_area import OffloadArea
 from services.stage.device.device import INT8, Device
+from services.stage.engine.accelerator_options import AcceleratorOptions
 from services.stage.engine.exactness import Probe, choose_row_buckets, exactness_fingerprint
 from services.stage.engine.forward import Forward
 from services.stage.engine.memory import Limits, StageMemory
 from services.stage.engine.sampler import SampledSequence, Sampler
 from services.stage.kernels import kernel
-from services.stage.model.cpu_parts import CpuPart, num_bytes, parts_of
+from services.stage.model.cpu_parts import num_bytes, parts_of
 from services.stage.model.float_files import with_floats
-from services.stage.model.fused import fuse
+from services.stage.model.fused import fuse, fuse_norms
 from services.stage.model.kv_shapes import probe_kv_shapes
 from services.stage.model.model_info import ModelInfo
 from services.stage.model.owned_weights import give_back, own
-from services.stage.model.packing import UNPACKED, Packing, pack, packed_bytes, packing_for, unshare_embedding
+from services.stage.model.packing import Packing, pack, packed_bytes, packing_for, unshare_embedding
 from services.stage.model.shard import Shard
+from services.stage.model.triton_products import TritonRmsNorm
 from services.stage.model.weights import fingerprint
 from services.stage.scheduling.open_sequences import OpenSequences
 from services.stage.scheduling.step_plan import StepPlan, StepResult
@@ -66,20 +68,20 @@ class Executor:
         dtype: str,
         limits: Limits,
         cache_folder: Path,
-        cpu_parts: frozenset[CpuPart] = frozenset(),
+        on_accelerator: AcceleratorOptions = AcceleratorOptions(),  # noqa: B008 (frozen)
     ) -> Executor:
         """Loads a shard, packs its weights, allocates its KV and checks whether its rows are exact.
 
-        Raises Invalid, with the remedy, for a model that cannot be sharded or does not fit, and Unavailable if the hub
-        does not answer.
+        Cores take no notice of `on_accelerator`. Raises Invalid, with the remedy, for a model that cannot be sharded or
+        does not fit and for options that the device cannot serve, and Unavailable if the hub does not answer.
         """
-        memory = StageMemory(limits, device)
+        options, memory = on_accelerator.on(device), StageMemory(limits, device)
         info = model if isinstance(model, ModelInfo) else ModelInfo.read(model)
         native = kernel.load() if device.is_cpu else None
         attention = Attention(native or triton_backend.load(device.torch_device))
         of_dtype = device.dtype(dtype)
-        parts = frozenset() if device.is_cpu else parts_of(cpu_parts, is_first=layers.start == 0)
-        packing = packing_for(of_dtype, native, int8=dtype == INT8) if device.is_cpu else UNPACKED
+        parts = parts_of(options.cpu_parts, is_first=layers.start == 0)
+        packing = packing_for(of_dtype, native, int8=dtype == INT8) if device.is_cpu else options.packing()
         with torch.inference_mode():
             shard = Shard.load(
                 with_floats(info, layers, of_dtype, cache_folder),
@@ -212,11 +214,13 @@ class Executor:
 
 
 def pack_shard(shard: Shard, packing: Packing) -> None:
-    """Packs a shard on the CPU and copies its weights out of the loader's files.
+    """Packs a shard, and on the CPU copies its weights out of the loader's files.
 
     This is done layer by layer: memory never holds more than one layer twice.
     """
     if shard.device.type != "cpu":
+        if packing.keeps_weights:
+            _use_triton(shard, packing)
         return
     if shard.is_first and (shard.is_last or packing.int8):
         # A tied output layer is packed in every split, so that one stage and three give the same bits.
@@ -228,3 +232,12 @@ def pack_shard(shard: Shard, packing: Packing) -> None:
         for original in originals:
             give_back(original)
     own(shard.model)
+
+
+def _use_triton(shard: Shard, packing: Packing) -> None:
+    """An output layer that stays on the CPU stays torch's."""
+    layers = list(shard.layer_modules.values())
+    has_output = shard.is_last and shard.output_device == shard.device
+    for piece in [*layers, shard.model] if has_output else layers:
+        pack(piece, packing)
+    fuse_norms(shard.model, TritonRmsNorm)

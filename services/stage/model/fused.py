@@ -1,4 +1,5 @@
-"""Elementwise parts of a model on the CPU, each in one pass over memory instead of one per torch operation.
+"""Elementwise parts of a model, each in one pass over memory instead of one per torch operation: on the CPU all that it
+recognizes, on GPUs RMSNorm.
 
 A fused part replaces a module or function of transformers only where it gives the same values on trial rows. Knows no
 model by name: what it does not recognize stays as it is.
@@ -12,6 +13,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from ctypes import byref
+from functools import partial
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -26,23 +28,38 @@ _MAX_ROUNDINGS = 4
 its offset, differs by hundreds."""
 _ROTARY = "apply_rotary_pos_emb"
 
+MakeNorm = Callable[[Tensor, float, bool], nn.Module]
+"""Makes an RMSNorm, a module from x [..., D] to the same shape and dtype, of a weight [D] with its offset, its epsilon,
+and whether x / rms(x) is rounded before it is weighted."""
+
 
 def fuse(model: nn.Module, kernel: Kernel) -> int:
     """Replaces the parts of a model that it recognizes; returns how many. Call it when no weight will move any more."""
-    num_fused = 0
+    num_fused = fuse_norms(model, partial(FusedRmsNorm, kernel))
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
-            if (fused := _fused_norm(child, kernel) or _fused_mlp(child, kernel)) is not None:
+            if (fused := _fused_mlp(child, kernel)) is not None:
                 setattr(parent, name, fused)
                 num_fused += 1
         num_fused += _fuse_rotary(parent, kernel)
     return num_fused
 
 
+def fuse_norms(model: nn.Module, make: MakeNorm) -> int:
+    """Replaces the RMSNorms of a model that it recognizes by those that `make` makes; returns how many."""
+    num_fused = 0
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if (fused := _fused_norm(child, make)) is not None:
+                setattr(parent, name, fused)
+                num_fused += 1
+    return num_fused
+
+
 class FusedRmsNorm(nn.Module):
     """RMSNorm in one pass: x / rms(x) * weight over the last dimension."""
 
-    def __init__(self, kernel: Kernel, weight: Tensor, eps: float, *, rounds_first: bool) -> None:
+    def __init__(self, kernel: Kernel, weight: Tensor, eps: float, rounds_first: bool) -> None:
         super().__init__()
         self._kernel = kernel
         self.register_buffer("scale", weight.detach().float().contiguous())
@@ -122,18 +139,16 @@ class Rotary:
         return out.transpose(1, 2)
 
 
-def _fused_norm(module: nn.Module, kernel: Kernel) -> FusedRmsNorm | None:
+def _fused_norm(module: nn.Module, make: MakeNorm) -> nn.Module | None:
     weight, eps = getattr(module, "weight", None), getattr(module, "variance_epsilon", getattr(module, "eps", None))
     if not type(module).__name__.endswith("RMSNorm") or not isinstance(weight, Tensor) or not isinstance(eps, float):
         return None
     if weight.dim() != 1 or weight.dtype not in DTYPES or len(inspect.signature(module.forward).parameters) != 1:
         return None
-    x = _trial(weight.shape[0], dtype=weight.dtype)
+    x = _trial(weight.shape[0], dtype=weight.dtype).to(weight.device)
     expected = module(x)
     kinds = [
-        FusedRmsNorm(kernel, weight.float() + offset, eps, rounds_first=rounds_first)
-        for offset in (0.0, 1.0)
-        for rounds_first in (True, False)
+        make(weight.float() + offset, eps, rounds_first) for offset in (0.0, 1.0) for rounds_first in (True, False)
     ]
     best = max(kinds, key=lambda kind: int((kind(x) == expected).sum()))
     return best if _agree(best(x), expected) else None

@@ -20,11 +20,12 @@ from transformers.pytorch_utils import Conv1D
 
 from services.stage.kernels.kernel import Kernel, Weights
 from services.stage.model.tiled_linear import Int8Embedding, TiledLinear
+from services.stage.model.triton_products import TritonLinear, kernel_version
 from shardline.errors import Invalid
 
 log = structlog.get_logger(__name__)
 
-MakeLayer = Callable[[Tensor, Tensor | None], TiledLinear]
+MakeLayer = Callable[[Tensor, Tensor | None], TiledLinear | TritonLinear]
 """Makes a packed layer of a weight [N, K] and its bias [N]."""
 
 
@@ -36,6 +37,8 @@ class Packing:
     """For the exactness fingerprint: another packing gives other bits."""
     make: MakeLayer | None
     int8: bool = False
+    keeps_weights: bool = False
+    """A packed layer uses the weight that it was given, which may be shared."""
 
 
 UNPACKED = Packing("none", None)
@@ -58,6 +61,11 @@ def packing_for(dtype: torch.dtype, kernel: Kernel | None, *, int8: bool = False
         return Packing(weights.name.lower(), partial(TiledLinear, kernel, weights=weights), int8=int8)
     log.info("linear layers stay unpacked", dtype=str(dtype))
     return UNPACKED
+
+
+def triton_packing() -> Packing:
+    """Returns how a GPU runs linear layers through our Triton kernels, which read weights as they lie."""
+    return Packing(kernel_version(), TritonLinear, keeps_weights=True)
 
 
 class Merged(nn.Module):
@@ -97,7 +105,8 @@ class Part(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """An empty tensor [0] of the weight's dtype: some models ask a weight for its dtype or device."""
+        """A tensor of the weight's dtype, [0] or the whole product's [N, K]: some models ask a weight for its dtype or
+        device."""
         return self.merged.layer.weight
 
     def forward(self, x: Tensor) -> Tensor:
@@ -124,12 +133,13 @@ def pack(model: nn.Module, packing: Packing, *, uses_embedding: bool = True) -> 
     """Packs the model's linear layers one by one and frees each original at once.
 
     An output layer tied to the embedding stays plain: a packed copy would cost its size again (fp32: 38 % off its time
-    at 64 rows; bf16: 20 %). With `uses_embedding=False` (a tail that never looks tokens up) it is packed instead.
+    at 64 rows; bf16: 20 %). With `uses_embedding=False` (a tail that never looks tokens up) it is packed instead, and
+    so it is by a packing that keeps weights, which needs no copy.
     """
     groups = list(_groups(model))
     if packing.make is None or not groups:
         return
-    tied = _tied_embedding(model)
+    tied = None if packing.keeps_weights else _tied_embedding(model)
     while groups:
         _pack_group(*groups.pop(), packing.make, skipped=tied if uses_embedding else None)
     if tied is not None and not uses_embedding:

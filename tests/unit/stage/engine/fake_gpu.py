@@ -20,8 +20,9 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from services.stage.attention import triton_kernels
+from services.stage.attention import triton_kernels as attention_kernels
 from services.stage.device.accelerator import Accelerator, Found
+from services.stage.model import triton_kernels as model_kernels
 from tests.extensions.build import build
 
 GIB = 1 << 30
@@ -108,18 +109,25 @@ class Memory(TorchFunctionMode):
 class Launched:
     """A kernel in Triton that is launched and computes nothing: its tensors must all be on the GPU."""
 
+    def __init__(self) -> None:
+        self.num_launches = 0
+
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         assert all(size > 0 for size in grid), grid
         return self._launch
 
     def _launch(self, *args: Any, **_options: Any) -> None:
+        self.num_launches += 1
         devices = {one.device.type for one in args if isinstance(one, Tensor)}
         assert devices == {"cuda"}, f"a kernel is given tensors on {devices}"
 
 
 @contextmanager
-def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A context in which tensors are fake. Weight files are still read: they come as CPU tensors on every device."""
+def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Launched]]:
+    """A context in which tensors are fake: yields the kernels in Triton by name.
+
+    Weight files are still read: they come as CPU tensors on every device.
+    """
     load: Callable[..., Any] = tf.PreTrainedModel.from_pretrained.__func__  # type: ignore[attr-defined]  # a bound class method
     fake = Fake(allow_non_fake_inputs=True)
 
@@ -130,11 +138,12 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         return model, report
 
     monkeypatch.setattr(tf.PreTrainedModel, "from_pretrained", classmethod(from_pretrained))
-    for kernel in ("attend", "write"):
-        monkeypatch.setattr(triton_kernels, kernel, Launched())
+    kernels = {name: Launched() for name in ("attend", "write", "multiply", "rms_norm")}
+    for name, kernel in kernels.items():
+        monkeypatch.setattr(attention_kernels if name in {"attend", "write"} else model_kernels, name, kernel)
     torch.ops.load_library(build("cuda_guard"))
     with fake, Answers(), Memory():
-        yield
+        yield kernels
 
 
 def _moved(model: Any, fake: FakeTensorMode, device: torch.device) -> Any:

@@ -8,10 +8,14 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from services.stage.engine.accelerator_options import AcceleratorOptions
 from services.stage.engine.executor import Executor
 from services.stage.engine.memory import Limits
+from services.stage.model.cpu_parts import parse_parts
 from services.stage.model.model_info import ModelInfo
+from services.stage.model.triton_products import TritonLinear
 from services.stage.scheduling.step_plan import Move, Open, Row, StepPlan, StepResult
+from shardline.errors import Invalid
 from shardline.job import SamplingParams
 from shardline.split import even_split
 from tests.models import CONFIGS, save_model
@@ -20,6 +24,7 @@ from tests.unit.stage.engine.fake_gpu import FakeGpu, fake_gpu
 MIB = 1 << 20
 PROMPT = tuple(range(3, 80))
 """Two KV blocks."""
+BY_DEFAULT, TRITON = AcceleratorOptions(), AcceleratorOptions(products="triton")
 KINDS = (
     SamplingParams(temperature=0.0),
     SamplingParams(temperature=0.7, top_k=5, top_p=0.9, min_p=0.1, logprobs=2),
@@ -52,12 +57,76 @@ def test_a_pipeline_runs_on_a_gpu_without_mixing_devices(
     run_chain(save_model(tmp_path, name), num_stages, "float32", tmp_path, monkeypatch)
 
 
+@pytest.mark.parametrize("name", CONFIGS)
+def test_with_our_products_rows_are_exact_unless_torch_computes_some(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stages = run_chain(save_model(tmp_path, name), 3, "bfloat16", tmp_path, monkeypatch, options=TRITON)
+
+    is_covered = name not in {"phi", "gpt-neox", "cohere", "cohere2", "starcoder2", "mixtral", "qwen3-moe", "gpt-oss"}
+    assert [stage.exact for stage in stages] == [is_covered] * 3
+    torchs = run_chain(save_model(tmp_path, name), 3, "bfloat16", tmp_path, monkeypatch)
+    assert not any(stage.exact for stage in torchs)
+    assert {stage.fingerprint for stage in stages}.isdisjoint(stage.fingerprint for stage in torchs)
+
+
+@pytest.mark.parametrize("parts", ["embedding", "output", "embedding,output"])
+def test_with_our_products_an_output_layer_on_the_cpu_stays_torchs(
+    parts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = AcceleratorOptions(products="triton", cpu_parts=parse_parts(parts))
+    (stage,) = run_chain(save_model(tmp_path), 1, "bfloat16", tmp_path, monkeypatch, options=options)
+
+    assert stage.exact is ("output" not in parts)
+    assert isinstance(stage.forward.shard.model.lm_head, TritonLinear) is stage.exact
+
+
+def test_a_step_of_a_dense_layer_is_six_launches_of_products_and_norms(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, gpu = save_model(tmp_path), FakeGpu(tmp_path)
+    limits = Limits(kv_bytes=MIB, token_budget=256, max_open=8)
+    with fake_gpu(monkeypatch) as kernels:
+        stage = Executor.load(
+            model=path,
+            layers=range(1, 2),
+            device=gpu,
+            dtype="bfloat16",
+            limits=limits,
+            cache_folder=tmp_path,
+            on_accelerator=TRITON,
+        )
+        before = {name: kernel.num_launches for name, kernel in kernels.items()}
+        rows = torch.ones(5, stage.info.hidden_size, dtype=torch.bfloat16)
+        stage.run(plans()[0], rows.repeat(24, 1))
+
+    launches = {name: kernel.num_launches - before[name] for name, kernel in kernels.items()}
+    assert launches == {"write": 1, "attend": 1, "multiply": 4, "rms_norm": 2}
+    gpu.release()
+
+
+def test_products_in_triton_are_refused_where_it_does_not_serve(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SHARDLINE_KERNEL", "off")
+    with pytest.raises(Invalid, match=r"SHARDLINE_GPU_PRODUCTS.*SHARDLINE_KERNEL=off"):
+        run_chain(save_model(tmp_path), 1, "bfloat16", tmp_path, monkeypatch, options=TRITON)
+
+
 def test_a_mix_of_devices_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     with fake_gpu(monkeypatch), pytest.raises(RuntimeError, match="cuda:0 and cpu"):
         torch.ones(2, device="cuda") + torch.ones(2)
 
 
-def run_chain(path: Path, num_stages: int, dtype: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[Executor]:
+def run_chain(
+    path: Path,
+    num_stages: int,
+    dtype: str,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    options: AcceleratorOptions = BY_DEFAULT,
+) -> list[Executor]:
     """Loads head, middle and tail, and runs a prefill in two chunks, moves of KV, a decode, and a close.
 
     Activations go from stage to stage through the host, as the hop carries them.
@@ -67,7 +136,15 @@ def run_chain(path: Path, num_stages: int, dtype: str, folder: Path, monkeypatch
     info = ModelInfo.read(path)
     with fake_gpu(monkeypatch):
         stages = [
-            Executor.load(model=info, layers=layers, device=gpu, dtype=dtype, limits=limits, cache_folder=folder)
+            Executor.load(
+                model=info,
+                layers=layers,
+                device=gpu,
+                dtype=dtype,
+                limits=limits,
+                cache_folder=folder,
+                on_accelerator=options,
+            )
             for layers in even_split(info.num_layers, num_stages)
         ]
         for plan in plans():
