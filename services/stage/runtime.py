@@ -237,7 +237,9 @@ def load(placed: Placed) -> Loaded:
             limits=limits_of(settings),
             cache_folder=settings.cache_dir,
             on_accelerator=AcceleratorOptions(
-                cpu_parts=parse_parts(settings.cpu_parts), products=settings.gpu_products
+                cpu_parts=parse_parts(settings.cpu_parts),
+                products=settings.gpu_products,
+                cuda_graphs=settings.cuda_graphs,
             ),
         )
         weights = fingerprint(info.path, settings.cache_dir)

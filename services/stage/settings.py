@@ -63,6 +63,9 @@ class StageSettings(Settings):
     gpu_products: Literal["torch", "triton"] = Field(
         "torch", description="what computes linear layers and RMSNorms on a GPU; triton: our kernels, for exact rows"
     )
+    cuda_graphs: bool = Field(
+        False, description="record decode steps on a CUDA or ROCm GPU as graphs, at start, and replay them"
+    )
     device_shared: bool = Field(False, description="let stages share cores (more stages than cores)")
     dtype: Literal["float32", "bfloat16", "float16", "int8"] = Field(
         "float32", description="of weights, activations and KV; int8: of weights on a CPU, the rest bfloat16"

@@ -31,7 +31,7 @@ OFF_THE_PATH = {
         stage/hop/__init__ stage/jobs/job_engine stage/jobs/lease_host stage/pipeline/status""",
     "at start": """gateway/context gateway/settings stage/backends stage/runtime stage/device/device stage/engine/memory
         stage/scheduling/scheduler_config
-        stage/engine/exactness stage/engine/accelerator_options stage/model/cpu_parts
+        stage/engine/exactness stage/engine/accelerator_options stage/engine/decode_graphs stage/model/cpu_parts
         stage/model/experts stage/model/float_files stage/model/kv_shapes stage/model/model_info
         stage/model/owned_weights stage/model/packing stage/model/refusal stage/model/weights""",
     "for a job that was preempted": """stage/attention/offload_area stage/scheduling/offload

@@ -8,9 +8,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from torch import nn
+
 from services.stage.device.device import Device
+from services.stage.engine.decode_graphs import FIELD as GRAPHS_FIELD
 from services.stage.kernels.triton_loader import unserved
 from services.stage.model.cpu_parts import CpuPart
+from services.stage.model.experts import is_experts
 from services.stage.model.packing import UNPACKED, Packing, triton_packing
 from shardline.errors import Invalid
 
@@ -23,16 +27,39 @@ class AcceleratorOptions:
     """They stay in host memory."""
     products: Literal["torch", "triton"] = "torch"
     """What computes linear layers and RMSNorms."""
+    cuda_graphs: bool = False
+    """Decode steps are recorded once and replayed."""
 
     def on(self, device: Device) -> AcceleratorOptions:
         """Returns the options that count there: on cores none. Raises Invalid for what the accelerator cannot do."""
         if device.is_cpu:
             return AcceleratorOptions()
-        if self.products == "triton" and (reason := unserved(device.torch_device)) is not None:
-            problem = f"triton cannot compute on {device.name}: {reason}"
+        if (problem := self._refusal_of_products(device)) is not None:
             raise Invalid("SHARDLINE_GPU_PRODUCTS", problem, "Use torch, or run this stage on CUDA, ROCm or XPU")
+        if (problem := self._refusal_of_graphs(device)) is not None:
+            raise Invalid(GRAPHS_FIELD, problem, "Set it to false")
         return self
+
+    def check(self, model: nn.Module) -> None:
+        """Raises Invalid for a model, whose weights are not read yet, that the options do not suit."""
+        if self.cuda_graphs and any(is_experts(module) for module in model.modules()):
+            problem = "which experts compute is known on the host only after a router has run: no graph can hold it"
+            raise Invalid(GRAPHS_FIELD, problem, "Set it to false for mixtures")
 
     def packing(self) -> Packing:
         """Returns how the accelerator runs linear layers."""
         return triton_packing() if self.products == "triton" else UNPACKED
+
+    def _refusal_of_products(self, device: Device) -> str | None:
+        reason = unserved(device.torch_device) if self.products == "triton" else None
+        return None if reason is None else f"triton cannot compute on {device.name}: {reason}"
+
+    def _refusal_of_graphs(self, device: Device) -> str | None:
+        if not self.cuda_graphs:
+            return None
+        if device.torch_device.type != "cuda":
+            return f"{device.name} is no CUDA device"
+        if self.cpu_parts:
+            return "SHARDLINE_CPU_PARTS leaves parts on the CPU, which a graph cannot hold"
+        reason = unserved(device.torch_device)
+        return None if reason is None else f"only attention through triton can be recorded: {reason}"

@@ -11,18 +11,20 @@ from pathlib import Path
 
 import structlog
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from services.stage.attention import triton_backend
 from services.stage.attention.attention import Attention, Span
 from services.stage.attention.offload_area import OffloadArea
 from services.stage.device.device import INT8, Device
 from services.stage.engine.accelerator_options import AcceleratorOptions
+from services.stage.engine.decode_graphs import CudaRecorder
 from services.stage.engine.exactness import Probe, choose_row_buckets, exactness_fingerprint
 from services.stage.engine.forward import Forward
 from services.stage.engine.memory import Limits, StageMemory
 from services.stage.engine.sampler import SampledSequence, Sampler
 from services.stage.kernels import kernel
+from services.stage.kernels.kernel import Kernel
 from services.stage.model.cpu_parts import num_bytes, parts_of
 from services.stage.model.float_files import with_floats
 from services.stage.model.fused import fuse, fuse_norms
@@ -79,9 +81,13 @@ class Executor:
         info = model if isinstance(model, ModelInfo) else ModelInfo.read(model)
         native = kernel.load() if device.is_cpu else None
         attention = Attention(native or triton_backend.load(device.torch_device))
-        of_dtype = device.dtype(dtype)
-        parts = parts_of(options.cpu_parts, is_first=layers.start == 0)
+        of_dtype, parts = device.dtype(dtype), parts_of(options.cpu_parts, is_first=layers.start == 0)
         packing = packing_for(of_dtype, native, int8=dtype == INT8) if device.is_cpu else options.packing()
+
+        def check(model: nn.Module) -> None:
+            options.check(model)
+            memory.check_fits(packed_bytes(model, packing) - num_bytes(model, parts))
+
         with torch.inference_mode():
             shard = Shard.load(
                 with_floats(info, layers, of_dtype, cache_folder),
@@ -90,7 +96,7 @@ class Executor:
                 attn_implementation=attention.name,
                 device=device.torch_device,
                 cpu_parts=parts,
-                check=lambda model: memory.check_fits(packed_bytes(model, packing) - num_bytes(model, parts)),
+                check=check,
             )
             kv_shapes = probe_kv_shapes(shard)
             pack_shard(shard, packing)
@@ -101,8 +107,7 @@ class Executor:
             )
             kv = memory.make_kv(kv_shapes, shard.dtype, context=info.context_length)
             forward = Forward(shard, attention, kv, padding)
-            if native is not None:
-                forward.fuse_layers(native)
+            _save_calls(forward, native, options, limits)
             exact = rows_are_exact and Probe(forward.sampled_outputs, forward.random_inputs, kv.num_blocks).passes()
             area = memory.make_offload_area(kv)
         if not exact:
@@ -211,6 +216,14 @@ class Executor:
                 rows += range(end - 1 - len(row.drafts), end)
                 sequences.append(sequence)
         return rows, sequences
+
+
+def _save_calls(forward: Forward, native: Kernel | None, options: AcceleratorOptions, limits: Limits) -> None:
+    """Makes fewer calls of the same work: whole layers on the CPU, whole decode steps on a GPU."""
+    if native is not None:
+        forward.fuse_layers(native)
+    if options.cuda_graphs:
+        forward.record_decodes(CudaRecorder(), max_rows=limits.max_decodes)
 
 
 def pack_shard(shard: Shard, packing: Packing) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from services.stage.attention.attention import Attention
 from services.stage.attention.paged_kv import MicroBatch, PagedKv, Span
+from services.stage.engine.decode_graphs import DecodeGraphs, Recorder
 from services.stage.kernels.kernel import Kernel
 from services.stage.model.fused_layer import fuse_layers
 from services.stage.model.last_layer import LastLayer
@@ -37,6 +38,7 @@ class Forward:
         attention.bind(kv)
         last = LastLayer(shard.layer_modules[shard.layers.stop - 1], attention) if shard.is_last else None
         self._last = last if last is not None and self._can_narrow(last) else None
+        self._graphs: DecodeGraphs | None = None
 
     def fuse_layers(self, kernel: Kernel) -> int:
         """Makes one call of each layer that the kernel knows as a whole, after a trial; returns how many these are.
@@ -50,11 +52,20 @@ class Forward:
         log.info("layers as one call", fused=num_fused, layers=len(layers))
         return num_fused
 
+    def record_decodes(self, recorder: Recorder, *, max_rows: int) -> None:
+        """Replays decode steps of up to `max_rows` rows from now on. The shard's modules must not change any more.
+
+        Raises Invalid if the model's forward cannot be recorded.
+        """
+        self._graphs = DecodeGraphs(self.shard, self.attention, self.kv, recorder, max_rows=max_rows)
+
     def hidden(self, spans: Sequence[Span], x: Tensor) -> Tensor:
         """Returns the hidden states [T, H] of all rows in the shard's dtype; `x` is an input, [T] or [T, H].
 
         Raises ProtocolError for spans that point outside the KV.
         """
+        if not self.shard.is_last and (replayed := self._replayed(spans, x)) is not None:
+            return replayed
         padded, position = self._pad(spans, x)
         return self.shard.hidden(padded, position)[: len(x)]
 
@@ -66,6 +77,8 @@ class Forward:
         """
         if not self.shard.is_last:
             return self.hidden(spans, x)[sampled_rows]
+        if len(sampled_rows) == len(x) and (replayed := self._replayed(spans, x)) is not None:
+            return replayed
         if self._last is not None and 2 * len(sampled_rows) <= len(x):
             return self._narrowed(self._last, spans, x, sampled_rows)
         return self._logits(spans, x, sampled_rows)
@@ -92,6 +105,10 @@ class Forward:
             return torch.randint(self.shard.info.vocab_size, shape, generator=generator).to(self.shard.device)
         states = torch.randn(num_rows, self.shard.info.hidden_size, generator=generator)
         return states.to(device=self.shard.device, dtype=self.shard.dtype)
+
+    def _replayed(self, spans: Sequence[Span], x: Tensor) -> Tensor | None:
+        """The outputs of all rows, if a graph has them."""
+        return None if self._graphs is None else self._graphs.outputs(spans, x)
 
     def _logits(self, spans: Sequence[Span], x: Tensor, sampled_rows: list[int]) -> Tensor:
         padded, position = self._pad(spans, x)

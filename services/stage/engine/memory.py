@@ -39,6 +39,11 @@ class Limits:
     max_open: int
     """Sequences."""
 
+    @property
+    def max_decodes(self) -> int:
+        """Sequences that one step decodes at most: those with seats, half of the open ones."""
+        return max(1, min(self.max_open // 2, self.token_budget))
+
     def offload_bytes_on(self, device: Device) -> int:
         """The device's own memory that the offload area takes."""
         return self.offload_bytes if device.is_cpu and self.offload_folder is None else 0

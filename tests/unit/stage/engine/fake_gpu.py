@@ -27,6 +27,16 @@ from tests.extensions.build import build
 
 GIB = 1 << 30
 aten = torch.ops.aten
+ASKING = {
+    aten._local_scalar_dense,
+    aten.item,
+    aten.equal,
+    aten.is_nonzero,
+    aten.nonzero,
+    aten._unique2,
+    aten.unique_dim,
+}
+"""Operators whose answer depends on values."""
 
 
 class FakeGpu(Accelerator):
@@ -104,6 +114,29 @@ class Memory(TorchFunctionMode):
                 self._value *= 0.8
                 return np.full(args[0].shape, self._value, dtype=np.float32)
         return func(*args, **kwargs)
+
+
+class Capture(TorchDispatchMode):
+    """Refuses what no graph can hold: values asked for by the host, and copies from or to its memory."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        packet = func.overloadpacket
+        assert packet not in ASKING, f"a graph cannot hold {func}"
+        assert packet is not aten.where or len(args) > 1, f"a graph cannot hold {func}"
+        out = func(*args, **(kwargs or {}))
+        devices = {one.device.type for one in (*args, out) if isinstance(one, Tensor) and one.dim() > 0}
+        assert devices <= {"cuda"}, f"{func} works on {devices}"
+        return out
+
+
+class FakeRecorder:
+    """Runs what it records once, as a capture would see it."""
+
+    def record(self, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        """Replays by running it again."""
+        with Capture():
+            run()
+        return run
 
 
 class Launched:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from services.stage.attention.paged_kv import Span
 from services.stage.engine.accelerator_options import AcceleratorOptions
 from services.stage.engine.executor import Executor
 from services.stage.engine.memory import Limits
@@ -19,11 +21,12 @@ from shardline.errors import Invalid
 from shardline.job import SamplingParams
 from shardline.split import even_split
 from tests.models import CONFIGS, save_model
-from tests.unit.stage.engine.fake_gpu import FakeGpu, fake_gpu
+from tests.unit.stage.engine.fake_gpu import FakeGpu, FakeRecorder, fake_gpu
 
 MIB = 1 << 20
 PROMPT = tuple(range(3, 80))
 """Two KV blocks."""
+MIXTURES = ("mixtral", "qwen3-moe", "gpt-oss")
 BY_DEFAULT, TRITON = AcceleratorOptions(), AcceleratorOptions(products="triton")
 KINDS = (
     SamplingParams(temperature=0.0),
@@ -63,7 +66,7 @@ def test_with_our_products_rows_are_exact_unless_torch_computes_some(
 ) -> None:
     stages = run_chain(save_model(tmp_path, name), 3, "bfloat16", tmp_path, monkeypatch, options=TRITON)
 
-    is_covered = name not in {"phi", "gpt-neox", "cohere", "cohere2", "starcoder2", "mixtral", "qwen3-moe", "gpt-oss"}
+    is_covered = name not in {"phi", "gpt-neox", "cohere", "cohere2", "starcoder2", *MIXTURES}
     assert [stage.exact for stage in stages] == [is_covered] * 3
     torchs = run_chain(save_model(tmp_path, name), 3, "bfloat16", tmp_path, monkeypatch)
     assert not any(stage.exact for stage in torchs)
@@ -103,6 +106,60 @@ def test_a_step_of_a_dense_layer_is_six_launches_of_products_and_norms(
     launches = {name: kernel.num_launches - before[name] for name, kernel in kernels.items()}
     assert launches == {"write": 1, "attend": 1, "multiply": 4, "rms_norm": 2}
     gpu.release()
+
+
+@pytest.mark.parametrize("products", ["torch", "triton"])
+@pytest.mark.parametrize("name", [name for name in CONFIGS if name not in MIXTURES])
+def test_a_decode_holds_nothing_that_a_cuda_graph_cannot(
+    name: str, products: Literal["torch", "triton"], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu, options = FakeGpu(tmp_path), AcceleratorOptions(products=products)
+    info = ModelInfo.read(save_model(tmp_path, name))
+    limits = Limits(kv_bytes=MIB, token_budget=256, max_open=8)
+    with fake_gpu(monkeypatch), torch.inference_mode():
+        for layers in even_split(info.num_layers, 3):
+            stage = Executor.load(
+                model=info,
+                layers=layers,
+                device=gpu,
+                dtype="bfloat16",
+                limits=limits,
+                cache_folder=tmp_path,
+                on_accelerator=options,
+            )
+            stage.forward.record_decodes(FakeRecorder(), max_rows=limits.max_decodes)
+            spans = [Span(start=70, length=1, blocks=[0, 1]), Span(start=3, length=1, blocks=[2])]
+            x = stage.forward.random_inputs(len(spans), torch.Generator())
+            out = stage.forward.sampled_outputs(spans, x, [0, 1])
+            assert len(out) == 2
+            assert out.device.type == "cuda"
+    gpu.release()
+
+
+@pytest.mark.parametrize(
+    ("kernel", "options", "reason"),
+    [
+        ("off", AcceleratorOptions(cuda_graphs=True), "SHARDLINE_KERNEL=off"),
+        ("auto", AcceleratorOptions(cuda_graphs=True, cpu_parts=parse_parts("output")), "SHARDLINE_CPU_PARTS"),
+    ],
+)
+def test_graphs_are_refused_where_a_decode_cannot_be_recorded(
+    kernel: str, options: AcceleratorOptions, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SHARDLINE_KERNEL", kernel)
+    gpu = FakeGpu(tmp_path)
+    with pytest.raises(Invalid, match=f"SHARDLINE_CUDA_GRAPHS.*{reason}"):
+        options.on(gpu)
+    gpu.release()
+
+
+def test_graphs_of_a_mixture_which_asks_for_values_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = save_model(tmp_path, "mixtral")
+    (stage,) = run_chain(path, 1, "bfloat16", tmp_path, monkeypatch)
+    with fake_gpu(monkeypatch), torch.inference_mode(), pytest.raises(AssertionError, match="a graph cannot hold"):
+        stage.forward.record_decodes(FakeRecorder(), max_rows=1)
+    with pytest.raises(Invalid, match=r"SHARDLINE_CUDA_GRAPHS.*experts"):
+        run_chain(path, 1, "bfloat16", tmp_path, monkeypatch, options=AcceleratorOptions(cuda_graphs=True))
 
 
 def test_products_in_triton_are_refused_where_it_does_not_serve(

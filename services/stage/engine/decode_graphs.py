@@ -1,0 +1,139 @@
+"""Decode steps as graphs: recorded once for a few numbers of rows, then replayed, which costs the host one call.
+
+Owns the numbers of rows and the buffers that a graph reads: every step is copied into these, and padded. Knows no
+StepPlan and no sampling.
+
+Letters of shapes: T packed rows of a step, R rows of a graph, H the hidden size, V the vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from services.stage.attention.attention import Attention
+from services.stage.attention.paged_kv import NO_BLOCK, NO_SEQUENCE, MicroBatch, PagedKv, Span
+from services.stage.model.shard import Shard
+from services.stage.scheduling.kv_blocks import blocks_for
+from shardline.errors import Invalid
+
+FIELD = "SHARDLINE_CUDA_GRAPHS"
+WARM_UPS = 3
+"""Runs before a recording, as torch's documentation asks: kernels are compiled and libraries get their workspaces."""
+
+
+class Recorder(Protocol):
+    """Records what a function does to memory."""
+
+    def record(self, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        """Runs `run`, which gives a tensor [R, ...] of any dtype, some times; returns what does the same again.
+
+        Both read and write the same memory each time, the result's included. Raises Invalid if it cannot be recorded.
+        """
+
+
+class CudaRecorder:
+    """Records CUDA graphs, all in one memory pool: no two of them run at the same time."""
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def record(self, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        """Records kernels of the current device that give a tensor [R, ...] of any dtype; returns their replay."""
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+        try:
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                for _ in range(WARM_UPS):
+                    run()
+            torch.cuda.current_stream().wait_stream(stream)
+            # Other threads of the process may use the device meanwhile
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                out = run()
+        except RuntimeError as error:
+            problem = f"a decode step of this model cannot be recorded: {error}"
+            raise Invalid(FIELD, problem, "Set it to false") from error
+
+        def replay() -> Tensor:
+            graph.replay()
+            return out
+
+        return replay
+
+
+class DecodeGraphs:
+    """The graphs of one stage. Used by one thread."""
+
+    def __init__(self, shard: Shard, attention: Attention, kv: PagedKv, recorder: Recorder, *, max_rows: int) -> None:
+        """Records decodes of up to `max_rows` rows. They write to no KV block."""
+        self._num_blocks = kv.num_blocks
+        self._table_width = min(blocks_for(shard.info.context_length), kv.num_blocks)
+        # The largest first: the others find memory in the pool that it has left
+        self._graphs = [
+            DecodeGraph(shard, attention, recorder, num_rows=num_rows, table_width=self._table_width)
+            for num_rows in reversed(graph_sizes(max_rows))
+        ][::-1]
+
+    def outputs(self, spans: Sequence[Span], x: Tensor) -> Tensor | None:
+        """Returns the outputs of all rows of a decode step; None for any other step, or one too large for the graphs.
+
+        `x` holds ids int64 [T] on the first shard, else hidden states [T, H] in the shard's dtype. Outputs are logits
+        [T, V] on the last shard, in the dtype that the model gives them, else hidden states [T, H]. Raises
+        ProtocolError for spans that point outside the KV.
+        """
+        if any(span.length != 1 or blocks_for(span.start + 1) > self._table_width for span in spans):
+            return None
+        graph = next((graph for graph in self._graphs if graph.num_rows >= len(spans)), None)
+        if graph is None:
+            return None
+        micro_batch = MicroBatch.of(spans, min_rows=graph.num_rows)
+        micro_batch.check_blocks(self._num_blocks)
+        return graph.run(micro_batch, x)
+
+
+class DecodeGraph:
+    """A decode of `num_rows` rows. Rows that a step leaves over belong to no sequence, as padding rows do."""
+
+    def __init__(
+        self, shard: Shard, attention: Attention, recorder: Recorder, *, num_rows: int, table_width: int
+    ) -> None:
+        """Records it over buffers of its own."""
+        self.num_rows = num_rows
+        self._x = shard.zeros(num_rows)
+        self._rows = MicroBatch(
+            sequence=torch.full((num_rows,), NO_SEQUENCE, dtype=torch.int32, device=shard.device),
+            position=torch.zeros(num_rows, dtype=torch.int32, device=shard.device),
+            table=torch.full((num_rows, table_width), NO_BLOCK, dtype=torch.int32, device=shard.device),
+            spans=(),
+        )
+        every_row = torch.arange(num_rows, device=shard.device)
+
+        def run() -> Tensor:
+            attention.use(self._rows)
+            position = self._rows.position.long()
+            if shard.is_last:
+                return shard.logits(self._x, position, every_row)
+            return shard.hidden(self._x, position)
+
+        self._replay = recorder.record(run)
+
+    def run(self, micro_batch: MicroBatch, x: Tensor) -> Tensor:
+        """Returns the outputs [T, ...] of a decode step in memory of their own; `x` is [T] or [T, H], as recorded.
+
+        `micro_batch` has R rows, int32, in the host's memory.
+        """
+        num_sequences, width = micro_batch.table.shape
+        self._x[: len(x)].copy_(x)
+        self._rows.sequence.copy_(micro_batch.sequence)
+        self._rows.position.copy_(micro_batch.position)
+        self._rows.table[:num_sequences, :width].copy_(micro_batch.table)
+        return self._replay()[: len(x)].clone()
+
+
+def graph_sizes(max_rows: int) -> list[int]:
+    """Returns the numbers of rows of graphs: powers of two, and the largest number of rows itself."""
+    powers = [1 << exponent for exponent in range((max_rows - 1).bit_length())]
+    return [*powers, max_rows]

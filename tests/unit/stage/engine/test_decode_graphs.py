@@ -1,0 +1,144 @@
+"""Decode steps that are recorded and replayed: the tokens of steps that are not, whoever comes and goes.
+
+Without a GPU a recording is the function itself, which runs again over the same buffers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from services.stage.attention.paged_kv import Span
+from services.stage.device.device import Device
+from services.stage.engine.decode_graphs import CudaRecorder, Recorder, graph_sizes
+from services.stage.engine.executor import Executor
+from services.stage.scheduling.events import Finished
+from shardline.errors import ProtocolError
+from shardline.job import SamplingParams
+from tests.chain import Guesses, complete, load_chain, requests
+from tests.conformance.test_architectures import BUDGET, prompts, reference
+from tests.models import save_model
+from tests.pinned import first_core
+from tests.unit.stage.engine.triton_stage import DEVICE, load_forward, stage_of
+
+SEATS = 4
+"""Fewer than there are prompts, so that sequences come while others go."""
+SAMPLED = SamplingParams(max_tokens=9, temperature=0.8, top_p=0.9, logprobs=2)
+
+
+@pytest.fixture(scope="module")
+def device(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Device]:
+    """Core 0."""
+    with first_core(tmp_path_factory.mktemp("locks")) as device:
+        yield device
+
+
+class Again:
+    """Records a function as itself."""
+
+    def __init__(self) -> None:
+        self.replayed: list[int] = []
+        """Rows of each replay."""
+
+    def record(self, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        """Runs it, and returns it."""
+        num_rows = len(run())
+
+        def replay() -> Tensor:
+            self.replayed.append(num_rows)
+            return run()
+
+        return replay
+
+
+@torch.inference_mode()
+def record(stages: Sequence[Executor], recorder: Recorder, *, max_rows: int) -> None:
+    """All stages replay their decodes from now on."""
+    for stage in stages:
+        stage.forward.record_decodes(recorder, max_rows=max_rows)
+
+
+def ends(stages: Sequence[Executor], *, guesses: Guesses | None = None) -> list[Finished]:
+    """Of all prompts, some at a time, more than once: the second time after a reset of every stage."""
+    wanted = requests(prompts(), SAMPLED)
+    return [end for _ in range(2) for end in complete(stages, wanted, budget=BUDGET, seats=SEATS, guesses=guesses)]
+
+
+@pytest.mark.parametrize("num_stages", [1, 2, 3])
+def test_replayed_decodes_give_the_tokens_and_logprobs_of_others(
+    num_stages: int, tmp_path: Path, device: Device
+) -> None:
+    stages = load_chain(save_model(tmp_path), num_stages, device, tmp_path)
+    expected, recorder = ends(stages), Again()
+
+    record(stages, recorder, max_rows=SEATS)
+
+    assert ends(stages) == expected
+    assert {1, 2} <= set(recorder.replayed) <= set(graph_sizes(SEATS))
+
+
+def test_a_decode_of_more_rows_than_any_graph_has_runs_as_before(tmp_path: Path, device: Device) -> None:
+    stages = load_chain(save_model(tmp_path), 1, device, tmp_path)
+    expected, recorder = ends(stages), Again()
+
+    record(stages, recorder, max_rows=2)
+
+    assert ends(stages) == expected
+    assert set(recorder.replayed) == {1, 2}
+
+
+def test_rows_with_guesses_are_not_replayed(tmp_path: Path, device: Device) -> None:
+    stages = load_chain(save_model(tmp_path), 1, device, tmp_path)
+    expected, recorder, guesses = ends(stages), Again(), Guesses()
+
+    record(stages, recorder, max_rows=SEATS)
+
+    assert ends(stages, guesses=guesses) == expected
+    assert guesses.num_made > 0
+    assert recorder.replayed
+
+
+def test_what_a_step_returned_survives_the_next_one(tmp_path: Path, device: Device) -> None:
+    (stage, *_) = load_chain(save_model(tmp_path), 2, device, tmp_path)
+    record([stage], Again(), max_rows=2)
+    spans = [Span(start=0, length=1, blocks=[3])]
+    with torch.inference_mode():
+        first = stage.forward.hidden(spans, torch.tensor([5]))
+        kept = first.clone()
+        stage.forward.hidden(spans, torch.tensor([6]))
+
+    assert torch.equal(first, kept)
+
+
+def test_blocks_outside_the_pool_are_refused(tmp_path: Path, device: Device) -> None:
+    (stage,) = load_chain(save_model(tmp_path), 1, device, tmp_path)
+    record([stage], Again(), max_rows=2)
+    spans = [Span(start=0, length=1, blocks=[stage.num_blocks])]
+    with torch.inference_mode(), pytest.raises(ProtocolError, match="KV blocks"):
+        stage.forward.sampled_outputs(spans, torch.tensor([5]), [0])
+
+
+def test_a_gpus_attention_reads_the_buffers_of_a_graph(tmp_path: Path) -> None:
+    # Given a stage over Triton, whose graphs are CUDA's where there is a GPU
+    path = save_model(tmp_path, num_hidden_layers=2)
+    stage = stage_of(load_forward(path, torch.float32))
+    record([stage], CudaRecorder() if DEVICE.type == "cuda" else Again(), max_rows=3)
+    greedy = SamplingParams(max_tokens=4, temperature=0.0)
+
+    # When three sequences are decoded
+    found = complete([stage], requests(prompts()[1:4], greedy), budget=BUDGET, seats=SEATS)
+
+    # Then their tokens are those of `generate`
+    assert [end.output_ids for end in found] == [ids[:4] for ids in reference(path)[1:4]]
+
+
+@pytest.mark.parametrize(
+    ("max_rows", "sizes"),
+    [(1, [1]), (2, [1, 2]), (3, [1, 2, 3]), (8, [1, 2, 4, 8]), (72, [1, 2, 4, 8, 16, 32, 64, 72])],
+)
+def test_graphs_have_powers_of_two_rows_and_as_many_as_there_are_seats(max_rows: int, sizes: list[int]) -> None:
+    assert graph_sizes(max_rows) == sizes

@@ -1,0 +1,46 @@
+"""A whole model over our Triton kernels, interpreted, or compiled on the device that SHARDLINE_TEST_DEVICE names."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+
+from services.stage.attention.attention import Attention, PagedKv
+from services.stage.attention.offload_area import OffloadArea
+from services.stage.attention.triton_backend import TritonBackend
+from services.stage.engine.executor import Executor
+from services.stage.engine.forward import Forward
+from services.stage.engine.memory import Limits
+from services.stage.model.fused import fuse_norms
+from services.stage.model.kv_shapes import probe_kv_shapes
+from services.stage.model.model_info import ModelInfo
+from services.stage.model.packing import pack, triton_packing
+from services.stage.model.row_buckets import RowPadding
+from services.stage.model.shard import Shard
+from services.stage.model.triton_products import TritonRmsNorm, are_covered
+from tests.conformance.test_architectures import BUDGET
+
+DEVICE = torch.device(os.environ.get("SHARDLINE_TEST_DEVICE", "cpu"))
+NUM_BLOCKS = 6
+
+
+@torch.inference_mode()
+def load_forward(path: Path, dtype: torch.dtype) -> Forward:
+    """As `Executor.load` makes it on a GPU, also where the device is the CPU."""
+    info, attention = ModelInfo.read(path), Attention(TritonBackend())
+    layers = range(info.num_layers)
+    shard = Shard.load(info, layers, dtype=dtype, attn_implementation=attention.name, device=DEVICE)
+    kv_shapes = probe_kv_shapes(shard)
+    pack(shard.model, triton_packing())
+    fuse_norms(shard.model, TritonRmsNorm)
+    assert are_covered(shard.model)
+    kv = PagedKv(layers=kv_shapes, num_blocks=NUM_BLOCKS, dtype=dtype, device=DEVICE)
+    return Forward(shard, attention, kv, RowPadding(buckets=frozenset()))
+
+
+def stage_of(forward: Forward) -> Executor:
+    """A stage of few sequences."""
+    limits = Limits(kv_bytes=None, token_budget=BUDGET, max_open=8)
+    return Executor(forward, OffloadArea(forward.kv, 0), limits, exact=True, fingerprint="")
