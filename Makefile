@@ -30,11 +30,14 @@ ONLY ?=
 # Of `make chaos`: hops without CURVE, which faults of frames need
 INSECURE ?=
 
-# Of `make test-gpu`: its own torch stays as it is, so nothing is installed
+# Of `make test-gpu` and `make bench-gpu`: their own torch stays as it is, so nothing is installed
 DEVICE ?= cuda:0
 PYTHON_GPU ?= $(PY)
+# Of `make bench-gpu`: tiny, 174m, 1b or 8b
+SIZE ?= 1b
+KV_MIB ?=
 
-.PHONY: help setup demo up down status test test-gpu check bench bench-peers chaos chaos-compose chaos-mutants secrets test-compose clean lint format types imports unit
+.PHONY: help setup demo up down status test test-gpu check bench bench-peers bench-gpu chaos chaos-compose chaos-mutants secrets test-compose clean lint format types imports unit
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -97,6 +100,9 @@ bench: setup ## Run the benchmarks; figures in tests/benchmarks/results/latest.j
 
 bench-peers: setup ## Shardline beside OpenVINO, vLLM and llama.cpp; writes docs/performance.md: RUNS= ONLY= QUICK=1
 	TORCH_INDEX="$(TORCH_INDEX)" $(PY) -m tests.benchmarks.peers $(if $(RUNS),--runs $(RUNS)) $(if $(ONLY),--only $(ONLY)) $(if $(QUICK),--quick)
+
+bench-gpu: ## The engine on a GPU: products, graphs, attention, a chain with a core, as ratios: DEVICE= PYTHON_GPU= SIZE=1b KV_MIB=
+	@$(PYTHON_GPU) -m tests.benchmarks.gpu --device $(DEVICE) --size $(SIZE) $(if $(KV_MIB),--kv-mib $(KV_MIB))
 
 chaos: setup ## Faults under load, then a judgment: SEED= MINUTES= FAULTS= LOAD=users|lab DTYPE= STAGES= WORKERS= DEVICES= TIME_SCALE= INSECURE=
 	$(PY) -m tests.chaos $(if $(SEED),--seed $(SEED)) --minutes $(MINUTES) --faults "$(FAULTS)" --load $(LOAD) --time-scale $(TIME_SCALE) --dtype $(DTYPE) --stages $(STAGES) $(if $(WORKERS),--workers $(WORKERS)) $(if $(DEVICES),--devices "$(DEVICES)") $(if $(INSECURE),--insecure)

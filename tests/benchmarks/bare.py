@@ -23,7 +23,9 @@ from uuid import UUID, uuid4
 import structlog
 from tokenizers import Tokenizer
 
+from services.stage.device.accelerator import MODULE_FIELD, load_module
 from services.stage.device.take import take
+from services.stage.engine.accelerator_options import AcceleratorOptions
 from services.stage.engine.engine import Engine, FollowerEngine, HeadEngine
 from services.stage.engine.executor import Executor
 from services.stage.engine.memory import Limits
@@ -71,6 +73,8 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--prefix-cache", action=argparse.BooleanOptionalAction, default=True)
     options.add_argument("--prompt-lookup", type=int, default=PROMPT_LOOKUP, help="rows up to which drafts are made")
     options.add_argument("--kv-bytes", type=int, help="of each stage; default: as a stage decides it")
+    options.add_argument("--gpu-products", choices=["torch", "triton"], default="torch", help="of stages on GPUs")
+    options.add_argument("--cuda-graphs", action="store_true", help="record decode steps of stages on GPUs")
     options.add_argument("--kv-offload-mib", type=int, default=0, help="of each stage, for KV of preempted sequences")
     options.add_argument("--kv-offload-dir", type=Path, help="folder of a file for it; default: memory")
     return options
@@ -94,6 +98,8 @@ def main() -> None:
         "tokens_per_s": speeds,
         "devices": options.device,
         "seats": options.seats,
+        "attention": pipeline.attention_kind,
+        "exact": pipeline.exact,
         "compute_s": [each.compute_s for each in spent],
         "bubble_share": [each.bubble_share for each in spent],
         "drafted": pipeline.num_drafted,
@@ -155,6 +161,8 @@ class Pipeline:
                 process.start()
             self._later.append((process, ours))
         executor = load(options, 0, folder)
+        self.attention_kind, self.exact = executor.attention_kind, executor.exact
+        """Of the head."""
         capacities = [(executor.num_blocks, executor.offload), *(pipe.recv() for _, pipe in self._later)]
         num_blocks = min(num_blocks for num_blocks, _ in capacities)
         offload = OffloadTerms(
@@ -267,6 +275,7 @@ def serve_later(pipe: Connection, folder: Path, options: argparse.Namespace, sta
 
 def load(options: argparse.Namespace, stage_index: int, folder: Path) -> Executor:
     """The executor of one stage, on its device, locked as in production."""
+    load_module(os.environ.get(MODULE_FIELD))
     device = take(options.device[stage_index], worker=f"bare-{stage_index}", lock_folder=folder / "locks")
     info = ModelInfo.read(options.model)
     return Executor.load(
@@ -282,6 +291,7 @@ def load(options: argparse.Namespace, stage_index: int, folder: Path) -> Executo
             max_open=2 * options.seats,
         ),
         cache_folder=Path(options.model),
+        on_accelerator=AcceleratorOptions(products=options.gpu_products, cuda_graphs=options.cuda_graphs),
     )
 
 

@@ -1,4 +1,4 @@
-"""The benchmark's model: a 174 M Llama with random weights, made once per dtype. Speed does not depend on them."""
+"""The benchmarks' models: Llamas with random weights, made once per dtype. Speed does not depend on them."""
 
 from __future__ import annotations
 
@@ -27,6 +27,24 @@ CONFIG: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+
+SIZES: dict[str, dict[str, int]] = {
+    "tiny": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4},
+    "174m": {},
+    "1b": {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32},
+    "8b": {"hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 32, "num_attention_heads": 32},
+}
+"""What models of other sizes have otherwise. They are drawn in float32: the largest takes 30 GB of memory to make."""
+
+
+def make_sized(folder: Path, dtype: str, size: str) -> Path:
+    """The folder of a model of this size, made if it is not there."""
+    path = folder / f"llama-{size}-{dtype}"
+    if (path / "config.json").exists():
+        return path
+    changes = SIZES[size]
+    heads = changes.get("num_attention_heads", CONFIG["num_attention_heads"])
+    return _save(_drawn(**changes, num_key_value_heads=min(8, heads // 2)), path, dtype)
 
 
 def make(folder: Path, dtype: str, context: int = CONTEXT) -> Path:
