@@ -21,7 +21,7 @@ KERNELS = "services.stage.model.triton_kernels"
 ROWS = {2: 64, 4: 16}
 """Rows of a tile by the bytes of an element. One shape serves one decode row and a prefill. 64 in 16-bit dtypes: such a
 tile asks some 64 operations of each byte of weights, which matrix units do while memory brings the next, and a prefill
-of 256 rows reads weights four times, not sixteen. float32 has no matrix units that keep its precision: 16."""
+of 256 rows reads weights four times, not sixteen. Few GPUs have matrix units that keep float32's precision: 16."""
 OUTPUTS = 64
 """A decode step has one program for each 64 outputs: a layer 4,096 wide keeps 64 multiprocessors busy. Fewer outputs
 would ask more reads of x from each prefill."""
@@ -36,7 +36,7 @@ ALIGNMENT = 16
 
 
 class TritonLinear(nn.Module):
-    """A linear layer over the weight that it was given: nothing is copied, and a tied weight stays tied."""
+    """A linear layer over the weight that it was given: a dense one is not copied, and a tied one stays tied."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         """Takes a weight [N, K] and its bias [N], in one of the three dtypes."""

@@ -41,7 +41,7 @@ def linear(num_outputs: int, num_inputs: int, dtype: torch.dtype, *, bias: bool)
     )
 
 
-@settings(max_examples=30)
+@settings(max_examples=15)
 @given(
     num_rows=st.integers(1, 150),
     num_inputs=st.integers(1, 200),
@@ -61,7 +61,7 @@ def test_any_product_matches_float64(
     torch.testing.assert_close(found.double(), expected, rtol=ROUNDINGS[dtype], atol=20 * ROUNDINGS[dtype])
 
 
-@settings(max_examples=30)
+@settings(max_examples=15)
 @given(
     num_rows=st.integers(1, 200),
     num_inputs=st.integers(1, 200),
@@ -96,7 +96,7 @@ def test_rows_that_lie_apart_are_read_as_they_are_meant() -> None:
     assert torch.equal(layer(x), layer(x.clone()))
 
 
-@settings(max_examples=30)
+@settings(max_examples=15)
 @given(
     kind=st.sampled_from([LlamaRMSNorm, Gemma2RMSNorm, Olmo2RMSNorm]),
     num_rows=st.integers(1, 90),
