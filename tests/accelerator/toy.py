@@ -11,6 +11,7 @@ import psutil
 import torch
 
 NAME = "toy"
+Stream, Event = torch.Stream, torch.Event
 _loaded: list[ctypes.CDLL] = []
 
 
@@ -58,7 +59,28 @@ def device(index: int) -> Iterator[None]:
 
 
 def synchronize(_device: object = None) -> None:
-    """Every operator is done when it returns."""
+    """Operators are done when they return; copies from and to pinned memory are waited for."""
+    _loaded[0].toy_synchronize()
+
+
+def current_stream(index: torch.device | int | None = None) -> torch.Stream:
+    """This thread's stream on a device."""
+    return torch.accelerator.current_stream(index)
+
+
+def stream(stream: torch.Stream) -> torch.Stream:
+    """A context in which a stream is this thread's: it is one itself."""
+    return stream
+
+
+@contextmanager
+def copies_to_host_held() -> Iterator[None]:
+    """A context in which no copy to pinned memory ends."""
+    _loaded[0].toy_hold_copies_to_host(1)
+    try:
+        yield
+    finally:
+        _loaded[0].toy_hold_copies_to_host(0)
 
 
 def get_device_name(index: int = 0) -> str:

@@ -2,6 +2,9 @@
 //
 // Memory, views and copies are native; every other operator runs on the CPU over copies. An operator that is given
 // tensors of two devices is refused, as a GPU refuses it; a CPU scalar (no dimension) may mix, as it may there.
+//
+// A non-blocking copy from or to pinned memory is done later, by the thread of its stream: whoever reads before an event
+// has told of its end, or frees or writes what it still needs, has wrong bytes. Operators wait for their stream first.
 
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/Tensor.h>
@@ -20,18 +23,127 @@
 #include <torch/library.h>
 
 #include <atomic>
+#include <chrono>
+#include <condition_variable>
 #include <cstdlib>
+#include <cstring>
+#include <deque>
+#include <functional>
 #include <mutex>
+#include <thread>
 #include <unordered_set>
+#include <vector>
 
 namespace {
 
 constexpr c10::DeviceType TOY = c10::DeviceType::PrivateUse1;
 constexpr c10::DeviceIndex NUM_DEVICES = 2;
 constexpr std::size_t ALIGNMENT = 64;
+// The way in takes longer: a copy to the host that does not wait for it is seen.
+constexpr std::chrono::microseconds TO_HOST_TIME{200}, TO_DEVICE_TIME{800};
+constexpr int RUBBISH = 0xff;  // NaN in every dtype of activations
 
 thread_local c10::DeviceIndex current_device = 0;
 std::atomic<int64_t> allocated_bytes[NUM_DEVICES];
+
+// The work of one stream: done in order, by a thread of its own. Never destroyed: its thread may wait for work.
+class Queue {
+ public:
+  uint64_t push(std::function<void()> work) {
+    std::lock_guard<std::mutex> guard(lock_);
+    if (given_ == 0) std::thread([this] { run(); }).detach();
+    works_.push_back(std::move(work));
+    changed_.notify_all();
+    return ++given_;
+  }
+  uint64_t last() {
+    std::lock_guard<std::mutex> guard(lock_);
+    return given_;
+  }
+  bool is_done(uint64_t number) {
+    std::lock_guard<std::mutex> guard(lock_);
+    return done_ >= number;
+  }
+  void wait(uint64_t number) {
+    std::unique_lock<std::mutex> guard(lock_);
+    changed_.wait(guard, [&] { return done_ >= number; });
+  }
+  void drain() { wait(last()); }
+
+ private:
+  void run() {
+    for (;;) {
+      std::unique_lock<std::mutex> guard(lock_);
+      changed_.wait(guard, [&] { return !works_.empty(); });
+      auto work = std::move(works_.front());
+      works_.pop_front();
+      guard.unlock();
+      work();
+      guard.lock();
+      ++done_;
+      changed_.notify_all();
+      guard.unlock();  // what the work held may take other locks when it goes
+    }
+  }
+  std::mutex lock_;
+  std::condition_variable changed_;
+  std::deque<std::function<void()>> works_;
+  uint64_t given_ = 0, done_ = 0;
+};
+
+// The default stream of each device, then those that were asked for.
+struct Streams {
+  std::mutex lock;
+  std::vector<Queue*> queues;
+  Streams() {
+    for (int device = 0; device < NUM_DEVICES; ++device) queues.push_back(new Queue);
+  }
+  Queue& of(c10::DeviceIndex device, c10::StreamId id) {
+    std::lock_guard<std::mutex> guard(lock);
+    return *queues[id == 0 ? device : id];
+  }
+  Queue& of(const c10::Stream& stream) { return of(stream.device_index(), stream.id()); }
+  c10::StreamId add() {
+    std::lock_guard<std::mutex> guard(lock);
+    queues.push_back(new Queue);
+    return static_cast<c10::StreamId>(queues.size()) - 1;
+  }
+  void drain() {
+    std::unique_lock<std::mutex> guard(lock);
+    const auto all = queues;
+    guard.unlock();
+    for (Queue* queue : all) queue->drain();
+  }
+};
+
+Streams& streams = *new Streams;
+thread_local c10::StreamId current_stream[NUM_DEVICES];
+
+// All work that an event waits for.
+struct Recorded {
+  Queue* queue;
+  uint64_t number;
+};
+
+// What a test closes, to hold back copies to the host.
+struct Gate {
+  std::mutex lock;
+  std::condition_variable changed;
+  bool is_closed = false;
+  void set(bool closed) {
+    std::lock_guard<std::mutex> guard(lock);
+    is_closed = closed;
+    changed.notify_all();
+  }
+  void pass() {
+    std::unique_lock<std::mutex> guard(lock);
+    changed.wait(guard, [&] { return !is_closed; });
+  }
+};
+
+Gate& to_host_gate = *new Gate;
+
+void wait_for_stream(c10::DeviceIndex device) { streams.of(device, current_stream[device]).drain(); }
 
 struct Block {
   void* data;
@@ -48,6 +160,9 @@ void* new_memory(std::size_t size) {
 void free_block(void* context) {
   auto* block = static_cast<Block*>(context);
   allocated_bytes[block->device] -= block->size;
+  // As a caching allocator reuses it: behind what the default stream was given, whatever other streams still do.
+  streams.of(block->device, 0).drain();
+  if (block->data != nullptr) std::memset(block->data, RUBBISH, block->size);
   std::free(block->data);
   delete block;
 }
@@ -94,7 +209,6 @@ c10::DeviceIndex exchange(c10::DeviceIndex index) {
   return before;
 }
 
-// Every operator is done when it returns, so there is one stream, and nothing to wait for.
 struct Guard final : c10::impl::DeviceGuardImplInterface {
   Guard() = default;
   explicit Guard(c10::DeviceType) {}
@@ -103,13 +217,45 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::Device getDevice() const override { return {TOY, current_device}; }
   void setDevice(c10::Device device) const override { exchange(device.index()); }
   void uncheckedSetDevice(c10::Device device) const noexcept override { current_device = device.index(); }
-  c10::Stream getStream(c10::Device device) const noexcept override { return c10::Stream(c10::Stream::DEFAULT, device); }
-  c10::Stream getDefaultStream(c10::Device device) const override { return getStream(device); }
-  c10::Stream exchangeStream(c10::Stream stream) const noexcept override { return stream; }
+  c10::Stream getStream(c10::Device device) const noexcept override {
+    return c10::Stream(c10::Stream::UNSAFE, device, current_stream[device.index()]);
+  }
+  c10::Stream getDefaultStream(c10::Device device) const override { return c10::Stream(c10::Stream::DEFAULT, device); }
+  c10::Stream getNewStream(c10::Device device, int) const override {
+    return c10::Stream(c10::Stream::UNSAFE, device, streams.add());
+  }
+  c10::Stream exchangeStream(c10::Stream stream) const noexcept override {
+    const auto before = getStream(stream.device());
+    current_stream[stream.device_index()] = stream.id();
+    return before;
+  }
   c10::DeviceIndex deviceCount() const noexcept override { return NUM_DEVICES; }
-  bool queryStream(const c10::Stream&) const override { return true; }
-  void synchronizeStream(const c10::Stream&) const override {}
-  void synchronizeDevice(const c10::DeviceIndex) const override {}
+  bool queryStream(const c10::Stream& stream) const override {
+    Queue& queue = streams.of(stream);
+    return queue.is_done(queue.last());
+  }
+  void synchronizeStream(const c10::Stream& stream) const override { streams.of(stream).drain(); }
+  void synchronizeDevice(const c10::DeviceIndex) const override { streams.drain(); }
+  void record(void** event, const c10::Stream& stream, const c10::DeviceIndex, const c10::EventFlag) const override {
+    Queue& queue = streams.of(stream);
+    delete static_cast<Recorded*>(*event);
+    *event = new Recorded{&queue, queue.last()};
+  }
+  void block(void* event, const c10::Stream& stream) const override {
+    const auto recorded = *static_cast<Recorded*>(event);
+    streams.of(stream).push([recorded] { recorded.queue->wait(recorded.number); });
+  }
+  bool queryEvent(void* event) const override {
+    const auto* recorded = static_cast<Recorded*>(event);
+    return recorded == nullptr || recorded->queue->is_done(recorded->number);
+  }
+  void synchronizeEvent(void* event) const override {
+    const auto recorded = *static_cast<Recorded*>(event);
+    recorded.queue->wait(recorded.number);
+  }
+  void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override {
+    delete static_cast<Recorded*>(event);
+  }
   void recordDataPtrOnStream(const c10::DataPtr&, const c10::Stream&) const override {}
 };
 
@@ -167,8 +313,28 @@ at::Tensor on_host(const at::Tensor& tensor) {
   return at::from_blob(tensor.data_ptr(), tensor.sizes(), tensor.strides(), tensor.options().device(at::kCPU));
 }
 
-at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool) {
-  on_host(to).copy_(on_host(from));
+bool is_later(const at::Tensor& from, const at::Tensor& to) {
+  const at::Tensor& host = from.is_cpu() ? from : to;
+  return host.is_cpu() && hooks.isPinnedPtr(host.storage().data()) && from.scalar_type() == to.scalar_type() &&
+         from.sizes() == to.sizes() && from.is_contiguous() && to.is_contiguous();
+}
+
+at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_blocking) {
+  const auto device = from.is_cpu() ? to.device().index() : from.device().index();
+  if (!non_blocking || !is_later(from, to)) {
+    wait_for_stream(device);
+    on_host(to).copy_(on_host(from));
+    return to;
+  }
+  // Pinned memory stays, as torch's allocator of it cares for; the device's may be freed too early.
+  const bool is_to_host = to.is_cpu();
+  const c10::Storage host = is_to_host ? to.storage() : from.storage();
+  streams.of(device, current_stream[device])
+      .push([host, is_to_host, to = to.data_ptr(), from = from.data_ptr(), size = from.nbytes()] {
+        std::this_thread::sleep_for(is_to_host ? TO_HOST_TIME : TO_DEVICE_TIME);
+        if (is_to_host) to_host_gate.pass();
+        std::memcpy(to, from, size);
+      });
   return to;
 }
 
@@ -177,7 +343,10 @@ at::Tensor copy_from_and_resize(const at::Tensor& from, const at::Tensor& to) {
   return copy_from(from, to, false);
 }
 
-at::Scalar local_scalar(const at::Tensor& tensor) { return at::cpu::_local_scalar_dense(on_host(tensor)); }
+at::Scalar local_scalar(const at::Tensor& tensor) {
+  wait_for_stream(tensor.device().index());
+  return at::cpu::_local_scalar_dense(on_host(tensor));
+}
 
 at::Tensor as_strided(const at::Tensor& self, c10::SymIntArrayRef size, c10::SymIntArrayRef stride,
                       std::optional<c10::SymInt> offset) {
@@ -185,6 +354,7 @@ at::Tensor as_strided(const at::Tensor& self, c10::SymIntArrayRef size, c10::Sym
 }
 
 const at::Tensor& resize(const at::Tensor& self, c10::SymIntArrayRef size, std::optional<c10::MemoryFormat> format) {
+  wait_for_stream(self.device().index());
   return at::native::resize_(self, C10_AS_INTARRAYREF_SLOW(size), format);
 }
 
@@ -222,6 +392,7 @@ void on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
       for (const std::optional<at::Tensor>& tensor : value.toOptionalTensorList())
         if (tensor) check_device(op, *tensor, seen);
   }
+  wait_for_stream(seen && !seen->is_cpu() ? seen->index() : current_device);
   at::native::cpu_fallback(op, stack);
 }
 
@@ -255,4 +426,6 @@ int toy_device_count() { return NUM_DEVICES; }
 int toy_current_device() { return current_device; }
 int toy_exchange_device(int index) { return exchange(static_cast<c10::DeviceIndex>(index)); }
 int64_t toy_allocated_bytes(int index) { return allocated_bytes[index]; }
+void toy_synchronize() { streams.drain(); }
+void toy_hold_copies_to_host(int is_held) { to_host_gate.set(is_held != 0); }
 }
