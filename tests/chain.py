@@ -5,14 +5,18 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
+from uuid import UUID
 
-import torch
+from torch import Tensor
 
 from services.stage.device.device import Device
 from services.stage.engine.executor import Executor
 from services.stage.engine.memory import Limits
+from services.stage.engine.tensors import name_of, tensor_of, view_of
+from services.stage.hop import Frame, Kind
 from services.stage.model.model_info import ModelInfo
 from services.stage.scheduling.events import Failed, Finished, NewTokens
 from services.stage.scheduling.offload import NO_OFFLOAD, OffloadTerms
@@ -132,6 +136,7 @@ def complete(
             offload=OffloadTerms(num_slots=pressure.num_slots) if pressure else NO_OFFLOAD,
         )
     )
+    chain = Chain(stages)
     for stage in stages:
         stage.reset()
     for request in wanted:
@@ -146,7 +151,7 @@ def complete(
                 guesses.num_made += plan.num_drafts
             if pressure is not None:
                 pressure.moves.extend(plan.moves)
-        for event in scheduler.apply(run(stages, in_flight.popleft())):
+        for event in scheduler.apply(chain.run(in_flight.popleft())):
             assert not isinstance(event, Failed), event.reason
             if guesses is not None and isinstance(event, NewTokens):
                 guesses.num_true += len(event.ids) - 1
@@ -156,11 +161,36 @@ def complete(
     return [done[request.key[0]] for request in wanted]
 
 
+class Chain:
+    """Stages through which steps go one by one, plan and activations as the bytes that hops carry."""
+
+    def __init__(self, stages: Sequence[Executor]) -> None:
+        self._stages = [(stage, stage.staging(2)) for stage in stages]
+
+    def run(self, plan: StepPlan) -> StepResult:
+        """One step."""
+        frame: Frame | None = None
+        for stage, staging in self._stages:
+            buffer = staging.buffer(plan.step) if staging else None
+            hidden = tensor_of(frame, stage.dtype, buffer) if frame else None
+            out = stage.run(decode_plan(encode(plan)), hidden)
+            if isinstance(out, StepResult):
+                return out
+            if staging is not None:
+                copy = staging.copy_out(plan.step, out)
+                copy.wait()
+                assert copy.tensor is not None
+                out = copy.tensor
+            frame = _frame(plan.step, out) if plan.rows else None
+        raise AssertionError("the last stage samples")
+
+
+def _frame(step: int, states: Tensor) -> Frame:
+    shape, dtype = tuple(states.shape), name_of(states.dtype)
+    of_step = partial(Frame, kind=Kind.PLAN, pipeline=UUID(int=0), epoch=0, step=step, message=b"")
+    return of_step(tensor=view_of(states), dtype=dtype, shape=shape)
+
+
 def run(stages: Sequence[Executor], plan: StepPlan) -> StepResult:
-    """One step through all stages, the plan encoded and decoded on the way as hops do."""
-    hidden: torch.Tensor | StepResult | None = None
-    for stage in stages:
-        assert not isinstance(hidden, StepResult)
-        hidden = stage.run(decode_plan(encode(plan)), hidden)
-    assert isinstance(hidden, StepResult)
-    return hidden
+    """One step through all stages."""
+    return Chain(stages).run(plan)

@@ -59,7 +59,9 @@ def scrape_of_stage(*, is_head: bool) -> str:
     rows = (Row(0, 64, 7, (), (0, 1), wants=True), Row(1, 9, 4, (5,), (), wants=True, drafts=(6, 7, 8)))
     moves = (Move(0, 0, is_out=True), Move(1, 1, is_out=True), Move(2, 0, is_out=False))
     plan = StepPlan(0, (prompt,), rows, (), moves=moves)
-    meter.step(plan, EngineProgress(epoch=1).finish(plan, began_s=2.0, compute_began_s=2.5, compute_s=4.0, ended_s=7.0))
+    meter.step(
+        plan, EngineProgress(epoch=1).finish(plan, began_s=2.0, compute_began_s=2.5, computed_s=6.5, ended_s=7.0)
+    )
     meter.report([NewTokens(key=(job, 1), start=0, ids=ids, text="") for job, ids in (("a", (4,)), ("b", (6, 7, 9)))])
     return generate_latest(meter.registry).decode()
 

@@ -34,6 +34,7 @@ OFF_THE_PATH = {
         stage/engine/exactness stage/engine/accelerator_options stage/engine/decode_graphs stage/model/cpu_parts
         stage/model/experts stage/model/float_files stage/model/kv_shapes stage/model/model_info
         stage/model/owned_weights stage/model/packing stage/model/refusal stage/model/weights""",
+    "on an accelerator": """stage/device/staging stage/engine/launched_steps""",
     "for a job that was preempted": """stage/attention/offload_area stage/scheduling/offload
         stage/scheduling/recompute_cost""",
     "for a pipeline, not for a prompt": """stage/celery/subscription stage/pipeline/assembly stage/pipeline/epochs

@@ -18,11 +18,14 @@ import psutil
 import torch
 
 from services.stage.device.device import INT8, Device
+from services.stage.device.staging import Staging
 from shardline.cores import FIELD, FORMS
 from shardline.errors import Invalid
 
 BUILT_IN = ("cuda", "xpu", "mps")
 """Device types of torch itself; `cuda` is also ROCm's."""
+STAGING_PARTS = ("Stream", "Event", "current_stream", "stream")
+"""What copies beside the computation need of torch's module; mps has no streams."""
 MODULE_FIELD = "SHARDLINE_DEVICE_MODULE"
 UUID = re.compile(r"(?:GPU-)?([0-9a-fA-F]{8}(?:-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12})")
 _NAME = re.compile(r"([a-z][a-z0-9_]*?):(\d{1,4})|(mps)")
@@ -115,6 +118,16 @@ class Accelerator(Device):
     def synchronize(self) -> None:
         """Waits until the device has done all that it was given."""
         self._found.module.synchronize()
+
+    def staging(self, num_buffers: int, num_bytes: int) -> Staging | None:
+        """Returns pinned buffers of so many bytes; None if the backend lacks pinned memory, streams or events."""
+        module = self._found.module
+        if not all(hasattr(module, name) for name in STAGING_PARTS):
+            return None
+        with suppress(RuntimeError):
+            torch.empty(1, pin_memory=True)
+            return Staging(module, self.torch_device, num_buffers, num_bytes)
+        return None
 
 
 def load_module(name: str | None) -> None:

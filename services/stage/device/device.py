@@ -16,6 +16,7 @@ import torch
 
 from services.stage.device.locks import DeviceLocks
 from services.stage.device.promises import Promises
+from services.stage.device.staging import Staging
 from shardline.errors import Invalid
 
 INT8 = "int8"
@@ -74,6 +75,10 @@ class Device(ABC):
     @abstractmethod
     def synchronize(self) -> None:
         """Waits until the device has done all that it was given."""
+
+    def staging(self, num_buffers: int, num_bytes: int) -> Staging | None:  # noqa: ARG002 (an accelerator's)
+        """Returns pinned buffers of so many bytes; None where copies block: on the CPU, or without streams."""
+        return None
 
     def dtype(self, name: str) -> torch.dtype:
         """Returns the dtype of activations and KV. Raises Invalid if this device does not serve `name`."""

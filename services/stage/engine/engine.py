@@ -16,6 +16,7 @@ from torch import Tensor
 
 from services.stage.engine.executor import Executor
 from services.stage.engine.inbox import Inbox
+from services.stage.engine.launched_steps import LaunchedStep, LaunchedSteps
 from services.stage.engine.tensors import name_of, tensor_of, view_of
 from services.stage.hop import Frame, Kind, Receiver
 from services.stage.hop.frame import Buffer
@@ -61,10 +62,12 @@ class Engine(threading.Thread):
         self._on_lost = on_lost
         self._on_step = on_step
         self._wiring: Wiring | None = None
+        self._launched: LaunchedSteps | None = None
+        """Of an epoch on an accelerator with pinned memory. Without one a step is computed when `run` returns."""
         self.step_began_s: float | None = None
         """When the current step began, by `monotonic_s`, for other threads to read; None between steps."""
         self._computed = (0.0, 0.0)
-        """When the last computation began, and how long it took."""
+        """When the executor's last run began and when it ended."""
         self._running = True
 
     def wire(self, wiring: Wiring) -> None:
@@ -82,8 +85,8 @@ class Engine(threading.Thread):
     def run(self) -> None:
         """Runs the loop in its thread. A fault of a link or a frame ends the epoch, never the process."""
         while self._running:
-            self.inbox.take()
             try:
+                self.inbox.take()
                 self._turn()
             except ProtocolError as error:
                 self._lose(str(error))
@@ -96,10 +99,18 @@ class Engine(threading.Thread):
         self._unwire()
         self.progress = EngineProgress(epoch=wiring.epoch)
         self._wiring = wiring
+        # At most num_lanes + 1 steps are in flight: before a buffer comes around, its step is back at the head.
+        staging = self.executor.staging(wiring.num_lanes + 1)
+        if staging is not None:
+            self._launched = LaunchedSteps(staging, self.inbox, self._leave)
+            self._launched.start()
         self.inbox.wake_by(wiring.receiver.wake if wiring.receiver else None)
 
     def _unwire(self) -> None:
         self.inbox.wake_by(None)
+        if self._launched is not None:
+            self._launched.close()
+            self._launched, self.step_began_s = None, None
         if self._wiring is not None:
             self._wiring.close()
             self._wiring = None
@@ -122,13 +133,44 @@ class Engine(threading.Thread):
             out = self.executor.run(plan, hidden)
         finally:
             self.step_began_s = None
-        self._computed = began_s, monotonic_s() - began_s
+        self._computed = began_s, monotonic_s()
         return out
 
-    def _finish_step(self, plan: StepPlan, began_s: float) -> None:
-        time = self.progress.finish(plan, began_s, *self._computed, monotonic_s())
+    @property
+    def _may_launch(self) -> bool:
+        """Whether a step may be run now: on an accelerator one step ahead of the one that it computes."""
+        return self._launched is None or not self._launched.is_full
+
+    def _pass_on(self, plan: StepPlan, message: Buffer, out: Tensor | StepResult, began_s: float) -> None:
+        """Sends what a step gave: now, or, if an accelerator still computes it, once it is copied."""
+        if self._launched is not None and isinstance(out, Tensor):
+            states = out if plan.rows else None
+            self._launched.add(plan, message, states, began_s=began_s, launched_s=self._computed[0])
+            self.step_began_s = self._computed[0]
+            return
+        self._send(plan, message, out)
+        self._finish_step(plan, began_s, self._computed, monotonic_s())
+
+    def _leave(self, step: LaunchedStep) -> None:
+        """Sends a step that is copied. If the device has the next one by then, the sending takes none of its time."""
+        assert self._launched is not None
+        self._send(step.plan, step.message, step.copy.tensor)
+        computed_s, following = step.copy.wait(), self._launched.oldest
+        ended_s = max(computed_s, following.began_s) if following else monotonic_s()
+        self.step_began_s = following.launched_s if following else None
+        self._finish_step(step.plan, step.began_s, (step.launched_s, computed_s), ended_s)
+
+    def _send(self, plan: StepPlan, message: Buffer, out: Tensor | StepResult | None) -> None:
+        wiring = self._wiring
+        assert wiring is not None
+        assert wiring.sender is not None
+        wiring.sender.send(_frame(wiring, plan, message, out))
+
+    def _finish_step(self, plan: StepPlan, began_s: float, computed: tuple[float, float], ended_s: float) -> StepTime:
+        time = self.progress.finish(plan, began_s, *computed, ended_s)
         self.step_times.add(time)
         self._on_step(plan, time)
+        return time
 
     def _pass_failpoints(self, plan: StepPlan) -> None:
         stage_index = self._wiring.stage_index if self._wiring else 0
@@ -221,14 +263,10 @@ class HeadEngine(Engine):
             self.inbox.wait(IDLE_WAIT_S)
             return
         began_s = monotonic_s()
-        plan = self.scheduler.schedule()
+        plan = self.scheduler.schedule() if self._may_launch else None
         self._emit(self.scheduler.may_begin())
         if plan is not None:
-            plan = self._after_idle(plan, began_s)
-            self._launch(wiring, plan)
-            self._finish_step(plan, began_s)
-            if plan.rows and not plan.moves:
-                self.scheduler.recompute_cost.learn(plan.num_tokens, self._computed[1])
+            self._launch(self._after_idle(plan, began_s), began_s)
         if wiring.receiver is not None:
             self._collect(wiring.receiver, wait_s=0.0 if plan is not None else IDLE_WAIT_S)
         elif plan is None:
@@ -240,19 +278,26 @@ class HeadEngine(Engine):
             return plan
         return msgspec.structs.replace(plan, idle_us=max(0, int((now_s - self._idle_since_s) * 1e6)))
 
-    def _launch(self, wiring: Wiring, plan: StepPlan) -> None:
+    def _launch(self, plan: StepPlan, began_s: float) -> None:
         out = self._run_step(plan, None)
-        if isinstance(out, StepResult):
-            self._apply(out)
+        if isinstance(out, Tensor):
+            self._pass_on(plan, encode(plan), out, began_s)
             return
-        assert wiring.sender is not None
-        wiring.sender.send(_frame(wiring, plan, encode(plan), out))
+        self._apply(out)
+        self._finish_step(plan, began_s, self._computed, monotonic_s())
+
+    def _finish_step(self, plan: StepPlan, began_s: float, computed: tuple[float, float], ended_s: float) -> StepTime:
+        time = super()._finish_step(plan, began_s, computed, ended_s)
+        if plan.rows and not plan.moves:
+            self.scheduler.recompute_cost.learn(plan.num_tokens, time.compute_s)
+        return time
 
     def _collect(self, receiver: Receiver, wait_s: float) -> None:
         while (frame := receiver.receive(wait_s)) is not None:
             began_s = monotonic_s()
             self._apply(decode_result(frame.message))
-            self.progress.work(monotonic_s() - began_s)
+            if not self._launched:  # beside a computation it takes no time of this stage
+                self.progress.work(monotonic_s() - began_s)
             wait_s = 0.0
 
     def _apply(self, result: StepResult) -> None:
@@ -271,6 +316,9 @@ class FollowerEngine(Engine):
             return
         if wiring.receiver is None or wiring.sender is None:
             raise LinkLost("a later stage needs both hops")
+        if not self._may_launch:
+            self.inbox.wait(IDLE_WAIT_S)
+            return
         frame = wiring.receiver.receive(IDLE_WAIT_S)
         if frame is None:
             return
@@ -278,17 +326,20 @@ class FollowerEngine(Engine):
         plan = decode_plan(frame.message)
         if plan.step != frame.step:
             raise ProtocolError(f"a plan of step {plan.step} in the frame of step {frame.step}")
-        out = self._run_step(plan, tensor_of(frame, self.executor.dtype) if plan.rows else None)
-        wiring.sender.send(_frame(wiring, plan, frame.message, out))
-        self._finish_step(plan, began_s)
+        out = self._run_step(plan, self._received(frame) if plan.rows else None)
+        self._pass_on(plan, frame.message, out, began_s)
+
+    def _received(self, frame: Frame) -> Tensor:
+        buffer = None if self._launched is None else self._launched.buffer(frame.step)
+        return tensor_of(frame, self.executor.dtype, buffer)
 
 
-def _frame(wiring: Wiring, plan: StepPlan, message: Buffer, out: Tensor | StepResult) -> Frame:
+def _frame(wiring: Wiring, plan: StepPlan, message: Buffer, out: Tensor | StepResult | None) -> Frame:
     """Returns the plan with its activations for the next stage, or the tail's answer for the head."""
     of_step = partial(Frame, pipeline=wiring.pipeline, epoch=wiring.epoch, step=plan.step)
     if isinstance(out, StepResult):
         return of_step(kind=Kind.RESULT, message=encode(out))
-    if not plan.rows:
+    if out is None or not plan.rows:
         return of_step(kind=Kind.PLAN, message=message)
     return of_step(
         kind=Kind.PLAN, message=message, tensor=view_of(out), dtype=name_of(out.dtype), shape=tuple(out.shape)

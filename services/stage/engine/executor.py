@@ -17,6 +17,7 @@ from services.stage.attention import triton_backend
 from services.stage.attention.attention import Attention, Span
 from services.stage.attention.offload_area import OffloadArea
 from services.stage.device.device import INT8, Device
+from services.stage.device.staging import Staging
 from services.stage.engine.accelerator_options import AcceleratorOptions
 from services.stage.engine.decode_graphs import CudaRecorder
 from services.stage.engine.exactness import Probe, choose_row_buckets, exactness_fingerprint
@@ -46,14 +47,16 @@ log = structlog.get_logger(__name__)
 class Executor:
     """One stage's shard with its KV. `run` and `reset` are called by one thread only."""
 
-    def __init__(self, forward: Forward, area: OffloadArea, limits: Limits, *, exact: bool, fingerprint: str) -> None:
+    def __init__(
+        self, forward: Forward, area: OffloadArea, limits: Limits, device: Device, *, exact: bool, fingerprint: str
+    ) -> None:
         shard = forward.shard
         self.info, self.layers, self.dtype = shard.info, shard.layers, shard.dtype
         self.is_first, self.is_last = shard.is_first, shard.is_last
         self.num_blocks, self.token_budget = forward.kv.num_blocks, limits.token_budget
         self.exact, self.fingerprint, self.attention_kind = exact, fingerprint, forward.attention.kind
         self.offload = area.terms
-        self.forward, self._area, self._device = forward, area, shard.device
+        self.forward, self._area, self._device = forward, area, device
         self._open_sequences = OpenSequences(
             num_blocks=self.num_blocks, max_open=limits.max_open, vocab_size=self.info.vocab_size
         )
@@ -120,7 +123,7 @@ class Executor:
             num_threads=device.num_threads,
             device=device.identity(),
         )
-        return cls(forward, area, limits, exact=exact, fingerprint=name)
+        return cls(forward, area, limits, device, exact=exact, fingerprint=name)
 
     @property
     def blocks_used(self) -> int:
@@ -136,6 +139,10 @@ class Executor:
         """Returns the seeds of the sequences that this plan, not yet run, decodes, or whose prompts it computes."""
         return self._open_sequences.seeds(plan, decoding=decoding)
 
+    def staging(self, num_buffers: int) -> Staging | None:
+        """Returns buffers for the activations of so many steps in flight; None if copies block on this device."""
+        return self._device.staging(num_buffers, self.token_budget * self.info.hidden_size * self.dtype.itemsize)
+
     def reset(self) -> None:
         """Forgets every open sequence, for a new epoch."""
         self._open_sequences.clear()
@@ -145,8 +152,9 @@ class Executor:
     def run(self, plan: StepPlan, hidden: Tensor | None) -> Tensor | StepResult:
         """Runs one step: returns the hidden states [T, H] in `dtype` for the next stage, or the tail's answer.
 
-        `hidden` are the activations [T, H] in `dtype` of the stage before; the head ignores them. Raises ProtocolError
-        for a plan or activations that do not fit what this stage knows: the epoch is over then.
+        `hidden` are the activations [T, H] in `dtype` of the stage before, in host memory; the head ignores them. An
+        accelerator may still compute the hidden states that it returns; an answer is computed. Raises ProtocolError for
+        a plan or activations that do not fit what this stage knows: the epoch is over then.
         """
         began_s = monotonic_s()
         if plan.num_tokens > self.token_budget:
@@ -174,14 +182,18 @@ class Executor:
 
     def _input(self, ids: list[int], hidden: Tensor | None) -> Tensor:
         if self.is_first:
-            return torch.tensor(ids, dtype=torch.long).to(self._device)
+            return self._to_device(torch.tensor(ids, dtype=torch.long))
         expected = (len(ids), self.info.hidden_size)
         if not ids:  # a step that only closes sequences travels without activations
             return torch.empty(expected, dtype=self.dtype)
         if hidden is None or hidden.shape != expected or hidden.dtype != self.dtype:
             shown = "none" if hidden is None else f"{tuple(hidden.shape)} of {hidden.dtype}"
             raise ProtocolError(f"activations {expected} of {self.dtype} are needed, not {shown}")
-        return hidden.to(self._device)
+        return self._to_device(hidden)
+
+    def _to_device(self, x: Tensor) -> Tensor:
+        """Does not wait: what the host goes on with runs on the same stream, behind the copy."""
+        return x.to(self._device.torch_device, non_blocking=True)
 
     def _states(self, spans: list[Span], x: Tensor) -> Tensor:
         if not spans:  # a step that only closes sequences
@@ -197,6 +209,7 @@ class Executor:
             return StepResult(plan.step, tokens, logprobs, bad, monotonic_s() - began_s)
         if spans:
             self.forward.write(spans, x)
+            self._device.synchronize()  # an answer says that its step is computed, and how long it took
         return StepResult(plan.step, (), compute_s=monotonic_s() - began_s)
 
     def _sampled_rows(self, plan: StepPlan) -> tuple[list[int], list[SampledSequence]]:

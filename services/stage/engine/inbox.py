@@ -10,7 +10,7 @@ from collections.abc import Callable
 class Inbox:
     """Holds calls until the engine runs them; `put` wakes the engine wherever it waits.
 
-    Bounded by its callers: at most one call per seat, per wiring and per heartbeat is outstanding.
+    Bounded by its callers: at most one call per seat, per wiring, per heartbeat and per launched step is outstanding.
     """
 
     def __init__(self) -> None:

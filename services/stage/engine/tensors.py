@@ -22,12 +22,19 @@ def view_of(tensor: Tensor) -> memoryview:
     return tensor.detach().cpu().contiguous().view(torch.uint8).numpy().data.cast("B")
 
 
-def tensor_of(frame: Frame, dtype: torch.dtype) -> Tensor:
+def tensor_of(frame: Frame, dtype: torch.dtype, buffer: Tensor | None = None) -> Tensor:
     """Returns a copy of the frame's activations, [T, H] of `dtype`: T packed rows of H values each.
 
-    They are copied because received bytes start at any address, and kernels need aligned rows. Raises ProtocolError if
-    they are missing or of another dtype.
+    They are copied because received bytes start at any address, and kernels need aligned rows: into `buffer`, uint8
+    [bytes], if there is one. Raises ProtocolError if they are missing, of another dtype, or do not fit there.
     """
     if frame.tensor is None or frame.dtype != name_of(dtype):
         raise ProtocolError(f"activations of {name_of(dtype)} are needed, the frame has {frame.dtype or 'none'}")
-    return torch.frombuffer(frame.tensor, dtype=torch.uint8).clone().view(dtype).reshape(frame.shape)
+    received = torch.frombuffer(frame.tensor, dtype=torch.uint8)
+    if buffer is None:
+        copied = received.clone()
+    elif len(received) > len(buffer):
+        raise ProtocolError(f"activations of {len(received)} bytes, a step of this stage has {len(buffer)} at most")
+    else:
+        copied = buffer[: len(received)].copy_(received)
+    return copied.view(dtype).reshape(frame.shape)

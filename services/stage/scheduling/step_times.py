@@ -21,11 +21,13 @@ class StepTime(NamedTuple):
     epoch: int
     step: int
     began_s: float
-    """Its frame had come; on a head: scheduling began."""
+    """Its frame had come; on a head: scheduling began. Not before the step before had ended."""
     compute_began_s: float
     compute_s: float
+    """From its launch, or the end of the computation before it, until the device had done its last operator."""
     ended_s: float
-    """Its frame had left; on a head without later stages: its tokens were applied."""
+    """Its frame had left; on a head without later stages: its tokens were applied. On an accelerator that was given the
+    next step by then: it was computed."""
     wait_s: float
     """Before it."""
     idle_s: float
@@ -53,6 +55,7 @@ class EngineProgress:
     """Time without work while the pipeline had a step in flight."""
     error: str | None = None
     _ended_s: float | None = None
+    _computed_s: float = 0.0
     _worked_s: float = 0.0
     """Since then, between two steps."""
 
@@ -67,11 +70,14 @@ class EngineProgress:
         self._worked_s += seconds
 
     def finish(
-        self, plan: StepPlan, began_s: float, compute_began_s: float, compute_s: float, ended_s: float
+        self, plan: StepPlan, began_s: float, compute_began_s: float, computed_s: float, ended_s: float
     ) -> StepTime:
         """Counts a step whose frame has left. Of the time since the step before, what was neither work nor idle was
-        a wait."""
+        a wait. Of a step that an accelerator was given before it had done the last one, only what came after counts."""
         idle_s = plan.idle_us / 1e6
+        began_s = began_s if self._ended_s is None else max(began_s, self._ended_s)
+        compute_began_s = max(compute_began_s, self._computed_s)
+        compute_s = computed_s - compute_began_s
         gap_s = 0.0 if self._ended_s is None else began_s - self._ended_s
         wait_s = max(0.0, gap_s - idle_s - self._worked_s)
         hop_s = ended_s - began_s - compute_s
@@ -94,7 +100,7 @@ class EngineProgress:
         self.compute_s += compute_s
         self.hop_s += hop_s
         self.wait_s += wait_s
-        self._ended_s, self._worked_s = ended_s, 0.0
+        self._ended_s, self._computed_s, self._worked_s = ended_s, computed_s, 0.0
         return time
 
 

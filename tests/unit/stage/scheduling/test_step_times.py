@@ -16,7 +16,7 @@ def plan(step: int, *, idle_us: int = 0) -> StepPlan:
 
 def finish(progress: EngineProgress, step: int, began_s: float, *, idle_us: int = 0) -> StepTime:
     """A step of 2 s: half a second before and after one second of computation."""
-    return progress.finish(plan(step, idle_us=idle_us), began_s, began_s + 0.5, 1.0, began_s + 2.0)
+    return progress.finish(plan(step, idle_us=idle_us), began_s, began_s + 0.5, began_s + 1.5, began_s + 2.0)
 
 
 def test_a_step_tells_its_rows_its_work_and_its_wait() -> None:
@@ -52,6 +52,17 @@ def test_work_between_steps_is_a_hop_and_no_wait() -> None:
     assert (time.wait_s, time.hop_s) == (0.25, 1.75)
     assert progress.hop_s == 2.75
     assert finish(progress, 2, 6.0).hop_s == 1.0, "counted once"
+
+
+def test_time_of_steps_that_overlap_on_a_device_is_counted_once() -> None:
+    progress = EngineProgress(epoch=1)
+    # The next step came at 12 and was launched at 13; this one was computed at 20.
+    first = progress.finish(plan(0), 10.0, 11.0, 20.0, 20.0)
+    second = progress.finish(plan(1), 12.0, 13.0, 28.0, 30.0)
+    assert (first.hop_s, first.compute_s) == (1.0, 9.0)
+    assert (second.began_s, second.compute_began_s) == (20.0, 20.0)
+    assert (second.wait_s, second.hop_s, second.compute_s) == (0.0, 2.0, 8.0)
+    assert progress.compute_s + progress.hop_s + progress.wait_s == 20.0, "from 10 to 30"
 
 
 def test_the_last_steps_are_kept_in_order() -> None:
