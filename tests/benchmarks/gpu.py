@@ -64,14 +64,14 @@ def main() -> int:
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in VARIANTS if name in {BASE, *options.only}}
     skipped: dict[str, str] = {}
     for _ in range(options.rounds):
-        for name in runs:
+        for name, done in runs.items():
             if name in skipped:
                 continue
             try:
-                runs[name].append(run(name, model, options))
+                done.append(run(name, model, options))
             except Refused as error:
                 skipped[name] = str(error)
-            if name == BASE and SDPA in runs and runs[BASE] and runs[BASE][0]["attention"] == "sdpa":
+            if name == BASE and SDPA in runs and done and done[0]["attention"] == "sdpa":
                 skipped[SDPA] = "the base has no other attention on this device"
     figures = [figure(name, runs, options) for name in runs if name not in skipped and runs[BASE]]
     show(figures)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -10,6 +12,7 @@ import torch
 from services.stage.attention.attention import Attention, PagedKv
 from services.stage.attention.offload_area import OffloadArea
 from services.stage.attention.triton_backend import TritonBackend
+from services.stage.device.take import take
 from services.stage.engine.executor import Executor
 from services.stage.engine.forward import Forward
 from services.stage.engine.memory import Limits
@@ -21,6 +24,7 @@ from services.stage.model.row_buckets import RowPadding
 from services.stage.model.shard import Shard
 from services.stage.model.triton_products import TritonRmsNorm, are_covered
 from tests.conformance.test_architectures import BUDGET
+from tests.pinned import unpinned_afterwards
 
 DEVICE = torch.device(os.environ.get("SHARDLINE_TEST_DEVICE", "cpu"))
 NUM_BLOCKS = 6
@@ -40,7 +44,11 @@ def load_forward(path: Path, dtype: torch.dtype) -> Forward:
     return Forward(shard, attention, kv, RowPadding(buckets=frozenset()))
 
 
-def stage_of(forward: Forward) -> Executor:
-    """A stage of few sequences."""
+@contextmanager
+def stage_of(forward: Forward, lock_folder: Path) -> Iterator[Executor]:
+    """A stage of few sequences, while entered."""
     limits = Limits(kv_bytes=None, token_budget=BUDGET, max_open=8)
-    return Executor(forward, OffloadArea(forward.kv, 0), limits, exact=True, fingerprint="")
+    with unpinned_afterwards():
+        device = take(str(DEVICE), worker="tests", lock_folder=lock_folder)
+        yield Executor(forward, OffloadArea(forward.kv, 0), limits, device, exact=True, fingerprint="")
+        device.release()
