@@ -159,6 +159,9 @@ class Toy:
         """KV in use."""
         return self._roster.blocks_used
 
+    def enter_thread(self) -> None:
+        """It computes on cores."""
+
     def staging(self, num_buffers: int) -> None:
         """It computes on cores."""
 

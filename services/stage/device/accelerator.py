@@ -100,8 +100,7 @@ class Accelerator(Device):
         locks = [found.lock_name]
         super().__init__(found.name, found.torch_device, locks, worker=worker, folder=folder, shared=shared)
         self._found = found
-        with suppress(AttributeError):  # mps has one device
-            found.module.set_device(found.index)
+        self.enter_thread()
 
     def identity(self) -> list[str]:
         """Returns what its kernels are chosen by: its model and the libraries of this build of torch."""
@@ -114,6 +113,11 @@ class Accelerator(Device):
     def total_bytes(self) -> int:
         """Returns all of the device's memory."""
         return self._found.total_bytes()
+
+    def enter_thread(self) -> None:
+        """Makes the device the calling thread's: a new thread has the first one, whatever others have chosen."""
+        with suppress(AttributeError):  # mps has one device
+            self._found.module.set_device(self._found.index)
 
     def synchronize(self) -> None:
         """Waits until the device has done all that it was given."""

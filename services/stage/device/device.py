@@ -76,6 +76,9 @@ class Device(ABC):
     def synchronize(self) -> None:
         """Waits until the device has done all that it was given."""
 
+    def enter_thread(self) -> None:  # noqa: B027 (cores are pinned as a process)
+        """Makes the device the calling thread's, for what asks for none by name: a kernel's launch."""
+
     def staging(self, num_buffers: int, num_bytes: int) -> Staging | None:  # noqa: ARG002 (an accelerator's)
         """Returns pinned buffers of so many bytes; None where copies block: on the CPU, or without streams."""
         return None

@@ -84,6 +84,7 @@ class Engine(threading.Thread):
 
     def run(self) -> None:
         """Runs the loop in its thread. A fault of a link or a frame ends the epoch, never the process."""
+        self.executor.enter_thread()
         while self._running:
             try:
                 self.inbox.take()

@@ -139,6 +139,10 @@ class Executor:
         """Returns the seeds of the sequences that this plan, not yet run, decodes, or whose prompts it computes."""
         return self._open_sequences.seeds(plan, decoding=decoding)
 
+    def enter_thread(self) -> None:
+        """Makes the stage's device that of the calling thread, which is to run steps."""
+        self._device.enter_thread()
+
     def staging(self, num_buffers: int) -> Staging | None:
         """Returns buffers for the activations of so many steps in flight; None if copies block on this device."""
         return self._device.staging(num_buffers, self.token_budget * self.info.hidden_size * self.dtype.itemsize)

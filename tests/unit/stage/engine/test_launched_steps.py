@@ -93,6 +93,37 @@ def test_engines_with_an_accelerator_at_each_place_generate_the_same_tokens(
     assert all(progress.compute_s > 0 and progress.hop_s >= 0 and progress.wait_s >= 0 for progress in spent)
 
 
+@pytest.fixture
+def second(devices: dict[str, Device], tmp_path: Path) -> Iterator[Device]:
+    """The other test accelerator, which is this thread's meanwhile."""
+    second = take("toy:1", worker="tests", lock_folder=tmp_path / "locks")
+    yield second
+    second.release()
+    devices["toy"].enter_thread()
+
+
+def test_steps_run_on_the_device_of_their_stage_not_on_the_first_one(
+    folder: Path,
+    devices: dict[str, Device],
+    second: Device,
+    toy: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stages = load(folder, (devices["cpu"], second))
+    run, current = stages[1].forward.sampled_outputs, list[int]()
+
+    def note(*args: Any) -> Tensor:
+        current.append(toy.current_device())  # what a kernel's launch takes
+        return run(*args)
+
+    monkeypatch.setattr(stages[1].forward, "sampled_outputs", note)
+    with open_engines(stages, tmp_path, budget=32) as engines:
+        engines.generate(requests([[3, 4, 5]], GREEDY))
+
+    assert set(current) == {1}
+
+
 @dataclass(slots=True)
 class Middle:
     """A later stage on the accelerator. The test plays the stage before it and the one behind it."""
