@@ -189,9 +189,8 @@ class Coordinator(Loop):
                     tokens_per_s=deployment.tokens_per_s,
                 )
         for model, deployment in changes.items():
-            split = ",".join(f"{first}-{stop - 1}" for first, stop in deployment.split)
             version, num = sight.plan(model).version + 1, len(deployment.stages)
-            log.info("fleet planned", model=model, version=version, split=split, workers=num)
+            log.info("fleet planned", model=model, version=version, split=str(deployment), workers=num)
 
 
 def _offers(sight: Sight) -> dict[str, list[str]]:

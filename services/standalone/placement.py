@@ -16,7 +16,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntry
 from services.standalone.settings import StandaloneSettings
 from shardline.cores import PREFIX, parse_cores, show_cores
 from shardline.errors import Invalid
-from shardline.planner import Plan
+from shardline.planner import PipelinePlan
 from shardline.split import split_of
 
 KIND = re.compile(r"(?!mps)[a-z]+")
@@ -117,7 +117,7 @@ def is_planned(settings: StandaloneSettings, stages: Sequence[StagePlacement], n
     )
 
 
-def replaced(stages: Sequence[StagePlacement], plan: Plan, measured: Sequence[str]) -> list[StagePlacement]:
+def replaced(stages: Sequence[StagePlacement], plan: PipelinePlan, measured: Sequence[str]) -> list[StagePlacement]:
     """The same stages by a plan, which was made for the `measured` devices of the first replica, in its order: its
     layers and their order. Other replicas follow it."""
     by_device = {device: place for place, device in enumerate(measured)}

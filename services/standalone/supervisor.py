@@ -133,7 +133,8 @@ class Supervisor:
             return stages
         finally:
             measuring.end()
-        return replaced(stages, plans.best, [profile.device for profile in profiles])
+        (pipeline,) = plans.best.pipelines
+        return replaced(stages, pipeline, [profile.device for profile in profiles])
 
     def _start(self, addresses: Addresses, stages: list[StagePlacement]) -> None:
         self._record({})

@@ -296,7 +296,8 @@ plans = Table(
     metadata,
     Column("model", Text, primary_key=True),
     Column("version", BigInteger, nullable=False, server_default=text("1")),
-    # The layers of each stage, as pairs of first and stop; and for each worker the place of its stage among them.
+    # The layers of each stage, as pairs of first and stop, one pipeline after the other; a pipeline begins at layer 0.
+    # And for each worker the place of its stage among them.
     Column("split", JSONB, nullable=False),
     Column("stages", JSONB, nullable=False),
     Column("tokens_per_s", Double),

@@ -121,7 +121,7 @@ def compare(mix: Mix, path: Path, options: argparse.Namespace) -> list[Row]:
     load = Workload(
         prompt=round(statistics.mean(lengths)), output=NEW_TOKENS, concurrency=options.prompts, at_once=True
     )
-    best = make_plans(model, measured, load, num_stages=2, replicas=1).best
+    best = make_plans(model, measured, load, num_stages=2, replicas=1).best.pipelines[0]
     predictor, rows = Predictor(model, load), []
     for order in ((0, 1), (1, 0)):
         for bound in range(1, len(model.layers)):

@@ -14,7 +14,7 @@ from rich.table import Table
 from shardline.cli import show
 from shardline.cli.arguments import Json
 from shardline.errors import Invalid
-from shardline.planner import DeviceProfile, Goal, ModelCosts, Plan, Plans, Workload, make_plans, read_profiles
+from shardline.planner import DeviceProfile, Goal, ModelCosts, PipelinePlan, Plans, Workload, make_plans, read_profiles
 
 USUAL = Workload()
 BAR_CHARS = 12
@@ -45,7 +45,7 @@ def plan(
     svg: Annotated[Path | None, typer.Option(help="Draw the plans into this file too.")] = None,
     json: Json = False,
 ) -> None:
-    """Show the best split of a model over measured devices, the next best, and what is predicted of each."""
+    """Show the best plan of a model over measured devices, the next best, and what is predicted of each."""
     costs = ModelCosts.read(model)
     cached = cache_dir / "profiles"
     profiles = _profiles(devices or ([cached] if cached.is_dir() else []), costs)
@@ -84,16 +84,25 @@ def _profiles(paths: list[Path], model: ModelCosts) -> list[DeviceProfile]:
 def _draw(console: Console, plans: Plans, workload: Workload) -> None:
     best = plans.best
     load = f"{workload.concurrency} x {workload.prompt} tokens in, {workload.output} out"
-    replicas = f", {best.replicas} replicas" if best.replicas > 1 else ""
-    console.print(f"[bold]best for {plans.goal}[/bold] of {load}: {len(best.stages)} stages{replicas}")
-    console.print(_stages(best))
-    busy_share = best.stages[best.bottleneck].busy_share
-    if busy_share < HELD_UP:
-        console.print(f"[red]links between machines hold steps up[/red]: the busiest stage waits {1 - busy_share:.0%}")
+    console.print(f"[bold]best for {plans.goal}[/bold] of {load}: {' + '.join(map(_shape, best.pipelines))}")
+    for pipeline in best.pipelines:
+        if len(best.pipelines) > 1:
+            requests = f"{pipeline.concurrency} requests at a time in each replica"
+            console.print(f"[bold]{_shape(pipeline)}[/bold]: {requests}, {pipeline.tokens_per_s:,.1f} tokens/s")
+        console.print(_stages(pipeline))
+        busy_share = pipeline.stages[pipeline.bottleneck].busy_share
+        if busy_share < HELD_UP:
+            waits = f"the busiest stage waits {1 - busy_share:.0%}"
+            console.print(f"[red]links between machines hold steps up[/red]: {waits}")
     console.print(_table_of(plans))
 
 
-def _stages(plan: Plan) -> Table:
+def _shape(pipeline: PipelinePlan) -> str:
+    replicas = f", {pipeline.replicas} replicas" if pipeline.replicas > 1 else ""
+    return f"{len(pipeline.stages)} {'stage' if len(pipeline.stages) == 1 else 'stages'}{replicas}"
+
+
+def _stages(plan: PipelinePlan) -> Table:
     """Stages in order; the busiest is red."""
     table = _table("stage", "device", "dtype", "layers", "busy", "weights", "KV tokens")
     for place, stage in enumerate(plan.stages):
@@ -112,15 +121,14 @@ def _stages(plan: Plan) -> Table:
 
 
 def _table_of(plans: Plans) -> Table:
-    """The best plan, the next ones, and the even split."""
+    """The best plan, the next ones, and the even splits."""
     table = _table("", "split", "devices", "tokens/s", "first", "next", "KV tokens", "time")
     shown = [(f"{number}.", plan) for number, plan in enumerate((plans.best, *plans.others), 1)]
     for name, plan in [*shown, *([("even", plans.even)] if plans.even is not None else [])]:
-        times = f" ({plan.replicas} replicas)" if plan.replicas > 1 else ""
         table.add_row(
             name,
             plan.split,
-            escape(", ".join(stage.devices[0].device for stage in plan.stages)) + times,
+            escape(" + ".join(map(_devices, plan.pipelines))),
             f"{plan.tokens_per_s:,.1f}",
             f"{plan.ttft_s * 1e3:,.0f} ms",
             f"{plan.token_s * 1e3:,.1f} ms",
@@ -128,6 +136,11 @@ def _table_of(plans: Plans) -> Table:
             f"{plans.cost(plan):.2f} x",
         )
     return table
+
+
+def _devices(pipeline: PipelinePlan) -> str:
+    replicas = f" ({pipeline.replicas} replicas)" if pipeline.replicas > 1 else ""
+    return ", ".join(stage.devices[0].device for stage in pipeline.stages) + replicas
 
 
 def _table(*columns: str) -> Table:

@@ -90,6 +90,11 @@ class DeviceProfile(msgspec.Struct, frozen=True, kw_only=True):
         """Stages pair only if it is equal: weights of int8 go with activations of bfloat16."""
         return "bfloat16" if self.dtype == "int8" else self.dtype
 
+    @property
+    def layers_s(self) -> float:
+        """What it measured of one layer of each kind, all added up: to compare devices by."""
+        return sum(seconds for times in self.layers.values() for _, seconds in times.rows)
+
     def scaled(self, factor: float) -> DeviceProfile:
         """Of a device that takes so many times as long for whatever it computes."""
         layers = {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations, pairwise
 
@@ -12,7 +12,7 @@ import msgspec
 from shardline.planner.device_profile import DeviceProfile
 from shardline.planner.prediction import Assigned, Predictor
 from shardline.planner.search import DeviceKind, Search, Slice
-from shardline.planner.workload import StepKind
+from shardline.planner.step_cost import StageCost, stage_cost
 
 FEW_STAGES = 16
 """Of these any two are tried in each other's place."""
@@ -26,11 +26,10 @@ Device = tuple[DeviceProfile, ...]
 class Fleet:
     """Devices whose activations have one dtype, so that any of them may stand in one pipeline."""
 
-    predictor: Predictor
     groups: tuple[tuple[Device, ...], ...]
 
     @classmethod
-    def of(cls, predictor: Predictor, profiles: Sequence[DeviceProfile]) -> Fleet:
+    def of(cls, profiles: Sequence[DeviceProfile]) -> Fleet:
         """Groups what is alike."""
         devices: dict[tuple[str, str], list[DeviceProfile]] = defaultdict(list)
         # Stages next to each other take devices next to each other.
@@ -44,17 +43,19 @@ class Fleet:
                 groups.append([device])
             else:
                 group.append(device)
-        return cls(predictor, tuple(map(tuple, groups)))
+        return cls(tuple(map(tuple, groups)))
 
-    def shapes(self, num_stages: int | None, replicas: int | None) -> Iterator[Shape]:
-        """Every number of replicas and stages that these devices allow."""
-        most_replicas = sum(map(len, self.groups))
-        for num_replicas in [replicas] if replicas else range(1, most_replicas + 1):
-            counts = tuple(len(group) // num_replicas for group in self.groups)
-            most = min(sum(counts), len(self.predictor.model.layers))
-            for num in range(1, most + 1):
-                if num_stages in (None, num):
-                    yield Shape(self, num_replicas, num, counts)
+    @property
+    def num_devices(self) -> int:
+        """Of all groups."""
+        return sum(map(len, self.groups))
+
+    def shapes(self, replicas: int, num_layers: int, num_stages: int | None = None) -> Iterator[Shape]:
+        """So many replicas of every number of stages, or of one, that these devices and layers allow."""
+        counts = tuple(len(group) // replicas for group in self.groups)
+        for num in range(1, min(sum(counts), num_layers) + 1):
+            if num_stages in (None, num):
+                yield Shape(self, replicas, num, counts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,27 +68,29 @@ class Shape:
     counts: tuple[int, ...]
     """Devices of each group in each replica."""
 
-    def fastest(self, below: float = float("inf")) -> list[Assigned] | None:
+    def fastest(self, predictor: Predictor, below: float = float("inf")) -> list[Assigned] | None:
         """The stages whose slowest is busy for the shortest time under the load; None if none is faster than `below`,
         in seconds, or none fits."""
-        predictor = self.fleet.predictor
-        search = self._search(predictor.load(self.replicas).steps(self.num_stages))
+        search = self._search(lambda profile: predictor.cost(profile, self.num_stages))
         return self._assigned(search.least_bottleneck(self.num_stages, below))
 
-    def first(self) -> list[Assigned] | None:
+    def fits(self, predictor: Predictor) -> bool:
+        """Whether the devices hold the model and the KV of the load in any split."""
+        search = self._search(lambda profile: predictor.cost(profile, self.num_stages))
+        return search.fits(self.num_stages)
+
+    def first(self, predictor: Predictor) -> list[Assigned] | None:
         """The stages through which a request alone goes fastest, whatever their number; None if none fits."""
-        return self._assigned(self._search(self.fleet.predictor.load(self.replicas).alone()).least_sum())
+        model, load = predictor.model, predictor.load
+        search = self._search(lambda profile: stage_cost(profile, model, load.alone(), load.kv_tokens))
+        return self._assigned(search.least_sum())
 
     def _ways(self) -> list[tuple[int, DeviceProfile]]:
         """Group and profile of each kind of the search."""
         return [(number, way) for number, group in enumerate(self.fleet.groups) for way in group[0]]
 
-    def _search(self, steps: Sequence[StepKind]) -> Search:
-        cost = self.fleet.predictor.cost
-        return Search(
-            [DeviceKind(group=group, cost=cost(profile, self.replicas, steps)) for group, profile in self._ways()],
-            self.counts,
-        )
+    def _search(self, cost: Callable[[DeviceProfile], StageCost]) -> Search:
+        return Search([DeviceKind(group=group, cost=cost(profile)) for group, profile in self._ways()], self.counts)
 
     def _assigned(self, found: Sequence[Slice] | None) -> list[Assigned] | None:
         """With devices of their own for each stage of each replica."""
@@ -101,6 +104,14 @@ class Shape:
             used[group] += self.replicas
             stages.append(Assigned(tuple(device[number] for device in devices), placed.first, placed.stop))
         return stages
+
+
+def families(profiles: Sequence[DeviceProfile]) -> list[list[DeviceProfile]]:
+    """Profiles whose stages may stand in one pipeline."""
+    by_dtype: dict[str, list[DeviceProfile]] = defaultdict(list)
+    for profile in profiles:
+        by_dtype[profile.activation_dtype].append(profile)
+    return list(by_dtype.values())
 
 
 def neighbors(stages: Sequence[Assigned]) -> Iterator[list[Assigned]]:
@@ -144,14 +155,10 @@ def _are_alike(one: Device, other: Device) -> bool:
     if [(each.dtype, each.hardware) for each in one] != [(each.dtype, each.hardware) for each in other]:
         return False
     return all(
-        _are_near(a.memory_bytes, b.memory_bytes) and _are_near(_sum_s(a), _sum_s(b))
+        _are_near(a.memory_bytes, b.memory_bytes) and _are_near(a.layers_s, b.layers_s)
         for a, b in zip(one, other, strict=True)
     )
 
 
 def _are_near(one: float, other: float) -> bool:
     return abs(one - other) <= ALIKE * max(one, other)
-
-
-def _sum_s(profile: DeviceProfile) -> float:
-    return sum(seconds for times in profile.layers.values() for _, seconds in times.rows)

@@ -1,24 +1,27 @@
 """When a fleet gets another plan, and which: workers come, go and return. Pure; knows no clock and no server.
 
-A plan cuts the model into stages and gives each worker the place of one. Workers of equal places are in pipelines of
-their own, or spares: a head takes whoever is free. A new cut makes every stage load other layers, so it must pay.
+A plan cuts the model into stages, for each of its pipelines in another way, and gives each worker the place of one.
+Workers of equal places are in replicas of a pipeline, or spares: a head takes whoever is free. A new cut makes every
+stage load other layers, so it must pay.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import msgspec
 
 from shardline.planner.device_profile import DeviceProfile
 from shardline.planner.fleet import Fleet, share_memory
 from shardline.planner.model_costs import ModelCosts
+from shardline.planner.plan import Plan
 from shardline.planner.planning import make_plans_that_fit, smaller_loads
 from shardline.planner.prediction import Assigned, Predictor
+from shardline.planner.sharing import Sharing
 from shardline.planner.workload import Workload
-from shardline.rounding import ceil_div
 
 LEAST_GAIN = 1.1
 """A new cut must make the fleet this many times as fast as it is."""
@@ -27,15 +30,29 @@ Split = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deployment:
-    """Layers [first, stop) of each stage, and the place of each worker's stage."""
+    """Layers [first, stop) of each stage, one pipeline after the other, and the place of each worker's stage.
+
+    No two entries are equal: workers that hold the whole model all have the place of one.
+    """
 
     split: Split
     stages: Mapping[str, int]
     tokens_per_s: float | None = None
 
+    @property
+    def pipelines(self) -> list[range]:
+        """The places of each pipeline: one begins where layers begin again."""
+        begins = [place for place, (first, _) in enumerate(self.split) if first == 0]
+        return [range(begin, end) for begin, end in pairwise([*begins, len(self.split)])]
+
     def workers(self, place: int) -> list[str]:
         """Those that hold this stage, by name."""
         return sorted(worker for worker, its in self.stages.items() if its == place)
+
+    def __str__(self) -> str:
+        """Layers as SHARDLINE_SPLIT has them, of each pipeline."""
+        shown = [f"{first}-{stop - 1}" for first, stop in self.split]
+        return " + ".join(",".join(shown[place] for place in places) for places in self.pipelines)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +82,12 @@ class FleetPlanner:
 
     def _best(self, now: Deployment | None) -> Deployment:
         best = make_plans_that_fit(self.model, self._named(), self.workload).best
-        split = tuple((stage.first, stage.stop) for stage in best.stages)
-        stages = {device.device: place for place, stage in enumerate(best.stages) for device in stage.devices}
+        places: dict[tuple[int, int], int] = {}
+        stages: dict[str, int] = {}
+        for stage in (stage for pipeline in best.pipelines for stage in pipeline.stages):
+            place = places.setdefault((stage.first, stage.stop), len(places))
+            stages |= {device.device: place for device in stage.devices}
+        split = tuple(places)
         deployment = Deployment(split=split, stages=self._unmoved(split, stages, now), tokens_per_s=best.tokens_per_s)
         return self._with_spares(deployment, best.tokens_per_s)
 
@@ -97,7 +118,7 @@ class FleetPlanner:
 
     def _kinds(self) -> dict[str, object]:
         """By worker: those of one value may change places. Equal hardware is not enough: a device may have drifted."""
-        groups = Fleet.of(Predictor(self.model, self.workload), share_memory(self._named())).groups
+        groups = Fleet.of(share_memory(self._named())).groups
         return {
             profile.device: (number, profile.machine)
             for number, group in enumerate(groups)
@@ -106,43 +127,51 @@ class FleetPlanner:
         }
 
     def _with_spares(self, deployment: Deployment, tokens_per_s: float | None) -> Deployment:
-        """Workers without a stage get one of which there are fewest, if their memory holds it."""
+        """Workers without a stage get one that their memory holds: with which there is one more pipeline, or of which
+        there are fewest."""
         stages = {worker: place for worker, place in deployment.stages.items() if worker in self.profiles}
         held = Counter(stages.values())
+
+        def rank(place: int) -> tuple[bool, int, int]:
+            (own,) = [places for places in deployment.pipelines if place in places]
+            completes = all(held[place] < held[other] for other in own if other != place)
+            return not completes, held[place], place
+
         for worker in sorted(set(self.profiles) - set(stages)):
             places = [place for place in range(len(deployment.split)) if self._fits(worker, deployment.split[place])]
             if places:
-                stages[worker] = min(places, key=lambda place: (held[place], place))
+                stages[worker] = min(places, key=rank)
                 held[stages[worker]] += 1
         return Deployment(split=deployment.split, stages=stages, tokens_per_s=tokens_per_s)
 
     def _fits(self, worker: str, layers: tuple[int, int]) -> bool:
         least = replace(self.workload, concurrency=1)
         (profile,) = [each for each in share_memory(self._named()) if each.device == worker]
-        return Predictor(self.model, least).cost(profile, 1, least.steps(1)).fits(*layers)
+        return Predictor(self.model, least).cost(profile, 1).fits(*layers)
 
     def _is_whole(self, deployment: Deployment) -> bool:
         """Whether a pipeline can still be formed."""
-        here = {place for worker, place in deployment.stages.items() if worker in self.profiles}
         is_cut_of_it = deployment.split[-1][1] == len(self.model.layers)
-        return is_cut_of_it and len(here) == len(deployment.split)
+        return is_cut_of_it and bool(self._formed(deployment))
+
+    def _formed(self, deployment: Deployment) -> list[list[Assigned]]:
+        """As many pipelines as its workers that are here can form, each by its own devices."""
+        profiles = {profile.device: profile for profile in share_memory(self._named())}
+        formed = []
+        for places in deployment.pipelines:
+            here = [[profiles[each] for each in deployment.workers(place) if each in profiles] for place in places]
+            layers = [deployment.split[place] for place in places]
+            formed += [
+                [Assigned((device,), *part) for device, part in zip(devices, layers, strict=True)]
+                for devices in zip(*here, strict=False)
+            ]
+        return formed
 
     def _tokens_per_s(self, deployment: Deployment) -> float:
-        """Predicted of as many pipelines as its workers that are here can form, each by its own devices."""
-        profiles = {profile.device: profile for profile in share_memory(self._named())}
-        here = [
-            [profiles[worker] for worker in deployment.workers(place) if worker in profiles]
-            for place in range(len(deployment.split))
-        ]
-        pipelines = [
-            [Assigned((device,), *layers) for device, layers in zip(devices, deployment.split, strict=True)]
-            for devices in zip(*here, strict=False)
-        ]
-        share = replace(self.workload, concurrency=ceil_div(self.workload.concurrency, len(pipelines)))
-        return sum(self._pipeline_tokens_per_s(stages, share) for stages in pipelines)
-
-    def _pipeline_tokens_per_s(self, stages: Sequence[Assigned], load: Workload) -> float:
-        """With as many requests of the load as its devices hold."""
-        predictors = [Predictor(self.model, each) for each in smaller_loads(load)]
-        predictor = next((each for each in predictors if each.fits(stages)), predictors[-1])
-        return predictor.predict(stages).tokens_per_s
+        """Predicted of all pipelines that can be formed, with as many requests of the load as they hold."""
+        pipelines, least = self._formed(deployment), Sharing(self.model, self.workload).predictor(1)
+        able = [stages for stages in pipelines if least.fits(stages)]
+        for load in smaller_loads(self.workload):
+            if able and (plan := Sharing(self.model, load).predict(able)) is not None:
+                return plan.tokens_per_s
+        return Plan.of(map(least.predict, pipelines), 1).tokens_per_s

@@ -1,6 +1,8 @@
-"""Plans as records: stages in order with what is predicted of them. Knows no search and no terminal."""
+"""Plans as records: pipelines of stages with what is predicted of them. Knows no search and no terminal."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 import msgspec
 
@@ -37,13 +39,15 @@ class StagePlan(msgspec.Struct, frozen=True, kw_only=True):
         return f"{self.first}-{self.stop - 1}"
 
 
-class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """Stages in order, the same in each replica, with what the load would see of all replicas together."""
+class PipelinePlan(msgspec.Struct, frozen=True, kw_only=True):
+    """Stages in order, the same in each replica, with what their share of the load would see of all replicas."""
 
     stages: tuple[StagePlan, ...]
     replicas: int
+    concurrency: int
+    """Requests that each replica runs at a time."""
     tokens_per_s: float
-    """Output tokens."""
+    """Output tokens of all replicas."""
     ttft_s: float
     """To the first token of a request alone."""
     token_s: float
@@ -60,13 +64,55 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         """As SHARDLINE_SPLIT writes it."""
         return ",".join(stage.layers for stage in self.stages)
 
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    """Pipelines side by side, which take their requests from one queue."""
+
+    pipelines: tuple[PipelinePlan, ...]
+    tokens_per_s: float
+    """Output tokens of all."""
+    ttft_s: float
+    """To the first token of a request alone, on the pipeline where such a request ends first."""
+    token_s: float
+    """From one token to the next, there."""
+    request_s: float
+    """A request alone, from its prompt to its last token, there."""
+    kv_tokens: int
+    """That all hold."""
+
+    @classmethod
+    def of(cls, pipelines: Iterable[PipelinePlan], concurrency: int) -> Plan:
+        """Sums up pipelines that share so many requests. Their shares are rounded up: what that adds up to in excess
+        does not count."""
+        found = tuple(pipelines)
+        num_shared = sum(each.concurrency * each.replicas for each in found)
+        alone = min(found, key=lambda each: each.request_s)
+        return cls(
+            pipelines=found,
+            tokens_per_s=sum(each.tokens_per_s for each in found) * min(1.0, concurrency / num_shared),
+            ttft_s=alone.ttft_s,
+            token_s=alone.token_s,
+            request_s=alone.request_s,
+            kv_tokens=sum(each.kv_tokens for each in found),
+        )
+
+    @property
+    def replicas(self) -> int:
+        """Copies of the model: those of all pipelines."""
+        return sum(each.replicas for each in self.pipelines)
+
+    @property
+    def split(self) -> str:
+        """Of each pipeline, as SHARDLINE_SPLIT writes it."""
+        return " + ".join(each.split for each in self.pipelines)
+
     def seconds(self, goal: Goal) -> float:
         """What the goal makes as small as can be: of an output token of the whole load, or of a request alone."""
         return self.request_s if goal is Goal.LATENCY else 1 / self.tokens_per_s
 
 
 class Plans(msgspec.Struct, frozen=True, kw_only=True):
-    """The best plan, those that come next, and the even split of as many stages for comparison."""
+    """The best plan, those that come next, and even splits of as many stages for comparison."""
 
     goal: Goal
     best: Plan

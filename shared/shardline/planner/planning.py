@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from shardline.errors import Invalid
+from shardline.planner.boundaries import apart, bounds
 from shardline.planner.device_profile import DeviceProfile
-from shardline.planner.fleet import Fleet, neighbors, share_memory
+from shardline.planner.fleet import Fleet, families, neighbors, share_memory
 from shardline.planner.model_costs import WEIGHT_BYTES, ModelCosts
+from shardline.planner.partitions import Partitions
 from shardline.planner.plan import Plan, Plans
 from shardline.planner.prediction import Assigned, Predictor
+from shardline.planner.sharing import Sharing
 from shardline.planner.sites import sites
 from shardline.planner.workload import Goal, Workload
 from shardline.split import even_split
@@ -19,6 +21,7 @@ from shardline.split import even_split
 MAX_CLIMBS = 16
 NUM_OTHERS = 3
 """Plans that are shown behind the best."""
+Pipeline = Sequence[Assigned]
 
 
 def make_plans(
@@ -35,19 +38,20 @@ def make_plans(
     Several profiles of one device are dtypes to choose from; stages pair only if their activations have one dtype.
     Raises Invalid if no plan fits, or a profile does not know the model.
     """
-    predictor, profiles = Predictor(model, workload), share_memory(profiles)
-    ranking = _Ranking(predictor, goal)
-    for family in (family for site in sites(profiles) for family in _families(site)):
-        for shape in Fleet.of(predictor, family).shapes(num_stages, replicas):
-            if goal is Goal.THROUGHPUT:
-                ranking.add(shape.fastest(ranking.busy_s(shape.replicas)))
-            elif shape.num_stages == (num_stages or 1):  # it finds the number of stages by itself
-                ranking.add(shape.first())
+    profiles, sharing = share_memory(profiles), Sharing(model, workload)
+    ranking = _Ranking(sharing, goal)
+    for family in (family for site in sites(profiles) for family in families(site)):
+        ranking.add_shapes(Fleet.of(family), num_stages, replicas)
+    if goal is Goal.THROUGHPUT and num_stages is None and replicas is None:
+        start = ranking.best[1][0] if ranking.plans else None
+        for pipelines in Partitions(sharing, profiles).best(start, 1 + NUM_OTHERS):
+            if (found := apart(sharing, pipelines)) is not None:
+                ranking.add(found)
     if not ranking.plans:
         _refuse(model, profiles, workload)
     ranking.improve()
     best, *others = ranking.plans[: 1 + NUM_OTHERS]
-    return Plans(goal=goal, best=best, others=tuple(others), even=_even(predictor, profiles, best))
+    return Plans(goal=goal, best=best, others=tuple(others), even=_even(sharing, profiles, best))
 
 
 def make_plans_that_fit(
@@ -75,73 +79,89 @@ def smaller_loads(workload: Workload) -> Iterator[Workload]:
 class _Ranking:
     """Plans, the best first."""
 
-    def __init__(self, predictor: Predictor, goal: Goal) -> None:
-        self._predictor, self._goal = predictor, goal
-        self._found: dict[tuple[object, ...], tuple[Plan, Sequence[Assigned]]] = {}
+    def __init__(self, sharing: Sharing, goal: Goal) -> None:
+        self._sharing, self._goal = sharing, goal
+        self._found: dict[tuple[object, ...], tuple[Plan, Sequence[Pipeline]]] = {}
 
-    def add(self, stages: Sequence[Assigned] | None) -> None:
+    def add_shapes(self, fleet: Fleet, num_stages: int | None, replicas: int | None) -> None:
+        """Adds the best plan of each shape: one pipeline and its replicas."""
+        for num in [replicas] if replicas else range(1, fleet.num_devices + 1):
+            predictor = self._sharing.equal(num)
+            for shape in fleet.shapes(num, len(self._sharing.model.layers), num_stages):
+                if self._goal is Goal.THROUGHPUT:
+                    stages = shape.fastest(predictor, self._busy_s(predictor, num))
+                elif shape.num_stages == (num_stages or 1):  # it finds the number of stages by itself
+                    stages = shape.first(predictor)
+                else:
+                    stages = None
+                if stages is not None:
+                    self.add([stages])
+
+    def add(self, pipelines: Sequence[Pipeline]) -> None:
         """Adds what fits."""
-        if stages is None:
-            return
-        key = tuple((each.devices[0].dtype, each.first, each.stop, _names(each)) for each in stages)
-        if key not in self._found and self._predictor.fits(stages):
-            self._found[key] = self._predictor.predict(stages), stages
+        key = _key(pipelines)
+        if key not in self._found and (plan := self._sharing.predict(pipelines)) is not None:
+            self._found[key] = plan, pipelines
 
     def improve(self) -> None:
         """Goes from the best to its best neighbor, as long as that is better: the search knows no links."""
         for _ in range(MAX_CLIMBS):
             before = self.best
-            for each in neighbors(self.stages(before)):
-                self.add(each)
+            self._add_neighbors(*before)
             if self.best is before:
                 return
+
+    def _add_neighbors(self, plan: Plan, pipelines: Sequence[Pipeline]) -> None:
+        """Those with one pipeline changed, which keeps its share of the load."""
+        for place, (stages, planned) in enumerate(zip(pipelines, plan.pipelines, strict=True)):
+            predictor = self._sharing.predictor(planned.concurrency)
+            taken = {bound for each in pipelines if each is not stages for bound in bounds(each)}
+            for neighbor in neighbors(stages):
+                changed = [*pipelines[:place], neighbor, *pipelines[place + 1 :]]
+                key = _key(changed)
+                if key not in self._found and not taken & bounds(neighbor) and predictor.fits(neighbor):
+                    predicted = [*plan.pipelines]
+                    predicted[place] = predictor.predict(neighbor)
+                    self._found[key] = Plan.of(predicted, self._sharing.workload.concurrency), changed
+
+    @property
+    def best(self) -> tuple[Plan, Sequence[Pipeline]]:
+        """The first, with its stages."""
+        return min(self._found.values(), key=lambda found: found[0].seconds(self._goal))
 
     @property
     def plans(self) -> list[Plan]:
         """All of them."""
         return sorted((plan for plan, _ in self._found.values()), key=lambda plan: plan.seconds(self._goal))
 
-    @property
-    def best(self) -> Plan:
-        """The first."""
-        return self.plans[0]
-
-    def stages(self, plan: Plan) -> Sequence[Assigned]:
-        """What a plan was predicted of."""
-        return next(stages for each, stages in self._found.values() if each is plan)
-
-    def busy_s(self, replicas: int) -> float:
+    def _busy_s(self, predictor: Predictor, replicas: int) -> float:
         """A stage that is busy for longer, with so many replicas, is in none of the first plans."""
         plans = self.plans
-        if len(plans) <= NUM_OTHERS:
-            return float("inf")
-        load = self._predictor.load(replicas)
-        return load.concurrency * load.output * replicas / plans[NUM_OTHERS].tokens_per_s
+        return predictor.busy_s(plans[NUM_OTHERS].tokens_per_s / replicas if len(plans) > NUM_OTHERS else 0.0)
+
+
+def _key(pipelines: Sequence[Pipeline]) -> tuple[object, ...]:
+    """Equal for equal pipelines, in whatever order."""
+    return tuple(
+        sorted(tuple((each.profile.dtype, *each[1:], _names(each)) for each in stages) for stages in pipelines)
+    )
 
 
 def _names(stage: Assigned) -> tuple[tuple[str, str], ...]:
     return tuple((device.host, device.device) for device in stage.devices)
 
 
-def _families(profiles: Sequence[DeviceProfile]) -> list[list[DeviceProfile]]:
-    """Profiles whose stages may stand in one pipeline."""
-    by_dtype: dict[str, list[DeviceProfile]] = defaultdict(list)
-    for profile in profiles:
-        by_dtype[profile.activation_dtype].append(profile)
-    return list(by_dtype.values())
-
-
-def _even(predictor: Predictor, profiles: Sequence[DeviceProfile], best: Plan) -> Plan | None:
-    """The even split over the best plan's devices, in the order in which they were given."""
-    used = [(name.host, name.device, stage.dtype) for stage in best.stages for name in stage.devices]
-    given = [profile for profile in profiles if (profile.host, profile.device, profile.dtype) in used]
-    layers = even_split(len(predictor.model.layers), len(best.stages))
-    replicas, num = best.replicas, len(best.stages)
-    stages = [
-        Assigned(tuple(given[replica * num + place] for replica in range(replicas)), part.start, part.stop)
-        for place, part in enumerate(layers)
-    ]
-    return predictor.predict(stages) if predictor.fits(stages) else None
+def _even(sharing: Sharing, profiles: Sequence[DeviceProfile], best: Plan) -> Plan | None:
+    """Even splits over the devices of the best plan's pipelines, in the order in which they were given."""
+    pipelines = []
+    for planned in best.pipelines:
+        used = [(name.host, name.device, stage.dtype) for stage in planned.stages for name in stage.devices]
+        given = [profile for profile in profiles if (profile.host, profile.device, profile.dtype) in used]
+        layers, num = even_split(len(sharing.model.layers), len(planned.stages)), len(planned.stages)
+        pipelines.append(
+            [Assigned(tuple(given[place::num]), part.start, part.stop) for place, part in enumerate(layers)]
+        )
+    return sharing.predict(pipelines)
 
 
 def _refuse(model: ModelCosts, profiles: Sequence[DeviceProfile], workload: Workload) -> None:

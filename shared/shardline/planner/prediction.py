@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from itertools import pairwise, product
 from math import floor
 from typing import NamedTuple
 
 from shardline.planner.device_profile import DeviceProfile, Link
 from shardline.planner.model_costs import KV_BYTES, WEIGHT_BYTES, ModelCosts
-from shardline.planner.plan import DeviceName, Plan, StagePlan
+from shardline.planner.plan import DeviceName, PipelinePlan, StagePlan
 from shardline.planner.step_cost import StageCost, compute_s, frame_bytes, frames_s, stage_cost, tail_s
 from shardline.planner.workload import StepKind, Workload
-from shardline.rounding import ceil_div
 
 MIB = 1 << 20
 
@@ -43,29 +42,31 @@ def _slowness(link: Link) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Predictor:
-    """A model under a load, which all replicas share."""
+    """A model under the load of one replica."""
 
     model: ModelCosts
-    workload: Workload
+    load: Workload
+    _costs: dict[tuple[str, str, str, int], StageCost] = field(default_factory=dict, repr=False, compare=False)
+    """Those asked for before: a search and its neighbors ask for the same ones."""
 
-    def load(self, replicas: int) -> Workload:
-        """What one replica gets."""
-        return replace(self.workload, concurrency=ceil_div(self.workload.concurrency, replicas))
-
-    def cost(self, profile: DeviceProfile, replicas: int, steps: Sequence[StepKind]) -> StageCost:
-        """The cost of any range of layers on a device in these steps."""
-        return stage_cost(profile, self.model, steps, self.load(replicas).kv_tokens)
+    def cost(self, profile: DeviceProfile, num_stages: int) -> StageCost:
+        """The cost of any range of layers on a device, in a pipeline of so many stages."""
+        key = profile.host, profile.device, profile.dtype, num_stages
+        if key not in self._costs:
+            self._costs[key] = stage_cost(profile, self.model, self.load.steps(num_stages), self.load.kv_tokens)
+        return self._costs[key]
 
     def fits(self, stages: Sequence[Assigned]) -> bool:
         """Whether weights and the KV of the load find room on each device."""
-        replicas = len(stages[0].devices)
-        steps = self.load(replicas).steps(len(stages))
-        return all(self.cost(each.profile, replicas, steps).fits(each.first, each.stop) for each in stages)
+        return all(self.cost(each.profile, len(stages)).fits(each.first, each.stop) for each in stages)
 
-    def predict(self, stages: Sequence[Assigned]) -> Plan:
+    def busy_s(self, tokens_per_s: float) -> float:
+        """A stage that is busy for longer under the load is in no replica that is as fast as this."""
+        return self.load.concurrency * self.load.output / tokens_per_s if tokens_per_s else float("inf")
+
+    def predict(self, stages: Sequence[Assigned]) -> PipelinePlan:
         """The plan of these stages, which must cover all layers in order."""
-        replicas = len(stages[0].devices)
-        load = self.load(replicas)
+        load, replicas = self.load, len(stages[0].devices)
         steps = load.steps(len(stages))
         times = [[self._step_s(stage, step) for step in steps] for stage in stages]
         total_s = sum(
@@ -73,13 +74,14 @@ class Predictor:
             for step, of_step in zip(steps, zip(*times, strict=True), strict=True)
         )
         busy = [sum(step.count * seconds for step, seconds in zip(steps, row, strict=True)) for row in times]
-        ttft_s, token_s = self._first_token_s(stages, load), self._next_token_s(stages, load)
+        ttft_s, token_s = self._first_token_s(stages), self._next_token_s(stages)
         planned = tuple(
-            self._stage(stage, busy_s, total_s, load, steps) for stage, busy_s in zip(stages, busy, strict=True)
+            self._stage(stage, busy_s, total_s, len(stages)) for stage, busy_s in zip(stages, busy, strict=True)
         )
-        return Plan(
+        return PipelinePlan(
             stages=planned,
             replicas=replicas,
+            concurrency=load.concurrency,
             tokens_per_s=load.concurrency * load.output * replicas / total_s,
             ttft_s=ttft_s,
             token_s=token_s,
@@ -114,27 +116,25 @@ class Predictor:
                 yield one.link(other), frame_bytes(one.profile, self.model, step)
             yield stages[-1].link(stages[0]), 0.0
 
-    def _first_token_s(self, stages: Sequence[Assigned], load: Workload) -> float:
+    def _first_token_s(self, stages: Sequence[Assigned]) -> float:
         """Chunks follow each other through the pipeline: the last one leaves when the slowest stage has done all."""
-        chunk = load.first_token()[0]
+        chunk = self.load.first_token()[0]
         times = [self._step_s(stage, chunk) for stage in stages]
         behind_s = max(0.0, chunk.count - 1) * self._interval_s(stages, chunk, times)
-        sampled = StepKind(count=1, decodes=1, decode_context=load.prompt)
+        sampled = StepKind(count=1, decodes=1, decode_context=self.load.prompt)
         return sum(times) + self._hops_s(stages, chunk) + behind_s + tail_s(stages[-1].profile, sampled)
 
-    def _next_token_s(self, stages: Sequence[Assigned], load: Workload) -> float:
-        step = StepKind(count=1, decodes=1, decode_context=load.prompt + load.output / 2)
+    def _next_token_s(self, stages: Sequence[Assigned]) -> float:
+        step = StepKind(count=1, decodes=1, decode_context=self.load.prompt + self.load.output / 2)
         return sum(self._step_s(stage, step) for stage in stages) + self._hops_s(stages, step)
 
-    def _stage(
-        self, stage: Assigned, busy_s: float, total_s: float, load: Workload, steps: Sequence[StepKind]
-    ) -> StagePlan:
+    def _stage(self, stage: Assigned, busy_s: float, total_s: float, num_stages: int) -> StagePlan:
         profile = stage.profile
         layers = self.model.layers[stage.first : stage.stop]
         num_ends = (stage.first == 0) + (stage.stop == len(self.model.layers))
         weights = sum(kind.num_weights for kind in layers) + num_ends * self.model.embedding_weights
         kv_bytes = sum(kind.kv_numbers for kind in layers) * KV_BYTES[profile.dtype]
-        room = self.cost(profile, len(stage.devices), steps).room(stage.first, stage.stop)
+        room = self.cost(profile, num_stages).room(stage.first, stage.stop)
         return StagePlan(
             devices=tuple(DeviceName(each.host, each.device) for each in stage.devices),
             dtype=profile.dtype,
@@ -143,5 +143,5 @@ class Predictor:
             busy_s=busy_s,
             busy_share=busy_s / total_s,
             weight_bytes=round(weights * WEIGHT_BYTES[profile.dtype]),
-            kv_tokens=load.kv_tokens + floor(room / kv_bytes),
+            kv_tokens=self.load.kv_tokens + floor(room / kv_bytes),
         )

@@ -13,7 +13,7 @@ from shardline.errors import Invalid
 from shardline.planner.device_profile import DeviceProfile
 from shardline.planner.model_costs import ModelCosts
 from shardline.planner.plan import Plan
-from shardline.planner.planning import make_plans, make_plans_that_fit
+from shardline.planner.planning import make_plans_that_fit
 from shardline.planner.workload import Workload
 
 MAX_WORKERS = 64
@@ -77,13 +77,11 @@ class Scaling:
             for place in range(num - len(profiles))
         ]
         # As many seats as there would be with a pipeline on each worker; then as many as the plan's pipelines have.
-        plan = make_plans_that_fit(self._model, profiles, self._seated(num)).best
-        if plan.replicas == num:
-            return plan
-        try:
-            return make_plans(self._model, profiles, self._seated(plan.replicas), replicas=plan.replicas).best
-        except Invalid:
-            return plan  # with fewer seats, since the devices do not hold the KV of all
+        while True:
+            plan = make_plans_that_fit(self._model, profiles, self._seated(num)).best
+            if plan.replicas >= num:
+                return plan
+            num = plan.replicas
 
     def _seated(self, pipelines: int) -> Workload:
         return replace(self._workload, concurrency=self._workload.concurrency * pipelines)

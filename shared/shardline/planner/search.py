@@ -16,7 +16,6 @@ the best that they have found.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
@@ -81,6 +80,10 @@ class Search:
             best, high = found, self.bottleneck(found)
         return best
 
+    def fits(self, num_stages: int) -> bool:
+        """Whether the devices hold all layers in so many stages."""
+        return self._within(num_stages, float("inf")) is not None
+
     def least_sum(self) -> list[Slice] | None:
         """The split, into any number of stages, that together take least; None if none fits."""
         bounds = _Bounds(self.kinds)
@@ -135,7 +138,8 @@ class _Cover:
             widest[kind.group] = max(size, widest.get(kind.group, 0))
         self._size = widest
         self._widest = sorted(widest.items(), key=lambda item: -item[1])
-        self._tails = [self._widest_tail(kind.cost) for kind in kinds]
+        self._tails = [self._num_layers - kind.cost.tail(self._limit) for kind in kinds]
+        """The most layers that each holds as the last stage."""
         self._failed: dict[Counts, int] = {}
         """The last layer from which these devices did not reach the end: from an earlier one they do not either."""
         self._operations = 0
@@ -188,12 +192,6 @@ class _Cover:
                 if others + tail >= missing:
                     return True
         return False
-
-    def _widest_tail(self, cost: StageCost) -> int:
-        """The most layers that a last stage holds."""
-        firsts = range(self._num_layers)
-        first = bisect_left(firsts, True, key=lambda first: cost.holds(first, self._num_layers, self._limit))
-        return self._num_layers - first
 
 
 class _Bounds:

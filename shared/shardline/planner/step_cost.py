@@ -5,7 +5,7 @@ Knows no search.
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -67,6 +67,19 @@ class StageCost:
         while stop > first and not self.holds(first, stop, limit):
             stop -= 1
         return max(stop, first)
+
+    def tail(self, limit: float) -> int:
+        """The first layer from which a last stage fits and is below the limit; the number of layers if none is."""
+        num = self.num_layers
+        free = self.bytes[num] - self.memory_bytes + self.tail_bytes
+        by_time = bisect_right(self.seconds, self.stage_s + self.seconds[num] + self.tail_s - limit)
+        first = min(num, max(by_time, bisect_left(self.bytes, free)))
+        # Sums of floats are off by a little.
+        while first < num and not self.holds(first, num, limit):
+            first += 1
+        while first > 0 and self.holds(first - 1, num, limit):
+            first -= 1
+        return first
 
     def room(self, first: int, stop: int) -> float:
         """Bytes that such a stage leaves free; below 0: it does not fit."""

@@ -1,8 +1,9 @@
 """Fleets: workers that take their layers from a plan, and the plan of each model. Knows no planner.
 
-A plan cuts a model into stages and gives each worker the place of one. Workers with equal places are in pipelines of
-their own, or spares. Whoever makes plans names the version that it has read: of several at once one succeeds. Locks:
-the advisory lock PLANS_LOCK, for who changes plans of several models: no worker is in two.
+A plan cuts a model into stages, for each of its pipelines in another way, and gives each worker the place of one.
+Workers with equal places are in replicas of a pipeline, or spares. Whoever makes plans names the version that it has
+read: of several at once one succeeds. Locks: the advisory lock PLANS_LOCK, for who changes plans of several models: no
+worker is in two.
 """
 
 from __future__ import annotations
@@ -117,7 +118,7 @@ class FleetPlan:
     version: int
     """0: there is none yet."""
     split: tuple[tuple[int, int], ...]
-    """Layers [first, stop) of each stage; none if the model has no workers."""
+    """Layers [first, stop) of each stage, one pipeline after the other; none if the model has no workers."""
     stages: Mapping[str, int]
     """By worker: the place of its stage in the split."""
     age_s: float

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from services.standalone.servers import Postgres, Valkey
 from services.standalone.state_dir import SUPERVISOR
 from shardline.config import Times
+from shardline.planner.fleet_planner import Deployment
 from shardline.store import fleets
 from shardline.store.database import transaction
 from shardline.store.fleets import FleetPlan
@@ -60,7 +61,7 @@ class LocalTarget(TargetRun):
     @property
     def num_stages(self) -> int:
         """Of a pipeline, at present."""
-        return len(self.fleet_plan().split) or 1 if self.is_fleet else self.num_started
+        return len(_places(self.fleet_plan())) or 1 if self.is_fleet else self.num_started
 
     @property
     def num_more_stages(self) -> int:
@@ -126,7 +127,8 @@ class LocalTarget(TargetRun):
         plan = self.fleet_plan()
         if not place or not plan.version:
             return ("worker-",)
-        wanted = min(int(place), len(plan.split) - 1)
+        places = _places(plan)
+        wanted = places[min(int(place), len(places) - 1)]
         names = [worker.partition("@")[0].rpartition(".")[2] for worker, its in plan.stages.items() if its == wanted]
         return tuple(name for name in names if name.startswith("worker-"))
 
@@ -137,3 +139,8 @@ class LocalTarget(TargetRun):
             for name, pid in self.pids().items()
             if name.startswith(prefixes) and name.endswith(SECOND) == bool(suffix) and not name.startswith(SUPERVISOR)
         }
+
+
+def _places(plan: FleetPlan) -> Sequence[int]:
+    """In the plan, of the stages of its longest pipeline."""
+    return max(Deployment(split=plan.split, stages=plan.stages).pipelines, key=len, default=())

@@ -110,14 +110,14 @@ def test_a_fleet_is_cut_anew_when_a_stage_is_missed_and_left_alone_otherwise(
 def test_a_device_that_drifts_gets_fewer_layers_once_that_pays(
     engine: Engine, coordinator: Coordinator, clock: Clock
 ) -> None:
-    join(engine, "a", "b", memory_bytes=8 << 20)
+    join(engine, "a", "b", memory_bytes=13 << 19)
     clock.pass_by(TRUST_S)
     before = plan(engine)
     slow = next(worker for worker, place in before.stages.items() if place == 0)
 
     def drift(factor: float) -> FleetPlan:
         with engine.begin() as connection:
-            fleets.refresh(connection, slow, MODEL, device(slow, memory_bytes=8 << 20).scaled(factor))
+            fleets.refresh(connection, slow, MODEL, device(slow, memory_bytes=13 << 19).scaled(factor))
         coordinator.turn()
         return plan(engine)
 

@@ -72,7 +72,7 @@ def test_the_record_of_a_ready_stack_is_true(stack: Stack) -> None:
 def test_stages_hold_the_layers_of_the_best_plan_for_their_devices(stack: Stack) -> None:
     profiles = [read_profiles(file.read_bytes())[0] for file in (stack.home.folder / "cache" / "profiles").iterdir()]
     profiles.sort(key=lambda profile: profile.device)
-    plan = make_plans(ModelCosts.read(CLERK), profiles, Workload(), num_stages=2, replicas=1).best
+    plan = make_plans(ModelCosts.read(CLERK), profiles, Workload(), num_stages=2, replicas=1).best.pipelines[0]
     with psycopg.connect(stack.urls["database"]) as connection:
         ((stages,),) = connection.execute("SELECT stages FROM pipelines").fetchall()
     held = [(stage["device"], stage["layers"]) for stage in stages]

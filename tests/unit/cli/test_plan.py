@@ -54,9 +54,19 @@ def test_a_person_sees_stages_predictions_and_the_next_plans(model: Path, profil
     assert "other:0" not in shown
 
 
+def test_pipelines_side_by_side_are_drawn_one_after_the_other(model: Path, profiles: Path) -> None:
+    shown = plan(model, "--cache-dir", profiles.parent)
+    assert "128 out: 1 stage + 1 stage" in shown
+    assert shown.count("32 requests at a time in each replica") == 2
+    assert "fast:0 +" in shown
+
+
 def test_a_program_reads_the_same(model: Path, profiles: Path) -> None:
     read = json.loads(plan(model, "--devices", profiles, "--stages", 2, "--json"))
-    sizes = {stage["devices"][0]["device"]: stage["stop"] - stage["first"] for stage in read["best"]["stages"]}
+    sizes = {
+        stage["devices"][0]["device"]: stage["stop"] - stage["first"]
+        for stage in read["best"]["pipelines"][0]["stages"]
+    }
     assert sizes == {"fast:0": 8, "slow:0": 4}
     assert read["goal"] == "throughput"
 

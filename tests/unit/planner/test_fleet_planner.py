@@ -90,7 +90,7 @@ def test_too_few_workers_for_the_model_are_refused() -> None:
         fleet(*small("a:0")).replan(None, may_improve=False)
 
 
-@pytest.mark.parametrize("memory_bytes", [5 << 20, 8 << 20])
+@pytest.mark.parametrize("memory_bytes", [5 << 20, 13 << 19])
 def test_a_device_that_has_drifted_gets_other_layers_however_small_its_memory(memory_bytes: int) -> None:
     """Also where the devices hold the KV of a part of the load only."""
     workers = {name: device(name, memory_bytes=memory_bytes) for name in ("a:0", "b:0")}
@@ -115,9 +115,74 @@ def test_replicas_of_unlike_devices_are_no_reason_for_the_same_plan_again() -> N
 
 def test_a_slower_device_does_not_keep_its_layers_because_its_hardware_is_the_same() -> None:
     """The best plan exchanges the two: equal hardware, but one of them has drifted since the plan gave it more."""
-    workers = {name: device(name, memory_bytes=8 << 20) for name in ("a:0", "a:1")}
+    workers = {name: device(name, memory_bytes=13 << 19) for name in ("a:0", "a:1")}
     now = Deployment(split=((0, 5), (5, 12)), stages={"a:0": 0, "a:1": 1})
     drifted = FleetPlanner(model(), workers | {"a:1": workers["a:1"].scaled(2.0)}, Workload())
     then = planned(drifted, now, may_improve=True)
     sizes = {worker: then.split[place][1] - then.split[place][0] for worker, place in then.stages.items()}
     assert sizes["a:1"] < sizes["a:0"]
+
+
+def unlike(*names: str) -> FleetPlanner:
+    """Workers of which those named `large` hold the model with every request, and two others with some."""
+    sizes = {name: 1 << 30 if name.startswith("large") else 13 << 19 for name in names}
+    profiles = {name: device(name, memory_bytes=memory_bytes) for name, memory_bytes in sizes.items()}
+    return FleetPlanner(model(), profiles, Workload())
+
+
+def layers(deployment: Deployment) -> dict[str, tuple[int, int]]:
+    return {worker: deployment.split[place] for worker, place in deployment.stages.items()}
+
+
+def test_a_worker_that_holds_the_model_serves_beside_two_that_hold_it_together() -> None:
+    planner = unlike("large:0", "a:0", "a:1")
+    found = planned(planner)
+    assert [len(places) for places in found.pipelines] == [1, 2]
+    assert layers(found)["large:0"] == (0, 12)
+    assert {layers(found)["a:0"], layers(found)["a:1"]} == {(0, 6), (6, 12)}
+    assert str(found) == "0-11 + 0-5,6-11"
+    assert planner.replan(found, may_improve=True) is None
+
+
+@pytest.mark.parametrize("lost", ["large:0", "a:0", "a:1"])
+def test_while_one_of_two_pipelines_is_whole_the_others_stay_as_they_are(lost: str) -> None:
+    workers = {"large:0", "a:0", "a:1"}
+    now = planned(unlike(*workers))
+    assert unlike(*workers - {lost}).replan(now, may_improve=False) is None
+
+
+def test_a_fleet_without_a_whole_pipeline_is_cut_anew_at_once() -> None:
+    now = planned(unlike("large:0", "a:0", "a:1"))
+    then = planned(unlike("a:0", "b:0", "b:1"), now)
+    assert then.split != now.split
+    assert all(then.workers(place) for place in range(len(then.split)))
+
+
+def test_a_new_worker_takes_the_place_that_a_pipeline_misses() -> None:
+    now = planned(unlike("large:0", "a:0", "a:1"))
+    then = planned(unlike("large:0", "a:0", "a:2"), now)
+    assert layers(then)["a:2"] == layers(now)["a:1"]
+    assert then.split == now.split
+
+
+def test_a_new_worker_that_holds_the_model_is_a_pipeline_of_its_own() -> None:
+    now = planned(unlike("large:0", "a:0", "a:1"))
+    then = planned(unlike("large:0", "large:1", "a:0", "a:1"), now)
+    assert layers(then) == {**layers(now), "large:1": (0, 12)}
+
+
+def test_workers_that_can_keep_their_layers_in_another_pipeline_keep_them() -> None:
+    now = Deployment(split=((0, 6), (6, 12)), stages={"a:1": 0, "a:0": 1})
+    then = planned(unlike("large:0", "a:0", "a:1"), now, may_improve=True)
+    assert layers(then) == {"large:0": (0, 12), "a:1": (0, 6), "a:0": (6, 12)}
+
+
+def test_the_speed_of_a_fleet_is_that_of_the_pipelines_that_its_workers_can_form() -> None:
+    """When two that served are gone, and return, it is as fast as planned; nothing is gained by another cut."""
+    planner = unlike("large:0", "a:0", "a:1")
+    now = planned(planner)
+    assert now.tokens_per_s is not None
+    left = planned(unlike("large:0"), None)
+    assert left.tokens_per_s is not None
+    assert left.tokens_per_s < now.tokens_per_s
+    assert planner.replan(now, may_improve=True) is None

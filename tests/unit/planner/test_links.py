@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from shardline.planner import DeviceProfile, Goal, Link, Plan, Workload, make_plans
+from shardline.planner import DeviceProfile, Goal, Link, PipelinePlan, Workload, make_plans
 from shardline.planner.sites import sites
 from tests.unit.planner.fleets import LAYER_S, device, model
 
@@ -26,11 +26,11 @@ def at(machine: str, name: str, *, far_s: float = FAR_S, bytes_per_s: float = 1e
     return device(name, machine=machine, host=machine, links=links, **other)
 
 
-def best(*devices: DeviceProfile, goal: Goal = Goal.THROUGHPUT, load: Workload = LOAD) -> Plan:
-    return make_plans(model(), devices, load, goal, replicas=1).best
+def best(*devices: DeviceProfile, goal: Goal = Goal.THROUGHPUT, load: Workload = LOAD) -> PipelinePlan:
+    return make_plans(model(), devices, load, goal, replicas=1).best.pipelines[0]
 
 
-def machines(plan: Plan) -> list[str]:
+def machines(plan: PipelinePlan) -> list[str]:
     return [stage.devices[0].host for stage in plan.stages]
 
 

@@ -24,11 +24,11 @@ def plans(*profiles: DeviceProfile, **how: Any) -> Plans:
 
 
 def sizes(found: Plans) -> list[int]:
-    return [stage.stop - stage.first for stage in found.best.stages]
+    return [stage.stop - stage.first for stage in found.best.pipelines[0].stages]
 
 
 def names(found: Plans) -> list[str]:
-    return [stage.devices[0].device for stage in found.best.stages]
+    return [stage.devices[0].device for stage in found.best.pipelines[0].stages]
 
 
 def test_a_device_half_as_fast_gets_half_as_many_layers() -> None:
@@ -51,7 +51,7 @@ def test_a_device_that_slows_the_others_down_is_left_out() -> None:
 def test_equal_devices_that_hold_the_model_become_replicas() -> None:
     found = make_plans(model(), [device("a:0"), device("a:1")], Workload(prompt=64, output=64, concurrency=512))
     assert found.best.replicas == 2
-    assert [name.device for name in found.best.stages[0].devices] == ["a:0", "a:1"]
+    assert [name.device for name in found.best.pipelines[0].stages[0].devices] == ["a:0", "a:1"]
 
 
 def test_memory_bounds_what_a_fast_device_gets() -> None:
@@ -66,7 +66,7 @@ def test_memory_bounds_what_a_fast_device_gets() -> None:
 def test_devices_of_one_host_share_its_memory() -> None:
     whole = int(1.5 * model().num_weights * 4) + 12 * model().layers[0].kv_numbers * KV_BYTES
     found = plans(*(device(f"cpu:{core}", memory_bytes=whole, host_memory="here") for core in range(2)))
-    assert len(found.best.stages) == 2, "the host's memory does not hold the model twice"
+    assert len(found.best.pipelines[0].stages) == 2, "the host's memory does not hold the model twice"
 
 
 def test_what_fits_nowhere_is_refused_with_its_size() -> None:
@@ -77,13 +77,13 @@ def test_what_fits_nowhere_is_refused_with_its_size() -> None:
 def test_stages_of_one_pipeline_have_activations_of_one_dtype() -> None:
     profiles = [device("a:0", dtype="float32"), device("b:0", dtype="bfloat16"), device("c:0", dtype="int8")]
     found = plans(*profiles, num_stages=2)
-    assert {stage.dtype for stage in found.best.stages} == {"bfloat16", "int8"}
+    assert {stage.dtype for stage in found.best.pipelines[0].stages} == {"bfloat16", "int8"}
 
 
 def test_a_device_is_used_with_the_dtype_that_is_faster_there() -> None:
     ways = [device("a:0", dtype="bfloat16"), device("a:0", dtype="int8", slower=0.5)]
     found = plans(*ways, device("b:0", dtype="bfloat16"), num_stages=2)
-    assert dict(zip(names(found), [stage.dtype for stage in found.best.stages], strict=True)) == {
+    assert dict(zip(names(found), [stage.dtype for stage in found.best.pipelines[0].stages], strict=True)) == {
         "a:0": "int8",
         "b:0": "bfloat16",
     }
@@ -122,7 +122,7 @@ def test_each_of_64_devices_gets_its_share_of_200_layers(unlike: float) -> None:
     slower = {f"{'abcd'[number % 4]}:{number}": 1 + number % 4 + unlike * number for number in range(64)}
     profiles = [device(name, slower=times) for name, times in slower.items()]
     found = make_plans(model(200), profiles, Workload(concurrency=512), replicas=1, num_stages=32)
-    busiest = max(found.best.stages, key=lambda stage: stage.busy_s)
+    busiest = max(found.best.pipelines[0].stages, key=lambda stage: stage.busy_s)
     layer_s = busiest.busy_s / (busiest.stop - busiest.first) / slower[busiest.devices[0].device]
     speed = sum(sorted((1 / times for times in slower.values()), reverse=True)[:32])
     assert busiest.busy_s < 1.25 * 200 * layer_s / speed
