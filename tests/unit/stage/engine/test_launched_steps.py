@@ -106,7 +106,6 @@ def test_steps_run_on_the_device_of_their_stage_not_on_the_first_one(
     folder: Path,
     devices: dict[str, Device],
     second: Device,
-    toy: ModuleType,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -114,7 +113,7 @@ def test_steps_run_on_the_device_of_their_stage_not_on_the_first_one(
     run, current = stages[1].forward.sampled_outputs, list[int]()
 
     def note(*args: Any) -> Tensor:
-        current.append(toy.current_device())  # what a kernel's launch takes
+        current.append(torch.get_device_module("toy").current_device())  # what a kernel's launch takes
         return run(*args)
 
     monkeypatch.setattr(stages[1].forward, "sampled_outputs", note)
