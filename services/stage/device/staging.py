@@ -65,7 +65,7 @@ class Staging:
         The copy runs on a stream of its own, so that the next step's operators need not wait for it.
         """
         states = None if states is None else states.contiguous()
-        computed, copied = self._module.Event(), self._module.Event()
+        computed, copied = _event(self._module), _event(self._module)
         computed.record(self._module.current_stream(self._device))
         if states is None:
             return HostCopy(None, None, computed, computed)
@@ -77,3 +77,11 @@ class Staging:
             target.copy_(states, non_blocking=True)
             copied.record(self._side)
         return HostCopy(states, target, computed, copied)
+
+
+def _event(module: Any) -> Any:
+    """An event for which a thread sleeps, where the backend can: on CUDA waiting would keep a core busy."""
+    try:
+        return module.Event(blocking=True)
+    except TypeError:  # xpu
+        return module.Event()
