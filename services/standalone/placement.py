@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntry
 from services.standalone.settings import StandaloneSettings
 from shardline.cores import PREFIX, parse_cores, show_cores
 from shardline.errors import Invalid
-from shardline.planner import PipelinePlan
+from shardline.planner import Plan
 from shardline.split import split_of
 
 KIND = re.compile(r"(?!mps)[a-z]+")
@@ -117,17 +118,25 @@ def is_planned(settings: StandaloneSettings, stages: Sequence[StagePlacement], n
     )
 
 
-def replaced(stages: Sequence[StagePlacement], plan: PipelinePlan, measured: Sequence[str]) -> list[StagePlacement]:
-    """The same stages by a plan, which was made for the `measured` devices of the first replica, in its order: its
-    layers and their order. Other replicas follow it."""
-    by_device = {device: place for place, device in enumerate(measured)}
-    num_stages, placed = len(plan.stages), []
-    for replica in range(len(stages) // num_stages):
-        own = stages[replica * num_stages : (replica + 1) * num_stages]
-        for place, stage in enumerate(plan.stages):
-            on = own[by_device[stage.devices[0].device]]
-            placed.append(replace(on, place=place, layers=range(stage.first, stage.stop)))
+def replaced(stages: Sequence[StagePlacement], plan: Plan, measured: Sequence[str]) -> list[StagePlacement]:
+    """The stages of a plan, which was made for the `measured` devices, those of the first replica. Further replicas
+    follow it on their own devices; a device that the plan leaves out has no stage."""
+    by_device, replica = {device: place for place, device in enumerate(measured)}, count()
+    placed: list[StagePlacement] = []
+    for first in range(0, len(stages), len(measured)):
+        own = stages[first : first + len(measured)]
+        for pipeline, number in ((each, number) for each in plan.pipelines for number in range(each.replicas)):
+            of_pipeline = next(replica)
+            for place, stage in enumerate(pipeline.stages):
+                on = own[by_device[stage.devices[number].device]]
+                layers = range(stage.first, stage.stop)
+                placed.append(replace(on, replica=of_pipeline, place=place, layers=layers))
     return placed
+
+
+def num_pipelines(stages: Sequence[StagePlacement]) -> int:
+    """How many these stages form; of a fleet one, whatever its plan will say."""
+    return len({stage.replica for stage in stages})
 
 
 def is_gpu_unused(settings: StandaloneSettings, devices: Path = Path("/dev")) -> bool:

@@ -185,7 +185,6 @@ def of_stage(settings: StandaloneSettings, place: StagePlacement, home: Path) ->
         "SHARDLINE_MODEL_NAME": settings.name,
         "SHARDLINE_LAYERS": place.layers_text,
         "SHARDLINE_PLACE": place.place,
-        "SHARDLINE_NUM_STAGES": settings.stages,
         "SHARDLINE_DTYPE": settings.dtype,
         "SHARDLINE_DEVICE": place.device,
         "SHARDLINE_DEVICE_SHARED": int(place.shared),

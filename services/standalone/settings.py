@@ -10,6 +10,7 @@ from pydantic import Field
 from shardline.config import Settings
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+PLACEMENT = frozenset({"devices", "replicas", "stages", "split", "workers", "stage_cores"})
 CLERK = Path(__file__).resolve().parent / "demo" / "clerk" / "model"
 
 
@@ -49,6 +50,11 @@ class StandaloneSettings(Settings):
     flower_port: int = Field(5555, ge=0, le=65535, description="Flower's port; 0 takes a free one")
     home: Path = Field(Path(".local"), description="runtime folder: logs, server data, sockets, up.json")
     start_s: float = Field(900, gt=0, description="time for all stages to load and answer the first prompt")
+
+    @property
+    def is_placed(self) -> bool:
+        """Whether anything says how many stages there are, of how many pipelines, or what they compute on."""
+        return not PLACEMENT.isdisjoint(self.model_fields_set)
 
     @property
     def num_processes(self) -> int:

@@ -18,6 +18,7 @@ from services.standalone.placement import (
     count_layers,
     is_gpu_unused,
     is_planned,
+    num_pipelines,
     places,
     replaced,
 )
@@ -113,7 +114,10 @@ class Supervisor:
         return stages
 
     def _plan_stages(self, stages: list[StagePlacement]) -> list[StagePlacement]:
-        """Gives each stage the layers that suit its device, by what it measures; even shares if that fails."""
+        """Gives each stage the layers that suit its device, by what it measures; even shares if that fails.
+
+        If nobody has said how many stages there are, each device may as well hold the whole model.
+        """
         first = [place for place in stages if place.replica == 0]
         self._say(f"measuring {', '.join(place.device for place in first)}, once; SHARDLINE_SPLIT=even does without")
         warm_parent = make_warm_parent(self._settings, self._state_dir.folder, preload(self._settings))
@@ -127,14 +131,15 @@ class Supervisor:
                     raise Stopped
             model = ModelCosts.read(config_file(self._settings).parent)
             profiles = measuring.profiles()
-            plans = make_plans_that_fit(model, profiles, Workload(), num_stages=len(first))
+            num_stages = len(first) if self._settings.is_placed else None
+            plan = make_plans_that_fit(model, profiles, Workload(), num_stages=num_stages).best
         except (StartFailed, Invalid) as error:
             self._say(f"no plan, so the split is even: {error}")
             return stages
         finally:
             measuring.end()
-        (pipeline,) = plans.best.pipelines
-        return replaced(stages, pipeline, [profile.device for profile in profiles])
+        self._say(f"planned {plan.split}: {plan.tokens_per_s:,.0f} tokens/s of many requests predicted")
+        return replaced(stages, plan, [profile.device for profile in profiles])
 
     def _start(self, addresses: Addresses, stages: list[StagePlacement]) -> None:
         self._record({})
@@ -152,7 +157,7 @@ class Supervisor:
         self._wait_until_warm(warm_parent)
         for service in self._plan.stages:
             self._group.start(service)
-        self._wait_until_ready(addresses)
+        self._wait_until_ready(addresses, num_pipelines(stages))
         self._stack_record.publish(
             {
                 "urls": {
@@ -163,8 +168,8 @@ class Supervisor:
                 },
                 "api_key": addresses.api_key,
                 "model": self._settings.name,
-                "stages": self._settings.stages,
-                "replicas": self._settings.replicas,
+                "stages": 1 + max(place.place for place in stages),
+                "replicas": num_pipelines(stages),
             }
         )
         self._greet(addresses, stages)
@@ -220,11 +225,11 @@ class Supervisor:
         if warm_parent.problem:
             self._say(f"every stage imports for itself, because the warm parent cannot fork: {warm_parent.problem}")
 
-    def _wait_until_ready(self, addresses: Addresses) -> None:
+    def _wait_until_ready(self, addresses: Addresses, num: int) -> None:
         criteria = ReadinessCriteria(
             addresses=addresses,
             model=self._settings.name,
-            num_pipelines=self._settings.replicas,
+            num_pipelines=num,
             canary_timeout_s=60.0,
         )
         watcher = ReadinessWatcher(criteria)

@@ -21,7 +21,7 @@ from services.standalone.settings import CLERK
 from services.standalone.state_dir import SUPERVISOR
 from shardline.api_key import bearer
 from shardline.client import Client
-from shardline.planner import ModelCosts, Workload, make_plans, read_profiles
+from shardline.planner import DeviceProfile, ModelCosts, Workload, make_plans, read_profiles
 from tests.models import save_model
 from tests.polling import until
 from tests.stack import Stack
@@ -41,7 +41,7 @@ def folder() -> Iterator[Path]:
 @pytest.fixture(scope="module")
 def stack(folder: Path) -> Iterator[Stack]:
     """One stack for the tests that leave it as they found it. Its devices are measured."""
-    stack = Stack(folder, SHARDLINE_SPLIT="", SHARDLINE_CACHE_DIR=str(folder / "cache"))
+    stack = Stack(folder, SHARDLINE_STAGES="2", SHARDLINE_SPLIT="", SHARDLINE_CACHE_DIR=str(folder / "cache"))
     stack.start()
     yield stack
     stack.end()
@@ -57,6 +57,12 @@ def own_stack(tmp_path: Path) -> Iterator[Stack]:
     stack.end()
 
 
+def measured_by(stack: Stack) -> list[DeviceProfile]:
+    """What a stack measured of its devices, in their order."""
+    profiles = [read_profiles(file.read_bytes())[0] for file in (stack.home.folder / "cache" / "profiles").iterdir()]
+    return sorted(profiles, key=lambda profile: profile.device)
+
+
 def test_the_record_of_a_ready_stack_is_true(stack: Stack) -> None:
     up = stack.look()
     for secret in (stack.home.up_file, stack.home.folder / "api_key"):
@@ -70,8 +76,7 @@ def test_the_record_of_a_ready_stack_is_true(stack: Stack) -> None:
 
 
 def test_stages_hold_the_layers_of_the_best_plan_for_their_devices(stack: Stack) -> None:
-    profiles = [read_profiles(file.read_bytes())[0] for file in (stack.home.folder / "cache" / "profiles").iterdir()]
-    profiles.sort(key=lambda profile: profile.device)
+    profiles = measured_by(stack)
     plan = make_plans(ModelCosts.read(CLERK), profiles, Workload(), num_stages=2, replicas=1).best.pipelines[0]
     with psycopg.connect(stack.urls["database"]) as connection:
         ((stages,),) = connection.execute("SELECT stages FROM pipelines").fetchall()
@@ -80,6 +85,26 @@ def test_stages_hold_the_layers_of_the_best_plan_for_their_devices(stack: Stack)
     (measured,) = re.findall("measuring (.*), once", stack.output.read_text())
     # Another stack's cores come last.
     assert sorted(measured.split(", ")) == [profile.device for profile in profiles]
+
+
+def test_without_any_placement_the_best_of_all_plans_runs(tmp_path: Path) -> None:
+    stack = Stack(tmp_path, SHARDLINE_SPLIT="", SHARDLINE_CACHE_DIR=str(tmp_path / "cache"))
+    stack.start()
+    try:
+        plan = make_plans(ModelCosts.read(CLERK), measured_by(stack), Workload()).best
+        with psycopg.connect(stack.urls["database"]) as connection:
+            rows = connection.execute("SELECT stages FROM pipelines WHERE ready_at IS NOT NULL").fetchall()
+        held = sorted([(stage["device"], *stage["layers"]) for stage in stages] for (stages,) in rows)
+        assert held == sorted(
+            [(stage.devices[number].device, stage.first, stage.stop) for stage in pipeline.stages]
+            for pipeline in plan.pipelines
+            for number in range(pipeline.replicas)
+        )
+        assert stack.look()["replicas"] == plan.replicas
+        assert f"planned {plan.split}" in stack.output.read_text()
+        assert stack.complete().status_code == 200
+    finally:
+        stack.end()
 
 
 def test_a_ready_stack_answers(stack: Stack) -> None:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.standalone.placement import core_groups, count_layers, is_gpu_unused, places
+from services.standalone.placement import core_groups, count_layers, is_gpu_unused, num_pipelines, places, replaced
 from services.standalone.settings import CLERK, StandaloneSettings
 from shardline.errors import Invalid
+from shardline.planner import DeviceProfile, Workload, make_plans
+from tests.unit.planner.fleets import device, model
 
 
 def test_two_stages_on_two_cores_have_one_each() -> None:
@@ -63,6 +66,37 @@ def test_a_fleet_has_the_named_devices_too() -> None:
         ("worker-0", "mps", True),
         ("worker-1", "mps", True),
     ]
+
+
+def placed(settings: StandaloneSettings, profiles: list[DeviceProfile], num_stages: int | None) -> list[str]:
+    """The stages of the best plan over these devices, as people read them."""
+    stages = places(settings, 12, [0, 1, 2, 3])
+    plan = make_plans(model(), profiles, Workload(), num_stages=num_stages, replicas=num_stages and 1).best
+    found = replaced(stages, plan, [profile.device for profile in profiles])
+    assert num_pipelines(found) == plan.replicas * len(stages) // len(profiles)
+    return [f"{stage.name} {stage.layers_text} {stage.device}" for stage in found]
+
+
+def test_a_plan_of_whole_models_makes_each_device_a_pipeline() -> None:
+    devices = [device(name, frame_s=0.001) for name in ("cpu:0-1", "cpu:2-3")]
+    assert placed(StandaloneSettings(stages=2), devices, None) == ["stage-0 0-11 cpu:0-1", "stage-0.1 0-11 cpu:2-3"]
+
+
+def test_every_replica_follows_the_plan_of_the_first_one() -> None:
+    devices = [device("cpu:0"), device("cpu:1", slower=2.0)]
+    assert placed(StandaloneSettings(stages=2, replicas=2), devices, 2) == [
+        "stage-0 0-7 cpu:0",
+        "stage-1 8-11 cpu:1",
+        "stage-0.1 0-7 cpu:2",
+        "stage-1.1 8-11 cpu:3",
+    ]
+
+
+@pytest.mark.parametrize("field", ["devices", "replicas", "stages", "split", "workers", "stage_cores"])
+def test_whoever_names_a_part_of_the_placement_keeps_the_rest_of_it(field: str) -> None:
+    given: Any = {field: "even" if field in {"devices", "split"} else 1}
+    assert StandaloneSettings(**given).is_placed
+    assert not StandaloneSettings().is_placed
 
 
 @pytest.mark.parametrize(
