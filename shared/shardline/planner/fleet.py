@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import combinations, pairwise
+from itertools import accumulate, combinations, pairwise
 
 import msgspec
 
@@ -117,20 +117,42 @@ def families(profiles: Sequence[DeviceProfile]) -> list[list[DeviceProfile]]:
 def neighbors(stages: Sequence[Assigned]) -> Iterator[list[Assigned]]:
     """Yields the same pipeline with one layer moved to the next stage or from it, and with two unlike devices that
     change places: next to each other, or anywhere if links are known and stages are few."""
+    yield from moved(stages)
+    has_links = any(device.links for stage in stages for device in stage.devices)
+    furthest = len(stages) if has_links and len(stages) <= FEW_STAGES else 1
+    for place, other in _unlike(stages):
+        if other - place <= furthest:
+            swapped = list(stages)
+            swapped[place] = stages[place]._replace(devices=stages[other].devices)
+            swapped[other] = stages[other]._replace(devices=stages[place].devices)
+            yield swapped
+
+
+def moved(stages: Sequence[Assigned]) -> Iterator[list[Assigned]]:
+    """Yields the same pipeline with one layer moved to the next stage or from it."""
     for place, (left, right) in enumerate(pairwise(stages)):
         for bound in (left.stop - 1, left.stop + 1):
             if left.first < bound < right.stop:
                 yield [*stages[:place], left._replace(stop=bound), right._replace(first=bound), *stages[place + 2 :]]
-    has_links = any(device.links for stage in stages for device in stage.devices)
-    furthest = len(stages) if has_links and len(stages) <= FEW_STAGES else 1
+
+
+def reordered(stages: Sequence[Assigned]) -> Iterator[list[Assigned]]:
+    """Yields the same pipeline with two unlike devices that change places, each with as many layers as it had."""
+    for place, other in _unlike(stages):
+        carried = list(stages)
+        carried[place], carried[other] = stages[other], stages[place]
+        ends = accumulate(stage.stop - stage.first for stage in carried)
+        yield [
+            stage._replace(first=end - stage.stop + stage.first, stop=end)
+            for stage, end in zip(carried, ends, strict=True)
+        ]
+
+
+def _unlike(stages: Sequence[Assigned]) -> Iterator[tuple[int, int]]:
+    """Yields the places of any two stages that would not be the same in each other's place."""
     for (place, left), (other, right) in combinations(enumerate(stages), 2):
-        if other - place <= furthest and not _are_same_in_place(left, right):
-            swapped = list(stages)
-            swapped[place], swapped[other] = (
-                left._replace(devices=right.devices),
-                right._replace(devices=left.devices),
-            )
-            yield swapped
+        if not _are_same_in_place(left, right):
+            yield place, other
 
 
 def _are_same_in_place(left: Assigned, right: Assigned) -> bool:

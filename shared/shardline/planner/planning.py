@@ -8,7 +8,7 @@ from dataclasses import replace
 from shardline.errors import Invalid
 from shardline.planner.boundaries import apart, bounds
 from shardline.planner.device_profile import DeviceProfile
-from shardline.planner.fleet import Fleet, families, neighbors, share_memory
+from shardline.planner.fleet import Fleet, families, moved, neighbors, reordered, share_memory
 from shardline.planner.model_costs import WEIGHT_BYTES, ModelCosts
 from shardline.planner.partitions import Partitions
 from shardline.planner.plan import Plan, Plans
@@ -19,6 +19,8 @@ from shardline.planner.workload import Goal, Workload
 from shardline.split import even_split
 
 MAX_CLIMBS = 16
+MAX_REORDERED = 4
+"""Stages of a pipeline of which other orders are tried."""
 NUM_OTHERS = 3
 """Plans that are shown behind the best."""
 Pipeline = Sequence[Assigned]
@@ -104,25 +106,44 @@ class _Ranking:
             self._found[key] = plan, pipelines
 
     def improve(self) -> None:
-        """Goes from the best to its best neighbor, as long as that is better: the search knows no links."""
+        """Goes from the best to its best neighbor, as long as that is better: the search knows no links, nor that in
+        some steps one stage is the slowest and in others another. So other orders of few stages are tried too."""
         for _ in range(MAX_CLIMBS):
             before = self.best
             self._add_neighbors(*before)
             if self.best is before:
+                self._add_orders(*before)
+            if self.best is before:
                 return
+
+    def _add_orders(self, plan: Plan, pipelines: Sequence[Pipeline]) -> None:
+        """Those with two devices of one short pipeline in each other's place, and layers moved while that helps."""
+        for place, (stages, planned) in enumerate(zip(pipelines, plan.pipelines, strict=True)):
+            if len(stages) <= MAX_REORDERED:
+                predictor = self._sharing.predictor(planned.concurrency)
+                taken = {bound for each in pipelines if each is not stages for bound in bounds(each)}
+                for order in reordered(stages):
+                    self._add_changed(plan, pipelines, place, _balanced(predictor, order), taken)
 
     def _add_neighbors(self, plan: Plan, pipelines: Sequence[Pipeline]) -> None:
         """Those with one pipeline changed, which keeps its share of the load."""
-        for place, (stages, planned) in enumerate(zip(pipelines, plan.pipelines, strict=True)):
-            predictor = self._sharing.predictor(planned.concurrency)
+        for place, stages in enumerate(pipelines):
             taken = {bound for each in pipelines if each is not stages for bound in bounds(each)}
             for neighbor in neighbors(stages):
-                changed = [*pipelines[:place], neighbor, *pipelines[place + 1 :]]
-                key = _key(changed)
-                if key not in self._found and not taken & bounds(neighbor) and predictor.fits(neighbor):
-                    predicted = [*plan.pipelines]
-                    predicted[place] = predictor.predict(neighbor)
-                    self._found[key] = Plan.of(predicted, self._sharing.workload.concurrency), changed
+                self._add_changed(plan, pipelines, place, neighbor, taken)
+
+    def _add_changed(
+        self, plan: Plan, pipelines: Sequence[Pipeline], place: int, stages: Pipeline, taken: set[int]
+    ) -> None:
+        """Adds the plan with other stages of the pipeline at this place, if they fit and none begins where another
+        pipeline's does."""
+        predictor = self._sharing.predictor(plan.pipelines[place].concurrency)
+        changed = [*pipelines[:place], stages, *pipelines[place + 1 :]]
+        key = _key(changed)
+        if key not in self._found and not taken & bounds(stages) and predictor.fits(stages):
+            predicted = [*plan.pipelines]
+            predicted[place] = predictor.predict(stages)
+            self._found[key] = Plan.of(predicted, self._sharing.workload.concurrency), changed
 
     @property
     def best(self) -> tuple[Plan, Sequence[Pipeline]]:
@@ -138,6 +159,17 @@ class _Ranking:
         """A stage that is busy for longer, with so many replicas, is in none of the first plans."""
         plans = self.plans
         return predictor.busy_s(plans[NUM_OTHERS].tokens_per_s / replicas if len(plans) > NUM_OTHERS else 0.0)
+
+
+def _balanced(predictor: Predictor, stages: Pipeline) -> Pipeline:
+    """The same devices in the same order, with layers moved one by one as long as that makes it faster."""
+    speed = predictor.predict(stages).tokens_per_s
+    while True:
+        speeds = [(predictor.predict(each).tokens_per_s, each) for each in moved(stages) if predictor.fits(each)]
+        faster = max(speeds, key=lambda found: found[0], default=(0.0, stages))
+        if faster[0] <= speed:
+            return stages
+        speed, stages = faster
 
 
 def _key(pipelines: Sequence[Pipeline]) -> tuple[object, ...]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+import random
+from itertools import pairwise, permutations
 from typing import Any
 
 import msgspec
@@ -10,6 +11,7 @@ import pytest
 
 from shardline.errors import Invalid
 from shardline.planner import DeviceProfile, Goal, Plans, Workload, make_plans
+from shardline.planner.prediction import Assigned, Predictor
 from tests.unit.planner.fleets import LAYER_S, device, model
 
 LOAD = Workload(prompt=64, output=64, concurrency=8)
@@ -41,6 +43,31 @@ def test_a_device_half_as_fast_gets_half_as_many_layers() -> None:
 def test_the_tail_holds_fewer_layers_for_its_output_layer() -> None:
     found = plans(device("a:0", tail_s=4 * LAYER_S), device("a:1", tail_s=4 * LAYER_S), num_stages=2)
     assert sizes(found) == [8, 4]
+
+
+@pytest.mark.parametrize("seed", [0, 1, 28, 51, 197])
+def test_two_unlike_devices_get_the_best_of_all_splits_in_both_orders(seed: int) -> None:
+    # Given devices on whose output layers decodes wait and prompts do not: no stage is the slowest in every step
+    chance = random.Random(seed)
+    profiles = [
+        device(
+            name,
+            slower=chance.uniform(1, 12),
+            tail_s=chance.uniform(0, 40) * LAYER_S,
+            tail_prefill_row_s=-chance.uniform(0, 1) * LAYER_S / 64,
+        )
+        for name in ("a:0", "b:0")
+    ]
+    load = Workload(prompt=160, output=64, concurrency=32, at_once=True)
+    costs, predictor = model(), Predictor(model(), load)
+    tried = [
+        predictor.predict([Assigned((head,), 0, bound), Assigned((tail,), bound, len(costs.layers))]).tokens_per_s
+        for head, tail in permutations(profiles)
+        for bound in range(1, len(costs.layers))
+    ]
+
+    # When they are planned, then no split is predicted to be faster
+    assert make_plans(costs, profiles, load, num_stages=2, replicas=1).best.tokens_per_s == pytest.approx(max(tried))
 
 
 def test_a_device_that_slows_the_others_down_is_left_out() -> None:
