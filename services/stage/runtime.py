@@ -288,7 +288,9 @@ def _drift_of(placed: Placed) -> Drift | None:
 
 
 def pipeline_of(settings: StageSettings, worker: str, device: Device) -> str:
-    """The name of the pipeline that a head leads, the same after each start."""
+    """The name of the pipeline that a head leads, the same after each start: workers of a fleet may share a device."""
+    if settings.is_planned:
+        return settings.pipeline or f"{settings.name}:{worker}"
     return settings.pipeline or f"{settings.name}:{worker.partition('@')[2]}:{device.name}"
 
 

@@ -360,6 +360,7 @@ def _settings(name: str, site: Site) -> SimpleNamespace:
         times=TIMES,
         name="m",
         pipeline=name,
+        is_planned=False,
         seats=SEATS,
         interactive_seats=0,
         token_budget=64,

@@ -104,8 +104,7 @@ class Third:
         return self._process.wait(60)
 
     def _start(self) -> subprocess.Popen[bytes]:
-        # Heads are told apart by their devices, and here all work on the same cores.
-        return start_third(self._stack, MEMORY_MIB=str(LARGE_MIB), PIPELINE="alone")
+        return start_third(self._stack, MEMORY_MIB=str(LARGE_MIB))
 
 
 def test_pipelines_of_unlike_workers_form_and_answer_side_by_side(
