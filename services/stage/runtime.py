@@ -137,6 +137,7 @@ class Loaded:
             "exact": executor.exact,
             "kv_blocks": executor.num_blocks,
             "kv_blocks_used": executor.blocks_used,
+            "streamed_layers": len(executor.forward.shard.streamed_layers),
             "kv_slots": executor.offload.num_slots,
             "kv_slot_move_us": round(executor.offload.move_s * 1e6),
             "sequences": executor.num_open,
@@ -214,6 +215,8 @@ def limits_of(settings: StageSettings) -> Limits:
         memory_bytes=settings.memory_bytes,
         offload_bytes=settings.kv_offload_mib * MIB,
         offload_folder=settings.kv_offload_dir,
+        streamed_layers=settings.streamed_layers,
+        streamed_folder=settings.streaming_folder,
         token_budget=settings.token_budget,
         max_open=2 * (settings.seats + settings.interactive_seats),
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, SecretStr
 
@@ -95,6 +95,12 @@ class StageSettings(Settings):
         description="MiB outside the KV pool for the KV of preempted jobs, if the prefix cache is on; 0: none",
     )
     kv_offload_dir: Path | None = Field(None, description="folder of a file for it; default: the host's memory")
+    streamed_layers: Annotated[int, Field(ge=0)] | Literal["auto"] = Field(
+        0,
+        description="layers of a stage on cores whose weights lie in a file and are read again in every step; "
+        "auto: as few as make weights and KV fit",
+    )
+    streamed_layers_dir: Path | None = Field(None, description="folder of that file; default: the cache's")
     stall_s: float = Field(
         Times().stall_s, ge=5, description="a head takes a stage for hung whose step takes longer; times the time scale"
     )
@@ -133,6 +139,16 @@ class StageSettings(Settings):
     def asks_peers(self) -> bool:
         """Whether some model comes from another worker."""
         return any(each.model.startswith(PEER) for each in self.every_model)
+
+    @property
+    def streams(self) -> bool:
+        """Whether it streams as many layers as its memory does not hold, so that a plan may count on it."""
+        return self.streamed_layers == "auto"
+
+    @property
+    def streaming_folder(self) -> Path:
+        """Where the weights of streamed layers lie."""
+        return self.streamed_layers_dir or self.cache_dir
 
     @property
     def memory_bytes(self) -> int | None:

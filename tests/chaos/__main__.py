@@ -30,6 +30,7 @@ def main(
     devices: Annotated[
         str | None, typer.Option(help="one for each stage: 'cpu:0 toy:0'; toy: the test accelerator")
     ] = None,
+    streamed_layers: Annotated[int, typer.Option(help="of each stage: their weights are read in every step")] = 0,
     patience: Annotated[float, typer.Option(help="seconds after the last fault in which everything must end")] = 180.0,
     time_scale: Annotated[
         float, typer.Option(help="of the protocol's times; more where the machine is busy")
@@ -52,6 +53,7 @@ def main(
         replicas=replicas,
         workers=workers,
         devices=devices,
+        streamed_layers=streamed_layers,
         time_scale=time_scale,
         exact=not inexact,
         insecure=insecure,
@@ -61,7 +63,8 @@ def main(
     )
     what = f"FAULTS={faults!r} LOAD={load} DTYPE={dtype} STAGES={stages} TIME_SCALE={time_scale:g}"
     shape = f"{f' WORKERS={workers}' if workers else ''}{f' DEVICES={devices!r}' if devices else ''}"
-    more = f"{shape}{' INSECURE=yes' if insecure else ''}"
+    streamed = f" STREAMED_LAYERS={streamed_layers}" if streamed_layers else ""
+    more = f"{shape}{streamed}{' INSECURE=yes' if insecure else ''}"
     again = f"make chaos SEED={options.seed} MINUTES={minutes:g} {what}{more}"
     conduct(again, partial(run, options, wanted(faults, GROUPS)), file=FILE, logs=LOGS_KEPT)
 

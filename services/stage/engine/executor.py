@@ -7,6 +7,7 @@ Letters of shapes: T packed rows of the step, H the hidden size.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 
 import structlog
@@ -22,7 +23,7 @@ from services.stage.engine.accelerator_options import AcceleratorOptions
 from services.stage.engine.decode_graphs import CudaRecorder
 from services.stage.engine.exactness import Probe, choose_row_buckets, exactness_fingerprint
 from services.stage.engine.forward import Forward
-from services.stage.engine.memory import Limits, StageMemory
+from services.stage.engine.memory import Limits, StageMemory, WeightBytes
 from services.stage.engine.sampler import SampledSequence, Sampler
 from services.stage.kernels import kernel
 from services.stage.kernels.kernel import Kernel
@@ -32,8 +33,9 @@ from services.stage.model.fused import fuse, fuse_norms
 from services.stage.model.kv_shapes import probe_kv_shapes
 from services.stage.model.model_info import ModelInfo
 from services.stage.model.owned_weights import give_back, own
-from services.stage.model.packing import Packing, pack, packed_bytes, packing_for, unshare_embedding
-from services.stage.model.shard import Shard
+from services.stage.model.packing import Packing, pack, packed_bytes, packing_for, tiled_bytes, unshare_embedding
+from services.stage.model.shard import Shard, shard_layers
+from services.stage.model.streamed_layers import StreamedLayers, check_streamable
 from services.stage.model.triton_products import TritonRmsNorm
 from services.stage.model.weights import fingerprint
 from services.stage.scheduling.open_sequences import OpenSequences
@@ -86,14 +88,18 @@ class Executor:
         attention = Attention(native or triton_backend.load(device.torch_device))
         of_dtype, parts = device.dtype(dtype), parts_of(options.cpu_parts, is_first=layers.start == 0)
         packing = packing_for(of_dtype, native, int8=dtype == INT8) if device.is_cpu else options.packing()
+        source = with_floats(info, layers, of_dtype, cache_folder)
 
         def check(model: nn.Module) -> None:
             options.check(model)
-            memory.check_fits(packed_bytes(model, packing) - num_bytes(model, parts))
+            tiles = {number: tiled_bytes(layer, packing) for number, layer in shard_layers(model, layers).items()}
+            memory.check_fits(WeightBytes(packed_bytes(model, packing) - num_bytes(model, parts), tiles))
+            if memory.streamed_layers:
+                check_streamable(source.path, of_dtype)
 
         with torch.inference_mode():
             shard = Shard.load(
-                with_floats(info, layers, of_dtype, cache_folder),
+                source,
                 layers,
                 dtype=of_dtype,
                 attn_implementation=attention.name,
@@ -102,7 +108,7 @@ class Executor:
                 check=check,
             )
             kv_shapes = probe_kv_shapes(shard)
-            pack_shard(shard, packing)
+            pack_shard(shard, packing, streamed=memory.streamed_layers, folder=limits.streamed_folder)
             if native is not None:
                 fuse(shard.model, native)
             padding, rows_are_exact = choose_row_buckets(
@@ -115,14 +121,8 @@ class Executor:
             area = memory.make_offload_area(kv)
         if not exact:
             log.warning("rows are not exact on this device: outputs may differ after a resume", kernel=attention.kind)
-        name = exactness_fingerprint(
-            weights=fingerprint(info.path, cache_folder),
-            dtype=shard.dtype,
-            kernel=attention.version,
-            packing=packing.name,
-            num_threads=device.num_threads,
-            device=device.identity(),
-        )
+        weights = fingerprint(info.path, cache_folder)
+        name = _exactness(weights, shard.dtype, attention, packing, device)
         return cls(forward, area, limits, device, exact=exact, fingerprint=name)
 
     @property
@@ -235,6 +235,18 @@ class Executor:
         return rows, sequences
 
 
+def _exactness(weights: str, dtype: torch.dtype, attention: Attention, packing: Packing, device: Device) -> str:
+    """The exactness fingerprint."""
+    return exactness_fingerprint(
+        weights=weights,
+        dtype=dtype,
+        kernel=attention.version,
+        packing=packing.name,
+        num_threads=device.num_threads,
+        device=device.identity(),
+    )
+
+
 def _save_calls(forward: Forward, native: Kernel | None, options: AcceleratorOptions, limits: Limits) -> None:
     """Makes fewer calls of the same work: whole layers on the CPU, whole decode steps on a GPU."""
     if native is not None:
@@ -243,10 +255,11 @@ def _save_calls(forward: Forward, native: Kernel | None, options: AcceleratorOpt
         forward.record_decodes(CudaRecorder(), max_rows=limits.max_decodes)
 
 
-def pack_shard(shard: Shard, packing: Packing) -> None:
-    """Packs a shard, and on the CPU copies its weights out of the loader's files.
+def pack_shard(shard: Shard, packing: Packing, *, streamed: Collection[int] = (), folder: Path = Path()) -> None:
+    """Packs a shard, and on the CPU copies its weights out of the loader's files: those of the layers with the numbers
+    `streamed` into a file in `folder`.
 
-    This is done layer by layer: memory never holds more than one layer twice.
+    This is done layer by layer: memory never holds more than one layer twice. Raises Invalid if the disk has no room.
     """
     if shard.device.type != "cpu":
         if packing.keeps_weights:
@@ -255,13 +268,24 @@ def pack_shard(shard: Shard, packing: Packing) -> None:
     if shard.is_first and (shard.is_last or packing.int8):
         # A tied output layer is packed in every split, so that one stage and three give the same bits.
         unshare_embedding(shard.model, packing)
-    layers = list(shard.layer_modules.values())
-    for piece in [*layers, shard.model] if shard.is_last else layers:
-        originals = [parameter.data for parameter in piece.parameters()]
-        pack(piece, packing, uses_embedding=shard.is_first)
-        for original in originals:
-            give_back(original)
+    streaming = StreamedLayers(folder) if streamed else None
+    for number, layer in shard.layer_modules.items():
+        _pack_piece(layer, packing, uses_embedding=shard.is_first)
+        if streaming is not None and number in streamed:
+            streaming.take(layer)
+    if shard.is_last:
+        _pack_piece(shard.model, packing, uses_embedding=shard.is_first)
     own(shard.model)
+    if streaming is not None:
+        streaming.start()
+        shard.streamed_layers = tuple(streamed)
+
+
+def _pack_piece(piece: nn.Module, packing: Packing, *, uses_embedding: bool) -> None:
+    originals = [parameter.data for parameter in piece.parameters()]
+    pack(piece, packing, uses_embedding=uses_embedding)
+    for original in originals:
+        give_back(original)
 
 
 def _use_triton(shard: Shard, packing: Packing) -> None:

@@ -1,16 +1,18 @@
-"""Divides a stage's memory between weights and KV. Knows sizes only."""
+"""Divides a stage's memory between weights and KV, and chooses the layers that it does not hold. Knows sizes only."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 
 from services.stage.attention.offload_area import OffloadArea
 from services.stage.attention.paged_kv import KvShape, PagedKv
 from services.stage.device.device import Device
+from services.stage.model.streamed_layers import NUM_BUFFERS
 from services.stage.scheduling.kv_blocks import blocks_for
 from shardline.errors import Invalid
 
@@ -34,6 +36,10 @@ class Limits:
     offload_folder: Path | None = None
     """Where it lies in a file; None: in host memory."""
     kv_share: float = DEFAULT_KV_SHARE
+    streamed_layers: int | Literal["auto"] = 0
+    """Whose weights memory does not hold; auto: as few as make weights and KV fit."""
+    streamed_folder: Path = Path()
+    """Where these lie in a file."""
     token_budget: int
     """Rows of one step."""
     max_open: int
@@ -49,6 +55,37 @@ class Limits:
         return self.offload_bytes if device.is_cpu and self.offload_folder is None else 0
 
 
+@dataclass(frozen=True, slots=True)
+class WeightBytes:
+    """What a shard's weights will take."""
+
+    all: int
+    by_layer: Mapping[int, int]
+    """The part of each layer that can be streamed, by the layer's number; 0 on a GPU."""
+
+    def held(self, streamed: Collection[int]) -> int:
+        """Returns what memory holds if these layers are streamed: the rest, and buffers for the largest of them."""
+        sizes = [self.by_layer[number] for number in streamed]
+        return self.all - sum(sizes) + NUM_BUFFERS * max(sizes, default=0)
+
+    def spread(self, num: int) -> tuple[int, ...]:
+        """Returns so many layers, or all if these are fewer, as far apart as can be: others compute while they are
+        read."""
+        numbers = sorted(number for number, size in self.by_layer.items() if size)
+        num = min(num, len(numbers))
+        return tuple(numbers[(2 * index + 1) * len(numbers) // (2 * num)] for index in range(num))
+
+    def least_streamed(self, limit: int) -> tuple[int, ...]:
+        """Returns the fewest layers without which memory holds at most `limit` bytes; all if none are few enough.
+
+        An even number: a pass begins with the buffer that the one before it did not end with.
+        """
+        for num in range(0, len(self.by_layer), 2):
+            if self.held(streamed := self.spread(num)) <= limit:
+                return streamed
+        return self.spread(len(self.by_layer))
+
+
 class StageMemory:
     """What one stage takes of its device's memory, in the order of its methods. No other stage measures meanwhile."""
 
@@ -56,25 +93,28 @@ class StageMemory:
         self._limits, self._device = limits, device
         self._taken = 0
         """Bytes of weights, once they are promised."""
+        self.streamed_layers: tuple[int, ...] = ()
+        """By their numbers."""
 
-    def check_fits(self, shard_bytes: int) -> None:
-        """Checks, before any weight is read, that shard and KV fit into free memory, and promises to take it.
+    def check_fits(self, weights: WeightBytes) -> None:
+        """Before any weight is read: chooses the streamed layers, checks that the rest and KV fit into free memory, and
+        promises to take it.
 
         Raises Invalid, with the remedy, if they do not.
         """
-        kv_bytes = (self._limits.kv_bytes or 0) + self._offload_bytes
+        limits = self._limits
         with self._device.promises.alone():
-            taken = int(shard_bytes * PACKING_FACTOR)
-            needed, available = taken + kv_bytes, self._available_bytes()
-            if needed > available:
-                raise Invalid(
-                    "SHARDLINE_SPLIT",
-                    f"weights ({mib(shard_bytes)}) and KV ({mib(kv_bytes)}) need {mib(needed)}, {mib(available)} are "
-                    f"free{_promised(self._device)}",
-                    "Use more stages, fewer layers here, a smaller dtype or a smaller SHARDLINE_KV_MIB"
-                    + (", or a larger SHARDLINE_MEMORY_MIB" if self._limits.memory_bytes else ""),
-                )
-            self._device.promises.make(needed)
+            available = self._available_bytes()
+            kv_bytes = self._offload_bytes + (limits.kv_bytes or 0)
+            if limits.streamed_layers == "auto":
+                kv_bytes += 0 if limits.kv_bytes else int((available - kv_bytes) * limits.kv_share)
+                self.streamed_layers = weights.least_streamed(int((available - kv_bytes) / PACKING_FACTOR))
+            else:
+                self.streamed_layers = weights.spread(limits.streamed_layers)
+            taken = int(weights.held(self.streamed_layers) * PACKING_FACTOR)
+            if taken + kv_bytes > available:
+                raise self._too_large(weights, kv_bytes, available)
+            self._device.promises.make(taken + kv_bytes)
         self._taken = taken
 
     def make_kv(self, kv_shapes: Mapping[int, KvShape], dtype: torch.dtype, *, context: int) -> PagedKv:
@@ -92,6 +132,17 @@ class StageMemory:
             area = OffloadArea(kv, limits.offload_bytes, limits.offload_folder, synchronize=self._device.synchronize)
             self._device.promises.make(0)
         return area
+
+    def _too_large(self, weights: WeightBytes, kv_bytes: int, available: int) -> Invalid:
+        held, few = weights.held(self.streamed_layers), "Use more stages, fewer layers here, a smaller dtype"
+        what = f" but for {len(self.streamed_layers)} streamed layers" if self.streamed_layers else ""
+        return Invalid(
+            "SHARDLINE_SPLIT",
+            f"weights{what} ({mib(held)}) and KV ({mib(kv_bytes)}) need {mib(int(held * PACKING_FACTOR) + kv_bytes)}, "
+            f"{mib(available)} are free{_promised(self._device)}",
+            f"{few}{'' if self.streamed_layers else ', SHARDLINE_STREAMED_LAYERS=auto'} or a smaller SHARDLINE_KV_MIB"
+            + (", or a larger SHARDLINE_MEMORY_MIB" if self._limits.memory_bytes else ""),
+        )
 
     @property
     def _offload_bytes(self) -> int:

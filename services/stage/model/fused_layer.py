@@ -64,20 +64,21 @@ def fuse_layers(layers: Iterable[nn.Module], kernel: Kernel, attention: Attentio
     trial()
     for hook in hooks:
         hook.remove()
-    fused = {layer: _fused(layer, kernel, attention) for layer in asked}
-    for layer, one in list(fused.items()):
-        if one is None or not _gives_the_same(one, *asked[layer]):
-            del fused[layer]
-        else:
-            layer.forward = one.forward
-    return len(fused)
+    return sum(_use_fused(layer, _fused(layer, kernel, attention), *call) for layer, call in asked.items())
 
 
-def _gives_the_same(fused: FusedLayer, args: tuple[Any, ...], kwargs: dict[str, Any], expected: object) -> bool:
+def _use_fused(
+    layer: Any, fused: FusedLayer | None, args: tuple[Any, ...], kwargs: dict[str, Any], expected: object
+) -> bool:
+    """Gives the layer this forward if a call of the layer then returns what it did before."""
     x = args[0] if args else kwargs.get("hidden_states")
-    if not isinstance(expected, Tensor) or not fused.takes(x, kwargs.get("position_embeddings")):
+    if fused is None or not isinstance(expected, Tensor) or not fused.takes(x, kwargs.get("position_embeddings")):
         return False
-    return torch.equal(fused.forward(*args, **kwargs), expected)
+    original, layer.forward = layer.forward, fused.forward
+    if torch.equal(layer(*args, **kwargs), expected):
+        return True
+    layer.forward = original
+    return False
 
 
 def _fused(layer: Any, kernel: Kernel, attention: Attention) -> FusedLayer | None:

@@ -128,6 +128,14 @@ def packed_bytes(model: nn.Module, packing: Packing) -> int:
     )
 
 
+def tiled_bytes(module: nn.Module, packing: Packing) -> int:
+    """Returns the part of `packed_bytes` that tiles of our own will take; a GPU's products have none."""
+    if packing.make is None or packing.keeps_weights:
+        return 0
+    weights = [layer.weight for layer in module.modules() if _is_linear(layer)]
+    return sum(weight.numel() * (1 if packing.int8 else weight.element_size()) for weight in weights)
+
+
 @torch.no_grad()
 def pack(model: nn.Module, packing: Packing, *, uses_embedding: bool = True) -> None:
     """Packs the model's linear layers one by one and frees each original at once.

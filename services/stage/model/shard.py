@@ -90,6 +90,12 @@ def shard_class(info: ModelInfo, layers: range, check: Callable[[nn.Module], Non
     return type(base.__name__, (base,), body)
 
 
+def shard_layers(model: Any, layers: range) -> dict[int, nn.Module]:
+    """Returns these layers of a model by their numbers."""
+    stack = getattr(model.base_model, Pieces.of(model, model.config.num_hidden_layers).layers)
+    return {number: stack[number] for number in layers}
+
+
 class Shard:
     """Some layers of a model, ready to compute: `hidden` on any stage, `logits` on the tail."""
 
@@ -99,10 +105,12 @@ class Shard:
         self.decoder = model.base_model
         self.dtype: torch.dtype = model.dtype
         self._stack = getattr(self.decoder, Pieces.of(model, info.num_layers).layers)
-        self.layer_modules: dict[int, nn.Module] = {number: self._stack[number] for number in layers}
+        self.layer_modules = shard_layers(model, layers)
         sizes = {int(p.shape[-2]) for layer in self.layer_modules.values() for p in layer.parameters() if p.dim() > 1}
         self.widths = frozenset(sizes | {size // 2 for size in sizes if size % 2 == 0})
         """The row lengths of elementwise operations: outputs of linear layers, or half of them where two are fused."""
+        self.streamed_layers: tuple[int, ...] = ()
+        """By number: those whose weights are read in every step."""
         self._received: Tensor | None = None
         if not self.is_first:  # what the stage before sent replaces all that the model did before its layers
             self.layer_modules[layers.start].register_forward_pre_hook(self._take_received, with_kwargs=True)

@@ -66,6 +66,16 @@ class TiledLinear(nn.Module):
         """An empty tensor [0] of the dtype of inputs: some models ask a weight for its dtype or device."""
         return self._empty
 
+    @property
+    def tiles(self) -> Tensor:
+        """The packed weight, int8 [bytes]."""
+        return self._tiles
+
+    def use_tiles(self, tiles: Tensor) -> None:
+        """Reads the packed weight, int8 [bytes], from this memory from now on."""
+        self._tiles = tiles
+        self.call.weights = tiles.data_ptr()
+
     def forward(self, x: Tensor) -> Tensor:
         """Returns x @ weight.T + bias: x [..., T, K] to [..., T, N], in the dtype of `weight`. Rows of x may lie
         apart."""

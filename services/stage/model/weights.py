@@ -41,6 +41,8 @@ class WeightFile:
     path: Path
     size_bytes: int
     header_sha256: str
+    dtypes: frozenset[str]
+    """Of its tensors, as safetensors names them."""
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -75,13 +77,15 @@ def check_file(path: Path) -> WeightFile:
         tensors = json.loads(header)
         tensors.pop("__metadata__", None)
         end = max((_end_of(name, tensor) for name, tensor in tensors.items()), default=0)
+        dtypes = frozenset(str(tensor["dtype"]) for tensor in tensors.values())
     except BROKEN as error:
         refuse(f"{path} has a broken safetensors header: {error}", COPY_AGAIN, error)
     expected_bytes = LENGTH_BYTES + header_bytes + end
     if size_bytes != expected_bytes:
         what = "cut short" if size_bytes < expected_bytes else "too long"
         refuse(f"{path} is {what}: {size_bytes:,} bytes, its header says {expected_bytes:,}", COPY_AGAIN)
-    return WeightFile(path=path, size_bytes=size_bytes, header_sha256=hashlib.sha256(header).hexdigest())
+    header_sha256 = hashlib.sha256(header).hexdigest()
+    return WeightFile(path=path, size_bytes=size_bytes, header_sha256=header_sha256, dtypes=dtypes)
 
 
 def fingerprint(folder: Path, cache_folder: Path) -> str:

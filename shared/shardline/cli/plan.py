@@ -14,7 +14,17 @@ from rich.table import Table
 from shardline.cli import show
 from shardline.cli.arguments import Json
 from shardline.errors import Invalid
-from shardline.planner import DeviceProfile, Goal, ModelCosts, PipelinePlan, Plans, Workload, make_plans, read_profiles
+from shardline.planner import (
+    DeviceProfile,
+    Goal,
+    ModelCosts,
+    PipelinePlan,
+    Plans,
+    StagePlan,
+    Workload,
+    make_plans,
+    read_profiles,
+)
 
 USUAL = Workload()
 BAR_CHARS = 12
@@ -114,10 +124,15 @@ def _stages(plan: PipelinePlan) -> Table:
             stage.dtype,
             stage.layers,
             f"[{color}]{bar:<{BAR_CHARS}}[/]{stage.busy_share:5.0%}",
-            f"{stage.weight_bytes / 2**20:,.0f} MiB",
+            _weights(stage),
             f"{stage.kv_tokens:,}",
         )
     return table
+
+
+def _weights(stage: StagePlan) -> str:
+    streamed = f", {stage.streamed_bytes / 2**20:,.0f} read in each step" if stage.streamed_bytes else ""
+    return f"{stage.weight_bytes / 2**20:,.0f} MiB{streamed}"
 
 
 def _table_of(plans: Plans) -> Table:

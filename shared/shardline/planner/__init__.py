@@ -2,7 +2,7 @@
 
 from shardline.planner.device_profile import DeviceProfile, LayerTimes, Link, read_profiles
 from shardline.planner.model_costs import ModelCosts
-from shardline.planner.plan import PipelinePlan, Plan, Plans
+from shardline.planner.plan import PipelinePlan, Plan, Plans, StagePlan
 from shardline.planner.planning import make_plans, make_plans_that_fit
 from shardline.planner.workload import Goal, Workload
 
@@ -15,6 +15,7 @@ __all__ = [
     "PipelinePlan",
     "Plan",
     "Plans",
+    "StagePlan",
     "Workload",
     "make_plans",
     "make_plans_that_fit",

@@ -80,6 +80,8 @@ class DeviceProfile(msgspec.Struct, frozen=True, kw_only=True):
     """To take one frame and send another, without their bytes."""
     frame_byte_s: Seconds = 0.0
     """More, for each byte of a frame."""
+    stream_bytes_per_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0
+    """Weights that it reads from its disk in every step, if memory does not hold them; 0: it must hold all."""
     machine: str = ""
     """All devices with the same value meet others over the same links."""
     links: dict[str, Link] = {}

@@ -30,6 +30,8 @@ class StagePlan(msgspec.Struct, frozen=True, kw_only=True):
     """In all steps of the load."""
     busy_share: float
     weight_bytes: int
+    streamed_bytes: int = 0
+    """The part of them that its memory does not hold: read in every step."""
     kv_tokens: int
     """That its memory holds beside its weights."""
 

@@ -68,7 +68,7 @@ class Predictor:
         """The plan of these stages, which must cover all layers in order."""
         load, replicas = self.load, len(stages[0].devices)
         steps = load.steps(len(stages))
-        times = [[self._step_s(stage, step) for step in steps] for stage in stages]
+        times = [[self._step_s(stage, step, len(stages)) for step in steps] for stage in stages]
         total_s = sum(
             step.count * self._interval_s(stages, step, of_step)
             for step, of_step in zip(steps, zip(*times, strict=True), strict=True)
@@ -90,12 +90,14 @@ class Predictor:
             bottleneck=busy.index(max(busy)),
         )
 
-    def _step_s(self, stage: Assigned, step: StepKind) -> float:
-        """Seconds of a stage in one step."""
+    def _step_s(self, stage: Assigned, step: StepKind, num_stages: int) -> float:
+        """Seconds of a stage, of so many, in one step: streamed weights are read while others compute."""
         kinds = Counter(kind.name for kind in self.model.layers[stage.first : stage.stop])
         is_tail = stage.stop == len(self.model.layers)
         computing_s = compute_s(stage.profile, kinds, step, is_tail=is_tail)
-        return computing_s + frames_s(stage.profile, self.model, step)
+        streamed = self.cost(stage.profile, num_stages).streamed(stage.first, stage.stop)
+        reading_s = streamed / stage.profile.stream_bytes_per_s if streamed else 0.0
+        return max(computing_s, reading_s) + frames_s(stage.profile, self.model, step)
 
     def _interval_s(self, stages: Sequence[Assigned], step: StepKind, times: Sequence[float]) -> float:
         """Seconds from one step to the next. It is as slow as its slowest stage or link, for which the others wait; and
@@ -119,14 +121,14 @@ class Predictor:
     def _first_token_s(self, stages: Sequence[Assigned]) -> float:
         """Chunks follow each other through the pipeline: the last one leaves when the slowest stage has done all."""
         chunk = self.load.first_token()[0]
-        times = [self._step_s(stage, chunk) for stage in stages]
+        times = [self._step_s(stage, chunk, len(stages)) for stage in stages]
         behind_s = max(0.0, chunk.count - 1) * self._interval_s(stages, chunk, times)
         sampled = StepKind(count=1, decodes=1, decode_context=self.load.prompt)
         return sum(times) + self._hops_s(stages, chunk) + behind_s + tail_s(stages[-1].profile, sampled)
 
     def _next_token_s(self, stages: Sequence[Assigned]) -> float:
         step = StepKind(count=1, decodes=1, decode_context=self.load.prompt + self.load.output / 2)
-        return sum(self._step_s(stage, step) for stage in stages) + self._hops_s(stages, step)
+        return sum(self._step_s(stage, step, len(stages)) for stage in stages) + self._hops_s(stages, step)
 
     def _stage(self, stage: Assigned, busy_s: float, total_s: float, num_stages: int) -> StagePlan:
         profile = stage.profile
@@ -134,7 +136,7 @@ class Predictor:
         num_ends = (stage.first == 0) + (stage.stop == len(self.model.layers))
         weights = sum(kind.num_weights for kind in layers) + num_ends * self.model.embedding_weights
         kv_bytes = sum(kind.kv_numbers for kind in layers) * KV_BYTES[profile.dtype]
-        room = self.cost(profile, num_stages).room(stage.first, stage.stop)
+        cost = self.cost(profile, num_stages)
         return StagePlan(
             devices=tuple(DeviceName(each.host, each.device) for each in stage.devices),
             dtype=profile.dtype,
@@ -143,5 +145,6 @@ class Predictor:
             busy_s=busy_s,
             busy_share=busy_s / total_s,
             weight_bytes=round(weights * WEIGHT_BYTES[profile.dtype]),
-            kv_tokens=self.load.kv_tokens + floor(room / kv_bytes),
+            streamed_bytes=round(cost.streamed(stage.first, stage.stop)),
+            kv_tokens=self.load.kv_tokens + floor(max(0.0, cost.room(stage.first, stage.stop)) / kv_bytes),
         )

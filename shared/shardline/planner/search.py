@@ -239,8 +239,8 @@ def _most_layers(cost: StageCost, limit: float) -> int:
         if room_s >= cost.least_s * cost.num_layers
         else int(room_s / cost.least_s * (1 + ROUNDING / 1000))
     )
-    by_memory = int(cost.memory_bytes / max(1.0, cost.least_bytes))
-    return min(cost.num_layers, by_time, by_memory)
+    by_memory = (cost.memory_bytes + cost.missing(limit)) / max(1.0, cost.least_bytes)
+    return int(min(cost.num_layers, by_time, by_memory))
 
 
 def _one_less(counts: Counts, group: int) -> Counts:

@@ -84,8 +84,7 @@ def local_target(options: Options) -> Iterator[LocalTarget]:
             "SHARDLINE_CACHE_DIR": str(folder / "cache"),
             "SHARDLINE_TIME_SCALE": str(options.time_scale),
             "SHARDLINE_DTYPE": options.dtype,
-            "SHARDLINE_KV_OFFLOAD_MIB": str(KV_OFFLOAD_MIB),
-            "SHARDLINE_KV_OFFLOAD_DIR": str(folder / "offload"),
+            **_outside_memory(options, folder / "offload"),
             "SHARDLINE_KERNEL": "auto" if options.exact else "off",
             "SHARDLINE_FAILPOINTS": str(failpoints),
         }
@@ -120,6 +119,16 @@ def local_target(options: Options) -> Iterator[LocalTarget]:
             workload=workload,
             start_s=start_s,
         )
+
+
+def _outside_memory(options: Options, folder: Path) -> Mapping[str, str]:
+    """What stages keep in files: KV of preempted jobs, weights of streamed layers."""
+    return {
+        "SHARDLINE_KV_OFFLOAD_MIB": str(KV_OFFLOAD_MIB),
+        "SHARDLINE_KV_OFFLOAD_DIR": str(folder),
+        "SHARDLINE_STREAMED_LAYERS": str(options.streamed_layers),
+        "SHARDLINE_STREAMED_LAYERS_DIR": str(folder),
+    }
 
 
 def _shape(options: Options) -> Mapping[str, str]:

@@ -38,6 +38,8 @@ class Options:
     """Of the protocol's times: a larger one where the machine is busy with other things."""
     devices: str | None = None
     """Of the stages, in place of cores: SHARDLINE_DEVICES. May name the test accelerator, `toy:0`."""
+    streamed_layers: int = 0
+    """Of each stage, whose weights it reads in every step."""
     exact: bool = True
     """False: attention without our kernel, so that a resume may give other tokens."""
     patience_s: float = 180.0

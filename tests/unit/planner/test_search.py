@@ -9,7 +9,7 @@ from random import Random
 import pytest
 
 from shardline.planner.search import Counts, DeviceKind, Search, Slice
-from shardline.planner.step_cost import StageCost
+from shardline.planner.step_cost import StageCost, Streaming
 
 
 def cost(random: Random, num_layers: int, *, tight: bool) -> StageCost:
@@ -30,7 +30,14 @@ def cost(random: Random, num_layers: int, *, tight: bool) -> StageCost:
         head_bytes=2.0,
         tail_bytes=2.0,
         memory_bytes=random.uniform(3, 12) if tight else 1e9,
+        streaming=streaming(random, memory) if tight and random.random() < 0.5 else None,
     )
+
+
+def streaming(random: Random, memory: list[float]) -> Streaming:
+    """Of a device that may read what its memory does not hold; a quarter of each layer is KV."""
+    kv_bytes = tuple(size / 4 for size in memory)
+    return Streaming(kv_bytes=kv_bytes, buffer_bytes=random.choice([0.0, 2.0]), byte_s=random.choice([0.1, 0.5, 2.0]))
 
 
 def search(seed: int) -> Search:

@@ -14,7 +14,7 @@ import torch
 from services.stage.attention.paged_kv import KvShape, PagedKv
 from services.stage.device.device import Device
 from services.stage.device.promises import Promises
-from services.stage.engine.memory import Limits, StageMemory
+from services.stage.engine.memory import Limits, StageMemory, WeightBytes
 from shardline.errors import Invalid
 from tests.pinned import first_core
 from tests.repository import REPOSITORY
@@ -74,7 +74,7 @@ def test_a_stage_is_refused_memory_promised_to_another_with_the_figures(device: 
     other.make(ALL_BYTES)
 
     with pytest.raises(Invalid, match=r"other stages of this host are about to take"):
-        StageMemory(limits(None), device).check_fits(1024 * MIB)
+        StageMemory(limits(None), device).check_fits(WeightBytes(1024 * MIB, {}))
 
 
 def limits(kv_bytes: int | None, offload_bytes: int = 0) -> Limits:
@@ -84,7 +84,7 @@ def limits(kv_bytes: int | None, offload_bytes: int = 0) -> Limits:
 
 def test_a_promise_is_kept_once_the_stage_has_taken_its_memory(device: Device, other: Promises) -> None:
     memory = StageMemory(limits(4 * MIB), device)
-    memory.check_fits(8 * MIB)
+    memory.check_fits(WeightBytes(8 * MIB, {}))
     assert other.others() > 12 * MIB
 
     kv = memory.make_kv(KV_SHAPES, torch.float32, context=64)
@@ -95,7 +95,7 @@ def test_a_promise_is_kept_once_the_stage_has_taken_its_memory(device: Device, o
 
 def test_memory_for_offloaded_kv_is_promised_until_it_is_taken(device: Device, other: Promises) -> None:
     memory = StageMemory(limits(4 * MIB, offload_bytes=2 * MIB), device)
-    memory.check_fits(8 * MIB)
+    memory.check_fits(WeightBytes(8 * MIB, {}))
     assert other.others() > 14 * MIB
 
     kv = memory.make_kv(KV_SHAPES, torch.float32, context=64)
@@ -110,9 +110,9 @@ def test_a_limit_is_what_weights_and_kv_share(device: Device) -> None:
     limited = Limits(kv_bytes=None, memory_bytes=16 * MIB, token_budget=64, max_open=1000)
     memory = StageMemory(limited, device)
     with pytest.raises(Invalid, match=r"16\.0 MiB are free.*SHARDLINE_MEMORY_MIB"):
-        memory.check_fits(16 * MIB)
+        memory.check_fits(WeightBytes(16 * MIB, {}))
 
-    memory.check_fits(10 * MIB)
+    memory.check_fits(WeightBytes(10 * MIB, {}))
     kv = memory.make_kv(KV_SHAPES, torch.float32, context=1024)
 
     block_bytes = PagedKv.bytes_per_block(KV_SHAPES, torch.float32)

@@ -1,0 +1,109 @@
+"""Streamed layers: the same steps with all weights in memory and with as many layers in a file as a limit asks for.
+
+    python -m tests.benchmarks.streaming --model DIR --memory-mib 900 [--dtype bfloat16] [--device cpu:0-1]
+
+Run it under a limit of the machine's own (a cgroup's) to see that the limit is kept: it prints the peak of its memory
+while layers are streamed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+
+from services.stage.attention.paged_kv import Span
+from services.stage.device.device import Device
+from services.stage.device.take import take
+from services.stage.engine.executor import Executor
+from services.stage.engine.forward import Forward
+from services.stage.engine.memory import Limits
+from services.stage.model.layer_file import measure_reads
+from services.stage.model.model_info import ModelInfo
+from tests.benchmarks.bare import log_to_stderr
+
+ROWS = (1, 16, 64, 256)
+"""Of a step, each of a sequence of its own: a larger one has more work for each reading of the weights."""
+RUNS = 3
+KV_BYTES = 32 << 20
+
+
+def parser() -> argparse.ArgumentParser:
+    """Its options."""
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("--model", type=Path, required=True)
+    options.add_argument("--memory-mib", type=int, required=True, help="for weights and KV, while layers are streamed")
+    options.add_argument("--dtype", default="bfloat16")
+    options.add_argument("--device", default="cpu:0-1")
+    options.add_argument("--only-streamed", action="store_true", help="not the model in memory")
+    return options
+
+
+def main() -> None:
+    """Prints one JSON line for each way: seconds of a step by rows, and output tokens/s."""
+    log_to_stderr()
+    options = parser().parse_args()
+    with tempfile.TemporaryDirectory(prefix="shardline-streaming-") as folder:
+        device = take(options.device, worker="streaming", lock_folder=Path(folder) / "locks")
+        limits = Limits(
+            kv_bytes=KV_BYTES,
+            memory_bytes=options.memory_mib << 20,
+            streamed_layers="auto",
+            streamed_folder=Path(folder),
+            token_budget=max(ROWS),
+            max_open=max(ROWS),
+        )
+        executor = load(options, limits, device)
+        streamed = len(executor.forward.shard.streamed_layers)
+        rate = measure_reads(Path(folder)) / 1e9
+        print(json.dumps({"streamed_layers": streamed, "disk_gb_per_s": round(rate, 2), **steps(executor.forward)}))
+        print(json.dumps({"peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10}))
+        if not options.only_streamed:
+            del executor
+            whole = Limits(kv_bytes=KV_BYTES, token_budget=max(ROWS), max_open=max(ROWS))
+            print(json.dumps({"streamed_layers": 0, **steps(load(options, whole, device).forward)}))
+
+
+def load(options: argparse.Namespace, limits: Limits, device: Device) -> Executor:
+    """All layers of the model."""
+    info = ModelInfo.read(options.model)
+    return Executor.load(
+        model=info,
+        layers=range(info.num_layers),
+        device=device,
+        dtype=options.dtype,
+        limits=limits,
+        cache_folder=options.model,
+    )
+
+
+def steps(forward: Forward) -> dict[str, dict[int, float]]:
+    """Of decodes without context."""
+    times = {rows: step_s(forward, rows) for rows in ROWS}
+    return {
+        "step_s": {rows: round(seconds, 3) for rows, seconds in times.items()},
+        "tokens_per_s": {rows: round(rows / seconds, 1) for rows, seconds in times.items()},
+    }
+
+
+def step_s(forward: Forward, rows: int) -> float:
+    """The median of some, after one that does not count."""
+    spans = [Span(start=0, length=1, blocks=[index % forward.kv.num_blocks]) for index in range(rows)]
+    x = forward.random_inputs(rows, torch.Generator().manual_seed(0))
+    times = []
+    with torch.inference_mode():
+        for _ in range(1 + RUNS):
+            began_s = time.perf_counter()
+            forward.sampled_outputs(spans, x, list(range(rows)))
+            times.append(time.perf_counter() - began_s)
+    return statistics.median(times[1:])
+
+
+if __name__ == "__main__":
+    main()
