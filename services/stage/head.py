@@ -201,18 +201,18 @@ class Head:
 
     def pipeline_ready(self, wiring: Wiring) -> None:
         """The engine steps from now on; jobs come once Postgres knows."""
-        self._engine.wire(wiring)
-        self.delivery_handler.ready(
-            identity_of(
-                wiring,
-                model=self._settings.name,
-                worker=self.worker,
-                pipeline=self._name,
-                fingerprint=self._loaded.weights,
-                revision=self._loaded.info.revision,
-                software={"dtype": self._settings.dtype, **software()},
-            )
+        identity = identity_of(
+            wiring,
+            model=self._settings.name,
+            worker=self.worker,
+            pipeline=self._name,
+            fingerprint=self._loaded.weights,
+            revision=self._loaded.info.revision,
+            software={"dtype": self._settings.dtype, **software()},
         )
+        self.delivery_handler.let_go(identity)
+        self._engine.wire(wiring)
+        self.delivery_handler.ready(identity)
 
     def pipeline_lost(self, reason: str) -> None:  # noqa: ARG002 (the pipeline has logged it)
         """No more jobs come; those that run keep their leases for a while."""

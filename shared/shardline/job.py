@@ -80,6 +80,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     ignore_eos: bool = False
     logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] | None = None
+    exact: bool = False
+    """Computed on exact rows of one exactness, or not at all."""
 
     def stop_ids(self, eos_ids: Iterable[int]) -> frozenset[int]:
         """Tokens that end this completion."""

@@ -200,7 +200,7 @@ def _heads(ids: list[UUID], head: Head) -> Iterator[Piece]:
     yield Piece(name=f"claim {SEATS}", work=head.claim)
     yield Piece(
         name=f"postpone {SEATS}",
-        work=lambda connection: claims.postpone_too_long(connection, ids, pipeline="p", wait_s=1.0),
+        work=lambda connection: claims.postpone_unfit(connection, ids, pipeline="p", exactness="x", wait_s=1.0),
     )
     yield Piece(name=f"heartbeat {SEATS}", before=head.claim, work=head.beat)
 

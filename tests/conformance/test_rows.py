@@ -158,7 +158,7 @@ def submit(pair: Pair) -> None:
     job_id, max_tokens, seed = UUID(int=rng.getrandbits(128)), rng.randint(1, 9), rng.getrandbits(31)
     delay_s = rng.choice([0.0, 0.0, 40 * MINUTE_S])
     deadline_s = rng.choice([None, None, 90 * MINUTE_S])
-    max_crashes, priority = rng.choice([1, 2, 3]), rng.choice([1, 5])
+    max_crashes, priority, exact = rng.choice([1, 2, 3]), rng.choice([1, 5]), rng.random() < 0.2
     request = JobRequest(
         model=MODEL,
         prompt=(5, 6),
@@ -169,6 +169,7 @@ def submit(pair: Pair) -> None:
         delay_s=delay_s,
         deadline_s=deadline_s,
         max_crashes=max_crashes,
+        exact=exact,
     )
     with pair.engine.begin() as connection:
         jobs.insert_jobs(connection, [request], prepared=[((5, 6), max_tokens)])
@@ -177,7 +178,7 @@ def submit(pair: Pair) -> None:
             id=job_id,
             number=next(pair.numbers),
             prompt_ids=(5, 6),
-            params=msgspec.to_builtins(SamplingParams(max_tokens=max_tokens)),
+            params=msgspec.to_builtins(SamplingParams(max_tokens=max_tokens, exact=exact)),
             max_tokens=max_tokens,
             seed=seed,
             created_s=pair.now_s,
@@ -246,8 +247,8 @@ def claim(pair: Pair) -> None:
 
 
 def postpone(pair: Pair) -> None:
-    late = {"pipeline": _pipeline(pair)[0], "wait_s": RESEND_S}
-    pair.both(claims.postpone_too_long, _some(pair), **late)
+    late = {"pipeline": _pipeline(pair)[0], "exactness": pair.rng.choice("xy"), "wait_s": RESEND_S}
+    pair.both(claims.postpone_unfit, _some(pair), **late)
 
 
 def park(pair: Pair) -> None:

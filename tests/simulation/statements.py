@@ -60,11 +60,15 @@ def lock_claimable(
     ]
 
 
-def lock_too_long(tables: Tables, *, ids: Collection[str], pipeline: str) -> Rows:
-    """Those that no pipeline of this KV can hold."""
+def lock_unfit(tables: Tables, *, ids: Collection[str], pipeline: str, exactness: str) -> Rows:
+    """Those that no pipeline of this KV can hold, or of this exactness may run."""
     row = tables.pipelines.get(pipeline)
-    queued = [job for job in tables.select(ids) if job.state is JobState.QUEUED]
-    return [{"id": job.id} for job in queued if row and job.model == row.model and _is_too_long(tables, job, row)]
+    if row is None:
+        return []
+    queued = [job for job in tables.select(ids) if job.state is JobState.QUEUED and job.model == row.model]
+    return [
+        {"id": job.id} for job in queued if _is_too_long(tables, job, row) or _lacks_exact_rows(job, row, exactness)
+    ]
 
 
 def defer(tables: Tables, *, ids: Collection[UUID], wait_s: float) -> int:
@@ -229,7 +233,7 @@ def history(tables: Tables, *, job_id: UUID) -> Rows:
 
 TWINS: Mapping[Executable, Twin] = {
     claims.LOCK_CLAIMABLE: lock_claimable,
-    claims.LOCK_TOO_LONG: lock_too_long,
+    claims.LOCK_UNFIT: lock_unfit,
     claims.DEFER: defer,
     claims.CLAIM: claim,
     claims.PARK: park,
@@ -266,8 +270,14 @@ def _is_claimable(tables: Tables, job: Job, row: PipelineRow, exactness: str, ex
         and not tables.is_past(job.deadline_s)
         and job.model == row.model
         and (job.exactness in (None, exactness) or not job.exact or waits_since_s <= tables.now_s - exact_wait_s)
+        and not _lacks_exact_rows(job, row, exactness)
         and not _is_too_long(tables, job, row)
     )
+
+
+def _lacks_exact_rows(job: Job, row: PipelineRow, exactness: str) -> bool:
+    has_them = row.exact and job.exactness in (None, exactness)
+    return bool(job.params.get("exact")) and not has_them
 
 
 def _is_too_long(tables: Tables, job: Job, row: PipelineRow) -> bool:

@@ -67,7 +67,7 @@ class Claimer:
 
     def claim_waiting(self, identity: Identity, moment: Moment) -> None:
         """Claims what may be claimed now and hands it to the engine. The other rows that were asked for have ended, are
-        claimed elsewhere or too long: their deliveries are dropped, and a relay sends what is due again."""
+        claimed elsewhere or do not fit: their deliveries are dropped, and a relay sends what is due again."""
         for sent_s, rows in self._claim_batches(identity, moment):
             if not self._jobs:
                 self._engine.extend_lease(sent_s + self._times.fence_s)
@@ -158,17 +158,18 @@ class Claimer:
             if parked := without_room(claimed, moment.live, identity.kv_tokens // BLOCK_TOKENS):
                 claims.park(connection, parked)
             if others := set(ids) - {str(row.job_id) for row in claimed}:
-                self._postpone_too_long(connection, others, identity)
+                self._postpone_unfit(connection, others, identity)
         if claimed:
             failpoint(Point.AFTER_CLAIM)
         return [replace(row, parked=(row.job_id, row.fence) in parked) for row in claimed]
 
-    def _postpone_too_long(self, connection: Connection, ids: set[str], identity: Identity) -> None:
-        wait_s = self._times.resend_s
-        for job_id in claims.postpone_too_long(connection, ids, pipeline=identity.pipeline, wait_s=wait_s):
+    def _postpone_unfit(self, connection: Connection, ids: set[str], identity: Identity) -> None:
+        wait_s, place = self._times.resend_s, {"pipeline": identity.pipeline, "exactness": identity.exactness}
+        for job_id in claims.postpone_unfit(connection, ids, **place, wait_s=wait_s):
             log.warning(
-                "a job is too long for this pipeline's KV: it waits for a larger one",
+                "a job does not fit this pipeline: it waits for more KV, or for the exact rows that it asks for",
                 job_id=str(job_id),
                 kv_tokens=identity.kv_tokens,
+                exact=identity.exact,
                 sent_again_after_s=wait_s,
             )

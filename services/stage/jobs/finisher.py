@@ -12,6 +12,7 @@ from sqlalchemy import Connection
 from sqlalchemy import Engine as Database
 
 from services.stage.jobs.delta_publisher import DeltaPublisher
+from services.stage.jobs.identity import Identity
 from services.stage.jobs.lease_host import LeaseHost
 from services.stage.jobs.live_job import LiveJob
 from services.stage.jobs.live_jobs import LiveJobs
@@ -124,6 +125,14 @@ class Finisher:
                     tokens=event.num_tokens,
                 )
         self._outgrown.clear()
+
+    def give_back_inexact(self, identity: Identity) -> None:
+        """Exact jobs that the pipeline began with other stages, whose bits were others: a claim decides what becomes
+        of them."""
+        jobs = [job for job in self._jobs if not job.keeps_bits_on(identity)]
+        if jobs:
+            log.warning("the pipeline computes other bits than before: its exact jobs are given back", jobs=len(jobs))
+        self._give_back(jobs)
 
     def give_back_all(self) -> None:
         """Every live job goes on elsewhere, or here later."""

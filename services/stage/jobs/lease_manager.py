@@ -115,6 +115,13 @@ class LeaseManager(threading.Thread):
         self._woken.set()
         return len(here)
 
+    def let_go(self, identity: Identity) -> None:
+        """The pipeline's thread, before the engine is wired for an epoch of `identity`: exact jobs that began with
+        other bits get no token from it."""
+        for job in self._jobs:
+            if not job.keeps_bits_on(identity):
+                self._engine.forget(job.key)
+
     def ready(self, identity: Identity) -> None:
         """The pipeline's thread: a generation can pass through every stage; as `identity` from now on."""
         self._readiness.ready(identity)
@@ -164,6 +171,8 @@ class LeaseManager(threading.Thread):
                     self._claimer.again()
                 self._finisher.give_back_crashed()
                 self._finisher.give_back_outgrown()
+                if self._readiness.identity is not None:
+                    self._finisher.give_back_inexact(self._readiness.identity)
                 self._claim()
                 if self._phase >= Phase.RELEASING or self._readiness.is_given_up:
                     self._finisher.give_back_all()

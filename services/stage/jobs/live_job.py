@@ -90,6 +90,10 @@ class LiveJob:
         """Tokens of prompt and output, which its KV holds while it runs."""
         return len(self.claimed.prompt_ids) + len(self.ids)
 
+    def keeps_bits_on(self, identity: Identity) -> bool:
+        """Whether stages of this exactness may go on with it: an exact job gets its tokens from one exactness only."""
+        return not self.exact or self.identity.exactness == identity.exactness
+
     def begin(self, num_steps: int) -> None:
         """Postgres knows that it runs from now on."""
         self.parked, self.began_step = False, num_steps

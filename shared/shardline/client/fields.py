@@ -27,6 +27,7 @@ class JobFields(TypedDict, total=False):
     ignore_eos: bool
     logprobs: int | None
     seed: int | None
+    exact: bool
     id: UUID | str | None
     idempotency_key: str | None
     priority: int

@@ -25,6 +25,10 @@ LATER_WAIT_S = 15.0
 KNOWN_TOKENS = """cardinality(jobs.prompt_ids) + coalesce((SELECT cardinality(attempts.tokens) FROM attempts
     WHERE attempts.job_id = jobs.id AND attempts.fence = jobs.fence), 0)"""
 
+# The job asks for exact rows, and the pipeline has none, or others than those that it began with.
+LACKS_EXACT_ROWS = """(jobs.params @> '{"exact": true}'
+    AND NOT (pipelines.exact AND coalesce(jobs.exactness = :exactness, true)))"""
+
 # Locked by a statement of its own: the next one must see what the last holder committed while we waited.
 LOCK_CLAIMABLE = text(f"""
 SELECT jobs.id, jobs.fence, jobs.params FROM jobs JOIN pipelines ON pipelines.id = :pipeline
@@ -34,15 +38,16 @@ WHERE jobs.id = ANY(CAST(:ids AS uuid[])) AND jobs.state = 'queued' AND jobs.pre
     AND jobs.model = pipelines.model AND pipelines.epoch = :epoch
     AND (jobs.exactness IS NULL OR jobs.exactness = :exactness OR NOT jobs.exact
         OR coalesce(jobs.requeued_at, jobs.created_at) <= now() - make_interval(secs => :exact_wait_s))
+    AND NOT {LACKS_EXACT_ROWS}
     AND (pipelines.kv_tokens IS NULL OR {KNOWN_TOKENS} <= pipelines.kv_tokens)
     AND (jobs.crashes = 0 OR :with_quarantined)
 ORDER BY jobs.id FOR UPDATE OF jobs
 """)  # noqa: S608 (constants of ours)
 
-LOCK_TOO_LONG = text(f"""
+LOCK_UNFIT = text(f"""
 SELECT jobs.id FROM jobs JOIN pipelines ON pipelines.id = :pipeline
 WHERE jobs.id = ANY(CAST(:ids AS uuid[])) AND jobs.state = 'queued' AND jobs.model = pipelines.model
-    AND jobs.prepared_at IS NOT NULL AND {KNOWN_TOKENS} > pipelines.kv_tokens
+    AND jobs.prepared_at IS NOT NULL AND ({KNOWN_TOKENS} > pipelines.kv_tokens OR {LACKS_EXACT_ROWS})
 ORDER BY jobs.id FOR UPDATE OF jobs
 """)  # noqa: S608 (constants of ours)
 
@@ -146,9 +151,9 @@ def claim(
 ) -> list[Claimed]:
     """Take those that may run now, of the pipeline's model and while its epoch lasts. The others: drop their
     messages. A started job of another exactness is left alone for `exact_wait_s`, then taken with `exact` false; one
-    that is longer than the pipeline's KV is never taken; without `with_quarantined` none that an engine died under,
-    also since the caller asked `crashes.quarantined`. A row that this release does not understand is left for a later
-    head, or ends `failed` if none would: see `readable`."""
+    that is longer than the pipeline's KV, or asks for exact rows that it lacks, is never taken; without
+    `with_quarantined` none that an engine died under, also since the caller asked `crashes.quarantined`. A row that
+    this release does not understand is left for a later head, or ends `failed` if none would: see `readable`."""
     head = {"pipeline": claimant.pipeline, "epoch": claimant.epoch, "exactness": claimant.exactness}
     wanted = {
         "ids": [str(job_id) for job_id in ids],
@@ -163,16 +168,16 @@ def claim(
     return [_claimed(row) for row in connection.execute(CLAIM, values)]
 
 
-def postpone_too_long(
-    connection: Connection, ids: Collection[UUID | str], *, pipeline: str, wait_s: float
+def postpone_unfit(
+    connection: Connection, ids: Collection[UUID | str], *, pipeline: str, exactness: str, wait_s: float
 ) -> set[UUID]:
-    """Those that are too long for the KV of this pipeline: sent again after a while, when a larger one may take them.
-    Returns them."""
-    wanted = {"ids": [str(job_id) for job_id in ids], "pipeline": pipeline}
-    too_long = list(connection.scalars(LOCK_TOO_LONG, wanted))
-    if too_long:
-        connection.execute(DEFER, {"ids": too_long, "wait_s": wait_s})
-    return set(too_long)
+    """Those that are too long for the KV of this pipeline, or ask for exact rows that it lacks: sent again after a
+    while, when another one may take them. Returns them."""
+    wanted = {"ids": [str(job_id) for job_id in ids], "pipeline": pipeline, "exactness": exactness}
+    unfit = list(connection.scalars(LOCK_UNFIT, wanted))
+    if unfit:
+        connection.execute(DEFER, {"ids": unfit, "wait_s": wait_s})
+    return set(unfit)
 
 
 def park(connection: Connection, keys: Collection[Key]) -> None:

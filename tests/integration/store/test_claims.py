@@ -354,6 +354,28 @@ def test_a_session_idle_in_transaction_loses_its_locks(database_url: str, engine
     frozen.dispose()
 
 
+def test_a_job_that_asks_for_exact_rows_waits_for_them_and_then_for_the_same_ones(engine: Engine) -> None:
+    (wants,) = submit(engine, exact=True)
+    late: dict[str, Any] = {"pipeline": "p", "wait_s": 60}
+    with engine.begin() as connection:
+        pipelines.ready(connection, "p", 1, seats=4, stages=[], exact=False)
+    assert claim(engine, [wants], exact_wait_s=0.0) == []
+    with engine.begin() as connection:
+        assert claims.postpone_unfit(connection, [wants], exactness="x", **late) == {wants}
+        pipelines.ready(connection, "p", 1, seats=4, stages=[], exact=True)
+        assert claims.postpone_unfit(connection, [wants], exactness="x", **late) == set()
+    change(engine, "UPDATE jobs SET not_before = now()")
+    (first,) = claim(engine, [wants])
+    release(engine, first)
+
+    assert claim(engine, [wants], head=replace(HEAD, exactness="y"), exact_wait_s=0.0) == []
+    with engine.begin() as connection:
+        assert claims.postpone_unfit(connection, [wants], exactness="y", **late) == {wants}
+    change(engine, "UPDATE jobs SET not_before = now()")
+    (second,) = claim(engine, [wants])
+    assert second.exact
+
+
 def test_jobs_longer_than_the_kv_are_left_for_a_larger_pipeline(engine: Engine) -> None:
     prepared = [((5,) * num_prompt, 8) for num_prompt in (16, 17)]
     with engine.begin() as connection:
@@ -367,9 +389,10 @@ def test_jobs_longer_than_the_kv_are_left_for_a_larger_pipeline(engine: Engine) 
 
     assert claim(engine, [fits, too_long]) == [], "its checkpoint counts too"
     with engine.begin() as connection:
-        assert claims.postpone_too_long(connection, [fits, too_long], pipeline="p", wait_s=60) == {fits, too_long}
+        late: dict[str, Any] = {"pipeline": "p", "exactness": "x", "wait_s": 60}
+        assert claims.postpone_unfit(connection, [fits, too_long], **late) == {fits, too_long}
         assert outbox.stamp_due(connection, resend_s=1) == [], "they take no place in the window"
         pipelines.ready(connection, "p", 1, seats=4, stages=[], exact=True, kv_tokens=17)
-        assert claims.postpone_too_long(connection, [fits, too_long], pipeline="p", wait_s=60) == set()
+        assert claims.postpone_unfit(connection, [fits, too_long], **late) == set()
     change(engine, "UPDATE jobs SET not_before = now()")
     assert {row.job_id: row.output_ids for row in claim(engine, [fits, too_long])} == {fits: (7,), too_long: ()}

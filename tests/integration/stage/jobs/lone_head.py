@@ -70,10 +70,12 @@ class LoneHead:
             )
         )
 
-    def rebuild(self, num_blocks: int) -> None:
-        """A new epoch, with so much KV."""
-        self.engine.wire(wiring(self.executor, num_blocks))
-        self.lease_manager.ready(identity(self.executor, num_blocks))
+    def rebuild(self, num_blocks: int, exactness: str = "x") -> None:
+        """A new epoch, with so much KV and stages of this exactness."""
+        now = identity(self.executor, num_blocks, exactness)
+        self.lease_manager.let_go(now)
+        self.engine.wire(wiring(self.executor, num_blocks, exactness))
+        self.lease_manager.ready(now)
 
     def verdict(self) -> tuple[UUID, str]:
         """The next thing that Celery is told."""
@@ -169,7 +171,7 @@ def tiny_executor(folder: Path) -> Iterator[Executor]:
         )
 
 
-def wiring(executor: Executor, num_blocks: int | None = None) -> Wiring:
+def wiring(executor: Executor, num_blocks: int | None = None, exactness: str = "x") -> Wiring:
     """Of the only stage."""
     num_blocks = num_blocks or executor.num_blocks
     member = Member(
@@ -180,7 +182,7 @@ def wiring(executor: Executor, num_blocks: int | None = None) -> Wiring:
         first_layer=0,
         last_layer=4,
         num_blocks=num_blocks,
-        exactness="x",
+        exactness=exactness,
         exact=True,
     )
     return Wiring(
@@ -196,10 +198,10 @@ def wiring(executor: Executor, num_blocks: int | None = None) -> Wiring:
     )
 
 
-def identity(executor: Executor, num_blocks: int | None = None) -> Identity:
+def identity(executor: Executor, num_blocks: int | None = None, exactness: str = "x") -> Identity:
     """Of the only stage, in its first epoch."""
     return identity_of(
-        wiring(executor, num_blocks),
+        wiring(executor, num_blocks, exactness),
         model="m",
         worker="h",
         pipeline="p",
