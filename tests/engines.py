@@ -20,6 +20,7 @@ from services.stage.scheduling.scheduler import Scheduler
 from services.stage.scheduling.scheduler_config import SchedulerConfig
 from services.stage.scheduling.sequence import Request
 from shardline.config import Times
+from shardline.lanes import MAX_LANES
 from tests.chain import CountingSink
 
 PIPELINE = UUID(int=1)
@@ -73,7 +74,9 @@ class Engines:
         return [done[request.key[0]].output_ids for request in requests]
 
 
-def wiring(executors: Sequence[Executor], index: int, links: Links, ends: tuple[Receiver, Sender]) -> Wiring:
+def wiring(
+    executors: Sequence[Executor], index: int, links: Links, ends: tuple[Receiver, Sender], sends_int8: bool
+) -> Wiring:
     """Of one stage, in epoch 1."""
     return Wiring(
         pipeline=PIPELINE,
@@ -84,11 +87,15 @@ def wiring(executors: Sequence[Executor], index: int, links: Links, ends: tuple[
         num_blocks=min(executor.num_blocks for executor in executors),
         receiver=ends[0],
         sender=ends[1],
+        sends_int8=sends_int8,
+        first_lanes=len(executors),
     )
 
 
 @contextmanager
-def open_engines(executors: Sequence[Executor], folder: Path, *, budget: int) -> Iterator[Engines]:
+def open_engines(
+    executors: Sequence[Executor], folder: Path, *, budget: int, sends_int8: bool = False
+) -> Iterator[Engines]:
     """A context with engines of two or more stages, whose epoch has begun."""
     first, *rest = executors
     scheduler = Scheduler(
@@ -110,11 +117,11 @@ def open_engines(executors: Sequence[Executor], folder: Path, *, budget: int) ->
     head = HeadEngine(first, scheduler, emit=emit, on_lost=lambda _, reason: lost.append(reason))
     later = [FollowerEngine(executor, on_lost=lambda _, reason: lost.append(reason)) for executor in rest]
     engines: list[Engine] = [head, *later]
-    with open_links(folder, len(executors)) as links:
+    with open_links(folder, MAX_LANES) as links:
         kinds = [*[Kind.PLAN] * len(rest), Kind.RESULT]
         ends = [links.open(kind, epoch=1) for kind in kinds]
         for index, engine in enumerate(engines):
-            engine.wire(wiring(executors, index, links, (ends[index - 1][1], ends[index][0])))
+            engine.wire(wiring(executors, index, links, (ends[index - 1][1], ends[index][0]), sends_int8))
             engine.start()
         yield Engines(head, later, events, lost)
         for engine in engines:

@@ -123,7 +123,7 @@ class Stage:
 
 
 class Head:
-    """A head without an engine. `readies` and `losses` queue what its pipeline tells it."""
+    """A head without an engine. `readies`, `lanes` and `losses` queue what its pipeline tells it."""
 
     def __init__(
         self,
@@ -134,10 +134,12 @@ class Head:
         *,
         next_epoch: Callable[[], int] | None = None,
         readies: queue.Queue[Wiring] | None = None,
+        far_int8: bool = False,
         **options: Any,
     ) -> None:
         self.readies: queue.Queue[Wiring] = readies or queue.Queue()
         self.losses: queue.Queue[str] = queue.Queue()
+        self.lanes: queue.Queue[int] = queue.Queue()
         self.last_progress = StageProgress(epoch=-1)
         self.list_cards = cards
         self._wired: Wiring | None = None
@@ -150,6 +152,7 @@ class Head:
             timeout_s=times.link_dead_s,
             num_lanes=None,
             next_epoch=next_epoch or itertools.count(1).__next__,
+            far_int8=far_int8,
         )
         self.pipeline = Pipeline(assembly, self, times)
         self.pipeline.start()
@@ -172,6 +175,10 @@ class Head:
         """And lost."""
         self._close_wiring()
         self.losses.put(reason)
+
+    def use_lanes(self, num_lanes: int) -> None:
+        """Noted."""
+        self.lanes.put(num_lanes)
 
     def progress(self) -> StageProgress:
         """What a test says that its engine did."""

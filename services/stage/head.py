@@ -137,6 +137,7 @@ class Head:
             timeout_s=settings.times.link_dead_s,
             num_lanes=settings.lanes,
             next_epoch=self._epochs.take,
+            far_int8=settings.hop_activations == "int8",
         )
         return Pipeline(assembly, self, settings.times)
 
@@ -167,6 +168,7 @@ class Head:
             "running": self._scheduler.num_running,
             "waiting": self._scheduler.num_waiting,
             "kv_slots_used": self._scheduler.slots_used,
+            "lanes": self._scheduler.config.num_lanes,
             "pipeline": {**status, "name": self._name},
         }
 
@@ -220,6 +222,10 @@ class Head:
         self._engine.unwire()
         self.delivery_handler.lost()
 
+    def use_lanes(self, num_lanes: int) -> None:
+        """The engine has so many steps in flight."""
+        self._engine.use_lanes(num_lanes)
+
     def progress(self) -> StageProgress:
         """What the engine has done in its epoch."""
         progress = self._engine.progress
@@ -227,6 +233,7 @@ class Head:
             epoch=progress.epoch,
             num_steps=progress.num_steps - self._scheduler.num_in_flight,
             num_outstanding=self._engine.num_awaited,
+            busy_s=progress.compute_s + progress.hop_s,
             step_began_s=self._engine.step_began_s,
         )
 

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import structlog
 
+from services.stage.device.machine import boot_id
 from services.stage.hop.peer import measure_link
 from services.stage.hop.peer_server import PeerServer
 from services.stage.hop_sockets import hop_sockets
 from services.stage.model.model_info import model_files
-from services.stage.profiling import boot_id
 from services.stage.settings import StageSettings
 from shardline.errors import LinkLost
 from shardline.planner import Link

@@ -24,6 +24,7 @@ from pydantic import ValidationError
 from services.stage.attention.paged_kv import Span
 from services.stage.device.accelerator import load_module
 from services.stage.device.device import Device
+from services.stage.device.machine import boot_id
 from services.stage.device.take import take
 from services.stage.engine.accelerator_options import AcceleratorOptions
 from services.stage.engine.executor import Executor
@@ -64,7 +65,6 @@ POINT_S = 0.15
 MIN_RUNS = 3
 SLOW_S = 1.0
 """A run that takes longer, once warm, is timed once: nobody waits minutes for a slow device."""
-BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 PROFILES = "profiles"
 """Folder in the cache."""
 
@@ -313,14 +313,6 @@ def _num_layers(model: ModelCosts, dtype: str) -> int:
     sizes = accumulate(kind.num_weights * WEIGHT_BYTES[dtype] for kind in model.layers)
     large = 1 + sum(size < LAYERS_BYTES for size in sizes)
     return min(max(with_all_kinds, large), len(model.layers))
-
-
-def boot_id() -> str:
-    """Of the kernel: the same in all containers of a host, whose names differ."""
-    try:
-        return BOOT_ID.read_text(encoding="ascii").strip()
-    except OSError:
-        return socket.gethostname()
 
 
 def _recalled(settings: StageSettings, device: Device, model: ModelCosts) -> DeviceProfile | None:

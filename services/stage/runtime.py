@@ -22,6 +22,7 @@ from services.stage.celery.hub_calls import HubCalls
 from services.stage.celery.pool import DeliveryHandler
 from services.stage.device.accelerator import load_module
 from services.stage.device.device import Device
+from services.stage.device.machine import boot_id
 from services.stage.device.take import take
 from services.stage.engine.accelerator_options import AcceleratorOptions
 from services.stage.engine.executor import Executor
@@ -268,6 +269,7 @@ def load(placed: Placed) -> Loaded:
         device=device.name,
         pid=os.getpid(),
         weights_dtype=settings.dtype,
+        machine=boot_id(),
     )
     return Loaded(
         settings=settings,

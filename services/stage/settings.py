@@ -10,6 +10,7 @@ from pydantic import Field, SecretStr
 
 from shardline.config import Settings, Times
 from shardline.errors import Invalid
+from shardline.lanes import MAX_LANES
 from shardline.private import user_folder
 
 PLANNED = "planned"
@@ -111,13 +112,20 @@ class StageSettings(Settings):
         le=64,
         description="rows of a step up to which text that repeats the prompt or itself is guessed; 0: never",
     )
-    lanes: int | None = Field(None, ge=1, le=16, description="steps in flight; default: the number of stages")
+    lanes: int | None = Field(
+        None, ge=1, le=MAX_LANES, description="steps in flight; default: one for each stage, more where links take long"
+    )
     lock_dir: Path = Field(
         default_factory=lambda: user_folder() / "locks", description="device locks; containers of one user may share it"
     )
     run_dir: Path = Field(default_factory=lambda: user_folder() / "run", description="ipc sockets")
     cache_dir: Path = Field(Path.home() / ".cache" / "shardline", description="checksums of weights")
     hop_transport: Literal["ipc", "tcp"] = Field("ipc", description="ipc on one host, tcp between hosts")
+    hop_activations: Literal["same", "int8"] = Field(
+        "same",
+        description="what a head's pipeline sends from one machine to another; int8: half the bytes of bfloat16, and "
+        "results are not exact",
+    )
     hop_host: str = Field(
         default_factory=socket.gethostname, description="name or address under which other stages reach this one"
     )

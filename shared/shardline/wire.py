@@ -14,7 +14,7 @@ from msgspec import Meta
 from shardline.errors import ProtocolError
 from shardline.job import TokenId, TokenLogprob
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 """Of hops and control links between stages; peers with another one are refused by name."""
 
 DELTA_FIELD = "d"
@@ -64,6 +64,8 @@ class StageCard(msgspec.Struct, frozen=True, kw_only=True):
     pid: int = 0
     weights_dtype: str | None = None
     """As the stage holds them: `int8` beside activations in bfloat16. None: a stage of the last release."""
+    machine: str | None = None
+    """Stages with the same value reach each other without a network."""
 
 
 class StepSpan(msgspec.Struct, frozen=True, kw_only=True, array_like=True):

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Literal, NamedTuple, Self
+from typing import Any, Literal, NamedTuple, Self
 from uuid import UUID, uuid4
 
 import structlog
@@ -34,6 +34,7 @@ from services.stage.hop.sockets import Sockets
 from services.stage.hop.wiring import Wiring
 from services.stage.hop.zeromq import ZeroMqHop
 from services.stage.model.model_info import ModelInfo
+from services.stage.pipeline.pace import NUM_STEPS, Pace
 from services.stage.scheduling.events import Finished, NewTokens
 from services.stage.scheduling.offload import OffloadTerms
 from services.stage.scheduling.scheduler import Scheduler
@@ -43,6 +44,7 @@ from services.stage.scheduling.step_plan import StepPlan
 from services.stage.scheduling.step_times import StepTime, bubble_share
 from services.stage.settings import StageSettings
 from shardline.config import Times
+from shardline.lanes import MAX_LANES, lanes_for
 from shardline.split import even_split, parse_split
 from shardline.tokenize import CompletionText, Vocabulary
 from tests.benchmarks.workload import PARAMS, WARM_UP_PROMPTS, Workload, copying, workload
@@ -68,6 +70,8 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--runs", type=int, default=3)
     options.add_argument("--split", help="layers of the stages, such as 0-6,7-11; default: as `make up` splits them")
     options.add_argument("--hop-delay-ms", type=float, default=0.0, help="each hop takes so long, through a proxy")
+    options.add_argument("--lanes", type=int, help="steps in flight; default: as a head chooses them")
+    options.add_argument("--hop-activations", choices=["same", "int8"], default="same", help="what hops carry")
     options.add_argument("--common", type=int, default=0, help="first tokens that all prompts of a run have in common")
     options.add_argument("--copy", action="store_true", help="prompts that hold their answer, for a model that copies")
     options.add_argument("--prefix-cache", action=argparse.BooleanOptionalAction, default=True)
@@ -115,6 +119,7 @@ def main() -> None:
         "accepted": pipeline.num_accepted,
         "computed_tokens": pipeline.num_computed,
         "restored_blocks": pipeline.num_restored,
+        "lanes": pipeline.num_lanes,
     }
     print(json.dumps(run))
 
@@ -159,8 +164,10 @@ class Pipeline:
     def __init__(self, folder: Path, options: argparse.Namespace) -> None:
         self.identity, num_stages = uuid4(), len(options.device)
         self._delay_s = options.hop_delay_ms / 1e3
+        self._may_choose_lanes = options.lanes is None
         spawn = multiprocessing.get_context("spawn")
         self._later = []
+        self._paces = [Pace() for _ in options.device]
         for stage_index in range(1, num_stages):
             ours, theirs = spawn.Pipe()
             process = spawn.Process(
@@ -184,7 +191,7 @@ class Pipeline:
                 num_blocks=num_blocks,
                 max_seats=options.seats,
                 token_budget=options.token_budget,
-                num_lanes=num_stages,
+                num_lanes=options.lanes or num_stages,
                 max_len=executor.info.context_length,
                 prefix_cache=options.prefix_cache,
                 prompt_lookup=options.prompt_lookup,
@@ -197,7 +204,9 @@ class Pipeline:
         """Packed rows, and KV blocks that came back from the offload area, warm-up included."""
         self._engine = HeadEngine(executor, self._scheduler, emit=self._emit, on_lost=_abort, on_step=self._count)
         self._vocabulary = Vocabulary(Tokenizer.from_file(f"{options.model}/tokenizer.json"), executor.info.eos_ids)
-        self._engine.wire(self._wire(folder, num_stages, num_blocks, offload))
+        wired = self._wire(folder, num_stages, num_blocks, offload)
+        sends_int8 = options.hop_activations == "int8"
+        self._engine.wire(replace(wired, sends_int8=sends_int8, first_lanes=options.lanes or num_stages))
         self._engine.start()
 
     def run(self, work: Workload) -> float:
@@ -209,6 +218,19 @@ class Pipeline:
         for _ in work.prompts:
             self._ended.get()
         return work.num_output_tokens / (time.perf_counter() - began_s)
+
+    @property
+    def num_lanes(self) -> int:
+        """Steps in flight at most, now."""
+        return self._scheduler.config.num_lanes
+
+    def _choose_lanes(self) -> None:
+        """As a pipeline's monitor does, which pings its stages."""
+        now = self.spent()
+        for pace, spent in zip(self._paces, now, strict=True):
+            pace.note_steps(self._engine.num_steps, spent.compute_s + spent.hop_s)
+        step_s = max(pace.step_s for pace in self._paces)
+        self._engine.use_lanes(lanes_for(len(now), len(now) * self._delay_s, step_s))
 
     def spent(self) -> list[Spent]:
         """What each stage has done with its time so far."""
@@ -236,21 +258,22 @@ class Pipeline:
         self.num_drafted += plan.num_drafts
         self.num_computed += plan.num_tokens
         self.num_restored += sum(not move.is_out for move in plan.moves)
+        if self._may_choose_lanes and self._engine.num_steps % NUM_STEPS == 0:
+            self._choose_lanes()
 
     def _wire(self, folder: Path, num_stages: int, num_blocks: int, offload: OffloadTerms) -> Wiring:
         sender: Sender | None = None
         receiver: Receiver | None = None
         if num_stages > 1:
             hop = hop_in(folder, self._delay_s)
-            receiver = hop.open_receiver(channel(self.identity, Kind.RESULT, num_stages))
+            receiver = hop.open_receiver(channel(self.identity, Kind.RESULT))
             addresses = [*(pipe.recv() for _, pipe in self._later), receiver.address]
             for (_, pipe), address in zip(self._later, addresses[1:], strict=True):
                 pipe.send((address, num_blocks))
             address = delayed(addresses[0], self._delay_s)
-            sender = hop.open_sender(channel(self.identity, Kind.PLAN, num_stages), address, CONNECT_S)
-        ours = wiring(
-            self.identity, stage_index=0, num_stages=num_stages, num_blocks=num_blocks, receiver=receiver, sender=sender
-        )
+            sender = hop.open_sender(channel(self.identity, Kind.PLAN), address, CONNECT_S)
+        ends: dict[str, Any] = {"receiver": receiver, "sender": sender}
+        ours = wiring(self.identity, stage_index=0, num_stages=num_stages, num_blocks=num_blocks, **ends)
         return replace(ours, num_slots=offload.num_slots, move_s=offload.move_s)
 
 
@@ -262,22 +285,21 @@ def serve_later(pipe: Connection, folder: Path, options: argparse.Namespace, sta
     pipe.send((executor.num_blocks, executor.offload))
     delay_s = options.hop_delay_ms / 1e3
     hop = hop_in(folder, delay_s)
-    receiver = hop.open_receiver(channel(identity, Kind.PLAN, num_stages))
+    receiver = hop.open_receiver(channel(identity, Kind.PLAN))
     pipe.send(receiver.address)
     address, num_blocks = pipe.recv()
     kind = Kind.RESULT if stage_index == num_stages - 1 else Kind.PLAN
-    sender = hop.open_sender(channel(identity, kind, num_stages), delayed(address, delay_s), CONNECT_S)
+    sender = hop.open_sender(channel(identity, kind), delayed(address, delay_s), CONNECT_S)
     engine: Engine = FollowerEngine(executor, on_lost=_abort, name=f"stage-{stage_index}")
-    engine.wire(
-        wiring(
-            identity,
-            stage_index=stage_index,
-            num_stages=num_stages,
-            num_blocks=num_blocks,
-            receiver=receiver,
-            sender=sender,
-        )
+    ours = wiring(
+        identity,
+        stage_index=stage_index,
+        num_stages=num_stages,
+        num_blocks=num_blocks,
+        receiver=receiver,
+        sender=sender,
     )
+    engine.wire(replace(ours, sends_int8=options.hop_activations == "int8"))
     engine.start()
     while pipe.recv():
         pipe.send(Spent.of(engine))
@@ -352,9 +374,9 @@ def delayed(address: str, delay_s: float) -> str:
     return f"tcp://{proxy.host}:{proxy.port}"
 
 
-def channel(pipeline: UUID, kind: Kind, num_stages: int) -> Channel:
+def channel(pipeline: UUID, kind: Kind) -> Channel:
     """Epoch 1 of a pipeline."""
-    return Channel(pipeline=pipeline, epoch=1, kind=kind, num_lanes=num_stages)
+    return Channel(pipeline=pipeline, epoch=1, kind=kind, num_lanes=MAX_LANES)
 
 
 def wiring(
@@ -372,7 +394,7 @@ def wiring(
         epoch=1,
         stage_index=stage_index,
         num_stages=num_stages,
-        num_lanes=num_stages,
+        num_lanes=MAX_LANES,
         num_blocks=num_blocks,
         receiver=receiver,
         sender=sender,

@@ -368,4 +368,5 @@ def _settings(name: str, site: Site) -> SimpleNamespace:
         prefix_cache=True,
         prompt_lookup=16,
         dtype="float32",
+        hop_activations="same",
     )

@@ -1,9 +1,10 @@
-"""Lists all that the libraries of this process choose their kernels by: equal lists mean equal bits. Knows no model."""
+"""Says which machine this is, and lists all that libraries choose kernels by: equal lists, equal bits."""
 
 from __future__ import annotations
 
 import os
 import platform
+import socket
 from pathlib import Path
 
 import torch
@@ -13,6 +14,7 @@ PROCESSOR_FIELDS = ("vendor_id", "cpu family", "model", "CPU implementer", "CPU 
 """Fields of /proc/cpuinfo beside the instruction sets: kernels are chosen by processor generation too."""
 CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 """The caches of the first core: oneDNN sizes its blocks by them."""
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 VARIABLES = (
     "ATEN_CPU_CAPABILITY",
     "DNNL_CPU_ISA_HINTS",
@@ -25,6 +27,11 @@ VARIABLES = (
     "ONEDNN_MAX_CPU_ISA",
 )
 """Settings of oneDNN, MKL and torch that change which kernel runs."""
+
+
+def boot_id() -> str:
+    """Of the kernel: the same in all containers of a host, whose names differ."""
+    return _text(BOOT_ID).strip() or socket.gethostname()
 
 
 def machine() -> list[str]:

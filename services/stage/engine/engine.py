@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 import msgspec
@@ -17,7 +18,7 @@ from torch import Tensor
 from services.stage.engine.executor import Executor
 from services.stage.engine.inbox import Inbox
 from services.stage.engine.launched_steps import LaunchedStep, LaunchedSteps
-from services.stage.engine.tensors import name_of, tensor_of, view_of
+from services.stage.engine.tensors import name_of, quantized, tensor_of, view_of
 from services.stage.hop import Frame, Kind, Receiver
 from services.stage.hop.frame import Buffer
 from services.stage.hop.wiring import Wiring
@@ -144,6 +145,9 @@ class Engine(threading.Thread):
 
     def _pass_on(self, plan: StepPlan, message: Buffer, out: Tensor | StepResult, began_s: float) -> None:
         """Sends what a step gave: now, or, if an accelerator still computes it, once it is copied."""
+        assert self._wiring is not None
+        if self._wiring.sends_int8 and isinstance(out, Tensor):
+            out = quantized(out)
         if self._launched is not None and isinstance(out, Tensor):
             states = out if plan.rows else None
             self._launched.add(plan, message, states, began_s=began_s, launched_s=self._computed[0])
@@ -216,6 +220,10 @@ class HeadEngine(Engine):
         """Lets the loop schedule and emit until this moment of the lease clock. May be called from any thread."""
         self._may_run_until_s = until_s
 
+    def use_lanes(self, num_lanes: int) -> None:
+        """Has so many steps in flight from now on, at most those of the wiring. May be called from any thread."""
+        self.inbox.put(lambda: self._use_lanes(num_lanes))
+
     def add(self, request: Request, sink: TokenSink) -> None:
         """Adds a claimed job. May be called from any thread."""
         self.inbox.put(lambda: self._emit(self.scheduler.add(request, sink)))
@@ -247,7 +255,10 @@ class HeadEngine(Engine):
         super()._rewire(wiring)
         self._idle_since_s = None
         offload = OffloadTerms(num_slots=wiring.num_slots, move_s=wiring.move_s)
-        self._emit(self.scheduler.rebuild(wiring.num_blocks, wiring.num_lanes, offload))
+        self._emit(self.scheduler.rebuild(wiring.num_blocks, wiring.first_lanes or wiring.num_lanes, offload))
+
+    def _use_lanes(self, num_lanes: int) -> None:
+        self.scheduler.config = replace(self.scheduler.config, num_lanes=num_lanes)
 
     def _forget(self, key: Key) -> None:
         self.scheduler.abort(key)

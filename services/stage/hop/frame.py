@@ -24,8 +24,8 @@ MAX_TENSOR_BYTES = 256 << 20
 MAX_DIMS = 4
 MAX_PARTS = 3
 
-DTYPES = {"float32": 1, "bfloat16": 2, "float16": 3}
-ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+DTYPES = {"float32": 1, "bfloat16": 2, "float16": 3, "int8": 4}
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
 
 _MAGIC = b"SHRD"
 _HEADER = struct.Struct(f"<4sHBB16sQQIQB3x{MAX_DIMS}I")

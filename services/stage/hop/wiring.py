@@ -24,6 +24,8 @@ class Member:
     """The number of KV blocks that its memory holds."""
     exactness: str
     exact: bool
+    sends_int8: bool = False
+    """Its activations leave as int8."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,14 +38,19 @@ class Wiring:
     """The stage's position in the chain; 0 is the head."""
     num_stages: int
     num_lanes: int
+    """At most so many steps are in flight, and one more."""
     num_blocks: int
     """The KV blocks that every stage uses: the minimum over the stages."""
     receiver: Receiver | None
     """Receives plans from the stage before; on the head, results from the tail. None in a pipeline of one stage."""
     sender: Sender | None
     """Sends plans to the next stage; on the tail, results to the head. None in a pipeline of one stage."""
+    sends_int8: bool = False
+    """Activations leave as int8 with a scale for each row."""
     members: tuple[Member, ...] = ()
     """On the head: all stages in order, the head first."""
+    first_lanes: int | None = None
+    """On the head: lanes that the epoch begins with, if they follow its links; None: always `num_lanes`."""
     num_slots: int = 0
     """On the head: the slots for offloaded KV that every stage has."""
     move_s: float = 0.0
@@ -61,14 +68,16 @@ class Wiring:
 
     @property
     def exact(self) -> bool:
-        """On the head: whether every stage keeps the exactness rules."""
-        return all(member.exact for member in self.members)
+        """On the head: whether every stage keeps the exactness rules, and sends its activations as they are."""
+        return all(member.exact and not member.sends_int8 for member in self.members)
 
     @property
     def exactness(self) -> str:
-        """On the head: the pipeline's exactness fingerprint, which is the stages' own if all of them have the same."""
-        distinct = sorted({member.exactness for member in self.members})
-        return distinct[0] if len(distinct) == 1 else hashlib.sha256("\n".join(distinct).encode()).hexdigest()
+        """On the head: the pipeline's exactness fingerprint, which is the stages' own if all of them have the same and
+        no activations are rounded on their way: where they are decides the bits behind it."""
+        parts = sorted({member.exactness for member in self.members})
+        parts += [f"int8 before layer {member.last_layer}" for member in self.members if member.sends_int8]
+        return parts[0] if len(parts) == 1 else hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
     def close(self) -> None:
         """Closes both ends."""

@@ -81,6 +81,7 @@ def identity_of(
                 "device": member.device,
                 "dtype": member.weights_dtype,
                 "kv_blocks": member.num_blocks,
+                "sends": "int8" if member.sends_int8 else "same",
             }
             for member in wiring.members
         ),

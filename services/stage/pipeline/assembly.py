@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import pairwise
 from uuid import UUID
 
 from services.stage.hop import Channel, Hop, Kind
@@ -21,6 +22,7 @@ from services.stage.pipeline.status import Capacity
 from shardline.clock import monotonic_s
 from shardline.errors import LinkLost
 from shardline.failpoints import Point, failpoint
+from shardline.lanes import MAX_LANES
 from shardline.wire import StageCard
 
 
@@ -43,6 +45,18 @@ class _Bound:
     client: ControlClient
     welcome: messages.Welcome
 
+    @property
+    def capacity(self) -> Capacity:
+        """As the stage has said it."""
+        welcome = self.welcome
+        return Capacity(
+            num_blocks=welcome.num_blocks,
+            exactness=welcome.exactness,
+            exact=welcome.exact,
+            num_slots=welcome.num_slots,
+            move_s=welcome.move_us / 1e6,
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineAssembly:
@@ -57,8 +71,10 @@ class PipelineAssembly:
     timeout_s: float
     """Of each answer."""
     num_lanes: int | None
-    """As many as stages, unless set."""
+    """As many as the links ask for, unless set."""
     next_epoch: Callable[[], int]
+    far_int8: bool = False
+    """Whether activations are int8 on their way to another machine."""
 
     def form(self, cards: list[StageCard]) -> AssembledPipeline:
         """Raises Unavailable, Conflict, LinkLost or Refused with what is in the way; then nothing is held any more."""
@@ -106,7 +122,7 @@ class PipelineAssembly:
                     dtype=self.card.dtype,
                     first_layer=card.first_layer,
                     last_layer=card.last_layer,
-                    max_lanes=self.num_lanes or self.card.num_layers,
+                    max_lanes=self.num_lanes or max(MAX_LANES, self.card.num_layers),
                 )
             )
             return _Bound(client, client.expect(messages.Welcome, self.timeout_s))
@@ -116,15 +132,17 @@ class PipelineAssembly:
 
     def _wire(self, members: list[_Bound], epoch: int, undo: ExitStack) -> Wiring:
         num_stages = len(members) + 1
-        num_blocks = min([self.capacity.num_blocks, *(member.welcome.num_blocks for member in members)])
-        num_lanes = self.num_lanes or num_stages
+        capacities = [self.capacity, *(member.capacity for member in members)]
+        num_blocks = min(capacity.num_blocks for capacity in capacities)
+        num_lanes = self.num_lanes or (max(MAX_LANES, num_stages) if members else 1)
+        stages = self._describe([self.card, *(member.client.card for member in members)], capacities)
         receiver = sender = None
         if members:
             results = Channel(pipeline=self.pipeline, epoch=epoch, kind=Kind.RESULT, num_lanes=num_lanes)
             plans = Channel(pipeline=self.pipeline, epoch=epoch, kind=Kind.PLAN, num_lanes=num_lanes)
             receiver = self.hop.open_receiver(results)
             undo.callback(receiver.close)
-            self._start(members, epoch, num_lanes, num_blocks, receiver.address)
+            self._start(members, stages[1:], receiver.address, epoch=epoch, num_lanes=num_lanes, num_blocks=num_blocks)
             sender = self.hop.open_sender(plans, members[0].welcome.address, self.timeout_s)
             undo.callback(sender.close)
         deadline = monotonic_s() + self.timeout_s
@@ -139,14 +157,23 @@ class PipelineAssembly:
             num_blocks=num_blocks,
             receiver=receiver,
             sender=sender,
-            num_slots=min([self.capacity.num_slots, *(member.welcome.num_slots for member in members)]),
-            move_s=max([self.capacity.move_s, *(member.welcome.move_us / 1e6 for member in members)]),
-            members=(_describe(self.card, self.capacity), *map(_member, members)),
+            sends_int8=stages[0].sends_int8,
+            first_lanes=None if self.num_lanes else num_stages,
+            num_slots=min(capacity.num_slots for capacity in capacities),
+            move_s=max(capacity.move_s for capacity in capacities),
+            members=tuple(stages),
         )
 
-    def _start(self, members: list[_Bound], epoch: int, num_lanes: int, num_blocks: int, results: str) -> None:
+    def _describe(self, cards: list[StageCard], capacities: list[Capacity]) -> list[Member]:
+        """All stages in order."""
+        sends_int8 = [self.far_int8 and one.machine != other.machine for one, other in pairwise(cards)]
+        return list(map(_member, cards, capacities, [*sends_int8, False]))
+
+    def _start(
+        self, members: list[_Bound], stages: list[Member], results: str, *, epoch: int, num_lanes: int, num_blocks: int
+    ) -> None:
         addresses = [*(member.welcome.address for member in members[1:]), results]
-        for place, (member, next_address) in enumerate(zip(members, addresses, strict=True), start=1):
+        for place, (member, stage, address) in enumerate(zip(members, stages, addresses, strict=True), start=1):
             member.client.send(
                 messages.Start(
                     pipeline=self.pipeline,
@@ -155,7 +182,8 @@ class PipelineAssembly:
                     num_stages=len(members) + 1,
                     num_lanes=num_lanes,
                     num_blocks=num_blocks,
-                    next_address=next_address,
+                    next_address=address,
+                    sends_int8=stage.sends_int8,
                 )
             )
 
@@ -164,7 +192,7 @@ class PipelineAssembly:
             member.client.close(messages.Bye(pipeline=self.pipeline, epoch=epoch))
 
 
-def _describe(card: StageCard, capacity: Capacity) -> Member:
+def _member(card: StageCard, capacity: Capacity, sends_int8: bool) -> Member:
     return Member(
         incarnation=card.incarnation,
         worker=card.worker,
@@ -175,10 +203,5 @@ def _describe(card: StageCard, capacity: Capacity) -> Member:
         num_blocks=capacity.num_blocks,
         exactness=capacity.exactness,
         exact=capacity.exact,
+        sends_int8=sends_int8,
     )
-
-
-def _member(bound: _Bound) -> Member:
-    welcome = bound.welcome
-    capacity = Capacity(num_blocks=welcome.num_blocks, exactness=welcome.exactness, exact=welcome.exact)
-    return _describe(bound.client.card, capacity)

@@ -144,6 +144,7 @@ class ControlHandler:
             num_blocks=start.num_blocks,
             receiver=self._receiver,
             sender=sender,
+            sends_int8=start.sends_int8,
         )
         self._receiver = None
         self._host.wire(wiring)

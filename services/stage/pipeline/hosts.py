@@ -21,6 +21,9 @@ class PipelineHost(Protocol):
     def pipeline_lost(self, reason: str) -> None:
         """A stage is gone. Called once after each `pipeline_ready`, before the next."""
 
+    def use_lanes(self, num_lanes: int) -> None:
+        """So many steps shall be in flight from now on: the links ask for it."""
+
     def progress(self) -> StageProgress:
         """What the head's engine has done in its epoch."""
 

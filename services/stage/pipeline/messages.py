@@ -103,6 +103,8 @@ class Start(ControlMessage, frozen=True, kw_only=True, array_like=True, tag=4):
     num_blocks: Count
     """Of every stage: the minimum over them."""
     next_address: Address
+    sends_int8: bool = False
+    """Activations go there as int8."""
 
 
 class Ready(ControlMessage, frozen=True, kw_only=True, array_like=True, tag=5):

@@ -1,4 +1,4 @@
-"""Whether an assembled pipeline lives: pings, silence, errors, hung stages. Owns no thread and no socket of its own.
+"""Whether an assembled pipeline lives, and how fast: pings, silence, errors, hung stages. Owns no thread and no socket.
 
 `check` is called on every tick and whenever something arrives.
 """
@@ -6,16 +6,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import structlog
 
 from services.stage.pipeline import messages
 from services.stage.pipeline.assembly import AssembledPipeline
 from services.stage.pipeline.control_client import ControlClient
+from services.stage.pipeline.pace import Pace
 from services.stage.pipeline.status import StageProgress
 from shardline.config import Times
 from shardline.errors import LinkLost
+from shardline.lanes import lanes_for
 
 log = structlog.get_logger(__name__)
 
@@ -37,6 +39,7 @@ class StageHealth:
     """When the last PING left."""
     is_waiting: bool = False
     """That PING has no answer yet."""
+    pace: Pace = field(default_factory=Pace)
 
 
 class PipelineMonitor:
@@ -53,6 +56,7 @@ class PipelineMonitor:
         self._moved_s = self._looked_s = now_s
         self._own_step_began_s: float | None = None
         self._own_step_s = 0.0
+        self._own_pace = Pace()
         self.stages = tuple(StageHealth(client) for client in assembled.clients)
 
     def check(self, now_s: float) -> None:
@@ -66,16 +70,26 @@ class PipelineMonitor:
             self._ask(stage, now_s)
         self._check_steps(now_s)
 
+    @property
+    def num_lanes(self) -> int:
+        """As many steps in flight as keep the slowest stage busy while frames are on links. Those between later stages
+        are not measured; a round that passes the farthest stage is no shorter than a ping of it."""
+        round_trip_s = max((stage.pace.round_trip_s for stage in self.stages), default=0.0)
+        step_s = max([self._own_pace.step_s, *(stage.pace.step_s for stage in self.stages)])
+        return lanes_for(len(self.stages) + 1, round_trip_s, step_s)
+
     def _listen(self, stage: StageHealth, now_s: float) -> None:
         while (message := stage.client.receive()) is not None:
             if not isinstance(message, messages.Pong) or self._is_foreign(message):
                 continue
             stage.pong = message
+            stage.pace.note_steps(message.num_steps, (message.compute_us + message.hop_us) / 1e6)
             if message.error is not None:
                 raise LinkLost(f"{stage.client.card.worker}: {message.error}")
             if stage.is_waiting and message.seq == stage.seq:
                 stage.is_waiting = False
                 stage.round_trip_us = round((now_s - stage.asked_s) * 1e6)
+                stage.pace.note_ping(stage.round_trip_us)
 
     def _is_foreign(self, message: messages.Pong) -> bool:
         return (message.pipeline, message.epoch) != (self._wiring.pipeline, self._wiring.epoch)
@@ -93,6 +107,7 @@ class PipelineMonitor:
     def _check_steps(self, now_s: float) -> None:
         """Heartbeats without a finished step of any stage while steps are outstanding: a stage hangs."""
         progress = self._progress()
+        self._own_pace.note_steps(progress.num_steps + progress.num_outstanding, progress.busy_s)
         if self._waits_for_own_step(progress.step_began_s, now_s):
             self._moved_s = now_s
             return

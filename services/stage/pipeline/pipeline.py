@@ -173,6 +173,7 @@ class Pipeline:
 
     def _watch(self, assembled: AssembledPipeline, monitor: PipelineMonitor) -> str:
         """Why it ended."""
+        num_lanes = assembled.wiring.first_lanes
         while not self._stopping:
             lost_epoch, reason = self._loss
             if lost_epoch == assembled.wiring.epoch:
@@ -184,6 +185,9 @@ class Pipeline:
             except HeadHangs as error:
                 self._host.exit(str(error))
                 return str(error)
+            if num_lanes not in (None, monitor.num_lanes):
+                num_lanes = monitor.num_lanes
+                self._host.use_lanes(num_lanes)
             self._wait(self._times.heartbeat_s / 3, assembled)
         return "stopping"
 

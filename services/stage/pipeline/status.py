@@ -44,5 +44,7 @@ class StageProgress:
     """Whose results are back."""
     num_outstanding: int = 0
     """Sent, not yet back."""
+    busy_s: float = 0.0
+    """With all steps that it has computed."""
     step_began_s: float | None = None
     """Of the step that the head computes now: one that never ends is a hung head."""

@@ -112,7 +112,7 @@ class Scheduler:
 
     def schedule(self) -> StepPlan | None:
         """The next step, to be sent to every stage. None: nothing can run before a result, or nothing is left."""
-        if len(self._flights) == self.config.num_lanes:
+        if len(self._flights) >= self.config.num_lanes:
             return None
         builder = StepBuilder(self.config.token_budget)
         self._add_decodes(builder)

@@ -9,6 +9,7 @@ from itertools import pairwise, product
 from math import floor
 from typing import NamedTuple
 
+from shardline.lanes import lanes_for
 from shardline.planner.device_profile import DeviceProfile, Link
 from shardline.planner.model_costs import KV_BYTES, WEIGHT_BYTES, ModelCosts
 from shardline.planner.plan import DeviceName, PipelinePlan, StagePlan
@@ -67,10 +68,11 @@ class Predictor:
     def predict(self, stages: Sequence[Assigned]) -> PipelinePlan:
         """The plan of these stages, which must cover all layers in order."""
         load, replicas = self.load, len(stages[0].devices)
-        steps = load.steps(len(stages))
+        num_lanes = self.num_lanes(stages)
+        steps = load.steps(num_lanes)
         times = [[self._step_s(stage, step, len(stages)) for step in steps] for stage in stages]
         total_s = sum(
-            step.count * self._interval_s(stages, step, of_step)
+            step.count * self._interval_s(stages, step, of_step, num_lanes)
             for step, of_step in zip(steps, zip(*times, strict=True), strict=True)
         )
         busy = [sum(step.count * seconds for step, seconds in zip(steps, row, strict=True)) for row in times]
@@ -90,6 +92,15 @@ class Predictor:
             bottleneck=busy.index(max(busy)),
         )
 
+    def num_lanes(self, stages: Sequence[Assigned]) -> int:
+        """As the head of these stages would choose them, by its farthest stage and what the slowest takes."""
+        latency_s = max((stages[0].link(stage).latency_s for stage in stages[1:]), default=0.0)
+        if latency_s == 0:
+            return len(stages)
+        steps = self.load.steps(len(stages))
+        busy_s = sum(step.count * max(self._step_s(stage, step, len(stages)) for stage in stages) for step in steps)
+        return lanes_for(len(stages), 2 * latency_s, busy_s / sum(step.count for step in steps))
+
     def _step_s(self, stage: Assigned, step: StepKind, num_stages: int) -> float:
         """Seconds of a stage, of so many, in one step: streamed weights are read while others compute."""
         kinds = Counter(kind.name for kind in self.model.layers[stage.first : stage.stop])
@@ -99,13 +110,13 @@ class Predictor:
         reading_s = streamed / stage.profile.stream_bytes_per_s if streamed else 0.0
         return max(computing_s, reading_s) + frames_s(stage.profile, self.model, step)
 
-    def _interval_s(self, stages: Sequence[Assigned], step: StepKind, times: Sequence[float]) -> float:
+    def _interval_s(self, stages: Sequence[Assigned], step: StepKind, times: Sequence[float], num_lanes: int) -> float:
         """Seconds from one step to the next. It is as slow as its slowest stage or link, for which the others wait; and
-        as many steps as there are stages share a whole round."""
+        as many steps as there are lanes share a whole round."""
         if len(stages) == 1:
             return times[0]
         on_links_s = [size / link.bytes_per_s for link, size in self._frames(stages, step)]
-        return max(*times, *on_links_s, (sum(times) + self._hops_s(stages, step)) / len(stages))
+        return max(*times, *on_links_s, (sum(times) + self._hops_s(stages, step)) / num_lanes)
 
     def _hops_s(self, stages: Sequence[Assigned], step: StepKind) -> float:
         """Seconds of a round in which the step's frames are between stages."""
@@ -122,7 +133,7 @@ class Predictor:
         """Chunks follow each other through the pipeline: the last one leaves when the slowest stage has done all."""
         chunk = self.load.first_token()[0]
         times = [self._step_s(stage, chunk, len(stages)) for stage in stages]
-        behind_s = max(0.0, chunk.count - 1) * self._interval_s(stages, chunk, times)
+        behind_s = max(0.0, chunk.count - 1) * self._interval_s(stages, chunk, times, self.num_lanes(stages))
         sampled = StepKind(count=1, decodes=1, decode_context=self.load.prompt)
         return sum(times) + self._hops_s(stages, chunk) + behind_s + tail_s(stages[-1].profile, sampled)
 

@@ -16,7 +16,9 @@ from services.stage.hop.sockets import Sockets
 from services.stage.hop.wiring import Wiring
 from services.stage.pipeline.status import StageProgress, StageStatus
 from shardline.errors import Unavailable
+from shardline.lanes import MAX_LANES
 from shardline.wire import StageCard
+from tests.chaos.network.proxy import Proxy
 from tests.links import NUM_LAYERS, PATIENCE_S, TIMES, Pipes, make_card, open_pipes, pass_a_step
 
 
@@ -29,7 +31,7 @@ def pipes() -> Iterator[Pipes]:
 def test_a_head_that_holds_all_layers_is_ready_alone(pipes: Pipes) -> None:
     wiring = pipes.head(NUM_LAYERS).ready()
 
-    assert (wiring.stage_index, wiring.num_stages, wiring.num_lanes) == (0, 1, 1)
+    assert (wiring.stage_index, wiring.num_stages, wiring.num_lanes, wiring.first_lanes) == (0, 1, 1, 1)
     assert wiring.is_head
     assert wiring.is_tail
     assert (wiring.receiver, wiring.sender) == (None, None)
@@ -42,7 +44,8 @@ def test_two_stages_form_and_pass_steps(pipes: Pipes) -> None:
     wirings = [head.ready(), tail.wirings.get(timeout=PATIENCE_S)]
 
     assert [wiring.num_blocks for wiring in wirings] == [60, 60]
-    assert [wiring.num_lanes for wiring in wirings] == [2, 2]
+    assert [wiring.num_lanes for wiring in wirings] == [MAX_LANES, MAX_LANES]
+    assert wirings[0].first_lanes == 2
     assert wirings[1].is_tail
     for step in range(3):
         pass_a_step(wirings[0].pipeline, wirings, step)
@@ -84,6 +87,40 @@ def test_equal_stages_give_their_own_exactness_and_others_a_new_one(pipes: Pipes
     pipes.stage(8, NUM_LAYERS, exactness="other threads")
 
     assert pipes.heads[0].ready().exactness not in ("e", "other threads")
+
+
+def test_activations_are_int8_between_machines_only_and_then_nothing_is_exact(pipes: Pipes) -> None:
+    later = [pipes.stage(6, 8), pipes.stage(8, 10, machine="far"), pipes.stage(10, NUM_LAYERS, machine="far")]
+
+    wiring = pipes.head(6, far_int8=True).ready()
+
+    assert [member.sends_int8 for member in wiring.members] == [False, True, False, False]
+    assert [stage.wirings.get(timeout=PATIENCE_S).sends_int8 for stage in later] == [True, False, False]
+    assert (wiring.sends_int8, wiring.exact) == (False, False)
+    assert wiring.exactness != "e"
+
+
+@pytest.mark.parametrize(("machine", "far_int8"), [("far", False), (None, True)])
+def test_a_pipeline_without_a_rounded_hop_stays_exact(pipes: Pipes, machine: str | None, far_int8: bool) -> None:
+    pipes.stage(8, NUM_LAYERS, machine=machine)
+    wiring = pipes.head(8, far_int8=far_int8).ready()
+    assert (wiring.sends_int8, wiring.exact, wiring.exactness) == (False, True, "e")
+
+
+def test_a_head_hears_of_lanes_that_hide_a_slow_link(pipes: Pipes) -> None:
+    tail = pipes.stage(8, NUM_LAYERS)
+    host, port = tail.link.card().control.removeprefix("tcp://").split(":")
+    proxy = Proxy((host, int(port)))
+    proxy.start()
+    proxy.delay(0.1)
+    cards = [replace(tail.link.card(), control=f"tcp://{proxy.host}:{proxy.port}")]
+    head = pipes.head(8, cards=lambda: cards)
+    epoch = head.ready().epoch
+
+    tail.has_told(StageStatus(epoch=epoch, num_steps=100, compute_us=5_000_000))
+
+    assert head.lanes.get(timeout=PATIENCE_S) == 2 + 4
+    proxy.stop()
 
 
 @pytest.mark.parametrize(
