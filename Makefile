@@ -12,7 +12,7 @@ PIP := $(PY) -m pip --disable-pip-version-check
 TORCH_INDEX ?=
 TORCH := $(shell sed -n 's/^torch==/torch==/p' constraints.txt)
 TORCH_FROM := $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
-SOURCES := services shared tests migrations
+SOURCES := services shared tests migrations docker
 TEST_OPTIONS ?=
 # Two processes with servers of their own. A file stays in one of them; tests/conftest.py says which come last.
 IN_PARALLEL := -n 2 --dist loadgroup --no-loadscope-reorder
@@ -37,7 +37,7 @@ PYTHON_GPU ?= $(PY)
 SIZE ?= 1b
 KV_MIB ?=
 
-.PHONY: help setup demo up down status test test-gpu check bench bench-peers bench-gpu chaos chaos-compose chaos-mutants secrets test-compose clean lint format types imports unit
+.PHONY: help setup demo up down status test test-gpu check bench bench-peers bench-gpu chaos chaos-compose chaos-mutants manifests secrets test-compose clean lint format types imports unit
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -112,6 +112,9 @@ chaos-compose: setup ## The same against `docker compose up`, with a Docker engi
 
 chaos-mutants: setup ## Break the product on purpose, rule by rule: every mutant must be noticed: RUNS=20 ONLY= ON= TIME_SCALE=
 	$(PY) -m tests.chaos.mutants.mutation --runs $(or $(RUNS),20) --only "$(ONLY)" --on $(or $(ON),all) --time-scale $(TIME_SCALE) --write docs/guarantees.md
+
+manifests: setup ## Write docker/kubernetes from compose.yaml and .env.example
+	@$(PY) -m docker.kubernetes
 
 secrets: ## Make the secret files that compose.yaml mounts, where .env says
 	@docker/secrets.sh "$(or $(SHARDLINE_SECRETS_DIR),$(shell sed -n 's/^SHARDLINE_SECRETS_DIR=//p' .env 2>/dev/null),secrets)"

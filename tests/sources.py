@@ -25,8 +25,8 @@ def product_files() -> list[Path]:
 
 
 def all_files() -> list[Path]:
-    """Of product, migrations and tests."""
-    return python_files("services", "shared", "migrations", "tests")
+    """Of product, migrations, tests and what makes manifests."""
+    return python_files("services", "shared", "migrations", "tests", "docker")
 
 
 @cache

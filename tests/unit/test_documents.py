@@ -25,7 +25,7 @@ DOCUMENTS = [ROOT / "README.md", ROOT / ".env.example", *sorted((ROOT / "docs").
 READERS = [
     ROOT / "compose.yaml",
     *sorted((ROOT / "docs/examples").glob("*.py")),
-    *sorted((ROOT / "docker").glob("*")),
+    *sorted(path for path in (ROOT / "docker").glob("*") if path.is_file()),
     *sorted((ROOT / "tests/compose").glob("*.py")),
     ROOT / "tests/conftest.py",
 ]
