@@ -171,8 +171,8 @@ class LeaseManager(threading.Thread):
                     self._claimer.again()
                 self._finisher.give_back_crashed()
                 self._finisher.give_back_outgrown()
-                if self._readiness.identity is not None:
-                    self._finisher.give_back_inexact(self._readiness.identity)
+                if (identity := self._readiness.identity) is not None:
+                    self._finisher.give_back_inexact(identity)
                 self._claim()
                 if self._phase >= Phase.RELEASING or self._readiness.is_given_up:
                     self._finisher.give_back_all()

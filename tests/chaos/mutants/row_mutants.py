@@ -296,4 +296,17 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
         ),
         tests=(f"{CLAIM_TESTS}::test_jobs_longer_than_the_kv_are_left_for_a_larger_pipeline",),
     ),
+    Mutant(
+        name="exact rows: a claim of what asks for them without having them",
+        patches=(
+            Patch(file=CLAIMS, within="LOCK_CLAIMABLE", old="AND NOT {LACKS_EXACT_ROWS}", new=""),
+            Patch(
+                file=STATEMENTS,
+                within="_is_claimable",
+                old="and not _lacks_exact_rows(job, row, exactness)",
+                new="",
+            ),
+        ),
+        tests=(f"{CLAIM_TESTS}::test_a_job_that_asks_for_exact_rows_waits_for_them_and_then_for_the_same_ones",),
+    ),
 )
