@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from uuid import UUID
 
 from services.stage.engine.engine import Engine, FollowerEngine, HeadEngine
@@ -61,6 +62,10 @@ class Engines:
 
     def generate(self, requests: Sequence[Request]) -> list[tuple[int, ...]]:
         """The output ids of each request, all of them run together."""
+        return [event.output_ids for event in self.finish(requests)]
+
+    def finish(self, requests: Sequence[Request]) -> list[Finished]:
+        """The end of each request, all of them run together."""
         for request in requests:
             assert request.params.max_tokens is not None
             self.head.add(request, CountingSink(request.params.max_tokens))
@@ -71,7 +76,7 @@ class Engines:
             if isinstance(event, Finished):
                 done[event.key[0]] = event
         assert not self.lost
-        return [done[request.key[0]].output_ids for request in requests]
+        return [done[request.key[0]] for request in requests]
 
 
 def wiring(
@@ -94,9 +99,9 @@ def wiring(
 
 @contextmanager
 def open_engines(
-    executors: Sequence[Executor], folder: Path, *, budget: int, sends_int8: bool = False
+    executors: Sequence[Executor], folder: Path, *, budget: int, sends_int8: bool = False, step_j: float = 0.0
 ) -> Iterator[Engines]:
-    """A context with engines of two or more stages, whose epoch has begun."""
+    """A context with engines of two or more stages, whose epoch has begun. Each step takes `step_j` of each stage."""
     first, *rest = executors
     scheduler = Scheduler(
         SchedulerConfig(
@@ -114,8 +119,9 @@ def open_engines(
         for event in found:
             events.put(event)
 
-    head = HeadEngine(first, scheduler, emit=emit, on_lost=lambda _, reason: lost.append(reason))
-    later = [FollowerEngine(executor, on_lost=lambda _, reason: lost.append(reason)) for executor in rest]
+    options: Any = {"on_lost": lambda _, reason: lost.append(reason), "spend": lambda _: step_j}
+    head = HeadEngine(first, scheduler, emit=emit, **options)
+    later = [FollowerEngine(executor, **options) for executor in rest]
     engines: list[Engine] = [head, *later]
     with open_links(folder, MAX_LANES) as links:
         kinds = [*[Kind.PLAN] * len(rest), Kind.RESULT]

@@ -33,6 +33,8 @@ CLERK = REPOSITORY / "services/standalone/demo/clerk/model"
 LEASE_S = 60.0
 NUM_CACHED = 2
 """Tokens of each prompt that it says it has not computed."""
+ENERGY_J = 7_200.0
+"""What each job takes."""
 UNPREPARED = text(
     "SELECT id, prompt, messages, prompt_ids, params FROM jobs WHERE prepared_at IS NULL AND state = 'queued'"
 )
@@ -96,7 +98,14 @@ class TinyHead:
             claimed = claims.claim(
                 connection,
                 list(connection.scalars(QUEUED)),
-                Claimant(worker="tiny", pipeline="tiny", epoch=self._epoch, fingerprint="f1", exactness="e1"),
+                Claimant(
+                    worker="tiny",
+                    pipeline="tiny",
+                    epoch=self._epoch,
+                    fingerprint="f1",
+                    exactness="e1",
+                    energy_source="table",
+                ),
                 lease_s=LEASE_S,
                 exact_wait_s=0.0,
             )
@@ -159,6 +168,7 @@ class TinyHead:
             state=state,
             result=None if failed else result,
             error={"code": "poison", "message": "it broke the engine"} if failed else None,
+            energy_j=ENERGY_J,
         )
         with self.database.begin() as connection:
             assert ends.end_running(connection, [end])

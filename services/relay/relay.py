@@ -17,6 +17,7 @@ from services.relay.canceller import Canceller
 from services.relay.celery_results import CeleryResults
 from services.relay.census import Census
 from services.relay.coordinator import Coordinator
+from services.relay.energy_rates import EnergyRates
 from services.relay.growth import Growth
 from services.relay.intake import ENTRY_IDS, Intake
 from services.relay.loop import MAX_BACKOFF_S, POSTGRES_ERRORS, REDIS_ERRORS, Loop, LoopContext
@@ -42,8 +43,8 @@ from shardline.tables import JOBS_CHANNEL, LEASES_CHANNEL
 log = structlog.get_logger(__name__)
 
 REDIS_TIMEOUT_S = 2.0
-NUM_LOOPS = 9
-"""Connections of the pool that the loops may hold at once: one for each of the nine that read or write rows. The
+NUM_LOOPS = 10
+"""Connections of the pool that the loops may hold at once: one for each of the ten that read or write rows. The
 notify listener's is its own."""
 
 JOIN_S = 10.0
@@ -78,6 +79,7 @@ class Relay:
             self._canceller,
             self._results,
             Intake(context, redis=blocking, batch=settings.intake_batch),
+            EnergyRates(context, {"price": settings.energy_price, "carbon": settings.energy_carbon}),
             Growth(context, keeps_all=settings.retention_days is None),
             NotifyListener(context, database_url=url, channel=JOBS_CHANNEL, wakes=(outbox, preparer)),
             NotifyListener(context, database_url=url, channel=LEASES_CHANNEL, wakes=(sweeper,)),

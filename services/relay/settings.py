@@ -21,6 +21,11 @@ class RelaySettings(Settings):
         None, gt=0, le=36_500, description="days after which ended jobs are deleted; none by default: they are kept"
     )
 
+    energy_price: str | None = Field(
+        None, description="money for a kWh: a number, or a file or URL of a series (CSV time,value or JSON)"
+    )
+    energy_carbon: str | None = Field(None, description="grams of CO2 equivalent for a kWh, given in the same way")
+
     def celery(self) -> dict[str, Any]:
         """Celery's configuration of a relay's worker.
 

@@ -55,7 +55,9 @@ class Follower:
         self.hub = HubCalls(loaded.sockets.wakeup())
         self.delivery_handler = NoDeliveries()
         self.meter = StageMeter(loaded)
-        self._engine = FollowerEngine(loaded.executor, on_lost=self._on_lost, on_step=self.meter.step)
+        self._engine = FollowerEngine(
+            loaded.executor, on_lost=self._on_lost, on_step=self.meter.step, spend=loaded.spend
+        )
         self._registry = backends.open_registry()
         self._announcer = Announcer(self._registry, self._card)
         self._control = ControlServer(

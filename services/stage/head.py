@@ -106,6 +106,7 @@ class Head:
             emit=self._report,
             on_lost=self._pipeline.lost,
             on_step=self.meter.step,
+            spend=loaded.spend,
         )
         self.delivery_handler = self._make_lease_manager()
         self.meter.watch(self._scheduler, self._pipeline)
@@ -256,3 +257,7 @@ class Head:
     def jobs_crashed(self, outcomes: Iterable[str]) -> None:
         """Counted."""
         self.meter.blamed(outcomes)
+
+    def energy_spent(self, tenant: str, energy_j: float) -> None:
+        """Counted."""
+        self.meter.charge(tenant, energy_j)

@@ -9,6 +9,7 @@ from functools import partial
 import structlog
 from prometheus_client import CollectorRegistry
 
+from services.stage.device.power import Power
 from services.stage.pipeline.pipeline import Pipeline
 from services.stage.runtime import Loaded
 from services.stage.scheduling.drift import Drift
@@ -20,6 +21,9 @@ from shardline.metrics import HeadMetrics, StageMetrics
 from shardline.planner.rates import Rates
 
 log = structlog.get_logger(__name__)
+
+MAX_TENANTS = 100
+"""That have a label of their own: each costs a scraper a series. Those that come later are `other`."""
 
 
 class StageMeter:
@@ -38,6 +42,9 @@ class StageMeter:
             self._metrics.step_time_ratio.set_function(lambda: drift.ratio)
             self._show_profile(drift)
         self._metrics.exact.set(executor.exact)
+        self._tenants: set[str] = set()
+        if loaded.power is not None:
+            self._show_energy(loaded.power)
         self._metrics.kv_blocks.labels("used").set_function(lambda: executor.blocks_used)
         self._metrics.kv_blocks.labels("all").set(executor.num_blocks)
 
@@ -52,6 +59,11 @@ class StageMeter:
         for machine, link in drift.profile.links.items():
             metrics.link_latency_s.labels(machine).set(link.latency_s)
             metrics.link_bytes_per_s.labels(machine).set(link.bytes_per_s)
+
+    def _show_energy(self, power: Power) -> None:
+        joules = self._metrics.energy_j
+        joules.labels("compute", power.source).set_function(lambda: power.computed_j)
+        joules.labels("rest", power.source).set_function(lambda: max(0.0, power.drawn_j() - power.computed_j))
 
     def step(self, plan: StepPlan, time: StepTime) -> None:
         """The engine's thread, after each step."""
@@ -89,6 +101,14 @@ class StageMeter:
         if self._head is not None:
             for fate in fates:
                 self._head.blamed.labels(outcome=fate).inc()
+
+    def charge(self, tenant: str, energy_j: float) -> None:
+        """The lease manager's thread: the energy of an attempt that left this head."""
+        if self._head is None:
+            return
+        if len(self._tenants) < MAX_TENANTS:
+            self._tenants.add(tenant)
+        self._head.job_energy_j.labels(tenant if tenant in self._tenants else "other").inc(energy_j)
 
     def watch(self, scheduler: Scheduler, pipeline: Pipeline) -> None:
         """On a head."""

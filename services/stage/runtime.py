@@ -23,6 +23,7 @@ from services.stage.celery.pool import DeliveryHandler
 from services.stage.device.accelerator import load_module
 from services.stage.device.device import Device
 from services.stage.device.machine import boot_id
+from services.stage.device.power import Power, power_of
 from services.stage.device.take import take
 from services.stage.engine.accelerator_options import AcceleratorOptions
 from services.stage.engine.executor import Executor
@@ -107,6 +108,8 @@ class Loaded:
     worker: str
     drift: Drift | None = None
     """None: the device was never measured."""
+    power: Power | None = None
+    """None: nobody knows what the device draws."""
 
     @property
     def capacity(self) -> Capacity:
@@ -118,12 +121,17 @@ class Loaded:
             exact=executor.exact,
             num_slots=executor.offload.num_slots,
             move_s=executor.offload.move_s,
+            power=self.power.source if self.power else "",
         )
 
     @property
     def is_head(self) -> bool:
         """It holds the first layer."""
         return self.layers.start == 0
+
+    def spend(self, compute_s: float) -> float:
+        """The joules of a step that was computed in so many seconds; 0 where nobody knows."""
+        return self.power.joules(compute_s) if self.power else 0.0
 
     def describe(self) -> dict[str, Any]:
         """For people and tests."""
@@ -134,6 +142,7 @@ class Loaded:
             "num_layers": self.info.num_layers,
             "device": self.device.name,
             "dtype": self.settings.dtype,
+            "power": self.power.source if self.power else None,
             "attention": executor.attention_kind,
             "exact": executor.exact,
             "kv_blocks": executor.num_blocks,
@@ -282,6 +291,7 @@ def load(placed: Placed) -> Loaded:
         sockets=hop_sockets(settings),
         worker=worker,
         drift=_drift_of(placed),
+        power=power_of(device, settings.device_watts),
     )
 
 

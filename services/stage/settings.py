@@ -67,6 +67,11 @@ class StageSettings(Settings):
     cuda_graphs: bool = Field(
         False, description="record decode steps on a CUDA or ROCm GPU as graphs, at start, and replay them"
     )
+    device_watts: float | None = Field(
+        None,
+        gt=0,
+        description="what the device draws while it computes, W, instead of what is measured or in our table",
+    )
     device_shared: bool = Field(False, description="let stages share cores (more stages than cores)")
     dtype: Literal["float32", "bfloat16", "float16", "int8"] = Field(
         "float32", description="of weights, activations and KV; int8: of weights on a CPU, the rest bfloat16"

@@ -80,6 +80,9 @@ class RelayMetrics:
         self.fleet_tokens_per_s = Gauge(
             "shardline_fleet_tokens_per_s", "Predicted of a model's plan, 0 without one", ["model"], registry=registry
         )
+        self.energy_rate = Gauge(
+            "shardline_energy_rate", "Money, or grams of CO2 equivalent, for a kWh now", ["kind"], registry=registry
+        )
         self.errors = Counter("shardline_relay_errors", "Turns cut short by a server", ["server"], registry=registry)
         _begin_at_0(self.swept, "lost", "crashed", "failed", "cancelled", "expired")
         _begin_at_0(self.intake, "accepted", "failed", "dead")
@@ -122,6 +125,12 @@ class StageMetrics:
             ["doing"],
             registry=registry,
         )
+        self.energy_j = Gauge(
+            "shardline_energy_joules",
+            "Energy of this stage's device since its start, by what the stage did; it only grows",
+            ["doing", "source"],
+            registry=registry,
+        )
         self.kv_blocks = Gauge("shardline_kv_blocks", "KV blocks of this stage", ["state"], registry=registry)
         self.kv_moves = Counter(
             "shardline_kv_moves", "KV blocks copied out of the pool and back", ["direction"], registry=registry
@@ -148,6 +157,9 @@ class HeadMetrics:
             "Jobs given back: the pipeline broke under them alone",
             ["outcome"],
             registry=registry,
+        )
+        self.job_energy_j = Counter(
+            "shardline_job_energy_joules", "Energy of attempts that left this head", ["tenant"], registry=registry
         )
         self.running = Gauge("shardline_sequences_running", "Sequences in the batch", registry=registry)
         self.waiting = Gauge("shardline_sequences_waiting", "Sequences claimed and waiting", registry=registry)

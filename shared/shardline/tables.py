@@ -1,6 +1,7 @@
 """The tables: one truth for queries and for Alembic. Owns columns, constraints and indexes; knows no query.
 
-The states and who writes them: docs/job-lifecycle.md. Triggers and storage settings are in the migrations.
+The states and who writes them: docs/job-lifecycle.md. Triggers, storage settings and the view
+`job_costs` are in the migrations.
 """
 
 from __future__ import annotations
@@ -56,6 +57,9 @@ DEAD = "state = 'failed' AND (error ->> 'code') = 'crashed'"
 
 OUTCOMES = ("succeeded", "failed", "cancelled", "expired", "released", "lost", "crashed")
 """How an attempt ended: as its job did, given back, or its lease expired with and without a token of its own."""
+
+RATE_KINDS = ("price", "carbon")
+"""Of energy: money, and grams of CO2 equivalent, for each kWh."""
 
 metadata = MetaData(
     naming_convention={
@@ -234,6 +238,10 @@ attempts = Table(
     Column("logprobs", JSONB(none_as_null=True)),
     # It waits in its head for KV: nothing of it is computed, so it cannot have broken anything.
     Column("parked", Boolean, nullable=False, server_default=false()),
+    # Joules of the steps that it had rows in, as the last heartbeat or the end says; None: nobody knows the power.
+    Column("energy_j", Double),
+    # How the power of its stages is known: rapl, nvml, setting, table; several with +.
+    Column("energy_source", Text),
     CheckConstraint(_one_of("outcome", OUTCOMES), name="outcome_is_known"),
 )
 
@@ -254,6 +262,18 @@ results = Table(
     _object("provenance"),
     _created("created_at"),
     CheckConstraint(_one_of("finish_reason", tuple(FinishReason)), name="finish_reason_is_known"),
+)
+
+# What energy costs, in money and in carbon. A rate holds from its moment until the next one of its kind. Relays write
+# those that SHARDLINE_ENERGY_PRICE and SHARDLINE_ENERGY_CARBON name; anybody may write others.
+energy_rates = Table(
+    "energy_rates",
+    metadata,
+    Column("kind", Text, primary_key=True),
+    _time("begins_at", primary_key=True),
+    # Money of any one currency for a kWh, or grams of CO2 equivalent.
+    Column("per_kwh", Double, nullable=False),
+    CheckConstraint(_one_of("kind", RATE_KINDS), name="kind_is_known"),
 )
 
 pipelines = Table(

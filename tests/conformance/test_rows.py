@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any, cast
 from uuid import UUID
@@ -60,7 +60,8 @@ SELECT jobs.id, state, jobs.fence, crashes, num_sends, sent_at IS NOT NULL, canc
 FROM jobs LEFT JOIN results ON results.job_id = jobs.id ORDER BY jobs.created_at, jobs.id
 """)
 ATTEMPTS = text(
-    "SELECT job_id, fence, pipeline, epoch, tokens, num_resumed, outcome, parked FROM attempts ORDER BY 1, 2"
+    "SELECT job_id, fence, pipeline, epoch, tokens, num_resumed, outcome, parked, energy_j, energy_source "
+    "FROM attempts ORDER BY 1, 2"
 )
 PIPELINES = text("SELECT id, epoch, head, ready_at IS NOT NULL, seats, exact, kv_tokens FROM pipelines ORDER BY id")
 
@@ -138,7 +139,18 @@ def _job_row(pair: Pair, job: Job) -> tuple[Any, ...]:
 
 def _attempt_rows(pair: Pair) -> list[tuple[Any, ...]]:
     return [
-        (job_id, fence, one.pipeline, one.epoch, list(one.tokens), one.num_resumed, one.outcome, one.parked)
+        (
+            job_id,
+            fence,
+            one.pipeline,
+            one.epoch,
+            list(one.tokens),
+            one.num_resumed,
+            one.outcome,
+            one.parked,
+            one.energy_j,
+            one.energy_source,
+        )
         for (job_id, fence), one in pair.tables.attempts.items()
     ]
 
@@ -242,7 +254,8 @@ def unstamp_sent(pair: Pair) -> None:
 def claim(pair: Pair) -> None:
     pipeline, epoch = _pipeline(pair)
     exactness = pair.rng.choice(["x", "x", "y"])
-    claimant = Claimant(worker="h", pipeline=pipeline, epoch=epoch, fingerprint="w", exactness=exactness)
+    head = Claimant(worker="h", pipeline=pipeline, epoch=epoch, fingerprint="w", exactness=exactness)
+    claimant = replace(head, energy_source=pair.rng.choice([None, "table"]))
     pair.both(claims.claim, _some(pair), claimant, lease_s=LEASE_S, exact_wait_s=EXACT_WAIT_S)
 
 
@@ -266,7 +279,8 @@ def beat(pair: Pair) -> None:
         start = len(attempt.tokens) if attempt else 0
         start = max(0, start + pair.rng.choice([0, 0, 0, -1, -2, 1]))
         ids = tuple(pair.rng.randrange(100) for _ in range(pair.rng.randrange(3)))
-        beats.append(Beat(job_id=job_id, fence=_fence(pair, job_id), start=start, ids=ids))
+        energy_j = pair.rng.choice([None, pair.rng.random()])
+        beats.append(Beat(job_id=job_id, fence=_fence(pair, job_id), start=start, ids=ids, energy_j=energy_j))
     pair.both(leases.heartbeat, beats, lease_s=LEASE_S)
 
 
@@ -336,15 +350,15 @@ def _pipeline(pair: Pair) -> tuple[str, int]:
 
 def _end(pair: Pair, job_id: UUID) -> End:
     state = pair.rng.choice([JobState.SUCCEEDED, JobState.SUCCEEDED, JobState.CANCELLED, JobState.FAILED])
-    fence = _fence(pair, job_id)
+    fence, energy_j = _fence(pair, job_id), pair.rng.choice([None, pair.rng.random()])
     if state is JobState.FAILED:
-        return End(job_id=job_id, fence=fence, state=state, error={"code": "engine"})
+        return End(job_id=job_id, fence=fence, state=state, error={"code": "engine"}, energy_j=energy_j)
     reason = FinishReason.STOP if state is JobState.SUCCEEDED else FinishReason.CANCELLED
     ids = tuple(pair.rng.randrange(100) for _ in range(pair.rng.randint(1, 4)))
     usage = Usage(prompt_tokens=2, completion_tokens=len(ids))
     exact = pair.rng.random() < 0.8
     result = Result(job_id=job_id, text="t", token_ids=ids, usage=usage, finish_reason=reason, exact=exact)
-    return End(job_id=job_id, fence=fence, state=state, result=result)
+    return End(job_id=job_id, fence=fence, state=state, result=result, energy_j=energy_j)
 
 
 @pytest.fixture

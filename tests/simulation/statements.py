@@ -34,6 +34,7 @@ class BeatRow(msgspec.Struct):
     fence: int
     start: int
     ids: tuple[int, ...]
+    energy_j: float | None
 
 
 # shardline.store.claims ----------------------------------------------------------------------------------------------
@@ -95,7 +96,12 @@ def claim(tables: Tables, *, ids: Collection[UUID], lease_s: float, **claimant: 
         job.exactness = job.exactness or head.exactness
         tables.grant(job, tables.now_s + lease_s)
         tables.attempts[job.id, job.fence] = Attempt(
-            pipeline=head.pipeline, epoch=head.epoch, worker=head.worker, tokens=tokens, num_resumed=len(tokens)
+            pipeline=head.pipeline,
+            epoch=head.epoch,
+            worker=head.worker,
+            tokens=tokens,
+            num_resumed=len(tokens),
+            energy_source=head.energy_source,
         )
         claimed.append(_claimed(tables, job, tokens))
     return claimed
@@ -135,6 +141,8 @@ def heartbeat(tables: Tables, *, beats: str, lease_s: float) -> Rows:
         tables.grant(job, tables.now_s + lease_s)
         if beat.ids:
             tables.save((job.id, job.fence), saved[: beat.start] + beat.ids)
+        if beat.energy_j is not None:
+            tables.attempts[job.id, job.fence].energy_j = beat.energy_j
         asked = {"cancel_requested": job.cancel_s is not None, "expired": tables.is_past(job.deadline_s)}
         replies.append({"id": job.id, "fence": job.fence, **asked})
     return replies

@@ -11,7 +11,9 @@ from typing import Any, cast
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
-from services.stage.metrics import StageMeter
+from services.stage.device.power import NominalPower, Power
+from services.stage.device.watts import Watts
+from services.stage.metrics import MAX_TENANTS, StageMeter
 from services.stage.scheduling.drift import Drift
 from services.stage.scheduling.events import NewTokens
 from services.stage.scheduling.step_plan import Move, Open, Row, StepPlan
@@ -45,11 +47,12 @@ def test_scrapers_read_the_served_port() -> None:
     assert text.splitlines()[0] == generate_latest(registry).decode().splitlines()[0]
 
 
-def meter_of_stage(*, is_head: bool, drift: Drift | None = None) -> StageMeter:
+def meter_of_stage(*, is_head: bool, drift: Drift | None = None, power: Power | None = None) -> StageMeter:
     """Of one that has just started."""
     executor = SimpleNamespace(exact=True, blocks_used=3, num_blocks=8)
     settings = SimpleNamespace(times=SimpleNamespace(stall_s=30.0))
-    return StageMeter(cast(Any, SimpleNamespace(executor=executor, settings=settings, is_head=is_head, drift=drift)))
+    loaded = SimpleNamespace(executor=executor, settings=settings, is_head=is_head, drift=drift, power=power)
+    return StageMeter(cast(Any, loaded))
 
 
 def scrape_of_stage(*, is_head: bool) -> str:
@@ -118,3 +121,36 @@ def test_a_measured_device_shows_its_rates_and_links_which_follow_its_drift() ->
     drift.profile = drift.profile.scaled(2.0)
     assert rate("device_bytes_per_second", what="weights") == pytest.approx(before[0] / 2)
     assert rate("device_operations_per_second", rows="256") == pytest.approx(before[1] / 2)
+
+
+def test_a_stage_shows_what_steps_took_and_what_its_device_drew_besides() -> None:
+    power = NominalPower("table", Watts(busy=50.0, idle=1e6))
+    registry = meter_of_stage(is_head=False, power=power).registry
+    power.joules(3.0)
+
+    def shown(doing: str) -> float:
+        value = registry.get_sample_value("shardline_energy_joules", {"doing": doing, "source": "table"})
+        assert value is not None
+        return value
+
+    assert shown("compute") == 150.0
+    assert shown("rest") == 0.0, "it has computed for longer than it has lived"
+
+
+def test_a_device_of_unknown_power_shows_no_energy() -> None:
+    assert "shardline_energy_joules{" not in scrape_of_stage(is_head=True)
+
+
+def test_energy_of_jobs_is_counted_by_tenant_up_to_a_number_of_tenants() -> None:
+    meter = meter_of_stage(is_head=True)
+    for number in range(MAX_TENANTS + 2):
+        meter.charge(f"t{number}", 2.0)
+        meter.charge("t0", 1.0)
+
+    def counted(tenant: str) -> float | None:
+        return meter.registry.get_sample_value("shardline_job_energy_joules_total", {"tenant": tenant})
+
+    assert counted("t0") == 2.0 + MAX_TENANTS + 2
+    assert counted(f"t{MAX_TENANTS - 1}") == 2.0
+    assert counted(f"t{MAX_TENANTS}") is None
+    assert counted("other") == 4.0

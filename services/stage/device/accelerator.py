@@ -17,8 +17,9 @@ from typing import Any, ClassVar
 import psutil
 import torch
 
-from services.stage.device.device import INT8, Device
+from services.stage.device.device import INT8, Device, Meter
 from services.stage.device.staging import Staging
+from services.stage.device.watts import Watts
 from shardline.cores import FIELD, FORMS
 from shardline.errors import Invalid
 
@@ -113,6 +114,23 @@ class Accelerator(Device):
     def total_bytes(self) -> int:
         """Returns all of the device's memory."""
         return self._found.total_bytes()
+
+    def meter(self) -> Meter | None:
+        """Returns NVML, through torch and nvidia-ml-py. Raises OSError, with the reason, if that does not tell."""
+        if self._found.type != "cuda" or torch.version.hip:
+            return None
+        try:
+            self._spent_j(0.0)
+        except Exception as error:  # the driver, its library and the package may be missing, each in its own words
+            raise OSError(f"NVML does not tell: {error}") from error
+        return Meter("nvml", self._spent_j)
+
+    def watts(self) -> Watts | None:
+        """Returns the board power that the table has for its model."""
+        return Watts.of_accelerator(self._found.model())
+
+    def _spent_j(self, elapsed_s: float) -> float:
+        return torch.cuda.power_draw(self._found.index) * 1e-3 * elapsed_s
 
     def enter_thread(self) -> None:
         """Makes the device the calling thread's: a new thread has the first one, whatever others have chosen."""

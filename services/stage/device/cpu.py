@@ -10,8 +10,10 @@ from typing import ClassVar
 import psutil
 import torch
 
-from services.stage.device.device import INT8, Device
+from services.stage.device.device import INT8, Device, Meter
 from services.stage.device.machine import machine
+from services.stage.device.rapl import Rapl
+from services.stage.device.watts import Watts
 from shardline.cores import FIELD, PREFIX, parse_cores, show_cores
 from shardline.errors import Invalid
 
@@ -47,6 +49,14 @@ class Cpu(Device):
     def total_bytes(self) -> int:
         """Returns the memory of the host, or the container's limit."""
         return memory_bytes()
+
+    def meter(self) -> Meter:
+        """Returns RAPL's counters. Raises OSError if they cannot be read."""
+        return Meter("rapl", Rapl(self.cores).spent_j)
+
+    def watts(self) -> Watts:
+        """Returns the figures of so many cores."""
+        return Watts.of_cores(len(self.cores))
 
     def synchronize(self) -> None:
         """Returns at once: operators are done when they return."""

@@ -7,7 +7,8 @@ Knows no model. One worker has one device. `take.py` makes them from `SHARDLINE_
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
@@ -17,12 +18,23 @@ import torch
 from services.stage.device.locks import DeviceLocks
 from services.stage.device.promises import Promises
 from services.stage.device.staging import Staging
+from services.stage.device.watts import Watts
 from shardline.errors import Invalid
 
 INT8 = "int8"
 """The dtype of weights whose activations and KV are bfloat16."""
 
 log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Meter:
+    """What measures the energy of a device."""
+
+    source: str
+    """`rapl` or `nvml`."""
+    spent_j: Callable[[float], float]
+    """Returns the joules since its last call, which was so many seconds ago. May raise anything."""
 
 
 class Device(ABC):
@@ -75,6 +87,14 @@ class Device(ABC):
     @abstractmethod
     def synchronize(self) -> None:
         """Waits until the device has done all that it was given."""
+
+    def meter(self) -> Meter | None:
+        """Returns what measures its energy; None if it has nothing. Raises OSError, with the reason, if that fails."""
+        return None
+
+    def watts(self) -> Watts | None:
+        """Returns public figures of what it draws; None if there are none."""
+        return None
 
     def enter_thread(self) -> None:  # noqa: B027 (cores are pinned as a process)
         """Makes the device the calling thread's, for what asks for none by name: a kernel's launch."""

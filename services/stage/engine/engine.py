@@ -46,15 +46,31 @@ OnLost = Callable[[int, str], None]
 OnStep = Callable[[StepPlan, StepTime], None]
 """Called in the engine's thread after every step, when its frame has left."""
 
+Spend = Callable[[float], float]
+"""Called in the engine's thread with the seconds in which a step was computed; returns the joules that it took."""
+
 
 def _ignore(_plan: StepPlan, _time: StepTime) -> None:
     """The OnStep of an engine without metrics."""
 
 
+def _nothing(_compute_s: float) -> float:
+    """The Spend of a device whose power nobody knows."""
+    return 0.0
+
+
 class Engine(threading.Thread):
     """What head and followers share: the inbox, the wiring of the current epoch, and counters for other threads."""
 
-    def __init__(self, executor: Executor, *, on_lost: OnLost, on_step: OnStep = _ignore, name: str = "engine") -> None:
+    def __init__(
+        self,
+        executor: Executor,
+        *,
+        on_lost: OnLost,
+        on_step: OnStep = _ignore,
+        spend: Spend = _nothing,
+        name: str = "engine",
+    ) -> None:
         super().__init__(name=name, daemon=True)
         self.executor = executor
         self.inbox = Inbox()
@@ -62,6 +78,7 @@ class Engine(threading.Thread):
         self.step_times = StepTimes()
         self._on_lost = on_lost
         self._on_step = on_step
+        self._spend = spend
         self._wiring: Wiring | None = None
         self._launched: LaunchedSteps | None = None
         """Of an epoch on an accelerator with pinned memory. Without one a step is computed when `run` returns."""
@@ -143,33 +160,41 @@ class Engine(threading.Thread):
         """Whether a step may be run now: on an accelerator one step ahead of the one that it computes."""
         return self._launched is None or not self._launched.is_full
 
-    def _pass_on(self, plan: StepPlan, message: Buffer, out: Tensor | StepResult, began_s: float) -> None:
-        """Sends what a step gave: now, or, if an accelerator still computes it, once it is copied."""
+    def _pass_on(
+        self, plan: StepPlan, message: Buffer, out: Tensor | StepResult, began_s: float, spent_uj: int = 0
+    ) -> None:
+        """Sends what a step gave: now, or, if an accelerator still computes it, once it is copied. `spent_uj` is what
+        the stages before have spent on it."""
         assert self._wiring is not None
         if self._wiring.sends_int8 and isinstance(out, Tensor):
             out = quantized(out)
         if self._launched is not None and isinstance(out, Tensor):
             states = out if plan.rows else None
-            self._launched.add(plan, message, states, began_s=began_s, launched_s=self._computed[0])
+            self._launched.add(plan, message, states, began_s=began_s, launched_s=self._computed[0], spent_uj=spent_uj)
             self.step_began_s = self._computed[0]
             return
-        self._send(plan, message, out)
+        self._send(plan, message, out, spent_uj + self._spent_uj(self._computed))
         self._finish_step(plan, began_s, self._computed, monotonic_s())
 
     def _leave(self, step: LaunchedStep) -> None:
         """Sends a step that is copied. If the device has the next one by then, the sending takes none of its time."""
         assert self._launched is not None
-        self._send(step.plan, step.message, step.copy.tensor)
-        computed_s, following = step.copy.wait(), self._launched.oldest
-        ended_s = max(computed_s, following.began_s) if following else monotonic_s()
+        computed = step.launched_s, step.copy.wait()
+        self._send(step.plan, step.message, step.copy.tensor, step.spent_uj + self._spent_uj(computed))
+        following = self._launched.oldest
+        ended_s = max(computed[1], following.began_s) if following else monotonic_s()
         self.step_began_s = following.launched_s if following else None
-        self._finish_step(step.plan, step.began_s, (step.launched_s, computed_s), ended_s)
+        self._finish_step(step.plan, step.began_s, computed, ended_s)
 
-    def _send(self, plan: StepPlan, message: Buffer, out: Tensor | StepResult | None) -> None:
+    def _spent_uj(self, computed: tuple[float, float]) -> int:
+        """The energy of the step that this stage has computed last."""
+        return round(self._spend(self.progress.computing_s(*computed)) * 1e6)
+
+    def _send(self, plan: StepPlan, message: Buffer, out: Tensor | StepResult | None, spent_uj: int) -> None:
         wiring = self._wiring
         assert wiring is not None
         assert wiring.sender is not None
-        wiring.sender.send(_frame(wiring, plan, message, out))
+        wiring.sender.send(_frame(wiring, plan, message, out, spent_uj))
 
     def _finish_step(self, plan: StepPlan, began_s: float, computed: tuple[float, float], ended_s: float) -> StepTime:
         time = self.progress.finish(plan, began_s, *computed, ended_s)
@@ -195,8 +220,9 @@ class HeadEngine(Engine):
         emit: Callable[[Sequence[Event]], None],
         on_lost: OnLost,
         on_step: OnStep = _ignore,
+        spend: Spend = _nothing,
     ) -> None:
-        super().__init__(executor, on_lost=on_lost, on_step=on_step)
+        super().__init__(executor, on_lost=on_lost, on_step=on_step, spend=spend)
         self.scheduler = scheduler
         self._may_run_until_s = float("inf")
         """Self-fencing, by the lease clock: after this moment nothing is scheduled and nothing is emitted."""
@@ -295,7 +321,7 @@ class HeadEngine(Engine):
         if isinstance(out, Tensor):
             self._pass_on(plan, encode(plan), out, began_s)
             return
-        self._apply(out)
+        self._apply(out, self._spent_uj(self._computed))
         self._finish_step(plan, began_s, self._computed, monotonic_s())
 
     def _finish_step(self, plan: StepPlan, began_s: float, computed: tuple[float, float], ended_s: float) -> StepTime:
@@ -307,13 +333,14 @@ class HeadEngine(Engine):
     def _collect(self, receiver: Receiver, wait_s: float) -> None:
         while (frame := receiver.receive(wait_s)) is not None:
             began_s = monotonic_s()
-            self._apply(decode_result(frame.message))
+            self._apply(decode_result(frame.message), frame.spent_uj)
             if not self._launched:  # beside a computation it takes no time of this stage
                 self.progress.work(monotonic_s() - began_s)
             wait_s = 0.0
 
-    def _apply(self, result: StepResult) -> None:
-        self._emit(self.scheduler.apply(result))
+    def _apply(self, result: StepResult, spent_uj: int) -> None:
+        """`spent_uj` is what all stages have spent on the step."""
+        self._emit(self.scheduler.apply(result, spent_uj * 1e-6))
         if self.scheduler.num_in_flight == 0:
             self._idle_since_s = monotonic_s()
 
@@ -339,16 +366,16 @@ class FollowerEngine(Engine):
         if plan.step != frame.step:
             raise ProtocolError(f"a plan of step {plan.step} in the frame of step {frame.step}")
         out = self._run_step(plan, self._received(frame) if plan.rows else None)
-        self._pass_on(plan, frame.message, out, began_s)
+        self._pass_on(plan, frame.message, out, began_s, frame.spent_uj)
 
     def _received(self, frame: Frame) -> Tensor:
         buffer = None if self._launched is None else self._launched.buffer(frame.step)
         return tensor_of(frame, self.executor.dtype, buffer)
 
 
-def _frame(wiring: Wiring, plan: StepPlan, message: Buffer, out: Tensor | StepResult | None) -> Frame:
+def _frame(wiring: Wiring, plan: StepPlan, message: Buffer, out: Tensor | StepResult | None, spent_uj: int) -> Frame:
     """Returns the plan with its activations for the next stage, or the tail's answer for the head."""
-    of_step = partial(Frame, pipeline=wiring.pipeline, epoch=wiring.epoch, step=plan.step)
+    of_step = partial(Frame, pipeline=wiring.pipeline, epoch=wiring.epoch, step=plan.step, spent_uj=spent_uj)
     if isinstance(out, StepResult):
         return of_step(kind=Kind.RESULT, message=encode(out))
     if out is None or not plan.rows:

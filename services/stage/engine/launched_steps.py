@@ -32,6 +32,8 @@ class LaunchedStep:
     """Its frame had come; on a head: scheduling began."""
     launched_s: float
     """The device was given it."""
+    spent_uj: int
+    """Microjoules that the stages before have spent on it."""
     copy: HostCopy
 
 
@@ -62,11 +64,22 @@ class LaunchedSteps(threading.Thread):
         """Returns the pinned buffer for the received activations of a step: uint8 [bytes]."""
         return self._staging.buffer(step)
 
-    def add(self, plan: StepPlan, message: Buffer, states: Tensor | None, *, began_s: float, launched_s: float) -> None:
+    def add(
+        self,
+        plan: StepPlan,
+        message: Buffer,
+        states: Tensor | None,
+        *,
+        began_s: float,
+        launched_s: float,
+        spent_uj: int,
+    ) -> None:
         """Takes a step that was launched; the activations that it gives, [T, H] of any dtype, are copied behind it."""
         assert not self.is_full
         copy = self._staging.copy_out(plan.step, states)
-        step = LaunchedStep(plan=plan, message=message, began_s=began_s, launched_s=launched_s, copy=copy)
+        step = LaunchedStep(
+            plan=plan, message=message, began_s=began_s, launched_s=launched_s, spent_uj=spent_uj, copy=copy
+        )
         self._steps.append(step)
         self._awaited.put(step)
 

@@ -26,6 +26,8 @@ class Member:
     exact: bool
     sends_int8: bool = False
     """Its activations leave as int8."""
+    power: str = ""
+    """The source of its device's power; empty: not known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -86,6 +86,7 @@ class Finisher:
             self._publisher.delta(job.job_id, outcome.last_delta())
             self._publisher.result(job.job_id, outcome.value(), outcome.celery_state)
             outcome.settle()
+            self._host.energy_spent(job.claimed.tenant_id, outcome.event.energy_j)
         elif state in (JobState.CANCELLED, JobState.EXPIRED):
             job.delivery.revoke()  # A relay was first, under the same fence.
         else:
@@ -105,7 +106,7 @@ class Finisher:
             for job in jobs:
                 if outcomes.get(job.job_id) == JobState.FAILED:
                     self._fail(job)
-                self._jobs.drop(job)
+                self._drop(job)
         self._crashed.clear()
 
     def _fail(self, job: LiveJob) -> None:
@@ -147,7 +148,11 @@ class Finisher:
             ends.release_running(connection, [job.attempt for job in jobs])
         log.info("leases given back", jobs=len(jobs))
         for job in jobs:
-            self._jobs.drop(job)
+            self._drop(job)
+
+    def _drop(self, job: LiveJob) -> None:
+        self._jobs.drop(job)
+        self._host.energy_spent(job.claimed.tenant_id, job.energy_j)
 
     def _save(self, connection: Connection, jobs: Iterable[LiveJob]) -> None:
         leases.heartbeat(connection, [job.beat() for job in jobs], lease_s=self._times.lease_s)

@@ -9,6 +9,9 @@ from services.stage.hop.wiring import Wiring
 from services.stage.scheduling.kv_blocks import BLOCK_TOKENS
 from shardline.store.claims import Claimant
 
+UNKNOWN = "unknown"
+"""The source of a power that nobody knows."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Identity:
@@ -27,6 +30,8 @@ class Identity:
     kv_tokens: int
     """The longest sequence that its KV holds."""
     stages: tuple[dict[str, Any], ...]
+    energy_source: str | None
+    """How the power of all stages is known, such as `rapl`, or `nvml+table` where they differ; None: of no stage."""
     software: dict[str, str]
 
     def claimant(self) -> Claimant:
@@ -37,6 +42,7 @@ class Identity:
             epoch=self.epoch,
             fingerprint=self.fingerprint,
             exactness=self.exactness,
+            energy_source=self.energy_source,
         )
 
     def provenance(self) -> dict[str, Any]:
@@ -82,8 +88,15 @@ def identity_of(
                 "dtype": member.weights_dtype,
                 "kv_blocks": member.num_blocks,
                 "sends": "int8" if member.sends_int8 else "same",
+                "power": member.power or UNKNOWN,
             }
             for member in wiring.members
         ),
+        energy_source=_energy_source(wiring),
         software=software,
     )
+
+
+def _energy_source(wiring: Wiring) -> str | None:
+    sources = {member.power for member in wiring.members}
+    return "+".join(sorted(source or UNKNOWN for source in sources)) if any(sources) else None

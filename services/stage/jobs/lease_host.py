@@ -17,3 +17,6 @@ class LeaseHost(Protocol):
 
     def jobs_crashed(self, outcomes: Iterable[str]) -> None:
         """The pipeline broke under jobs that ran alone; what became of each."""
+
+    def energy_spent(self, tenant: str, energy_j: float) -> None:
+        """An attempt at a job of this tenant left the head; it took so many joules."""

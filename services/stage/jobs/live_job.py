@@ -36,6 +36,8 @@ class LiveJob:
     logprobs: list[TokenLogprob]
     num_saved: int
     """Output tokens that are in Postgres."""
+    energy_j: float = 0.0
+    """Of this attempt, up to its last token."""
     parked: bool = False
     """It waits for KV: nothing of it is computed."""
     began_step: int = 0
@@ -117,6 +119,7 @@ class LiveJob:
         """Adds tokens, to be saved by the next heartbeat; without exactness their reader waits for that."""
         self.ids.extend(tokens.ids)
         self.logprobs.extend(tokens.logprobs)
+        self.energy_j = tokens.energy_j
         if not self.exact:
             self.held.append(self.delta(tokens))
 
@@ -133,11 +136,16 @@ class LiveJob:
             start=self.num_saved,
             ids=tuple(self.ids[self.num_saved :]),
             logprobs=tuple(self.logprobs[self.num_saved :]),
+            energy_j=self.known_j(self.energy_j),
         )
 
     def bare_beat(self) -> Beat:
         """A heartbeat that saves nothing."""
         return Beat(job_id=self.claimed.job_id, fence=self.claimed.fence, start=self.num_saved)
+
+    def known_j(self, energy_j: float) -> float | None:
+        """The energy as it is stored: None where the power of no stage is known."""
+        return None if self.identity.energy_source is None else round(energy_j, 6)
 
     def timings(self) -> dict[str, float]:
         """Seconds: waiting before this claim, to this attempt's first token, and in this attempt altogether."""

@@ -50,10 +50,10 @@ class JobOutcome:
     def row(self) -> End:
         """What is committed: a result with the completion, whole or partial, or the reason of a failure."""
         job, event = self.job, self.event
-        claimed = job.claimed
+        claimed, energy_j = job.claimed, job.known_j(event.energy_j)
         if isinstance(event, Failed):
             error = {"code": "engine", "problem": event.reason}
-            return End(job_id=claimed.job_id, fence=claimed.fence, state=self.state, error=error)
+            return End(job_id=claimed.job_id, fence=claimed.fence, state=self.state, error=error, energy_j=energy_j)
         result = Result(
             job_id=claimed.job_id,
             text=event.text,
@@ -69,7 +69,7 @@ class JobOutcome:
             timings=job.timings(),
             provenance=job.identity.provenance(),
         )
-        return End(job_id=claimed.job_id, fence=claimed.fence, state=self.state, result=result)
+        return End(job_id=claimed.job_id, fence=claimed.fence, state=self.state, result=result, energy_j=energy_j)
 
     def last_delta(self) -> Delta:
         """Tells readers of the stream that the row is committed."""

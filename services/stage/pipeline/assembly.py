@@ -55,6 +55,7 @@ class _Bound:
             exact=welcome.exact,
             num_slots=welcome.num_slots,
             move_s=welcome.move_us / 1e6,
+            power=welcome.power,
         )
 
 
@@ -203,5 +204,6 @@ def _member(card: StageCard, capacity: Capacity, sends_int8: bool) -> Member:
         num_blocks=capacity.num_blocks,
         exactness=capacity.exactness,
         exact=capacity.exact,
+        power=capacity.power,
         sends_int8=sends_int8,
     )

@@ -124,6 +124,7 @@ class ControlHandler:
             exact=self._capacity.exact,
             num_slots=self._capacity.num_slots,
             move_us=math.ceil(self._capacity.move_s * 1e6),
+            power=self._capacity.power,
         )
 
     def _start(self, start: messages.Start, bound: Bound) -> messages.Ready | messages.Refuse | None:

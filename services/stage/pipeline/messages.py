@@ -85,6 +85,8 @@ class Welcome(ControlMessage, frozen=True, kw_only=True, array_like=True, tag=2)
     """KV blocks that the offload area holds."""
     move_us: Count = 0
     """That a block takes there and back."""
+    power: Name = ""
+    """The source of its device's power; empty: not known."""
 
 
 class Refuse(ControlMessage, frozen=True, kw_only=True, array_like=True, tag=3):

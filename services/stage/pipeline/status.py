@@ -17,6 +17,8 @@ class Capacity:
     """KV blocks that its offload area holds."""
     move_s: float = 0.0
     """Seconds that a block takes there and back."""
+    power: str = ""
+    """The source of its device's power, such as `rapl`; empty: not known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

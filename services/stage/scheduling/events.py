@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from services.stage.scheduling.sequence import Key
+from services.stage.scheduling.sequence import Key, Sequence
 from shardline.job import FinishReason, TokenLogprob
 
 
@@ -16,6 +16,8 @@ class NewTokens(msgspec.Struct, frozen=True, kw_only=True):
     ids: tuple[int, ...]
     text: str
     logprobs: tuple[TokenLogprob, ...] = ()
+    energy_j: float = 0.0
+    """Of the attempt up to these tokens."""
 
 
 class Finished(msgspec.Struct, frozen=True, kw_only=True):
@@ -30,6 +32,22 @@ class Finished(msgspec.Struct, frozen=True, kw_only=True):
     """The end of `text` that no NewTokens held: it was held back when the job was aborted."""
     num_cached: int = 0
     """Prompt tokens that were not computed for it: their KV was there."""
+    energy_j: float = 0.0
+    """Of the whole attempt."""
+
+    @classmethod
+    def of(cls, sequence: Sequence, reason: FinishReason, tail: str) -> Finished:
+        """What a sequence has when it ends."""
+        return cls(
+            key=sequence.request.key,
+            reason=reason,
+            output_ids=sequence.output_ids,
+            text=sequence.sink.text,
+            logprobs=None if sequence.request.params.logprobs is None else tuple(sequence.logprobs),
+            tail=tail,
+            num_cached=sequence.num_cached or 0,
+            energy_j=sequence.energy_j,
+        )
 
 
 class Failed(msgspec.Struct, frozen=True, kw_only=True):
@@ -37,6 +55,8 @@ class Failed(msgspec.Struct, frozen=True, kw_only=True):
 
     key: Key
     reason: str
+    energy_j: float = 0.0
+    """Of the whole attempt."""
 
 
 class Crashed(msgspec.Struct, frozen=True, kw_only=True):

@@ -126,13 +126,16 @@ class Scheduler:
         self._flights.append((plan, builder.sequences))
         return plan
 
-    def apply(self, result: StepResult) -> list[Event]:
-        """The tail's answer to the oldest step in flight. Raises ProtocolError on any other."""
+    def apply(self, result: StepResult, energy_j: float = 0.0) -> list[Event]:
+        """The tail's answer to the oldest step in flight, and the energy that it took: each sequence has its share by
+        packed rows. Raises ProtocolError on any other."""
         plan, sequences = self._land(result)
+        row_j = energy_j / max(1, plan.num_tokens)
         answers = zip(result.tokens, result.logprobs or repeat(()), strict=False)
         events: list[Event] = []
         for row, sequence in zip(plan.rows, sequences, strict=True):
             sequence.num_in_flight -= 1
+            sequence.energy_j += row_j * row.length
             if row.wants:
                 tokens, logprobs = next(answers)
                 if row.drafts:
@@ -300,7 +303,9 @@ class Scheduler:
         text, reason = sequence.accept(tokens, logprobs)
         num = sequence.num_outputs - start
         known = tuple(each for each in logprobs[:num] if each is not None)
-        events.append(NewTokens(key=sequence.request.key, start=start, ids=tokens[:num], text=text, logprobs=known))
+        key, energy_j = sequence.request.key, sequence.energy_j
+        new = NewTokens(key=key, start=start, ids=tokens[:num], text=text, logprobs=known, energy_j=energy_j)
+        events.append(new)
         sequence.num_computed += num - 1
         if num > 1:
             self._kv.keep((sequence,))
@@ -325,19 +330,11 @@ class Scheduler:
 
     def _finish(self, sequence: Sequence, reason: FinishReason, tail: str = "") -> Finished:
         self._end(sequence)
-        return Finished(
-            key=sequence.request.key,
-            reason=reason,
-            output_ids=sequence.output_ids,
-            text=sequence.sink.text,
-            logprobs=None if sequence.request.params.logprobs is None else tuple(sequence.logprobs),
-            tail=tail,
-            num_cached=sequence.num_cached or 0,
-        )
+        return Finished.of(sequence, reason, tail)
 
     def _fail(self, sequence: Sequence, reason: str) -> Failed:
         self._end(sequence)
-        return Failed(key=sequence.request.key, reason=reason)
+        return Failed(key=sequence.request.key, reason=reason, energy_j=sequence.energy_j)
 
     def _outgrow(self, sequence: Sequence) -> Outgrown:
         self._end(sequence)

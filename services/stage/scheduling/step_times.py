@@ -69,15 +69,20 @@ class EngineProgress:
         self.hop_s += seconds
         self._worked_s += seconds
 
+    def computing_s(self, began_s: float, computed_s: float) -> float:
+        """Seconds of a step that the device was given and had computed then. One that it was given before it had done
+        the last step counts from there."""
+        return computed_s - max(began_s, self._computed_s)
+
     def finish(
         self, plan: StepPlan, began_s: float, compute_began_s: float, computed_s: float, ended_s: float
     ) -> StepTime:
         """Counts a step whose frame has left. Of the time since the step before, what was neither work nor idle was
-        a wait. Of a step that an accelerator was given before it had done the last one, only what came after counts."""
+        a wait."""
         idle_s = plan.idle_us / 1e6
         began_s = began_s if self._ended_s is None else max(began_s, self._ended_s)
+        compute_s = self.computing_s(compute_began_s, computed_s)
         compute_began_s = max(compute_began_s, self._computed_s)
-        compute_s = computed_s - compute_began_s
         gap_s = 0.0 if self._ended_s is None else began_s - self._ended_s
         wait_s = max(0.0, gap_s - idle_s - self._worked_s)
         hop_s = ended_s - began_s - compute_s

@@ -39,6 +39,9 @@ from tests.models import VOCAB_SIZE, save_model
 from tests.pinned import first_core
 from tests.polling import until
 
+STEP_J = 2.0
+"""What each step takes."""
+
 
 @dataclass(slots=True, kw_only=True)
 class LoneHead:
@@ -105,6 +108,10 @@ class Host:
         """Counted."""
         self.meter.blamed(outcomes)
 
+    def energy_spent(self, tenant: str, energy_j: float) -> None:
+        """Counted."""
+        self.meter.charge(tenant, energy_j)
+
 
 def _name(outcome: tuple[int, Any, float]) -> str:
     failed, value, _ = outcome
@@ -121,12 +128,11 @@ def open_lone_head(database: Database, executor: Executor, redis_url: str, times
     def report(events: Sequence[Event]) -> None:
         lease_manager.report(events)
 
-    engine = HeadEngine(executor, scheduler, emit=report, on_lost=lambda *_: None)
+    engine = HeadEngine(executor, scheduler, emit=report, on_lost=lambda *_: None, spend=lambda _: STEP_J)
     publisher = DeltaPublisher(DeltaWriter(redis_url), None)
     announced = threading.Event()
-    meter = StageMeter(
-        cast(Any, SimpleNamespace(executor=executor, settings=SimpleNamespace(times=times), is_head=True, drift=None))
-    )
+    loaded = {"executor": executor, "settings": SimpleNamespace(times=times), "is_head": True}
+    meter = StageMeter(cast(Any, SimpleNamespace(**loaded, drift=None, power=None)))
     tokenizer = Tokenizer(WordLevel({f"<{number}>": number for number in range(VOCAB_SIZE)}, unk_token="<0>"))
     lease_manager = LeaseManager(
         database=database,
@@ -184,6 +190,7 @@ def wiring(executor: Executor, num_blocks: int | None = None, exactness: str = "
         num_blocks=num_blocks,
         exactness=exactness,
         exact=True,
+        power="table",
     )
     return Wiring(
         pipeline=uuid4(),

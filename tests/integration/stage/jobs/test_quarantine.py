@@ -133,6 +133,7 @@ IDENTITY = Identity(
     kv_tokens=4_096,
     revision=None,
     stages=(),
+    energy_source=None,
     software={},
 )
 

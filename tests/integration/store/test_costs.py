@@ -1,0 +1,159 @@
+"""Energy, money and carbon in SQL: rates by time, the view `job_costs`, and reports that stay within their limits."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+from typing import Any
+from uuid import UUID
+
+import pytest
+from sqlalchemy import Engine, text
+
+from shardline.store import costs, ends, leases
+from shardline.store.claims import Claimant
+from shardline.store.costs import Cost
+from shardline.store.leases import Beat
+from tests.integration.rows import HEAD, LONG_S, MODEL, cell, change, claim, end, submit, success
+
+KWH_J = 3.6e6
+NOW = datetime.now(UTC)
+
+
+def measured(**fields: Any) -> Claimant:
+    """The head, with a power that is known."""
+    return Claimant(**{**{name: getattr(HEAD, name) for name in HEAD.__slots__}, "energy_source": "rapl", **fields})
+
+
+def done(engine: Engine, energy_j: float | None, **fields: Any) -> UUID:
+    """A job that has ended and took so much."""
+    (claimed,) = claim(engine, submit(engine, **fields), head=measured())
+    finished = success(claimed)
+    assert end(engine, type(finished)(**{**_fields(finished), "energy_j": energy_j}))
+    return claimed.job_id
+
+
+def _fields(found: Any) -> dict[str, Any]:
+    return {name: getattr(found, name) for name in found.__slots__}
+
+
+def put(engine: Engine, kind: costs.RateKind, rates: dict[datetime, float]) -> int:
+    with engine.begin() as connection:
+        return costs.put_series(connection, kind, rates)
+
+
+def report(engine: Engine, *by: str, **asked: Any) -> list[Cost]:
+    with engine.begin() as connection:
+        return costs.costs(connection, num_days=7, by=by, **asked)
+
+
+def priced(engine: Engine, job_id: UUID) -> tuple[Any, ...]:
+    with engine.begin() as connection:
+        query = "SELECT kwh, cost, carbon_g, energy_source, num_attempts, num_unknown FROM job_costs WHERE job_id = :id"
+        return tuple(connection.execute(text(query), {"id": job_id}).one())
+
+
+def test_a_job_costs_its_energy_at_the_rates_of_its_end(engine: Engine) -> None:
+    put(engine, "price", {NOW - timedelta(hours=2): 0.1, NOW - timedelta(hours=1): 0.5, NOW + timedelta(hours=1): 9.0})
+    put(engine, "carbon", {NOW - timedelta(hours=1): 400.0})
+
+    job_id = done(engine, 2 * KWH_J)
+
+    assert priced(engine, job_id) == (2.0, 1.0, 800.0, "rapl", 1, 0)
+
+
+def test_rates_that_come_late_or_are_mended_count_for_the_past(engine: Engine) -> None:
+    job_id = done(engine, KWH_J)
+    assert priced(engine, job_id)[:3] == (1.0, None, None)
+
+    assert put(engine, "price", {NOW - timedelta(hours=1): 0.3}) == 1
+    assert priced(engine, job_id)[1] == pytest.approx(0.3)
+    assert put(engine, "price", {NOW - timedelta(hours=1): 0.2}) == 1
+    assert put(engine, "price", {NOW - timedelta(hours=1): 0.2}) == 0, "nothing has changed"
+    assert priced(engine, job_id)[1] == pytest.approx(0.2)
+
+
+def test_attempts_that_died_count_with_what_their_heartbeats_saved(engine: Engine) -> None:
+    (first,) = claim(engine, submit(engine), head=measured())
+    with engine.begin() as connection:
+        for energy_j in (0.5 * KWH_J, KWH_J, None):
+            beat = Beat(job_id=first.job_id, fence=first.fence, start=0, energy_j=energy_j)
+            leases.heartbeat(connection, [beat], lease_s=LONG_S)
+        ends.release_running(connection, [(first.job_id, first.fence)])
+    (second,) = claim(engine, [first.job_id], head=measured(energy_source="table"))
+    finished = success(second)
+    end(engine, type(finished)(**{**_fields(finished), "energy_j": 2 * KWH_J}))
+
+    assert priced(engine, first.job_id) == (3.0, None, None, "rapl+table", 2, 0)
+
+
+def test_an_end_without_energy_keeps_what_was_saved(engine: Engine) -> None:
+    (claimed,) = claim(engine, submit(engine), head=measured())
+    with engine.begin() as connection:
+        beat = Beat(job_id=claimed.job_id, fence=claimed.fence, start=0, energy_j=KWH_J)
+        leases.heartbeat(connection, [beat], lease_s=LONG_S)
+    end(engine, success(claimed))
+
+    assert priced(engine, claimed.job_id)[0] == 1.0
+
+
+def test_a_report_sums_by_model_tenant_and_day_and_says_what_is_unknown(engine: Engine) -> None:
+    change(engine, "INSERT INTO tenants (id) VALUES ('other')")
+    put(engine, "price", {NOW - timedelta(days=9): 0.25})
+    for energy_j in (KWH_J, 3 * KWH_J, None):
+        done(engine, energy_j)
+    done(engine, KWH_J, tenant="other")
+
+    (whole,) = report(engine)
+    assert (whole.day, whole.model, whole.tenant) == (None, None, None)
+    assert (whole.num_jobs, whole.num_unknown, whole.completion_tokens) == (4, 1, 8)
+    assert (whole.kwh, whole.cost, whole.carbon_g, whole.sources) == (5.0, 1.25, None, ["rapl"])
+    rows = report(engine, "model", "tenant", "day")
+    assert [(row.model, row.tenant, row.kwh) for row in rows] == [(MODEL, "default", 4.0), (MODEL, "other", 1.0)]
+    assert [row.tenant for row in report(engine, "tenant", tenant="other")] == ["other"]
+    assert report(engine, model="none") == []
+
+
+def test_a_report_counts_the_newest_jobs_of_its_window_only(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(costs, "MAX_JOBS", 2)
+    old = done(engine, KWH_J)
+    change(engine, "UPDATE jobs SET created_at = now() - interval '8 days' WHERE id = :id", id=old)
+    for energy_j in (10 * KWH_J, KWH_J, 2 * KWH_J):
+        done(engine, energy_j)
+
+    (row,) = report(engine)
+
+    assert (row.num_jobs, row.kwh) == (2, 3.0)
+
+
+def test_a_job_that_never_ran_took_nothing_and_is_not_unknown(engine: Engine) -> None:
+    submit(engine)
+
+    (row,) = report(engine)
+
+    assert (row.num_jobs, row.num_unknown, row.kwh) == (1, 0, None)
+
+
+def test_a_fixed_rate_holds_for_the_past_and_a_new_one_from_now_on(engine: Engine) -> None:
+    job_id = done(engine, KWH_J)
+    with engine.begin() as connection:
+        assert [costs.put_fixed(connection, "price", rate) for rate in (0.3, 0.3)] == [1, 0]
+    with engine.begin() as connection:
+        assert costs.put_fixed(connection, "price", 0.4) == 1
+        assert costs.present_rates(connection) == {"price": 0.4}
+
+    assert priced(engine, job_id)[1] == pytest.approx(0.3)
+    assert priced(engine, done(engine, KWH_J))[1] == pytest.approx(0.4)
+
+
+def test_a_report_of_many_jobs_reads_them_by_index(engine: Engine) -> None:
+    with engine.begin() as connection:
+        connection.execute(text("SET LOCAL enable_seqscan = off"))
+        plan = "\n".join(
+            connection.scalars(
+                text(f"EXPLAIN {costs.COSTS.text}"),
+                {"num_days": 7, "by": ["day"], "model": None, "tenant": None, "max_jobs": 9, "max_groups": 9},
+            )
+        )
+    assert "jobs_listing" in plan
+    assert "attempts_pkey" in plan
+    assert cell(engine, "SELECT count(*) FROM energy_rates") == 0
