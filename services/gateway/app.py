@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from services.gateway import errors
 from services.gateway.admission import Gate
 from services.gateway.context import Gateway
-from services.gateway.routes import completions, health, jobs
+from services.gateway.routes import completions, costs, health, jobs
 from services.gateway.schemas import DocumentedApp
 from services.gateway.settings import GatewaySettings
 from shardline import __version__
@@ -42,7 +42,7 @@ def create_app(settings: GatewaySettings) -> FastAPI:
     # The API description is our own route, which requires a key: FastAPI's page for browsers could not send one.
     app = DocumentedApp(title="Shardline", version=__version__, lifespan=lifespan, openapi_url=None)
     errors.install(app)
-    for router in (completions.router, jobs.router, health.router):
+    for router in (completions.router, jobs.router, costs.router, health.router):
         app.include_router(router)
     app.add_middleware(AdmissionMiddleware)
     return app

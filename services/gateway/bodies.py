@@ -10,6 +10,7 @@ from typing import Any, Literal, NotRequired, TypedDict
 from uuid import UUID
 
 from shardline.job import FinishReason, JobState, SamplingParams, TokenLogprob
+from shardline.store.costs import Cost
 from shardline.store.pipelines import LivePipeline
 
 
@@ -262,6 +263,13 @@ class JobDocument(JobHead):
     seed: int
     metadata: dict[str, Any]
     result: JobResult | None
+
+
+class CostList(TypedDict):
+    """What jobs took, by what was asked for; `day`, `model` and `tenant` are null where they are not told apart."""
+
+    object: Literal["list"]
+    data: list[Cost]
 
 
 class ModelCard(TypedDict):

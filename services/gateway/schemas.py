@@ -28,6 +28,7 @@ ANSWERS: tuple[Any, ...] = (
     bodies.JobCancelling,
     bodies.JobList,
     bodies.JobDocument,
+    bodies.CostList,
     bodies.JobDelta,
     bodies.Interrupted,
     bodies.ModelCard,

@@ -13,6 +13,7 @@ from services.gateway.errors import json_response
 from services.gateway.guard import CancelCaller, ReadCaller, SubmitCaller
 from services.gateway.job_documents import job_document, summary_document
 from services.gateway.job_events import job_events
+from services.gateway.query import number, query
 from services.gateway.schemas import EVENTS, GUARDED, JSON, REQUEST_ID, TAKING, answer, body, errors, events, parameters
 from services.gateway.sse import EventStream
 from services.gateway.submit import native_request, submit
@@ -73,12 +74,12 @@ async def create_job(request: Request, gateway: GatewayDep, caller: SubmitCaller
 async def list_jobs(request: Request, gateway: GatewayDep, caller: ReadCaller) -> Response:
     """List the tenant's jobs, newest first, without their bodies. Takes `state`, `model`, `limit`, and `after`: `next`
     of the page before, or its last id."""
-    query = _query(request, "state", "model", "limit", "after")
-    limit = _number("limit", query.get("limit", str(LISTED)), minimum=1, maximum=MAX_LISTED)
-    after = query.get("after")
+    asked = query(request, "state", "model", "limit", "after")
+    limit = number("limit", asked.get("limit", str(LISTED)), minimum=1, maximum=MAX_LISTED)
+    after = asked.get("after")
     found = await gateway.client.list(
-        state=_state(query.get("state")),
-        model=query.get("model"),
+        state=_state(asked.get("state")),
+        model=asked.get("model"),
         tenant=caller.tenant,
         limit=limit,
         after=None if after is None else PageEnd.parse(after) or _job_id(after, "after"),
@@ -126,25 +127,13 @@ async def follow_job(job_id: JobIdPath, request: Request, gateway: GatewayDep, c
     """Stream a job's tokens as server-sent events. `id:` is the number of tokens so far and a checksum of them: send
     it back as Last-Event-ID, or as `?after=`, to continue where a connection was cut, without a gap or a repeat."""
     job = await gateway.client.get(_job_id(job_id), tenant=caller.tenant)
-    text = request.headers.get("last-event-id") or _query(request, "after").get("after", "0")
+    text = request.headers.get("last-event-id") or query(request, "after").get("after", "0")
     after = Place.parse(text)
     if after is None:
         raise Invalid(
             "after", f"{text[:32]!r} is not a position in a stream", "Send the id of its last event, or leave it out"
         )
     return EventStream(job_events(gateway, job, after), headers={"x-request-id": str(job.id)})
-
-
-def _query(request: Request, *names: str) -> dict[str, str]:
-    """The query, with known names only: a misspelled filter would be ignored without a word."""
-    found: dict[str, str] = {}
-    for name, value in request.query_params.multi_items():
-        if name not in names:
-            raise Invalid(name[:32], "there is no such query parameter", f"Use one of: {', '.join(names)}")
-        if name in found:
-            raise Invalid(name, "it is given twice", "Send it once")
-        found[name] = value
-    return found
 
 
 def _job_id(text: str, field: str = "id") -> UUID:
@@ -159,9 +148,3 @@ def _state(text: str | None) -> JobState | None:
         return JobState(text)
     except ValueError as error:
         raise Invalid("state", f"{text[:32]!r} is not a state", f"Use one of: {', '.join(JobState)}") from error
-
-
-def _number(field: str, text: str, *, minimum: int, maximum: int) -> int:
-    if not (text.isascii() and text.isdecimal()) or not minimum <= int(text[:12]) <= maximum:
-        raise Invalid(field, f"{text[:32]!r} is not a number from {minimum} to {maximum}", "Send one, or leave it out")
-    return int(text)

@@ -10,6 +10,7 @@ import typer
 from shardline import log
 from shardline.cli import show
 from shardline.cli.arguments import JobId, JobIds, Json
+from shardline.cli.cost import cost
 from shardline.cli.database import transaction
 from shardline.cli.dead import dead
 from shardline.cli.devices import devices
@@ -41,6 +42,7 @@ cli.command()(trace)
 cli.command()(devices)
 cli.command()(plan)
 cli.command()(scale)
+cli.command()(cost)
 
 
 def main() -> None:

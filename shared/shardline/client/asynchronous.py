@@ -204,10 +204,10 @@ class AsyncClient:
 
     async def _read_page(
         self,
-        query: Callable[Concatenate[Connection, Parameters], Summaries],
+        query: Callable[Concatenate[Connection, Parameters], Answer],
         *arguments: Parameters.args,
         **options: Parameters.kwargs,
-    ) -> Summaries:
+    ) -> Answer:
         with reachable():
             async with self._lists.connect() as connection:
                 return await connection.run_sync(query, *arguments, **options)

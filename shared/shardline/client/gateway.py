@@ -11,10 +11,14 @@ from shardline.client.asynchronous import AsyncClient, Summaries
 from shardline.client.follower import Deltas, TextRule
 from shardline.errors import NotFound
 from shardline.job import Job, JobRequest, JobState
-from shardline.store import jobs, listing
+from shardline.store import costs, jobs, listing
+from shardline.store.costs import Cost
 from shardline.store.inserts import Tokenized
 from shardline.store.listing import PageEnd
 from shardline.streams import Place
+
+Costs = list[Cost]
+"""For annotations: inside the class `list` is the method."""
 
 
 class GatewayClient(AsyncClient):
@@ -51,6 +55,10 @@ class GatewayClient(AsyncClient):
         return await self._read_page(
             listing.list_jobs, state=state, model=model, tenant=tenant, limit=limit, after=after
         )
+
+    async def costs(self, *, num_days: int, by: Collection[str], model: str | None, tenant: str | None) -> Costs:
+        """What jobs took, of one tenant or of all: see `costs.costs`."""
+        return await self._read_page(costs.costs, num_days=num_days, by=by, model=model, tenant=tenant)
 
     async def cancel(self, ids: UUID | Collection[UUID], *, tenant: str | None = None) -> dict[UUID, JobState]:
         """As `AsyncClient.cancel`; with `tenant`, another tenant's jobs are left out."""

@@ -18,9 +18,11 @@ from shardline.cli.commands import cli
 from shardline.job import JobState
 from shardline.planner import Link
 from shardline.store import fleets, pipelines
+from shardline.store.costs import put_fixed
+from shardline.store.database import transaction
 from shardline.store.fleets import Offer
 from tests.repository import REPOSITORY
-from tests.tiny_head import NUM_CACHED, TinyHead, tiny_head
+from tests.tiny_head import ENERGY_J, NUM_CACHED, TinyHead, tiny_head
 from tests.unit.planner.fleets import device, model
 
 PROMPT = "sum: 1 + 2 ="
@@ -215,3 +217,25 @@ def test_devices_shows_what_workers_have_measured(shardline: Shardline, head: Ti
 
 def test_devices_of_no_fleet_says_how_one_begins(shardline: Shardline, head: TinyHead) -> None:
     assert "SHARDLINE_LAYERS=planned" in shardline("devices").stdout
+
+
+def test_costs_are_shown_by_what_was_asked_for(shardline: Shardline, head: TinyHead, servers: dict[str, str]) -> None:
+    with transaction(servers["SHARDLINE_DATABASE_URL"]) as connection:
+        put_fixed(connection, "price", 0.5)
+        put_fixed(connection, "carbon", 100.0)
+    submitted(shardline)
+    head.finish(head.claim())
+    submitted(shardline)
+    head.claim()
+
+    (row,) = [json.loads(line) for line in shardline("cost", "--by", "tenant", "--json").stdout.splitlines()]
+    kwh = ENERGY_J / 3.6e6
+    assert (row["tenant"], row["model"], row["num_jobs"], row["num_unknown"]) == ("default", None, 2, 1)
+    assert (row["kwh"], row["cost"], row["carbon_g"]) == pytest.approx((kwh, 0.5 * kwh, 100 * kwh))
+    shown = shardline("cost", "--days", 1, "--by", "model", "--by", "day")
+    header, line = shown.stdout.splitlines()
+    assert line.split()[1:4] == ["clerk", "all", "2"]
+    assert line.split()[-1] == "table"
+    per_token = dict(zip(header.split(), line.split(), strict=True))["J/out"]
+    assert float(per_token) == pytest.approx(ENERGY_J / row["completion_tokens"], rel=1e-3)
+    assert "1 attempts count as nothing" in shown.stderr

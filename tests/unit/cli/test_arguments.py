@@ -9,7 +9,7 @@ from shardline.cli.commands import cli
 from shardline.cli.fields import parse_fields, prompt_fields
 from shardline.errors import Invalid
 
-COMMANDS = ["submit", "wait", "stream", "get", "list", "cancel", "pipelines", "models"]
+COMMANDS = ["submit", "wait", "stream", "get", "list", "cancel", "pipelines", "models", "cost"]
 NOWHERE = {"SHARDLINE_DATABASE_URL": "postgresql://nobody@127.0.0.1:1/none"}
 JOB = "01890a5d-ac96-774b-bcce-b302099a8057"
 

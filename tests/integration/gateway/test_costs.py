@@ -1,0 +1,49 @@
+"""Costs over HTTP: the caller's own, by model and day, and queries that are refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from datetime import UTC, datetime
+
+import httpx
+import pytest
+
+from shardline.api_key import bearer
+from tests.integration.gateway.running_gateway import PROMPT, make_key, running_gateway
+from tests.tiny_head import ENERGY_J, TinyHead, tiny_head
+
+BODY = {"model": "clerk", "prompt": PROMPT}
+
+
+@pytest.fixture
+def head(database_url: str, redis_url: str) -> Iterator[TinyHead]:
+    with tiny_head(database_url, redis_url) as head:
+        yield head
+
+
+@pytest.fixture
+async def http(database_url: str, redis_url: str, head: TinyHead) -> AsyncIterator[httpx.AsyncClient]:
+    async with running_gateway(database_url, redis_url) as http:
+        yield http
+
+
+async def test_costs_are_those_of_the_callers_tenant(
+    http: httpx.AsyncClient, head: TinyHead, database_url: str
+) -> None:
+    for headers in ({}, bearer(make_key(database_url, tenant="other"))):
+        await http.post("/v1/jobs", json=BODY, headers=headers)
+        head.finish(head.claim())
+
+    (row,) = (await http.get("/v1/costs")).json()["data"]
+    told = {"model": "clerk", "tenant": None, "day": None, "num_jobs": 1, "num_unknown": 0, "sources": ["table"]}
+    assert {name: row[name] for name in told} == told
+    assert row["kwh"] == pytest.approx(ENERGY_J / 3.6e6)
+    assert row["cost"] is None
+    (row,) = (await http.get("/v1/costs", params={"by": "model,day", "days": "1"})).json()["data"]
+    assert (row["model"], row["day"]) == ("clerk", datetime.now(UTC).date().isoformat())
+
+
+@pytest.mark.parametrize("params", [{"by": "tenant"}, {"days": "0"}, {"tenant": "other"}])
+async def test_a_wrong_query_of_costs_is_refused_by_name(http: httpx.AsyncClient, params: dict[str, str]) -> None:
+    reply = await http.get("/v1/costs", params=params)
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, next(iter(params)))
