@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
+import msgspec
 import typer
 from rich.console import Console
 from rich.markup import escape
@@ -52,6 +54,10 @@ def plan(
     goal: Annotated[Goal, typer.Option(help="What to make as good as can be.")] = Goal.THROUGHPUT,
     stages: Annotated[int | None, typer.Option(min=1, help="Stages of a pipeline; default: the best number.")] = None,
     replicas: Annotated[int | None, typer.Option(min=1, help="Pipelines; default: the best number.")] = None,
+    hour_cost: Annotated[
+        list[str] | None,
+        typer.Option(help="Money for an hour of a device, such as cuda:0=2.50; adds the cost of a million tokens."),
+    ] = None,
     svg: Annotated[Path | None, typer.Option(help="Draw the plans into this file too.")] = None,
     json: Json = False,
 ) -> None:
@@ -60,15 +66,16 @@ def plan(
     cached = cache_dir / "profiles"
     profiles = _profiles(devices or ([cached] if cached.is_dir() else []), costs)
     workload = Workload(prompt=prompt, output=output, concurrency=concurrency)
+    hour_costs = _hour_costs(hour_cost or [], profiles)
     plans = make_plans(costs, profiles, workload, goal, num_stages=stages, replicas=replicas)
     if svg is not None:
         drawing = Console(record=True, width=SVG_CHARS, file=io.StringIO())
-        _draw(drawing, plans, workload)
+        _draw(drawing, plans, workload, hour_costs)
         drawing.save_svg(str(svg), title=f"shardline plan: {model.name}")
     if json:
-        show.as_json(plans)
+        show.as_json(plans if not hour_costs else {**msgspec.to_builtins(plans), **_costs_of(plans, hour_costs)})
     else:
-        _draw(Console(highlight=False), plans, workload)
+        _draw(Console(highlight=False), plans, workload, hour_costs)
 
 
 def _profiles(paths: list[Path], model: ModelCosts) -> list[DeviceProfile]:
@@ -91,7 +98,27 @@ def _profiles(paths: list[Path], model: ModelCosts) -> list[DeviceProfile]:
     return sorted(of_model, key=lambda profile: (profile.host, profile.device, profile.dtype))
 
 
-def _draw(console: Console, plans: Plans, workload: Workload) -> None:
+def _hour_costs(given: list[str], profiles: list[DeviceProfile]) -> dict[str, float]:
+    """By device. Without any: nothing is asked of costs."""
+    found: dict[str, float] = {}
+    for each in given:
+        device, _, amount = each.rpartition("=")
+        try:
+            found[device] = float(amount)
+        except ValueError as error:
+            raise Invalid("--hour-cost", f"{each!r} is no device and amount", "Write cuda:0=2.50") from error
+    missing = sorted({profile.device for profile in profiles} - found.keys())
+    if found and missing:
+        raise Invalid("--hour-cost", f"{', '.join(missing)} has none", "Give one for each device, 0 if it is free")
+    return found
+
+
+def _costs_of(plans: Plans, hour_costs: Mapping[str, float]) -> dict[str, list[float]]:
+    """Of the best plan and the next ones, in their order."""
+    return {"cost_per_million": [plan.cost_per_million(hour_costs) for plan in (plans.best, *plans.others)]}
+
+
+def _draw(console: Console, plans: Plans, workload: Workload, hour_costs: Mapping[str, float]) -> None:
     best = plans.best
     load = f"{workload.concurrency} x {workload.prompt} tokens in, {workload.output} out"
     console.print(f"[bold]best for {plans.goal}[/bold] of {load}: {' + '.join(map(_shape, best.pipelines))}")
@@ -104,7 +131,7 @@ def _draw(console: Console, plans: Plans, workload: Workload) -> None:
         if busy_share < HELD_UP:
             waits = f"the busiest stage waits {1 - busy_share:.0%}"
             console.print(f"[red]links between machines hold steps up[/red]: {waits}")
-    console.print(_table_of(plans))
+    console.print(_table_of(plans, hour_costs))
 
 
 def _shape(pipeline: PipelinePlan) -> str:
@@ -135,9 +162,10 @@ def _weights(stage: StagePlan) -> str:
     return f"{stage.weight_bytes / 2**20:,.0f} MiB{streamed}"
 
 
-def _table_of(plans: Plans) -> Table:
+def _table_of(plans: Plans, hour_costs: Mapping[str, float]) -> Table:
     """The best plan, the next ones, and the even splits."""
-    table = _table("", "split", "devices", "tokens/s", "first", "next", "KV tokens", "time")
+    columns = ("", "split", "devices", "tokens/s", "first", "next", "KV tokens", "time")
+    table = _table(*columns, *(["cost/M"] if hour_costs else []))
     shown = [(f"{number}.", plan) for number, plan in enumerate((plans.best, *plans.others), 1)]
     for name, plan in [*shown, *([("even", plans.even)] if plans.even is not None else [])]:
         table.add_row(
@@ -149,6 +177,7 @@ def _table_of(plans: Plans) -> Table:
             f"{plan.token_s * 1e3:,.1f} ms",
             f"{plan.kv_tokens:,}",
             f"{plans.cost(plan):.2f} x",
+            *([f"{plan.cost_per_million(hour_costs):.3g}"] if hour_costs else []),
         )
     return table
 

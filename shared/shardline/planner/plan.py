@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import msgspec
 
@@ -107,6 +107,16 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     def split(self) -> str:
         """Of each pipeline, as SHARDLINE_SPLIT writes it."""
         return " + ".join(each.split for each in self.pipelines)
+
+    @property
+    def devices(self) -> list[DeviceName]:
+        """All that it uses."""
+        return [name for each in self.pipelines for stage in each.stages for name in stage.devices]
+
+    def cost_per_million(self, hour_costs: Mapping[str, float]) -> float:
+        """Money for a million output tokens under the whole load, by what an hour of each device costs, busy or not."""
+        per_hour = sum(hour_costs[name.device] for name in self.devices)
+        return per_hour / 3600 / self.tokens_per_s * 1e6
 
     def seconds(self, goal: Goal) -> float:
         """What the goal makes as small as can be: of an output token of the whole load, or of a request alone."""

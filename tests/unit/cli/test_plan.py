@@ -71,6 +71,30 @@ def test_a_program_reads_the_same(model: Path, profiles: Path) -> None:
     assert read["goal"] == "throughput"
 
 
+def test_plans_are_compared_by_what_their_devices_cost_an_hour(model: Path, profiles: Path) -> None:
+    priced = ("--devices", profiles, "--hour-cost", "fast:0=3", "--hour-cost", "slow:0=0.5")
+    read = json.loads(plan(model, *priced, "--json"))
+    plans = [read["best"], *read["others"]]
+    for each, cost in zip(plans, read["cost_per_million"], strict=True):
+        names = [name["device"] for one in each["pipelines"] for stage in one["stages"] for name in stage["devices"]]
+        per_hour = sum({"fast:0": 3.0, "slow:0": 0.5}[name] for name in names)
+        assert cost == pytest.approx(per_hour / 3600 / each["tokens_per_s"] * 1e6)
+    shown = plan(model, *priced)
+    assert "cost/M" in shown
+    assert f"{read['cost_per_million'][0]:.3g}" in shown
+
+
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [(["fast:0"], "'fast:0' is no device and amount"), (["fast:0=3"], "slow:0 has none")],
+)
+def test_a_cost_that_is_missing_or_no_number_is_refused(
+    model: Path, profiles: Path, given: list[str], problem: str
+) -> None:
+    options = [word for each in given for word in ("--hour-cost", each)]
+    assert problem in plan(model, "--devices", profiles, *options, status=2)
+
+
 def test_the_picture_is_drawn_into_a_file(model: Path, profiles: Path, tmp_path: Path) -> None:
     plan(model, "--devices", profiles, "--svg", tmp_path / "plan.svg")
     drawn = (tmp_path / "plan.svg").read_text()
