@@ -53,6 +53,8 @@ class DemoReport(msgspec.Struct, frozen=True, kw_only=True):
     """Succeeded jobs."""
     correct_by_task: dict[str, str]
     stages_seen: list[StageUsed]
+    spent: dict[str, Any]
+    """Energy, its source, and what it cost: as `reports.spent` gives it."""
     processes_left: int = 0
 
     def shortfalls(self, *, num: int, num_doors: int, min_accuracy: float) -> list[str]:
@@ -77,7 +79,13 @@ def num_in_flower(flower: str, ids: Sequence[UUID]) -> int:
     return len({str(each) for each in ids} & set(answer.json()))
 
 
-def summarize(asked: Sequence[DemoPrompt], found: Sequence[Mapping[str, Any]], *, flower_tasks_seen: int) -> DemoReport:
+def summarize(
+    asked: Sequence[DemoPrompt],
+    found: Sequence[Mapping[str, Any]],
+    *,
+    spent: Mapping[str, Any],
+    flower_tasks_seen: int,
+) -> DemoReport:
     """Count jobs, answers, latencies and stages."""
     by_id = {row["id"]: row for row in found}
     done = [row for row in found if row["state"] == "succeeded"]
@@ -105,6 +113,7 @@ def summarize(asked: Sequence[DemoPrompt], found: Sequence[Mapping[str, Any]], *
             task: f"{sum(each.id in right for each in asked if each.task == task)}/{num}" for task, num in tasks.items()
         },
         stages_seen=seen,
+        spent=dict(spent),
     )
 
 
@@ -134,10 +143,18 @@ def report_table(report: DemoReport) -> Table:
     table.add_row("through each door", "  ".join(f"{door} {num}" for door, num in report.num_by_door.items()))
     table.add_row("output tokens/s", f"{report.output_tokens_per_s:.0f}")
     table.add_row("latency p50 / p95", f"{report.latency_p50_s:.2f} s / {report.latency_p95_s:.2f} s")
+    table.add_row("energy, by SQL", _energy(report.spent))
     for stage in report.stages_seen:
         table.add_row(stage.worker, f"layers {stage.layers[0]}-{stage.layers[1] - 1} on {stage.device}")
     table.add_row("same ids in Flower", str(report.flower_tasks_seen))
     return table
+
+
+def _energy(spent: Mapping[str, Any]) -> str:
+    if spent.get("energy_j") is None:
+        return "not known"
+    money = "" if spent["cost"] is None else f", cost {spent['cost']:.3g}, {spent['carbon_g']:.3g} gCO2e"
+    return f"{spent['energy_j']:.0f} J ({spent['energy_source']}){money}"
 
 
 def sample_table(sample: Sequence[Mapping[str, Any]]) -> Table:

@@ -47,6 +47,8 @@ JOBS_S = 600.0
 FLOWER_S = 60.0
 STOP_S = 120.0
 POLL_S = 0.2
+RATES = {"SHARDLINE_ENERGY_PRICE": "0.30", "SHARDLINE_ENERGY_CARBON": "350"}
+"""Examples: money, and grams of CO2 equivalent, for a kWh."""
 TERMINAL = {"succeeded", "failed", "cancelled", "expired"}
 
 
@@ -62,7 +64,8 @@ def run_demo(console: Console) -> bool:
         _wait_for_answers(producer, asked, console)
         seen = _wait_for_flower(producer, asked)
         with transaction(producer.urls["database"]) as connection:
-            report = summarize(asked, reports.outcomes(connection, ids), flower_tasks_seen=seen)
+            found, spent = reports.outcomes(connection, ids), reports.spent(connection, ids)
+            report = summarize(asked, found, spent=spent, flower_tasks_seen=seen)
             sample = reports.sample(connection, ids)
         started += _family(up["processes"])
     left = [process for process in started if not processes.wait_until_gone(process, timeout_s=POLL_S)]
@@ -97,7 +100,7 @@ def _environment(state_dir: StateDir) -> dict[str, str]:
     foreign = {name: value for name, value in os.environ.items() if not name.startswith("SHARDLINE_")}
     own = {"SHARDLINE_HOME": str(state_dir.folder), "SHARDLINE_HTTP_PORT": "0", "SHARDLINE_FLOWER_PORT": "0"}
     # The model is tiny: more than one core for a stage would only wait for each other.
-    return {**foreign, **own, "SHARDLINE_STAGE_CORES": "1"}
+    return {**foreign, **own, **RATES, "SHARDLINE_STAGE_CORES": "1"}
 
 
 def _wait_until_up(state_dir: StateDir, supervisor: subprocess.Popen[bytes], log: Path) -> dict[str, Any]:

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from services.standalone.state_dir import StateDir
 from tests.repository import REPOSITORY
 
@@ -27,4 +29,6 @@ def test_the_demo_holds_every_figure_and_leaves_nothing_behind(tmp_path: Path) -
     assert figures["accuracy"] >= 0.95
     assert (figures["doors"], figures["stages"], figures["flower_tasks_seen"]) == (5, 2, 300)
     assert figures["output_tokens_per_s"] > 0
+    assert figures["spent"]["energy_j"] > 0
+    assert figures["spent"]["cost"] == pytest.approx(figures["spent"]["energy_j"] / 3.6e6 * 0.30)
     assert StateDir(tmp_path / ".local" / "demo").recorded() == {}

@@ -27,12 +27,14 @@ def test_rows_are_stored_when_a_postgres_door_returns(producer: Producer, door: 
     ids = submit(producer, door, PROMPTS)
     with transaction(producer.urls["database"]) as connection:
         states, outcomes = reports.states(connection, ids), reports.outcomes(connection, ids)
+        spent = reports.spent(connection, ids)
         assert reports.sample(connection, ids) == [], "none has a result"
     assert states == dict.fromkeys(ids, "queued")
     found = {row["id"]: row["prompt"] for row in outcomes}
     assert [found[each] for each in ids] == PROMPTS
     asked = [DemoPrompt(id=each, door=door, task="sort", answer="1") for each in ids]
-    assert summarize(asked, outcomes, flower_tasks_seen=0).result_rows == 0
+    assert summarize(asked, outcomes, spent=spent, flower_tasks_seen=0).result_rows == 0
+    assert spent == dict.fromkeys(("energy_j", "cost", "carbon_g", "energy_source")), "nothing has run"
 
 
 def test_each_entry_of_the_stream_door_is_one_request(producer: Producer) -> None:

@@ -11,13 +11,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.standalone.demo.report import DemoPrompt, DemoReport, percentile, summarize
+from services.standalone.demo.report import DemoPrompt, DemoReport, percentile, report_table, summarize
 
 BEGUN = datetime(2026, 1, 1, tzinfo=UTC)
 STAGES = [
     {"worker": "demo-0.0@host", "layers": [0, 4], "device": "cpu:0", "kv_blocks": 8},
     {"worker": "demo-0.1@host", "layers": [4, 8], "device": "cpu:1", "kv_blocks": 8},
 ]
+
+SPENT = {"energy_j": 512.25, "energy_source": "table", "cost": 0.0000427, "carbon_g": 0.0498}
+UNKNOWN = dict.fromkeys(SPENT)
 
 
 def row(asked: DemoPrompt, text: str | None, *, state: str = "succeeded", seconds: float = 1.0) -> dict[str, Any]:
@@ -38,7 +41,8 @@ def asked(door: str, answer: str) -> DemoPrompt:
 
 def good() -> DemoReport:
     first, second = asked("client", "1"), asked("http", "2")
-    return summarize([first, second], [row(first, "1"), row(second, "2", seconds=2)], flower_tasks_seen=2)
+    found = [row(first, "1"), row(second, "2", seconds=2)]
+    return summarize([first, second], found, spent=SPENT, flower_tasks_seen=2)
 
 
 def test_right_answers_fill_every_figure_and_hold() -> None:
@@ -53,15 +57,14 @@ def test_right_answers_fill_every_figure_and_hold() -> None:
 
 def test_wrong_failed_and_lost_jobs_are_counted_as_what_they_are() -> None:
     wrong, failed, lost = asked("client", "1"), asked("http", "2"), asked("sql", "3")
-    report = summarize(
-        [wrong, failed, lost], [row(wrong, "1 "), row(failed, None, state="failed")], flower_tasks_seen=1
-    )
+    found = [row(wrong, "1 "), row(failed, None, state="failed")]
+    report = summarize([wrong, failed, lost], found, spent=UNKNOWN, flower_tasks_seen=1)
     assert (report.submitted, report.succeeded, report.failed, report.correct) == (3, 1, 1, 0)
     assert report.num_by_door == {"client": 1}
 
 
 def test_an_empty_demo_divides_nothing_by_zero() -> None:
-    figures = summarize([], [], flower_tasks_seen=0)
+    figures = summarize([], [], spent=UNKNOWN, flower_tasks_seen=0)
     assert (figures.accuracy, figures.output_tokens_per_s, figures.latency_p95_s) == (0.0, 0.0, 0.0)
 
 
@@ -87,3 +90,17 @@ def test_that_share_of_values_does_not_exceed_the_percentile(values: list[float]
     value = percentile(values, share)
     assert value in values
     assert sum(each <= value for each in values) >= share * len(values) - 1e-9
+
+
+@pytest.mark.parametrize(
+    ("spent", "shown"),
+    [
+        (SPENT, "512 J (table), cost 4.27e-05, 0.0498 gCO2e"),
+        ({**SPENT, "cost": None, "carbon_g": None}, "512 J (table)"),
+        (UNKNOWN, "not known"),
+    ],
+)
+def test_the_energy_is_shown_with_what_is_known_of_it(spent: dict[str, Any], shown: str) -> None:
+    table = report_table(msgspec.structs.replace(good(), spent=spent))
+    names, values = (list(column.cells) for column in table.columns)
+    assert values[names.index("energy, by SQL")] == shown
