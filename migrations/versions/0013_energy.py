@@ -1,4 +1,4 @@
-"""Attempts say what energy they took; rates and a view make money and carbon of it."""
+"""Attempts say what energy they took; rates and a view make money and carbon of it; jobs may wait for a low rate."""
 
 from __future__ import annotations
 
@@ -31,6 +31,19 @@ CROSS JOIN LATERAL (
 LEFT JOIN results ON results.job_id = jobs.id
 """
 
+# The beginning of the lowest known rate, the earliest of equal ones; within the rate that holds at `earliest`, that.
+CHEAPEST_MOMENT = """
+CREATE FUNCTION shardline_cheapest_moment(of_kind text, earliest timestamptz, latest timestamptz)
+RETURNS timestamptz LANGUAGE sql STABLE AS $$
+    SELECT coalesce((
+        SELECT greatest(begins_at, earliest) FROM energy_rates
+        WHERE kind = of_kind AND begins_at <= greatest(earliest, latest) AND begins_at >= coalesce(
+            (SELECT max(begins_at) FROM energy_rates WHERE kind = of_kind AND begins_at <= earliest), earliest)
+        ORDER BY per_kwh, begins_at LIMIT 1
+    ), earliest)
+$$
+"""
+
 
 def upgrade() -> None:
     """Bring the schema to this revision."""
@@ -45,10 +58,12 @@ def upgrade() -> None:
     op.add_column("attempts", sa.Column("energy_source", sa.Text))
     # Of the tables that it reads a view asks for no lock that a statement of ours would wait for.
     op.execute(JOB_COSTS)
+    op.execute(CHEAPEST_MOMENT)
 
 
 def downgrade() -> None:
     """Bring the schema back."""
+    op.execute("DROP FUNCTION shardline_cheapest_moment(text, timestamptz, timestamptz)")
     op.execute("DROP VIEW job_costs")
     for column in ("energy_j", "energy_source"):
         op.drop_column("attempts", column)

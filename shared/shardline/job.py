@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from datetime import datetime
 from enum import StrEnum
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 from uuid import UUID
 
 import msgspec
@@ -102,7 +102,8 @@ Prompt = str | tuple[TokenId, ...]
 class JobRequest(SamplingParams, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """What every door accepts, as one flat JSON object: a prompt (text or token ids) or messages, and how to run it.
 
-    `deadline_s` and `delay_s` count from acceptance, by Postgres's clock.
+    `deadline_s` and `delay_s` count from acceptance, by Postgres's clock. A `flexible` job waits for the lowest rate of
+    energy that is known then, at most nine tenths of the time to its deadline.
     """
 
     model: Annotated[str, Meta(min_length=1, max_length=256)]
@@ -113,6 +114,7 @@ class JobRequest(SamplingParams, frozen=True, kw_only=True, forbid_unknown_field
     priority: Annotated[int, Meta(ge=0, le=9)] = DEFAULT_PRIORITY
     deadline_s: Annotated[float, Meta(gt=0, le=31_536_000)] | None = None
     delay_s: Annotated[float, Meta(ge=0, le=31_536_000)] = 0.0
+    flexible: Literal["price", "carbon"] | None = None
     max_crashes: Annotated[int, Meta(ge=0, le=100)] = 3
     metadata: dict[str, Any] = {}
     tenant: Annotated[str, Meta(min_length=1, max_length=64)] = DEFAULT_TENANT
@@ -133,6 +135,8 @@ def check_request(request: JobRequest) -> JobRequest:
         raise Invalid("messages", "the list is empty", "Send at least one message")
     if request.max_tokens is not None and request.min_tokens > request.max_tokens:
         raise Invalid("min_tokens", f"it is above max_tokens ({request.max_tokens})", "Lower it or raise max_tokens")
+    if request.flexible is not None and request.deadline_s is None:
+        raise Invalid("flexible", "without a deadline it could wait for ever", "Send deadline_s too, or leave it out")
     if _is_deeper(request.metadata, MAX_METADATA_DEPTH):
         raise Invalid("metadata", f"it is nested deeper than {MAX_METADATA_DEPTH} levels", "Store a flatter object")
     return request

@@ -1,7 +1,7 @@
 """The tables: one truth for queries and for Alembic. Owns columns, constraints and indexes; knows no query.
 
-The states and who writes them: docs/job-lifecycle.md. Triggers, storage settings and the view
-`job_costs` are in the migrations.
+The states and who writes them: docs/job-lifecycle.md. Triggers, functions, storage settings
+and the view `job_costs` are in the migrations.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, TypedDict
+from typing import Any, Literal, TypedDict
 from uuid import UUID
 
 from shardline.job import Message
@@ -33,6 +33,7 @@ class JobFields(TypedDict, total=False):
     priority: int
     deadline_s: float | None
     delay_s: float
+    flexible: Literal["price", "carbon"] | None
     max_crashes: int
     metadata: dict[str, Any]
     tenant: str

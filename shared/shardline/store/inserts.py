@@ -26,6 +26,9 @@ MAX_ROWS = 2_000
 MAX_BYTES = 8 << 20
 """Of rows in one statement; one larger row travels alone."""
 
+FLEXIBLE_SHARE = 0.9
+"""Of the time to its deadline, in which a flexible job may begin: the rest is for running it."""
+
 Tokenized = tuple[Sequence[int], int]
 """A request's prompt ids and max_tokens, of a door that validated and tokenized it already."""
 
@@ -35,14 +38,16 @@ WITH new AS (
     SELECT * FROM jsonb_to_recordset(CAST(:rows AS jsonb)) AS new(
         id uuid, tenant_id text, model text, prompt text, messages jsonb, prompt_ids int[], params jsonb, seed bigint,
         priority smallint, idempotency_key text, metadata jsonb, traceparent text, delay_s float8, deadline_s float8,
-        max_tokens int, max_crashes int)
+        flexible text, max_tokens int, max_crashes int)
 )
 INSERT INTO jobs (
     id, tenant_id, model, prompt, messages, prompt_ids, params, seed, priority, idempotency_key, metadata, traceparent,
     not_before, deadline_at, max_tokens, max_crashes, prepared_at)
 SELECT
     id, tenant_id, model, prompt, messages, prompt_ids, params, coalesce(seed, {RANDOM_SEED}), priority,
-    idempotency_key, metadata, traceparent, now() + make_interval(secs => delay_s),
+    idempotency_key, metadata, traceparent, CASE WHEN flexible IS NULL THEN now() + make_interval(secs => delay_s)
+        ELSE shardline_cheapest_moment(flexible, now() + make_interval(secs => delay_s),
+            now() + make_interval(secs => {FLEXIBLE_SHARE} * deadline_s)) END,
     now() + make_interval(secs => deadline_s), max_tokens, max_crashes, CASE WHEN max_tokens IS NOT NULL THEN now() END
 FROM new ON CONFLICT DO NOTHING RETURNING id
 """)  # noqa: S608 (a constant of ours)
@@ -162,6 +167,7 @@ def _row(request: JobRequest, tokenized: Tokenized | None) -> dict[str, Any]:
         "traceparent": request.traceparent,
         "delay_s": request.delay_s,
         "deadline_s": request.deadline_s,
+        "flexible": request.flexible,
         "max_tokens": max_tokens,
         "max_crashes": request.max_crashes,
     }

@@ -49,6 +49,7 @@ RULES = (
     "stop_token_ids",
     "stream_options",
     "top_logprobs",
+    "flexible",
 )
 """Fields that have limits which types cannot say."""
 

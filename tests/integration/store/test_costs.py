@@ -145,6 +145,36 @@ def test_a_fixed_rate_holds_for_the_past_and_a_new_one_from_now_on(engine: Engin
     assert priced(engine, done(engine, KWH_J))[1] == pytest.approx(0.4)
 
 
+def due_in_h(engine: Engine, **fields: Any) -> float:
+    """After how many hours a job of now may begin."""
+    (job_id,) = submit(engine, **fields)
+    query = "SELECT extract(epoch FROM not_before - created_at)::float8 / 3600 FROM jobs WHERE id = :id"
+    return float(cell(engine, query, id=job_id))
+
+
+@pytest.mark.parametrize(
+    ("fields", "due_h"),
+    [
+        ({"deadline_s": 8 * 3600}, 0.0),
+        ({"flexible": "price", "deadline_s": 8 * 3600}, 3.0),
+        ({"flexible": "price", "deadline_s": 3 * 3600}, 2.0),
+        ({"flexible": "price", "deadline_s": 60}, 0.0),
+        ({"flexible": "price", "deadline_s": 8 * 3600, "delay_s": 3.5 * 3600}, 3.5),
+        ({"flexible": "price", "deadline_s": 8 * 3600, "delay_s": 4.5 * 3600}, 5.0),
+        ({"flexible": "price", "deadline_s": 3600, "delay_s": 2 * 3600}, 2.0),
+        ({"flexible": "carbon", "deadline_s": 8 * 3600, "delay_s": 1800}, 0.5),
+    ],
+    ids=["inflexible", "lowest", "near deadline", "now", "within it", "next lowest", "too late", "no rate known"],
+)
+def test_a_flexible_job_begins_with_the_lowest_rate_before_its_deadline(
+    engine: Engine, fields: dict[str, Any], due_h: float
+) -> None:
+    hours = {-9.0: 0.0, -1.0: 0.3, 1.0: 0.4, 2.0: 0.2, 3.0: 0.1, 4.0: 0.5, 5.0: 0.15, 6.0: 0.15, 7.9: 0.01}
+    put(engine, "price", {datetime.now(UTC) + timedelta(hours=at): rate for at, rate in hours.items()})
+
+    assert due_in_h(engine, **fields) == pytest.approx(due_h, abs=0.01)
+
+
 def test_a_report_of_many_jobs_reads_them_by_index(engine: Engine) -> None:
     with engine.begin() as connection:
         connection.execute(text("SET LOCAL enable_seqscan = off"))

@@ -57,6 +57,8 @@ def test_the_help_of_every_command_says_what_it_does(command: str) -> None:
     [
         (["submit", "hi", "--model", "m", "-f", "temprature=1"], {}, 2, "temprature"),
         (["submit", "", "--model", "m"], {}, 2, "prompt: it is empty"),
+        (["submit", "hi", "--model", "m", "-f", "flexible=price"], {}, 2, "flexible: without a deadline"),
+        (["submit", "hi", "--model", "m", "-f", "flexible=cheap", "-f", "deadline_s=9"], {}, 2, "flexible"),
         (["submit", "hi", "--model", "m"], {"SHARDLINE_DATABASE_URL": "mysql://x/y"}, 2, "database_url"),
         (["submit", "hi", "--model", "m"], {"SHARDLINE_TIME_SCALE": "soon"}, 2, "SHARDLINE_TIME_SCALE"),
         (["submit", "hi", "--model", "m"], {}, 4, "Postgres cannot be reached"),
