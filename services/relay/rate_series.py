@@ -12,9 +12,11 @@ from typing import Any
 import httpx
 import msgspec
 
+from shardline.clock import monotonic_s
 from shardline.errors import Invalid
 
 TIMEOUT_S = 10.0
+"""Of the connection and of each answer to a read; a whole series may take three of them."""
 MAX_BYTES = 4 << 20
 MAX_RATES = 50_000
 """Five years of hours."""
@@ -52,13 +54,15 @@ def _read(file: Path) -> bytes:
 
 
 def _fetch(address: str) -> bytes:
-    data = bytearray()
+    data, until_s = bytearray(), monotonic_s() + 3 * TIMEOUT_S
     with httpx.stream("GET", address, timeout=TIMEOUT_S) as answer:
         answer.raise_for_status()
         for chunk in answer.iter_bytes():
             data += chunk
             if len(data) > MAX_BYTES:
                 break
+            if monotonic_s() > until_s:
+                raise httpx.ReadTimeout(f"the series had not come after {3 * TIMEOUT_S:.0f} s", request=answer.request)
     return bytes(data)
 
 

@@ -17,7 +17,7 @@ from shardline.clock import monotonic_s
 log = structlog.get_logger(__name__)
 
 SAMPLE_S = 0.2
-"""A meter is read at most so often: RAPL's counters take tens of microseconds, a GPU's driver a millisecond."""
+"""A meter is read at most so often: a step takes milliseconds, and what a reading takes is its driver's affair."""
 
 
 class Power(ABC):

@@ -37,8 +37,8 @@ class Rapl:
 
     def __init__(self, cores: Iterable[int], *, powercap: Path = POWERCAP, cpus: Path = CPUS) -> None:
         """Opens them. Raises OSError, in words for an operator, if there are none or they may not be read."""
-        packages = _packages(cpus)
         try:
+            packages = _packages(cpus)
             ours, all_cores = Counter(packages[core] for core in cores), Counter(packages.values())
             self._zones = [
                 Zone(folder, num / all_cores[package])
@@ -50,7 +50,7 @@ class Rapl:
         except KeyError as error:
             raise OSError(f"{cpus} does not tell the package of core {error}") from error
         except ValueError as error:
-            raise OSError(f"{powercap} holds no numbers: {error}") from error
+            raise OSError(f"a counter cannot be read: {error}") from error
 
     def spent_j(self, _elapsed_s: float) -> float:
         """Returns the stage's share of the joules since the last call. Raises OSError, ValueError."""

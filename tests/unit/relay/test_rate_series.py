@@ -110,6 +110,13 @@ def test_a_series_is_read_from_an_address(address: str) -> None:
     assert read_rates(f"{address}/prices.csv", FIELD) == TWO
 
 
+def test_a_series_that_never_ends_is_given_up(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    moments = iter([0.0, 3 * rate_series.TIMEOUT_S + 1])
+    monkeypatch.setattr(rate_series, "monotonic_s", lambda: next(moments))
+    with pytest.raises(httpx.ReadTimeout, match="had not come after 30 s"):
+        read_rates(f"{address}/prices.csv", FIELD)
+
+
 def test_an_address_without_a_series_is_an_error_of_http(address: str) -> None:
     with pytest.raises(httpx.HTTPError, match="404"):
         read_rates(f"{address}/none", FIELD)
