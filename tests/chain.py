@@ -77,9 +77,9 @@ def load_chain(
     dtype: str = "float32",
     kv_bytes: int = KV_BYTES,
     max_open: int = MAX_OPEN,
-    **offload: Any,
+    **further: Any,
 ) -> list[Executor]:
-    """A whole model as so many stages, evenly split. `offload` are further limits."""
+    """A whole model as so many stages, evenly split. `further` are other limits."""
     info = ModelInfo.read(path)
     return [
         Executor.load(
@@ -87,7 +87,7 @@ def load_chain(
             layers=layers,
             device=device,
             dtype=dtype,
-            limits=Limits(kv_bytes=kv_bytes, token_budget=MAX_BUDGET, max_open=max_open, **offload),
+            limits=Limits(kv_bytes=kv_bytes, token_budget=MAX_BUDGET, max_open=max_open, **further),
             cache_folder=cache_folder,
         )
         for layers in even_split(info.num_layers, num_stages)
@@ -132,6 +132,7 @@ def complete(
             num_lanes=len(stages),
             max_len=stages[0].info.context_length,
             prefix_cache=prefix_cache,
+            max_adapters=stages[0].max_adapters,
             prompt_lookup=0 if guesses is None else LOOKUP_ROWS,
             offload=OffloadTerms(num_slots=pressure.num_slots) if pressure else NO_OFFLOAD,
         )
@@ -173,7 +174,8 @@ class Chain:
         for stage, staging in self._stages:
             buffer = staging.buffer(plan.step) if staging else None
             hidden = tensor_of(frame, stage.dtype, buffer) if frame else None
-            out = stage.run(decode_plan(encode(plan)), hidden)
+            plan = stage.admit(decode_plan(encode(plan)))
+            out = stage.run(plan, hidden)
             if isinstance(out, StepResult):
                 return out
             if staging is not None:

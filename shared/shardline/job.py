@@ -27,6 +27,8 @@ DEFAULT_TENANT = "default"
 MAX_STOPS = 16
 MAX_LOGPROBS = 20
 MAX_METADATA_DEPTH = 32
+ADAPTER_NAME = r"^[A-Za-z0-9][A-Za-z0-9_.-]*$"
+"""It is a folder's name, and follows a colon in `model:adapter`."""
 
 
 class JobState(StrEnum):
@@ -57,6 +59,7 @@ class FinishReason(StrEnum):
 Probability = Annotated[float, Meta(ge=0.0, le=1.0)]
 Penalty = Annotated[float, Meta(ge=-2.0, le=2.0)]
 TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
+AdapterName = Annotated[str, Meta(pattern=ADAPTER_NAME, max_length=128)]
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -64,6 +67,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     temperature 0 is greedy. top_k 0 and top_p 1 mean no limit. `seed` is drawn when the job is stored if absent.
     `logprobs` is the number of alternatives for each output token; None means no logprobs at all.
+    `adapter` names a LoRA adapter of the model; a door takes it from `model:adapter` too.
     """
 
     max_tokens: Annotated[int, Meta(ge=1, le=1_000_000)] | None = None
@@ -82,6 +86,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] | None = None
     exact: bool = False
     """Computed on exact rows of one exactness, or not at all."""
+    adapter: AdapterName | None = None
 
     def stop_ids(self, eos_ids: Iterable[int]) -> frozenset[int]:
         """Tokens that end this completion."""
@@ -120,9 +125,19 @@ class JobRequest(SamplingParams, frozen=True, kw_only=True, forbid_unknown_field
     tenant: Annotated[str, Meta(min_length=1, max_length=64)] = DEFAULT_TENANT
     traceparent: str | None = None
 
+    @property
+    def address(self) -> str:
+        """What is to complete it: a model, or one of its adapters."""
+        return address_of(self.model, self.adapter)
+
     def params(self) -> SamplingParams:
         """The sampling part alone."""
         return SamplingParams(**{name: getattr(self, name) for name in SamplingParams.__struct_fields__})
+
+
+def address_of(model: str, adapter: str | None) -> str:
+    """How requests and lists name a model, or one of its adapters. A model's name may hold a colon too."""
+    return model if adapter is None else f"{model}:{adapter}"
 
 
 def check_request(request: JobRequest) -> JobRequest:

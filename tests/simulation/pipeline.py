@@ -115,12 +115,13 @@ class Table:
 class Stages:
     """All stages of one epoch as one."""
 
-    def __init__(self, num_blocks: int, num_slots: int = 0) -> None:
+    def __init__(self, num_blocks: int, num_slots: int = 0, max_adapters: int = 1) -> None:
         self.cells = np.full((num_blocks, BLOCK_TOKENS), -1, dtype=np.int32)
         self.slots = np.full((num_slots, BLOCK_TOKENS), -1, dtype=np.int32)
         self.num_moved = {True: 0, False: 0}
         """Blocks, out and back."""
         self.tables: dict[int, Table] = {}
+        self.max_adapters = max_adapters
         self.num_steps = 0
         self.num_opened = 0
 
@@ -136,6 +137,8 @@ class Stages:
             self._move(move)
         for record in plan.opens:
             self._open(record)
+        adapters = {table.record.adapter for table in self.tables.values()} - {""}
+        assert len(adapters) <= self.max_adapters, "stages hold no more adapters"
         assert len({row.seq for row in plan.rows}) == len(plan.rows), "one row per sequence and step"
         tokens = [run for row in plan.rows if (run := self._compute(row))]
         for seq in plan.closes:
@@ -198,7 +201,7 @@ class Pipeline:
 
     def __init__(self, settings: SchedulerConfig) -> None:
         self.scheduler = Scheduler(settings)
-        self.stages = Stages(settings.num_blocks, settings.offload.num_slots)
+        self.stages = Stages(settings.num_blocks, settings.offload.num_slots, settings.max_adapters)
         self.flights: deque[tuple[StepPlan, StepResult, frozenset[int]]] = deque()
         self.outputs: dict[Key, list[int]] = {}
         self.texts: dict[Key, str] = {}
@@ -245,7 +248,8 @@ class Pipeline:
         """A new epoch with new stages."""
         self.flights.clear()
         self.hear(self.scheduler.rebuild(num_blocks, num_lanes, offload))
-        self.stages = Stages(num_blocks, self.scheduler.config.offload.num_slots)
+        config = self.scheduler.config
+        self.stages = Stages(num_blocks, config.offload.num_slots, config.max_adapters)
 
     def turn(self) -> None:
         """A step, and an answer once no further step can go out."""

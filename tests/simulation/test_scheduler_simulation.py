@@ -34,10 +34,12 @@ configs = st.builds(
     max_len=st.just(MAX_LEN),
     prefix_cache=st.booleans(),
     prompt_lookup=st.sampled_from([0, 4, 16, 16, 64]),
+    max_adapters=st.integers(1, 2),
     offload=terms,
 )
 heads = st.sampled_from([0, 0, 63, 64, 130, MAX_LEN])
 """Tokens that a prompt has in common with others."""
+ADAPTERS = ("x", "y", "", "z", "")
 lengths = st.one_of(st.integers(1, 8), st.sampled_from([60, 63, 64, 65, 127, 128, 129]), st.integers(1, MAX_LEN - 1))
 limits = st.one_of(st.just(MAX_LEN), st.integers(1, 8), st.integers(1, MAX_LEN))
 
@@ -87,6 +89,7 @@ class Life(RuleBasedStateMachine):
             parked=parked,
             repeats=repeats,
             tenant="one" if limit % 3 else "another",
+            adapter=ADAPTERS[limit % 5],
         )
         job = replace(fresh, output_ids=tuple(expected_output(fresh, limit)[:num_resumed]))
         self.jobs[job.key] = (job, limit)

@@ -11,10 +11,12 @@ from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import product
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from services.stage.model.peft import AdapterFolder
 from services.stage.scheduling.kv_blocks import BLOCK_TOKENS
 from services.stage.scheduling.offload import NO_OFFLOAD, OffloadTerms
 from services.stage.scheduling.open_sequences import OpenSequence, OpenSequences
@@ -123,6 +125,7 @@ class Toy:
     dtype: torch.dtype = torch.float32
     attention_kind: str = "toy"
     offload: OffloadTerms = NO_OFFLOAD
+    max_adapters: int = 1
     hang_s: float = 0.0
     """The next step takes so much longer."""
     _layers: list[Layer] = field(init=False)
@@ -169,6 +172,15 @@ class Toy:
         """A new epoch. The cells keep their rubbish, as memory does."""
         self._roster.clear()
         self._told.clear()
+
+    @property
+    def adapters(self) -> AdapterFolder:
+        """It has none."""
+        return AdapterFolder(None, {}, Path())
+
+    def admit(self, plan: StepPlan) -> StepPlan:
+        """Nobody asks for an adapter."""
+        return plan
 
     def run(self, plan: StepPlan, hidden: Tensor | None) -> Tensor | StepResult:
         """One step."""

@@ -317,6 +317,7 @@ class HeadEngine(Engine):
         return msgspec.structs.replace(plan, idle_us=max(0, int((now_s - self._idle_since_s) * 1e6)))
 
     def _launch(self, plan: StepPlan, began_s: float) -> None:
+        plan = self.executor.admit(plan)
         out = self._run_step(plan, None)
         if isinstance(out, Tensor):
             self._pass_on(plan, encode(plan), out, began_s)
@@ -365,8 +366,10 @@ class FollowerEngine(Engine):
         plan = decode_plan(frame.message)
         if plan.step != frame.step:
             raise ProtocolError(f"a plan of step {plan.step} in the frame of step {frame.step}")
-        out = self._run_step(plan, self._received(frame) if plan.rows else None)
-        self._pass_on(plan, frame.message, out, began_s, frame.spent_uj)
+        admitted = self.executor.admit(plan)
+        message = frame.message if admitted is plan else encode(admitted)
+        out = self._run_step(admitted, self._received(frame) if plan.rows else None)
+        self._pass_on(admitted, message, out, began_s, frame.spent_uj)
 
     def _received(self, frame: Frame) -> Tensor:
         buffer = None if self._launched is None else self._launched.buffer(frame.step)

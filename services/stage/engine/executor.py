@@ -20,6 +20,7 @@ from services.stage.attention.offload_area import OffloadArea
 from services.stage.device.device import INT8, Device
 from services.stage.device.staging import Staging
 from services.stage.engine.accelerator_options import AcceleratorOptions
+from services.stage.engine.adapter_pool import AdapterPool
 from services.stage.engine.decode_graphs import CudaRecorder
 from services.stage.engine.exactness import Probe, choose_row_buckets, exactness_fingerprint
 from services.stage.engine.forward import Forward
@@ -31,9 +32,11 @@ from services.stage.model.cpu_parts import num_bytes, parts_of
 from services.stage.model.float_files import with_floats
 from services.stage.model.fused import fuse, fuse_norms
 from services.stage.model.kv_shapes import probe_kv_shapes
+from services.stage.model.lora import ShardAdapters
 from services.stage.model.model_info import ModelInfo
 from services.stage.model.owned_weights import give_back, own
 from services.stage.model.packing import Packing, pack, packed_bytes, packing_for, tiled_bytes, unshare_embedding
+from services.stage.model.peft import AdapterFolder
 from services.stage.model.shard import Shard, shard_layers
 from services.stage.model.streamed_layers import StreamedLayers, check_streamable
 from services.stage.model.triton_products import TritonRmsNorm
@@ -50,15 +53,24 @@ class Executor:
     """One stage's shard with its KV. `run` and `reset` are called by one thread only."""
 
     def __init__(
-        self, forward: Forward, area: OffloadArea, limits: Limits, device: Device, *, exact: bool, fingerprint: str
+        self,
+        forward: Forward,
+        area: OffloadArea,
+        limits: Limits,
+        device: Device,
+        adapters: AdapterPool,
+        *,
+        exact: bool,
+        fingerprint: str,
     ) -> None:
         shard = forward.shard
         self.info, self.layers, self.dtype = shard.info, shard.layers, shard.dtype
         self.is_first, self.is_last = shard.is_first, shard.is_last
         self.num_blocks, self.token_budget = forward.kv.num_blocks, limits.token_budget
+        self.max_adapters = limits.max_adapters
         self.exact, self.fingerprint, self.attention_kind = exact, fingerprint, forward.attention.kind
-        self.offload = area.terms
-        self.forward, self._area, self._device = forward, area, device
+        self.offload, self.adapters = area.terms, adapters.folder
+        self.forward, self._area, self._device, self._adapters = forward, area, device, adapters
         self._open_sequences = OpenSequences(
             num_blocks=self.num_blocks, max_open=limits.max_open, vocab_size=self.info.vocab_size
         )
@@ -117,13 +129,12 @@ class Executor:
             kv = memory.make_kv(kv_shapes, shard.dtype, context=info.context_length)
             forward = Forward(shard, attention, kv, padding)
             _save_calls(forward, native, options, limits)
-            exact = rows_are_exact and Probe(forward.sampled_outputs, forward.random_inputs, kv.num_blocks).passes()
+            exact = _is_exact(forward, rows_are_exact)
+            adapters = _adapter_pool(shard, packing, native, limits, cache_folder)
             area = memory.make_offload_area(kv)
-        if not exact:
-            log.warning("rows are not exact on this device: outputs may differ after a resume", kernel=attention.kind)
         weights = fingerprint(info.path, cache_folder)
         name = _exactness(weights, shard.dtype, attention, packing, device)
-        return cls(forward, area, limits, device, exact=exact, fingerprint=name)
+        return cls(forward, area, limits, device, adapters, exact=exact, fingerprint=name)
 
     @property
     def blocks_used(self) -> int:
@@ -134,6 +145,11 @@ class Executor:
     def num_open(self) -> int:
         """The number of open sequences."""
         return len(self._open_sequences)
+
+    @property
+    def num_adapters(self) -> int:
+        """The number of adapters in memory."""
+        return self._adapters.num_loaded
 
     def seeds(self, plan: StepPlan, *, decoding: bool) -> set[int]:
         """Returns the seeds of the sequences that this plan, not yet run, decodes, or whose prompts it computes."""
@@ -150,7 +166,13 @@ class Executor:
     def reset(self) -> None:
         """Forgets every open sequence, for a new epoch."""
         self._open_sequences.clear()
+        self._adapters.clear()
         self._sampled.clear()
+
+    def admit(self, plan: StepPlan) -> StepPlan:
+        """Loads the adapters that sequences of this plan, not yet run, open with; returns the plan, which names among
+        its refused sequences those that cannot have theirs."""
+        return self._adapters.admit(plan)
 
     @torch.inference_mode()
     def run(self, plan: StepPlan, hidden: Tensor | None) -> Tensor | StepResult:
@@ -170,9 +192,11 @@ class Executor:
                 self._sampled[opened.seq] = self._sampler.open(opened)
         spans, ids = self._extend(plan)
         x = self._input(ids, hidden)
-        out = self._answer(plan, spans, x, began_s) if self.is_last else self._states(spans, x)
+        with self._adapters.applied(plan, self.forward):
+            out = self._answer(plan, spans, x, began_s) if self.is_last else self._states(spans, x)
         for seq in plan.closes:
             self._open_sequences.close(seq)
+            self._adapters.close(seq)
             self._sampled.pop(seq, None)
         return out
 
@@ -210,11 +234,11 @@ class Executor:
             logits = self.forward.sampled_outputs(spans, x, rows)
             drafts = [row.drafts for row in plan.rows if row.wants] if plan.num_drafts else None
             tokens, logprobs, bad = self._sampler.sample(logits, sequences, drafts)
-            return StepResult(plan.step, tokens, logprobs, bad, monotonic_s() - began_s)
+            return StepResult(plan.step, tokens, logprobs, bad, monotonic_s() - began_s, plan.refused)
         if spans:
             self.forward.write(spans, x)
             self._device.synchronize()  # an answer says that its step is computed, and how long it took
-        return StepResult(plan.step, (), compute_s=monotonic_s() - began_s)
+        return StepResult(plan.step, (), compute_s=monotonic_s() - began_s, refused=plan.refused)
 
     def _sampled_rows(self, plan: StepPlan) -> tuple[list[int], list[SampledSequence]]:
         """Returns the packed rows after which a token may be sampled, and the sequences that want one."""
@@ -245,6 +269,23 @@ def _exactness(weights: str, dtype: torch.dtype, attention: Attention, packing: 
         num_threads=device.num_threads,
         device=device.identity(),
     )
+
+
+def _is_exact(forward: Forward, rows_are_exact: bool) -> bool:
+    exact = rows_are_exact and Probe(forward.sampled_outputs, forward.random_inputs, forward.kv.num_blocks).passes()
+    if not exact:
+        kind = forward.attention.kind
+        log.warning("rows are not exact on this device: outputs may differ after a resume", kernel=kind)
+    return exact
+
+
+def _adapter_pool(
+    shard: Shard, packing: Packing, native: Kernel | None, limits: Limits, cache_folder: Path
+) -> AdapterPool:
+    """Adapters beside int8 weights have the dtype of activations."""
+    own_packing = packing_for(shard.dtype, native) if packing.int8 else packing
+    folder = AdapterFolder(limits.adapters_folder, shard.linear_sizes, cache_folder)
+    return AdapterPool(ShardAdapters(shard, own_packing), folder, max_adapters=limits.max_adapters)
 
 
 def _save_calls(forward: Forward, native: Kernel | None, options: AcceleratorOptions, limits: Limits) -> None:

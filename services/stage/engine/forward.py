@@ -9,6 +9,7 @@ on the first shard, and hidden states [T, H] in the shard's dtype on the others.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import structlog
 import torch
@@ -18,7 +19,7 @@ from services.stage.attention.attention import Attention
 from services.stage.attention.paged_kv import MicroBatch, PagedKv, Span
 from services.stage.engine.decode_graphs import DecodeGraphs, Recorder
 from services.stage.kernels.kernel import Kernel
-from services.stage.model.fused_layer import fuse_layers
+from services.stage.model.fused_layer import FusedLayers, as_modules, fuse_layers
 from services.stage.model.last_layer import LastLayer
 from services.stage.model.row_buckets import RowPadding
 from services.stage.model.shard import Shard
@@ -39,6 +40,8 @@ class Forward:
         last = LastLayer(shard.layer_modules[shard.layers.stop - 1], attention) if shard.is_last else None
         self._last = last if last is not None and self._can_narrow(last) else None
         self._graphs: DecodeGraphs | None = None
+        self._fused: FusedLayers = {}
+        self._by_modules = False
 
     def fuse_layers(self, kernel: Kernel) -> int:
         """Makes one call of each layer that the kernel knows as a whole, after a trial; returns how many these are.
@@ -48,9 +51,9 @@ class Forward:
         x = self.random_inputs(TRIAL_ROWS, torch.Generator().manual_seed(0))
         spans = [Span(start=0, length=TRIAL_ROWS, blocks=[0])]
         layers = self.shard.layer_modules.values()
-        num_fused = fuse_layers(layers, kernel, self.attention, trial=lambda: self.hidden(spans, x))
-        log.info("layers as one call", fused=num_fused, layers=len(layers))
-        return num_fused
+        self._fused = fuse_layers(layers, kernel, self.attention, trial=lambda: self.hidden(spans, x))
+        log.info("layers as one call", fused=len(self._fused), layers=len(layers))
+        return len(self._fused)
 
     def record_decodes(self, recorder: Recorder, *, max_rows: int) -> None:
         """Replays decode steps of up to `max_rows` rows from now on. The shard's modules must not change any more.
@@ -58,6 +61,16 @@ class Forward:
         Raises Invalid if the model's forward cannot be recorded.
         """
         self._graphs = DecodeGraphs(self.shard, self.attention, self.kv, recorder, max_rows=max_rows)
+
+    @contextmanager
+    def by_modules(self) -> Iterator[None]:
+        """A context in which every linear layer of the shard is called as a module, with all rows: hooks see them."""
+        self._by_modules = True
+        try:
+            with as_modules(self._fused):
+                yield
+        finally:
+            self._by_modules = False
 
     def hidden(self, spans: Sequence[Span], x: Tensor) -> Tensor:
         """Returns the hidden states [T, H] of all rows in the shard's dtype; `x` is an input, [T] or [T, H].
@@ -79,7 +92,7 @@ class Forward:
             return self.hidden(spans, x)[sampled_rows]
         if len(sampled_rows) == len(x) and (replayed := self._replayed(spans, x)) is not None:
             return replayed
-        if self._last is not None and 2 * len(sampled_rows) <= len(x):
+        if self._last is not None and not self._by_modules and 2 * len(sampled_rows) <= len(x):
             return self._narrowed(self._last, spans, x, sampled_rows)
         return self._logits(spans, x, sampled_rows)
 
@@ -108,7 +121,7 @@ class Forward:
 
     def _replayed(self, spans: Sequence[Span], x: Tensor) -> Tensor | None:
         """The outputs of all rows, if a graph has them."""
-        return None if self._graphs is None else self._graphs.outputs(spans, x)
+        return None if self._graphs is None or self._by_modules else self._graphs.outputs(spans, x)
 
     def _logits(self, spans: Sequence[Span], x: Tensor, sampled_rows: list[int]) -> Tensor:
         padded, position = self._pad(spans, x)

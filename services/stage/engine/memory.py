@@ -44,6 +44,10 @@ class Limits:
     """Rows of one step."""
     max_open: int
     """Sequences."""
+    adapters_folder: Path | None = None
+    """Of subfolders with adapters in PEFT's format; None: no adapters."""
+    max_adapters: int = 1
+    """In memory at once."""
 
     @property
     def max_decodes(self) -> int:

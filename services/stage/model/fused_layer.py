@@ -8,7 +8,8 @@ Letters of shapes: T packed rows, H the hidden size, D the size of an attention 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from ctypes import byref, pointer
 from typing import Any
 
@@ -53,8 +54,13 @@ class FusedLayer:
         return out
 
 
-def fuse_layers(layers: Iterable[nn.Module], kernel: Kernel, attention: Attention, trial: Callable[[], object]) -> int:
-    """Replaces the forward of each layer that can be one call; returns how many. `trial` runs all of them once."""
+FusedLayers = dict[nn.Module, FusedLayer]
+
+
+def fuse_layers(
+    layers: Iterable[nn.Module], kernel: Kernel, attention: Attention, trial: Callable[[], object]
+) -> FusedLayers:
+    """Replaces the forward of each layer that can be one call; returns those. `trial` runs all of them once."""
     asked: dict[nn.Module, tuple[tuple[Any, ...], dict[str, Any], Any]] = {}
 
     def note(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
@@ -64,20 +70,35 @@ def fuse_layers(layers: Iterable[nn.Module], kernel: Kernel, attention: Attentio
     trial()
     for hook in hooks:
         hook.remove()
-    return sum(_use_fused(layer, _fused(layer, kernel, attention), *call) for layer, call in asked.items())
+    fused: FusedLayers = {}
+    for layer, call in asked.items():
+        one = _fused(layer, kernel, attention)
+        if one is not None and _use_fused(layer, one, *call):
+            fused[layer] = one
+    return fused
 
 
-def _use_fused(
-    layer: Any, fused: FusedLayer | None, args: tuple[Any, ...], kwargs: dict[str, Any], expected: object
-) -> bool:
+@contextmanager
+def as_modules(fused: FusedLayers) -> Iterator[None]:
+    """A context in which these layers run as the modules that they are made of, with the same bits."""
+    for layer in fused:
+        del layer.forward
+    try:
+        yield
+    finally:
+        for layer, one in fused.items():
+            layer.forward = one.forward
+
+
+def _use_fused(layer: Any, fused: FusedLayer, args: tuple[Any, ...], kwargs: dict[str, Any], expected: object) -> bool:
     """Gives the layer this forward if a call of the layer then returns what it did before."""
     x = args[0] if args else kwargs.get("hidden_states")
-    if fused is None or not isinstance(expected, Tensor) or not fused.takes(x, kwargs.get("position_embeddings")):
+    if not isinstance(expected, Tensor) or not fused.takes(x, kwargs.get("position_embeddings")):
         return False
-    original, layer.forward = layer.forward, fused.forward
+    layer.forward = fused.forward
     if torch.equal(layer(*args, **kwargs), expected):
         return True
-    layer.forward = original
+    del layer.forward
     return False
 
 

@@ -132,7 +132,7 @@ def tiled_bytes(module: nn.Module, packing: Packing) -> int:
     """Returns the part of `packed_bytes` that tiles of our own will take; a GPU's products have none."""
     if packing.make is None or packing.keeps_weights:
         return 0
-    weights = [layer.weight for layer in module.modules() if _is_linear(layer)]
+    weights = [layer.weight for layer in module.modules() if is_linear(layer)]
     return sum(weight.numel() * (1 if packing.int8 else weight.element_size()) for weight in weights)
 
 
@@ -167,15 +167,15 @@ def unshare_embedding(model: Any, packing: Packing) -> None:
         embedding.weight = nn.Parameter(embedding.weight.detach().clone(), requires_grad=False)
 
 
-def _is_linear(module: nn.Module) -> TypeGuard[nn.Linear | Conv1D]:
-    """Exactly these types: a subclass may do more in its forward, or be read as a bare weight."""
+def is_linear(module: nn.Module) -> TypeGuard[nn.Linear | Conv1D]:
+    """Whether it is of exactly these types: a subclass may do more in its forward, or be read as a bare weight."""
     return type(module) in {nn.Linear, Conv1D}
 
 
 def _groups(model: nn.Module) -> Iterator[tuple[nn.Module, list[tuple[str, nn.Linear | Conv1D]]]]:
     """Yields each parent's linear layers by name: those that can be one product together, every other one alone."""
     for parent in model.modules():
-        layers = {name: child for name, child in parent.named_children() if _is_linear(child)}
+        layers = {name: child for name, child in parent.named_children() if is_linear(child)}
         for names in _MERGED:
             if _can_merge([layers.get(name) for name in names]):
                 yield parent, [(name, layers.pop(name)) for name in names]
@@ -207,6 +207,6 @@ def _pack_group(
 
 def _tied_embedding(model: nn.Module) -> Tensor | None:
     """The embedding's weight, if a linear layer shares it."""
-    shared = {id(layer.weight) for layer in model.modules() if _is_linear(layer)}
+    shared = {id(layer.weight) for layer in model.modules() if is_linear(layer)}
     embeddings = (module.weight for module in model.modules() if isinstance(module, nn.Embedding))
     return next((weight for weight in embeddings if id(weight) in shared), None)

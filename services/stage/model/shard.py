@@ -13,21 +13,30 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import transformers as tf
 from safetensors import SafetensorError
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
 from services.stage.model.cpu_parts import CpuPart, place
 from services.stage.model.experts import EXPERTS
 from services.stage.model.model_info import ModelInfo, model_class
+from services.stage.model.packing import is_linear
 from services.stage.model.refusal import refuse
 from services.stage.model.weights import check_file, weight_files
 from shardline.errors import Invalid
 
 REPORTS = ("missing_keys", "mismatched_keys", "error_msgs")
+
+
+class LinearSize(NamedTuple):
+    """Of a linear layer."""
+
+    num_inputs: int
+    num_outputs: int
 
 
 class PassThrough(nn.Module):
@@ -70,6 +79,7 @@ def shard_class(info: ModelInfo, layers: range, check: Callable[[nn.Module], Non
         pieces = Pieces.of(self, info.num_layers)
         decoder = self.base_model
         stack = getattr(decoder, pieces.layers)
+        self.linear_sizes = _linear_sizes(self, stack)
         embedding = self.get_input_embeddings()
         is_tied = bool(self.all_tied_weights_keys)
         if not first:
@@ -111,6 +121,8 @@ class Shard:
         """The row lengths of elementwise operations: outputs of linear layers, or half of them where two are fused."""
         self.streamed_layers: tuple[int, ...] = ()
         """By number: those whose weights are read in every step."""
+        self.linear_sizes: dict[str, LinearSize] = model.linear_sizes
+        """Of the linear layers within every layer of the model, other stages' too, by their names in it."""
         self._received: Tensor | None = None
         if not self.is_first:  # what the stage before sent replaces all that the model did before its layers
             self.layer_modules[layers.start].register_forward_pre_hook(self._take_received, with_kwargs=True)
@@ -213,6 +225,16 @@ class Shard:
         if args:
             return (self._received, *args[1:]), kwargs
         return args, {**kwargs, "hidden_states": self._received}
+
+
+def _linear_sizes(model: nn.Module, stack: nn.Module) -> dict[str, LinearSize]:
+    """Of those within `stack`, by their names in the model."""
+    prefix = next(name for name, module in model.named_modules() if module is stack)
+    found = ((f"{prefix}.{name}", module) for name, module in stack.named_modules() if is_linear(module))
+    return {
+        name: LinearSize(*(module.weight.shape if isinstance(module, Conv1D) else reversed(module.weight.shape)))
+        for name, module in found
+    }
 
 
 def _some(names: Any) -> str:

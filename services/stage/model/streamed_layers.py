@@ -47,7 +47,7 @@ class _Layer(NamedTuple):
 
 def check_streamable(folder: Path, dtype: torch.dtype) -> None:
     """Raises Invalid for a model whose weights the loader would convert: it would hold all of them in memory."""
-    stored = frozenset[str]().union(*(check_file(file).dtypes for file in weight_files(folder)))
+    stored = {str(tensor["dtype"]) for file in weight_files(folder) for tensor in check_file(file).tensors.values()}
     if STORED[dtype] not in stored:
         raise Invalid(
             "SHARDLINE_STREAMED_LAYERS",

@@ -41,8 +41,8 @@ class WeightFile:
     path: Path
     size_bytes: int
     header_sha256: str
-    dtypes: frozenset[str]
-    """Of its tensors, as safetensors names them."""
+    tensors: dict[str, Any]
+    """The header: dtype, shape and place of each tensor."""
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -77,15 +77,14 @@ def check_file(path: Path) -> WeightFile:
         tensors = json.loads(header)
         tensors.pop("__metadata__", None)
         end = max((_end_of(name, tensor) for name, tensor in tensors.items()), default=0)
-        dtypes = frozenset(str(tensor["dtype"]) for tensor in tensors.values())
     except BROKEN as error:
         refuse(f"{path} has a broken safetensors header: {error}", COPY_AGAIN, error)
     expected_bytes = LENGTH_BYTES + header_bytes + end
     if size_bytes != expected_bytes:
         what = "cut short" if size_bytes < expected_bytes else "too long"
         refuse(f"{path} is {what}: {size_bytes:,} bytes, its header says {expected_bytes:,}", COPY_AGAIN)
-    header_sha256 = hashlib.sha256(header).hexdigest()
-    return WeightFile(path=path, size_bytes=size_bytes, header_sha256=header_sha256, dtypes=dtypes)
+    sha256 = hashlib.sha256(header).hexdigest()
+    return WeightFile(path=path, size_bytes=size_bytes, header_sha256=sha256, tensors=tensors)
 
 
 def fingerprint(folder: Path, cache_folder: Path) -> str:
@@ -95,7 +94,7 @@ def fingerprint(folder: Path, cache_folder: Path) -> str:
         digest.update(_line(path.name, hashlib.sha256(path.read_bytes()).hexdigest()))
     for path in weight_files(folder):
         file = check_file(path)
-        digest.update(_line(path.name, file.size_bytes, file.header_sha256, _cached_sha256(path, cache_folder)))
+        digest.update(_line(path.name, file.size_bytes, file.header_sha256, cached_sha256(path, cache_folder)))
     return digest.hexdigest()
 
 
@@ -122,23 +121,23 @@ def _deciding_files(folder: Path) -> Iterator[Path]:
     yield from sorted({path for pattern in DECIDING for path in folder.glob(pattern) if path.is_file()})
 
 
-def _stamp(path: Path) -> tuple[int, int, int]:
-    """Size and times of a file. Copying tools may keep the time of modification, but not the time of change."""
+def stamp_of(path: Path) -> tuple[int, int, int]:
+    """Returns size and times of a file. Copying tools may keep the time of modification, but not the time of change."""
     status = path.stat()
     return status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
 def _stamps(folder: Path) -> dict[str, tuple[int, int, int]]:
-    return {path.name: _stamp(path) for path in (*_deciding_files(folder), *weight_files(folder))}
+    return {path.name: stamp_of(path) for path in (*_deciding_files(folder), *weight_files(folder))}
 
 
 def _line(*parts: object) -> bytes:
     return (json.dumps(parts) + "\n").encode()
 
 
-def _cached_sha256(path: Path, cache_folder: Path) -> str:
-    """The sha256 of a file, cached: reading gigabytes at every start would double the time to ready."""
-    key = hashlib.sha256(_line(str(path.resolve()), *_stamp(path))).hexdigest()
+def cached_sha256(path: Path, cache_folder: Path) -> str:
+    """Returns the sha256 of a file, cached: reading gigabytes at every start would double the time to ready."""
+    key = hashlib.sha256(_line(str(path.resolve()), *stamp_of(path))).hexdigest()
     value = recall(cache_folder, f"{key}.sha256")
     if value is not None and len(value) == SHA256_CHARS:
         return value

@@ -1,8 +1,8 @@
 """KV of sequences and of prefixes: what one sequence has computed, others with the same first tokens need not compute.
 
-A block is found by a digest of all tokens up to its end and of whose they are. Stages hear of it in the plan: a
-sequence opens with blocks whose places are filled. A preempted one may find its blocks in slots of the offload too.
-Knows no torch and no step.
+A block is found by a digest of all tokens up to its end, of whose they are and of the adapter that computed them.
+Stages hear of it in the plan: a sequence opens with blocks whose places are filled. A preempted one may find its blocks
+in slots of the offload too. Knows no torch and no step.
 """
 
 from __future__ import annotations
@@ -97,10 +97,10 @@ class PrefixCache:
 
 def _digest(sequence: Sequence, index: int) -> bytes:
     """Of the tokens up to the end of this block. A sequence keeps those that were asked for: tokens never change."""
-    digests = sequence.digests
+    digests, request = sequence.digests, sequence.request
     while len(digests) <= index:
         first = len(digests) * BLOCK_TOKENS
-        before = digests[-1] if digests else _hash(sequence.request.tenant.encode())
+        before = digests[-1] if digests else _hash("\0".join((request.tenant, request.adapter)).encode())
         digests.append(_hash(before + array("q", sequence.ids[first : first + BLOCK_TOKENS]).tobytes()))
     return digests[index]
 

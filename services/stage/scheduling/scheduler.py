@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import count, islice, repeat
 
+from services.stage.scheduling.adapter_room import AdapterRoom
 from services.stage.scheduling.events import Crashed, Event, Failed, Finished, MayBegin, NewTokens, Outgrown
 from services.stage.scheduling.kv_blocks import BLOCK_TOKENS, blocks_for
 from services.stage.scheduling.offload import OffloadTerms
@@ -46,6 +47,7 @@ class Scheduler:
     def _clear(self, num_blocks: int) -> None:
         config = self.config
         self._kv = PrefixCache(num_blocks, is_on=config.prefix_cache, num_slots=config.offload.num_slots)
+        self._adapters = AdapterRoom(config.max_adapters)
         self._next_step = 0
         self._flights: deque[tuple[StepPlan, list[Sequence]]] = deque()
         self._closes: list[int] = []
@@ -66,7 +68,7 @@ class Scheduler:
         sequence.quarantined = request.quarantined or request.key[0] in self._quarantine
         self._by_key[request.key] = sequence
         self._line_of(sequence).push(sequence)
-        if (refusal := self._refusal(sequence)) is not None:
+        if (refusal := self.config.refusal(request)) is not None:
             return [self._fail(sequence, refusal)]
         if (reason := sequence.replay()) is not None:
             return [self._finish(sequence, reason)]
@@ -121,6 +123,7 @@ class Scheduler:
             return None
         plan = builder.plan(self._next_step, self._closes, self._kv.offload.take_moves())
         self._next_step += 1
+        self._adapters.close(self._closes)
         self._closes.clear()
         self._kv.keep(builder.sequences)
         self._flights.append((plan, builder.sequences))
@@ -133,9 +136,12 @@ class Scheduler:
         row_j = energy_j / max(1, plan.num_tokens)
         answers = zip(result.tokens, result.logprobs or repeat(()), strict=False)
         events: list[Event] = []
+        refused = dict(result.refused)
         for row, sequence in zip(plan.rows, sequences, strict=True):
             sequence.num_in_flight -= 1
             sequence.energy_j += row_j * row.length
+            if row.seq in refused and sequence.state is not State.ENDED:
+                events.append(self._fail(sequence, refused[row.seq]))
             if row.wants:
                 tokens, logprobs = next(answers)
                 if row.drafts:
@@ -144,7 +150,6 @@ class Scheduler:
                 if sequence.state is not State.ENDED and (good := tokens[:-1] if is_bad else tokens):
                     self._take(sequence, good, logprobs, events)
                 if sequence.state is not State.ENDED and is_bad:
-                    self._kv.forget(sequence)
                     events.append(self._fail(sequence, "the model's logits were not finite"))
             if sequence.num_in_flight == 0 and row.seq in self._leaving:
                 self._settle(sequence)
@@ -253,7 +258,7 @@ class Scheduler:
         if len(self._running) == self.config.max_seats:
             return None
         for sequence in self._foremost():
-            if self._kv.has_room(sequence, len(self._running)):
+            if self._adapters.has(sequence.request.adapter) and self._kv.has_room(sequence, len(self._running)):
                 return sequence
             if sequence.patience == 0:
                 return None
@@ -270,6 +275,7 @@ class Scheduler:
         sequence.number = next(self._numbers)
         sequence.state = State.RUNNING
         self._kv.open(sequence)
+        self._adapters.open(sequence.number, sequence.request.adapter)
         self._running[sequence.number] = self._prefilling[sequence.number] = sequence
         sequence.num_at_start = len(sequence.ids)
         if sequence.quarantined:
@@ -318,12 +324,6 @@ class Scheduler:
         elif sequence.state is State.RUNNING:
             self._ready[sequence.number] = sequence
 
-    def _refusal(self, sequence: Sequence) -> str | None:
-        num_prompt, config = len(sequence.request.prompt_ids), self.config
-        if not 0 < num_prompt < config.max_len:
-            return f"prompt: {num_prompt} tokens; it must be 1 to {config.max_len - 1}, the context less one"
-        return None
-
     def _is_too_long(self, sequence: Sequence) -> bool:
         """All KV together does not hold what is known of it. What it may need later is no reason: it may end before."""
         return blocks_for(len(sequence.ids)) > self.config.num_blocks
@@ -333,6 +333,7 @@ class Scheduler:
         return Finished.of(sequence, reason, tail)
 
     def _fail(self, sequence: Sequence, reason: str) -> Failed:
+        self._kv.forget(sequence)
         self._end(sequence)
         return Failed(key=sequence.request.key, reason=reason, energy_j=sequence.energy_j)
 

@@ -57,6 +57,10 @@ class Request:
     """It found no room when it was claimed: runs only after `begin`."""
     tenant: str = ""
     """Whose it is: KV is shared within a tenant only."""
+    adapter: str = ""
+    """The fingerprint of its adapter: KV is shared with the same one only."""
+    refusal: str = ""
+    """Why it can never run here, if it cannot."""
 
 
 class State(Enum):

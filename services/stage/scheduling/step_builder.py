@@ -30,6 +30,7 @@ class StepBuilder:
                 seed=request.seed,
                 num_blocks=sequence.most_blocks,
                 num_cached=sequence.num_computed,
+                adapter=request.adapter,
             )
         )
 

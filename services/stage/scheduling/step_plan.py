@@ -18,6 +18,11 @@ from shardline.wire import Data, decode_or_protocol_error
 Number: TypeAlias = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 """What a frame's header and the sampler's keys can hold."""
 
+Name: TypeAlias = Annotated[str, Meta(max_length=64)]
+
+Refusal: TypeAlias = tuple[int, str]
+"""A sequence that a stage cannot compute, and the reason."""
+
 MAX_DRAFTS = 63
 """Of one row."""
 
@@ -35,6 +40,8 @@ class Open(msgspec.Struct, frozen=True, array_like=True):
     """Most blocks it can ever hold: the width of its block table."""
     num_cached: Number = 0
     """First tokens whose KV is in its first blocks already: whole blocks, and not all tokens."""
+    adapter: Name = ""
+    """The fingerprint of its parameters' adapter; empty: it has none."""
 
 
 class Row(msgspec.Struct, frozen=True, array_like=True):
@@ -84,6 +91,8 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     """How long before it no step was in flight."""
     moves: tuple[Move, ...] = ()
     """One after the other: a later one may take the place of an earlier one."""
+    refused: tuple[Refusal, ...] = ()
+    """Each stage adds to them: what they get is computed, but means nothing."""
 
     @property
     def num_tokens(self) -> int:
@@ -125,6 +134,8 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     logprobs: tuple[tuple[TokenLogprob | None, ...], ...] = ()
     bad: tuple[int, ...] = ()
     compute_s: float = 0.0
+    refused: tuple[Refusal, ...] = ()
+    """As the plan had them at the tail: they fail, their neighbors go on."""
 
 
 _encoder = msgspec.msgpack.Encoder()

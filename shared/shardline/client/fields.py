@@ -28,6 +28,7 @@ class JobFields(TypedDict, total=False):
     logprobs: int | None
     seed: int | None
     exact: bool
+    adapter: str | None
     id: UUID | str | None
     idempotency_key: str | None
     priority: int

@@ -13,13 +13,16 @@ from services.stage.attention.attention import Attention, PagedKv
 from services.stage.attention.offload_area import OffloadArea
 from services.stage.attention.triton_backend import TritonBackend
 from services.stage.device.take import take
+from services.stage.engine.adapter_pool import AdapterPool
 from services.stage.engine.executor import Executor
 from services.stage.engine.forward import Forward
 from services.stage.engine.memory import Limits
 from services.stage.model.fused import fuse_norms
 from services.stage.model.kv_shapes import probe_kv_shapes
+from services.stage.model.lora import ShardAdapters
 from services.stage.model.model_info import ModelInfo
 from services.stage.model.packing import pack, triton_packing
+from services.stage.model.peft import AdapterFolder
 from services.stage.model.row_buckets import RowPadding
 from services.stage.model.shard import Shard
 from services.stage.model.triton_products import TritonRmsNorm, are_covered
@@ -50,5 +53,7 @@ def stage_of(forward: Forward, lock_folder: Path) -> Iterator[Executor]:
     limits = Limits(kv_bytes=None, token_budget=BUDGET, max_open=8)
     with unpinned_afterwards():
         device = take(str(DEVICE), worker="tests", lock_folder=lock_folder)
-        yield Executor(forward, OffloadArea(forward.kv, 0), limits, device, exact=True, fingerprint="")
+        folder = AdapterFolder(None, forward.shard.linear_sizes, lock_folder)
+        adapters = AdapterPool(ShardAdapters(forward.shard, triton_packing()), folder, max_adapters=1)
+        yield Executor(forward, OffloadArea(forward.kv, 0), limits, device, adapters, exact=True, fingerprint="")
         device.release()

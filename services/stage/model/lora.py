@@ -1,0 +1,97 @@
+"""Adapters on a loaded shard: what they add to the outputs of its linear layers, each for some rows alone.
+
+A row's bits depend on that row and its adapter only, where the products keep that promise: see `packing`. Knows no
+sequence.
+
+Letters of shapes: T packed rows, K inputs and N outputs of a layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import NamedTuple
+
+from safetensors import safe_open
+from torch import Tensor, nn
+from torch.nn import functional
+
+from services.stage.model.packing import Packing
+from services.stage.model.peft import DOWN, PREFIX, UP, Adapter
+from services.stage.model.shard import Shard
+
+Product = Callable[[Tensor], Tensor]
+"""A linear layer without bias."""
+
+
+class LoadedLayer(NamedTuple):
+    """What an adapter adds to a linear layer: up(down(x)), rows [T, K] to [T, N] in the shard's dtype."""
+
+    down: Product
+    up: Product
+    """Scaled as the adapter is."""
+
+
+LoadedAdapter = Mapping[str, LoadedLayer]
+"""The layers of an adapter that a shard holds, by their names in the model."""
+
+
+class AdaptedRows(NamedTuple):
+    """Packed rows with one adapter: their indices, int64 [T]."""
+
+    adapter: LoadedAdapter
+    rows: Tensor
+
+
+class ShardAdapters:
+    """Loads adapters for a packed shard, and adds them while `adding` says so. Used by the thread that runs steps."""
+
+    def __init__(self, shard: Shard, packing: Packing) -> None:
+        """Products are packed as `packing` says; without it torch computes them."""
+        self.layers = shard.layers
+        self._shard, self._packing = shard, packing
+        self._groups: Sequence[AdaptedRows] = ()
+        self._hooked: frozenset[str] = frozenset()
+
+    def load(self, adapter: Adapter) -> LoadedAdapter:
+        """Returns the adapter's layers that this shard holds. Raises OSError and SafetensorError."""
+        if not self._hooked:
+            self._hook()
+        with safe_open(adapter.weights, framework="pt") as file:
+            return {
+                name: LoadedLayer(
+                    down=self._product(file.get_tensor(PREFIX + name + DOWN), 1.0),
+                    up=self._product(file.get_tensor(PREFIX + name + UP), layer.scale),
+                )
+                for name, layer in adapter.layers.items()
+                if name in self._hooked
+            }
+
+    @contextmanager
+    def adding(self, groups: Sequence[AdaptedRows]) -> Iterator[None]:
+        """A context in which forwards of packed rows add these adapters."""
+        self._groups = [AdaptedRows(adapter, rows.to(self._shard.device)) for adapter, rows in groups]
+        try:
+            yield
+        finally:
+            self._groups = ()
+
+    def _hook(self) -> None:
+        """A shard that never sees an adapter calls no hook."""
+        found = {name: each for name, each in self._shard.model.named_modules() if name in self._shard.linear_sizes}
+        for name, module in found.items():
+            module.register_forward_hook(partial(self._add, name))
+        self._hooked = frozenset(found)
+
+    def _product(self, weight: Tensor, scale: float) -> Product:
+        weight = (weight.float() * scale).to(self._shard.device, self._shard.dtype)
+        make = self._packing.make
+        return partial(functional.linear, weight=weight) if make is None else make(weight, None)
+
+    def _add(self, name: str, _module: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> None:
+        """The outputs may be a view of a merged product's: they are written in place."""
+        for adapter, rows in self._groups:
+            if (layer := adapter.get(name)) is not None:
+                x, sums = args[0].reshape(-1, args[0].shape[-1]), out.view(-1, out.shape[-1])
+                sums[rows] += layer.up(layer.down(x[rows]))

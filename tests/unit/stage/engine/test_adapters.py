@@ -1,0 +1,206 @@
+"""Adapters in a chain of stages: what they compute, beside others and alone; which are loaded, which refused."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+from services.stage.device.device import Device
+from services.stage.engine.executor import Executor
+from services.stage.scheduling.events import Finished
+from services.stage.scheduling.sequence import Request
+from services.stage.scheduling.step_plan import Open, Row, StepPlan
+from shardline.job import SamplingParams
+from tests.adapters import merged, save_adapter
+from tests.chain import Guesses, complete, load_chain, requests, run
+from tests.models import VOCAB_SIZE, save_model
+from tests.pinned import first_core
+
+NUM_NEW = 12
+GREEDY = SamplingParams(max_tokens=NUM_NEW, temperature=0.0, logprobs=0)
+WARM = SamplingParams(max_tokens=NUM_NEW, temperature=0.8, logprobs=2)
+NAMES = ("all", "rooted", "pattern")
+KINDS = [("float32", 1), ("float32", 2), ("bfloat16", 2), ("int8", 1)]
+
+
+@pytest.fixture(scope="module")
+def device(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Device]:
+    """Core 0."""
+    with first_core(tmp_path_factory.mktemp("locks")) as device:
+        yield device
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def folder(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Adapters of unlike ranks, scales and layers."""
+    folder = tmp_path_factory.mktemp("adapters")
+    save_adapter(model, folder / "all", rank=4, seed=1)
+    save_adapter(model, folder / "rooted", targets=("q_proj", "v_proj"), rank=9, seed=2, use_rslora=True)
+    patterns = {"rank_pattern": {"down_proj": 2}, "alpha_pattern": {"layers.1.self_attn.o_proj": 16}}
+    save_adapter(model, folder / "pattern", targets=("o_proj", "down_proj"), rank=16, seed=3, **patterns)
+    return folder
+
+
+Chains = dict[tuple[str, int], list[Executor]]
+
+
+@pytest.fixture(scope="module")
+def chains(model: Path, folder: Path, device: Device) -> Chains:
+    """Each loaded once."""
+    return {
+        (dtype, num_stages): load_chain(
+            model, num_stages, device, model, dtype=dtype, adapters_folder=folder, max_adapters=3
+        )
+        for dtype, num_stages in KINDS
+    }
+
+
+def with_adapters(stages: list[Executor], wanted: list[Request], *names: str | None) -> list[Request]:
+    """The requests, each with the next of these adapters."""
+    return [
+        replace(
+            one,
+            params=msgspec.structs.replace(one.params, adapter=name),
+            adapter="" if name is None else stages[0].adapters.get(name).fingerprint,
+        )
+        for one, name in zip(wanted, names * len(wanted), strict=False)
+    ]
+
+
+def prompts(num: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(5)
+    return [torch.randint(3, VOCAB_SIZE, (4 + 7 * n,), generator=generator).tolist() for n in range(num)]
+
+
+def outcomes(ends: list[Finished]) -> list[object]:
+    return [(end.output_ids, end.logprobs) for end in ends]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_adapter_gives_what_merged_weights_give(name: str, chains: Chains, model: Path, folder: Path) -> None:
+    stages = chains["float32", 2]
+    (asked,) = with_adapters(stages, requests(prompts(3)[2:], GREEDY), name)
+
+    (end,) = complete(stages, [asked], budget=64, seats=4)
+
+    ids = torch.tensor([[*asked.prompt_ids, *end.output_ids]])
+    with torch.inference_mode():
+        expected = merged(model, folder / name)(ids).logits[0, len(asked.prompt_ids) - 1 : -1].log_softmax(-1)
+    assert tuple(expected.argmax(-1).tolist()) == end.output_ids
+    assert end.logprobs is not None
+    given = torch.tensor([each.logprob for each in end.logprobs if each is not None])
+    torch.testing.assert_close(given, expected.max(-1).values, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("dtype", "num_stages"), KINDS)
+def test_a_job_has_the_same_bits_alone_and_in_a_crowd_of_adapters(dtype: str, num_stages: int, chains: Chains) -> None:
+    # Given jobs of three adapters and of none
+    stages = chains[dtype, num_stages]
+    assert all(stage.exact for stage in stages)
+    wanted = with_adapters(stages, requests(prompts(16), WARM), *NAMES, None)
+
+    # When all run together, and each alone
+    crowd = outcomes(complete(stages, wanted, budget=96, seats=16, guesses=Guesses()))
+    alone = [outcomes(complete(stages, [one], budget=256, seats=1, prefix_cache=False))[0] for one in wanted]
+
+    # Then no bit differs, and adapters change tokens
+    assert crowd == alone
+    plain = outcomes(complete(stages, with_adapters(stages, wanted, None), budget=96, seats=16))
+    assert [one == other for one, other in zip(crowd, plain, strict=True)] == [False, False, False, True] * 4
+
+
+def test_kv_is_shared_by_jobs_of_one_adapter_only(chains: Chains) -> None:
+    stages = chains["float32", 2]
+    prompt = torch.randint(3, VOCAB_SIZE, (150,), generator=torch.Generator().manual_seed(1)).tolist()
+    wanted = with_adapters(stages, requests([prompt] * 4, GREEDY), "all", "rooted", None, "all")
+
+    ends = complete(stages, wanted, budget=256, seats=1)
+
+    assert [end.num_cached for end in ends] == [0, 0, 0, 128]
+    assert ends[0].output_ids == ends[3].output_ids
+
+
+def test_more_adapters_than_fit_take_turns_and_keep_their_bits(
+    chains: Chains, model: Path, folder: Path, device: Device
+) -> None:
+    stages = load_chain(model, 2, device, model, adapters_folder=folder, max_adapters=1)
+    wanted = with_adapters(stages, requests(prompts(9), WARM), *NAMES)
+
+    ends = complete(stages, wanted, budget=96, seats=16)
+
+    assert outcomes(ends) == outcomes(complete(chains["float32", 2], wanted, budget=96, seats=16))
+    assert [stage.num_adapters for stage in stages] == [1, 1]
+
+
+def test_a_stage_with_other_files_refuses_the_sequence_and_its_neighbors_go_on(
+    model: Path, folder: Path, device: Device, tmp_path: Path
+) -> None:
+    # Given a tail whose copy of an adapter differs
+    shutil.copytree(folder, tmp_path / "other")
+    shutil.rmtree(tmp_path / "other" / "all")
+    save_adapter(model, tmp_path / "other" / "all", seed=99)
+    head = load_chain(model, 2, device, model, adapters_folder=folder, max_adapters=2)[0]
+    tail = load_chain(model, 2, device, model, adapters_folder=tmp_path / "other", max_adapters=2)[1]
+    fingerprints = {name: head.adapters.get(name).fingerprint for name in ("all", "rooted")}
+    opens = tuple(
+        Open(
+            seq=seq,
+            ids=(5, 6, 7),
+            num_prompt=3,
+            params=SamplingParams(max_tokens=4, temperature=0.0, adapter=name),
+            seed=0,
+            num_blocks=1,
+            adapter=fingerprints[name],
+        )
+        for seq, name in enumerate(fingerprints)
+    )
+    rows = tuple(Row(seq=seq, start=0, length=3, ids=(), blocks=(seq,), wants=True) for seq in range(2))
+
+    # When both sequences run
+    result = run([head, tail], StepPlan(0, opens, rows, ()))
+
+    # Then only that one is refused, by name
+    ((seq, reason),) = result.refused
+    assert seq == 0
+    assert reason.startswith("layers 2-3: adapter 'all': its files here are others than the head's")
+    tail.reset()
+    head.reset()
+    again = run([head, tail], StepPlan(0, opens[1:], rows[1:], ()))
+    assert again.tokens == result.tokens[1:]
+    assert again.refused == ()
+
+
+@pytest.mark.parametrize(
+    ("architecture", "targets"),
+    [
+        ("phi3", ("qkv_proj", "gate_up_proj")),
+        ("gemma2", ("q_proj", "down_proj")),
+        ("gpt-neox", ("query_key_value", "dense_4h_to_h")),
+        ("qwen3-moe", ("v_proj", "o_proj")),
+    ],
+)
+def test_adapters_serve_other_architectures(
+    architecture: str, targets: tuple[str, ...], device: Device, tmp_path: Path
+) -> None:
+    model = save_model(tmp_path, architecture)
+    adapter = save_adapter(model, tmp_path / "adapters" / "a", targets=targets, seed=4)
+    stages = load_chain(model, 2, device, tmp_path, adapters_folder=tmp_path / "adapters")
+    (asked,) = with_adapters(stages, requests(prompts(2)[1:], GREEDY), "a")
+
+    (end,) = complete(stages, [asked], budget=64, seats=4)
+
+    with torch.inference_mode():
+        ids = torch.tensor([[*asked.prompt_ids, *end.output_ids]])
+        expected = merged(model, adapter)(ids).logits[0, len(asked.prompt_ids) - 1 : -1]
+    assert tuple(expected.argmax(-1).tolist()) == end.output_ids
