@@ -273,12 +273,13 @@ class CostList(TypedDict):
 
 
 class ModelCard(TypedDict):
-    """A model that a stage has registered."""
+    """A model that a stage has registered, or an adapter of it."""
 
     id: str
     object: Literal["model"]
     created: int
     owned_by: Literal["shardline"]
+    parent: str | None
     max_model_len: int
     system_fingerprint: str
     ready: bool

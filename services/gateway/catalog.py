@@ -10,7 +10,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from shardline.client.database import reachable
 from shardline.store import models, pipelines
-from shardline.tokenize import RegisteredModel, TokenizerCache
+from shardline.tokenize import RegisteredModel, TokenizerCache, addresses
 
 FRESH_S = 10.0
 """A model that is registered again with other weights is seen at the latest after this."""
@@ -25,30 +25,33 @@ class ModelCatalog:
         self._read_s = -math.inf
         self._lock = asyncio.Lock()
 
-    async def get(self, name: str) -> RegisteredModel:
-        """Raises UnknownModel, naming those that exist, Invalid when its tokenizer cannot be read, and Unavailable."""
-        if not self._has_fresh(name):
+    async def get(self, address: str) -> RegisteredModel:
+        """A model, or one of its adapters. Raises UnknownModel, naming those that exist, Invalid when its tokenizer
+        cannot be read, and Unavailable."""
+        if not self._has_fresh(address):
             async with self._lock:
-                if not self._has_fresh(name):
-                    await self._look_up(name)
-        return self._cache.get(name)
+                if not self._has_fresh(address):
+                    await self._look_up(address)
+        return self._cache.get(address)
 
     async def names(self) -> list[str]:
-        """All registered models."""
+        """All registered models, each with its adapters behind it."""
         with reachable():
             async with self._database.connect() as connection:
-                return await connection.run_sync(models.model_names)
+                adapters = await connection.run_sync(models.adapters)
+        return addresses(adapters, adapters)
 
-    def _has_fresh(self, name: str) -> bool:
-        return time.monotonic() - self._read_s < FRESH_S and self._cache.has(name)
+    def _has_fresh(self, address: str) -> bool:
+        return time.monotonic() - self._read_s < FRESH_S and self._cache.has(address)
 
-    async def _look_up(self, name: str) -> None:
+    async def _look_up(self, address: str) -> None:
         """A tokenizer may have many megabytes: its row is read only when the cache lacks it."""
         with reachable():
             async with self._database.connect() as connection:
                 fingerprints = await connection.run_sync(models.versions)
                 max_tokens = await connection.run_sync(pipelines.longest)
-                self._cache.refresh(fingerprints, max_tokens)
+                self._cache.refresh(fingerprints, max_tokens, await connection.run_sync(models.adapters))
+                name = self._cache.split(address)[0]
                 row = await connection.run_sync(models.get_model, name) if self._cache.lacks(name) else None
         self._read_s = time.monotonic()
         if row is not None:
@@ -56,5 +59,6 @@ class ModelCatalog:
 
 
 def system_fingerprint(model: RegisteredModel) -> str:
-    """OpenAI's field, which changes with the backend: ours changes with the weights."""
-    return f"fp_{model.fingerprint[:16]}"
+    """OpenAI's field, which changes with the backend: ours changes with the weights, those of an adapter included."""
+    found = (model.fingerprint, model.adapter_fingerprint)
+    return "_".join(["fp", *(each[:16] for each in found if each is not None)])

@@ -35,7 +35,7 @@ async def complete(gateway: Gateway, request: Request, accepted: Accepted, *, is
     responses = OpenAiResponses(
         is_chat=is_chat,
         public_id=f"{'chatcmpl' if is_chat else 'cmpl'}-{accepted.job_id}",
-        model=accepted.model.name,
+        model=accepted.model.address,
         created=int(time.time()),
         system_fingerprint=system_fingerprint(accepted.model),
         options=accepted.options,

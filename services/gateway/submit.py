@@ -51,9 +51,10 @@ async def submit(gateway: Gateway, request: Request, caller: Caller, parse: Pars
         job, options = await _run_off_loop_if_large(len(body), _parse, body, request, caller, parse)
         is_named = job.id is not None or job.idempotency_key is not None
         job = msgspec.structs.replace(job, id=job.id or new_id())
-        with gateway.tracer.phase("accept", traceparent=job.traceparent, model=job.model) as traceparent:
+        with gateway.tracer.phase("accept", traceparent=job.traceparent, model=job.address) as traceparent:
             job = msgspec.structs.replace(job, traceparent=traceparent)
-            model = await gateway.catalog.get(job.model)
+            model = await gateway.catalog.get(job.address)
+            job = msgspec.structs.replace(job, model=model.name, adapter=model.adapter)
             prepared = await _run_off_loop_if_large(len(body), _prepare, model, job)
             stored = await gateway.insert_batcher.insert(job, prepared)
             failpoint(Point.GATEWAY_INSERTED)

@@ -16,7 +16,7 @@ from services.relay.outbox import Outbox
 from services.relay.registered_tokenizers import RegisteredTokenizers
 from shardline.clock import monotonic_s
 from shardline.errors import Invalid
-from shardline.job import JobState, Message, Prompt, SamplingParams, TokenId, invalid_from
+from shardline.job import JobState, Message, Prompt, SamplingParams, TokenId, address_of, invalid_from
 from shardline.store import preparation
 from shardline.store.preparation import PreparedJob, Unprepared
 from shardline.tokenize import Prepared, Tokens
@@ -83,12 +83,19 @@ class Preparer(Loop):
 
     def _prepare(self, row: Unprepared) -> PreparedJob | dict[str, str]:
         try:
-            tokens = self._tokenizers.get(row.model)
             params = _params(row)
-            prepared = _tokenize(tokens, row, params)
+            model = self._tokenizers.get(address_of(row.model, params.adapter))
+            prepared = _tokenize(model.tokens, row, params)
         except Invalid as error:
             return error.as_dict()
-        return PreparedJob(id=row.id, prompt_ids=prepared.prompt_ids, max_tokens=prepared.max_tokens, seed=params.seed)
+        return PreparedJob(
+            id=row.id,
+            model=model.name,
+            adapter=model.adapter,
+            prompt_ids=prepared.prompt_ids,
+            max_tokens=prepared.max_tokens,
+            seed=params.seed,
+        )
 
 
 def _tokenize(tokens: Tokens, row: Unprepared, params: SamplingParams) -> Prepared:

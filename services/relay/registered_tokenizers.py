@@ -5,7 +5,7 @@ from __future__ import annotations
 from sqlalchemy import Engine, RowMapping
 
 from shardline.store import models, pipelines
-from shardline.tokenize import RegisteredModel, TokenizerCache, Tokens
+from shardline.tokenize import RegisteredModel, TokenizerCache
 
 
 class RegisteredTokenizers:
@@ -19,15 +19,16 @@ class RegisteredTokenizers:
         """Read which models are registered. Call it once per batch."""
         with self._database.begin() as connection:
             fingerprints, max_tokens = models.versions(connection), pipelines.longest(connection)
-        self._cache.refresh(fingerprints, max_tokens)
+            adapters = models.adapters(connection)
+        self._cache.refresh(fingerprints, max_tokens, adapters)
 
-    def get(self, name: str) -> Tokens:
-        """Raises UnknownModel, and Invalid when its tokenizer cannot be read."""
-        if self._cache.lacks(name):
-            row = self._row(name)
+    def get(self, address: str) -> RegisteredModel:
+        """A model or one of its adapters. Raises UnknownModel, and Invalid when its tokenizer cannot be read."""
+        if self._cache.lacks(address):
+            row = self._row(self._cache.split(address)[0])
             if row is not None:
                 self._cache.add(RegisteredModel.from_row(dict(row)))
-        return self._cache.get(name).tokens
+        return self._cache.get(address)
 
     def _row(self, name: str) -> RowMapping | None:
         with self._database.begin() as connection:

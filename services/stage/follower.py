@@ -60,6 +60,7 @@ class Follower:
         )
         self._registry = backends.open_registry()
         self._announcer = Announcer(self._registry, self._card)
+        self._adapter_watch = loaded.watch_adapters()
         self._control = ControlServer(
             card=loaded.card,
             capacity=loaded.capacity,
@@ -74,6 +75,8 @@ class Follower:
         self._engine.start()
         self._control.start()
         self._announcer.start()
+        if self._adapter_watch is not None:
+            self._adapter_watch.start()
 
     def attach(self, consumer: Any) -> None:
         """Celery serves remote control only."""
@@ -96,6 +99,8 @@ class Follower:
 
     def stop(self) -> None:
         """The card goes first, then the link: the head sees it close and forms its pipeline without this stage."""
+        if self._adapter_watch is not None:
+            self._adapter_watch.stop()
         self._announcer.stop()
         self._control.stop()
         self._engine.stop()

@@ -35,7 +35,7 @@ from shardline.errors import Unavailable
 from shardline.queues import generate_queue
 from shardline.store import leases
 from shardline.store.database import failure_of
-from shardline.store.models import register_model
+from shardline.store.models import register_adapters, register_model
 from shardline.tokenize import Tokens
 from shardline.wire import StageCard
 
@@ -88,6 +88,7 @@ class Head:
         self._publisher = DeltaPublisher(backends.open_delta_sink(), backends.result_store())
         self._registry = backends.open_registry()
         self._subscription = QueueSubscription(generate_queue(settings.name), self.hub)
+        self._adapter_watch = loaded.watch_adapters(self._register_adapters)
         self._scheduler = Scheduler(
             SchedulerConfig(
                 num_blocks=loaded.executor.num_blocks,
@@ -97,6 +98,7 @@ class Head:
                 max_len=loaded.info.context_length,
                 prefix_cache=settings.prefix_cache,
                 prompt_lookup=settings.prompt_lookup,
+                max_adapters=loaded.executor.max_adapters,
             )
         )
         self._pipeline = self._make_pipeline()
@@ -120,6 +122,7 @@ class Head:
                 tokenizer=Tokens.from_row(self._model_row).tokenizer,
                 eos_ids=info.eos_ids,
                 context_length=info.context_length,
+                adapters=self._loaded.executor.adapters,
             ),
             publisher=self._publisher,
             host=self,
@@ -150,6 +153,8 @@ class Head:
         except DBAPIError as error:
             raise _unavailable(error) from error
         self._publisher.start()
+        if self._adapter_watch is not None:
+            self._adapter_watch.start()
         self.delivery_handler.start()
         self._engine.start()
         self._pipeline.start()
@@ -179,6 +184,8 @@ class Head:
 
     def stop(self) -> None:
         """Leases are given back, then the stages are released."""
+        if self._adapter_watch is not None:
+            self._adapter_watch.stop()
         self.delivery_handler.stop()
         self.delivery_handler.join()
         self._pipeline.stop()
@@ -195,6 +202,14 @@ class Head:
         """The engine's thread."""
         self.meter.report(events)
         self.delivery_handler.report(events)
+
+    def _register_adapters(self, adapters: Mapping[str, str]) -> None:
+        """The adapter watch's thread: doors take jobs for these. Raises Unavailable."""
+        try:
+            with self._database.begin() as connection:
+                register_adapters(connection, self._settings.name, adapters)
+        except DBAPIError as error:
+            raise Unavailable(failure_of(error)) from error
 
     # The pipeline's thread ----------------------------------------------------------------------------------------
 

@@ -32,6 +32,7 @@ from services.stage.engine.tensors import name_of
 from services.stage.hop.sockets import SocketFactory
 from services.stage.hop_sockets import hop_sockets
 from services.stage.layer_range import layers_of
+from services.stage.model.adapter_watch import AdapterWatch, Tell
 from services.stage.model.cpu_parts import parse_parts
 from services.stage.model.model_info import ModelInfo
 from services.stage.model.weights import fingerprint, unchanged
@@ -133,6 +134,13 @@ class Loaded:
         """The joules of a step that was computed in so many seconds; 0 where nobody knows."""
         return self.power.joules(compute_s) if self.power else 0.0
 
+    def watch_adapters(self, tell: Tell = lambda _: None) -> AdapterWatch | None:
+        """Of its folder, if it has one; not started."""
+        settings = self.settings
+        if settings.adapters_dir is None:
+            return None
+        return AdapterWatch(self.executor.adapters, every_s=settings.times.poll_s, tell=tell)
+
     def describe(self) -> dict[str, Any]:
         """For people and tests."""
         executor = self.executor
@@ -151,6 +159,7 @@ class Loaded:
             "kv_slots": executor.offload.num_slots,
             "kv_slot_move_us": round(executor.offload.move_s * 1e6),
             "sequences": executor.num_open,
+            "adapters": executor.num_adapters,
         }
 
     def trace(self, pipeline: str, times: Iterable[StepTime]) -> dict[str, Any]:
@@ -229,6 +238,8 @@ def limits_of(settings: StageSettings) -> Limits:
         streamed_folder=settings.streaming_folder,
         token_budget=settings.token_budget,
         max_open=2 * (settings.seats + settings.interactive_seats),
+        adapters_folder=settings.adapters_dir,
+        max_adapters=settings.adapters,
     )
 
 

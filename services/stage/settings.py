@@ -117,6 +117,10 @@ class StageSettings(Settings):
         le=64,
         description="rows of a step up to which text that repeats the prompt or itself is guessed; 0: never",
     )
+    adapters_dir: Path | None = Field(
+        None, description="folder of LoRA adapters in PEFT's format, a subfolder for each; the same files on all stages"
+    )
+    adapters: int = Field(16, ge=1, le=4096, description="adapters in memory, and of running jobs, at most")
     lanes: int | None = Field(
         None, ge=1, le=MAX_LANES, description="steps in flight; default: one for each stage, more where links take long"
     )

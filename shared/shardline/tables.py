@@ -124,6 +124,8 @@ models = Table(
     Column("chat_template", Text),
     _object("special_tokens"),
     Column("fingerprint", Text, nullable=False),
+    # Of heads: fingerprints of LoRA adapters by name, for doors to know them.
+    _object("adapters"),
     _created("updated_at"),
     CheckConstraint("length(name) BETWEEN 1 AND 256", name="name_is_1_to_256_characters"),
     CheckConstraint("context_length > 0 AND vocab_size > 0", name="sizes_are_positive"),

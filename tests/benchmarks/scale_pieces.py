@@ -59,13 +59,12 @@ class Head:
 
     def __init__(self, ids: list[UUID], epoch: int) -> None:
         self._ids = ids
-        self._epoch = epoch
+        self.claimant = Claimant(worker="h", pipeline="p", epoch=epoch, fingerprint="w", exactness="x")
         self.keys: list[Key] = []
 
     def claim(self, connection: Connection, *, lease_s: float = 3_600.0) -> None:
         """All of them."""
-        head = Claimant(worker="h", pipeline="p", epoch=self._epoch, fingerprint="w", exactness="x")
-        claimed = claims.claim(connection, self._ids, head, lease_s=lease_s, exact_wait_s=60.0)
+        claimed = claims.claim(connection, self._ids, self.claimant, lease_s=lease_s, exact_wait_s=60.0)
         self.keys = [(one.job_id, one.fence) for one in claimed]
         assert len(self.keys) == len(self._ids)
 
@@ -155,7 +154,7 @@ def _relays(ids: list[UUID], head: Head) -> Iterator[Piece]:
 
     def take(connection: Connection) -> None:
         rows = preparation.take_unprepared(connection, lease_s=10.0)
-        taken[:] = [PreparedJob(id=row.id, prompt_ids=IDS, max_tokens=8, seed=None) for row in rows]
+        taken[:] = [PreparedJob(id=row.id, model=MODEL, prompt_ids=IDS, max_tokens=8, seed=None) for row in rows]
         assert taken
 
     def insert_and_take(connection: Connection) -> None:
@@ -200,7 +199,7 @@ def _heads(ids: list[UUID], head: Head) -> Iterator[Piece]:
     yield Piece(name=f"claim {SEATS}", work=head.claim)
     yield Piece(
         name=f"postpone {SEATS}",
-        work=lambda connection: claims.postpone_unfit(connection, ids, pipeline="p", exactness="x", wait_s=1.0),
+        work=lambda connection: claims.postpone_unfit(connection, ids, head.claimant, wait_s=1.0),
     )
     yield Piece(name=f"heartbeat {SEATS}", before=head.claim, work=head.beat)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, cast
 from uuid import UUID
@@ -168,7 +168,7 @@ def _pipeline_rows(pair: Pair) -> list[tuple[Any, ...]]:
 def submit(pair: Pair) -> None:
     rng = pair.rng
     job_id, max_tokens, seed = UUID(int=rng.getrandbits(128)), rng.randint(1, 9), rng.getrandbits(31)
-    delay_s = rng.choice([0.0, 0.0, 40 * MINUTE_S])
+    adapter, delay_s = rng.choice([None, "a", "b"]), rng.choice([0.0, 0.0, 40 * MINUTE_S])
     deadline_s = rng.choice([None, None, 90 * MINUTE_S])
     max_crashes, priority, exact = rng.choice([1, 2, 3]), rng.choice([1, 5]), rng.random() < 0.2
     request = JobRequest(
@@ -178,6 +178,7 @@ def submit(pair: Pair) -> None:
         seed=seed,
         priority=priority,
         max_tokens=max_tokens,
+        adapter=adapter,
         delay_s=delay_s,
         deadline_s=deadline_s,
         max_crashes=max_crashes,
@@ -190,7 +191,7 @@ def submit(pair: Pair) -> None:
             id=job_id,
             number=next(pair.numbers),
             prompt_ids=(5, 6),
-            params=msgspec.to_builtins(SamplingParams(max_tokens=max_tokens, exact=exact)),
+            params=msgspec.to_builtins(SamplingParams(max_tokens=max_tokens, exact=exact, adapter=adapter)),
             max_tokens=max_tokens,
             seed=seed,
             created_s=pair.now_s,
@@ -251,17 +252,27 @@ def unstamp_sent(pair: Pair) -> None:
     pair.both(outbox.unstamp_sent)
 
 
-def claim(pair: Pair) -> None:
+def _claimant(pair: Pair) -> Claimant:
     pipeline, epoch = _pipeline(pair)
     exactness = pair.rng.choice(["x", "x", "y"])
-    head = Claimant(worker="h", pipeline=pipeline, epoch=epoch, fingerprint="w", exactness=exactness)
-    claimant = replace(head, energy_source=pair.rng.choice([None, "table"]))
-    pair.both(claims.claim, _some(pair), claimant, lease_s=LEASE_S, exact_wait_s=EXACT_WAIT_S)
+    adapters = {"a": pair.rng.choice(["1", "1", "2"])}
+    return Claimant(
+        worker="h",
+        pipeline=pipeline,
+        epoch=epoch,
+        fingerprint="w",
+        exactness=exactness,
+        energy_source=pair.rng.choice([None, "table"]),
+        adapters=adapters,
+    )
+
+
+def claim(pair: Pair) -> None:
+    pair.both(claims.claim, _some(pair), _claimant(pair), lease_s=LEASE_S, exact_wait_s=EXACT_WAIT_S)
 
 
 def postpone(pair: Pair) -> None:
-    late = {"pipeline": _pipeline(pair)[0], "exactness": pair.rng.choice("xy"), "wait_s": RESEND_S}
-    pair.both(claims.postpone_unfit, _some(pair), **late)
+    pair.both(claims.postpone_unfit, _some(pair), _claimant(pair), wait_s=RESEND_S)
 
 
 def park(pair: Pair) -> None:

@@ -367,6 +367,7 @@ def _settings(name: str, site: Site) -> SimpleNamespace:
         lanes=site.num_lanes,
         prefix_cache=True,
         prompt_lookup=16,
+        adapters_dir=None,
         dtype="float32",
         hop_activations="same",
     )

@@ -47,6 +47,7 @@ def lock_claimable(
     pipeline: str,
     epoch: int,
     exactness: str,
+    adapters: str,
     exact_wait_s: float,
     with_quarantined: bool,
 ) -> Rows:
@@ -57,18 +58,21 @@ def lock_claimable(
     return [
         {"id": job.id, "fence": job.fence, "params": job.params}
         for job in tables.select(ids)
-        if _is_claimable(tables, job, row, exactness, exact_wait_s) and (job.crashes == 0 or with_quarantined)
+        if _is_claimable(tables, job, row, _exactness(job, exactness, adapters), exact_wait_s)
+        and (job.crashes == 0 or with_quarantined)
     ]
 
 
-def lock_unfit(tables: Tables, *, ids: Collection[str], pipeline: str, exactness: str) -> Rows:
+def lock_unfit(tables: Tables, *, ids: Collection[str], pipeline: str, exactness: str, adapters: str) -> Rows:
     """Those that no pipeline of this KV can hold, or of this exactness may run."""
     row = tables.pipelines.get(pipeline)
     if row is None:
         return []
     queued = [job for job in tables.select(ids) if job.state is JobState.QUEUED and job.model == row.model]
     return [
-        {"id": job.id} for job in queued if _is_too_long(tables, job, row) or _lacks_exact_rows(job, row, exactness)
+        {"id": job.id}
+        for job in queued
+        if _is_too_long(tables, job, row) or _lacks_exact_rows(job, row, _exactness(job, exactness, adapters))
     ]
 
 
@@ -80,7 +84,7 @@ def defer(tables: Tables, *, ids: Collection[UUID], wait_s: float) -> int:
     return len(queued)
 
 
-def claim(tables: Tables, *, ids: Collection[UUID], lease_s: float, **claimant: Any) -> Rows:
+def claim(tables: Tables, *, ids: Collection[UUID], lease_s: float, adapters: str, **claimant: Any) -> Rows:
     """The next fence of each, with an attempt that goes on from what the one before it saved."""
     head = Claimant(**claimant)
     is_exact = tables.pipelines[head.pipeline].exact
@@ -92,8 +96,9 @@ def claim(tables: Tables, *, ids: Collection[UUID], lease_s: float, **claimant: 
         tokens = before.tokens if before else ()
         job.state, job.fence = JobState.RUNNING, job.fence + 1
         job.worker, job.pipeline = head.worker, head.pipeline
-        job.exact = job.exact and job.exactness in (None, head.exactness) and is_exact
-        job.exactness = job.exactness or head.exactness
+        exactness = _exactness(job, head.exactness, adapters)
+        job.exact = job.exact and job.exactness in (None, exactness) and is_exact
+        job.exactness = job.exactness or exactness
         tables.grant(job, tables.now_s + lease_s)
         tables.attempts[job.id, job.fence] = Attempt(
             pipeline=head.pipeline,
@@ -267,6 +272,11 @@ def _keys(keys: str) -> list[KeyRow]:
 def _held(tables: Tables, keys: str) -> list[Job]:
     fences = {key.job_id: key.fence for key in _keys(keys)}
     return [job for job in tables.select(fences) if job.holds(fences[job.id], JobState.RUNNING)]
+
+
+def _exactness(job: Job, exactness: str, adapters: str) -> str:
+    fingerprint = msgspec.json.decode(adapters, type=dict[str, str]).get(job.params.get("adapter", ""))
+    return exactness if fingerprint is None else f"{exactness}+{fingerprint}"
 
 
 def _is_claimable(tables: Tables, job: Job, row: PipelineRow, exactness: str, exact_wait_s: float) -> bool:

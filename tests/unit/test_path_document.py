@@ -40,8 +40,8 @@ OFF_THE_PATH = {
     "for a pipeline, not for a prompt": """stage/celery/subscription stage/pipeline/assembly stage/pipeline/epochs
         stage/pipeline/pipeline shardline/store/models shardline/store/pipelines""",
     "for other requests": """gateway/routes/costs gateway/routes/health gateway/routes/jobs shardline/client/requests
-        shardline/store/costs shardline/store/dead_letters shardline/store/jobs shardline/store/listing shardline/store/repeats
-        shardline/tokenize/chat stage/attention/sdpa stage/attention/triton_backend
+        shardline/store/costs shardline/store/dead_letters shardline/store/jobs shardline/store/listing
+        shardline/store/repeats shardline/tokenize/chat stage/attention/sdpa stage/attention/triton_backend
         stage/model/triton_products""",
 }
 """What modules of the path import and this prompt does not pass, by reason."""

@@ -54,7 +54,7 @@ async def ready(request: Request, gateway: GatewayDep) -> Response:
 
 @router.get("/v1/models", responses={200: answer("All registered models", {JSON: "ModelList"}), **errors(*GUARDED)})
 async def list_models(gateway: GatewayDep, _caller: ReadCaller) -> Response:
-    """Every model that a stage has registered."""
+    """Every model that a stage has registered, and its adapters."""
     found = await _pipelines(gateway)
     models = [await gateway.catalog.get(name) for name in await gateway.catalog.names()]
     document: ModelList = {"object": "list", "data": [_model(model, found) for model in models]}
@@ -65,7 +65,7 @@ async def list_models(gateway: GatewayDep, _caller: ReadCaller) -> Response:
     "/v1/models/{name:path}", responses={200: answer("The model", {JSON: "ModelCard"}), **errors(*GUARDED, 404)}
 )
 async def get_model(name: str, gateway: GatewayDep, _caller: ReadCaller) -> Response:
-    """One registered model."""
+    """One registered model, or one of its adapters."""
     return json_response(_model(await gateway.catalog.get(name), await _pipelines(gateway)))
 
 
@@ -99,10 +99,11 @@ def _readiness(pipelines: list[LivePipeline]) -> ModelReadiness:
 
 def _model(model: RegisteredModel, pipelines: list[LivePipeline]) -> ModelCard:
     return {
-        "id": model.name,
+        "id": model.address,
         "object": "model",
         "created": int(model.updated_at.timestamp()),
         "owned_by": "shardline",
+        "parent": None if model.adapter is None else model.name,
         "max_model_len": model.tokens.longest,
         "system_fingerprint": system_fingerprint(model),
         "ready": any(pipeline.ready for pipeline in pipelines if pipeline.model == model.name),

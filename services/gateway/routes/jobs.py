@@ -52,7 +52,7 @@ async def create_job(request: Request, gateway: GatewayDep, caller: SubmitCaller
     document: JobAccepted = {
         "id": accepted.job_id,
         "object": "job",
-        "model": accepted.model.name,
+        "model": accepted.model.address,
         "state": state,
     }
     headers = {"Location": f"/v1/jobs/{accepted.job_id}", "x-request-id": str(accepted.job_id)}

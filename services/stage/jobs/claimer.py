@@ -27,7 +27,7 @@ from shardline.clock import lease_clock_s
 from shardline.config import Times
 from shardline.failpoints import Point, failpoint
 from shardline.store import claims, crashes, outbox
-from shardline.store.claims import Claimed
+from shardline.store.claims import Claimant, Claimed
 
 log = structlog.get_logger(__name__)
 
@@ -72,10 +72,12 @@ class Claimer:
             if not self._jobs:
                 self._engine.extend_lease(sent_s + self._times.fence_s)
             for row, delivery in rows:
+                request, sink = self._requests.build(row)
                 job = LiveJob.from_claim(row, delivery, identity, self._engine.num_steps)
+                job.adapter = request.adapter
                 self._jobs.add(job)
                 delivery.accept()
-                self._engine.add(*self._requests.build(row))
+                self._engine.add(request, sink)
 
     def return_unread(self) -> None:
         """At shutdown: what waits is sent to another head at once."""
@@ -146,11 +148,12 @@ class Claimer:
         """Between the choice and this an engine may have died under one of them elsewhere: then it is not taken with
         the others, but comes again as a quarantined job."""
         failpoint(Point.BEFORE_CLAIM)
+        claimant = identity.claimant(self._requests.adapters.known())
         with self._database.begin() as connection:
             claimed = claims.claim(
                 connection,
                 ids,
-                identity.claimant(),
+                claimant,
                 lease_s=self._times.lease_s,
                 exact_wait_s=self._times.exact_wait_s,
                 with_quarantined=with_quarantined,
@@ -158,14 +161,14 @@ class Claimer:
             if parked := without_room(claimed, moment.live, identity.kv_tokens // BLOCK_TOKENS):
                 claims.park(connection, parked)
             if others := set(ids) - {str(row.job_id) for row in claimed}:
-                self._postpone_unfit(connection, others, identity)
+                self._postpone_unfit(connection, others, claimant, identity)
         if claimed:
             failpoint(Point.AFTER_CLAIM)
         return [replace(row, parked=(row.job_id, row.fence) in parked) for row in claimed]
 
-    def _postpone_unfit(self, connection: Connection, ids: set[str], identity: Identity) -> None:
-        wait_s, place = self._times.resend_s, {"pipeline": identity.pipeline, "exactness": identity.exactness}
-        for job_id in claims.postpone_unfit(connection, ids, **place, wait_s=wait_s):
+    def _postpone_unfit(self, connection: Connection, ids: set[str], claimant: Claimant, identity: Identity) -> None:
+        wait_s = self._times.resend_s
+        for job_id in claims.postpone_unfit(connection, ids, claimant, wait_s=wait_s):
             log.warning(
                 "a job does not fit this pipeline: it waits for more KV, or for the exact rows that it asks for",
                 job_id=str(job_id),

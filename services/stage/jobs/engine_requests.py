@@ -5,21 +5,28 @@ from __future__ import annotations
 import msgspec
 from tokenizers import Tokenizer
 
+from services.stage.model.peft import AdapterFolder
 from services.stage.scheduling.sequence import Request
+from shardline.errors import Invalid
 from shardline.store.claims import Claimed
 from shardline.tokenize import CompletionText, Vocabulary
 
 
 class EngineRequests:
-    """Of one model: its tokenizer and its end-of-sequence ids."""
+    """Of one model: its tokenizer, its end-of-sequence ids and its adapters."""
 
-    def __init__(self, *, tokenizer: Tokenizer, eos_ids: tuple[int, ...], context_length: int) -> None:
+    def __init__(
+        self, *, tokenizer: Tokenizer, eos_ids: tuple[int, ...], context_length: int, adapters: AdapterFolder
+    ) -> None:
         self._vocabulary = Vocabulary(tokenizer, eos_ids)
         self._context_length = context_length
+        self.adapters = adapters
 
     def build(self, row: Claimed) -> tuple[Request, CompletionText]:
-        """The request to schedule and the sink of its tokens. A job that crashed an engine before is quarantined."""
+        """The request to schedule and the sink of its tokens. A job that crashed an engine before is quarantined; one
+        whose adapter cannot serve here is refused by the scheduler."""
         params = msgspec.structs.replace(row.params, max_tokens=row.max_tokens, seed=row.seed)
+        adapter, refusal = self._adapter(params.adapter)
         request = Request(
             key=(str(row.job_id), row.fence),
             prompt_ids=row.prompt_ids,
@@ -31,5 +38,14 @@ class EngineRequests:
             quarantined=row.crashes > 0,
             parked=row.parked,
             tenant=row.tenant_id,
+            adapter=adapter,
+            refusal=refusal,
         )
         return request, CompletionText(self._vocabulary, params, room=self._context_length - len(row.prompt_ids))
+
+    def _adapter(self, name: str | None) -> tuple[str, str]:
+        """Its fingerprint, or why there is none."""
+        try:
+            return "" if name is None else self.adapters.get(name).fingerprint, ""
+        except Invalid as error:
+            return "", f"{error.problem}. {error.remedy}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,8 +35,8 @@ class Identity:
     """How the power of all stages is known, such as `rapl`, or `nvml+table` where they differ; None: of no stage."""
     software: dict[str, str]
 
-    def claimant(self) -> Claimant:
-        """As a claim names it."""
+    def claimant(self, adapters: Mapping[str, str]) -> Claimant:
+        """As a claim names it, with its adapters' fingerprints by name."""
         return Claimant(
             worker=self.worker,
             pipeline=self.pipeline,
@@ -43,6 +44,7 @@ class Identity:
             fingerprint=self.fingerprint,
             exactness=self.exactness,
             energy_source=self.energy_source,
+            adapters=adapters,
         )
 
     def provenance(self) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 from uuid import UUID
 
 from services.stage.celery.delivery import Delivery
@@ -40,6 +41,8 @@ class LiveJob:
     """Of this attempt, up to its last token."""
     parked: bool = False
     """It waits for KV: nothing of it is computed."""
+    adapter: str = ""
+    """The fingerprint of its adapter; empty: it has none."""
     began_step: int = 0
     """The engine's count of steps when it was claimed; of a parked one, when it began."""
     held: list[Delta] = field(default_factory=list)
@@ -95,6 +98,13 @@ class LiveJob:
     def keeps_bits_on(self, identity: Identity) -> bool:
         """Whether stages of this exactness may go on with it: an exact job gets its tokens from one exactness only."""
         return not self.exact or self.identity.exactness == identity.exactness
+
+    def provenance(self) -> dict[str, Any]:
+        """As stored with its result."""
+        found = self.identity.provenance()
+        if self.adapter:
+            found["adapter"] = {"name": self.claimed.params.adapter, "fingerprint": self.adapter}
+        return found
 
     def begin(self, num_steps: int) -> None:
         """Postgres knows that it runs from now on."""

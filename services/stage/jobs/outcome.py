@@ -67,7 +67,7 @@ class JobOutcome:
             exact=job.exact,
             logprobs=event.logprobs,
             timings=job.timings(),
-            provenance=job.identity.provenance(),
+            provenance=job.provenance(),
         )
         return End(job_id=claimed.job_id, fence=claimed.fence, state=self.state, result=result, energy_j=energy_j)
 

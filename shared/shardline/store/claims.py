@@ -6,15 +6,15 @@ Locks: rows of `jobs`, in order of id, before any of their attempts is written.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 from uuid import UUID
 
 from sqlalchemy import Connection, Row, text
 
 from shardline.job import JobState, SamplingParams, TokenLogprob
-from shardline.store.encoding import Key, dump_keys, load_logprobs, load_params
+from shardline.store.encoding import Key, dump, dump_keys, load_logprobs, load_params
 from shardline.store.ends import End, end_queued
 from shardline.store.readable import sort_rows
 
@@ -25,9 +25,14 @@ LATER_WAIT_S = 15.0
 KNOWN_TOKENS = """cardinality(jobs.prompt_ids) + coalesce((SELECT cardinality(attempts.tokens) FROM attempts
     WHERE attempts.job_id = jobs.id AND attempts.fence = jobs.fence), 0)"""
 
+# What decides a job's tokens on this head: with an adapter its fingerprint too. The head knows its adapters by name.
+EXACTNESS = (
+    """CAST(:exactness AS text) || coalesce('+' || (CAST(:adapters AS jsonb) ->> (jobs.params ->> 'adapter')), '')"""
+)
+
 # The job asks for exact rows, and the pipeline has none, or others than those that it began with.
-LACKS_EXACT_ROWS = """(jobs.params @> '{"exact": true}'
-    AND NOT (pipelines.exact AND coalesce(jobs.exactness = :exactness, true)))"""
+LACKS_EXACT_ROWS = f"""(jobs.params @> '{{"exact": true}}'
+    AND NOT (pipelines.exact AND coalesce(jobs.exactness = {EXACTNESS}, true)))"""
 
 # Locked by a statement of its own: the next one must see what the last holder committed while we waited.
 LOCK_CLAIMABLE = text(f"""
@@ -36,7 +41,7 @@ WHERE jobs.id = ANY(CAST(:ids AS uuid[])) AND jobs.state = 'queued' AND jobs.pre
     AND jobs.cancel_requested_at IS NULL AND jobs.not_before <= now()
     AND (jobs.deadline_at IS NULL OR jobs.deadline_at > now())
     AND jobs.model = pipelines.model AND pipelines.epoch = :epoch
-    AND (jobs.exactness IS NULL OR jobs.exactness = :exactness OR NOT jobs.exact
+    AND (jobs.exactness IS NULL OR jobs.exactness = {EXACTNESS} OR NOT jobs.exact
         OR coalesce(jobs.requeued_at, jobs.created_at) <= now() - make_interval(secs => :exact_wait_s))
     AND NOT {LACKS_EXACT_ROWS}
     AND (pipelines.kv_tokens IS NULL OR {KNOWN_TOKENS} <= pipelines.kv_tokens)
@@ -57,14 +62,14 @@ UPDATE jobs SET sent_at = NULL, num_sends = 0, not_before = now() + make_interva
 WHERE id = ANY(CAST(:ids AS uuid[])) AND state = 'queued'
 """)
 
-CLAIM = text("""
+CLAIM = text(f"""
 -- The rows that are locked, under their next fence. A job stays exact while all that compute it have one exactness.
 WITH claimed AS (
     UPDATE jobs SET state = 'running', fence = fence + 1, lease_until = now() + make_interval(secs => :lease_s),
         worker = :worker, pipeline = :pipeline,
-        exact = jobs.exact AND coalesce(exactness = :exactness, true)
+        exact = jobs.exact AND coalesce(exactness = {EXACTNESS}, true)
             AND (SELECT pipelines.exact FROM pipelines WHERE pipelines.id = :pipeline),
-        exactness = coalesce(exactness, :exactness)
+        exactness = coalesce(exactness, {EXACTNESS})
     WHERE id = ANY(CAST(:ids AS uuid[])) AND state = 'queued'
     RETURNING *
 ),
@@ -73,7 +78,7 @@ attempt AS (
     INSERT INTO attempts (
         job_id, fence, pipeline, epoch, worker, fingerprint, exactness, energy_source, num_resumed, tokens, logprobs)
     SELECT claimed.id, claimed.fence, :pipeline, :epoch, :worker, :fingerprint, :exactness, :energy_source,
-        coalesce(cardinality(previous.tokens), 0), coalesce(previous.tokens, '{}'), previous.logprobs
+        coalesce(cardinality(previous.tokens), 0), coalesce(previous.tokens, '{{}}'), previous.logprobs
     FROM claimed LEFT JOIN attempts AS previous
         ON previous.job_id = claimed.id AND previous.fence = claimed.fence - 1
     RETURNING job_id, tokens, logprobs
@@ -81,7 +86,7 @@ attempt AS (
 SELECT claimed.id, claimed.fence, tenant_id, prompt_ids, params, max_tokens, seed, priority, crashes, exact, tokens,
     logprobs, extract(epoch FROM now() - greatest(created_at, not_before, requeued_at))::float8 AS queued_s
 FROM claimed JOIN attempt ON attempt.job_id = claimed.id ORDER BY priority, created_at, claimed.id
-""")
+""")  # noqa: S608 (constants of ours)
 
 PARK = text("""
 UPDATE attempts SET parked = true
@@ -140,6 +145,8 @@ class Claimant:
     exactness: str
     energy_source: str | None = None
     """How the power of its stages is known."""
+    adapters: Mapping[str, str] = field(default_factory=dict)
+    """Fingerprints of those that it has, by name."""
 
 
 def claim(
@@ -156,7 +163,12 @@ def claim(
     that is longer than the pipeline's KV, or asks for exact rows that it lacks, is never taken; without
     `with_quarantined` none that an engine died under, also since the caller asked `crashes.quarantined`. A row that
     this release does not understand is left for a later head, or ends `failed` if none would: see `readable`."""
-    head = {"pipeline": claimant.pipeline, "epoch": claimant.epoch, "exactness": claimant.exactness}
+    head = {
+        "pipeline": claimant.pipeline,
+        "epoch": claimant.epoch,
+        "exactness": claimant.exactness,
+        "adapters": dump(claimant.adapters),
+    }
     wanted = {
         "ids": [str(job_id) for job_id in ids],
         "exact_wait_s": exact_wait_s,
@@ -166,17 +178,17 @@ def claim(
     readable = _readable(connection, locked)
     if not readable:
         return []
-    values = {**asdict(claimant), "ids": readable, "lease_s": lease_s}
+    values = {**asdict(claimant), **head, "ids": readable, "lease_s": lease_s}
     return [_claimed(row) for row in connection.execute(CLAIM, values)]
 
 
 def postpone_unfit(
-    connection: Connection, ids: Collection[UUID | str], *, pipeline: str, exactness: str, wait_s: float
+    connection: Connection, ids: Collection[UUID | str], claimant: Claimant, *, wait_s: float
 ) -> set[UUID]:
     """Those that are too long for the KV of this pipeline, or ask for exact rows that it lacks: sent again after a
     while, when another one may take them. Returns them."""
-    wanted = {"ids": [str(job_id) for job_id in ids], "pipeline": pipeline, "exactness": exactness}
-    unfit = list(connection.scalars(LOCK_UNFIT, wanted))
+    head = {"pipeline": claimant.pipeline, "exactness": claimant.exactness, "adapters": dump(claimant.adapters)}
+    unfit = list(connection.scalars(LOCK_UNFIT, {**head, "ids": [str(job_id) for job_id in ids]}))
     if unfit:
         connection.execute(DEFER, {"ids": unfit, "wait_s": wait_s})
     return set(unfit)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from sqlalchemy import Connection, RowMapping, bindparam, func, select
+from sqlalchemy import Connection, RowMapping, bindparam, func, select, update
 from sqlalchemy.dialects.postgresql import insert
 
 from shardline.tables import models
 
-WRITABLE = tuple(column.name for column in models.columns if column.name != "updated_at")
+WRITABLE = tuple(column.name for column in models.columns if column.name not in ("updated_at", "adapters"))
 
 NEW = insert(models)
 REGISTER = NEW.on_conflict_do_update(
@@ -19,6 +19,8 @@ REGISTER = NEW.on_conflict_do_update(
 )
 MODEL = select(models).where(models.c.name == bindparam("name"))
 VERSIONS = select(models.c.name, models.c.fingerprint)
+ADAPTERS = select(models.c.name, models.c.adapters)
+REGISTER_ADAPTERS = update(models).where(models.c.name == bindparam("model")).values(adapters=bindparam("found"))
 
 
 def register_model(connection: Connection, row: Mapping[str, Any]) -> None:
@@ -44,3 +46,13 @@ def model_names(connection: Connection) -> list[str]:
 def versions(connection: Connection) -> dict[str, str]:
     """Fingerprints by name, without the large columns."""
     return {row.name: row.fingerprint for row in connection.execute(VERSIONS)}
+
+
+def register_adapters(connection: Connection, model: str, adapters: Mapping[str, str]) -> None:
+    """A head says which adapters of its model it has: fingerprints by name. The newest word counts."""
+    connection.execute(REGISTER_ADAPTERS, {"model": model, "found": dict(adapters)})
+
+
+def adapters(connection: Connection) -> dict[str, dict[str, str]]:
+    """Fingerprints of adapters by name, by the name of their model."""
+    return {row.name: row.adapters for row in connection.execute(ADAPTERS)}

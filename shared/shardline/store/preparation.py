@@ -47,9 +47,11 @@ SELECT id, model, prompt, messages, prompt_ids, params FROM lent ORDER BY create
 # By their ids: `num_nulls` says the same as `prepared_at IS NULL`, and does not invite Postgres to read all that waits
 # for preparation by jobs_to_prepare, which looks small until the table is analyzed after a bulk load.
 MARK_UNPREPARED = text("""
-UPDATE jobs SET prompt_ids = ready.prompt_ids, max_tokens = ready.max_tokens, prepared_at = now(),
+UPDATE jobs SET prompt_ids = ready.prompt_ids, max_tokens = ready.max_tokens, prepared_at = now(), model = ready.model,
+    params = jobs.params || jsonb_strip_nulls(jsonb_build_object('adapter', ready.adapter)),
     seed = coalesce(ready.seed, jobs.seed)
-FROM jsonb_to_recordset(CAST(:rows AS jsonb)) AS ready(id uuid, prompt_ids int[], max_tokens int, seed bigint)
+FROM jsonb_to_recordset(CAST(:rows AS jsonb)) AS ready(
+    id uuid, model text, adapter text, prompt_ids int[], max_tokens int, seed bigint)
 WHERE jobs.id = ready.id AND state = 'queued' AND num_nulls(prepared_at) = 1
 """)
 
@@ -73,9 +75,12 @@ class Unprepared:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedJob:
-    """What preparation adds to a row. `seed` overrides the row's own if its parameters have one."""
+    """What preparation adds to a row. `seed` overrides the row's own if its parameters have one. `model:adapter` is
+    taken apart: the model into its column, the adapter among its parameters."""
 
     id: UUID
+    model: str
+    adapter: str | None = None
     prompt_ids: Sequence[int]
     max_tokens: int
     seed: int | None

@@ -23,7 +23,9 @@ SELECT asked.number, jobs.name, jobs.id, jobs.error,
     jobs.state = '{JobState.FAILED}' AND jobs.finished_at = jobs.created_at AS is_refused,
     array_remove(ARRAY[
         CASE WHEN jobs.tenant_id <> asked.tenant_id THEN 'tenant' END,
-        CASE WHEN jobs.model <> asked.model THEN 'model' END,
+        -- Preparation takes `model:adapter` apart.
+        CASE WHEN concat_ws(':', jobs.model, jobs.params ->> 'adapter')
+            <> concat_ws(':', asked.model, asked.params ->> 'adapter') THEN 'model' END,
         CASE WHEN jobs.prompt IS DISTINCT FROM asked.prompt
             -- Ids are the prompt only where there is no text: else a tokenizer made them.
             OR CASE WHEN num_nonnulls(jobs.prompt, jobs.messages) = 0 THEN jobs.prompt_ids END IS DISTINCT FROM
@@ -31,7 +33,7 @@ SELECT asked.number, jobs.name, jobs.id, jobs.error,
         CASE WHEN jobs.messages IS DISTINCT FROM asked.messages THEN 'messages' END
     ], NULL) || ARRAY(
         SELECT key FROM jsonb_each(jobs.params) AS one FULL JOIN jsonb_each(asked.params) AS other USING (key)
-        WHERE one.value IS DISTINCT FROM other.value ORDER BY key
+        WHERE one.value IS DISTINCT FROM other.value AND key <> 'adapter' ORDER BY key
     ) AS differences
 FROM jsonb_to_recordset(CAST(:rows AS jsonb)) AS asked(
     number int, id uuid, tenant_id text, model text, prompt text, messages jsonb, prompt_ids int[], params jsonb,

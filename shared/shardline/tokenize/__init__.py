@@ -3,7 +3,7 @@
 from shardline.tokenize.chat import ChatTemplate
 from shardline.tokenize.completion import CompletionText, Vocabulary
 from shardline.tokenize.folder import model_row
-from shardline.tokenize.tokenizer_cache import RegisteredModel, TokenizerCache
+from shardline.tokenize.tokenizer_cache import RegisteredModel, TokenizerCache, addresses
 from shardline.tokenize.tokens import Prepared, Tokens
 
 __all__ = [
@@ -14,5 +14,6 @@ __all__ = [
     "TokenizerCache",
     "Tokens",
     "Vocabulary",
+    "addresses",
     "model_row",
 ]

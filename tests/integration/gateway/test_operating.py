@@ -18,6 +18,7 @@ from sqlalchemy import text
 from services.standalone.ports import free_port
 from services.standalone.servers import Postgres
 from shardline.api_key import bearer
+from shardline.store import models
 from tests.integration.gateway.running_gateway import PROMPT, events_of, gateway_server, make_key, running_gateway
 from tests.repository import REPOSITORY
 from tests.tiny_head import TinyHead, tiny_head
@@ -56,6 +57,27 @@ async def test_each_listed_model_shows_its_limit(http: httpx.AsyncClient, head: 
     (model,) = (await http.get("/v1/models")).json()["data"]
     assert (model["id"], model["object"], model["max_model_len"], model["ready"]) == ("clerk", "model", 512, False)
     assert (await http.get("/v1/models/clerk")).json() == model
+
+
+async def test_adapters_are_listed_behind_their_model_and_take_jobs(http: httpx.AsyncClient, head: TinyHead) -> None:
+    # Given a head that says it has an adapter
+    with head.database.begin() as connection:
+        models.register_adapters(connection, "clerk", {"legal": "0123456789abcdef" * 4})
+
+    # When a caller lists models, asks for the adapter, and for one that nobody has
+    listed = (await http.get("/v1/models")).json()["data"]
+    accepted = await http.post(JOBS, json={**BODY, "model": "clerk:legal"})
+    refused = await http.post(JOBS, json={**BODY, "model": "clerk:medical"})
+
+    # Then it is there with its parent, the job is the model's, with the adapter, and the other is refused by name
+    assert [(one["id"], one["parent"]) for one in listed] == [("clerk", None), ("clerk:legal", "clerk")]
+    assert listed[1]["system_fingerprint"] == f"{listed[0]['system_fingerprint']}_0123456789abcdef"
+    assert (await http.get("/v1/models/clerk:legal")).json() == listed[1]
+    assert (accepted.status_code, accepted.json()["model"]) == (202, "clerk:legal")
+    job = (await http.get(f"{JOBS}/{accepted.json()['id']}")).json()
+    assert (job["model"], job["params"]["adapter"]) == ("clerk", "legal")
+    assert (refused.status_code, refused.json()["error"]["code"]) == (404, "model_not_found")
+    assert "clerk, clerk:legal" in refused.json()["error"]["message"]
 
 
 async def test_a_pipelines_kv_below_the_context_limits_requests(http: httpx.AsyncClient, head: TinyHead) -> None:

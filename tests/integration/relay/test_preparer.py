@@ -151,3 +151,34 @@ def test_rows_not_marked_for_want_of_postgres_are_marked_in_the_next_turn(
     relay.turn()
 
     assert cell(engine, "SELECT prepared_at IS NOT NULL FROM jobs WHERE id = :id", id=job_id)
+
+
+@pytest.mark.parametrize("asked", [{"model": "m:legal"}, {"adapter": "legal"}], ids=["address", "field"])
+def test_an_adapter_is_taken_apart_from_its_model(engine: Engine, asked: dict[str, str]) -> None:
+    with engine.begin() as connection:
+        models.register_adapters(connection, MODEL, {"legal": "f"})
+        (stored,) = jobs.insert_jobs(connection, [request(prompt="one two", temperature=0.5, **asked)])
+
+    preparer(engine).turn()
+
+    with engine.begin() as connection:
+        job = jobs.get_job(connection, stored.job_id)
+    assert job is not None
+    assert (job.model, job.params.adapter, job.params.temperature) == (MODEL, "legal", 0.5)
+    assert job.prompt_token_ids is not None
+
+
+def test_an_unknown_adapter_is_refused_with_those_that_there_are(engine: Engine) -> None:
+    with engine.begin() as connection:
+        models.register_adapters(connection, MODEL, {"legal": "f"})
+        (stored,) = jobs.insert_jobs(connection, [request(model="m:medical")])
+
+    preparer(engine).turn()
+
+    with engine.begin() as connection:
+        job = jobs.get_job(connection, stored.job_id)
+    assert job is not None
+    assert job.state is JobState.FAILED
+    assert job.error is not None
+    assert job.error["problem"] == "no model named 'm:medical' is registered"
+    assert job.error["remedy"] == "Use one of: m, m:legal"

@@ -356,21 +356,20 @@ def test_a_session_idle_in_transaction_loses_its_locks(database_url: str, engine
 
 def test_a_job_that_asks_for_exact_rows_waits_for_them_and_then_for_the_same_ones(engine: Engine) -> None:
     (wants,) = submit(engine, exact=True)
-    late: dict[str, Any] = {"pipeline": "p", "wait_s": 60}
     with engine.begin() as connection:
         pipelines.ready(connection, "p", 1, seats=4, stages=[], exact=False)
     assert claim(engine, [wants], exact_wait_s=0.0) == []
     with engine.begin() as connection:
-        assert claims.postpone_unfit(connection, [wants], exactness="x", **late) == {wants}
+        assert claims.postpone_unfit(connection, [wants], HEAD, wait_s=60) == {wants}
         pipelines.ready(connection, "p", 1, seats=4, stages=[], exact=True)
-        assert claims.postpone_unfit(connection, [wants], exactness="x", **late) == set()
+        assert claims.postpone_unfit(connection, [wants], HEAD, wait_s=60) == set()
     change(engine, "UPDATE jobs SET not_before = now()")
     (first,) = claim(engine, [wants])
     release(engine, first)
 
     assert claim(engine, [wants], head=replace(HEAD, exactness="y"), exact_wait_s=0.0) == []
     with engine.begin() as connection:
-        assert claims.postpone_unfit(connection, [wants], exactness="y", **late) == {wants}
+        assert claims.postpone_unfit(connection, [wants], replace(HEAD, exactness="y"), wait_s=60) == {wants}
     change(engine, "UPDATE jobs SET not_before = now()")
     (second,) = claim(engine, [wants])
     assert second.exact
@@ -389,10 +388,28 @@ def test_jobs_longer_than_the_kv_are_left_for_a_larger_pipeline(engine: Engine) 
 
     assert claim(engine, [fits, too_long]) == [], "its checkpoint counts too"
     with engine.begin() as connection:
-        late: dict[str, Any] = {"pipeline": "p", "exactness": "x", "wait_s": 60}
-        assert claims.postpone_unfit(connection, [fits, too_long], **late) == {fits, too_long}
+        assert claims.postpone_unfit(connection, [fits, too_long], HEAD, wait_s=60) == {fits, too_long}
         assert outbox.stamp_due(connection, resend_s=1) == [], "they take no place in the window"
         pipelines.ready(connection, "p", 1, seats=4, stages=[], exact=True, kv_tokens=17)
-        assert claims.postpone_unfit(connection, [fits, too_long], **late) == set()
+        assert claims.postpone_unfit(connection, [fits, too_long], HEAD, wait_s=60) == set()
     change(engine, "UPDATE jobs SET not_before = now()")
     assert {row.job_id: row.output_ids for row in claim(engine, [fits, too_long])} == {fits: (7,), too_long: ()}
+
+
+def test_a_job_is_exact_while_its_adapter_has_the_same_fingerprint(engine: Engine) -> None:
+    # Given a job that a head began with an adapter
+    (job_id,) = submit(engine, adapter="legal")
+    first, other = (replace(HEAD, adapters={"legal": each, "medical": "9"}) for each in "12")
+    (claimed,) = claim(engine, [job_id], head=first)
+    assert release(engine, claimed)
+
+    # When a head with other files may wait, it leaves the job alone; one with the same files takes it
+    assert claim(engine, [job_id], head=other) == []
+    (again,) = claim(engine, [job_id], head=first)
+    assert again.exact
+    assert release(engine, again)
+
+    # Then it is exact no more once the other one takes it
+    (taken,) = claim(engine, [job_id], head=other, exact_wait_s=0.0)
+    assert not taken.exact
+    assert taken.params.adapter == "legal"

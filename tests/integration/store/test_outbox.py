@@ -17,6 +17,7 @@ from shardline.store.outbox import WINDOW_MIN, Send
 from shardline.store.preparation import PreparedJob
 from tests.integration.rows import (
     LONG_S,
+    MODEL,
     cell,
     change,
     claim,
@@ -134,7 +135,9 @@ def test_unprepared_rows_are_taken_by_one_relay_and_not_sent(engine: Engine) -> 
     assert set(take(engine)) == set(ids)
     assert take(engine) == []
     with engine.begin() as connection:
-        preparation.mark_if_unprepared(connection, [PreparedJob(id=ids[0], prompt_ids=(5, 6), max_tokens=4, seed=99)])
+        preparation.mark_if_unprepared(
+            connection, [PreparedJob(id=ids[0], model=MODEL, prompt_ids=(5, 6), max_tokens=4, seed=99)]
+        )
         preparation.fail_if_unprepared(connection, {ids[1]: {"code": "invalid_request", "field": "prompt"}})
     assert state(engine, ids[1]) is JobState.FAILED
     assert ids_of(stamp(engine)) == [ids[0]]
@@ -152,7 +155,7 @@ def test_rows_of_a_silent_relay_go_to_the_next_one(engine: Engine) -> None:
 
 def test_the_first_of_two_marks_of_one_row_stays(engine: Engine) -> None:
     (job_id,) = insert(engine)
-    ready = PreparedJob(id=job_id, prompt_ids=(5, 6), max_tokens=4, seed=99)
+    ready = PreparedJob(id=job_id, model=MODEL, prompt_ids=(5, 6), max_tokens=4, seed=99)
     with engine.begin() as connection:
         assert preparation.mark_if_unprepared(connection, [ready]) == 1
         assert preparation.mark_if_unprepared(connection, [replace(ready, seed=98)]) == 0

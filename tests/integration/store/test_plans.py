@@ -30,7 +30,7 @@ from shardline.store.ends import End
 from shardline.store.leases import Beat
 from shardline.store.preparation import PreparedJob
 from shardline.tables import TERMINAL
-from tests.integration.rows import HEAD, LONG_S, database_with_head, request
+from tests.integration.rows import HEAD, LONG_S, MODEL, database_with_head, request
 
 LARGE = ("jobs", "attempts", "results")
 NUM_WAITING, NUM_ENDED = 12_000, 20_000
@@ -172,7 +172,7 @@ def test_every_statement_of_doors_and_relays_finds_its_rows_by_an_index(
         load = "SELECT 'm', 'text' FROM generate_series(1, 5000)"
         connection.execute(text(f"/* advisory */ INSERT INTO jobs (model, prompt) {load}"))
         rows = preparation.take_unprepared(connection, lease_s=LONG_S)
-        ready = [PreparedJob(id=row.id, prompt_ids=(5,), max_tokens=1, seed=None) for row in rows[1:]]
+        ready = [PreparedJob(id=row.id, model=MODEL, prompt_ids=(5,), max_tokens=1, seed=None) for row in rows[1:]]
         assert preparation.mark_if_unprepared(connection, ready) == len(rows) - 1 > 0
         assert preparation.fail_if_unprepared(connection, {rows[0].id: {"code": "invalid"}}) == [rows[0].id]
         dead = listing.list_dead(connection)[0].id

@@ -85,7 +85,7 @@ def test_a_request_repeated_at_any_stage_of_its_life_is_the_same_job(
 
     assert answer(engine, wanted) == repeat
     with engine.begin() as connection:
-        ready = PreparedJob(id=first.job_id, prompt_ids=(5, 6), max_tokens=8, seed=wanted.seed)
+        ready = PreparedJob(id=first.job_id, model=MODEL, prompt_ids=(5, 6), max_tokens=8, seed=wanted.seed)
         preparation.mark_if_unprepared(connection, [ready])
     assert answer(engine, wanted) == repeat
     (claimed,) = claim(engine, [first.job_id])
@@ -93,6 +93,20 @@ def test_a_request_repeated_at_any_stage_of_its_life_is_the_same_job(
     end(engine, success(claimed))
     assert answer(engine, wanted) == repeat
     assert cell(engine, "SELECT count(*) FROM jobs") == 1
+
+
+@pytest.mark.parametrize(("model", "adapter"), [("m:legal", None), ("m", "legal")], ids=["address", "field"])
+def test_a_repeat_may_name_an_adapter_either_way(engine: Engine, model: str, adapter: str | None) -> None:
+    (first,) = insert(engine, request(model="m:legal", idempotency_key="k"))
+    with engine.begin() as connection:
+        ready = PreparedJob(id=first.job_id, model=MODEL, adapter="legal", prompt_ids=(5,), max_tokens=8, seed=None)
+        preparation.mark_if_unprepared(connection, [ready])
+
+    repeat = request(model=model, adapter=adapter, idempotency_key="k")
+
+    assert insert(engine, repeat) == [Stored(job_id=first.job_id, is_new=False)]
+    with pytest.raises(Conflict, match="another model"):
+        insert(engine, request(adapter="medical", idempotency_key="k"))
 
 
 def test_a_repeat_with_another_time_trace_or_note_keeps_the_first_one(engine: Engine) -> None:

@@ -122,7 +122,9 @@ def _name(outcome: tuple[int, Any, float]) -> str:
 def open_lone_head(database: Database, executor: Executor, redis_url: str, times: Times) -> Iterator[LoneHead]:
     """Ready to take jobs."""
     scheduler = Scheduler(
-        SchedulerConfig(num_blocks=executor.num_blocks, max_seats=8, token_budget=64, num_lanes=1, max_len=4096)
+        SchedulerConfig(
+            num_blocks=executor.num_blocks, max_seats=8, token_budget=64, num_lanes=1, max_len=4096, max_adapters=2
+        )
     )
 
     def report(events: Sequence[Event]) -> None:
@@ -137,7 +139,7 @@ def open_lone_head(database: Database, executor: Executor, redis_url: str, times
     lease_manager = LeaseManager(
         database=database,
         engine=engine,
-        requests=EngineRequests(tokenizer=tokenizer, eos_ids=(2,), context_length=4096),
+        requests=EngineRequests(tokenizer=tokenizer, eos_ids=(2,), context_length=4096, adapters=executor.adapters),
         publisher=publisher,
         host=Host(announced, meter),
         seats=Seats(num_any=8, num_interactive=0),
@@ -172,7 +174,9 @@ def tiny_executor(folder: Path) -> Iterator[Executor]:
             layers=range(4),
             device=device,
             dtype="float32",
-            limits=Limits(kv_bytes=64 << 20, token_budget=64, max_open=16),
+            limits=Limits(
+                kv_bytes=64 << 20, token_budget=64, max_open=16, adapters_folder=folder / "adapters", max_adapters=2
+            ),
             cache_folder=folder / "cache",
         )
 

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from itertools import count
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from uuid import UUID
@@ -28,6 +29,7 @@ from services.stage.jobs.engine_requests import EngineRequests
 from services.stage.jobs.identity import Identity
 from services.stage.jobs.live_jobs import LiveJobs
 from services.stage.jobs.quarantine import Moment, Seats
+from services.stage.model.peft import AdapterFolder
 from services.stage.scheduling.sequence import Key, Request, TokenSink
 from services.stage.settings import StageSettings
 from shardline.config import Times
@@ -147,7 +149,10 @@ def make_head(database: Database) -> Callable[[], Head]:
             database=database,
             engine=engine,
             requests=EngineRequests(
-                tokenizer=Tokenizer(WordLevel({"<0>": 0}, unk_token="<0>")), eos_ids=(2,), context_length=4096
+                tokenizer=Tokenizer(WordLevel({"<0>": 0}, unk_token="<0>")),
+                eos_ids=(2,),
+                context_length=4096,
+                adapters=AdapterFolder(None, {}, Path()),
             ),
             jobs=jobs,
             seats=Seats(num_any=SEATS, num_interactive=0),
