@@ -65,15 +65,22 @@ class Engines:
         return [event.output_ids for event in self.finish(requests)]
 
     def finish(self, requests: Sequence[Request]) -> list[Finished]:
-        """The end of each request, all of them run together."""
+        """The end of each request, all of them run together and none failed."""
+        ends: list[Finished] = []
+        for end in self.ends(requests):
+            assert not isinstance(end, Failed), end.reason
+            ends.append(end)
+        return ends
+
+    def ends(self, requests: Sequence[Request]) -> list[Finished | Failed]:
+        """How each request ends, all of them run together."""
         for request in requests:
             assert request.params.max_tokens is not None
             self.head.add(request, CountingSink(request.params.max_tokens))
-        done: dict[str, Finished] = {}
+        done: dict[str, Finished | Failed] = {}
         while len(done) < len(requests):
             event = self.events.get(timeout=PATIENCE_S)
-            assert not isinstance(event, Failed), event.reason
-            if isinstance(event, Finished):
+            if isinstance(event, Finished | Failed):
                 done[event.key[0]] = event
         assert not self.lost
         return [done[request.key[0]] for request in requests]
@@ -110,6 +117,7 @@ def open_engines(
             token_budget=budget,
             num_lanes=len(executors),
             max_len=first.info.context_length,
+            max_adapters=first.max_adapters,
         )
     )
     lost: list[str] = []

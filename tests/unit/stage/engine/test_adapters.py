@@ -13,12 +13,12 @@ import torch
 
 from services.stage.device.device import Device
 from services.stage.engine.executor import Executor
-from services.stage.scheduling.events import Finished
+from services.stage.scheduling.events import Failed, Finished
 from services.stage.scheduling.sequence import Request
-from services.stage.scheduling.step_plan import Open, Row, StepPlan
 from shardline.job import SamplingParams
 from tests.adapters import merged, save_adapter
-from tests.chain import Guesses, complete, load_chain, requests, run
+from tests.chain import Guesses, complete, load_chain, requests
+from tests.engines import open_engines
 from tests.models import VOCAB_SIZE, save_model
 from tests.pinned import first_core
 
@@ -143,42 +143,28 @@ def test_more_adapters_than_fit_take_turns_and_keep_their_bits(
     assert [stage.num_adapters for stage in stages] == [1, 1]
 
 
-def test_a_stage_with_other_files_refuses_the_sequence_and_its_neighbors_go_on(
-    model: Path, folder: Path, device: Device, tmp_path: Path
+def test_a_stage_with_other_files_fails_that_job_alone_and_the_epoch_lives(
+    chains: Chains, model: Path, folder: Path, device: Device, tmp_path: Path
 ) -> None:
-    # Given a tail whose copy of an adapter differs
+    # Given a middle whose copy of an adapter differs
     shutil.copytree(folder, tmp_path / "other")
     shutil.rmtree(tmp_path / "other" / "all")
     save_adapter(model, tmp_path / "other" / "all", seed=99)
-    head = load_chain(model, 2, device, model, adapters_folder=folder, max_adapters=2)[0]
-    tail = load_chain(model, 2, device, model, adapters_folder=tmp_path / "other", max_adapters=2)[1]
-    fingerprints = {name: head.adapters.get(name).fingerprint for name in ("all", "rooted")}
-    opens = tuple(
-        Open(
-            seq=seq,
-            ids=(5, 6, 7),
-            num_prompt=3,
-            params=SamplingParams(max_tokens=4, temperature=0.0, adapter=name),
-            seed=0,
-            num_blocks=1,
-            adapter=fingerprints[name],
-        )
-        for seq, name in enumerate(fingerprints)
-    )
-    rows = tuple(Row(seq=seq, start=0, length=3, ids=(), blocks=(seq,), wants=True) for seq in range(2))
+    stages = [
+        load_chain(model, 3, device, model, adapters_folder=files, max_adapters=2)[place]
+        for place, files in enumerate((folder, tmp_path / "other", folder))
+    ]
+    wanted = with_adapters(stages, requests(prompts(4), GREEDY), "all", "rooted", None, "all")
+    expected = [end.output_ids for end in complete(chains["float32", 1], wanted, budget=64, seats=8)]
 
-    # When both sequences run
-    result = run([head, tail], StepPlan(0, opens, rows, ()))
+    # When jobs with it and with others run in a pipeline over real hops
+    with open_engines(stages, tmp_path / "sockets", budget=64) as engines:
+        ends = engines.ends(wanted)
 
-    # Then only that one is refused, by name
-    ((seq, reason),) = result.refused
-    assert seq == 0
-    assert reason.startswith("layers 2-3: adapter 'all': its files here are others than the head's")
-    tail.reset()
-    head.reset()
-    again = run([head, tail], StepPlan(0, opens[1:], rows[1:], ()))
-    assert again.tokens == result.tokens[1:]
-    assert again.refused == ()
+    # Then those with it fail with the reason, and no others
+    reason = "layers 2-2: adapter 'all': its files here are others than the head's"
+    assert [isinstance(end, Failed) and end.reason.startswith(reason) for end in ends] == [True, False, False, True]
+    assert [end.output_ids for end in ends if isinstance(end, Finished)] == expected[1:3]
 
 
 @pytest.mark.parametrize(
