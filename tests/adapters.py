@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 import transformers as tf
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+
+from services.stage.model.weights import check_file
 
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -77,6 +78,5 @@ def merged(model: Path, adapter: Path) -> Any:
 
 
 def _linear_shapes(model: Path) -> dict[str, list[int]]:
-    with safe_open(model / "model.safetensors", framework="pt") as file:
-        shapes = {name.removesuffix(".weight"): file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
-    return {name: shape for name, shape in shapes.items() if len(shape) == 2}
+    tensors = check_file(model / "model.safetensors").tensors
+    return {name.removesuffix(".weight"): one["shape"] for name, one in tensors.items() if len(one["shape"]) == 2}

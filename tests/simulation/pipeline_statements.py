@@ -110,6 +110,11 @@ def versions(tables: Tables) -> Rows:
     return [{"name": name, "fingerprint": row["fingerprint"]} for name, row in tables.models.items()]
 
 
+def adapters(tables: Tables) -> Rows:
+    """No head has any."""
+    return [{"name": name, "adapters": {}} for name in tables.models]
+
+
 TWINS: Mapping[Executable, Twin] = {
     pipelines.TAKE_EPOCH: take_epoch,
     pipelines.HOLDER: holder,
@@ -121,4 +126,5 @@ TWINS: Mapping[Executable, Twin] = {
     models.REGISTER: register,
     models.MODEL: model,
     models.VERSIONS: versions,
+    models.ADAPTERS: adapters,
 }

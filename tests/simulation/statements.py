@@ -46,10 +46,9 @@ def lock_claimable(
     ids: Collection[str],
     pipeline: str,
     epoch: int,
-    exactness: str,
-    adapters: str,
     exact_wait_s: float,
     with_quarantined: bool,
+    **of_head: str,
 ) -> Rows:
     """Those that may run on this pipeline now."""
     row = tables.pipelines.get(pipeline)
@@ -58,7 +57,7 @@ def lock_claimable(
     return [
         {"id": job.id, "fence": job.fence, "params": job.params}
         for job in tables.select(ids)
-        if _is_claimable(tables, job, row, _exactness(job, exactness, adapters), exact_wait_s)
+        if _is_claimable(tables, job, row, _exactness(job, **of_head), exact_wait_s)
         and (job.crashes == 0 or with_quarantined)
     ]
 

@@ -39,6 +39,8 @@ OFF_THE_PATH = {
         stage/scheduling/recompute_cost""",
     "for a pipeline, not for a prompt": """stage/celery/subscription stage/pipeline/assembly stage/pipeline/epochs
         stage/pipeline/pipeline shardline/store/models shardline/store/pipelines""",
+    "for a job with an adapter": """stage/engine/adapter_pool stage/model/lora stage/model/peft
+        stage/scheduling/adapter_room""",
     "for other requests": """gateway/routes/costs gateway/routes/health gateway/routes/jobs shardline/client/requests
         shardline/store/costs shardline/store/dead_letters shardline/store/jobs shardline/store/listing
         shardline/store/repeats shardline/tokenize/chat stage/attention/sdpa stage/attention/triton_backend

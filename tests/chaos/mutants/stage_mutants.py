@@ -198,7 +198,9 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
     Mutant(
         name="prefix cache: tenants find each other's blocks",
         patches=(
-            Patch(file=PREFIX_CACHE, within="_digest", old="_hash(sequence.request.tenant.encode())", new='_hash(b"")'),
+            Patch(
+                file=PREFIX_CACHE, within="_digest", old="(request.tenant, request.adapter)", new="(request.adapter,)"
+            ),
         ),
         tests=(f"{FOUND}::test_another_tenant_finds_nothing",),
     ),
