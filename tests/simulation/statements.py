@@ -91,11 +91,10 @@ def claim(tables: Tables, *, ids: Collection[UUID], lease_s: float, adapters: st
     for job in sorted(tables.select(ids), key=lambda job: job.order):
         if job.state is not JobState.QUEUED:
             continue
-        before = tables.attempts.get((job.id, job.fence))
+        before, exactness = tables.attempts.get((job.id, job.fence)), _exactness(job, head.exactness, adapters)
         tokens = before.tokens if before else ()
         job.state, job.fence = JobState.RUNNING, job.fence + 1
         job.worker, job.pipeline = head.worker, head.pipeline
-        exactness = _exactness(job, head.exactness, adapters)
         job.exact = job.exact and job.exactness in (None, exactness) and is_exact
         job.exactness = job.exactness or exactness
         tables.grant(job, tables.now_s + lease_s)
@@ -274,8 +273,9 @@ def _held(tables: Tables, keys: str) -> list[Job]:
 
 
 def _exactness(job: Job, exactness: str, adapters: str) -> str:
-    fingerprint = msgspec.json.decode(adapters, type=dict[str, str]).get(job.params.get("adapter", ""))
-    return exactness if fingerprint is None else f"{exactness}+{fingerprint}"
+    if (adapter := job.params.get("adapter")) is None:
+        return exactness
+    return f"{exactness}+{msgspec.json.decode(adapters, type=dict[str, str]).get(adapter, job.fence)}"
 
 
 def _is_claimable(tables: Tables, job: Job, row: PipelineRow, exactness: str, exact_wait_s: float) -> bool:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import msgspec
@@ -65,10 +65,10 @@ class AdapterPool:
     def applied(self, plan: StepPlan, forward: Forward) -> Iterator[None]:
         """A context in which `forward` gives the rows of this step what their adapters add."""
         rows = self._rows_of(plan)
-        with ExitStack() as contexts:
-            if rows:
-                contexts.enter_context(forward.by_modules())
-                contexts.enter_context(self._shard.adding(rows))
+        if not rows:
+            yield
+            return
+        with forward.by_modules(), self._shard.adding(rows):
             yield
 
     def _rows_of(self, plan: StepPlan) -> list[AdaptedRows]:

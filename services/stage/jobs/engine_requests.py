@@ -26,7 +26,7 @@ class EngineRequests:
         """The request to schedule and the sink of its tokens. A job that crashed an engine before is quarantined; one
         whose adapter cannot serve here is refused by the scheduler."""
         params = msgspec.structs.replace(row.params, max_tokens=row.max_tokens, seed=row.seed)
-        adapter, refusal = self._adapter(params.adapter)
+        adapter, refusal = self._adapter(row)
         request = Request(
             key=(str(row.job_id), row.fence),
             prompt_ids=row.prompt_ids,
@@ -43,9 +43,11 @@ class EngineRequests:
         )
         return request, CompletionText(self._vocabulary, params, room=self._context_length - len(row.prompt_ids))
 
-    def _adapter(self, name: str | None) -> tuple[str, str]:
-        """Its fingerprint, or why there is none."""
+    def _adapter(self, row: Claimed) -> tuple[str, str]:
+        """The fingerprint of its adapter, or why there is none. The claim's counts: files that changed since then are
+        refused when they are loaded."""
+        name = row.params.adapter
         try:
-            return "" if name is None else self.adapters.get(name).fingerprint, ""
+            return "" if name is None else row.adapter or self.adapters.get(name).fingerprint, ""
         except Invalid as error:
             return "", f"{error.problem}. {error.remedy}"

@@ -25,10 +25,10 @@ LATER_WAIT_S = 15.0
 KNOWN_TOKENS = """cardinality(jobs.prompt_ids) + coalesce((SELECT cardinality(attempts.tokens) FROM attempts
     WHERE attempts.job_id = jobs.id AND attempts.fence = jobs.fence), 0)"""
 
-# What decides a job's tokens on this head: with an adapter its fingerprint too. The head knows its adapters by name.
-EXACTNESS = (
-    """CAST(:exactness AS text) || coalesce('+' || (CAST(:adapters AS jsonb) ->> (jobs.params ->> 'adapter')), '')"""
-)
+# What decides a job's tokens on this head: with an adapter its fingerprint too. One that the head has not read yet
+# counts as another one each time.
+EXACTNESS = """CAST(:exactness AS text) || CASE WHEN jobs.params ->> 'adapter' IS NULL THEN '' ELSE '+' ||
+    coalesce(CAST(:adapters AS jsonb) ->> (jobs.params ->> 'adapter'), CAST(jobs.fence AS text)) END"""
 
 # The job asks for exact rows, and the pipeline has none, or others than those that it began with.
 LACKS_EXACT_ROWS = f"""(jobs.params @> '{{"exact": true}}'
@@ -129,6 +129,8 @@ class Claimed:
     """False once a head that is not exact, or heads of different exactness, had it."""
     queued_s: float
     """Since it was accepted, due or requeued, whichever was last."""
+    adapter: str | None = None
+    """The fingerprint of its adapter, if the claimant knew it."""
     parked: bool = False
     """It waits here for KV: nothing of it is computed before `begin_held`."""
 
@@ -179,7 +181,7 @@ def claim(
     if not readable:
         return []
     values = {**asdict(claimant), **head, "ids": readable, "lease_s": lease_s}
-    return [_claimed(row) for row in connection.execute(CLAIM, values)]
+    return [_claimed(row, claimant.adapters) for row in connection.execute(CLAIM, values)]
 
 
 def postpone_unfit(
@@ -219,7 +221,8 @@ def _readable(connection: Connection, rows: Sequence[Row[Any]]) -> list[UUID]:
     return found.readable
 
 
-def _claimed(row: Row[Any]) -> Claimed:
+def _claimed(row: Row[Any], adapters: Mapping[str, str]) -> Claimed:
+    params = load_params(row.params)
     return Claimed(
         job_id=row.id,
         fence=row.fence,
@@ -227,11 +230,12 @@ def _claimed(row: Row[Any]) -> Claimed:
         prompt_ids=tuple(row.prompt_ids),
         output_ids=tuple(row.tokens),
         logprobs=load_logprobs(row.logprobs),
-        params=load_params(row.params),
+        params=params,
         max_tokens=row.max_tokens,
         seed=row.seed,
         priority=row.priority,
         crashes=row.crashes,
         exact=row.exact,
         queued_s=row.queued_s,
+        adapter=adapters.get(params.adapter or ""),
     )

@@ -413,3 +413,15 @@ def test_a_job_is_exact_while_its_adapter_has_the_same_fingerprint(engine: Engin
     (taken,) = claim(engine, [job_id], head=other, exact_wait_s=0.0)
     assert not taken.exact
     assert taken.params.adapter == "legal"
+
+
+def test_an_adapter_that_the_head_does_not_know_yet_is_another_one_each_time(engine: Engine) -> None:
+    (job_id,) = submit(engine, adapter="legal")
+    (claimed,) = claim(engine, [job_id])
+    assert claimed.exact
+    assert claimed.adapter is None
+    assert release(engine, claimed)
+
+    (again,) = claim(engine, [job_id], exact_wait_s=0.0)
+
+    assert not again.exact
