@@ -56,9 +56,9 @@ class Worker:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mix:
-    """Two unlike workers."""
+    """Workers side by side, mostly two unlike ones."""
 
-    workers: tuple[Worker, Worker]
+    workers: tuple[Worker, ...]
     busy_core: int | None = None
     delay_s: float = 0.0
     """Of every frame."""

@@ -1,0 +1,90 @@
+"""The cells of a file that are simulated: all of a small fleet, some of a large one, in proportion. Knows no clock."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from services.simulator.datasheets import DATASHEETS
+from services.simulator.fleet_file import CellFile, FleetFile
+from services.simulator.roofline import profile_of
+from shardline.errors import Invalid
+from shardline.planner import DeviceProfile, Link, ModelCosts, read_profiles
+
+WITHIN = Link(latency_s=0.0, bytes_per_s=10e9)
+"""Between devices of one machine: through its memory."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CellKind:
+    """Equal cells."""
+
+    profiles: dict[str, DeviceProfile]
+    """Of the workers of one, by name."""
+    count: int
+    num_simulated: int
+
+
+@dataclass(frozen=True, slots=True)
+class SampledFleet:
+    """All kinds of cells."""
+
+    kinds: list[CellKind]
+
+    @classmethod
+    def of(cls, fleet: FleetFile, model: ModelCosts, folder: Path) -> SampledFleet:
+        """Profiles named in the file are relative to `folder`. Raises Invalid."""
+        num_cells = sum(cell.count for cell in fleet.cells)
+        share = min(1.0, fleet.sample / num_cells)
+        return cls(
+            [
+                CellKind(
+                    profiles=_profiles(f"cells[{place}]", cell, fleet, model, folder),
+                    count=cell.count,
+                    num_simulated=max(1, round(share * cell.count)),
+                )
+                for place, cell in enumerate(fleet.cells)
+            ]
+        )
+
+    @property
+    def share(self) -> float:
+        """Devices that are simulated, of all."""
+        simulated = sum(kind.num_simulated * len(kind.profiles) for kind in self.kinds)
+        return simulated / sum(kind.count * len(kind.profiles) for kind in self.kinds)
+
+
+def _profiles(
+    field: str, cell: CellFile, fleet: FleetFile, model: ModelCosts, folder: Path
+) -> dict[str, DeviceProfile]:
+    names = [name for name, num in cell.devices.items() for _ in range(num)]
+    machines = [f"machine {place // cell.per_machine}" for place in range(len(names))]
+    between = Link(latency_s=cell.latency_ms / 1e3, bytes_per_s=cell.gbit_per_s * 1e9 / 8)
+    found = {}
+    for place, (name, machine) in enumerate(zip(names, machines, strict=True)):
+        device = f"{place:05d}"
+        if name in DATASHEETS:
+            profile = profile_of(DATASHEETS[name], model, fleet.assumed, device, machine)
+        else:
+            profile = _measured(f"{field}.devices", name, model, folder)
+        links = {other: WITHIN if other == machine else between for other in set(machines)}
+        found[device] = msgspec.structs.replace(profile, device=device, host=machine, machine=machine, links=links)
+    return found
+
+
+def _measured(field: str, name: str, model: ModelCosts, folder: Path) -> DeviceProfile:
+    if not name.endswith(".json"):
+        known = ", ".join(DATASHEETS)
+        raise Invalid(field, f"no datasheet of {name!r}", f"Use one of {known}, or a file with a profile, as big.json")
+    try:
+        (profile,) = read_profiles((folder / name).read_bytes(), field)
+    except OSError as error:
+        raise Invalid(field, f"{folder / name} cannot be read: {error.strerror}", "Check the path") from error
+    except ValueError as error:
+        raise Invalid(field, f"{name} has several profiles", "Give one profile in a file") from error
+    if profile.model != model.shapes_id:
+        remedy = "Run `python -m services.stage profile` with this model"
+        raise Invalid(field, f"{name} is a profile of another model", remedy)
+    return profile

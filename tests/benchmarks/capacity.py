@@ -1,0 +1,161 @@
+"""The studies of docs/capacity.md, simulated: prints their tables in Markdown.
+
+python -m tests.benchmarks.capacity growth | loss | wan | planner
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+
+import msgspec
+
+from services.simulator.fleet_file import FaultFile, FleetFile, read_fleet, read_model
+from services.simulator.outcome import Outcome
+from services.simulator.plan_book import PlanBook
+from services.simulator.sampled_fleet import SampledFleet
+from services.simulator.simulation import Simulation
+from tests.repository import REPOSITORY
+
+FOLDER = REPOSITORY / "docs" / "capacity"
+CELLS = (1, 13, 125, 1250)
+"""Of eight devices."""
+USED = 0.6
+"""Of the predicted speed: what jobs ask for."""
+LATENCIES_MS = (1, 5, 20, 50, 100, 200)
+LANES = (None, 4, 8, 16)
+LOST_S, BACK_S = 30.0, 60.0
+PLANNED = (8, 16, 32, 64, 128, 256)
+
+
+def main() -> None:
+    """Prints one study."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("study", choices=STUDIES)
+    for row in STUDIES[parser.parse_args().study]():
+        print("| " + " | ".join(map(str, row)) + " |", flush=True)
+
+
+def growth() -> Iterator[Sequence[object]]:
+    """The same cells, more and more of them, and what they ask of one stack's servers."""
+    names: list[str] = []
+    for count in CELLS:
+        began_s = time.monotonic()
+        outcome = run(used(grown(read_fleet(FOLDER / "growth.yaml"), count)))
+        took_s = time.monotonic() - began_s
+        if not names:
+            names = [f"{load.server}: {load.what}, {load.unit}" for load in outcome.servers]
+            yield (
+                "devices",
+                "tokens/s",
+                "jobs/s",
+                "first token p50, p99",
+                "between tokens p99",
+                "simulated in",
+                *names,
+            )
+            yield ("---",) * (6 + len(names))
+        yield (
+            f"{outcome.fleet.devices:,}",
+            f"{outcome.tokens_per_s:,.0f}",
+            f"{outcome.jobs_per_s:,.0f}",
+            f"{outcome.ttft_s.p50 * 1e3:,.0f}, {outcome.ttft_s.p99 * 1e3:,.0f} ms",
+            f"{outcome.token_s.p99 * 1e3:,.0f} ms",
+            f"{took_s:.0f} s",
+            *(f"{load.amount:,.0f}" for load in outcome.servers),
+        )
+
+
+def loss() -> Iterator[Sequence[object]]:
+    """A tenth of the fleet at once."""
+    yield ("lost", "back", "tokens/s before, after, later", "held up", "p50, p99, worst", "computed again")
+    yield ("---",) * 6
+    for name in ("growth.yaml", "mixed.yaml"):
+        for machines in (False, True):
+            for back_s in (None, BACK_S):
+                fleet = used(read_fleet(FOLDER / name))
+                load = msgspec.structs.replace(fleet.load, seconds=150.0)
+                fault = FaultFile(at_s=LOST_S, lose=0.1, machines=machines, back_s=back_s)
+                outcome = run(msgspec.structs.replace(fleet, faults=[fault], load=load))
+                spread = outcome.held_up_s
+                yield (
+                    f"{name}: {'machines' if machines else 'processes'}",
+                    "never" if back_s is None else f"{back_s:.0f} s",
+                    ", ".join(f"{speed(outcome, at_s, 15):,.0f}" for at_s in (15.0, LOST_S, 130.0)),
+                    f"{outcome.held_up:,.0f} of {outcome.jobs:,.0f} jobs",
+                    f"{spread.p50:,.1f}, {spread.p99:,.1f}, {spread.worst:,.1f} s",
+                    f"{outcome.tokens_again:,.0f} tokens",
+                )
+
+
+def wan() -> Iterator[Sequence[object]]:
+    """Latency of links against steps in flight."""
+    yield ("latency", *("stages" if lanes is None else f"{lanes} steps" for lanes in LANES), "first token alone")
+    yield ("---",) * (2 + len(LANES))
+    for latency_ms in LATENCIES_MS:
+        fleet = read_fleet(FOLDER / "wan.yaml")
+        (cell,) = fleet.cells
+        far = msgspec.structs.replace(fleet, cells=[msgspec.structs.replace(cell, latency_ms=latency_ms)])
+        alone = run(msgspec.structs.replace(far, load=msgspec.structs.replace(far.load, jobs=1)))
+        yield (
+            f"{latency_ms} ms",
+            *(f"{run(msgspec.structs.replace(far, lanes=lanes)).tokens_per_s:,.0f}" for lanes in LANES),
+            f"{alone.ttft_s.p50 * 1e3:,.0f} ms",
+        )
+
+
+def planner() -> Iterator[Sequence[object]]:
+    """Seconds that a relay's coordinator computes for one plan of a whole fleet."""
+    yield ("workers", "one kind", "three kinds")
+    yield ("---",) * 3
+    for num in PLANNED:
+        yield (num, *(f"{plan_s(devices):.2f} s" for devices in ({"h100-sxm": num}, thirds(num))))
+
+
+def thirds(num: int) -> dict[str, int]:
+    """Devices of three kinds."""
+    return {"a100-40gb-sxm": num // 4, "l4": num - 2 * (num // 4), "t4": num // 4}
+
+
+def plan_s(devices: dict[str, int]) -> float:
+    """Processor time of the first plan."""
+    fleet = read_fleet(FOLDER / "mixed.yaml")
+    (cell,) = fleet.cells
+    fleet = msgspec.structs.replace(fleet, cells=[msgspec.structs.replace(cell, devices=devices, count=1)])
+    model = read_model(fleet, FOLDER)
+    (kind,) = SampledFleet.of(fleet, model, FOLDER).kinds
+    began_s = time.process_time()
+    PlanBook(model).first(0, kind.profiles)
+    return time.process_time() - began_s
+
+
+def grown(fleet: FleetFile, count: int) -> FleetFile:
+    """With so many cells of each kind."""
+    return msgspec.structs.replace(fleet, cells=[msgspec.structs.replace(cell, count=count) for cell in fleet.cells])
+
+
+def used(fleet: FleetFile) -> FleetFile:
+    """Asked for a share of what is predicted."""
+    probe = msgspec.structs.replace(fleet.load, rate=1e-3, seconds=1e-3)
+    predicted = run(msgspec.structs.replace(fleet, load=probe, faults=[])).fleet.predicted_tokens_per_s
+    return msgspec.structs.replace(
+        fleet, load=msgspec.structs.replace(fleet.load, rate=USED * predicted / fleet.load.output)
+    )
+
+
+def run(fleet: FleetFile) -> Outcome:
+    """Of a file in this folder."""
+    return Simulation(fleet, FOLDER).run()
+
+
+def speed(outcome: Outcome, from_s: float, seconds: int) -> float:
+    """Output tokens/s in so many seconds."""
+    return statistics.mean(outcome.timeline[int(from_s) : int(from_s) + seconds])
+
+
+STUDIES = {"growth": growth, "loss": loss, "wan": wan, "planner": planner}
+
+if __name__ == "__main__":
+    main()

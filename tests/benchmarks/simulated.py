@@ -1,0 +1,190 @@
+"""The simulator beside the bare engine: tokens/s of a batch, time to the first token, and a request alone.
+
+    python -m tests.benchmarks.simulated [--prompts 64] [--rounds 3] [--model DIR]
+
+One stage on a core, one on both, two with a core each. Devices are measured before each run, since whoever else uses
+the machine makes them slower: compare the two numbers of one round, and read the median of the rounds' errors.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from services.simulator.agenda import Agenda
+from services.simulator.simulated_head import HeadCalls, SimulatedHead
+from services.simulator.simulated_job import SimulatedJob
+from services.simulator.stage_chain import StageChain
+from services.simulator.tally import Tally
+from services.stage.scheduling.events import NewTokens
+from services.stage.scheduling.scheduler_config import SchedulerConfig
+from shardline.planner import ModelCosts
+from shardline.planner.fleet import share_memory
+from shardline.planner.prediction import Assigned
+from shardline.split import even_split
+from tests.benchmarks import bare, unequal
+from tests.benchmarks import model as bench_model
+from tests.benchmarks.unequal import Mix, Worker
+from tests.benchmarks.workload import NEW_TOKENS, WARM_UP_PROMPTS, Workload, workload
+
+PLACEMENTS = (("cpu:0",), ("cpu:0-1",), ("cpu:0", "cpu:1"))
+MAX_BLOCKS = 10_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figures:
+    """Of one placement, measured or simulated."""
+
+    tokens_per_s: float
+    """Of all prompts at once."""
+    ttft_s: float
+    """The median of them."""
+    alone_ttft_s: float
+    alone_s: float
+    """A whole request alone."""
+
+
+def main() -> None:
+    """Prints a line of JSON for each placement and round, then the median errors."""
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("--prompts", type=int, default=64)
+    options.add_argument("--rounds", type=int, default=3)
+    options.add_argument("--model", type=Path, help="default: the model of `make bench`")
+    options.add_argument("--measure", nargs="+", help=argparse.SUPPRESS)
+    given = options.parse_args()
+    path = given.model or bench_model.make(Path.home() / ".cache" / "shardline-bench", "bfloat16")
+    if given.measure:
+        print(json.dumps(measured(path, given.measure, given.prompts)))
+        return
+    errors: dict[str, list[float]] = {}
+    for _ in range(given.rounds):
+        for devices in PLACEMENTS:
+            for name, (predicted, real) in compare(path, devices, given.prompts).items():
+                errors.setdefault(name, []).append(predicted / real - 1)
+    medians = {name: round(statistics.median(each), 3) for name, each in errors.items()}
+    print(json.dumps({"median_errors": medians}))
+
+
+def compare(path: Path, devices: Sequence[str], num_prompts: int) -> dict[str, tuple[float, float]]:
+    """Each figure as it was simulated and measured, by its name."""
+    profiles = unequal.measure(Mix(workers=tuple(Worker(device=device) for device in devices)), path)
+    model = ModelCosts.read(path)
+    layers = even_split(len(model.layers), len(devices))
+    stages = [
+        Assigned((profile,), part.start, part.stop)
+        for profile, part in zip(share_memory(profiles), layers, strict=True)
+    ]
+    argv = [sys.executable, "-m", "tests.benchmarks.simulated", "--model", str(path), "--prompts", str(num_prompts)]
+    environment = unequal.environment(Worker(device=devices[0]))
+    done = subprocess.run([*argv, "--measure", *devices], env=environment, capture_output=True, text=True, check=True)
+    real, predicted = Figures(**json.loads(done.stdout)), simulated(model, stages, workload(num_prompts, run=1))
+    found = {}
+    for name in Figures.__slots__:
+        pair = getattr(predicted, name), getattr(real, name)
+        found[f"{' '.join(devices)}: {name}"] = pair
+        print(json.dumps({"devices": devices, "figure": name, "simulated": pair[0], "measured": pair[1]}), flush=True)
+    return found
+
+
+# Measured.
+
+
+class TimedPipeline(bare.Pipeline):
+    """Notes when the first token of each prompt came."""
+
+    def __init__(self, folder: Path, options: argparse.Namespace) -> None:
+        self.first_s: dict[str, float] = {}
+        super().__init__(folder, options)
+
+    def timed(self, work: Workload) -> tuple[float, list[float]]:
+        """Output tokens/s, and the seconds to each first token."""
+        self.first_s.clear()
+        began_s = time.perf_counter()
+        speed = self.run(work)
+        return speed, [at_s - began_s for at_s in self.first_s.values()]
+
+    def _emit(self, events: object) -> None:
+        assert isinstance(events, list)
+        for event in events:
+            if isinstance(event, NewTokens):
+                self.first_s.setdefault(event.key[0], time.perf_counter())
+        super()._emit(events)
+
+
+def measured(path: Path, devices: Sequence[str], num_prompts: int) -> dict[str, float]:
+    """The figures of the bare engine on these devices."""
+    argv = ["--model", str(path), "--dtype", "bfloat16", "--seats", str(num_prompts), "--prompt-lookup", "0"]
+    for device in devices:
+        argv += ["--device", device]
+    with tempfile.TemporaryDirectory(prefix="shardline-simulated-") as folder:
+        pipeline = TimedPipeline(Path(folder), bare.parser().parse_args(argv))
+        try:
+            pipeline.run(workload(WARM_UP_PROMPTS))
+            speed, first_s = pipeline.timed(workload(num_prompts, run=1))
+            alone_speed, alone_first_s = pipeline.timed(Workload(workload(1, run=2).prompts))
+        finally:
+            pipeline.close()
+    return {
+        "tokens_per_s": speed,
+        "ttft_s": statistics.median(first_s),
+        "alone_ttft_s": alone_first_s[0],
+        "alone_s": NEW_TOKENS / alone_speed,
+    }
+
+
+# Simulated.
+
+
+def simulated(model: ModelCosts, stages: Sequence[Assigned], work: Workload) -> Figures:
+    """The same figures, by the devices' profiles."""
+    batch = run(model, stages, [len(prompt) for prompt in work.prompts])
+    alone = run(model, stages, [len(workload(1, run=2).prompts[0])])
+    return Figures(
+        tokens_per_s=work.num_output_tokens / batch.ended_s,
+        ttft_s=statistics.median(batch.ttft_s),
+        alone_ttft_s=alone.ttft_s[0],
+        alone_s=alone.ended_s,
+    )
+
+
+def run(model: ModelCosts, stages: Sequence[Assigned], lengths: Sequence[int]) -> Tally:
+    """Prompts of these lengths, all at once, on a head with a seat for each."""
+    agenda, tally = Agenda(), Tally()
+    calls = HeadCalls(
+        tokens=lambda job, num: tally.add_tokens(job, num, agenda.now_s),
+        ended=lambda job: tally.add_end(job, agenda.now_s),
+        failed=refuse,
+        given_back=refuse,
+        has_room=lambda _head: None,
+    )
+    config = SchedulerConfig(
+        num_blocks=1,
+        max_seats=len(lengths),
+        token_budget=bare.TOKEN_BUDGET,
+        num_lanes=1,
+        max_len=bench_model.CONTEXT,
+        prefix_cache=False,
+    )
+    head = SimulatedHead(agenda, config, calls, heartbeat_s=1.0)
+    head.lead(StageChain(model, stages), MAX_BLOCKS, len(stages))
+    for number, length in enumerate(lengths):
+        head.add(SimulatedJob(number=number, prompt=length, output=NEW_TOKENS, arrived_s=0.0))
+    agenda.run(lambda: tally.num_ended == len(lengths))
+    return tally
+
+
+def refuse(job: SimulatedJob) -> None:
+    """No job fails here, and none is given back."""
+    raise AssertionError(job.number)
+
+
+if __name__ == "__main__":
+    main()
