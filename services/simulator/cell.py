@@ -106,12 +106,7 @@ class Cell:
             self._orphan(head, min(restart_s, times.lease_s - head.beat_age_s) + times.poll_s / 2)
             agenda.after(times.unbind_s if is_silent else times.heartbeat_s, partial(self._unbind, head))
         elif leader is not None:
-            leader.lose()
-            noticed_s = times.link_dead_s if is_silent else 0.0
-            owner = next(each for each in self.workers.values() if each.head is leader)
-            owner.forms_from_s = agenda.now_s + noticed_s
-            agenda.after(noticed_s, self._form)
-            agenda.after(times.recover_s, partial(self._give_up, leader))
+            self._bereave(leader, times.link_dead_s if is_silent else 0.0)
 
     def slow(self, slower_s: float) -> None:
         """From now on each frame of each pipeline takes so much more."""
@@ -237,6 +232,15 @@ class Cell:
                 return None
             route.append(min(able, key=lambda worker: worker.bound_to is None))
         return route
+
+    def _bereave(self, head: SimulatedHead, noticed_s: float) -> None:
+        """A head has lost a follower, which it notices after so many seconds."""
+        agenda = self._ground.agenda
+        head.lose()
+        for owner in (worker for worker in self.workers.values() if worker.head is head):
+            owner.forms_from_s = agenda.now_s + noticed_s
+        agenda.after(noticed_s, self._form)
+        agenda.after(self._ground.times.recover_s, partial(self._give_up, head))
 
     def _unbind(self, head: SimulatedHead) -> None:
         """Followers leave a head that is gone."""

@@ -28,7 +28,6 @@ class FleetSummary(msgspec.Struct, frozen=True, kw_only=True):
     """Of each kind of cells, as relays log them."""
     predicted_tokens_per_s: float
     """By the planner, of all pipelines with all seats taken by such jobs."""
-    worker_bytes: float
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
@@ -107,5 +106,4 @@ def _rates(fleet: FleetSummary, tally: Tally, jobs_per_s: float, tokens_per_s: f
         running=min(fleet.seats, jobs_per_s * mean_s),
         jobs_per_s=jobs_per_s,
         tokens_per_s=tokens_per_s,
-        worker_bytes=fleet.worker_bytes,
     )

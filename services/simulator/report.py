@@ -87,9 +87,12 @@ def _plot(outcome: Outcome) -> Table:
 
 
 def _servers(outcome: Outcome) -> Table:
-    table = _table("as one stack", "", "")
+    table = _table("as one stack", "", "", "")
     for load in outcome.servers:
-        table.add_row(load.server, load.what, f"{load.amount:,.0f} {load.unit}")
+        amount = f"{load.amount:,.2f}" if load.unit == "cores" else f"{load.amount:,.0f}"
+        color = "red" if load.breaks else "default"
+        most = "" if load.limit is None else f"of {load.limit:,.0f}"
+        table.add_row(load.server, load.what, f"[{color}]{amount} {load.unit}[/]", most)
     return table
 
 

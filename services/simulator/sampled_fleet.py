@@ -62,6 +62,10 @@ def _profiles(
     names = [name for name, num in cell.devices.items() for _ in range(num)]
     machines = [f"machine {place // cell.per_machine}" for place in range(len(names))]
     between = Link(latency_s=cell.latency_ms / 1e3, bytes_per_s=cell.gbit_per_s * 1e9 / 8)
+    links = {
+        machine: {other: WITHIN if other == machine else between for other in dict.fromkeys(machines)}
+        for machine in dict.fromkeys(machines)
+    }
     found = {}
     for place, (name, machine) in enumerate(zip(names, machines, strict=True)):
         device = f"{place:05d}"
@@ -69,8 +73,9 @@ def _profiles(
             profile = profile_of(DATASHEETS[name], model, fleet.assumed, device, machine)
         else:
             profile = _measured(f"{field}.devices", name, model, folder)
-        links = {other: WITHIN if other == machine else between for other in set(machines)}
-        found[device] = msgspec.structs.replace(profile, device=device, host=machine, machine=machine, links=links)
+        found[device] = msgspec.structs.replace(
+            profile, device=device, host=machine, machine=machine, links=links[machine]
+        )
     return found
 
 

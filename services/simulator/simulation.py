@@ -7,8 +7,6 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
-import msgspec
-
 from services.simulator.agenda import Agenda
 from services.simulator.cell import Cell, Ground
 from services.simulator.fleet_file import FaultFile, FleetFile, Scenario, read_model
@@ -94,7 +92,6 @@ class Simulation:
         )
         predictor = Predictor(self._model, planned)
         chains = [head.chain for cell in self._cells for head in cell.heads if head.chain is not None]
-        profile = next(iter(self._sampled.kinds[0].profiles.values()))
         return FleetSummary(
             devices=self._fleet.num_devices,
             cells=sum(kind.count for kind in self._sampled.kinds),
@@ -104,7 +101,6 @@ class Simulation:
             seats=len(chains) * self._fleet.seats / share,
             plans=tuple(dict.fromkeys(str(cell.deployment) for cell in self._cells)),
             predicted_tokens_per_s=sum(predictor.predict(chain.stages).tokens_per_s for chain in chains) / share,
-            worker_bytes=len(msgspec.json.encode((profile, self._model))),
         )
 
     def _arrivals(self) -> Iterator[float]:

@@ -16,6 +16,7 @@ from services.simulator.fleet_file import FaultFile, FleetFile, read_fleet, read
 from services.simulator.outcome import Outcome
 from services.simulator.plan_book import PlanBook
 from services.simulator.sampled_fleet import SampledFleet
+from services.simulator.server_load import ServerLoad
 from services.simulator.simulation import Simulation
 from tests.repository import REPOSITORY
 
@@ -25,9 +26,10 @@ CELLS = (1, 13, 125, 1250)
 USED = 0.6
 """Of the predicted speed: what jobs ask for."""
 LATENCIES_MS = (1, 5, 20, 50, 100, 200)
-LANES = (None, 4, 8, 16)
+LANES = (None, 8, 16)
+SEATS = (64, 256)
 LOST_S, BACK_S = 30.0, 60.0
-PLANNED = (8, 16, 32, 64, 128, 256)
+PLANNED = (8, 64, 256, 1024)
 
 
 def main() -> None:
@@ -40,32 +42,32 @@ def main() -> None:
 
 def growth() -> Iterator[Sequence[object]]:
     """The same cells, more and more of them, and what they ask of one stack's servers."""
-    names: list[str] = []
+    yield ("devices", "tokens/s", "jobs/s", "first token p50, p99", "between tokens p99", "simulated in")
+    yield ("---",) * 6
+    outcomes = []
     for count in CELLS:
         began_s = time.monotonic()
         outcome = run(used(grown(read_fleet(FOLDER / "growth.yaml"), count)))
-        took_s = time.monotonic() - began_s
-        if not names:
-            names = [f"{load.server}: {load.what}, {load.unit}" for load in outcome.servers]
-            yield (
-                "devices",
-                "tokens/s",
-                "jobs/s",
-                "first token p50, p99",
-                "between tokens p99",
-                "simulated in",
-                *names,
-            )
-            yield ("---",) * (6 + len(names))
+        outcomes.append(outcome)
         yield (
             f"{outcome.fleet.devices:,}",
             f"{outcome.tokens_per_s:,.0f}",
             f"{outcome.jobs_per_s:,.0f}",
             f"{outcome.ttft_s.p50 * 1e3:,.0f}, {outcome.ttft_s.p99 * 1e3:,.0f} ms",
             f"{outcome.token_s.p99 * 1e3:,.0f} ms",
-            f"{took_s:.0f} s",
-            *(f"{load.amount:,.0f}" for load in outcome.servers),
+            f"{time.monotonic() - began_s:.0f} s",
         )
+    yield ("as one stack", "limit", *(f"{outcome.fleet.devices:,} devices" for outcome in outcomes))
+    yield ("---",) * (2 + len(outcomes))
+    for loads in zip(*(outcome.servers for outcome in outcomes), strict=True):
+        limit = "" if loads[0].limit is None else f"{loads[0].limit:,.0f}"
+        yield (f"{loads[0].server}: {loads[0].what}", limit, *map(shown, loads))
+
+
+def shown(load: ServerLoad) -> str:
+    """Bold if it breaks."""
+    amount = f"{load.amount:,.2f}" if load.unit == "cores" else f"{load.amount:,.0f}{load.unit}"
+    return f"**{amount}**" if load.breaks else amount
 
 
 def loss() -> Iterator[Sequence[object]]:
@@ -92,17 +94,23 @@ def loss() -> Iterator[Sequence[object]]:
 
 def wan() -> Iterator[Sequence[object]]:
     """Latency of links against steps in flight."""
-    yield ("latency", *("stages" if lanes is None else f"{lanes} steps" for lanes in LANES), "first token alone")
-    yield ("---",) * (2 + len(LANES))
+    columns = [(seats, lanes) for seats in SEATS for lanes in LANES]
+    yield (
+        "latency",
+        *(f"{seats} seats, {lanes or 'as stages'}" for seats, lanes in columns),
+        "alone: first, next token",
+    )
+    yield ("---",) * (2 + len(columns))
     for latency_ms in LATENCIES_MS:
         fleet = read_fleet(FOLDER / "wan.yaml")
         (cell,) = fleet.cells
         far = msgspec.structs.replace(fleet, cells=[msgspec.structs.replace(cell, latency_ms=latency_ms)])
         alone = run(msgspec.structs.replace(far, load=msgspec.structs.replace(far.load, jobs=1)))
+        outcomes = [run(msgspec.structs.replace(far, seats=seats, lanes=lanes)) for seats, lanes in columns]
         yield (
             f"{latency_ms} ms",
-            *(f"{run(msgspec.structs.replace(far, lanes=lanes)).tokens_per_s:,.0f}" for lanes in LANES),
-            f"{alone.ttft_s.p50 * 1e3:,.0f} ms",
+            *(f"{outcome.tokens_per_s:,.0f}" for outcome in outcomes),
+            f"{alone.ttft_s.p50 * 1e3:,.0f}, {alone.token_s.p50 * 1e3:,.0f} ms",
         )
 
 

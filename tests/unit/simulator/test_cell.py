@@ -129,3 +129,10 @@ def test_a_cell_that_never_gets_its_stage_back_gives_its_jobs_up() -> None:
     assert play.line.num_waiting == 0
     play.run(2.0)
     assert play.line.num_waiting == 1
+
+
+def test_a_head_and_its_follower_may_be_lost_together() -> None:
+    play = Play({"head": 0, "tail": 1, "other": 0, "spare": 1})
+    play.cell.lose("head", is_silent=True, back_s=None)
+    gap_s = play.gap_s("tail", is_silent=True)
+    assert gap_s < TIMES.lease_s + TIMES.poll_s + PREFILL_S + 1.0

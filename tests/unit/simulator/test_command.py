@@ -33,7 +33,7 @@ def test_a_person_sees_tables_and_a_plot(fleet: Path, capsys: pytest.CaptureFixt
     shown = capsys.readouterr().out
     assert "1 devices in 1 cells: 1 pipelines, 1 stages" in shown
     assert "█" in shown
-    assert "redis" in shown
+    assert "Redis" in shown
     assert fleet.with_suffix(".svg").read_text().startswith("<svg")
 
 
