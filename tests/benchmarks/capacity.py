@@ -23,12 +23,16 @@ from tests.repository import REPOSITORY
 FOLDER = REPOSITORY / "docs" / "capacity"
 CELLS = (1, 13, 125, 1250)
 """Of eight devices."""
-USED = 0.6
+USED, MOSTLY_USED = 0.6, 0.9
 """Of the predicted speed: what jobs ask for."""
 LATENCIES_MS = (1, 5, 20, 50, 100, 200)
 LANES = (None, 8, 16)
 SEATS = (64, 256)
-LOST_S, BACK_S = 30.0, 60.0
+LOST_S, BACK_S, END_S = 30.0, 30.0, 90.0
+"""When a tenth is lost, after how long it may be back, and when the last job comes."""
+WINDOW_S = 15
+SAMPLE = 10
+"""Cells, so that a machine is a tenth of them."""
 PLANNED = (8, 64, 256, 1024)
 
 
@@ -71,25 +75,24 @@ def shown(load: ServerLoad) -> str:
 
 
 def loss() -> Iterator[Sequence[object]]:
-    """A tenth of the fleet at once."""
-    yield ("lost", "back", "tokens/s before, after, later", "held up", "p50, p99, worst", "computed again")
+    """A tenth of the fleet at once, while it is mostly used."""
+    yield ("lost", "back", "tokens/s before, after, at the end", "held up", "p50, p99, worst", "computed again")
     yield ("---",) * 6
-    for name in ("growth.yaml", "mixed.yaml"):
-        for machines in (False, True):
-            for back_s in (None, BACK_S):
-                fleet = used(read_fleet(FOLDER / name))
-                load = msgspec.structs.replace(fleet.load, seconds=150.0)
-                fault = FaultFile(at_s=LOST_S, lose=0.1, machines=machines, back_s=back_s)
-                outcome = run(msgspec.structs.replace(fleet, faults=[fault], load=load))
-                spread = outcome.held_up_s
-                yield (
-                    f"{name}: {'machines' if machines else 'processes'}",
-                    "never" if back_s is None else f"{back_s:.0f} s",
-                    ", ".join(f"{speed(outcome, at_s, 15):,.0f}" for at_s in (15.0, LOST_S, 130.0)),
-                    f"{outcome.held_up:,.0f} of {outcome.jobs:,.0f} jobs",
-                    f"{spread.p50:,.1f}, {spread.p99:,.1f}, {spread.worst:,.1f} s",
-                    f"{outcome.tokens_again:,.0f} tokens",
-                )
+    base = msgspec.structs.replace(used(read_fleet(FOLDER / "growth.yaml"), MOSTLY_USED), sample=SAMPLE)
+    fleet = msgspec.structs.replace(base, load=msgspec.structs.replace(base.load, seconds=END_S))
+    for machines in (False, True):
+        for back_s in (None, BACK_S):
+            fault = FaultFile(at_s=LOST_S, lose=0.1, machines=machines, back_s=back_s)
+            outcome = run(msgspec.structs.replace(fleet, faults=[fault]))
+            spread, moments = outcome.held_up_s, (LOST_S - WINDOW_S, LOST_S, END_S - WINDOW_S)
+            yield (
+                "whole machines" if machines else "processes",
+                "never" if back_s is None else f"after {back_s:.0f} s",
+                ", ".join(f"{speed(outcome, at_s, WINDOW_S):,.0f}" for at_s in moments),
+                f"{outcome.held_up:,.0f} of {outcome.jobs:,.0f} jobs",
+                f"{spread.p50:,.1f}, {spread.p99:,.1f}, {spread.worst:,.1f} s",
+                f"{outcome.tokens_again:,.0f} tokens",
+            )
 
 
 def wan() -> Iterator[Sequence[object]]:
@@ -144,12 +147,12 @@ def grown(fleet: FleetFile, count: int) -> FleetFile:
     return msgspec.structs.replace(fleet, cells=[msgspec.structs.replace(cell, count=count) for cell in fleet.cells])
 
 
-def used(fleet: FleetFile) -> FleetFile:
+def used(fleet: FleetFile, share: float = USED) -> FleetFile:
     """Asked for a share of what is predicted."""
     probe = msgspec.structs.replace(fleet.load, rate=1e-3, seconds=1e-3)
     predicted = run(msgspec.structs.replace(fleet, load=probe, faults=[])).fleet.predicted_tokens_per_s
     return msgspec.structs.replace(
-        fleet, load=msgspec.structs.replace(fleet.load, rate=USED * predicted / fleet.load.output)
+        fleet, load=msgspec.structs.replace(fleet.load, rate=share * predicted / fleet.load.output)
     )
 
 
