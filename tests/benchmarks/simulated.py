@@ -1,9 +1,10 @@
 """The simulator beside the bare engine: tokens/s of a batch, time to the first token, and a request alone.
 
-    python -m tests.benchmarks.simulated [--prompts 64] [--rounds 3] [--model DIR]
+    python -m tests.benchmarks.simulated [--prompts 64] [--rounds 3] [--model DIR] [--recovery]
 
 One stage on a core, one on both, two with a core each. Devices are measured before each run, since whoever else uses
-the machine makes them slower: compare the two numbers of one round, and read the median of the rounds' errors.
+the machine makes them slower: compare the two numbers of one run, and read the median of the errors. With --recovery:
+how long the death of a tail with a spare holds jobs up, in a whole stack of the demo model.
 """
 
 from __future__ import annotations
@@ -20,23 +21,28 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from services.simulator.agenda import Agenda
+from services.simulator.cell import FORM_S
 from services.simulator.simulated_head import HeadCalls, SimulatedHead
 from services.simulator.simulated_job import SimulatedJob
 from services.simulator.stage_chain import StageChain
 from services.simulator.tally import Tally
 from services.stage.scheduling.events import NewTokens
 from services.stage.scheduling.scheduler_config import SchedulerConfig
-from shardline.planner import ModelCosts
+from services.standalone.settings import CLERK
+from shardline.planner import DeviceProfile, ModelCosts
 from shardline.planner.fleet import share_memory
 from shardline.planner.prediction import Assigned
 from shardline.split import even_split
 from tests.benchmarks import bare, unequal
 from tests.benchmarks import model as bench_model
+from tests.benchmarks.recovery import MAX_TOKENS, SEQUENCES, TOKENS_BEFORE
 from tests.benchmarks.unequal import Mix, Worker
 from tests.benchmarks.workload import NEW_TOKENS, WARM_UP_PROMPTS, Workload, workload
 
 PLACEMENTS = (("cpu:0",), ("cpu:0-1",), ("cpu:0", "cpu:1"))
 MAX_BLOCKS = 10_000
+PROMPT = 12
+"""Tokens of those that `tests.benchmarks.recovery` sends."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,11 +64,16 @@ def main() -> None:
     options.add_argument("--prompts", type=int, default=64)
     options.add_argument("--rounds", type=int, default=3)
     options.add_argument("--model", type=Path, help="default: the model of `make bench`")
+    options.add_argument("--recovery", action="store_true", help="instead: a tail is killed that has a spare")
     options.add_argument("--measure", nargs="+", help=argparse.SUPPRESS)
     given = options.parse_args()
     path = given.model or bench_model.make(Path.home() / ".cache" / "shardline-bench", "bfloat16")
     if given.measure:
+        bare.log_to_stderr()
         print(json.dumps(measured(path, given.measure, given.prompts)))
+        return
+    if given.recovery:
+        print(json.dumps(recovery(given.rounds)))
         return
     errors: dict[str, list[float]] = {}
     for _ in range(given.rounds):
@@ -77,11 +88,7 @@ def compare(path: Path, devices: Sequence[str], num_prompts: int) -> dict[str, t
     """Each figure as it was simulated and measured, by its name."""
     profiles = unequal.measure(Mix(workers=tuple(Worker(device=device) for device in devices)), path)
     model = ModelCosts.read(path)
-    layers = even_split(len(model.layers), len(devices))
-    stages = [
-        Assigned((profile,), part.start, part.stop)
-        for profile, part in zip(share_memory(profiles), layers, strict=True)
-    ]
+    stages = assigned(model, profiles)
     argv = [sys.executable, "-m", "tests.benchmarks.simulated", "--model", str(path), "--prompts", str(num_prompts)]
     environment = unequal.environment(Worker(device=devices[0]))
     done = subprocess.run([*argv, "--measure", *devices], env=environment, capture_output=True, text=True, check=True)
@@ -92,6 +99,15 @@ def compare(path: Path, devices: Sequence[str], num_prompts: int) -> dict[str, t
         found[f"{' '.join(devices)}: {name}"] = pair
         print(json.dumps({"devices": devices, "figure": name, "simulated": pair[0], "measured": pair[1]}), flush=True)
     return found
+
+
+def assigned(model: ModelCosts, profiles: Sequence[DeviceProfile]) -> list[Assigned]:
+    """Equal layers on each."""
+    layers = even_split(len(model.layers), len(profiles))
+    return [
+        Assigned((profile,), part.start, part.stop)
+        for profile, part in zip(share_memory(profiles), layers, strict=True)
+    ]
 
 
 # Measured.
@@ -157,6 +173,48 @@ def simulated(model: ModelCosts, stages: Sequence[Assigned], work: Workload) -> 
 
 def run(model: ModelCosts, stages: Sequence[Assigned], lengths: Sequence[int]) -> Tally:
     """Prompts of these lengths, all at once, on a head with a seat for each."""
+    _, agenda, tally = begun(model, stages, jobs_of(lengths, NEW_TOKENS))
+    agenda.run(lambda: tally.num_ended == len(lengths))
+    return tally
+
+
+def recovery(num_rounds: int) -> dict[str, object]:
+    """Seconds until the next token, median and worst, after the death of a tail that has a spare."""
+    argv = [sys.executable, "-m", "tests.benchmarks.recovery", "--victim", "stage-1", "--spare"]
+    done = subprocess.run([*argv, "--rounds", str(num_rounds)], capture_output=True, text=True, check=True)
+    real = json.loads(done.stdout)
+    devices = tuple(Worker(device=device, dtype="float32") for device in ("cpu:0", "cpu:1"))
+    model = ModelCosts.read(CLERK)
+    gaps_s = stalled(model, assigned(model, unequal.measure(Mix(workers=devices), CLERK)))
+    return {
+        "simulated": {"p50_s": statistics.median(gaps_s), "worst_s": max(gaps_s)},
+        "measured": {"p50_s": real["p50_s"], "worst_s": real["worst_s"]},
+    }
+
+
+def stalled(model: ModelCosts, stages: Sequence[Assigned]) -> list[float]:
+    """The same jobs as `tests.benchmarks.recovery` has, when their pipeline loses its tail."""
+    jobs = jobs_of([PROMPT] * SEQUENCES, MAX_TOKENS)
+    head, agenda, tally = begun(model, stages, jobs)
+    agenda.run(lambda: min(job.num_tokens for job in jobs) >= TOKENS_BEFORE)
+    head.lose()
+    head.lead(StageChain(model, stages), MAX_BLOCKS, len(stages), FORM_S)
+    agenda.run(lambda: len(tally.gaps_s) == len(jobs))
+    return tally.gaps_s
+
+
+def jobs_of(lengths: Sequence[int], output: int) -> list[SimulatedJob]:
+    """Jobs with prompts of these lengths."""
+    return [
+        SimulatedJob(number=number, prompt=length, output=output, arrived_s=0.0)
+        for number, length in enumerate(lengths)
+    ]
+
+
+def begun(
+    model: ModelCosts, stages: Sequence[Assigned], jobs: Sequence[SimulatedJob]
+) -> tuple[SimulatedHead, Agenda, Tally]:
+    """A head over these stages that has just been given the jobs."""
     agenda, tally = Agenda(), Tally()
     calls = HeadCalls(
         tokens=lambda job, num: tally.add_tokens(job, num, agenda.now_s),
@@ -167,7 +225,7 @@ def run(model: ModelCosts, stages: Sequence[Assigned], lengths: Sequence[int]) -
     )
     config = SchedulerConfig(
         num_blocks=1,
-        max_seats=len(lengths),
+        max_seats=len(jobs),
         token_budget=bare.TOKEN_BUDGET,
         num_lanes=1,
         max_len=bench_model.CONTEXT,
@@ -175,10 +233,9 @@ def run(model: ModelCosts, stages: Sequence[Assigned], lengths: Sequence[int]) -
     )
     head = SimulatedHead(agenda, config, calls, heartbeat_s=1.0)
     head.lead(StageChain(model, stages), MAX_BLOCKS, len(stages))
-    for number, length in enumerate(lengths):
-        head.add(SimulatedJob(number=number, prompt=length, output=NEW_TOKENS, arrived_s=0.0))
-    agenda.run(lambda: tally.num_ended == len(lengths))
-    return tally
+    for job in jobs:
+        head.add(job)
+    return head, agenda, tally
 
 
 def refuse(job: SimulatedJob) -> None:
