@@ -153,6 +153,8 @@ class Cell:
         self._ground.agenda.after(0.0, self._form)
 
     def _restart(self, worker: SimulatedWorker, load_s: float) -> None:
+        if not worker.is_here:  # it loads what the plan gives it when it returns
+            return
         worker.life += 1
         worker.is_loaded = False
         head, leader = worker.head, worker.bound_to
@@ -163,7 +165,7 @@ class Cell:
             self._unbind(head)
         elif leader is not None:
             leader.lose()
-        if worker.place is None or not worker.is_here:
+        if worker.place is None:
             return
         if load_s:
             self._ground.agenda.after(load_s, partial(self._loaded, worker, worker.life))

@@ -41,7 +41,7 @@ class SimulatedHead:
 
     def __init__(self, agenda: Agenda, config: SchedulerConfig, calls: HeadCalls, heartbeat_s: float) -> None:
         self._agenda, self._calls, self._heartbeat_s = agenda, calls, heartbeat_s
-        self.scheduler = Scheduler(config)
+        self._scheduler = Scheduler(config)
         self.chain: StageChain | None = None
         """None while the pipeline forms."""
         self.lost_s: float | None = None
@@ -53,18 +53,12 @@ class SimulatedHead:
         self._due_s: float | None = None
         self._beat_s = agenda.now_s
         self._is_alive = True
-        self.num_beats = 0
         agenda.after(heartbeat_s, self._beat)
 
     @property
     def has_seat(self) -> bool:
         """Whether it takes one more job."""
-        return self.chain is not None and len(self._jobs) < self.scheduler.config.max_seats
-
-    @property
-    def num_jobs(self) -> int:
-        """That it holds."""
-        return len(self._jobs)
+        return self.chain is not None and len(self._jobs) < self._scheduler.config.max_seats
 
     @property
     def beat_age_s(self) -> float:
@@ -76,7 +70,7 @@ class SimulatedHead:
         assert self._is_alive
         self.chain, self.lost_s = chain, None
         self._free_s = self._agenda.now_s + after_s
-        self._take(self.scheduler.rebuild(num_blocks, num_lanes))
+        self._take(self._scheduler.rebuild(num_blocks, num_lanes))
         self._wake()
         if self.has_seat:
             self._calls.has_room(self)
@@ -88,13 +82,13 @@ class SimulatedHead:
         self.chain, self._due_s, self.lost_s = None, None, self._agenda.now_s
         self._answers.clear()
         self._stall()
-        self._take(self.scheduler.rebuild(self.scheduler.config.num_blocks))
+        self._take(self._scheduler.rebuild(self._scheduler.config.num_blocks))
 
     def give_back(self) -> list[SimulatedJob]:
         """All jobs, with all of their tokens saved: somebody else goes on with them."""
         jobs = list(self._jobs.values())
         for job in jobs:
-            self.scheduler.abort(job.key)
+            self._scheduler.abort(job.key)
             job.num_saved = job.num_tokens
             job.stalled_s = job.stalled_s if job.stalled_s is not None else self._agenda.now_s
         self._jobs.clear()
@@ -112,7 +106,7 @@ class SimulatedHead:
         """Claims a job."""
         request = job.begin()
         self._jobs[job.key] = job
-        self._take(self.scheduler.add(request, job))
+        self._take(self._scheduler.add(request, job))
         self._wake()
 
     def _wake(self) -> None:
@@ -133,8 +127,8 @@ class SimulatedHead:
     def _turn(self, chain: StageChain) -> None:
         now_s = self._agenda.now_s
         while self._answers and self._answers[0][0] <= now_s:
-            self._take(self.scheduler.apply(self._answers.popleft()[1]))
-        plan = self.scheduler.schedule()
+            self._take(self._scheduler.apply(self._answers.popleft()[1]))
+        plan = self._scheduler.schedule()
         if plan is not None:
             result = StepResult(plan.step, ((0,),) * plan.num_wanting)
             answered_s = max(now_s, self._answers[-1][0] if self._answers else now_s)
@@ -151,7 +145,7 @@ class SimulatedHead:
                 job = self._jobs[event.key]
                 if job.is_suspect:
                     job.is_suspect = False
-                    self.scheduler.release(job.key)
+                    self._scheduler.release(job.key)
                 self._calls.tokens(job, len(event.ids))
             elif isinstance(event, Finished):
                 self._calls.ended(self._drop(event.key))
@@ -177,7 +171,6 @@ class SimulatedHead:
         if not self._is_alive:
             return
         self._beat_s = self._agenda.now_s
-        self.num_beats += bool(self._jobs)
         for job in self._jobs.values():
             job.num_saved = job.num_tokens
         self._agenda.after(self._heartbeat_s, self._beat)

@@ -61,7 +61,6 @@ class StageChain:
         self._free_s = [0.0] * len(stages)
         self._link_free_s = [0.0] * len(stages)
         self._answered_s = 0.0
-        self.busy_s = [0.0] * len(stages)
 
     @property
     def num_stages(self) -> int:
@@ -79,7 +78,6 @@ class StageChain:
             busy_s = times[work] + (head_s if place == 0 else 0.0)
             at_s = max(at_s, self._free_s[place]) + busy_s
             self._free_s[place] = at_s
-            self.busy_s[place] += busy_s
             if last:
                 at_s = self._arrived(place, at_s, size if place < last else 0.0)
         self._answered_s = max(at_s, self._answered_s)

@@ -23,10 +23,11 @@ from tests.unit.planner.fleets import device, model
 TWO_STAGES = ((0, 6), (6, 12))
 STEP_S = 0.012
 TIMES = Times()
+LOAD_S = 5.0
 
 
 class FixedPlans(PlanBook):
-    """The first plan is given, and it stays."""
+    """Each worker that is here has the place that is given."""
 
     def __init__(self, stages: Mapping[str, int]) -> None:
         super().__init__(model(12))
@@ -36,9 +37,9 @@ class FixedPlans(PlanBook):
         self, kind: int, profiles: Mapping[str, DeviceProfile], now: Deployment | None, *, may_improve: bool
     ) -> Deployment | None:
         assert kind == 0
-        assert profiles
         assert not may_improve or now
-        return None if now else Deployment(split=TWO_STAGES, stages=self._stages)
+        stages = {name: self._stages[name] for name in profiles}
+        return None if now and now.stages == stages else Deployment(split=TWO_STAGES, stages=stages)
 
 
 @dataclass
@@ -68,7 +69,7 @@ class Play:
                 num_blocks=1, max_seats=4, token_budget=256, num_lanes=1, max_len=100_000, prefix_cache=False
             ),
             lanes=None,
-            load_s=5.0,
+            load_s=LOAD_S,
         )
         self.cell = Cell(ground, 0, {name: device(name) for name in self.stages})
         self.job = SimulatedJob(number=0, prompt=10, output=50_000, arrived_s=0.0)
@@ -136,3 +137,8 @@ def test_a_head_and_its_follower_may_be_lost_together() -> None:
     play.cell.lose("head", is_silent=True, back_s=None)
     gap_s = play.gap_s("tail", is_silent=True)
     assert gap_s < TIMES.lease_s + TIMES.poll_s + PREFILL_S + 1.0
+
+
+def test_a_worker_that_was_missed_loads_its_layers_anew() -> None:
+    gap_s = Play({"head": 0, "tail": 1}).gap_s("tail", back_s=30.0)
+    assert gap_s == pytest.approx(30.0 + TIMES.poll_s + LOAD_S + FORM_S, abs=PREFILL_S)
