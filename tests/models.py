@@ -26,6 +26,8 @@ COMMON: dict[str, Any] = {
     "pad_token_id": 0,
 }
 MIXTURE: dict[str, Any] = {**COMMON, "num_experts_per_tok": 2}
+HEADS_ALIKE: dict[str, Any] = {name: size for name, size in COMMON.items() if name != "num_key_value_heads"}
+OLDER: dict[str, Any] = {name: size for name, size in HEADS_ALIKE.items() if name != "intermediate_size"}
 WINDOW = 24
 """Shorter than the prompts of the tests, so that windows matter."""
 
@@ -40,7 +42,7 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     "gemma3": lambda: tf.Gemma3TextConfig(**COMMON, head_dim=16, sliding_window=WINDOW),
     "phi": lambda: tf.PhiConfig(**COMMON),
     "phi3": lambda: tf.Phi3Config(**COMMON),
-    "gpt-neox": lambda: tf.GPTNeoXConfig(**{k: v for k, v in COMMON.items() if k != "num_key_value_heads"}),
+    "gpt-neox": lambda: tf.GPTNeoXConfig(**HEADS_ALIKE),
     "olmo2": lambda: tf.Olmo2Config(**COMMON),
     "granite": lambda: tf.GraniteConfig(
         **COMMON, embedding_multiplier=3.0, logits_scaling=4.0, residual_multiplier=0.5, attention_multiplier=0.2
@@ -54,6 +56,13 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     "mixtral": lambda: tf.MixtralConfig(**MIXTURE, num_local_experts=4),
     "qwen3-moe": lambda: tf.Qwen3MoeConfig(**MIXTURE, num_experts=4, moe_intermediate_size=24),
     "gpt-oss": lambda: tf.GptOssConfig(**MIXTURE, head_dim=16, num_local_experts=4, sliding_window=WINDOW),
+    "gpt2": lambda: tf.GPT2Config(**OLDER),
+    "gpt-bigcode": lambda: tf.GPTBigCodeConfig(**OLDER),
+    "opt": lambda: tf.OPTConfig(**OLDER, ffn_dim=96, word_embed_proj_dim=24),
+    "stablelm": lambda: tf.StableLmConfig(**COMMON),
+    "nemotron": lambda: tf.NemotronConfig(**COMMON, head_dim=8),
+    "olmoe": lambda: tf.OlmoeConfig(**MIXTURE, num_experts=4),
+    "granitemoe": lambda: tf.GraniteMoeConfig(**MIXTURE, num_local_experts=4),
 }
 
 

@@ -32,7 +32,8 @@ OFF_THE_PATH = {
     "at start": """gateway/context gateway/settings stage/backends stage/runtime stage/device/device stage/engine/memory
         stage/scheduling/scheduler_config
         stage/engine/exactness stage/engine/accelerator_options stage/engine/decode_graphs stage/model/cpu_parts
-        stage/model/experts stage/model/float_files stage/model/kv_shapes stage/model/model_info
+        stage/engine/split_trial stage/model/experts stage/model/float_files stage/model/kv_shapes
+        stage/model/model_info stage/model/pieces
         stage/model/owned_weights stage/model/packing stage/model/refusal stage/model/weights""",
     "on an accelerator": """stage/device/staging stage/engine/launched_steps""",
     "for a job that was preempted": """stage/attention/offload_area stage/scheduling/offload

@@ -26,6 +26,7 @@ from services.stage.engine.exactness import Probe, choose_row_buckets, exactness
 from services.stage.engine.forward import Forward
 from services.stage.engine.memory import Limits, StageMemory, WeightBytes
 from services.stage.engine.sampler import SampledSequence, Sampler
+from services.stage.engine.split_trial import check_split
 from services.stage.kernels import kernel
 from services.stage.kernels.kernel import Kernel
 from services.stage.model.cpu_parts import num_bytes, parts_of
@@ -96,6 +97,7 @@ class Executor:
         """
         options, memory = on_accelerator.on(device), StageMemory(limits, device)
         info = model if isinstance(model, ModelInfo) else ModelInfo.read(model)
+        check_split(info.config, cache_folder)
         native = kernel.load() if device.is_cpu else None
         attention = Attention(native or triton_backend.load(device.torch_device))
         of_dtype, parts = device.dtype(dtype), parts_of(options.cpu_parts, is_first=layers.start == 0)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from shardline.tokenize import model_row
 log = structlog.get_logger(__name__)
 
 HUB_FILES = ("*.json", "model*.safetensors", "tokenizer*", "*.jinja", "*.model", "*.txt")
+SIZES = ("num_hidden_layers", "num_attention_heads", "hidden_size", "vocab_size")
 ATTENTION_TYPES = frozenset({"full_attention", "sliding_attention"})
 
 
@@ -57,7 +59,7 @@ class ModelInfo:
         """
         path, commit = _find(model, revision)
         config = _read_config(path)
-        _check_can_be_sharded(config)
+        check_can_be_sharded(config)
         weight_files(path)
         return cls(
             path=path,
@@ -141,11 +143,13 @@ def _read_config(path: Path) -> Any:
         refuse(f"transformers refuses {file}: {error}", "Correct the config", error)
 
 
-def _check_can_be_sharded(config: Any) -> None:
+def check_can_be_sharded(config: Any) -> None:
+    """Raises Invalid for a config, or a class of transformers, that says why its model cannot run in stages."""
     kind = config.model_type
     if config.is_encoder_decoder:
         refuse(f"{kind!r} is an encoder-decoder, not a causal LM")
-    if config.get_text_config() is not config:
+    others = [getattr(config, name) for name in config.sub_configs]
+    if config.get_text_config() is not config or any(hasattr(other, "num_hidden_layers") for other in others):
         refuse(f"{kind!r} is multimodal", "Give its text model alone")
     if type(config) not in tf.MODEL_FOR_CAUSAL_LM_MAPPING:
         refuse(f"{kind!r} is not a causal LM")
@@ -154,16 +158,28 @@ def _check_can_be_sharded(config: Any) -> None:
         refuse(
             f"it was saved as {config.architectures[0]}, not as {name}", "Give a checkpoint with a language-model head"
         )
-    if not config.base_model_pp_plan:
-        refuse(f"{kind!r} has no pipeline plan in transformers {tf.__version__}, so it cannot be sharded")
     quantization_of(config)
     odd = set(getattr(config, "layer_types", None) or ()) - ATTENTION_TYPES
     if odd:
         refuse(f"{kind!r} has layers of type {', '.join(sorted(odd))}; only full and sliding attention are supported")
+    if model_class(config)._is_stateful:  # noqa: SLF001 (transformers has no public reader)
+        refuse(f"{kind!r} keeps a state that goes from token to token; only keys and values are kept")
+    missing = [name for name in SIZES if not _has_size(config, name)]
+    if missing:
+        refuse(f"{kind!r} has no {missing[0]}: it is not one stack of equal layers")
+    if not hasattr(sys.modules[model_class(config).__module__], "ALL_ATTENTION_FUNCTIONS"):
+        refuse(f"{kind!r} does not attend through transformers' attention interface")
     if getattr(config, "num_kv_shared_layers", 0):
         refuse(f"{kind!r} shares keys and values across layers (num_kv_shared_layers), which a split would cut")
     if getattr(config, "use_bidirectional_attention", None) or getattr(config, "is_causal", True) is False:
         refuse(f"{kind!r} attends to later tokens")
+
+
+def _has_size(config: Any, name: str) -> bool:
+    try:
+        return isinstance(getattr(config, name, None), int)
+    except RuntimeError:  # transformers' answer where layers differ in it
+        return False
 
 
 def model_class(config: Any) -> Any:
@@ -174,7 +190,9 @@ def model_class(config: Any) -> Any:
 
 def _context_length(config: Any) -> int:
     """The model's limit; for rope variants that rescale with the longest sequence, the length from which they do."""
-    length = int(config.max_position_embeddings)
+    length = getattr(config, "max_position_embeddings", None)
+    if length is None:
+        refuse(f"{config.model_type!r} names no limit of its context (max_position_embeddings)")
     rope = getattr(config, "rope_parameters", None) or {}
     layered = [rope, *(part for part in rope.values() if isinstance(part, dict))]
     originals = [
@@ -182,7 +200,7 @@ def _context_length(config: Any) -> int:
         for part in layered
         if part.get("rope_type") in ("longrope", "dynamic") and part.get("original_max_position_embeddings")
     ]
-    return min([length, *originals])
+    return min([int(length), *originals])
 
 
 def _eos_ids(path: Path, config: Any) -> tuple[int, ...]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,6 +24,7 @@ from services.stage.model.cpu_parts import CpuPart, place
 from services.stage.model.experts import EXPERTS
 from services.stage.model.model_info import ModelInfo, model_class
 from services.stage.model.packing import is_linear
+from services.stage.model.pieces import PassThrough, Pieces, stub_of
 from services.stage.model.refusal import refuse
 from services.stage.model.weights import check_file, weight_files
 from shardline.errors import Invalid
@@ -39,59 +39,32 @@ class LinearSize(NamedTuple):
     num_outputs: int
 
 
-class PassThrough(nn.Module):
-    """Replaces a part of the model that another stage computes: returns its first input."""
-
-    def forward(self, hidden: Tensor, *_args: object, **_kwargs: object) -> Tensor:
-        """Returns `hidden`, [...] of any dtype, unchanged."""
-        return hidden
-
-
-@dataclass(frozen=True, slots=True)
-class Pieces:
-    """The names of a decoder's children by use: what runs before its layers, the layers, what runs after them."""
-
-    before: tuple[str, ...]
-    layers: str
-    after: tuple[str, ...]
-
-    @classmethod
-    def of(cls, model: Any, num_layers: int) -> Pieces:
-        """Reads the names from transformers' pipeline plan. Raises Invalid if plan and model do not agree."""
-        children = dict(model.base_model.named_children())
-        plan = [name for name in model.config.base_model_pp_plan if name in children]
-        lists = [n for n in plan if isinstance(children[n], nn.ModuleList) and len(children[n]) == num_layers]
-        unplanned = sorted(n for n, m in children.items() if n not in plan and next(m.parameters(), None) is not None)
-        if len(lists) != 1 or unplanned:
-            what = f"parts outside it ({', '.join(unplanned)})" if unplanned else "no single list of layers in it"
-            refuse(f"{model.config.model_type!r} has a pipeline plan, but {what}, so it cannot be sharded")
-        index = plan.index(lists[0])
-        return cls(tuple(plan[:index]), plan[index], tuple(plan[index + 1 :]))
-
-
 def shard_class(info: ModelInfo, layers: range, check: Callable[[nn.Module], None]) -> Any:
     """Returns the model's class with stubs outside `layers`. `check` gets the model before any weight is read."""
     base = model_class(info.config)
     first, last = layers.start == 0, layers.stop == info.num_layers
+    watched = None if info.config.base_model_pp_plan else Pieces.watched(info.config)
 
     def init(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
         base.__init__(self, config, *args, **kwargs)
-        pieces = Pieces.of(self, info.num_layers)
+        _check_signatures(self)
+        self.pieces = pieces = watched or Pieces.planned(self)
         decoder = self.base_model
-        stack = getattr(decoder, pieces.layers)
+        stack = decoder.get_submodule(pieces.layers)
         self.linear_sizes = _linear_sizes(self, stack)
         embedding = self.get_input_embeddings()
         is_tied = bool(self.all_tied_weights_keys)
         if not first:
             for name in pieces.before:
-                if not (last and is_tied and getattr(decoder, name) is embedding):
-                    setattr(decoder, name, PassThrough())
+                piece = decoder.get_submodule(name)
+                if not (last and is_tied and piece is embedding):
+                    decoder.set_submodule(name, stub_of(piece))
         for number in range(info.num_layers):
             if number not in layers:
                 stack[number] = PassThrough()  # the entry stays: models index their layers by number
         if not last:
             for name in pieces.after:
-                setattr(decoder, name, PassThrough())
+                decoder.set_submodule(name, PassThrough())
             self.set_output_embeddings(PassThrough())
             self.all_tied_weights_keys = {}
         check(self)
@@ -102,7 +75,7 @@ def shard_class(info: ModelInfo, layers: range, check: Callable[[nn.Module], Non
 
 def shard_layers(model: Any, layers: range) -> dict[int, nn.Module]:
     """Returns these layers of a model by their numbers."""
-    stack = getattr(model.base_model, Pieces.of(model, model.config.num_hidden_layers).layers)
+    stack = model.base_model.get_submodule(model.pieces.layers)
     return {number: stack[number] for number in layers}
 
 
@@ -114,7 +87,7 @@ class Shard:
         self.is_first, self.is_last = layers.start == 0, layers.stop == info.num_layers
         self.decoder = model.base_model
         self.dtype: torch.dtype = model.dtype
-        self._stack = getattr(self.decoder, Pieces.of(model, info.num_layers).layers)
+        self._stack = self.decoder.get_submodule(model.pieces.layers)
         self.layer_modules = shard_layers(model, layers)
         sizes = {int(p.shape[-2]) for layer in self.layer_modules.values() for p in layer.parameters() if p.dim() > 1}
         self.widths = frozenset(sizes | {size // 2 for size in sizes if size % 2 == 0})
@@ -151,10 +124,9 @@ class Shard:
             )
         for file in weight_files(info.path):
             check_file(file)
-        kind = shard_class(info, layers, check)
-        with _quiet_loader():
+        with quiet_transformers():
             try:
-                loaded, report = kind.from_pretrained(
+                loaded, report = shard_class(info, layers, check).from_pretrained(
                     info.path,
                     dtype=dtype,
                     attn_implementation=attn_implementation,
@@ -170,7 +142,6 @@ class Shard:
         for name in REPORTS:
             if report[name]:
                 refuse(f"{info.path} has {name} {_some(report[name])}", "Copy the model again, or correct its config")
-        _check_signatures(loaded)
         place(loaded.eval(), device, cpu_parts)
         return cls(loaded, info, layers, device)
 
@@ -249,8 +220,8 @@ def _check_signatures(model: Any) -> None:
 
 
 @contextmanager
-def _quiet_loader() -> Iterator[None]:
-    """Silences the loader's progress bar, and its report of the other stages' weights as unexpected."""
+def quiet_transformers() -> Iterator[None]:
+    """Silences progress bars, warnings about a miniature, and the report of the other stages' weights as unexpected."""
     verbosity, bars = tf.logging.get_verbosity(), tf.logging.is_progress_bar_enabled()
     tf.logging.set_verbosity_error()
     tf.logging.disable_progress_bar()

@@ -20,7 +20,10 @@ from shardline.errors import Invalid
 WEIGHT_BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "int8": 1.0}
 KV_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 2}
 """Of one number, by SHARDLINE_DTYPE: beside weights of int8, activations and KV are bfloat16."""
-UNGATED = {"bloom", "codegen", "falcon", "gpt2", "gpt_neox", "gptj", "mpt", "opt", "phi", "starcoder2"}
+UNGATED = {
+    *("biogpt", "bloom", "codegen", "ctrl", "falcon", "gpt2", "gpt_bigcode", "gpt_neox", "gptj", "mpt", "nanochat"),
+    *("nemotron", "opt", "persimmon", "phi", "starcoder2"),
+}
 """Model types whose MLP has one product up; all others have a gate beside it."""
 FIELD = "--model"
 Shape = tuple[int, int]
@@ -99,11 +102,11 @@ class ModelCosts:
 
 def _layer(scope: Mapping[str, Any], attention: str, number: int) -> LayerKind:
     hidden, heads = _size(scope, "hidden_size", "n_embd"), _size(scope, "num_attention_heads", "n_head")
-    kv_heads = scope.get("num_key_value_heads") or heads
+    kv_heads = scope.get("num_key_value_heads") or (1 if scope.get("multi_query") else heads)
     head_dim = scope.get("head_dim") or hidden // heads
     qkvo = ((hidden, (heads + 2 * kv_heads) * head_dim), (heads * head_dim, hidden))
     experts = _num_experts(scope, number)
-    inner = scope.get("intermediate_size") or scope.get("n_inner") or 4 * hidden
+    inner = scope.get("intermediate_size") or scope.get("ffn_dim") or scope.get("n_inner") or 4 * hidden
     if experts == 0:
         num_up = 1 if scope.get("model_type") in UNGATED else 2
         mlp: tuple[Shape, ...] = ((hidden, num_up * inner), (inner, hidden))

@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from services.stage.attention import triton_kernels as attention_kernels
 from services.stage.device.accelerator import Accelerator, Found
+from services.stage.engine import executor
 from services.stage.model import triton_kernels as model_kernels
 from tests.extensions.build import build
 
@@ -171,6 +172,7 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Launched]]:
         return model, report
 
     monkeypatch.setattr(tf.PreTrainedModel, "from_pretrained", classmethod(from_pretrained))
+    monkeypatch.setattr(executor, "check_split", lambda *_: None)  # only values tell whether logits agree
     kernels = {name: Launched() for name in ("attend", "write", "multiply", "rms_norm")}
     for name, kernel in kernels.items():
         monkeypatch.setattr(attention_kernels if name in {"attend", "write"} else model_kernels, name, kernel)

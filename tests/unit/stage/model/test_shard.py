@@ -16,7 +16,8 @@ from services.stage.attention.paged_kv import KvShape
 from services.stage.model.kv_shapes import probe_kv_shapes
 from services.stage.model.model_info import ModelInfo
 from services.stage.model.packing import UNPACKED, packed_bytes
-from services.stage.model.shard import PassThrough, Shard
+from services.stage.model.pieces import PassThrough
+from services.stage.model.shard import Shard
 from shardline.errors import Invalid
 from shardline.tokenize import Tokens
 from tests.models import COMMON, save_model
@@ -139,8 +140,11 @@ def test_too_little_memory_is_said_before_a_weight_is_read(llama: Path) -> None:
         (tf.T5Config(), "'t5' is an encoder-decoder"),
         (tf.Gemma3Config(), "'gemma3' is multimodal"),
         (tf.ViTConfig(), "'vit' is not a causal LM"),
-        (tf.GPT2Config(), "'gpt2' has no pipeline plan"),
-        (tf.MambaConfig(), "'mamba' has no pipeline plan"),
+        (tf.FalconConfig(), "'falcon' does not attend through transformers' attention interface"),
+        (tf.RwkvConfig(), "'rwkv' keeps a state that goes from token to token"),
+        (tf.MambaConfig(), "'mamba' (keeps a state|has layers of type)"),
+        (tf.JambaConfig(), "'jamba'"),
+        (tf.RecurrentGemmaConfig(), "'recurrent_gemma'"),
         (tf.Qwen3NextConfig(), "layers of type linear_attention"),
         (tf.Gemma3nTextConfig(), "num_kv_shared_layers"),
         (tf.LlamaConfig(architectures=["LlamaForSequenceClassification"]), "saved as LlamaForSequenceClassification"),

@@ -1,0 +1,130 @@
+"""A model's miniature: transformers' own class with the model's structure, small sizes and random weights.
+
+What a model's code does can be tried on it, whole on any stage, without a weight of the model. Knows no shard and no
+KV.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import re
+from typing import Any
+
+import torch
+
+from services.stage.model.model_info import model_class
+from services.stage.model.refusal import refuse
+
+MIN_LAYERS = 4
+"""More are kept if a kind of layer comes later."""
+HEAD_DIM = 16
+VOCAB = 96
+LIMITS = (
+    (re.compile(r"^vocab_size"), VOCAB),
+    (re.compile(r"(intermediate|ffn|ffn_hidden)_size$|ffn_dim$"), 48),
+    (re.compile(r"^(moe_)?n(um)?_(local_|routed_)?experts$"), 32),
+    (re.compile(r"window$"), 8),
+)
+"""Sizes by their names in a config, at most. Few tokens are enough to see such a window; experts are as many as the
+largest groups and choices of experts need."""
+GAIN = 1.5
+"""Weights are drawn so wide that every part matters to the outputs."""
+FAILURES = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    ImportError,
+    LookupError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+"""What a model's code may raise when it is run in another way than it is used to."""
+
+
+def miniature_config(config: Any) -> Any:
+    """Returns a copy of a causal LM's config with small widths and few layers.
+
+    What decides which code runs stays as it is: kinds of layers, query heads for each KV head, experts.
+    """
+    miniature = copy.deepcopy(config)
+    heads = config.num_attention_heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    fewer = kv_heads // 2 if kv_heads % 2 == 0 else kv_heads
+    hidden = heads // fewer * HEAD_DIM
+    num_layers = _num_layers(config)
+    for name, value in list(vars(config).items()):
+        setattr(miniature, name, _smaller(name, value, config, hidden, num_layers))
+    sizes = {"num_hidden_layers": num_layers, "num_attention_heads": heads // fewer}
+    if getattr(config, "num_key_value_heads", None):
+        sizes["num_key_value_heads"] = kv_heads // fewer
+    for name, size in sizes.items():
+        setattr(miniature, name, size)
+    miniature.pad_token_id, miniature.dtype = None, torch.float32
+    return miniature
+
+
+def build_miniature(config: Any) -> Any:
+    """Returns the whole model of a config from `miniature_config`, with transformers' plainest attention and experts.
+
+    Its weights are the same every time, float32 on the CPU. Raises Invalid if transformers cannot make it.
+    """
+    kind = model_class(config)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(7)
+        try:
+            model = kind(copy.deepcopy(config)).eval()
+        except FAILURES as error:
+            refuse(f"{kind.__name__} cannot be tried in a small size: {first_line(error)}", cause=error)
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                torch.nn.init.normal_(parameter, std=GAIN / math.sqrt(parameter.shape[-1]))
+            else:
+                parameter.data.add_(torch.randn_like(parameter), alpha=0.1)
+    model.set_attn_implementation("eager")
+    model.set_experts_implementation("eager")
+    return model
+
+
+def first_line(error: Exception) -> str:
+    """Returns what a failure of a model's code says, without what torch lists behind it."""
+    return str(error).partition("\n")[0]
+
+
+def _num_layers(config: Any) -> int:
+    """As many first layers as show every kind that a list of layers names."""
+    total: int = config.num_hidden_layers
+    lists = [value for value in vars(config).values() if _is_by_layer(value, total) and isinstance(value[0], str)]
+    return min(total, max([MIN_LAYERS, *(1 + max(kinds.index(kind) for kind in kinds) for kinds in lists)]))
+
+
+def _smaller(name: str, value: Any, config: Any, hidden: int, num_layers: int) -> Any:
+    if _is_by_layer(value, config.num_hidden_layers):
+        return value[:num_layers]
+    if isinstance(value, dict) and "rope" in name:
+        return _without_factors(value)
+    is_size = type(value) is int and "position" not in name
+    return _smaller_size(name, value, config, hidden) if is_size else value
+
+
+def _smaller_size(name: str, size: int, config: Any, hidden: int) -> int:
+    for pattern, limit in LIMITS:
+        if pattern.search(name):
+            return min(size, limit)
+    if size == config.hidden_size:
+        return hidden
+    is_share = name.endswith("head_dim") and size * config.num_attention_heads == config.hidden_size
+    return HEAD_DIM if is_share else size
+
+
+def _is_by_layer(value: Any, num_layers: int) -> bool:
+    return isinstance(value, list | tuple) and len(value) == num_layers
+
+
+def _without_factors(rope: dict[str, Any]) -> dict[str, Any]:
+    """A rope without factors for each dimension of a head, of which the miniature has fewer."""
+    if any(isinstance(value, list) for value in rope.values()):
+        kept = {name: value for name, value in rope.items() if name in {"rope_theta", "partial_rotary_factor"}}
+        return kept | {"rope_type": "default"}
+    return {name: _without_factors(value) if isinstance(value, dict) else value for name, value in rope.items()}

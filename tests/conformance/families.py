@@ -1,0 +1,94 @@
+"""What stages make of every family of causal LMs that transformers has: the table of docs/models.md.
+
+python -m tests.conformance.families   # tries all of them and writes the table, in two minutes
+"""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import transformers as tf
+from huggingface_hub.errors import StrictDataclassError
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from services.stage.device.device import Device
+from services.stage.engine.split_trial import check_split
+from services.stage.model.miniature import build_miniature, miniature_config
+from services.stage.model.model_info import check_can_be_sharded
+from services.stage.model.shard import quiet_transformers
+from shardline.errors import Invalid
+from tests.chain import load_chain
+from tests.models import CONFIGS
+from tests.pinned import first_core
+from tests.repository import REPOSITORY
+
+PAGE = REPOSITORY / "docs/models.md"
+BEGIN, END = "<!-- families: begin -->", "<!-- families: end -->"
+HEADER = "| family | cut by | exact | what was found |\n|---|---|---|---|"
+FAMILIES = tuple(sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
+TESTED = {make().model_type: make for make in CONFIGS.values()}
+AS_RELEASED: dict[str, dict[str, Any]] = {
+    "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10_000.0}}},
+    "dbrx": {"attn_config": {"clip_qkv": 8.0, "kv_n_heads": 8, "rope_theta": 500_000.0}},
+    "dots1": {"n_routed_experts": 128, "n_shared_experts": 2, "num_experts_per_tok": 6},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 16},
+    "deepseek_v2": {"num_experts_per_tok": 6},
+    "hunyuan_v1_dense": {"head_dim": 128},
+    "hunyuan_v1_moe": {"head_dim": 128},
+    "lfm2": {"full_attn_idxs": [2, 5, 8, 10, 12, 14]},
+    "ministral": {"head_dim": 128},
+}
+"""What a family's models have and its default config leaves out, so that it makes no model or another one."""
+
+
+class Row(NamedTuple):
+    """One family."""
+
+    family: str
+    cut: str = ""
+    exact: str = ""
+    found: str = ""
+
+    def __str__(self) -> str:
+        return f"| {' | '.join(self)} |"
+
+
+def row_of(family: str, folder: Path, device: Device) -> Row:
+    """Tries the miniature of a family's default config in two stages, from its folder to its logits."""
+    try:
+        config = TESTED[family]() if family in TESTED else tf.CONFIG_MAPPING[family](**AS_RELEASED.get(family, {}))
+        check_can_be_sharded(config)
+        check_split(config, folder)
+        path = folder / family
+        with quiet_transformers():
+            build_miniature(miniature_config(config)).save_pretrained(path)
+        stages = load_chain(path, 2, device, folder)
+    except Invalid as error:
+        return Row(f"`{family}`", found=f"refused: {error.problem}")
+    except StrictDataclassError:
+        return Row(f"`{family}`", found="not tried: its config has no defaults")
+    cut = "plan" if config.base_model_pp_plan else "order of calls"
+    exact = "yes" if all(stage.exact for stage in stages) else "no"
+    return Row(f"`{family}`", cut, exact, "tested" if family in TESTED else "tried")
+
+
+def rows() -> dict[str, str]:
+    """The lines of the page's table, by family."""
+    table = PAGE.read_text(encoding="utf-8").partition(BEGIN)[2].partition(END)[0]
+    lines = [line for line in table.splitlines() if line.startswith("| `")]
+    return {line.split("`")[1]: line for line in lines}
+
+
+def main() -> None:
+    """Writes the page's table anew."""
+    before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
+    after = rest.partition(END)[2]
+    with tempfile.TemporaryDirectory() as folder, first_core(Path(folder)) as device:
+        lines = [str(row_of(family, Path(folder), device)) for family in FAMILIES]
+    PAGE.write_text("\n".join([f"{before}{BEGIN}\n", HEADER, *lines, f"\n{END}{after}"]), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
