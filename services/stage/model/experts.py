@@ -1,4 +1,5 @@
-"""Experts of a mixture whose arithmetic for a row does not depend on other rows: each expert's rows are padded and cut.
+"""Experts of a mixture whose arithmetic for a row does not depend on other rows: each is packed by our own products, or
+its rows are padded and cut.
 
 Registered with transformers as an experts implementation. Knows no model: sizes and flags come from its module.
 
@@ -7,6 +8,7 @@ Letters of shapes: T rows, H the hidden size, C experts chosen per row.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -20,7 +22,8 @@ from services.stage.model.row_counts import SAMPLED_OUTPUTS, Product
 
 EXPERTS = "shardline_padded"
 WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")
-"""Attributes that stack the weights of all experts, [experts, ...]. A module has either the first or the second."""
+"""Attributes that hold the weights of all experts: stacked in a tensor [experts, ...], or packed as one layer for each.
+A module has either the first or the second."""
 
 
 def is_experts(module: nn.Module) -> bool:
@@ -29,20 +32,37 @@ def is_experts(module: nn.Module) -> bool:
     return hasattr(module, "has_gate") and chosen == EXPERTS  # the attribute marks transformers' experts classes
 
 
+def stacked_weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yields names and tensors, [experts, ...], of the weights of an experts module that are not packed."""
+    for name in WEIGHTS:
+        if isinstance(stacked := getattr(module, name, None), Tensor):
+            yield name, stacked
+
+
+def pack_experts(module: Any, make: Callable[[Tensor, Tensor | None], nn.Module]) -> None:
+    """Replaces the stacked weights by a layer for each expert, which `make` makes of a weight [N, K] and a bias [N].
+
+    A row's bits must not depend on the other rows of such a layer.
+    """
+    for name, stacked in list(stacked_weights(module)):
+        layers = [make(*_parameters(module, name, expert)) for expert in range(len(stacked))]
+        delattr(module, name)
+        setattr(module, name, nn.ModuleList(layers))
+        _use_buckets(module, name, ())
+
+
 def expert_products(module: Any) -> list[Product]:
     """Returns one product for each stacked weight: the weights of all experts have the same shape."""
     found = []
-    for name in WEIGHTS:
-        if (stacked := getattr(module, name, None)) is None:
-            continue
-        weight = stacked[0].T if getattr(module, "is_transposed", False) else stacked[0]
+    for name, stacked in stacked_weights(module):
+        weight, _ = _parameters(module, name, 0)
         found.append(
             Product(
                 run=partial(_product, module, name, 0),
                 use_buckets=partial(_use_buckets, module, name),
                 width=weight.shape[1],
                 outputs=weight.shape[0],
-                dtype=weight.dtype,
+                dtype=stacked.dtype,
                 sample=weight[:SAMPLED_OUTPUTS],
                 kind=f"{type(module).__name__}.{name}",
             )
@@ -57,9 +77,8 @@ def padded_experts(module: Any, hidden: Tensor, top_k_index: Tensor, top_k_weigh
     in the dtype of `hidden`. An index of `num_experts` or more chooses no expert.
     """
     total = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device)
-    sizes = {int(size) for size in module.down_proj.shape[-2:]}
     buckets = frozenset(_buckets(module, name) for name in WEIGHTS if hasattr(module, name))
-    padding = RowPadding(buckets=buckets, widths=frozenset(sizes), num_threads=torch.get_num_threads())
+    padding = RowPadding(buckets=buckets, widths=_widths(module), num_threads=torch.get_num_threads())
     for expert in torch.unique(top_k_index).tolist():
         if expert >= module.num_experts:
             continue
@@ -80,10 +99,28 @@ def _one_expert(module: Any, expert: int, states: Tensor) -> Tensor:
     return module.post_expert_norm(out) if getattr(module, "has_post_expert_norm", False) else out
 
 
-def _product(module: nn.Module, name: str, expert: int, states: Tensor) -> Tensor:
+def _product(module: Any, name: str, expert: int, states: Tensor) -> Tensor:
+    packed = getattr(module, name)
+    if isinstance(packed, nn.ModuleList):
+        out: Tensor = packed[expert](states)
+        return out
+    return functional.linear(states, *_parameters(module, name, expert))
+
+
+def _parameters(module: Any, name: str, expert: int) -> tuple[Tensor, Tensor | None]:
+    """The stacked weight [N, K] and bias [N] of one expert."""
     weight: Tensor = getattr(module, name)[expert]
     bias = getattr(module, f"{name}_bias")[expert] if getattr(module, "has_bias", False) else None
-    return functional.linear(states, weight.t() if getattr(module, "is_transposed", False) else weight, bias)
+    return (weight.t() if getattr(module, "is_transposed", False) else weight), bias
+
+
+def _widths(module: Any) -> frozenset[int]:
+    """The row lengths of the elementwise operations inside and behind an expert."""
+    packed: Any = module.down_proj
+    if isinstance(packed, nn.ModuleList):
+        layer: Any = packed[0]
+        return frozenset({layer.in_features, layer.out_features})
+    return frozenset(packed.shape[-2:])
 
 
 def _use_buckets(module: nn.Module, name: str, buckets: Buckets) -> None:
