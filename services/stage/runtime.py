@@ -245,13 +245,8 @@ def limits_of(settings: StageSettings) -> Limits:
 
 def load(placed: Placed) -> Loaded:
     """Weights, sockets: what can be refused is refused before Celery starts. Raises Invalid, Unavailable."""
-    settings, info, layers, device, worker = (
-        placed.settings,
-        placed.info,
-        placed.layers,
-        placed.device,
-        placed.worker,
-    )
+    settings, info, layers = placed.settings, placed.info, placed.layers
+    device, worker = placed.device, placed.worker
     with unchanged(info.path):
         executor = Executor.load(
             model=info,

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, NamedTuple, Self
 from uuid import UUID, uuid4
 
 import structlog
@@ -79,17 +79,9 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--kv-bytes", type=int, help="of each stage; default: as a stage decides it")
     options.add_argument("--gpu-products", choices=["torch", "triton"], default="torch", help="of stages on GPUs")
     options.add_argument("--cuda-graphs", action="store_true", help="record decode steps of stages on GPUs")
-    options.add_argument("--memory-mib", type=int, help="of each stage, for weights and KV")
-    options.add_argument("--streamed-layers", type=count_or_auto, default=0, help="of each stage, or auto")
-    options.add_argument("--token-budget", type=int, default=TOKEN_BUDGET, help="packed rows of a step")
     options.add_argument("--kv-offload-mib", type=int, default=0, help="of each stage, for KV of preempted sequences")
     options.add_argument("--kv-offload-dir", type=Path, help="folder of a file for it; default: memory")
     return options
-
-
-def count_or_auto(text: str) -> int | Literal["auto"]:
-    """A number of layers, or as few as must be."""
-    return "auto" if text == "auto" else int(text)
 
 
 def main() -> None:
@@ -112,7 +104,6 @@ def main() -> None:
         "seats": options.seats,
         "attention": pipeline.attention_kind,
         "exact": pipeline.exact,
-        "streamed_layers": pipeline.num_streamed,
         "compute_s": [each.compute_s for each in spent],
         "bubble_share": [each.bubble_share for each in spent],
         "drafted": pipeline.num_drafted,
@@ -178,7 +169,6 @@ class Pipeline:
             self._later.append((process, ours))
         executor = load(options, 0, folder)
         self.attention_kind, self.exact = executor.attention_kind, executor.exact
-        self.num_streamed = len(executor.forward.shard.streamed_layers)
         """Of the head."""
         capacities = [(executor.num_blocks, executor.offload), *(pipe.recv() for _, pipe in self._later)]
         num_blocks = min(num_blocks for num_blocks, _ in capacities)
@@ -190,7 +180,7 @@ class Pipeline:
             SchedulerConfig(
                 num_blocks=num_blocks,
                 max_seats=options.seats,
-                token_budget=options.token_budget,
+                token_budget=TOKEN_BUDGET,
                 num_lanes=options.lanes or num_stages,
                 max_len=executor.info.context_length,
                 prefix_cache=options.prefix_cache,
@@ -319,10 +309,7 @@ def load(options: argparse.Namespace, stage_index: int, folder: Path) -> Executo
             kv_bytes=options.kv_bytes,
             offload_bytes=options.kv_offload_mib << 20,
             offload_folder=options.kv_offload_dir,
-            memory_bytes=options.memory_mib << 20 if options.memory_mib else None,
-            streamed_layers=options.streamed_layers,
-            streamed_folder=folder,
-            token_budget=options.token_budget,
+            token_budget=TOKEN_BUDGET,
             max_open=2 * options.seats,
         ),
         cache_folder=Path(options.model),

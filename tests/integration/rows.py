@@ -93,6 +93,12 @@ def end(engine: Engine, *each: End) -> dict[UUID, JobState]:
         return ends.end_running(connection, each)
 
 
+def release(engine: Engine, claimed: Claimed) -> bool:
+    """Give one job back."""
+    with engine.begin() as connection:
+        return bool(ends.release_running(connection, [(claimed.job_id, claimed.fence)]))
+
+
 def state(engine: Engine, job_id: UUID) -> JobState:
     """The committed state."""
     with engine.begin() as connection:

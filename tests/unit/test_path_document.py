@@ -40,6 +40,7 @@ OFF_THE_PATH = {
         stage/scheduling/recompute_cost""",
     "for a pipeline, not for a prompt": """stage/celery/subscription stage/pipeline/assembly stage/pipeline/epochs
         stage/pipeline/pipeline shardline/store/models shardline/store/pipelines""",
+    "where memory does not hold all layers": """stage/model/streamed_layers""",
     "for a job with an adapter": """stage/engine/adapter_pool stage/model/lora stage/model/peft
         stage/scheduling/adapter_room""",
     "for other requests": """gateway/routes/costs gateway/routes/health gateway/routes/jobs shardline/client/requests

@@ -33,14 +33,15 @@ def is_experts(module: nn.Module) -> bool:
 
 
 def stacked_weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yields names and tensors, [experts, ...], of the weights of an experts module that are not packed."""
+    """Yields names and tensors [experts, ...] of any float dtype: an experts module's weights that are not packed."""
     for name in WEIGHTS:
         if isinstance(stacked := getattr(module, name, None), Tensor):
             yield name, stacked
 
 
 def pack_experts(module: Any, make: Callable[[Tensor, Tensor | None], nn.Module]) -> None:
-    """Replaces the stacked weights by a layer for each expert, which `make` makes of a weight [N, K] and a bias [N].
+    """Replaces the stacked weights by a layer for each expert, which `make` makes of a weight [N, K] and a bias [N], in
+    the dtype of the weights.
 
     A row's bits must not depend on the other rows of such a layer.
     """

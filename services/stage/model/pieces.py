@@ -23,7 +23,7 @@ class PassThrough(nn.Module):
     """Replaces a piece that another stage computes: returns its first input of numbers."""
 
     def forward(self, *args: object, **kwargs: object) -> Tensor:
-        """Returns the first floating-point tensor that it is given, [...], unchanged."""
+        """Returns the first tensor of a float dtype that it is given, [...], unchanged."""
         return next(x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.is_floating_point())
 
 
@@ -31,7 +31,7 @@ class NoEmbedding(nn.Module):
     """Replaces an embedding, of positions for example, whose rows another stage has added."""
 
     def forward(self, ids: Tensor, *_args: object, **_kwargs: object) -> Tensor:
-        """Returns a zero, [], which changes nothing that it is added to."""
+        """Returns a zero, [], of the dtype of `ids`, int64 [...]: it changes nothing that it is added to."""
         return ids.new_zeros(())
 
 

@@ -15,6 +15,7 @@ CRASHES = "shared/shardline/store/crashes.py"
 
 ROWS_AGREE: Final = "tests/conformance/test_rows.py"
 CLAIM_TESTS: Final = "tests/integration/store/test_claims.py"
+EXACT_TESTS: Final = "tests/integration/store/test_exact_claims.py"
 SWEEP_TESTS: Final = "tests/integration/store/test_sweeps.py"
 RULES: Final = "tests/integration/store/test_rules.py"
 
@@ -307,6 +308,6 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
                 new="",
             ),
         ),
-        tests=(f"{CLAIM_TESTS}::test_a_job_that_asks_for_exact_rows_waits_for_them_and_then_for_the_same_ones",),
+        tests=(f"{EXACT_TESTS}::test_a_job_that_asks_for_exact_rows_waits_for_them_and_then_for_the_same_ones",),
     ),
 )

@@ -23,7 +23,10 @@ Patch = Callable[[pytest.MonkeyPatch], None]
 def mixes_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each token's MLP sees the token before it: state that no KV holds."""
     original = modeling_llama.LlamaMLP.forward
-    shifted = lambda self, x: original(self, x + x.roll(1, dims=1))  # noqa: E731
+
+    def shifted(self: Any, x: Tensor) -> Any:
+        return original(self, x + x.roll(1, dims=1))
+
     monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", shifted)
 
 
