@@ -92,8 +92,7 @@ class Executor:
     ) -> Executor:
         """Loads a shard, packs its weights, allocates its KV and checks whether its rows are exact.
 
-        Cores take no notice of `on_accelerator`. Raises Invalid, with the remedy, for a model that cannot run in stages
-        or does not fit and for options that the device cannot serve, Unavailable if the hub does not answer.
+        Cores ignore `on_accelerator`. Raises Invalid for what cannot be served, Unavailable if the hub does not answer.
         """
         options, memory = on_accelerator.on(device), StageMemory(limits, device)
         info = model if isinstance(model, ModelInfo) else ModelInfo.read(model)

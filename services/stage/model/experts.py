@@ -33,17 +33,16 @@ def is_experts(module: nn.Module) -> bool:
 
 
 def stacked_weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yields names and tensors [experts, ...] of any float dtype: an experts module's weights that are not packed."""
+    """Yields names and tensors [experts, ...], of any float dtype, of the weights that are not packed."""
     for name in WEIGHTS:
         if isinstance(stacked := getattr(module, name, None), Tensor):
             yield name, stacked
 
 
 def pack_experts(module: Any, make: Callable[[Tensor, Tensor | None], nn.Module]) -> None:
-    """Replaces the stacked weights by a layer for each expert, which `make` makes of a weight [N, K] and a bias [N], in
-    the dtype of the weights.
+    """Replaces the stacked weights by a layer for each expert, which `make` makes of a weight [N, K] and a bias [N].
 
-    A row's bits must not depend on the other rows of such a layer.
+    All have one dtype. A row's bits must not depend on the other rows of such a layer.
     """
     for name, stacked in list(stacked_weights(module)):
         layers = [make(*_parameters(module, name, expert)) for expert in range(len(stacked))]
