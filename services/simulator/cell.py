@@ -215,8 +215,9 @@ class Cell:
         stages = [Assigned((each.profile,), *deployment.split[each.place]) for each in route if each.place is not None]
         room = Predictor(ground.model, replace(Workload(), concurrency=1)).predict(stages).kv_tokens // BLOCK_TOKENS
         most = (ground.config.max_seats + len(stages)) * blocks_for(ground.config.max_len)
-        chain = StageChain(ground.model, stages, self._slower_s)
-        head.lead(chain, min(room, most), ground.lanes or len(stages), after_s)
+        usual = Workload(concurrency=ground.config.max_seats, token_budget=ground.config.token_budget)
+        num_lanes = ground.lanes or Predictor(ground.model, usual).num_lanes(stages)
+        head.lead(StageChain(ground.model, stages, self._slower_s), min(room, most), num_lanes, after_s)
 
     def _route(self, first: SimulatedWorker) -> list[SimulatedWorker] | None:
         """The head's own worker, then at each further place whom it has already, or a free one."""

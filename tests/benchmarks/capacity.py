@@ -26,7 +26,7 @@ CELLS = (1, 13, 125, 1250)
 USED, MOSTLY_USED = 0.6, 0.9
 """Of the predicted speed: what jobs ask for."""
 LATENCIES_MS = (1, 5, 20, 50, 100, 200)
-LANES = (None, 8, 16)
+LANES = (6, 8, 16, None)
 SEATS = (64, 256)
 LOST_S, BACK_S, END_S = 30.0, 30.0, 90.0
 """When a tenth is lost, after how long it may be back, and when the last job comes."""
@@ -100,7 +100,7 @@ def wan() -> Iterator[Sequence[object]]:
     columns = [(seats, lanes) for seats in SEATS for lanes in LANES]
     yield (
         "latency",
-        *(f"{seats} seats, {lanes or 'as stages'}" for seats, lanes in columns),
+        *(f"{seats} seats, {lanes or 'as heads choose'}" for seats, lanes in columns),
         "alone: first, next token",
     )
     yield ("---",) * (2 + len(columns))
