@@ -146,8 +146,8 @@ def pipelines(json: Json = False) -> None:
 
 @cli.command()
 def models(json: Json = False) -> None:
-    """Show the models that stages have registered."""
-    names = ("name", "revision", "context_length", "vocab_size", "fingerprint", "updated_at")
+    """Show the models that stages have registered, with their adapters."""
+    names = ("name", "revision", "context_length", "vocab_size", "fingerprint", "adapters", "updated_at")
     with transaction() as connection:
         rows, live = get_models(connection), live_pipelines(connection)
     ready = {pipeline.model for pipeline in live if pipeline.ready}

@@ -131,7 +131,7 @@ def pipelines_table(pipelines: Iterable[LivePipeline]) -> None:
 
 def models_table(models: Iterable[Mapping[str, Any]]) -> None:
     """Print a table with one model per row."""
-    table = new_table("model", "revision", "context", "vocabulary", "ready", "weights")
+    table = new_table("model", "revision", "context", "vocabulary", "ready", "weights", "adapters")
     for model in models:
         sizes = str(model["context_length"]), str(model["vocab_size"])
         table.add_row(
@@ -140,6 +140,7 @@ def models_table(models: Iterable[Mapping[str, Any]]) -> None:
             *sizes,
             "yes" if model["ready"] else "no",
             model["fingerprint"][:12],
+            "\n".join(sorted(model["adapters"])),
         )
     print_table(table)
 

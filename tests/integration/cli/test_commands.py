@@ -21,6 +21,7 @@ from shardline.store import fleets, pipelines
 from shardline.store.costs import put_fixed
 from shardline.store.database import transaction
 from shardline.store.fleets import Offer
+from shardline.store.models import register_adapters
 from tests.repository import REPOSITORY
 from tests.tiny_head import ENERGY_J, NUM_CACHED, TinyHead, tiny_head
 from tests.unit.planner.fleets import device, model
@@ -137,10 +138,13 @@ def test_a_pipeline_shows_its_stages_layers_and_devices(shardline: Shardline, he
     assert [document["stages"] for document in documents if document["id"] == "p"] == [stages]
 
 
-def test_models_show_their_limits(shardline: Shardline, head: TinyHead) -> None:
-    assert "clerk" in shardline("models").stdout
+def test_models_show_their_limits_and_adapters(shardline: Shardline, head: TinyHead) -> None:
+    with head.database.begin() as connection:
+        register_adapters(connection, "clerk", {"polite": "f2"})
+    assert {"clerk", "polite"} <= set(shardline("models").stdout.split())
     (model,) = [json.loads(line) for line in shardline("models", "--json").stdout.splitlines()]
     assert (model["name"], model["ready"], model["context_length"]) == ("clerk", True, head.tokens.context_length)
+    assert model["adapters"] == {"polite": "f2"}
 
 
 def test_a_model_is_asked_for_where_none_is_registered(shardline: Shardline) -> None:
