@@ -16,7 +16,6 @@ from sqlalchemy import Engine, text
 from services.standalone.cores import usable_cores
 from shardline.client import Client
 from shardline.store import fleets
-from shardline.store.database import connect
 from shardline.store.models import versions
 from tests.fleet import MODEL, keep_busy, layers, plan, start_third
 from tests.polling import until
@@ -36,19 +35,6 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     yield stack
     stack.end()
     assert stack.left() == []
-
-
-@pytest.fixture(scope="module")
-def database(stack: Stack) -> Iterator[Engine]:
-    engine = connect(stack.urls["database"])
-    yield engine
-    engine.dispose()
-
-
-@pytest.fixture(scope="module")
-def client(stack: Stack) -> Iterator[Client]:
-    with Client(database_url=stack.urls["database"], redis_url=stack.urls["redis"]) as client:
-        yield client
 
 
 def replan(database: Engine, split: list[tuple[int, int]]) -> None:

@@ -12,7 +12,6 @@ from services.standalone.cores import usable_cores
 from services.standalone.settings import CLERK
 from shardline.client import Client
 from shardline.store import fleets
-from shardline.store.database import connect
 from tests.polling import until
 from tests.stack import Stack
 
@@ -36,19 +35,6 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     yield stack
     stack.end()
     assert stack.left() == []
-
-
-@pytest.fixture(scope="module")
-def database(stack: Stack) -> Iterator[Engine]:
-    engine = connect(stack.urls["database"])
-    yield engine
-    engine.dispose()
-
-
-@pytest.fixture(scope="module")
-def client(stack: Stack) -> Iterator[Client]:
-    with Client(database_url=stack.urls["database"], redis_url=stack.urls["redis"]) as client:
-        yield client
 
 
 def test_jobs_of_three_models_end_on_two_workers(database: Engine, client: Client) -> None:

@@ -13,7 +13,6 @@ from sqlalchemy import Engine, text
 from services.standalone.cores import usable_cores
 from shardline.client import Client
 from shardline.store import fleets
-from shardline.store.database import connect
 from tests.fleet import BACKLOG, MODEL, layers, plan, start_third
 from tests.polling import until
 from tests.stack import Stack
@@ -41,19 +40,6 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     yield stack
     stack.end()
     assert stack.left() == []
-
-
-@pytest.fixture(scope="module")
-def database(stack: Stack) -> Iterator[Engine]:
-    engine = connect(stack.urls["database"])
-    yield engine
-    engine.dispose()
-
-
-@pytest.fixture(scope="module")
-def client(stack: Stack) -> Iterator[Client]:
-    with Client(database_url=stack.urls["database"], redis_url=stack.urls["redis"]) as client:
-        yield client
 
 
 def answers(client: Client, num: int) -> tuple[list[UUID], set[tuple[int, ...]]]:
