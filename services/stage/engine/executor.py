@@ -39,7 +39,7 @@ from services.stage.model.owned_weights import give_back, own
 from services.stage.model.packing import Packing, pack, packed_bytes, packing_for, tiled_bytes, unshare_embedding
 from services.stage.model.peft import AdapterFolder
 from services.stage.model.shard import Shard, shard_layers
-from services.stage.model.streamed_layers import StreamedLayers, check_streamable
+from services.stage.model.streamed_layers import StreamedLayers
 from services.stage.model.triton_products import TritonRmsNorm
 from services.stage.model.weights import fingerprint
 from services.stage.scheduling.open_sequences import OpenSequences
@@ -101,14 +101,13 @@ class Executor:
         attention = Attention(native or triton_backend.load(device.torch_device))
         of_dtype, parts = device.dtype(dtype), parts_of(options.cpu_parts, is_first=layers.start == 0)
         packing = packing_for(of_dtype, native, int8=dtype == INT8) if device.is_cpu else options.packing()
-        source = with_floats(info, layers, of_dtype, cache_folder)
+        converts = device.is_cpu and limits.streamed_layers != 0
+        source = with_floats(info, layers, of_dtype, cache_folder, converts=converts)
 
         def check(model: nn.Module) -> None:
             options.check(model)
             tiles = {number: tiled_bytes(layer, packing) for number, layer in shard_layers(model, layers).items()}
             memory.check_fits(WeightBytes(packed_bytes(model, packing) - num_bytes(model, parts), tiles))
-            if memory.streamed_layers:
-                check_streamable(source.path, of_dtype)
 
         with torch.inference_mode():
             shard = Shard.load(

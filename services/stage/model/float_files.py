@@ -1,4 +1,5 @@
-"""The float weights of a quantized checkpoint as files, so that it loads as any other: written once, layer by layer.
+"""The float weights of a checkpoint as files, where its own are quantized, or of another dtype and too many to convert
+in memory: written once, layer by layer, so that it loads as any other.
 
 They lie in the cache folder under the checkpoint's fingerprint. Memory never holds more than one layer; a later start,
 or another stage of this host, finds what is written.
@@ -23,7 +24,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from services.stage.model.model_info import ModelInfo
-from services.stage.model.quantization import Quantization, quantization_of
+from services.stage.model.quantization import Floats, Quantization, quantization_of
 from services.stage.model.refusal import refuse
 from services.stage.model.weights import COPY_AGAIN, INDEX, check_file, fingerprint, weight_files
 from shardline.errors import Invalid
@@ -35,16 +36,23 @@ REST = "rest"
 """What belongs to no layer."""
 LAYER = re.compile(r"\.(?:layers|h|blocks)\.(\d+)\.")
 CONFIG = "config.json"
+STORED = {torch.float32: "F32", torch.bfloat16: "BF16"}
+"""As safetensors names dtypes of cores."""
 ROOM = 1.1
 """A file is begun only if the disk has room for so many times its size."""
 
 
-def with_floats(info: ModelInfo, layers: range, dtype: torch.dtype, cache_folder: Path) -> ModelInfo:
-    """Returns the model itself, or one whose folder has float weights of these layers if its own are quantized.
+def with_floats(
+    info: ModelInfo, layers: range, dtype: torch.dtype, cache_folder: Path, *, converts: bool = False
+) -> ModelInfo:
+    """Returns the model itself, or one whose folder has float weights of these layers: if its own are quantized, or,
+    with `converts`, of another dtype, which the loader would convert in memory, all at once.
 
     Raises Invalid if the checkpoint is broken, quantized in an unknown way, or the disk has no room.
     """
     quantization = quantization_of(info.config)
+    if quantization is None and converts and not _has_dtype(info.path, dtype):
+        quantization = Floats()
     if quantization is None:
         return info
     name = f"{fingerprint(info.path, cache_folder)[:32]}-{str(dtype).removeprefix('torch.')}"
@@ -69,7 +77,7 @@ class _Writer:
             _link(own / self._file(part).name, self._file(part))
         (own / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": index}), encoding="utf-8")
         config = json.loads((self._info.path / CONFIG).read_text(encoding="utf-8"))
-        del config["quantization_config"]
+        config.pop("quantization_config", None)
         (own / CONFIG).write_text(json.dumps(config), encoding="utf-8")
         return replace(self._info, path=own, config=type(self._info.config).from_dict(config))
 
@@ -102,7 +110,7 @@ class _Writer:
         with tempfile.TemporaryDirectory(dir=self._folder) as draft:
             save_file(floats, Path(draft) / file.name, metadata={"format": "pt"})
             (Path(draft) / file.name).replace(file)
-        log.info("quantized weights unpacked", file=str(file), mib=size_bytes >> 20)
+        log.info("float weights written", file=str(file), mib=size_bytes >> 20)
 
     def _floats(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Weights in the dtype, all else as it is."""
@@ -117,6 +125,12 @@ class _Writer:
                 weight = self._quantization.weight(parts) if len(parts) > 1 else parts[first]
                 floats[f"{layer}.weight"] = weight.to(self._dtype).contiguous()
         return floats | {name: tensor for name, tensor in tensors.items() if name not in used}
+
+
+def _has_dtype(folder: Path, dtype: torch.dtype) -> bool:
+    """Whether all weights of more than one dimension are stored so."""
+    tensors = [tensor for file in weight_files(folder) for tensor in check_file(file).tensors.values()]
+    return all(tensor["dtype"] == STORED.get(dtype) for tensor in tensors if len(tensor["shape"]) > 1)
 
 
 def _weights(file: Path) -> Iterable[str]:

@@ -115,6 +115,16 @@ class Scaled(Quantization):
         return numbers * _spread(scale.float(), numbers.shape, parts.get("weight_g_idx"))
 
 
+class Floats(Quantization):
+    """Not quantized, but of another dtype than is asked for: `weight`."""
+
+    parts = ("weight",)
+
+    def weight(self, parts: Mapping[str, Tensor]) -> Tensor:
+        """Returns the weight, [O, I] of any float dtype, as it is."""
+        return parts["weight"]
+
+
 METHODS = ("awq", "compressed-tensors", "fp8", "gptq")
 SCALED = ("int-quantized", "naive-quantized", "float-quantized")
 """Formats of compressed-tensors."""

@@ -19,8 +19,6 @@ from torch import Tensor, nn
 
 from services.stage.model.layer_file import PAGE_BYTES, LayerFile, pages
 from services.stage.model.tiled_linear import TiledLinear
-from services.stage.model.weights import check_file, weight_files
-from shardline.errors import Invalid
 from shardline.rounding import round_up
 
 log = structlog.get_logger(__name__)
@@ -29,8 +27,6 @@ NUM_BUFFERS = 2
 """One to compute from, one to read into."""
 LINE_BYTES = 64
 """Tiles begin at multiples of it: the kernel loads whole cache lines."""
-STORED = {torch.float32: "F32", torch.bfloat16: "BF16"}
-"""As safetensors names the dtype of weights that become tiles as they are."""
 
 
 class _Layer(NamedTuple):
@@ -43,17 +39,6 @@ class _Layer(NamedTuple):
     """In the file."""
     num_bytes: int
     """Whole pages."""
-
-
-def check_streamable(folder: Path, dtype: torch.dtype) -> None:
-    """Raises Invalid for a model whose weights the loader would convert: it would hold all of them in memory."""
-    stored = {str(tensor["dtype"]) for file in weight_files(folder) for tensor in check_file(file).tensors.values()}
-    if STORED[dtype] not in stored:
-        raise Invalid(
-            "SHARDLINE_STREAMED_LAYERS",
-            f"the weights in {folder} are {', '.join(sorted(stored))}, which this stage would convert in memory",
-            "Choose SHARDLINE_DTYPE as they are (int8 needs BF16), or save the model in the other dtype",
-        )
 
 
 class StreamedLayers:

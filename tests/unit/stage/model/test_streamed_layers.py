@@ -15,7 +15,7 @@ from services.stage.device.device import Device
 from services.stage.engine.executor import Executor
 from services.stage.kernels import kernel
 from services.stage.model.packing import pack, packing_for
-from services.stage.model.streamed_layers import NUM_BUFFERS, StreamedLayers, check_streamable
+from services.stage.model.streamed_layers import NUM_BUFFERS, StreamedLayers
 from services.stage.model.tiled_linear import TiledLinear
 from services.stage.scheduling.events import Finished
 from shardline.errors import Invalid, Unavailable
@@ -149,9 +149,12 @@ def test_a_folder_without_room_is_refused_by_name(tmp_path: Path) -> None:
     assert refused.value.field == "SHARDLINE_STREAMED_LAYERS_DIR"
 
 
-def test_weights_that_the_loader_would_convert_are_refused(tmp_path: Path) -> None:
-    path = save_model(tmp_path)
+def test_weights_of_another_dtype_are_converted_on_disk(tmp_path: Path, folder: Path, device: Device) -> None:
+    path = save_model(folder)
+    expected = completions(load_chain(path, 2, device, folder, dtype="bfloat16"))
 
-    check_streamable(path, torch.float32)
-    with pytest.raises(Invalid, match=r"are F32, which this stage would convert in memory"):
-        check_streamable(path, torch.bfloat16)
+    stages = load_chain(path, 2, device, tmp_path, dtype="bfloat16", streamed_layers=2, streamed_folder=tmp_path)
+
+    assert completions(stages) == expected
+    written = {file.name for file in (tmp_path / "floats").rglob("layer-*.safetensors")}
+    assert written == {f"layer-{number}.safetensors" for number in range(4)}
