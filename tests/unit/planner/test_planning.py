@@ -153,3 +153,19 @@ def test_each_of_64_devices_gets_its_share_of_200_layers(unlike: float) -> None:
     layer_s = busiest.busy_s / (busiest.stop - busiest.first) / slower[busiest.devices[0].device]
     speed = sum(sorted((1 / times for times in slower.values()), reverse=True)[:32])
     assert busiest.busy_s < 1.25 * 200 * layer_s / speed
+
+
+def test_weights_that_no_memory_holds_are_read_in_each_step_at_the_disks_rate() -> None:
+    small: dict[str, Any] = {"memory_bytes": 5_500_000}
+    with pytest.raises(Invalid):
+        plans(device("a:0", **small))
+
+    slow, fast = (plans(device("a:0", **small, stream_bytes_per_s=rate)).best for rate in (1e6, 2e6))
+
+    (stage,) = slow.pipelines[0].stages
+    assert stage.layers == "0-11"
+    assert 0 < stage.streamed_bytes < stage.weight_bytes
+    assert fast.tokens_per_s == pytest.approx(2 * slow.tokens_per_s, rel=NEAR)
+    held = plans(device("a:0", stream_bytes_per_s=1e6)).best
+    assert held.pipelines[0].stages[0].streamed_bytes == 0
+    assert held.tokens_per_s > fast.tokens_per_s
