@@ -28,7 +28,7 @@ def fits(num_tokens: int, num_free: int, num_running: int) -> bool:
 
 
 class Parking(WaitingQueue):
-    """By rank, as all who wait."""
+    """In order, as all who wait."""
 
     def call(self, num_free: int, num_running: int, *, max_seats: int) -> Iterator[Sequence]:
         """Those that there is room for, each once. Smaller ones may pass one that finds none, but not for ever."""

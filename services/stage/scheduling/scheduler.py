@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import count, islice, repeat
+from operator import attrgetter
 
 from services.stage.scheduling.adapter_room import AdapterRoom
 from services.stage.scheduling.events import Crashed, Event, Failed, Finished, MayBegin, NewTokens, Outgrown
@@ -19,7 +20,7 @@ from services.stage.scheduling.prefix_cache import PrefixCache
 from services.stage.scheduling.quarantine import Quarantine
 from services.stage.scheduling.recompute_cost import RecomputeCost
 from services.stage.scheduling.scheduler_config import SchedulerConfig
-from services.stage.scheduling.sequence import Key, Logprobs, Request, Sequence, State, TokenSink, WaitingQueue, rank_of
+from services.stage.scheduling.sequence import Key, Logprobs, Request, Sequence, State, TokenSink, WaitingQueue
 from services.stage.scheduling.step_builder import StepBuilder
 from services.stage.scheduling.step_plan import StepPlan, StepResult
 from shardline.errors import ProtocolError
@@ -225,8 +226,8 @@ class Scheduler:
                 builder.add(sequence, 1, (sequence.ids[-1],), drafts)
 
     def _add_chunks(self, builder: StepBuilder) -> None:
-        """By rank, each may take half of what is left: a long prompt holds up neither those behind it nor admission.
-        What nobody else needs goes to the first in rank."""
+        """In order, each may take half of what is left: a long prompt holds up neither those behind it nor admission.
+        What nobody else needs goes to the first."""
         left = builder.budget
         lengths: dict[Sequence, int] = {}
         for sequence in self._in_line(builder) if left else ():
@@ -245,9 +246,9 @@ class Scheduler:
             del self._prefilling[sequence.number]
 
     def _in_line(self, builder: StepBuilder) -> Iterator[Sequence]:
-        """Who has ids to compute, by rank: those that have begun, and between them those that find a place now."""
-        for sequence in sorted(self._prefilling.values(), key=rank_of):
-            while (newcomer := self._admissible()) is not None and newcomer.rank < sequence.rank:
+        """Who has ids to compute, in order: those that have begun, and between them those that find a place now."""
+        for sequence in sorted(self._prefilling.values(), key=attrgetter("order")):
+            while (newcomer := self._admissible()) is not None and newcomer.order < sequence.order:
                 yield self._start(newcomer, builder)
             yield sequence
         while (newcomer := self._admissible()) is not None:
@@ -269,7 +270,7 @@ class Scheduler:
 
     def _start(self, sequence: Sequence, builder: StepBuilder) -> Sequence:
         for overtaken in self._foremost():
-            if overtaken.rank < sequence.rank:
+            if overtaken.order < sequence.order:
                 overtaken.patience -= 1
         self._waiting.remove(sequence)
         sequence.number = next(self._numbers)
@@ -284,11 +285,11 @@ class Scheduler:
         return sequence
 
     def _grow(self, sequence: Sequence) -> bool:
-        """One more block, if need be from the sequence ranked last. False: not in this step."""
+        """One more block, if need be from the last sequence in order. False: not in this step."""
         while not self._kv.pool.can_allocate(1):
             if any(leaver.blocks for leaver in self._leaving.values()):
                 return False  # Blocks come back with a step in flight: preempting more would only waste a prefill.
-            victim = max(self._running.values(), key=rank_of)
+            victim = max(self._running.values(), key=attrgetter("order"))
             self._leave(victim, State.PREEMPTED)
             if victim is sequence:
                 return False

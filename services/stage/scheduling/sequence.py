@@ -93,10 +93,10 @@ class Sequence:
         "num_named",
         "num_sent",
         "number",
+        "order",
         "parked",
         "patience",
         "quarantined",
-        "rank",
         "request",
         "sink",
         "state",
@@ -106,7 +106,8 @@ class Sequence:
         num_prompt = len(request.prompt_ids)
         self.request = request
         self.sink = sink
-        self.rank = (request.priority, arrival)
+        self.order = (request.priority, arrival)
+        """The least is served first and preempted last."""
         self.patience = MAX_OVERTAKEN
         self.most_tokens = min(max_len, num_prompt + (request.params.max_tokens or max_len))
         self.most_blocks = blocks_for(self.most_tokens)
@@ -193,8 +194,8 @@ class WaitingQueue:
         return any(self._lines)
 
     def push(self, sequence: Sequence) -> None:
-        """A preempted sequence keeps its rank, so it stands before all that came later."""
-        heapq.heappush(self._lines[sequence.quarantined], (sequence.rank, sequence))
+        """A preempted sequence keeps its order, so it stands before all that came later."""
+        heapq.heappush(self._lines[sequence.quarantined], (sequence.order, sequence))
 
     def first(self, num: int, *, with_quarantined: bool) -> list[Sequence]:
         """Whose turn it is. Quarantined ones that may not run now hold up nobody."""
@@ -207,10 +208,5 @@ class WaitingQueue:
         if line[0][1] is sequence:
             heapq.heappop(line)
         else:
-            line.remove((sequence.rank, sequence))
+            line.remove((sequence.order, sequence))
             heapq.heapify(line)
-
-
-def rank_of(sequence: Sequence) -> tuple[int, int]:
-    """(priority, arrival): the least is served first and preempted last."""
-    return sequence.rank

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
+
 import pytest
 
-from services.stage.scheduling.sequence import Request, Sequence, WaitingQueue, rank_of
+from services.stage.scheduling.sequence import Request, Sequence, WaitingQueue
 from shardline.job import FinishReason, SamplingParams, TokenLogprob
 from tests.simulation.pipeline import EOS, Numbers, request
 
@@ -59,10 +61,10 @@ def test_the_line_is_kept_by_priority_then_arrival() -> None:
     foremost = waiting.first(3, with_quarantined=True)
     while first := waiting.first(1, with_quarantined=True):
         waiting.remove(first[0])
-        order.append(first[0].rank)
+        order.append(first[0].order)
 
     assert order == [(0, 3), (3, 1), (5, 0), (5, 2)]
-    assert [one.rank for one in foremost] == order[:3]
+    assert [one.order for one in foremost] == order[:3]
 
 
 def test_anyone_can_leave_the_line() -> None:
@@ -90,7 +92,7 @@ def test_a_suspect_waits_aside() -> None:
 def test_the_youngest_of_the_lowest_priority_ranks_last() -> None:
     line = [sequence(request(priority=priority), arrival) for arrival, priority in enumerate([5, 7, 7, 6])]
 
-    assert max(line, key=rank_of) is line[2]
+    assert max(line, key=attrgetter("order")) is line[2]
 
 
 def test_eos_ends_a_completion_unless_it_is_ignored() -> None:
