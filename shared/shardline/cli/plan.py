@@ -95,7 +95,7 @@ def _profiles(paths: list[Path], model: ModelCosts) -> list[DeviceProfile]:
             "Run `python -m services.stage profile` on each device with SHARDLINE_MODEL, SHARDLINE_DTYPE and "
             "SHARDLINE_DEVICE set",
         )
-    return sorted(of_model, key=lambda profile: (profile.host, profile.device, profile.dtype))
+    return sorted(of_model, key=lambda profile: (profile.host, profile.device, profile.way))
 
 
 def _hour_costs(given: list[str], profiles: list[DeviceProfile]) -> dict[str, float]:
@@ -147,7 +147,7 @@ def _stages(plan: PipelinePlan) -> Table:
         color = "red" if place == plan.bottleneck else "green"
         table.add_row(
             str(place),
-            escape("\n".join(f"{name.device} on {name.host}" for name in stage.devices)),
+            escape("\n".join(f"{name.device} on {name.host}{_ranks(stage)}" for name in stage.devices)),
             stage.dtype,
             stage.layers,
             f"[{color}]{bar:<{BAR_CHARS}}[/]{stage.busy_share:5.0%}",
@@ -155,6 +155,10 @@ def _stages(plan: PipelinePlan) -> Table:
             f"{stage.kv_tokens:,}",
         )
     return table
+
+
+def _ranks(stage: StagePlan) -> str:
+    return f", {stage.ranks} ranks" if stage.ranks > 1 else ""
 
 
 def _weights(stage: StagePlan) -> str:

@@ -52,7 +52,7 @@ class LayerTimes(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DeviceProfile(msgspec.Struct, frozen=True, kw_only=True):
-    """One device with weights of one dtype, for models of one shape."""
+    """One device with weights of one dtype on one number of ranks, for models of one shape."""
 
     version: int = VERSION
     device: str
@@ -62,6 +62,8 @@ class DeviceProfile(msgspec.Struct, frozen=True, kw_only=True):
     """Devices with the same value are taken for equal."""
     dtype: str
     """As SHARDLINE_DTYPE names it."""
+    ranks: Annotated[int, msgspec.Meta(ge=1)] = 1
+    """As SHARDLINE_TP has them."""
     model: str
     """Hash of the model's shapes: a profile is of no use for another one."""
     memory_bytes: Annotated[int, msgspec.Meta(ge=0)]
@@ -86,6 +88,11 @@ class DeviceProfile(msgspec.Struct, frozen=True, kw_only=True):
     """All devices with the same value meet others over the same links."""
     links: dict[str, Link] = {}
     """To other machines and to its own, as far as they are measured."""
+
+    @property
+    def way(self) -> tuple[str, int]:
+        """How the device is used: its profiles differ in it."""
+        return self.dtype, self.ranks
 
     @property
     def activation_dtype(self) -> str:

@@ -19,7 +19,7 @@ FEW_STAGES = 16
 ALIKE = 0.05
 """Devices of equal hardware whose figures differ by less of their value are one group."""
 Device = tuple[DeviceProfile, ...]
-"""Its profiles, one for each dtype, in order of dtypes."""
+"""Its profiles, one for each way to use it, in order of these."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class Fleet:
             devices[profile.host, profile.device].append(profile)
         groups: list[list[Device]] = []
         for ways in devices.values():
-            device = tuple(sorted(ways, key=lambda profile: profile.dtype))
+            device = tuple(sorted(ways, key=lambda profile: profile.way))
             group = next((each for each in groups if _are_alike(each[0], device)), None)
             if group is None:
                 groups.append([device])
@@ -174,7 +174,7 @@ def share_memory(profiles: Sequence[DeviceProfile]) -> list[DeviceProfile]:
 
 
 def _are_alike(one: Device, other: Device) -> bool:
-    if [(each.dtype, each.hardware) for each in one] != [(each.dtype, each.hardware) for each in other]:
+    if [(each.way, each.hardware) for each in one] != [(each.way, each.hardware) for each in other]:
         return False
     return all(
         _are_near(a.memory_bytes, b.memory_bytes) and _are_near(a.layers_s, b.layers_s)

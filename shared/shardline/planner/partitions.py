@@ -171,7 +171,7 @@ class Partitions:
         """A stage on the first device of each replica that is like its own."""
         kind, place = self._places[stage.profile.host, stage.profile.device]
         devices = [self._kinds[kind][used[kind] + place + number * part[kind]] for number in range(replicas)]
-        ways = [way for device in devices for way in device if way.dtype == stage.profile.dtype]
+        ways = [way for device in devices for way in device if way.way == stage.profile.way]
         return stage._replace(devices=tuple(ways))
 
     def _profiles(self, part: Counts) -> list[DeviceProfile]:

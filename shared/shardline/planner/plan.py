@@ -23,6 +23,8 @@ class StagePlan(msgspec.Struct, frozen=True, kw_only=True):
     devices: tuple[DeviceName, ...]
     """One for each replica."""
     dtype: str
+    ranks: int = 1
+    """As SHARDLINE_TP has them."""
     first: int
     stop: int
     """Its layers are [first, stop)."""

@@ -37,8 +37,8 @@ def make_plans(
 ) -> Plans:
     """The best plans over these devices, some of which may be left out.
 
-    Several profiles of one device are dtypes to choose from; stages pair only if their activations have one dtype.
-    Raises Invalid if no plan fits, or a profile does not know the model.
+    Several profiles of one device are dtypes and ranks to choose from; stages pair only if their activations have one
+    dtype. Raises Invalid if no plan fits, or a profile does not know the model.
     """
     profiles, sharing = share_memory(profiles), Sharing(model, workload)
     ranking = _Ranking(sharing, goal)
@@ -174,9 +174,7 @@ def _balanced(predictor: Predictor, stages: Pipeline) -> Pipeline:
 
 def _key(pipelines: Sequence[Pipeline]) -> tuple[object, ...]:
     """Equal for equal pipelines, in whatever order."""
-    return tuple(
-        sorted(tuple((each.profile.dtype, *each[1:], _names(each)) for each in stages) for stages in pipelines)
-    )
+    return tuple(sorted(tuple((each.profile.way, *each[1:], _names(each)) for each in stages) for stages in pipelines))
 
 
 def _names(stage: Assigned) -> tuple[tuple[str, str], ...]:
@@ -187,8 +185,10 @@ def _even(sharing: Sharing, profiles: Sequence[DeviceProfile], best: Plan) -> Pl
     """Even splits over the devices of the best plan's pipelines, in the order in which they were given."""
     pipelines = []
     for planned in best.pipelines:
-        used = [(name.host, name.device, stage.dtype) for stage in planned.stages for name in stage.devices]
-        given = [profile for profile in profiles if (profile.host, profile.device, profile.dtype) in used]
+        used = [
+            (name.host, name.device, (stage.dtype, stage.ranks)) for stage in planned.stages for name in stage.devices
+        ]
+        given = [profile for profile in profiles if (profile.host, profile.device, profile.way) in used]
         layers, num = even_split(len(sharing.model.layers), len(planned.stages)), len(planned.stages)
         pipelines.append(
             [Assigned(tuple(given[place::num]), part.start, part.stop) for place, part in enumerate(layers)]

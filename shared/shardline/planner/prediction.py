@@ -47,12 +47,14 @@ class Predictor:
 
     model: ModelCosts
     load: Workload
-    _costs: dict[tuple[str, str, str, int], StageCost] = field(default_factory=dict, repr=False, compare=False)
+    _costs: dict[tuple[str, str, tuple[str, int], int], StageCost] = field(
+        default_factory=dict, repr=False, compare=False
+    )
     """Those asked for before: a search and its neighbors ask for the same ones."""
 
     def cost(self, profile: DeviceProfile, num_stages: int) -> StageCost:
         """The cost of any range of layers on a device, in a pipeline of so many stages."""
-        key = profile.host, profile.device, profile.dtype, num_stages
+        key = profile.host, profile.device, profile.way, num_stages
         if key not in self._costs:
             self._costs[key] = stage_cost(profile, self.model, self.load.steps(num_stages), self.load.kv_tokens)
         return self._costs[key]
@@ -151,6 +153,7 @@ class Predictor:
         return StagePlan(
             devices=tuple(DeviceName(each.host, each.device) for each in stage.devices),
             dtype=profile.dtype,
+            ranks=profile.ranks,
             first=stage.first,
             stop=stage.stop,
             busy_s=busy_s,

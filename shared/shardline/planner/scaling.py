@@ -38,9 +38,9 @@ class Scaling:
         """`workload`: jobs of the usual size, as many at a time as one pipeline has seats."""
         self._model, self._workload = model, workload
         self._here = sorted(here, key=_layer_s)
-        kinds = Counter((each.hardware, each.dtype) for each in here)
+        kinds = Counter((each.hardware, each.way) for each in here)
         (usual, _), *_ = kinds.most_common(1)
-        self._usual = next(each for each in here if (each.hardware, each.dtype) == usual)
+        self._usual = next(each for each in here if (each.hardware, each.way) == usual)
 
     def size(self, num: int, tokens_per_s: float) -> FleetSize | None:
         """What so many workers do with a load of so many output tokens/s; None if they do not hold the model."""

@@ -1,7 +1,7 @@
 """The search: contiguous layers over an order of devices, least bottleneck or least sum. Knows only numbers.
 
 Equal devices are one group with a number, so that the search runs over how many of each group are used, not over
-devices. A device may be used in several ways (dtypes): each is a kind of its group.
+devices. A device may be used in several ways (dtypes, ranks): each is a kind of its group.
 
 **Bottleneck.** Can a limit be kept? Stages take as many layers as they may, in every order of kinds. That is exact: a
 part of a range costs and weighs less than the range, so a stage that takes fewer layers helps nobody. Of the devices

@@ -107,6 +107,15 @@ def test_stages_of_one_pipeline_have_activations_of_one_dtype() -> None:
     assert {stage.dtype for stage in found.best.pipelines[0].stages} == {"bfloat16", "int8"}
 
 
+def test_a_device_is_used_with_the_ranks_that_are_faster_there() -> None:
+    ways = [device("a:0"), device("a:0", ranks=2, slower=0.5)]
+    found = plans(*ways, device("b:0"), device("b:0", ranks=2, slower=2), num_stages=2)
+    assert dict(zip(names(found), [stage.ranks for stage in found.best.pipelines[0].stages], strict=True)) == {
+        "a:0": 2,
+        "b:0": 1,
+    }
+
+
 def test_a_device_is_used_with_the_dtype_that_is_faster_there() -> None:
     ways = [device("a:0", dtype="bfloat16"), device("a:0", dtype="int8", slower=0.5)]
     found = plans(*ways, device("b:0", dtype="bfloat16"), num_stages=2)
