@@ -132,7 +132,7 @@ class FirstLayers:
     def _seconds(self, spans: Sequence[Span], left_out: Iterable[int]) -> float:
         """Of a step without these layers."""
         x = self._forward.random_inputs(sum(span.length for span in spans), torch.Generator().manual_seed(0))
-        with self._forward.shard.without(left_out):
+        with self._forward.without(left_out):
             return self._clock.seconds(lambda: self._forward.hidden(spans, x))
 
 
@@ -234,6 +234,7 @@ class _Measuring:
         self._first = FirstLayers(first, model, Clock(device))
         last = first if first.is_last else self._load(info, range(info.num_layers - 1, info.num_layers))
         self._tail = Tail(last, Clock(device))
+        self._loaded = {first, last}
 
     def _load(self, info: ModelInfo, layers: range) -> Executor:
         settings = self._settings
@@ -264,12 +265,15 @@ class _Measuring:
         with torch.inference_mode():
             layers, step = self._first.measure()
         sampled, tail_prefill_row_s = self._tail.measure()
+        for executor in self._loaded:
+            executor.drop()
         logger.info("device measured", device=self._device.name, seconds=round(monotonic_s() - began_s, 1))
         return DeviceProfile(
             device=self._device.name,
             host=socket.gethostname(),
-            hardware=_hash([*self._device.identity(), str(self._device.num_threads)]),
+            hardware=_hash([*self._device.identity(), str(self._device.num_threads), *_ranks(self._settings)]),
             dtype=self._settings.dtype,
+            ranks=self._settings.tp,
             model=self._model.shapes_id,
             memory_bytes=self._memory_bytes,
             host_memory=boot_id() if self._device.is_cpu else None,
@@ -327,8 +331,14 @@ def _remember(profile: DeviceProfile, settings: StageSettings, device: Device, m
 def _file_name(settings: StageSettings, device: Device, model: ModelCosts) -> str:
     limits = [settings.dtype, str(settings.token_budget), settings.cpu_parts, settings.gpu_products, str(VERSION)]
     limits += [str(settings.streaming_folder)] if settings.streams else []
+    limits += _ranks(settings)
     key = [socket.gethostname(), device.name, str(device.num_threads), *limits, *device.identity(), model.shapes_id]
     return f"{_hash(key)}.json"
+
+
+def _ranks(settings: StageSettings) -> list[str]:
+    """What the number of ranks adds to the facts that times depend on."""
+    return [f"{settings.tp} ranks"] if settings.tp > 1 else []
 
 
 def _known(text: str | None) -> DeviceProfile | None:
@@ -365,6 +375,7 @@ def main(arguments: list[str]) -> int:
             lock_folder=settings.lock_dir,
             shared=settings.device_shared,
             num_cores=settings.stage_cores,
+            num_ranks=settings.tp,
         )
         found = profile(settings, device, fresh=options.fresh, together=options.together)
     except (ValidationError, ShardlineError) as error:

@@ -55,6 +55,12 @@ class StageSettings(Settings):
     stage_cores: int | None = Field(
         None, ge=1, description="cores that a device of cpu or auto takes; default: all that are free"
     )
+    tp: int = Field(
+        1,
+        ge=1,
+        le=64,
+        description="ranks of a stage on cores (tensor parallel): processes that divide its cores and all its layers",
+    )
     device_module: str | None = Field(
         None, description="Python module that registers a further device type with torch, such as torch_npu"
     )

@@ -14,7 +14,9 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from services.stage.device.device import Device
+from services.stage.engine.rank_trial import check_ranks
 from services.stage.engine.split_trial import check_split
+from services.stage.kernels import kernel
 from services.stage.model.miniature import build_miniature, miniature_config
 from services.stage.model.model_info import check_can_be_sharded
 from services.stage.model.shard import quiet_transformers
@@ -26,7 +28,7 @@ from tests.repository import REPOSITORY
 
 PAGE = REPOSITORY / "docs/models.md"
 BEGIN, END = "<!-- families: begin -->", "<!-- families: end -->"
-HEADER = "| family | cut by | exact | what was found |\n|---|---|---|---|"
+HEADER = "| family | cut by | exact | ranks | what was found |\n|---|---|---|---|---|"
 FAMILIES = tuple(sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
 TESTED = {make().model_type: make for make in CONFIGS.values()}
 AS_RELEASED: dict[str, dict[str, Any]] = {
@@ -48,6 +50,7 @@ class Row(NamedTuple):
     family: str
     cut: str = ""
     exact: str = ""
+    ranks: str = ""
     found: str = ""
 
     def __str__(self) -> str:
@@ -70,7 +73,18 @@ def row_of(family: str, folder: Path, device: Device) -> Row:
         return Row(f"`{family}`", found="not tried: its config has no defaults")
     cut = "plan" if config.base_model_pp_plan else "order of calls"
     exact = "yes" if all(stage.exact for stage in stages) else "no"
-    return Row(f"`{family}`", cut, exact, "tested" if family in TESTED else "tried")
+    return Row(f"`{family}`", cut, exact, ranks_of(config, folder), "tested" if family in TESTED else "tried")
+
+
+def ranks_of(config: Any, folder: Path) -> str:
+    """Whether ranks compute what the whole model does."""
+    native = kernel.load()
+    assert native is not None, "the table says what the CPU kernels give"
+    try:
+        check_ranks(config, folder, native)
+    except Invalid:
+        return "no"
+    return "yes"
 
 
 def rows() -> dict[str, str]:

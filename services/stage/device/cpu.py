@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 from typing import ClassVar
 
@@ -14,6 +15,7 @@ from services.stage.device.device import INT8, Device, Meter
 from services.stage.device.machine import machine
 from services.stage.device.rapl import Rapl
 from services.stage.device.watts import Watts
+from services.stage.ranks.processes import OtherRanks
 from shardline.cores import FIELD, PREFIX, parse_cores, show_cores
 from shardline.errors import Invalid
 
@@ -26,16 +28,24 @@ class Cpu(Device):
     dtypes: ClassVar = {"float32": torch.float32, "bfloat16": torch.bfloat16, INT8: torch.bfloat16}
     dtype_remedies: ClassVar = {"float16": "Use float32 or bfloat16, or give this stage an accelerator"}
 
-    def __init__(self, name: str, *, worker: str, folder: Path, shared: bool = False) -> None:
-        """Takes the cores that a name such as `cpu:0-3` gives.
+    def __init__(self, name: str, *, worker: str, folder: Path, shared: bool = False, num_ranks: int = 1) -> None:
+        """Takes the cores that a name such as `cpu:0-3` gives, and divides them among so many ranks.
 
-        Raises Invalid for cores that are not here, and, naming the holder, for those that another worker holds.
+        Raises Invalid for cores that are not here, or fewer than ranks, and, naming the holder, for those that another
+        worker holds.
         """
         self.cores = parse_cores(name)
         _check_usable(self.cores)
+        if len(self.cores) < num_ranks:
+            raise Invalid(
+                "SHARDLINE_TP", f"{name} has {len(self.cores)} cores for {num_ranks} ranks", "Give it more, or lower it"
+            )
         locks = map(lock_name, self.cores)
         super().__init__(name, torch.device("cpu"), locks, worker=worker, folder=folder, shared=shared)
-        _pin(self.cores)
+        mine, *others = _parts(self.cores, num_ranks)
+        pin(mine)
+        if others:
+            self.ranks = OtherRanks(others)
 
     def identity(self) -> list[str]:
         """Returns libraries, processor, caches, and the settings that change which kernels run."""
@@ -90,7 +100,13 @@ def _check_usable(cores: tuple[int, ...]) -> None:
         raise Invalid(FIELD, f"no core {show_cores(absent)} here", f"Use cores among {show_cores(usable)}")
 
 
-def _pin(cores: tuple[int, ...]) -> None:
+def _parts(cores: tuple[int, ...], num: int) -> list[tuple[int, ...]]:
+    """So many parts, of neighbors and as equal as can be."""
+    cuts = [len(cores) * part // num for part in range(num + 1)]
+    return [cores[begin:end] for begin, end in pairwise(cuts)]
+
+
+def pin(cores: tuple[int, ...]) -> None:
     """Pins every thread of this process, also those of libraries, and sets as many compute threads as cores."""
     for thread in Path("/proc/self/task").iterdir():
         with suppress(ProcessLookupError):  # it ended meanwhile

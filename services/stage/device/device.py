@@ -19,6 +19,7 @@ from services.stage.device.locks import DeviceLocks
 from services.stage.device.promises import Promises
 from services.stage.device.staging import Staging
 from services.stage.device.watts import Watts
+from services.stage.ranks.processes import OtherRanks
 from shardline.errors import Invalid
 
 INT8 = "int8"
@@ -59,6 +60,8 @@ class Device(ABC):
         self.name, self.torch_device = name, torch_device
         self.locks = DeviceLocks(folder, lock_names, worker=worker, shared=shared)
         self.promises = Promises(folder)
+        self.ranks: OtherRanks | None = None
+        """The other processes that compute its stage's layers, each on its own part of the device."""
         if shared:
             log.warning("this stage shares its device with others; it runs slower", device=name)
 
@@ -112,5 +115,7 @@ class Device(ABC):
 
     def release(self) -> None:
         """Releases the locks, so that other workers may take the device."""
+        if self.ranks is not None:
+            self.ranks.close()
         self.promises.release()
         self.locks.release()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 import tempfile
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import structlog
@@ -24,17 +26,27 @@ log = structlog.get_logger(__name__)
 
 
 def take(
-    name: str, *, worker: str, lock_folder: Path = LOCK_FOLDER, shared: bool = False, num_cores: int | None = None
+    name: str,
+    *,
+    worker: str,
+    lock_folder: Path = LOCK_FOLDER,
+    shared: bool = False,
+    num_cores: int | None = None,
+    num_ranks: int = 1,
 ) -> Device:
-    """Locks the device; pins this process to it if it is a set of cores, of which a kind alone takes `num_cores`.
+    """Locks the device; pins this process to it if it is a set of cores, of which a kind alone takes `num_cores`, and
+    which so many ranks divide; an accelerator takes no notice of these.
 
     Raises Invalid for a name that is not a device here, and, naming the holder, if another worker holds it.
     """
-    if name in (AUTO, CORES) or is_type(name):
-        device = None if name == CORES else _free_accelerator(name, worker, lock_folder, shared=shared)
-        return device or _free_cores(worker, lock_folder, shared=shared, num=num_cores)
-    if name.startswith(CORES):
-        return cpu.Cpu(name, worker=worker, folder=lock_folder, shared=shared)
+    cores = partial(cpu.Cpu, worker=worker, folder=lock_folder, shared=shared, num_ranks=num_ranks)
+    if name.startswith(CORES) and name != CORES:
+        return cores(name)
+    if name == CORES:
+        return _free_cores(cores, lock_folder, shared=shared, num=num_cores)
+    if name == AUTO or is_type(name):
+        device = _free_accelerator(name, worker, lock_folder, shared=shared)
+        return device or _free_cores(cores, lock_folder, shared=shared, num=num_cores)
     return Accelerator(find(name), worker=worker, folder=lock_folder, shared=shared)
 
 
@@ -57,11 +69,12 @@ def _free_accelerator(kind: str, worker: str, lock_folder: Path, *, shared: bool
     return None
 
 
-def _free_cores(worker: str, lock_folder: Path, *, shared: bool, num: int | None) -> Device:
+def _free_cores(cores: Callable[[str], Device], lock_folder: Path, *, shared: bool, num: int | None) -> Device:
+    """Those that `cores` takes by their name."""
     for _ in range(TRIES):
         name = _cores(lock_folder, shared=shared, num=num)
         try:
-            return cpu.Cpu(name, worker=worker, folder=lock_folder, shared=shared)
+            return cores(name)
         except Invalid as error:  # another worker took one of them since
             log.info("cores are not free any more", device=name, problem=error.problem)
     raise Invalid(

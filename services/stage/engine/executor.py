@@ -7,45 +7,39 @@ Letters of shapes: T packed rows of the step, H the hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from pathlib import Path
 
 import structlog
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from services.stage.attention import triton_backend
-from services.stage.attention.attention import Attention, Span
+from services.stage.attention.attention import Span
 from services.stage.attention.offload_area import OffloadArea
-from services.stage.device.device import INT8, Device
+from services.stage.device.device import Device
 from services.stage.device.staging import Staging
 from services.stage.engine.accelerator_options import AcceleratorOptions
 from services.stage.engine.adapter_pool import AdapterPool
-from services.stage.engine.decode_graphs import CudaRecorder
-from services.stage.engine.exactness import Probe, choose_row_buckets, exactness_fingerprint
+from services.stage.engine.exactness import exactness_fingerprint
 from services.stage.engine.forward import Forward
-from services.stage.engine.memory import Limits, StageMemory, WeightBytes
+from services.stage.engine.lead import RanksLead
+from services.stage.engine.loading import ForwardLoad, load_forward
+from services.stage.engine.memory import Limits, StageMemory
+from services.stage.engine.rank_memory import TellingMemory
+from services.stage.engine.rank_trial import check_ranks
 from services.stage.engine.sampler import SampledSequence, Sampler
 from services.stage.engine.split_trial import check_split
 from services.stage.kernels import kernel
 from services.stage.kernels.kernel import Kernel
-from services.stage.model.cpu_parts import num_bytes, parts_of
-from services.stage.model.float_files import with_floats
-from services.stage.model.fused import fuse, fuse_norms
-from services.stage.model.kv_shapes import probe_kv_shapes
 from services.stage.model.lora import ShardAdapters
 from services.stage.model.model_info import ModelInfo
-from services.stage.model.owned_weights import give_back, own
-from services.stage.model.packing import Packing, pack, packed_bytes, packing_for, tiled_bytes, unshare_embedding
+from services.stage.model.packing import Packing, packing_for
 from services.stage.model.peft import AdapterFolder
-from services.stage.model.shard import Shard, shard_layers
-from services.stage.model.streamed_layers import StreamedLayers
-from services.stage.model.triton_products import TritonRmsNorm
+from services.stage.model.shard import Shard
 from services.stage.model.weights import fingerprint
 from services.stage.scheduling.open_sequences import OpenSequences
 from services.stage.scheduling.step_plan import StepPlan, StepResult
 from shardline.clock import monotonic_s
-from shardline.errors import ProtocolError
+from shardline.errors import Invalid, ProtocolError
 
 log = structlog.get_logger(__name__)
 
@@ -94,47 +88,45 @@ class Executor:
 
         Cores ignore `on_accelerator`. Raises Invalid for what cannot be served, Unavailable if the hub does not answer.
         """
-        options, memory = on_accelerator.on(device), StageMemory(limits, device)
         info = model if isinstance(model, ModelInfo) else ModelInfo.read(model)
         check_split(info.config, cache_folder)
-        native = kernel.load() if device.is_cpu else None
-        attention = Attention(native or triton_backend.load(device.torch_device))
-        of_dtype, parts = device.dtype(dtype), parts_of(options.cpu_parts, is_first=layers.start == 0)
-        packing = packing_for(of_dtype, native, int8=dtype == INT8) if device.is_cpu else options.packing()
-        converts = device.is_cpu and limits.streamed_layers != 0
-        source = with_floats(info, layers, of_dtype, cache_folder, converts=converts)
-
-        def check(model: nn.Module) -> None:
-            options.check(model)
-            tiles = {number: tiled_bytes(layer, packing) for number, layer in shard_layers(model, layers).items()}
-            memory.check_fits(WeightBytes(packed_bytes(model, packing) - num_bytes(model, parts), tiles))
-
+        memory, ranks = StageMemory(limits, device), device.ranks
+        load = ForwardLoad(
+            info=info,
+            layers=layers,
+            device=device.torch_device,
+            of_dtype=device.dtype(dtype),
+            weights_dtype=dtype,
+            limits=limits,
+            memory=memory if ranks is None else TellingMemory(memory, ranks.group),
+            cache_folder=cache_folder,
+            options=on_accelerator.on(device),
+            native=kernel.load() if device.is_cpu else None,
+            group=None if ranks is None else ranks.group,
+        )
+        if ranks is not None:
+            if load.native is None:
+                raise Invalid(
+                    "SHARDLINE_TP", "ranks need the CPU kernels, which this stage does not have", "Set it to 1"
+                )
+            check_ranks(info.config, cache_folder, load.native)
+        lead = None if ranks is None else RanksLead(ranks, load)
         with torch.inference_mode():
-            shard = Shard.load(
-                source,
-                layers,
-                dtype=of_dtype,
-                attn_implementation=attention.name,
-                device=device.torch_device,
-                cpu_parts=parts,
-                check=check,
-            )
-            kv_shapes = probe_kv_shapes(shard)
-            pack_shard(shard, packing, streamed=memory.streamed_layers, folder=limits.streamed_folder)
-            if native is not None:
-                fuse(shard.model, native)
-            padding, rows_are_exact = choose_row_buckets(
-                shard, can_be_exact=attention.exact, token_budget=limits.token_budget, cache_folder=cache_folder
-            )
-            kv = memory.make_kv(kv_shapes, shard.dtype, context=info.context_length)
-            forward = Forward(shard, attention, kv, padding)
-            _save_calls(forward, native, options, limits)
-            exact = _is_exact(forward, rows_are_exact)
-            adapters = _adapter_pool(shard, packing, native, limits, cache_folder)
-            area = memory.make_offload_area(kv)
+            loaded = load_forward(load)
+            forward = loaded.forward
+            forward.lead = lead
+            adapters = _adapter_pool(forward.shard, load.packing, load.native, limits, cache_folder)
+            area = memory.make_offload_area(forward.kv)
         weights = fingerprint(info.path, cache_folder)
-        name = _exactness(weights, shard.dtype, attention, packing, device)
-        return cls(forward, area, limits, device, adapters, exact=exact, fingerprint=name)
+        name = exactness_fingerprint(
+            weights=weights,
+            dtype=forward.shard.dtype,
+            kernel=forward.attention.version,
+            packing=load.packing.name if loaded.num_ranks == 1 else f"{load.packing.name} {loaded.num_ranks} ranks",
+            num_threads=device.num_threads,
+            device=device.identity(),
+        )
+        return cls(forward, area, limits, device, adapters, exact=loaded.exact, fingerprint=name)
 
     @property
     def blocks_used(self) -> int:
@@ -162,6 +154,11 @@ class Executor:
     def staging(self, num_buffers: int) -> Staging | None:
         """Returns buffers for the activations of so many steps in flight; None if copies block on this device."""
         return self._device.staging(num_buffers, self.token_budget * self.info.hidden_size * self.dtype.itemsize)
+
+    def drop(self) -> None:
+        """Lets the other ranks forget their shares; nothing runs any more."""
+        if self.forward.lead is not None:
+            self.forward.lead.drop()
 
     def reset(self) -> None:
         """Forgets every open sequence, for a new epoch."""
@@ -259,26 +256,6 @@ class Executor:
         return rows, sequences
 
 
-def _exactness(weights: str, dtype: torch.dtype, attention: Attention, packing: Packing, device: Device) -> str:
-    """The exactness fingerprint."""
-    return exactness_fingerprint(
-        weights=weights,
-        dtype=dtype,
-        kernel=attention.version,
-        packing=packing.name,
-        num_threads=device.num_threads,
-        device=device.identity(),
-    )
-
-
-def _is_exact(forward: Forward, rows_are_exact: bool) -> bool:
-    exact = rows_are_exact and Probe(forward.sampled_outputs, forward.random_inputs, forward.kv.num_blocks).passes()
-    if not exact:
-        kind = forward.attention.kind
-        log.warning("rows are not exact on this device: outputs may differ after a resume", kernel=kind)
-    return exact
-
-
 def _adapter_pool(
     shard: Shard, packing: Packing, native: Kernel | None, limits: Limits, cache_folder: Path
 ) -> AdapterPool:
@@ -286,53 +263,3 @@ def _adapter_pool(
     own_packing = packing_for(shard.dtype, native) if packing.int8 else packing
     folder = AdapterFolder(limits.adapters_folder, shard.linear_sizes, cache_folder)
     return AdapterPool(ShardAdapters(shard, own_packing), folder, max_adapters=limits.max_adapters)
-
-
-def _save_calls(forward: Forward, native: Kernel | None, options: AcceleratorOptions, limits: Limits) -> None:
-    """Makes fewer calls of the same work: whole layers on the CPU, whole decode steps on a GPU."""
-    if native is not None:
-        forward.fuse_layers(native)
-    if options.cuda_graphs:
-        forward.record_decodes(CudaRecorder(), max_rows=limits.max_decodes)
-
-
-def pack_shard(shard: Shard, packing: Packing, *, streamed: Collection[int] = (), folder: Path = Path()) -> None:
-    """Packs a shard, and on the CPU copies its weights out of the loader's files: those of the layers with the numbers
-    `streamed` into a file in `folder`.
-
-    This is done layer by layer: memory never holds more than one layer twice. Raises Invalid if the disk has no room.
-    """
-    if shard.device.type != "cpu":
-        if packing.keeps_weights:
-            _use_triton(shard, packing)
-        return
-    if shard.is_first and (shard.is_last or packing.int8):
-        # A tied output layer is packed in every split, so that one stage and three give the same bits.
-        unshare_embedding(shard.model, packing)
-    streaming = StreamedLayers(folder) if streamed else None
-    for number, layer in shard.layer_modules.items():
-        _pack_piece(layer, packing, uses_embedding=shard.is_first)
-        if streaming is not None and number in streamed:
-            streaming.take(layer)
-    if shard.is_last:
-        _pack_piece(shard.model, packing, uses_embedding=shard.is_first)
-    own(shard.model)
-    if streaming is not None:
-        streaming.start()
-        shard.streamed_layers = tuple(streamed)
-
-
-def _pack_piece(piece: nn.Module, packing: Packing, *, uses_embedding: bool) -> None:
-    originals = [parameter.data for parameter in piece.parameters()]
-    pack(piece, packing, uses_embedding=uses_embedding)
-    for original in originals:
-        give_back(original)
-
-
-def _use_triton(shard: Shard, packing: Packing) -> None:
-    """An output layer that stays on the CPU stays torch's."""
-    layers = list(shard.layer_modules.values())
-    has_output = shard.is_last and shard.output_device == shard.device
-    for piece in [*layers, shard.model] if has_output else layers:
-        pack(piece, packing)
-    fuse_norms(shard.model, TritonRmsNorm)

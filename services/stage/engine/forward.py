@@ -8,8 +8,10 @@ on the first shard, and hidden states [T, H] in the shard's dtype on the others.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
+from typing import Protocol
 
 import structlog
 import torch
@@ -23,12 +25,27 @@ from services.stage.model.fused_layer import FusedLayers, as_modules, fuse_layer
 from services.stage.model.last_layer import LastLayer
 from services.stage.model.row_buckets import RowPadding
 from services.stage.model.shard import Shard
+from services.stage.ranks.group import RankGroup
+from services.stage.ranks.messages import PassKind
 
 log = structlog.get_logger(__name__)
 
 TRIAL_ROWS = 40
 TRIAL_TOLERANCE = 16
 """The largest difference accepted in a trial, in roundings of the largest value: inexact devices differ a little."""
+
+
+class Lead(Protocol):
+    """Has the other ranks of the stage run what this process runs."""
+
+    def run(
+        self, kind: PassKind, spans: Sequence[Span], x: Tensor, rows: Sequence[int], left_out: Sequence[int]
+    ) -> None:
+        """Tells them. `x` is the input, ids int64 [T] or states [T, H]; `rows` are the sampled ones; layers `left_out`
+        do not run."""
+
+    def drop(self) -> None:
+        """Lets them forget their shares."""
 
 
 class Forward:
@@ -42,16 +59,25 @@ class Forward:
         self._graphs: DecodeGraphs | None = None
         self._fused: FusedLayers = {}
         self._by_modules = False
+        self._left_out: tuple[int, ...] = ()
+        self.lead: Lead | None = None
+        """Of a stage with several ranks, on the first of them, once all are loaded."""
 
-    def fuse_layers(self, kernel: Kernel) -> int:
+    @property
+    def num_fused(self) -> int:
+        """The number of layers that are one call of the kernel."""
+        return len(self._fused)
+
+    def fuse_layers(self, kernel: Kernel, group: RankGroup | None = None) -> int:
         """Makes one call of each layer that the kernel knows as a whole, after a trial; returns how many these are.
 
-        Uses the first KV block: no sequence may be open.
+        Uses the first KV block: no sequence may be open. `group` has the ranks that compute the layers together.
         """
         x = self.random_inputs(TRIAL_ROWS, torch.Generator().manual_seed(0))
         spans = [Span(start=0, length=TRIAL_ROWS, blocks=[0])]
         layers = self.shard.layer_modules.values()
-        self._fused = fuse_layers(layers, kernel, self.attention, trial=lambda: self.hidden(spans, x))
+        trial = partial(self.hidden, spans, x)
+        self._fused = fuse_layers(layers, kernel, self.attention, trial, group)
         log.info("layers as one call", fused=len(self._fused), layers=len(layers))
         return len(self._fused)
 
@@ -72,11 +98,22 @@ class Forward:
         finally:
             self._by_modules = False
 
+    @contextmanager
+    def without(self, layers: Iterable[int]) -> Iterator[None]:
+        """While entered, these layers return their input. For a shard that holds the first layer."""
+        self._left_out = tuple(layers)
+        try:
+            with self.shard.without(self._left_out):
+                yield
+        finally:
+            self._left_out = ()
+
     def hidden(self, spans: Sequence[Span], x: Tensor) -> Tensor:
         """Returns the hidden states [T, H] of all rows in the shard's dtype; `x` is an input, [T] or [T, H].
 
         Raises ProtocolError for spans that point outside the KV.
         """
+        self._tell(PassKind.HIDDEN, spans, x)
         if not self.shard.is_last and (replayed := self._replayed(spans, x)) is not None:
             return replayed
         padded, position = self._pad(spans, x)
@@ -90,6 +127,7 @@ class Forward:
         """
         if not self.shard.is_last:
             return self.hidden(spans, x)[sampled_rows]
+        self._tell(PassKind.SAMPLED, spans, x, sampled_rows)
         if len(sampled_rows) == len(x) and (replayed := self._replayed(spans, x)) is not None:
             return replayed
         if self._last is not None and not self._by_modules and 2 * len(sampled_rows) <= len(x):
@@ -102,6 +140,7 @@ class Forward:
         This is for a step of the last shard that samples nothing. Raises ProtocolError for spans that point outside the
         KV.
         """
+        self._tell(PassKind.WRITE, spans, x)
         padded, position = self._pad(spans, x)
         if self._last is None:
             self.shard.hidden(padded, position)
@@ -118,6 +157,10 @@ class Forward:
             return torch.randint(self.shard.info.vocab_size, shape, generator=generator).to(self.shard.device)
         states = torch.randn(num_rows, self.shard.info.hidden_size, generator=generator)
         return states.to(device=self.shard.device, dtype=self.shard.dtype)
+
+    def _tell(self, kind: PassKind, spans: Sequence[Span], x: Tensor, rows: Sequence[int] = ()) -> None:
+        if self.lead is not None:
+            self.lead.run(kind, spans, x, rows, self._left_out)
 
     def _replayed(self, spans: Sequence[Span], x: Tensor) -> Tensor | None:
         """The outputs of all rows, if a graph has them."""

@@ -121,10 +121,16 @@ class StageMemory:
             self._device.promises.make(taken + kv_bytes)
         self._taken = taken
 
-    def make_kv(self, kv_shapes: Mapping[int, KvShape], dtype: torch.dtype, *, context: int) -> PagedKv:
-        """Allocates this stage's KV, then promises the offload area. Raises Invalid if the memory holds no KV block."""
+    def make_kv(
+        self, kv_shapes: Mapping[int, KvShape], dtype: torch.dtype, *, context: int, num_ranks: int = 1
+    ) -> PagedKv:
+        """Allocates this stage's KV, then promises the offload area. Raises Invalid if the memory holds no KV block.
+
+        `kv_shapes` are of one of so many ranks, which all take as much.
+        """
         with self._device.promises.alone():
-            num = num_blocks(kv_shapes, dtype, self._kv_bytes(), context=context, max_open=self._limits.max_open)
+            kv_bytes = self._kv_bytes() // num_ranks
+            num = num_blocks(kv_shapes, dtype, kv_bytes, context=context, max_open=self._limits.max_open)
             kv = PagedKv(layers=kv_shapes, num_blocks=num, dtype=dtype, device=self._device.torch_device)
             self._device.promises.make(self._offload_bytes)
         return kv

@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,7 @@ from shardline.clock import monotonic_s
 
 log = structlog.get_logger(__name__)
 
-VERSION = 1
+VERSION = 2
 LENGTHS = (30, 9)
 """Of two sequences: longer than a sliding window, shorter than a KV block."""
 CUTS = ((0, 17, 29, 30), (0, 4, 8, 9))
@@ -49,14 +50,24 @@ TRIES = 3
 CPU = torch.device("cpu")
 
 
+Compute = Callable[[Any, list[Tensor]], Tensor]
+"""Takes the whole miniature and sequences of ids, int64 [length]; returns the logits [T, V] of all, one behind the
+other."""
+
+
 def check_split(config: Any, cache_folder: Path) -> None:
     """Raises Invalid, with the reason, if stages of a model of this config would compute something else than the whole
     model.
 
     A model that passed is not tried again while its code, its structure and the libraries stay the same.
     """
+    try_miniature(config, cache_folder, "stages", lambda whole, sequences: in_steps(_stages(whole), sequences))
+
+
+def try_miniature(config: Any, cache_folder: Path, parts: str, compute: Compute) -> None:
+    """As `check_split`, of whatever `parts` of a model compute, in words."""
     config = miniature_config(config)
-    facts = [VERSION, transformers.__version__, torch.__version__, config.to_json_string(use_diff=False)]
+    facts = [VERSION, parts, transformers.__version__, torch.__version__, config.to_json_string(use_diff=False)]
     name = f"{hashlib.sha256(json.dumps(facts).encode()).hexdigest()}.split"
     if cache.recall(cache_folder, name) is not None:
         return
@@ -64,63 +75,69 @@ def check_split(config: Any, cache_folder: Path) -> None:
     kind = config.model_type
     try:
         with quiet_transformers():
-            agrees = any(_difference(config, seed) <= TOLERANCE for seed in range(TRIES))
+            agrees = any(_difference(config, seed, compute) <= TOLERANCE for seed in range(TRIES))
     except FAILURES as error:
-        refuse(f"{kind!r} does not run in stages: {type(error).__name__}: {first_line(error)}", cause=error)
+        refuse(f"{kind!r} does not run in {parts}: {type(error).__name__}: {first_line(error)}", cause=error)
     if not agrees:
-        refuse(f"{kind!r} computes something else in stages than whole")
+        refuse(f"{kind!r} computes something else in {parts} than whole")
     cache.store(cache_folder, name, "")
     tried_s = round(monotonic_s() - began_s, 2)
-    log.info("stages compute what the whole model computes", model_type=kind, tried_s=tried_s)
+    log.info("parts compute what the whole model computes", parts=parts, model_type=kind, tried_s=tried_s)
 
 
 @torch.inference_mode()
-def _difference(config: Any, seed: int) -> float:
-    """The largest difference between logits of whole and stages, as a share of the largest logit; NaN if one is."""
+def _difference(config: Any, seed: int, compute: Compute) -> float:
+    """The largest difference between logits of whole and parts, as a share of the largest logit; NaN if one is."""
     whole = build_miniature(config)
     if any(getattr(module, "is_causal", True) is False for module in whole.modules()):
         refuse(f"{config.model_type!r} attends to later tokens, or to another model's")
     generator = torch.Generator().manual_seed(seed)
     sequences = [torch.randint(VOCAB, (length,), generator=generator) for length in LENGTHS]
     expected = torch.cat([whole(input_ids=ids[None], use_cache=False).logits[0] for ids in sequences])
-    found = _in_stages(_stages(whole), sequences)
+    found = compute(whole, sequences)
     return float((found - expected).abs().max() / expected.abs().max())
 
 
 def _stages(whole: Any) -> list[Forward]:
     """First layer, middle layers and last layer of the miniature, with KV of their own."""
+    num_layers = whole.config.num_hidden_layers
+    cuts = sorted({0, 1, num_layers - 1, num_layers})
+    attention, shapes = Attention(None), dict[int, KvShape]()
+    shards = [shard_of(whole, range(start, stop), attention) for start, stop in pairwise(cuts)]
+    for shard in shards:
+        shapes |= probe_kv_shapes(shard)
+    return [forward_of(shard, attention, shapes) for shard in shards]
+
+
+def shard_of(whole: Any, layers: range, attention: Attention) -> Shard:
+    """Some layers of the miniature, with its weights."""
     config = whole.config
-    num_layers = config.num_hidden_layers
     info = ModelInfo(
         path=Path(),
         revision=None,
         config=config,
-        num_layers=num_layers,
+        num_layers=config.num_hidden_layers,
         context_length=max(LENGTHS),
         vocab_size=VOCAB,
         hidden_size=config.hidden_size,
         eos_ids=(),
     )
-    cuts = sorted({0, 1, num_layers - 1, num_layers})
-    attention, shapes = Attention(None), dict[int, KvShape]()
-    shards = [_shard(whole, info, range(start, stop), attention) for start, stop in pairwise(cuts)]
-    for shard in shards:
-        shapes |= probe_kv_shapes(shard)
-    kv = PagedKv(layers=shapes, num_blocks=len(LENGTHS), dtype=torch.float32)
-    return [Forward(shard, attention, kv, RowPadding(buckets=frozenset())) for shard in shards]
-
-
-def _shard(whole: Any, info: ModelInfo, layers: range, attention: Attention) -> Shard:
-    model = shard_class(info, layers, lambda _: None)(copy.deepcopy(whole.config)).eval()
+    model = shard_class(info, layers, lambda _: None)(copy.deepcopy(config)).eval()
     missing = model.load_state_dict(whole.state_dict(), strict=False, assign=True).missing_keys
-    assert not missing, f"stages have weights of their own: {missing}"
+    assert not missing, f"parts have weights of their own: {missing}"
     model.set_attn_implementation(attention.name)
     model.set_experts_implementation(EXPERTS)
     return Shard(model, info, layers, CPU)
 
 
-def _in_stages(stages: list[Forward], sequences: list[Tensor]) -> Tensor:
-    """The logits [T, V] of all rows, sequence by sequence, computed packed, chunk by chunk."""
+def forward_of(shard: Shard, attention: Attention, shapes: dict[int, KvShape]) -> Forward:
+    """What runs it, with KV for the sequences."""
+    kv = PagedKv(layers=shapes, num_blocks=len(LENGTHS), dtype=torch.float32)
+    return Forward(shard, attention, kv, RowPadding(buckets=frozenset()))
+
+
+def in_steps(stages: list[Forward], sequences: list[Tensor]) -> Tensor:
+    """Returns the logits, float32 [T, V], of all rows, sequence by sequence, computed packed, chunk by chunk."""
     rows: list[list[Tensor]] = [[] for _ in sequences]
     for chunks in zip(*(pairwise(cuts) for cuts in CUTS), strict=True):
         spans = [Span(start=start, length=stop - start, blocks=[place]) for place, (start, stop) in enumerate(chunks)]

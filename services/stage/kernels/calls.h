@@ -43,21 +43,35 @@ struct Norm {
   int32_t rounds_first;
 };
 
+// One process's place among those that compute a layer together, on one host. `arrived` and both buffers, which follow
+// one another, are memory that all of them map; `arrived` has a cache line for each.
+struct Ranks {
+  void *arrived, *buffers;
+  int64_t buffer_bytes, num_meetings;
+  int32_t rank, num_ranks;
+};
+
 // A decoder layer, x [num_rows][hidden] to `out` of the same size, dense, in the attention's dtype, with its rows and
 // threads; cos and sin: [num_rows][dim]. qkv and gate_up are products of several layers side by side. With no out it
-// ends when keys and values are written.
+// ends when keys and values are written. With ranks each computes its share of the attention heads and of every product's
+// outputs: those of o and down, and the inputs of both, come together.
 struct LayerCall {
   const void *x, *cos, *sin;
   void* out;
   ProductCall *qkv, *o, *gate_up, *down;
   AttentionCall* attention;
   Norm before_attention, query_norm, key_norm, before_mlp;
+  Ranks* ranks;
 };
 
 // All return 0, or -1 for what they do not know; attention and layers also 1 + the first row that points outside its tables.
 int32_t shardline_attend(const AttentionCall* call);
 int32_t shardline_multiply(const ProductCall* call);
 int32_t shardline_run_layer(const LayerCall* call);
+
+// Waits until every rank has come here as often as this one. What a rank wrote before, the others read behind it: into
+// buffer num_meetings % 2, as it is before the call. It is written again after the next meeting at the earliest.
+int32_t shardline_meet(Ranks* ranks);
 
 // x: rows of `num_groups` vectors of `dim` elements, rows `stride` elements apart; out is dense.
 int32_t shardline_rms_norm(const void* x, const Norm* norm, void* out, int64_t num_rows, int64_t num_groups, int64_t dim,

@@ -79,6 +79,16 @@ class Norm(ctypes.Structure):
     _fields_ = (("weight", c_void_p), ("eps", c_float), ("rounds_first", c_int32))
 
 
+class Ranks(ctypes.Structure):
+    """calls.h's `Ranks`, field by field."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("arrived", "buffers")),
+        *((name, c_int64) for name in ("buffer_bytes", "num_meetings")),
+        *((name, c_int32) for name in ("rank", "num_ranks")),
+    )
+
+
 class LayerCall(ctypes.Structure):
     """calls.h's `LayerCall`, field by field."""
 
@@ -87,6 +97,7 @@ class LayerCall(ctypes.Structure):
         *((name, POINTER(ProductCall)) for name in ("qkv", "o", "gate_up", "down")),
         ("attention", POINTER(AttentionCall)),
         *((name, Norm) for name in ("before_attention", "query_norm", "key_norm", "before_mlp")),
+        ("ranks", POINTER(Ranks)),
     )
 
 
@@ -98,11 +109,13 @@ def _typed(function: Any, *types: Any) -> Any:
 class Kernel:
     """One loaded variant. OpenMP comes from torch's own runtime: the library links none."""
 
-    __slots__ = ("attend", "isa", "multiply", "pack_weights", "path", "rms_norm", "rotate", "run_layer", "silu_mul")
+    __slots__ = (
+        *("attend", "isa", "meet", "multiply", "pack_weights", "path", "rms_norm", "rotate", "run_layer", "silu_mul"),
+    )
 
     def __init__(self, path: Path, isa: str) -> None:
         library = ctypes.CDLL(str(path))
-        calls = {"attention": AttentionCall, "product": ProductCall, "layer": LayerCall}
+        calls = {"attention": AttentionCall, "product": ProductCall, "layer": LayerCall, "ranks": Ranks}
         if any(
             getattr(library, f"shardline_{name}_call_bytes")() != ctypes.sizeof(call) for name, call in calls.items()
         ):
@@ -116,6 +129,7 @@ class Kernel:
         self.rotate = _typed(library.shardline_rotate, *[c_void_p] * 4, *[c_int64] * 4, *[c_int32] * 2)
         self.pack_weights = _typed(library.shardline_pack_weights, *[c_void_p] * 2, *[c_int64] * 2)
         self.multiply = _typed(library.shardline_multiply, POINTER(ProductCall))
+        self.meet = _typed(library.shardline_meet, POINTER(Ranks))
         self.isa = isa
         self.path = path
 

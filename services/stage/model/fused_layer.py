@@ -20,7 +20,9 @@ from services.stage.attention.attention import Attention, KvWritten
 from services.stage.kernels.kernel import Kernel, LayerCall, Norm
 from services.stage.model.fused import FusedMlp, FusedRmsNorm
 from services.stage.model.packing import Part
+from services.stage.model.split_layers import GatheredLinear
 from services.stage.model.tiled_linear import TiledLinear
+from services.stage.ranks.group import RankGroup
 
 
 class FusedLayer:
@@ -58,9 +60,16 @@ FusedLayers = dict[nn.Module, FusedLayer]
 
 
 def fuse_layers(
-    layers: Iterable[nn.Module], kernel: Kernel, attention: Attention, trial: Callable[[], object]
+    layers: Iterable[nn.Module],
+    kernel: Kernel,
+    attention: Attention,
+    trial: Callable[[], object],
+    group: RankGroup | None = None,
 ) -> FusedLayers:
-    """Replaces the forward of each layer that can be one call; returns those. `trial` runs all of them once."""
+    """Replaces the forward of each layer that can be one call; returns those. `trial` runs all of them once.
+
+    `group` has the ranks that compute the layers together, if several do.
+    """
     asked: dict[nn.Module, tuple[tuple[Any, ...], dict[str, Any], Any]] = {}
 
     def note(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
@@ -72,7 +81,7 @@ def fuse_layers(
         hook.remove()
     fused: FusedLayers = {}
     for layer, call in asked.items():
-        one = _fused(layer, kernel, attention)
+        one = _fused(layer, kernel, attention, group)
         if one is not None and _use_fused(layer, one, *call):
             fused[layer] = one
     return fused
@@ -102,7 +111,7 @@ def _use_fused(layer: Any, fused: FusedLayer, args: tuple[Any, ...], kwargs: dic
     return False
 
 
-def _fused(layer: Any, kernel: Kernel, attention: Attention) -> FusedLayer | None:
+def _fused(layer: Any, kernel: Kernel, attention: Attention, group: RankGroup | None) -> FusedLayer | None:
     """The layer as one call, if it has the parts, and no others, that the kernel puts together."""
     if _names(layer) != {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}:
         return None
@@ -113,7 +122,7 @@ def _fused(layer: Any, kernel: Kernel, attention: Attention) -> FusedLayer | Non
     asked = attention.call(heads.layer_idx)
     norms = [layer.input_layernorm, layer.post_attention_layernorm, *(getattr(heads, name) for name in head_norms)]
     qkv, gate_up = _merged(heads.q_proj, heads.k_proj, heads.v_proj), _merged(mlp.gate_proj, mlp.up_proj)
-    products = [qkv, heads.o_proj, gate_up, mlp.down_proj]
+    products = [qkv, _together(heads.o_proj, group), gate_up, _together(mlp.down_proj, group)]
     if asked is None or asked.sinks or asked.value_dim != asked.dim:
         return None
     if not all(isinstance(norm, FusedRmsNorm) for norm in norms) or not all(
@@ -129,12 +138,20 @@ def _fused(layer: Any, kernel: Kernel, attention: Attention) -> FusedLayer | Non
         layer.input_layernorm.norm,
         *(getattr(heads, name).norm if name in head_norms else no_norm for name in ("q_norm", "k_norm")),
         layer.post_attention_layernorm.norm,
+        None if group is None else pointer(group.call),
     )
     return FusedLayer(kernel, attention, call)
 
 
 def _names(module: nn.Module) -> set[str]:
     return {name for name, _ in module.named_children()}
+
+
+def _together(product: Any, group: RankGroup | None) -> Any:
+    """The product; with ranks this one's share, of inputs and outputs that they put together."""
+    if group is None:
+        return product
+    return product.linear if isinstance(product, GatheredLinear) and product.gathers_input else None
 
 
 def _merged(*parts: object) -> nn.Module | None:

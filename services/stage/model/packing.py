@@ -40,6 +40,8 @@ class Packing:
     int8: bool = False
     keeps_weights: bool = False
     """A packed layer uses the weight that it was given, which may be shared."""
+    make_expert: MakeLayer | None = None
+    """For experts of a mixture instead of `make`."""
 
 
 UNPACKED = Packing("none", None)
@@ -154,7 +156,7 @@ def pack(model: nn.Module, packing: Packing, *, uses_embedding: bool = True) -> 
     """
     if packing.make is not None and not packing.keeps_weights:
         for experts in filter(is_experts, model.modules()):
-            pack_experts(experts, packing.make)
+            pack_experts(experts, packing.make_expert or packing.make)
     groups = list(_groups(model))
     if packing.make is None or not groups:
         return

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from services.stage.attention.attention import Attention, PagedKv, Span
-from services.stage.engine.executor import pack_shard
 from services.stage.engine.forward import Forward
+from services.stage.engine.loading import pack_shard
 from services.stage.kernels.kernel import Kernel, load
 from services.stage.model.fused import fuse
 from services.stage.model.kv_shapes import probe_kv_shapes

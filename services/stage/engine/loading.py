@@ -1,0 +1,222 @@
+"""Loads what runs packed rows: a shard with its attention and its KV. Every rank of a stage does this, side by side.
+
+Knows no StepPlan and no sampling.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Protocol
+
+import structlog
+import torch
+from torch import nn
+
+from services.stage.attention import triton_backend
+from services.stage.attention.attention import Attention
+from services.stage.attention.paged_kv import KvShape, PagedKv
+from services.stage.device.device import INT8
+from services.stage.engine.accelerator_options import AcceleratorOptions
+from services.stage.engine.decode_graphs import CudaRecorder
+from services.stage.engine.exactness import Probe, choose_row_buckets
+from services.stage.engine.forward import Forward
+from services.stage.engine.memory import Limits, WeightBytes
+from services.stage.kernels.kernel import Kernel
+from services.stage.model.cpu_parts import num_bytes, parts_of
+from services.stage.model.float_files import with_floats
+from services.stage.model.fused import fuse, fuse_norms
+from services.stage.model.kv_shapes import probe_kv_shapes
+from services.stage.model.model_info import ModelInfo
+from services.stage.model.owned_weights import give_back, own
+from services.stage.model.packing import Packing, pack, packed_bytes, packing_for, tiled_bytes, unshare_embedding
+from services.stage.model.row_buckets import MAX_ADDED, VECTORS
+from services.stage.model.shard import Shard, shard_layers
+from services.stage.model.split_layers import gathered, send_embedding, split_shard, widest
+from services.stage.model.streamed_layers import StreamedLayers
+from services.stage.model.triton_products import TritonRmsNorm
+from services.stage.ranks.group import RankGroup
+
+log = structlog.get_logger(__name__)
+
+
+class Memory(Protocol):
+    """What divides the memory of a stage, as one rank sees it. Its methods are called in this order."""
+
+    @property
+    def streamed_layers(self) -> tuple[int, ...]:
+        """By their numbers, once the weights are checked."""
+
+    def check_fits(self, weights: WeightBytes) -> None:
+        """Before any weight is read. Raises Invalid, with the remedy, if they do not fit."""
+
+    def make_kv(self, kv_shapes: Mapping[int, KvShape], dtype: torch.dtype, *, context: int) -> PagedKv:
+        """Allocates the KV. Raises Invalid if the memory holds no KV block."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForwardLoad:
+    """Which layers, how, and where. The same on all ranks, but for `memory` and the place in `group`."""
+
+    info: ModelInfo
+    layers: range
+    device: torch.device
+    of_dtype: torch.dtype
+    """Of activations and KV."""
+    weights_dtype: str
+    limits: Limits
+    memory: Memory
+    cache_folder: Path
+    options: AcceleratorOptions
+    native: Kernel | None
+    """On cores."""
+    group: RankGroup | None = None
+    """None: the stage is one process."""
+
+    @property
+    def packing(self) -> Packing:
+        """How linear layers are packed, before ranks divide them."""
+        if self.device.type != "cpu":
+            return self.options.packing()
+        return packing_for(self.of_dtype, self.native, int8=self.weights_dtype == INT8)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedForward:
+    """What runs packed rows, and what is known of their bits."""
+
+    forward: Forward
+    exact: bool
+    num_ranks: int
+    """On which a row's bits depend: 1 if they are those of one process."""
+
+
+def load_forward(load: ForwardLoad) -> LoadedForward:
+    """Loads a shard, packs its weights and allocates its KV. Raises Invalid for what cannot be served."""
+    if load.group is not None:
+        assert load.native is not None, "ranks need the CPU kernels"
+        load.group.open(load.native, 0)
+    attention, packing = Attention(load.native or triton_backend.load(load.device)), load.packing
+    shard = _load_shard(load, attention, packing)
+    if load.group is not None:
+        split_shard(shard, load.group)
+        packing = _for_ranks(packing, shard, load)
+    kv_shapes = probe_kv_shapes(shard)
+    streamed, folder = load.memory.streamed_layers, load.limits.streamed_folder
+    pack_shard(shard, packing, streamed=streamed, folder=folder, group=load.group)
+    if load.native is not None:
+        fuse(shard.model, load.native)
+    padding, rows_are_exact = choose_row_buckets(
+        shard, can_be_exact=attention.exact, token_budget=load.limits.token_budget, cache_folder=load.cache_folder
+    )
+    kv = load.memory.make_kv(kv_shapes, shard.dtype, context=load.info.context_length)
+    forward = Forward(shard, attention, kv, padding)
+    _save_calls(forward, load)
+    return LoadedForward(forward, _is_exact(forward, rows_are_exact), _num_ranks_that_count(forward, load))
+
+
+def _load_shard(load: ForwardLoad, attention: Attention, packing: Packing) -> Shard:
+    is_cpu, layers = load.device.type == "cpu", load.layers
+    parts = parts_of(load.options.cpu_parts, is_first=layers.start == 0)
+    converts = is_cpu and load.limits.streamed_layers != 0
+
+    def check(model: nn.Module) -> None:
+        load.options.check(model)
+        tiles = {number: tiled_bytes(layer, packing) for number, layer in shard_layers(model, layers).items()}
+        load.memory.check_fits(WeightBytes(packed_bytes(model, packing) - num_bytes(model, parts), tiles))
+
+    return Shard.load(
+        with_floats(load.info, layers, load.of_dtype, load.cache_folder, converts=converts),
+        layers,
+        dtype=load.of_dtype,
+        attn_implementation=attention.name,
+        device=load.device,
+        cpu_parts=parts,
+        check=check,
+    )
+
+
+def _for_ranks(packing: Packing, shard: Shard, load: ForwardLoad) -> Packing:
+    """How a rank packs its share; makes room for what the ranks put together in one step."""
+    assert load.group is not None
+    assert load.native is not None
+    assert packing.make is not None
+    rows = load.limits.token_budget + MAX_ADDED
+    load.group.open(load.native, rows * widest(shard) * shard.dtype.itemsize)
+    return replace(packing, make_expert=gathered(packing.make, load.group))
+
+
+def _num_ranks_that_count(forward: Forward, load: ForwardLoad) -> int:
+    """torch computes the last elements of a row otherwise if they do not fill a vector. So a rank's shares must, unless
+    our kernel computes whole layers."""
+    if load.group is None or forward.num_fused == len(forward.shard.layer_modules):
+        return 1
+    return 1 if all(width % VECTORS == 0 for width in forward.shard.widths) else load.group.num_ranks
+
+
+def _is_exact(forward: Forward, rows_are_exact: bool) -> bool:
+    exact = rows_are_exact and Probe(forward.sampled_outputs, forward.random_inputs, forward.kv.num_blocks).passes()
+    if not exact:
+        kind = forward.attention.kind
+        log.warning("rows are not exact on this device: outputs may differ after a resume", kernel=kind)
+    return exact
+
+
+def _save_calls(forward: Forward, load: ForwardLoad) -> None:
+    """Makes fewer calls of the same work: whole layers on the CPU, whole decode steps on a GPU."""
+    if load.native is not None:
+        forward.fuse_layers(load.native, load.group)
+    if load.options.cuda_graphs:
+        forward.record_decodes(CudaRecorder(), max_rows=load.limits.max_decodes)
+
+
+def pack_shard(
+    shard: Shard,
+    packing: Packing,
+    *,
+    streamed: Collection[int] = (),
+    folder: Path = Path(),
+    group: RankGroup | None = None,
+) -> None:
+    """Packs a shard, and on the CPU copies its weights out of the loader's files: those of the layers with the numbers
+    `streamed` into a file in `folder`.
+
+    This is done layer by layer: memory never holds more than one layer twice. Raises Invalid if the disk has no room.
+    """
+    if shard.device.type != "cpu":
+        if packing.keeps_weights:
+            _use_triton(shard, packing)
+        return
+    if shard.is_first and (shard.is_last or packing.int8) and (group is None or group.rank == 0):
+        # A tied output layer is packed in every split, so that one stage and three give the same bits.
+        unshare_embedding(shard.model, packing)
+    streaming = StreamedLayers(folder) if streamed else None
+    for number, layer in shard.layer_modules.items():
+        _pack_piece(layer, packing, uses_embedding=shard.is_first)
+        if streaming is not None and number in streamed:
+            streaming.take(layer)
+    if shard.is_last:
+        _pack_piece(shard.model, packing, uses_embedding=shard.is_first)
+    if group is not None and shard.is_first:
+        send_embedding(shard.model, group)
+    own(shard.model)
+    if streaming is not None:
+        streaming.start()
+        shard.streamed_layers = tuple(streamed)
+
+
+def _pack_piece(piece: nn.Module, packing: Packing, *, uses_embedding: bool) -> None:
+    originals = [parameter.data for parameter in piece.parameters()]
+    pack(piece, packing, uses_embedding=uses_embedding)
+    for original in originals:
+        give_back(original)
+
+
+def _use_triton(shard: Shard, packing: Packing) -> None:
+    """An output layer that stays on the CPU stays torch's."""
+    layers = list(shard.layer_modules.values())
+    has_output = shard.is_last and shard.output_device == shard.device
+    for piece in [*layers, shard.model] if has_output else layers:
+        pack(piece, packing)
+    fuse_norms(shard.model, TritonRmsNorm)

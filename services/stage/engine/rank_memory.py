@@ -1,0 +1,50 @@
+"""How the ranks of a stage agree on the memory that each takes: the first divides, the others are told."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from services.stage.attention.paged_kv import KvShape, PagedKv
+from services.stage.engine.memory import StageMemory, WeightBytes
+from services.stage.ranks.group import RankGroup
+
+
+class TellingMemory:
+    """The first rank's: what all take together is what one process would take."""
+
+    def __init__(self, memory: StageMemory, group: RankGroup) -> None:
+        self._memory, self._group = memory, group
+
+    @property
+    def streamed_layers(self) -> tuple[int, ...]:
+        """By their numbers, once the weights are checked."""
+        return self._memory.streamed_layers
+
+    def check_fits(self, weights: WeightBytes) -> None:
+        """As `StageMemory` does; tells how many layers are streamed."""
+        self._memory.check_fits(weights)
+        self._group.tell(len(self._memory.streamed_layers))
+
+    def make_kv(self, kv_shapes: Mapping[int, KvShape], dtype: torch.dtype, *, context: int) -> PagedKv:
+        """As `StageMemory` does, of which this rank allocates its share; tells the number of KV blocks."""
+        kv = self._memory.make_kv(kv_shapes, dtype, context=context, num_ranks=self._group.num_ranks)
+        self._group.tell(kv.num_blocks)
+        return kv
+
+
+class ToldMemory:
+    """Another rank's."""
+
+    def __init__(self, group: RankGroup) -> None:
+        self._group = group
+        self.streamed_layers: tuple[int, ...] = ()
+
+    def check_fits(self, weights: WeightBytes) -> None:
+        """Learns which layers are streamed."""
+        self.streamed_layers = weights.spread(self._group.tell(None))
+
+    def make_kv(self, kv_shapes: Mapping[int, KvShape], dtype: torch.dtype, *, context: int) -> PagedKv:  # noqa: ARG002 (the first rank knows it)
+        """Learns the number of KV blocks and allocates this rank's share of them."""
+        return PagedKv(layers=kv_shapes, num_blocks=self._group.tell(None), dtype=dtype)

@@ -1,0 +1,57 @@
+"""Tries on a model's miniature whether ranks compute what the whole model does, each in a thread of this process."""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from services.stage.attention.attention import Attention
+from services.stage.engine.loading import pack_shard
+from services.stage.engine.split_trial import forward_of, in_steps, shard_of, try_miniature
+from services.stage.kernels.kernel import Kernel
+from services.stage.model.kv_shapes import probe_kv_shapes
+from services.stage.model.packing import packing_for
+from services.stage.model.split_layers import gathered, split_shard
+from services.stage.ranks.group import RankGroup
+
+NUM_RANKS = 2
+"""What more would leave out, two leave out."""
+BUFFER_BYTES = 1 << 20
+
+
+def check_ranks(config: Any, cache_folder: Path, native: Kernel) -> None:
+    """Raises Invalid, with the reason, if ranks of a model of this config would compute something else than the whole
+    model. A model that passed is not tried again."""
+    try_miniature(config, cache_folder, "ranks", partial(_in_ranks, native))
+
+
+def _in_ranks(native: Kernel, whole: Any, sequences: list[Tensor]) -> Tensor:
+    memory = os.memfd_create("shardline-rank-trial")
+    groups = [RankGroup(rank, NUM_RANKS, memory) for rank in range(NUM_RANKS)]
+    with closing(os.fdopen(memory)), ThreadPoolExecutor(NUM_RANKS) as pool:
+        first, *_ = list(pool.map(lambda group: _rank(native, whole, sequences, group), groups))
+    return first
+
+
+@torch.inference_mode()
+def _rank(native: Kernel, whole: Any, sequences: list[Tensor], group: RankGroup) -> Tensor:
+    """What one rank computes: the logits [T, V]."""
+    group.open(native, BUFFER_BYTES)
+    try:
+        attention, packing = Attention(None), packing_for(torch.float32, native)
+        assert packing.make is not None
+        shard = shard_of(whole, range(whole.config.num_hidden_layers), attention)
+        split_shard(shard, group)
+        shapes = probe_kv_shapes(shard)
+        pack_shard(shard, replace(packing, make_expert=gathered(packing.make, group)), group=group)
+        return in_steps([forward_of(shard, attention, shapes)], sequences)
+    finally:
+        group.leave()

@@ -1,0 +1,67 @@
+"""What the first rank of a stage tells the others, and its bytes. Tensors go through the memory that they share."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import msgspec
+
+
+class PassKind(StrEnum):
+    """What a pass over the layers gives."""
+
+    HIDDEN = "hidden"
+    SAMPLED = "sampled"
+    WRITE = "write"
+
+
+class LoadShard(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Load these layers beside the first rank, under a number."""
+
+    number: int
+    model: str
+    """A folder."""
+    layers: tuple[int, int]
+    dtype: str
+    token_budget: int
+    max_open: int
+    streams: bool
+    streamed_folder: str
+    cache_folder: str
+
+
+class RunPass(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Run packed rows through the layers of a number; the input follows through the shared memory."""
+
+    number: int
+    kind: PassKind
+    spans: tuple[tuple[int, int, tuple[int, ...]], ...]
+    """Start, length and KV blocks of each."""
+    rows: tuple[int, ...]
+    """The sampled ones."""
+    left_out: tuple[int, ...]
+    """Layers that return their input."""
+    shape: tuple[int, ...]
+    dtype: str
+    """Of the input."""
+
+
+class DropShard(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Forget the layers of a number."""
+
+    number: int
+
+
+Message = LoadShard | RunPass | DropShard
+
+_encoder, _decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(Message)
+
+
+def encode(message: Message) -> bytes:
+    """Returns the bytes of a message."""
+    return _encoder.encode(message)
+
+
+def decode(data: bytes) -> Message:
+    """Returns the message of these bytes, which another rank of this stage has sent."""
+    return _decoder.decode(data)

@@ -1,0 +1,150 @@
+"""A stage of two ranks: every bit is that of one process, whatever the model, its dtype and its place in the chain."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from services.stage.attention.paged_kv import Span
+from services.stage.device.device import Device
+from services.stage.device.take import take
+from services.stage.engine.executor import Executor
+from services.stage.model.tiled_linear import TiledLinear
+from services.stage.scheduling.events import Finished
+from shardline.errors import ProtocolError
+from shardline.job import SamplingParams
+from tests.chain import complete, load_chain, requests
+from tests.models import VOCAB_SIZE, save_model
+from tests.pinned import unpinned_afterwards
+
+SAMPLED = SamplingParams(max_tokens=8, temperature=0.9, logprobs=1)
+LENGTHS = (1, 5, 40, 17)
+BUDGET = 24
+"""Below the longest prompt: some steps sample nothing, so that the last layer stops behind its KV."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Models and their checksums."""
+    return tmp_path_factory.mktemp("models")
+
+
+class Devices(NamedTuple):
+    """Of this process, side by side."""
+
+    one: Device
+    """Core 0."""
+    two: Device
+    """Cores 0 and 1, the second another rank's."""
+
+
+@pytest.fixture(scope="module")
+def devices(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Devices]:
+    folder = tmp_path_factory.mktemp("locks")
+    with unpinned_afterwards():
+        one, two = (
+            take(name, worker=name, lock_folder=folder / name, num_ranks=num)
+            for name, num in (("cpu:0", 1), ("cpu:0-1", 2))
+        )
+        yield Devices(one, two)
+        one.release()
+        two.release()
+
+
+def completions(stages: list[Executor]) -> list[Finished]:
+    """Tokens and log-probabilities of prompts together."""
+    generator = torch.Generator().manual_seed(3)
+    prompts = [torch.randint(3, VOCAB_SIZE, (length,), generator=generator).tolist() for length in LENGTHS]
+    return complete(stages, requests(prompts, SAMPLED), budget=BUDGET, seats=len(prompts))
+
+
+def num_fused(stages: list[Executor]) -> int:
+    """Layers that are one call of the kernel."""
+    layers = [layer for stage in stages for layer in stage.forward.shard.layer_modules.values()]
+    return sum("forward" in vars(layer) for layer in layers)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "num_stages"),
+    [
+        *(("llama", dtype, num_stages) for dtype in ("float32", "bfloat16", "int8") for num_stages in (1, 3)),
+        ("llama-tied", "float32", 2),
+        ("llama-tied", "int8", 1),
+        ("qwen3", "bfloat16", 1),  # norms of attention heads
+        ("phi3", "float32", 1),  # outputs of one product that no rank may keep
+        ("mixtral", "float32", 1),  # experts
+        ("gpt2", "float32", 1),  # no plan of transformers
+    ],
+)
+def test_two_ranks_give_every_bit_of_one_process(
+    name: str, dtype: str, num_stages: int, folder: Path, devices: Devices
+) -> None:
+    # Given what one process gives
+    path = save_model(folder, name, dtype=torch.bfloat16 if dtype == "int8" else torch.float32)
+    whole = load_chain(path, num_stages, devices.one, folder, dtype=dtype)
+    expected = completions(whole)
+
+    # When two ranks divide every layer
+    stages = load_chain(path, num_stages, devices.two, folder, dtype=dtype)
+
+    # Then nothing shows it: tokens, log-probabilities, exactness, layers as one call
+    assert completions(stages) == expected
+    assert [stage.exact for stage in stages] == [stage.exact for stage in whole]
+    assert num_fused(stages) == num_fused(whole)
+    for stage in stages:
+        stage.drop()
+
+
+@pytest.mark.parametrize(("name", "same"), [("llama", True), ("gemma2", False)])
+def test_ranks_whose_shares_may_fill_no_vector_do_not_pass_for_one_process(
+    name: str, same: bool, folder: Path, devices: Devices
+) -> None:
+    path = save_model(folder, name)
+    (whole,), (stage,) = (load_chain(path, 1, device, folder) for device in devices)
+
+    assert (stage.fingerprint == whole.fingerprint) is same
+    assert stage.exact
+    stage.drop()
+
+
+def test_ranks_take_half_of_the_kv_and_of_the_products_each(folder: Path, devices: Devices) -> None:
+    path = save_model(folder)
+    (whole,), (half,) = (load_chain(path, 1, device, folder) for device in devices)
+
+    def products_and_kv(stage: Executor) -> tuple[int, int]:
+        layers = stage.forward.shard.layer_modules.values()
+        products = {each for layer in layers for each in layer.modules() if isinstance(each, TiledLinear)}
+        kv = stage.forward.kv
+        return sum(each.tiles.numel() for each in products), sum(
+            each.numel() for each in (*kv.keys.values(), *kv.values.values())
+        )
+
+    assert half.num_blocks == whole.num_blocks
+    assert products_and_kv(half) == tuple(number // 2 for number in products_and_kv(whole))
+    half.drop()
+
+
+def test_layers_of_ranks_may_be_streamed(folder: Path, devices: Devices) -> None:
+    path = save_model(folder)
+    expected = completions(load_chain(path, 1, devices.one, folder))
+
+    stages = load_chain(path, 1, devices.two, folder, streamed_layers=2, streamed_folder=folder)
+
+    assert completions(stages) == expected
+    assert len(stages[0].forward.shard.streamed_layers) == 2
+    stages[0].drop()
+
+
+def test_rows_outside_the_kv_are_refused_and_the_ranks_go_on(folder: Path, devices: Devices) -> None:
+    (stage,) = load_chain(save_model(folder), 1, devices.two, folder)
+    before = completions([stage])
+
+    with pytest.raises(ProtocolError, match="outside"):
+        stage.forward.hidden([Span(start=0, length=1, blocks=[stage.num_blocks])], torch.tensor([5]))
+
+    assert completions([stage]) == before
+    stage.drop()
