@@ -18,14 +18,13 @@ import torch
 from services.stage.attention.paged_kv import Span
 from services.stage.device.cpu import Cpu, pin
 from services.stage.engine.accelerator_options import AcceleratorOptions
-from services.stage.engine.forward import Forward
-from services.stage.engine.loading import ForwardLoad, load_forward
+from services.stage.engine.loading import ForwardLoad, LoadedForward, load_forward
 from services.stage.engine.memory import Limits
 from services.stage.engine.rank_memory import ToldMemory
 from services.stage.kernels import kernel
 from services.stage.model.model_info import ModelInfo
 from services.stage.ranks.group import RankGroup
-from services.stage.ranks.messages import LoadShard, PassKind, RunPass, decode
+from services.stage.ranks.messages import LoadShard, MoveBlocks, PassKind, RunPass, decode
 from services.stage.ranks.processes import REFUSED_STATUS
 from shardline import log
 from shardline.config import Settings
@@ -41,7 +40,7 @@ class Rank:
     def __init__(self, group: RankGroup) -> None:
         self._group = group
         self._native = kernel.load()
-        self._forwards: dict[int, Forward] = {}
+        self._loaded: dict[int, LoadedForward] = {}
 
     @torch.inference_mode()
     def serve(self, link: Connection) -> None:
@@ -56,15 +55,20 @@ class Rank:
                 with suppress(ProtocolError):
                     self._run(message)
             elif isinstance(message, LoadShard):
-                self._forwards[message.number] = self._load(message)
+                self._loaded[message.number] = self._load(message)
                 gc.collect()
                 gc.freeze()
+            elif isinstance(message, MoveBlocks):
+                with suppress(ProtocolError):
+                    self._loaded[message.number].area.move(message.moves)
             else:
-                del self._forwards[message.number]
+                del self._loaded[message.number]
 
-    def _load(self, message: LoadShard) -> Forward:
+    def _load(self, message: LoadShard) -> LoadedForward:
         limits = Limits(
             kv_bytes=None,
+            offload_bytes=message.offload_bytes,
+            offload_folder=None if message.offload_folder is None else Path(message.offload_folder),
             token_budget=message.token_budget,
             max_open=message.max_open,
             streamed_layers=int(message.streams),
@@ -77,16 +81,16 @@ class Rank:
             of_dtype=Cpu.dtypes[message.dtype],
             weights_dtype=message.dtype,
             limits=limits,
-            memory=ToldMemory(self._group),
+            memory=ToldMemory(self._group, limits),
             cache_folder=Path(message.cache_folder),
             options=AcceleratorOptions(),
             native=self._native,
             group=self._group,
         )
-        return load_forward(load).forward
+        return load_forward(load)
 
     def _run(self, message: RunPass) -> None:
-        forward = self._forwards[message.number]
+        forward = self._loaded[message.number].forward
         spans = [Span(start=start, length=length, blocks=blocks) for start, length, blocks in message.spans]
         x = self._group.receive(message.shape, getattr(torch, message.dtype))
         with forward.without(message.left_out):

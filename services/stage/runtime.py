@@ -205,8 +205,10 @@ def place(settings: StageSettings) -> Placed:
         raise Invalid("SHARDLINE_KV_OFFLOAD_MIB", problem, "Leave the prefix cache on, or set this to 0")
     if settings.further_models and not settings.is_planned:
         raise Invalid("SHARDLINE_FURTHER_MODELS", "only a fleet changes models", "Set SHARDLINE_LAYERS=planned")
-    if settings.tp > 1 and (field := _not_in_ranks(settings)) is not None:
-        raise Invalid(field, "ranks (SHARDLINE_TP) cannot do this", "Leave it out, or set SHARDLINE_TP=1")
+    if settings.tp > 1 and settings.adapters_dir is not None:
+        raise Invalid(
+            "SHARDLINE_TP", "ranks have no adapters, and SHARDLINE_ADAPTERS_DIR names some", "Set one of them only"
+        )
     info = info_of(settings)
     layers = layers_of(settings, info.num_layers)
     name = settings.worker_name or f"{settings.pipeline or settings.name}.{settings.place}"
@@ -223,13 +225,6 @@ def place(settings: StageSettings) -> Placed:
     if settings.is_planned and not settings.worker_name:
         worker = f"{settings.name}.{device.name.replace(':', '-').replace(',', '+')}@{socket.gethostname()}"
     return Placed(settings=settings, info=info, layers=layers, device=device, worker=worker)
-
-
-def _not_in_ranks(settings: StageSettings) -> str | None:
-    """The setting, if one is used, that a stage of several ranks does not follow."""
-    if settings.adapters_dir is not None:
-        return "SHARDLINE_ADAPTERS_DIR"
-    return "SHARDLINE_KV_OFFLOAD_MIB" if settings.kv_offload_mib else None
 
 
 def info_of(settings: StageSettings) -> ModelInfo:

@@ -31,6 +31,7 @@ def main(
         str | None, typer.Option(help="one for each stage: 'cpu:0 toy:0'; toy: the test accelerator")
     ] = None,
     streamed_layers: Annotated[int, typer.Option(help="of each stage: their weights are read in every step")] = 0,
+    tp: Annotated[int, typer.Option(help="ranks of each stage, on all cores")] = 1,
     patience: Annotated[float, typer.Option(help="seconds after the last fault in which everything must end")] = 180.0,
     time_scale: Annotated[
         float, typer.Option(help="of the protocol's times; more where the machine is busy")
@@ -54,6 +55,7 @@ def main(
         workers=workers,
         devices=devices,
         streamed_layers=streamed_layers,
+        tp=tp,
         time_scale=time_scale,
         exact=not inexact,
         insecure=insecure,
@@ -63,7 +65,7 @@ def main(
     )
     what = f"FAULTS={faults!r} LOAD={load} DTYPE={dtype} STAGES={stages} TIME_SCALE={time_scale:g}"
     shape = f"{f' WORKERS={workers}' if workers else ''}{f' DEVICES={devices!r}' if devices else ''}"
-    streamed = f" STREAMED_LAYERS={streamed_layers}" if streamed_layers else ""
+    streamed = f"{f' STREAMED_LAYERS={streamed_layers}' if streamed_layers else ''}{f' TP={tp}' if tp > 1 else ''}"
     more = f"{shape}{streamed}{' INSECURE=yes' if insecure else ''}"
     again = f"make chaos SEED={options.seed} MINUTES={minutes:g} {what}{more}"
     conduct(again, partial(run, options, wanted(faults, GROUPS)), file=FILE, logs=LOGS_KEPT)

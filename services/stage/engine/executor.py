@@ -37,7 +37,7 @@ from services.stage.model.peft import AdapterFolder
 from services.stage.model.shard import Shard
 from services.stage.model.weights import fingerprint
 from services.stage.scheduling.open_sequences import OpenSequences
-from services.stage.scheduling.step_plan import StepPlan, StepResult
+from services.stage.scheduling.step_plan import Move, StepPlan, StepResult
 from shardline.clock import monotonic_s
 from shardline.errors import Invalid, ProtocolError
 
@@ -116,7 +116,6 @@ class Executor:
             forward = loaded.forward
             forward.lead = lead
             adapters = _adapter_pool(forward.shard, load.packing, load.native, limits, cache_folder)
-            area = memory.make_offload_area(forward.kv)
         weights = fingerprint(info.path, cache_folder)
         name = exactness_fingerprint(
             weights=weights,
@@ -126,7 +125,7 @@ class Executor:
             num_threads=device.num_threads,
             device=device.identity(),
         )
-        return cls(forward, area, limits, device, adapters, exact=loaded.exact, fingerprint=name)
+        return cls(forward, loaded.area, limits, device, adapters, exact=loaded.exact, fingerprint=name)
 
     @property
     def blocks_used(self) -> int:
@@ -182,7 +181,8 @@ class Executor:
         began_s = monotonic_s()
         if plan.num_tokens > self.token_budget:
             raise ProtocolError(f"step {plan.step} has {plan.num_tokens} tokens, the budget is {self.token_budget}")
-        self._area.move(plan.moves)
+        if plan.moves:
+            self._move(plan.moves)
         for opened in plan.opens:
             self._open_sequences.open(opened)
             if self.is_last:
@@ -196,6 +196,11 @@ class Executor:
             self._adapters.close(seq)
             self._sampled.pop(seq, None)
         return out
+
+    def _move(self, moves: tuple[Move, ...]) -> None:
+        if self.forward.lead is not None:
+            self.forward.lead.move(moves)
+        self._area.move(moves)
 
     def _extend(self, plan: StepPlan) -> tuple[list[Span], list[int]]:
         spans: list[Span] = []

@@ -27,6 +27,7 @@ from services.stage.model.row_buckets import RowPadding
 from services.stage.model.shard import Shard
 from services.stage.ranks.group import RankGroup
 from services.stage.ranks.messages import PassKind
+from services.stage.scheduling.step_plan import Move
 
 log = structlog.get_logger(__name__)
 
@@ -43,6 +44,9 @@ class Lead(Protocol):
     ) -> None:
         """Tells them. `x` is the input, ids int64 [T] or states [T, H]; `rows` are the sampled ones; layers `left_out`
         do not run."""
+
+    def move(self, moves: tuple[Move, ...]) -> None:
+        """Has them copy KV blocks to slots and back."""
 
     def drop(self) -> None:
         """Lets them forget their shares."""

@@ -8,8 +8,9 @@ from torch import Tensor
 
 from services.stage.attention.paged_kv import Span
 from services.stage.engine.loading import ForwardLoad
-from services.stage.ranks.messages import DropShard, LoadShard, PassKind, RunPass
+from services.stage.ranks.messages import DropShard, LoadShard, MoveBlocks, PassKind, RunPass
 from services.stage.ranks.processes import OtherRanks
+from services.stage.scheduling.step_plan import Move
 
 
 class RanksLead:
@@ -27,6 +28,8 @@ class RanksLead:
                 dtype=load.weights_dtype,
                 token_budget=limits.token_budget,
                 max_open=limits.max_open,
+                offload_bytes=limits.offload_bytes,
+                offload_folder=None if limits.offload_folder is None else str(limits.offload_folder),
                 streams=limits.streamed_layers != 0,
                 streamed_folder=str(limits.streamed_folder),
                 cache_folder=str(load.cache_folder),
@@ -49,6 +52,10 @@ class RanksLead:
             )
         )
         self._ranks.group.send(x)
+
+    def move(self, moves: tuple[Move, ...]) -> None:
+        """Tells them which KV blocks this rank is about to copy."""
+        self._ranks.post(MoveBlocks(number=self._number, moves=moves))
 
     def drop(self) -> None:
         """Lets the other ranks forget the shard."""

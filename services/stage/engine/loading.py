@@ -16,6 +16,7 @@ from torch import nn
 
 from services.stage.attention import triton_backend
 from services.stage.attention.attention import Attention
+from services.stage.attention.offload_area import OffloadArea
 from services.stage.attention.paged_kv import KvShape, PagedKv
 from services.stage.device.device import INT8
 from services.stage.engine.accelerator_options import AcceleratorOptions
@@ -54,6 +55,9 @@ class Memory(Protocol):
     def make_kv(self, kv_shapes: Mapping[int, KvShape], dtype: torch.dtype, *, context: int) -> PagedKv:
         """Allocates the KV. Raises Invalid if the memory holds no KV block."""
 
+    def make_offload_area(self, kv: PagedKv) -> OffloadArea:
+        """Allocates slots beside the KV. Raises Invalid if there is no room."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardLoad:
@@ -84,9 +88,10 @@ class ForwardLoad:
 
 @dataclass(frozen=True, slots=True)
 class LoadedForward:
-    """What runs packed rows, and what is known of their bits."""
+    """What runs packed rows, where their KV goes meanwhile, and what is known of their bits."""
 
     forward: Forward
+    area: OffloadArea
     exact: bool
     num_ranks: int
     """On which a row's bits depend: 1 if they are those of one process."""
@@ -113,7 +118,8 @@ def load_forward(load: ForwardLoad) -> LoadedForward:
     kv = load.memory.make_kv(kv_shapes, shard.dtype, context=load.info.context_length)
     forward = Forward(shard, attention, kv, padding)
     _save_calls(forward, load)
-    return LoadedForward(forward, _is_exact(forward, rows_are_exact), _num_ranks_that_count(forward, load))
+    exact = _is_exact(forward, rows_are_exact)
+    return LoadedForward(forward, load.memory.make_offload_area(kv), exact, _num_ranks_that_count(forward, load))
 
 
 def _load_shard(load: ForwardLoad, attention: Attention, packing: Packing) -> Shard:

@@ -135,11 +135,15 @@ class StageMemory:
             self._device.promises.make(self._offload_bytes)
         return kv
 
-    def make_offload_area(self, kv: PagedKv) -> OffloadArea:
-        """Allocates slots beside this KV, then withdraws the promise. Raises Invalid if there is no room."""
+    def make_offload_area(self, kv: PagedKv, *, num_ranks: int = 1) -> OffloadArea:
+        """Allocates slots beside this KV, which is of one of so many ranks, then withdraws the promise.
+
+        Raises Invalid if there is no room.
+        """
         limits = self._limits
+        num_bytes = limits.offload_bytes // num_ranks
         with self._device.promises.alone():
-            area = OffloadArea(kv, limits.offload_bytes, limits.offload_folder, synchronize=self._device.synchronize)
+            area = OffloadArea(kv, num_bytes, limits.offload_folder, synchronize=self._device.synchronize)
             self._device.promises.make(0)
         return area
 

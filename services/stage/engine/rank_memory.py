@@ -6,8 +6,9 @@ from collections.abc import Mapping
 
 import torch
 
+from services.stage.attention.offload_area import OffloadArea
 from services.stage.attention.paged_kv import KvShape, PagedKv
-from services.stage.engine.memory import StageMemory, WeightBytes
+from services.stage.engine.memory import Limits, StageMemory, WeightBytes
 from services.stage.ranks.group import RankGroup
 
 
@@ -33,12 +34,17 @@ class TellingMemory:
         self._group.tell(kv.num_blocks)
         return kv
 
+    def make_offload_area(self, kv: PagedKv) -> OffloadArea:
+        """As `StageMemory` does, this rank's share."""
+        return self._memory.make_offload_area(kv, num_ranks=self._group.num_ranks)
+
 
 class ToldMemory:
     """Another rank's."""
 
-    def __init__(self, group: RankGroup) -> None:
-        self._group = group
+    def __init__(self, group: RankGroup, limits: Limits) -> None:
+        """`limits` are the stage's."""
+        self._group, self._limits = group, limits
         self.streamed_layers: tuple[int, ...] = ()
 
     def check_fits(self, weights: WeightBytes) -> None:
@@ -48,3 +54,7 @@ class ToldMemory:
     def make_kv(self, kv_shapes: Mapping[int, KvShape], dtype: torch.dtype, *, context: int) -> PagedKv:  # noqa: ARG002 (the first rank knows it)
         """Learns the number of KV blocks and allocates this rank's share of them."""
         return PagedKv(layers=kv_shapes, num_blocks=self._group.tell(None), dtype=dtype)
+
+    def make_offload_area(self, kv: PagedKv) -> OffloadArea:
+        """Allocates this rank's share of the slots: as many as the first rank has."""
+        return OffloadArea(kv, self._limits.offload_bytes // self._group.num_ranks, self._limits.offload_folder)

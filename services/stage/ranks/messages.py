@@ -6,6 +6,8 @@ from enum import StrEnum
 
 import msgspec
 
+from services.stage.scheduling.step_plan import Move
+
 
 class PassKind(StrEnum):
     """What a pass over the layers gives."""
@@ -25,6 +27,9 @@ class LoadShard(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     dtype: str
     token_budget: int
     max_open: int
+    offload_bytes: int
+    """Of all ranks."""
+    offload_folder: str | None
     streams: bool
     streamed_folder: str
     cache_folder: str
@@ -46,13 +51,20 @@ class RunPass(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Of the input."""
 
 
+class MoveBlocks(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Copy KV blocks to slots and back, before the next pass."""
+
+    number: int
+    moves: tuple[Move, ...]
+
+
 class DropShard(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Forget the layers of a number."""
 
     number: int
 
 
-Message = LoadShard | RunPass | DropShard
+Message = LoadShard | RunPass | MoveBlocks | DropShard
 
 _encoder, _decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(Message)
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import random
 import signal
+from contextlib import suppress
 
 import psutil
 
+from services.stage.ranks.processes import PROGRAM
 from services.standalone.processes import wait_until_gone
 from tests.chaos.faults.fault import Fault, NotInjected, Simple, hold
 from tests.chaos.stack.local_target import LocalTarget
@@ -28,6 +30,23 @@ def pick(target: LocalTarget, rng: random.Random, role: str) -> tuple[str, int]:
     if role == TAIL:
         return target.pick(rng, f"stage-{last}")
     return target.pick_any(rng, {HEAD: "stage-0"}.get(role, role))
+
+
+def other_rank(target: LocalTarget, rng: random.Random) -> psutil.Process:
+    """A living process of a stage, which the supervisor did not start."""
+    _, pid = target.pick(rng, "stage")
+    try:
+        ranks = [child for child in psutil.Process(pid).children() if PROGRAM in child.cmdline()]
+    except psutil.NoSuchProcess:
+        ranks = []
+    if not ranks:
+        raise NotInjected("the stage has not started its ranks yet")
+    return rng.choice(ranks)
+
+
+def has_one_rank(target: LocalTarget) -> str | None:
+    """Why no other rank can be hurt."""
+    return None if target.num_ranks > 1 else "a stage is one process: TP=2 gives it another"
 
 
 def missing(target: LocalTarget, role: str) -> str | None:
@@ -63,6 +82,27 @@ def pause(role: str, leases: float) -> Fault:
     return Simple(kind=f"pause {role} {leases:g} leases", inject=inject, why_not=lambda target: missing(target, role))
 
 
+def kill_rank(target: LocalTarget, rng: random.Random) -> None:
+    """SIGKILL; the stage ends with it, and the supervisor starts the stage again."""
+    rank = other_rank(target, rng)
+    rank.kill()
+    if not wait_until_gone(rank, timeout_s=GONE_S):
+        raise NotInjected("the rank survived SIGKILL")
+
+
+def pause_rank(target: LocalTarget, rng: random.Random) -> None:
+    """SIGSTOP for longer than a lease, then SIGCONT: a step waits, or its pipeline is lost."""
+    rank = other_rank(target, rng)
+    rank.suspend()
+    hold(1.5 * target.times.lease_s)
+    with suppress(psutil.NoSuchProcess):
+        rank.resume()
+
+
 KILLS: tuple[Fault, ...] = tuple(kill(role) for role in (*ROLES, "warm-parent"))
 PAUSES: tuple[Fault, ...] = tuple(pause(role, leases) for role in ROLES[:-1] for leases in LEASES)
-FAULTS = (*KILLS, *PAUSES)
+RANKS: tuple[Fault, ...] = (
+    Simple(kind="kill rank", inject=kill_rank, is_kill=True, why_not=has_one_rank),
+    Simple(kind="pause rank", inject=pause_rank, why_not=has_one_rank),
+)
+FAULTS = (*KILLS, *PAUSES, *RANKS)

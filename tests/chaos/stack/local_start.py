@@ -116,6 +116,7 @@ def local_target(options: Options) -> Iterator[LocalTarget]:
             kv_mib=kv_mib,
             num_started=options.num_started,
             is_fleet=options.workers is not None,
+            num_ranks=options.tp,
             workload=workload,
             start_s=start_s,
         )
@@ -133,17 +134,20 @@ def _outside_memory(options: Options, folder: Path) -> Mapping[str, str]:
 
 def _shape(options: Options) -> Mapping[str, str]:
     """How many stages the stack has, and of which kind."""
+    ranks = {"SHARDLINE_TP": str(options.tp)} if options.tp > 1 else {}
     devices = {}
     if options.devices is not None:
         devices = {"SHARDLINE_DEVICES": options.devices, "SHARDLINE_DEVICE_MODULE": "tests.accelerator"}
+    all_cores = {"SHARDLINE_STAGE_CORES": str(len(usable_cores()))}
     if options.workers is not None:
-        cores = {} if devices else {"SHARDLINE_STAGE_CORES": str(len(usable_cores()))}
+        cores = {} if devices else all_cores
         is_users = options.load is LoadName.USERS
         memory = {"SHARDLINE_MEMORY_MIB": str(FLEET_MIB[options.dtype])} if is_users else {}
-        return {"SHARDLINE_WORKERS": str(options.workers), **cores, **memory, **devices}
+        return {"SHARDLINE_WORKERS": str(options.workers), **cores, **memory, **ranks, **devices}
     if devices:
         return devices
-    return {"SHARDLINE_STAGES": str(options.stages), "SHARDLINE_REPLICAS": str(options.replicas)}
+    cores = all_cores if ranks else {}
+    return {"SHARDLINE_STAGES": str(options.stages), "SHARDLINE_REPLICAS": str(options.replicas), **cores, **ranks}
 
 
 def composed_redis() -> Mapping[str, str]:

@@ -57,6 +57,8 @@ class LocalTarget(TargetRun):
     """Stages of a pipeline, or workers of the fleet."""
     is_fleet: bool = False
     """Its stages have no number: which worker is the head is for the plan to say."""
+    num_ranks: int = 1
+    """Of each stage of the first stack."""
 
     @property
     def num_stages(self) -> int:

@@ -40,6 +40,8 @@ class Options:
     """Of the stages, in place of cores: SHARDLINE_DEVICES. May name the test accelerator, `toy:0`."""
     streamed_layers: int = 0
     """Of each stage, whose weights it reads in every step."""
+    tp: int = 1
+    """Ranks of each stage of the first stack, which all share the cores."""
     exact: bool = True
     """False: attention without our kernel, so that a resume may give other tokens."""
     patience_s: float = 180.0

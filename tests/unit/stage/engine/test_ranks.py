@@ -17,7 +17,7 @@ from services.stage.model.tiled_linear import TiledLinear
 from services.stage.scheduling.events import Finished
 from shardline.errors import ProtocolError
 from shardline.job import SamplingParams
-from tests.chain import complete, load_chain, requests
+from tests.chain import Pressure, complete, load_chain, requests
 from tests.models import VOCAB_SIZE, save_model
 from tests.pinned import unpinned_afterwards
 
@@ -136,6 +136,24 @@ def test_layers_of_ranks_may_be_streamed(folder: Path, devices: Devices) -> None
 
     assert completions(stages) == expected
     assert len(stages[0].forward.shard.streamed_layers) == 2
+    stages[0].drop()
+
+
+def test_kv_of_preempted_sequences_goes_to_slots_and_back_on_each_rank(folder: Path, devices: Devices) -> None:
+    # Given more sequences than the KV holds, and what they give with room
+    path = save_model(folder)
+    prompts = [[5 + (place * 7 + at) % 80 for at in range(70)] for place in range(6)]
+    wanted = requests(prompts, SamplingParams(max_tokens=70, temperature=0.0, ignore_eos=True))
+    expected = complete(load_chain(path, 1, devices.one, folder), wanted, budget=256, seats=6)
+
+    # When two ranks move what does not fit
+    stages = load_chain(path, 1, devices.two, folder, offload_bytes=1 << 20)
+    pressure = Pressure(num_blocks=8, num_slots=stages[0].offload.num_slots)
+    found = complete(stages, wanted, budget=256, seats=6, pressure=pressure)
+
+    # Then nothing shows it
+    assert any(not move.is_out for move in pressure.moves), "nothing came back"
+    assert [each.output_ids for each in found] == [each.output_ids for each in expected]
     stages[0].drop()
 
 
