@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
 from shardline.config import Settings
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-PLACEMENT = frozenset({"devices", "replicas", "stages", "split", "workers", "stage_cores"})
+PLACEMENT = frozenset({"devices", "replicas", "stages", "split", "workers", "stage_cores", "tp"})
 CLERK = Path(__file__).resolve().parent / "demo" / "clerk" / "model"
+
+
+def _stages(settings: dict[str, Any]) -> int:
+    """One for each device; else the cores are two shares, or one that ranks divide."""
+    return len((settings["devices"] or "").split()) // settings["replicas"] or (2 if settings["tp"] == 1 else 1)
 
 
 class StandaloneSettings(Settings):
@@ -24,11 +29,12 @@ class StandaloneSettings(Settings):
         None, description="of all stages, such as 'cuda:0 cuda:1 cpu:0-7'; default: equal shares of the cores"
     )
     replicas: int = Field(1, ge=1, le=64, description="pipelines on the same queue")
+    tp: int = Field(1, ge=1, le=64, description="ranks of each stage, which divide its cores")
     stages: int = Field(
-        default_factory=lambda settings: len((settings["devices"] or "").split()) // settings["replicas"] or 2,
+        default_factory=_stages,
         ge=1,
         le=256,
-        description="stages of a pipeline; default: one for each device, else 2",
+        description="stages of a pipeline; default: one for each device, else 2, or 1 of several ranks",
     )
     split: str | None = Field(
         None, description="layers of the stages by hand, such as 0-5,6-7; even; default: planned by what stages measure"

@@ -23,6 +23,11 @@ def test_two_stages_on_two_cores_have_one_each() -> None:
     assert (second.name, second.layers_text, second.device, second.shared) == ("stage-1", "4-7", "cpu:1", False)
 
 
+def test_ranks_divide_the_cores_of_one_stage_if_nobody_says_more() -> None:
+    (stage,) = places(StandaloneSettings(tp=2), 8, [0, 1, 2, 3])
+    assert (stage.layers_text, stage.device) == ("0-7", "cpu:0-3")
+
+
 def test_two_replicas_on_two_cores_share_and_have_names_of_their_own() -> None:
     stages = places(StandaloneSettings(stages=2, replicas=2), 8, [0, 1])
     assert [stage.name for stage in stages] == ["stage-0", "stage-1", "stage-0.1", "stage-1.1"]
