@@ -54,7 +54,7 @@ struct Ranks {
 // A decoder layer, x [num_rows][hidden] to `out` of the same size, dense, in the attention's dtype, with its rows and
 // threads; cos and sin: [num_rows][dim]. qkv and gate_up are products of several layers side by side. With no out it
 // ends when keys and values are written. With ranks each computes its share of the attention heads and of every product's
-// outputs: those of o and down, and the inputs of both, come together.
+// outputs: those of o and down, and the inputs of both, come together, where each rank's have a first place in a row.
 struct LayerCall {
   const void *x, *cos, *sin;
   void* out;
@@ -62,6 +62,7 @@ struct LayerCall {
   AttentionCall* attention;
   Norm before_attention, query_norm, key_norm, before_mlp;
   Ranks* ranks;
+  int64_t first_attended, first_o, first_inner, first_down;
 };
 
 // All return 0, or -1 for what they do not know; attention and layers also 1 + the first row that points outside its tables.

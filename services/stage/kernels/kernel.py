@@ -98,6 +98,7 @@ class LayerCall(ctypes.Structure):
         ("attention", POINTER(AttentionCall)),
         *((name, Norm) for name in ("before_attention", "query_norm", "key_norm", "before_mlp")),
         ("ranks", POINTER(Ranks)),
+        *((name, c_int64) for name in ("first_attended", "first_o", "first_inner", "first_down")),
     )
 
 

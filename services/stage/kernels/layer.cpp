@@ -9,9 +9,6 @@
 
 namespace {
 
-// The first of the elements of a row of `width` that are this rank's.
-inline int64_t first_of(const Ranks& ranks, int64_t width) { return (width + ranks.num_ranks - 1) / ranks.num_ranks * ranks.rank; }
-
 // Memory between the parts of one layer, kept by the thread: its pages need not be found again in each call.
 class Scratch {
  public:
@@ -51,13 +48,13 @@ struct Layer {
     product.num_threads = threads;
     return shardline_multiply(&product);
   }
-  // The whole rows of `width`, of which this rank has `mine` elements each; null if they are more than a buffer holds.
-  char* together(const void* x, int64_t mine, int64_t width) const {
+  // The whole rows of `width`, of which this rank has `mine` elements from `first` on; null if no buffer holds them.
+  char* together(const void* x, int64_t mine, int64_t first, int64_t width) const {
     if (!call.ranks) return (char*)x;
     Ranks& ranks = *call.ranks;
     if (rows * width * element_bytes > ranks.buffer_bytes) return nullptr;
     char* all = (char*)ranks.buffers + ranks.num_meetings % 2 * ranks.buffer_bytes;
-    char* out = all + first_of(ranks, width) * element_bytes;
+    char* out = all + first * element_bytes;
     for (int64_t row = 0; row < rows; ++row)
       std::memcpy(out + row * width * element_bytes, (const char*)x + row * mine * element_bytes, mine * element_bytes);
     shardline_meet(&ranks);
@@ -94,18 +91,18 @@ struct Layer {
     attention.query_strides = {dim, queries}, attention.key_strides = {dim, keys}, attention.value_strides = {dim, width};
     if (int32_t status = shardline_attend(&attention); status || !call.out) return status;
 
-    char* all = together(attended, queries, call.o->num_inputs);
+    char* all = together(attended, queries, call.first_attended, call.o->num_inputs);
     if (!all) return -1;
     if (int32_t status = multiply(*call.o, all, normal)) return status;
-    if (!(all = together(normal, call.o->num_outputs, hidden))) return -1;
+    if (!(all = together(normal, call.o->num_outputs, call.first_o, hidden))) return -1;
     if (int32_t status = shardline_add(call.x, all, call.out, rows, hidden, dtype, threads)) return status;
     if (int32_t status = normalize(call.out, call.before_mlp, normal)) return status;
     if (int32_t status = multiply(*call.gate_up, normal, gates)) return status;
     if (int32_t status = shardline_silu_mul(gates, gates + inner * element_bytes, gated, rows, inner, 2 * inner, 2 * inner, dtype, threads))
       return status;
-    if (!(all = together(gated, inner, call.down->num_inputs))) return -1;
+    if (!(all = together(gated, inner, call.first_inner, call.down->num_inputs))) return -1;
     if (int32_t status = multiply(*call.down, all, normal)) return status;
-    if (!(all = together(normal, call.down->num_outputs, hidden))) return -1;
+    if (!(all = together(normal, call.down->num_outputs, call.first_down, hidden))) return -1;
     return shardline_add(call.out, all, call.out, rows, hidden, dtype, threads);
   }
 };

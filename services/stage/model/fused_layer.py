@@ -122,7 +122,7 @@ def _fused(layer: Any, kernel: Kernel, attention: Attention, group: RankGroup | 
     asked = attention.call(heads.layer_idx)
     norms = [layer.input_layernorm, layer.post_attention_layernorm, *(getattr(heads, name) for name in head_norms)]
     qkv, gate_up = _merged(heads.q_proj, heads.k_proj, heads.v_proj), _merged(mlp.gate_proj, mlp.up_proj)
-    products = [qkv, _together(heads.o_proj, group), gate_up, _together(mlp.down_proj, group)]
+    products = [qkv, _mine(heads.o_proj, group), gate_up, _mine(mlp.down_proj, group)]
     if asked is None or asked.sinks or asked.value_dim != asked.dim:
         return None
     if not all(isinstance(norm, FusedRmsNorm) for norm in norms) or not all(
@@ -138,7 +138,7 @@ def _fused(layer: Any, kernel: Kernel, attention: Attention, group: RankGroup | 
         layer.input_layernorm.norm,
         *(getattr(heads, name).norm if name in head_norms else no_norm for name in ("q_norm", "k_norm")),
         layer.post_attention_layernorm.norm,
-        None if group is None else pointer(group.call),
+        *_together([heads.o_proj, mlp.down_proj], group),
     )
     return FusedLayer(kernel, attention, call)
 
@@ -147,11 +147,18 @@ def _names(module: nn.Module) -> set[str]:
     return {name for name, _ in module.named_children()}
 
 
-def _together(product: Any, group: RankGroup | None) -> Any:
-    """The product; with ranks this one's share, of inputs and outputs that they put together."""
+def _mine(product: Any, group: RankGroup | None) -> Any:
+    """The product; with ranks this one's part, whose inputs and outputs they put together."""
     if group is None:
         return product
-    return product.linear if isinstance(product, GatheredLinear) and product.gathers_input else None
+    return product.linear if isinstance(product, GatheredLinear) and product.inputs is not None else None
+
+
+def _together(products: list[Any], group: RankGroup | None) -> list[Any]:
+    """The ranks, and where in a row of inputs and of outputs of each product this one's are."""
+    if group is None:
+        return []
+    return [pointer(group.call), *(share.mine.start for each in products for share in (each.inputs, each.outputs))]
 
 
 def _merged(*parts: object) -> nn.Module | None:

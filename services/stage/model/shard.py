@@ -79,6 +79,12 @@ def shard_layers(model: Any, layers: range) -> dict[int, nn.Module]:
     return {number: stack[number] for number in layers}
 
 
+def row_lengths(layers: Iterable[nn.Module]) -> frozenset[int]:
+    """Returns the outputs of the linear layers in these layers, and their halves, where two may be fused."""
+    sizes = {int(p.shape[-2]) for layer in layers for p in layer.parameters() if p.dim() > 1}
+    return frozenset(sizes | {size // 2 for size in sizes if size % 2 == 0})
+
+
 class Shard:
     """Some layers of a model, ready to compute: `hidden` on any stage, `logits` on the tail."""
 
@@ -89,9 +95,8 @@ class Shard:
         self.dtype: torch.dtype = model.dtype
         self._stack = self.decoder.get_submodule(model.pieces.layers)
         self.layer_modules = shard_layers(model, layers)
-        sizes = {int(p.shape[-2]) for layer in self.layer_modules.values() for p in layer.parameters() if p.dim() > 1}
-        self.widths = frozenset(sizes | {size // 2 for size in sizes if size % 2 == 0})
-        """The row lengths of elementwise operations: outputs of linear layers, or half of them where two are fused."""
+        self.widths = row_lengths(self.layer_modules.values())
+        """The row lengths of elementwise operations."""
         self.streamed_layers: tuple[int, ...] = ()
         """By number: those whose weights are read in every step."""
         self.linear_sizes: dict[str, LinearSize] = model.linear_sizes

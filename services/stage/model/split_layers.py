@@ -9,9 +9,10 @@ Letters of shapes: T rows, K inputs and N outputs of a layer.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +20,7 @@ from transformers.pytorch_utils import Conv1D
 
 from services.stage.model.experts import is_experts
 from services.stage.model.packing import MakeLayer, is_linear
-from services.stage.model.shard import Shard
+from services.stage.model.shard import Shard, row_lengths
 from services.stage.model.tiled_linear import TILE_OUTPUTS
 from services.stage.ranks.group import RankGroup
 
@@ -27,15 +28,22 @@ KEPT, TAKES_KEPT = "colwise", "rowwise"
 """transformers' words for a layer whose outputs stay on their rank, and for one whose inputs did."""
 
 
+class Share(NamedTuple):
+    """Which of some numbers are a rank's."""
+
+    mine: range
+    num: int
+
+
 class GatheredLinear(nn.Module):
     """A linear layer of which each rank has some outputs; it gives all."""
 
-    def __init__(self, group: RankGroup, linear: Any, num_outputs: int, *, gathers_input: bool) -> None:
-        """`linear` has this rank's outputs. With `gathers_input` each rank has only its share of the inputs."""
+    def __init__(self, group: RankGroup, linear: Any, outputs: Share, inputs: Share | None = None) -> None:
+        """`linear` has this rank's share of the outputs. With `inputs` each rank has only its share of those."""
         super().__init__()
-        self.linear, self.gathers_input = linear, gathers_input
+        self.linear, self.inputs, self.outputs = linear, inputs, outputs
         self.in_features: int = linear.in_features
-        self.out_features = num_outputs
+        self.out_features = outputs.num
         self._group = group
 
     @property
@@ -47,9 +55,9 @@ class GatheredLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns x @ weight.T + bias [..., T, N] for x [..., T, K], or this rank's share of it, in one dtype."""
-        if self.gathers_input:
-            x = self._group.gather(x, self.in_features)
-        return self._group.gather(self.linear(x), self.out_features)
+        if self.inputs is not None:
+            x = self._group.gather(x, *self.inputs)
+        return self._group.gather(self.linear(x), *self.outputs)
 
 
 class SentEmbedding(nn.Module):
@@ -95,13 +103,14 @@ def split_shard(shard: Shard, group: RankGroup) -> None:
 
     Experts are divided by `gathered`, as they are packed.
     """
-    plan = dict(shard.info.config.base_model_tp_plan or {})
-    names = {module: name for name, module in shard.decoder.named_modules()}
+    config, decoder = shard.info.config, shard.decoder
+    splitter = _Splitter(group, dict(config.base_model_tp_plan or {}), config.num_attention_heads)
+    names = {module: name for name, module in decoder.named_modules()}
     for layer in shard.layer_modules.values():
         for parent in list(layer.modules()):
             if not is_experts(parent):
-                _split_children(parent, names[parent], plan, group)
-    shard.widths |= {width // group.num_ranks for width in shard.widths if width % group.num_ranks == 0}
+                splitter.split(parent, names[parent])
+    shard.widths |= row_lengths(shard.layer_modules.values())
     if shard.is_last:
         _split_output(shard, group)
 
@@ -119,9 +128,11 @@ def gathered(make: MakeLayer, group: RankGroup) -> MakeLayer:
     """Returns what makes this rank's share of a packed layer, which gives all outputs, of a whole weight [N, K]."""
 
     def make_share(weight: Tensor, bias: Tensor | None) -> Any:
-        share = group.share_of(len(weight))
+        if not group.can_share(len(weight), TILE_OUTPUTS):
+            return make(weight, bias)
+        share = group.share_of(len(weight), TILE_OUTPUTS)
         mine = make(weight[share.start : share.stop], None if bias is None else bias[share.start : share.stop])
-        return GatheredLinear(group, mine, len(weight), gathers_input=False)
+        return GatheredLinear(group, mine, Share(share, len(weight)))
 
     return make_share
 
@@ -133,26 +144,39 @@ def widest(shard: Shard) -> int:
     return max([shard.info.hidden_size, *found])
 
 
-def _split_children(parent: Any, name: str, plan: Mapping[str, str], group: RankGroup) -> None:
-    linears = {child: module for child, module in parent.named_children() if is_linear(module)}
-    kinds = {child: plan.get(re.sub(r"\.\d+", ".*", f"{name}.{child}")) for child in linears}
-    keeps = _can_keep(parent, [linears[child] for child, kind in kinds.items() if kind == KEPT], group)
-    for child, linear in linears.items():
-        if keeps and kinds[child] == KEPT:
-            setattr(parent, child, _share(linear, group))
-        elif group.num_ranks <= _num_outputs(linear) // TILE_OUTPUTS or kinds[child] == TAKES_KEPT:
-            takes_kept = keeps and kinds[child] == TAKES_KEPT
-            setattr(parent, child, _gathered_linear(linear, group, gathers_input=takes_kept))
+class _Splitter:
+    """Replaces the linear layers of one parent after the other."""
 
+    def __init__(self, group: RankGroup, plan: Mapping[str, str], num_heads: int) -> None:
+        """`num_heads` are query heads."""
+        self._group, self._plan, self._num_heads = group, plan, num_heads
 
-def _can_keep(parent: Any, linears: list[nn.Linear | Conv1D], group: RankGroup) -> bool:
-    """Whether outputs of these layers can stay on their ranks: equal shares, of whole attention heads, and nothing that
-    `parent` keeps for each of them itself."""
-    if next(parent.parameters(recurse=False), None) is not None:
-        return False
-    head_dim = getattr(parent, "head_dim", None) if hasattr(parent, "layer_idx") else None
-    unit = head_dim if isinstance(head_dim, int) else 1
-    return all(_num_outputs(linear) % (unit * group.num_ranks) == 0 for linear in linears)
+    def split(self, parent: Any, name: str) -> None:
+        """Divides its own linear layers, by `name` in the model's plan."""
+        linears = {child: module for child, module in parent.named_children() if is_linear(module)}
+        kinds = {child: self._plan.get(re.sub(r"\.\d+", ".*", f"{name}.{child}")) for child in linears}
+        num_units = self._num_units(parent, [linears[child] for child, kind in kinds.items() if kind == KEPT])
+        for child, linear in linears.items():
+            if num_units is not None and kinds[child] == KEPT:
+                share = self._group.share_of(_num_outputs(linear), _num_outputs(linear) // num_units)
+                setattr(parent, child, _rows_of(linear, share))
+            elif self._group.can_share(_num_outputs(linear), TILE_OUTPUTS):
+                takes_kept = num_units is not None and kinds[child] == TAKES_KEPT
+                setattr(parent, child, _gathered_linear(linear, self._group, num_units if takes_kept else None))
+
+    def _num_units(self, parent: Any, linears: list[nn.Linear | Conv1D]) -> int | None:
+        """Into how many parts, each of them some outputs of all these layers, ranks may divide what they keep: KV heads
+        with their queries, or tiles. None if they cannot."""
+        if not linears or next(parent.parameters(recurse=False), None) is not None:
+            return None  # nothing to keep, or `parent` has weights itself for each of the outputs
+        sizes = [_num_outputs(linear) for linear in linears]
+        if not hasattr(parent, "layer_idx"):
+            num = sizes[0] // TILE_OUTPUTS if len(set(sizes)) == 1 and sizes[0] % TILE_OUTPUTS == 0 else 1
+        elif isinstance(head_dim := getattr(parent, "head_dim", None), int):
+            num = math.gcd(*sizes) // head_dim if all(size % head_dim == 0 for size in sizes) else 1
+        else:
+            num = self._num_heads if all(size % self._num_heads == 0 for size in sizes) else 1
+        return num if self._group.can_share(num) else None
 
 
 def _split_output(shard: Shard, group: RankGroup) -> None:
@@ -160,19 +184,24 @@ def _split_output(shard: Shard, group: RankGroup) -> None:
     if not is_linear(output):
         return
     is_tied = getattr(embedding, "weight", None) is output.weight
-    shard.model.set_output_embeddings(_gathered_linear(output, group, gathers_input=False))
+    shard.model.set_output_embeddings(_gathered_linear(output, group))
     if is_tied and not shard.is_first:
         embedding.weight.data = torch.empty(0, dtype=shard.dtype)
 
 
-def _gathered_linear(linear: nn.Linear | Conv1D, group: RankGroup, *, gathers_input: bool) -> GatheredLinear:
-    return GatheredLinear(group, _share(linear, group), _num_outputs(linear), gathers_input=gathers_input)
+def _gathered_linear(linear: nn.Linear | Conv1D, group: RankGroup, num_units: int | None = None) -> GatheredLinear:
+    """With `num_units` its inputs lie on the ranks in shares of as many units."""
+    num_outputs = _num_outputs(linear)
+    outputs, inputs = Share(group.share_of(num_outputs, TILE_OUTPUTS), num_outputs), None
+    mine = _rows_of(linear, outputs.mine)
+    if num_units is not None:
+        inputs = Share(group.share_of(mine.in_features, mine.in_features // num_units), mine.in_features)
+    return GatheredLinear(group, mine, outputs, inputs)
 
 
-def _share(linear: nn.Linear | Conv1D, group: RankGroup) -> nn.Linear:
-    """A layer of this rank's outputs, of the memory of the whole one."""
+def _rows_of(linear: nn.Linear | Conv1D, share: range) -> nn.Linear:
+    """A layer of some of its outputs, of the memory of the whole one."""
     weight = linear.weight.T if isinstance(linear, Conv1D) else linear.weight
-    share = group.share_of(len(weight))
     mine = nn.Linear(weight.shape[1], len(share), bias=linear.bias is not None, device="meta")
     mine.weight = nn.Parameter(weight[share.start : share.stop], requires_grad=False)
     if linear.bias is not None:

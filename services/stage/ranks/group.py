@@ -47,17 +47,21 @@ class RankGroup:
         self.call.buffer_bytes = buffer_bytes
         self._meet()
 
-    def share_of(self, num: int) -> range:
-        """Returns which of so many numbers are this rank's: equal shares, but for the last rank's."""
-        share = ceil_div(num, self.num_ranks)
+    def share_of(self, num: int, unit: int = 1) -> range:
+        """Returns which of so many numbers are this rank's: equal shares of whole units, but for the last ones."""
+        share = self._share(num, unit)
         return range(min(num, self.rank * share), min(num, (self.rank + 1) * share))
 
-    def gather(self, mine: Tensor, num: int) -> Tensor:
+    def can_share(self, num: int, unit: int = 1) -> bool:
+        """Whether each rank gets some of so many numbers."""
+        return (self.num_ranks - 1) * self._share(num, unit) < num
+
+    def gather(self, mine: Tensor, share: range, num: int) -> Tensor:
         """Returns rows [..., N] with the numbers of all ranks, of which `mine` [..., n], of any dtype, are this one's
         share; `num` is N."""
         rows = mine.reshape(-1, mine.shape[-1])
         at_once = max(1, self.call.buffer_bytes // (num * mine.itemsize))
-        parts = [self._gather(part, num) for part in rows.split(at_once)]
+        parts = [self._gather(part, share, num) for part in rows.split(at_once)]
         return (parts[0] if len(parts) == 1 else torch.cat(parts)).reshape(*mine.shape[:-1], num)
 
     def send(self, x: Tensor) -> None:
@@ -83,8 +87,10 @@ class RankGroup:
         counters = torch.frombuffer(self._map, dtype=WORD, count=self.num_ranks * LINE_BYTES // WORD.itemsize)
         counters[self.rank * LINE_BYTES // WORD.itemsize] = torch.iinfo(WORD).max
 
-    def _gather(self, mine: Tensor, num: int) -> Tensor:
-        share = self.share_of(num)
+    def _share(self, num: int, unit: int) -> int:
+        return ceil_div(ceil_div(num, unit), self.num_ranks) * unit
+
+    def _gather(self, mine: Tensor, share: range, num: int) -> Tensor:
         together = self._buffer((len(mine), num), mine.dtype)
         together[:, share.start : share.stop] = mine
         self._meet()

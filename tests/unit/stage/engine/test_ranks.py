@@ -112,7 +112,7 @@ def test_ranks_whose_shares_may_fill_no_vector_do_not_pass_for_one_process(
 
 
 def test_ranks_take_half_of_the_kv_and_of_the_products_each(folder: Path, devices: Devices) -> None:
-    path = save_model(folder)
+    path = save_model(folder / "even", intermediate_size=64)
     (whole,), (half,) = (load_chain(path, 1, device, folder) for device in devices)
 
     def products_and_kv(stage: Executor) -> tuple[int, int]:
@@ -126,6 +126,18 @@ def test_ranks_take_half_of_the_kv_and_of_the_products_each(folder: Path, device
     assert half.num_blocks == whole.num_blocks
     assert products_and_kv(half) == tuple(number // 2 for number in products_and_kv(whole))
     half.drop()
+
+
+def test_heads_that_ranks_cannot_divide_evenly_stay_whole(folder: Path, devices: Devices) -> None:
+    path = save_model(folder / "odd", hidden_size=48, num_attention_heads=6, num_key_value_heads=3)
+    expected = completions(load_chain(path, 1, devices.one, folder))
+
+    stages = load_chain(path, 1, devices.two, folder)
+
+    assert completions(stages) == expected
+    assert num_fused(stages) == 4
+    assert {keys.shape[1] for keys in stages[0].forward.kv.keys.values()} == {2}, "the other rank has one KV head"
+    stages[0].drop()
 
 
 def test_layers_of_ranks_may_be_streamed(folder: Path, devices: Devices) -> None:
