@@ -32,6 +32,7 @@ def main(
     ] = None,
     streamed_layers: Annotated[int, typer.Option(help="of each stage: their weights are read in every step")] = 0,
     tp: Annotated[int, typer.Option(help="ranks of each stage, on all cores")] = 1,
+    adapters: Annotated[int, typer.Option(help="of each model, of which a stage holds half")] = 0,
     patience: Annotated[float, typer.Option(help="seconds after the last fault in which everything must end")] = 180.0,
     time_scale: Annotated[
         float, typer.Option(help="of the protocol's times; more where the machine is busy")
@@ -56,6 +57,7 @@ def main(
         devices=devices,
         streamed_layers=streamed_layers,
         tp=tp,
+        adapters=adapters,
         time_scale=time_scale,
         exact=not inexact,
         insecure=insecure,
@@ -66,7 +68,8 @@ def main(
     what = f"FAULTS={faults!r} LOAD={load} DTYPE={dtype} STAGES={stages} TIME_SCALE={time_scale:g}"
     shape = f"{f' WORKERS={workers}' if workers else ''}{f' DEVICES={devices!r}' if devices else ''}"
     streamed = f"{f' STREAMED_LAYERS={streamed_layers}' if streamed_layers else ''}{f' TP={tp}' if tp > 1 else ''}"
-    more = f"{shape}{streamed}{' INSECURE=yes' if insecure else ''}"
+    adapted = f" ADAPTERS={adapters}" if adapters else ""
+    more = f"{shape}{streamed}{adapted}{' INSECURE=yes' if insecure else ''}"
     again = f"make chaos SEED={options.seed} MINUTES={minutes:g} {what}{more}"
     conduct(again, partial(run, options, wanted(faults, GROUPS)), file=FILE, logs=LOGS_KEPT)
 

@@ -129,6 +129,11 @@ def test_an_honest_life_is_no_finding(database_url: str, job_id: UUID) -> None:
             id="a changed checkpoint",
         ),
         pytest.param(
+            """UPDATE results SET provenance = '{"adapter": {"fingerprint": "f"}}' WHERE job_id = %s""",
+            ("I2", "adapter_mismatches"),
+            id="an adapter that nobody asked for",
+        ),
+        pytest.param(
             "UPDATE results SET fence = 1 WHERE job_id = %s", ("I3", "stale_commits"), id="a result of a stale fence"
         ),
         pytest.param(

@@ -16,9 +16,11 @@ from tests.chaos.driver.drawing import drawn
 from tests.chaos.load.journal import Asked, Journal, Watched
 from tests.chaos.load.reader import Event, events, note
 from tests.chaos.load.users import CLERK, SCRIBE
-from tests.chaos.load.workload import PLAIN, Workload, lab, of_users
+from tests.chaos.load.workload import PLAIN, Workload, adapter_names, lab, of_users
 from tests.chaos.report.finding import Finding
 from tests.chaos.report.report import Report, Struck
+
+ADAPTED = of_users([CLERK, SCRIBE]).with_adapters(adapter_names(3))
 
 
 def kinds(seed: int, num: int) -> list[str]:
@@ -52,7 +54,9 @@ def test_choosing_an_unknown_name_lists_the_known_ones() -> None:
         chosen("earthquake")
 
 
-@pytest.mark.parametrize("workload", [lab(), of_users([CLERK, SCRIBE])], ids=["lab", "users"])
+@pytest.mark.parametrize(
+    "workload", [lab(), of_users([CLERK, SCRIBE]), ADAPTED], ids=["lab", "users", "users of adapters"]
+)
 def test_all_requests_of_a_set_differ_and_are_valid(workload: Workload) -> None:
     assert len({json.dumps(request) for request in workload.requests}) == len(workload.requests)
     for request in workload.requests:
@@ -69,6 +73,13 @@ def test_the_users_load_holds_what_users_send() -> None:
     assert all(any(name in one for one in requests) for name in ("stop", "stop_token_ids", "logprobs", "min_tokens"))
     assert any("max_tokens" not in one for one in requests)
     assert not any("max_crashes" in one for one in requests)
+
+
+def test_every_adapter_of_every_model_is_asked_for_and_no_other_request_changes() -> None:
+    plain = of_users([CLERK, SCRIBE]).requests
+    asked = {one["model"] for one in ADAPTED.requests[len(plain) :]}
+    assert ADAPTED.requests[: len(plain)] == plain
+    assert asked == {f"{model.name}:tuned-{place}" for model in (CLERK, SCRIBE) for place in range(3)}
 
 
 def test_tokens_gaps_and_the_end_are_read_from_a_stream() -> None:

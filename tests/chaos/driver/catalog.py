@@ -7,6 +7,7 @@ from types import MappingProxyType
 
 from tests.chaos.driver.drawing import among
 from tests.chaos.faults import (
+    adapter_faults,
     client_faults,
     clock_faults,
     deploy_faults,
@@ -56,6 +57,7 @@ GROUPS: Mapping[str, tuple[Fault, ...]] = MappingProxyType(
         "release": release_faults.FAULTS,
         "prefill": prefill_faults.FAULTS,
         "fleet": fleet_faults.FAULTS,
+        "adapter": adapter_faults.FAULTS,
     }
 )
 

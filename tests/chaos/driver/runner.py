@@ -76,6 +76,7 @@ def _hurt(options: Options, target: TargetT, storm: Storm[TargetT], say: Say, ma
         dtype=options.dtype,
         stages=options.stages,
         load=target.workload.name,
+        adapters=options.adapters,
         faults=kinds(storm.struck),
         num_faults=len(storm.struck),
         num_kills=sum(each.is_kill for each in storm.struck),

@@ -18,7 +18,8 @@ Row = Mapping[str, Any]
 
 
 def changed(rows: Mapping[UUID, Row], attempts: Sequence[Row], wanted: Mapping[UUID, Expected]) -> list[Finding]:
-    """I2: tokens, text or log-probabilities that the undisturbed run does not have, in results or checkpoints."""
+    """I2: tokens, text, log-probabilities or an adapter that the undisturbed run does not have, in results or
+    checkpoints."""
     return [
         *(finding for job_id, row in rows.items() for finding in _in_result(job_id, row, wanted[job_id])),
         *(finding for attempt in attempts for finding in _in_checkpoint(attempt, wanted[attempt["job_id"]])),
@@ -38,6 +39,8 @@ def _in_result(job_id: UUID, row: Row, expected: Expected) -> Iterator[Finding]:
         yield _changed("text", f"{_of_text(row['text'], expected.text)} in the result", job_id)
     if row["exact"] and expected.logprobs is not None:
         yield from _logprobs(job_id, row["logprobs"], list(expected.logprobs)[:end], "the result")
+    if not is_partial and row["adapter"] != expected.adapter:
+        yield _changed("adapter", f"its adapter was {row['adapter']}, not {expected.adapter}", job_id)
 
 
 def _in_checkpoint(attempt: Row, expected: Expected) -> Iterator[Finding]:

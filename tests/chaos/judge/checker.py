@@ -26,7 +26,7 @@ TERMINAL = frozenset({"succeeded", "failed", "cancelled", "expired"})
 
 JOBS = """
 SELECT jobs.id, state, jobs.fence, error, results.token_ids, results.text, results.logprobs,
-    results.fence AS result_fence, results.exact
+    results.fence AS result_fence, results.exact, results.provenance #>> '{adapter,fingerprint}' AS adapter
 FROM jobs LEFT JOIN results ON results.job_id = jobs.id WHERE jobs.id = ANY(%s)
 """
 TWICE = """
@@ -74,7 +74,9 @@ def own(rows: Mapping[UUID, Row], attempts: Sequence[Row]) -> Mapping[UUID, Expe
     """Of each job: the result's tokens, or without one those of the newest attempt, which stand in that order."""
     saved = {attempt["job_id"]: attempt["tokens"] for attempt in attempts}
     return {
-        job_id: Expected(tokens=saved.get(job_id, []) if row["token_ids"] is None else row["token_ids"])
+        job_id: Expected(
+            tokens=saved.get(job_id, []) if row["token_ids"] is None else row["token_ids"], adapter=row["adapter"]
+        )
         for job_id, row in rows.items()
     }
 

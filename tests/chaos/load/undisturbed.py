@@ -34,6 +34,8 @@ class Expected:
     text: str | None = None
     """None: unknown, as is the next."""
     logprobs: Sequence[Any] | None = None
+    adapter: str | None = None
+    """The fingerprint in its provenance; None: it had none."""
 
 
 def undisturbed(target: Target, compared: Compared = Compared.BITS) -> list[Expected] | None:
@@ -53,5 +55,6 @@ def undisturbed(target: Target, compared: Compared = Compared.BITS) -> list[Expe
         assert result.exact or not has_bits, "without exact rows a changed token proves nothing: no kernel?"
         # As JSON, which is how rows and streams have it.
         logprobs = msgspec.json.decode(msgspec.json.encode(result.logprobs)) if has_bits else None
-        found.append(Expected(tokens=result.token_ids, text=result.text, logprobs=logprobs))
+        adapter = result.provenance.get("adapter", {}).get("fingerprint")
+        found.append(Expected(tokens=result.token_ids, text=result.text, logprobs=logprobs, adapter=adapter))
     return None if compared is Compared.NOTHING else found

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from itertools import cycle
 from typing import Any
 
 from tests.chaos.load.requests import NUM_REQUESTS, Request, request
@@ -22,6 +23,13 @@ DELAYS_S = (0.5, 4.0)
 DEADLINES_S = (0.5, 6.0)
 FAR_S = 3600.0
 PRIORITIES = (0, 5, 5, 5, 9)
+ADAPTED, OUT_OF = 2, 5
+"""So many requests of a set are also asked of an adapter."""
+
+
+def adapter_names(num: int) -> tuple[str, ...]:
+    """Of the load's adapters, the same for each model."""
+    return tuple(f"tuned-{place}" for place in range(num))
 
 
 class LoadName(StrEnum):
@@ -60,6 +68,12 @@ class Workload:
     def draw(self, rng: random.Random) -> int:
         """The number of any request."""
         return rng.randrange(len(self.requests))
+
+    def with_adapters(self, names: Sequence[str]) -> Workload:
+        """The same, with a share of its requests once more, for one adapter of their model after the other."""
+        chosen = [one for number, one in enumerate(self.requests) if number % OUT_OF < ADAPTED]
+        adapted = [{**one, "model": f"{one['model']}:{name}"} for one, name in zip(chosen, cycle(names), strict=False)]
+        return replace(self, requests=(*self.requests, *adapted))
 
 
 def lab() -> Workload:

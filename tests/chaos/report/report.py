@@ -55,6 +55,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     failed_expected: int
     """Jobs that were cancelled or expired because somebody asked for it."""
     load: str = "lab"
+    adapters: int = 0
     lost: int = 0
     exhausted: int = 0
     """Innocent jobs whose heads died under them `max_crashes` times in a row."""
@@ -62,6 +63,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     token_mismatches: int = 0
     text_mismatches: int = 0
     logprob_mismatches: int = 0
+    adapter_mismatches: int = 0
+    """Results whose provenance names another adapter than was asked for."""
     conflicts: int = 0
     """Equal repeats that were refused."""
     mistold: int = 0

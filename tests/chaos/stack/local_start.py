@@ -23,7 +23,7 @@ from services.standalone.settings import StandaloneSettings
 from shardline.config import Times
 from tests.chaos.load.requests import MODEL
 from tests.chaos.load.users import CLERK, SCRIBE
-from tests.chaos.load.workload import LoadName, lab, of_users
+from tests.chaos.load.workload import LoadName, adapter_names, lab, of_users
 from tests.chaos.network.hop_net import HopNet
 from tests.chaos.network.proxy import Proxy
 from tests.chaos.shims.clock import Clock
@@ -38,6 +38,7 @@ DEBUG = {"enable-debug-command": "local"}
 PLAIN = "?sslmode=disable&gssencmode=disable"
 SECOND_KV_MIB: Mapping[str, int] = MappingProxyType({"float32": 2, "bfloat16": 1, "int8": 1})
 """By dtype: exactly the tokens of the second model's limit."""
+FAILPOINTS = "failpoints"
 STACKS = ("stack", "second")
 """Folders of their logs."""
 
@@ -63,10 +64,10 @@ class Servers:
 def local_target(options: Options) -> Iterator[LocalTarget]:
     """Ready, in a folder of its own; at the end nothing of it is left but its logs."""
     folder = Path(tempfile.mkdtemp(prefix="shardline-chaos-"))
-    failpoints, kv_mib = folder / "failpoints", folder / "kv_mib"
+    failpoints, kv_mib = folder / FAILPOINTS, folder / "kv_mib"
     failpoints.mkdir()
     is_users = options.load is LoadName.USERS
-    workload = of_users([CLERK, SCRIBE]) if is_users else lab()
+    workload = (of_users([CLERK, SCRIBE]) if is_users else lab()).with_adapters(adapter_names(options.adapters))
     kv_mib.write_text(str(SMALL_KV_MIB[options.dtype] if is_users else KV_MIB))
     with ExitStack() as ending:
         ending.callback(_keep_logs, folder)
@@ -78,16 +79,8 @@ def local_target(options: Options) -> Iterator[LocalTarget]:
         hop_net = HopNet(is_open=options.insecure)
         hop_net.start()
         ending.callback(hop_net.stop)
-        shared = {
-            **servers.settings,
-            "SHARDLINE_STAGE_PRELOAD": stage_preload,
-            "SHARDLINE_CACHE_DIR": str(folder / "cache"),
-            "SHARDLINE_TIME_SCALE": str(options.time_scale),
-            "SHARDLINE_DTYPE": options.dtype,
-            **_outside_memory(options, folder / "offload"),
-            "SHARDLINE_KERNEL": "auto" if options.exact else "off",
-            "SHARDLINE_FAILPOINTS": str(failpoints),
-        }
+        shared = {**servers.settings, "SHARDLINE_STAGE_PRELOAD": stage_preload, **_asked(options, folder)}
+        adapters = _adapters(model, options.adapters)
         began_s = time.monotonic()
         stack = _stack(
             ending,
@@ -95,11 +88,12 @@ def local_target(options: Options) -> Iterator[LocalTarget]:
             **shared,
             **hop_net.settings,
             SHARDLINE_MODEL=str(model),
+            **adapters,
             **_shape(options),
             SHARDLINE_KV_MIB_FILE=str(kv_mib),
         )
         start_s = time.monotonic() - began_s
-        second = _second(ending, folder, options.dtype, shared) if is_users else None
+        second = _second(ending, folder, options, shared) if is_users else None
         yield LocalTarget(
             stack=stack,
             second=second,
@@ -114,12 +108,25 @@ def local_target(options: Options) -> Iterator[LocalTarget]:
             times=Times().scaled(options.time_scale),
             failpoints=failpoints,
             kv_mib=kv_mib,
+            adapters=_adapters_of(model) if options.adapters else None,
             num_started=options.num_started,
             is_fleet=options.workers is not None,
             num_ranks=options.tp,
             workload=workload,
             start_s=start_s,
         )
+
+
+def _asked(options: Options, folder: Path) -> Mapping[str, str]:
+    """What the run is asked for, of every stack."""
+    return {
+        "SHARDLINE_CACHE_DIR": str(folder / "cache"),
+        "SHARDLINE_TIME_SCALE": str(options.time_scale),
+        "SHARDLINE_DTYPE": options.dtype,
+        **_outside_memory(options, folder / "offload"),
+        "SHARDLINE_KERNEL": "auto" if options.exact else "off",
+        "SHARDLINE_FAILPOINTS": str(folder / FAILPOINTS),
+    }
 
 
 def _outside_memory(options: Options, folder: Path) -> Mapping[str, str]:
@@ -181,12 +188,32 @@ def _stack(ending: ExitStack, folder: Path, **settings: str) -> Stack:
     return stack
 
 
-def _second(ending: ExitStack, folder: Path, dtype: str, shared: Mapping[str, str]) -> Stack:
+def _second(ending: ExitStack, folder: Path, options: Options, shared: Mapping[str, str]) -> Stack:
     """One pipeline of one stage, on the same Postgres and Redis, with another model."""
     model = folder / "model" / SCRIBE.name
-    subprocess.run([sys.executable, "-m", "tests.chaos.stack.second_model", str(model)], cwd=REPOSITORY, check=True)
-    own = {"SHARDLINE_MODEL": str(model), "SHARDLINE_STAGES": "1", "SHARDLINE_KV_MIB": str(SECOND_KV_MIB[dtype])}
-    return _stack(ending, folder / "second", **{**shared, **own})
+    _run("second_model", str(model))
+    kv_mib = SECOND_KV_MIB[options.dtype]
+    own = {"SHARDLINE_MODEL": str(model), "SHARDLINE_STAGES": "1", "SHARDLINE_KV_MIB": str(kv_mib)}
+    return _stack(ending, folder / "second", **{**shared, **own, **_adapters(model, options.adapters)})
+
+
+def _adapters(model: Path, num: int) -> Mapping[str, str]:
+    """More adapters of a model than its stages hold at once."""
+    if num == 0:
+        return {}
+    folder = _adapters_of(model)
+    _run("adapters", str(model), str(folder), str(num))
+    return {"SHARDLINE_ADAPTERS_DIR": str(folder), "SHARDLINE_ADAPTERS": str(max(1, num // 2))}
+
+
+def _adapters_of(model: Path) -> Path:
+    return model.with_name(f"{model.name}-adapters")
+
+
+def _run(module: str, *arguments: str) -> None:
+    """In a process of its own: this one knows no torch."""
+    argv = [sys.executable, "-m", f"tests.chaos.stack.{module}", *arguments]
+    subprocess.run(argv, cwd=REPOSITORY, check=True)
 
 
 @contextmanager

@@ -53,6 +53,8 @@ class LocalTarget(TargetRun):
     failpoints: Path
     kv_mib: Path
     """A file with the KV memory that a stage takes when it starts."""
+    adapters: Path | None = None
+    """The folder of the first stack's adapters."""
     num_started: int
     """Stages of a pipeline, or workers of the fleet."""
     is_fleet: bool = False

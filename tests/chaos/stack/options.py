@@ -42,6 +42,8 @@ class Options:
     """Of each stage, whose weights it reads in every step."""
     tp: int = 1
     """Ranks of each stage of the first stack, which all share the cores."""
+    adapters: int = 0
+    """Of each model, of which a stage holds half."""
     exact: bool = True
     """False: attention without our kernel, so that a resume may give other tokens."""
     patience_s: float = 180.0
