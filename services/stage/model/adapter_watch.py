@@ -26,11 +26,16 @@ class AdapterWatch(threading.Thread):
         self._refused: dict[str, str] = {}
         self._stopped = threading.Event()
 
+    def start(self) -> None:
+        """Looks once before it returns: what is claimed from then on is claimed with fingerprints, so that it may be
+        resumed as exact."""
+        self.look()
+        super().start()
+
     def run(self) -> None:
         """Until stopped."""
-        while not self._stopped.is_set():
+        while not self._stopped.wait(self._every_s):
             self.look()
-            self._stopped.wait(self._every_s)
 
     def stop(self) -> None:
         """Ends the thread. May be called from any thread."""

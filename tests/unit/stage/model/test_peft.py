@@ -148,6 +148,18 @@ def test_a_watch_tells_what_comes_changes_and_goes(folder: AdapterFolder, adapte
     assert [entry["adapter"] for entry in logs if entry["event"] == "adapter refused"] == ["wide"]
 
 
+def test_a_watch_that_is_started_has_told_what_there_is(folder: AdapterFolder) -> None:
+    told: list[Mapping[str, str]] = []
+    watch = AdapterWatch(folder, every_s=60.0, tell=told.append)
+
+    watch.start()
+
+    assert [found.keys() for found in told] == [{"a"}]
+    assert folder.known() == told[0]
+    watch.stop()
+    watch.join()
+
+
 def test_a_watch_tells_again_what_could_not_be_told(folder: AdapterFolder) -> None:
     told: list[Mapping[str, str]] = []
 
