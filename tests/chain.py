@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 from uuid import UUID
 
+import msgspec
 from torch import Tensor
 
 from services.stage.device.device import Device
@@ -101,6 +103,18 @@ def requests(
     return [
         Request(key=(str(place), 1), prompt_ids=tuple(prompt), params=params, seed=place, output_ids=output_ids)
         for place, prompt in enumerate(prompts)
+    ]
+
+
+def with_adapters(stages: Sequence[Executor], wanted: Sequence[Request], *names: str | None) -> list[Request]:
+    """The requests, each with the next of these adapters."""
+    return [
+        replace(
+            one,
+            params=msgspec.structs.replace(one.params, adapter=name),
+            adapter="" if name is None else stages[0].adapters.get(name).fingerprint,
+        )
+        for one, name in zip(wanted, cycle(names), strict=False)
     ]
 
 

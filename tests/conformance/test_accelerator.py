@@ -23,7 +23,8 @@ from services.stage.model.cpu_parts import CpuPart, parse_parts
 from services.stage.model.model_info import ModelInfo
 from shardline.job import SamplingParams
 from shardline.split import even_split
-from tests.chain import MAX_BUDGET, MAX_OPEN, generate, requests
+from tests.adapters import save_adapter
+from tests.chain import MAX_BUDGET, MAX_OPEN, generate, load_chain, requests, with_adapters
 from tests.conformance.test_architectures import BUDGET, NUM_NEW, prompts, reference
 from tests.models import CONFIGS, save_model
 
@@ -96,6 +97,35 @@ def test_parts_on_the_cpu_change_no_token_and_take_no_memory_there(
     }
     assert {part for part, is_on_cpu in on_cpu.items() if is_on_cpu} == parse_parts(parts)
     assert all(next(layer.parameters()).device == accelerator.torch_device for layer in head.layer_modules.values())
+
+
+@pytest.mark.parametrize("places", [("accelerator",), ("cpu", "accelerator")], ids="-".join)
+def test_jobs_with_adapters_on_an_accelerator_get_the_tokens_that_cores_give(
+    places: tuple[str, ...], device: Device, accelerator: Device, tmp_path: Path
+) -> None:
+    # Given stages on cores and elsewhere, with places for one of two adapters
+    model = save_model(tmp_path)
+    for seed, name in enumerate(("a", "b")):
+        save_adapter(model, tmp_path / "adapters" / name, rank=3 + seed, seed=seed)
+    adapters: Any = {"adapters_folder": tmp_path / "adapters", "max_adapters": 1}
+    on_cores = load_chain(model, 2, device, tmp_path, **adapters)
+    info, devices = ModelInfo.read(model), {"cpu": device, "accelerator": accelerator}
+    limits = Limits(kv_bytes=KV_BYTES, token_budget=MAX_BUDGET, max_open=MAX_OPEN, **adapters)
+    stages = [
+        Executor.load(
+            model=info, layers=layers, device=devices[place], dtype="float32", limits=limits, cache_folder=tmp_path
+        )
+        for layers, place in zip(even_split(info.num_layers, len(places)), places, strict=True)
+    ]
+
+    # When jobs with either and with none run together
+    greedy = requests(prompts(), SamplingParams(max_tokens=NUM_NEW, temperature=0.0))
+    wanted = with_adapters(on_cores, greedy, "a", "b", None)
+    found = generate(stages, wanted, budget=BUDGET)
+
+    # Then they have the tokens that cores give, which are not those of the bare model
+    assert found == generate(on_cores, wanted, budget=BUDGET)
+    assert [found[place] == tokens for place, tokens in enumerate(reference(model))] == [False, False, True] * 2
 
 
 def test_the_accelerator_refuses_tensors_of_two_devices(accelerator: Device) -> None:

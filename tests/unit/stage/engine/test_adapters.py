@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
-import msgspec
 import pytest
 import torch
 
 from services.stage.device.device import Device
 from services.stage.engine.executor import Executor
 from services.stage.scheduling.events import Failed, Finished
-from services.stage.scheduling.sequence import Request
 from shardline.job import SamplingParams
 from tests.adapters import merged, save_adapter
-from tests.chain import Guesses, complete, load_chain, requests
+from tests.chain import Guesses, complete, load_chain, requests, with_adapters
 from tests.engines import open_engines
 from tests.models import VOCAB_SIZE, save_model
 from tests.pinned import first_core
@@ -64,18 +61,6 @@ def chains(model: Path, folder: Path, device: Device) -> Chains:
         )
         for dtype, num_stages in KINDS
     }
-
-
-def with_adapters(stages: list[Executor], wanted: list[Request], *names: str | None) -> list[Request]:
-    """The requests, each with the next of these adapters."""
-    return [
-        replace(
-            one,
-            params=msgspec.structs.replace(one.params, adapter=name),
-            adapter="" if name is None else stages[0].adapters.get(name).fingerprint,
-        )
-        for one, name in zip(wanted, names * len(wanted), strict=False)
-    ]
 
 
 def prompts(num: int) -> list[list[int]]:
