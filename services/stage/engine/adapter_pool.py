@@ -68,7 +68,7 @@ class AdapterPool:
         if not rows:
             yield
             return
-        with forward.by_modules(), self._shard.adding(rows):
+        with forward.adapted(self._shard.narrow), self._shard.adding(rows):
             yield
 
     def _rows_of(self, plan: StepPlan) -> list[AdaptedRows]:
@@ -114,7 +114,7 @@ class AdapterPool:
             refuse(name, f"it cannot be read: {error}", "Submit again")
         if self.folder.get(name) != adapter:
             refuse(name, "its files were written while they were read", "Submit again")
-        log.info("adapter loaded", adapter=name, layers=len(loaded), seconds=round(monotonic_s() - began_s, 4))
+        log.info("adapter loaded", adapter=name, layers=len(loaded.layers), seconds=round(monotonic_s() - began_s, 4))
         return loaded
 
     def _make_room(self, name: str) -> None:

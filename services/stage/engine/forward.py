@@ -21,8 +21,8 @@ from services.stage.attention.attention import Attention
 from services.stage.attention.paged_kv import MicroBatch, PagedKv, Span
 from services.stage.engine.decode_graphs import DecodeGraphs, Recorder
 from services.stage.kernels.kernel import Kernel
-from services.stage.model.fused_layer import FusedLayers, as_modules, fuse_layers
-from services.stage.model.last_layer import LastLayer
+from services.stage.model.fused_layer import fuse_layers
+from services.stage.model.last_layer import LastLayer, Narrow
 from services.stage.model.row_buckets import RowPadding
 from services.stage.model.shard import Shard
 from services.stage.ranks.group import RankGroup
@@ -58,19 +58,16 @@ class Forward:
     def __init__(self, shard: Shard, attention: Attention, kv: PagedKv, padding: RowPadding) -> None:
         self.shard, self.attention, self.kv, self.padding = shard, attention, kv, padding
         attention.bind(kv)
+        self._narrow_adapters: Narrow | None = None
+        """Of the adapters that add to the rows of this step."""
         last = LastLayer(shard.layer_modules[shard.layers.stop - 1], attention) if shard.is_last else None
         self._last = last if last is not None and self._can_narrow(last) else None
         self._graphs: DecodeGraphs | None = None
-        self._fused: FusedLayers = {}
-        self._by_modules = False
+        self.num_fused = 0
+        """Layers that are one call of the kernel."""
         self._left_out: tuple[int, ...] = ()
         self.lead: Lead | None = None
         """Of a stage with several ranks, on the first of them, once all are loaded."""
-
-    @property
-    def num_fused(self) -> int:
-        """The number of layers that are one call of the kernel."""
-        return len(self._fused)
 
     def fuse_layers(self, kernel: Kernel, group: RankGroup | None = None) -> int:
         """Makes one call of each layer that the kernel knows as a whole, after a trial; returns how many these are.
@@ -81,9 +78,9 @@ class Forward:
         spans = [Span(start=0, length=TRIAL_ROWS, blocks=[0])]
         layers = self.shard.layer_modules.values()
         trial = partial(self.hidden, spans, x)
-        self._fused = fuse_layers(layers, kernel, self.attention, trial, group)
-        log.info("layers as one call", fused=len(self._fused), layers=len(layers))
-        return len(self._fused)
+        self.num_fused = len(fuse_layers(layers, kernel, self.attention, trial, group))
+        log.info("layers as one call", fused=self.num_fused, layers=len(layers))
+        return self.num_fused
 
     def record_decodes(self, recorder: Recorder, *, max_rows: int) -> None:
         """Replays decode steps of up to `max_rows` rows from now on. The shard's modules must not change any more.
@@ -93,14 +90,14 @@ class Forward:
         self._graphs = DecodeGraphs(self.shard, self.attention, self.kv, recorder, max_rows=max_rows)
 
     @contextmanager
-    def by_modules(self) -> Iterator[None]:
-        """A context in which every linear layer of the shard is called as a module, with all rows: hooks see them."""
-        self._by_modules = True
+    def adapted(self, narrow: Narrow) -> Iterator[None]:
+        """A context in which adapters add to rows: graphs, which know none, are not replayed, and `narrow` is told the
+        packed rows that the last layer goes on with, int64 [R]."""
+        self._narrow_adapters = narrow
         try:
-            with as_modules(self._fused):
-                yield
+            yield
         finally:
-            self._by_modules = False
+            self._narrow_adapters = None
 
     @contextmanager
     def without(self, layers: Iterable[int]) -> Iterator[None]:
@@ -134,7 +131,7 @@ class Forward:
         self._tell(PassKind.SAMPLED, spans, x, sampled_rows)
         if len(sampled_rows) == len(x) and (replayed := self._replayed(spans, x)) is not None:
             return replayed
-        if self._last is not None and not self._by_modules and 2 * len(sampled_rows) <= len(x):
+        if self._last is not None and 2 * len(sampled_rows) <= len(x):
             return self._narrowed(self._last, spans, x, sampled_rows)
         return self._logits(spans, x, sampled_rows)
 
@@ -168,7 +165,7 @@ class Forward:
 
     def _replayed(self, spans: Sequence[Span], x: Tensor) -> Tensor | None:
         """The outputs of all rows, if a graph has them."""
-        return None if self._graphs is None or self._by_modules else self._graphs.outputs(spans, x)
+        return None if self._graphs is None or self._narrow_adapters is not None else self._graphs.outputs(spans, x)
 
     def _logits(self, spans: Sequence[Span], x: Tensor, sampled_rows: list[int]) -> Tensor:
         padded, position = self._pad(spans, x)
@@ -179,7 +176,7 @@ class Forward:
         padded, position = self._pad(spans, x)
         rows = self._padded_rows(sampled_rows, x.device)
         micro_batch = MicroBatch.of(list(_single_rows(spans, sampled_rows)), min_rows=len(rows), device=x.device)
-        with last.narrowed(rows, micro_batch):
+        with last.narrowed(rows, micro_batch, self._narrow_adapters):
             return self.shard.logits(padded, position, torch.arange(len(rows), device=x.device))[: len(sampled_rows)]
 
     def _can_narrow(self, last: LastLayer) -> bool:

@@ -25,15 +25,38 @@ struct AttentionCall {
   float scale, softcap;
 };
 
+struct AdapterStep;
+
 // Rows of x and out are `x_stride` and `out_stride` elements apart: float32 with such weights, else bfloat16. `scales` and
-// `column_sums` are of int8 weights: what an output's integers are multiplied by, and their sum. `bias` may be null.
+// `column_sums` are of int8 weights: what an output's integers are multiplied by, and their sum. `bias` may be null. So may
+// `x_rows`: which rows of x are meant; `out_rows`: to which rows of out results are added; and `adapters`.
 struct ProductCall {
   const void *x, *weights;
   void* out;
   const float *bias, *scales;
-  const int32_t* column_sums;
+  const int32_t *column_sums, *x_rows, *out_rows;
+  const AdapterStep* adapters;
   int64_t num_rows, num_inputs, num_outputs, x_stride, out_stride;
-  int32_t kind, num_threads;
+  int32_t kind, num_threads, number;  // among the products that adapters know
+};
+
+// What an adapter adds to outputs of a product, from `first_output` on: up(down(x)), both packed as products are.
+struct LowRankPart {
+  const ProductCall *down, *up;
+  int64_t first_output;
+};
+
+// The rows of a step that have an adapter, ascending. To product p it adds `parts` from begins[p] to begins[p + 1].
+struct AdapterRows {
+  const LowRankPart* parts;
+  const int32_t *begins, *rows;
+  int64_t num_rows;
+};
+
+// One for all products of a shard.
+struct AdapterStep {
+  const AdapterRows* groups;
+  int64_t num_groups;
 };
 
 // RMSNorm by float32 weights, offset included. Without weights there is no norm.

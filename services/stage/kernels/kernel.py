@@ -63,13 +63,37 @@ class Weights(IntEnum):
     INT8 = 2
 
 
+class LowRankPart(ctypes.Structure):
+    """calls.h's `LowRankPart`, field by field; its products by their addresses."""
+
+    _fields_ = (("down", c_void_p), ("up", c_void_p), ("first_output", c_int64))
+
+
+class AdapterRows(ctypes.Structure):
+    """calls.h's `AdapterRows`, field by field."""
+
+    _fields_ = (
+        ("parts", POINTER(LowRankPart)),
+        ("begins", POINTER(c_int32)),
+        ("rows", c_void_p),
+        ("num_rows", c_int64),
+    )
+
+
+class AdapterStep(ctypes.Structure):
+    """calls.h's `AdapterStep`, field by field."""
+
+    _fields_ = (("groups", POINTER(AdapterRows)), ("num_groups", c_int64))
+
+
 class ProductCall(ctypes.Structure):
     """calls.h's `ProductCall`, field by field."""
 
     _fields_ = (
-        *((name, c_void_p) for name in ("x", "weights", "out", "bias", "scales", "column_sums")),
+        *((name, c_void_p) for name in ("x", "weights", "out", "bias", "scales", "column_sums", "x_rows", "out_rows")),
+        ("adapters", POINTER(AdapterStep)),
         *((name, c_int64) for name in ("num_rows", "num_inputs", "num_outputs", "x_stride", "out_stride")),
-        *((name, c_int32) for name in ("kind", "num_threads")),
+        *((name, c_int32) for name in ("kind", "num_threads", "number")),
     )
 
 

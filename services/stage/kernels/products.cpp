@@ -22,8 +22,10 @@ namespace {
 
 constexpr int64_t kFewestRows = 64;     // of a panel, in cache or not: with fewer, memory cannot bring weights as fast
 constexpr int kAhead = 4 * kTileBytes;  // how far ahead a block's own weights are prefetched into L1
+constexpr int64_t kChunkRows = 64;      // of an adapter, that a thread takes at once: few enough to share, many for a panel
 
 inline int64_t ceil_div(int64_t n, int64_t by) { return (n + by - 1) / by; }
+inline int64_t row_at(const int32_t* rows, int64_t i) { return rows ? rows[i] : i; }
 
 // Bytes of packed rows that stay in a core's L2 while all weights pass by.
 inline int64_t cached_bytes() {
@@ -147,15 +149,17 @@ template <class Product> void write(const ProductCall& call, const Panel<Product
                                     int64_t first, int64_t in_panel, int64_t column) {
   using Element = typename Product::Element;
   for (int row = 0; row < block.rows; row++) {
-    Element* out = (Element*)call.out + (first + row) * call.out_stride;
+    Element* out = (Element*)call.out + row_at(call.out_rows, first + row) * call.out_stride;
     for (int at = 0; at < block.columns * kTileOutputs; at += kWidth) {
       const int64_t output = column * kTileOutputs + at;
       if (output >= call.num_outputs) break;
       const int tile = at / kTileOutputs, lane = at % kTileOutputs;
       Floats value = load(sums.floats[tile][row] + lane);
       if constexpr (is_int8<Product>) value = scaled(call, sums.integers[tile][row] + lane, output) * panel.scales[in_panel + row];
+      const int count = (int)std::min<int64_t>(kWidth, call.num_outputs - output);
       if (call.bias) value += load(call.bias + output);
-      store_first(out + output, value, (int)std::min<int64_t>(kWidth, call.num_outputs - output));
+      if (call.out_rows) value += load_first(out + output, count);
+      store_first(out + output, value, count);
     }
   }
 }
@@ -191,7 +195,7 @@ template <class Product> void multiply(const ProductCall& call) {
       panel.hold(std::min(panel.most_rows, call.num_rows - first));
 #pragma omp for schedule(static)
       for (int64_t i = 0; i < panel.rows; i++)
-        pack_row<Product>(call, panel, (const Element*)call.x + (first + i) * call.x_stride, i);
+        pack_row<Product>(call, panel, (const Element*)call.x + row_at(call.x_rows, first + i) * call.x_stride, i);
 #pragma omp for schedule(static)
       for (int64_t column = 0; column < num_columns; column += kColumns) {
         const char* weights = (const char*)call.weights + column * panel.steps * kTileBytes;
@@ -205,6 +209,52 @@ template <class Product> void multiply(const ProductCall& call) {
       }
     }
   }
+}
+
+int32_t multiply(const ProductCall& call) {
+  switch (call.kind) {
+    case kFloat32Weights: multiply<Float32Product>(call); return 0;
+    case kBFloat16Weights: multiply<BFloat16Product>(call); return 0;
+    case kInt8Weights: multiply<Int8Product>(call); return 0;
+    default: return -1;
+  }
+}
+
+// ---------------------------------------------------------------- adapters
+
+// A chunk of an adapter's rows: `down` picks them, `up` adds to them. The rows between the two are the thread's own.
+void add_low_rank(const ProductCall& call, const LowRankPart& part, const int32_t* rows, int64_t num_rows) {
+  static thread_local std::vector<float> between;
+  ProductCall down = *part.down, up = *part.up;
+  between.resize(std::max<size_t>(between.size(), num_rows * down.num_outputs));
+  down.num_rows = up.num_rows = num_rows, down.num_threads = up.num_threads = 1;
+  down.x = call.x, down.x_stride = call.x_stride, down.x_rows = rows;
+  down.out = between.data(), down.out_stride = down.num_outputs;
+  const int64_t element_bytes = up.kind == kFloat32Weights ? 4 : 2;
+  up.x = between.data(), up.x_stride = up.num_inputs;
+  up.out = (char*)call.out + part.first_output * element_bytes, up.out_stride = call.out_stride, up.out_rows = rows;
+  multiply(down);
+  multiply(up);
+}
+
+void add_adapters(const ProductCall& call) {
+#pragma omp parallel num_threads(call.num_threads)
+  for (int64_t i = 0; i < call.adapters->num_groups; i++) {
+    const AdapterRows& group = call.adapters->groups[i];
+    const LowRankPart *begin = group.parts + group.begins[call.number], *end = group.parts + group.begins[call.number + 1];
+#pragma omp for schedule(dynamic) nowait
+    for (int64_t first = 0; first < group.num_rows; first += kChunkRows)
+      for (const LowRankPart* part = begin; part < end; part++)
+        add_low_rank(call, *part, group.rows + first, std::min(kChunkRows, group.num_rows - first));
+  }
+}
+
+bool have_rows(const ProductCall& call) {
+  for (int64_t i = 0; i < call.adapters->num_groups; i++) {
+    const AdapterRows& group = call.adapters->groups[i];
+    if (group.num_rows && group.rows[group.num_rows - 1] >= call.num_rows) return false;
+  }
+  return true;
 }
 
 }  // namespace
@@ -227,12 +277,11 @@ int32_t shardline_pack_weights(const void* weights, void* packed, int64_t num_ou
 }
 
 int32_t shardline_multiply(const ProductCall* call) {
-  switch (call->kind) {
-    case kFloat32Weights: multiply<Float32Product>(*call); return 0;
-    case kBFloat16Weights: multiply<BFloat16Product>(*call); return 0;
-    case kInt8Weights: multiply<Int8Product>(*call); return 0;
-    default: return -1;
-  }
+  if (int32_t status = multiply(*call)) return status;
+  if (!call->adapters || !call->adapters->num_groups) return 0;
+  if (!have_rows(*call)) return -1;
+  add_adapters(*call);
+  return 0;
 }
 
 }

@@ -8,8 +8,7 @@ Letters of shapes: T packed rows, H the hidden size, D the size of an attention 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from ctypes import byref, pointer
 from typing import Any
 
@@ -85,18 +84,6 @@ def fuse_layers(
         if one is not None and _use_fused(layer, one, *call):
             fused[layer] = one
     return fused
-
-
-@contextmanager
-def as_modules(fused: FusedLayers) -> Iterator[None]:
-    """A context in which these layers run as the modules that they are made of, with the same bits."""
-    for layer in fused:
-        del layer.forward
-    try:
-        yield
-    finally:
-        for layer, one in fused.items():
-            layer.forward = one.forward
 
 
 def _use_fused(layer: Any, fused: FusedLayer, args: tuple[Any, ...], kwargs: dict[str, Any], expected: object) -> bool:

@@ -13,23 +13,26 @@ from torch import Tensor, nn
 
 from services.stage.attention.attention import Attention, KvWritten, MicroBatch
 
+Narrow = Callable[[Tensor], None]
+"""Gets the packed rows with which a forward goes on, int64 [R]."""
+
 
 class LastLayer:
     """The last layer of a shard: one that attends once, through `attention`, and else treats rows independently."""
 
     def __init__(self, layer: nn.Module, attention: Attention) -> None:
         self._attention = attention
-        self._kept: tuple[Tensor, MicroBatch] | None = None
+        self._kept: tuple[Tensor, MicroBatch, Narrow | None] | None = None
         self._ends_after_kv = False
         layer.register_forward_pre_hook(self._narrow, with_kwargs=True)
 
     @contextmanager
-    def narrowed(self, rows: Tensor, micro_batch: MicroBatch) -> Iterator[None]:
+    def narrowed(self, rows: Tensor, micro_batch: MicroBatch, narrow: Narrow | None = None) -> Iterator[None]:
         """A context in which forwards go on, from the last layer, with the packed rows `rows` only, int64 [R].
 
-        `micro_batch` describes these R rows.
+        `micro_batch` describes these R rows; `narrow` is told them when all that follows computes them alone.
         """
-        self._kept = (rows, micro_batch)
+        self._kept = (rows, micro_batch, narrow)
         try:
             yield
         finally:
@@ -55,9 +58,11 @@ class LastLayer:
         self._write_kv(layer, args, kwargs)
         if self._kept is None:
             raise KvWritten
-        rows, micro_batch = self._kept
+        rows, micro_batch, narrow = self._kept
         hidden: Tensor = args[0] if args else kwargs["hidden_states"]
         self._attention.use(micro_batch)
+        if narrow is not None:
+            narrow(rows)
         narrow_args, narrow_kwargs = _rows_of((args, kwargs), rows, hidden.shape[1])
         return narrow_args, narrow_kwargs
 

@@ -103,7 +103,7 @@ class Part(nn.Module):
 
     def __init__(self, merged: Merged, first: int, num: int) -> None:
         super().__init__()
-        self.merged, self._first = merged, first
+        self.merged, self.first_output = merged, first
         self.in_features, self.out_features = merged.in_features, num
 
     @property
@@ -118,7 +118,7 @@ class Part(nn.Module):
         The result is a view of the merged product: its rows are as far apart in memory as those of all parts together.
         """
         out: Tensor = self.merged(x)
-        return out.narrow(-1, self._first, self.out_features)
+        return out.narrow(-1, self.first_output, self.out_features)
 
 
 def packed_bytes(model: nn.Module, packing: Packing) -> int:
