@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import gc
 import sys
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -22,13 +23,25 @@ from services.stage.engine.loading import ForwardLoad, LoadedForward, load_forwa
 from services.stage.engine.memory import Limits
 from services.stage.engine.rank_memory import ToldMemory
 from services.stage.kernels import kernel
+from services.stage.model.lora import AdaptedRows, LoadedAdapter, ShardAdapters
 from services.stage.model.model_info import ModelInfo
+from services.stage.model.peft import Adapter, LowRank
+from services.stage.model.weights import stamp_of
 from services.stage.ranks.group import RankGroup
-from services.stage.ranks.messages import LoadShard, MoveBlocks, PassKind, RunPass, decode
+from services.stage.ranks.messages import (
+    DropAdapter,
+    DropShard,
+    LoadAdapter,
+    LoadShard,
+    MoveBlocks,
+    PassKind,
+    RunPass,
+    decode,
+)
 from services.stage.ranks.processes import REFUSED_STATUS
 from shardline import log
 from shardline.config import Settings
-from shardline.errors import Invalid, ProtocolError
+from shardline.errors import Invalid, ProtocolError, Unavailable
 from shardline.prctl import die_with_parent, name_process
 
 logger = structlog.get_logger(__name__)
@@ -40,7 +53,7 @@ class Rank:
     def __init__(self, group: RankGroup) -> None:
         self._group = group
         self._native = kernel.load()
-        self._loaded: dict[int, LoadedForward] = {}
+        self._loaded: dict[int, LoadedRank] = {}
 
     @torch.inference_mode()
     def serve(self, link: Connection) -> None:
@@ -50,21 +63,18 @@ class Rank:
                 message = decode(link.recv_bytes())
             except EOFError:
                 return
-            if isinstance(message, RunPass):
-                # The first rank refuses the same pass, and tells its pipeline.
-                with suppress(ProtocolError):
-                    self._run(message)
-            elif isinstance(message, LoadShard):
+            if isinstance(message, LoadShard):
                 self._loaded[message.number] = self._load(message)
                 gc.collect()
                 gc.freeze()
-            elif isinstance(message, MoveBlocks):
-                with suppress(ProtocolError):
-                    self._loaded[message.number].area.move(message.moves)
-            else:
+            elif isinstance(message, DropShard):
                 del self._loaded[message.number]
+            else:
+                # The first rank refuses the same pass or move, and tells its pipeline.
+                with suppress(ProtocolError):
+                    self._loaded[message.number].do(message)
 
-    def _load(self, message: LoadShard) -> LoadedForward:
+    def _load(self, message: LoadShard) -> LoadedRank:
         limits = Limits(
             kv_bytes=None,
             offload_bytes=message.offload_bytes,
@@ -87,19 +97,58 @@ class Rank:
             native=self._native,
             group=self._group,
         )
-        return load_forward(load)
+        loaded = load_forward(load)
+        return LoadedRank(self._group, loaded, ShardAdapters(loaded.forward.shard, load.adapter_packing))
+
+
+class LoadedRank:
+    """A share of a shard, with its KV and its adapters by their fingerprints."""
+
+    def __init__(self, group: RankGroup, loaded: LoadedForward, adapters: ShardAdapters) -> None:
+        self._group, self._forward, self._area, self._shard_adapters = group, loaded.forward, loaded.area, adapters
+        self._adapters: dict[str, LoadedAdapter] = {}
+
+    def do(self, message: RunPass | MoveBlocks | LoadAdapter | DropAdapter) -> None:
+        """What the first rank does too. Raises ProtocolError if that does."""
+        if isinstance(message, RunPass):
+            self._run(message)
+        elif isinstance(message, MoveBlocks):
+            self._area.move(message.moves)
+        elif isinstance(message, LoadAdapter):
+            self._adapters[message.fingerprint] = self._load(message)
+        else:
+            del self._adapters[message.fingerprint]
 
     def _run(self, message: RunPass) -> None:
-        forward = self._loaded[message.number].forward
+        forward = self._forward
         spans = [Span(start=start, length=length, blocks=blocks) for start, length, blocks in message.spans]
         x = self._group.receive(message.shape, getattr(torch, message.dtype))
-        with forward.without(message.left_out):
+        with forward.without(message.left_out), self._adapted(message):
             if message.kind is PassKind.HIDDEN:
                 forward.hidden(spans, x)
             elif message.kind is PassKind.SAMPLED:
                 forward.sampled_outputs(spans, x, list(message.rows))
             else:
                 forward.write(spans, x)
+
+    @contextmanager
+    def _adapted(self, message: RunPass) -> Iterator[None]:
+        groups = [AdaptedRows(self._adapters[each], torch.tensor(rows)) for each, rows in message.adapters]
+        if not groups:
+            yield
+            return
+        with self._forward.adapted(self._shard_adapters.narrow), self._shard_adapters.adding(groups):
+            yield
+
+    def _load(self, message: LoadAdapter) -> LoadedAdapter:
+        """Reads the file that the first rank has read. One that was replaced since ends this process, and the stage."""
+        path = Path(message.weights)
+        layers = {name: LowRank(rank=rank, scale=scale) for name, (rank, scale) in message.layers.items()}
+        adapter = Adapter(name=path.parent.name, weights=path, fingerprint=message.fingerprint, layers=layers)
+        loaded = self._shard_adapters.load(adapter)
+        if stamp_of(path) != message.stamp:
+            raise Unavailable(f"{path} was replaced while ranks read it: the next start reads it again")
+        return loaded
 
 
 def main() -> int:

@@ -205,10 +205,6 @@ def place(settings: StageSettings) -> Placed:
         raise Invalid("SHARDLINE_KV_OFFLOAD_MIB", problem, "Leave the prefix cache on, or set this to 0")
     if settings.further_models and not settings.is_planned:
         raise Invalid("SHARDLINE_FURTHER_MODELS", "only a fleet changes models", "Set SHARDLINE_LAYERS=planned")
-    if settings.tp > 1 and settings.adapters_dir is not None:
-        raise Invalid(
-            "SHARDLINE_TP", "ranks have no adapters, and SHARDLINE_ADAPTERS_DIR names some", "Set one of them only"
-        )
     info = info_of(settings)
     layers = layers_of(settings, info.num_layers)
     name = settings.worker_name or f"{settings.pipeline or settings.name}.{settings.place}"

@@ -15,7 +15,7 @@ import structlog
 import torch
 from safetensors import SafetensorError
 
-from services.stage.engine.forward import Forward
+from services.stage.engine.forward import Forward, Lead
 from services.stage.model.lora import AdaptedRows, LoadedAdapter, ShardAdapters
 from services.stage.model.peft import ALIKE, AdapterFolder, refuse
 from services.stage.scheduling.step_plan import Open, StepPlan
@@ -36,8 +36,11 @@ class Use(NamedTuple):
 class AdapterPool:
     """Adapters by fingerprint, the one used longest ago first. Used by the thread that runs steps."""
 
-    def __init__(self, shard: ShardAdapters, folder: AdapterFolder, *, max_adapters: int) -> None:
-        self._shard, self.folder, self._max_adapters = shard, folder, max_adapters
+    def __init__(
+        self, shard: ShardAdapters, folder: AdapterFolder, *, max_adapters: int, lead: Lead | None = None
+    ) -> None:
+        """`lead` has other ranks load and forget the same adapters."""
+        self._shard, self.folder, self._max_adapters, self._lead = shard, folder, max_adapters, lead
         self._loaded: OrderedDict[str, LoadedAdapter] = OrderedDict()
         self._used_by: dict[int, Use] = {}
         """Open sequences, by number."""
@@ -68,18 +71,19 @@ class AdapterPool:
         if not rows:
             yield
             return
-        with forward.adapted(self._shard.narrow), self._shard.adding(rows):
+        groups = [AdaptedRows(self._loaded[each], torch.tensor(of_each)) for each, of_each in rows.items()]
+        with forward.adapted(self._shard.narrow, tuple(rows.items())), self._shard.adding(groups):
             yield
 
-    def _rows_of(self, plan: StepPlan) -> list[AdaptedRows]:
-        """The packed rows of each adapter in this step."""
+    def _rows_of(self, plan: StepPlan) -> dict[str, list[int]]:
+        """The packed rows of each adapter in this step, by its fingerprint."""
         rows: dict[str, list[int]] = defaultdict(list)
         first = 0
         for row in plan.rows:
             if (use := self._used_by.get(row.seq)) is not None and use.refusal is None:
                 rows[use.fingerprint] += range(first, first + row.length)
             first += row.length
-        return [AdaptedRows(self._loaded[each], torch.tensor(of_each)) for each, of_each in rows.items()]
+        return rows
 
     def _open(self, opened: Open) -> str | None:
         """Why it cannot have its adapter."""
@@ -114,6 +118,8 @@ class AdapterPool:
             refuse(name, f"it cannot be read: {error}", "Submit again")
         if self.folder.get(name) != adapter:
             refuse(name, "its files were written while they were read", "Submit again")
+        if self._lead is not None:
+            self._lead.load_adapter(adapter)
         log.info("adapter loaded", adapter=name, layers=len(loaded.layers), seconds=round(monotonic_s() - began_s, 4))
         return loaded
 
@@ -122,6 +128,8 @@ class AdapterPool:
         unused = [each for each in self._loaded if each not in used]
         for each in unused[: max(0, len(self._loaded) + 1 - self._max_adapters)]:
             del self._loaded[each]
+            if self._lead is not None:
+                self._lead.drop_adapter(each)
         if len(self._loaded) >= self._max_adapters:
             problem = f"this stage holds {self._max_adapters} at once, and all are in use"
             refuse(name, problem, "Set SHARDLINE_ADAPTERS alike on all stages")

@@ -29,12 +29,9 @@ from services.stage.engine.rank_trial import check_ranks
 from services.stage.engine.sampler import SampledSequence, Sampler
 from services.stage.engine.split_trial import check_split
 from services.stage.kernels import kernel
-from services.stage.kernels.kernel import Kernel
 from services.stage.model.lora import ShardAdapters
 from services.stage.model.model_info import ModelInfo
-from services.stage.model.packing import Packing, packing_for
 from services.stage.model.peft import AdapterFolder
-from services.stage.model.shard import Shard
 from services.stage.model.weights import fingerprint
 from services.stage.scheduling.open_sequences import OpenSequences
 from services.stage.scheduling.step_plan import Move, StepPlan, StepResult
@@ -115,7 +112,9 @@ class Executor:
             loaded = load_forward(load)
             forward = loaded.forward
             forward.lead = lead
-            adapters = _adapter_pool(forward.shard, load.packing, load.native, limits, cache_folder)
+            folder = AdapterFolder(limits.adapters_folder, forward.shard.linear_sizes, cache_folder)
+            shard = ShardAdapters(forward.shard, load.adapter_packing)
+            adapters = AdapterPool(shard, folder, max_adapters=limits.max_adapters, lead=lead)
         weights = fingerprint(info.path, cache_folder)
         name = exactness_fingerprint(
             weights=weights,
@@ -259,12 +258,3 @@ class Executor:
                 rows += range(end - 1 - len(row.drafts), end)
                 sequences.append(sequence)
         return rows, sequences
-
-
-def _adapter_pool(
-    shard: Shard, packing: Packing, native: Kernel | None, limits: Limits, cache_folder: Path
-) -> AdapterPool:
-    """Adapters beside int8 weights have the dtype of activations."""
-    own_packing = packing_for(shard.dtype, native) if packing.int8 else packing
-    folder = AdapterFolder(limits.adapters_folder, shard.linear_sizes, cache_folder)
-    return AdapterPool(ShardAdapters(shard, own_packing), folder, max_adapters=limits.max_adapters)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
@@ -23,6 +24,7 @@ from services.stage.engine.decode_graphs import DecodeGraphs, Recorder
 from services.stage.kernels.kernel import Kernel
 from services.stage.model.fused_layer import fuse_layers
 from services.stage.model.last_layer import LastLayer, Narrow
+from services.stage.model.peft import Adapter
 from services.stage.model.row_buckets import RowPadding
 from services.stage.model.shard import Shard
 from services.stage.ranks.group import RankGroup
@@ -31,22 +33,40 @@ from services.stage.scheduling.step_plan import Move
 
 log = structlog.get_logger(__name__)
 
+AdapterRows = Sequence[tuple[str, Sequence[int]]]
+"""Adapters by their fingerprints, each with the packed rows that it adds to."""
 TRIAL_ROWS = 40
 TRIAL_TOLERANCE = 16
 """The largest difference accepted in a trial, in roundings of the largest value: inexact devices differ a little."""
 
 
-class Lead(Protocol):
-    """Has the other ranks of the stage run what this process runs."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pass:
+    """What ranks run together, but for its input."""
 
-    def run(
-        self, kind: PassKind, spans: Sequence[Span], x: Tensor, rows: Sequence[int], left_out: Sequence[int]
-    ) -> None:
-        """Tells them. `x` is the input, ids int64 [T] or states [T, H]; `rows` are the sampled ones; layers `left_out`
-        do not run."""
+    kind: PassKind
+    spans: Sequence[Span]
+    rows: Sequence[int]
+    """The sampled ones."""
+    left_out: Sequence[int]
+    """Layers that do not run."""
+    adapters: AdapterRows
+
+
+class Lead(Protocol):
+    """Has the other ranks of the stage do what this process does."""
+
+    def run(self, what: Pass, x: Tensor) -> None:
+        """Has them run a pass over `x`, ids int64 [T] or states [T, H]."""
 
     def move(self, moves: tuple[Move, ...]) -> None:
         """Has them copy KV blocks to slots and back."""
+
+    def load_adapter(self, adapter: Adapter) -> None:
+        """Has them load an adapter."""
+
+    def drop_adapter(self, fingerprint: str) -> None:
+        """Lets them forget it."""
 
     def drop(self) -> None:
         """Lets them forget their shares."""
@@ -66,6 +86,7 @@ class Forward:
         self.num_fused = 0
         """Layers that are one call of the kernel."""
         self._left_out: tuple[int, ...] = ()
+        self._adapters: AdapterRows = ()
         self.lead: Lead | None = None
         """Of a stage with several ranks, on the first of them, once all are loaded."""
 
@@ -90,14 +111,14 @@ class Forward:
         self._graphs = DecodeGraphs(self.shard, self.attention, self.kv, recorder, max_rows=max_rows)
 
     @contextmanager
-    def adapted(self, narrow: Narrow) -> Iterator[None]:
-        """A context in which adapters add to rows: graphs, which know none, are not replayed, and `narrow` is told the
-        packed rows that the last layer goes on with, int64 [R]."""
-        self._narrow_adapters = narrow
+    def adapted(self, narrow: Narrow, adapters: AdapterRows = ()) -> Iterator[None]:
+        """A context in which adapters add to rows: graphs, which know none, are not replayed; `narrow` is told the rows
+        that the last layer goes on with, int64 [R], and other ranks are told `adapters`."""
+        self._narrow_adapters, self._adapters = narrow, adapters
         try:
             yield
         finally:
-            self._narrow_adapters = None
+            self._narrow_adapters, self._adapters = None, ()
 
     @contextmanager
     def without(self, layers: Iterable[int]) -> Iterator[None]:
@@ -161,7 +182,8 @@ class Forward:
 
     def _tell(self, kind: PassKind, spans: Sequence[Span], x: Tensor, rows: Sequence[int] = ()) -> None:
         if self.lead is not None:
-            self.lead.run(kind, spans, x, rows, self._left_out)
+            what = Pass(kind=kind, spans=spans, rows=rows, left_out=self._left_out, adapters=self._adapters)
+            self.lead.run(what, x)
 
     def _replayed(self, spans: Sequence[Span], x: Tensor) -> Tensor | None:
         """The outputs of all rows, if a graph has them."""

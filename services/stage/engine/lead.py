@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from torch import Tensor
 
-from services.stage.attention.paged_kv import Span
+from services.stage.engine.forward import Pass
 from services.stage.engine.loading import ForwardLoad
-from services.stage.ranks.messages import DropShard, LoadShard, MoveBlocks, PassKind, RunPass
+from services.stage.model.peft import Adapter
+from services.stage.model.weights import stamp_of
+from services.stage.ranks.messages import DropAdapter, DropShard, LoadAdapter, LoadShard, MoveBlocks, RunPass
 from services.stage.ranks.processes import OtherRanks
 from services.stage.scheduling.step_plan import Move
 
@@ -36,17 +36,16 @@ class RanksLead:
             )
         )
 
-    def run(
-        self, kind: PassKind, spans: Sequence[Span], x: Tensor, rows: Sequence[int], left_out: Sequence[int]
-    ) -> None:
+    def run(self, what: Pass, x: Tensor) -> None:
         """Tells them what this rank is about to run: `x` holds ids int64 [T] or states [T, H] of T packed rows."""
         self._ranks.post(
             RunPass(
                 number=self._number,
-                kind=kind,
-                spans=tuple((span.start, span.length, tuple(span.blocks)) for span in spans),
-                rows=tuple(rows),
-                left_out=tuple(left_out),
+                kind=what.kind,
+                spans=tuple((span.start, span.length, tuple(span.blocks)) for span in what.spans),
+                rows=tuple(what.rows),
+                left_out=tuple(what.left_out),
+                adapters=tuple((fingerprint, tuple(rows)) for fingerprint, rows in what.adapters),
                 shape=tuple(x.shape),
                 dtype=str(x.dtype).removeprefix("torch."),
             )
@@ -56,6 +55,22 @@ class RanksLead:
     def move(self, moves: tuple[Move, ...]) -> None:
         """Tells them which KV blocks this rank is about to copy."""
         self._ranks.post(MoveBlocks(number=self._number, moves=moves))
+
+    def load_adapter(self, adapter: Adapter) -> None:
+        """Tells them which adapter this rank has loaded."""
+        self._ranks.post(
+            LoadAdapter(
+                number=self._number,
+                fingerprint=adapter.fingerprint,
+                weights=str(adapter.weights),
+                stamp=stamp_of(adapter.weights),
+                layers={name: (layer.rank, layer.scale) for name, layer in adapter.layers.items()},
+            )
+        )
+
+    def drop_adapter(self, fingerprint: str) -> None:
+        """Tells them which adapter this rank has forgotten."""
+        self._ranks.post(DropAdapter(number=self._number, fingerprint=fingerprint))
 
     def drop(self) -> None:
         """Lets the other ranks forget the shard."""

@@ -85,6 +85,11 @@ class ForwardLoad:
             return self.options.packing()
         return packing_for(self.of_dtype, self.native, int8=self.weights_dtype == INT8)
 
+    @property
+    def adapter_packing(self) -> Packing:
+        """How adapters are packed: beside int8 weights they have the dtype of activations."""
+        return packing_for(self.of_dtype, self.native) if self.packing.int8 else self.packing
+
 
 @dataclass(frozen=True, slots=True)
 class LoadedForward:

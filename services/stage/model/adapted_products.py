@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from services.stage.kernels.kernel import AdapterRows, AdapterStep, LowRankPart
 from services.stage.model.packing import Part
+from services.stage.model.split_layers import GatheredLinear
 from services.stage.model.tiled_linear import TiledLinear
 
 
@@ -72,5 +73,7 @@ class AdaptedProducts:
 
 def place_of(layer: nn.Module) -> OutputPlace | None:
     """Where a packed linear layer is computed; None: not by a product of our own."""
+    if isinstance(layer, GatheredLinear):
+        return place_of(layer.linear)
     product, first_output = (layer.merged.layer, layer.first_output) if isinstance(layer, Part) else (layer, 0)
     return OutputPlace(product, first_output) if isinstance(product, TiledLinear) else None

@@ -74,7 +74,7 @@ class ShardAdapters:
             layers = {
                 name: LoadedLayer(
                     down=self._product(file.get_tensor(PREFIX + name + DOWN), 1.0),
-                    up=self._product(file.get_tensor(PREFIX + name + UP), layer.scale),
+                    up=self._product(self._share(name, file.get_tensor(PREFIX + name + UP)), layer.scale),
                 )
                 for name, layer in adapter.layers.items()
                 if name in self._modules
@@ -105,6 +105,11 @@ class ShardAdapters:
         for name in self._modules.keys() - self._places.keys():
             self._modules[name].register_forward_hook(partial(self._add, name))
         self._is_hooked = True
+
+    def _share(self, name: str, up: Tensor) -> Tensor:
+        """The rows of a weight [N, r] whose outputs this process computes: all, unless ranks divide the layer."""
+        share = self._shard.output_shares.get(name)
+        return up if share is None else up[share.start : share.stop]
 
     def _product(self, weight: Tensor, scale: float) -> Product:
         weight = (weight.float() * scale).to(self._shard.device, self._shard.dtype)

@@ -99,6 +99,8 @@ class Shard:
         """The row lengths of elementwise operations."""
         self.streamed_layers: tuple[int, ...] = ()
         """By number: those whose weights are read in every step."""
+        self.output_shares: dict[str, range] = {}
+        """The outputs that this rank computes of linear layers that ranks divide, by their names in the model."""
         self.linear_sizes: dict[str, LinearSize] = model.linear_sizes
         """Of the linear layers within every layer of the model, other stages' too, by their names in it."""
         self._received: Tensor | None = None

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -103,9 +102,8 @@ def split_shard(shard: Shard, group: RankGroup) -> None:
 
     Experts are divided by `gathered`, as they are packed.
     """
-    config, decoder = shard.info.config, shard.decoder
-    splitter = _Splitter(group, dict(config.base_model_tp_plan or {}), config.num_attention_heads)
-    names = {module: name for name, module in decoder.named_modules()}
+    names = {module: name for name, module in shard.model.named_modules()}
+    splitter = _Splitter(shard, group, f"{names[shard.decoder]}.")
     for layer in shard.layer_modules.values():
         for parent in list(layer.modules()):
             if not is_experts(parent):
@@ -147,22 +145,28 @@ def widest(shard: Shard) -> int:
 class _Splitter:
     """Replaces the linear layers of one parent after the other."""
 
-    def __init__(self, group: RankGroup, plan: Mapping[str, str], num_heads: int) -> None:
-        """`num_heads` are query heads."""
-        self._group, self._plan, self._num_heads = group, plan, num_heads
+    def __init__(self, shard: Shard, group: RankGroup, prefix: str) -> None:
+        """`prefix` is what names in the model have before those in its decoder, which the plan has."""
+        config = shard.info.config
+        self._group, self._prefix, self._shares = group, prefix, shard.output_shares
+        self._plan, self._num_heads = dict(config.base_model_tp_plan or {}), config.num_attention_heads
 
     def split(self, parent: Any, name: str) -> None:
-        """Divides its own linear layers, by `name` in the model's plan."""
+        """Divides its own linear layers; `name` is its own in the model."""
         linears = {child: module for child, module in parent.named_children() if is_linear(module)}
-        kinds = {child: self._plan.get(re.sub(r"\.\d+", ".*", f"{name}.{child}")) for child in linears}
+        of_plan = re.sub(r"\.\d+", ".*", name.removeprefix(self._prefix))
+        kinds = {child: self._plan.get(f"{of_plan}.{child}") for child in linears}
         num_units = self._num_units(parent, [linears[child] for child, kind in kinds.items() if kind == KEPT])
         for child, linear in linears.items():
             if num_units is not None and kinds[child] == KEPT:
                 share = self._group.share_of(_num_outputs(linear), _num_outputs(linear) // num_units)
                 setattr(parent, child, _rows_of(linear, share))
+                self._shares[f"{name}.{child}"] = share
             elif self._group.can_share(_num_outputs(linear), TILE_OUTPUTS):
                 takes_kept = num_units is not None and kinds[child] == TAKES_KEPT
-                setattr(parent, child, _gathered_linear(linear, self._group, num_units if takes_kept else None))
+                mine = _gathered_linear(linear, self._group, num_units if takes_kept else None)
+                setattr(parent, child, mine)
+                self._shares[f"{name}.{child}"] = mine.outputs.mine
 
     def _num_units(self, parent: Any, linears: list[nn.Linear | Conv1D]) -> int | None:
         """Into how many parts, each of them some outputs of all these layers, ranks may divide what they keep: KV heads

@@ -46,6 +46,8 @@ class RunPass(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The sampled ones."""
     left_out: tuple[int, ...]
     """Layers that return their input."""
+    adapters: tuple[tuple[str, tuple[int, ...]], ...]
+    """Fingerprints, and to which packed rows each adds."""
     shape: tuple[int, ...]
     dtype: str
     """Of the input."""
@@ -58,13 +60,33 @@ class MoveBlocks(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     moves: tuple[Move, ...]
 
 
+class LoadAdapter(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Load an adapter that the first rank has just loaded."""
+
+    number: int
+    fingerprint: str
+    weights: str
+    """A file."""
+    stamp: tuple[int, int, int]
+    """Size and times of the file."""
+    layers: dict[str, tuple[int, float]]
+    """Ranks of the matrices and scales, by the names of the model's linear layers."""
+
+
+class DropAdapter(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Forget it: another one needs its place."""
+
+    number: int
+    fingerprint: str
+
+
 class DropShard(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Forget the layers of a number."""
 
     number: int
 
 
-Message = LoadShard | RunPass | MoveBlocks | DropShard
+Message = LoadShard | RunPass | MoveBlocks | LoadAdapter | DropAdapter | DropShard
 
 _encoder, _decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(Message)
 

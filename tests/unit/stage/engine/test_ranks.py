@@ -17,7 +17,8 @@ from services.stage.model.tiled_linear import TiledLinear
 from services.stage.scheduling.events import Finished
 from shardline.errors import ProtocolError
 from shardline.job import SamplingParams
-from tests.chain import Pressure, complete, load_chain, requests
+from tests.adapters import save_adapter
+from tests.chain import Pressure, complete, load_chain, requests, with_adapters
 from tests.models import VOCAB_SIZE, save_model
 from tests.pinned import unpinned_afterwards
 
@@ -149,6 +150,31 @@ def test_layers_of_ranks_may_be_streamed(folder: Path, devices: Devices) -> None
     assert completions(stages) == expected
     assert len(stages[0].forward.shard.streamed_layers) == 2
     stages[0].drop()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+def test_adapters_of_ranks_give_every_bit_of_one_process(dtype: str, folder: Path, devices: Devices) -> None:
+    # Given more adapters than a stage holds, of unlike layers, and what one process gives
+    path, adapters = save_model(folder), folder / f"adapters-{dtype}"
+    save_adapter(path, adapters / "all", rank=4, seed=1)
+    save_adapter(path, adapters / "heads", targets=("q_proj", "v_proj"), rank=9, seed=2)
+    save_adapter(path, adapters / "outputs", targets=("o_proj", "down_proj"), rank=16, seed=3)
+    prompts = [[5 + (place * 7 + at) % 80 for at in range(3 + 20 * place)] for place in range(6)]
+    names = ("all", "heads", "", "outputs", "all", "heads")
+
+    def outcomes(device: Device) -> list[Finished]:
+        stages = load_chain(path, 2, device, folder, dtype=dtype, adapters_folder=adapters, max_adapters=2)
+        asked = [
+            with_adapters(stages, [request], name)[0] if name else request
+            for request, name in zip(requests(prompts, SAMPLED), names, strict=True)
+        ]
+        found = complete(stages, asked, budget=BUDGET, seats=len(asked))
+        for stage in stages:
+            stage.drop()
+        return found
+
+    # Then ranks give the same
+    assert outcomes(devices.two) == outcomes(devices.one)
 
 
 def test_kv_of_preempted_sequences_goes_to_slots_and_back_on_each_rank(folder: Path, devices: Devices) -> None:
