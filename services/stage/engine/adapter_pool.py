@@ -28,6 +28,7 @@ log = structlog.get_logger(__name__)
 class Use(NamedTuple):
     """Of an adapter by an open sequence."""
 
+    name: str
     fingerprint: str
     refusal: str | None
     """Why it does not get it."""
@@ -89,14 +90,16 @@ class AdapterPool:
         """Why it cannot have its adapter."""
         if not opened.adapter:
             return None
-        reason = self._refusal(opened.params.adapter or "", opened.adapter)
-        self._used_by[opened.seq] = Use(opened.adapter, reason)
+        name = opened.params.adapter or ""
+        reason = self._refusal(name, opened.adapter)
+        self._used_by[opened.seq] = Use(name, opened.adapter, reason)
         return reason
 
     def _refusal(self, name: str, fingerprint: str) -> str | None:
-        """Loads it. Who is refused computes wrong KV, which others with the same adapter would find: as long as it is
-        open, they are refused too."""
-        reasons = (use.refusal for use in self._used_by.values() if use.fingerprint == fingerprint and use.refusal)
+        """Loads it. Who is refused computes wrong KV, which others with the same adapter under this name would find: as
+        long as it is open, they are refused too."""
+        same = (use for use in self._used_by.values() if (use.name, use.fingerprint) == (name, fingerprint))
+        reasons = (use.refusal for use in same if use.refusal)
         if (reason := next(reasons, None)) is not None:
             return reason
         try:

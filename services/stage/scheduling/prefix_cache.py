@@ -1,6 +1,7 @@
 """KV of sequences and of prefixes: what one sequence has computed, others with the same first tokens need not compute.
 
-A block is found by a digest of all tokens up to its end, of whose they are and of the adapter that computed them.
+A block is found by a digest of all tokens up to its end, of whose they are and of the adapter that computed them, name
+and fingerprint: a stage may refuse one name and not another one of the same files.
 Stages hear of it in the plan: a sequence opens with blocks whose places are filled. A preempted one may find its blocks
 in slots of the offload too. Knows no torch and no step.
 """
@@ -98,9 +99,10 @@ class PrefixCache:
 def _digest(sequence: Sequence, index: int) -> bytes:
     """Of the tokens up to the end of this block. A sequence keeps those that were asked for: tokens never change."""
     digests, request = sequence.digests, sequence.request
+    whose = (request.tenant, request.adapter, request.params.adapter or "")
     while len(digests) <= index:
         first = len(digests) * BLOCK_TOKENS
-        before = digests[-1] if digests else _hash("\0".join((request.tenant, request.adapter)).encode())
+        before = digests[-1] if digests else _hash("\0".join(whose).encode())
         digests.append(_hash(before + array("q", sequence.ids[first : first + BLOCK_TOKENS]).tobytes()))
     return digests[index]
 

@@ -58,7 +58,7 @@ class Request:
     tenant: str = ""
     """Whose it is: KV is shared within a tenant only."""
     adapter: str = ""
-    """The fingerprint of its adapter: KV is shared with the same one only."""
+    """The fingerprint of its adapter: KV is shared with the same one of the same name only."""
     refusal: str = ""
     """Why it can never run here, if it cannot."""
 

@@ -199,7 +199,7 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
         name="prefix cache: tenants find each other's blocks",
         patches=(
             Patch(
-                file=PREFIX_CACHE, within="_digest", old="(request.tenant, request.adapter)", new="(request.adapter,)"
+                file=PREFIX_CACHE, within="_digest", old="(request.tenant, request.adapter,", new="(request.adapter,"
             ),
         ),
         tests=(f"{FOUND}::test_another_tenant_finds_nothing",),

@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import msgspec
+import pytest
+
 from services.stage.scheduling.events import Failed, Finished
 from services.stage.scheduling.kv_blocks import BLOCK_TOKENS
 from services.stage.scheduling.sequence import Request
@@ -94,6 +97,20 @@ def test_another_tenant_finds_nothing() -> None:
     finish(pipeline, job("a"))
 
     assert num_computed(pipeline, job("b", tenant="another")) == HEAD + 5
+
+
+@pytest.mark.parametrize(
+    ("name", "fingerprint", "num"), [("legal", "1", 5), ("legal", "2", HEAD + 5), ("latest", "1", HEAD + 5)]
+)
+def test_blocks_of_an_adapter_are_found_under_its_name_and_fingerprint(name: str, fingerprint: str, num: int) -> None:
+    first, second = (
+        replace(one, params=msgspec.structs.replace(one.params, adapter=adapter))
+        for one, adapter in ((job("a", adapter="1"), "legal"), (job("b", adapter=fingerprint), name))
+    )
+    pipeline = Pipeline(config())
+    finish(pipeline, first)
+
+    assert num_computed(pipeline, second) == num
 
 
 def test_less_than_a_block_in_common_is_not_found() -> None:
