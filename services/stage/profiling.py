@@ -34,8 +34,8 @@ from services.stage.hop.zeromq import ZeroMqHop
 from services.stage.hop_sockets import hop_sockets
 from services.stage.model import cache
 from services.stage.model.cpu_parts import parse_parts
-from services.stage.model.layer_file import measure_reads
 from services.stage.model.model_info import ModelInfo
+from services.stage.model.streamed_layers import measure, store_of
 from services.stage.scheduling.kv_blocks import BLOCK_TOKENS, blocks_for
 from services.stage.scheduling.step_plan import Open, Row, StepPlan
 from services.stage.settings import StageSettings
@@ -229,7 +229,11 @@ class _Measuring:
         # Before anything computes: threads of a product that wait for the next one take time of the processor.
         self._frame_s, self._frame_byte_s = _frames(settings, model)
         self._memory_bytes = device.available_bytes()
-        self._stream_bytes_per_s = measure_reads(settings.streaming_folder) if settings.streams else 0.0
+        self._stream_bytes_per_s = (
+            measure(store_of(device.uploads(), settings.streaming_folder), device.synchronize)
+            if settings.streams_on(cores=device.is_cpu)
+            else 0.0
+        )
         first = self._load(info, range(_num_layers(model, settings.dtype)))
         self._first = FirstLayers(first, model, Clock(device))
         last = first if first.is_last else self._load(info, range(info.num_layers - 1, info.num_layers))
@@ -330,7 +334,7 @@ def _remember(profile: DeviceProfile, settings: StageSettings, device: Device, m
 
 def _file_name(settings: StageSettings, device: Device, model: ModelCosts) -> str:
     limits = [settings.dtype, str(settings.token_budget), settings.cpu_parts, settings.gpu_products, str(VERSION)]
-    limits += [str(settings.streaming_folder)] if settings.streams else []
+    limits += [str(settings.streaming_folder)] if settings.streams_on(cores=device.is_cpu) else []
     limits += _ranks(settings)
     key = [socket.gethostname(), device.name, str(device.num_threads), *limits, *device.identity(), model.shapes_id]
     return f"{_hash(key)}.json"

@@ -109,10 +109,10 @@ class StageSettings(Settings):
     kv_offload_dir: Path | None = Field(None, description="folder of a file for it; default: the host's memory")
     streamed_layers: Annotated[int, Field(ge=0)] | Literal["auto"] = Field(
         0,
-        description="layers of a stage on cores whose weights lie in a file and are read again in every step; "
-        "auto: as few as make weights and KV fit",
+        description="layers whose weights come again in every step: on cores from a file, to an accelerator from the "
+        "host's memory; auto: as few as make weights and KV fit",
     )
-    streamed_layers_dir: Path | None = Field(None, description="folder of that file; default: the cache's")
+    streamed_layers_dir: Path | None = Field(None, description="folder of that file of cores; default: the cache's")
     stall_s: float = Field(
         Times().stall_s, ge=5, description="a head takes a stage for hung whose step takes longer; times the time scale"
     )
@@ -163,10 +163,10 @@ class StageSettings(Settings):
         """Whether some model comes from another worker."""
         return any(each.model.startswith(PEER) for each in self.every_model)
 
-    @property
-    def streams(self) -> bool:
-        """Whether it streams as many layers as its memory does not hold, so that a plan may count on it."""
-        return self.streamed_layers == "auto"
+    def streams_on(self, *, cores: bool) -> bool:
+        """Whether it streams as many layers as its memory does not hold, so that a plan may count on it. Graphs of an
+        accelerator hold none."""
+        return self.streamed_layers == "auto" and (cores or not self.cuda_graphs)
 
     @property
     def streaming_folder(self) -> Path:

@@ -24,8 +24,8 @@ from services.stage.device.take import take
 from services.stage.engine.executor import Executor
 from services.stage.engine.forward import Forward
 from services.stage.engine.memory import Limits
-from services.stage.model.layer_file import measure_reads
 from services.stage.model.model_info import ModelInfo
+from services.stage.model.streamed_layers import measure, store_of
 from tests.benchmarks.bare import log_to_stderr
 
 ROWS = (1, 16, 64, 256)
@@ -61,8 +61,8 @@ def main() -> None:
         )
         executor = load(options, limits, device)
         streamed = len(executor.forward.shard.streamed_layers)
-        rate = measure_reads(Path(folder)) / 1e9
-        print(json.dumps({"streamed_layers": streamed, "disk_gb_per_s": round(rate, 2), **steps(executor.forward)}))
+        rate = measure(store_of(device.uploads(), Path(folder)), device.synchronize) / 1e9
+        print(json.dumps({"streamed_layers": streamed, "read_gb_per_s": round(rate, 2), **steps(executor.forward)}))
         print(json.dumps({"peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10}))
         if not options.only_streamed:
             del executor

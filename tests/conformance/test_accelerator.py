@@ -128,6 +128,22 @@ def test_jobs_with_adapters_on_an_accelerator_get_the_tokens_that_cores_give(
     assert [found[place] == tokens for place, tokens in enumerate(reference(model))] == [False, False, True] * 2
 
 
+@pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral"])
+def test_streamed_layers_change_no_token(name: str, model_folder: Path, accelerator: Device) -> None:
+    path = model_folder / name
+    if not path.exists():
+        save_model(model_folder, name)
+    info = ModelInfo.read(path)
+    limits = Limits(kv_bytes=KV_BYTES, token_budget=MAX_BUDGET, max_open=MAX_OPEN, streamed_layers=2)
+    options: Any = {"device": accelerator, "dtype": "float32", "limits": limits, "cache_folder": model_folder}
+    stages = [Executor.load(model=info, layers=layers, **options) for layers in even_split(info.num_layers, 2)]
+
+    found = generate(stages, requests(prompts(), SamplingParams(max_tokens=NUM_NEW, temperature=0.0)), budget=BUDGET)
+
+    assert found == reference(path)
+    assert [len(stage.forward.shard.streamed_layers) for stage in stages] == [2, 2]
+
+
 def test_the_accelerator_refuses_tensors_of_two_devices(accelerator: Device) -> None:
     with pytest.raises(RuntimeError, match=r"on (the same|one) device"):
         torch.ones(2, 2, device=accelerator.torch_device) @ torch.ones(2, 2)

@@ -17,15 +17,17 @@ from typing import Any, ClassVar
 import psutil
 import torch
 
+from services.stage.device.cpu import free_bytes
 from services.stage.device.device import INT8, Device, Meter
 from services.stage.device.staging import Staging
+from services.stage.device.uploads import Uploads
 from services.stage.device.watts import Watts
 from shardline.cores import FIELD, FORMS
 from shardline.errors import Invalid
 
 BUILT_IN = ("cuda", "xpu", "mps")
 """Device types of torch itself; `cuda` is also ROCm's."""
-STAGING_PARTS = ("Stream", "Event", "current_stream", "stream")
+STREAM_PARTS = ("Stream", "Event", "current_stream", "stream")
 """What copies beside the computation need of torch's module; mps has no streams."""
 MODULE_FIELD = "SHARDLINE_DEVICE_MODULE"
 UUID = re.compile(r"(?:GPU-)?([0-9a-fA-F]{8}(?:-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12})")
@@ -111,6 +113,10 @@ class Accelerator(Device):
         """Returns the free memory, as its backend tells."""
         return self._found.memory_bytes()[0]
 
+    def host_bytes(self) -> int:
+        """Returns the free memory of the host or of this container, less what other stages have promised to take."""
+        return free_bytes(self.promises)
+
     def total_bytes(self) -> int:
         """Returns all of the device's memory."""
         return self._found.total_bytes()
@@ -143,13 +149,20 @@ class Accelerator(Device):
 
     def staging(self, num_buffers: int, num_bytes: int) -> Staging | None:
         """Returns pinned buffers of so many bytes; None if the backend lacks pinned memory, streams or events."""
-        module = self._found.module
-        if not all(hasattr(module, name) for name in STAGING_PARTS):
+        if self._module_with_streams is None or not _can_pin():
             return None
-        with suppress(RuntimeError):
-            torch.empty(1, pin_memory=True)
-            return Staging(module, self.torch_device, num_buffers, num_bytes)
-        return None
+        return Staging(self._module_with_streams, self.torch_device, num_buffers, num_bytes)
+
+    def uploads(self) -> Uploads:
+        """Returns copies that run beside the computation, if the backend has streams and events, out of pinned memory,
+        if it has that."""
+        return Uploads(self.torch_device, self._module_with_streams, pins=_can_pin())
+
+    @property
+    def _module_with_streams(self) -> Any:
+        """torch's module for the type; None if copies beside the computation lack a part of it."""
+        module = self._found.module
+        return module if all(hasattr(module, name) for name in STREAM_PARTS) else None
 
 
 def load_module(name: str | None) -> None:
@@ -189,6 +202,15 @@ def find(name: str) -> Found:
             f"Check the driver, the container's devices, torch's build, and {MODULE_FIELD} for a backend outside torch",
         )
     return matching[0]
+
+
+def _can_pin() -> bool:
+    """Whether the backend has pinned memory."""
+    try:
+        torch.empty(1, pin_memory=True)
+    except RuntimeError:
+        return False
+    return True
 
 
 def is_type(name: str) -> bool:

@@ -13,6 +13,7 @@ import torch
 
 from services.stage.device.device import INT8, Device, Meter
 from services.stage.device.machine import machine
+from services.stage.device.promises import Promises
 from services.stage.device.rapl import Rapl
 from services.stage.device.watts import Watts
 from services.stage.ranks.processes import OtherRanks
@@ -52,9 +53,12 @@ class Cpu(Device):
         return machine()
 
     def available_bytes(self) -> int:
+        """Returns the host's."""
+        return self.host_bytes()
+
+    def host_bytes(self) -> int:
         """Returns the free memory of the host or of this container, less what other stages have promised to take."""
-        of_host = psutil.virtual_memory().available - self.promises.others()
-        return max(0, min(of_host, _cgroup_available_bytes() - self.promises.others(same_cgroup=True)))
+        return free_bytes(self.promises)
 
     def total_bytes(self) -> int:
         """Returns the memory of the host, or the container's limit."""
@@ -84,6 +88,12 @@ def usable_cores() -> tuple[int, ...]:
         return parse_cores(PREFIX + text)
     except (OSError, Invalid):
         return tuple(range(os.cpu_count() or 1))
+
+
+def free_bytes(promises: Promises) -> int:
+    """Returns the free memory of the host, or of this container, less what other stages have promised to take."""
+    of_host = psutil.virtual_memory().available - promises.others()
+    return max(0, min(of_host, _cgroup_available_bytes() - promises.others(same_cgroup=True)))
 
 
 def memory_bytes() -> int:

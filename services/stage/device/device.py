@@ -18,6 +18,7 @@ import torch
 from services.stage.device.locks import DeviceLocks
 from services.stage.device.promises import Promises
 from services.stage.device.staging import Staging
+from services.stage.device.uploads import Uploads
 from services.stage.device.watts import Watts
 from services.stage.ranks.processes import OtherRanks
 from shardline.errors import Invalid
@@ -84,6 +85,10 @@ class Device(ABC):
         """Returns the free memory; on the CPU less what other stages of this host have promised to take."""
 
     @abstractmethod
+    def host_bytes(self) -> int:
+        """Returns the free memory of the host or of this container, less what other stages have promised to take."""
+
+    @abstractmethod
     def total_bytes(self) -> int:
         """Returns the memory of the device, free or not."""
 
@@ -104,6 +109,10 @@ class Device(ABC):
 
     def staging(self, num_buffers: int, num_bytes: int) -> Staging | None:  # noqa: ARG002 (an accelerator's)
         """Returns pinned buffers of so many bytes; None where copies block: on the CPU, or without streams."""
+        return None
+
+    def uploads(self) -> Uploads | None:
+        """Returns what copies from the host's memory to the device; None on the CPU, whose memory that is."""
         return None
 
     def dtype(self, name: str) -> torch.dtype:

@@ -5,6 +5,7 @@ A stage on cores takes no notice: stages of one stack share their settings.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal
 
@@ -45,6 +46,12 @@ class AcceleratorOptions:
         if self.cuda_graphs and any(is_experts(module) for module in model.modules()):
             problem = "which experts compute is known on the host only after a router has run: no graph can hold it"
             raise Invalid(GRAPHS_FIELD, problem, "Set it to false for mixtures")
+
+    def check_streamed(self, layers: Collection[int]) -> None:
+        """Raises Invalid for streamed layers, by number, that the options do not suit."""
+        if self.cuda_graphs and layers:
+            problem = f"{len(layers)} layers are streamed: no graph can hold copies that begin in the step before"
+            raise Invalid(GRAPHS_FIELD, problem, "Set it to false, or SHARDLINE_STREAMED_LAYERS to 0")
 
     def packing(self) -> Packing:
         """Returns how the accelerator runs linear layers."""

@@ -99,6 +99,7 @@ class Executor:
             cache_folder=cache_folder,
             options=on_accelerator.on(device),
             native=kernel.load() if device.is_cpu else None,
+            uploads=device.uploads(),
             group=None if ranks is None else ranks.group,
         )
         if ranks is not None:

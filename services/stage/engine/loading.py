@@ -5,7 +5,7 @@ Knows no StepPlan and no sampling.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
@@ -19,6 +19,7 @@ from services.stage.attention.attention import Attention
 from services.stage.attention.offload_area import OffloadArea
 from services.stage.attention.paged_kv import KvShape, PagedKv
 from services.stage.device.device import INT8
+from services.stage.device.uploads import Uploads
 from services.stage.engine.accelerator_options import AcceleratorOptions
 from services.stage.engine.decode_graphs import CudaRecorder
 from services.stage.engine.exactness import Probe, choose_row_buckets
@@ -31,11 +32,11 @@ from services.stage.model.fused import fuse, fuse_norms
 from services.stage.model.kv_shapes import probe_kv_shapes
 from services.stage.model.model_info import ModelInfo
 from services.stage.model.owned_weights import give_back, own
-from services.stage.model.packing import Packing, pack, packed_bytes, packing_for, tiled_bytes, unshare_embedding
+from services.stage.model.packing import Packing, pack, packed_bytes, packing_for, unshare_embedding
 from services.stage.model.row_buckets import MAX_ADDED, VECTORS
 from services.stage.model.shard import Shard, shard_layers
 from services.stage.model.split_layers import gathered, send_embedding, split_shard, widest
-from services.stage.model.streamed_layers import StreamedLayers
+from services.stage.model.streamed_layers import StreamedLayers, streamed_bytes
 from services.stage.model.triton_products import TritonRmsNorm
 from services.stage.ranks.group import RankGroup
 
@@ -75,6 +76,8 @@ class ForwardLoad:
     options: AcceleratorOptions
     native: Kernel | None
     """On cores."""
+    uploads: Uploads | None = None
+    """Of an accelerator."""
     group: RankGroup | None = None
     """None: the stage is one process."""
 
@@ -112,9 +115,9 @@ def load_forward(load: ForwardLoad) -> LoadedForward:
     if load.group is not None:
         split_shard(shard, load.group)
         packing = _for_ranks(packing, shard, load)
+    streaming = StreamedLayers.on(load.uploads, load.limits.streamed_folder) if shard.streamed_layers else None
+    pack_shard(shard, packing, streaming, group=load.group)
     kv_shapes = probe_kv_shapes(shard)
-    streamed, folder = load.memory.streamed_layers, load.limits.streamed_folder
-    pack_shard(shard, packing, streamed=streamed, folder=folder, group=load.group)
     if load.native is not None:
         fuse(shard.model, load.native)
     padding, rows_are_exact = choose_row_buckets(
@@ -128,17 +131,20 @@ def load_forward(load: ForwardLoad) -> LoadedForward:
 
 
 def _load_shard(load: ForwardLoad, attention: Attention, packing: Packing) -> Shard:
-    is_cpu, layers = load.device.type == "cpu", load.layers
-    parts = parts_of(load.options.cpu_parts, is_first=layers.start == 0)
-    converts = is_cpu and load.limits.streamed_layers != 0
+    layers, parts = load.layers, parts_of(load.options.cpu_parts, is_first=load.layers.start == 0)
 
-    def check(model: nn.Module) -> None:
+    def check(model: nn.Module) -> tuple[int, ...]:
         load.options.check(model)
-        tiles = {number: tiled_bytes(layer, packing) for number, layer in shard_layers(model, layers).items()}
-        load.memory.check_fits(WeightBytes(packed_bytes(model, packing) - num_bytes(model, parts), tiles))
+        held = packed_bytes(model, packing) - num_bytes(model, parts)
+        by_layer = {
+            number: streamed_bytes(layer, packing, load.device) for number, layer in shard_layers(model, layers).items()
+        }
+        load.memory.check_fits(WeightBytes(held, by_layer))
+        load.options.check_streamed(load.memory.streamed_layers)
+        return load.memory.streamed_layers
 
     return Shard.load(
-        with_floats(load.info, layers, load.of_dtype, load.cache_folder, converts=converts),
+        with_floats(load.info, layers, load.of_dtype, load.cache_folder, converts=load.limits.streamed_layers != 0),
         layers,
         dtype=load.of_dtype,
         attn_implementation=attention.name,
@@ -183,43 +189,52 @@ def _save_calls(forward: Forward, load: ForwardLoad) -> None:
 
 
 def pack_shard(
-    shard: Shard,
-    packing: Packing,
-    *,
-    streamed: Collection[int] = (),
-    folder: Path = Path(),
-    group: RankGroup | None = None,
+    shard: Shard, packing: Packing, streaming: StreamedLayers | None = None, *, group: RankGroup | None = None
 ) -> None:
-    """Packs a shard, and on the CPU copies its weights out of the loader's files: those of the layers with the numbers
-    `streamed` into a file in `folder`.
+    """Packs a shard, and on the CPU copies its weights out of the loader's files: those of its streamed layers into
+    the store of `streaming`. `group` has the ranks that divide it.
 
-    This is done layer by layer: memory never holds more than one layer twice. Raises Invalid if the disk has no room.
+    This is done layer by layer: memory never holds more than one layer twice. Raises Invalid if the store has no room.
     """
-    if shard.device.type != "cpu":
-        if packing.keeps_weights:
-            _use_triton(shard, packing)
-        return
+    if shard.device.type == "cpu":
+        _pack_on_cores(shard, packing, streaming, group)
+    else:
+        _pack_on_accelerator(shard, packing, streaming)
+    if streaming is not None:
+        streaming.start()
+
+
+def _pack_on_cores(shard: Shard, packing: Packing, streaming: StreamedLayers | None, group: RankGroup | None) -> None:
     if shard.is_first and (shard.is_last or packing.int8) and (group is None or group.rank == 0):
         # A tied output layer is packed in every split, so that one stage and three give the same bits.
         unshare_embedding(shard.model, packing)
-    streaming = StreamedLayers(folder) if streamed else None
     for number, layer in shard.layer_modules.items():
-        _pack_piece(layer, packing, uses_embedding=shard.is_first)
-        if streaming is not None and number in streamed:
-            streaming.take(layer)
+        streamed = streaming if number in shard.streamed_layers else None
+        _pack_piece(layer, packing, streamed, uses_embedding=shard.is_first)
     if shard.is_last:
         _pack_piece(shard.model, packing, uses_embedding=shard.is_first)
     if group is not None and shard.is_first:
         send_embedding(shard.model, group)
     own(shard.model)
-    if streaming is not None:
-        streaming.start()
-        shard.streamed_layers = tuple(streamed)
 
 
-def _pack_piece(piece: nn.Module, packing: Packing, *, uses_embedding: bool) -> None:
+def _pack_on_accelerator(shard: Shard, packing: Packing, streaming: StreamedLayers | None) -> None:
+    """Streamed layers are still in the host's memory: what is not streamed of them follows the others."""
+    for number in shard.streamed_layers:
+        layer = shard.layer_modules[number]
+        _pack_piece(layer, packing, streaming)
+        layer.to(shard.device)
+    if packing.keeps_weights:
+        _use_triton(shard, packing)
+
+
+def _pack_piece(
+    piece: nn.Module, packing: Packing, streaming: StreamedLayers | None = None, *, uses_embedding: bool = True
+) -> None:
     originals = [parameter.data for parameter in piece.parameters()]
     pack(piece, packing, uses_embedding=uses_embedding)
+    if streaming is not None:
+        streaming.take(piece)
     for original in originals:
         give_back(original)
 

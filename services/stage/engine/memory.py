@@ -39,7 +39,7 @@ class Limits:
     streamed_layers: int | Literal["auto"] = 0
     """Whose weights memory does not hold; auto: as few as make weights and KV fit."""
     streamed_folder: Path = Path()
-    """Where these lie in a file."""
+    """Where these lie in a file; those of an accelerator lie in the host's memory."""
     token_budget: int
     """Rows of one step."""
     max_open: int
@@ -65,12 +65,16 @@ class WeightBytes:
 
     all: int
     by_layer: Mapping[int, int]
-    """The part of each layer that can be streamed, by the layer's number; 0 on a GPU."""
+    """The part of each layer that can be streamed, by the layer's number."""
 
     def held(self, streamed: Collection[int]) -> int:
         """Returns what memory holds if these layers are streamed: the rest, and buffers for the largest of them."""
-        sizes = [self.by_layer[number] for number in streamed]
-        return self.all - sum(sizes) + NUM_BUFFERS * max(sizes, default=0)
+        largest = max((self.by_layer[number] for number in streamed), default=0)
+        return self.all - self.of(streamed) + NUM_BUFFERS * largest
+
+    def of(self, streamed: Collection[int]) -> int:
+        """Returns what is streamed of these layers."""
+        return sum(self.by_layer[number] for number in streamed)
 
     def spread(self, num: int) -> tuple[int, ...]:
         """Returns so many layers, or all if these are fewer, as far apart as can be: others compute while they are
@@ -118,7 +122,7 @@ class StageMemory:
             taken = int(weights.held(self.streamed_layers) * PACKING_FACTOR)
             if taken + kv_bytes > available:
                 raise self._too_large(weights, kv_bytes, available)
-            self._device.promises.make(taken + kv_bytes)
+            self._device.promises.make(taken + kv_bytes + self._check_host(weights))
         self._taken = taken
 
     def make_kv(
@@ -157,6 +161,19 @@ class StageMemory:
             f"{few}{'' if self.streamed_layers else ', SHARDLINE_STREAMED_LAYERS=auto'} or a smaller SHARDLINE_KV_MIB"
             + (", or a larger SHARDLINE_MEMORY_MIB" if self._limits.memory_bytes else ""),
         )
+
+    def _check_host(self, weights: WeightBytes) -> int:
+        """The bytes of the host's memory that streamed layers take beside the device's. Raises Invalid if that has no
+        room."""
+        num_bytes = 0 if self._device.is_cpu else weights.of(self.streamed_layers)
+        free = self._device.host_bytes()
+        if num_bytes > free:
+            problem = (
+                f"{len(self.streamed_layers)} streamed layers of {self._device.name} lie in the host's memory and need "
+                f"{mib(num_bytes)}, {mib(free)} are free{_promised(self._device)}"
+            )
+            raise Invalid("SHARDLINE_STREAMED_LAYERS", problem, "Use more stages, fewer layers here or a smaller dtype")
+        return num_bytes
 
     @property
     def _offload_bytes(self) -> int:

@@ -36,8 +36,8 @@ REST = "rest"
 """What belongs to no layer."""
 LAYER = re.compile(r"\.(?:layers|h|blocks)\.(\d+)\.")
 CONFIG = "config.json"
-STORED = {torch.float32: "F32", torch.bfloat16: "BF16"}
-"""As safetensors names dtypes of cores."""
+STORED = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+"""As safetensors names dtypes."""
 ROOM = 1.1
 """A file is begun only if the disk has room for so many times its size."""
 

@@ -8,23 +8,22 @@ import mmap
 import os
 import tempfile
 import weakref
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from shardline.clock import monotonic_s
 from shardline.errors import Invalid, Unavailable
 
 PAGE_BYTES = 4096
 """Reads past the page cache begin and end at multiples of it, in the file and in memory."""
-TRIAL_BYTES = 64 << 20
-NUM_TRIALS = 3
 FIELD = "SHARDLINE_STREAMED_LAYERS_DIR"
 
 
 class LayerFile:
-    """Closed when it is collected. One thread reads at a time."""
+    """Closed when it is collected. A thread of its own reads, one piece after the other."""
 
     def __init__(self, folder: Path) -> None:
         """Makes the file, empty. Raises Invalid if the folder takes none."""
@@ -38,6 +37,7 @@ class LayerFile:
             raise self._no_room(error) from error
         for each in (self._file, self._direct):
             weakref.finalize(self, os.close, each)
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix="streamed-layers")
 
     def write(self, pieces: list[tuple[int, Tensor]], begin: int, num_bytes: int) -> None:
         """Writes tensors, int8 [bytes], each at its place behind `begin`, and leaves nothing of them in memory.
@@ -53,9 +53,18 @@ class LayerFile:
         except OSError as error:
             raise self._no_room(error) from error
 
-    def read(self, target: Tensor, begin: int) -> None:
-        """Fills `target`, int8 [bytes] of memory that `pages` made, from `begin` on. Raises Unavailable if the disk
-        fails."""
+    def buffer(self, num_bytes: int) -> Tensor:
+        """Returns int8 [num_bytes] that begins with a page, in large pages where there are some."""
+        memory = mmap.mmap(-1, num_bytes)
+        memory.madvise(mmap.MADV_HUGEPAGE)
+        return torch.frombuffer(memory, dtype=torch.int8)
+
+    def fetch(self, target: Tensor, begin: int) -> Callable[[], object]:
+        """Begins to fill `target`, int8 [bytes] of a buffer, from `begin` on. Returns what waits for it, which raises
+        Unavailable if the disk fails."""
+        return self._reader.submit(self._read_all, target, begin).result
+
+    def _read_all(self, target: Tensor, begin: int) -> None:
         view, done = target.numpy().data, 0
         try:
             while done < len(view):
@@ -66,26 +75,6 @@ class LayerFile:
     def _no_room(self, error: OSError) -> Invalid:
         problem = f"streamed layers find no room in {self._folder}: {error.strerror}"
         return Invalid(FIELD, problem, "Name a folder on a disk with room for the model's weights")
-
-
-def pages(num_bytes: int) -> Tensor:
-    """Returns int8 [num_bytes] that begins with a page, in large pages where there are some."""
-    memory = mmap.mmap(-1, num_bytes)
-    memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=torch.int8)
-
-
-def measure_reads(folder: Path) -> float:
-    """Returns the bytes per second that a file in this folder is read with. Raises Invalid if it has no room."""
-    file, memory = LayerFile(folder), pages(TRIAL_BYTES)
-    file.write([(0, memory)], 0, TRIAL_BYTES)
-    return max(_rate(file, memory) for _ in range(NUM_TRIALS))
-
-
-def _rate(file: LayerFile, memory: Tensor) -> float:
-    began_s = monotonic_s()
-    file.read(memory, 0)
-    return memory.nbytes / (monotonic_s() - began_s)
 
 
 def _write(file: int, source: memoryview, begin: int) -> None:

@@ -9,7 +9,7 @@ Letters of shapes: T packed rows, H the hidden size, R sampled rows, V the vocab
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,6 +30,8 @@ from services.stage.model.weights import check_file, weight_files
 from shardline.errors import Invalid
 
 REPORTS = ("missing_keys", "mismatched_keys", "error_msgs")
+Check = Callable[[nn.Module], Collection[int]]
+"""Gets a shard's model before any weight is read, and may raise. Returns the numbers of its streamed layers."""
 
 
 class LinearSize(NamedTuple):
@@ -39,8 +41,8 @@ class LinearSize(NamedTuple):
     num_outputs: int
 
 
-def shard_class(info: ModelInfo, layers: range, check: Callable[[nn.Module], None]) -> Any:
-    """Returns the model's class with stubs outside `layers`. `check` gets the model before any weight is read."""
+def shard_class(info: ModelInfo, layers: range, check: Check) -> Any:
+    """Returns the model's class with stubs outside `layers`."""
     base = model_class(info.config)
     first, last = layers.start == 0, layers.stop == info.num_layers
     watched = None if info.config.base_model_pp_plan else Pieces.watched(info.config)
@@ -67,7 +69,7 @@ def shard_class(info: ModelInfo, layers: range, check: Callable[[nn.Module], Non
                 decoder.set_submodule(name, PassThrough())
             self.set_output_embeddings(PassThrough())
             self.all_tied_weights_keys = {}
-        check(self)
+        self.streamed_layers = tuple(check(self))
 
     body = {"__init__": init, "__module__": base.__module__, "config_class": type(info.config)}
     return type(base.__name__, (base,), body)
@@ -97,7 +99,7 @@ class Shard:
         self.layer_modules = shard_layers(model, layers)
         self.widths = row_lengths(self.layer_modules.values())
         """The row lengths of elementwise operations."""
-        self.streamed_layers: tuple[int, ...] = ()
+        self.streamed_layers: tuple[int, ...] = model.streamed_layers
         """By number: those whose weights are read in every step."""
         self.output_shares: dict[str, range] = {}
         """The outputs that this rank computes of linear layers that ranks divide, by their names in the model."""
@@ -117,12 +119,12 @@ class Shard:
         attn_implementation: str,
         device: torch.device,
         cpu_parts: frozenset[CpuPart] = frozenset(),
-        check: Callable[[nn.Module], None] = lambda _: None,
+        check: Check = lambda _: (),
     ) -> Shard:
-        """Loads these layers of a model from a folder or hub id, onto `device` but for `cpu_parts`.
+        """Loads these layers of a model from a folder or hub id, onto `device` but for `cpu_parts` and streamed layers.
 
-        `check` gets the shard's model before any weight is read; it may raise. Raises Invalid, with the remedy, if
-        the model cannot be sharded or loaded, and Unavailable if the hub does not answer.
+        Raises what `check` raises, Invalid, with the remedy, if the model cannot be sharded or loaded, and Unavailable
+        if the hub does not answer.
         """
         info = model if isinstance(model, ModelInfo) else ModelInfo.read(model)
         if not 0 <= layers.start < layers.stop <= info.num_layers or layers.step != 1:
@@ -149,8 +151,10 @@ class Shard:
         for name in REPORTS:
             if report[name]:
                 refuse(f"{info.path} has {name} {_some(report[name])}", "Copy the model again, or correct its config")
-        place(loaded.eval(), device, cpu_parts)
-        return cls(loaded, info, layers, device)
+        shard = cls(loaded.eval(), info, layers, device)
+        with shard.without(shard.streamed_layers):
+            place(loaded, device, cpu_parts)
+        return shard
 
     @property
     def output_device(self) -> torch.device:
@@ -166,7 +170,7 @@ class Shard:
 
     @contextmanager
     def without(self, layers: Iterable[int]) -> Iterator[None]:
-        """While entered, these layers return their input. For a shard that holds the first layer."""
+        """While entered, the model lacks these layers: those of a shard that holds the first one return their input."""
         left_out = list(layers)
         try:
             for number in left_out:

@@ -123,6 +123,13 @@ def test_times_that_have_drifted_are_recalled_and_nothing_else_changes(
         assert recalled(settings.model_copy(update={"token_budget": 128}), device, model) is None
 
 
+def test_plans_count_on_streamed_layers_unless_an_accelerators_graphs_exclude_them() -> None:
+    auto = StageSettings(model="/models/big", streamed_layers="auto", cuda_graphs=True)
+    assert (auto.streams_on(cores=True), auto.streams_on(cores=False)) == (True, False)
+    assert auto.model_copy(update={"cuda_graphs": False}).streams_on(cores=False)
+    assert not StageSettings(model="/models/big", streamed_layers=3).streams_on(cores=True)
+
+
 def test_a_wrong_setting_is_named(folder: Path, model: Path) -> None:
     run = profile(folder, model, SHARDLINE_DEVICE="cpu:4095")
     assert (run.returncode, run.stdout) == (1, "")

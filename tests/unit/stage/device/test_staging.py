@@ -12,7 +12,7 @@ from uuid import UUID
 import pytest
 import torch
 
-from services.stage.device.accelerator import STAGING_PARTS, load_module
+from services.stage.device.accelerator import STREAM_PARTS, load_module
 from services.stage.device.device import Device
 from services.stage.device.staging import Staging
 from services.stage.device.take import take
@@ -125,7 +125,7 @@ def test_lent_buffers_arrive_whole_while_the_credit_is_used_up(
     sockets.close()
 
 
-@pytest.mark.parametrize("part", STAGING_PARTS)
+@pytest.mark.parametrize("part", STREAM_PARTS)
 def test_a_backend_without_streams_or_events_copies_with_waits(
     part: str, toy: ModuleType, device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:

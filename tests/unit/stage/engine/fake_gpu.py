@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from services.stage.attention import triton_kernels as attention_kernels
 from services.stage.device.accelerator import Accelerator, Found
-from services.stage.engine import executor
+from services.stage.engine import executor, loading
 from services.stage.model import triton_kernels as model_kernels
 from tests.extensions.build import build
 
@@ -168,11 +169,13 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Launched]]:
     def from_pretrained(cls: Any, *args: Any, **kwargs: Any) -> Any:
         with _disable_current_modes(), torch._C.DisableTorchFunction():
             model, report = load(cls, *args, **kwargs)
-        model.to = lambda device: _moved(model, fake, device)
+        for module in model.modules():
+            module.to = partial(_moved, module, fake)
         return model, report
 
     monkeypatch.setattr(tf.PreTrainedModel, "from_pretrained", classmethod(from_pretrained))
     monkeypatch.setattr(executor, "check_split", lambda *_: None)  # only values tell whether logits agree
+    monkeypatch.setattr(loading, "give_back", lambda _: None)  # fake tensors have no pages
     kernels = {name: Launched() for name in ("attend", "write", "multiply", "rms_norm")}
     for name, kernel in kernels.items():
         monkeypatch.setattr(attention_kernels if name in {"attend", "write"} else model_kernels, name, kernel)
@@ -181,9 +184,13 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Launched]]:
         yield kernels
 
 
-def _moved(model: Any, fake: FakeTensorMode, device: torch.device) -> Any:
-    """What `model.to` does. torch's own cannot put fake tensors in the place of real ones."""
-    for module in model.modules():
+def _moved(moved: Any, fake: FakeTensorMode, device: torch.device) -> Any:
+    """What a module's `to` does. torch's own cannot put fake tensors in the place of real ones."""
+    for module in moved.modules():
         for tensors in (module._parameters, module._buffers):
-            tensors.update({name: fake.from_tensor(one).to(device) for name, one in tensors.items() if one is not None})
-    return model
+            tensors.update({name: _faked(one, fake).to(device) for name, one in tensors.items() if one is not None})
+    return moved
+
+
+def _faked(tensor: Tensor, fake: FakeTensorMode) -> Tensor:
+    return tensor if isinstance(tensor, FakeTensor) else fake.from_tensor(tensor)

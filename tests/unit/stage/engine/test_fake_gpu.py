@@ -73,6 +73,23 @@ def test_with_our_products_rows_are_exact_unless_torch_computes_some(
     assert [stage.exact for stage in stages] == [is_covered] * 2
 
 
+@pytest.mark.parametrize("name", ["llama", "gemma2", "phi", "gpt2", "gpt-bigcode", "opt", "mixtral", "gpt-oss"])
+def test_streamed_layers_compute_on_the_gpu_alone(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = save_model(tmp_path, name)
+    (stage,) = run_chain(path, 1, "float32", tmp_path, monkeypatch, options=TRITON, streamed_layers=3)
+
+    assert len(stage.forward.shard.streamed_layers) == 3
+    assert stage.exact is (name not in {*WITH_LAYER_NORM, *MIXTURES})
+
+
+def test_graphs_of_streamed_layers_are_refused_with_both_settings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graphs = AcceleratorOptions(cuda_graphs=True)
+    with pytest.raises(Invalid, match=r"SHARDLINE_CUDA_GRAPHS: 2 layers are.*SHARDLINE_STREAMED_LAYERS to 0"):
+        run_chain(save_model(tmp_path), 1, "float32", tmp_path, monkeypatch, options=graphs, streamed_layers=2)
+
+
 def test_torchs_products_are_not_exact_and_have_another_fingerprint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -192,13 +209,14 @@ def run_chain(
     monkeypatch: pytest.MonkeyPatch,
     *,
     options: AcceleratorOptions = BY_DEFAULT,
+    streamed_layers: int = 0,
 ) -> list[Executor]:
     """Loads head, middle and tail, and runs a prefill in two chunks, moves of KV, a decode, and a close.
 
     Activations go from stage to stage through the host, as the hop carries them.
     """
     gpu = FakeGpu(folder)
-    limits = Limits(kv_bytes=MIB, offload_bytes=MIB // 2, token_budget=256, max_open=8)
+    limits = Limits(kv_bytes=MIB, offload_bytes=MIB // 2, token_budget=256, max_open=8, streamed_layers=streamed_layers)
     info = ModelInfo.read(path)
     with fake_gpu(monkeypatch):
         stages = [

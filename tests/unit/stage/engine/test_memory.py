@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 
 from services.stage.device.device import Device
-from services.stage.engine.memory import Limits, StageMemory, WeightBytes
+from services.stage.device.promises import Promises
+from services.stage.engine.memory import PACKING_FACTOR, Limits, StageMemory, WeightBytes
 from shardline.errors import Invalid
 from tests.pinned import first_core
+from tests.unit.stage.engine.fake_gpu import GIB, FakeGpu
 
 MIB = 1 << 20
 EIGHT = WeightBytes(100 * MIB, dict.fromkeys(range(4, 12), 10 * MIB))
@@ -65,6 +67,30 @@ def test_what_cannot_fit_is_refused_with_the_remedy(device: Device) -> None:
         chosen(device, kv_bytes=None, memory_bytes=90 * MIB)
     with pytest.raises(Invalid, match=r"weights but for 8 streamed layers \(40\.0 MiB\).* 30\.0 MiB are free"):
         chosen(device, kv_bytes=None, memory_bytes=30 * MIB, streamed_layers="auto")
+
+
+@pytest.fixture
+def gpu(tmp_path: Path) -> Iterator[Device]:
+    """Of 8 GiB, beside this host's memory."""
+    gpu = FakeGpu(tmp_path)
+    yield gpu
+    gpu.release()
+
+
+def test_an_accelerators_streamed_layers_are_promised_of_the_hosts_memory(gpu: Device, tmp_path: Path) -> None:
+    assert len(chosen(gpu, kv_bytes=20 * MIB, streamed_layers=4)) == 4
+
+    others = Promises(tmp_path)
+    assert others.others() == int(EIGHT.held((5, 7, 9, 11)) * PACKING_FACTOR) + 20 * MIB + 40 * MIB
+    others.release()
+
+
+def test_an_accelerators_layers_that_the_host_cannot_hold_are_refused(gpu: Device) -> None:
+    many = WeightBytes(3000 * GIB * 3, dict.fromkeys(range(3000), 3 * GIB))
+    memory = StageMemory(Limits(kv_bytes=MIB, token_budget=64, max_open=2, streamed_layers=3000), gpu)
+
+    with pytest.raises(Invalid, match=r"STREAMED_LAYERS: 3000 streamed layers of cuda:0 .*host's memory.* are free"):
+        memory.check_fits(many)
 
 
 def test_a_layer_without_tiles_is_never_streamed() -> None:

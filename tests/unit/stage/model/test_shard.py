@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -96,8 +96,9 @@ def test_doors_and_heads_read_a_rope_of_older_configs_alike(config: dict[str, An
 def test_a_middle_shard_loads_only_its_layers(llama: Path) -> None:
     seen: list[int] = []
 
-    def note(model: nn.Module) -> None:
+    def note(model: nn.Module) -> tuple[int, ...]:
         seen.append(packed_bytes(model, UNPACKED))
+        return ()
 
     whole, middle = load(llama, range(4)), load(llama, range(1, 3), check=note)
 
@@ -127,7 +128,7 @@ def test_layers_that_do_not_exist_name_the_split(layers: range, llama: Path) -> 
 
 
 def test_too_little_memory_is_said_before_a_weight_is_read(llama: Path) -> None:
-    def refuse(model: nn.Module) -> None:
+    def refuse(model: nn.Module) -> NoReturn:
         raise Invalid("memory", f"{packed_bytes(model, UNPACKED)} bytes are too much", "Use more stages")
 
     with pytest.raises(Invalid, match="bytes are too much"):

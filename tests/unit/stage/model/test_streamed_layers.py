@@ -14,8 +14,9 @@ from torch import nn
 from services.stage.device.device import Device
 from services.stage.engine.executor import Executor
 from services.stage.kernels import kernel
+from services.stage.model.layer_file import LayerFile
 from services.stage.model.packing import pack, packing_for
-from services.stage.model.streamed_layers import NUM_BUFFERS, StreamedLayers
+from services.stage.model.streamed_layers import NUM_BUFFERS, StreamedLayers, tiles
 from services.stage.model.tiled_linear import TiledLinear
 from services.stage.scheduling.events import Finished
 from shardline.errors import Invalid, Unavailable
@@ -104,7 +105,7 @@ def layers() -> nn.ModuleList:
 
 def streamed(folder: Path) -> nn.ModuleList:
     """The same, streamed."""
-    found, streaming = layers(), StreamedLayers(folder)
+    found, streaming = layers(), StreamedLayers(LayerFile(folder), tiles)
     for layer in found:
         streaming.take(layer)
     streaming.start()
@@ -144,7 +145,7 @@ def test_a_folder_without_room_is_refused_by_name(tmp_path: Path) -> None:
     file.touch()
 
     with pytest.raises(Invalid, match=r"find no room in .*file") as refused:
-        StreamedLayers(file)
+        LayerFile(file)
 
     assert refused.value.field == "SHARDLINE_STREAMED_LAYERS_DIR"
 
