@@ -298,16 +298,17 @@ def load(placed: Placed) -> Loaded:
         card=card,
         sockets=hop_sockets(settings),
         worker=worker,
-        drift=_drift_of(placed),
+        drift=_drift_of(placed, executor),
         power=power_of(device, settings.device_watts),
     )
 
 
-def _drift_of(placed: Placed) -> Drift | None:
+def _drift_of(placed: Placed, executor: Executor) -> Drift | None:
     if placed.profile is None:
         return None
     window_s = WINDOW_S * placed.settings.time_scale
-    return Drift(placed.profile, ModelCosts.read(placed.info.path), placed.layers, window_s=window_s)
+    streams = bool(executor.forward.shard.streamed_layers)
+    return Drift(placed.profile, ModelCosts.read(placed.info.path), placed.layers, window_s=window_s, streams=streams)
 
 
 def pipeline_of(settings: StageSettings, worker: str, device: Device) -> str:

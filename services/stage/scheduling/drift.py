@@ -27,21 +27,31 @@ DRIFT = 1.25
 class Drift:
     """Compares the steps of one stage with a profile."""
 
-    def __init__(self, profile: DeviceProfile, model: ModelCosts, layers: range, *, window_s: float = WINDOW_S) -> None:
+    def __init__(
+        self,
+        profile: DeviceProfile,
+        model: ModelCosts,
+        layers: range,
+        *,
+        window_s: float = WINDOW_S,
+        streams: bool = False,
+    ) -> None:
+        """`streams`: some layers are streamed."""
         self.profile, self.model = profile, model
         self.ratio = 1.0
         """Of the last window: seconds taken over those predicted."""
         self._kinds = Counter(model.layers[number].name for number in layers)
         self._is_tail = layers.stop == len(model.layers)
-        self._window_s = window_s
+        self._window_s, self._streams = window_s, streams
         self._lock = threading.Lock()
         """For the ratios: none that was taken comes back. The engine takes it once in a window."""
         self._ratios: list[float] = []
         self._begin_window()
 
     def add(self, plan: StepPlan, taken_s: float) -> None:
-        """The engine's thread: a step has been computed. One that moves KV has no prediction."""
-        if not plan.rows or plan.moves:
+        """The engine's thread: a step has been computed. One that moves KV, or waits for weights, tells nothing of what
+        the device computes."""
+        if not plan.rows or plan.moves or self._streams:
             return
         self._predicted_s += compute_s(self.profile, self._kinds, step_kind(plan), is_tail=self._is_tail)
         self._taken_s += taken_s

@@ -14,9 +14,10 @@ PLAN = StepPlan(0, (), DECODES, ())
 STEP_S = 6 * LAYER_S
 
 
-def drift(*, last: bool = False) -> Drift:
+def drift(*, last: bool = False, streams: bool = False) -> Drift:
     layers = range(6, 12) if last else range(6)
-    return Drift(device("a:0", tail_s=LAYER_S), model(), layers, window_s=WINDOW_STEPS * STEP_S / 2)
+    window_s = WINDOW_STEPS * STEP_S / 2
+    return Drift(device("a:0", tail_s=LAYER_S), model(), layers, window_s=window_s, streams=streams)
 
 
 def windows(of: Drift, num: int, taken_s: float) -> None:
@@ -60,6 +61,12 @@ def test_steps_that_move_kv_or_compute_nothing_do_not_count() -> None:
         of.add(StepPlan(0, (), DECODES, (), 0, (Move(1, 1, is_out=True),)), 100.0)
         of.add(StepPlan(0, (), (), ()), 100.0)
     assert of.ratio == 1.0
+
+
+def test_steps_that_wait_for_streamed_layers_do_not_count() -> None:
+    of = drift(streams=True)
+    windows(of, 2 * NUM_WINDOWS, 10 * STEP_S)
+    assert of.take() is None
 
 
 def test_a_plan_is_the_step_that_the_planner_knows() -> None:
