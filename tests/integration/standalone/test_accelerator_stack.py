@@ -1,4 +1,7 @@
-"""A stack over a core and the test accelerator gives the tokens of `generate`, also after kills of its stages."""
+"""A stack over a core and the test accelerator gives the tokens of `generate`, also after kills of its stages.
+
+Each stage streams a layer, the one from a file, the other from the host's memory.
+"""
 
 from __future__ import annotations
 
@@ -30,6 +33,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     settings = {
         "DEVICES": " ".join(DEVICES),
         "DEVICE_MODULE": "tests.accelerator",
+        "STREAMED_LAYERS": "1",
         "KV_MIB": "2",  # the test accelerator copies a layer's KV for each operator on it
         "TIME_SCALE": "0.5",
         "CACHE_DIR": str(folder / "cache"),
@@ -71,6 +75,8 @@ def test_its_jobs_end_once_with_the_tokens_of_generate(
     assert [job.result.token_ids for job in jobs if job.result is not None] == expected
     assert not any(job.result.exact for job in jobs if job.result is not None), "the accelerator promises no bits"
     until(lambda: tuple(places(stack)) == DEVICES, timeout_s=60)
+    logs = [(stack.home.folder / "logs" / f"stage-{place}.log").read_text() for place in range(len(DEVICES))]
+    assert all("layers are streamed" in log for log in logs)
 
 
 def places(stack: Stack) -> dict[str, str]:
