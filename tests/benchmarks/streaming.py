@@ -1,4 +1,5 @@
-"""Streamed layers: the same steps with all weights in memory and with as many layers in a file as a limit asks for.
+"""Streamed layers: the same steps with all weights in memory and with as many streamed as a limit asks for, and what
+the planner predicts of these by the device's profile.
 
     python -m tests.benchmarks.streaming --model DIR --memory-mib 900 [--dtype bfloat16] [--device cpu:0-1]
 
@@ -15,6 +16,7 @@ import statistics
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -26,6 +28,12 @@ from services.stage.engine.forward import Forward
 from services.stage.engine.memory import Limits
 from services.stage.model.model_info import ModelInfo
 from services.stage.model.streamed_layers import measure, store_of
+from services.stage.profiling import profile
+from services.stage.settings import StageSettings
+from shardline.planner import ModelCosts
+from shardline.planner.model_costs import KV_BYTES as KV_BYTES_OF
+from shardline.planner.step_cost import stage_cost
+from shardline.planner.workload import StepKind
 from tests.benchmarks.bare import log_to_stderr
 
 ROWS = (1, 16, 64, 256)
@@ -68,6 +76,7 @@ def main() -> None:
             del executor
             whole = Limits(kv_bytes=KV_BYTES, token_budget=max(ROWS), max_open=max(ROWS))
             print(json.dumps({"streamed_layers": 0, **steps(load(options, whole, device).forward)}))
+            print(json.dumps(predicted(options, Path(folder), device)))
 
 
 def load(options: argparse.Namespace, limits: Limits, device: Device) -> Executor:
@@ -81,6 +90,30 @@ def load(options: argparse.Namespace, limits: Limits, device: Device) -> Executo
         limits=limits,
         cache_folder=options.model,
     )
+
+
+def predicted(options: argparse.Namespace, folder: Path, device: Device) -> dict[str, Any]:
+    """The same steps as the planner sees them, with the same memory and KV."""
+    settings = StageSettings(
+        model=str(options.model),
+        dtype=options.dtype,
+        token_budget=max(ROWS),
+        memory_mib=options.memory_mib,
+        streamed_layers="auto",
+        streamed_layers_dir=folder,
+        cache_dir=folder,
+        run_dir=folder,
+    )
+    measured = profile(settings, device, fresh=True, together=False)
+    model = ModelCosts.read(options.model)
+    kv_tokens = KV_BYTES // sum(kind.kv_numbers * KV_BYTES_OF[options.dtype] for kind in model.layers)
+    kinds = {rows: StepKind(count=1, decodes=rows, decode_context=rows) for rows in ROWS}
+    costs = {rows: stage_cost(measured, model, [kind], kv_tokens) for rows, kind in kinds.items()}
+    return {
+        "read_gb_per_s": round(measured.stream_bytes_per_s / 1e9, 2),
+        "predicted_streamed_mib": round(costs[max(ROWS)].streamed(0, len(model.layers))) >> 20,
+        "predicted_step_s": {rows: round(cost.stage(0, len(model.layers)), 3) for rows, cost in costs.items()},
+    }
 
 
 def steps(forward: Forward) -> dict[str, dict[int, float]]:
