@@ -204,6 +204,14 @@ def find(name: str) -> Found:
     return matching[0]
 
 
+def is_type(name: str) -> bool:
+    """Whether torch knows accelerators of this type, with a device or without."""
+    try:
+        return torch.device(name).type == name not in {"cpu", "meta"}
+    except RuntimeError:
+        return False
+
+
 def _can_pin() -> bool:
     """Whether the backend has pinned memory."""
     try:
@@ -211,14 +219,6 @@ def _can_pin() -> bool:
     except RuntimeError:
         return False
     return True
-
-
-def is_type(name: str) -> bool:
-    """Whether torch knows accelerators of this type, with a device or without."""
-    try:
-        return torch.device(name).type == name not in {"cpu", "meta"}
-    except RuntimeError:
-        return False
 
 
 def _of_type(kind: str) -> Iterator[Found]:

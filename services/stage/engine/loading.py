@@ -191,7 +191,7 @@ def _save_calls(forward: Forward, load: ForwardLoad) -> None:
 def pack_shard(
     shard: Shard, packing: Packing, streaming: StreamedLayers | None = None, *, group: RankGroup | None = None
 ) -> None:
-    """Packs a shard, and on the CPU copies its weights out of the loader's files: those of its streamed layers into
+    """Packs a shard, and on the CPU copies its weights out of the loader's files. Those of its streamed layers go to
     the store of `streaming`. `group` has the ranks that divide it.
 
     This is done layer by layer: memory never holds more than one layer twice. Raises Invalid if the store has no room.
