@@ -30,6 +30,8 @@ class Scenario(StrEnum):
     """All at once."""
     SERVER = "server"
     """At random times (Poisson), each to be answered in time."""
+    TRACE = "trace"
+    """As a file says, each to be answered in time."""
 
 
 class Assumptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -71,10 +73,12 @@ class LoadFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Server: jobs a second."""
     seconds: Positive = 60.0
     """Server: for so long jobs come."""
+    trace: str | None = None
+    """Trace: file in CSV, with the columns at_s, prompt and output."""
     ttft_s: Positive = 2.0
-    """Server: bound of the time to the first token, of 99 % of the jobs."""
+    """Not offline: bound of the time to the first token, of 99 % of the jobs."""
     token_s: Positive = 0.2
-    """Server: bound of the mean time between a job's tokens, of 99 % of the jobs."""
+    """Not offline: bound of the mean time between a job's tokens, of 99 % of the jobs."""
 
 
 class FaultFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -107,6 +111,10 @@ class FleetFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     token_budget: Annotated[int, Meta(ge=16, le=65536)] = 256
     lanes: Annotated[int, Meta(ge=1, le=16)] | None = None
     """Steps in flight; none: as many as stages."""
+    split: str | None = None
+    """Layers of all stages by hand, as SHARDLINE_SPLIT has them; none: planned, and planned anew after losses."""
+    dtype: str | None = None
+    """Which profiles to take from files that have several; none: their only one."""
     load_s: NotNegative = 30.0
     """A stage needs so long to come back with other layers."""
     sample: Count = 16
@@ -131,6 +139,8 @@ def read_fleet(path: Path) -> FleetFile:
         raise Invalid(field, problem, REMEDY) from error
     except msgspec.DecodeError as error:
         raise Invalid(str(path), f"no YAML: {error}", REMEDY) from error
+    if (fleet.load.scenario is Scenario.TRACE) != (fleet.load.trace is not None):
+        raise Invalid("load.trace", "a file, and `scenario: trace`: neither says anything alone", "Give both")
     for number, fault in enumerate(fleet.faults):
         _check_fault(f"faults[{number}]", fault)
     if fleet.num_devices > MAX_DEVICES:

@@ -60,10 +60,10 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     @classmethod
     def of(cls, fleet: FleetSummary, share: float, load: LoadFile, tally: Tally, num_jobs: int) -> Outcome:
         """From the counts of a sample that is this share of the fleet."""
-        is_server = load.scenario is Scenario.SERVER
+        has_bounds = load.scenario is not Scenario.OFFLINE
         ttft, token = Spread.of(tally.ttft_s), Spread.of(tally.token_s)
         unfinished = num_jobs - tally.num_ended - tally.num_failed
-        if is_server:
+        if load.scenario is Scenario.SERVER:
             tokens_per_s = tally.tokens_per_s(WARM_SHARE * load.seconds, load.seconds) / share
         else:
             tokens_per_s = sum(tally.tokens.values()) / share / max(tally.ended_s, 1e-9)
@@ -81,7 +81,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
             ttft_s=ttft,
             token_s=token,
             request_s=Spread.of(tally.request_s),
-            keeps_bounds=_keeps_bounds(load, tally, num_jobs) if is_server else None,
+            keeps_bounds=_keeps_bounds(load, tally, num_jobs) if has_bounds else None,
             held_up=len(tally.gaps_s) / share,
             held_up_s=Spread.of(tally.gaps_s),
             tokens_again=tally.num_again / share,

@@ -69,27 +69,36 @@ def _profiles(
     found = {}
     for place, (name, machine) in enumerate(zip(names, machines, strict=True)):
         device = f"{place:05d}"
-        if name in DATASHEETS:
-            profile = profile_of(DATASHEETS[name], model, fleet.assumed, device, machine)
-        else:
-            profile = _measured(f"{field}.devices", name, model, folder)
+        profile = _profile(f"{field}.devices", name, fleet, model, folder)
         found[device] = msgspec.structs.replace(
             profile, device=device, host=machine, machine=machine, links=links[machine]
         )
     return found
 
 
-def _measured(field: str, name: str, model: ModelCosts, folder: Path) -> DeviceProfile:
+def _profile(field: str, name: str, fleet: FleetFile, model: ModelCosts, folder: Path) -> DeviceProfile:
+    """The only one of a device with weights of the fleet's dtype."""
+    known = device_profiles(field, name, fleet, model, folder)
+    profiles = [each for each in known if fleet.dtype in (None, each.dtype)]
+    if len(profiles) != 1:
+        dtypes = ", ".join(each.dtype for each in known)
+        problem = f"{name} has {len(profiles)} profiles to take (its dtypes: {dtypes})"
+        raise Invalid(field, problem, "One is needed: say `dtype` in the file of the fleet")
+    return profiles[0]
+
+
+def device_profiles(field: str, name: str, fleet: FleetFile, model: ModelCosts, folder: Path) -> list[DeviceProfile]:
+    """All profiles of a device that a fleet names: by its datasheet, or those in its file. Raises Invalid."""
+    if name in DATASHEETS:
+        return [profile_of(DATASHEETS[name], model, fleet.assumed, name, name)]
     if not name.endswith(".json"):
         known = ", ".join(DATASHEETS)
         raise Invalid(field, f"no datasheet of {name!r}", f"Use one of {known}, or a file with a profile, as big.json")
     try:
-        (profile,) = read_profiles((folder / name).read_bytes(), field)
+        profiles = read_profiles((folder / name).read_bytes(), field)
     except OSError as error:
         raise Invalid(field, f"{folder / name} cannot be read: {error.strerror}", "Check the path") from error
-    except ValueError as error:
-        raise Invalid(field, f"{name} has several profiles", "Give one profile in a file") from error
-    if profile.model != model.shapes_id:
+    if any(profile.model != model.shapes_id for profile in profiles):
         remedy = "Run `python -m services.stage profile` with this model"
         raise Invalid(field, f"{name} is a profile of another model", remedy)
-    return profile
+    return profiles

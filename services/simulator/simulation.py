@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
 from services.simulator.agenda import Agenda
+from services.simulator.arrivals import Arrival, Arrivals
 from services.simulator.cell import Cell, Ground
-from services.simulator.fleet_file import FaultFile, FleetFile, Scenario, read_model
+from services.simulator.fleet_file import FaultFile, FleetFile, read_model
 from services.simulator.job_line import JobLine
 from services.simulator.outcome import FleetSummary, Outcome
-from services.simulator.plan_book import PlanBook
+from services.simulator.plan_book import PlanBook, SplitByHand
 from services.simulator.sampled_fleet import SampledFleet
 from services.simulator.simulated_head import HeadCalls
 from services.simulator.simulated_job import SimulatedJob
@@ -35,11 +36,12 @@ class Simulation:
         self._random = random.Random(fleet.seed)  # noqa: S311 (no secret)
         self._agenda, self._line, self._tally = Agenda(), JobLine(), Tally()
         model = self._model = read_model(fleet, folder)
+        self._arrivals = Arrivals(fleet.load, folder)
         self._sampled = SampledFleet.of(fleet, model, folder)
         ground = Ground(
             agenda=self._agenda,
             model=model,
-            plans=PlanBook(model),
+            plans=PlanBook(model) if fleet.split is None else SplitByHand(model, fleet.split),
             calls=HeadCalls(
                 tokens=self._add_tokens,
                 ended=self._end,
@@ -53,7 +55,7 @@ class Simulation:
                 max_seats=fleet.seats,
                 token_budget=fleet.token_budget,
                 num_lanes=1,
-                max_len=2 * (fleet.load.prompt + fleet.load.output),
+                max_len=self._arrivals.max_len,
                 prefix_cache=False,
             ),
             lanes=fleet.lanes,
@@ -76,17 +78,17 @@ class Simulation:
         for cell in self._cells:
             cell.start()
         summary = self._summary()
-        for arrived_s in self._arrivals():
-            self._note(arrived_s)
+        for arrival in self._arrivals.of_share(self._sampled.share, self._random):
+            self._note(arrival)
         self._agenda.run(self._is_over)
         return Outcome.of(summary, self._sampled.share, load, self._tally, self._num_jobs)
 
     def _summary(self) -> FleetSummary:
         """Of the cells as they have just started."""
-        load, share = self._fleet.load, self._sampled.share
+        share = self._sampled.share
         planned = Workload(
-            prompt=load.prompt,
-            output=max(2, load.output),
+            prompt=self._arrivals.prompt,
+            output=max(2, self._arrivals.output),
             concurrency=self._fleet.seats,
             token_budget=self._fleet.token_budget,
         )
@@ -103,31 +105,11 @@ class Simulation:
             predicted_tokens_per_s=sum(predictor.predict(chain.stages).tokens_per_s for chain in chains) / share,
         )
 
-    def _arrivals(self) -> Iterator[float]:
-        """Yields the moments of the sample's share of the jobs."""
-        load, share = self._fleet.load, self._sampled.share
-        if load.scenario is Scenario.OFFLINE:
-            yield from [0.0] * max(1, round(load.jobs * share))
-            return
-        at_s = self._random.expovariate(load.rate * share)
-        while at_s < load.seconds:
-            yield at_s
-            at_s += self._random.expovariate(load.rate * share)
-
-    def _note(self, arrived_s: float) -> None:
-        job = SimulatedJob(
-            number=self._num_jobs,
-            prompt=self._drawn(self._fleet.load.prompt),
-            output=self._drawn(self._fleet.load.output),
-            arrived_s=arrived_s,
-        )
+    def _note(self, arrival: Arrival) -> None:
+        job = SimulatedJob(number=self._num_jobs, prompt=arrival.prompt, output=arrival.output, arrived_s=arrival.at_s)
         self._num_jobs += 1
-        self._agenda.at(arrived_s, partial(self._line.put, job))
-        self._moved_s = max(self._moved_s, arrived_s)
-
-    def _drawn(self, mean: int) -> int:
-        spread = round(self._fleet.load.spread * mean)
-        return max(1, self._random.randint(mean - spread, mean + spread))
+        self._agenda.at(arrival.at_s, partial(self._line.put, job))
+        self._moved_s = max(self._moved_s, arrival.at_s)
 
     def _is_over(self) -> bool:
         is_stuck = self._agenda.now_s - self._moved_s > STUCK_S

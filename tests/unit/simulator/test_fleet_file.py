@@ -78,6 +78,18 @@ def test_a_profile_of_another_model_is_refused(tmp_path: Path) -> None:
     assert "other.json is a profile of another model" in refusal(tmp_path, text)
 
 
+def test_of_several_profiles_in_a_file_the_dtype_takes_one(tmp_path: Path) -> None:
+    text = f"model: {MODEL}\ncells: [{{devices: {{own.json: 1}}}}]"
+    model = read_model(read_fleet(written(tmp_path, text)), tmp_path)
+    dtypes = "bfloat16", "int8"
+    found = [device("own:0", dtype=dtype, model=model.shapes_id) for dtype in dtypes]
+    (tmp_path / "own.json").write_bytes(msgspec.json.encode(found))
+    assert "own.json has 2 profiles to take (its dtypes: bfloat16, int8)" in refusal(tmp_path, text)
+    assert "own.json has 0 profiles to take" in refusal(tmp_path, f"{text}\ndtype: float16")
+    (kind,) = sampled(written(tmp_path, f"{text}\ndtype: int8")).kinds
+    assert [profile.dtype for profile in kind.profiles.values()] == ["int8"]
+
+
 def test_a_measured_profile_stands_for_its_device(tmp_path: Path) -> None:
     fleet = read_fleet(written(tmp_path, f"model: {MODEL}\ncells: [{{devices: {{own.json: 2}}, per_machine: 1}}]"))
     model = read_model(fleet, tmp_path)
