@@ -54,7 +54,7 @@ def main() -> int:
     gc.enable()
     try:
         settings = StageSettings()
-    except ValidationError as error:
+    except (ValidationError, Invalid) as error:
         sys.stderr.write(f"{error}\n")
         return REFUSED_STATUS
     log.configure(service="stage", level=settings.log_level, form=settings.log_format)

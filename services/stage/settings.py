@@ -8,17 +8,18 @@ from typing import Annotated, Literal
 
 from pydantic import Field, SecretStr
 
-from shardline.config import Settings, Times
+from shardline.config import Times
 from shardline.errors import Invalid
 from shardline.lanes import MAX_LANES
 from shardline.private import user_folder
+from shardline.settings_profile import ProfiledSettings
 
 PLANNED = "planned"
 PEER = "peer:"
 """Before the name of a model that another worker of the fleet has."""
 
 
-class StageSettings(Settings):
+class StageSettings(ProfiledSettings):
     """One stage: which model, which layers, on which device."""
 
     model: str = Field(

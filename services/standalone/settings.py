@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from shardline.config import Settings
+from shardline.settings_profile import ProfiledSettings
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PLACEMENT = frozenset({"devices", "replicas", "stages", "split", "workers", "stage_cores", "tp"})
@@ -19,7 +19,7 @@ def _stages(settings: dict[str, Any]) -> int:
     return len((settings["devices"] or "").split()) // settings["replicas"] or (2 if settings["tp"] == 1 else 1)
 
 
-class StandaloneSettings(Settings):
+class StandaloneSettings(ProfiledSettings):
     """Settings of one stack on one machine."""
 
     model: str = Field(str(CLERK), description="folder or hub id of a causal LM; default: the demo model clerk")
