@@ -19,7 +19,7 @@ from shardline.cli.fields import parse_fields, prompt_fields, read_prompt
 from shardline.cli.keys import keys
 from shardline.cli.plan import plan
 from shardline.cli.scale import scale
-from shardline.cli.simulate import simulate
+from shardline.cli.simulate import simulate, tune
 from shardline.cli.trace import trace
 from shardline.client import Client
 from shardline.client.requests import succeeded
@@ -45,6 +45,7 @@ cli.command()(plan)
 cli.command()(scale)
 cli.command()(cost)
 cli.command()(simulate)
+cli.command()(tune)
 
 
 def main() -> None:

@@ -1,4 +1,5 @@
-"""`shardline simulate`: what a fleet of any size would do. Starts the simulator, which only the repository has."""
+"""`shardline simulate` and `shardline tune`: what a fleet of any size would do, and with which settings it does best.
+They start the simulator, which only the repository has."""
 
 from __future__ import annotations
 
@@ -6,13 +7,14 @@ import subprocess
 import sys
 from importlib.machinery import PathFinder
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
 from shardline.errors import Invalid
 
 MODULE = "services.simulator"
+TUNING = "services.simulator.tuning"
 
 
 def simulate(
@@ -22,9 +24,33 @@ def simulate(
     json: Annotated[bool, typer.Option("--json", help="One JSON document instead of tables.")] = False,
 ) -> None:
     """Simulate a fleet with the product's scheduler and planner. In the repository only."""
+    svg_option = ["--svg", str(svg)] if svg is not None else []
+    _start("simulate", MODULE, [str(file), *svg_option, *(["--json"] if json else [])])
+
+
+def tune(
+    file: Annotated[Path, typer.Argument(help="The fleet and its load, in YAML: docs/tuning.md.")],
+    *,
+    output: Annotated[Path, typer.Option("--output", "-o", help="The profile to write.")] = Path("tuned.env"),
+    goal: Annotated[
+        str, typer.Option(help="tokens-per-s, or ttft-p50, ttft-p99, request-p50, request-p99.")
+    ] = "tokens-per-s",
+    trials: Annotated[int, typer.Option(min=1, max=10_000, help="Settings to simulate.")] = 60,
+    keep: Annotated[
+        list[str] | None,
+        typer.Option(help="seats, token_budget, lanes, split or dtype: left as the file says; may be repeated."),
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="One JSON document instead of lines and a table.")] = False,
+) -> None:
+    """Search the settings that suit a load best, and write them as a profile for stages. In the repository only."""
+    kept = [option for each in keep or () for option in ("--keep", each)]
+    options = ["--output", str(output), "--goal", goal, "--trials", str(trials), *kept]
+    _start("tune", TUNING, [str(file), *options, *(["--json"] if json else [])])
+
+
+def _start(command: str, module: str, arguments: list[str]) -> NoReturn:
     here = Path.cwd()
     if PathFinder.find_spec("simulator", [str(here / "services")]) is None:
-        raise Invalid("simulate", f"{here} has no {MODULE}", "Run it in the folder of Shardline's repository")
-    arguments = [str(file), *(["--svg", str(svg)] if svg is not None else []), *(["--json"] if json else [])]
-    done = subprocess.run([sys.executable, "-m", MODULE, *arguments], check=False)
+        raise Invalid(command, f"{here} has no {MODULE}", "Run it in the folder of Shardline's repository")
+    done = subprocess.run([sys.executable, "-m", module, *arguments], check=False)
     raise typer.Exit(done.returncode)
