@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from enum import StrEnum
+from itertools import pairwise
+from math import floor
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +17,6 @@ from services.simulator.fleet_file import FleetFile, read_model
 from services.simulator.sampled_fleet import SampledFleet, device_profiles
 from shardline.errors import Invalid
 from shardline.planner import DeviceProfile, ModelCosts, Workload, make_plans_that_fit
-from shardline.planner.fleet import moved
-from shardline.planner.prediction import Assigned
 from shardline.split import even_split
 
 SEATS = (8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
@@ -117,13 +117,37 @@ def _splits(fleet: FleetFile, folder: Path, model: ModelCosts, sampled: SampledF
 
 
 def _splits_of(model: ModelCosts, profiles: Sequence[DeviceProfile], load: Workload, num_stages: int) -> list[str]:
-    """The even split, the planner's best one and its neighbors: a layer more or less in a stage."""
-    even = [Assigned((profiles[0],), part.start, part.stop) for part in even_split(len(model.layers), num_stages)]
-    ways = [even]
+    """The even split, the planner's for the load, and its for one request, which leaves KV no more room than that; all
+    on the way from one to the next, and those a layer away from the load's. None if so few devices do not hold it."""
     try:
-        (best, *_) = make_plans_that_fit(model, profiles, load, num_stages=num_stages).best.pipelines
-    except Invalid:  # so few do not hold it
+        full, one = (_planned(model, profiles, each, num_stages) for each in (load, replace(load, concurrency=1)))
+    except Invalid:
         return []
-    planned = [Assigned((profiles[0],), stage.first, stage.stop) for stage in best.stages]
-    ways += [planned, *moved(planned)]
-    return [",".join(f"{stage.first}-{stage.stop - 1}" for stage in way) for way in ways]
+    num_layers = len(model.layers)
+    even = [part.start for part in even_split(num_layers, num_stages)[1:]]
+    ways = [*_between(even, full), *_between(full, one), *_near(full, num_layers)]
+    return [",".join(f"{first}-{stop - 1}" for first, stop in pairwise([0, *way, num_layers])) for way in ways]
+
+
+def _planned(model: ModelCosts, profiles: Sequence[DeviceProfile], load: Workload, num_stages: int) -> list[int]:
+    """Where the stages of the fastest pipeline begin, but for the first. Raises Invalid."""
+    (pipeline, *_) = make_plans_that_fit(model, profiles, load, num_stages=num_stages).best.pipelines
+    return [stage.first for stage in pipeline.stages[1:]]
+
+
+def _between(one: Sequence[int], other: Sequence[int]) -> Iterator[list[int]]:
+    """Yields boundaries that move from one place to the other, all together, by a layer at most."""
+    num_steps = max((abs(a - b) for a, b in zip(one, other, strict=True)), default=0)
+    for step in range(num_steps + 1):
+        share = step / max(1, num_steps)
+        # Not to the nearest even number: boundaries a layer apart must stay apart.
+        yield [floor(a + (b - a) * share + 0.5) for a, b in zip(one, other, strict=True)]
+
+
+def _near(bounds: Sequence[int], num_layers: int) -> Iterator[list[int]]:
+    """Yields the same boundaries with one of them moved by a layer, as far as each stage keeps one."""
+    for place, bound in enumerate(bounds):
+        before, behind = [0, *bounds][place], [*bounds, num_layers][place + 1]
+        for moved in (bound - 1, bound + 1):
+            if before < moved < behind:
+                yield [*bounds[:place], moved, *bounds[place + 1 :]]

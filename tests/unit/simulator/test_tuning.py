@@ -76,10 +76,13 @@ def test_kept_settings_stay() -> None:
     assert space.values[Setting.SEATS] == [70]
 
 
-def test_splits_are_even_planned_and_near_the_plan() -> None:
-    splits = Space.of(fleet({"l4": 2}), Path()).values[Setting.SPLIT]
-    assert splits[0] is None
-    assert {"0-3", "0-1,2-3"} < set(splits)
+def test_splits_lead_from_the_even_one_to_the_plan_and_a_layer_beyond(tmp_path: Path) -> None:
+    model = {**SMALL, "num_hidden_layers": 12}
+    of_model = ModelCosts.of(model).shapes_id
+    for name, slower in (("fast.json", 1.0), ("slow.json", 3.0)):
+        (tmp_path / name).write_bytes(msgspec.json.encode(device(name, slower=slower, model=of_model)))
+    splits = Space.of(fleet({"fast.json": 1, "slow.json": 1}, model=model), tmp_path).values[Setting.SPLIT]
+    assert splits == [None, "0-11", "0-5,6-11", "0-6,7-11", "0-7,8-11", "0-8,9-11", "0-9,10-11"]
 
 
 def test_a_split_by_hand_keeps_its_number_of_stages() -> None:
