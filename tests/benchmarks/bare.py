@@ -67,6 +67,7 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--device", action="append", required=True, help="one for each stage, in order")
     options.add_argument("--prompts", type=int, default=64)
     options.add_argument("--seats", type=int, default=64)
+    options.add_argument("--token-budget", type=int, default=TOKEN_BUDGET, help="rows of a step")
     options.add_argument("--runs", type=int, default=3)
     options.add_argument("--split", help="layers of the stages, such as 0-6,7-11; default: as `make up` splits them")
     options.add_argument("--hop-delay-ms", type=float, default=0.0, help="each hop takes so long, through a proxy")
@@ -180,7 +181,7 @@ class Pipeline:
             SchedulerConfig(
                 num_blocks=num_blocks,
                 max_seats=options.seats,
-                token_budget=TOKEN_BUDGET,
+                token_budget=options.token_budget,
                 num_lanes=options.lanes or num_stages,
                 max_len=executor.info.context_length,
                 prefix_cache=options.prefix_cache,
@@ -309,7 +310,7 @@ def load(options: argparse.Namespace, stage_index: int, folder: Path) -> Executo
             kv_bytes=options.kv_bytes,
             offload_bytes=options.kv_offload_mib << 20,
             offload_folder=options.kv_offload_dir,
-            token_budget=TOKEN_BUDGET,
+            token_budget=options.token_budget,
             max_open=2 * options.seats,
         ),
         cache_folder=Path(options.model),
