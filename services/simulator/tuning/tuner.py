@@ -23,7 +23,9 @@ from services.simulator.tuning.space import Candidate, Setting, Space, applied
 from shardline.errors import Invalid
 
 LEAST_GAIN = 1.02
-"""Other settings must be better by so much: the simulator is not more exact than that."""
+"""Other settings must be better by so much: the simulator tells no less apart, nor is less worth a change."""
+WORTH = 1.005
+"""A setting that makes less of a difference stays as it is by default."""
 NUM_CHECKS = 3
 """Other seeds with which the best settings are simulated beside the default ones."""
 NUM_CHECKED = 5
@@ -112,7 +114,7 @@ class Tuner:
         able = sorted((each for each in self._tried.values() if each.cost is not None), key=_cost)
         better = [each for each in able if _cost(each) * LEAST_GAIN <= default.cost]
         before = [self._simulated(default.candidate, seed) for seed in self._checks] if better else []
-        for best in better[:NUM_CHECKED]:
+        for best in map(self._plain, better[:NUM_CHECKED]):
             gains = [
                 self._gain(of_default, self._simulated(best.candidate, seed))
                 for seed, of_default in zip(self._checks, before, strict=True)
@@ -120,6 +122,16 @@ class Tuner:
             if min(gains) >= 1 and statistics.median(gains) >= LEAST_GAIN:
                 return Tuned(default=default, best=best, gain=statistics.median(gains), tried=tuple(able))
         return Tuned(default=default, best=default, gain=1.0, tried=tuple(able))
+
+    def _plain(self, tried: Tried) -> Tried:
+        """The same settings, but the default of each that it can do without: a search also proposes what is of no use,
+        and the simulator does not know all that a setting does."""
+        found = tried
+        for setting in self._space.searched:
+            other = self._try({**found.candidate, setting: self._space.default[setting]})
+            if other.cost is not None and other.cost <= WORTH * _cost(tried):
+                found = other
+        return found
 
     @property
     def _checks(self) -> range:

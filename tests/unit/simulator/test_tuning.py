@@ -17,7 +17,7 @@ from services.simulator.tuning import __main__ as command
 from services.simulator.tuning.goal import TuningGoal, cost_of
 from services.simulator.tuning.report import settings_of, verdict
 from services.simulator.tuning.space import Candidate, Setting, Space, applied
-from services.simulator.tuning.tuner import Tried, Tuned, Tuner
+from services.simulator.tuning.tuner import WORTH, Tried, Tuned, Tuner
 from services.stage.settings import StageSettings
 from shardline.cli.commands import cli
 from shardline.errors import Invalid
@@ -136,6 +136,18 @@ def test_a_poor_default_is_left_for_something_that_holds_with_other_seeds() -> N
             for candidate in (found.default.candidate, found.best.candidate)
         )
         assert after > before
+
+
+def test_what_differs_from_the_default_is_worth_it() -> None:
+    poor = fleet({"l4": 2}, seats=8, token_budget=32)
+    found = tuned(poor)
+    changed = [setting for setting in Setting if found.best.candidate[setting] != found.default.candidate[setting]]
+    assert changed
+    for setting in changed:
+        without = {**found.best.candidate, setting: found.default.candidate[setting]}
+        speed = Simulation(applied(poor, without), Path()).run().tokens_per_s
+        assert found.best.outcome is not None
+        assert speed * WORTH < found.best.outcome.tokens_per_s
 
 
 def test_the_default_stays_where_nothing_is_better() -> None:
