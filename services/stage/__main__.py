@@ -39,7 +39,7 @@ from shardline.planner import ModelCosts
 from shardline.store.database import failure_of
 from shardline.store.fleets import Offer
 from shardline.store.models import register_model
-from shardline.threads import die_with_any_thread
+from shardline.threads import apart, die_with_any_thread
 
 logger = structlog.get_logger(__name__)
 
@@ -110,7 +110,7 @@ def join_fleet(placed: Placed, backends: Backends) -> tuple[Membership, Placed]:
     membership = Membership(database, placed.worker, placed.settings.times, tuple(models), links.own)
     membership.announce()
     profiles = {
-        name: profiling.profile(each.settings, each.device, fresh=False, together=False)
+        name: apart(partial(profiling.profile, each.settings, each.device, fresh=False, together=False))
         for name, each in models.items()
     }
     measured = links.measure(membership.others())

@@ -10,6 +10,7 @@ import platform
 import socket
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 from uuid import uuid4
 
@@ -43,6 +44,7 @@ from services.stage.settings import StageSettings
 from shardline.clock import monotonic_s, wall_clock_s
 from shardline.errors import Invalid
 from shardline.planner import DeviceProfile, ModelCosts
+from shardline.threads import apart
 from shardline.wire import StageCard, StageTrace, StepSpan
 
 log = structlog.get_logger(__name__)
@@ -250,7 +252,8 @@ def load(placed: Placed) -> Loaded:
     settings, info, layers = placed.settings, placed.info, placed.layers
     device, worker = placed.device, placed.worker
     with unchanged(info.path):
-        executor = Executor.load(
+        loading = partial(
+            Executor.load,
             model=info,
             layers=layers,
             device=device,
@@ -263,6 +266,7 @@ def load(placed: Placed) -> Loaded:
                 cuda_graphs=settings.cuda_graphs,
             ),
         )
+        executor = apart(loading)
         weights = fingerprint(info.path, settings.cache_dir)
     log.info(
         "shard loaded",

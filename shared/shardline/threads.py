@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 import structlog
 
 log = structlog.get_logger(__name__)
+
+Result = TypeVar("Result")
 
 HUNG_STATUS = 70
 """Exit status of a process that was told to exit or lost a thread; the supervisor restarts it."""
@@ -17,6 +22,16 @@ def die(reason: str) -> None:
     """The process cannot go on: leave at once."""
     log.critical("this process exits", reason=reason)
     os._exit(HUNG_STATUS)
+
+
+def apart(run: Callable[[], Result]) -> Result:
+    """Returns what it returns, and raises what it raises, in a thread of its own, which ends.
+
+    For what computes before the thread that computes for good: OpenMP keeps helpers for each thread that ever computed,
+    and lets those of all sleep at once, instead of waiting awake, if they are more than cores.
+    """
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(run).result()
 
 
 def die_with_any_thread() -> None:

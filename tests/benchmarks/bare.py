@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -46,6 +47,7 @@ from services.stage.settings import StageSettings
 from shardline.config import Times
 from shardline.lanes import MAX_LANES, lanes_for
 from shardline.split import even_split, parse_split
+from shardline.threads import apart
 from shardline.tokenize import CompletionText, Vocabulary
 from tests.benchmarks.workload import PARAMS, WARM_UP_PROMPTS, Workload, copying, workload
 from tests.chaos.network.proxy import Proxy
@@ -168,7 +170,7 @@ class Pipeline:
             with environment_of(options, stage_index):
                 process.start()
             self._later.append((process, ours))
-        executor = load(options, 0, folder)
+        executor = apart(partial(load, options, 0, folder))
         self.attention_kind, self.exact = executor.attention_kind, executor.exact
         """Of the head."""
         capacities = [(executor.num_blocks, executor.offload), *(pipe.recv() for _, pipe in self._later)]
@@ -272,7 +274,7 @@ def serve_later(pipe: Connection, folder: Path, options: argparse.Namespace, sta
     """A later stage's process: load, bind, connect, run and answer the head's process until killed."""
     log_to_stderr()
     num_stages = len(options.device)
-    executor = load(options, stage_index, folder)
+    executor = apart(partial(load, options, stage_index, folder))
     pipe.send((executor.num_blocks, executor.offload))
     delay_s = options.hop_delay_ms / 1e3
     hop = hop_in(folder, delay_s)
