@@ -14,6 +14,7 @@ from sqlalchemy import Engine, text
 from shardline.client import Client
 from shardline.store import fleets, pipelines
 from shardline.store.fleets import FleetPlan
+from tests.polling import until
 from tests.repository import REPOSITORY
 from tests.stack import Stack
 
@@ -47,8 +48,16 @@ def keep_busy(database: Engine, client: Client, prompts: Sequence[str], params: 
 
 def start_third(stack: Stack, **settings: str) -> subprocess.Popen[bytes]:
     """One more worker, as the second one was started but for these settings."""
-    environment = psutil.Process(stack.look()["processes"]["worker-1"]).environ()
+    environment = until(lambda: _environment(stack, "worker-1"))
     environment |= {"SHARDLINE_WORKER_NAME": "third", **{f"SHARDLINE_{name}": each for name, each in settings.items()}}
     with (stack.home.folder / "logs" / "third.log").open("ab") as log:
         argv = [sys.executable, "-m", "services.stage"]
         return subprocess.Popen(argv, env=environment, cwd=REPOSITORY, stdout=log, stderr=log)
+
+
+def _environment(stack: Stack, name: str) -> dict[str, str]:
+    """Of a process of the stack; nothing while it is started again, as a worker is that gets other layers."""
+    try:
+        return psutil.Process(stack.look()["processes"][name]).environ()
+    except psutil.NoSuchProcess:
+        return {}

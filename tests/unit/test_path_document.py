@@ -32,21 +32,21 @@ OFF_THE_PATH = {
     "at start": """gateway/context gateway/settings stage/backends stage/runtime stage/device/device stage/engine/memory
         stage/scheduling/scheduler_config
         stage/engine/exactness stage/engine/accelerator_options stage/engine/decode_graphs stage/model/cpu_parts
-        stage/engine/split_trial stage/model/experts stage/model/float_files stage/model/kv_shapes
+        stage/engine/loading stage/engine/split_trial stage/model/experts
         stage/model/model_info stage/model/pieces
-        stage/model/owned_weights stage/model/packing stage/model/refusal stage/model/weights""",
+        stage/model/packing stage/model/refusal stage/model/weights""",
+    "where ranks divide a stage": """stage/engine/lead stage/engine/rank_memory stage/engine/rank_trial
+        stage/ranks/group stage/ranks/messages""",
     "on an accelerator": """stage/device/staging stage/engine/launched_steps""",
     "for a job that was preempted": """stage/attention/offload_area stage/scheduling/offload
         stage/scheduling/recompute_cost""",
     "for a pipeline, not for a prompt": """stage/celery/subscription stage/pipeline/assembly stage/pipeline/epochs
         stage/pipeline/pipeline shardline/store/models shardline/store/pipelines""",
-    "where memory does not hold all layers": """stage/model/streamed_layers""",
     "for a job with an adapter": """stage/engine/adapter_pool stage/model/lora stage/model/peft
         stage/scheduling/adapter_room""",
     "for other requests": """gateway/routes/costs gateway/routes/health gateway/routes/jobs shardline/client/requests
         shardline/store/costs shardline/store/dead_letters shardline/store/jobs shardline/store/listing
-        shardline/store/repeats shardline/tokenize/chat stage/attention/sdpa stage/attention/triton_backend
-        stage/model/triton_products""",
+        shardline/store/repeats shardline/tokenize/chat stage/attention/sdpa stage/attention/triton_backend""",
 }
 """What modules of the path import and this prompt does not pass, by reason."""
 

@@ -144,8 +144,8 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
             Patch(
                 file=SCHEDULER,
                 within="Scheduler._in_line",
-                old="newcomer.rank < sequence.rank:\n                yield",
-                new="newcomer.rank < (-1, 0):\n                yield",
+                old="newcomer.order < sequence.order:\n                yield",
+                new="newcomer.order < (-1, 0):\n                yield",
             ),
             Patch(file=SCHEDULER, within="Scheduler._add_chunks", old="max(MIN_CHUNK, left // 2)", new="left"),
         ),
