@@ -75,10 +75,10 @@ class _Writer:
         index = {weight: self._file(part).name for part in parts for weight in _weights(self._file(part))}
         for part in parts:
             _link(own / self._file(part).name, self._file(part))
-        (own / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": index}), encoding="utf-8")
+        _replace(own / INDEX, {"metadata": {}, "weight_map": index})
         config = json.loads((self._info.path / CONFIG).read_text(encoding="utf-8"))
         config.pop("quantization_config", None)
-        (own / CONFIG).write_text(json.dumps(config), encoding="utf-8")
+        _replace(own / CONFIG, config)
         return replace(self._info, path=own, config=type(self._info.config).from_dict(config))
 
     def _file(self, part: str) -> Path:
@@ -136,6 +136,13 @@ def _has_dtype(folder: Path, dtype: torch.dtype) -> bool:
 def _weights(file: Path) -> Iterable[str]:
     with safe_open(file, framework="pt") as opened:
         return list(opened.keys())
+
+
+def _replace(file: Path, content: object) -> None:
+    """Writes JSON at once: another stage of this host, or another rank, may read the same file."""
+    with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False, encoding="utf-8") as draft:
+        json.dump(content, draft)
+    Path(draft.name).replace(file)
 
 
 def _link(link: Path, file: Path) -> None:

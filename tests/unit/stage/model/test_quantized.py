@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from services.stage.device.device import Device
 from services.stage.model import float_files
 from services.stage.model.float_files import with_floats
 from services.stage.model.model_info import ModelInfo
-from services.stage.model.weights import fingerprint
+from services.stage.model.weights import INDEX, fingerprint
 from shardline.errors import Invalid
 from shardline.job import SamplingParams
 from tests.chain import generate, load_chain, requests
@@ -95,6 +97,23 @@ def test_files_are_written_once_and_hold_the_layers_of_one_shard(tmp_path: Path)
     assert {file: file.stat().st_mtime_ns for file in before} == before
     assert len(list(second.path.glob("*.safetensors"))) == 4
     assert fingerprint(packed, tmp_path) == fingerprint(info.path, tmp_path), "the checkpoint's own stays"
+
+
+def test_a_stage_that_reads_the_files_never_sees_half_of_one(tmp_path: Path) -> None:
+    # Given files that one stage has just opened
+    _, packed = save_both(tmp_path, *FORMATS["gptq"])
+    model = ModelInfo.read(packed)
+    found = with_floats(model, range(2), torch.float32, tmp_path).path
+    before = {name: (found / name).read_text() for name in (INDEX, "config.json")}
+    with ExitStack() as stack:
+        opened = {name: stack.enter_context((found / name).open()) for name in before}
+
+        # When another one of the same layers starts
+        with_floats(model, range(2), torch.float32, tmp_path)
+
+        # Then the first reads what it has opened, whole
+        assert all((found / name).stat().st_ino != os.fstat(file.fileno()).st_ino for name, file in opened.items())
+        assert {name: file.read() for name, file in opened.items()} == before
 
 
 @pytest.mark.parametrize(
