@@ -1,4 +1,4 @@
-"""`python -m services.stage.rank RANK NUM_RANKS LINK MEMORY CORES`: one more rank of a stage, started by its first.
+"""`python -m services.stage.rank PARENT RANK NUM_RANKS LINK MEMORY CORES`: one more rank, started by a stage's first.
 
 It computes its share of the stage's layers and decides nothing: it runs what the first rank runs. LINK and MEMORY are
 descriptors of its link and of the memory of all ranks. It ends with the first rank.
@@ -7,6 +7,7 @@ descriptors of its link and of the memory of all ranks. It ends with the first r
 from __future__ import annotations
 
 import gc
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -153,8 +154,10 @@ class LoadedRank:
 
 def main() -> int:
     """Serves until the first rank ends. Returns the exit status."""
-    rank, num_ranks, link, memory, cores = sys.argv[1:]
+    parent, rank, num_ranks, link, memory, cores = sys.argv[1:]
     die_with_parent()
+    if os.getppid() != int(parent):  # it ended while this process was importing
+        return 0
     name_process(f"rank {rank}")
     log.configure(service="stage", level="warning", form=Settings().log_format)  # the first rank says the rest
     pin(tuple(int(core) for core in cores.split(",")))

@@ -29,7 +29,7 @@ class OtherRanks:
     """The processes of ranks 1 and up. `post` is called by one thread."""
 
     def __init__(self, cores: Sequence[tuple[int, ...]]) -> None:
-        """Starts a rank for each of these sets of cores."""
+        """Starts a rank for each of these sets of cores. The ranks end with the thread that calls this."""
         memory = os.memfd_create("shardline-ranks")
         self.group = RankGroup(0, len(cores) + 1, memory)
         self.numbers = count()
@@ -65,7 +65,7 @@ class OtherRanks:
     def _start(self, rank: int, cores: tuple[int, ...], memory: int) -> None:
         ours, theirs = socket.socketpair()
         with theirs:
-            place = [str(number) for number in (rank, self.group.num_ranks, theirs.fileno(), memory)]
+            place = [str(number) for number in (os.getpid(), rank, self.group.num_ranks, theirs.fileno(), memory)]
             process = subprocess.Popen(
                 [sys.executable, "-m", PROGRAM, *place, ",".join(map(str, cores))],
                 stdin=subprocess.DEVNULL,

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -14,6 +17,7 @@ from services.stage.device.device import Device
 from services.stage.device.take import take
 from services.stage.engine.executor import Executor
 from services.stage.model.tiled_linear import TiledLinear
+from services.stage.ranks.processes import PROGRAM
 from services.stage.scheduling.events import Finished
 from shardline.errors import ProtocolError
 from shardline.job import SamplingParams
@@ -193,6 +197,12 @@ def test_kv_of_preempted_sequences_goes_to_slots_and_back_on_each_rank(folder: P
     assert any(not move.is_out for move in pressure.moves), "nothing came back"
     assert [each.output_ids for each in found] == [each.output_ids for each in expected]
     stages[0].drop()
+
+
+def test_a_rank_ends_whose_stage_ended_while_it_was_starting() -> None:
+    of_another = str(os.getppid())
+    argv = [sys.executable, "-m", PROGRAM, of_another, "1", "2", "0", "0", "0"]
+    assert subprocess.run(argv, stdin=subprocess.DEVNULL, check=False, timeout=60).returncode == 0
 
 
 def test_rows_outside_the_kv_are_refused_and_the_ranks_go_on(folder: Path, devices: Devices) -> None:
