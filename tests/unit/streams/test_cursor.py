@@ -125,6 +125,22 @@ def test_a_reader_ahead_of_the_job_gets_only_the_end() -> None:
     assert (last.ids, last.text, last.state) == ((), "", "cancelled")
 
 
+def test_a_reader_ahead_of_the_job_gets_no_text_that_was_held_back_before() -> None:
+    cursor = Cursor(after=place(9), text_of=lambda _: "")  # as behind the beginning of a stop string
+    cursor.catch_up(saved(0, IDS[:4], fence=1, text="abcd", state=JobState.CANCELLED))
+    assert taken(cursor) == ((), "")
+    assert cursor.ended
+
+
+def test_text_that_a_shorter_result_still_has_stands_behind_the_tokens_given() -> None:
+    cursor = Cursor()
+    cursor.push(Delta(fence=1, start=0, ids=IDS[:5], text="ab"))
+    cursor.take()
+    cursor.catch_up(saved(0, IDS[:3], fence=1, text="abc", state=JobState.CANCELLED))
+    (last,) = cursor.take()
+    assert (last.start, last.ids, last.text) == (5, (), "c")
+
+
 @given(
     total=st.integers(1, 20),
     after=st.integers(0, 12),
