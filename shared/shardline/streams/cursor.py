@@ -191,7 +191,7 @@ class Cursor:
             self._skip_to_after()
         first = min(self._next, len(self._ids))
         said = self._say(len(self._ids)) if text is None else text[self._num_chars :]
-        if self._after.num_tokens > len(self._ids):  # the end of less than the reader has, text included
+        if is_end and self._after.num_tokens > len(self._ids):  # of less than the reader has, text included
             said = ""
         self._lost_text = said is None
         self._accept(

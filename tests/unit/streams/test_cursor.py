@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardline.errors import Diverged
@@ -110,6 +110,13 @@ def test_a_reader_that_rejoins_after_the_stream_was_lost_gets_the_rest() -> None
     assert taken(cursor) == (IDS[3:5], "de")
 
 
+def test_a_reader_that_rejoins_ahead_of_what_is_saved_gets_no_text_twice_at_the_end() -> None:
+    cursor = Cursor(after=place(5), text_of=text_of)
+    cursor.catch_up(saved(0, IDS[:2], fence=1))
+    cursor.catch_up(saved(0, IDS[:8], fence=1, text="abcdefgh", state=JobState.SUCCEEDED))
+    assert taken(cursor) == (IDS[5:8], "fgh")
+
+
 def test_a_delta_across_the_point_of_joining_needs_postgres() -> None:
     cursor = Cursor(after=place(3), text_of=text_of)
     cursor.push(delta(0, 5))
@@ -141,6 +148,7 @@ def test_text_that_a_shorter_result_still_has_stands_behind_the_tokens_given() -
     assert (last.start, last.ids, last.text) == (5, (), "c")
 
 
+@settings(max_examples=1_000)
 @given(
     total=st.integers(1, 20),
     after=st.integers(0, 12),
