@@ -21,6 +21,7 @@ from services.stage.model.model_info import ModelInfo
 from shardline.errors import ShardlineError
 from shardline.fork_request import GO, READY, ForkRequest
 from shardline.prctl import die_with_parent, name_process
+from shardline.threads import num_threads
 
 LATE_IMPORTS = ("celery.backends.base", "celery.worker.components", "celery.worker.consumer", "kombu.transport.redis")
 """What Celery finds by its name, and imports only when a worker starts."""
@@ -39,9 +40,9 @@ def main() -> int:
     # Objects of the imports live for ever. Collected or marked by a child, their pages would be its own.
     gc.collect()
     gc.freeze()
-    num_threads = sum(1 for _ in Path("/proc/self/task").iterdir())
-    can_fork = num_threads == 1
-    link.send(READY if can_fork else f"its imports started {num_threads - 1} threads: see *_NUM_THREADS".encode())
+    num_started = num_threads() - 1
+    can_fork = num_started == 0
+    link.send(READY if can_fork else f"its imports started {num_started} threads: see *_NUM_THREADS".encode())
     while (request := ForkRequest.receive(link)) is not None:
         if can_fork and fork(request, supervisor):
             link.close()

@@ -6,6 +6,7 @@ import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import TypeVar
 
 import structlog
@@ -22,6 +23,11 @@ def die(reason: str) -> None:
     """The process cannot go on: leave at once."""
     log.critical("this process exits", reason=reason)
     os._exit(HUNG_STATUS)
+
+
+def num_threads() -> int:
+    """Of this process, also those of libraries. A process with one alone may fork and go on in both."""
+    return sum(1 for _ in Path("/proc/self/task").iterdir())
 
 
 def apart(run: Callable[[], Result]) -> Result:

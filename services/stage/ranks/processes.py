@@ -1,28 +1,44 @@
 """The other ranks of a stage, as its first one starts and watches them: one process each, on cores of its own.
 
 A stage lives as long as all of its ranks: none can go on without the others, so the end of one is the end of all.
+Ranks are forks of their stage, which has imported what they need, as long as it has one thread; else new programs.
 """
 
 from __future__ import annotations
 
+import gc
 import os
+import runpy
+import signal
 import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
 from itertools import count
 from multiprocessing.connection import Connection
+from pathlib import Path
+
+import structlog
 
 from services.stage.ranks.group import RankGroup
 from services.stage.ranks.messages import Message, encode
-from shardline.threads import die
+from shardline.threads import die, num_threads
+
+log = structlog.get_logger(__name__)
 
 PROGRAM = "services.stage.rank"
 REFUSED_STATUS = 2
 """Exit status of a rank that refuses what it should load; it has said why."""
+STDIN, STDERR = 0, 2
 STOP_S = 5.0
 """A rank that has not ended so long after its link was closed is killed."""
+
+
+Wait = Callable[[], int]
+"""Returns a process's exit status at its end, or the signal that ended it, negative. Called once."""
 
 
 class OtherRanks:
@@ -34,16 +50,18 @@ class OtherRanks:
         self.group = RankGroup(0, len(cores) + 1, memory)
         self.numbers = count()
         """Of loaded shards."""
+        self.pids: list[int] = []
+        """Of the other ranks, in order."""
         self._closing = False
         self._links: list[Connection] = []
-        self._processes: list[subprocess.Popen[bytes]] = []
-        for rank, own in enumerate(cores, start=1):
-            self._start(rank, own, memory)
-
-    @property
-    def pids(self) -> list[int]:
-        """Of the other ranks, in order."""
-        return [process.pid for process in self._processes]
+        waits = [self._start(rank, own, memory) for rank, own in enumerate(cores, start=1)]
+        # Only now: what has a second thread cannot fork.
+        self._watches = [
+            threading.Thread(target=self._watch, args=(rank, wait), name="rank-watch", daemon=True)
+            for rank, wait in enumerate(waits, start=1)
+        ]
+        for watch in self._watches:
+            watch.start()
 
     def post(self, message: Message) -> None:
         """Sends it to every other rank."""
@@ -56,29 +74,63 @@ class OtherRanks:
         self._closing = True
         while self._links:
             self._links.pop().close()
-        for process in self._processes:
-            try:
-                process.wait(STOP_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
+        for pid, watch in zip(self.pids, self._watches, strict=True):
+            watch.join(STOP_S)
+            if watch.is_alive():
+                os.kill(pid, signal.SIGKILL)
 
-    def _start(self, rank: int, cores: tuple[int, ...], memory: int) -> None:
+    def _start(self, rank: int, cores: tuple[int, ...], memory: int) -> Wait:
         ours, theirs = socket.socketpair()
         with theirs:
             place = [str(number) for number in (os.getpid(), rank, self.group.num_ranks, theirs.fileno(), memory)]
-            process = subprocess.Popen(
-                [sys.executable, "-m", PROGRAM, *place, ",".join(map(str, cores))],
-                stdin=subprocess.DEVNULL,
-                pass_fds=(theirs.fileno(), memory),
-            )
+            start = _fork if num_threads() == 1 else _start_new
+            pid, wait = start([*place, ",".join(map(str, cores))], {theirs.fileno(), memory})
         self._links.append(Connection(ours.detach()))
-        self._processes.append(process)
-        threading.Thread(target=self._watch, args=(rank, process), name="rank-watch", daemon=True).start()
+        self.pids.append(pid)
+        return wait
 
-    def _watch(self, rank: int, process: subprocess.Popen[bytes]) -> None:
-        status = process.wait()
+    def _watch(self, rank: int, wait: Wait) -> None:
+        status = wait()
         if self._closing:
             return
         if status == REFUSED_STATUS:
             os._exit(REFUSED_STATUS)
         die(f"rank {rank} of this stage has ended with status {status}")
+
+
+def _start_new(arguments: list[str], files: set[int]) -> tuple[int, Wait]:
+    """Starts the program with these open files. Returns its pid and how to wait for it."""
+    argv = [sys.executable, "-m", PROGRAM, *arguments]
+    process = subprocess.Popen(argv, stdin=subprocess.DEVNULL, pass_fds=files)
+    return process.pid, process.wait
+
+
+def _fork(arguments: list[str], files: set[int]) -> tuple[int, Wait]:
+    """The same, and quick: a fork of this process, which must have one thread, goes on as the program."""
+    pid = os.fork()
+    if pid == 0:
+        os._exit(_become(arguments, files))
+    return pid, partial(_status_of, pid)
+
+
+def _status_of(pid: int) -> int:
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def _become(arguments: list[str], files: set[int]) -> int:
+    """Runs the program in this fork, with these open files and the standard ones alone. Returns its exit status."""
+    # Never collected here: objects of the stage would close files by numbers that are others' then.
+    gc.freeze()
+    for file in [int(each.name) for each in Path("/proc/self/fd").iterdir()]:
+        if file > STDERR and file not in files:
+            with suppress(OSError):  # the listing's own
+                os.close(file)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), STDIN)
+    sys.argv[1:] = arguments
+    try:
+        runpy.run_module(PROGRAM, run_name="__main__", alter_sys=True)
+    except SystemExit as end:
+        return int(end.code or 0)
+    except Exception:
+        log.exception("a rank failed")
+    return 1

@@ -9,10 +9,10 @@ from contextlib import suppress
 
 import psutil
 
-from services.stage.ranks.processes import PROGRAM
 from services.standalone.processes import wait_until_gone
 from tests.chaos.faults.fault import Fault, NotInjected, Simple, hold
 from tests.chaos.stack.local_target import LocalTarget
+from tests.ranks import other_ranks
 
 LEASES = (0.5, 1.5, 5.0)
 GONE_S = 10.0
@@ -36,7 +36,7 @@ def other_rank(target: LocalTarget, rng: random.Random) -> psutil.Process:
     """A living process of a stage, which the supervisor did not start."""
     _, pid = target.pick(rng, "stage")
     try:
-        ranks = [child for child in psutil.Process(pid).children() if PROGRAM in child.cmdline()]
+        ranks = other_ranks(psutil.Process(pid))
     except psutil.NoSuchProcess:
         ranks = []
     if not ranks:

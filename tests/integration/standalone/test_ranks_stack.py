@@ -12,9 +12,9 @@ import psutil
 import pytest
 import torch
 
-from services.stage.ranks.processes import PROGRAM
 from shardline.client import Client
 from tests.polling import until
+from tests.ranks import other_ranks
 from tests.stack import Stack
 
 NUM_NEW = 128
@@ -57,18 +57,22 @@ def undisturbed(client: Client) -> list[tuple[tuple[int, ...], bool]]:
     return found
 
 
-def ranks(stage: psutil.Process) -> list[psutil.Process]:
-    """The other processes of a stage."""
-    return [child for child in stage.children() if PROGRAM in child.cmdline()]
-
-
 def first(stage: psutil.Process) -> psutil.Process:
     return stage
 
 
 def other(stage: psutil.Process) -> psutil.Process:
-    (rank,) = ranks(stage)
+    (rank,) = other_ranks(stage)
     return rank
+
+
+def test_ranks_are_forks_of_their_stage_and_hold_none_of_its_locks(stack: Stack) -> None:
+    stage = psutil.Process(stack.look()["processes"]["stage-0"])
+    rank = other(stage)
+    assert rank.cmdline() == stage.cmdline(), "it imported everything again"
+    assert [file.path for file in stage.open_files() if file.path.endswith(".lock")] != []
+    assert [file.path for file in rank.open_files() if file.path.endswith(".lock")] == []
+    assert rank.net_connections() == []
 
 
 @pytest.mark.parametrize("place", [0, 1])
@@ -82,7 +86,7 @@ def test_a_stage_whose_process_is_killed_starts_again_and_no_job_notices(
 ) -> None:
     # Given jobs that run
     stage = psutil.Process(stack.look()["processes"][f"stage-{place}"])
-    processes = [stage, *ranks(stage)]
+    processes = [stage, *other_ranks(stage)]
     ids = submit(client)
     next(iter(client.stream(ids[-1])))
 
