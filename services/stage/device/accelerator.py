@@ -140,6 +140,7 @@ class Accelerator(Device):
 
     def enter_thread(self) -> None:
         """Makes the device the calling thread's: a new thread has the first one, whatever others have chosen."""
+        super().enter_thread()
         with suppress(AttributeError):  # mps has one device
             self._found.module.set_device(self._found.index)
 

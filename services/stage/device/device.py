@@ -104,8 +104,12 @@ class Device(ABC):
         """Returns public figures of what it draws; None if there are none."""
         return None
 
-    def enter_thread(self) -> None:  # noqa: B027 (cores are pinned as a process)
-        """Makes the device the calling thread's, for what asks for none by name: a kernel's launch."""
+    def enter_thread(self) -> None:
+        """Makes the device the calling thread's, for what asks for none by name: a kernel's launch. A thread
+        that computes calls it first."""
+        # OpenMP and MKL have a number of threads for each thread that calls them; torch sets it once it is asked. Until
+        # then they take all cores of the host, and on some processors products have other bits.
+        torch.get_num_threads()
 
     def staging(self, num_buffers: int, num_bytes: int) -> Staging | None:  # noqa: ARG002 (an accelerator's)
         """Returns pinned buffers of so many bytes; None where copies block: on the CPU, or without streams."""

@@ -85,6 +85,7 @@ class Executor:
 
         Cores ignore `on_accelerator`. Raises Invalid for what cannot be served, Unavailable if the hub does not answer.
         """
+        device.enter_thread()
         info = model if isinstance(model, ModelInfo) else ModelInfo.read(model)
         check_split(info.config, cache_folder)
         memory, ranks = StageMemory(limits, device), device.ranks

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import resource
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -64,6 +66,21 @@ def test_an_exclusive_worker_is_refused_a_shared_core(tmp_path: Path) -> None:
     first.release()
     second.release()
     take(tmp_path, worker="third").release()
+
+
+def test_libraries_take_as_many_threads_as_cores_in_every_thread_that_computes(tmp_path: Path) -> None:
+    device = take(tmp_path)
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(device.enter_thread).result()
+        assert pool.submit(openmp_threads).result() == 1
+    device.release()
+
+
+def openmp_threads() -> int:
+    """The calling thread's, by the library that torch has loaded."""
+    maps = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
+    path = next(line.split()[-1] for line in maps if "libgomp" in line)
+    return int(ctypes.CDLL(path).omp_get_max_threads())
 
 
 def test_the_kernel_frees_the_core_of_a_killed_holder(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from services.stage.device.take import take
 from services.stage.engine.engine import FollowerEngine
 from services.stage.engine.executor import Executor
 from services.stage.engine.launched_steps import MAX_STEPS
+from services.stage.engine.loading import load_forward
 from services.stage.engine.memory import Limits
 from services.stage.engine.tensors import name_of, tensor_of, view_of
 from services.stage.hop import Frame, Kind, Receiver, Sender
@@ -32,6 +33,7 @@ from services.stage.scheduling.step_times import StepTime
 from shardline.clock import monotonic_s
 from shardline.job import SamplingParams
 from shardline.split import even_split
+from shardline.threads import apart
 from tests.chain import generate, requests
 from tests.engines import PATIENCE_S, PIPELINE, Links, open_engines, open_links
 from tests.models import VOCAB_SIZE, save_model
@@ -133,6 +135,21 @@ def test_steps_run_on_the_device_of_their_stage_not_on_the_first_one(
         engines.generate(requests([[3, 4, 5]], GREEDY))
 
     assert set(current) == {1}
+
+
+def test_a_stage_is_loaded_on_its_device_in_whatever_thread(
+    folder: Path, devices: dict[str, Device], second: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    current = list[int]()
+
+    def noted(given: Any) -> Any:
+        current.append(torch.get_device_module("toy").current_device())
+        return load_forward(given)
+
+    monkeypatch.setattr("services.stage.engine.executor.load_forward", noted)
+    apart(lambda: load(folder, (devices["cpu"], second)))
+
+    assert current[-1] == 1
 
 
 @dataclass(slots=True)

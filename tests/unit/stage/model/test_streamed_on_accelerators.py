@@ -127,10 +127,10 @@ def test_weights_of_another_dtype_change_no_bit(llama: Path, device: Device) -> 
     assert completions(load(llama, device, dtype="float16", streamed_layers=3)) == expected
 
 
-def test_parts_on_the_cpu_stay_there_beside_streamed_layers(
-    llama: Path, device: Device, expected: list[Finished]
-) -> None:
+def test_parts_on_the_cpu_stay_there_beside_streamed_layers(llama: Path, device: Device) -> None:
     options = AcceleratorOptions(cpu_parts=parse_parts("embedding,output"))
+    expected = completions(load(llama, device, options=options))
+
     (stage,) = load(llama, device, options=options, streamed_layers=2)
 
     assert completions([stage]) == expected
