@@ -13,6 +13,8 @@ from functools import partial
 
 # torch and transformers make objects that all stay: to look at them again and again takes an eighth of the time.
 gc.disable()
+# numpy computes nothing in a stage, and its threads would keep ranks from being forks.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import msgspec
 import structlog

@@ -187,6 +187,7 @@ def profile(settings: StageSettings, device: Device, *, fresh: bool, together: b
     `fresh`: measured in any case. `together`: says `ready` once it could begin, and waits for a line on standard input,
     so that several devices are timed side by side, as they will work. Raises what `Executor.load` raises.
     """
+    device.enter_thread()
     info = ModelInfo.read(settings.model, settings.model_revision)
     model = ModelCosts.read(info.path)
     known = None if fresh else _recalled(settings, device, model)

@@ -116,8 +116,6 @@ KV_SHARE_OF_HOST = 0.6
 def make_warm_parent(settings: StandaloneSettings, home: Path, preload: str) -> WarmParent:
     """The parent of one stack's stages; they preload these libraries."""
     environment = {
-        # Of numpy, which computes nothing in a stage: no process with threads can be forked.
-        "OPENBLAS_NUM_THREADS": "1",
         **_inherited(),
         "SHARDLINE_HOME": str(home),
         "SHARDLINE_MODEL": str(settings.folder or settings.model),

@@ -100,6 +100,7 @@ class OtherRanks:
 
 def _start_new(arguments: list[str], files: set[int]) -> tuple[int, Wait]:
     """Starts the program with these open files. Returns its pid and how to wait for it."""
+    log.info("ranks start as new programs", threads_of_this_stage=num_threads())
     argv = [sys.executable, "-m", PROGRAM, *arguments]
     process = subprocess.Popen(argv, stdin=subprocess.DEVNULL, pass_fds=files)
     return process.pid, process.wait

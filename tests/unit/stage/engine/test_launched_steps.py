@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from services.stage import profiling
 from services.stage.device.accelerator import load_module
 from services.stage.device.device import Device
 from services.stage.device.take import take
@@ -30,6 +31,7 @@ from services.stage.hop.wiring import Wiring
 from services.stage.model.model_info import ModelInfo
 from services.stage.scheduling.step_plan import Open, Row, StepPlan, encode
 from services.stage.scheduling.step_times import StepTime
+from services.stage.settings import StageSettings
 from shardline.clock import monotonic_s
 from shardline.job import SamplingParams
 from shardline.split import even_split
@@ -150,6 +152,27 @@ def test_a_stage_is_loaded_on_its_device_in_whatever_thread(
     apart(lambda: load(folder, (devices["cpu"], second)))
 
     assert current[-1] == 1
+
+
+class Seen(Exception):
+    """Enough was seen."""
+
+
+def test_a_device_is_measured_as_the_current_one_in_whatever_thread(
+    folder: Path, second: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    current = list[int]()
+
+    def noted(*_: Any) -> None:
+        current.append(torch.get_device_module("toy").current_device())  # what is waited for
+        raise Seen
+
+    monkeypatch.setattr(profiling, "measure", noted)
+    settings = StageSettings(model=str(folder), cache_dir=tmp_path, streamed_layers="auto")
+    with pytest.raises(Seen):
+        apart(lambda: profiling.profile(settings, second, fresh=True, together=False))
+
+    assert current == [1]
 
 
 @dataclass(slots=True)

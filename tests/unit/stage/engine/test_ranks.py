@@ -205,6 +205,16 @@ def test_a_rank_ends_whose_stage_ended_while_it_was_starting() -> None:
     assert subprocess.run(argv, stdin=subprocess.DEVNULL, check=False, timeout=60).returncode == 0
 
 
+def test_a_stage_has_one_thread_after_its_imports_so_that_its_ranks_can_be_forks() -> None:
+    script = "import services.stage.__main__; from shardline.threads import num_threads; print(num_threads())"
+    environment = {name: value for name, value in os.environ.items() if not name.endswith("_NUM_THREADS")}
+    argv = [sys.executable, "-c", script]
+    run = subprocess.run(
+        argv, env={**environment, "PYTHONPATH": os.pathsep.join(sys.path)}, capture_output=True, check=True
+    )
+    assert run.stdout.split() == [b"1"]
+
+
 def test_rows_outside_the_kv_are_refused_and_the_ranks_go_on(folder: Path, devices: Devices) -> None:
     (stage,) = load_chain(save_model(folder), 1, devices.two, folder)
     before = completions([stage])
