@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
 
+from services.stage.device.cpu import pin
 from services.stage.device.device import Device
 from services.stage.device.take import take
 
@@ -20,9 +21,17 @@ def unpinned_afterwards() -> Iterator[None]:
     try:
         yield
     finally:
-        for thread in Path("/proc/self/task").iterdir():
-            os.sched_setaffinity(int(thread.name), cores)
+        pin(tuple(cores))
         torch.set_num_threads(num_threads)
+
+
+def cores_of_threads() -> set[tuple[int, ...]]:
+    """The cores that each thread of this process may use, also those of libraries."""
+    found = set()
+    for thread in Path("/proc/self/task").iterdir():
+        with suppress(ProcessLookupError):  # it ended meanwhile
+            found.add(tuple(os.sched_getaffinity(int(thread.name))))
+    return found
 
 
 @contextmanager

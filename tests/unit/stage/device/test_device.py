@@ -19,7 +19,7 @@ from services.stage.device.device import Device
 from services.stage.device.locks import DeviceLocks
 from services.stage.device.take import take as take_device
 from shardline.errors import Invalid
-from tests.pinned import unpinned_afterwards
+from tests.pinned import cores_of_threads, unpinned_afterwards
 
 CORE = min(os.sched_getaffinity(0))
 
@@ -42,7 +42,7 @@ def test_every_thread_is_pinned_to_the_taken_core(tmp_path: Path) -> None:
     assert isinstance(device, Cpu)
     assert device.cores == (CORE,)
     assert device.num_threads == torch.get_num_threads() == 1
-    assert {tuple(os.sched_getaffinity(int(thread.name))) for thread in Path("/proc/self/task").iterdir()} == {(CORE,)}
+    assert cores_of_threads() == {(CORE,)}
     assert device.available_bytes() > 0
     device.release()
 
