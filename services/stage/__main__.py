@@ -16,6 +16,11 @@ gc.disable()
 # numpy computes nothing in a stage, and its threads would keep ranks from being forks.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
+from shardline.threads import ASLEEP
+
+if os.environ.get("SHARDLINE_DEVICE_SHARED", "").lower() in ("1", "on", "t", "true", "y", "yes"):
+    os.environ |= {**ASLEEP, **os.environ}
+
 import msgspec
 import structlog
 from pydantic import ValidationError

@@ -17,6 +17,7 @@ from services.standalone.servers import socket_folder
 from services.standalone.settings import REPOSITORY, StandaloneSettings
 from services.standalone.state_dir import HOP_KEY_FILE
 from services.standalone.warm_parent import WarmParent
+from shardline.threads import ASLEEP
 
 FLOWER_USER = "shardline"
 FLOWER_MAX_TASKS = 10_000
@@ -113,9 +114,12 @@ KV_SHARE_OF_HOST = 0.6
 """Of the memory that is free, all stages of the stack together."""
 
 
-def make_warm_parent(settings: StandaloneSettings, home: Path, preload: str) -> WarmParent:
-    """The parent of one stack's stages; they preload these libraries."""
+def make_warm_parent(
+    settings: StandaloneSettings, home: Path, preload: str, stages: Sequence[StagePlacement] = ()
+) -> WarmParent:
+    """The parent of one stack's stages; they preload these libraries. If any share cores, threads of all sleep."""
     environment = {
+        **(ASLEEP if any(place.shared for place in stages) else {}),
         **_inherited(),
         "SHARDLINE_HOME": str(home),
         "SHARDLINE_MODEL": str(settings.folder or settings.model),

@@ -120,7 +120,7 @@ class Supervisor:
         """
         first = [place for place in stages if place.replica == 0]
         self._say(f"measuring {', '.join(place.device for place in first)}, once; SHARDLINE_SPLIT=even does without")
-        warm_parent = make_warm_parent(self._settings, self._state_dir.folder, preload(self._settings))
+        warm_parent = make_warm_parent(self._settings, self._state_dir.folder, preload(self._settings), stages)
         folder = self._state_dir.folder
         own = [of_stage(self._settings, place, folder) for place in first]
         measuring = Measuring([{**warm_parent.environment, **each} for each in own], folder)
@@ -144,7 +144,7 @@ class Supervisor:
     def _start(self, addresses: Addresses, stages: list[StagePlacement]) -> None:
         self._record({})
         # First of all: its imports take longest.
-        warm_parent = make_warm_parent(self._settings, self._state_dir.folder, preload(self._settings))
+        warm_parent = make_warm_parent(self._settings, self._state_dir.folder, preload(self._settings), stages)
         self._stopped_last.append(warm_parent)
         self._group.start(warm_parent)
         addresses = self._start_servers(addresses)

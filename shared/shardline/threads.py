@@ -15,6 +15,9 @@ log = structlog.get_logger(__name__)
 
 Result = TypeVar("Result")
 
+ASLEEP = {"OMP_WAIT_POLICY": "passive"}
+"""Environment of a process whose compute threads wait asleep, not awake on cores that others need too. Libraries read
+it when they are loaded."""
 HUNG_STATUS = 70
 """Exit status of a process that was told to exit or lost a thread; the supervisor restarts it."""
 

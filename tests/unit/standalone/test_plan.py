@@ -75,6 +75,18 @@ def test_only_stages_preload_a_library(tmp_path: Path) -> None:
     assert preload(StandaloneSettings(stage_preload="")) == ""
 
 
+@pytest.mark.parametrize(("cores", "policy"), [([0], "passive"), ([0, 1], None)])
+def test_threads_of_stages_that_share_cores_wait_asleep_also_in_forks(
+    tmp_path: Path, cores: list[int], policy: str | None
+) -> None:
+    settings = StandaloneSettings(model=str(tmp_path), stages=2)
+    stages = places(settings, 8, cores)
+    parent = make_warm_parent(settings, tmp_path, "", stages)
+    for stage in make_plan(settings, ADDRESSES, stages, tmp_path, parent).stages:
+        assert stage.env.get("OMP_WAIT_POLICY") == policy
+        assert parent.suits(stage.env)
+
+
 def test_no_password_breaks_a_url_or_flowers_list() -> None:
     assert not any(set(",:@/ ") & set(new_password()) for _ in range(200))
 

@@ -47,6 +47,20 @@ def test_every_thread_is_pinned_to_the_taken_core(tmp_path: Path) -> None:
     device.release()
 
 
+@pytest.mark.parametrize(("shared", "is_asleep"), [("true", True), ("0", False)])
+def test_threads_that_wait_leave_their_cores_to_those_who_share_them(shared: str, is_asleep: bool) -> None:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_"))}
+    environment |= {"PYTHONPATH": os.pathsep.join(sys.path), "SHARDLINE_DEVICE_SHARED": shared}
+    argv = [sys.executable, "-m", "services.stage", "devices"]
+
+    run = subprocess.run(
+        argv, env={**environment, "OMP_DISPLAY_ENV": "verbose"}, capture_output=True, text=True, check=True
+    )
+
+    # As libgomp, which torch computes with, has read it
+    assert ("GOMP_SPINCOUNT = '0'" in run.stderr) == is_asleep, run.stderr
+
+
 def test_a_held_core_names_its_holder(tmp_path: Path) -> None:
     device = take(tmp_path)
 
