@@ -14,7 +14,7 @@ from typing import Any
 
 import structlog
 import transformers as tf
-from huggingface_hub import snapshot_download
+from huggingface_hub import is_offline_mode, snapshot_download
 from huggingface_hub.errors import (
     HfHubHTTPError,
     HFValidationError,
@@ -116,7 +116,10 @@ def _find(model: str | Path, revision: str | None) -> tuple[Path, str | None]:
 def _download(model: str, revision: str | None) -> Path:
     """Downloads safetensors and text files only into the hub's own cache; returns the folder `snapshots/<commit>`."""
     try:
-        return Path(snapshot_download(model, revision=revision, allow_patterns=list(HUB_FILES)))
+        patterns = list(HUB_FILES)
+        # Offline, huggingface_hub 1 asks the network for the files of a commit all the same.
+        is_local = is_offline_mode()
+        return Path(snapshot_download(model, revision=revision, allow_patterns=patterns, local_files_only=is_local))
     except RevisionNotFoundError as error:
         refuse(f"the hub's model {model!r} has no revision {revision!r}", "Check SHARDLINE_MODEL_REVISION", error)
     except (RepositoryNotFoundError, HFValidationError) as error:
