@@ -63,7 +63,8 @@ def _hurt(options: Options, target: TargetT, storm: Storm[TargetT], say: Say, ma
     storm.findings += growth.in_postgres(
         target.database_url, target.running(), num_own=NUM_OWN_CONNECTIONS, lease_s=target.times.lease_s
     )
-    asked, readers = [*target.journal.everything(), *load.held()], target.journal.readers()
+    held = load.held()
+    asked, readers = [*target.journal.everything(), *held], target.journal.readers()
     storm.findings += target.journal.complaints()
     storm.findings += judge(target.database_url, asked, readers, expected)
     storm.findings += audit.stale_writes(target.database_url)
@@ -84,6 +85,7 @@ def _hurt(options: Options, target: TargetT, storm: Storm[TargetT], say: Say, ma
         accepted=sum(by_state.values()),
         succeeded=by_state["succeeded"],
         failed_expected=sum(by_state[state] for state in ("cancelled", "expired", "failed")),
+        held_back=len(held),
         kv_blocks_leaked=num_leaked,
         worst_recovery_s=max((each.recovery_s or 0.0 for each in storm.struck), default=0.0),
         in_faults_s=sum(each.took_s for each in storm.struck),

@@ -54,6 +54,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     succeeded: int
     failed_expected: int
     """Jobs that were cancelled or expired because somebody asked for it."""
+    held_back: int = 0
+    """Of them, rows of the bulk load that were to run an hour later, and were cancelled when it ended."""
     load: str = "lab"
     adapters: int = 0
     lost: int = 0
