@@ -23,8 +23,8 @@ from shardline.planner import DeviceProfile, ModelCosts, Workload
 from shardline.planner.fleet_planner import Deployment
 from shardline.planner.prediction import Assigned, Predictor
 
-FORM_S = 0.125
-"""From a free stage to a pipeline that is wired: docs/decisions/warm-start.md."""
+FORM_S = 0.075
+"""From a free stage to tokens of a pipeline with it, beside what its steps take: docs/decisions/simulator.md."""
 WORKER_LEASES = 2
 """A worker that is away is missed after so many leases of a job, as in the store's fleets."""
 COOL_DOWN_S = 60.0

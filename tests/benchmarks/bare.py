@@ -147,9 +147,8 @@ class Spent(NamedTuple):
 
 def work_of(options: argparse.Namespace, run: int) -> Workload:
     """What one run computes."""
-    if options.copy:
-        return copying(options.prompts, run=run)
-    return workload(options.prompts, run=run, num_common=options.common)
+    num, common = options.prompts, options.common
+    return copying(num, run=run) if options.copy else workload(num, run=run, num_common=common)
 
 
 class Pipeline:
@@ -301,7 +300,8 @@ def serve_later(pipe: Connection, folder: Path, options: argparse.Namespace, sta
 def load(options: argparse.Namespace, stage_index: int, folder: Path) -> Executor:
     """The executor of one stage, on its device, locked as in production."""
     load_module(os.environ.get(MODULE_FIELD))
-    device = take(options.device[stage_index], worker=f"bare-{stage_index}", lock_folder=folder / "locks")
+    name, worker = options.device[stage_index], f"bare-{stage_index}"
+    device = take(name, worker=worker, lock_folder=folder / "locks", shared=options.device.count(name) > 1)
     info = ModelInfo.read(options.model)
     return Executor.load(
         model=info,

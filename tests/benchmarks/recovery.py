@@ -1,10 +1,11 @@
 """From SIGKILL of a stage under 64 running sequences to the next streamed token of each, with and without a spare.
 
-python -m tests.benchmarks.recovery --victim stage-1 [--spare] [--model DIR --dtype float32] [--rounds 3]
+python -m tests.benchmarks.recovery --victim stage-1 [--spare [--stays-away]] [--model DIR --dtype float32] [--rounds 3]
 
-A spare is a further process with the victim's layers. A further head leads a pipeline of its own as soon as it finds
-stages that are free. Phases are seconds from SIGKILL to the first such moment, by the logs of the stack: medians of the
-rounds.
+A spare is a further process with the victim's layers, on the victim's core: with --stays-away the victim starts again
+only when the round is over, as if its machine were lost, so that it does not load where the spare computes. A further
+head leads a pipeline of its own as soon as it finds stages that are free. Phases are seconds from SIGKILL to the first
+such moment, by the logs of the stack: medians of the rounds.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -31,12 +32,13 @@ from tenacity import retry, retry_if_result, stop_after_delay, wait_fixed
 
 from services.stage.pipeline.registry import RedisRegistry
 from services.standalone.settings import CLERK
-from services.standalone.state_dir import StateDir
+from services.standalone.state_dir import SUPERVISOR, StateDir
 from shardline.client import AsyncClient
 from tests.benchmarks.service import stack
 
 HEAD, TAIL = "stage-0", "stage-1"
 SEQUENCES = 64
+PROMPTS = [f"sort: {number}, 7 =" for number in range(SEQUENCES)]
 MAX_TOKENS = 380
 TOKENS_BEFORE = 20
 """Deltas of each sequence, when the victim dies."""
@@ -58,6 +60,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--victim", choices=(HEAD, TAIL), required=True)
     parser.add_argument("--spare", action="store_true", help="a further process waits with the victim's layers")
+    parser.add_argument("--stays-away", action="store_true", help="the victim does not start again meanwhile")
     parser.add_argument("--model", default=str(CLERK))
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--rounds", type=int, default=3)
@@ -71,7 +74,8 @@ def main() -> None:
             with spare(home, options.victim) as start_s:
                 starts.append(start_s)
                 if options.spare:
-                    gaps += asyncio.run(kill(home, options.victim, phases))
+                    with supervisor_stopped(home) if options.stays_away else nullcontext():
+                        gaps += asyncio.run(kill(home, options.victim, phases))
             if not options.spare:
                 gaps += asyncio.run(kill(home, options.victim, phases))
     figures = {"p50_s": statistics.median(gaps), "worst_s": max(gaps), "num_gaps": len(gaps)}
@@ -86,7 +90,7 @@ async def kill(home: StateDir, victim: str, phases: dict[str, list[float]]) -> l
     async with AsyncClient(database_url=up["urls"]["database"], redis_url=up["urls"]["redis"]) as client:
         common = {"model": up["model"], "max_tokens": MAX_TOKENS, "ignore_eos": True}
         ids = await client.submit_many(
-            [{**common, "prompt": f"sort: {number}, 7 =", "seed": number} for number in range(SEQUENCES)]
+            [{**common, "prompt": prompt, "seed": seed} for seed, prompt in enumerate(PROMPTS)]
         )
         arrivals: dict[UUID, list[float]] = {job_id: [] for job_id in ids}
         running = asyncio.Event()
@@ -94,14 +98,15 @@ async def kill(home: StateDir, victim: str, phases: dict[str, list[float]]) -> l
         await asyncio.wait_for(running.wait(), START_S)
         killed_s, killed_at = time.monotonic(), datetime.now(UTC)
         killed_since_boot_s = time.clock_gettime(time.CLOCK_BOOTTIME)
-        os.kill(up["processes"][victim], signal.SIGKILL)
+        os.kill(killed := up["processes"][victim], signal.SIGKILL)
         await asyncio.gather(*readers)
     gaps = [
         min(after) - killed_s
         for each in arrivals.values()
         if (after := [at for at in each if at > killed_s + FLYING_S])
     ]
-    phases["process started"].append(since_boot_s(up_of(home)["processes"][victim]) - killed_since_boot_s)
+    if (pid := up_of(home)["processes"][victim]) != killed:
+        phases["process started"].append(since_boot_s(pid) - killed_since_boot_s)
     for event, logs in EVENTS.items():
         if moments := [
             at for name in logs for at in moments_of(home.folder / "logs" / f"{name}.log", event, killed_at)
@@ -109,6 +114,17 @@ async def kill(home: StateDir, victim: str, phases: dict[str, list[float]]) -> l
             phases[event].append(min(moments))
     phases["first token"].append(min(gaps))
     return gaps
+
+
+@contextmanager
+def supervisor_stopped(home: StateDir) -> Iterator[None]:
+    """While entered, nobody starts anew what dies."""
+    supervisor = home.recorded()[SUPERVISOR].pid
+    os.kill(supervisor, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(supervisor, signal.SIGCONT)
 
 
 def since_boot_s(pid: int) -> float:

@@ -1,10 +1,12 @@
 """The simulator beside the bare engine: tokens/s of a batch, time to the first token, and a request alone.
 
-    python -m tests.benchmarks.simulated [--prompts 64] [--rounds 3] [--model DIR] [--recovery]
+    python -m tests.benchmarks.simulated [--prompts 64] [--rounds 3] [--model DIR] [--parts-of-cores] [--recovery]
 
-One stage on a core, one on both, two with a core each. Devices are measured before each run, since whoever else uses
-the machine makes them slower: compare the two numbers of one run, and read the median of the errors. With --recovery:
-how long the death of a tail with a spare holds jobs up, in a whole stack of the demo model.
+One stage on a core, one on both, two with a core each. With --parts-of-cores: three stages, of a core and of two parts
+of the other, and four, of two parts of each (`core_share`). Devices are measured before each run, since whoever else
+uses the machine makes them slower: compare the two numbers of one run, and read the median of the errors. With
+--recovery: how long the death of a tail with a spare holds jobs up, in a whole stack of the demo model, or of another
+in bfloat16.
 """
 
 from __future__ import annotations
@@ -17,8 +19,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+
+from tokenizers import Tokenizer
 
 from services.simulator.agenda import Agenda
 from services.simulator.cell import FORM_S
@@ -35,14 +40,25 @@ from shardline.planner.prediction import Assigned
 from shardline.split import even_split
 from tests.benchmarks import bare, unequal
 from tests.benchmarks import model as bench_model
-from tests.benchmarks.recovery import MAX_TOKENS, SEQUENCES, TOKENS_BEFORE
+from tests.benchmarks.core_share import share_of_core
+from tests.benchmarks.recovery import MAX_TOKENS, PROMPTS, TOKENS_BEFORE
 from tests.benchmarks.unequal import Mix, Worker
 from tests.benchmarks.workload import NEW_TOKENS, WARM_UP_PROMPTS, Workload, workload
 
-PLACEMENTS = (("cpu:0",), ("cpu:0-1",), ("cpu:0", "cpu:1"))
+WHOLE = 1.0
+PART = 0.5
+Placement = Sequence[tuple[str, float]]
+"""The device of each stage, and its share of it."""
+PLACEMENTS: Sequence[Placement] = (
+    (("cpu:0", WHOLE),),
+    (("cpu:0-1", WHOLE),),
+    (("cpu:0", WHOLE), ("cpu:1", WHOLE)),
+)
+PARTS: Sequence[Placement] = (
+    (("cpu:0", WHOLE), *(("cpu:1", PART),) * 2),
+    (*(("cpu:0", PART),) * 2, *(("cpu:1", PART),) * 2),
+)
 MAX_BLOCKS = 10_000
-PROMPT = 12
-"""Tokens of those that `tests.benchmarks.recovery` sends."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,35 +80,46 @@ def main() -> None:
     options.add_argument("--prompts", type=int, default=64)
     options.add_argument("--rounds", type=int, default=3)
     options.add_argument("--model", type=Path, help="default: the model of `make bench`")
+    options.add_argument("--parts-of-cores", action="store_true", help="instead: three and four stages; needs root")
     options.add_argument("--recovery", action="store_true", help="instead: a tail is killed that has a spare")
-    options.add_argument("--measure", nargs="+", help=argparse.SUPPRESS)
+    options.add_argument("--measure", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     given = options.parse_args()
-    path = given.model or bench_model.make(Path.home() / ".cache" / "shardline-bench", "bfloat16")
     if given.measure:
         bare.log_to_stderr()
-        print(json.dumps(measured(path, given.measure, given.prompts)))
+        print(json.dumps(measured(bare.parser().parse_args(given.measure))))
         return
+    path = given.model or bench_model.make(Path.home() / ".cache" / "shardline-bench", "bfloat16")
     if given.recovery:
-        print(json.dumps(recovery(given.rounds)))
+        path, dtype = (given.model, "bfloat16") if given.model else (CLERK, "float32")
+        print(json.dumps(recovery(path, dtype, given.rounds)))
         return
     errors: dict[str, list[float]] = {}
     for _ in range(given.rounds):
-        for devices in PLACEMENTS:
-            for name, (predicted, real) in compare(path, devices, given.prompts).items():
-                errors.setdefault(name, []).append(predicted / real - 1)
+        for placement in PARTS if given.parts_of_cores else PLACEMENTS:
+            with ExitStack() as groups:
+                workers = [worker_of(device, share, groups) for device, share in placement]
+                for name, (predicted, real) in compare(path, workers, given.prompts).items():
+                    errors.setdefault(name, []).append(predicted / real - 1)
     medians = {name: round(statistics.median(each), 3) for name, each in errors.items()}
     print(json.dumps({"median_errors": medians}))
 
 
-def compare(path: Path, devices: Sequence[str], num_prompts: int) -> dict[str, tuple[float, float]]:
+def worker_of(device: str, share: float, groups: ExitStack) -> Worker:
+    """With so much of a device, until the stack is closed."""
+    return Worker(device=device, environment=groups.enter_context(share_of_core(share)) if share < WHOLE else ())
+
+
+def compare(path: Path, workers: Sequence[Worker], num_prompts: int) -> dict[str, tuple[float, float]]:
     """Each figure as it was simulated and measured, by its name."""
-    profiles = unequal.measure(Mix(workers=tuple(Worker(device=device) for device in devices)), path)
+    profiles = unequal.measure(Mix(workers=tuple(workers)), path)
     model = ModelCosts.read(path)
-    stages = assigned(model, profiles)
-    argv = [sys.executable, "-m", "tests.benchmarks.simulated", "--model", str(path), "--prompts", str(num_prompts)]
-    environment = unequal.environment(Worker(device=devices[0]))
-    done = subprocess.run([*argv, "--measure", *devices], env=environment, capture_output=True, text=True, check=True)
-    real, predicted = Figures(**json.loads(done.stdout)), simulated(model, stages, workload(num_prompts, run=1))
+    argv = [sys.executable, "-m", "tests.benchmarks.simulated", "--measure", "--model", str(path)]
+    argv += ["--prompts", str(num_prompts), "--seats", str(num_prompts), "--prompt-lookup", "0"]
+    argv += unequal.stage_options(workers)
+    done = subprocess.run(argv, env=unequal.environment(workers[0]), stdout=subprocess.PIPE, text=True, check=True)
+    real = Figures(**json.loads(done.stdout))
+    predicted = simulated(model, assigned(model, profiles), workload(num_prompts, run=1))
+    devices = [worker.device for worker in workers]
     found = {}
     for name in Figures.__slots__:
         pair = getattr(predicted, name), getattr(real, name)
@@ -135,16 +162,13 @@ class TimedPipeline(bare.Pipeline):
         super()._emit(events)
 
 
-def measured(path: Path, devices: Sequence[str], num_prompts: int) -> dict[str, float]:
-    """The figures of the bare engine on these devices."""
-    argv = ["--model", str(path), "--dtype", "bfloat16", "--seats", str(num_prompts), "--prompt-lookup", "0"]
-    for device in devices:
-        argv += ["--device", device]
+def measured(options: argparse.Namespace) -> dict[str, float]:
+    """The figures of the bare engine with these options."""
     with tempfile.TemporaryDirectory(prefix="shardline-simulated-") as folder:
-        pipeline = TimedPipeline(Path(folder), bare.parser().parse_args(argv))
+        pipeline = TimedPipeline(Path(folder), options)
         try:
             pipeline.run(workload(WARM_UP_PROMPTS))
-            speed, first_s = pipeline.timed(workload(num_prompts, run=1))
+            speed, first_s = pipeline.timed(workload(options.prompts, run=1))
             alone_speed, alone_first_s = pipeline.timed(Workload(workload(1, run=2).prompts))
         finally:
             pipeline.close()
@@ -178,23 +202,24 @@ def run(model: ModelCosts, stages: Sequence[Assigned], lengths: Sequence[int]) -
     return tally
 
 
-def recovery(num_rounds: int) -> dict[str, object]:
+def recovery(path: Path, dtype: str, num_rounds: int) -> dict[str, object]:
     """Seconds until the next token, median and worst, after the death of a tail that has a spare."""
-    argv = [sys.executable, "-m", "tests.benchmarks.recovery", "--victim", "stage-1", "--spare"]
-    done = subprocess.run([*argv, "--rounds", str(num_rounds)], capture_output=True, text=True, check=True)
-    real = json.loads(done.stdout)
-    devices = tuple(Worker(device=device, dtype="float32") for device in ("cpu:0", "cpu:1"))
-    model = ModelCosts.read(CLERK)
-    gaps_s = stalled(model, assigned(model, unequal.measure(Mix(workers=devices), CLERK)))
+    argv = [sys.executable, "-m", "tests.benchmarks.recovery", "--victim", "stage-1", "--spare", "--stays-away"]
+    argv += ["--model", str(path), "--dtype", dtype, "--rounds", str(num_rounds)]
+    real = json.loads(subprocess.run(argv, capture_output=True, text=True, check=True).stdout)
+    devices = tuple(Worker(device=device, dtype=dtype) for device in ("cpu:0", "cpu:1"))
+    model, tokenizer = ModelCosts.read(path), Tokenizer.from_file(str(path / "tokenizer.json"))
+    lengths = [len(tokenizer.encode(prompt).ids) for prompt in PROMPTS]
+    gaps_s = stalled(model, assigned(model, unequal.measure(Mix(workers=devices), path)), lengths)
     return {
         "simulated": {"p50_s": statistics.median(gaps_s), "worst_s": max(gaps_s)},
         "measured": {"p50_s": real["p50_s"], "worst_s": real["worst_s"]},
     }
 
 
-def stalled(model: ModelCosts, stages: Sequence[Assigned]) -> list[float]:
-    """The same jobs as `tests.benchmarks.recovery` has, when their pipeline loses its tail."""
-    jobs = jobs_of([PROMPT] * SEQUENCES, MAX_TOKENS)
+def stalled(model: ModelCosts, stages: Sequence[Assigned], lengths: Sequence[int]) -> list[float]:
+    """Seconds of the jobs of `tests.benchmarks.recovery`, whose prompts have so many tokens, without their tail."""
+    jobs = jobs_of(lengths, MAX_TOKENS)
     head, agenda, tally = begun(model, stages, jobs)
     agenda.run(lambda: min(job.num_tokens for job in jobs) >= TOKENS_BEFORE)
     head.lose()

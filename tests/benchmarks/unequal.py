@@ -155,7 +155,11 @@ def measure(mix: Mix, path: Path) -> list[DeviceProfile]:
             }
             for worker in mix.workers
         ]
-        return Measuring(environments, Path(folder)).profiles()
+        measuring = Measuring(environments, Path(folder))
+        try:
+            return measuring.profiles()
+        finally:
+            measuring.end()
 
 
 def apart(profiles: Sequence[DeviceProfile], delay_s: float) -> list[DeviceProfile]:
@@ -176,13 +180,19 @@ def run(mix: Mix, split: str, path: Path, options: argparse.Namespace) -> float:
     workers = mix.workers
     argv = [sys.executable, "-m", "tests.benchmarks.bare", "--model", str(path), "--split", split]
     argv += ["--prompts", str(options.prompts), "--seats", str(options.prompts), "--runs", str(options.runs)]
-    argv += ["--prompt-lookup", "0", "--hop-delay-ms", str(mix.delay_s * 1e3)]
-    for place, worker in enumerate(workers):
-        argv += ["--device", worker.device, "--dtype", worker.dtype]
-        own = worker.environment or tuple((name, "") for name, _ in AVX2)
-        argv += [f"--env={place}:{name}={value}" for name, value in own] if place else []
+    argv += ["--prompt-lookup", "0", "--hop-delay-ms", str(mix.delay_s * 1e3), *stage_options(workers)]
     done = subprocess.run(argv, env=environment(workers[0]), capture_output=True, text=True, check=True)
     return statistics.median(json.loads(done.stdout)["tokens_per_s"])
+
+
+def stage_options(workers: Sequence[Worker]) -> list[str]:
+    """Of the bare engine, whose own process has the environment of the first."""
+    options = []
+    for place, worker in enumerate(workers):
+        options += ["--device", worker.device, "--dtype", worker.dtype]
+        own = {**dict.fromkeys(dict(workers[0].environment), ""), **dict(worker.environment)}
+        options += [f"--env={place}:{name}={value}" for name, value in own.items()] if place else []
+    return options
 
 
 def environment(worker: Worker) -> dict[str, str]:
