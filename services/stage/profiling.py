@@ -336,6 +336,7 @@ def _remember(profile: DeviceProfile, settings: StageSettings, device: Device, m
 def _file_name(settings: StageSettings, device: Device, model: ModelCosts) -> str:
     limits = [settings.dtype, str(settings.token_budget), settings.cpu_parts, settings.gpu_products, str(VERSION)]
     limits += [str(settings.streaming_folder)] if settings.streams_on(cores=device.is_cpu) else []
+    limits += ["shared"] if settings.device_shared else []  # its threads wait in another way
     limits += _ranks(settings)
     key = [socket.gethostname(), device.name, str(device.num_threads), *limits, *device.identity(), model.shapes_id]
     return f"{_hash(key)}.json"

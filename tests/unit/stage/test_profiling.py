@@ -120,7 +120,8 @@ def test_times_that_have_drifted_are_recalled_and_nothing_else_changes(
         for _ in range(2):  # two workers that share the device find the same
             retime(settings, device, model, slower)
         assert recalled(settings, device, model) == measured.scaled(2.0)
-        assert recalled(settings.model_copy(update={"token_budget": 128}), device, model) is None
+        for other in ({"token_budget": 128}, {"device_shared": True}):
+            assert recalled(settings.model_copy(update=other), device, model) is None
 
 
 def test_plans_count_on_streamed_layers_unless_an_accelerators_graphs_exclude_them() -> None:
