@@ -315,7 +315,7 @@ def load(options: argparse.Namespace, stage_index: int, folder: Path) -> Executo
             token_budget=options.token_budget,
             max_open=2 * options.seats,
         ),
-        cache_folder=Path(options.model),
+        cache_folder=StageSettings.model_fields["cache_dir"].default,
         on_accelerator=AcceleratorOptions(products=options.gpu_products, cuda_graphs=options.cuda_graphs),
     )
 

@@ -1,7 +1,8 @@
 """A stage on a part of a core: its process joins a control group that gives it a share of one core's time.
 
 Whoever starts the process makes the group; the process joins by loading this module, as SHARDLINE_DEVICE_MODULE, before
-it measures or computes anything. Needs the right to make control groups, which root has.
+it measures or computes anything. Needs the right to make control groups, which root has. Was run with
+control groups of version 1; of version 2 the root must hand the controller cpu down.
 """
 
 from __future__ import annotations

@@ -65,6 +65,8 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
+    if options.stays_away and not options.spare:
+        parser.error("--stays-away needs --spare: without one nobody takes the victim's place")
     gaps: list[float] = []
     starts: list[float] = []
     phases: dict[str, list[float]] = defaultdict(list)
