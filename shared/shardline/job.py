@@ -280,7 +280,7 @@ class JobSummary(msgspec.Struct, frozen=True, kw_only=True):
     replay_of: UUID | None = None
     error: dict[str, Any] | None = None
     prompt_start: str | None = None
-    """The first 100 characters."""
+    """The first 100 characters, of a chat those of its last message; None of a long chat."""
     finish_reason: FinishReason | None = None
     usage: Usage | None = None
     """Of its result, once it has one."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 from uuid import UUID
 
@@ -17,6 +18,7 @@ from shardline.cli.devices import devices
 from shardline.cli.exits import HELP, Reporting
 from shardline.cli.fields import parse_fields, prompt_fields, read_prompt
 from shardline.cli.keys import keys
+from shardline.cli.local_stack import use_local_stack
 from shardline.cli.plan import plan
 from shardline.cli.scale import scale
 from shardline.cli.simulate import simulate, tune
@@ -25,41 +27,43 @@ from shardline.client import Client
 from shardline.client.requests import succeeded
 from shardline.errors import Invalid
 from shardline.job import JobState
-from shardline.store.models import get_models, model_names
+from shardline.store.models import ModelChoice, get_models, model_choices
 from shardline.store.pipelines import live_pipelines
+
+JOBS = "Jobs"
+INSTALLATION = "The installation"
+DEVICES = "Devices and plans"
 
 cli = typer.Typer(
     cls=Reporting,
     add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    help="Prompts in, completions out, over Postgres (SHARDLINE_DATABASE_URL) and Redis (SHARDLINE_REDIS_URL).",
+    help="Prompts in, completions out, over Postgres (SHARDLINE_DATABASE_URL) and Redis (SHARDLINE_REDIS_URL); without "
+    "either, of the stack that `make up` runs in this folder.",
     epilog=HELP,
 )
-
-cli.add_typer(dead, name="dead")
-cli.add_typer(keys, name="keys")
-cli.command()(trace)
-cli.command()(devices)
-cli.command()(plan)
-cli.command()(scale)
-cli.command()(cost)
-cli.command()(simulate)
-cli.command()(tune)
 
 
 def main() -> None:
     """The `shardline` command."""
     log.configure(service="cli", level="WARNING")
+    use_local_stack(Path.cwd())
     cli()
 
 
-@cli.command()
+@cli.command(rich_help_panel=JOBS)
 def submit(
     prompt: Annotated[str | None, typer.Argument(help="The prompt; from standard input if absent or -.")] = None,
     *,
     model: Annotated[str | None, typer.Option("--model", "-m", help="Default: the only registered one.")] = None,
-    chat: Annotated[bool, typer.Option("--chat", help="The prompt is a user's message.")] = False,
+    chat: Annotated[
+        bool | None,
+        typer.Option(
+            "--chat/--text",
+            help="The prompt is a user's message, or a text to complete. Default: --chat for chat models.",
+        ),
+    ] = None,
     system: Annotated[str | None, typer.Option(help="A system message before it; implies --chat.")] = None,
     max_tokens: Annotated[int | None, typer.Option(help="Longest completion.")] = None,
     temperature: Annotated[float | None, typer.Option(help="0 is greedy.")] = None,
@@ -75,9 +79,12 @@ def submit(
     """Store one job and print its id, or wait for its completion."""
     common = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed, "priority": priority}
     given = {name: value for name, value in common.items() if value is not None}
-    fields = {**prompt_fields(read_prompt(prompt), chat=chat, system=system), **given, **parse_fields(field or ())}
+    text = read_prompt(prompt)
+    chosen = _choose_model(model)
+    is_chat = chosen.has_chat_template if chat is None and system is None else chat
+    message = prompt_fields(text, chat=bool(is_chat), system=system)
     with Client() as client:
-        job_id = client.submit(model or _only_model(), **fields)
+        job_id = client.submit(chosen.name, **{**message, **given, **parse_fields(field or ())})
         if stream or wait:
             typer.echo(f"job {job_id}", err=True)
             _stream(client, job_id, json=json) if stream else _wait(client, [job_id], None, json=json)
@@ -87,7 +94,7 @@ def submit(
             typer.echo(str(job_id))
 
 
-@cli.command()
+@cli.command(rich_help_panel=JOBS)
 def wait(
     jobs: JobIds,
     timeout_s: Annotated[float | None, typer.Option(help="Give up after so many seconds; the jobs go on.")] = None,
@@ -98,14 +105,14 @@ def wait(
         _wait(client, jobs, timeout_s, json=json)
 
 
-@cli.command()
+@cli.command(rich_help_panel=JOBS)
 def stream(job: JobId, json: Json = False) -> None:
     """Print a job's completion from its beginning as it grows."""
     with Client() as client:
         _stream(client, job, json=json)
 
 
-@cli.command()
+@cli.command(rich_help_panel=JOBS)
 def get(jobs: JobIds, json: Json = False) -> None:
     """Show jobs with their results."""
     with Client() as client:
@@ -113,7 +120,7 @@ def get(jobs: JobIds, json: Json = False) -> None:
             show.as_json(job) if json else show.job_details(job)
 
 
-@cli.command("list")
+@cli.command("list", rich_help_panel=JOBS)
 def list_jobs(
     state: Annotated[JobState | None, typer.Option(help="Only jobs in this state.")] = None,
     model: Annotated[str | None, typer.Option("--model", "-m", help="Only jobs of this model.")] = None,
@@ -127,7 +134,7 @@ def list_jobs(
     show.each(jobs, json=json, table=show.jobs_table)
 
 
-@cli.command()
+@cli.command(rich_help_panel=JOBS)
 def cancel(jobs: JobIds, json: Json = False) -> None:
     """Ask for the end of jobs: a queued one ends at once, a running one a little later."""
     with Client() as client:
@@ -137,7 +144,7 @@ def cancel(jobs: JobIds, json: Json = False) -> None:
             show.as_json({"id": job_id, "state": state}) if json else typer.echo(f"{job_id} {state}")
 
 
-@cli.command()
+@cli.command(rich_help_panel=INSTALLATION)
 def pipelines(json: Json = False) -> None:
     """Show the live pipelines: which stage holds which layers on which device."""
     with transaction() as connection:
@@ -145,7 +152,7 @@ def pipelines(json: Json = False) -> None:
     show.each(found, json=json, table=show.pipelines_table)
 
 
-@cli.command()
+@cli.command(rich_help_panel=INSTALLATION)
 def models(json: Json = False) -> None:
     """Show the models that stages have registered, with their adapters."""
     names = ("name", "revision", "context_length", "vocab_size", "fingerprint", "adapters", "updated_at")
@@ -156,26 +163,44 @@ def models(json: Json = False) -> None:
     show.each(found, json=json, table=show.models_table)
 
 
+# The order of this file is the order of the help: what people use first, first.
+cli.add_typer(dead, name="dead", rich_help_panel=JOBS)
+cli.add_typer(keys, name="keys", rich_help_panel=INSTALLATION)
+cli.command(rich_help_panel=INSTALLATION)(cost)
+cli.command(rich_help_panel=INSTALLATION)(trace)
+cli.command(rich_help_panel=DEVICES)(devices)
+cli.command(rich_help_panel=DEVICES)(plan)
+cli.command(rich_help_panel=DEVICES)(scale)
+cli.command(rich_help_panel=DEVICES)(simulate)
+cli.command(rich_help_panel=DEVICES)(tune)
+
+
 def _wait(client: Client, ids: list[UUID], timeout_s: float | None, *, json: bool) -> None:
     jobs = client.wait(ids, timeout_s, must_succeed=False)
     for job in jobs:
         if json:
             show.as_json(job)
         elif job.result is not None:
-            typer.echo(job.result.text)
+            show.completion(job.result.text)
     for job in jobs:
         succeeded(job)
 
 
 def _stream(client: Client, job_id: UUID, *, json: bool) -> None:
     for delta in client.stream(job_id):
-        show.as_json(delta) if json else typer.echo(delta.text, nl=delta.state is not None)
+        show.as_json(delta) if json else show.completion(delta.text, nl=delta.state is not None)
 
 
-def _only_model() -> str:
+def _choose_model(name: str | None) -> ModelChoice:
+    """The named model, or the only one that is registered. Raises Invalid where that is none, or not the only one."""
     with transaction() as connection:
-        names = model_names(connection)
-    if len(names) != 1:
-        known = ", ".join(names) or "none yet"
-        raise Invalid("--model", f"{len(names)} models are registered, so it must be named", f"Use one of: {known}")
-    return names[0]
+        choices = model_choices(connection)
+    if name is not None:
+        # One that is not registered yet waits for it, and `model:adapter` chats as its model does.
+        known = [each for each in choices if name in (each.name, f"{each.name}:{name.rpartition(':')[2]}")]
+        return ModelChoice(name=name, has_chat_template=any(each.has_chat_template for each in known))
+    if len(choices) != 1:
+        names = ", ".join(each.name for each in choices) or "none yet"
+        problem = f"{len(choices)} models are registered, so it must be named"
+        raise Invalid("--model", problem, f"Use one of: {names}")
+    return choices[0]

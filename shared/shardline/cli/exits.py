@@ -10,6 +10,7 @@ from sqlalchemy.exc import ProgrammingError
 from typer.core import TyperGroup
 from typing_extensions import override
 
+from shardline.cli.show import printable
 from shardline.config import ENV_PREFIX
 from shardline.errors import Conflict, Invalid, JobEnded, NotFound, Unavailable
 
@@ -47,5 +48,5 @@ class Reporting(TyperGroup):
 
 
 def _leave(message: str, status: int, cause: Exception) -> NoReturn:
-    typer.echo(message.strip(), err=True)
+    typer.echo(printable(message.strip()), err=True)
     raise typer.Exit(status) from cause

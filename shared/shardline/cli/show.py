@@ -9,9 +9,10 @@ from typing import Any, TypeVar
 
 import msgspec
 import typer
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
+from typing_extensions import override
 
 from shardline.job import Job, JobState, JobSummary, Usage
 from shardline.store.api_keys import ApiKey
@@ -19,6 +20,9 @@ from shardline.store.dead_letters import DeadLetter
 from shardline.store.pipelines import LivePipeline
 
 PROMPT_CHARS = 48
+CONTROL_CHARS = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\t\n"}
+"""A terminal obeys them: names and completions are anybody's, and must not move its cursor or set its title."""
+
 UUID_CHARS = 36
 PIPE_CHARS = 300
 COLORS = {
@@ -31,6 +35,25 @@ COLORS = {
 
 
 Document = TypeVar("Document")
+
+
+class PlainTable(Table):
+    """A table whose cells are text, never markup: a model may be called `[/red]`."""
+
+    @override
+    def add_row(self, *cells: RenderableType | None, **options: Any) -> None:
+        plain = (Text(printable(cell)) if isinstance(cell, str) else cell for cell in cells)
+        super().add_row(*plain, **options)
+
+
+def printable(text: str) -> str:
+    """The text with its control characters spelled out, but line breaks and tabs."""
+    return text.translate(CONTROL_CHARS)
+
+
+def completion(text: str, *, nl: bool = True) -> None:
+    """Print a completion, or a piece of it: to a program as it is, to a terminal what it can show."""
+    typer.echo(printable(text) if sys.stdout.isatty() else text, nl=nl)
 
 
 def as_json(document: object) -> None:
@@ -74,13 +97,14 @@ def job_details(job: Job) -> None:
         **_reasons(job.error or {}),
         **_result(job),
     }
-    table = Table.grid(padding=(0, 2))
+    table = PlainTable.grid(padding=(0, 2))
     for name, value in facts.items():
         if value is not None and value != "":
-            table.add_row(Text(name, style="bold"), value if isinstance(value, Text) else Text(str(value)))
+            table.add_row(Text(name, style="bold"), value if isinstance(value, Text) else str(value))
     print_table(table)
     if job.result is not None:
-        typer.echo(f"\n{job.result.text}")
+        typer.echo()
+        completion(job.result.text)
 
 
 def dead_table(jobs: Iterable[JobSummary]) -> None:
@@ -183,12 +207,12 @@ def _time(time: datetime | None) -> str:
 def _short(prompt: str | None) -> Text:
     """The text in one line; markup in it is shown, not interpreted."""
     line = " ".join((prompt or "").split())
-    return Text(line if len(line) <= PROMPT_CHARS else line[: PROMPT_CHARS - 1] + "…")
+    return Text(printable(line if len(line) <= PROMPT_CHARS else line[: PROMPT_CHARS - 1] + "…"))
 
 
-def new_table(*columns: str) -> Table:
+def new_table(*columns: str) -> PlainTable:
     """A table without lines, which cuts no cell in two."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
+    table = PlainTable(box=None, pad_edge=False, header_style="bold")
     for column in columns:
         table.add_column(column, no_wrap=True, min_width=UUID_CHARS if column == "job" else None)
     return table

@@ -22,6 +22,9 @@ MAX_LISTED = 1_000
 MAX_PROMPT_CHARS = 100
 """Of a prompt in a list."""
 
+MAX_CHAT_BYTES = 4096
+"""As stored, compressed: of a longer chat a list shows nothing."""
+
 REMEDY = "Begin anew, or go on from the end of the page before (over HTTP its `next`), which needs no row"
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 PAGE_END = re.compile(r"([0-9]{1,17})-([0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12})", re.ASCII)
@@ -43,10 +46,14 @@ PAGE = """
 WITH page AS MATERIALIZED (
     {rows} ORDER BY {column} DESC, id DESC LIMIT {limit}
 )
--- Of a long prompt only the beginning is read.
+-- Of a long prompt only the beginning is read, of a chat its last message: a long one would be decompressed whole.
 SELECT jobs.id, jobs.tenant_id, jobs.model, jobs.state, jobs.priority, jobs.created_at, jobs.finished_at,
     jobs.cancel_requested_at IS NOT NULL AS cancel_requested, jobs.crashes, jobs.replay_of, jobs.error,
-    substr(jobs.prompt, 1, {max_prompt_chars}) AS prompt_start,
+    coalesce(
+        substr(jobs.prompt, 1, {max_prompt_chars}),
+        CASE WHEN pg_column_size(jobs.messages) <= {max_chat_bytes}
+            THEN substr(jobs.messages -> -1 ->> 'content', 1, {max_prompt_chars}) END
+    ) AS prompt_start,
     results.prompt_tokens, results.completion_tokens, results.cached_tokens, results.finish_reason
 FROM page JOIN jobs ON jobs.id = page.id LEFT JOIN results ON results.job_id = page.id
 ORDER BY page.{column} DESC, page.id DESC
@@ -114,7 +121,8 @@ def list_dead(
 
 
 def _page(rows: str, column: str, limit: int) -> TextClause:
-    return text(PAGE.format(rows=rows, column=column, limit=limit, max_prompt_chars=MAX_PROMPT_CHARS))
+    sizes = {"max_prompt_chars": MAX_PROMPT_CHARS, "max_chat_bytes": MAX_CHAT_BYTES}
+    return text(PAGE.format(rows=rows, column=column, limit=limit, **sizes))
 
 
 def _end(connection: Connection, column: str, after: UUID | PageEnd | None, tenant: str | None) -> PageEnd | None:

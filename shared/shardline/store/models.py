@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from sqlalchemy import Connection, RowMapping, bindparam, func, select, update
@@ -18,9 +19,18 @@ REGISTER = NEW.on_conflict_do_update(
     set_={**{name: NEW.excluded[name] for name in WRITABLE if name != "name"}, "updated_at": func.now()},
 )
 MODEL = select(models).where(models.c.name == bindparam("name"))
+CHOICES = select(models.c.name, models.c.chat_template.is_not(None)).order_by(models.c.name)
 VERSIONS = select(models.c.name, models.c.fingerprint)
 ADAPTERS = select(models.c.name, models.c.adapters)
 REGISTER_ADAPTERS = update(models).where(models.c.name == bindparam("model")).values(adapters=bindparam("found"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelChoice:
+    """One of the models that a person may choose from."""
+
+    name: str
+    has_chat_template: bool
 
 
 def register_model(connection: Connection, row: Mapping[str, Any]) -> None:
@@ -38,9 +48,10 @@ def get_models(connection: Connection) -> list[RowMapping]:
     return list(connection.execute(select(models).order_by(models.c.name)).mappings())
 
 
-def model_names(connection: Connection) -> list[str]:
-    """All names, sorted: for the remedy of an unknown one."""
-    return list(connection.scalars(select(models.c.name).order_by(models.c.name)))
+def model_choices(connection: Connection) -> list[ModelChoice]:
+    """All of them, by name, without the large columns."""
+    rows = connection.execute(CHOICES)
+    return [ModelChoice(name=name, has_chat_template=is_chat) for name, is_chat in rows]
 
 
 def versions(connection: Connection) -> dict[str, str]:

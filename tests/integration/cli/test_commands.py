@@ -7,11 +7,13 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 from uuid import UUID, uuid4
 
 import msgspec
 import pytest
+from sqlalchemy import text
 from typer.testing import CliRunner, Result
 
 from shardline.cli.commands import cli
@@ -27,6 +29,7 @@ from tests.tiny_head import ENERGY_J, NUM_CACHED, TinyHead, tiny_head
 from tests.unit.planner.fleets import device, model
 
 PROMPT = "sum: 1 + 2 ="
+TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
 SHARED = REPOSITORY / "shared"
 Shardline = Callable[..., Result]
 
@@ -243,3 +246,55 @@ def test_costs_are_shown_by_what_was_asked_for(shardline: Shardline, head: TinyH
     per_token = dict(zip(header.split(), line.split(), strict=True))["J/out"]
     assert float(per_token) == pytest.approx(ENERGY_J / row["completion_tokens"], rel=1e-3)
     assert "1 attempts count as nothing" in shown.stderr
+
+
+def test_names_and_texts_are_shown_as_they_are(shardline: Shardline, head: TinyHead) -> None:
+    name = "[/red]\x1b[2J"
+    with head.database.begin() as connection:
+        insert = text("INSERT INTO jobs (model, prompt) VALUES (:name, :prompt)")
+        connection.execute(insert, {"name": name, "prompt": "[bold]\x1b]0;title\x07"})
+    shown = shardline("list")
+    assert shown.exit_code == 0, shown.output
+    assert "[/red]\\x1b[2J" in shown.stdout
+    assert "[bold]\\x1b]0;title" in shown.stdout
+    assert "\x1b" not in shown.stdout
+
+
+def test_a_prompt_for_a_chat_model_is_a_message_unless_it_is_called_a_text(
+    shardline: Shardline, head: TinyHead
+) -> None:
+    with head.database.begin() as connection:
+        connection.execute(text("UPDATE models SET chat_template = :t"), {"t": TEMPLATE})
+    ids = [submitted(shardline, *options) for options in ((), ("--text",), ("--system", "Be brief."))]
+    with head.database.connect() as connection:
+        stored = connection.execute(text("SELECT id, messages, prompt FROM jobs")).all()
+    messages = {row.id: row.messages for row in stored}
+    assert messages[ids[0]] == [{"role": "user", "content": PROMPT}]
+    assert messages[ids[1]] is None
+    assert [each["role"] for each in messages[ids[2]]] == ["system", "user"]
+
+
+def test_the_stack_of_the_folder_or_one_above_it_is_found(
+    servers: dict[str, str], head: TinyHead, tmp_path: Path
+) -> None:
+    urls = {"database": servers["SHARDLINE_DATABASE_URL"], "redis": servers["SHARDLINE_REDIS_URL"]}
+    below = tmp_path / "a" / "b"
+    below.mkdir(parents=True)
+    (tmp_path / ".local").mkdir()
+    (tmp_path / ".local" / "up.json").write_text(json.dumps({"urls": urls, "api_key": "k"}))
+    environment = {name: value for name, value in os.environ.items() if "SHARDLINE" not in name}
+
+    def models(**settings: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", "shardline.cli", "models", "--json"],
+            env={**environment, "PYTHONPATH": str(SHARED), **settings},
+            cwd=below,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+
+    assert json.loads(models().stdout)["name"] == "clerk"
+    assert json.loads(models(SHARDLINE_HOME=str(tmp_path / ".local")).stdout)["name"] == "clerk"
+    elsewhere = models(SHARDLINE_DATABASE_URL="postgresql://shardline@127.0.0.1:1/shardline")
+    assert (elsewhere.returncode, elsewhere.stdout) == (4, ""), "what the environment names is used"

@@ -76,7 +76,9 @@ def test_the_newest_row_of_a_model_counts(engine: Engine) -> None:
         assert (row["context_length"], row["chat_template"]) == (64, "t")
         assert models.get_model(connection, "n") is None
         models.register_model(connection, model_row("n"))
-        assert models.model_names(connection) == [row["name"] for row in models.get_models(connection)] == [MODEL, "n"]
+        assert [row["name"] for row in models.get_models(connection)] == [MODEL, "n"]
+        choices = models.model_choices(connection)
+        assert [(each.name, each.has_chat_template) for each in choices] == [(MODEL, True), ("n", False)]
 
 
 def test_the_longest_pipeline_is_among_those_that_live_or_lately_did(engine: Engine) -> None:

@@ -1,0 +1,39 @@
+"""The stack that `make up` runs on this machine, for commands that are told of no server. Knows no command."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import msgspec
+
+from shardline.config import ENV_PREFIX
+
+SERVERS = ("database", "redis")
+HOME = ".local"
+UP_FILE = "up.json"
+
+
+class UpFile(msgspec.Struct, frozen=True, kw_only=True):
+    """What the commands need of up.json, which a supervisor writes while its stack is ready."""
+
+    urls: dict[str, str]
+
+
+def use_local_stack(folder: Path) -> None:
+    """Sets SHARDLINE_DATABASE_URL and SHARDLINE_REDIS_URL of this process to those of the stack in SHARDLINE_HOME, or
+    in `.local` of a folder or the nearest one above it. Where either is set nothing changes: two installations are
+    never mixed."""
+    names = {server: f"{ENV_PREFIX}{server.upper()}_URL" for server in SERVERS}
+    if any(os.environ.get(name) or os.environ.get(f"{name}_FILE") for name in names.values()):
+        return
+    path = _up_file(folder)
+    if path is not None:
+        urls = msgspec.json.decode(path.read_bytes(), type=UpFile).urls
+        os.environ.update({names[server]: urls[server] for server in SERVERS})
+
+
+def _up_file(folder: Path) -> Path | None:
+    home = os.environ.get(f"{ENV_PREFIX}HOME")
+    homes = [Path(home)] if home else [each / HOME for each in (folder, *folder.parents)]
+    return next((each / UP_FILE for each in homes if (each / UP_FILE).is_file()), None)
