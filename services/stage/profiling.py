@@ -23,6 +23,7 @@ from pydantic import ValidationError
 
 from services.stage.attention.paged_kv import Span
 from services.stage.device.accelerator import load_module
+from services.stage.device.contention import SchedulerTimes
 from services.stage.device.device import Device
 from services.stage.device.machine import boot_id
 from services.stage.device.take import take
@@ -184,13 +185,16 @@ def _blocks(index: int, num: int) -> list[int]:
 def profile(settings: StageSettings, device: Device, *, fresh: bool, together: bool) -> DeviceProfile:
     """The profile of the model of these settings on a device that this process holds: a known one, or measured now.
 
-    `fresh`: measured in any case. `together`: says `ready` once it could begin, and waits for a line on standard input,
-    so that several devices are timed side by side, as they will work. Raises what `Executor.load` raises.
+    `fresh`: measured in any case. `together`: for a plan; says `ready` once it could begin, and waits for a line on
+    standard input, so that several devices are timed side by side, as they will work. What was measured while others
+    used the device is measured again then. Raises what `Executor.load` raises.
     """
     device.enter_thread()
     info = ModelInfo.read(settings.model, settings.model_revision)
     model = ModelCosts.read(info.path)
     known = None if fresh else _recalled(settings, device, model)
+    if known is not None and known.was_busy and together:  # a worker that starts again does not wait for it
+        known = None
     measuring = None if known else _Measuring(settings, info, model, device)
     if together:
         sys.stdout.write("ready\n")
@@ -266,10 +270,12 @@ class _Measuring:
 
     def profile(self) -> DeviceProfile:
         """Runs for some seconds."""
-        began_s = monotonic_s()
+        began_s, began = monotonic_s(), SchedulerTimes.now()
         with torch.inference_mode():
             layers, step = self._first.measure()
         sampled, tail_prefill_row_s = self._tail.measure()
+        # Stages that share their cores wait for each other, as they will when they work.
+        others_share = 0.0 if self._settings.device_shared else SchedulerTimes.now().waited_share(began)
         for executor in self._loaded:
             executor.drop()
         logger.info("device measured", device=self._device.name, seconds=round(monotonic_s() - began_s, 1))
@@ -289,6 +295,7 @@ class _Measuring:
             step=step,
             sampled=sampled,
             tail_prefill_row_s=tail_prefill_row_s,
+            others_share=others_share,
         )
 
 

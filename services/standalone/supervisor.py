@@ -139,6 +139,13 @@ class Supervisor:
         finally:
             measuring.end()
         self._say(f"planned {plan.split}: {plan.tokens_per_s:,.0f} tokens/s of many requests predicted")
+        if busy := [profile for profile in profiles if profile.was_busy]:
+            share = max(profile.others_share for profile in busy)
+            devices = ", ".join(profile.device for profile in busy)
+            self._say(
+                f"other programs had {share:.0%} of {devices} meanwhile, so that the plan may be wrong: "
+                "the next start measures again"
+            )
         return replaced(stages, plan, [profile.device for profile in profiles])
 
     def _start(self, addresses: Addresses, stages: list[StagePlacement]) -> None:

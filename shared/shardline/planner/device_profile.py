@@ -15,6 +15,7 @@ import msgspec
 from shardline.errors import Invalid
 
 VERSION = 3
+BUSY_SHARE = 0.1
 Seconds = Annotated[float, msgspec.Meta(ge=0)]
 Points = Annotated[tuple[tuple[float, float], ...], msgspec.Meta(min_length=1, max_length=64)]
 """(rows, seconds), by rows."""
@@ -84,10 +85,17 @@ class DeviceProfile(msgspec.Struct, frozen=True, kw_only=True):
     """More, for each byte of a frame."""
     stream_bytes_per_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0
     """Weights that it reads from its disk in every step, if memory does not hold them; 0: it must hold all."""
+    others_share: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
+    """Of the time in which it was measured, how much other programs had its cores."""
     machine: str = ""
     """All devices with the same value meet others over the same links."""
     links: dict[str, Link] = {}
     """To other machines and to its own, as far as they are measured."""
+
+    @property
+    def was_busy(self) -> bool:
+        """Whether its times are too long to plan by: others had its cores for too much of them."""
+        return self.others_share > BUSY_SHARE
 
     @property
     def way(self) -> tuple[str, int]:

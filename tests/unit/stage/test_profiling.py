@@ -88,6 +88,34 @@ def test_a_known_device_is_not_measured_again(
     assert found(again) == found(first)
 
 
+@pytest.mark.usefixtures("first")
+def test_a_plan_measures_again_what_was_measured_beside_others(folder: Path, model: Path) -> None:
+    cache = shutil.copytree(folder / "cache", folder / "busy")
+    (file,) = (cache / "profiles").iterdir()
+    (known,) = read_profiles(file.read_bytes())
+
+    def has_measured(others_share: float) -> bool:
+        noted = msgspec.structs.replace(known, others_share=others_share)
+        file.write_bytes(msgspec.json.encode(noted))
+        return MEASURED in profile(folder, model, "--together", SHARDLINE_CACHE_DIR=str(cache)).stderr
+
+    assert not has_measured(0.05)
+    assert has_measured(0.5)
+
+
+def test_a_core_that_another_program_uses_is_noticed(folder: Path, model: Path) -> None:
+    spin = "import os, sys; os.sched_setaffinity(0, {int(sys.argv[1])}); print(flush=True)\nwhile True: pass"
+    other = subprocess.Popen([sys.executable, "-c", spin, str(usable_cores()[0])], stdout=subprocess.PIPE)
+    try:
+        assert other.stdout is not None
+        other.stdout.readline()
+        beside = profile(folder, model, SHARDLINE_CACHE_DIR=str(folder / "beside"))
+        assert found(beside).was_busy
+    finally:
+        other.kill()
+        other.communicate()
+
+
 def test_a_limit_is_all_that_a_plan_may_use_and_its_own(
     first: subprocess.CompletedProcess[str], folder: Path, model: Path
 ) -> None:
