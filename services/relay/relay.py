@@ -43,8 +43,8 @@ from shardline.tables import JOBS_CHANNEL, LEASES_CHANNEL
 log = structlog.get_logger(__name__)
 
 REDIS_TIMEOUT_S = 2.0
-NUM_LOOPS = 10
-"""Connections of the pool that the loops may hold at once: one for each of the ten that read or write rows. The
+NUM_LOOPS = 11
+"""Connections of the pool that the loops may hold at once: one for each of the eleven that read or write rows. The
 notify listener's is its own."""
 
 JOIN_S = 10.0
@@ -80,12 +80,15 @@ class Relay:
             self._results,
             Intake(context, redis=blocking, batch=settings.intake_batch),
             EnergyRates(context, {"price": settings.energy_price, "carbon": settings.energy_carbon}),
-            Growth(context, keeps_all=settings.retention_days is None),
+            Growth(context, keeps_all=settings.retention_days == 0),
+            Retention(
+                context,
+                days=settings.retention_days,
+                is_default="retention_days" not in settings.model_fields_set,
+            ),
             NotifyListener(context, database_url=url, channel=JOBS_CHANNEL, wakes=(outbox, preparer)),
             NotifyListener(context, database_url=url, channel=LEASES_CHANNEL, wakes=(sweeper,)),
         )
-        if settings.retention_days is not None:
-            self._loops += (Retention(context, days=settings.retention_days),)
 
     def start(self) -> None:
         """Start the metrics endpoint and all loops."""

@@ -10,27 +10,55 @@ from shardline.store import retention
 log = structlog.get_logger(__name__)
 
 DAY_S = 86_400.0
+NOTICE_DAYS = 7.0
+"""From the first warning to the first deletion, where nobody has said how long jobs are kept."""
+
 TURNS_APART = 60
 """Polls between two checks, when nothing is left to delete."""
 
 
 class Retention(Loop):
-    """Deletes in small transactions, so that running jobs are not delayed."""
+    """Deletes in small transactions, so that running jobs are not delayed. `days` 0 keeps all jobs. Where `days` is the
+    default, it warns for a week before it deletes for the first time."""
 
-    def __init__(self, context: LoopContext, *, days: float) -> None:
+    def __init__(self, context: LoopContext, *, days: float, is_default: bool) -> None:
         super().__init__("retention", context.metrics.errors)
         self._database = context.database
-        self._age_s = days * DAY_S
+        self._days = days
+        self._is_default = is_default
         self._pause_s = TURNS_APART * context.times.poll_s
         self._metrics = context.metrics
         self._after: retention.Place | None = None
 
     def turn(self) -> float:
         """Delete one batch."""
+        if self._after is None:
+            with self._database.begin() as connection:
+                retention.prune(connection)
+        if not self._may_delete():
+            return self._pause_s
         with self._database.begin() as connection:
-            batch = retention.delete_old(connection, age_s=self._age_s, after=self._after)
+            batch = retention.delete_old(connection, age_s=self._days * DAY_S, after=self._after)
         self._after = batch.after
         if batch.num_deleted:
             self._metrics.deleted.inc(batch.num_deleted)
             log.info("old jobs deleted", jobs=batch.num_deleted)
         return self._pause_s if batch.after is None else 0.0
+
+    def _may_delete(self) -> bool:
+        if not self._days:
+            return False
+        if not self._is_default:
+            return True
+        with self._database.begin() as connection:
+            since_s = retention.announced_s(connection, age_s=self._days * DAY_S)
+        if since_s is None:
+            return False
+        left_days = NOTICE_DAYS - since_s / DAY_S
+        if left_days > 0:
+            log.warning(
+                "ended jobs will be deleted: set SHARDLINE_RETENTION_DAYS on the relays, 0 to keep all",
+                older_than_days=self._days,
+                begins_in_days=round(left_days, 1),
+            )
+        return left_days <= 0

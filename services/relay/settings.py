@@ -17,8 +17,8 @@ class RelaySettings(Settings):
     concurrency: int = Field(4, ge=1, le=64, description="requests of the Celery door accepted at once by this relay")
     intake_batch: int = Field(256, ge=1, le=2000, description="entries of the intake stream per transaction")
 
-    retention_days: float | None = Field(
-        None, gt=0, le=36_500, description="days after which ended jobs are deleted; none by default: they are kept"
+    retention_days: float = Field(
+        90.0, ge=0, le=36_500, description="days after which ended jobs are deleted; 0 keeps them for ever"
     )
 
     energy_price: str | None = Field(

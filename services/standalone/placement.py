@@ -24,6 +24,7 @@ KIND = re.compile(r"(?!mps)[a-z]+")
 """A device of which any free one will do."""
 GPU_FILES = ("nvidia[0-9]*", "kfd")
 """Of NVIDIA's and AMD's drivers in /dev."""
+GGUF = ".gguf"
 LAYER_COUNTS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 
 
@@ -174,6 +175,10 @@ def config_file(settings: StandaloneSettings) -> Path:
                 "SHARDLINE_MODEL", f"{settings.folder} has no config.json", "Give a transformers model folder"
             )
         return config
+    if Path(settings.model).suffix == GGUF:
+        problem = f"{settings.model} is a GGUF file, which is not read yet"
+        remedy = "Give the folder of the model's own safetensors and config.json, or its id on the hub"
+        raise Invalid("SHARDLINE_MODEL", problem, remedy)
     try:
         return Path(huggingface_hub.hf_hub_download(settings.model, "config.json", revision=settings.model_revision))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:

@@ -72,7 +72,10 @@ class RelayMetrics:
         self.dead_letters = Gauge("shardline_dead_letters", "Dead letters kept, at most 10,000", registry=registry)
         self.jobs = Gauge("shardline_jobs", "Jobs not yet ended", ["model", "state"], registry=registry)
         self.oldest_queued_seconds = Gauge(
-            "shardline_oldest_queued_seconds", "Since the oldest job came that waits", ["model"], registry=registry
+            "shardline_oldest_queued_seconds",
+            "For how long the oldest job waits that may run",
+            ["model"],
+            registry=registry,
         )
         self.fleet_workers = Gauge(
             "shardline_fleet_workers", "Workers of a fleet that may serve a model", ["model"], registry=registry

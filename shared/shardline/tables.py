@@ -278,6 +278,9 @@ energy_rates = Table(
     CheckConstraint(_one_of("kind", RATE_KINDS), name="kind_is_known"),
 )
 
+# What relays have announced before they do it, and when: a restart must not begin the time anew.
+notices = Table("notices", metadata, Column("name", Text, primary_key=True), _created("made_at"))
+
 pipelines = Table(
     "pipelines",
     metadata,

@@ -46,6 +46,12 @@ def create(
     from_file: Annotated[
         Path | None, typer.Option(help="Store the key in this file, made elsewhere; again does nothing.")
     ] = None,
+    replace: Annotated[
+        bool,
+        typer.Option(
+            "--replace", help="With --from-file: another key of this name stays valid for a day, instead of refusing."
+        ),
+    ] = False,
     output: Output = None,
     json: Json = False,
 ) -> None:
@@ -54,7 +60,8 @@ def create(
     grant = Grant(name=name, tenant=tenant, scopes=parse_scopes(scopes), expires_s=expires_s)
     if from_file is not None:
         given = from_file.read_text(encoding="utf-8").strip()
-        is_new = _write(lambda rows: api_keys.register(rows, given, grant))
+        grace_s = DAY_S if replace else None
+        is_new = _write(lambda rows: api_keys.register(rows, given, grant, grace_s=grace_s))
         typer.echo(f"{parse_key(given).key_id} {'stored' if is_new else 'was there'}")
         return
     with _Destination(output) as destination:

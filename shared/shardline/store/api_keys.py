@@ -11,7 +11,21 @@ from datetime import datetime, timedelta
 from typing import Any
 
 import msgspec
-from sqlalchemy import ARRAY, ColumnElement, Connection, Interval, Text, any_, cast, func, literal, or_, select, update
+from sqlalchemy import (
+    ARRAY,
+    ColumnElement,
+    Connection,
+    Interval,
+    Text,
+    Update,
+    any_,
+    cast,
+    func,
+    literal,
+    or_,
+    select,
+    update,
+)
 from sqlalchemy.dialects.postgresql import insert
 
 from shardline.api_key import Presented, Scope, new_key, parse_key
@@ -70,13 +84,17 @@ def create(connection: Connection, grant: Grant) -> str:
     return key
 
 
-def register(connection: Connection, key: str, grant: Grant) -> bool:
-    """Store a key that was made elsewhere, such as a secret file; False if it is there, also if it was revoked.
-    Raises Invalid, and Conflict when another key has the name or another secret has the id."""
+def register(connection: Connection, key: str, grant: Grant, *, grace_s: float | None = None) -> bool:
+    """Store a key that was made elsewhere, such as a secret file; False if it is there, also if it was revoked. With
+    `grace_s` it replaces another one of the name, which stays valid for so long at most. Raises Invalid, and Conflict
+    when another key has the name or another secret has the id."""
     presented = parse_key(key)
     if _insert(connection, presented, grant):
         return True
     known = find(connection, [presented.key_id]).get(presented.key_id)
+    if known is None and grace_s is not None:
+        connection.execute(_replace(grant.name, grace_s))
+        return _insert(connection, presented, grant)
     if known is None or not presented.matches(known.digest):
         raise Conflict(f"another key is named {grant.name!r}; revoke it, or choose another name")
     return False
@@ -85,14 +103,12 @@ def register(connection: Connection, key: str, grant: Grant) -> bool:
 def rotate(connection: Connection, name: str, *, grace_s: float) -> str:
     """A new key with the name, tenant, scopes and lifetime of the old one, which stays valid for `grace_s` at the
     longest. Raises NotFound."""
-    current = (api_keys.c.name == name) & api_keys.c.replaced_at.is_(None) & api_keys.c.revoked_at.is_(None)
-    ends = func.least(api_keys.c.expires_at, func.now() + cast(timedelta(seconds=grace_s), Interval))
     lifetime = func.extract("epoch", api_keys.c.expires_at - api_keys.c.created_at)
-    wanted = select(api_keys.c.id, api_keys.c.tenant_id, api_keys.c.scopes, lifetime.label("lifetime_s"))
-    old = connection.execute(wanted.where(current).with_for_update()).one_or_none()
+    wanted = select(api_keys.c.tenant_id, api_keys.c.scopes, lifetime.label("lifetime_s"))
+    old = connection.execute(wanted.where(_is_current(name)).with_for_update()).one_or_none()
     if old is None:
         raise NotFound(f"no valid key is named {name!r}")
-    connection.execute(update(api_keys).where(api_keys.c.id == old.id).values(replaced_at=func.now(), expires_at=ends))
+    connection.execute(_replace(name, grace_s))
     lifetime_s = None if old.lifetime_s is None else float(old.lifetime_s)
     grant = Grant(name=name, tenant=old.tenant_id, scopes=_scopes(old.scopes), expires_s=lifetime_s)
     return create(connection, grant)
@@ -138,6 +154,16 @@ def note_use(connection: Connection, ids: Collection[str]) -> None:
     is_due = or_(api_keys.c.last_used_at.is_(None), api_keys.c.last_used_at < apart)
     due = select(api_keys.c.id).where(_one_of(ids), is_due).with_for_update(skip_locked=True)
     connection.execute(update(api_keys).where(api_keys.c.id.in_(due)).values(last_used_at=func.now()))
+
+
+def _is_current(name: str) -> ColumnElement[bool]:
+    return (api_keys.c.name == name) & api_keys.c.replaced_at.is_(None) & api_keys.c.revoked_at.is_(None)
+
+
+def _replace(name: str, grace_s: float) -> Update:
+    """The current key of this name is no longer the current one, and ends soon."""
+    ends = func.least(api_keys.c.expires_at, func.now() + cast(timedelta(seconds=grace_s), Interval))
+    return update(api_keys).where(_is_current(name)).values(replaced_at=func.now(), expires_at=ends)
 
 
 def _insert(connection: Connection, presented: Presented, grant: Grant) -> bool:

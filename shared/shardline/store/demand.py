@@ -10,6 +10,8 @@ MAX_COUNTED = 100_000
 """Jobs of one count: so many means at least."""
 MAX_SIZED = 1_000
 """The newest results tell how long jobs are."""
+MAX_AGED = 250
+"""Of each priority: a job may wait longer than one that came before it, whose delay has just ended."""
 
 DEMAND = text("""
 -- Jobs that came within the window.
@@ -32,19 +34,24 @@ SELECT (SELECT count(*) FROM arrived) AS num_arrived, (SELECT count(*) FROM wait
     (SELECT avg(prompt_tokens) FROM sizes) AS prompt, (SELECT avg(completion_tokens) FROM sizes) AS output
 """)
 
-OLDEST_QUEUED = text("""
-SELECT name AS model, extract(epoch FROM now() - least(
-    (SELECT min(created_at) FROM jobs WHERE state = 'queued' AND sent_at IS NOT NULL AND jobs.model = name),
-    -- The first of each priority: an index has them in order.
-    (SELECT min(first.created_at) FROM generate_series(0, 9) AS level CROSS JOIN LATERAL (
-        SELECT created_at FROM jobs
-        WHERE state = 'queued' AND sent_at IS NULL AND prepared_at IS NOT NULL AND jobs.model = name
-            AND priority = level AND not_before <= now()
-        ORDER BY created_at LIMIT 1
-    ) AS first)
+# A job waits from when it may run: since it came, its delay is over, or it was given back.
+OLDEST_QUEUED = text(f"""
+SELECT name AS model, extract(epoch FROM now() - (
+    SELECT min(greatest(created_at, not_before, requeued_at)) FROM (
+        SELECT created_at, not_before, requeued_at FROM jobs
+        WHERE state = 'queued' AND sent_at IS NOT NULL AND jobs.model = name
+        UNION ALL
+        -- The first of each priority: an index has them in order.
+        SELECT first.* FROM generate_series(0, 9) AS level CROSS JOIN LATERAL (
+            SELECT created_at, not_before, requeued_at FROM jobs
+            WHERE state = 'queued' AND sent_at IS NULL AND prepared_at IS NOT NULL AND jobs.model = name
+                AND priority = level AND not_before <= now()
+            ORDER BY created_at LIMIT {MAX_AGED}
+        ) AS first
+    ) AS waiting
 )) AS seconds
 FROM models
-""")
+""")  # noqa: S608 (a constant of ours)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,5 +81,5 @@ def demand(connection: Connection, model: str, window_s: float) -> Demand:
 
 
 def oldest_queued(connection: Connection) -> dict[str, float]:
-    """Seconds since the oldest job of each registered model came that waits and may run; 0 if none does."""
+    """For how many seconds a job of each registered model has waited at most that may run; 0 if none does."""
     return {row.model: float(row.seconds or 0) for row in connection.execute(OLDEST_QUEUED)}

@@ -1,4 +1,5 @@
-"""Deletes jobs that ended long ago, with their attempts and results. Knows no settings: how long is the caller's.
+"""Deletes jobs that ended long ago, with their attempts and results, and rows of processes that are long gone. Knows no
+settings: how long is the caller's.
 
 A dead letter that nobody has replayed is never deleted: somebody must look at it first. Jobs are looked at in the order
 in which they were created, a few at a time: what stays behind (dead letters, a backlog that waits for longer than
@@ -9,12 +10,12 @@ Locks: the advisory lock LOCK, then rows of `jobs` with SKIP LOCKED, so in any o
 from __future__ import annotations
 
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from uuid import UUID
 
-from sqlalchemy import Connection, text
+from sqlalchemy import Connection, Interval, cast, delete, func, text
 
-from shardline.tables import DEAD
+from shardline.tables import DEAD, pipelines, workers
 
 MAX_BATCH = 128
 MAX_READ = 1_000
@@ -27,6 +28,33 @@ LOCK = 7_305_793_413
 """Advisory lock of a transaction: one deletes at a time, so that two never wait for each other's replays."""
 
 TRY_LOCK = text("SELECT pg_try_advisory_xact_lock(:lock)")
+
+GONE = func.now() - cast(timedelta(days=30), Interval)
+"""After so long without a sign of it nobody misses a worker or a pipeline. One that comes back makes its row anew."""
+
+NOTICE = "retention"
+
+ANNOUNCE = text(f"""
+-- One that the setting would delete.
+WITH due AS (
+    SELECT FROM jobs WHERE created_at < now() - make_interval(secs => :age_s)
+        AND finished_at < now() - make_interval(secs => :age_s) AND ({DEAD}) IS NOT TRUE LIMIT 1
+)
+INSERT INTO notices (name) SELECT :name FROM due ON CONFLICT (name) DO NOTHING
+""")  # noqa: S608 (a constant of ours)
+ANNOUNCED = text("SELECT extract(epoch FROM now() - made_at)::float8 FROM notices WHERE name = :name")
+
+PRUNE = (
+    delete(workers).where(workers.c.lease_until < GONE),
+    delete(pipelines).where(pipelines.c.lease_until < GONE),
+    # What held when the oldest job came stays, and all that came after it.
+    text("""
+DELETE FROM energy_rates WHERE begins_at < (
+    SELECT max(begins_at) FROM energy_rates AS earlier WHERE earlier.kind = energy_rates.kind
+        AND earlier.begins_at <= (SELECT coalesce(min(created_at), now()) FROM jobs)
+)
+"""),
+)
 
 Place = tuple[datetime, UUID]
 """When a job was created, and its id: the order of jobs_listing."""
@@ -72,6 +100,20 @@ SELECT created_at, id, num_bytes_before < :max_bytes AS fits FROM totals ORDER B
 """)  # noqa: S608 (a constant of ours)
 
 DELETE = text("DELETE FROM jobs WHERE id = ANY(CAST(:ids AS uuid[]))")
+
+
+def announced_s(connection: Connection, *, age_s: float) -> float | None:
+    """Seconds since there was a job to delete for the first time, by Postgres's clock. None: there never was one."""
+    connection.execute(ANNOUNCE, {"name": NOTICE, "age_s": age_s})
+    since_s: float | None = connection.scalar(ANNOUNCED, {"name": NOTICE})
+    return since_s
+
+
+def prune(connection: Connection) -> None:
+    """Delete workers and pipelines that are gone, and rates of energy that no job was computed under."""
+    if connection.scalar(TRY_LOCK, {"lock": LOCK}):
+        for statement in PRUNE:
+            connection.execute(statement)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

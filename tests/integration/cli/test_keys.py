@@ -125,6 +125,26 @@ def test_storing_a_known_key_again_changes_nothing_even_if_it_was_revoked(
     assert (refused.exit_code, forged in refused.output) == (2, False)
 
 
+def test_a_new_secret_file_replaces_the_key_of_its_name_when_told(
+    shardline: Shardline, database_url: str, tmp_path: Path
+) -> None:
+    first, second = (new_key(), new_key())
+    (tmp_path / "first").write_text(first)
+    (tmp_path / "second").write_text(second)
+    create = ("create", "compose", "--from-file")
+    assert "stored" in shardline(*create, tmp_path / "first", "--replace").stdout
+    refused = shardline(*create, tmp_path / "second")
+    assert (refused.exit_code, "another key is named" in refused.stderr) == (2, True)
+
+    assert "stored" in shardline(*create, tmp_path / "second", "--replace").stdout
+    assert "was there" in shardline(*create, tmp_path / "second", "--replace").stdout
+
+    assert known(database_url, second).expires_in_s is None
+    left_s = known(database_url, first).expires_in_s
+    assert left_s is not None
+    assert 86_000 < left_s <= 86_400
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

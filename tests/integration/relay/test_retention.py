@@ -8,15 +8,15 @@ from uuid import UUID
 import pytest
 from prometheus_client import CollectorRegistry
 from sqlalchemy import Engine, text
+from structlog.testing import capture_logs
 
 from services.relay.loop import LoopContext
-from services.relay.relay import Relay
 from services.relay.retention import Retention
-from services.relay.settings import RelaySettings
 from shardline.config import Times
 from shardline.job import JobState
 from shardline.metrics import RelayMetrics
-from shardline.store import dead_letters, retention
+from shardline.store import dead_letters, fleets, pipelines, retention
+from shardline.store.fleets import Offer
 from shardline.store.retention import delete_old
 from tests.integration.relay.relay_stack import relay_stack
 from tests.integration.rows import cell, change, claim, end, running, submit, success
@@ -151,7 +151,8 @@ def test_a_second_relay_leaves_deletion_to_the_first(engine: Engine) -> None:
 
 def test_retention_counts_its_batches_and_goes_on_until_none_is_left(engine: Engine) -> None:
     registry = CollectorRegistry()
-    loop = Retention(LoopContext(database=engine, times=Times(), metrics=RelayMetrics(registry)), days=30)
+    context = LoopContext(database=engine, times=Times(), metrics=RelayMetrics(registry))
+    loop = Retention(context, days=30, is_default=False)
     many(engine, retention.MAX_BATCH + 1, "'expired', now() - interval '31 days'")
     ended(engine, days=29)
 
@@ -161,9 +162,58 @@ def test_retention_counts_its_batches_and_goes_on_until_none_is_left(engine: Eng
     assert len(left(engine)) == 1
 
 
-def test_nothing_is_deleted_without_the_setting(database_url: str, redis_url: str) -> None:
-    relay = Relay(RelaySettings(database_url=database_url, redis_url=redis_url))
-    assert not [loop for loop in relay._loops if isinstance(loop, Retention)]
+def retention_loop(engine: Engine, *, days: float, is_default: bool = False) -> Retention:
+    context = LoopContext(database=engine, times=Times(), metrics=RelayMetrics(CollectorRegistry()))
+    return Retention(context, days=days, is_default=is_default)
+
+
+def test_nothing_is_deleted_where_the_setting_is_0(engine: Engine) -> None:
+    ended(engine, days=9999)
+    assert retention_loop(engine, days=0).turn() == 60.0
+    assert len(left(engine)) == 1
+
+
+def test_by_default_a_week_of_warnings_comes_before_the_first_deletion(engine: Engine) -> None:
+    loop = retention_loop(engine, days=30, is_default=True)
+    old = ended(engine, days=400)
+    with capture_logs() as said:
+        loop.turn()
+    assert left(engine) == {old}
+    assert [(line["older_than_days"], line["begins_in_days"]) for line in said] == [(30, 7.0)]
+    change(engine, "UPDATE notices SET made_at = made_at - interval '8 days'")
+    # Another relay, which has only just started.
+    retention_loop(engine, days=30, is_default=True).turn()
+    assert left(engine) == set()
+
+
+def test_nothing_is_announced_before_something_could_be_deleted(engine: Engine) -> None:
+    ended(engine, days=29)
+    dead(engine, days=400)
+    with capture_logs() as said:
+        retention_loop(engine, days=30, is_default=True).turn()
+    assert said == []
+    assert cell(engine, "SELECT count(*) FROM notices") == 0
+
+
+def test_rows_of_processes_that_are_long_gone_are_deleted(engine: Engine) -> None:
+    with engine.begin() as connection:
+        for name, days in (("gone", 31), ("away", 29)):
+            lease_s = -days * DAY_S
+            fleets.join(connection, name, {"m": Offer(shapes={}, profile={})}, lease_s=lease_s)
+            pipelines.take_epoch(connection, name, model="m", fingerprint="f", head="h", lease_s=lease_s)
+    change(
+        engine,
+        "INSERT INTO energy_rates SELECT 'price', now() - make_interval(hours => n), n "
+        "FROM generate_series(1, 100) AS n",
+    )
+    (job,) = submit(engine)
+    change(engine, "UPDATE jobs SET created_at = now() - interval '10 h 1 min' WHERE id = :id", id=job)
+
+    retention_loop(engine, days=0).turn()
+
+    assert cell(engine, "SELECT array_agg(worker) FROM workers") == ["away"]
+    assert cell(engine, "SELECT array_agg(id) FROM pipelines WHERE id IN ('gone', 'away')") == ["away"]
+    assert cell(engine, "SELECT max(per_kwh) FROM energy_rates") == 11, "the rate under which the oldest job came"
 
 
 def test_the_setting_deletes_old_jobs(
@@ -220,7 +270,7 @@ def test_retention_gets_behind_many_rows_that_stay(engine: Engine) -> None:
     many(engine, retention.MAX_READ, "'queued', NULL")
     kept = left(engine)
     old = ended(engine, days=31)
-    loop = Retention(LoopContext(database=engine, times=Times(), metrics=RelayMetrics(CollectorRegistry())), days=30)
+    loop = retention_loop(engine, days=30)
 
     assert loop.turn() == 0.0
     assert left(engine) == {*kept, old}, "one batch does not read so far"

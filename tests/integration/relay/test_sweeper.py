@@ -20,6 +20,7 @@ from shardline.config import Times
 from shardline.job import JobState
 from shardline.metrics import RelayMetrics
 from shardline.store import fleets, jobs, leases, models, sweeps
+from shardline.store.demand import oldest_queued
 from shardline.store.fleets import Offer
 from shardline.store.leases import Beat
 from shardline.tokenize import Tokens
@@ -221,7 +222,8 @@ def test_gauges_tell_how_long_jobs_wait_and_what_a_fleet_can_do(engine: Engine, 
     def shown(name: str) -> float | None:
         return registry.get_sample_value(name, {"model": MODEL})
 
-    change(engine, "UPDATE jobs SET created_at = now() - interval '90 s'")
+    times = "created_at = now() - interval '90 s', not_before = now() - interval '90 s'"
+    change(engine, f"UPDATE jobs SET {times}")
     census.turn()
     waited_s = shown("shardline_oldest_queued_seconds")
     assert waited_s is not None
@@ -230,6 +232,26 @@ def test_gauges_tell_how_long_jobs_wait_and_what_a_fleet_can_do(engine: Engine, 
     change(engine, "UPDATE jobs SET not_before = now() + interval '1 h'")
     census.turn()
     assert shown("shardline_oldest_queued_seconds") == 0, "a delayed job does not wait"
+
+
+def test_a_job_waits_from_when_it_may_run(engine: Engine) -> None:
+    """Not from when it came: at the end of its delay it would be hours old at once, and a fleet grow to its maximum."""
+
+    def waited_s() -> float:
+        with engine.begin() as connection:
+            return oldest_queued(connection)[MODEL]
+
+    delayed, requeued, plain = submit(engine, 3)
+    change(engine, "UPDATE jobs SET created_at = now() - interval '5 h', not_before = now() - interval '10 s'")
+    change(engine, "UPDATE jobs SET requeued_at = now() - interval '5 s' WHERE id = :id", id=requeued)
+    assert 10 <= waited_s() < 60
+    change(engine, "UPDATE jobs SET not_before = now() - interval '90 s' WHERE id = :id", id=requeued)
+    assert 10 <= waited_s() < 60, "it ran meanwhile"
+    times = "created_at = now() - interval '70 s', not_before = now() - interval '70 s'"
+    change(engine, f"UPDATE jobs SET {times} WHERE id = :id", id=plain)
+    assert 70 <= waited_s() < 120, "one that came later may wait for longer"
+    change(engine, "UPDATE jobs SET sent_at = now() WHERE id = :id", id=delayed)
+    assert 70 <= waited_s() < 120
 
 
 def test_many_revokes_are_cancelled_in_one_batch_per_transaction(

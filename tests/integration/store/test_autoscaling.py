@@ -28,7 +28,7 @@ def test_autoscaling_asks_for_the_oldest_wait_and_the_running_jobs(engine: Engin
     assert asked(engine) == [0.0, 0.0]
 
     running, waiting = submit(engine, 2), submit(engine, 3)
-    change(engine, "UPDATE jobs SET created_at = created_at - interval '90 seconds'")
+    change(engine, "UPDATE jobs SET created_at = now() - interval '90 s', not_before = now() - interval '90 s'")
     claim(engine, running)
     oldest_s, num_running = asked(engine)
     assert 90 <= oldest_s < 900

@@ -151,6 +151,12 @@ def test_a_folder_without_a_model_names_the_setting(tmp_path: Path) -> None:
         count_layers(StandaloneSettings(model=str(tmp_path)))
 
 
+def test_a_gguf_file_is_called_one(tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    with pytest.raises(Invalid, match="GGUF file"):
+        count_layers(StandaloneSettings(model=str(tmp_path / "model.gguf")))
+
+
 def test_the_default_model_is_clerk_else_its_folder_or_id(tmp_path: Path) -> None:
     assert StandaloneSettings(model=str(CLERK), model_name="other").name == "other"
     assert StandaloneSettings(model=str(tmp_path)).name == tmp_path.name
