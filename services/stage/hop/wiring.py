@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
+from itertools import groupby
 from uuid import UUID
 
 from services.stage.hop import Receiver, Sender
@@ -76,10 +77,16 @@ class Wiring:
     @property
     def exactness(self) -> str:
         """On the head: the pipeline's exactness fingerprint, which is the stages' own if all of them have the same and
-        no activations are rounded on their way: where they are decides the bits behind it."""
-        parts = sorted({member.exactness for member in self.members})
+        no activations are rounded on their way. Else which layers have which fingerprint, and where activations are
+        rounded, decides the bits; how many stages of one fingerprint stand side by side does not."""
+        parts = []
+        for name, group in groupby(self.members, key=lambda member: member.exactness):
+            alike = list(group)
+            parts.append(f"layers {alike[0].first_layer} to {alike[-1].last_layer}: {name}")
         parts += [f"int8 before layer {member.last_layer}" for member in self.members if member.sends_int8]
-        return parts[0] if len(parts) == 1 else hashlib.sha256("\n".join(parts).encode()).hexdigest()
+        if len(parts) == 1:
+            return self.members[0].exactness
+        return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
     def close(self) -> None:
         """Closes both ends."""
