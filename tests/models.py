@@ -31,12 +31,24 @@ OLDER: dict[str, Any] = {name: size for name, size in HEADS_ALIKE.items() if nam
 WINDOW = 24
 """Shorter than the prompts of the tests, so that windows matter."""
 
+LATE_SCALE = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 16.0,
+    "original_max_position_embeddings": 64,
+    "llama_4_scaling_beta": 0.5,
+}
+"""Queries are scaled from position 64 on."""
+
 CONFIGS: dict[str, Callable[[], Any]] = {
     "llama": lambda: tf.LlamaConfig(**COMMON, tie_word_embeddings=False),
     "llama-tied": lambda: tf.LlamaConfig(**COMMON, tie_word_embeddings=True),
     "qwen2": lambda: tf.Qwen2Config(**COMMON),
     "qwen3": lambda: tf.Qwen3Config(**COMMON, head_dim=16),
     "mistral": lambda: tf.MistralConfig(**COMMON, head_dim=8, sliding_window=WINDOW),
+    "ministral3": lambda: tf.Ministral3Config(
+        **{**COMMON, "max_position_embeddings": 1024}, head_dim=16, sliding_window=None, rope_parameters=LATE_SCALE
+    ),
     "gemma": lambda: tf.GemmaConfig(**COMMON, head_dim=16),
     "gemma2": lambda: tf.Gemma2Config(**COMMON, head_dim=16, sliding_window=WINDOW, attn_logit_softcapping=3.0),
     "gemma3": lambda: tf.Gemma3TextConfig(**COMMON, head_dim=16, sliding_window=WINDOW),

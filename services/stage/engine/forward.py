@@ -36,6 +36,8 @@ log = structlog.get_logger(__name__)
 AdapterRows = Sequence[tuple[str, Sequence[int]]]
 """Adapters by their fingerprints, each with the packed rows that it adds to."""
 TRIAL_ROWS = 40
+TRIAL_FIRST = 8
+"""Of these at the first positions; the others lie over the whole context."""
 TRIAL_TOLERANCE = 16
 """The largest difference accepted in a trial, in roundings of the largest value: inexact devices differ a little."""
 
@@ -80,6 +82,8 @@ class Forward:
         attention.bind(kv)
         self._narrow_adapters: Narrow | None = None
         """Of the adapters that add to the rows of this step."""
+        self._trial_position: Tensor | None = None
+        """In a trial: where the model believes its rows to be, int64 [TRIAL_ROWS]."""
         last = LastLayer(shard.layer_modules[shard.layers.stop - 1], attention) if shard.is_last else None
         self._last = last if last is not None and self._can_narrow(last) else None
         self._graphs: DecodeGraphs | None = None
@@ -99,7 +103,8 @@ class Forward:
         spans = [Span(start=0, length=TRIAL_ROWS, blocks=[0])]
         layers = self.shard.layer_modules.values()
         trial = partial(self.hidden, spans, x)
-        self.num_fused = len(fuse_layers(layers, kernel, self.attention, trial, group))
+        with self._over_the_context():
+            self.num_fused = len(fuse_layers(layers, kernel, self.attention, trial, group))
         log.info("layers as one call", fused=self.num_fused, layers=len(layers))
         return self.num_fused
 
@@ -205,21 +210,36 @@ class Forward:
         """Whether a trial gives the same values: a model may do anything around its layers."""
         x = self.random_inputs(TRIAL_ROWS, torch.Generator().manual_seed(0))
         spans, sampled_rows = [Span(start=0, length=TRIAL_ROWS, blocks=[0])], [TRIAL_ROWS // 2, TRIAL_ROWS - 1]
-        expected = self._logits(spans, x, sampled_rows).float()
-        try:
-            apart = (self._narrowed(last, spans, x, sampled_rows).float() - expected).abs().max()
-        except (
-            ArithmeticError,
-            AssertionError,
-            AttributeError,
-            LookupError,
-            RuntimeError,
-            TypeError,
-            ValueError,
-        ) as error:
-            log.info("the last layer computes every row of a prefill", reason=str(error))
-            return False
+        with self._over_the_context():
+            expected = self._logits(spans, x, sampled_rows).float()
+            try:
+                apart = (self._narrowed(last, spans, x, sampled_rows).float() - expected).abs().max()
+            except (
+                ArithmeticError,
+                AssertionError,
+                AttributeError,
+                LookupError,
+                RuntimeError,
+                TypeError,
+                ValueError,
+            ) as error:
+                log.info("the last layer computes every row of a prefill", reason=str(error))
+                return False
         return bool(apart <= TRIAL_TOLERANCE * torch.finfo(self.shard.dtype).eps * expected.abs().max())
+
+    @contextmanager
+    def _over_the_context(self) -> Iterator[None]:
+        """A context in which the model is told positions over all of its context, for the TRIAL_ROWS rows of a trial:
+        a layer may scale by its position what it does not scale near 0. Attention and KV are those of a short
+        sequence."""
+        last = self.shard.info.context_length - 1
+        spread = torch.linspace(min(TRIAL_FIRST, last), last, TRIAL_ROWS - TRIAL_FIRST, dtype=torch.float64).long()
+        position = torch.cat([torch.arange(TRIAL_FIRST).clamp(max=last), spread])
+        self._trial_position = position.to(self.shard.device)
+        try:
+            yield
+        finally:
+            self._trial_position = None
 
     def _padded_rows(self, rows: list[int], device: torch.device) -> Tensor:
         """The rows as int64 [padded], the last one repeated."""
@@ -232,7 +252,10 @@ class Forward:
         if micro_batch.num_rows > len(x):
             padding = x.new_zeros(micro_batch.num_rows - len(x), *x.shape[1:])
             x = torch.cat([x, padding])
-        return x, micro_batch.position.long()
+        position = micro_batch.position.long()
+        if self._trial_position is not None:
+            position = torch.cat([self._trial_position, position[len(self._trial_position) :]])
+        return x, position
 
 
 def _single_rows(spans: Sequence[Span], rows: Sequence[int]) -> Iterator[Span]:

@@ -37,7 +37,7 @@ from shardline.clock import monotonic_s
 
 log = structlog.get_logger(__name__)
 
-VERSION = 2
+VERSION = 3
 LENGTHS = (30, 9)
 """Of two sequences: longer than a sliding window, shorter than a KV block."""
 CUTS = ((0, 17, 29, 30), (0, 4, 8, 9))

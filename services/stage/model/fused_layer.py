@@ -65,7 +65,8 @@ def fuse_layers(
     trial: Callable[[], object],
     group: RankGroup | None = None,
 ) -> FusedLayers:
-    """Replaces the forward of each layer that can be one call; returns those. `trial` runs all of them once.
+    """Replaces the forward of each layer that can be one call; returns those. `trial` runs all of them once, at
+    positions over the whole context: what a layer does by its position only there is seen too.
 
     `group` has the ranks that compute the layers together, if several do.
     """

@@ -20,11 +20,14 @@ MIN_LAYERS = 4
 """More are kept if a kind of layer comes later."""
 HEAD_DIM = 16
 VOCAB = 96
+SHORT = 8
+"""Tokens that the two sequences of a trial pass."""
+ROPE_LENGTH = "original_max_position_embeddings"
 LIMITS = (
     (re.compile(r"^vocab_size"), VOCAB),
     (re.compile(r"(intermediate|ffn|ffn_hidden)_size$|ffn_dim$"), 48),
     (re.compile(r"^(moe_)?n(um)?_(local_|routed_)?experts$"), 32),
-    (re.compile(r"window$"), 8),
+    (re.compile(r"window$"), SHORT),
 )
 """Sizes by their names in a config, at most. Few tokens are enough to see such a window; experts are as many as the
 largest groups and choices of experts need."""
@@ -103,7 +106,7 @@ def _smaller(name: str, value: Any, config: Any, hidden: int, num_layers: int) -
     if _is_by_layer(value, config.num_hidden_layers):
         return value[:num_layers]
     if isinstance(value, dict) and "rope" in name:
-        return _without_factors(value)
+        return _smaller_rope(value)
     is_size = type(value) is int and "position" not in name
     return _smaller_size(name, value, config, hidden) if is_size else value
 
@@ -122,9 +125,13 @@ def _is_by_layer(value: Any, num_layers: int) -> bool:
     return isinstance(value, list | tuple) and len(value) == num_layers
 
 
-def _without_factors(rope: dict[str, Any]) -> dict[str, Any]:
-    """A rope without factors for each dimension of a head, of which the miniature has fewer."""
+def _smaller_rope(rope: dict[str, Any]) -> dict[str, Any]:
+    """A rope without factors for each dimension of a head, of which the miniature has fewer, and of a length that few
+    tokens pass: some models scale by it themselves. A rope that rescales at that length keeps it."""
     if any(isinstance(value, list) for value in rope.values()):
         kept = {name: value for name, value in rope.items() if name in {"rope_theta", "partial_rotary_factor"}}
         return kept | {"rope_type": "default"}
-    return {name: _without_factors(value) if isinstance(value, dict) else value for name, value in rope.items()}
+    small = {name: _smaller_rope(value) if isinstance(value, dict) else value for name, value in rope.items()}
+    if ROPE_LENGTH in small and small.get("rope_type") != "dynamic":
+        small[ROPE_LENGTH] = min(small[ROPE_LENGTH] or SHORT, SHORT)
+    return small

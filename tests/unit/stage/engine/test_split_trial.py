@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers.masking_utils import create_causal_mask
 from transformers.models.llama import modeling_llama
+from transformers.models.ministral3 import modeling_ministral3
 
 from services.stage.engine import split_trial
 from services.stage.engine.split_trial import check_split
@@ -69,6 +70,19 @@ def test_a_model_that_stages_would_compute_otherwise_is_refused(
 
     with pytest.raises(Invalid, match="'llama' computes something else in stages than whole"):
         check_split(llama, tmp_path)
+
+
+def test_a_model_that_counts_late_positions_itself_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    original, config = modeling_ministral3.get_llama_4_attn_scale, CONFIGS["ministral3"]()
+    config.rope_parameters = {**config.rope_parameters, "original_max_position_embeddings": 16_384}
+    check_split(config, tmp_path / "before")
+
+    def counting(position_ids: Tensor, *of_config: Any) -> Tensor:
+        return original(torch.arange(position_ids.shape[1])[None], *of_config)
+
+    monkeypatch.setattr(modeling_ministral3, "get_llama_4_attn_scale", counting)
+    with pytest.raises(Invalid, match="'ministral3' computes something else in stages than whole"):
+        check_split(config, tmp_path / "after")
 
 
 def test_a_model_whose_code_raises_in_stages_is_refused_with_its_words(

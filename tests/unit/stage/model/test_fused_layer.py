@@ -29,6 +29,7 @@ FUSED = {
     "qwen2": NUM_LAYERS,
     "qwen3": NUM_LAYERS,
     "mistral": NUM_LAYERS,
+    "ministral3": 0,  # scales queries at late positions
     "gemma": 0,  # another activation
     "gemma2": 0,  # four norms
     "granite": 0,  # a scaled residual
@@ -90,6 +91,28 @@ def test_layers_as_one_call_give_every_bit_of_their_modules(name: str, dtype: st
     # Then they are those that we know, and nothing changes
     assert num_fused == FUSED[name]
     assert all(torch.equal(got, one) for got, one in zip(outputs(forward), expected, strict=True))
+
+
+@torch.inference_mode()
+def test_a_last_layer_that_depends_on_late_positions_computes_every_row(tmp_path: Path) -> None:
+    # Given a last layer that adds to rows far behind, by positions which narrowing does not narrow
+    attention, path = Attention(kernel()), save_model(tmp_path)
+    layers, cpu = range(NUM_LAYERS), torch.device("cpu")
+    shard = Shard.load(path, layers, dtype=torch.float32, attn_implementation=attention.name, device=cpu)
+    position: list[Tensor] = []
+    shard.decoder.register_forward_pre_hook(lambda *call: position.append(call[2]["position_ids"]), with_kwargs=True)
+    shard.layer_modules[NUM_LAYERS - 1].register_forward_hook(
+        lambda _layer, _args, out: out + 5 * (position[-1][:, : out.shape[1], None] > 200)
+    )
+    kv = PagedKv(layers=probe_kv_shapes(shard), num_blocks=5, dtype=torch.float32)
+    forward = Forward(shard, attention, kv, RowPadding(buckets=frozenset()))
+
+    # When the last of some rows is sampled
+    late = [Span(start=150, length=100, blocks=[0, 1, 2, 3])]
+    every = forward.sampled_outputs(late, ids(late), list(range(100)))
+
+    # Then it is what it is among all of them
+    torch.testing.assert_close(forward.sampled_outputs(late, ids(late), [99]), every[99:])
 
 
 @torch.inference_mode()
