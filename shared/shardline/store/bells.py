@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+import time
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,7 +11,17 @@ import psycopg
 from psycopg import sql
 from sqlalchemy import URL, Connection, text
 
-from shardline.store.database import connect_arguments, normalize
+from shardline.store.database import connect_arguments
+from shardline.store.database_url import libpq_parameters
+
+CHECK_S = 10.0
+"""Silence after which a listener asks whether it would hear anything."""
+
+IS_DEAF = """
+SELECT pg_is_in_recovery() OR current_setting('transaction_read_only')::boolean
+    OR %s NOT IN (SELECT pg_listening_channels())
+"""
+"""On a standby, or in another session than the one that listened, because a pooler changed it: nothing rings."""
 
 RING = text("SELECT pg_notify(:channel, '')")
 
@@ -23,15 +34,18 @@ def ring(connection: Connection, channel: str) -> None:
 class Listener:
     """A connection of its own that listens on one channel, for one thread at a time."""
 
-    def __init__(self, url: str | URL, channel: str) -> None:
-        self._url = url
+    def __init__(self, url: str | URL, channel: str, *, check_s: float = CHECK_S) -> None:
+        self._parameters = libpq_parameters(url)
         self._channel = channel
+        self._check_s = check_s
+        self._heard_s = 0.0
         self._connection: psycopg.Connection[Any] | None = None
 
     def open(self) -> None:
         """Hear every NOTIFY from now on. Raises psycopg.Error."""
-        self._connection = psycopg.connect(libpq_url(self._url), **_options())
+        self._connection = psycopg.connect(**_options(self._parameters))
         self._connection.execute(_listen(self._channel))
+        self._heard_s = time.monotonic()
 
     def close(self) -> None:
         """Give the connection back."""
@@ -42,8 +56,8 @@ class Listener:
     def wait(self, timeout_s: float) -> bool:
         """True if it rang within the time; all rings that wait count as one.
 
-        A listener that is not open opens now and returns True: what rang before was heard by nobody. Raises
-        psycopg.Error, and opens again at the next call.
+        A listener that is not open, or has become deaf, opens now and returns True: what rang before was heard by
+        nobody. Raises psycopg.Error, and opens again at the next call.
         """
         try:
             if self._connection is None:
@@ -53,10 +67,21 @@ class Listener:
             if rang:
                 for _ in self._connection.notifies(timeout=0):
                     pass
+            elif self._is_deaf(self._connection):
+                self.close()
+                self.open()
+                return True
         except (psycopg.Error, OSError):
             self.close()
             raise
         return rang
+
+    def _is_deaf(self, connection: psycopg.Connection[Any]) -> bool:
+        if time.monotonic() < self._heard_s + self._check_s:
+            return False
+        self._heard_s = time.monotonic()
+        row = connection.execute(IS_DEAF, [self._channel]).fetchone()
+        return row is not None and bool(row[0])
 
 
 @contextmanager
@@ -70,26 +95,24 @@ def listening(url: str, channel: str) -> Iterator[Listener]:
         listener.close()
 
 
-async def rings(url: str | URL, channel: str) -> AsyncIterator[None]:
+async def rings(url: str | URL, channel: str, *, check_s: float = CHECK_S) -> AsyncGenerator[None, None]:
     """For asyncio: one item once it listens, because what rang before was heard by nobody, then one for each ring.
 
-    Raises psycopg.Error.
+    Ends when it has become deaf. Raises psycopg.Error.
     """
-    async with await psycopg.AsyncConnection.connect(libpq_url(url), **_options()) as connection:
+    async with await psycopg.AsyncConnection.connect(**_options(libpq_parameters(url))) as connection:
         await connection.execute(_listen(channel))
         yield
-        async for _ in connection.notifies():
-            yield
+        while True:
+            async for _ in connection.notifies(timeout=check_s):
+                yield
+            row = await (await connection.execute(IS_DEAF, [channel])).fetchone()
+            if row is None or row[0]:
+                return
 
 
-def libpq_url(url: str | URL) -> str:
-    """The URL as psycopg itself takes it: SQLAlchemy's pools cannot wait for a NOTIFY."""
-    parsed = normalize(url) if isinstance(url, str) else url
-    return parsed.set(drivername="postgresql").render_as_string(hide_password=False)
-
-
-def _options() -> dict[str, Any]:
-    return {"autocommit": True, **connect_arguments(idle_timeout_s=0)}
+def _options(parameters: dict[str, Any]) -> dict[str, Any]:
+    return {"autocommit": True, **connect_arguments(parameters, idle_timeout_s=0)}
 
 
 def _listen(channel: str) -> sql.Composed:

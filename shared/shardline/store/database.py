@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+import threading
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import URL, Connection, Engine, NullPool, create_engine, make_url, text
-from sqlalchemy.exc import ArgumentError, DBAPIError, InterfaceError, OperationalError
+from sqlalchemy import Connection, Engine, NullPool, create_engine, event, text
+from sqlalchemy.engine import ExceptionContext
+from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
+from sqlalchemy.pool import ConnectionPoolEntry
 
-from shardline.errors import Invalid
+from shardline.store.database_url import libpq_parameters, normalize
 
 CONNECT_TIMEOUT_S = 5
 STATEMENT_TIMEOUT_S = 30.0
@@ -22,12 +26,32 @@ IDLE_TIMEOUT_S = 60.0
 POOL_SIZE = 5
 POOL_TIMEOUT_S = 10.0
 POOL_RECYCLE_S = 1800
-SCHEMES = ("postgresql", "postgres", "postgresql+psycopg", "postgresql+psycopg_async")
+
+SESSION = (
+    "DateStyle=ISO",
+    "IntervalStyle=postgres",
+    "TimeZone=UTC",
+    "extra_float_digits=1",
+    "array_nulls=on",
+    "standard_conforming_strings=on",
+    "default_transaction_isolation=read\\ committed",
+)
+"""What the driver's decoders and our statements rest on, whatever a server, a database or a role has as its default."""
 
 HAS_DATABASE = text("SELECT true FROM pg_database WHERE datname = :name")
 
-LOST = ("08", "57P")
-"""SQLSTATEs that begin so: the connection broke; the server shuts down, has crashed, starts, or ended this session."""
+READ_ONLY = "25006"
+"""SQLSTATE of a server that takes no writes: a standby, or a primary that became one."""
+
+NOT_PREPARED = ("26000", "42P05")
+"""SQLSTATEs of a prepared statement that is not there, or is there already: a pooler gave us another session."""
+
+LOST = ("08", "57P", READ_ONLY, "25P03", "25P04", *NOT_PREPARED)
+"""SQLSTATEs that begin so: the connection broke; the server shuts down, has crashed, starts, ended this session, or
+is not the one that we want. In each case a new connection may do what this one cannot."""
+
+WRITABLE = {"in_hot_standby": "off", "default_transaction_read_only": "off"}
+"""What a server reports of itself (from release 14 on) if it takes writes."""
 
 MAX_SAID = 200
 
@@ -58,12 +82,14 @@ def failure_of(error: DBAPIError) -> Failure:
 
 def connect(url: str, **options: Any) -> Engine:
     """A pool of connections. Connects lazily. `options`: the timeouts of `connect_arguments`, else create_engine's."""
-    return create_engine(normalize(url), **_engine_options(options))
+    return _watched(create_engine(normalize(url), **_engine_options(url, options)))
 
 
 def connect_async(url: str, **options: Any) -> AsyncEngine:
     """The same for asyncio."""
-    return create_async_engine(normalize(url), **_engine_options(options))
+    engine = create_async_engine(normalize(url), **_engine_options(url, options))
+    _watched(engine.sync_engine)
+    return engine
 
 
 @contextmanager
@@ -82,43 +108,51 @@ def create_database_if_missing(url: str, name: str) -> None:
             connection.execute(text(f"CREATE DATABASE {quoted}"))
 
 
-def normalize(url: str) -> URL:
-    """Any Postgres URL, also of a unix socket, with the psycopg 3 driver. Raises Invalid without repeating the URL."""
-    try:
-        parsed = make_url(url)
-    except ArgumentError as error:
-        raise Invalid("database_url", "it is no URL", "Write postgresql://user:password@host/database") from error
-    if parsed.drivername not in SCHEMES:
-        raise Invalid("database_url", f"its scheme is {parsed.drivername!r}", "Write postgresql://…")
-    return parsed.set(drivername="postgresql+psycopg")
-
-
 def connect_arguments(
+    given: Mapping[str, Any],
     *,
     application_name: str = "shardline",
     connect_timeout_s: int = CONNECT_TIMEOUT_S,
-    statement_timeout_s: float = STATEMENT_TIMEOUT_S,
-    lock_timeout_s: float = LOCK_TIMEOUT_S,
-    idle_timeout_s: float = IDLE_TIMEOUT_S,
+    statement_timeout_s: float | None = None,
+    lock_timeout_s: float | None = None,
+    idle_timeout_s: float | None = None,
 ) -> dict[str, Any]:
-    """libpq's settings: nothing waits for ever, and a peer that vanished is noticed."""
-    server_settings = {
-        "statement_timeout": statement_timeout_s,
-        "lock_timeout": lock_timeout_s,
-        "idle_in_transaction_session_timeout": idle_timeout_s,
+    """libpq's settings: nothing waits for ever, and a peer that vanished is noticed.
+
+    `given` are those of the URL, which stay. Its `options` (or PGOPTIONS) are joined with ours: they come before the
+    session settings that our decoders need and before time limits that the caller asks for, and after our defaults.
+    """
+    defaults = {
+        "statement_timeout": STATEMENT_TIMEOUT_S,
+        "lock_timeout": LOCK_TIMEOUT_S,
+        "idle_in_transaction_session_timeout": IDLE_TIMEOUT_S,
     }
+    asked = dict(zip(defaults, (statement_timeout_s, lock_timeout_s, idle_timeout_s), strict=True))
+    of_url = str(given.get("options") or os.environ.get("PGOPTIONS", ""))
+    options = [
+        *(_limit(name, limit_s) for name, limit_s in defaults.items() if asked[name] is None),
+        of_url,
+        *(f"-c {setting}" for setting in SESSION),
+        *(_limit(name, limit_s) for name, limit_s in asked.items() if limit_s is not None),
+    ]
     return {
         "application_name": application_name,
         "connect_timeout": connect_timeout_s,
-        "options": " ".join(f"-c {name}={int(value_s * 1000)}" for name, value_s in server_settings.items()),
         "keepalives_idle": 10,
         "keepalives_interval": 5,
         "keepalives_count": 3,
         "tcp_user_timeout": 30_000,
+        **given,
+        "client_encoding": "UTF8",
+        "options": " ".join(each for each in options if each),
     }
 
 
-def _engine_options(options: dict[str, Any]) -> dict[str, Any]:
+def _limit(name: str, limit_s: float) -> str:
+    return f"-c {name}={int(limit_s * 1000)}"
+
+
+def _engine_options(url: str, options: dict[str, Any]) -> dict[str, Any]:
     names = connect_arguments.__kwdefaults__ or {}
     arguments = {name: options.pop(name) for name in list(options) if name in names}
     pool: dict[str, Any] = {"pool_pre_ping": True, "hide_parameters": True}
@@ -129,4 +163,37 @@ def _engine_options(options: dict[str, Any]) -> dict[str, Any]:
             "pool_timeout": POOL_TIMEOUT_S,
             "pool_recycle": POOL_RECYCLE_S,
         }
-    return {**pool, "connect_args": connect_arguments(**arguments), **options}
+    return {**pool, "connect_args": connect_arguments(libpq_parameters(url), **arguments), **options}
+
+
+def _watched(engine: Engine) -> Engine:
+    """Its pool keeps no connection that cannot do what a new one may: a ping alone passes on a standby."""
+    has_pooler = threading.Event()
+
+    def on_error(context: ExceptionContext) -> None:
+        sqlstate = getattr(context.original_exception, "sqlstate", None) or ""
+        if sqlstate.startswith(LOST):
+            # SQLAlchemy drops this connection and all that are older than now.
+            context.is_disconnect = True
+        if sqlstate in NOT_PREPARED:
+            has_pooler.set()
+
+    def on_connect(_connection: object, record: ConnectionPoolEntry) -> None:
+        driver = record.driver_connection
+        if has_pooler.is_set() and driver is not None:
+            driver.prepare_threshold = None
+
+    def on_return(_connection: object, record: ConnectionPoolEntry) -> None:
+        # One that reads only may stand for a server that is none of ours any more.
+        driver = record.driver_connection
+        if driver is not None and not driver.closed and not _takes_writes(driver):
+            record.invalidate(soft=True)
+
+    event.listen(engine, "handle_error", on_error)
+    event.listen(engine, "connect", on_connect)
+    event.listen(engine, "checkin", on_return)
+    return engine
+
+
+def _takes_writes(driver: Any) -> bool:
+    return all(driver.info.parameter_status(name) in (None, value) for name, value in WRITABLE.items())

@@ -14,7 +14,7 @@ import pytest
 from shardline.client import AsyncClient, Client
 from shardline.client.ends_sync import SyncEnds
 from shardline.job import JobState
-from shardline.store.bells import libpq_url
+from shardline.store.database_url import libpq_parameters
 from shardline.tables import DONE_CHANNEL
 from tests.tiny_head import TinyHead, tiny_head
 
@@ -55,7 +55,7 @@ class Server:
 
 @pytest.fixture
 def server(database_url: str) -> Iterator[Server]:
-    with psycopg.connect(libpq_url(database_url), autocommit=True) as connection:
+    with psycopg.connect(**libpq_parameters(database_url), autocommit=True) as connection:
         yield Server(connection)
 
 
@@ -154,5 +154,5 @@ def test_one_bell_makes_one_query_for_all_waiters(database_url: str, server: Ser
 
 def ring(database_url: str) -> None:
     """As the end of some job does."""
-    with psycopg.connect(libpq_url(database_url), autocommit=True) as connection:
+    with psycopg.connect(**libpq_parameters(database_url), autocommit=True) as connection:
         connection.execute("SELECT pg_notify(%s, '')", (DONE_CHANNEL,))

@@ -9,9 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardline.errors import Invalid
 from shardline.job import TokenLogprob
-from shardline.store.database import connect_arguments, normalize
 from shardline.store.encoding import NO_PROBABILITY, dump, dump_logprobs, load_logprobs, storable, unstorable
 
 finite = st.floats(allow_nan=False, allow_infinity=False)
@@ -55,30 +53,3 @@ def test_values_nested_without_end_are_refused() -> None:
     for _ in range(10_000):
         value = {"a": value}
     assert unstorable(value)
-
-
-@pytest.mark.parametrize(
-    "url",
-    [
-        "postgresql://user:secret@host:5433/name",
-        "postgres://user:secret@host/name",
-        "postgresql+psycopg://user@/name?host=/run/sockets",
-    ],
-)
-def test_psycopg_3_is_the_driver_of_every_postgres_url(url: str) -> None:
-    assert normalize(url).drivername == "postgresql+psycopg"
-    assert normalize(url).database == "name"
-
-
-@pytest.mark.parametrize("url", ["mysql://user:secret@host/name", "nonsense secret"])
-def test_another_url_is_refused_without_its_password(url: str) -> None:
-    with pytest.raises(Invalid, match="database_url") as caught:
-        normalize(url)
-    assert "secret" not in str(caught.value)
-
-
-def test_timeouts_reach_the_server_in_milliseconds() -> None:
-    arguments = connect_arguments(statement_timeout_s=1.5, lock_timeout_s=0, idle_timeout_s=2)
-    assert arguments["options"] == (
-        "-c statement_timeout=1500 -c lock_timeout=0 -c idle_in_transaction_session_timeout=2000"
-    )
