@@ -14,6 +14,7 @@ from sqlalchemy.pool import NullPool
 from tenacity import RetryCallState, Retrying, retry_if_exception, stop_after_delay, wait_exponential, wait_random
 
 from shardline.config import Settings
+from shardline.refusals import refusing
 from shardline.store.database import connect
 from shardline.tables import metadata
 
@@ -37,7 +38,9 @@ def run_online() -> None:
         before_sleep=_say,
         reraise=True,
     )
-    with _engine().connect() as connection:
+    with refusing():
+        engine = _engine()
+    with engine.connect() as connection:
         patient(_migrate, connection)
 
 

@@ -10,6 +10,8 @@ import structlog
 from services.gateway.server import GatewayServer, raise_file_limit
 from services.gateway.settings import GatewaySettings
 from shardline import log
+from shardline.refusals import refusing
+from shardline.store.database_url import normalize
 
 
 def _stopped(_signal: int, _frame: object) -> None:
@@ -20,7 +22,9 @@ def main() -> None:
     """Serve until SIGTERM."""
     # uvicorn raises the signal again after its graceful end: that end is a success.
     signal.signal(signal.SIGTERM, _stopped)
-    settings = GatewaySettings()
+    with refusing():
+        settings = GatewaySettings()
+        normalize(settings.database_url.get_secret_value())
     log.configure(service="gateway", level=settings.log_level, form=settings.log_format)
     structlog.get_logger(__name__).info("gateway starting", host=settings.http_host, port=settings.http_port)
     raise_file_limit(settings)

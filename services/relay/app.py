@@ -14,6 +14,7 @@ from services.relay.relay import Relay
 from services.relay.settings import RelaySettings
 from shardline.broker import ExpiringControl, Reconnecting
 from shardline.queues import SUBMIT_TASK
+from shardline.refusals import refusing
 
 
 class RelayStep(bootsteps.StartStopStep):
@@ -71,5 +72,6 @@ def make_app(settings: RelaySettings) -> Celery:
     return app
 
 
-app = make_app(RelaySettings())
+with refusing():
+    app = make_app(RelaySettings())
 """For `celery -A services.relay.app`."""

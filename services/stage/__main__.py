@@ -23,7 +23,6 @@ if os.environ.get("SHARDLINE_DEVICE_SHARED", "").lower() in ("1", "on", "t", "tr
 
 import msgspec
 import structlog
-from pydantic import ValidationError
 from sqlalchemy import Engine as Database
 from sqlalchemy.exc import DBAPIError
 
@@ -43,6 +42,7 @@ from services.stage.settings import StageSettings
 from shardline import log, metrics
 from shardline.errors import Invalid, Unavailable
 from shardline.planner import ModelCosts
+from shardline.refusals import REFUSED_STATUS, refusing
 from shardline.store.database import failure_of
 from shardline.store.fleets import Offer
 from shardline.store.models import register_model
@@ -52,18 +52,13 @@ logger = structlog.get_logger(__name__)
 
 COMMANDS = {"devices": listing.main, "profile": profiling.main}
 """Beside the stage itself."""
-REFUSED_STATUS = 2
-"""Exit status for a setting that can never work: restarting does not help."""
 
 
 def main() -> int:
     """Loads, serves until told to stop, gives everything back. Returns the exit status."""
     gc.enable()
-    try:
+    with refusing():
         settings = StageSettings()
-    except (ValidationError, Invalid) as error:
-        sys.stderr.write(f"{error}\n")
-        return REFUSED_STATUS
     log.configure(service="stage", level=settings.log_level, form=settings.log_format)
     die_with_any_thread()
     try:

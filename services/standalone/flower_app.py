@@ -3,7 +3,22 @@
 from celery import Celery
 
 from shardline.config import Settings
+from shardline.errors import Invalid
 from shardline.queues import celery_settings
+from shardline.redis_url import RedisAddress
+from shardline.refusals import refusing
 
-app = Celery("shardline")
-app.conf.update(celery_settings(Settings()))
+
+def make_app(settings: Settings) -> Celery:
+    """Raises Invalid for an address that Flower cannot reach."""
+    address = RedisAddress.parse(settings.redis_url)
+    if address.path is not None and (address.db or address.username):
+        problem = "Flower (2.2) looks into database 0 of a unix socket, as the default user"
+        raise Invalid("redis_url", problem, "Give Flower the server's port, or leave database and user out")
+    app = Celery("shardline")
+    app.conf.update(celery_settings(settings))
+    return app
+
+
+with refusing():
+    app = make_app(Settings())

@@ -6,9 +6,11 @@ import os
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
+
+from shardline.redis_url import SOCKETS, TCP, TLS, RedisAddress
 
 ENV_PREFIX = "SHARDLINE_"
 
@@ -61,7 +63,9 @@ class FileSecrets(PydanticBaseSettingsSource):
 class Settings(BaseSettings):
     """What every service shares. Services extend it with their own fields."""
 
-    model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, frozen=True, extra="ignore", env_ignore_empty=True)
+    model_config = SettingsConfigDict(
+        env_prefix=ENV_PREFIX, frozen=True, extra="ignore", env_ignore_empty=True, hide_input_in_errors=True
+    )
 
     database_url: SecretStr = Field(
         SecretStr("postgresql://shardline@localhost/shardline"), description="Postgres, the truth"
@@ -74,6 +78,21 @@ class Settings(BaseSettings):
     metrics_port: int | None = Field(
         None, description="port of the Prometheus endpoint, which asks for no key; none by default"
     )
+
+    @field_validator("redis_url")
+    @classmethod
+    def _redis_can_be_reached(cls, url: str) -> str:
+        """By every library that a service uses. Raises Invalid."""
+        RedisAddress.parse(url)
+        return url
+
+    @field_validator("result_backend")
+    @classmethod
+    def _results_can_be_stored(cls, url: str | None) -> str | None:
+        """A Redis is checked as the broker is; other backends are Celery's matter. Raises Invalid."""
+        if url is not None:
+            result_address(url)
+        return url
 
     @property
     def times(self) -> Times:
@@ -91,3 +110,9 @@ class Settings(BaseSettings):
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         """Arguments, then the environment, then `*_FILE`."""
         return init_settings, env_settings, FileSecrets(settings_cls)
+
+
+def result_address(url: str) -> RedisAddress | None:
+    """Of a result backend that is a Redis; None for other kinds. Raises Invalid."""
+    is_redis = url.partition("://")[0] in (TCP, TLS, *SOCKETS)
+    return RedisAddress.parse(url, setting="result_backend") if is_redis else None

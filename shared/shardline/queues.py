@@ -6,8 +6,9 @@ import re
 from typing import Any
 from zlib import crc32
 
-from shardline.config import Settings
+from shardline.config import Settings, result_address
 from shardline.job import PRIORITIES
+from shardline.redis_url import RedisAddress
 
 INTAKE_QUEUE = "shardline.intake"
 SUBMIT_TASK = "shardline.submit"
@@ -32,9 +33,12 @@ def stage_queue(name: str) -> str:
 
 def celery_settings(settings: Settings) -> dict[str, Any]:
     """Celery configuration shared by relays, stages and Flower. JSON only; late acks bound what a worker lets in."""
+    broker = RedisAddress.parse(settings.redis_url)
     return {
-        "broker_url": settings.redis_url,
-        "result_backend": settings.result_backend or "disabled://",
+        "broker_url": broker.celery_url(),
+        # None asks kombu for its own idea of TLS: no certificate is verified.
+        "broker_use_ssl": False if broker.tls is None else dict(broker.tls),
+        **_result_backend(settings.result_backend),
         "task_serializer": "json",
         "result_serializer": "json",
         "accept_content": ["json"],
@@ -59,3 +63,12 @@ def celery_settings(settings: Settings) -> dict[str, Any]:
             "health_check_interval": 10,
         },
     }
+
+
+def _result_backend(url: str | None) -> dict[str, Any]:
+    """Celery's own URL, whatever backend it names; a Redis is reached as the broker is."""
+    address = None if url is None else result_address(url)
+    if address is None:
+        return {"result_backend": url or "disabled://"}
+    tls = {} if address.tls is None else {"redis_backend_use_ssl": dict(address.tls)}
+    return {"result_backend": address.celery_url(), **tls}

@@ -1,4 +1,4 @@
-"""Clients of Redis: one place for timeouts and retries. Knows no key.
+"""Clients of Redis: one place for timeouts and retries. Knows no key and no form of URL.
 
 No call waits for long, and none is repeated unless its caller says so: their loops do the retrying.
 """
@@ -13,14 +13,18 @@ from redis.asyncio.retry import Retry as AsyncRetry
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
+from shardline.redis_url import RedisAddress
+
 
 def redis_client(url: str, *, timeout_s: float, num_retries: int = 0, **options: Any) -> redis.Redis:
     """For threads. Connects lazily; `timeout_s` bounds connecting and each answer. `options`: those of redis.Redis."""
     retry = Retry(NoBackoff(), num_retries)
-    return redis.Redis.from_url(url, socket_timeout=timeout_s, socket_connect_timeout=timeout_s, retry=retry, **options)
+    where = RedisAddress.parse(url).client_options()
+    return redis.Redis(**where, socket_timeout=timeout_s, socket_connect_timeout=timeout_s, retry=retry, **options)
 
 
 def async_redis_client(url: str, *, timeout_s: float) -> redis.asyncio.Redis:
     """For asyncio, without retries. Connects lazily; `timeout_s` bounds connecting and each answer."""
     retry = AsyncRetry(NoBackoff(), 0)
-    return redis.asyncio.Redis.from_url(url, socket_timeout=timeout_s, socket_connect_timeout=timeout_s, retry=retry)
+    where = RedisAddress.parse(url).client_options()
+    return redis.asyncio.Redis(**where, socket_timeout=timeout_s, socket_connect_timeout=timeout_s, retry=retry)

@@ -12,6 +12,7 @@ from services.stage import __main__ as stage
 from services.stage.settings import StageSettings
 from services.standalone.settings import StandaloneSettings
 from shardline.errors import Invalid
+from shardline.refusals import REFUSED_STATUS
 from shardline.settings_profile import PROFILE_SETTINGS, profile_text, read_profile
 from tests.repository import REPOSITORY
 
@@ -94,7 +95,8 @@ def test_a_stage_does_not_start_with_a_profile_that_is_not_there(
     profile: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     profile.unlink()
-    assert stage.main() == stage.REFUSED_STATUS
+    with pytest.raises(SystemExit, match=f"^{REFUSED_STATUS}$"):
+        stage.main()
     assert "tuned.env cannot be read" in capsys.readouterr().err
 
 

@@ -11,7 +11,6 @@ from uuid import UUID
 
 import httpx
 import msgspec
-import redis
 from celery import Celery
 
 from shardline import keys
@@ -21,10 +20,12 @@ from shardline.config import Settings
 from shardline.ids import new_id
 from shardline.job import JobRequest
 from shardline.queues import INTAKE_QUEUE, SUBMIT_TASK, celery_settings
+from shardline.redis import redis_client
 from shardline.store.database import transaction
 from shardline.store.inserts import insert_plainly
 
 MAX_TOKENS = 128
+TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +67,7 @@ def by_celery(producer: Producer, requests: Sequence[JobRequest]) -> None:
 
 def by_stream(producer: Producer, requests: Sequence[JobRequest]) -> None:
     """Submit from any language that speaks Redis: accepted when a relay has read the entry."""
-    with redis.Redis.from_url(producer.urls["redis"]) as client:
+    with redis_client(producer.urls["redis"], timeout_s=TIMEOUT_S) as client:
         for request in requests:
             client.xadd(keys.INTAKE, {"request": msgspec.json.encode(request)})
 
