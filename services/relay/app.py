@@ -13,6 +13,7 @@ from tenacity import RetryError
 from services.relay.relay import Relay
 from services.relay.settings import RelaySettings
 from shardline.broker import ExpiringControl, Reconnecting
+from shardline.message_guard import RefusedMessage
 from shardline.queues import SUBMIT_TASK
 from shardline.refusals import refusing
 
@@ -33,6 +34,14 @@ class RelayStep(bootsteps.StartStopStep):
     def terminate(self, parent: Any) -> None:
         """Leave the loops behind on a cold shutdown: their threads are daemons."""
         parent.app.relay.close()
+
+
+class IntakeConsumer(Reconnecting):
+    """Consumes the Celery door's queue. What is no request there is kept with its reason."""
+
+    def refuse(self, c: Any, refused: RefusedMessage) -> None:
+        """Raises redis.RedisError when it cannot be kept now: the message comes again."""
+        c.app.relay.refuse(refused)
 
 
 @control_command(name="revoke", variadic="task_id", signature="[id1 [id2 [... [idN]]]]")
@@ -56,7 +65,7 @@ def make_app(settings: RelaySettings) -> Celery:
     app.conf.update(settings.celery())
     app.relay = Relay(settings)
     app.steps["worker"].add(RelayStep)
-    app.steps["consumer"].add(Reconnecting)
+    app.steps["consumer"].add(IntakeConsumer)
 
     # No events and no result: Flower must show the id as the job, not as this task.
     @app.task(

@@ -35,7 +35,9 @@ from shardline.errors import Invalid
 from shardline.failpoints import Point, failpoint
 from shardline.ids import parse_id
 from shardline.job import JobState
+from shardline.message_guard import RefusedMessage
 from shardline.metrics import RelayMetrics
+from shardline.queues import SUBMIT_TASK
 from shardline.redis import redis_client
 from shardline.store.database import connect
 from shardline.tables import JOBS_CHANNEL, LEASES_CHANNEL
@@ -46,6 +48,9 @@ REDIS_TIMEOUT_S = 2.0
 NUM_LOOPS = 11
 """Connections of the pool that the loops may hold at once: one for each of the eleven that read or write rows. The
 notify listener's is its own."""
+
+REMEDY = f"Send the task {SUBMIT_TASK} with a request as its keyword arguments, in JSON: see docs/doors.md"
+"""For a message of the Celery door that is no request."""
 
 JOIN_S = 10.0
 """For all loops together; one that hangs on a frozen server is left behind, and its transaction rolled back."""
@@ -121,6 +126,14 @@ class Relay:
             sleep=sleep_using_event(self._closing),
         )
         return patient(self._submit, task_id, document)
+
+    def refuse(self, message: RefusedMessage) -> None:
+        """Keep a message of the Celery door that is no request, with its reason. Raises redis.RedisError."""
+        reason = Invalid("message", message.problem, REMEDY).as_dict()
+        record_reject(self._redis, entry=message.task_id, request=message.body, reason=reason)
+        if (job_id := _uuid(message.task_id)) is not None:
+            self._results.note({job_id: JobState.FAILED}, json.dumps(reason))
+        self._metrics.intake.labels(outcome="dead").inc()
 
     def cancel(self, task_ids: Iterable[str], *, running: bool) -> int:
         """Cancel jobs soon, for Celery's revoke; the number of ids that may be job ids."""

@@ -8,14 +8,19 @@ twice, and what a relay had taken comes back after its visibility timeout.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
+import structlog
 from celery import bootsteps
 from celery.app.control import Control
 from celery.worker import state
 from kombu.pidbox import Mailbox
 from redis.exceptions import ResponseError
+
+from shardline.message_guard import MessageGuard, RefusedMessage
+
+log = structlog.get_logger(__name__)
 
 ANSWER_KEPT_MS = 60_000
 """Longer than anybody waits: kombu itself would keep the queue of answers for ten seconds."""
@@ -49,15 +54,21 @@ class Reconnecting(bootsteps.StartStopStep):
         ours, which ends the worker, and with it a stage's weights and batch."""
         super().__init__(c, **options)
         c.connection_errors = (*c.connection_errors, ResponseError)
+        self._guard = MessageGuard(c, partial(self.refuse, c))
 
     def start(self, c: Any) -> None:
         """Runs at every connect."""
         guard(c.task_consumer.channel)
+        self._guard.watch(c.task_consumer.channel.connection)
 
     def stop(self, c: Any) -> None:  # noqa: ARG002 (the step's signature)
         """An acknowledgement would go to the channel that brought the message: it is gone."""
         for request in list(state.requests.values()):
             request.acknowledged = True
+
+    def refuse(self, c: Any, refused: RefusedMessage) -> None:  # noqa: ARG002 (the consumer is for who buries it)
+        """Tells the log of a message that is no task, and not what it holds."""
+        log.warning("a message that is no task is dropped", task_id=refused.task_id, problem=refused.problem)
 
 
 def guard(channel: Any) -> None:

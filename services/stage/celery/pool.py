@@ -88,6 +88,7 @@ class EnginePool(BasePool):
         assert callback is not None
         assert accept_callback is not None
         _, task_id, request, body, content_type, content_encoding = args
+        is_job = _names_a_job(task_id, body, content_type, content_encoding)
         delivery = Delivery(
             number=next(self._numbers),
             job_id=str(task_id),
@@ -98,7 +99,7 @@ class EnginePool(BasePool):
             forget=lambda number: self._deliveries.pop(number, None) is not None,
         )
         self._deliveries[delivery.number] = delivery
-        if _names_a_job(task_id, loads(body, content_type, content_encoding, accept={"application/json"})):
+        if is_job:
             self._handler.offer(delivery)
         else:
             log.warning("a message without a job's id is dropped", task_id=str(task_id)[:64])
@@ -142,14 +143,15 @@ class EnginePool(BasePool):
 
 def _priority(request: Mapping[str, Any]) -> int:
     """Of the message: the row's when it was sent."""
-    priority = (request.get("delivery_info") or {}).get("priority")
+    info = request.get("delivery_info")
+    priority = info.get("priority") if isinstance(info, Mapping) else None
     return priority if isinstance(priority, int) else DEFAULT_PRIORITY
 
 
-def _names_a_job(task_id: object, payload: Any) -> bool:
+def _names_a_job(task_id: object, body: Any, content_type: str | None, content_encoding: str | None) -> bool:
     """The relay sends one argument, the job's id, which is also the task's."""
     try:
-        (argument,), _, _ = payload
+        (argument,), _, _ = loads(body, content_type, content_encoding, accept={"application/json"})
         return UUID(str(task_id)) == UUID(str(argument))
-    except (TypeError, ValueError):
+    except Exception:  # noqa: BLE001 whatever a body does to kombu, its delivery is dropped and frees its seat
         return False

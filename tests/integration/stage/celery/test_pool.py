@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ from uuid import uuid4
 import pytest
 from celery import Celery
 from celery.contrib.testing.worker import start_worker
+from redis import Redis
 from redis.exceptions import ConnectionError as HungUp
 
 from services.stage.app import make_app
@@ -21,6 +23,7 @@ from services.stage.celery.hub_calls import HubCalls
 from services.stage.hop.wakeup import Wakeup
 from services.stage.settings import StageSettings
 from shardline.queues import GENERATE_TASK
+from tests.poisoned_messages import envelope, poisons
 from tests.polling import until
 
 QUEUE = "seating"
@@ -108,6 +111,22 @@ def test_interactive_jobs_get_their_own_seats_beside_batch_jobs(app: Celery, han
     for _ in range(3):
         handler.end(5)
     until(lambda: len(handler.held) == SEATS)
+
+
+def test_no_message_in_a_heads_queue_ends_it_or_keeps_a_seat(
+    app: Celery, handler: HoldingHandler, redis_url: str
+) -> None:
+    poisoned = poisons(GENERATE_TASK, QUEUE)
+    with Redis.from_url(redis_url) as redis:
+        for poison in poisoned.values():
+            job_id = str(uuid4())
+            good = envelope(GENERATE_TASK, QUEUE, [[job_id], {}, {}], job_id)
+            redis.lpush(QUEUE, poison)
+            redis.lpush(QUEUE, json.dumps(good))
+            until(lambda: handler.held)
+            assert [delivery.job_id for delivery in handler.held] == [job_id]
+            handler.held.pop().drop()
+        until(lambda: redis.hlen("unacked") == 0)
 
 
 def test_a_full_pool_takes_no_more_than_its_seats_when_redis_hangs_up(app: Celery, handler: HoldingHandler) -> None:
