@@ -16,7 +16,8 @@ from services.relay.loop import Loop, LoopContext
 from shardline.clock import lease_clock_s
 from shardline.config import Times
 from shardline.errors import Invalid
-from shardline.planner import DeviceProfile, ModelCosts, Workload
+from shardline.planner import ModelCosts, Workload
+from shardline.planner.device_profile import profile_of
 from shardline.planner.fleet_planner import Deployment, FleetPlanner
 from shardline.planner.turns import Turn, Turns
 from shardline.store import fleets
@@ -41,6 +42,8 @@ class Sight:
 
     workers: Mapping[str, Mapping[str, FleetWorker]]
     """By model and name: those that are here and may serve the model."""
+    unusable: Mapping[str, str]
+    """By name: why a worker that is here is in no plan."""
     coming: Mapping[str, float]
     """By model: seconds since the newest worker that has not joined yet was announced."""
     plans: Mapping[str, FleetPlan]
@@ -51,9 +54,18 @@ class Sight:
     def of(cls, connection: Connection) -> Sight:
         """Reads it."""
         models = fleets.fleets(connection)
-        workers = {model: {each.worker: each for each in fleets.workers_of(connection, model)} for model in models}
+        unusable: dict[str, str] = {}
+        workers: dict[str, dict[str, FleetWorker]] = {model: {} for model in models}
+        for model in models:
+            for each in fleets.workers_of(connection, model):
+                problem = _problem(each)
+                if problem is None:
+                    workers[model][each.worker] = each
+                else:
+                    unusable[each.worker] = f"{model}: {problem}"
         return cls(
             workers=workers,
+            unusable=unusable,
             coming=fleets.coming(connection),
             plans=fleets.all_plans(connection),
             wanted=fleets.wanted(connection, models) if len(models) > 1 else models,
@@ -69,7 +81,7 @@ class Sight:
         members = self.workers[model]
         # All workers of a model have one config: whose shapes are read does not matter.
         costs = msgspec.convert(next(iter(members.values())).shapes, ModelCosts)
-        profiles = {worker: msgspec.convert(members[worker].profile, DeviceProfile) for worker in workers}
+        profiles = {worker: profile_of(members[worker].profile, worker) for worker in workers}
         return FleetPlanner(costs, profiles, Workload())
 
     def fits(self, model: str, workers: Collection[str]) -> bool:
@@ -79,7 +91,7 @@ class Sight:
             return True
         try:
             self.planner(model, workers).replan(None, may_improve=False)
-        except Invalid:
+        except Exception:  # noqa: BLE001 (one fleet's figures must not stop the others; `_replanned` tells)
             return False
         return True
 
@@ -98,6 +110,8 @@ class Coordinator(Loop):
         self._seen: dict[str, object] = {}
         """By model: what a look saw that changed nothing. The same need not be planned again, which takes up to a
         second."""
+        self._told: Mapping[str, str] = {}
+        """The workers that the log knows to be in no plan."""
 
     def turn(self) -> float:
         """Plan for each fleet that needs it."""
@@ -107,6 +121,7 @@ class Coordinator(Loop):
         if now_s - self._answered_s > STALL * self._times.lease_s:
             self._trusts_after_s = now_s + fleets.LEASES * self._times.lease_s
         self._answered_s = now_s
+        self._tell_unusable(sight.unusable)
         given = self._given(sight)
         changes = {}
         for model in sorted({*sight.workers, *sight.plans}):
@@ -116,6 +131,12 @@ class Coordinator(Loop):
         if changes:
             self._store(sight, changes)
         return self._times.poll_s
+
+    def _tell_unusable(self, unusable: Mapping[str, str]) -> None:
+        for worker, problem in unusable.items():
+            if self._told.get(worker) != problem:
+                log.warning("a worker is in no plan", worker=worker, problem=problem)
+        self._told = unusable
 
     def _given(self, sight: Sight) -> dict[str, str]:
         """The model of each worker that is here. While absences are not trusted, those that have one keep it."""
@@ -166,7 +187,9 @@ class Coordinator(Loop):
             return sight.planner(model, own).replan(now if now.stages else None, may_improve=may_improve)
         except Invalid as error:
             log.warning("fleet cannot be planned", model=model, problem=error.problem)
-            return None
+        except Exception:
+            log.exception("fleet cannot be planned", model=model)
+        return None
 
     def _is_unsettled(self, own: Mapping[str, FleetWorker], coming_s: float) -> bool:
         """Whether more workers may come that the first plan should count."""
@@ -191,6 +214,16 @@ class Coordinator(Loop):
         for model, deployment in changes.items():
             version, num = sight.plan(model).version + 1, len(deployment.stages)
             log.info("fleet planned", model=model, version=version, split=str(deployment), workers=num)
+
+
+def _problem(worker: FleetWorker) -> str | None:
+    """Why no plan can count this worker, or None. Its release or its measuring may be at fault: the others go on."""
+    try:
+        profile_of(worker.profile, "profile")
+        msgspec.convert(worker.shapes, ModelCosts)
+    except (Invalid, msgspec.MsgspecError) as error:
+        return str(error)
+    return None
 
 
 def _offers(sight: Sight) -> dict[str, list[str]]:

@@ -11,7 +11,9 @@ import typer
 from shardline.cli import show
 from shardline.cli.arguments import Json
 from shardline.cli.database import transaction
-from shardline.planner import DeviceProfile, Link, ModelCosts
+from shardline.errors import Invalid
+from shardline.planner import Link, ModelCosts
+from shardline.planner.device_profile import profile_of
 from shardline.planner.rates import Rates
 from shardline.store import fleets
 from shardline.store.fleets import FleetPlan, FleetWorker
@@ -47,16 +49,18 @@ def devices(
     with transaction() as connection:
         names = [model] if model else fleets.fleets(connection)
         plans = fleets.all_plans(connection)
-        found = [
-            _device(worker, name, plans.get(name, fleets.NO_PLAN))
-            for name in names
-            for worker in fleets.workers_of(connection, name)
-        ]
+        workers = [(name, worker) for name in names for worker in fleets.workers_of(connection, name)]
+    found = []
+    for name, worker in workers:
+        try:
+            found.append(_device(worker, name, plans.get(name, fleets.NO_PLAN)))
+        except (Invalid, msgspec.MsgspecError) as error:
+            typer.echo(f"{worker.worker} is in no plan: {error}", err=True)
     show.each(found, json=json, table=_draw)
 
 
 def _device(worker: FleetWorker, model: str, plan: FleetPlan) -> FleetDevice:
-    profile = msgspec.convert(worker.profile, DeviceProfile)
+    profile = profile_of(worker.profile, "profile")
     place = plan.stages.get(worker.worker)
     return FleetDevice(
         worker=worker.worker,

@@ -150,6 +150,18 @@ def read_profiles(data: bytes, field: str = "--devices") -> list[DeviceProfile]:
     return profiles
 
 
+def profile_of(document: object, field: str) -> DeviceProfile:
+    """A profile that a worker, maybe of another release, has put up. Raises Invalid, naming `field`, for one that no
+    plan can be made with."""
+    try:
+        profile = msgspec.convert(document, DeviceProfile)
+    except msgspec.MsgspecError as error:
+        raise Invalid(field, f"no device profile: {error}", "Start the worker with this release") from error
+    if profile.layers_s == 0:
+        raise Invalid(field, "its layers take no time, which nothing can", "Measure the device again")
+    return profile
+
+
 def _times(points: Points, factor: float) -> Points:
     return tuple((rows, seconds * factor) for rows, seconds in points)
 

@@ -91,12 +91,12 @@ WHERE plans.version = :version
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetWorker:
-    """A worker whose lease runs."""
+    """A worker whose lease runs. What it offers is as it wrote it: unchecked."""
 
     worker: str
-    shapes: dict[str, Any]
+    shapes: Any
     """Of its model, as ModelCosts."""
-    profile: dict[str, Any]
+    profile: Any
     """Of its device, as DeviceProfile."""
     here_s: float
     """Since it joined."""
@@ -197,7 +197,8 @@ def leave(connection: Connection, worker: str) -> None:
 
 def fleets(connection: Connection) -> list[str]:
     """The models that workers who are here may serve, by name."""
-    further = select(func.jsonb_object_keys(workers.c.further)).where(_HAS_JOINED)
+    is_mapping = func.jsonb_typeof(workers.c.further) == "object"
+    further = select(func.jsonb_object_keys(workers.c.further)).where(_HAS_JOINED, is_mapping)
     return sorted(connection.scalars(select(workers.c.model).where(_HAS_JOINED).union(further)))
 
 
@@ -205,7 +206,7 @@ def coming(connection: Connection) -> dict[str, float]:
     """By model: for how many seconds the newest of the workers that are about to join has been announced."""
     found: dict[str, float] = {}
     for row in connection.execute(select(workers, _HERE_S).where(_IS_HERE, workers.c.profile.is_(None))):
-        for model in (row.model, *row.further):
+        for model in (row.model, *(row.further if isinstance(row.further, dict) else ())):
             found[model] = min(float(row.here_s), found.get(model, math.inf))
     return found
 
@@ -216,7 +217,9 @@ def workers_of(connection: Connection, model: str) -> list[FleetWorker]:
     found = []
     for row in connection.execute(select(workers, _HERE_S).where(serves, _HAS_JOINED).order_by(workers.c.worker)):
         own = {"shapes": row.shapes, "profile": row.profile} if row.model == model else row.further[model]
-        found.append(FleetWorker(worker=row.worker, here_s=float(row.here_s), **own))
+        shapes, profile = (own.get(name) if isinstance(own, dict) else None for name in ("shapes", "profile"))
+        here_s = float(row.here_s)
+        found.append(FleetWorker(worker=row.worker, here_s=here_s, shapes=shapes, profile=profile))
     return found
 
 

@@ -89,6 +89,52 @@ def test_the_first_plan_waits_for_announced_workers_but_not_forever(engine: Engi
     assert set(plan(engine).stages) == {"a"}, "it has no profile still"
 
 
+@pytest.mark.parametrize(
+    ("spoiled", "problem"),
+    [
+        ("profile = '5'", "no device profile"),
+        ("profile = profile - 'layers'", "no device profile"),
+        ("profile = jsonb_set(profile, '{memory_bytes}', '\"much\"')", "no device profile"),
+        ("profile = jsonb_set(profile, '{layers}', '{}')", "take no time"),
+        ("shapes = '{}'", "layers"),
+        ("model = 'x', further = jsonb_build_object('m', 5)", "no device profile"),
+    ],
+)
+def test_a_worker_that_no_plan_can_count_is_told_of_and_the_others_are_planned(
+    engine: Engine, coordinator: Coordinator, spoiled: str, problem: str
+) -> None:
+    join(engine, "a", "b", "c")
+    join(engine, "d", models=("n",))
+    change(engine, f"UPDATE workers SET {spoiled} WHERE worker = 'a'")
+    with capture_logs() as logs:
+        coordinator.turn()
+        coordinator.turn()
+
+    assert set(plan(engine).stages) == {"b", "c"}
+    assert set(plan(engine, "n").stages) == {"d"}
+    (told,) = [line for line in logs if line["event"] == "a worker is in no plan"]
+    assert told["worker"] == "a"
+    assert problem in told["problem"]
+
+
+def test_a_fleet_whose_figures_the_planner_fails_on_stops_no_other_fleet(
+    engine: Engine, coordinator: Coordinator
+) -> None:
+    join(engine, "a")
+    join(engine, "d", models=("n",))
+    # No such kind of layer was measured.
+    change(
+        engine,
+        "UPDATE workers SET profile = jsonb_set(profile, '{layers}', "
+        "jsonb_build_object('other', profile->'layers'->'full_attention')) WHERE worker = 'a'",
+    )
+    with capture_logs() as logs:
+        coordinator.turn()
+
+    assert set(plan(engine, "n").stages) == {"d"}
+    assert [line["model"] for line in logs if line["event"] == "fleet cannot be planned"] == [MODEL]
+
+
 def test_a_fleet_is_cut_anew_when_a_stage_is_missed_and_left_alone_otherwise(
     engine: Engine, coordinator: Coordinator, clock: Clock
 ) -> None:
