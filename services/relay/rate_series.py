@@ -34,11 +34,8 @@ class RateEntry(msgspec.Struct):
 def read_rates(source: str, field: str) -> float | Mapping[datetime, float]:
     """A number, or the rates of a series by the moment from which they hold. Raises Invalid, naming `field`, OSError
     for a file and httpx.HTTPError for an address that cannot be read."""
-    try:
-        fixed = float(source)
-    except ValueError:
-        return _series(_text(source, field), field)
-    return _finite(fixed, field)
+    # Not in an `except`: the address, with its password, would be part of what is raised.
+    return _finite(float(source), field) if _is_number(source) else _series(_text(source, field), field)
 
 
 def _text(source: str, field: str) -> str:
@@ -70,7 +67,7 @@ def _series(content: str, field: str) -> dict[datetime, float]:
     try:
         entries = _of_json(content) if content.lstrip().startswith("[") else _of_csv(content)
         rates = {_aware(time): _finite(value, field) for time, value in entries}
-    except (ValueError, msgspec.MsgspecError) as error:
+    except (ValueError, csv.Error, msgspec.MsgspecError) as error:
         raise Invalid(field, f"the series cannot be read: {error}", REMEDY) from error
     if not 0 < len(rates) <= MAX_RATES:
         raise Invalid(field, f"the series has {len(rates)} rates; it may have 1 to {MAX_RATES}", REMEDY)
