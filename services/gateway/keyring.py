@@ -14,10 +14,11 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 import structlog
+from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from shardline.aio import cancel_and_wait
-from shardline.client.database import reachable
+from shardline.client.database import reachable, told
 from shardline.errors import Overloaded, Unavailable
 from shardline.store import api_keys
 from shardline.store.api_keys import Known
@@ -160,6 +161,6 @@ class Keyring:
             with reachable():
                 async with self._database.begin() as connection:
                     await connection.run_sync(api_keys.note_use, ids)
-        except Unavailable as error:
+        except (Unavailable, DBAPIError) as error:
             self._used |= ids
-            log.warning("last use of API keys not recorded", error=str(error))
+            log.warning("last use of API keys not recorded", error=told(error))

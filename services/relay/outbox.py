@@ -69,7 +69,12 @@ class Outbox(Loop):
             if sends:
                 with self._publisher.producer_pool.acquire(block=True, timeout=self._times.poll_s) as producer:
                     for send in sends:
-                        self._send(send, producer)
+                        try:
+                            self._send(send, producer)
+                        except REDIS_ERRORS:
+                            raise
+                        except Exception:  # those behind it are sent; it is tried again as a lost message is
+                            log.exception("a job's message cannot be made", job_id=str(send.job_id))
                         num_sent += 1
         except REDIS_ERRORS:
             with self._database.begin() as connection:

@@ -9,21 +9,25 @@ from uuid import UUID
 
 import msgspec
 import structlog
+from sqlalchemy.exc import DataError, IntegrityError
 
 from services.relay.celery_results import CeleryResults
-from services.relay.loop import Loop, LoopContext
+from services.relay.loop import POSTGRES_ERRORS, Loop, LoopContext
 from services.relay.outbox import Outbox
 from services.relay.registered_tokenizers import RegisteredTokenizers
 from shardline.clock import monotonic_s
 from shardline.errors import Invalid
 from shardline.job import JobState, Message, Prompt, SamplingParams, TokenId, address_of, invalid_from
 from shardline.store import preparation
+from shardline.store.database import failure_of
 from shardline.store.preparation import PreparedJob, Unprepared
 from shardline.tokenize import Prepared, Tokens
 
 log = structlog.get_logger(__name__)
 
 Converted = TypeVar("Converted")
+
+UNPREPARABLE = Invalid("request", "it cannot be prepared", "Look at the relay's log of this job")
 
 
 class Preparer(Loop):
@@ -67,6 +71,21 @@ class Preparer(Loop):
         return answers
 
     def _mark(self, answers: Mapping[UUID, PreparedJob | dict[str, str]]) -> None:
+        """All in one transaction; or one by one, when Postgres cannot hold what one of them became."""
+        try:
+            self._mark_together(answers)
+        except (DataError, IntegrityError) as error:
+            if len(answers) > 1:
+                for job_id, answer in answers.items():
+                    self._mark({job_id: answer})
+                return
+            ((job_id, answer),) = answers.items()
+            if not isinstance(answer, PreparedJob):
+                raise
+            log.warning("a job cannot be stored as prepared", job_id=str(job_id), error=str(failure_of(error)))
+            self._mark_together({job_id: UNPREPARABLE.as_dict()})
+
+    def _mark_together(self, answers: Mapping[UUID, PreparedJob | dict[str, str]]) -> None:
         ready = [answer for answer in answers.values() if isinstance(answer, PreparedJob)]
         errors = {job_id: answer for job_id, answer in answers.items() if not isinstance(answer, PreparedJob)}
         with self._database.begin() as connection:
@@ -88,6 +107,11 @@ class Preparer(Loop):
             prepared = _tokenize(model.tokens, row, params)
         except Invalid as error:
             return error.as_dict()
+        except POSTGRES_ERRORS:
+            raise
+        except Exception:  # whatever a row holds, those behind it are prepared
+            log.exception("a job cannot be prepared", job_id=str(row.id), model=row.model)
+            return UNPREPARABLE.as_dict()
         return PreparedJob(
             id=row.id,
             model=model.name,

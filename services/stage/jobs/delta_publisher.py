@@ -76,6 +76,8 @@ class DeltaPublisher(threading.Thread):
                 self._write()
             except RedisError as error:
                 log.warning("redis unreachable: stream entries dropped", error=str(error)[:200])
+            except Exception:  # one job's delta or result must not end those of all
+                log.exception("stream entries or results dropped")
 
     def _write(self) -> None:
         batch = [self._deltas.popleft() for _ in range(len(self._deltas))]

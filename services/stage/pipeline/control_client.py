@@ -59,6 +59,8 @@ class ControlClient:
             message = messages.decode_to_head(parts[0])
         except messages.OtherVersion as error:
             raise Refused(f"{self.card.worker}: {messages.RefusalCode.PROTOCOL}: {error}") from error
+        except ProtocolError as error:
+            raise LinkLost(f"{self.card.worker}: {error}") from error
         if isinstance(message, messages.Refuse):
             raise Refused(f"{self.card.worker}: {message.code}: {message.reason}")
         return message

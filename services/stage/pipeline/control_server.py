@@ -104,6 +104,8 @@ class ControlServer:
             self._send(identity, messages.refusal_of_version(str(error)))
         except ProtocolError as error:
             log.debug("control message dropped", problem=str(error))
+        except Exception:  # whatever a head sends, the stage stays there for others
+            log.exception("control message failed")
         return True
 
     def _handle(self, identity: bytes, message: messages.ToStage) -> None:

@@ -38,7 +38,8 @@ def sort_rows(rows: Iterable[Row[Any]]) -> Sorted:
         try:
             load_params(row.params)
         except msgspec.ValidationError as error:
-            unknown = sorted(row.params.keys() - set(SamplingParams.__struct_fields__))
+            names = row.params.keys() if isinstance(row.params, dict) else set()
+            unknown = sorted(names - set(SamplingParams.__struct_fields__))
             if unknown:
                 found.later.append(row.id)
                 log.warning(

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 from uuid import UUID
 
 import structlog
-from redis.exceptions import RedisError
+from redis.exceptions import RedisError, ResponseError
 
 from shardline.aio import cancel_and_wait
 from shardline.errors import ProtocolError
@@ -39,6 +39,9 @@ MAX_ENTRIES_PER_READ = 64
 
 MAX_UNREAD = 4_096
 """Of one slow reader; older ones are dropped, and it fills the gap from Postgres."""
+
+NO_STREAM = "WRONGTYPE"
+"""How Redis begins its answer about a key that holds something else."""
 
 
 class DeltaBuffer:
@@ -79,6 +82,8 @@ class DeltaReader:
         self.is_away = False
         self._watched: dict[bytes, list[DeltaBuffer]] = {}
         self._last_ids: dict[bytes, bytes] = {}
+        self._broken: set[bytes] = set()
+        """Watched keys that are no streams."""
         self._any_watched = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
@@ -106,6 +111,7 @@ class DeltaReader:
             self._watched[key].remove(buffer)
             if not self._watched[key]:
                 del self._watched[key], self._last_ids[key]
+                self._broken.discard(key)
             if not self._watched:
                 self._any_watched.clear()
 
@@ -130,14 +136,29 @@ class DeltaReader:
                 await self._read_some(asked, block_ms)
 
     async def _read_some(self, asked: dict[bytes, bytes], block_ms: int | None) -> None:
-        streams: Any = asked
-        reply: Any = await self._redis.xread(streams, count=MAX_ENTRIES_PER_READ, block=block_ms)
+        streams: Any = {key: last_id for key, last_id in asked.items() if key not in self._broken}
+        if not streams:
+            return
+        try:
+            reply: Any = await self._redis.xread(streams, count=MAX_ENTRIES_PER_READ, block=block_ms)
+        except ResponseError as error:
+            if not str(error).startswith(NO_STREAM):
+                raise
+            await self._find_broken(streams)
+            return
         for key, entries in _entries(reply):
             if self._last_ids.get(key) == asked[key]:
                 self._last_ids[key] = entries[-1][0]
             for delta in deltas_of(entries):
                 for buffer in self._watched.get(key, ()):
                     buffer.put(delta)
+
+    async def _find_broken(self, keys: Iterable[bytes]) -> None:
+        """One key that is no stream refuses the read of all: its readers get their job from Postgres, at its end."""
+        for key in keys:
+            if await self._redis.type(key) not in (b"stream", b"none"):
+                log.warning("a key of a job's stream holds something else", key=key.decode(errors="replace"))
+                self._broken.add(key)
 
     def _note_away(self, error: Exception) -> None:
         """After an outage the server may be another one, with other entry ids: read every stream from its beginning."""

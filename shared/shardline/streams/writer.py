@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 from uuid import UUID
 
 import redis
@@ -13,6 +14,7 @@ from redis.typing import EncodableT, FieldT
 
 from shardline.keys import STREAM_ENDED_TTL_S, STREAM_MAX_BYTES, STREAM_TTL_S, job_stream
 from shardline.redis import redis_client
+from shardline.streams.reader import NO_STREAM
 from shardline.wire import DELTA_FIELD, Delta, encode_delta
 
 ENTRY_BYTES = 20
@@ -104,7 +106,7 @@ class DeltaWriter:
         ended = {job_id for job_id, delta in batch if delta.state is not None}
         for job_id in {job_id for job_id, _ in batch}:
             pipeline.expire(job_stream(job_id), STREAM_ENDED_TTL_S if job_id in ended else STREAM_TTL_S)
-        pipeline.execute()
+        _without_wrong_types(pipeline.execute(raise_on_error=False))
         for job_id in ended:
             self._known.pop(job_id, None)
 
@@ -115,10 +117,19 @@ class DeltaWriter:
         pipeline = self._redis.pipeline(transaction=False)
         for job_id, delta in batch:
             self._add(pipeline, job_id, delta, to_existing=True)
-        return [entry for entry, added in zip(batch, pipeline.execute(), strict=True) if added is None]
+        replies = _without_wrong_types(pipeline.execute(raise_on_error=False))
+        return [entry for entry, added in zip(batch, replies, strict=True) if added is None]
 
     def _add(self, pipeline: Pipeline, job_id: UUID, delta: Delta, *, to_existing: bool = False) -> None:
         encoded = encode_delta(delta)
         maxlen = self._known.setdefault(job_id, _Stream(0.0)).add(encoded)
         fields: dict[FieldT, EncodableT] = {DELTA_FIELD: encoded}
         pipeline.xadd(job_stream(job_id), fields, maxlen=maxlen, approximate=True, nomkstream=to_existing)
+
+
+def _without_wrong_types(replies: list[Any]) -> list[Any]:
+    """A key that is no stream costs its own job's readers their deltas, and nobody else's. Raises every other error."""
+    for reply in replies:
+        if isinstance(reply, redis.RedisError) and not str(reply).startswith(NO_STREAM):
+            raise reply
+    return replies

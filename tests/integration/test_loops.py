@@ -1,0 +1,318 @@
+"""Every loop of the product with a bad item among good ones: the bad one ends alone, and the loop goes on.
+
+The loops are found in the code: a new one fails here until it has its poison, or a reason why it needs none."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from uuid import UUID, uuid4
+
+import msgspec
+import pytest
+import redis
+import zmq
+from celery import Celery
+from prometheus_client import CollectorRegistry
+from sqlalchemy import Connection, Engine, text
+from structlog.testing import capture_logs
+
+from services.gateway import keyring
+from services.gateway.insert_batcher import InsertBatcher
+from services.gateway.keyring import Keyring
+from services.relay.canceller import Canceller
+from services.relay.celery_results import CeleryResults
+from services.relay.census import Census
+from services.relay.loop import LoopContext
+from services.relay.outbox import Outbox
+from services.stage.hop.peer import measure_link
+from services.stage.hop.peer_server import OK, PeerServer, ReadFile
+from services.stage.hop.sockets import Sockets
+from services.stage.jobs.delta_publisher import DeltaPublisher
+from services.stage.model.adapter_watch import AdapterWatch
+from services.stage.pipeline.registry import RedisRegistry
+from shardline.api_key import parse_key
+from shardline.client.gateway import GatewayClient
+from shardline.client.together import Together
+from shardline.config import Times
+from shardline.errors import Conflict
+from shardline.keys import STAGES, job_stream, stage_entry
+from shardline.metrics import GatewayMetrics, RelayMetrics
+from shardline.store.database import connect, connect_async
+from shardline.streams import DeltaBuffer, DeltaReader, DeltaWriter
+from shardline.tokenize import Prepared
+from shardline.wire import Delta
+from tests.integration.gateway.running_gateway import make_key
+from tests.integration.rows import MODEL, cell, change, request, submit
+from tests.loops import loops
+from tests.polling import until
+from tests.repository import REPOSITORY
+
+HERE = "tests/integration/test_loops.py"
+RELAY = "tests/integration/relay"
+
+POISONS = {
+    "services.gateway.insert_batcher.InsertBatcher._run": (
+        f"{HERE}::test_a_request_that_conflicts_fails_its_caller_alone"
+    ),
+    "services.gateway.keyring.Keyring._ask": f"{HERE}::test_a_refused_statement_ends_no_task_of_the_keyring",
+    "services.gateway.keyring.Keyring._note_uses": f"{HERE}::test_a_refused_statement_ends_no_task_of_the_keyring",
+    "services.relay.canceller.Canceller": f"{HERE}::test_a_cancel_without_a_row_holds_up_no_other",
+    "services.relay.census.Census": f"{HERE}::test_a_workers_odd_row_does_not_end_the_census",
+    "services.relay.coordinator.Coordinator": (
+        f"{RELAY}/test_coordinator.py::test_a_worker_that_no_plan_can_count_is_told_of_and_the_others_are_planned"
+    ),
+    "services.relay.energy_rates.EnergyRates": (
+        f"{RELAY}/test_energy_rates.py::test_whatever_a_source_answers_the_other_one_is_read_and_no_address_is_logged"
+    ),
+    "services.relay.intake.Intake": (f"{RELAY}/test_doors.py::test_each_intake_entry_ends_as_a_row_or_a_dead_letter"),
+    "services.relay.outbox.Outbox": f"{HERE}::test_a_job_that_cannot_be_sent_holds_up_no_other",
+    "services.relay.preparer.Preparer": (
+        f"{RELAY}/test_doors.py::test_invalid_rows_inserted_by_hand_fail_with_a_reason_and_block_nothing"
+    ),
+    "services.stage.hop.peer_server.PeerServer": f"{HERE}::test_no_question_of_a_peer_ends_its_server",
+    "services.stage.jobs.delta_publisher.DeltaPublisher": (
+        f"{HERE}::test_a_result_that_cannot_be_stored_costs_no_other_job_its_deltas"
+    ),
+    "services.stage.model.adapter_watch.AdapterWatch": f"{HERE}::test_a_broken_adapter_hides_no_other",
+    "services.stage.pipeline.pipeline.Pipeline._run": f"{HERE}::test_a_card_that_is_none_hides_no_other",
+    "services.stage.pipeline.control_server.ControlServer._run": (
+        "tests/unit/stage/pipeline/test_binding.py::test_a_next_stage_that_cannot_be_reached_is_a_refusal"
+    ),
+    "services.stage.engine.engine.Engine": (
+        "tests/unit/stage/engine/test_sampler.py::test_a_row_that_is_no_distribution_is_bad_and_the_others_go_on"
+    ),
+    "services.stage.jobs.lease_manager.LeaseManager": (
+        "tests/integration/stage/celery/test_pool.py::test_no_message_in_a_heads_queue_ends_it_or_keeps_a_seat"
+    ),
+    "shardline.client.together.Together._run": f"{HERE}::test_a_question_that_fails_fails_its_caller_alone",
+    "shardline.streams.reader.DeltaReader._run": f"{HERE}::test_a_key_that_is_no_stream_costs_no_other_its_deltas",
+}
+"""By loop: the test that poisons it."""
+
+NO_ITEMS = {
+    "services.gateway.completion_response.disconnected": "one request's",
+    "services.gateway.completion_response.gateway.client.until_ended": "one request's",
+    "services.gateway.completion_response.gateway.stopping.wait": "one request's",
+    "services.gateway.job_events.gateway.client.get": "one request's",
+    "services.gateway.sse.EventStream._send_all": "one request's",
+    "services.gateway.sse.disconnected": "one request's",
+    "services.relay.celery_results.CeleryResults": "states of rows, which the relay itself has written",
+    "services.relay.growth.Growth": "sizes of tables",
+    "services.relay.notify_listener.NotifyListener": "nobody reads what a NOTIFY says",
+    "services.relay.retention.Retention": "deletes rows by their age alone, and reads nothing else of them",
+    "services.relay.sweeper.Sweeper": "moves rows by times and states; of a partial text it takes none that fails",
+    "services.stage.engine.launched_steps.LaunchedSteps": "the engine's own steps",
+    "services.stage.membership.Membership": "its own row: without it the stage starts again, and joins anew",
+    "services.stage.pipeline.registry.Announcer._run": "its own card",
+    "services.stage.ranks.processes.OtherRanks._watch": "waits for one process",
+    "services.standalone.measuring.Measuring._talk": "ends with the measuring",
+    "services.standalone.readiness.ReadinessWatcher._watch": "ends when the stack is ready",
+    "shardline.client.ends.Ends._listen": "nobody reads what a NOTIFY says",
+    "shardline.client.ends.Ends._look": "ids alone",
+}
+"""By loop: why nothing bad can reach it from outside."""
+
+
+def test_every_loop_of_the_product_has_its_poison_or_a_reason() -> None:
+    assert loops() == POISONS.keys() | NO_ITEMS.keys()
+    assert not POISONS.keys() & NO_ITEMS.keys()
+
+
+@pytest.mark.parametrize("test", sorted(set(POISONS.values())))
+def test_each_poison_is_a_test(test: str) -> None:
+    file, _, name = test.partition("::")
+    assert f"def {name}(" in (REPOSITORY / file).read_text(encoding="utf-8")
+
+
+def context(engine: Engine) -> LoopContext:
+    return LoopContext(database=engine, times=Times(), metrics=RelayMetrics(CollectorRegistry()))
+
+
+def test_a_workers_odd_row_does_not_end_the_census(engine: Engine) -> None:
+    submit(engine)
+    joined = "INSERT INTO workers (worker, model, profile, further, lease_until) VALUES "
+    change(
+        engine,
+        f"{joined} ('a', 'm', '5', '5', now() + interval '1 hour'), "
+        "('b', 'm', '{}', '{\"n\": 5}', now() + interval '1 hour')",
+    )
+    loop = Census(context(engine))
+
+    loop.turn()
+
+
+def test_a_cancel_without_a_row_holds_up_no_other(engine: Engine) -> None:
+    here = context(engine)
+    loop = Canceller(here, results=CeleryResults(here, backend_app=None))
+    (good,) = submit(engine)
+    loop.cancel([uuid4(), good, uuid4()], running=False)
+
+    loop.turn()
+
+    assert cell(engine, "SELECT cancel_requested_at IS NOT NULL FROM jobs WHERE id = :id", id=good)
+
+
+def test_a_job_that_cannot_be_sent_holds_up_no_other(engine: Engine, redis_url: str) -> None:
+    """A message of Celery's is refused by whatever a newer Celery finds wrong with it."""
+    sent: list[str] = []
+    bad = ""
+
+    class Refusing(Celery):
+        def send_task(self, *_: object, task_id: str = "", **__: object) -> None:
+            if task_id == bad:
+                raise ValueError("no such priority")
+            sent.append(task_id)
+
+    app = Refusing(broker=redis_url, set_as_current=False)
+    with redis.Redis.from_url(redis_url) as server:
+        ids = [str(job_id) for job_id in submit(engine, 3)]
+        bad = ids[1]
+        with capture_logs() as logs:
+            Outbox(context(engine), publisher=app, redis=server).turn()
+    app.close()
+    assert sorted(sent) == sorted({*ids} - {bad})
+    assert [line["job_id"] for line in logs if line["log_level"] == "error"] == [bad]
+
+
+async def test_a_refused_statement_ends_no_task_of_the_keyring(
+    database_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keyring, "USES_EVERY_S", 0.01)
+    database, owner = connect_async(database_url), connect(database_url)
+    ring = Keyring(database, fresh_s=60)
+    key = parse_key(make_key(database_url)).key_id
+    change(owner, "ALTER TABLE api_keys RENAME TO hidden")
+    ring.note(key)
+    with capture_logs() as logs:
+        ring.start()
+        await asyncio.to_thread(until, lambda: logs)
+    change(owner, "ALTER TABLE hidden RENAME TO api_keys")
+    used = "SELECT last_used_at IS NOT NULL FROM api_keys WHERE id = :id"
+    await asyncio.to_thread(until, lambda: cell(owner, used, id=key))
+    await ring.close()
+    await database.dispose()
+    owner.dispose()
+
+
+async def test_a_request_that_conflicts_fails_its_caller_alone(engine: Engine, database_url: str) -> None:
+    client = GatewayClient(database_url=database_url)
+    batcher = InsertBatcher(client, GatewayMetrics(CollectorRegistry()))
+    (taken,) = submit(engine)
+    requests = [request(), request(id=taken, prompt="another"), request()]
+    batcher.start()
+    prepared = Prepared(prompt_ids=(5, 6), max_tokens=8)
+    found = await asyncio.gather(*(batcher.insert(one, prepared) for one in requests), return_exceptions=True)
+    assert [isinstance(one, Exception) for one in found] == [False, True, False]
+    assert isinstance(found[1], Conflict)
+    await batcher.insert(request(), prepared)
+    await batcher.close()
+    await client.close()
+
+
+async def test_a_question_that_fails_fails_its_caller_alone(database_url: str) -> None:
+    database = connect_async(database_url)
+
+    def answers(connection: Connection, asked: Sequence[int]) -> list[int]:
+        return [connection.execute(text("SELECT 1")).scalar_one() // one for one in asked]
+
+    together: Together[int, int] = Together(database, answers, max_batch=8, name="poisoned")
+    found = await asyncio.gather(*(together.read(one) for one in (1, 0, 1)), return_exceptions=True)
+    assert [found[0], type(found[1]), found[2]] == [1, ZeroDivisionError, 1]
+    assert await together.read(1) == 1
+    await together.close()
+    await database.dispose()
+
+
+async def test_a_key_that_is_no_stream_costs_no_other_its_deltas(redis_url: str) -> None:
+    good, bad = uuid4(), uuid4()
+    reader, writer, buffer = DeltaReader(redis_url), DeltaWriter(redis_url), DeltaBuffer()
+    with redis.Redis.from_url(redis_url) as server:
+        server.set(job_stream(bad), "no stream")
+        reader.start()
+        with reader.watch(bad, DeltaBuffer()), reader.watch(good, buffer):
+            writer.write([(job_id, Delta(fence=1, start=0, ids=(1,), text="a")) for job_id in (bad, good)])
+            writer.write([(job_id, Delta(fence=1, start=1, ids=(2,), text="b")) for job_id in (bad, good)])
+            found: list[Delta] = []
+            while len(found) < 2:
+                found += await buffer.wait(1.0)
+            assert not reader.is_away
+    await reader.close()
+    writer.close()
+    assert [delta.text for delta in found] == ["a", "b"]
+    assert writer.num_dropped == 0
+
+
+def test_a_result_that_cannot_be_stored_costs_no_other_job_its_deltas(redis_url: str) -> None:
+    written: list[UUID] = []
+
+    class Sink:
+        def write(self, batch: list[tuple[UUID, Delta]]) -> None:
+            written.extend(job_id for job_id, _ in batch)
+
+    def store(job_id: str, value: object, state: str) -> None:
+        raise TypeError(f"{value} is not JSON serializable")
+
+    publisher = DeltaPublisher(Sink(), store)
+    publisher.start()
+    publisher.result(uuid4(), object(), "SUCCESS")
+    last = uuid4()
+    with capture_logs():
+        until(lambda: publisher.delta(last, Delta(fence=1, start=0)) or last in written)
+    publisher.stop()
+    publisher.join()
+
+
+def test_a_card_that_is_none_hides_no_other(redis_url: str) -> None:
+    registry = RedisRegistry(redis_url)
+    with redis.Redis.from_url(redis_url) as server:
+        for number, value in enumerate((b"", b"\xff", b"5", b"{}", b"[" * 10_000)):
+            server.sadd(STAGES, f"bad-{number}")
+            server.set(stage_entry(f"bad-{number}"), value)
+        server.sadd(STAGES, b"\xff\xfe", "a list")
+        server.lpush(stage_entry("a list"), "1")
+    assert registry.cards() == []
+    registry.close()
+
+
+def test_a_broken_adapter_hides_no_other(tmp_path: Path) -> None:
+    told: list[object] = []
+
+    class Folder:
+        def names(self) -> list[str]:
+            return ["bad", "denied", "good"]
+
+        def get(self, name: str) -> object:
+            if name == "bad":
+                raise RecursionError("nested too deep")
+            if name == "denied":
+                raise PermissionError(name)
+            return msgspec.defstruct("Found", [("fingerprint", str, "f")])()
+
+    folder: Any = Folder()
+    with capture_logs() as logs:
+        AdapterWatch(folder, every_s=1, tell=told.append).look()
+    assert told == [{"good": "f"}]
+    assert {line["adapter"] for line in logs} == {"bad", "denied"}
+
+
+def test_no_question_of_a_peer_ends_its_server(tmp_path: Path) -> None:
+    file = tmp_path / "weights"
+    file.write_bytes(b"1234")
+    sockets = Sockets(bind="tcp://127.0.0.1")
+    server = PeerServer(sockets, {MODEL: [file]})
+    server.start()
+    with zmq.Context() as own, own.socket(zmq.DEALER) as peer:
+        peer.linger = 0
+        peer.connect(server.address)
+        good = msgspec.msgpack.encode(ReadFile(model=MODEL, name="weights", offset=0, length=4))
+        far = msgspec.msgpack.encode(ReadFile(model=MODEL, name="weights", offset=2**64 - 1, length=4))
+        for bad in (far, b"", b"\xc1", b"\x91" * 100_000, msgspec.msgpack.encode({"model": []})):
+            peer.send(bad)
+            assert peer.recv_multipart()[0] != OK
+            peer.send(good)
+            assert peer.recv_multipart() == [OK, b"1234"]
+    measure_link(sockets, server.address)
+    server.stop()
