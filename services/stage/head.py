@@ -20,6 +20,7 @@ from services.stage.hop.zeromq import ZeroMqHop
 from services.stage.jobs.delta_publisher import DeltaPublisher
 from services.stage.jobs.engine_requests import EngineRequests
 from services.stage.jobs.identity import identity_of
+from services.stage.jobs.latency import Latency
 from services.stage.jobs.lease_manager import LeaseManager
 from services.stage.jobs.quarantine import Seats
 from services.stage.metrics import StageMeter
@@ -32,6 +33,7 @@ from services.stage.scheduling.events import Event
 from services.stage.scheduling.scheduler import Scheduler
 from services.stage.scheduling.scheduler_config import SchedulerConfig
 from shardline.errors import Unavailable
+from shardline.job import JobState
 from shardline.queues import generate_queue
 from shardline.store import leases
 from shardline.store.database import failure_of
@@ -276,3 +278,7 @@ class Head:
     def energy_spent(self, tenant: str, energy_j: float) -> None:
         """Counted."""
         self.meter.charge(tenant, energy_j)
+
+    def job_ended(self, state: JobState, latency: Latency) -> None:
+        """Counted."""
+        self.meter.ended(state, latency)

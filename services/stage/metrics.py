@@ -10,6 +10,7 @@ import structlog
 from prometheus_client import CollectorRegistry
 
 from services.stage.device.power import Power
+from services.stage.jobs.latency import Latency
 from services.stage.pipeline.pipeline import Pipeline
 from services.stage.runtime import Loaded
 from services.stage.scheduling.drift import Drift
@@ -17,6 +18,7 @@ from services.stage.scheduling.events import Event, NewTokens
 from services.stage.scheduling.scheduler import Scheduler
 from services.stage.scheduling.step_plan import StepPlan
 from services.stage.scheduling.step_times import StepTime
+from shardline.job import JobState
 from shardline.metrics import HeadMetrics, StageMetrics
 from shardline.planner.rates import Rates
 
@@ -42,6 +44,15 @@ class StageMeter:
             self._metrics.step_time_ratio.set_function(lambda: drift.ratio)
             self._show_profile(drift)
         self._metrics.exact.set(executor.exact)
+        self._model = loaded.settings.name
+        if self._head is not None:
+            for state in JobState:
+                if state.terminal:
+                    self._head.job_s.labels(self._model, str(state))
+            self._head.first_token_s.labels(self._model)
+            self._head.token_s.labels(self._model)
+        layers = f"{loaded.layers.start}-{loaded.layers.stop - 1}"
+        self._metrics.stage_info.labels(self._model, loaded.worker, loaded.device.name, layers).set(1)
         self._tenants: set[str] = set()
         if loaded.power is not None:
             self._show_energy(loaded.power)
@@ -110,11 +121,22 @@ class StageMeter:
             self._tenants.add(tenant)
         self._head.job_energy_j.labels(tenant if tenant in self._tenants else "other").inc(energy_j)
 
+    def ended(self, state: JobState, latency: Latency) -> None:
+        """The lease manager's thread: a job's end is committed."""
+        metrics = self._head
+        if metrics is None:
+            return
+        metrics.job_s.labels(self._model, str(state)).observe(latency.whole_s)
+        for histogram, seconds in ((metrics.first_token_s, latency.first_token_s), (metrics.token_s, latency.token_s)):
+            if seconds is not None:
+                histogram.labels(self._model).observe(seconds)
+
     def watch(self, scheduler: Scheduler, pipeline: Pipeline) -> None:
         """On a head."""
         metrics = self._head
         if metrics is None:
             return
+        metrics.seats.set(scheduler.config.max_seats)
         metrics.running.set_function(lambda: scheduler.num_running)
         metrics.waiting.set_function(lambda: scheduler.num_waiting)
         metrics.ready.set_function(lambda: pipeline.status().is_ready)

@@ -138,6 +138,12 @@ class StageMetrics:
         self.kv_moves = Counter(
             "shardline_kv_moves", "KV blocks copied out of the pool and back", ["direction"], registry=registry
         )
+        self.stage_info = Gauge(
+            "shardline_stage_info",
+            "1: who this stage is, to be joined with its other metrics",
+            ["model", "worker", "device", "layers"],
+            registry=registry,
+        )
         self.exact = Gauge("shardline_exact", "1 if outputs never depend on the batch or a restart", registry=registry)
         _begin_at_0(self.stage_seconds, "compute", "hop", "wait")
         _begin_at_0(self.kv_moves, "out", "back")
@@ -164,6 +170,28 @@ class HeadMetrics:
         self.job_energy_j = Counter(
             "shardline_job_energy_joules", "Energy of attempts that left this head", ["tenant"], registry=registry
         )
+        self.job_s = Histogram(
+            "shardline_job_seconds",
+            "From a job's being due to its end, earlier attempts included",
+            ["model", "outcome"],
+            buckets=SECONDS,
+            registry=registry,
+        )
+        self.first_token_s = Histogram(
+            "shardline_job_first_token_seconds",
+            "From a job's being due to its first token",
+            ["model"],
+            buckets=SECONDS,
+            registry=registry,
+        )
+        self.token_s = Histogram(
+            "shardline_job_token_seconds",
+            "Between two tokens of a job, its average",
+            ["model"],
+            buckets=STEP_SECONDS,
+            registry=registry,
+        )
+        self.seats = Gauge("shardline_seats", "Places in the batch", registry=registry)
         self.running = Gauge("shardline_sequences_running", "Sequences in the batch", registry=registry)
         self.waiting = Gauge("shardline_sequences_waiting", "Sequences claimed and waiting", registry=registry)
         self.epoch = Gauge("shardline_pipeline_epoch", "Epoch of this head's pipeline", registry=registry)

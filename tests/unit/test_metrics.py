@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from services.stage.device.power import NominalPower, Power
 from services.stage.device.watts import Watts
+from services.stage.jobs.latency import Latency
 from services.stage.metrics import MAX_TENANTS, StageMeter
 from services.stage.scheduling.drift import Drift
 from services.stage.scheduling.events import NewTokens
@@ -20,7 +21,7 @@ from services.stage.scheduling.step_plan import Move, Open, Row, StepPlan
 from services.stage.scheduling.step_times import EngineProgress
 from services.standalone.ports import free_port
 from shardline import metrics
-from shardline.job import SamplingParams
+from shardline.job import JobState, SamplingParams
 from shardline.planner import Link
 from tests.repository import REPOSITORY
 from tests.unit.planner.fleets import device, model
@@ -50,8 +51,16 @@ def test_scrapers_read_the_served_port() -> None:
 def meter_of_stage(*, is_head: bool, drift: Drift | None = None, power: Power | None = None) -> StageMeter:
     """Of one that has just started."""
     executor = SimpleNamespace(exact=True, blocks_used=3, num_blocks=8)
-    settings = SimpleNamespace(times=SimpleNamespace(stall_s=30.0))
-    loaded = SimpleNamespace(executor=executor, settings=settings, is_head=is_head, drift=drift, power=power)
+    loaded = SimpleNamespace(
+        executor=executor,
+        settings=SimpleNamespace(name="clerk", times=SimpleNamespace(stall_s=30.0)),
+        is_head=is_head,
+        drift=drift,
+        power=power,
+        layers=range(4),
+        worker="w@h",
+        device=SimpleNamespace(name="cpu:0"),
+    )
     return StageMeter(cast(Any, loaded))
 
 
@@ -139,6 +148,26 @@ def test_a_stage_shows_what_steps_took_and_what_its_device_drew_besides() -> Non
 
 def test_a_device_of_unknown_power_shows_no_energy() -> None:
     assert "shardline_energy_joules{" not in scrape_of_stage(is_head=True)
+
+
+def test_a_stage_says_who_it_is() -> None:
+    labels = {"model": "clerk", "worker": "w@h", "device": "cpu:0", "layers": "0-3"}
+    assert meter_of_stage(is_head=False).registry.get_sample_value("shardline_stage_info", labels) == 1
+
+
+def test_ended_jobs_are_counted_by_outcome_and_only_what_they_have_is_timed() -> None:
+    meter = meter_of_stage(is_head=True)
+    meter.ended(JobState.SUCCEEDED, Latency(whole_s=3.0, first_token_s=2.0, token_s=0.5))
+    meter.ended(JobState.CANCELLED, Latency(whole_s=4.0, first_token_s=None, token_s=None))
+
+    def shown(name: str, **labels: str) -> float | None:
+        return meter.registry.get_sample_value(f"shardline_job_{name}", {"model": "clerk", **labels})
+
+    assert shown("seconds_sum", outcome="succeeded") == 3.0
+    assert shown("seconds_sum", outcome="cancelled") == 4.0
+    assert shown("seconds_count", outcome="failed") == 0, "a rate sees the first one"
+    assert (shown("first_token_seconds_count"), shown("first_token_seconds_sum")) == (1, 2.0)
+    assert (shown("token_seconds_count"), shown("token_seconds_sum")) == (1, 0.5)
 
 
 def test_energy_of_jobs_is_counted_by_tenant_up_to_a_number_of_tenants() -> None:

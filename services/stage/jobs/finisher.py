@@ -87,6 +87,7 @@ class Finisher:
             self._publisher.result(job.job_id, outcome.value(), outcome.celery_state)
             outcome.settle()
             self._host.energy_spent(job.claimed.tenant_id, outcome.event.energy_j)
+            self._host.job_ended(outcome.state, job.latency())
         elif state in (JobState.CANCELLED, JobState.EXPIRED):
             job.delivery.revoke()  # A relay was first, under the same fence.
         else:

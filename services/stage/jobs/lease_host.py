@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Protocol
 
+from services.stage.jobs.latency import Latency
+from shardline.job import JobState
+
 
 class LeaseHost(Protocol):
     """Called in the lease manager's thread. No method may block."""
@@ -20,3 +23,6 @@ class LeaseHost(Protocol):
 
     def energy_spent(self, tenant: str, energy_j: float) -> None:
         """An attempt at a job of this tenant left the head; it took so many joules."""
+
+    def job_ended(self, state: JobState, latency: Latency) -> None:
+        """A job's end was committed here."""

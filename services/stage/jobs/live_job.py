@@ -8,6 +8,7 @@ from uuid import UUID
 
 from services.stage.celery.delivery import Delivery
 from services.stage.jobs.identity import Identity
+from services.stage.jobs.latency import Latency
 from services.stage.scheduling.events import NewTokens
 from shardline.clock import monotonic_s
 from shardline.job import TokenLogprob
@@ -31,6 +32,7 @@ class LiveJob:
 
     # The engine's thread.
     first_token_s: float | None = None
+    last_token_s: float | None = None
 
     # The lease manager's thread.
     ids: list[int]
@@ -122,8 +124,9 @@ class LiveJob:
 
     def note_token(self) -> None:
         """The engine's thread: a token was made."""
+        self.last_token_s = monotonic_s()
         if self.first_token_s is None:
-            self.first_token_s = monotonic_s()
+            self.first_token_s = self.last_token_s
 
     def take(self, tokens: NewTokens) -> None:
         """Adds tokens, to be saved by the next heartbeat; without exactness their reader waits for that."""
@@ -164,3 +167,13 @@ class LiveJob:
         if self.first_token_s is not None:
             timings["first_token_s"] = self.first_token_s - self.began_s
         return {name: round(value, 6) for name, value in timings.items()}
+
+    def latency(self) -> Latency:
+        """As its caller sees it, once its end is committed."""
+        before_s, num_resumed = self.claimed.due_s - self.began_s, len(self.claimed.output_ids)
+        first_s, last_s, num_gaps = self.first_token_s, self.last_token_s, len(self.ids) - num_resumed - 1
+        return Latency(
+            whole_s=before_s + monotonic_s(),
+            first_token_s=None if first_s is None or num_resumed else before_s + first_s,
+            token_s=None if first_s is None or last_s is None or num_gaps < 1 else (last_s - first_s) / num_gaps,
+        )

@@ -84,7 +84,10 @@ attempt AS (
     RETURNING job_id, tokens, logprobs
 )
 SELECT claimed.id, claimed.fence, tenant_id, prompt_ids, params, max_tokens, seed, priority, crashes, exact, tokens,
-    logprobs, extract(epoch FROM now() - greatest(created_at, not_before, requeued_at))::float8 AS queued_s
+    logprobs, traceparent,
+    extract(epoch FROM now() - greatest(created_at, not_before, requeued_at))::float8 AS queued_s,
+    extract(epoch FROM now() - greatest(created_at, not_before))::float8 AS due_s,
+    extract(epoch FROM now() - created_at)::float8 AS age_s
 FROM claimed JOIN attempt ON attempt.job_id = claimed.id ORDER BY priority, created_at, claimed.id
 """)  # noqa: S608 (constants of ours)
 
@@ -129,6 +132,12 @@ class Claimed:
     """False once a head that is not exact, or heads of different exactness, had it."""
     queued_s: float
     """Since it was accepted, due or requeued, whichever was last."""
+    due_s: float
+    """Since it was accepted or due, whichever was last: attempts before this one are in it."""
+    age_s: float
+    """Since it was accepted."""
+    traceparent: str | None = None
+    """The caller's span, as it came with the job."""
     adapter: str | None = None
     """The fingerprint of its adapter, if the claimant knew it."""
     parked: bool = False
@@ -237,5 +246,8 @@ def _claimed(row: Row[Any], adapters: Mapping[str, str]) -> Claimed:
         crashes=row.crashes,
         exact=row.exact,
         queued_s=row.queued_s,
+        due_s=row.due_s,
+        age_s=row.age_s,
+        traceparent=row.traceparent,
         adapter=adapters.get(params.adapter or ""),
     )

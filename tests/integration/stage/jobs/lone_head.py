@@ -27,6 +27,7 @@ from services.stage.hop.wiring import Member, Wiring
 from services.stage.jobs.delta_publisher import DeltaPublisher
 from services.stage.jobs.engine_requests import EngineRequests
 from services.stage.jobs.identity import Identity, identity_of
+from services.stage.jobs.latency import Latency
 from services.stage.jobs.lease_manager import LeaseManager
 from services.stage.jobs.quarantine import Seats
 from services.stage.metrics import StageMeter
@@ -34,6 +35,7 @@ from services.stage.scheduling.events import Event
 from services.stage.scheduling.scheduler import Scheduler
 from services.stage.scheduling.scheduler_config import SchedulerConfig
 from shardline.config import Times
+from shardline.job import JobState
 from shardline.streams import DeltaWriter
 from tests.models import VOCAB_SIZE, save_model
 from tests.pinned import first_core
@@ -112,6 +114,10 @@ class Host:
         """Counted."""
         self.meter.charge(tenant, energy_j)
 
+    def job_ended(self, state: JobState, latency: Latency) -> None:
+        """Counted."""
+        self.meter.ended(state, latency)
+
 
 def _name(outcome: tuple[int, Any, float]) -> str:
     failed, value, _ = outcome
@@ -133,8 +139,17 @@ def open_lone_head(database: Database, executor: Executor, redis_url: str, times
     engine = HeadEngine(executor, scheduler, emit=report, on_lost=lambda *_: None, spend=lambda _: STEP_J)
     publisher = DeltaPublisher(DeltaWriter(redis_url), None)
     announced = threading.Event()
-    loaded = {"executor": executor, "settings": SimpleNamespace(times=times), "is_head": True}
-    meter = StageMeter(cast(Any, SimpleNamespace(**loaded, drift=None, power=None)))
+    loaded = SimpleNamespace(
+        executor=executor,
+        settings=SimpleNamespace(name="m", times=times),
+        is_head=True,
+        drift=None,
+        power=None,
+        layers=range(4),
+        worker="h",
+        device=SimpleNamespace(name="cpu:0"),
+    )
+    meter = StageMeter(cast(Any, loaded))
     tokenizer = Tokenizer(WordLevel({f"<{number}>": number for number in range(VOCAB_SIZE)}, unk_token="<0>"))
     lease_manager = LeaseManager(
         database=database,

@@ -33,6 +33,8 @@ def live(num_saved: int, num_new: int, *, with_logprobs: bool = True) -> LiveJob
         crashes=0,
         exact=True,
         queued_s=0.0,
+        due_s=0.0,
+        age_s=0.0,
     )
     return LiveJob(
         claimed=claimed,
