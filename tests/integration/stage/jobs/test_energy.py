@@ -1,4 +1,4 @@
-"""What jobs took, from the engine's steps to the rows: by ends, by heartbeats of those that go on, and by tenant."""
+"""What jobs took: energy, from the engine's steps to the rows and by tenant; and time, as their callers see it."""
 
 from __future__ import annotations
 
@@ -70,3 +70,36 @@ def test_what_a_job_took_so_far_is_saved_with_its_tokens(head: LoneHead, databas
     until(lambda: cell(database, "SELECT outcome IS NOT NULL FROM attempts"))
     assert cell(database, ENERGY) >= energy_j
     assert counted(head) == pytest.approx(cell(database, ENERGY))
+
+
+def seconds(head: LoneHead, name: str, **labels: str) -> float:
+    """The sum of one of the histograms of jobs."""
+    value = head.meter.registry.get_sample_value(f"shardline_job_{name}_sum", {"model": "m", **labels})
+    assert value is not None
+    return value
+
+
+def test_a_committed_job_is_in_the_histograms_of_its_times(head: LoneHead) -> None:
+    offer(head, max_tokens=12)
+    assert [head.verdict()[1] for _ in range(2)] == ["started", "succeeded"]
+
+    until(lambda: seconds(head, "seconds", outcome="succeeded") > 0)
+    whole_s = seconds(head, "seconds", outcome="succeeded")
+    first_s = seconds(head, "first_token_seconds")
+    assert 0 < first_s < whole_s
+    assert 0 < seconds(head, "token_seconds") < whole_s - first_s
+
+
+def test_the_first_token_of_a_resumed_job_came_in_an_earlier_attempt(
+    head: LoneHead, database: Database, redis_url: str
+) -> None:
+    offer(head, max_tokens=600)
+    head.verdict()
+    until(lambda: cell(database, "SELECT cardinality(tokens) FROM attempts") > 0)
+    head.lease_manager.give_back()
+    until(lambda: cell(database, "SELECT state = 'queued' FROM jobs"))
+    with open_lone_head(database, head.executor, redis_url, Times().scaled(0.2)) as other:
+        other.offer(cell(database, "SELECT id FROM jobs"))
+        until(lambda: seconds(other, "seconds", outcome="succeeded") > 0)
+        assert seconds(other, "first_token_seconds") == 0
+        assert seconds(other, "token_seconds") > 0

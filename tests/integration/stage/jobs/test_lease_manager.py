@@ -100,27 +100,6 @@ def test_an_offered_job_is_claimed_run_committed_and_settled(head: LoneHead) -> 
     assert [stage["dtype"] for stage in job.result.provenance["stages"]] == ["float32"]
 
 
-def test_a_committed_job_is_in_the_histograms_of_its_times(head: LoneHead) -> None:
-    job_id = submit(head.database, 12)
-    head.offer(job_id)
-    assert head.verdict() == (job_id, "started")
-    assert head.verdict() == (job_id, "succeeded")
-
-    def seconds(name: str, **labels: str) -> float:
-        value = head.meter.registry.get_sample_value(f"shardline_job_{name}_sum", {"model": "m", **labels})
-        assert value is not None
-        return value
-
-    until(lambda: seconds("seconds", outcome="succeeded") > 0)
-    whole_s, first_s, token_s = (
-        seconds("seconds", outcome="succeeded"),
-        seconds("first_token_seconds"),
-        seconds("token_seconds"),
-    )
-    assert 0 < first_s < whole_s
-    assert 0 < token_s < whole_s - first_s
-
-
 def test_a_committed_job_is_one_line_of_the_log(head: LoneHead) -> None:
     with capture_logs() as told:
         job_id = submit(head.database, 12)
