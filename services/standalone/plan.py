@@ -8,6 +8,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from services.standalone import processes
 from services.standalone.placement import StagePlacement
@@ -19,6 +20,7 @@ from services.standalone.state_dir import HOP_KEY_FILE
 from services.standalone.warm_parent import WarmParent
 from shardline.threads import ASLEEP
 
+METRICS_PORT = "SHARDLINE_METRICS_PORT"
 FLOWER_USER = "shardline"
 FLOWER_MAX_TASKS = 10_000
 """Flower keeps the newest tasks in memory; its own default is ten times as many."""
@@ -95,6 +97,14 @@ class StackPlan:
         return (*self.heads, *self.others)
 
     @property
+    def scrape_targets(self) -> list[dict[str, Any]]:
+        """As Prometheus reads them from a file: each process with the port of its metrics, if it has one."""
+        ports = {each.name: each.env.get(METRICS_PORT) for each in (self.gateway, self.relay, *self.stages)}
+        return [
+            {"targets": [f"{LOOPBACK}:{port}"], "labels": {"service": name}} for name, port in ports.items() if port
+        ]
+
+    @property
     def doors(self) -> tuple[ServiceProcess, ...]:
         """The services that need no warm parent."""
         return (self.relay, self.gateway, self.flower)
@@ -153,7 +163,7 @@ def make_plan(
         )
         for place in stages
     }
-    return StackPlan(
+    plan = StackPlan(
         gateway=_service(
             "gateway", home, common, SHARDLINE_HTTP_HOST=LOOPBACK, SHARDLINE_HTTP_PORT=addresses.http_port
         ),
@@ -162,6 +172,10 @@ def make_plan(
         others=tuple(services[place.name] for place in stages if not _may_lead(place)),
         flower=_flower(addresses, common, home),
     )
+    if settings.metrics_port is not None:
+        for port, service in enumerate((plan.gateway, plan.relay, *plan.stages), settings.metrics_port):
+            service.env[METRICS_PORT] = str(port)
+    return plan
 
 
 def _may_lead(place: StagePlacement) -> bool:

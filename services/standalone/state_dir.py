@@ -22,6 +22,8 @@ from services.standalone.processes import is_alive, wait_until_gone
 from shardline.api_key import new_key
 
 SUPERVISOR = "supervisor"
+TARGETS_FILE = "prometheus.json"
+"""For `file_sd_configs`: the metrics of each process."""
 HOP_KEY_FILE = "hop_secret_key"
 LEFTOVER_GRACE_S = 5.0
 
@@ -60,6 +62,7 @@ class StateDir:
     def __init__(self, folder: Path) -> None:
         self.folder = folder.expanduser().resolve()
         self.up_file = self.folder / "up.json"
+        self._targets_file = self.folder / TARGETS_FILE
         self._key_file = self.folder / "api_key"
         self._pids_file = self.folder / "pids.json"
         self._lock_file = self.folder / "up.lock"
@@ -109,9 +112,15 @@ class StateDir:
         """up.json, while a stack is ready."""
         return msgspec.json.decode(self.up_file.read_bytes()) if self.up_file.exists() else None
 
+    def publish_targets(self, targets: list[dict[str, Any]]) -> None:
+        """Write what a Prometheus of this machine scrapes; nothing if no process shows metrics."""
+        if targets:
+            self._targets_file.write_bytes(msgspec.json.format(msgspec.json.encode(targets), indent=2))
+
     def forget(self) -> None:
         """Remove up.json and the record: nothing runs here."""
         self.up_file.unlink(missing_ok=True)
+        self._targets_file.unlink(missing_ok=True)
         self._pids_file.unlink(missing_ok=True)
 
     def end_leftovers(self) -> list[str]:

@@ -159,6 +159,7 @@ class Supervisor:
         self._register_key(addresses)
         self._state_dir.make_hop_key()
         self._plan = make_plan(self._settings, addresses, stages, self._state_dir.folder, warm_parent)
+        self._state_dir.publish_targets(self._plan.scrape_targets)
         for service in self._plan.doors:
             self._group.start(service)
         self._wait_until_warm(warm_parent)

@@ -14,8 +14,8 @@ from docker.kubernetes.__main__ import FOLDER, files
 from docker.kubernetes.compose import seconds, services
 from shardline.config import Times
 
-BY_HAND = {"stage-0", "stage-1"}
-"""A pipeline by hand: a fleet needs none."""
+BY_HAND = {"stage-0", "stage-1", "prometheus", "grafana"}
+"""A pipeline by hand: a fleet needs none. A cluster has a Prometheus of its own."""
 VERSION = "1.31"
 """Of Kubernetes, the oldest that the objects are for."""
 OTHERS = ("keda.sh/", "kustomize.config.k8s.io/")

@@ -110,3 +110,16 @@ def test_every_planned_stage_may_be_forked_unless_a_library_would_read_another_v
         assert parent.suits({**stage.env, "SHARDLINE_TOKEN_BUDGET": "64"})
         assert not parent.suits({**stage.env, "OMP_NUM_THREADS": "3"})
         assert not parent.suits({name: value for name, value in stage.env.items() if name != "LD_PRELOAD"})
+
+
+def test_each_process_has_a_metrics_port_of_its_own_where_one_is_asked_for(tmp_path: Path) -> None:
+    settings = StandaloneSettings(stages=2, metrics_port=9200)
+    parent = make_warm_parent(settings, tmp_path, "")
+    made = make_plan(settings, ADDRESSES, places(settings, 8, [0, 1]), tmp_path, parent)
+    ports = {each["labels"]["service"]: each["targets"] for each in made.scrape_targets}
+    assert ports == {
+        "gateway": ["127.0.0.1:9200"],
+        "relay": ["127.0.0.1:9201"],
+        **{stage.name: [f"127.0.0.1:{port}"] for port, stage in enumerate(made.stages, 9202)},
+    }
+    assert plan(tmp_path).scrape_targets == []
