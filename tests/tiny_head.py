@@ -263,7 +263,8 @@ class TinyHead:
         return completion.say(sequence.output_ids[start:stop])
 
     def _completion(self, sequence: Sequence) -> CompletionText:
-        return self.tokens.completion(sequence.claimed.params, sequence.claimed.max_tokens)
+        claimed = sequence.claimed
+        return self.tokens.completion(claimed.params, claimed.max_tokens, claimed.prompt_ids)
 
 
 def clerk_row() -> dict[str, Any]:

@@ -71,11 +71,11 @@ class TextLogprobs(TypedDict):
 
 
 class NamedLogprob(TypedDict):
-    """One token; `bytes` is null for bytes that are not a whole character."""
+    """One token. Its bytes may be no whole character; a token that is no part of the text has none."""
 
     token: str
     logprob: float
-    bytes: list[int] | None
+    bytes: list[int]
 
 
 class ContentLogprob(NamedLogprob):

@@ -40,6 +40,7 @@ async def complete(gateway: Gateway, request: Request, accepted: Accepted, *, is
         system_fingerprint=system_fingerprint(accepted.model),
         options=accepted.options,
         tokens=accepted.model.tokens,
+        params=accepted.request.params(),
         prompt_ids=accepted.prepared.prompt_ids,
     )
     headers = {"x-request-id": responses.public_id}
@@ -69,7 +70,7 @@ async def completion_events(gateway: Gateway, accepted: Accepted, responses: Ope
 async def _chunks(gateway: Gateway, accepted: Accepted, responses: OpenAiResponses) -> AsyncIterator[bytes]:
     began_s = sent_s = time.monotonic()
     keep_alive_s = gateway.settings.http_keep_alive_s
-    num_chars = num_output = 0
+    num_output, texts = 0, responses.token_texts()
     if (opening := responses.opening_chunk()) is not None:
         yield event(opening)
     text_rule = accepted.model.tokens.text_rule
@@ -86,8 +87,7 @@ async def _chunks(gateway: Gateway, accepted: Accepted, responses: OpenAiRespons
         if num_output == 0:
             gateway.metrics.first_token_seconds.observe(now_s - began_s)
         if delta.text or delta.logprobs or (delta.ids and responses.options.return_token_ids):
-            yield event(responses.chunk(delta, num_chars))
-        num_chars += len(delta.text)
+            yield event(responses.chunk(delta, texts))
         num_output += len(delta.ids)
         if delta.state is not None:
             if delta.state != JobState.SUCCEEDED:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any
 
 from services.gateway.bodies import (
@@ -21,11 +20,9 @@ from services.gateway.bodies import (
     TokenFields,
 )
 from services.gateway.openai import AnswerOptions
-from shardline.job import Result, TokenLogprob, Usage
-from shardline.tokenize import Tokens
+from shardline.job import Result, SamplingParams, TokenLogprob, Usage
+from shardline.tokenize import BROKEN, Piece, Tokens, TokenTexts
 from shardline.wire import Delta
-
-BROKEN = "\ufffd"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +36,12 @@ class OpenAiResponses:
     system_fingerprint: str
     options: AnswerOptions
     tokens: Tokens
+    params: SamplingParams
     prompt_ids: tuple[int, ...]
+
+    def token_texts(self) -> TokenTexts:
+        """What the chunks of one stream go on with: the texts and places of its tokens."""
+        return self.tokens.token_texts(self.params, self.prompt_ids)
 
     def whole(self, result: Result) -> Completion | ChatCompletion:
         """The answer to a request that does not stream."""
@@ -54,10 +56,10 @@ class OpenAiResponses:
             return None
         return self._chunk({**choice, "logprobs": None, "finish_reason": None})
 
-    def chunk(self, delta: Delta, offset: int) -> dict[str, Any]:
-        """A chunk of new tokens, after `offset` characters that were sent before."""
+    def chunk(self, delta: Delta, texts: TokenTexts) -> dict[str, Any]:
+        """A chunk of new tokens; `texts` has had those of the chunks before."""
         choice: dict[str, Any] = {"delta": {"content": delta.text}} if self.is_chat else {"text": delta.text}
-        choice |= {"logprobs": self._logprobs(delta.logprobs, offset), "finish_reason": None}
+        choice |= {"logprobs": self._chunk_logprobs(delta, texts), "finish_reason": None}
         if self.options.return_token_ids:
             choice["token_ids"] = delta.ids
         return self._chunk(choice)
@@ -79,7 +81,7 @@ class OpenAiResponses:
             "index": 0,
             "finish_reason": result.finish_reason,
             "text": result.text,
-            "logprobs": None if result.logprobs is None else self._text_logprobs(result.logprobs, 0),
+            "logprobs": None if result.logprobs is None else self._text_logprobs(result.logprobs, self.token_texts()),
             **self._token_fields(result),
         }
         return {**self._head(), "object": "text_completion", "choices": [choice], "usage": usage_of(result.usage)}
@@ -89,7 +91,7 @@ class OpenAiResponses:
             "index": 0,
             "finish_reason": result.finish_reason,
             "message": {"role": "assistant", "content": result.text, "refusal": None},
-            "logprobs": None if result.logprobs is None else self._chat_logprobs(result.logprobs),
+            "logprobs": None if result.logprobs is None else self._chat_logprobs(result.logprobs, self.token_texts()),
             **self._token_fields(result),
         }
         return {**self._head(), "object": "chat.completion", "choices": [choice], "usage": usage_of(result.usage)}
@@ -115,43 +117,66 @@ class OpenAiResponses:
             "system_fingerprint": self.system_fingerprint,
         }
 
-    def _logprobs(self, logprobs: Sequence[TokenLogprob] | None, offset: int) -> ChatLogprobs | TextLogprobs | None:
-        if logprobs is None:
+    def _chunk_logprobs(self, delta: Delta, texts: TokenTexts) -> ChatLogprobs | TextLogprobs | None:
+        if delta.logprobs is None:
             return None
-        return self._chat_logprobs(logprobs) if self.is_chat else self._text_logprobs(logprobs, offset)
+        build = self._chat_logprobs if self.is_chat else self._text_logprobs
+        return build(delta.logprobs, texts, is_end=delta.state is not None)
 
-    def _chat_logprobs(self, logprobs: Sequence[TokenLogprob]) -> ChatLogprobs:
+    def _chat_logprobs(
+        self, logprobs: Sequence[TokenLogprob], texts: TokenTexts, *, is_end: bool = True
+    ) -> ChatLogprobs:
+        told = texts.push([entry.token_id for entry in logprobs], is_end=is_end)
         content: list[ContentLogprob] = [
             {
-                **self._named(entry.token_id, entry.logprob),
-                "top_logprobs": [self._named(token_id, value) for token_id, value in entry.top],
+                **_named(token.text, token.data, entry.logprob),
+                "top_logprobs": [
+                    _named(token.text, token.data, value)
+                    if token_id == entry.token_id
+                    else _named(*texts.alternative(token_id), value)
+                    for token_id, value in entry.top
+                ],
             }
-            for entry in logprobs
+            for entry, token in zip(logprobs, told, strict=True)
         ]
         return {"content": content, "refusal": None}
 
-    def _named(self, token_id: int, logprob: float) -> NamedLogprob:
-        text = self.tokens.token_text(token_id)
-        # Bytes that are not a whole character have no text to encode.
-        return {"token": text, "logprob": logprob, "bytes": None if BROKEN in text else list(text.encode())}
-
-    def _text_logprobs(self, logprobs: Sequence[TokenLogprob], offset: int) -> TextLogprobs:
-        texts = [self.tokens.token_text(entry.token_id) for entry in logprobs]
-        offsets = list(accumulate(map(len, texts[:-1]), initial=offset)) if texts else []
-        top = [self._likeliest(entry) for entry in logprobs]
+    def _text_logprobs(
+        self, logprobs: Sequence[TokenLogprob], texts: TokenTexts, *, is_end: bool = True
+    ) -> TextLogprobs:
+        told = texts.push([entry.token_id for entry in logprobs], is_end=is_end)
         return {
-            "tokens": texts,
+            "tokens": [token.text for token in told],
             "token_logprobs": [entry.logprob for entry in logprobs],
-            "top_logprobs": top,
-            "text_offset": offsets,
+            "top_logprobs": [_likeliest(entry, token.text, texts) for entry, token in zip(logprobs, told, strict=True)],
+            "text_offset": [token.offset for token in told],
         }
 
-    def _likeliest(self, entry: TokenLogprob) -> dict[str, float]:
-        """Alternatives by text, likeliest first; of tokens with equal text the likeliest stays."""
-        found: dict[str, float] = {}
-        for token_id, logprob in entry.top:
-            found.setdefault(self.tokens.token_text(token_id), logprob)
-        return found
+
+def _named(text: str, data: bytes, logprob: float) -> NamedLogprob:
+    return {"token": text, "logprob": logprob, "bytes": list(data)}
+
+
+def _likeliest(entry: TokenLogprob, text: str, texts: TokenTexts) -> dict[str, float]:
+    """Alternatives by text, likeliest first, and among or behind them the output token, whose text is `text`. Of tokens
+    with one text, all but the first are named by their id."""
+    found: dict[str, float] = {}
+    for token_id, logprob in entry.top:
+        name = text
+        if token_id != entry.token_id:
+            name = _shown(texts.alternative(token_id))
+            if name in found or name == text:
+                name = f"token_id:{token_id}"
+        found[name] = logprob
+    found.setdefault(text, entry.logprob)
+    return found
+
+
+def _shown(piece: Piece) -> str:
+    """The text of a token, or its bytes, in OpenAI's form, where they are no whole characters."""
+    if BROKEN not in piece.text or piece.data == piece.text.encode():
+        return piece.text
+    return "bytes:" + "".join(f"\\x{byte:02x}" for byte in piece.data)
 
 
 def usage_of(usage: Usage) -> CompletionUsage:

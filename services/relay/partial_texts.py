@@ -53,7 +53,8 @@ class PartialTexts:
     def _text(self, partial: Partial) -> str:
         """Empty when the model is gone: the token ids are kept in any case."""
         try:
-            completion = self._tokenizers.get(partial.model).tokens.completion(partial.params, partial.max_tokens)
+            tokens = self._tokenizers.get(partial.model).tokens
+            completion = tokens.completion(partial.params, partial.max_tokens, partial.prompt_end)
             return completion.say(partial.ids) + completion.flush()
         except Invalid:
             return ""

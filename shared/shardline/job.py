@@ -27,6 +27,10 @@ DEFAULT_TENANT = "default"
 MAX_STOPS = 16
 MAX_LOGPROBS = 20
 MAX_METADATA_DEPTH = 32
+PROMPT_END_TOKENS = 16
+"""Of a prompt's last tokens: what a completion is decoded behind. Its first space, or a character that
+both make, hangs on them."""
+
 ADAPTER_NAME = r"^[A-Za-z0-9][A-Za-z0-9_.-]*$"
 """It is a folder's name, and follows a colon in `model:adapter`."""
 
@@ -82,6 +86,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     stop: Annotated[tuple[Annotated[str, Meta(min_length=1, max_length=256)], ...], Meta(max_length=MAX_STOPS)] = ()
     stop_token_ids: Annotated[tuple[TokenId, ...], Meta(max_length=64)] = ()
     ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    """False: the text has the special tokens too, all but the one that ends it."""
     logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] | None = None
     exact: bool = False
@@ -240,6 +246,8 @@ class JobProgress(msgspec.Struct, frozen=True, kw_only=True):
     params: SamplingParams = SamplingParams()
     max_tokens: int | None = None
     """None until the job is prepared; it has no output before."""
+    prompt_end: tuple[int, ...] = ()
+    """The prompt's last tokens, PROMPT_END_TOKENS at most, where they were asked for."""
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):

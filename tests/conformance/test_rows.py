@@ -68,7 +68,7 @@ PIPELINES = text("SELECT id, epoch, head, ready_at IS NOT NULL, seats, exact, kv
 
 def decode(partial: Partial) -> str:
     """Text of partial results."""
-    return " ".join(map(str, partial.ids))
+    return " ".join(map(str, (*partial.prompt_end, *partial.ids)))
 
 
 @dataclass(slots=True, eq=False)

@@ -101,7 +101,7 @@ def lock_expired(tables: Tables, *, lease_s: float, max_batch: int) -> Rows:
     return [{"id": job.id} for job in sorted(expired, key=lambda job: job.lease_s or 0.0)[:max_batch]]
 
 
-def partials(tables: Tables, *, ids: Collection[UUID], max_bytes: int) -> Rows:
+def partials(tables: Tables, *, ids: Collection[UUID], max_bytes: int, num_prompt_end: int) -> Rows:
     """What was saved of each; here that is never too much for one sweep."""
     return [
         {
@@ -111,6 +111,7 @@ def partials(tables: Tables, *, ids: Collection[UUID], max_bytes: int) -> Rows:
             "params": job.params,
             "max_tokens": job.max_tokens,
             "num_prompt": len(job.prompt_ids),
+            "prompt_end": job.prompt_ids[-num_prompt_end:],
             "tokens": tables.attempts[job.id, job.fence].tokens,
             "logprobs": None,
         }

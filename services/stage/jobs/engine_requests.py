@@ -41,7 +41,8 @@ class EngineRequests:
             adapter=adapter,
             refusal=refusal,
         )
-        return request, CompletionText(self._vocabulary, params, room=self._context_length - len(row.prompt_ids))
+        room = self._context_length - len(row.prompt_ids)
+        return request, CompletionText(self._vocabulary, params, room=room, prompt_ids=row.prompt_ids)
 
     def _adapter(self, row: Claimed) -> tuple[str, str]:
         """The fingerprint of its adapter, or why there is none. The claim's counts: files that changed since then are

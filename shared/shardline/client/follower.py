@@ -6,7 +6,7 @@ Owns the connection that listens for ends, the reader of the streams, and the ta
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from uuid import UUID
 
 import structlog
@@ -32,8 +32,9 @@ MAX_SAID_AT_ONCE = 256
 """Tokens turned to text between two looks at other tasks; more go to a thread."""
 
 Deltas = list[Delta]
-TextRule = Callable[[SamplingParams, int], TextOf]
-"""For a job of these parameters and `max_tokens`: the text that a head gives out with its tokens."""
+TextRule = Callable[[SamplingParams, int, Sequence[int]], TextOf]
+"""For a job of these parameters, `max_tokens` and last tokens of its prompt: the text that a head gives
+out with its tokens."""
 
 
 class JobFollower:
@@ -97,14 +98,16 @@ class JobFollower:
         is_whole = False
         while not is_whole:
             try:
-                progress = await self._progress.read(Asked(job_id, *cursor.asked(only_learn=only_learn)))
+                lacks_rule = text_rule is not None and cursor.text_of is None
+                asked = Asked(job_id, *cursor.asked(only_learn=only_learn), with_prompt_end=lacks_rule)
+                progress = await self._progress.read(asked)
             except (DBAPIError, *AWAY) as error:
                 log.warning("a stream waits for its rows", job_id=str(job_id), error=told(error))
                 return
             if progress is None:
                 raise NotFound(f"no job has the id {job_id}")
             if text_rule is not None and cursor.text_of is None and progress.max_tokens is not None:
-                cursor.text_of = text_rule(progress.params, progress.max_tokens)
+                cursor.text_of = text_rule(progress.params, progress.max_tokens, progress.prompt_end)
             num_said = 0 if cursor.text_of is None else cursor.num_unsaid + len(progress.token_ids)
             if num_said > MAX_SAID_AT_ONCE:
                 await asyncio.to_thread(cursor.catch_up, progress, only_learn=only_learn)

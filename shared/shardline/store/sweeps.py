@@ -13,7 +13,7 @@ from uuid import UUID
 
 from sqlalchemy import Connection, Row, text
 
-from shardline.job import FinishReason, JobState, Result, SamplingParams, TokenLogprob, Usage
+from shardline.job import PROMPT_END_TOKENS, FinishReason, JobState, Result, SamplingParams, TokenLogprob, Usage
 from shardline.store import crashes
 from shardline.store.encoding import load_logprobs, readable_params
 from shardline.store.ends import End, end_queued, end_running
@@ -36,6 +36,8 @@ class Partial:
     params: SamplingParams
     max_tokens: int
     num_prompt: int
+    prompt_end: tuple[int, ...]
+    """The prompt's last tokens, behind which the text is decoded."""
     ids: tuple[int, ...]
     logprobs: tuple[TokenLogprob, ...] | None
 
@@ -82,8 +84,8 @@ WITH sizes AS (
 totals AS (
     SELECT id, sum(num_bytes) OVER (ORDER BY id) - num_bytes AS num_bytes_before FROM sizes
 )
-SELECT jobs.id, jobs.fence, model, params, max_tokens, coalesce(cardinality(prompt_ids), 0) AS num_prompt, tokens,
-    logprobs
+SELECT jobs.id, jobs.fence, model, params, max_tokens, coalesce(cardinality(prompt_ids), 0) AS num_prompt,
+    prompt_ids[cardinality(prompt_ids) - :num_prompt_end + 1 :] AS prompt_end, tokens, logprobs
 FROM totals JOIN jobs ON jobs.id = totals.id
 JOIN attempts ON attempts.job_id = jobs.id AND attempts.fence = jobs.fence
 WHERE num_bytes_before < :max_bytes
@@ -171,7 +173,8 @@ def _ends(connection: Connection, rows: Sequence[Row[Any]], decode: Decode) -> l
 
 
 def _partials(connection: Connection, ids: Sequence[UUID]) -> dict[UUID, Partial]:
-    rows = connection.execute(PARTIALS, {"ids": ids, "max_bytes": MAX_BYTES}) if ids else ()
+    values = {"ids": ids, "max_bytes": MAX_BYTES, "num_prompt_end": PROMPT_END_TOKENS}
+    rows = connection.execute(PARTIALS, values) if ids else ()
     return {
         row.id: Partial(
             job_id=row.id,
@@ -180,6 +183,7 @@ def _partials(connection: Connection, ids: Sequence[UUID]) -> dict[UUID, Partial
             params=readable_params(row.params),
             max_tokens=row.max_tokens,
             num_prompt=row.num_prompt,
+            prompt_end=tuple(row.prompt_end or ()),
             ids=tuple(row.tokens),
             logprobs=load_logprobs(row.logprobs),
         )

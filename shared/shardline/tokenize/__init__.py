@@ -1,16 +1,21 @@
 """From prompts to token ids and back, without transformers. Needs the extra `tokenize`; knows no database."""
 
 from shardline.tokenize.chat import ChatTemplate
-from shardline.tokenize.completion import CompletionText, Vocabulary
+from shardline.tokenize.completion import CompletionText
 from shardline.tokenize.folder import model_row
+from shardline.tokenize.token_texts import TokenTexts
 from shardline.tokenize.tokenizer_cache import RegisteredModel, TokenizerCache, addresses
 from shardline.tokenize.tokens import Prepared, Tokens
+from shardline.tokenize.vocabulary import BROKEN, Piece, Vocabulary
 
 __all__ = [
+    "BROKEN",
     "ChatTemplate",
     "CompletionText",
+    "Piece",
     "Prepared",
     "RegisteredModel",
+    "TokenTexts",
     "TokenizerCache",
     "Tokens",
     "Vocabulary",

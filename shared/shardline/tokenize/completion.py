@@ -1,20 +1,16 @@
 """From output tokens to text, and the rules by which a completion ends. Owns no ids; knows no scheduler and no model.
 
-A pure function of the tokens pushed so far: pushing a checkpoint again gives the same state and the same text. Heads
-stream by it, doors join a stream again by it, and relays write partial results by it.
+A pure function of the prompt's last tokens and the tokens pushed so far: pushing a checkpoint again
+gives the same state and the same text. Heads stream by it, doors join a stream again by it, and relays
+write partial results by it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from functools import partial
+from collections.abc import Iterable, Sequence
 
-from tokenizers import Tokenizer
-
-from shardline.job import FinishReason, SamplingParams
-
-BROKEN = "\ufffd"
-"""How decoders show bytes that are no character, or not yet."""
+from shardline.job import PROMPT_END_TOKENS, FinishReason, SamplingParams
+from shardline.tokenize.vocabulary import BROKEN, Vocabulary
 
 MAX_PENDING_CHARS = 3
 """A character has at most four bytes, so no more than three of them can wait for the last one."""
@@ -26,44 +22,52 @@ MAX_WINDOW_TOKENS = 64
 """Cut anyway: only long runs of broken bytes have no better place."""
 
 
-class Vocabulary:
-    """A tokenizer as completions use it. One per model."""
+class Detokenizer:
+    """Text by token, never a part of a character. All deltas and the flush together are what the tokens add to the text
+    of the prompt: a decoder that drops the space which begins a text keeps the one between prompt and completion."""
 
-    def __init__(self, tokenizer: Tokenizer, eos_ids: Iterable[int]) -> None:
-        self.eos_ids = frozenset(eos_ids)
-        self.special_ids = frozenset(
-            token_id for token_id, token in tokenizer.get_added_tokens_decoder().items() if token.special
-        )
-        # A model without a tokenizer has no text at all.
-        self.num_ids = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
-        self.decode = partial(tokenizer.decode, skip_special_tokens=False)
+    __slots__ = ("_given", "_num_whole", "_prompts", "_vocabulary", "_window", "_with_special", "has_pending")
+
+    def __init__(self, vocabulary: Vocabulary, *, prompt_ids: Sequence[int], with_special: bool = False) -> None:
+        self._vocabulary = vocabulary
+        self._with_special = with_special
+        self._window = [token_id for token_id in prompt_ids[-PROMPT_END_TOKENS:] if self.has_text(token_id)]
+        text = self._begin()
+        self._given = text.rstrip(BROKEN)
+        """The part of the window's text that is given out, or is the prompt's."""
+        self._prompts = text[len(self._given) :]
+        """The broken bytes that end the prompt: they are no text of the completion, unless it makes them whole."""
+        self._num_whole = 0 if self._prompts else len(self._window)
+        """Tokens of the window that a cut may drop without splitting a character; 0: no such cut yet."""
+        self.has_pending = bool(self._prompts)
+        """Whether the last token ended inside a character."""
+
+    def _begin(self) -> str:
+        """The text of the prompt's end, from where a character begins: some decoders show a run of bytes that begins
+        inside one as broken altogether."""
+        if not self._window:
+            return ""
+        whole: str = self._vocabulary.decode(self._window)
+        for num_cut in range(min(MAX_PENDING_CHARS + 1, len(self._window))):
+            text: str = self._vocabulary.decode(self._window[num_cut:])
+            if not text.startswith(BROKEN):
+                del self._window[:num_cut]
+                return text
+        return whole
 
     def has_text(self, token_id: int) -> bool:
-        """False for special tokens, and for the places by which models round up their vocabulary."""
-        return token_id < self.num_ids and token_id not in self.special_ids
-
-
-class Detokenizer:
-    """Text by token, never a part of a character. All deltas and the flush together are the decoded whole."""
-
-    __slots__ = ("_given", "_num_whole", "_vocabulary", "_window")
-
-    def __init__(self, vocabulary: Vocabulary) -> None:
-        self._vocabulary = vocabulary
-        self._window: list[int] = []
-        self._given = ""
-        """The part of the window's text that is given out."""
-        self._num_whole = 0
-        """Tokens of the window that a cut may drop without splitting a character; 0: no such cut yet."""
+        """Whether the token can add to the text."""
+        return self._vocabulary.has_text(token_id, with_special=self._with_special)
 
     def push(self, token_id: int) -> str:
         """The characters that this token completes."""
-        if not self._vocabulary.has_text(token_id):
+        if not self.has_text(token_id):
             return ""
         self._window.append(token_id)
         text: str = self._vocabulary.decode(self._window)
         end = len(text.rstrip(BROKEN))
         is_whole, is_full = end == len(text), len(self._window) > MAX_WINDOW_TOKENS
+        self.has_pending = not is_whole
         if is_full:
             end = max(end, len(text) - MAX_PENDING_CHARS)
         if not (is_whole or is_full or text.startswith(self._given)):
@@ -74,14 +78,19 @@ class Detokenizer:
             self._mark_cut(text)
         elif is_full:
             self._cut(len(self._window) - WINDOW_TOKENS, text)
-        return delta
+        return self._without_prompts(delta)
 
     def flush(self) -> str:
         """The rest: bytes whose character never became whole."""
-        text: str = self._vocabulary.decode(self._window)
+        text: str = self._vocabulary.decode(self._window) if self._window else ""
         rest = text[len(self._given) :]
         self._given = text
-        return rest
+        return self._without_prompts(rest)
+
+    def _without_prompts(self, delta: str) -> str:
+        if delta and self._prompts:
+            delta, self._prompts = delta.removeprefix(self._prompts), ""
+        return delta
 
     def _mark_cut(self, text: str) -> None:
         size = len(self._window)
@@ -158,9 +167,11 @@ def _borders(stop: str) -> list[int]:
 
 
 class CompletionText:
-    """One job's text and end. `room` is what the context leaves after the prompt.
+    """One job's text and end. `room` is what the context leaves after the prompt; of `prompt_ids` the last
+    PROMPT_END_TOKENS count.
 
-    The EOS or stop token is an output token like any other, but has no text. A stop string is not part of the text.
+    The EOS or stop token is an output token like any other, but has no text. A stop string is not part of the text. One
+    that is a special token ends the completion at that token, which has no text for it to be found in.
     """
 
     __slots__ = (
@@ -173,14 +184,17 @@ class CompletionText:
         "_num_tokens",
         "_parts",
         "_stop_ids",
+        "_string_stop_ids",
     )
 
-    def __init__(self, vocabulary: Vocabulary, params: SamplingParams, *, room: int) -> None:
-        self._detokenizer = Detokenizer(vocabulary)
+    def __init__(self, vocabulary: Vocabulary, params: SamplingParams, *, room: int, prompt_ids: Sequence[int]) -> None:
+        self._detokenizer = Detokenizer(vocabulary, prompt_ids=prompt_ids, with_special=not params.skip_special_tokens)
         self._finder = StopFinder(params.stop)
         self._limit = room if params.max_tokens is None else min(params.max_tokens, room)
         self._min_tokens = params.min_tokens
         self._stop_ids = params.stop_ids(vocabulary.eos_ids)
+        special = vocabulary.special_tokens
+        self._string_stop_ids = frozenset(special[stop] for stop in params.stop if stop in special)
         self._num_tokens = 0
         self._has_ended = False
         self._is_cut = False
@@ -196,7 +210,7 @@ class CompletionText:
         """The text that this token settles, and the reason if it is the last: then with all that was held back."""
         self._num_tokens += 1
         text, reason = "", None
-        if token_id in self._stop_ids and self._num_tokens > self._min_tokens:
+        if self._is_stop(token_id):
             reason = FinishReason.STOP
         else:
             text = self._settle(self._detokenizer.push(token_id))
@@ -224,6 +238,11 @@ class CompletionText:
         text = self._settle(self._detokenizer.flush()) + self._finder.flush()
         self._parts.append(text)
         return text
+
+    def _is_stop(self, token_id: int) -> bool:
+        if token_id in self._stop_ids and self._num_tokens > self._min_tokens:
+            return True
+        return token_id in self._string_stop_ids and self._num_tokens >= self._min_tokens
 
     def _settle(self, delta: str) -> str:
         # Postgres has no NUL in texts: a result would differ from its stream.

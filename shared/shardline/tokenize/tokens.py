@@ -17,7 +17,9 @@ from tokenizers.models import WordLevel
 from shardline.errors import Invalid
 from shardline.job import Message, Prompt, SamplingParams
 from shardline.tokenize.chat import ChatTemplate
-from shardline.tokenize.completion import CompletionText, Vocabulary
+from shardline.tokenize.completion import CompletionText
+from shardline.tokenize.token_texts import TokenTexts
+from shardline.tokenize.vocabulary import Vocabulary
 
 MAX_CHARS_PER_TOKEN = 128
 """No tokenizer in use has longer tokens: text of more than that times the context is refused unread."""
@@ -101,17 +103,19 @@ class Tokens:
             raise Invalid("messages", f"{self.model} has no chat template", "Send a prompt to /v1/completions instead")
         return self._template.render(msgspec.to_builtins(messages), limit_chars=self._limit_chars)
 
-    def completion(self, params: SamplingParams, max_tokens: int) -> CompletionText:
-        """A detokenizer for a prepared job's output, token by token."""
-        return CompletionText(self.vocabulary, params, room=max_tokens)
+    def completion(self, params: SamplingParams, max_tokens: int, prompt_ids: Sequence[int]) -> CompletionText:
+        """A detokenizer for a prepared job's output, token by token. The prompt's last PROMPT_END_TOKENS suffice."""
+        return CompletionText(self.vocabulary, params, room=max_tokens, prompt_ids=prompt_ids)
 
-    def text_rule(self, params: SamplingParams, max_tokens: int) -> Callable[[Sequence[int]], str]:
+    def text_rule(
+        self, params: SamplingParams, max_tokens: int, prompt_ids: Sequence[int]
+    ) -> Callable[[Sequence[int]], str]:
         """The text of output tokens as a head streams it, for a reader of a job's stream."""
-        return self.completion(params, max_tokens).say
+        return self.completion(params, max_tokens, prompt_ids).say
 
-    def token_text(self, token_id: int) -> str:
-        """One token as text, for log-probabilities; special tokens show their name."""
-        return str(self.tokenizer.decode([token_id], skip_special_tokens=False))
+    def token_texts(self, params: SamplingParams, prompt_ids: Sequence[int]) -> TokenTexts:
+        """A completion's tokens one by one, for log-probabilities."""
+        return TokenTexts(self.vocabulary, prompt_ids=prompt_ids, with_special=not params.skip_special_tokens)
 
     @property
     def _limit_chars(self) -> int:

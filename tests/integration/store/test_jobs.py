@@ -215,6 +215,22 @@ def test_a_stream_can_rejoin_from_the_progress_of_any_state(engine: Engine) -> N
     assert (done.state, done.token_ids, done.text, done.finish_reason) == ("succeeded", (7, 8, 9), "done", "stop")
 
 
+@pytest.mark.parametrize("num_prompt", [1, 15, 16, 17, 40])
+def test_progress_has_the_end_of_the_prompt_where_it_is_asked_for(engine: Engine, num_prompt: int) -> None:
+    ids = tuple(range(num_prompt))
+    claimed = running(engine)
+    change(engine, "UPDATE jobs SET prompt_ids = :ids", ids=list(ids))
+
+    with engine.begin() as connection:
+        asked = [Asked(claimed.job_id), Asked(claimed.job_id, with_prompt_end=True)]
+        without, found = read_progress(connection, asked)
+
+    assert without is not None
+    assert without.prompt_end == ()
+    assert found is not None
+    assert found.prompt_end == ids[-16:]
+
+
 async def test_the_same_functions_run_under_asyncio(database_url: str, engine: Engine) -> None:
     async_engine = connect_async(database_url)
     async with async_engine.begin() as connection:

@@ -235,6 +235,24 @@ def test_partial_results_of_megabytes_all_end_a_few_per_sweep(engine: Engine, is
     assert read_at_once == [3 * 750_000, 2 * 750_000, 0]
 
 
+def test_a_partial_result_is_decoded_behind_the_last_tokens_of_its_prompt(engine: Engine) -> None:
+    for claimed in claim(engine, submit(engine, 2)):
+        expire(engine, claimed, 7)
+    change(engine, "UPDATE jobs SET cancel_requested_at = now()")
+    change(engine, "UPDATE jobs SET prompt_ids = ARRAY(SELECT generate_series(1, 40))")
+    change(engine, "UPDATE jobs SET prompt_ids = '{4,5}' WHERE id = (SELECT min(id::text)::uuid FROM jobs)")
+    ends: list[tuple[int, ...]] = []
+
+    def note(partial: Partial) -> str:
+        ends.append(partial.prompt_end)
+        return ""
+
+    with engine.begin() as connection:
+        sweeps.sweep_expired_leases(connection, note, lease_s=LEASE_S)
+
+    assert sorted(ends) == [(4, 5), tuple(range(25, 41))]
+
+
 def test_queued_jobs_past_their_deadline_expire_without_a_result(engine: Engine) -> None:
     late, timely = submit(engine, deadline_s=100) + submit(engine, deadline_s=100)
     with engine.begin() as connection:

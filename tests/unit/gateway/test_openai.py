@@ -7,11 +7,8 @@ from typing import Any
 import pytest
 
 from services.gateway.openai import AnswerOptions, chat_request, completion_request, read_object
-from services.gateway.openai_responses import OpenAiResponses
 from shardline.errors import Invalid
-from shardline.job import Message, TokenLogprob
-from shardline.tokenize import Tokens
-from shardline.wire import Delta
+from shardline.job import Message
 
 TEXT: dict[str, Any] = {"model": "clerk", "prompt": "a"}
 CHAT: dict[str, Any] = {"model": "clerk", "messages": [{"role": "user", "content": "a"}]}
@@ -100,47 +97,6 @@ def test_a_wrong_chat_names_the_field(fields: dict[str, Any], field: str) -> Non
     with pytest.raises(Invalid) as caught:
         chat_request({**CHAT, **fields})
     assert caught.value.field == field
-
-
-class CountedText(str):
-    """Counts how often a length is asked for."""
-
-    num_asked = 0
-
-    def __len__(self) -> int:
-        CountedText.num_asked += 1
-        return super().__len__()
-
-
-class OneText(Tokens):
-    """Every token has the same text."""
-
-    def __init__(self) -> None:
-        """Without a tokenizer."""
-
-    def token_text(self, token_id: int) -> str:
-        return CountedText("ab" if token_id >= 0 else "")
-
-
-def test_each_text_of_many_log_probabilities_is_measured_once() -> None:
-    responses = OpenAiResponses(
-        is_chat=False,
-        public_id="cmpl-1",
-        model="m",
-        created=0,
-        system_fingerprint="fp",
-        options=AnswerOptions(),
-        tokens=OneText(),
-        prompt_ids=(),
-    )
-    logprobs = tuple(TokenLogprob(token_id, -0.5) for token_id in range(2_000))
-    CountedText.num_asked = 0
-
-    chunk = responses.chunk(Delta(fence=1, start=0, ids=tuple(range(2_000)), text="", logprobs=logprobs), 7)
-
-    assert chunk["choices"][0]["logprobs"]["text_offset"] == list(range(7, 4_007, 2))
-    assert CountedText.num_asked <= 2_000
-    assert responses.chunk(Delta(fence=1, start=0, logprobs=()), 7)["choices"][0]["logprobs"]["text_offset"] == []
 
 
 @pytest.mark.parametrize("body", [b"", b"[]", b"{", b'"a"', b"\xff{}"])

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models
 
 from shardline.job import FinishReason, SamplingParams
-from shardline.tokenize.completion import MAX_WINDOW_TOKENS, CompletionText, Detokenizer, StopFinder, Vocabulary
+from shardline.tokenize import Vocabulary
+from shardline.tokenize.completion import MAX_WINDOW_TOKENS, CompletionText, Detokenizer, StopFinder
 from tests.unit.tokenize.small_tokenizers import byte_fallback, byte_level
 
 BYTES = byte_level()
@@ -31,7 +32,7 @@ def ids_of(text: str) -> list[int]:
 
 
 def completion(params: SamplingParams, room: int = 1000) -> CompletionText:
-    return CompletionText(Vocabulary(BYTES, [END]), params, room=room)
+    return CompletionText(Vocabulary(BYTES, [END]), params, room=room, prompt_ids=())
 
 
 def push_all(one: CompletionText, ids: list[int]) -> tuple[list[str], FinishReason | None]:
@@ -47,7 +48,7 @@ def push_all(one: CompletionText, ids: list[int]) -> tuple[list[str], FinishReas
 
 @given(byte_ids)
 def test_the_deltas_are_the_decoded_whole_whatever_the_tokens(ids: list[int]) -> None:
-    detokenizer = Detokenizer(Vocabulary(BYTES, [END]))
+    detokenizer = Detokenizer(Vocabulary(BYTES, [END]), prompt_ids=())
 
     deltas = [detokenizer.push(token) for token in ids]
 
@@ -56,15 +57,18 @@ def test_the_deltas_are_the_decoded_whole_whatever_the_tokens(ids: list[int]) ->
 
 def test_without_a_tokenizer_tokens_have_no_text_and_the_limits_hold_all_the_same() -> None:
     nothing = Tokenizer(models.WordLevel({}, unk_token=""))
-    one = CompletionText(Vocabulary(nothing, [7]), SamplingParams(max_tokens=9), room=1000)
+    one = CompletionText(Vocabulary(nothing, [7]), SamplingParams(max_tokens=9), room=1000, prompt_ids=())
 
     assert push_all(one, [5, 6, 7]) == (["", "", "", ""], FinishReason.STOP)
-    assert CompletionText(Vocabulary(nothing, []), SamplingParams(), room=1).push(5) == ("", FinishReason.LENGTH)
+    assert CompletionText(Vocabulary(nothing, []), SamplingParams(), room=1, prompt_ids=()).push(5) == (
+        "",
+        FinishReason.LENGTH,
+    )
 
 
 @given(st.text(max_size=60))
 def test_no_delta_splits_a_character(text: str) -> None:
-    detokenizer = Detokenizer(Vocabulary(BYTES, [END]))
+    detokenizer = Detokenizer(Vocabulary(BYTES, [END]), prompt_ids=())
 
     deltas = [detokenizer.push(token) for token in ids_of(text)]
 
@@ -83,7 +87,7 @@ def test_no_delta_splits_a_character(text: str) -> None:
 )
 def test_words_and_bytes_of_sentencepiece_models_come_out_whole(pieces: list[list[int]]) -> None:
     ids = [token for piece in pieces for token in piece]
-    detokenizer = Detokenizer(Vocabulary(PIECES, []))
+    detokenizer = Detokenizer(Vocabulary(PIECES, []), prompt_ids=())
 
     deltas = [detokenizer.push(token) for token in ids]
 
@@ -91,21 +95,21 @@ def test_words_and_bytes_of_sentencepiece_models_come_out_whole(pieces: list[lis
 
 
 def test_a_meant_replacement_character_is_none_of_the_broken_bytes_behind_it() -> None:
-    detokenizer = Detokenizer(Vocabulary(PIECES, []))
+    detokenizer = Detokenizer(Vocabulary(PIECES, []), prompt_ids=())
     ids = [byte + 1 for byte in "\ufffdࠀ".encode()]
 
     assert [detokenizer.push(token) for token in ids] == ["", "", "", "", "", "\ufffdࠀ"]
 
 
 def test_a_token_that_ends_inside_a_character_gives_only_what_is_whole() -> None:
-    detokenizer = Detokenizer(Vocabulary(BYTES, [END]))
+    detokenizer = Detokenizer(Vocabulary(BYTES, [END]), prompt_ids=())
     pieces = ["â", "Ĥ", "¬ðŁ", "ĺ", "Ģ"]
 
     assert [detokenizer.push(id_of(piece)) for piece in pieces] == ["", "", "€", "", "😀"]
 
 
 def test_endless_broken_bytes_cost_no_more_with_time() -> None:
-    detokenizer = Detokenizer(Vocabulary(BYTES, [END]))
+    detokenizer = Detokenizer(Vocabulary(BYTES, [END]), prompt_ids=())
     ids = [id_of("ðŁĺ")] * 3000
 
     deltas = [detokenizer.push(token) for token in ids]

@@ -64,7 +64,9 @@ def test_the_rest_of_a_stream_joined_after_any_token_is_the_rest_of_the_text(
     tokenizer: Tokenizer, data: st.DataObject, params: SamplingParams
 ) -> None:
     vocabulary = Vocabulary(tokenizer, [EOS[id(tokenizer)]])
-    deltas, end, whole = heads_deltas(CompletionText(vocabulary, params, room=100), data.draw(outputs(tokenizer)))
+    deltas, end, whole = heads_deltas(
+        CompletionText(vocabulary, params, room=100, prompt_ids=()), data.draw(outputs(tokenizer))
+    )
     ids = tuple(token for delta in deltas for token in delta.ids)
     given_out = [""]
     for delta in deltas:
@@ -76,7 +78,9 @@ def test_the_rest_of_a_stream_joined_after_any_token_is_the_rest_of_the_text(
         data.draw(st.integers(0, len(ids)), label="joined"),
         data.draw(st.integers(0, len(ids)), label="saved"),
     )
-    cursor = Cursor(after=Place().then(ids[:joined]), text_of=CompletionText(vocabulary, params, room=100).say)
+    cursor = Cursor(
+        after=Place().then(ids[:joined]), text_of=CompletionText(vocabulary, params, room=100, prompt_ids=()).say
+    )
     cursor.catch_up(JobProgress(fence=1, token_ids=ids[:saved]))
     for delta in [*deltas, end][saved if saved >= joined else 0 :]:
         cursor.push(delta)
@@ -93,8 +97,8 @@ def test_the_text_of_a_job_ended_by_a_relay_begins_as_its_stream_did(
     data: st.DataObject, params: SamplingParams
 ) -> None:
     vocabulary = Vocabulary(PIECES, [EOS[id(PIECES)]])
-    deltas, _, _ = heads_deltas(CompletionText(vocabulary, params, room=100), data.draw(outputs(PIECES)))
+    deltas, _, _ = heads_deltas(CompletionText(vocabulary, params, room=100, prompt_ids=()), data.draw(outputs(PIECES)))
     num_saved = data.draw(st.integers(0, len(deltas)))
-    relays = CompletionText(vocabulary, params, room=100)
+    relays = CompletionText(vocabulary, params, room=100, prompt_ids=())
     text = relays.say(token for delta in deltas[:num_saved] for token in delta.ids) + relays.flush()
     assert text.startswith("".join(delta.text for delta in deltas[:num_saved]))

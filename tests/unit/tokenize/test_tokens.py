@@ -45,7 +45,7 @@ def test_a_folder_without_tokenizer_takes_only_token_ids(tmp_path: Path) -> None
     tokens = Tokens.from_row(row)
 
     assert tokens.prepare(prompt=(5, 6), params=NO_LIMITS).prompt_ids == (5, 6)
-    assert tokens.completion(NO_LIMITS, 8).say([5, 6]) == ""
+    assert tokens.completion(NO_LIMITS, 8, ()).say([5, 6]) == ""
     with pytest.raises(Invalid, match="list of token ids"):
         tokens.prepare(prompt="text", params=NO_LIMITS)
     with pytest.raises(Invalid, match=r"stop: tiny has no tokenizer.*Use stop_token_ids"):
@@ -77,8 +77,8 @@ def test_rendered_messages_have_the_ids_of_transformers(row: dict[str, Any], tem
 
 def test_special_tokens_have_no_text(clerk: Tokens) -> None:
     ids = clerk.prepare(prompt="sum: 1 + 2 =", params=NO_LIMITS).prompt_ids
-    assert clerk.completion(NO_LIMITS, 32).say([*ids, 2]) == "sum: 1 + 2 ="
-    assert clerk.token_text(2) == "<eos>"
+    assert clerk.completion(NO_LIMITS, 32, ()).say([*ids, 2]) == "sum: 1 + 2 ="
+    assert clerk.vocabulary.name(2) == "<eos>"
 
 
 def test_max_tokens_defaults_to_what_the_context_leaves(clerk: Tokens) -> None:

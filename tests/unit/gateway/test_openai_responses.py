@@ -1,0 +1,122 @@
+"""Log-probabilities in OpenAI's shapes: texts, bytes and places of tokens, whole and in chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+from uuid import uuid4
+
+import pytest
+from tokenizers import Tokenizer
+
+from services.gateway.openai import AnswerOptions
+from services.gateway.openai_responses import OpenAiResponses
+from shardline.job import FinishReason, Result, SamplingParams, TokenLogprob, Usage
+from shardline.tokenize import Tokens
+from shardline.wire import Delta
+from tests.unit.tokenize.small_tokenizers import byte_fallback, id_of
+
+
+def responses(tokenizer: Tokenizer, prompt_ids: Sequence[int] = (), *, is_chat: bool = False) -> OpenAiResponses:
+    """Of a model with this tokenizer."""
+    tokens = Tokens(
+        model="m",
+        tokenizer_json=tokenizer.to_str(),
+        chat_template=None,
+        special_tokens={},
+        context_length=4096,
+        vocab_size=tokenizer.get_vocab_size(),
+        eos_ids=(),
+    )
+    return OpenAiResponses(
+        is_chat=is_chat,
+        public_id="cmpl-1",
+        model="m",
+        created=0,
+        system_fingerprint="fp",
+        options=AnswerOptions(),
+        tokens=tokens,
+        params=SamplingParams(logprobs=0),
+        prompt_ids=tuple(prompt_ids),
+    )
+
+
+def logprobs_of(ids: Sequence[int]) -> tuple[TokenLogprob, ...]:
+    """Each token with itself as the second best."""
+    return tuple(TokenLogprob(token_id, -0.5, ((1 + 0xF0, -0.1), (token_id, -0.5))) for token_id in ids)
+
+
+def result(ids: Sequence[int]) -> Result:
+    usage = Usage(prompt_tokens=1, completion_tokens=len(ids))
+    return Result(
+        job_id=uuid4(),
+        text="",
+        token_ids=tuple(ids),
+        usage=usage,
+        finish_reason=FinishReason.LENGTH,
+        exact=True,
+        logprobs=logprobs_of(ids),
+    )
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 100])
+def test_a_stream_places_its_tokens_as_the_whole_answer_does(size: int) -> None:
+    tokenizer = byte_fallback()
+    hello, world = id_of(tokenizer, "▁hello"), id_of(tokenizer, "▁world")
+    ids = [world, *(1 + byte for byte in "😀é!".encode()), hello, world]
+    answers = responses(tokenizer, [hello])
+    texts = answers.token_texts()
+    chunks = []
+    for start in range(0, len(ids), size):
+        part = ids[start : start + size]
+        delta = Delta(fence=1, start=start, ids=tuple(part), text="held back", logprobs=logprobs_of(part))
+        chunks.append(answers.chunk(delta, texts)["choices"][0]["logprobs"])
+
+    whole: Any = answers.whole(result(ids))["choices"][0]["logprobs"]
+
+    assert "".join(whole["tokens"]) == " world😀é! hello world"
+    assert whole["text_offset"] == [0, 6, 6, 6, 6, 7, 7, 8, 9, 15]
+    for name in ("tokens", "text_offset", "top_logprobs"):
+        assert [value for chunk in chunks for value in chunk[name]] == whole[name]
+
+
+def test_bytes_of_a_chats_tokens_are_its_texts() -> None:
+    ids = [1 + byte for byte in "😀é".encode()]
+
+    whole: Any = responses(byte_fallback(), is_chat=True).whole(result(ids))
+    content = whole["choices"][0]["logprobs"]["content"]
+
+    assert bytes(byte for token in content for byte in token["bytes"]).decode() == "😀é"
+    assert [token["token"] for token in content] == ["", "", "", "😀", "", "é"]
+    assert content[3]["top_logprobs"] == [
+        {"token": "\ufffd", "logprob": -0.1, "bytes": [0xF0]},
+        {"token": "😀", "logprob": -0.5, "bytes": [0x80]},
+    ]
+
+
+def test_alternatives_of_a_completion_have_a_key_each_and_the_output_token_is_one() -> None:
+    tokenizer = byte_fallback()
+    names = ("▁true", "true", "<0xF0>", "<0x9F>", "<0x41>", "lo")
+    space, plain, *rest = (id_of(tokenizer, name) for name in names)
+    top = tuple((token_id, -1.0) for token_id in (space, *rest, 1 + 0x41))
+    answers = responses(tokenizer, [space])
+    delta = Delta(fence=1, start=0, ids=(plain,), text="", logprobs=(TokenLogprob(plain, -3.0, top[:-1]),))
+
+    (found,) = answers.chunk(delta, answers.token_texts())["choices"][0]["logprobs"]["top_logprobs"]
+
+    assert list(found) == [" true", "bytes:\\xf0", "bytes:\\x9f", "A", "lo", "true"]
+    assert found["true"] == -3.0
+
+
+def test_an_alternative_with_the_text_of_another_token_is_named_by_its_id() -> None:
+    tokenizer = byte_fallback()
+    tokenizer.add_tokens(["A"])
+    letter, byte = id_of(tokenizer, "A"), id_of(tokenizer, "<0x41>")
+    answers = responses(tokenizer)
+    delta = Delta(
+        fence=1, start=0, ids=(letter,), logprobs=(TokenLogprob(letter, -3.0, ((byte, -1.0), (letter, -3.0))),)
+    )
+
+    (found,) = answers.chunk(delta, answers.token_texts())["choices"][0]["logprobs"]["top_logprobs"]
+
+    assert found == {f"token_id:{byte}": -1.0, "A": -3.0}
