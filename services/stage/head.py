@@ -124,6 +124,7 @@ class Head:
                 tokenizer=Tokens.from_row(self._model_row).tokenizer,
                 eos_ids=info.eos_ids,
                 context_length=info.context_length,
+                vocab_size=info.vocab_size,
                 adapters=self._loaded.executor.adapters,
             ),
             publisher=self._publisher,

@@ -26,6 +26,7 @@ DEFAULT_PRIORITY = 5
 DEFAULT_TENANT = "default"
 MAX_STOPS = 16
 MAX_LOGPROBS = 20
+MAX_VARIABLES = 16
 MAX_METADATA_DEPTH = 32
 PROMPT_END_TOKENS = 16
 """Of a prompt's last tokens: what a completion is decoded behind. Its first space, or a character that
@@ -63,6 +64,8 @@ class FinishReason(StrEnum):
 Probability = Annotated[float, Meta(ge=0.0, le=1.0)]
 Penalty = Annotated[float, Meta(ge=-2.0, le=2.0)]
 TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
+VariableName = Annotated[str, Meta(min_length=1, max_length=64)]
+Variable = bool | Annotated[int, Meta(ge=-(2**53), le=2**53)] | Annotated[str, Meta(max_length=1024)] | None
 AdapterName = Annotated[str, Meta(pattern=ADAPTER_NAME, max_length=128)]
 
 
@@ -88,6 +91,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     """False: the text has the special tokens too, all but the one that ends it."""
+    chat_template_kwargs: Annotated[dict[VariableName, Variable], Meta(max_length=MAX_VARIABLES)] = {}
+    """Variables of the model's chat template, such as `enable_thinking`."""
     logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] | None = None
     exact: bool = False
@@ -154,6 +159,8 @@ def check_request(request: JobRequest) -> JobRequest:
         raise Invalid("prompt", "it is empty; at least one token is needed", "Send some text or token ids")
     if request.messages is not None and not request.messages:
         raise Invalid("messages", "the list is empty", "Send at least one message")
+    if request.chat_template_kwargs and request.messages is None:
+        raise Invalid("chat_template_kwargs", "a prompt is not rendered", "Send messages, or leave it out")
     if request.max_tokens is not None and request.min_tokens > request.max_tokens:
         raise Invalid("min_tokens", f"it is above max_tokens ({request.max_tokens})", "Lower it or raise max_tokens")
     if request.flexible is not None and request.deadline_s is None:

@@ -13,24 +13,33 @@ from shardline.tokenize import CompletionText, Vocabulary
 
 
 class EngineRequests:
-    """Of one model: its tokenizer, its end-of-sequence ids and its adapters."""
+    """Of one model: its tokenizer, its end-of-sequence ids, its limits and its adapters."""
 
     def __init__(
-        self, *, tokenizer: Tokenizer, eos_ids: tuple[int, ...], context_length: int, adapters: AdapterFolder
+        self,
+        *,
+        tokenizer: Tokenizer,
+        eos_ids: tuple[int, ...],
+        context_length: int,
+        vocab_size: int,
+        adapters: AdapterFolder,
     ) -> None:
         self._vocabulary = Vocabulary(tokenizer, eos_ids)
         self._context_length = context_length
+        self._vocab_size = vocab_size
         self.adapters = adapters
 
     def build(self, row: Claimed) -> tuple[Request, CompletionText]:
         """The request to schedule and the sink of its tokens. A job that crashed an engine before is quarantined; one
-        whose adapter cannot serve here is refused by the scheduler."""
+        whose adapter cannot serve here, or whose ids this model does not have, is refused by the scheduler."""
         params = msgspec.structs.replace(row.params, max_tokens=row.max_tokens, seed=row.seed)
         adapter, refusal = self._adapter(row)
+        refusal = refusal or self._unknown_token(row)
         request = Request(
             key=(str(row.job_id), row.fence),
             prompt_ids=row.prompt_ids,
-            params=params,
+            # Stages need nothing of what decides texts alone.
+            params=msgspec.structs.replace(params, chat_template_kwargs={}, skip_special_tokens=True),
             seed=row.seed,
             output_ids=row.output_ids,
             output_logprobs=row.logprobs or (),
@@ -43,6 +52,14 @@ class EngineRequests:
         )
         room = self._context_length - len(row.prompt_ids)
         return request, CompletionText(self._vocabulary, params, room=room, prompt_ids=row.prompt_ids)
+
+    def _unknown_token(self, row: Claimed) -> str:
+        """Doors refuse such ids. Those of a job that was prepared for other weights of this name would end
+        the epoch of everybody."""
+        highest = max((*row.prompt_ids, *row.output_ids), default=0)
+        if highest < self._vocab_size:
+            return ""
+        return f"token id {highest} is not in the vocabulary of {self._vocab_size}. Submit the job again"
 
     def _adapter(self, row: Claimed) -> tuple[str, str]:
         """The fingerprint of its adapter, or why there is none. The claim's counts: files that changed since then are

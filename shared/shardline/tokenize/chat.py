@@ -15,6 +15,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from shardline.errors import Invalid
 
+Document = Mapping[str, Any]
+
 MAX_TEMPLATE_CHARS = 1 << 20
 TEMPLATE_ERRORS = (
     jinja2.TemplateError,
@@ -26,6 +28,19 @@ TEMPLATE_ERRORS = (
     RecursionError,
 )
 """What a template that meets unexpected messages can raise: it is a program."""
+
+DEVELOPER = "developer"
+"""OpenAI's name for the role of instructions: most templates call it `system`."""
+
+PLAIN_ROLES = frozenset({"system", "user", "assistant"})
+LEAVES_OUT = "leaves messages out on purpose"
+"""A template with a comment that says so may render some messages of the plain roles alone."""
+
+RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt", "chat_template"})
+"""Variables of a template that no request sets."""
+
+MARK = "60172839465"
+"""Digits, which no template changes: with a message's number they show whether its content is rendered."""
 
 
 class Generation(Extension):
@@ -48,6 +63,8 @@ class ChatTemplate:
                 "chat_template", f"it is over {MAX_TEMPLATE_CHARS} characters", "Use the model's own template"
             )
         self._special_tokens = dict(special_tokens)
+        self._knows_developer = DEVELOPER in source
+        self._leaves_out = LEAVES_OUT in source.lower()
         try:
             self._template = _environment().from_string(source)
         except jinja2.TemplateSyntaxError as error:
@@ -55,14 +72,47 @@ class ChatTemplate:
                 "chat_template", f"line {error.lineno}: {error.message}", "Correct the model's file"
             ) from error
 
-    def render(self, messages: Sequence[Mapping[str, Any]], *, limit_chars: int) -> str:
-        """The prompt up to where the assistant begins. Raises Invalid with the template's own words."""
+    def render(self, messages: Sequence[Document], *, limit_chars: int, variables: Document | None = None) -> str:
+        """The prompt up to where the assistant begins, with `variables` of the request's own.
+
+        A developer's message is a system's where the template does not know that role. Raises Invalid with
+        the template's own words, and where it leaves a message out unsaid: a model must not miss what its
+        caller wrote.
+        """
+        known = [self._with_known_role(message) for message in messages]
+        used = self._special_tokens | dict(variables or {})
+        for name in sorted(RESERVED & used.keys()):
+            raise Invalid(f"chat_template_kwargs.{name}", "a request cannot set it", "Leave it out")
+        text = self._render(known, used, limit_chars=limit_chars)
+        is_free = self._leaves_out and all(message["role"] in PLAIN_ROLES for message in known)
+        if not is_free and not _has_all(text, known):
+            self._check_none_is_left_out(known, used, limit_chars)
+        return text
+
+    def _with_known_role(self, message: Document) -> Document:
+        is_unknown = message["role"] == DEVELOPER and not self._knows_developer
+        return {**message, "role": "system"} if is_unknown else message
+
+    def _check_none_is_left_out(self, messages: Sequence[Document], variables: Document, limit_chars: int) -> None:
+        marks = {place: f"{MARK}{place}{MARK}" for place, message in enumerate(messages) if message["content"].strip()}
+        marked = [
+            {**message, "content": message["content"] + marks.get(place, "")} for place, message in enumerate(messages)
+        ]
+        text = self._render(marked, variables, limit_chars=limit_chars + len(MARK) * 4 * len(messages))
+        for place, mark in marks.items():
+            if mark not in text:
+                raise Invalid(
+                    f"messages[{place}]",
+                    f"the model's chat template leaves out this message of role {messages[place]['role']!r}",
+                    "Use a role and a place that it renders: many take system as the first one alone",
+                )
+
+    def _render(self, messages: Sequence[Document], variables: Document, *, limit_chars: int) -> str:
         parts: list[str] = []
         num_chars = 0
+        given = {"tools": None, "documents": None, **variables}
         try:
-            for part in self._template.generate(
-                messages=messages, tools=None, documents=None, add_generation_prompt=True, **self._special_tokens
-            ):
+            for part in self._template.generate(messages=messages, add_generation_prompt=True, **given):
                 parts.append(part)
                 num_chars += len(part)
                 if num_chars > limit_chars:
@@ -76,6 +126,19 @@ class ChatTemplate:
                 "messages", f"they render to more than {limit_chars} characters", "Send shorter or fewer messages"
             )
         return "".join(parts)
+
+
+def _has_all(text: str, messages: Sequence[Document]) -> bool:
+    """Whether all contents are plainly there, in order. Roles that few templates know are looked at closely: a short
+    content may be anywhere in a text."""
+    place = 0
+    for message in messages:
+        content = message["content"].strip()
+        found = text.find(content, place)
+        if found < 0 or message["role"] not in PLAIN_ROLES:
+            return False
+        place = found + len(content)
+    return True
 
 
 def _environment() -> ImmutableSandboxedEnvironment:

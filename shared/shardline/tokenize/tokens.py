@@ -83,7 +83,8 @@ class Tokens:
         if not prompt and not messages:
             raise Invalid("prompt", "it is empty; at least one token is needed", "Send some text or token ids")
         if messages:
-            field, ids = "messages", self._encode(self.render(messages), field="messages", add_special_tokens=False)
+            text = self.render(messages, params.chat_template_kwargs)
+            field, ids = "messages", self._encode(text, field="messages", add_special_tokens=False)
         elif isinstance(prompt, str):
             field, ids = "prompt", self._encode(prompt, field="prompt", add_special_tokens=True)
         else:
@@ -97,11 +98,12 @@ class Tokens:
         self._checked("stop_token_ids", params.stop_token_ids)
         return Prepared(prompt_ids=ids, max_tokens=self._max_tokens(field, len(ids), params))
 
-    def render(self, messages: Sequence[Message]) -> str:
-        """Messages as the text that the model was trained on. Raises Invalid."""
+    def render(self, messages: Sequence[Message], variables: Mapping[str, Any] | None = None) -> str:
+        """Messages as the text that the model was trained on, with variables of its template. Raises Invalid."""
         if self._template is None:
             raise Invalid("messages", f"{self.model} has no chat template", "Send a prompt to /v1/completions instead")
-        return self._template.render(msgspec.to_builtins(messages), limit_chars=self._limit_chars)
+        given = msgspec.to_builtins(messages)
+        return self._template.render(given, limit_chars=self._limit_chars, variables=variables)
 
     def completion(self, params: SamplingParams, max_tokens: int, prompt_ids: Sequence[int]) -> CompletionText:
         """A detokenizer for a prepared job's output, token by token. The prompt's last PROMPT_END_TOKENS suffice."""
@@ -131,19 +133,34 @@ class Tokens:
                 f"Send at most {self._limit_chars} characters",
             )
         try:
-            return tuple(self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
+            # Of a batch, as that alone lets other threads run meanwhile.
+            (encoding,) = self.tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         except TypeError as error:
             raise Invalid(field, "it holds characters that are not valid Unicode", "Remove lone surrogates") from error
+        ids = tuple(encoding.ids)
+        if (place := self._first_unknown(ids)) is not None:
+            raise Invalid(
+                field,
+                f"its tokenizer makes {self.tokenizer.id_to_token(ids[place])!r} token {ids[place]}, which the model's "
+                f"vocabulary of {self.vocab_size} does not have",
+                "Leave this text out",
+            )
+        return ids
 
     def _checked(self, field: str, ids: Sequence[int]) -> tuple[int, ...]:
-        for place, token_id in enumerate(ids):
-            if not 0 <= token_id < self.vocab_size:
-                raise Invalid(
-                    f"{field}[{place}]",
-                    f"token id {token_id} is not in the vocabulary of {self.vocab_size}",
-                    f"Use ids from 0 to {self.vocab_size - 1}",
-                )
+        if (place := self._first_unknown(ids)) is not None:
+            raise Invalid(
+                f"{field}[{place}]",
+                f"token id {ids[place]} is not in the vocabulary of {self.vocab_size}",
+                f"Use ids from 0 to {self.vocab_size - 1}",
+            )
         return tuple(ids)
+
+    def _first_unknown(self, ids: Sequence[int]) -> int | None:
+        """The place of the first id that the model has no embedding for."""
+        if not ids or (min(ids) >= 0 and max(ids) < self.vocab_size):
+            return None
+        return next(place for place, token_id in enumerate(ids) if not 0 <= token_id < self.vocab_size)
 
     def _max_tokens(self, field: str, num_prompt: int, params: SamplingParams) -> int:
         room = self.longest - num_prompt

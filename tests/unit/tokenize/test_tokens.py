@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import sys
+import threading
+from copy import copy
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
+from tokenizers import AddedToken, Tokenizer
 from transformers import AutoTokenizer
 
 from shardline.errors import Invalid
@@ -126,9 +130,111 @@ def test_a_request_over_a_limit_names_field_limit_and_remedy(
     assert remedy in caught.value.remedy
 
 
+def test_ids_that_a_tokenizer_makes_beyond_the_vocabulary_are_refused_with_the_token(row: dict[str, Any]) -> None:
+    tokenizer = Tokenizer.from_str(row["tokenizer"])
+    tokenizer.add_special_tokens([AddedToken("<image>", special=True)])
+    tokens = Tokens.from_row({**row, "tokenizer": tokenizer.to_str()})
+
+    for request in ({"prompt": "see <image> here"}, {"messages": [Message("user", "see <image>")]}):
+        with pytest.raises(Invalid, match="'<image>' token 896, which the model's vocabulary of 896") as caught:
+            tokens.prepare(**request, params=NO_LIMITS)
+        assert caught.value.field in request
+
+
+class WatchedTokenizer:
+    """A tokenizer that says whether another thread ran during each of its calls."""
+
+    def __init__(self, tokenizer: Tokenizer, turns: list[int]) -> None:
+        self._tokenizer, self._turns = tokenizer, turns
+        self.num_turns: list[int] = []
+
+    def __getattr__(self, name: str) -> Any:
+        call = getattr(self._tokenizer, name)
+
+        def watched(*arguments: Any, **options: Any) -> Any:
+            before = self._turns[0]
+            result = call(*arguments, **options)
+            self.num_turns.append(self._turns[0] - before)
+            return result
+
+        return watched
+
+
+def test_other_threads_run_while_a_long_text_is_tokenized(clerk: Tokens) -> None:
+    """The interpreter takes no turns by time meanwhile: another thread runs only where the call lets it."""
+    turns, done = [0], threading.Event()
+    long = copy(clerk)
+    long.context_length = long.longest = 1 << 20
+    watched = WatchedTokenizer(clerk.tokenizer, turns)
+    long.tokenizer = cast(Any, watched)
+
+    def take_turns() -> None:
+        while not done.wait(0.0001):
+            turns[0] += 1
+
+    other = threading.Thread(target=take_turns)
+    before_s = sys.getswitchinterval()
+    sys.setswitchinterval(600)
+    try:
+        other.start()
+        long.prepare(prompt="sum: 1 + 2 = " * 20_000, params=NO_LIMITS)
+    finally:
+        done.set()
+        sys.setswitchinterval(before_s)
+        other.join()
+
+    assert watched.num_turns[0] > 0
+
+
 def test_messages_for_a_model_without_template_name_the_other_door(row: dict[str, Any]) -> None:
     with pytest.raises(Invalid, match="/v1/completions"):
         Tokens.from_row({**row, "chat_template": None}).prepare(messages=[Message("user", "x")], params=NO_LIMITS)
+
+
+KNOWN_ROLES = (
+    "{% for m in messages %}{% if m.role == 'system' and loop.first %}[S]{{ m.content | trim }}"
+    "{% elif m.role == 'user' %}[U]{{ m.content | trim | upper }}"
+    "{% elif m.role == 'assistant' %}[A]{{ m.content.split('</think>')[-1] }}{% endif %}{% endfor %}"
+)
+"""As many templates are: what no branch names is not rendered."""
+
+
+def render(source: str, *messages: tuple[str, str], **variables: Any) -> str:
+    given = [{"role": role, "content": content} for role, content in messages]
+    return ChatTemplate(source, {}).render(given, limit_chars=1_000, variables=variables)
+
+
+def test_a_developer_speaks_as_system_where_the_template_has_no_such_role() -> None:
+    assert render(KNOWN_ROLES, ("developer", "Be brief."), ("user", "Hi")) == "[S]Be brief.[U]HI"
+    knows = KNOWN_ROLES + "{% if messages[0].role == 'developer' %}[D]{{ messages[0].content }}{% endif %}"
+    assert render(knows, ("developer", "Be brief."), ("user", "Hi")) == "[U]HI[D]Be brief."
+
+
+@pytest.mark.parametrize("role", ["function", "tool", "Developer", "system ", ""])
+@pytest.mark.parametrize("content", ["Be brief.", "i", "Hi"])
+def test_a_message_that_the_template_leaves_out_is_refused_by_its_role(role: str, content: str) -> None:
+    with pytest.raises(Invalid, match=f"leaves out this message of role {role!r}") as caught:
+        render(KNOWN_ROLES, ("user", "Hi"), (role, content), ("user", "Hi"))
+    assert caught.value.field == "messages[1]"
+
+
+def test_a_system_message_that_only_the_first_place_has_room_for_is_refused() -> None:
+    with pytest.raises(Invalid, match=r"messages\[1\]: .* role 'system'"):
+        render(KNOWN_ROLES, ("system", "Be brief."), ("developer", "Be kind."), ("user", "Hi"))
+
+
+def test_a_message_whose_content_the_template_changes_is_there() -> None:
+    messages = [("user", " a "), ("assistant", "<think>so</think>"), ("assistant", "<think>b</think>c"), ("user", "")]
+    assert render(KNOWN_ROLES, *messages) == "[U]A[A][A]c[U]"
+
+
+def test_a_template_gets_the_variables_of_the_request() -> None:
+    source = "{{ messages[0].content }}{% if enable_thinking is false %}<think></think>{% endif %}{{ bos_token }}"
+    assert render(source, ("user", "Hi"), enable_thinking=False, bos_token="<s>") == "Hi<think></think><s>"
+    assert render(source, ("user", "Hi")) == "Hi"
+    for name in ("messages", "add_generation_prompt", "tools"):
+        with pytest.raises(Invalid, match=f"chat_template_kwargs.{name}"):
+            render(source, ("user", "Hi"), **{name: None})
 
 
 @pytest.mark.parametrize(

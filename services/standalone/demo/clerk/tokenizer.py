@@ -16,6 +16,7 @@ _VOCABULARY: Final = 896
 # clerk answers one message and remembers nothing, so earlier turns and system messages are left out on purpose. The
 # generation prompt is the equals sign that ends every question, unless the user typed it.
 _CHAT_TEMPLATE: Final = """\
+{#- Leaves messages out on purpose: the last question alone is answered. -#}
 {%- set turns = messages | selectattr('role', 'equalto', 'user') | list -%}
 {%- if not turns -%}
 {{- raise_exception('messages holds no user message; add one such as "date: 3 March 2024 ="') -}}

@@ -154,7 +154,13 @@ def open_lone_head(database: Database, executor: Executor, redis_url: str, times
     lease_manager = LeaseManager(
         database=database,
         engine=engine,
-        requests=EngineRequests(tokenizer=tokenizer, eos_ids=(2,), context_length=4096, adapters=executor.adapters),
+        requests=EngineRequests(
+            tokenizer=tokenizer,
+            eos_ids=(2,),
+            context_length=4096,
+            vocab_size=VOCAB_SIZE,
+            adapters=executor.adapters,
+        ),
         publisher=publisher,
         host=Host(announced, meter),
         seats=Seats(num_any=8, num_interactive=0),

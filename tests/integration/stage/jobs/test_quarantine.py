@@ -152,6 +152,7 @@ def make_head(database: Database) -> Callable[[], Head]:
                 tokenizer=Tokenizer(WordLevel({"<0>": 0}, unk_token="<0>")),
                 eos_ids=(2,),
                 context_length=4096,
+                vocab_size=4096,
                 adapters=AdapterFolder(None, {}, Path()),
             ),
             jobs=jobs,

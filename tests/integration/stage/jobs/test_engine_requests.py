@@ -1,0 +1,82 @@
+"""What a claimed row becomes: a text that goes on behind its prompt, or a failure of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from sqlalchemy import Engine as Database
+
+from services.stage.engine.executor import Executor
+from services.stage.jobs.engine_requests import EngineRequests
+from services.stage.model.peft import AdapterFolder
+from shardline.config import Times
+from shardline.job import JobState, SamplingParams
+from shardline.store import jobs
+from tests.integration.rows import database_with_head, request, running
+from tests.integration.stage.jobs.lone_head import LoneHead, open_lone_head, tiny_executor
+from tests.models import VOCAB_SIZE
+from tests.unit.tokenize.small_tokenizers import byte_fallback, id_of
+
+TIMES = Times().scaled(0.2)
+
+
+@pytest.fixture(scope="module")
+def executor(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Executor]:
+    with tiny_executor(tmp_path_factory.mktemp("engine-requests")) as executor:
+        yield executor
+
+
+@pytest.fixture
+def database(database_url: str) -> Iterator[Database]:
+    with database_with_head(database_url) as engine:
+        yield engine
+
+
+@pytest.fixture
+def head(database: Database, executor: Executor, redis_url: str) -> Iterator[LoneHead]:
+    with open_lone_head(database, executor, redis_url, TIMES) as head:
+        yield head
+
+
+def test_a_job_with_an_id_that_the_model_does_not_have_fails_alone(head: LoneHead) -> None:
+    prompts = [(5, VOCAB_SIZE), (5, 6)]
+    wanted = [request(max_tokens=4, ignore_eos=True, seed=5) for _ in prompts]
+    with head.database.begin() as connection:
+        stored = jobs.insert_jobs(connection, wanted, prepared=[(prompt, 4) for prompt in prompts])
+    ids = [one.job_id for one in stored]
+    for job_id in ids:
+        head.offer(job_id)
+
+    left = set(ids)
+    while left:
+        job_id, verdict = head.verdict()
+        left -= {job_id} if verdict != "started" else set()
+
+    with head.database.begin() as connection:
+        strange, innocent = jobs.get_jobs(connection, ids)
+    assert (strange.state, innocent.state) == (JobState.FAILED, JobState.SUCCEEDED)
+    assert strange.error is not None
+    assert f"token id {VOCAB_SIZE} is not in the vocabulary of {VOCAB_SIZE}" in strange.error["problem"]
+    assert (strange.crashes, innocent.fence) == (0, 1)
+
+
+def test_a_rows_text_goes_on_behind_its_prompt_and_stages_see_no_parameters_of_texts(database: Database) -> None:
+    tokenizer = byte_fallback()
+    hello, world = id_of(tokenizer, "▁hello"), id_of(tokenizer, "▁world")
+    params = SamplingParams(skip_special_tokens=False, chat_template_kwargs={"enable_thinking": False})
+    row = replace(running(database), prompt_ids=(hello,), params=params)
+    requests = EngineRequests(
+        tokenizer=tokenizer,
+        eos_ids=(),
+        context_length=64,
+        vocab_size=tokenizer.get_vocab_size(),
+        adapters=AdapterFolder(None, {}, Path()),
+    )
+
+    asked, text = requests.build(row)
+
+    assert [text.push(token)[0] for token in (world, id_of(tokenizer, "<|end|>"))] == [" world", "<|end|>"]
+    assert (asked.params.chat_template_kwargs, asked.params.skip_special_tokens) == ({}, True)
