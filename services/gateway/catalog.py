@@ -12,8 +12,9 @@ from shardline.client.database import reachable
 from shardline.store import models, pipelines
 from shardline.tokenize import RegisteredModel, TokenizerCache, addresses
 
-FRESH_S = 10.0
-"""A model that is registered again with other weights is seen at the latest after this."""
+FRESH_S = 3.0
+"""A model that is registered again with other weights, tokens or chat template is seen at the latest after this: so
+long two gateways may differ."""
 
 
 class ModelCatalog:

@@ -6,8 +6,10 @@ Owns the rules of refusal; knows nothing of devices, KV or how a shard is loaded
 from __future__ import annotations
 
 import json
+import math
 import re
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +30,7 @@ from services.stage.model.quantization import quantization_of
 from services.stage.model.refusal import refuse
 from services.stage.model.weights import weight_files
 from shardline.errors import Unavailable
-from shardline.tokenize import model_row
+from shardline.tokenize import model_row, tokenizers_eos_id
 
 log = structlog.get_logger(__name__)
 
@@ -192,25 +194,52 @@ def model_class(config: Any) -> Any:
 
 
 def _context_length(config: Any) -> int:
-    """The model's limit; for rope variants that rescale with the longest sequence, the length from which they do."""
+    """Returns the context that the checkpoint is made for: YaRN and linear scaling extend its positions by
+    their factor, as they do in vLLM.
+
+    Where a rope has other frequencies for longer sequences (`dynamic`, `longrope`), it is the length from which
+    it has: within a batch, and within a sequence that grows, there can be only one kind.
+    """
     length = getattr(config, "max_position_embeddings", None)
     if length is None:
         refuse(f"{config.model_type!r} names no limit of its context (max_position_embeddings)")
     rope = getattr(config, "rope_parameters", None) or {}
     layered = [rope, *(part for part in rope.values() if isinstance(part, dict))]
-    originals = [
-        int(part["original_max_position_embeddings"])
-        for part in layered
-        if part.get("rope_type") in ("longrope", "dynamic") and part.get("original_max_position_embeddings")
-    ]
-    return min([int(length), *originals])
+    limits = [_scaled(int(length), rope), *(limit for part in layered if (limit := _limit_of_rope(part)))]
+    context = min(limits)
+    if context < limits[0]:
+        log.warning(
+            "the model's context ends where its rope changes: longrope reaches all of it with long_factor copied over "
+            "short_factor in config.json",
+            context=context,
+            positions=limits[0],
+        )
+    return context
+
+
+def _scaled(length: int, rope: Mapping[str, Any]) -> int:
+    """Returns the positions of a model of one rope. Layers with ropes of their own are made for the stated length."""
+    factor = rope.get("factor")
+    if rope.get("rope_type") not in ("yarn", "linear") or not isinstance(factor, int | float):
+        return length
+    original = rope.get("original_max_position_embeddings") or length
+    return max(length, int(original * factor)) if math.isfinite(factor) else length
+
+
+def _limit_of_rope(rope: Mapping[str, Any]) -> int | None:
+    """Returns the length from which a rope has other frequencies; None if it never has."""
+    kind = rope.get("rope_type")
+    if kind == "longrope" and rope.get("long_factor") == rope.get("short_factor"):
+        return None
+    original = rope.get("original_max_position_embeddings")
+    return int(original) if kind in ("longrope", "dynamic") and original else None
 
 
 def _eos_ids(path: Path, config: Any) -> tuple[int, ...]:
-    """The end-of-sequence ids of generation_config.json, or of config.json if it has none."""
+    """Returns the end-of-sequence ids of generation_config.json, or of config.json if it has none, and the
+    tokenizer's: fine-tunes often say it there alone."""
     eos = config.eos_token_id
     if (path / "generation_config.json").is_file():
         eos = tf.GenerationConfig.from_pretrained(path, local_files_only=True).eos_token_id or eos
-    if eos is None:
-        return ()
-    return tuple(eos) if isinstance(eos, list | tuple) else (int(eos),)
+    found = list(eos) if isinstance(eos, list | tuple) else [eos]
+    return tuple(dict.fromkeys(int(one) for one in (*found, tokenizers_eos_id(path)) if one is not None))

@@ -21,8 +21,16 @@ from shardline.errors import Unavailable
 
 ONE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-DECIDING = ("config.json", "generation_config.json", "tokenizer*", "*vocab*", "merges.txt", "special_tokens_map.json")
-"""Files beside the weights that turn text into ids and ids into tokens."""
+DECIDING = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer*",
+    "*vocab*",
+    "merges.txt",
+    "special_tokens_map.json",
+    "chat_template*",
+)
+"""Files beside the weights that turn messages and text into ids, and ids into tokens."""
 
 HEADER_MAX_BYTES = 100_000_000
 LENGTH_BYTES = 8

@@ -2,7 +2,7 @@
 
 from shardline.tokenize.chat import ChatTemplate
 from shardline.tokenize.completion import CompletionText
-from shardline.tokenize.folder import model_row
+from shardline.tokenize.folder import model_row, tokenizers_eos_id
 from shardline.tokenize.token_texts import TokenTexts
 from shardline.tokenize.tokenizer_cache import RegisteredModel, TokenizerCache, addresses
 from shardline.tokenize.tokens import Prepared, Tokens
@@ -21,4 +21,5 @@ __all__ = [
     "Vocabulary",
     "addresses",
     "model_row",
+    "tokenizers_eos_id",
 ]

@@ -10,9 +10,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tokenizers import AddedToken, Tokenizer
+
 from shardline.errors import Invalid
 
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+TOKEN_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
 
 def model_row(
@@ -35,10 +38,48 @@ def model_row(
         "context_length": context_length,
         "vocab_size": vocab_size,
         "eos_token_ids": list(eos_ids),
-        "tokenizer": _text(folder / "tokenizer.json") or "",
+        "tokenizer": _tokenizer(folder, tokenizer_config),
         "chat_template": _chat_template(folder, tokenizer_config),
-        "special_tokens": _special_tokens({**_read(folder / "special_tokens_map.json"), **tokenizer_config}),
+        "special_tokens": _special_tokens(folder, tokenizer_config),
     }
+
+
+def tokenizers_eos_id(folder: Path) -> int | None:
+    """The id of the token that ends a text, by the tokenizer's own files; None where they name none. Raises Invalid."""
+    tokenizer_config = _read(folder / "tokenizer_config.json")
+    eos = _special_tokens(folder, tokenizer_config).get("eos_token")
+    text = _tokenizer(folder, tokenizer_config)
+    if eos is None or not text:
+        return None
+    document = _document(text, "tokenizer.json")
+    added = {token["content"]: token["id"] for token in document.get("added_tokens") or ()}
+    vocabulary = (document.get("model") or {}).get("vocab")
+    found = added.get(eos, vocabulary.get(eos) if isinstance(vocabulary, dict) else None)
+    return found if isinstance(found, int) else None
+
+
+def _tokenizer(folder: Path, tokenizer_config: Mapping[str, Any]) -> str:
+    """The folder's tokenizer, with the tokens that its configuration alone adds, as transformers adds them."""
+    text = _text(folder / "tokenizer.json") or ""
+    listed = tokenizer_config.get("added_tokens_decoder")
+    if not text or not listed:
+        return text
+    known = {token.get("content") for token in _document(text, "tokenizer.json").get("added_tokens") or ()}
+    try:
+        by_id = [token for _, token in sorted(listed.items(), key=lambda item: int(item[0]))]
+        missing = [_added_token(token) for token in by_id if token["content"] not in known]
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        problem = f"added_tokens_decoder in tokenizer_config.json is malformed: {error!r}"
+        raise Invalid("model", problem, "Copy the model again") from error
+    if not missing:
+        return text
+    tokenizer = Tokenizer.from_str(text)
+    tokenizer.add_tokens(missing)
+    return str(tokenizer.to_str())
+
+
+def _added_token(token: Mapping[str, Any]) -> AddedToken:
+    return AddedToken(token["content"], **{name: bool(token[name]) for name in TOKEN_FLAGS if name in token})
 
 
 def _chat_template(folder: Path, tokenizer_config: Mapping[str, Any]) -> str | None:
@@ -49,7 +90,8 @@ def _chat_template(folder: Path, tokenizer_config: Mapping[str, Any]) -> str | N
     return template if isinstance(template, str) else None
 
 
-def _special_tokens(source: Mapping[str, Any]) -> dict[str, str]:
+def _special_tokens(folder: Path, tokenizer_config: Mapping[str, Any]) -> dict[str, str]:
+    source = {**_read(folder / "special_tokens_map.json"), **tokenizer_config}
     found = {}
     for name in SPECIAL_TOKENS:
         token = source.get(name)
@@ -65,12 +107,14 @@ def _text(path: Path) -> str | None:
 
 def _read(path: Path) -> dict[str, Any]:
     text = _text(path)
-    if text is None:
-        return {}
+    return {} if text is None else _document(text, path.name)
+
+
+def _document(text: str, name: str) -> dict[str, Any]:
     try:
         document = json.loads(text)
     except ValueError as error:
-        raise Invalid("model", f"{path.name} is not JSON: {error}", "Copy the model again") from error
+        raise Invalid("model", f"{name} is not JSON: {error}", "Copy the model again") from error
     if not isinstance(document, dict):
-        raise Invalid("model", f"{path.name} is not a JSON object", "Copy the model again")
+        raise Invalid("model", f"{name} is not a JSON object", "Copy the model again")
     return document

@@ -10,6 +10,9 @@ import pytest
 import torch
 import transformers as tf
 from safetensors.torch import load_file, save_file
+from structlog.testing import capture_logs
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 from torch import Tensor, nn
 
 from services.stage.attention.paged_kv import KvShape
@@ -66,12 +69,73 @@ def test_the_ends_of_a_generation_config_count(eos: Any, ids: tuple[int, ...], t
     assert ModelInfo.read(path).eos_ids == ids
 
 
+@pytest.mark.parametrize(
+    ("named", "ids"),
+    [("<|im_end|>", (2, 5)), ({"content": "<|im_end|>"}, (2, 5)), ("</s>", (2,)), ("<gone>", (2,)), (None, (2,))],
+)
+def test_the_end_that_the_tokenizer_names_is_one_too(named: Any, ids: tuple[int, ...], tmp_path: Path) -> None:
+    path = save_model(tmp_path)
+    tf.GenerationConfig(eos_token_id=2).save_pretrained(path)
+    tokenizer = Tokenizer(WordLevel({"a": 0, "b": 1, "</s>": 2, "c": 3, "d": 4}, unk_token="a"))
+    tokenizer.add_special_tokens(["</s>", "<|im_end|>"])
+    tokenizer.save(str(path / "tokenizer.json"))
+    (path / "tokenizer_config.json").write_text(json.dumps({"eos_token": named}))
+
+    assert ModelInfo.read(path).eos_ids == ids
+
+
 def test_the_context_ends_before_a_rope_follows_the_batch(tmp_path: Path) -> None:
     path = save_model(tmp_path)
     rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 128}
     edit(path, rope_parameters=rope)
 
     assert ModelInfo.read(path).context_length == 128
+
+
+LLAMA_3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+
+
+@pytest.mark.parametrize(
+    ("positions", "rope", "context"),
+    [
+        (32_768, {"rope_type": "yarn", "factor": 4.0, ORIGINAL: 32_768}, 131_072),
+        (32_768, {"rope_type": "yarn", "factor": 4.0}, 131_072),
+        (131_072, {"rope_type": "yarn", "factor": 4.0, ORIGINAL: 32_768}, 131_072),
+        (163_840, {"rope_type": "yarn", "factor": 40, ORIGINAL: 4_096}, 163_840),
+        (4_096, {"type": "linear", "factor": 4.0}, 16_384),
+        (4_096, {"rope_type": "linear", "factor": 2.5}, 10_240),
+        (131_072, LLAMA_3 | {ORIGINAL: 8_192}, 131_072),
+        (4_096, {"rope_type": "dynamic", "factor": 4.0}, 4_096),
+        (4_096, {"rope_type": "default"}, 4_096),
+    ],
+)
+def test_the_context_is_the_one_that_the_ropes_factor_makes(
+    positions: int, rope: dict[str, Any], context: int, tmp_path: Path
+) -> None:
+    path = save_model(tmp_path)
+    edit(path, rope_parameters=None, rope_scaling=rope, max_position_embeddings=positions)
+
+    assert ModelInfo.read(path).context_length == context
+
+
+def test_ropes_of_layers_keep_the_stated_context(tmp_path: Path) -> None:
+    path = save_model(tmp_path, "gemma3")
+    edit(path, rope_parameters=None, rope_scaling={"rope_type": "linear", "factor": 8.0}, max_position_embeddings=4096)
+
+    assert ModelInfo.read(path).context_length == 4096
+
+
+def test_a_longrope_with_one_kind_of_factors_reaches_all_its_positions(tmp_path: Path) -> None:
+    path = save_model(tmp_path, "phi3")
+    rope = PHI_ROPE | {"type": "longrope"}
+    edit(path, rope_parameters=None, rope_scaling=rope, max_position_embeddings=4096, **{ORIGINAL: 128})
+    with capture_logs() as logs:
+        assert ModelInfo.read(path).context_length == 128
+    assert [(line["log_level"], line["context"], line["positions"]) for line in logs] == [("warning", 128, 4096)]
+
+    edit(path, rope_scaling=rope | {"short_factor": rope["long_factor"]})
+
+    assert ModelInfo.read(path).context_length == 4096
 
 
 @pytest.mark.parametrize(

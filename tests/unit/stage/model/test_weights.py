@@ -72,7 +72,17 @@ def flip(file: Path) -> None:
     draft.rename(file)
 
 
-@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "tokenizer.json"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "config.json",
+        "generation_config.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "special_tokens_map.json",
+        "chat_template.jinja",
+    ],
+)
 def test_a_changed_text_file_changes_the_fingerprint(name: str, model: Path, tmp_path: Path) -> None:
     (model / name).touch()
     first = fingerprint(model, tmp_path / "cache")

@@ -1,0 +1,46 @@
+"""What a model's folder says about tokens, against transformers on the same folder."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from shardline.errors import Invalid
+from shardline.job import SamplingParams
+from shardline.tokenize import Tokens, model_row
+from tests.unit.tokenize.small_tokenizers import byte_level
+
+
+def tokens_of(folder: Path, tokenizer_config: dict[str, Any]) -> Tokens:
+    """As a head of this folder registers them."""
+    byte_level().save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer_config))
+    row = model_row(folder, name="m", fingerprint="f", context_length=64, vocab_size=300, eos_ids=())
+    return Tokens.from_row(row)
+
+
+def test_tokens_that_only_the_configuration_adds_are_tokens(tmp_path: Path) -> None:
+    listed = {
+        "261": {"content": "<tool>", "special": False},
+        "260": {"content": "<|channel|>", "special": True, "lstrip": True},
+        "259": {"content": "<|end|>", "special": True},
+    }
+    fields = {"added_tokens_decoder": listed, "tokenizer_class": "PreTrainedTokenizerFast"}
+    tokens = tokens_of(tmp_path, fields)
+    reference = AutoTokenizer.from_pretrained(tmp_path)
+    text = "a <|channel|>b<tool>c<|end|>"
+
+    ids = tokens.prepare(prompt=text, params=SamplingParams()).prompt_ids
+
+    assert list(ids) == reference(text)["input_ids"]
+    assert tokens.completion(SamplingParams(), 60, ()).say(ids) == reference.decode(ids, skip_special_tokens=True)
+
+
+@pytest.mark.parametrize("listed", [["<tool>"], {"a": {"content": "x"}}, {"260": "x"}, {"260": {}}])
+def test_malformed_added_tokens_name_their_file(listed: Any, tmp_path: Path) -> None:
+    with pytest.raises(Invalid, match=r"added_tokens_decoder in tokenizer_config\.json is malformed"):
+        tokens_of(tmp_path, {"added_tokens_decoder": listed})
