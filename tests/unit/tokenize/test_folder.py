@@ -37,7 +37,7 @@ def test_tokens_that_only_the_configuration_adds_are_tokens(tmp_path: Path) -> N
     ids = tokens.prepare(prompt=text, params=SamplingParams()).prompt_ids
 
     assert list(ids) == reference(text)["input_ids"]
-    assert tokens.completion(SamplingParams(), 60, ()).say(ids) == reference.decode(ids, skip_special_tokens=True)
+    assert tokens.completion(SamplingParams(), 60, ()).say(ids) == reference.decode(list(ids), skip_special_tokens=True)
 
 
 @pytest.mark.parametrize("listed", [["<tool>"], {"a": {"content": "x"}}, {"260": "x"}, {"260": {}}])
