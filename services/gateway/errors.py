@@ -39,8 +39,16 @@ class TooLarge(Invalid):
     """A body over the limit."""
 
 
+class HeadTooLarge(Invalid):
+    """A request line and headers over the limit."""
+
+
 class TooSlow(Invalid):
-    """A body that did not arrive in time."""
+    """A head or a body that did not arrive in time."""
+
+
+class Malformed(Invalid):
+    """Bytes that are no HTTP/1.1 request."""
 
 
 class NotJson(Invalid):
@@ -88,6 +96,8 @@ class InvalidJob(JobEnded):
 
 KINDS: tuple[tuple[type[ShardlineError], int, str, str], ...] = (
     (TooLarge, 413, "invalid_request_error", "request_too_large"),
+    (HeadTooLarge, 431, "invalid_request_error", "request_head_too_large"),
+    (Malformed, 400, "invalid_request_error", "bad_request"),
     (TooSlow, 408, "invalid_request_error", "request_timeout"),
     (NotJson, 415, "invalid_request_error", "unsupported_media_type"),
     (Misdirected, 421, "invalid_request_error", "misdirected_request"),
@@ -119,8 +129,8 @@ def body_of(error: ShardlineError) -> Error:
     for kind, _, name, code in KINDS:
         if isinstance(error, kind):
             job_id = getattr(error, "job_id", None)
-            return _body(str(error), name, code, param=getattr(error, "field", None), job_id=job_id)
-    return _body(str(error), "server_error", "internal_error")
+            return openai_error(str(error), name, code, param=getattr(error, "field", None), job_id=job_id)
+    return openai_error(str(error), "server_error", "internal_error")
 
 
 def error_of_job(job: Job, ended: JobEnded) -> JobEnded:
@@ -160,7 +170,9 @@ def install(app: FastAPI) -> None:
 
     async def http(_request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        body = _body(str(error.detail), "invalid_request_error", "not_found" if error.status_code == 404 else "http")
+        body = openai_error(
+            str(error.detail), "invalid_request_error", "not_found" if error.status_code == 404 else "http"
+        )
         return json_response(body, status=error.status_code, headers=error.headers)
 
     async def gone(_request: Request, _error: Exception) -> Response:
@@ -168,7 +180,9 @@ def install(app: FastAPI) -> None:
 
     async def unexpected(request: Request, error: Exception) -> Response:
         log.error("request failed", path=request.url.path, exc_info=error)
-        return json_response(_body("The server failed; see its log", "server_error", "internal_error"), status=500)
+        return json_response(
+            openai_error("The server failed; see its log", "server_error", "internal_error"), status=500
+        )
 
     app.add_exception_handler(ShardlineError, ours)
     app.add_exception_handler(HTTPException, http)
@@ -176,6 +190,7 @@ def install(app: FastAPI) -> None:
     app.add_exception_handler(Exception, unexpected)
 
 
-def _body(message: str, kind: str, code: str, *, param: str | None = None, job_id: UUID | None = None) -> Error:
+def openai_error(message: str, kind: str, code: str, *, param: str | None = None, job_id: UUID | None = None) -> Error:
+    """The body of an error."""
     error: ErrorFields = {"message": message, "type": kind, "param": param, "code": code}
     return {"error": error if job_id is None else {**error, "job_id": job_id}}

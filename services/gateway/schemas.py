@@ -62,6 +62,9 @@ ERROR_HEADERS: Mapping[int, tuple[str, ...]] = {
 GUARDED = (401, 403, 421, 429, 500, 503)
 """Statuses of every route that needs a key: its key, its host and the look-up of the key come first."""
 
+ANY = (400, 408, 431)
+"""Statuses of any route: its request never came whole, or was none."""
+
 TAKING = (400, 404, 408, 409, 413, 415)
 """Statuses of a route that takes jobs, for its body and its model."""
 
@@ -128,6 +131,8 @@ class DocumentedApp(FastAPI):
             for operations in document["paths"].values():
                 for operation in operations.values():
                     operation["responses"].pop("422", None)
+                    for status, described in errors(*ANY).items():
+                        operation["responses"].setdefault(str(status), described)
             document.setdefault("components", {})["schemas"] = _components()
         return super().openapi()
 

@@ -20,6 +20,21 @@ class GatewaySettings(Settings):
     http_key_fresh_s: float = Field(
         2.0, ge=0, le=60, description="how long an API key is cached; a revoke takes effect after it"
     )
+    http_max_connections: int = Field(
+        6144,
+        ge=16,
+        description="connections open at a time; over it the one that waits the longest for a request closes",
+    )
+    http_max_head_bytes: int = Field(
+        64 << 10, ge=4096, le=1 << 20, description="size of one request's URL and headers; larger ones get 431"
+    )
+    http_head_timeout_s: float = Field(
+        10.0, gt=0, description="time for a request's URL and headers to arrive; later ones get 408"
+    )
+    http_write_timeout_s: float = Field(
+        30.0, gt=0, description="how long a caller may read nothing of an answer before its connection closes"
+    )
+    http_idle_timeout_s: float = Field(75.0, gt=0, description="how long a connection stays open between two requests")
     http_max_in_flight: int = Field(1024, ge=1, description="requests answered at a time; more get 429 and Retry-After")
     http_max_followers: int = Field(
         4096, ge=1, description="event streams of jobs followed at a time, beside the requests; more get 429"

@@ -45,6 +45,10 @@ class GatewayMetrics:
         )
         self.in_flight = Gauge("shardline_http_in_flight", "Requests admitted and not yet answered", registry=registry)
         self.followers = Gauge("shardline_http_followers", "Event streams of jobs that are followed", registry=registry)
+        self.connections = Gauge("shardline_http_connections", "Open connections of callers", registry=registry)
+        self.connections_closed = Counter(
+            "shardline_http_connections_closed", "Connections closed by a limit", ["reason"], registry=registry
+        )
         self.insert_batch = Histogram(
             "shardline_insert_batch_jobs", "Jobs committed by one transaction", buckets=BATCH, registry=registry
         )
