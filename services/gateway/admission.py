@@ -14,6 +14,9 @@ from shardline.errors import Invalid, Overloaded
 
 RETRY_AFTER_S = 1.0
 
+DECODED_SHARE = 4
+"""One body may take a fourth of what all may."""
+
 
 class Gate:
     """Admits at most `limit` holders at a time."""
@@ -88,6 +91,13 @@ class Admission:
             raise TooSlow("body", f"it did not arrive within {self._body_timeout_s:g} s", "Send it again") from error
         return b"".join(chunks)
 
+    def check_decoded(self, num_bytes: int) -> None:
+        """Raises TooLarge."""
+        most_bytes = self._max_buffered_bytes // DECODED_SHARE
+        if num_bytes > most_bytes:
+            problem = f"decoded it takes about {num_bytes >> 20} MiB; {most_bytes >> 20} MiB is the limit"
+            raise TooLarge("body", problem, "Send fewer values in a request")
+
     def _check(self, num_bytes: int) -> None:
         if num_bytes > self._max_body_bytes:
             raise TooLarge(
@@ -96,7 +106,7 @@ class Admission:
 
 
 class Room:
-    """The buffered bytes of one body."""
+    """The bytes of one body, and of what it becomes."""
 
     def __init__(self, admission: Admission) -> None:
         self.num_bytes = 0
@@ -107,10 +117,16 @@ class Room:
         self._admission.take(num_bytes)
         self.num_bytes += num_bytes
 
+    def add_decoded(self, num_bytes: int) -> None:
+        """Count what the body becomes once it is decoded. Raises TooLarge for one that takes more than its share of
+        all buffers, whenever it comes, and Overloaded."""
+        self._admission.check_decoded(num_bytes)
+        self.add(num_bytes)
+
 
 def _announced_bytes(request: Request) -> int:
     """The body's Content-Length; 0 when it is sent in chunks."""
     length = request.headers.get("content-length", "0")
     if not (length.isascii() and length.isdecimal()):
         raise Invalid("content-length", f"{length[:32]!r} is not a number", "Send the body's size in bytes")
-    return int(length[:20])
+    return int(length.lstrip("0")[:20] or "0")

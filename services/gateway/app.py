@@ -6,14 +6,17 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 from fastapi import FastAPI
 from starlette.datastructures import Headers
+from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from services.gateway import errors
 from services.gateway.admission import Gate
 from services.gateway.context import Gateway
+from services.gateway.request_middleware import RequestMiddleware
 from services.gateway.routes import completions, costs, health, jobs
 from services.gateway.schemas import DocumentedApp
 from services.gateway.settings import GatewaySettings
@@ -24,6 +27,14 @@ ADMITTED = "/v1/"
 """Health checks and metrics bypass admission."""
 
 FOLLOWED = "/events"
+
+CROSS_ORIGIN: dict[str, Any] = {
+    "allow_methods": ["GET", "HEAD", "POST", "DELETE"],
+    "allow_headers": ["*"],
+    "expose_headers": ["x-request-id", "retry-after", "location", "x-should-retry"],
+    "max_age": 3600,
+}
+"""What pages of allowed origins may send and read. Without cookies: a key travels in a header."""
 
 
 def create_app(settings: GatewaySettings) -> FastAPI:
@@ -44,7 +55,11 @@ def create_app(settings: GatewaySettings) -> FastAPI:
     errors.install(app)
     for router in (completions.router, jobs.router, costs.router, health.router):
         app.include_router(router)
+    # The last one is the outermost: a page's question is answered without a key, and every answer has an id.
     app.add_middleware(AdmissionMiddleware)
+    if origins := settings.allowed_origins():
+        app.add_middleware(CORSMiddleware, allow_origins=origins, **CROSS_ORIGIN)
+    app.add_middleware(RequestMiddleware)
     return app
 
 

@@ -9,6 +9,7 @@ import time
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from shardline.client.database import reachable
+from shardline.errors import UnknownModel
 from shardline.store import models, pipelines
 from shardline.tokenize import RegisteredModel, TokenizerCache, addresses
 
@@ -29,6 +30,9 @@ class ModelCatalog:
     async def get(self, address: str) -> RegisteredModel:
         """A model, or one of its adapters. Raises UnknownModel, naming those that exist, Invalid when its tokenizer
         cannot be read, and Unavailable."""
+        if "\0" in address:
+            # Postgres holds no such name, and cannot be asked for one.
+            raise UnknownModel(address, await self.names())
         if not self._has_fresh(address):
             async with self._lock:
                 if not self._has_fresh(address):

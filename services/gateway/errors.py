@@ -15,6 +15,7 @@ from starlette.requests import ClientDisconnect
 
 from services.gateway.bodies import Error, ErrorFields
 from shardline.errors import (
+    Busy,
     Conflict,
     Diverged,
     Invalid,
@@ -27,9 +28,13 @@ from shardline.errors import (
     Unavailable,
     UnknownModel,
 )
+from shardline.ids import new_id
 from shardline.job import Job, JobState
 
 log = structlog.get_logger(__name__)
+
+MAX_MESSAGE_CHARS, MAX_PARAM_CHARS = 2_000, 128
+"""Of an error, which may quote what was sent."""
 
 CLIENT_CLOSED_REQUEST = 499
 """No client reads this status; metrics count it."""
@@ -129,8 +134,16 @@ def body_of(error: ShardlineError) -> Error:
     for kind, _, name, code in KINDS:
         if isinstance(error, kind):
             job_id = getattr(error, "job_id", None)
-            return openai_error(str(error), name, code, param=getattr(error, "field", None), job_id=job_id)
-    return openai_error(str(error), "server_error", "internal_error")
+            return openai_error(message_of(error), name, code, param=getattr(error, "field", None), job_id=job_id)
+    return openai_error(message_of(error), "server_error", "internal_error")
+
+
+def message_of(error: ShardlineError) -> str:
+    """What a caller is told. What a driver says of a server, its address first of all, is for the log."""
+    if isinstance(error, Unavailable) and error.__cause__ is not None:
+        log.debug("request refused", error=str(error))
+        return "Postgres is busy" if isinstance(error, Busy) else "Postgres cannot be reached"
+    return str(error)
 
 
 def error_of_job(job: Job, ended: JobEnded) -> JobEnded:
@@ -179,10 +192,11 @@ def install(app: FastAPI) -> None:
         return Response(status_code=CLIENT_CLOSED_REQUEST)
 
     async def unexpected(request: Request, error: Exception) -> Response:
-        log.error("request failed", path=request.url.path, exc_info=error)
-        return json_response(
-            openai_error("The server failed; see its log", "server_error", "internal_error"), status=500
-        )
+        # Outside of all middleware, so that the answer gets its id here, and the log line the same.
+        request_id = str(new_id())
+        log.error("request failed", path=request.url.path, request_id=request_id, exc_info=error)
+        body = openai_error("The server failed; see its log", "server_error", "internal_error")
+        return json_response(body, status=500, headers={"x-request-id": request_id})
 
     app.add_exception_handler(ShardlineError, ours)
     app.add_exception_handler(HTTPException, http)
@@ -192,5 +206,10 @@ def install(app: FastAPI) -> None:
 
 def openai_error(message: str, kind: str, code: str, *, param: str | None = None, job_id: UUID | None = None) -> Error:
     """The body of an error."""
-    error: ErrorFields = {"message": message, "type": kind, "param": param, "code": code}
+    error: ErrorFields = {
+        "message": message[:MAX_MESSAGE_CHARS],
+        "type": kind,
+        "param": None if param is None else param[:MAX_PARAM_CHARS],
+        "code": code,
+    }
     return {"error": error if job_id is None else {**error, "job_id": job_id}}

@@ -12,7 +12,6 @@ from typing import Any
 
 import httptools
 import msgspec
-import structlog
 from uvicorn.protocols.http.httptools_impl import (
     STATUS_LINE,
     HttpToolsProtocol,
@@ -23,8 +22,6 @@ from services.gateway.connections import ConnectionRegister
 from services.gateway.errors import HeadTooLarge, Malformed, TooSlow, body_of, status_of
 from shardline.errors import Invalid
 from shardline.ids import new_id
-
-log = structlog.get_logger(__name__)
 
 MAX_HEADERS = 256
 """Lines of one head. Each costs Python about 140 bytes, however short."""

@@ -11,10 +11,9 @@ from typing import Any
 
 import msgspec
 
+from services.gateway.json_body import Document
 from shardline.errors import Invalid
 from shardline.job import INTERACTIVE_PRIORITY, JobRequest, parse_request
-
-Document = dict[str, Any]
 
 ANY_TEXT = "any text"
 COMMON_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
@@ -58,14 +57,6 @@ class AnswerOptions:
     stream: bool = False
     include_usage: bool = False
     return_token_ids: bool = False
-
-
-def read_object(body: bytes) -> Document:
-    """The JSON object in a body. Raises Invalid."""
-    try:
-        return msgspec.json.decode(body, type=dict[str, Any])
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise Invalid("body", f"it is not a JSON object: {error}", "Send one JSON object in UTF-8") from error
 
 
 def completion_request(document: Document) -> tuple[JobRequest, AnswerOptions]:

@@ -17,6 +17,11 @@ class GatewaySettings(Settings):
         description="hosts that requests may name, with commas, beside localhost; * for any. Default: "
         "localhost alone if http_host is a loopback address, else any",
     )
+    http_allowed_origins: str = Field(
+        "",
+        description="origins of web pages that may send requests (CORS), with commas: https://chat.example.org; "
+        "* for any. Default: none",
+    )
     http_key_fresh_s: float = Field(
         2.0, ge=0, le=60, description="how long an API key is cached; a revoke takes effect after it"
     )
@@ -52,3 +57,7 @@ class GatewaySettings(Settings):
     http_end_wait_s: float = Field(
         30.0, gt=0, description="how long an event stream waits for an unreachable Postgres at its job's end"
     )
+
+    def allowed_origins(self) -> list[str]:
+        """The origins in `http_allowed_origins`."""
+        return [origin.strip() for origin in self.http_allowed_origins.split(",") if origin.strip()]

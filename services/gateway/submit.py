@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +15,8 @@ from fastapi import Request
 from services.gateway.context import Gateway
 from services.gateway.errors import Forbidden, NotJson
 from services.gateway.guard import Caller
-from services.gateway.openai import AnswerOptions, Document, read_object
+from services.gateway.json_body import Document, check_fields, decoded_bytes, read_object
+from services.gateway.openai import AnswerOptions
 from shardline.errors import Invalid
 from shardline.failpoints import Point, failpoint
 from shardline.ids import new_id
@@ -24,6 +26,7 @@ from shardline.tokenize import Prepared, RegisteredModel
 Parse = Callable[[Document], tuple[JobRequest, AnswerOptions]]
 
 JSON = "application/json"
+TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 LARGE_BYTES = 32 << 10
 """Bodies of at least this size are parsed and tokenized on a thread, off the event loop."""
 
@@ -48,6 +51,8 @@ async def submit(gateway: Gateway, request: Request, caller: Caller, parse: Pars
     _check_is_json(request)
     with gateway.admission.reading() as room:
         body = await gateway.admission.read(request, room)
+        await _run_off_loop_if_large(len(body), check_fields, body)
+        room.add_decoded(await _run_off_loop_if_large(len(body), decoded_bytes, body))
         job, options = await _run_off_loop_if_large(len(body), _parse, body, request, caller, parse)
         is_named = job.id is not None or job.idempotency_key is not None
         job = msgspec.structs.replace(job, id=job.id or new_id())
@@ -79,15 +84,26 @@ def _check_is_json(request: Request) -> None:
     kind = request.headers.get("content-type", "")
     if kind.partition(";")[0].strip().lower() != JSON:
         raise NotJson("content-type", f"{kind[:64]!r} is not {JSON}", f"Send Content-Type: {JSON}")
+    encoding = request.headers.get("content-encoding", "identity").strip().lower()
+    if encoding not in ("", "identity"):
+        raise NotJson("content-encoding", f"{encoding[:64]!r} is not supported", "Send the body unpacked")
 
 
 def _parse(body: bytes, request: Request, caller: Caller, parse: Parse) -> tuple[JobRequest, AnswerOptions]:
     document = read_object(body)
     _take_tenant(document, caller)
     _take_header(document, "idempotency_key", request.headers.get("idempotency-key"))
-    job, options = parse(document)
-    traceparent = job.traceparent or request.headers.get("traceparent")
+    try:
+        job, options = parse(document)
+    except RecursionError as error:
+        raise Invalid("body", "it is nested too deep", "Nest less") from error
+    traceparent = job.traceparent or _traceparent(request.headers.get("traceparent", ""))
     return msgspec.structs.replace(job, traceparent=traceparent), options
+
+
+def _traceparent(header: str) -> str | None:
+    """Whoever has no valid one is traced from here: tracing refuses no request."""
+    return header if TRACEPARENT.fullmatch(header) else None
 
 
 def _prepare(model: RegisteredModel, job: JobRequest) -> Prepared:

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from services.gateway.openai import AnswerOptions, chat_request, completion_request, read_object
+from services.gateway.json_body import read_object
+from services.gateway.openai import AnswerOptions, chat_request, completion_request
 from shardline.errors import Invalid
 from shardline.job import Message
 
