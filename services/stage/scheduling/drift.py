@@ -77,8 +77,8 @@ class Drift:
 
 
 def step_kind(plan: StepPlan) -> StepKind:
-    """What the planner would call this step. Drafts are rows that decode, too."""
-    decodes = [(row.start, row.length + len(row.drafts)) for row in plan.rows if row.decodes]
+    """What the planner would call this step. Drafts are among the rows that decode, and in their length."""
+    decodes = [(row.start, row.length) for row in plan.rows if row.decodes]
     chunks = [(row.start, row.length) for row in plan.rows if not row.decodes]
     return StepKind(
         count=1,

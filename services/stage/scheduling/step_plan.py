@@ -50,9 +50,10 @@ class Row(msgspec.Struct, frozen=True, array_like=True):
     `ids` are tokens that the stages do not know yet (the token sampled last), appended to the known ids before the row
     runs. `blocks` are appended to its block table. `wants`: sample a token from the last position.
 
-    A decode has length 1 and its `drafts`: guesses of the tokens that follow, which count as known ids until the next
-    row. A token is sampled from the last id and from each draft, up to the first that is not the next draft. The next
-    row's `start` says how many drafts came true; the others are forgotten, and their KV is written anew.
+    The `length` of a decode counts its token and its `drafts`: guesses of the tokens that follow, which count as known
+    ids until the next row. A token is sampled from the last id and from each draft, up to the first that is not the
+    next draft. The next row's `start` says how many drafts came true; the others are forgotten, and their KV is written
+    anew.
     """
 
     seq: int

@@ -7,6 +7,7 @@ import pytest
 from services.stage.scheduling.drift import DRIFT, NUM_WINDOWS, WINDOW_STEPS, Drift, step_kind
 from services.stage.scheduling.step_plan import Move, Row, StepPlan
 from shardline.planner.step_cost import compute_s
+from tests.simulation.pipeline import Pipeline, config, request
 from tests.unit.planner.fleets import LAYER_S, device, model
 
 DECODES = tuple(Row(seq, 9, 1, (5,), (), wants=True) for seq in range(4))
@@ -70,8 +71,26 @@ def test_steps_that_wait_for_streamed_layers_do_not_count() -> None:
 
 
 def test_a_plan_is_the_step_that_the_planner_knows() -> None:
-    rows = (Row(1, 9, 1, (5,), (), wants=True, drafts=(7, 8)), Row(2, 4, 3, (), (0,), wants=False))
+    rows = (Row(1, 9, 3, (5,), (), wants=True, drafts=(7, 8)), Row(2, 4, 3, (), (0,), wants=False))
     kind = step_kind(StepPlan(0, (), rows, ()))
     assert (kind.decodes, kind.decode_context) == (3, 10 + 11 + 12)
     assert (kind.prefill, kind.prefill_context) == (3, 5 + 6 + 7)
     assert compute_s(device("a:0"), {"full_attention": 2}, kind, is_tail=False) == pytest.approx(2 * LAYER_S)
+
+
+def test_the_planner_knows_as_many_rows_as_the_scheduler_packs() -> None:
+    # Given a job that copies its prompt, beside one that does not
+    pipeline = Pipeline(config(prompt_lookup=16))
+    pipeline.add(request("a", repeats=True))
+    pipeline.add(request("b"))
+    num_drafts = 0
+
+    # Then each of its steps is to the planner what every stage computes
+    for _ in range(100):
+        if (plan := pipeline.schedule()) is None:
+            break
+        kind = step_kind(plan)
+        assert kind.decodes + kind.prefill == plan.num_tokens
+        num_drafts += plan.num_drafts
+        pipeline.deliver()
+    assert num_drafts > 0
