@@ -67,6 +67,24 @@ def _gather(store: Tensor, blocks: Tensor, span: Span) -> Tensor:
 def _attend_span(query: Tensor, keys: Tensor, values: Tensor, span: Span, params: AttentionParams) -> Tensor:
     """Query [H, rows, D] over keys [Hk, P, D] and values [Hk, P, Dv]: returns [H, rows, Dv]."""
     mask = _visible(keys.shape[1], span, params, query.device)
+    if mask is None:
+        return _attend_visible(query, keys, values, mask, params)
+    # A masked score that is NaN stays NaN, and so is a weight of 0 times an infinite value
+    (keys, odd_keys), (values, odd_values) = _finite(keys), _finite(values)
+    sees_odd = (mask & (odd_keys | odd_values)).any(1)
+    return _attend_visible(query, keys, values, mask, params).masked_fill(sees_odd[None, :, None], float("nan"))
+
+
+def _finite(store: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys or values [Hk, P, D] with zeros for what is not finite, and the tokens that have some of it, bool [P]."""
+    is_finite = store.isfinite()
+    return store.where(is_finite, 0.0), ~is_finite.all(-1).all(0)
+
+
+def _attend_visible(
+    query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, params: AttentionParams
+) -> Tensor:
+    """Query [H, rows, D] over keys and values that are finite where some are masked: returns [H, rows, Dv]."""
     if params.softcap is not None or params.sinks is not None:
         return _attend_in_float32(query, keys, values, mask, params)
     batched = (query[None], keys[None], values[None])

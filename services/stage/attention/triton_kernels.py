@@ -15,7 +15,8 @@ the batch, the chunk, the rows of its tile, or where blocks lie in the pool. It 
   lane that sees nothing of a block, the maximum stays, the rescaling is exactly 1 (or, before its first key, scales
   zeros), and zeros are added.
 - **Masked values are zeros.** Values past the tile's last row are never loaded: a weight of 0 times what lies there
-  (another sequence's infinity) could be NaN.
+  (another sequence's infinity) could be NaN. In blocks of which a lane may not see all, values of the tile's own
+  sequence that are not finite count as zeros, and the lanes that do see one get NaN.
 - **One precision.** Scores, softmax and sums are float32; float32 inputs are multiplied as float32 (`ieee`), never as
   TF32. Weights are rounded to the KV's dtype for the second product, as the values are.
 - **One binary per layer shape.** Triton would compile other code for arguments that equal 1 or divide by 16, so no
@@ -147,6 +148,7 @@ def attend(
         most = tl.full([TILE], float("-inf"), tl.float32)
         total = tl.zeros([TILE], tl.float32)
     sums = tl.zeros([TILE, PADDED_VALUE_DIM], tl.float32)
+    spoiled = tl.zeros([TILE], tl.int32)
     blocks = table + tl.maximum(number, 0).to(tl.int64) * table_width
     for index in range(first_block, tl.cdiv(num_keys, BLOCK)):
         store = (tl.load(blocks + index).to(tl.int64) * KV_HEADS + kv_head) * BLOCK
@@ -177,12 +179,22 @@ def attend(
             mask=is_written[:, None] & (value_dim < VALUE_DIM)[None, :],
             other=0.0,
         )
+        if IS_INTERPRETED:
+            block_values = block_values.to(tl.float32)
+        is_behind = HAS_WINDOW & (index * BLOCK < num_keys - window)
+        if is_behind | ((index + 1) * BLOCK > start + 1):
+            wide_values = block_values.to(tl.float32)
+            is_odd = (wide_values - wide_values) != 0.0
+            block_values = tl.where(is_odd, tl.zeros_like(block_values), block_values)
+            odd_token = tl.max(is_odd.to(tl.int32), 1)
+            spoiled = tl.maximum(spoiled, tl.max(tl.where(is_seen, odd_token[None, :], 0), 1))
         rounded = weights.to(values.dtype.element_ty)
         if IS_INTERPRETED:
-            rounded, block_values = rounded.to(tl.float32), block_values.to(tl.float32)
+            rounded = rounded.to(tl.float32)
         sums = tl.dot(rounded, block_values, sums * shrink[:, None], input_precision="ieee")
         most = new_most
     sums = sums / tl.where(total == 0.0, 1.0, total)[:, None]
+    sums = tl.where((spoiled != 0)[:, None], float("nan"), sums)
 
     to = (wide_row * (KV_HEADS * GROUP) + head) * VALUE_DIM
     is_stored = is_here[:, None] & (value_dim < VALUE_DIM)[None, :]

@@ -5,7 +5,8 @@
 // the batch, the chunking, the tile it shares, the number of threads. It holds because
 //   - every sum has one order: head dimensions for a score, keys for an output, 16 partial sums for the softmax;
 //   - each fused multiply-add is written as fma(), and -ffp-contract=off forbids any other;
-//   - a key that a row may not see gets the weight +0, and adding +0 changes no bit.
+//   - a key that a row may not see gets the weight +0, and adding +0 times a number changes no bit;
+//   - where a value is no number, +0 times it is none either: then each row is computed alone, over its own keys only.
 // The bits are the same with AVX2 and with AVX-512. Where the processor multiplies pairs of bfloat16 (AVX512_BF16, AMX),
 // bfloat16 rows have others: it sums a pair in an order of its own.
 //
@@ -196,12 +197,27 @@ template <class Way> struct Rows {
         store_first(out + d, ::load(t.out + m * t.value_dim + d), c.value_dim - d);
     }
   }
+
+  bool are_numbers(const typename Way::Tile& t, int count) const {
+    Bits odd = {};
+    for (int m = 0; m < count; m++) {
+      for (int d = 0; d < c.value_dim; d += kWidth) {
+        const Floats x = load_first(t.out + m * t.value_dim + d, c.value_dim - d);
+        odd |= (Bits)(x != x);
+      }
+    }
+    uint32_t any = 0;
+    for (int i = 0; i < kWidth; i++) any |= odd[i];
+    return any == 0;
+  }
 };
 
-template <class Way> void attend_run(const Kv<Way>& kv, Run run, int kv_head, Ahead* ahead, Scratch& scratch) {
+// Whether all outputs are numbers; not asked of a row alone.
+template <class Way> bool attend_rows(const Kv<Way>& kv, Run run, int kv_head, Ahead* ahead, Scratch& scratch) {
   const Rows<Way> rows{kv.call, run, kv_head};
   const int num_queries = run.count * rows.group, passes = (num_queries + Way::kRows - 1) / Way::kRows;
   typename Way::Tile t = tile_of(kv, run, kv_head, scratch);
+  bool are_numbers = true;
   for (int pass = 0, done = 0; pass < passes; pass++) {
     const int count = (num_queries - done) / (passes - pass);
     t.ahead = pass == 0 ? ahead : nullptr;
@@ -209,8 +225,15 @@ template <class Way> void attend_run(const Kv<Way>& kv, Run run, int kv_head, Ah
     Way::prepare(t, count);
     Way::attend(t, count);
     rows.store(t, done, count);
+    if (run.count > 1 && are_numbers) are_numbers = rows.are_numbers(t, count);
     done += count;
   }
+  return are_numbers;
+}
+
+template <class Way> void attend_run(const Kv<Way>& kv, Run run, int kv_head, Ahead* ahead, Scratch& scratch) {
+  if (attend_rows(kv, run, kv_head, ahead, scratch)) return;
+  for (int i = 0; i < run.count; i++) attend_rows(kv, Run{run.row + i, 1, false}, kv_head, nullptr, scratch);
 }
 
 template <class T> void clear_run(const Call& c, Run run) {
