@@ -16,6 +16,8 @@ from uuid import uuid4
 
 CGROUP_ROOT = Path("/sys/fs/cgroup")
 PATTERN = "memory-*.promise"
+DRAFT = "memory.draft"
+"""A promise that is made: of one process at a time."""
 MAX_BYTES = 64
 
 
@@ -27,9 +29,13 @@ class Promises:
         self._folder = folder
         self._cgroup = _cgroup()
         self._path = folder / f"memory-{uuid4().hex}.promise"
-        self._file = _open(self._path)
-        fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        self.make(0)
+        draft = folder / DRAFT
+        with self.alone():
+            # It gets its name once it is locked: who reads an unlocked one removes it, as that of a dead process.
+            self._file = _open(draft)
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self.make(0)
+            draft.rename(self._path)
 
     def make(self, num_bytes: int) -> None:
         """Promises to take this memory, in place of any earlier promise; 0 once it is taken."""

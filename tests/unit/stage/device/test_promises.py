@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -21,6 +23,7 @@ from tests.repository import REPOSITORY
 
 MIB = 1 << 20
 KV_SHAPES = {0: KvShape(num_kv_heads=2, head_dim=16)}
+NUM_STARTS = 1_000
 ALL_BYTES = 1 << 50
 """More than any host has."""
 
@@ -60,6 +63,28 @@ Promises(Path({str(tmp_path)!r})).make({9 * MIB}); os.kill(os.getpid(), 9)"""
 
     assert other.others() == 0
     assert len(list(tmp_path.glob("memory-*.promise"))) == 1
+
+
+def test_stages_that_start_beside_a_reader_keep_their_promises(tmp_path: Path, other: Promises) -> None:
+    done = threading.Event()
+
+    def read() -> int:
+        num_read = 0
+        while not done.is_set():
+            num_read += other.others() >= 0
+        return num_read
+
+    with ThreadPoolExecutor(2) as pool:
+        readers = [pool.submit(read) for _ in range(2)]
+        try:
+            for _ in range(NUM_STARTS):
+                started = Promises(tmp_path)
+                started.make(MIB)
+                assert other.others() == MIB
+                started.release()
+        finally:
+            done.set()
+    assert all(reader.result() > 0 for reader in readers)
 
 
 def test_memory_promised_to_a_loading_stage_is_not_free(device: Device, other: Promises) -> None:
