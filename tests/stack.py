@@ -37,6 +37,7 @@ class Stack:
 
     def start(self) -> None:
         """Start it and wait until it says that it is ready."""
+        self.output.touch(mode=0o600)
         with self.output.open("ab") as output:
             self.process = subprocess.Popen(self._argv("up"), **self._options(), stdout=output, stderr=output)
         until(lambda: self.process.poll() is not None or self.home.published() is not None)

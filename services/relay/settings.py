@@ -22,9 +22,11 @@ class RelaySettings(Settings):
     )
 
     energy_price: str | None = Field(
-        None, description="money for a kWh: a number, or a file or URL of a series (CSV time,value or JSON)"
+        None, repr=False, description="money for a kWh: a number, or a file or URL of a series (CSV time,value or JSON)"
     )
-    energy_carbon: str | None = Field(None, description="grams of CO2 equivalent for a kWh, given in the same way")
+    energy_carbon: str | None = Field(
+        None, repr=False, description="grams of CO2 equivalent for a kWh, given in the same way"
+    )
 
     def celery(self) -> dict[str, Any]:
         """Celery's configuration of a relay's worker.

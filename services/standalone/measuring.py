@@ -68,8 +68,7 @@ class Measuring:
 
 def _start(log: Path, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
     """One that ends with this process and talks through pipes; its errors go to the log."""
-    log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("ab") as errors:
+    with processes.open_log(log) as errors:
         return subprocess.Popen(
             [*processes.child_prefix(), *ARGV],
             stdin=subprocess.PIPE,

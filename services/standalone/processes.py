@@ -9,6 +9,7 @@ import subprocess
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import IO
 
 import psutil
 from tenacity import Retrying, retry_if_result, stop_after_delay, wait_fixed
@@ -103,9 +104,7 @@ def spawn(
 
     Call it from a thread that lives as long as the child should: Linux sends the signal when that thread ends.
     """
-    log.parent.mkdir(parents=True, exist_ok=True)
-    bound_log(log)
-    with log.open("ab") as output:
+    with open_log(log) as output:
         return subprocess.Popen(
             [*child_prefix(death_signal, unprivileged=unprivileged), *argv],
             stdin=subprocess.DEVNULL,
@@ -175,10 +174,20 @@ def tail(log: Path) -> str:
     return "\n".join(log.read_text(errors="replace").splitlines()[-TAIL_LINES:]) if log.exists() else ""
 
 
+def open_log(log: Path) -> IO[bytes]:
+    """To append to, in a folder of this user alone: what servers and libraries write may quote what is private."""
+    log.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    log.parent.chmod(0o700)
+    bound_log(log)
+    log.touch(mode=0o600)
+    log.chmod(0o600)
+    return log.open("ab")
+
+
 def bound_log(log: Path, *, max_bytes: int = LOG_MAX_BYTES) -> None:
     """Keep one older copy when a log has outgrown its limit, or what of it fits on a full disk. Safe while a child
     appends to it."""
     if log.exists() and log.stat().st_size > max_bytes:
         with suppress(OSError):
-            shutil.copyfile(log, log.with_suffix(".log.1"))
+            shutil.copy(log, log.with_suffix(".log.1"))
         os.truncate(log, 0)

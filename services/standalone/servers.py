@@ -32,6 +32,9 @@ PORT_TRIES = 5
 SOCKET_PATH_MAX = 80
 """A unix socket's path must fit in 107 bytes, with its file name."""
 
+TIGHT_LIPPED = {"log_error_verbosity": "terse", "log_min_error_statement": "panic"}
+"""Postgres would log the row that it refuses, and the statement, with the prompt in either."""
+
 DURABLE: dict[str, str] = {}
 FAST = {"fsync": "off", "full_page_writes": "off"}
 """For tests: commits survive any crash of the server, not of the machine."""
@@ -166,6 +169,7 @@ class Postgres(EmbeddedServer):
             "listen_addresses": "",
             "unix_socket_directories": str(self.sockets),
             "max_connections": "200",
+            **TIGHT_LIPPED,
             **self._settings,
         }
         options = [argument for name, value in settings.items() for argument in ("-c", f"{name}={value}")]

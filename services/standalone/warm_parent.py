@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from services.standalone.adopted import AdoptedProcess
-from services.standalone.processes import Child, spawn
+from services.standalone.processes import Child, open_log, spawn
 from services.standalone.settings import REPOSITORY
 from shardline.config import ENV_PREFIX
 from shardline.fork_request import GO, MAX_BYTES, READY, ForkRequest
@@ -68,7 +68,7 @@ class WarmParent(Child):
         if not self.is_settled() or self.problem or not self.suits(environment) or self._link is None:
             return None
         ours, theirs = socket.socketpair()
-        with ours, log.open("ab") as output:
+        with ours, open_log(log) as output:
             try:
                 with theirs:
                     ForkRequest(name=name, environment=environment, log=output.fileno(), answer=theirs.fileno()).send(

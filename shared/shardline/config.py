@@ -64,14 +64,23 @@ class Settings(BaseSettings):
     """What every service shares. Services extend it with their own fields."""
 
     model_config = SettingsConfigDict(
-        env_prefix=ENV_PREFIX, frozen=True, extra="ignore", env_ignore_empty=True, hide_input_in_errors=True
+        env_prefix=ENV_PREFIX,
+        frozen=True,
+        extra="ignore",
+        env_ignore_empty=True,
+        # What is refused may be a key; the error names the setting and the rule.
+        hide_input_in_errors=True,
     )
 
     database_url: SecretStr = Field(
         SecretStr("postgresql://shardline@localhost/shardline"), description="Postgres, the truth"
     )
-    redis_url: str = Field("redis://localhost:6379/0", description="Redis, the bell: Celery's broker and the streams")
-    result_backend: str | None = Field(None, description="Celery result backend for AsyncResult.get(); none by default")
+    redis_url: str = Field(
+        "redis://localhost:6379/0", repr=False, description="Redis, the bell: Celery's broker and the streams"
+    )
+    result_backend: str | None = Field(
+        None, repr=False, description="Celery result backend for AsyncResult.get(); none by default"
+    )
     time_scale: float = Field(1.0, gt=0, le=10, description="factor on all of the protocol's times")
     log_level: str = Field("INFO", description="DEBUG, INFO, WARNING or ERROR")
     log_format: str = Field("auto", pattern="^(auto|json|console)$", description="json, console, or by terminal")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import re
 import sys
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 from uuid import UUID
@@ -15,15 +16,24 @@ from uuid import UUID
 import structlog
 from structlog.typing import EventDict, Processor, WrappedLogger
 
-NOISY = ("httpx", "httpcore", "uvicorn.access", "kombu", "amqp", "celery.worker.strategy")
+NOISY = ("httpx", "httpcore", "uvicorn.access", "kombu", "amqp", "celery.worker.strategy", "celery.pool")
 """Loggers that say something for each request or job; they are heard from WARNING on."""
 
-REFUSALS = "celery.worker.consumer.consumer"
-"""Logger of Celery that writes a message whole when it refuses it: a misspelled task's prompt does not belong there."""
+ARGUMENTS = ("args", "kwargs", "argsrepr", "kwargsrepr")
+HIDDEN = "***"
+NAMES = r"[\w.-]*(?:token|key|passw(?:or)?d|pwd|secret|signature|credential|auth)[\w.-]*"
+"""What a parameter of an address is called that nobody else may know."""
 
-REFUSED = ("Received", "Can't decode message body")
-MAX_TOLD = 200
-PASSWORD_IN_URL = re.compile(r"(?P<scheme>[a-z0-9+]+://[^:/@\s]*):[^@/\s]+@", re.IGNORECASE)
+# None of them takes a quote or a backslash: a line of JSON stays one.
+SECRETS = (
+    (re.compile(r"(://[^\s:/@\"'\\]*):[^\s@\"'\\]+@"), rf"\1:{HIDDEN}@"),
+    (re.compile(rf"([?&;]{NAMES}=)[^\s&;#\"'\\]+", re.IGNORECASE), rf"\1{HIDDEN}"),
+    (re.compile(r"(\b\w*password=)[^\s&;#\"'\\]+", re.IGNORECASE), rf"\1{HIDDEN}"),
+    (re.compile(r"(\bBearer\s+)[\w.~+/=-]{8,}", re.IGNORECASE), rf"\1{HIDDEN}"),
+    (re.compile(r"(\bAuthorization\W{1,6}Basic\s+)[\w+/=-]+", re.IGNORECASE), rf"\1{HIDDEN}"),
+    (re.compile(r"(sk-shardline-[0-9a-f]{1,16}-)[\w-]+"), rf"\1{HIDDEN}"),
+)
+"""Passwords in URLs and libpq's settings, keys in addresses and headers, and our API keys, but for their ids."""
 
 
 def configure(*, service: str, level: str = "INFO", form: str = "auto") -> None:
@@ -35,7 +45,6 @@ def configure(*, service: str, level: str = "INFO", form: str = "auto") -> None:
         structlog.stdlib.add_logger_name,
         structlog.processors.TimeStamper(fmt="iso", utc=True),
         _add_service(service),
-        _hide_passwords,
     ]
     structlog.configure(
         processors=[*shared, structlog.stdlib.ProcessorFormatter.wrap_for_formatter],
@@ -47,7 +56,11 @@ def configure(*, service: str, level: str = "INFO", form: str = "auto") -> None:
     handler.setFormatter(
         structlog.stdlib.ProcessorFormatter(
             foreign_pre_chain=[*shared, structlog.stdlib.ExtraAdder()],
-            processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *_renderers(console=console)],
+            processors=[
+                structlog.stdlib.ProcessorFormatter.remove_processors_meta,
+                *_renderers(console=console),
+                _hide_secrets,
+            ],
         )
     )
     handler.addFilter(_without_bodies)
@@ -63,27 +76,33 @@ def job_context(job_id: UUID | str, **fields: Any) -> AbstractContextManager[Any
     return structlog.contextvars.bound_contextvars(job_id=str(job_id), **fields)
 
 
-def hide_password(text: str) -> str:
-    """A URL, or text with URLs in it, without passwords."""
-    return PASSWORD_IN_URL.sub(r"\g<scheme>:***@", text)
+def hide_secrets(text: str) -> str:
+    """A line, or any other text, without passwords and keys."""
+    for pattern, replacement in SECRETS:
+        text = pattern.sub(replacement, text)
+    return text
 
 
 def _without_bodies(record: logging.LogRecord) -> bool:
-    """Of what Celery says about a message: the first line, without the message. Its type is all that may be told."""
+    """Of what Celery says about a task: not its arguments, in an `extra` or among what it formats."""
     if record.name.startswith("celery."):
-        record.__dict__.pop("data", None)  # The task's arguments, in an `extra`.
-    text = str(record.msg).lstrip()
-    if record.name == REFUSALS and text.startswith(REFUSED):
-        problem = text.partition("\n")[0].partition("%")[0].strip(" :[")
-        told = record.args[0] if isinstance(record.args, tuple) and record.args else None
-        record.msg = f"{problem}: {str(told)[:MAX_TOLD]}" if isinstance(told, KeyError) else problem
-        record.args, record.exc_info, record.exc_text = (), None, None
+        record.__dict__.pop("data", None)
+        if isinstance(record.args, tuple):
+            record.args = tuple(_without_arguments(value) for value in record.args)
     return True
+
+
+def _without_arguments(value: object) -> object:
+    if not isinstance(value, Mapping):
+        return value
+    return {name: part for name, part in value.items() if name not in ARGUMENTS}
 
 
 def _renderers(*, console: bool) -> list[Processor]:
     if console:
-        return [structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())]
+        # Not rich's form, with locals, which hold prompts, and with lines that break in the middle of a secret.
+        plain = structlog.dev.plain_traceback
+        return [structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty(), exception_formatter=plain)]
     return [
         # Without locals: they would put prompts and completions into the log.
         structlog.processors.ExceptionRenderer(structlog.tracebacks.ExceptionDictTransformer(show_locals=False)),
@@ -99,8 +118,6 @@ def _add_service(service: str) -> Processor:
     return add
 
 
-def _hide_passwords(_logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:
-    for name, value in event.items():
-        if isinstance(value, str) and "://" in value:
-            event[name] = hide_password(value)
-    return event
+def _hide_secrets(_logger: WrappedLogger, _method: str, line: str) -> str:
+    """The last word on a line: fields, messages and tracebacks are all in it."""
+    return hide_secrets(line)

@@ -88,6 +88,10 @@ class ComposeTarget(TargetRun):
         left = [(kind, name) for kind in LASTING for name in self._left(kind)]
         return [Finding(invariant="I5", count="orphans", what=f"{kind} {name} lives on") for kind, name in left]
 
+    def logs(self) -> list[Path]:
+        """Of its containers, as they were kept at its end."""
+        return list(LOGS_KEPT.iterdir())
+
     def _left(self, kind: str) -> list[str]:
         every = ("--all",) if kind == "container" else ()
         return self.stack.docker.run(kind, "ls", *every, "--quiet", f"--filter=label={self.stack.label}").stdout.split()

@@ -10,12 +10,13 @@ from uuid import UUID
 
 import pytest
 import structlog
-from celery.worker.consumer import consumer
 
 from shardline import log
+from shardline.api_key import new_key, parse_key
 
 JOB = UUID(int=7)
 SECRET = "nobody else may read this"
+PASSWORD = "sesame-4711-open"
 
 
 @pytest.fixture(autouse=True)
@@ -25,6 +26,18 @@ def _restored() -> Iterator[None]:
     yield
     root.handlers[:], root.level = handlers, level
     structlog.reset_defaults()
+
+
+def raised(told: str) -> Exception:
+    """An error with a cause, whose frame has a prompt among its locals."""
+    prompt = SECRET
+    try:
+        int(told)
+    except ValueError as cause:
+        error = KeyError(told, len(prompt))
+        error.__cause__ = cause
+        return error
+    raise AssertionError(told)
 
 
 def lines(capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
@@ -54,36 +67,74 @@ def test_the_lines_of_libraries_look_the_same(capsys: pytest.CaptureFixture[str]
     assert (line["event"], line["service"]) == ("lost redis://:***@host:6379/0", "relay")
 
 
+@pytest.mark.parametrize("form", ["json", "console"])
 @pytest.mark.parametrize(
-    ("template", "arguments"),
+    "text",
     [
-        (consumer.UNKNOWN_TASK_ERROR, (KeyError("shardline.sumbit"), SECRET, {"argsrepr": SECRET}, {})),
-        (consumer.INVALID_TASK_ERROR, (ValueError(SECRET), SECRET)),
-        (consumer.UNKNOWN_FORMAT, (SECRET,)),
-        (consumer.MESSAGE_DECODE_ERROR, (ValueError(SECRET), "json", "utf-8", SECRET, SECRET)),
+        "redis://:{}@host:6379/0",
+        "postgresql+psycopg://me:{}@host/db and amqp://you:{}@other",
+        "redis://:pass/{}:word@host:6379/0",
+        "https://host/rates?securityToken={}&zone=1",
+        "https://host/rates?zone=1&api_key={}",
+        "rediss://host/0?ssl_keyfile_password={}",
+        "host=localhost user=me password={} dbname=x",
+        "Authorization: Bearer {}",
+        "{{'authorization': 'Basic {}'}}",
+        "no key sk-shardline-0123456789abcdef-{}",
     ],
 )
-def test_the_content_of_a_message_that_celery_refuses_is_not_logged(
-    capsys: pytest.CaptureFixture[str], template: str, arguments: tuple[object, ...]
+def test_no_secret_is_logged_in_fields_messages_or_tracebacks(
+    capsys: pytest.CaptureFixture[str], text: str, form: str
 ) -> None:
+    log.configure(service="relay", form=form)
+    told = text.format(PASSWORD, PASSWORD)
+    structlog.get_logger("one").warning(told, field=told, inside={"a": [told]}, error=ValueError(told))
+    logging.getLogger("two").error("failed: %s", told, extra={"more": told})
+    structlog.get_logger("one").error("broken", exc_info=raised(told))
+
+    written = capsys.readouterr().err
+
+    assert PASSWORD not in written
+    assert SECRET not in written
+    assert "***" in written
+    assert form == "console" or all(json.loads(line) for line in written.splitlines())
+
+
+def test_an_api_key_is_logged_by_its_id(capsys: pytest.CaptureFixture[str]) -> None:
+    log.configure(service="gateway", form="json")
+    key = new_key()
+    structlog.get_logger("one").info(key)
+    assert parse_key(key).key_id in capsys.readouterr().err
+    structlog.get_logger("one").info(f"x-{key}.")
+    assert key.rpartition(parse_key(key).key_id)[2] not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "text", ["http://127.0.0.1:8000/v1 by me@host", "tokens=5 key=stage-1", "?limit=5&after=7", "Bearer of news"]
+)
+def test_what_is_no_secret_is_logged_as_it_is(capsys: pytest.CaptureFixture[str], text: str) -> None:
     log.configure(service="relay", form="json")
-    consumer.logger.error(template, *arguments, exc_info=ValueError(SECRET))
-
+    structlog.get_logger("one").info(text)
     (line,) = lines(capsys)
+    assert line["event"] == text
 
+
+def test_the_arguments_of_a_task_are_not_formatted(capsys: pytest.CaptureFixture[str]) -> None:
+    log.configure(service="relay", form="json")
+    info = {"id": "7", "args": SECRET, "kwargs": {"prompt": SECRET}}
+    logging.getLogger("celery.worker.strategy").error("Couldn't convert ETA %r: %r. Task: %r", 1, ValueError(), info)
+    (line,) = lines(capsys)
     assert SECRET not in str(line)
-    assert line["event"].startswith(template.split(maxsplit=1)[0])
+    assert "'id': '7'" in line["event"]
 
 
 def test_the_arguments_of_a_failed_task_are_not_logged(capsys: pytest.CaptureFixture[str]) -> None:
     log.configure(service="relay", form="json")
     logging.getLogger("celery.app.trace").error("Task %(name)s failed", {"name": "x"}, extra={"data": {"args": SECRET}})
-    logging.getLogger(log.REFUSALS).error("consumer: Cannot connect to %s: %s.\n%s\n", "redis", "no route", "Again.")
 
-    first, second = lines(capsys)
+    (line,) = lines(capsys)
 
-    assert (first["event"], "data" in first) == ("Task x failed", False)
-    assert "no route" in second["event"]
+    assert (line["event"], "data" in line) == ("Task x failed", False)
 
 
 def test_a_logged_exception_is_part_of_the_object(capsys: pytest.CaptureFixture[str]) -> None:

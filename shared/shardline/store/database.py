@@ -152,6 +152,15 @@ def _limit(name: str, limit_s: float) -> str:
     return f"-c {name}={int(limit_s * 1000)}"
 
 
+def _leave_details_out(context: ExceptionContext) -> None:
+    """What Postgres adds to the first line quotes the row that it refuses: a prompt, on its way into logs."""
+    if getattr(context.original_exception, "sqlstate", None) is None:
+        return
+    for error in (context.original_exception, context.sqlalchemy_exception):
+        if error is not None and error.args and isinstance(error.args[0], str):
+            error.args = (error.args[0].partition("\n")[0], *error.args[1:])
+
+
 def _engine_options(url: str, options: dict[str, Any]) -> dict[str, Any]:
     names = connect_arguments.__kwdefaults__ or {}
     arguments = {name: options.pop(name) for name in list(options) if name in names}
@@ -190,6 +199,7 @@ def _watched(engine: Engine) -> Engine:
             record.invalidate(soft=True)
 
     event.listen(engine, "handle_error", on_error)
+    event.listen(engine, "handle_error", _leave_details_out)
     event.listen(engine, "connect", on_connect)
     event.listen(engine, "checkin", on_return)
     return engine

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from shardline.store.database import POOL_SIZE
 from tests.chaos.driver.storm import Say, Storm, TargetT
 from tests.chaos.faults.fault import Fault
-from tests.chaos.judge import audit, growth, remains
+from tests.chaos.judge import audit, growth, remains, secrecy
 from tests.chaos.judge.checker import judge
 from tests.chaos.judge.emissions import stale_deltas
 from tests.chaos.load.load import Load
@@ -41,7 +41,9 @@ def judged(
     say(f"the stack is ready after {target.start_s:.1f} s; running the set undisturbed")
     storm = Storm(target, faults, seed=options.seed, say=say)
     report = _hurt(options, target, storm, say, max_faults)
-    return report.with_findings([*storm.findings, *target.end()])
+    private = secrecy.secrets(target.database_url, target.urls)
+    findings = [*storm.findings, *target.end()]
+    return report.with_findings([*findings, *secrecy.told(target.logs(), private)])
 
 
 def _hurt(options: Options, target: TargetT, storm: Storm[TargetT], say: Say, max_faults: int | None) -> Report:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Protocol
 
 from shardline.config import Times
@@ -67,6 +68,9 @@ class Target(Protocol):
 
     def end(self) -> list[Finding]:
         """Stop it. Returns what lives on though it should not (I5)."""
+
+    def logs(self) -> Sequence[Path]:
+        """What its processes wrote, after its end."""
 
 
 @dataclass(kw_only=True)

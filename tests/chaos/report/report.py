@@ -78,6 +78,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     blamed: int = 0
     kv_blocks_leaked: int = 0
     orphans: int = 0
+    told_secrets: int = 0
+    """Prompts, keys and passwords in logs."""
     retracted: int = 0
     late_recoveries: int = 0
     stuck: int = 0

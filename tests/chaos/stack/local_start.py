@@ -241,5 +241,5 @@ def _keep_logs(folder: Path) -> None:
         if (folder / name / "logs").exists():
             shutil.copytree(folder / name / "logs", LOGS_KEPT / name)
         if (folder / name / "output").exists():
-            shutil.copyfile(folder / name / "output", LOGS_KEPT / f"supervisor-{name}.log")
+            shutil.copy(folder / name / "output", LOGS_KEPT / f"supervisor-{name}.log")
     shutil.rmtree(folder, ignore_errors=True)

@@ -107,6 +107,12 @@ class LocalTarget(TargetRun):
             stack.end()
         return [finding for stack in stacks for finding in family.orphans(stack.home.folder, relatives)]
 
+    def logs(self) -> list[Path]:
+        """Of the servers, the stacks and their supervisors."""
+        stacks = [self.stack] if self.second is None else [self.second, self.stack]
+        own = [log for stack in stacks for log in (stack.home.folder / "logs").iterdir()]
+        return [self.postgres.log, self.redis.log, *(stack.output for stack in stacks), *own]
+
     def pick(self, rng: random.Random, prefix: str) -> tuple[str, int]:
         """A living process of the first stack by the beginning of its name; waits for one that is being restarted."""
         until(lambda: bool(self._matching(prefix)))

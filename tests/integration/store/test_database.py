@@ -9,12 +9,14 @@ import psycopg
 import pytest
 from psycopg import sql
 from sqlalchemy import Engine, text
-from sqlalchemy.exc import DBAPIError
+from sqlalchemy.exc import DBAPIError, IntegrityError
 
 from services.standalone.ports import free_port
 from shardline.store.bells import Listener
 from shardline.store.database import Failure, connect, failure_of, transaction
 from tests.conftest import migrate
+
+SECRET = "nobody else may read this"
 
 
 @pytest.fixture
@@ -109,3 +111,15 @@ def test_the_schema_that_the_url_names_is_used_by_pool_listener_and_migration(em
     assert listener._connection is not None
     assert listener._connection.execute("SHOW search_path").fetchone() == ("app",)
     listener.close()
+
+
+def test_what_postgres_says_of_a_refused_row_is_told_without_the_row(engine: Engine) -> None:
+    statement = text("INSERT INTO jobs (model, prompt, priority) VALUES ('m', :prompt, 77)")
+    with pytest.raises(IntegrityError) as caught, engine.begin() as connection:
+        connection.execute(statement, {"prompt": SECRET})
+
+    error = caught.value
+    assert error.orig is not None
+    assert "violates check constraint" in str(error.orig)
+    assert "Failing row" not in str(error.orig)
+    assert SECRET not in str(error)
