@@ -150,7 +150,8 @@ def in_redis(redis_url: str, database_url: str, before_bytes: int, *, quiet_s: f
         found = [] if within(quiet_s, lambda: client.xlen(keys.INTAKE) == 0) else [f"{keys.INTAKE} is never empty"]
         streams = list(client.scan_iter(keys.job_stream("*")))
         found += [*_long(database_url, client, streams), *_lasting(client)]
-        held_bytes = sum(client.memory_usage(key, samples=0) or 0 for key in streams)
+        # Refused messages have a limit of their own.
+        held_bytes = sum(client.memory_usage(key, samples=0) or 0 for key in (*streams, keys.INTAKE_DEAD))
     grown_bytes = redis_bytes(redis_url) - before_bytes - held_bytes
     if grown_bytes > SCRAP_BYTES:
         found.append(f"Redis holds {grown_bytes / MIB:.1f} MiB more than before, beside {len(streams)} streams")

@@ -11,6 +11,7 @@ import psycopg
 
 from shardline.api_key import PREFIX
 from tests.chaos.report.finding import Finding
+from tests.poisoned_messages import SECRET
 
 MIN_CHARS = 12
 """Shorter prompts may stand in a log by chance."""
@@ -38,8 +39,8 @@ def passwords(urls: Iterable[str]) -> set[str]:
 
 
 def secrets(database_url: str, urls: Mapping[str, str]) -> set[str]:
-    """All that a stack must not tell: `urls` has its `api_key` too."""
-    return prompts(database_url) | passwords(urls.values()) | {urls["api_key"].removeprefix(PREFIX)}
+    """All that a stack must not tell, bad messages included: `urls` has its `api_key` too."""
+    return {SECRET, urls["api_key"].removeprefix(PREFIX), *prompts(database_url), *passwords(urls.values())}
 
 
 def told(files: Sequence[Path], secrets: Iterable[str]) -> list[Finding]:

@@ -1,4 +1,4 @@
-"""The rest of the users' load: callers, a bulk load, cancels, readers in Python, and who looks at dead letters.
+"""The rest of the users' load: callers, a bulk load, cancels, readers in Python, bad messages, a look at dead letters.
 
 Knows no fault and no invariant. Nobody of it comes with the lab's load.
 """
@@ -20,18 +20,22 @@ import redis
 from shardline import keys
 from shardline.client import Client
 from shardline.errors import JobCancelled, JobEnded, JobExpired, ShardlineError
+from shardline.queues import GENERATE_TASK, INTAKE_QUEUE, SUBMIT_TASK, generate_queue
 from tests.chaos.load.batch import ROWS_MAX, ROWS_PER_MINUTE, Batch
 from tests.chaos.load.callers import Caller
 from tests.chaos.load.doors import PATIENCE_S, gateway_client
 from tests.chaos.load.journal import Asked, Journal
+from tests.chaos.load.requests import MODEL
 from tests.chaos.load.target import Target
 from tests.chaos.load.workload import MARK
 from tests.chaos.report.finding import Finding
+from tests.poisoned_messages import poisons
 
 NUM_CALLERS = 2
 NUM_PYTHON_READERS = 2
 CANCEL_EVERY_S = 5.0
 LOOK_S = 1.0
+POISON_EVERY_S = 3.0
 
 Work = Callable[[], None]
 Read = Callable[[UUID], object]
@@ -86,6 +90,7 @@ def crowd(target: Target, stopping: threading.Event, drained: threading.Event, *
         for index in range(NUM_CALLERS)
     }
     people["canceller"] = partial(_cancel, target, client, random.Random(f"{seed} canceller"), stopping, drained)
+    people["poisoner"] = partial(_poison, target, random.Random(f"{seed} poisoner"), stopping)
     people["dead letters"] = partial(_look_at_dead_letters, target, drained)
     return Crowd(people=people, read=partial(_read, target.journal, client), batch=batch)
 
@@ -107,6 +112,18 @@ def _cancel(
             else:
                 client.cancel(asked.id)
         except (httpx.HTTPError, ShardlineError):
+            continue
+
+
+def _poison(target: Target, rng: random.Random, stopping: threading.Event) -> None:
+    """Now and then a message that is no task, at the Celery door or in the queue of the heads."""
+    doors = ((SUBMIT_TASK, INTAKE_QUEUE), (GENERATE_TASK, generate_queue(MODEL)))
+    while not stopping.wait(POISON_EVERY_S):
+        task, queue = rng.choice(doors)
+        try:
+            with redis.Redis.from_url(target.redis_url, socket_timeout=PATIENCE_S) as connection:
+                connection.lpush(queue, rng.choice(list(poisons(task, queue).values())))
+        except redis.RedisError:
             continue
 
 
