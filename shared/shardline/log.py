@@ -118,6 +118,6 @@ def _add_service(service: str) -> Processor:
     return add
 
 
-def _hide_secrets(_logger: WrappedLogger, _method: str, line: str) -> str:
-    """The last word on a line: fields, messages and tracebacks are all in it."""
+def _hide_secrets(_logger: WrappedLogger, _method: str, line: Any) -> str:
+    """The last word on a line, which is text by now: fields, messages and tracebacks are all in it."""
     return hide_secrets(line)

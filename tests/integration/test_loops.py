@@ -249,7 +249,7 @@ def test_a_result_that_cannot_be_stored_costs_no_other_job_its_deltas(redis_url:
     written: list[UUID] = []
 
     class Sink:
-        def write(self, batch: list[tuple[UUID, Delta]]) -> None:
+        def write(self, batch: Sequence[tuple[UUID, Delta]]) -> None:
             written.extend(job_id for job_id, _ in batch)
 
     def store(job_id: str, value: object, state: str) -> None:
@@ -259,8 +259,13 @@ def test_a_result_that_cannot_be_stored_costs_no_other_job_its_deltas(redis_url:
     publisher.start()
     publisher.result(uuid4(), object(), "SUCCESS")
     last = uuid4()
+
+    def is_written() -> bool:
+        publisher.delta(last, Delta(fence=1, start=0))
+        return last in written
+
     with capture_logs():
-        until(lambda: publisher.delta(last, Delta(fence=1, start=0)) or last in written)
+        until(is_written)
     publisher.stop()
     publisher.join()
 
