@@ -175,7 +175,9 @@ def _look_at_dead_letters(target: Target, drained: threading.Event) -> None:
 
 
 def _is_ours(request: str) -> bool:
+    """A document, or a message of Celery's, whose second part it is."""
     try:
-        return bool(json.loads(request).get("metadata") == MARK)
-    except (ValueError, AttributeError):
+        document = json.loads(request)
+        return bool((document[1] if isinstance(document, list) else document).get("metadata") == MARK)
+    except (ValueError, AttributeError, LookupError, RecursionError):
         return False
