@@ -19,7 +19,7 @@ from structlog.typing import EventDict, Processor, WrappedLogger
 NOISY = ("httpx", "httpcore", "uvicorn.access", "kombu", "amqp", "celery.worker.strategy", "celery.pool")
 """Loggers that say something for each request or job; they are heard from WARNING on."""
 
-ARGUMENTS = ("args", "kwargs", "argsrepr", "kwargsrepr")
+CONTENT = ("args", "kwargs", "argsrepr", "kwargsrepr", "body", "headers")
 HIDDEN = "***"
 NAMES = r"[\w.-]*(?:token|key|passw(?:or)?d|pwd|secret|signature|credential|auth)[\w.-]*"
 """What a parameter of an address is called that nobody else may know."""
@@ -84,18 +84,20 @@ def hide_secrets(text: str) -> str:
 
 
 def _without_bodies(record: logging.LogRecord) -> bool:
-    """Of what Celery says about a task: not its arguments, in an `extra` or among what it formats."""
-    if record.name.startswith("celery."):
+    """Of what Celery and kombu say about a task or a message: not what it holds."""
+    if record.name.startswith(("celery.", "kombu.")):
         record.__dict__.pop("data", None)
         if isinstance(record.args, tuple):
-            record.args = tuple(_without_arguments(value) for value in record.args)
+            record.args = tuple(_without_content(value) for value in record.args)
+        elif isinstance(record.args, Mapping):
+            record.args = _without_content(record.args)
     return True
 
 
-def _without_arguments(value: object) -> object:
+def _without_content(value: Any) -> Any:
     if not isinstance(value, Mapping):
         return value
-    return {name: part for name, part in value.items() if name not in ARGUMENTS}
+    return {name: HIDDEN if name in CONTENT else part for name, part in value.items()}
 
 
 def _renderers(*, console: bool) -> list[Processor]:
