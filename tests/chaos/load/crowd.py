@@ -90,7 +90,7 @@ def crowd(target: Target, stopping: threading.Event, drained: threading.Event, *
         for index in range(NUM_CALLERS)
     }
     people["canceller"] = partial(_cancel, target, client, random.Random(f"{seed} canceller"), stopping, drained)
-    people["poisoner"] = partial(_poison, target, random.Random(f"{seed} poisoner"), stopping)
+    people["poisoner"] = partial(_poison, target, random.Random(f"{seed} poisoner"), drained)
     people["dead letters"] = partial(_look_at_dead_letters, target, drained)
     return Crowd(people=people, read=partial(_read, target.journal, client), batch=batch)
 
@@ -115,10 +115,10 @@ def _cancel(
             continue
 
 
-def _poison(target: Target, rng: random.Random, stopping: threading.Event) -> None:
+def _poison(target: Target, rng: random.Random, drained: threading.Event) -> None:
     """Now and then a message that is no task, at the Celery door or in the queue of the heads."""
     doors = ((SUBMIT_TASK, INTAKE_QUEUE), (GENERATE_TASK, generate_queue(MODEL)))
-    while not stopping.wait(POISON_EVERY_S):
+    while not drained.wait(POISON_EVERY_S):
         task, queue = rng.choice(doors)
         try:
             with redis.Redis.from_url(target.redis_url, socket_timeout=PATIENCE_S) as connection:
