@@ -9,21 +9,21 @@ from dataclasses import dataclass, field
 
 from shardline.aio import cancel_and_wait
 from shardline.client.gateway import GatewayClient
-from shardline.errors import Unavailable
-from shardline.job import JobRequest
+from shardline.errors import ShardlineError, Unavailable
 from shardline.metrics import GatewayMetrics
-from shardline.store.jobs import Stored
-from shardline.tokenize import Prepared
+from shardline.store.inserts import EncodedRequest, Stored
 
 MAX_BATCH = 256
+MAX_BATCH_BYTES = 8 << 20
+"""Of requests in one transaction; a larger one travels alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PendingInsert:
     """One request that waits until its row is committed."""
 
-    request: JobRequest
-    prepared: Prepared
+    model: str
+    request: EncodedRequest
     stored: asyncio.Future[Stored] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
 
@@ -46,9 +46,9 @@ class InsertBatcher:
         if self._task is not None:
             await cancel_and_wait(self._task)
 
-    async def insert(self, request: JobRequest, prepared: Prepared) -> Stored:
+    async def insert(self, model: str, request: EncodedRequest) -> Stored:
         """The row of a request, once it is committed. Raises Invalid, Conflict, Unavailable."""
-        waiting = PendingInsert(request=request, prepared=prepared)
+        waiting = PendingInsert(model=model, request=request)
         self._waiting.append(waiting)
         self._has_work.set()
         return await waiting.stored
@@ -58,14 +58,20 @@ class InsertBatcher:
             await self._has_work.wait()
             self._has_work.clear()
             while self._waiting:
-                await self._store([self._waiting.popleft() for _ in range(min(len(self._waiting), MAX_BATCH))])
+                await self._store(self._next_batch())
+
+    def _next_batch(self) -> list[PendingInsert]:
+        batch, num_bytes = [self._waiting.popleft()], 0
+        while self._waiting and len(batch) < MAX_BATCH:
+            num_bytes += len(batch[-1].request.fields)
+            if num_bytes + len(self._waiting[0].request.fields) > MAX_BATCH_BYTES:
+                break
+            batch.append(self._waiting.popleft())
+        return batch
 
     async def _store(self, batch: Sequence[PendingInsert]) -> None:
         try:
-            rows = await self._client.insert(
-                [one.request for one in batch],
-                prepared=[(one.prepared.prompt_ids, one.prepared.max_tokens) for one in batch],
-            )
+            outcomes = await self._client.insert([one.request for one in batch])
         except Unavailable as error:
             _fail(batch, error)
         except asyncio.CancelledError:
@@ -75,16 +81,19 @@ class InsertBatcher:
             if len(batch) == 1:
                 _fail(batch, error)
                 return
-            # One request in the batch is invalid: halve it, so that the others are stored.
+            # One request in the batch breaks a rule of the table: halve it, so that the others are stored.
             half = len(batch) // 2
             await self._store(batch[:half])
             await self._store(batch[half:])
         else:
             self._metrics.insert_batch.observe(len(batch))
-            for one, row in zip(batch, rows, strict=True):
-                self._metrics.accepted.labels(one.request.model).inc(row.is_new)
+            for one, outcome in zip(batch, outcomes, strict=True):
+                if isinstance(outcome, ShardlineError):
+                    _fail([one], outcome)
+                    continue
+                self._metrics.accepted.labels(one.model).inc(outcome.is_new)
                 if not one.stored.done():
-                    one.stored.set_result(row)
+                    one.stored.set_result(outcome)
 
 
 def _fail(batch: Sequence[PendingInsert], error: Exception) -> None:

@@ -21,6 +21,7 @@ from shardline.errors import Invalid
 from shardline.failpoints import Point, failpoint
 from shardline.ids import new_id
 from shardline.job import JobRequest, parse_request
+from shardline.store.inserts import encode_request
 from shardline.tokenize import Prepared, RegisteredModel
 
 Parse = Callable[[Document], tuple[JobRequest, AnswerOptions]]
@@ -61,7 +62,9 @@ async def submit(gateway: Gateway, request: Request, caller: Caller, parse: Pars
             model = await gateway.catalog.get(job.address)
             job = msgspec.structs.replace(job, model=model.name, adapter=model.adapter)
             prepared = await _run_off_loop_if_large(len(body), _prepare, model, job)
-            stored = await gateway.insert_batcher.insert(job, prepared)
+            tokenized = prepared.prompt_ids, prepared.max_tokens
+            encoded = await _run_off_loop_if_large(len(body), encode_request, job, tokenized)
+            stored = await gateway.insert_batcher.insert(job.model, encoded)
             failpoint(Point.GATEWAY_INSERTED)
     return Accepted(
         job_id=stored.job_id,

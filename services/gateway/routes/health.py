@@ -7,13 +7,12 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from services.gateway.bodies import Health, ModelCard, ModelList, ModelReadiness, Readiness
 from services.gateway.catalog import system_fingerprint
-from services.gateway.context import Gateway, GatewayDep
+from services.gateway.context import GatewayDep
 from services.gateway.errors import json_response
 from services.gateway.guard import SCHEME, AdminCaller, ReadCaller
 from services.gateway.schemas import GUARDED, JSON, TEXT, answer, errors
-from shardline.client.database import reachable
 from shardline.errors import Unavailable
-from shardline.store.pipelines import LivePipeline, live_pipelines
+from shardline.store.pipelines import LivePipeline
 from shardline.tokenize import RegisteredModel
 
 router = APIRouter(tags=["operating"], default_response_class=Response)
@@ -41,7 +40,7 @@ async def ready(request: Request, gateway: GatewayDep) -> Response:
     visitor = None
     try:
         visitor = await gateway.guard.visitor(request.headers)
-        found = await _pipelines(gateway)
+        found = await gateway.client.pipelines()
     except Unavailable as error:
         document: Readiness = {"ready": False}
         return json_response(document if visitor is None else {**document, "reason": str(error)}, status=503)
@@ -55,7 +54,7 @@ async def ready(request: Request, gateway: GatewayDep) -> Response:
 @router.get("/v1/models", responses={200: answer("All registered models", {JSON: "ModelList"}), **errors(*GUARDED)})
 async def list_models(gateway: GatewayDep, _caller: ReadCaller) -> Response:
     """Every model that a stage has registered, and its adapters."""
-    found = await _pipelines(gateway)
+    found = await gateway.client.pipelines()
     models = [await gateway.catalog.get(name) for name in await gateway.catalog.names()]
     document: ModelList = {"object": "list", "data": [_model(model, found) for model in models]}
     return json_response(document)
@@ -66,7 +65,7 @@ async def list_models(gateway: GatewayDep, _caller: ReadCaller) -> Response:
 )
 async def get_model(name: str, gateway: GatewayDep, _caller: ReadCaller) -> Response:
     """One registered model, or one of its adapters."""
-    return json_response(_model(await gateway.catalog.get(name), await _pipelines(gateway)))
+    return json_response(_model(await gateway.catalog.get(name), await gateway.client.pipelines()))
 
 
 @router.get(
@@ -81,12 +80,6 @@ async def metrics(gateway: GatewayDep, _caller: AdminCaller) -> Response:
 async def description(request: Request, _caller: ReadCaller) -> Response:
     """The OpenAPI description of this API."""
     return json_response(request.app.openapi())
-
-
-async def _pipelines(gateway: Gateway) -> list[LivePipeline]:
-    with reachable():
-        async with gateway.client.database.connect() as connection:
-            return await connection.run_sync(live_pipelines)
 
 
 def _readiness(pipelines: list[LivePipeline]) -> ModelReadiness:

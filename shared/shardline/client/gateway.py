@@ -5,35 +5,55 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Collection, Sequence
 from uuid import UUID
 
+from sqlalchemy import Connection
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from shardline.client.asynchronous import AsyncClient, Summaries
+from shardline.client.asynchronous import LISTS, AsyncClient, Summaries
+from shardline.client.database import reachable
 from shardline.client.follower import Deltas, TextRule
-from shardline.errors import NotFound
-from shardline.job import Job, JobRequest, JobState
+from shardline.client.together import Together
+from shardline.client.turns import TenantTurns
+from shardline.errors import NotFound, ShardlineError
+from shardline.job import Job, JobState
 from shardline.store import costs, jobs, listing
 from shardline.store.costs import Cost
-from shardline.store.inserts import Tokenized
+from shardline.store.inserts import EncodedRequest, Stored, insert_encoded
 from shardline.store.listing import PageEnd
+from shardline.store.pipelines import LivePipeline, live_pipelines
 from shardline.streams import Place
 
 Costs = list[Cost]
+Pipelines = list[LivePipeline]
 """For annotations: inside the class `list` is the method."""
+
+MAX_ASKING = 4096
+"""Callers whom one query for pipelines answers."""
 
 
 class GatewayClient(AsyncClient):
     """Acts for a tenant: with `tenant`, another tenant's job is as if it did not exist."""
+
+    def __init__(self, *, database_url: str, redis_url: str) -> None:
+        super().__init__(database_url=database_url, redis_url=redis_url)
+        # Costs may take seconds, and lists of a rare state too: none may take all connections for lists.
+        self._list_turns = TenantTurns(LISTS)
+        self._cost_turns = TenantTurns(1)
+        self._pipelines = Together(self._database, _live_pipelines, max_batch=MAX_ASKING, name="pipelines")
+
+    async def close(self) -> None:
+        """As `AsyncClient.close`."""
+        await self._pipelines.close()
+        await super().close()
 
     @property
     def database(self) -> AsyncEngine:
         """The pool that submits, reads and cancels."""
         return self._database
 
-    async def insert(
-        self, requests: Sequence[JobRequest], *, prepared: Sequence[Tokenized | None]
-    ) -> Sequence[jobs.Stored]:
-        """Store checked and tokenized requests in one transaction, or none; says which of them are new."""
-        return await self._write(jobs.insert_jobs, requests, prepared=prepared)
+    async def insert(self, requests: Sequence[EncodedRequest]) -> Sequence[Stored | ShardlineError]:
+        """Store requests in one transaction; for each its row, or why it has none. Raises Invalid for a row against a
+        rule of the table, and Unavailable: then none is stored."""
+        return await self._write(insert_encoded, requests)
 
     async def get(self, job_id: UUID, *, tenant: str | None = None) -> Job:
         """The job, with its result if it has one. Raises NotFound, with `tenant` also for another tenant's."""
@@ -51,14 +71,21 @@ class GatewayClient(AsyncClient):
         limit: int = 100,
         after: UUID | PageEnd | None = None,
     ) -> Summaries:
-        """As `AsyncClient.list`, of one tenant or of all."""
-        return await self._read_page(
-            listing.list_jobs, state=state, model=model, tenant=tenant, limit=limit, after=after
-        )
+        """As `AsyncClient.list`, of one tenant or of all. Raises Overloaded when a tenant asks for too many at once."""
+        async with self._list_turns.take(tenant):
+            return await self._read_page(
+                listing.list_jobs, state=state, model=model, tenant=tenant, limit=limit, after=after
+            )
 
     async def costs(self, *, num_days: int, by: Collection[str], model: str | None, tenant: str | None) -> Costs:
-        """What jobs took, of one tenant or of all: see `costs.costs`."""
-        return await self._read_page(costs.costs, num_days=num_days, by=by, model=model, tenant=tenant)
+        """What jobs took, of one tenant or of all: see `costs.costs`. Raises Overloaded as `list` does."""
+        async with self._cost_turns.take(tenant), self._list_turns.take(None):
+            return await self._read_page(costs.costs, num_days=num_days, by=by, model=model, tenant=tenant)
+
+    async def pipelines(self) -> Pipelines:
+        """All pipelines whose lease runs. However many ask, one query at a time answers all of them."""
+        with reachable():
+            return await self._pipelines.read(None)
 
     async def cancel(self, ids: UUID | Collection[UUID], *, tenant: str | None = None) -> dict[UUID, JobState]:
         """As `AsyncClient.cancel`; with `tenant`, another tenant's jobs are left out."""
@@ -80,3 +107,8 @@ class GatewayClient(AsyncClient):
     ) -> AsyncIterator[Deltas]:
         """What `stream` is made of: see JobFollower.follow."""
         return self._follower.follow(job_id, after=after, text_rule=text_rule, tick_s=tick_s)
+
+
+def _live_pipelines(connection: Connection, asked: Sequence[None]) -> list[Pipelines]:
+    found = live_pipelines(connection)
+    return [found for _ in asked]

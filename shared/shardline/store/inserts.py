@@ -15,7 +15,7 @@ from psycopg.errors import Diagnostic
 from sqlalchemy import Connection, text
 from sqlalchemy.exc import IntegrityError
 
-from shardline.errors import Invalid
+from shardline.errors import Invalid, ShardlineError
 from shardline.ids import new_id
 from shardline.job import DEFAULT_TENANT, JobRequest
 from shardline.store.encoding import dump, storable, unstorable
@@ -84,6 +84,23 @@ class Stored:
     is_new: bool
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EncodedRequest:
+    """A request as the statements take it: checked, in JSON, with what orders it among others."""
+
+    job_id: UUID
+    order: tuple[str, str, str]
+    fields: str
+    """A JSON object."""
+
+
+def encode_request(request: JobRequest, tokenized: Tokenized | None = None) -> EncodedRequest:
+    """Needs no connection, and for a long prompt some milliseconds: callers with others to serve do it elsewhere.
+    Raises Invalid when Postgres cannot hold the request."""
+    row = _row(request, tokenized)
+    return EncodedRequest(job_id=row["id"], order=_order(row), fields=dump(row))
+
+
 def insert_jobs(
     connection: Connection, requests: Sequence[JobRequest], *, prepared: Sequence[Tokenized | None] | None = None
 ) -> list[Stored]:
@@ -92,11 +109,23 @@ def insert_jobs(
     A known id or idempotency key inserts nothing and returns the job that has it. Raises Conflict when that job asks
     for something else (see `repeats`), Invalid when Postgres cannot hold the request.
     """
-    rows = [_row(request, tokenized) for request, tokenized in _pairs(requests, prepared)]
-    stored: dict[int, Stored] = {}
-    for numbers, encoded in _chunks(rows):
-        stored |= _insert(connection, {number: rows[number]["id"] for number in numbers}, encoded)
-    return [stored[number] for number in range(len(rows))]
+    encoded = [encode_request(request, tokenized) for request, tokenized in _pairs(requests, prepared)]
+    stored: list[Stored] = []
+    for outcome in insert_encoded(connection, encoded):
+        if isinstance(outcome, ShardlineError):
+            raise outcome
+        stored.append(outcome)
+    return stored
+
+
+def insert_encoded(connection: Connection, requests: Sequence[EncodedRequest]) -> list[Stored | ShardlineError]:
+    """As `insert_jobs`, for requests that have nothing to do with each other: what one of them asks for that cannot be
+    is its own outcome (Conflict, Busy), and the others are stored. Raises Invalid for a row against a rule of the
+    table, which stores none."""
+    stored: dict[int, Stored | ShardlineError] = {}
+    for numbers, encoded in _chunks(requests):
+        stored |= _insert(connection, {number: requests[number].job_id for number in numbers}, encoded)
+    return [stored[number] for number in range(len(requests))]
 
 
 def insert_plainly(connection: Connection, requests: Sequence[JobRequest]) -> None:
@@ -123,13 +152,13 @@ def insert_failed(connection: Connection, requests: Sequence[FailedRequest]) -> 
     return set(connection.scalars(INSERT_FAILED, {"rows": dump(rows)})) if rows else set()
 
 
-def _insert(connection: Connection, ids: Mapping[int, UUID], encoded: str) -> dict[int, Stored]:
+def _insert(connection: Connection, ids: Mapping[int, UUID], encoded: str) -> dict[int, Stored | ShardlineError]:
     """One statement, and one more to find what was there before, if anything was."""
     try:
         inserted = set(connection.scalars(INSERT, {"rows": encoded}))
     except IntegrityError as error:
         raise _invalid(error) from error
-    stored: dict[int, Stored] = {}
+    stored: dict[int, Stored | ShardlineError] = {}
     for number, job_id in ids.items():
         # Of several rows with one id the first was inserted.
         if job_id in inserted:
@@ -137,8 +166,8 @@ def _insert(connection: Connection, ids: Mapping[int, UUID], encoded: str) -> di
             stored[number] = Stored(job_id=job_id, is_new=True)
     others = [number for number in ids if number not in stored]
     if others:
-        for number, job_id in repeated(connection, encoded, others).items():
-            stored[number] = Stored(job_id=job_id, is_new=False)
+        for number, found in repeated(connection, encoded, others).items():
+            stored[number] = found if isinstance(found, ShardlineError) else Stored(job_id=found, is_new=False)
     return stored
 
 
@@ -183,7 +212,7 @@ def _check_storable(row: Mapping[str, Any]) -> None:
                 raise Invalid(name.removesuffix("_id"), problem, "Change it: Postgres cannot store it")
 
 
-def _chunks(rows: Sequence[Mapping[str, Any]]) -> Iterator[tuple[list[int], str]]:
+def _chunks(rows: Sequence[EncodedRequest]) -> Iterator[tuple[list[int], str]]:
     """The numbers of the rows of one statement, from 0, and these rows as JSON, each with its number.
 
     In one order for everybody: a row that meets its like of an open transaction waits for its end, and two
@@ -192,8 +221,8 @@ def _chunks(rows: Sequence[Mapping[str, Any]]) -> Iterator[tuple[list[int], str]
     numbers: list[int] = []
     encoded: list[str] = []
     num_bytes = 0
-    for number in sorted(range(len(rows)), key=lambda number: _order(rows[number])):
-        one = dump({"number": number, **rows[number]})
+    for number in sorted(range(len(rows)), key=lambda number: rows[number].order):
+        one = f'{{"number":{number},{rows[number].fields[1:]}'
         if numbers and (len(numbers) == MAX_ROWS or num_bytes + len(one) > MAX_BYTES):
             yield numbers, f"[{','.join(encoded)}]"
             numbers, encoded, num_bytes = [], [], 0

@@ -8,13 +8,13 @@ as Postgres holds them, so that nothing depends on how a client spells a list or
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 from uuid import UUID
 
 from sqlalchemy import Connection, Row, text
 
-from shardline.errors import Busy, Conflict
+from shardline.errors import Busy, Conflict, ShardlineError
 from shardline.job import JobState
 
 REPEATED = text(f"""
@@ -49,28 +49,38 @@ WHERE asked.number = ANY(CAST(:numbers AS int[]))
 """)  # noqa: S608 (a constant of ours)
 
 
-def repeated(connection: Connection, rows: str, numbers: Collection[int]) -> dict[int, UUID]:
-    """The jobs that are there for those of `rows` (JSON, numbered by `number`) that were not inserted. Raises Conflict
-    when one asks for something else, Busy when its job is not to be seen: it went, or the caller's snapshot is old."""
-    found: dict[int, Row[Any]] = {}
+def repeated(connection: Connection, rows: str, numbers: Collection[int]) -> dict[int, UUID | ShardlineError]:
+    """The jobs that are there for those of `rows` (JSON, numbered by `number`) that were not inserted. For one that
+    asks for something else a Conflict, and Busy for one that is not to be seen: it went, or the caller's snapshot is
+    old. A row's error is its own: those beside it have their jobs."""
+    found: dict[int, list[Row[Any]]] = {number: [] for number in numbers}
     for row in connection.execute(REPEATED, {"rows": rows, "numbers": list(numbers)}):
-        _check(row)
-        other = found.setdefault(row.number, row)
-        if other.id != row.id:
-            raise Conflict(f"its {other.name} is that of job {other.id}, its {row.name} that of {row.id}; send one")
-    if len(found) < len(numbers):
-        raise Busy("a job with the same id or idempotency key went meanwhile, or is hidden from this transaction")
-    return {number: UUID(str(row.id)) for number, row in found.items()}
+        found[row.number].append(row)
+    return {number: _outcome(jobs) for number, jobs in found.items()}
 
 
-def _check(first: Row[Any]) -> None:
+def _outcome(jobs: Sequence[Row[Any]]) -> UUID | ShardlineError:
+    """What one row's id and key lead to: no job, one, or two."""
+    if not jobs:
+        return Busy("a job with the same id or idempotency key went meanwhile, or is hidden from this transaction")
+    for row in jobs:
+        if (problem := _conflict(row)) is not None:
+            return problem
+    first, last = jobs[0], jobs[-1]
+    if first.id != last.id:
+        return Conflict(f"its {first.name} is that of job {first.id}, its {last.name} that of {last.id}; send one")
+    return UUID(str(first.id))
+
+
+def _conflict(first: Row[Any]) -> Conflict | None:
     if "tenant" in first.differences:
         # Of another tenant's job nothing may be guessed, its content least of all.
-        raise Conflict(f"the id {first.id} is taken; use a new one")
+        return Conflict(f"the id {first.id} is taken; use a new one")
     remedy = f"use a new {first.name}"
     if first.is_refused:
         problem = (first.error or {}).get("problem")
-        raise Conflict(f"job {first.id} has this {first.name} and was refused as invalid ({problem}); {remedy}")
+        return Conflict(f"job {first.id} has this {first.name} and was refused as invalid ({problem}); {remedy}")
     if first.differences:
         others = ", ".join(first.differences)
-        raise Conflict(f"job {first.id} has this {first.name} and another {others}; {remedy}")
+        return Conflict(f"job {first.id} has this {first.name} and another {others}; {remedy}")
+    return None

@@ -18,6 +18,7 @@ from typing import Any
 from uuid import uuid4
 
 import httpx
+from sqlalchemy import text
 
 from services.gateway.server import GatewayServer
 from services.gateway.settings import GatewaySettings
@@ -72,6 +73,13 @@ async def claimed(head: TinyHead) -> Sequence:
         while not (sequences := await asyncio.to_thread(head.claim_all)):
             await asyncio.to_thread(head.wait_for_bell)
     return sequences[0]
+
+
+def until_one_waits(head: TinyHead) -> None:
+    """Some session of Postgres waits for a table."""
+    with head.database.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
+        while not connection.scalar(text("SELECT count(*) FROM pg_locks WHERE NOT granted AND relation IS NOT NULL")):
+            pass
 
 
 async def _until_it_answers(client: httpx.AsyncClient, task: asyncio.Task[None]) -> None:

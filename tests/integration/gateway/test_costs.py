@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Iterator
 from datetime import UTC, datetime
 
 import httpx
 import pytest
+from sqlalchemy import text
 
 from shardline.api_key import bearer
-from tests.integration.gateway.running_gateway import PROMPT, make_key, running_gateway
+from tests.integration.gateway.running_gateway import PROMPT, make_key, running_gateway, until_one_waits
 from tests.tiny_head import ENERGY_J, TinyHead, tiny_head
 
 BODY = {"model": "clerk", "prompt": PROMPT}
@@ -47,3 +49,21 @@ async def test_costs_are_those_of_the_callers_tenant(
 async def test_a_wrong_query_of_costs_is_refused_by_name(http: httpx.AsyncClient, params: dict[str, str]) -> None:
     reply = await http.get("/v1/costs", params=params)
     assert (reply.status_code, reply.json()["error"]["param"]) == (400, next(iter(params)))
+
+
+async def test_jobs_are_listed_while_one_tenant_asks_for_costs_in_vain(
+    http: httpx.AsyncClient, head: TinyHead, database_url: str
+) -> None:
+    # Given costs that are slow, and a tenant that asks for more than there are connections for lists
+    await http.post("/v1/jobs", json=BODY)
+    with head.database.begin() as connection:
+        connection.execute(text("LOCK TABLE energy_rates IN ACCESS EXCLUSIVE MODE"))
+        asking = [asyncio.create_task(http.get("/v1/costs", params={"days": str(1 + days)})) for days in range(8)]
+        await asyncio.to_thread(until_one_waits, head)
+
+        # When others, and the tenant itself, list jobs, they are answered
+        other = bearer(make_key(database_url, tenant="other"))
+        assert (await http.get("/v1/jobs", headers=other)).json()["data"] == []
+        assert len((await http.get("/v1/jobs")).json()["data"]) == 1
+        assert not any(one.done() for one in asking)
+    assert {reply.status_code for reply in await asyncio.gather(*asking)} == {200}

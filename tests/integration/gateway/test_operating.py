@@ -19,7 +19,14 @@ from services.standalone.ports import free_port
 from services.standalone.servers import Postgres
 from shardline.api_key import bearer
 from shardline.store import models
-from tests.integration.gateway.running_gateway import PROMPT, events_of, gateway_server, make_key, running_gateway
+from tests.integration.gateway.running_gateway import (
+    PROMPT,
+    events_of,
+    gateway_server,
+    make_key,
+    running_gateway,
+    until_one_waits,
+)
 from tests.repository import REPOSITORY
 from tests.tiny_head import TinyHead, tiny_head
 
@@ -122,6 +129,36 @@ async def test_one_wrong_request_harms_none_of_many_concurrent_callers(http: htt
     replies = await asyncio.gather(*(http.post(JOBS, json=body) for body in bodies))
     assert [reply.status_code for reply in replies] == [400 if place % 10 == 3 else 202 for place in range(60)]
     assert len({reply.json()["id"] for reply in replies if reply.status_code == 202}) == 54
+
+
+async def test_conflicting_requests_travel_with_the_others_of_their_transaction(http: httpx.AsyncClient) -> None:
+    # Given a job, and many who ask for something else under its id
+    taken = (await http.post(JOBS, json=BODY)).json()["id"]
+    conflicting = {"model": "clerk", "prompt": "another", "id": taken}
+    bodies = [conflicting if place % 3 == 0 else BODY for place in range(60)]
+
+    # When they come with others
+    replies = await asyncio.gather(*(http.post(JOBS, json=body) for body in bodies))
+
+    # Then each has its own answer, and no transaction was repeated without them
+    assert [reply.status_code for reply in replies] == [409 if place % 3 == 0 else 202 for place in range(60)]
+    assert "shardline_insert_batch_jobs_sum 61.0" in (await http.get("/metrics")).text
+
+
+async def test_jobs_are_taken_while_many_ask_whether_the_gateway_is_ready(
+    http: httpx.AsyncClient, head: TinyHead
+) -> None:
+    # Given a Postgres that does not tell which pipelines there are, and more callers who ask than there are connections
+    assert (await http.post(JOBS, json=BODY)).status_code == 202
+    with head.database.begin() as connection:
+        connection.execute(text("LOCK TABLE pipelines IN ACCESS EXCLUSIVE MODE"))
+        asking = [asyncio.create_task(http.get("/ready")) for _ in range(40)]
+        await asyncio.to_thread(until_one_waits, head)
+
+        # When others submit, they are answered
+        assert [(await http.post(JOBS, json=BODY)).status_code for _ in range(10)] == [202] * 10
+        assert not any(one.done() for one in asking)
+    assert {reply.status_code for reply in await asyncio.gather(*asking)} == {503}
 
 
 async def test_a_caller_at_a_full_door_is_told_when_to_retry(database_url: str, redis_url: str, head: TinyHead) -> None:

@@ -1,0 +1,45 @@
+"""Turns of tenants at slow queries: one at a time for each, and few altogether. Knows no query."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from shardline.errors import Overloaded
+
+MAX_WAITING = 32
+"""Queries of one tenant that wait for their turn; more are told to come again."""
+
+RETRY_AFTER_S = 2.0
+
+
+class Queue:
+    """The queries of one tenant."""
+
+    def __init__(self) -> None:
+        self.turn = asyncio.Lock()
+        self.num_inside = 0
+
+
+class TenantTurns:
+    """Whoever asks much waits for itself first, then with the others, each of whom has one query there at most."""
+
+    def __init__(self, max_at_once: int) -> None:
+        self._running = asyncio.Semaphore(max_at_once)
+        self._queues: dict[str | None, Queue] = {}
+
+    @asynccontextmanager
+    async def take(self, tenant: str | None) -> AsyncIterator[None]:
+        """Wait for the turn of a tenant's next query, and have it. Raises Overloaded."""
+        queue = self._queues.setdefault(tenant, Queue())
+        if queue.num_inside > MAX_WAITING:
+            raise Overloaded(f"{MAX_WAITING} lists or costs of this tenant wait, which is the limit", RETRY_AFTER_S)
+        queue.num_inside += 1
+        try:
+            async with queue.turn, self._running:
+                yield
+        finally:
+            queue.num_inside -= 1
+            if queue.num_inside == 0:
+                del self._queues[tenant]
