@@ -15,6 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from services.gateway import errors
 from services.gateway.admission import Gate
+from services.gateway.answers import AnswerSender
 from services.gateway.context import Gateway
 from services.gateway.request_middleware import RequestMiddleware
 from services.gateway.routes import completions, costs, health, jobs
@@ -99,12 +100,13 @@ class AdmissionMiddleware:
     async def _count(self, gateway: Gateway, scope: Scope, receive: Receive, send: Send) -> None:
         began_s = time.monotonic()
         status = "none"
+        sender = AnswerSender(gateway.unsent, scope, receive, send)
 
         async def noting(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = str(message["status"])
-            await send(message)
+            await sender(message)
 
         try:
             await self._guarded(gateway, scope, receive, noting)
@@ -114,6 +116,7 @@ class AdmissionMiddleware:
                 await errors.respond(errors.Stopping())(scope, receive, noting)
             raise
         finally:
+            sender.close()
             # The template, not the path: paths are endless, labels must not be.
             route = getattr(scope.get("route"), "path", "unknown")
             gateway.metrics.requests.labels(route, scope["method"], status).inc()

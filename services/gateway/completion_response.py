@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from uuid import UUID
 
 import structlog
@@ -56,7 +56,9 @@ async def complete(gateway: Gateway, request: Request, accepted: Accepted, *, is
     return response
 
 
-async def completion_events(gateway: Gateway, accepted: Accepted, responses: OpenAiResponses) -> AsyncIterator[bytes]:
+async def completion_events(
+    gateway: Gateway, accepted: Accepted, responses: OpenAiResponses
+) -> AsyncGenerator[bytes, None]:
     """The stream's chunks, the usage if wanted, and `[DONE]`. An error in the middle is the last event before it."""
     try:
         async for chunk in _chunks(gateway, accepted, responses):

@@ -10,6 +10,7 @@ from fastapi import Depends, Request
 from prometheus_client import CollectorRegistry
 
 from services.gateway.admission import Admission
+from services.gateway.answers import UnsentAnswers
 from services.gateway.catalog import ModelCatalog
 from services.gateway.guard import Guard, allowed_hosts
 from services.gateway.insert_batcher import InsertBatcher
@@ -29,6 +30,7 @@ class Gateway:
     catalog: ModelCatalog
     insert_batcher: InsertBatcher
     admission: Admission
+    unsent: UnsentAnswers
     keyring: Keyring
     guard: Guard
     metrics: GatewayMetrics
@@ -59,6 +61,7 @@ class Gateway:
                 gauge=metrics.in_flight,
                 followers_gauge=metrics.followers,
             ),
+            unsent=UnsentAnswers(settings.http_max_unsent_bytes),
             keyring=keyring,
             guard=Guard(keyring, hosts),
             metrics=metrics,

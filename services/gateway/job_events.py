@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from uuid import UUID
 
 import structlog
@@ -25,7 +25,7 @@ RETRY = b"retry: 1000\n\n"
 RETRY_S = 0.5
 
 
-async def job_events(gateway: Gateway, job: Job, after: Place) -> AsyncIterator[bytes]:
+async def job_events(gateway: Gateway, job: Job, after: Place) -> AsyncGenerator[bytes, None]:
     """Events `delta` for tokens, then one event: `end` with the whole job, or `interrupted` with the reason.
 
     After `interrupted` a reader joins again, as EventSource does by itself: every event's id is the position so far.
@@ -43,12 +43,14 @@ async def job_events(gateway: Gateway, job: Job, after: Place) -> AsyncIterator[
                 raise Stopping(job.id)
             if deltas:
                 sent_s, delta = now_s, merged(deltas)
-                place = place.then(delta.ids)
+                then = place.then(delta.ids)
                 if delta.ids or delta.text:
                     document = {"start": delta.start, "token_ids": delta.ids, "text": delta.text}
                     if delta.logprobs is not None:
                         document["logprobs"] = delta.logprobs
-                    yield event(document, name="delta", event_id=str(place))
+                    yield event(document, name="delta", event_id=str(then))
+                # Only now: what could not be sent is asked for again.
+                place = then
                 if delta.state is not None:
                     async for chunk in _end(gateway, job.id, place):
                         yield chunk

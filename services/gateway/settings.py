@@ -48,6 +48,9 @@ class GatewaySettings(Settings):
     http_max_buffered_bytes: int = Field(
         256 << 20, ge=1024, description="bodies read and not yet stored, all together; more get 429"
     )
+    http_max_unsent_bytes: int = Field(
+        256 << 20, ge=1 << 20, description="answers over 64 KiB that are being sent, all together; more get 429"
+    )
     http_keep_alive_s: float = Field(
         15.0, gt=0, description="interval between keep-alive comments on an idle event stream"
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from typing import Any
 
 import msgspec
@@ -11,6 +11,7 @@ from fastapi import Request, Response
 from starlette.types import Receive, Scope, Send
 
 from shardline.aio import cancel_and_wait
+from shardline.errors import Overloaded
 
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
@@ -38,7 +39,7 @@ class EventStream(Response):
 
     def __init__(
         self,
-        events: AsyncIterator[bytes],
+        events: AsyncGenerator[bytes, None],
         *,
         headers: Mapping[str, str] | None = None,
         on_disconnect: Callable[[], Awaitable[None]] | None = None,
@@ -65,5 +66,10 @@ class EventStream(Response):
     async def _send_all(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         async for chunk in self._events:
-            await send({"type": "http.response.body", "body": chunk, "more_body": True})
+            try:
+                await send({"type": "http.response.body", "body": chunk, "more_body": True})
+            except Overloaded as error:
+                # There is no room for this event: its maker knows what to say instead.
+                last = await self._events.athrow(error)
+                await send({"type": "http.response.body", "body": last, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})

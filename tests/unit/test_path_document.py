@@ -44,10 +44,11 @@ OFF_THE_PATH = {
         stage/pipeline/pipeline shardline/store/models shardline/store/pipelines""",
     "for a job with an adapter": """stage/engine/adapter_pool stage/model/lora stage/model/peft
         stage/scheduling/adapter_room""",
-    "for other requests": """gateway/routes/costs gateway/routes/health gateway/routes/jobs shardline/client/requests
-         shardline/client/turns shardline/store/costs shardline/store/dead_letters shardline/store/jobs
-         shardline/store/listing shardline/store/repeats shardline/tokenize/chat shardline/tokenize/token_texts
-         stage/attention/sdpa stage/attention/triton_backend""",
+    "for other requests": """gateway/answers gateway/routes/costs gateway/routes/health
+         gateway/routes/jobs shardline/client/requests shardline/client/turns
+         shardline/store/costs shardline/store/dead_letters shardline/store/jobs
+         shardline/store/listing shardline/store/repeats shardline/tokenize/chat
+         shardline/tokenize/token_texts stage/attention/sdpa stage/attention/triton_backend""",
 }
 """What modules of the path import and this prompt does not pass, by reason."""
 
