@@ -25,6 +25,7 @@ from tenacity import (
 )
 
 from shardline.config import Times
+from shardline.job import MAX_CRASHES
 from shardline.metrics import RelayMetrics
 from shardline.store.database import failure_of
 
@@ -46,6 +47,7 @@ class LoopContext:
     database: Engine
     times: Times
     metrics: RelayMetrics
+    max_crashes: int = MAX_CRASHES
 
 
 class Loop(threading.Thread, ABC):

@@ -11,6 +11,7 @@ from redis import Redis
 from services.relay.loop import REDIS_ERRORS, Loop, LoopContext
 from shardline.clock import monotonic_s
 from shardline.failpoints import Point, failpoint
+from shardline.job import is_traceparent
 from shardline.keys import OUTBOX_MARK
 from shardline.queues import GENERATE_TASK, generate_queue
 from shardline.store import outbox
@@ -88,7 +89,7 @@ class Outbox(Loop):
             task_id=str(send.job_id),
             queue=generate_queue(send.model),
             priority=send.priority,
-            headers={"traceparent": send.traceparent} if send.traceparent else None,
+            headers={"traceparent": send.traceparent} if is_traceparent(send.traceparent) else None,
             producer=producer,
             retry=False,
         )

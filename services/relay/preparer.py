@@ -17,7 +17,17 @@ from services.relay.outbox import Outbox
 from services.relay.registered_tokenizers import RegisteredTokenizers
 from shardline.clock import monotonic_s
 from shardline.errors import Invalid
-from shardline.job import JobState, Message, Prompt, SamplingParams, TokenId, address_of, invalid_from
+from shardline.job import (
+    JobState,
+    Message,
+    Prompt,
+    SamplingParams,
+    TokenId,
+    address_of,
+    check_metadata,
+    invalid_from,
+    parse_params,
+)
 from shardline.store import preparation
 from shardline.store.database import failure_of
 from shardline.store.preparation import PreparedJob, Unprepared
@@ -136,9 +146,12 @@ def _tokenize(tokens: Tokens, row: Unprepared, params: SamplingParams) -> Prepar
 
 def _params(row: Unprepared) -> SamplingParams:
     try:
-        params = msgspec.convert(row.params, SamplingParams)
+        params = parse_params(row.params)
     except msgspec.ValidationError as error:
-        raise invalid_from(error) from error
+        invalid = invalid_from(error)
+        field = "params" if invalid.field == "request" else invalid.field
+        raise Invalid(field, invalid.problem, invalid.remedy) from error
+    check_metadata(row.metadata)
     return params
 
 

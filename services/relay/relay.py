@@ -67,7 +67,9 @@ class Relay:
         self._database = connect(url, application_name="shardline-relay", pool_size=settings.concurrency + NUM_LOOPS)
         self._redis = redis_client(settings.redis_url, timeout_s=REDIS_TIMEOUT_S)
         self._closing = threading.Event()
-        context = LoopContext(database=self._database, times=settings.times, metrics=self._metrics)
+        context = LoopContext(
+            database=self._database, times=settings.times, metrics=self._metrics, max_crashes=settings.max_crashes
+        )
         publisher = _publisher(settings)
         self._results = CeleryResults(context, backend_app=publisher if settings.result_backend else None)
         outbox = Outbox(context, publisher=publisher, redis=self._redis)

@@ -29,6 +29,7 @@ class Sweeper(Loop):
         self._results = results
         self._database = context.database
         self._times = context.times
+        self._max_crashes = context.max_crashes
         self._metrics = context.metrics
         self._partial_texts = PartialTexts(context.database, budget_s=context.times.poll_s)
         self._rescue_after_s = 0.0
@@ -59,7 +60,9 @@ class Sweeper(Loop):
             sweeps.fix_now(connection)
             now_s = self._note_answer()
             if now_s >= self._rescue_after_s:
-                moved = sweeps.sweep_expired_leases(connection, self._partial_texts, lease_s=self._times.lease_s)
+                moved = sweeps.sweep_expired_leases(
+                    connection, self._partial_texts, lease_s=self._times.lease_s, max_crashes=self._max_crashes
+                )
         return self._record(moved)
 
     def _note_answer(self) -> float:

@@ -272,6 +272,11 @@ class Head:
             epoch, "another head took this pipeline: its lease had run out, or a process of the same name started"
         )
 
+    @property
+    def max_crashes(self) -> int:
+        """The installation's ceiling."""
+        return self._settings.max_crashes
+
     def jobs_crashed(self, outcomes: Iterable[str]) -> None:
         """Counted."""
         self.meter.blamed(outcomes)

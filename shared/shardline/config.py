@@ -82,6 +82,9 @@ class Settings(BaseSettings):
         None, repr=False, description="Celery result backend for AsyncResult.get(); none by default"
     )
     time_scale: float = Field(1.0, gt=0, le=10, description="factor on all of the protocol's times")
+    max_crashes: int = Field(
+        3, ge=1, le=100, description="ceiling of every job's max_crashes: more engines never die under one job in a row"
+    )
     log_level: str = Field("INFO", description="DEBUG, INFO, WARNING or ERROR")
     log_format: str = Field("auto", pattern="^(auto|json|console)$", description="json, console, or by terminal")
     metrics_port: int | None = Field(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Mapping
 from datetime import datetime
 from enum import StrEnum
 from typing import Annotated, Any, Literal
@@ -10,6 +11,7 @@ from uuid import UUID
 
 import msgspec
 from msgspec import Meta
+from msgspec.structs import force_setattr
 
 from shardline.errors import Invalid
 
@@ -24,6 +26,10 @@ INTERACTIVE_PRIORITY = 3
 
 DEFAULT_PRIORITY = 5
 DEFAULT_TENANT = "default"
+DEFAULT_CRASHES = 3
+MAX_CRASHES = 100
+"""That a job may ask for. An installation has a ceiling of its own: each crash costs everybody a restart."""
+
 MAX_STOPS = 16
 MAX_LOGPROBS = 20
 MAX_VARIABLES = 16
@@ -31,9 +37,27 @@ MAX_METADATA_DEPTH = 32
 PROMPT_END_TOKENS = 16
 """Of a prompt's last tokens: what a completion is decoded behind. Its first space, or a character that
 both make, hangs on them."""
+MAX_METADATA_BYTES = 64 << 10
+"""As JSON. It is kept with every job, and read with every look at it."""
+
+MAX_SEED = 2**63 - 1
+MAX_SHOWN_CHARS = 64
+"""Of a name that a caller made up, in an error."""
+
+DRAWN_SEED = -1
+"""A seed as other servers spell that there is none."""
+
+LEAST_TOP_P = 1e-9
+"""Stands for 0: no vocabulary is so large that its likeliest token holds less."""
 
 ADAPTER_NAME = r"^[A-Za-z0-9][A-Za-z0-9_.-]*$"
 """It is a folder's name, and follows a colon in `model:adapter`."""
+
+
+TRACEPARENT = r"^(?!ff)[0-9a-f]{2}-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}(-[!-~]*)?$"
+"""W3C Trace Context. A version after 00 may say more behind it."""
+
+MAX_TRACEPARENT_CHARS = 256
 
 
 class JobState(StrEnum):
@@ -61,6 +85,8 @@ class FinishReason(StrEnum):
     EXPIRED = "expired"
 
 
+# The limits of every field, at every door and for rows of SQL. Whatever is within them fits what reads it: Postgres's
+# types, the wire's, and the sampler's arithmetic in float32.
 Probability = Annotated[float, Meta(ge=0.0, le=1.0)]
 Penalty = Annotated[float, Meta(ge=-2.0, le=2.0)]
 TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
@@ -72,7 +98,8 @@ AdapterName = Annotated[str, Meta(pattern=ADAPTER_NAME, max_length=128)]
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """How a completion is generated. Stored as `jobs.params`, sent to the tail in the StepPlan's opens.
 
-    temperature 0 is greedy. top_k 0 and top_p 1 mean no limit. `seed` is drawn when the job is stored if absent.
+    temperature 0 is greedy. top_k 0 or -1 and top_p 1 mean no limit; top_p 0 leaves the likeliest token.
+    `seed` is drawn when the job is stored if absent or -1; other negative seeds count modulo 2⁶³.
     `logprobs` is the number of alternatives for each output token; None means no logprobs at all.
     `adapter` names a LoRA adapter of the model; a door takes it from `model:adapter` too.
     """
@@ -80,10 +107,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     max_tokens: Annotated[int, Meta(ge=1, le=1_000_000)] | None = None
     min_tokens: Annotated[int, Meta(ge=0, le=1_000_000)] = 0
     temperature: Annotated[float, Meta(ge=0.0, le=2.0)] = 1.0
-    top_k: Annotated[int, Meta(ge=0)] = 0
-    top_p: Annotated[float, Meta(gt=0.0, le=1.0)] = 1.0
+    top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] = 0
+    top_p: Probability = 1.0
     min_p: Probability = 0.0
-    repetition_penalty: Annotated[float, Meta(gt=0.0, le=10.0)] = 1.0
+    repetition_penalty: Annotated[float, Meta(ge=0.01, le=10.0)] = 1.0
     presence_penalty: Penalty = 0.0
     frequency_penalty: Penalty = 0.0
     stop: Annotated[tuple[Annotated[str, Meta(min_length=1, max_length=256)], ...], Meta(max_length=MAX_STOPS)] = ()
@@ -94,10 +121,19 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     chat_template_kwargs: Annotated[dict[VariableName, Variable], Meta(max_length=MAX_VARIABLES)] = {}
     """Variables of the model's chat template, such as `enable_thinking`."""
     logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
-    seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] | None = None
+    seed: Annotated[int, Meta(ge=-MAX_SEED - 1, le=MAX_SEED)] | None = None
     exact: bool = False
     """Computed on exact rows of one exactness, or not at all."""
     adapter: AdapterName | None = None
+
+    def __post_init__(self) -> None:
+        """Write what other servers spell otherwise as the wire and the sampler know it."""
+        if self.top_k < 0:
+            force_setattr(self, "top_k", 0)
+        if self.top_p == 0:
+            force_setattr(self, "top_p", LEAST_TOP_P)
+        if self.seed is not None and self.seed < 0:
+            force_setattr(self, "seed", None if self.seed == DRAWN_SEED else self.seed & MAX_SEED)
 
     def stop_ids(self, eos_ids: Iterable[int]) -> frozenset[int]:
         """Tokens that end this completion."""
@@ -131,10 +167,10 @@ class JobRequest(SamplingParams, frozen=True, kw_only=True, forbid_unknown_field
     deadline_s: Annotated[float, Meta(gt=0, le=31_536_000)] | None = None
     delay_s: Annotated[float, Meta(ge=0, le=31_536_000)] = 0.0
     flexible: Literal["price", "carbon"] | None = None
-    max_crashes: Annotated[int, Meta(ge=0, le=100)] = 3
+    max_crashes: Annotated[int, Meta(ge=0, le=MAX_CRASHES)] = DEFAULT_CRASHES
     metadata: dict[str, Any] = {}
     tenant: Annotated[str, Meta(min_length=1, max_length=64)] = DEFAULT_TENANT
-    traceparent: str | None = None
+    traceparent: Annotated[str, Meta(pattern=TRACEPARENT, max_length=MAX_TRACEPARENT_CHARS)] | None = None
 
     @property
     def address(self) -> str:
@@ -144,6 +180,9 @@ class JobRequest(SamplingParams, frozen=True, kw_only=True, forbid_unknown_field
     def params(self) -> SamplingParams:
         """The sampling part alone."""
         return SamplingParams(**{name: getattr(self, name) for name in SamplingParams.__struct_fields__})
+
+
+WHOLE_NUMBERS = frozenset(("max_tokens", "min_tokens", "top_k", "logprobs", "seed", "priority", "max_crashes"))
 
 
 def address_of(model: str, adapter: str | None) -> str:
@@ -165,9 +204,23 @@ def check_request(request: JobRequest) -> JobRequest:
         raise Invalid("min_tokens", f"it is above max_tokens ({request.max_tokens})", "Lower it or raise max_tokens")
     if request.flexible is not None and request.deadline_s is None:
         raise Invalid("flexible", "without a deadline it could wait for ever", "Send deadline_s too, or leave it out")
-    if _is_deeper(request.metadata, MAX_METADATA_DEPTH):
-        raise Invalid("metadata", f"it is nested deeper than {MAX_METADATA_DEPTH} levels", "Store a flatter object")
+    check_metadata(request.metadata)
     return request
+
+
+def check_metadata(metadata: dict[str, Any] | None) -> None:
+    """Raises Invalid for what is too much to be kept with every job; None stands for what was too much to be read."""
+    if _is_deeper(metadata, MAX_METADATA_DEPTH):
+        raise Invalid("metadata", f"it is nested deeper than {MAX_METADATA_DEPTH} levels", "Store a flatter object")
+    try:
+        num_bytes = MAX_METADATA_BYTES + 1 if metadata is None else len(msgspec.json.encode(metadata))
+    except UnicodeEncodeError as error:
+        raise Invalid("metadata", "it holds a lone surrogate", "Change it: Postgres cannot store it") from error
+    except (TypeError, ValueError, OverflowError) as error:
+        raise Invalid("metadata", f"it cannot be written as JSON: {error}", "Send what JSON knows") from error
+    if num_bytes > MAX_METADATA_BYTES:
+        problem = f"it has more than {MAX_METADATA_BYTES} bytes as JSON"
+        raise Invalid("metadata", problem, "Store it elsewhere, and its place here")
 
 
 def _is_deeper(document: object, limit: int) -> bool:
@@ -182,11 +235,29 @@ def _is_deeper(document: object, limit: int) -> bool:
 def parse_request(document: object) -> JobRequest:
     """A JSON-like object from any door as a checked request. Raises Invalid, naming the field."""
     try:
-        return check_request(msgspec.convert(document, JobRequest))
+        return check_request(msgspec.convert(_plain(document, JobRequest), JobRequest))
     except msgspec.ValidationError as error:
         raise invalid_from(error) from error
     except RecursionError as error:
         raise Invalid("request", "it is nested too deeply", "Send a flatter object") from error
+
+
+def parse_params(document: object) -> SamplingParams:
+    """What a row holds as `params`, which a hand may have written. Raises msgspec.ValidationError."""
+    return msgspec.convert(_plain(document, SamplingParams), SamplingParams)
+
+
+def _plain(document: object, kind: type[SamplingParams]) -> object:
+    """Without nulls, which say the same as leaving a field out, and with whole numbers as integers: some languages
+    write 5 as 5.0."""
+    if not isinstance(document, Mapping):
+        return document
+    names = kind.__struct_fields__
+    return {
+        name: int(value) if name in WHOLE_NUMBERS and isinstance(value, float) and value.is_integer() else value
+        for name, value in document.items()
+        if value is not None or name not in names
+    }
 
 
 def invalid_from(error: msgspec.ValidationError) -> Invalid:
@@ -194,9 +265,23 @@ def invalid_from(error: msgspec.ValidationError) -> Invalid:
     problem, _, path = str(error).partition(" - at `")
     field = path.rstrip("`").removeprefix("$").removeprefix(".")
     if problem.startswith(("Object contains unknown field", "Object missing required field")):
-        name = problem.split("`")[1]
+        what, name, *_ = problem.split("`")
+        problem = f"{what}`{shown(name)}`"
         field = f"{field}.{name}" if field else name
-    return Invalid(field or "request", problem[:1].lower() + problem[1:], "See docs/jobs.md for fields and limits")
+    elif field == "traceparent" and "regex" in problem:
+        problem = "it is not the traceparent of a W3C trace context"
+    problem = problem[:1].lower() + problem[1:]
+    return Invalid(shown(field) or "request", problem, "See docs/jobs.md for fields and limits")
+
+
+def is_traceparent(text: str | None) -> bool:
+    """Whether this is one. Of whoever passes on headers, what is none is dropped, as W3C asks."""
+    return text is not None and len(text) <= MAX_TRACEPARENT_CHARS and re.search(TRACEPARENT, text) is not None
+
+
+def shown(text: str) -> str:
+    """The beginning of what a caller wrote, for an error or a log."""
+    return text if len(text) <= MAX_SHOWN_CHARS else f"{text[:MAX_SHOWN_CHARS]}…"
 
 
 class Usage(msgspec.Struct, frozen=True, kw_only=True):

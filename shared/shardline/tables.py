@@ -184,6 +184,11 @@ jobs = Table(
     CheckConstraint("jsonb_typeof(messages) = 'array'", name="messages_is_an_array"),
     CheckConstraint("jsonb_typeof(params) = 'object'", name="params_is_an_object"),
     CheckConstraint("jsonb_typeof(metadata) = 'object'", name="metadata_is_an_object"),
+    # Lists, waits and costs reckon with it, and Python has no other years.
+    CheckConstraint(
+        "created_at >= '1970-01-01 00:00:00+00' AND created_at < '9999-12-31 00:00:00+00'",
+        name="created_at_is_between_1970_and_9999",
+    ),
     CheckConstraint("seed >= 0", name="seed_is_not_negative"),
     CheckConstraint(f"priority BETWEEN {PRIORITIES[0]} AND {PRIORITIES[-1]}", name="priority_is_0_to_9"),
     CheckConstraint("length(idempotency_key) BETWEEN 1 AND 256", name="idempotency_key_is_1_to_256_characters"),

@@ -15,6 +15,7 @@ import psycopg
 
 from services.standalone.ports import LOOPBACK, is_taken
 from shardline.config import Times
+from shardline.job import MAX_CRASHES
 from tests.chaos.load.target import Running, TargetRun
 from tests.chaos.load.users import CLERK
 from tests.chaos.load.workload import of_users
@@ -108,6 +109,7 @@ def compose_target(options: Options, docker: Docker) -> Iterator[ComposeTarget]:
         project=PROJECT,
         overlays=(PUBLISHED,),
         SHARDLINE_TIME_SCALE=str(TIME_SCALE),
+        SHARDLINE_MAX_CRASHES=str(MAX_CRASHES),
         SHARDLINE_DTYPE=options.dtype,
         SHARDLINE_KV_MIB=str(SMALL_KV_MIB[options.dtype]),
         SHARDLINE_KV_OFFLOAD_MIB=str(KV_OFFLOAD_MIB),

@@ -21,7 +21,7 @@ from sqlalchemy import text
 
 from shardline.api_key import bearer
 from shardline.client import Client
-from shardline.job import Job, JobState
+from shardline.job import MAX_CRASHES, Job, JobState
 from shardline.keys import INTAKE
 from shardline.queues import INTAKE_QUEUE, SUBMIT_TASK
 from shardline.store.database import connect
@@ -107,7 +107,11 @@ def small_stack() -> Iterator[Hurt]:
     failpoints = folder / "failpoints"
     failpoints.mkdir()
     stack = Stack(
-        folder, SHARDLINE_TIME_SCALE=TIME_SCALE, SHARDLINE_STALL_S=STALL_S, SHARDLINE_FAILPOINTS=str(failpoints)
+        folder,
+        SHARDLINE_TIME_SCALE=TIME_SCALE,
+        SHARDLINE_STALL_S=STALL_S,
+        SHARDLINE_MAX_CRASHES=str(MAX_CRASHES),
+        SHARDLINE_FAILPOINTS=str(failpoints),
     )
     try:
         stack.start()

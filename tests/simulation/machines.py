@@ -32,6 +32,7 @@ from services.stage.scheduling.offload import OffloadTerms
 from services.stage.scheduling.step_plan import StepPlan
 from shardline.config import Times
 from shardline.errors import Unavailable
+from shardline.job import MAX_CRASHES
 from shardline.metrics import RelayMetrics
 from shardline.wire import StageCard
 from tests.simulation.loom import Event, Loom, Process, current, elapse, now_s
@@ -370,4 +371,5 @@ def _settings(name: str, site: Site) -> SimpleNamespace:
         adapters_dir=None,
         dtype="float32",
         hop_activations="same",
+        max_crashes=MAX_CRASHES,
     )

@@ -32,7 +32,7 @@ TILE = 128
 """Weights are summed by tiles, then tiles one by one in float64: ten times faster than a running sum, and ordered."""
 
 NO_TOKEN = -1
-"""Of a row that is no distribution."""
+"""Of a row that is no distribution, as the model gave it or as penalties made it."""
 
 LOG2_E = math.log2(math.e)
 LEAST_TEMPERATURE = 1e-5
@@ -42,7 +42,7 @@ LEAST_TEMPERATURE = 1e-5
 class Sample(NamedTuple):
     """What was sampled of each sequence, as a StepResult needs it; `logprobs` is empty if none needs them.
 
-    `bad` names the sequences whose logits were not finite: their last token is 0.
+    `bad` names the sequences whose logits were not finite, or not after their penalties: their last token is 0.
     """
 
     tokens: tuple[tuple[int, ...], ...]
@@ -190,16 +190,23 @@ class Sampler:
         """Samples from row to row, as long as the token sampled is the one that the next row was computed with."""
         tokens: list[int] = []
         for row, greedy, draft in zip(rows, best, (*drafts, None), strict=True):
-            if greedy == NO_TOKEN:
+            token = greedy
+            if token != NO_TOKEN and not _is_plain_greedy(sequence):
+                token = self._choose(row, sequence)
+            if token == NO_TOKEN:
                 return _Run(rows, (*tokens, 0), is_good=False)
-            tokens.append(greedy if _is_plain_greedy(sequence) else self._choose(row, sequence))
+            tokens.append(token)
             if tokens[-1] != draft:
                 break
             sequence.extend(tokens[-1:])
         return _Run(rows, tuple(tokens), is_good=True)
 
     def _choose(self, row: Tensor, sequence: SampledSequence) -> int:
-        row = sequence.adjusted(row)
+        if sequence.is_adjusted:
+            row = sequence.adjusted(row)
+            # A small divisor overflows, and a mask may leave nothing: this sequence fails, and no other.
+            if not math.isfinite(float(row.max())):
+                return NO_TOKEN
         if sequence.params.temperature == 0:
             return first_largest(row.unsqueeze(0))[0]
         return self._draw(row, sequence)

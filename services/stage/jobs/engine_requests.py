@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import chain
+
 import msgspec
 from tokenizers import Tokenizer
 
@@ -31,10 +33,9 @@ class EngineRequests:
 
     def build(self, row: Claimed) -> tuple[Request, CompletionText]:
         """The request to schedule and the sink of its tokens. A job that crashed an engine before is quarantined; one
-        whose adapter cannot serve here, or whose ids this model does not have, is refused by the scheduler."""
+        whose adapter or ids cannot serve here is refused by the scheduler."""
         params = msgspec.structs.replace(row.params, max_tokens=row.max_tokens, seed=row.seed)
         adapter, refusal = self._adapter(row)
-        refusal = refusal or self._unknown_token(row)
         request = Request(
             key=(str(row.job_id), row.fence),
             prompt_ids=row.prompt_ids,
@@ -48,18 +49,18 @@ class EngineRequests:
             parked=row.parked,
             tenant=row.tenant_id,
             adapter=adapter,
-            refusal=refusal,
+            refusal=refusal or self._foreign_id(row),
         )
         room = self._context_length - len(row.prompt_ids)
         return request, CompletionText(self._vocabulary, params, room=room, prompt_ids=row.prompt_ids)
 
-    def _unknown_token(self, row: Claimed) -> str:
-        """Doors refuse such ids. Those of a job that was prepared for other weights of this name would end
-        the epoch of everybody."""
-        highest = max((*row.prompt_ids, *row.output_ids), default=0)
-        if highest < self._vocab_size:
-            return ""
-        return f"token id {highest} is not in the vocabulary of {self._vocab_size}. Submit the job again"
+    def _foreign_id(self, row: Claimed) -> str:
+        """Why its ids are none of the model's, if so. Doors check them, but a row can be written by
+        hand, or be prepared for other weights of this name; such an id would end everybody's epoch."""
+        for token_id in chain(row.prompt_ids, row.output_ids):
+            if token_id is None or not 0 <= token_id < self._vocab_size:
+                return f"token id {token_id} is not in the vocabulary of {self._vocab_size}. Submit the job again"
+        return ""
 
     def _adapter(self, row: Claimed) -> tuple[str, str]:
         """The fingerprint of its adapter, or why there is none. The claim's counts: files that changed since then are

@@ -99,7 +99,8 @@ class Finisher:
         if jobs:
             with self._database.begin() as connection:
                 self._save(connection, jobs)
-                outcomes = crashes.requeue_or_fail_held(connection, [job.attempt for job in jobs])
+                keys = [job.attempt for job in jobs]
+                outcomes = crashes.requeue_or_fail_held(connection, keys, max_crashes=self._host.max_crashes)
             self._host.jobs_crashed(outcomes.values())
             log.warning(
                 "the pipeline broke under quarantined jobs", outcomes={str(key): end for key, end in outcomes.items()}

@@ -12,6 +12,10 @@ from shardline.job import JobState
 class LeaseHost(Protocol):
     """Called in the lease manager's thread. No method may block."""
 
+    @property
+    def max_crashes(self) -> int:
+        """So often at most may engines die under any job before it ends."""
+
     def readiness_announced(self) -> None:
         """Postgres knows that the pipeline is ready: jobs may come."""
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from services.stage.scheduling.offload import NO_OFFLOAD, OffloadTerms
 from services.stage.scheduling.sequence import Request
+from services.stage.scheduling.step_plan import unsendable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,4 +34,4 @@ class SchedulerConfig:
         num_prompt = len(request.prompt_ids)
         if not 0 < num_prompt < self.max_len:
             return f"prompt: {num_prompt} tokens; it must be 1 to {self.max_len - 1}, the context less one"
-        return request.refusal or None
+        return request.refusal or unsendable(request.params, request.seed)

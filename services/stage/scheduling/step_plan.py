@@ -140,6 +140,7 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
 
 
 _encoder = msgspec.msgpack.Encoder()
+_terms_decoder = msgspec.msgpack.Decoder(tuple[SamplingParams, Number])
 _plan_decoder = msgspec.msgpack.Decoder(StepPlan)
 _result_decoder = msgspec.msgpack.Decoder(StepResult)
 
@@ -147,6 +148,16 @@ _result_decoder = msgspec.msgpack.Decoder(StepResult)
 def encode(message: StepPlan | StepResult) -> bytes:
     """The message as msgpack."""
     return _encoder.encode(message)
+
+
+def unsendable(params: SamplingParams, seed: int) -> str | None:
+    """Why no stage would take a sequence on these terms; None: it would. A plan with it would end everybody's epoch, so
+    it is asked before: its row may have been written by hand."""
+    try:
+        _terms_decoder.decode(_encoder.encode((params, seed)))
+    except (msgspec.MsgspecError, OverflowError, TypeError, ValueError) as error:
+        return f"stages do not take its parameters: {error}"
+    return None
 
 
 def decode_plan(data: Data) -> StepPlan:

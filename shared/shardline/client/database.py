@@ -11,8 +11,8 @@ from sqlalchemy.exc import DBAPIError, InterfaceError, InternalError, Operationa
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.orm import Session
 
-from shardline.errors import Busy, Unavailable
-from shardline.store.database import failure_of
+from shardline.errors import Busy, Invalid, Unavailable
+from shardline.store.database import failure_of, is_over_limit
 
 MAX_IDS_PER_QUERY = 1_000
 POLL_S = 1.0
@@ -28,7 +28,6 @@ BUSY = {
     "53100": "Postgres has no disk left",
     "53200": "Postgres has no memory left",
     "53300": "Postgres has no connection left, see max_connections",
-    "54000": "the statement is over a limit of Postgres",
 }
 """What Postgres itself answers, by SQLSTATE: it is there, and has stored nothing."""
 
@@ -36,7 +35,7 @@ BUSY = {
 @contextmanager
 def reachable() -> Iterator[None]:
     """Turns an unreachable Postgres into Unavailable (the commit may have happened: retry with the same id), and one
-    that could not do it now into Busy (nothing has happened)."""
+    that could not do it now into Busy (nothing has happened). Raises Invalid for what Postgres can never do."""
     try:
         yield
     except PoolTimeout as error:
@@ -44,6 +43,8 @@ def reachable() -> Iterator[None]:
     except AWAY as error:
         cause = error.orig if isinstance(error, DBAPIError) else error
         problem = BUSY.get(getattr(cause, "sqlstate", None) or "")
+        if is_over_limit(cause):
+            raise Invalid("request", f"it is over a limit of Postgres: {_first_line(cause)}", "Ask for less") from error
         if problem is not None:
             raise Busy(f"{problem}: {_first_line(cause)}") from error
         raise Unavailable(f"Postgres cannot be reached: {_first_line(cause)}") from error

@@ -10,7 +10,7 @@ import msgspec
 
 from shardline.config import Settings
 from shardline.errors import Invalid, JobCancelled, JobEnded, JobExpired, JobFailed, NotFound
-from shardline.job import DEFAULT_TENANT, Job, JobRequest, JobState, check_request, parse_request
+from shardline.job import DEFAULT_TENANT, Job, JobRequest, JobState, parse_request
 
 MAX_REQUESTS = 100_000
 """Of one call, which is one transaction."""
@@ -42,9 +42,18 @@ def checked(requests: Iterable[AnyRequest], tenant: str) -> list[JobRequest]:
 def _checked(request: AnyRequest, tenant: str) -> JobRequest:
     if not isinstance(request, JobRequest):
         return parse_request({"tenant": tenant, **request})
-    if request.tenant == DEFAULT_TENANT != tenant:
-        request = msgspec.structs.replace(request, tenant=tenant)
-    return check_request(request)
+    # Made by its constructor, which checks nothing.
+    document = {**msgspec.structs.asdict(request), "messages": _plain_messages(request.messages)}
+    if request.tenant == DEFAULT_TENANT:
+        document["tenant"] = tenant
+    return parse_request(document)
+
+
+def _plain_messages(messages: object) -> object:
+    try:
+        return msgspec.to_builtins(messages)
+    except (TypeError, ValueError) as error:
+        raise Invalid("messages", f"they cannot be written as JSON: {error}", "Send role and content") from error
 
 
 def check_all_exist(wanted: Iterable[UUID], found: Iterable[Job]) -> None:

@@ -13,7 +13,7 @@ from uuid import UUID
 
 from sqlalchemy import Connection, Row, text
 
-from shardline.job import JobState
+from shardline.job import MAX_CRASHES, JobState
 from shardline.store.encoding import Key, dump_keys
 from shardline.store.ends import End, end_running, requeue_running
 
@@ -57,16 +57,21 @@ def quarantined(connection: Connection, ids: Collection[str]) -> list[UUID]:
     return list(connection.scalars(QUARANTINED, {"ids": list(ids)}))
 
 
-def requeue_or_fail_held(connection: Connection, keys: Collection[Key]) -> dict[UUID, str]:
+def requeue_or_fail_held(
+    connection: Connection, keys: Collection[Key], *, max_crashes: int = MAX_CRASHES
+) -> dict[UUID, str]:
     """A head gives back jobs under which its pipeline broke, though it lives. Returns what `requeue_or_fail` does; a
     job that is missing is not the head's any more."""
     held = list(connection.scalars(LOCK_HELD, {"keys": dump_keys(keys)}))
-    return requeue_or_fail(connection, last_attempts(connection, held))
+    return requeue_or_fail(connection, last_attempts(connection, held), max_crashes=max_crashes)
 
 
-def requeue_or_fail(connection: Connection, rows: Iterable[Row[Any]]) -> dict[UUID, str]:
+def requeue_or_fail(
+    connection: Connection, rows: Iterable[Row[Any]], *, max_crashes: int = MAX_CRASHES
+) -> dict[UUID, str]:
     """Locked rows of `last_attempts`. Returns `released`, `lost` or `crashed` for those that were requeued, and the
-    state of those whose crashes are used up."""
+    state of those whose crashes are used up: as many as the job asks for, but no more than `max_crashes`, since each
+    costs everybody's pipeline a restart."""
     ends: list[End] = []
     parked: list[Key] = []
     lost: list[Key] = []
@@ -76,7 +81,7 @@ def requeue_or_fail(connection: Connection, rows: Iterable[Row[Any]]) -> dict[UU
             parked.append((row.id, row.fence))
         elif row.has_progress:
             lost.append((row.id, row.fence))
-        elif row.crashes + 1 < row.max_crashes:
+        elif row.crashes + 1 < min(row.max_crashes, max_crashes):
             crashed.append((row.id, row.fence))
         else:
             ends.append(_dead_letter(connection, row))

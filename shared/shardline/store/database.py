@@ -15,6 +15,7 @@ from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 from sqlalchemy.pool import ConnectionPoolEntry
 
+from shardline.store import decoding
 from shardline.store.database_url import libpq_parameters, normalize
 
 CONNECT_TIMEOUT_S = 5
@@ -53,6 +54,9 @@ is not the one that we want. In each case a new connection may do what this one 
 WRITABLE = {"in_hot_standby": "off", "default_transaction_read_only": "off"}
 """What a server reports of itself (from release 14 on) if it takes writes."""
 
+OVER_LIMIT = "54"
+"""SQLSTATEs that begin so: the program limit exceeded."""
+
 MAX_SAID = 200
 
 
@@ -78,6 +82,11 @@ def failure_of(error: DBAPIError) -> Failure:
     is_lost = sqlstate.startswith(LOST) if sqlstate else isinstance(error, OperationalError | InterfaceError)
     problem = str(error.orig).partition("\n")[0][:MAX_SAID]
     return Failure(is_lost=is_lost or error.connection_invalidated, sqlstate=sqlstate, problem=problem)
+
+
+def is_over_limit(cause: BaseException | None) -> bool:
+    """Whether Postgres, or a trial of it, can never hold this: it has a limit of its own, such as JSON's 256 MiB."""
+    return (getattr(cause, "sqlstate", None) or "").startswith(OVER_LIMIT)
 
 
 def connect(url: str, **options: Any) -> Engine:
@@ -152,6 +161,11 @@ def _limit(name: str, limit_s: float) -> str:
     return f"-c {name}={int(limit_s * 1000)}"
 
 
+def _adapt(connection: Any, _record: object) -> None:
+    """A new connection, of SQLAlchemy or around the driver's own."""
+    decoding.register(getattr(connection, "driver_connection", connection))
+
+
 def _leave_details_out(context: ExceptionContext) -> None:
     """What Postgres adds to the first line quotes the row that it refuses: a prompt, on its way into logs."""
     if getattr(context.original_exception, "sqlstate", None) is None:
@@ -164,7 +178,7 @@ def _leave_details_out(context: ExceptionContext) -> None:
 def _engine_options(url: str, options: dict[str, Any]) -> dict[str, Any]:
     names = connect_arguments.__kwdefaults__ or {}
     arguments = {name: options.pop(name) for name in list(options) if name in names}
-    pool: dict[str, Any] = {"pool_pre_ping": True, "hide_parameters": True}
+    pool: dict[str, Any] = {"pool_pre_ping": True, "hide_parameters": True, "json_deserializer": decoding.load_json}
     if "poolclass" not in options:
         pool |= {
             "pool_size": POOL_SIZE,
@@ -200,6 +214,7 @@ def _watched(engine: Engine) -> Engine:
 
     event.listen(engine, "handle_error", on_error)
     event.listen(engine, "handle_error", _leave_details_out)
+    event.listen(engine, "connect", _adapt)
     event.listen(engine, "connect", on_connect)
     event.listen(engine, "checkin", on_return)
     return engine

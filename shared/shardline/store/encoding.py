@@ -10,7 +10,7 @@ from uuid import UUID
 import msgspec
 from sqlalchemy import ARRAY, Column, ColumnElement, RowMapping, Uuid, any_, literal
 
-from shardline.job import FinishReason, Job, JobState, Result, SamplingParams, TokenLogprob, Usage
+from shardline.job import FinishReason, Job, JobState, Result, SamplingParams, TokenLogprob, Usage, parse_params, shown
 
 Key = tuple[UUID, int]
 """A job and the fence of one claim of it."""
@@ -57,7 +57,7 @@ def load_logprobs(document: object) -> tuple[TokenLogprob, ...] | None:
 
 def load_params(document: object) -> SamplingParams:
     """Of a prepared row: they were checked then. Raises msgspec.ValidationError for those of a later release."""
-    return msgspec.convert(document, SamplingParams)
+    return parse_params(document)
 
 
 def dump_result(result: Result) -> dict[str, Any]:
@@ -127,12 +127,39 @@ def unstorable(value: object) -> str | None:
         if not level:
             return None
         for one in level:
-            if isinstance(one, str) and _is_refused(one):
-                return "it holds a NUL character or a lone surrogate"
-            if isinstance(one, float) and not math.isfinite(one):
-                return f"it holds the number {one}, which JSON has not"
+            if (problem := unstorable_alone(one)) is not None:
+                return problem
         level = [inner for one in level for inner in _inside(one)]
     return f"it is nested more than {MAX_DEPTH} deep"
+
+
+def unstorable_alone(one: object) -> str | None:
+    """The same of a text or a number, without what is inside of others."""
+    if isinstance(one, str) and _is_refused(one):
+        return "it holds a NUL character or a lone surrogate"
+    if isinstance(one, float) and not math.isfinite(one):
+        return f"it holds the number {one}, which JSON has not"
+    return None
+
+
+def place_of_unstorable(value: object) -> str:
+    """Where `unstorable` has found it: `.stop[0]` of parameters, for an error; empty for the value itself."""
+    level = [("", value)]
+    for _ in range(MAX_DEPTH):
+        for place, one in level:
+            if unstorable_alone(one) is not None:
+                return place
+        level = [pair for place, one in level for pair in _places_inside(place, one)]
+    return ""
+
+
+def _places_inside(place: str, value: object) -> Iterable[tuple[str, object]]:
+    if isinstance(value, Mapping):
+        keys = [(place, key) for key in value]
+        return [*keys, *((f"{place}.{shown(str(key))}", inner) for key, inner in value.items())]
+    if isinstance(value, list | tuple):
+        return [(f"{place}[{number}]", inner) for number, inner in enumerate(value)]
+    return ()
 
 
 def _inside(value: object) -> Iterable[object]:

@@ -13,12 +13,13 @@ from uuid import UUID
 import msgspec
 from psycopg.errors import Diagnostic
 from sqlalchemy import Connection, text
-from sqlalchemy.exc import IntegrityError
+from sqlalchemy.exc import IntegrityError, OperationalError
 
 from shardline.errors import Invalid, ShardlineError
 from shardline.ids import new_id
 from shardline.job import DEFAULT_TENANT, JobRequest
-from shardline.store.encoding import dump, storable, unstorable
+from shardline.store.database import failure_of, is_over_limit
+from shardline.store.encoding import dump, place_of_unstorable, storable, unstorable
 from shardline.store.repeats import repeated
 from shardline.tables import MAX_PROMPT_BYTES, RANDOM_SEED
 
@@ -158,6 +159,11 @@ def _insert(connection: Connection, ids: Mapping[int, UUID], encoded: str) -> di
         inserted = set(connection.scalars(INSERT, {"rows": encoded}))
     except IntegrityError as error:
         raise _invalid(error) from error
+    except OperationalError as error:
+        if is_over_limit(error.orig):
+            problem = f"it is over a limit of Postgres: {failure_of(error).problem}"
+            raise Invalid("request", problem, "Send a smaller one") from error
+        raise
     stored: dict[int, Stored | ShardlineError] = {}
     for number, job_id in ids.items():
         # Of several rows with one id the first was inserted.
@@ -209,7 +215,9 @@ def _check_storable(row: Mapping[str, Any]) -> None:
         if not isinstance(value, int | float | None) and name not in ("id", "prompt_ids"):
             problem = unstorable(value)
             if problem is not None:
-                raise Invalid(name.removesuffix("_id"), problem, "Change it: Postgres cannot store it")
+                place = place_of_unstorable(value)
+                field = place.removeprefix(".") if name == "params" else name.removesuffix("_id") + place
+                raise Invalid(field, problem, "Change it: Postgres cannot store it")
 
 
 def _chunks(rows: Sequence[EncodedRequest]) -> Iterator[tuple[list[int], str]]:

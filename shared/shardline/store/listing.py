@@ -27,7 +27,7 @@ MAX_CHAT_BYTES = 4096
 
 REMEDY = "Begin anew, or go on from the end of the page before (over HTTP its `next`), which needs no row"
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
-PAGE_END = re.compile(r"([0-9]{1,17})-([0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12})", re.ASCII)
+PAGE_END = re.compile(r"(-?[0-9]{1,18})-([0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12})", re.ASCII)
 
 # By an index of (tenant, state, time) or (tenant, model, state, time): one short walk for each tenant and state.
 WALKS = """
@@ -77,7 +77,12 @@ class PageEnd:
     def parse(cls, text: str) -> Self | None:
         """What `str` wrote; None for anything else."""
         found = PAGE_END.fullmatch(text)
-        return found and cls(at=EPOCH + timedelta(microseconds=int(found[1])), job_id=UUID(found[2]))
+        if found is None:
+            return None
+        try:
+            return cls(at=EPOCH + timedelta(microseconds=int(found[1])), job_id=UUID(found[2]))
+        except OverflowError:
+            return None
 
     def __str__(self) -> str:
         """As readers of pages send it back."""

@@ -13,7 +13,7 @@ from uuid import UUID
 
 from sqlalchemy import Connection, text
 
-from shardline.job import JobState
+from shardline.job import MAX_METADATA_BYTES, JobState
 from shardline.store.encoding import dump
 from shardline.store.ends import End, end_queued
 
@@ -21,12 +21,15 @@ MAX_BATCH = 128
 MAX_BYTES = 1 << 20
 """Of a batch, about, and one row more: a second's work of a slow tokenizer."""
 
+MAX_METADATA_CHARS = 64 * MAX_METADATA_BYTES
+"""As Postgres writes them: 1e308 with all its digits, so more than a door may have counted."""
+
 TAKE = text("""
 -- The oldest that no relay has. Their sizes are known without reading a text; chats are kept compressed, to a quarter
 -- of their length or more.
 WITH oldest AS (
     SELECT id, created_at, coalesce(octet_length(prompt), 0) + 4 * coalesce(pg_column_size(messages), 0)
-        + coalesce(pg_column_size(prompt_ids), 0) AS num_bytes
+        + coalesce(pg_column_size(prompt_ids), 0) + 4 * pg_column_size(metadata) AS num_bytes
     FROM jobs
     WHERE state = 'queued' AND prepared_at IS NULL AND (preparing_until IS NULL OR preparing_until <= now())
     ORDER BY created_at LIMIT :max_batch FOR UPDATE SKIP LOCKED
@@ -39,9 +42,10 @@ totals AS (
 lent AS (
     UPDATE jobs SET preparing_until = now() + make_interval(secs => :lease_s)
     FROM totals WHERE jobs.id = totals.id AND num_bytes_before < :max_bytes
-    RETURNING jobs.id, model, prompt, messages, prompt_ids, params, created_at
+    RETURNING jobs.id, model, prompt, messages, prompt_ids, params, created_at,
+        CASE WHEN octet_length(metadata::text) <= :max_metadata_chars THEN metadata END AS metadata
 )
-SELECT id, model, prompt, messages, prompt_ids, params FROM lent ORDER BY created_at, id
+SELECT id, model, prompt, messages, prompt_ids, params, metadata FROM lent ORDER BY created_at, id
 """)
 
 # By their ids: `num_nulls` says the same as `prepared_at IS NULL`, and does not invite Postgres to read all that waits
@@ -71,6 +75,8 @@ class Unprepared:
     messages: Any
     prompt_ids: Sequence[int | None] | None
     params: Any
+    metadata: Any
+    """None: too large to be looked at."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +96,12 @@ def take_unprepared(
     connection: Connection, *, lease_s: float, max_batch: int = MAX_BATCH, max_bytes: int = MAX_BYTES
 ) -> list[Unprepared]:
     """The oldest rows that nobody else is preparing; ours for `lease_s` once the caller commits."""
-    values = {"lease_s": lease_s, "max_batch": max_batch, "max_bytes": max_bytes}
+    values = {
+        "lease_s": lease_s,
+        "max_batch": max_batch,
+        "max_bytes": max_bytes,
+        "max_metadata_chars": MAX_METADATA_CHARS,
+    }
     return [Unprepared(**row) for row in connection.execute(TAKE, values).mappings()]
 
 

@@ -5,7 +5,7 @@ One strange row must not hold up the others, nor end its head. Knows no statemen
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 from uuid import UUID
@@ -14,7 +14,7 @@ import msgspec
 import structlog
 from sqlalchemy import Row
 
-from shardline.job import SamplingParams, invalid_from
+from shardline.job import SamplingParams, invalid_from, shown
 from shardline.store.encoding import load_params
 
 log = structlog.get_logger(__name__)
@@ -38,8 +38,8 @@ def sort_rows(rows: Iterable[Row[Any]]) -> Sorted:
         try:
             load_params(row.params)
         except msgspec.ValidationError as error:
-            names = row.params.keys() if isinstance(row.params, dict) else set()
-            unknown = sorted(names - set(SamplingParams.__struct_fields__))
+            names = row.params.keys() if isinstance(row.params, Mapping) else set()
+            unknown = sorted(shown(name) for name in names - set(SamplingParams.__struct_fields__))
             if unknown:
                 found.later.append(row.id)
                 log.warning(

@@ -13,7 +13,16 @@ from uuid import UUID
 
 from sqlalchemy import Connection, Row, text
 
-from shardline.job import PROMPT_END_TOKENS, FinishReason, JobState, Result, SamplingParams, TokenLogprob, Usage
+from shardline.job import (
+    MAX_CRASHES,
+    PROMPT_END_TOKENS,
+    FinishReason,
+    JobState,
+    Result,
+    SamplingParams,
+    TokenLogprob,
+    Usage,
+)
 from shardline.store import crashes
 from shardline.store.encoding import load_logprobs, readable_params
 from shardline.store.ends import End, end_queued, end_running
@@ -125,14 +134,20 @@ def sweep_stopped_queued(connection: Connection, decode: Decode, *, max_batch: i
 
 
 def sweep_expired_leases(
-    connection: Connection, decode: Decode, *, lease_s: float, max_batch: int = MAX_BATCH
+    connection: Connection,
+    decode: Decode,
+    *,
+    lease_s: float,
+    max_crashes: int = MAX_CRASHES,
+    max_batch: int = MAX_BATCH,
 ) -> dict[UUID, str]:
     """Move running jobs whose lease expired: stopped as asked, else as `crashes.requeue_or_fail` says. Returns the
     state of those that ended, and `released`, `lost` or `crashed` for those that were requeued."""
     rows = _locked(connection, LOCK_EXPIRED, lease_s=lease_s, max_batch=max_batch)
     stopped = [row for row in rows if _is_stopped(row)]
+    others = [row for row in rows if not _is_stopped(row)]
     return {
-        **crashes.requeue_or_fail(connection, [row for row in rows if not _is_stopped(row)]),
+        **crashes.requeue_or_fail(connection, others, max_crashes=max_crashes),
         **end_running(connection, _ends(connection, stopped, decode)),
     }
 

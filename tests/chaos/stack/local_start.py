@@ -21,6 +21,7 @@ from services.standalone.servers import FAST, Postgres, Valkey
 from services.standalone.settings import CLERK as CLERK_FOLDER
 from services.standalone.settings import StandaloneSettings
 from shardline.config import Times
+from shardline.job import MAX_CRASHES
 from tests.chaos.load.requests import MODEL
 from tests.chaos.load.users import CLERK, SCRIBE
 from tests.chaos.load.workload import LoadName, adapter_names, lab, of_users
@@ -122,6 +123,8 @@ def _asked(options: Options, folder: Path) -> Mapping[str, str]:
     return {
         "SHARDLINE_CACHE_DIR": str(folder / "cache"),
         "SHARDLINE_TIME_SCALE": str(options.time_scale),
+        # Innocent jobs outlive any number of kills.
+        "SHARDLINE_MAX_CRASHES": str(MAX_CRASHES),
         "SHARDLINE_DTYPE": options.dtype,
         **_outside_memory(options, folder / "offload"),
         "SHARDLINE_KERNEL": "auto" if options.exact else "off",

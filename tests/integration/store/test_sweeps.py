@@ -12,7 +12,7 @@ import pytest
 from sqlalchemy import Engine, text
 
 from shardline.job import Job, JobState
-from shardline.store import claims, jobs, leases, sweeps
+from shardline.store import claims, crashes, jobs, leases, sweeps
 from shardline.store.claims import Claimed
 from shardline.store.leases import Beat
 from shardline.store.sweeps import Partial
@@ -135,6 +135,19 @@ def test_attempts_without_a_token_of_their_own_end_in_a_dead_letter(engine: Engi
         3,
         [3, 2, 1],
     )
+
+
+def test_no_job_outlives_more_crashes_than_the_installation_allows(engine: Engine) -> None:
+    swept, held = submit(engine, max_crashes=100)[0], submit(engine, max_crashes=100)[0]
+    for outcome in ("crashed", "failed"):
+        (first,) = claim(engine, [swept])
+        (second,) = claim(engine, [held])
+        expire(engine, first)
+        with engine.begin() as connection:
+            moved = sweeps.sweep_expired_leases(connection, spell, lease_s=LEASE_S, max_crashes=2)
+            back = crashes.requeue_or_fail_held(connection, [(held, second.fence)], max_crashes=2)
+        assert (moved, back) == ({swept: outcome}, {held: outcome})
+    assert [(read(engine, job_id).error or {})["crashes"] for job_id in (swept, held)] == [2, 2]
 
 
 def test_a_crash_is_forgotten_once_the_next_attempt_saves_a_token(engine: Engine) -> None:

@@ -58,4 +58,19 @@ def test_a_row_keeps_the_tokens_and_the_text_of_its_door() -> None:
 def test_a_number_that_json_has_not_names_its_field(number: float) -> None:
     with pytest.raises(Invalid, match="which JSON has not") as caught:
         row(metadata={"deep": [{"score": number}]})
-    assert caught.value.field == "metadata"
+    assert caught.value.field == "metadata.deep[0].score"
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"stop": ("a", "b\0")}, "stop[1]"),
+        ({"messages": (Message("user", "a"), Message("user", "\ud800"))}, "messages[1].content"),
+        ({"metadata": {"a": {"b\0": 1}}}, "metadata.a"),
+        ({"tenant": "a\0"}, "tenant"),
+    ],
+)
+def test_a_text_that_postgres_has_not_names_its_field(fields: dict[str, Any], field: str) -> None:
+    with pytest.raises(Invalid, match="NUL character or a lone surrogate") as caught:
+        row(**fields)
+    assert caught.value.field == field

@@ -35,7 +35,7 @@ from services.stage.scheduling.events import Event
 from services.stage.scheduling.scheduler import Scheduler
 from services.stage.scheduling.scheduler_config import SchedulerConfig
 from shardline.config import Times
-from shardline.job import JobState
+from shardline.job import MAX_CRASHES, JobState
 from shardline.streams import DeltaWriter
 from tests.models import VOCAB_SIZE, save_model
 from tests.pinned import first_core
@@ -98,6 +98,7 @@ class Host:
 
     announced: threading.Event
     meter: StageMeter
+    max_crashes: int = MAX_CRASHES
 
     def readiness_announced(self) -> None:
         """A test may offer."""
@@ -158,7 +159,7 @@ def open_lone_head(database: Database, executor: Executor, redis_url: str, times
             tokenizer=tokenizer,
             eos_ids=(2,),
             context_length=4096,
-            vocab_size=VOCAB_SIZE,
+            vocab_size=executor.info.vocab_size,
             adapters=executor.adapters,
         ),
         publisher=publisher,

@@ -316,3 +316,39 @@ def test_logits_that_are_not_finite_end_a_run_where_they_are_reached_and_only_th
     assert (reached.tokens, reached.bad) == (((best[0], best[1], 0),), (5,))
     assert [entry and entry.token_id for entry in reached.logprobs[0]] == [best[0], best[1], None]
     assert (missed.tokens, missed.bad) == (((best[0], best[1]),), ())
+
+
+@pytest.mark.parametrize(
+    ("params", "value"),
+    [
+        (SamplingParams(temperature=0.7, repetition_penalty=1e-40), 5.0),
+        (SamplingParams(temperature=0.0, repetition_penalty=1e-40), 5.0),
+        (SamplingParams(temperature=0.7, repetition_penalty=0.01, top_k=3), 3e37),
+        (SamplingParams(temperature=0.7, repetition_penalty=10.0, presence_penalty=2.0), -3e38),
+    ],
+)
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_a_row_that_penalties_make_infinite_is_bad_and_the_others_go_on(
+    params: SamplingParams, value: float, place: int
+) -> None:
+    rows = logits(3)
+    alone = [sampler().sample(rows[[row]], [sequence(MIXED[2], seed=row, number=row)]) for row in range(3)]
+    rows[place] = value
+    sequences = [sequence(MIXED[2], seed=row, number=row) for row in range(3)]
+    sequences[place] = sequence(params, outputs=tuple(range(VOCAB)), number=place)
+    found = sampler().sample(rows, sequences)
+    assert found.bad == (place,)
+    assert found.tokens[place] == (0,)
+    for row in {0, 1, 2} - {place}:
+        assert (found.tokens[row], found.logprobs[row]) == (alone[row].tokens[0], alone[row].logprobs[0])
+
+
+def test_a_mask_that_leaves_no_token_makes_its_own_row_bad() -> None:
+    masked = sequence(SamplingParams(min_tokens=5, stop_token_ids=tuple(range(5))), vocab=5, number=3)
+    assert sampler(5).sample(logits(1, vocab=5), [masked]).bad == (3,)
+
+
+def test_top_p_0_is_the_likeliest_token() -> None:
+    rows = logits(50)
+    found = sampler().sample(rows, [sequence(SamplingParams(temperature=2.0, top_p=0.0), seed=n) for n in range(50)])
+    assert found.tokens == tuple((int(token),) for token in rows.argmax(1))

@@ -2,19 +2,56 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
 
 from services.stage.scheduling.events import Crashed, Failed, Finished, NewTokens
 from services.stage.scheduling.kv_blocks import BLOCK_TOKENS
-from services.stage.scheduling.step_plan import StepResult
+from services.stage.scheduling.step_plan import StepResult, decode_plan, encode
 from shardline.errors import ProtocolError
-from shardline.job import FinishReason, TokenLogprob
-from tests.simulation.pipeline import NUM_TOKENS, Pipeline, checked, config, decoding, expected_output, request, shape
+from shardline.job import FinishReason, SamplingParams, TokenLogprob
+from tests.simulation.pipeline import (
+    NUM_TOKENS,
+    Numbers,
+    Pipeline,
+    checked,
+    config,
+    decoding,
+    expected_output,
+    request,
+    shape,
+)
 
 FULL_BLOCK = BLOCK_TOKENS - 1
 """A prompt whose second output token needs a second block."""
+
+
+@pytest.mark.parametrize(
+    ("params", "seed"),
+    [
+        (SamplingParams(max_tokens=2, top_k=2**64), 1),
+        (SamplingParams(max_tokens=2**31), 1),
+        (SamplingParams(max_tokens=2, temperature=math.nan), 1),
+        (SamplingParams(max_tokens=2), -1),
+    ],
+)
+def test_a_request_that_no_stage_would_read_fails_alone(params: SamplingParams, seed: int) -> None:
+    # Given a head with a job, and a row that somebody has written by hand
+    pipeline = Pipeline(config())
+    decoding(pipeline, "a")
+
+    # When the head takes it
+    events = pipeline.scheduler.add(replace(request("b"), params=params, seed=seed), Numbers(2))
+
+    # Then it ends with its reason, and the next plan is one that every stage reads
+    (end,) = events
+    assert isinstance(end, Failed)
+    assert "stages do not take its parameters" in end.reason
+    plan = pipeline.schedule()
+    assert plan is not None
+    assert decode_plan(encode(plan)) == plan
 
 
 def test_decode_rows_come_first_and_prefill_takes_the_rest_of_the_budget() -> None:
