@@ -57,8 +57,13 @@ class AnswerHead(TypedDict):
 class TokenFields(TypedDict, total=False):
     """Fields that are there only with `return_token_ids`."""
 
-    prompt_token_ids: tuple[int, ...]
     token_ids: tuple[int, ...]
+
+
+class PromptFields(TypedDict, total=False):
+    """The same, where vLLM's clients look for it: in a completion's choice, at the top of a chat's answer."""
+
+    prompt_token_ids: tuple[int, ...]
 
 
 class TextLogprobs(TypedDict):
@@ -91,7 +96,7 @@ class ChatLogprobs(TypedDict):
     refusal: None
 
 
-class CompletionChoice(TokenFields):
+class CompletionChoice(TokenFields, PromptFields):
     """The only choice of a completion."""
 
     index: Literal[0]
@@ -125,7 +130,7 @@ class ChatChoice(TokenFields):
     logprobs: ChatLogprobs | None
 
 
-class ChatCompletion(AnswerHead):
+class ChatCompletion(AnswerHead, PromptFields):
     """What `POST /v1/chat/completions` answers when it does not stream."""
 
     object: Literal["chat.completion"]
@@ -133,7 +138,7 @@ class ChatCompletion(AnswerHead):
     usage: CompletionUsage
 
 
-class CompletionChunkChoice(TokenFields):
+class CompletionChunkChoice(TokenFields, PromptFields):
     """New text of a completion."""
 
     index: Literal[0]
@@ -166,7 +171,7 @@ class ChatChunkChoice(TokenFields):
     logprobs: ChatLogprobs | None
 
 
-class ChatChunk(AnswerHead):
+class ChatChunk(AnswerHead, PromptFields):
     """One event of a streamed chat. The last one has no choices if the usage was asked for."""
 
     object: Literal["chat.completion.chunk"]

@@ -23,7 +23,7 @@ from services.gateway.submit import Accepted
 from shardline.aio import cancel_and_wait
 from shardline.client.requests import succeeded
 from shardline.errors import JobEnded, ShardlineError, Unavailable
-from shardline.job import Job, JobState
+from shardline.job import Job, JobState, Usage
 from shardline.log import job_context
 from shardline.wire import Delta
 
@@ -96,7 +96,17 @@ async def _chunks(gateway: Gateway, accepted: Accepted, responses: OpenAiRespons
                 raise await why(gateway, accepted.job_id)
             yield event(responses.final_chunk(delta.finish_reason or ""))
             if responses.options.include_usage:
-                yield event(responses.usage_chunk(num_output))
+                yield event(responses.usage_chunk(await _usage(gateway, accepted, num_output)))
+
+
+async def _usage(gateway: Gateway, accepted: Accepted, num_output: int) -> Usage:
+    """As it was committed, with what the prefix cache had. A Postgres that is away now holds up no stream's end."""
+    try:
+        usage = await gateway.client.usage(accepted.job_id)
+    except Unavailable as error:
+        log.warning("a stream's usage could not be read", job_id=str(accepted.job_id), error=str(error))
+        usage = None
+    return usage or Usage(prompt_tokens=len(accepted.prepared.prompt_ids), completion_tokens=num_output)
 
 
 async def why(gateway: Gateway, job_id: UUID) -> ShardlineError:

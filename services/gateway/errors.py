@@ -17,6 +17,7 @@ from services.gateway.bodies import Error, ErrorFields
 from shardline.errors import (
     Busy,
     Conflict,
+    ContextExceeded,
     Diverged,
     Invalid,
     JobCancelled,
@@ -109,6 +110,7 @@ KINDS: tuple[tuple[type[ShardlineError], int, str, str], ...] = (
     (Unauthorized, 401, "invalid_request_error", "invalid_api_key"),
     (Forbidden, 403, "invalid_request_error", "permission_denied"),
     (UnknownModel, 404, "invalid_request_error", "model_not_found"),
+    (ContextExceeded, 400, "invalid_request_error", "context_length_exceeded"),
     (Invalid, 400, "invalid_request_error", "invalid_value"),
     (InvalidJob, 400, "invalid_request_error", "invalid_value"),
     (NotFound, 404, "invalid_request_error", "not_found"),

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from shardline.errors import Invalid
-from shardline.store.encoding import unstorable
+from shardline.store.encoding import place_of_unstorable, unstorable
 
 Document = dict[str, Any]
 
@@ -23,7 +23,7 @@ OBJECT_BYTES: Mapping[bytes, int] = {b"{": 64, b"[": 96, b":": 168, b",": 64}
 """What the value behind each of these costs at most as a Python object (CPython 3.11 to 3.13)."""
 
 MAX_SEARCHED_BYTES = 1 << 20
-"""Of a body that is searched for the field with half a character."""
+"""Of a body that is searched for the field that it is refused for."""
 
 GZIP = b"\x1f\x8b"
 
@@ -76,26 +76,20 @@ def _what_is_wrong(body: bytes, error: Exception) -> Invalid:
     encoding = json.detect_encoding(body[:4])
     if not encoding.startswith("utf-8"):
         return Invalid("body", f"it is in {encoding[:6].upper()}", "Send one JSON object in UTF-8")
-    field = _field_with_half_a_character(body) if len(body) <= MAX_SEARCHED_BYTES else None
-    if field is not None:
-        problem = "it holds a lone surrogate, half of a character in UTF-16"
-        return Invalid(field, problem, "Cut texts between characters")
+    found = _place_and_problem(body) if len(body) <= MAX_SEARCHED_BYTES else None
+    if found is not None:
+        return Invalid(*found, "Change it: JSON and UTF-8 have no such thing")
     return Invalid("body", f"it is not a JSON object: {error}", "Send one JSON object in UTF-8")
 
 
-def _field_with_half_a_character(body: bytes) -> str | None:
-    """The path of the text that msgspec refuses and Python's own decoder takes."""
+def _place_and_problem(body: bytes) -> tuple[str, str] | None:
+    """Where it holds what msgspec refuses and Python's own decoder takes: half of a character, as texts cut by their
+    length have it, or a number without bounds."""
     try:
         document = json.loads(body)
     except (ValueError, RecursionError):
         return None
-    waiting = [("", document)]
-    while waiting:
-        path, value = waiting.pop()
-        if isinstance(value, dict):
-            waiting += [(f"{path}.{name}" if path else name, inner) for name, inner in value.items()]
-        elif isinstance(value, list):
-            waiting += [(f"{path}[{place}]", inner) for place, inner in enumerate(value)]
-        elif isinstance(value, str) and "\0" not in value and unstorable(value) is not None:
-            return path
-    return None
+    problem = unstorable(document) if isinstance(document, dict) else None
+    if problem is None:
+        return None
+    return place_of_unstorable(document).removeprefix(".") or "body", problem

@@ -6,48 +6,27 @@ What is left over goes to `parse_request`, which knows every field of ours and r
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-import msgspec
-
 from services.gateway.json_body import Document
+from services.gateway.neutral_fields import (
+    CHAT_NEUTRAL,
+    COMPLETION_NEUTRAL,
+    MESSAGE_NEUTRAL,
+    STREAM_NEUTRAL,
+    drop_neutral,
+    is_one_of,
+    short,
+)
 from shardline.errors import Invalid
-from shardline.job import INTERACTIVE_PRIORITY, JobRequest, parse_request
+from shardline.job import INTERACTIVE_PRIORITY, JobRequest, parse_request, shown
 
-ANY_TEXT = "any text"
-COMMON_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    "n": (1,),
-    "logit_bias": ({},),
-    "store": (False,),
-    "service_tier": ("auto", "default"),
-    "user": (ANY_TEXT,),
-    "safety_identifier": (ANY_TEXT,),
-    "prompt_cache_key": (ANY_TEXT,),
-}
-COMPLETION_NEUTRAL = {**COMMON_NEUTRAL, "best_of": (1,), "echo": (False,), "suffix": ("",)}
-CHAT_NEUTRAL = {
-    **COMMON_NEUTRAL,
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "functions": ([],),
-    "function_call": ("none", "auto"),
-    "parallel_tool_calls": (True, False),
-    "response_format": ({"type": "text"},),
-    "modalities": (["text"],),
-    "audio": (),
-    "prediction": (),
-    "web_search_options": (),
-    "reasoning_effort": ("none",),
-    "verbosity": ("medium",),
-}
-MESSAGE_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    "refusal": (),
-    "audio": (),
-    "tool_calls": ([],),
-    "function_call": (),
-    "annotations": ([],),
-}
+DEFAULT_COMPLETION_TOKENS = 16
+"""Of a request to /v1/completions that does not say how many: as OpenAI and vLLM have it."""
+
+NO_LIMIT = -1
+"""Of `max_tokens`, as other servers write it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +36,8 @@ class AnswerOptions:
     stream: bool = False
     include_usage: bool = False
     return_token_ids: bool = False
+    default_max_tokens: int | None = None
+    """At most so many tokens, or as many as fit; None: as many as the request says, or all that fit."""
 
 
 def completion_request(document: Document) -> tuple[JobRequest, AnswerOptions]:
@@ -73,34 +54,18 @@ def _request(
     document: Document, neutral: Mapping[str, tuple[Any, ...]], rename: Callable[[Document], None]
 ) -> tuple[JobRequest, AnswerOptions]:
     fields = {name: value for name, value in document.items() if value is not None}
-    _drop_neutral(fields, neutral)
+    drop_neutral(fields, neutral)
     options = _answer_options(fields)
     if isinstance(fields.get("stop"), str):
-        fields["stop"] = [fields["stop"]]
+        fields["stop"] = [fields["stop"]] if fields["stop"] else []
+    _one_of_two(fields, "max_completion_tokens", "max_tokens")
     rename(fields)
     fields.setdefault("priority", INTERACTIVE_PRIORITY)
+    if "max_tokens" not in fields and neutral is COMPLETION_NEUTRAL:
+        options = replace(options, default_max_tokens=DEFAULT_COMPLETION_TOKENS)
+    if is_one_of(fields.get("max_tokens"), (NO_LIMIT,)):
+        del fields["max_tokens"]
     return parse_request(fields), options
-
-
-def _drop_neutral(fields: Document, neutral: Mapping[str, tuple[Any, ...]], prefix: str = "") -> None:
-    for name, values in neutral.items():
-        if name not in fields:
-            continue
-        value = fields.pop(name)
-        if any(value == one and type(value) is type(one) for one in values):
-            continue
-        if ANY_TEXT in values and isinstance(value, str):
-            continue
-        raise Invalid(prefix + name, f"{_short(value)} is not supported", _remedy(values))
-
-
-def _remedy(values: tuple[Any, ...]) -> str:
-    allowed = " or ".join(one if one is ANY_TEXT else _short(one) for one in values)
-    return f"Leave it out, or send {allowed}" if allowed else "Leave it out"
-
-
-def _short(value: Any) -> str:
-    return msgspec.json.encode(value).decode()[:64]
 
 
 def _answer_options(fields: Document) -> AnswerOptions:
@@ -110,26 +75,27 @@ def _answer_options(fields: Document) -> AnswerOptions:
         return AnswerOptions(stream=stream, return_token_ids=_flag(fields, "return_token_ids"))
     if not isinstance(stream_options, dict):
         raise Invalid("stream_options", "it is not an object", 'Send {"include_usage": true}')
-    if not stream:
-        raise Invalid("stream_options", "it is only for streams", "Set stream to true, or leave it out")
     stream_options = {name: value for name, value in stream_options.items() if value is not None}
     include_usage = _flag(stream_options, "include_usage", prefix="stream_options.")
-    _drop_neutral(stream_options, {"include_obfuscation": (False,)}, "stream_options.")
+    drop_neutral(stream_options, STREAM_NEUTRAL, "stream_options.")
     for name in stream_options:
-        raise Invalid(f"stream_options.{name}", "there is no such option", "Send include_usage or nothing")
+        raise Invalid(f"stream_options.{shown(name)}", "there is no such option", "Send include_usage or nothing")
+    if include_usage and not stream:
+        raise Invalid("stream_options", "it is only for streams", "Set stream to true, or leave it out")
     return AnswerOptions(stream=stream, include_usage=include_usage, return_token_ids=_flag(fields, "return_token_ids"))
 
 
 def _flag(fields: Document, name: str, prefix: str = "") -> bool:
     value = fields.pop(name, False)
     if not isinstance(value, bool):
-        raise Invalid(prefix + name, f"{_short(value)} is not a boolean", "Send true or false")
+        raise Invalid(prefix + name, f"{short(value)} is not a boolean", "Send true or false")
     return value
 
 
 def _completion_fields(fields: Document) -> None:
-    """A list of one prompt is that prompt; several are several requests."""
-    _one_of_two(fields, "max_completion_tokens", "max_tokens")
+    """A list of one prompt is that prompt; several are several requests. `logprobs` of a chat's form says none."""
+    if fields.get("logprobs") is False:
+        del fields["logprobs"]
     prompt = fields.get("prompt")
     if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
         if len(prompt) > 1:
@@ -142,13 +108,12 @@ def _completion_fields(fields: Document) -> None:
 
 
 def _chat_fields(fields: Document) -> None:
-    _one_of_two(fields, "max_completion_tokens", "max_tokens")
     if "prompt" in fields:
         raise Invalid("prompt", "chat completions take messages", "Send messages, or use /v1/completions")
     if "messages" not in fields:
         raise Invalid("messages", "it is missing", "Send a list of messages")
     logprobs, num_top = _flag(fields, "logprobs"), fields.pop("top_logprobs", None)
-    if num_top is not None and not logprobs:
+    if num_top not in (None, 0) and not logprobs:
         raise Invalid("top_logprobs", "it needs logprobs", "Set logprobs to true, or leave it out")
     if logprobs:
         fields["logprobs"] = 0 if num_top is None else num_top
@@ -157,14 +122,14 @@ def _chat_fields(fields: Document) -> None:
 
 
 def _message(message: Any, place: int) -> Any:
-    """Join content that comes in parts of text. `parse_request` refuses a message that is not an object."""
+    """Join content that comes in parts of text, by lines as vLLM does. `parse_request` refuses what is no object."""
     if not isinstance(message, dict):
         return message
     fields = {name: value for name, value in message.items() if value is not None}
-    _drop_neutral(fields, MESSAGE_NEUTRAL, f"messages[{place}].")
+    drop_neutral(fields, MESSAGE_NEUTRAL, f"messages[{place}].")
     parts = fields.get("content")
     if isinstance(parts, list):
-        fields["content"] = "".join(
+        fields["content"] = "\n".join(
             _text_part(part, f"messages[{place}].content[{index}]") for index, part in enumerate(parts)
         )
     return fields

@@ -16,6 +16,7 @@ from services.gateway.bodies import (
     CompletionUsage,
     ContentLogprob,
     NamedLogprob,
+    PromptFields,
     TextLogprobs,
     TokenFields,
 )
@@ -49,12 +50,14 @@ class OpenAiResponses:
 
     def opening_chunk(self) -> dict[str, Any] | None:
         """The chunk before the first token: the role, or the prompt's ids, or nothing."""
-        choice: dict[str, Any] = {"delta": {"role": "assistant", "content": ""}} if self.is_chat else {"text": ""}
-        if self.options.return_token_ids:
-            choice |= {"prompt_token_ids": self.prompt_ids, "token_ids": []}
-        elif not self.is_chat:
+        if not (self.is_chat or self.options.return_token_ids):
             return None
-        return self._chunk({**choice, "logprobs": None, "finish_reason": None})
+        choice: dict[str, Any] = {"delta": {"role": "assistant", "content": ""}} if self.is_chat else {"text": ""}
+        choice |= {"logprobs": None, "finish_reason": None}
+        if self.options.return_token_ids:
+            choice["token_ids"] = []
+        prompt = self._prompt_fields()
+        return {**self._chunk(choice), **prompt} if self.is_chat else self._chunk({**choice, **prompt})
 
     def chunk(self, delta: Delta, texts: TokenTexts) -> dict[str, Any]:
         """A chunk of new tokens; `texts` has had those of the chunks before."""
@@ -71,9 +74,8 @@ class OpenAiResponses:
             choice["token_ids"] = []
         return self._chunk({**choice, "logprobs": None, "finish_reason": reason})
 
-    def usage_chunk(self, num_output: int) -> dict[str, Any]:
+    def usage_chunk(self, usage: Usage) -> dict[str, Any]:
         """The chunk after the last one, if it was asked for."""
-        usage = Usage(prompt_tokens=len(self.prompt_ids), completion_tokens=num_output)
         return {**self._head(), "object": self._chunk_kind, "choices": [], "usage": usage_of(usage)}
 
     def _text(self, result: Result) -> Completion:
@@ -83,6 +85,7 @@ class OpenAiResponses:
             "text": result.text,
             "logprobs": None if result.logprobs is None else self._text_logprobs(result.logprobs, self.token_texts()),
             **self._token_fields(result),
+            **self._prompt_fields(),
         }
         return {**self._head(), "object": "text_completion", "choices": [choice], "usage": usage_of(result.usage)}
 
@@ -94,12 +97,19 @@ class OpenAiResponses:
             "logprobs": None if result.logprobs is None else self._chat_logprobs(result.logprobs, self.token_texts()),
             **self._token_fields(result),
         }
-        return {**self._head(), "object": "chat.completion", "choices": [choice], "usage": usage_of(result.usage)}
+        return {
+            **self._head(),
+            **self._prompt_fields(),
+            "object": "chat.completion",
+            "choices": [choice],
+            "usage": usage_of(result.usage),
+        }
+
+    def _prompt_fields(self) -> PromptFields:
+        return {"prompt_token_ids": self.prompt_ids} if self.options.return_token_ids else {}
 
     def _token_fields(self, result: Result) -> TokenFields:
-        if not self.options.return_token_ids:
-            return {}
-        return {"prompt_token_ids": self.prompt_ids, "token_ids": result.token_ids}
+        return {"token_ids": result.token_ids} if self.options.return_token_ids else {}
 
     @property
     def _chunk_kind(self) -> str:

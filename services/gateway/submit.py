@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from uuid import UUID
 
@@ -20,14 +19,13 @@ from services.gateway.openai import AnswerOptions
 from shardline.errors import Invalid
 from shardline.failpoints import Point, failpoint
 from shardline.ids import new_id
-from shardline.job import JobRequest, parse_request
+from shardline.job import JobRequest, is_traceparent, parse_request
 from shardline.store.inserts import encode_request
 from shardline.tokenize import Prepared, RegisteredModel
 
 Parse = Callable[[Document], tuple[JobRequest, AnswerOptions]]
 
 JSON = "application/json"
-TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 LARGE_BYTES = 32 << 10
 """Bodies of at least this size are parsed and tokenized on a thread, off the event loop."""
 
@@ -61,7 +59,7 @@ async def submit(gateway: Gateway, request: Request, caller: Caller, parse: Pars
             job = msgspec.structs.replace(job, traceparent=traceparent)
             model = await gateway.catalog.get(job.address)
             job = msgspec.structs.replace(job, model=model.name, adapter=model.adapter)
-            prepared = await _run_off_loop_if_large(len(body), _prepare, model, job)
+            prepared = await _run_off_loop_if_large(len(body), _prepare, model, job, options.default_max_tokens)
             tokenized = prepared.prompt_ids, prepared.max_tokens
             encoded = await _run_off_loop_if_large(len(body), encode_request, job, tokenized)
             stored = await gateway.insert_batcher.insert(job.model, encoded)
@@ -100,17 +98,18 @@ def _parse(body: bytes, request: Request, caller: Caller, parse: Parse) -> tuple
         job, options = parse(document)
     except RecursionError as error:
         raise Invalid("body", "it is nested too deep", "Nest less") from error
-    traceparent = job.traceparent or _traceparent(request.headers.get("traceparent", ""))
-    return msgspec.structs.replace(job, traceparent=traceparent), options
+    header = request.headers.get("traceparent")
+    if job.traceparent is None and is_traceparent(header):
+        job = msgspec.structs.replace(job, traceparent=header)
+    return job, options
 
 
-def _traceparent(header: str) -> str | None:
-    """Whoever has no valid one is traced from here: tracing refuses no request."""
-    return header if TRACEPARENT.fullmatch(header) else None
-
-
-def _prepare(model: RegisteredModel, job: JobRequest) -> Prepared:
-    return model.tokens.prepare(prompt=job.prompt, messages=job.messages, params=job.params())
+def _prepare(model: RegisteredModel, job: JobRequest, default_max_tokens: int | None) -> Prepared:
+    prepared = model.tokens.prepare(prompt=job.prompt, messages=job.messages, params=job.params())
+    if default_max_tokens is None:
+        return prepared
+    max_tokens = min(prepared.max_tokens, max(default_max_tokens, job.min_tokens))
+    return replace(prepared, max_tokens=max_tokens)
 
 
 def _take_tenant(document: Document, caller: Caller) -> None:

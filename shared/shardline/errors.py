@@ -2,7 +2,8 @@
 
 ShardlineError
 ├── Invalid            a request or a setting that can never succeed: field, limit and remedy
-│   └── UnknownModel
+│   ├── UnknownModel
+│   └── ContextExceeded
 ├── NotFound           no such job
 ├── Conflict           the id, the key or the name belongs to another request, or to another head
 ├── Diverged           a job went on with other tokens than a stream of it had given out
@@ -47,6 +48,16 @@ class UnknownModel(Invalid):
     def __init__(self, name: str, known: list[str]) -> None:
         names = ", ".join(sorted(known)) or "none yet"
         super().__init__("model", f"no model named {name!r} is registered", f"Use one of: {names}")
+
+
+class ContextExceeded(Invalid):
+    """Prompt and completion together are longer than the model's context, or than the KV of its pipelines.
+
+    The words are OpenAI's: clients know an overflow by them, and go on with a shorter prompt.
+    """
+
+    def __init__(self, field: str, longest: int, problem: str, remedy: str) -> None:
+        super().__init__(field, f"this model's maximum context length is {longest} tokens, and {problem}", remedy)
 
 
 class NotFound(ShardlineError):

@@ -14,8 +14,8 @@ from shardline.client.follower import Deltas, TextRule
 from shardline.client.together import Together
 from shardline.client.turns import TenantTurns
 from shardline.errors import NotFound, ShardlineError
-from shardline.job import Job, JobState
-from shardline.store import costs, jobs, listing
+from shardline.job import Job, JobState, Usage
+from shardline.store import costs, jobs, listing, reports
 from shardline.store.costs import Cost
 from shardline.store.inserts import EncodedRequest, Stored, insert_encoded
 from shardline.store.listing import PageEnd
@@ -76,6 +76,10 @@ class GatewayClient(AsyncClient):
             return await self._read_page(
                 listing.list_jobs, state=state, model=model, tenant=tenant, limit=limit, after=after
             )
+
+    async def usage(self, job_id: UUID) -> Usage | None:
+        """The token counts of a job's result; None without one. Raises Unavailable."""
+        return await self._read(reports.usage, job_id)
 
     async def costs(self, *, num_days: int, by: Collection[str], model: str | None, tenant: str | None) -> Costs:
         """What jobs took, of one tenant or of all: see `costs.costs`. Raises Overloaded as `list` does."""

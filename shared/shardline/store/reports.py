@@ -11,6 +11,8 @@ from uuid import UUID
 
 from sqlalchemy import Connection, text
 
+from shardline.job import Usage
+
 MAX_SAMPLE = 6
 
 STATES = text("SELECT id, state FROM jobs WHERE id = ANY(CAST(:ids AS uuid[]))")
@@ -21,6 +23,8 @@ SELECT jobs.id, jobs.state, jobs.prompt, jobs.error, jobs.created_at, jobs.finis
 FROM jobs LEFT JOIN results ON results.job_id = jobs.id
 WHERE jobs.id = ANY(CAST(:ids AS uuid[])) ORDER BY jobs.created_at, jobs.id
 """)
+
+USAGE = text("SELECT prompt_tokens, completion_tokens, cached_tokens FROM results WHERE job_id = :job_id")
 
 SAMPLE = text(f"""
 SELECT jobs.id, jobs.prompt, results.text, results.completion_tokens AS tokens,
@@ -39,6 +43,12 @@ FROM job_costs WHERE job_id = ANY(CAST(:ids AS uuid[]))
 def states(connection: Connection, ids: Collection[UUID]) -> dict[UUID, str]:
     """The state of every job that has a row by now."""
     return {row.id: row.state for row in connection.execute(STATES, {"ids": list(ids)})}
+
+
+def usage(connection: Connection, job_id: UUID) -> Usage | None:
+    """The token counts of a job's result; None without one."""
+    row = connection.execute(USAGE, {"job_id": job_id}).one_or_none()
+    return None if row is None else Usage(**row._asdict())
 
 
 def outcomes(connection: Connection, ids: Collection[UUID]) -> list[dict[str, Any]]:

@@ -72,8 +72,10 @@ class ChatTemplate:
                 "chat_template", f"line {error.lineno}: {error.message}", "Correct the model's file"
             ) from error
 
-    def render(self, messages: Sequence[Document], *, limit_chars: int, variables: Document | None = None) -> str:
-        """The prompt up to where the assistant begins, with `variables` of the request's own.
+    def render(
+        self, messages: Sequence[Document], *, limit_chars: int, variables: Document | None = None
+    ) -> str | None:
+        """The prompt up to where the assistant begins, with `variables` of the request's own; None if it is longer.
 
         A developer's message is a system's where the template does not know that role. Raises Invalid with
         the template's own words, and where it leaves a message out unsaid: a model must not miss what its
@@ -85,7 +87,7 @@ class ChatTemplate:
             raise Invalid(f"chat_template_kwargs.{name}", "a request cannot set it", "Leave it out")
         text = self._render(known, used, limit_chars=limit_chars)
         is_free = self._leaves_out and all(message["role"] in PLAIN_ROLES for message in known)
-        if not is_free and not _has_all(text, known):
+        if text is not None and not is_free and not _has_all(text, known):
             self._check_none_is_left_out(known, used, limit_chars)
         return text
 
@@ -100,14 +102,14 @@ class ChatTemplate:
         ]
         text = self._render(marked, variables, limit_chars=limit_chars + len(MARK) * 4 * len(messages))
         for place, mark in marks.items():
-            if mark not in text:
+            if text is not None and mark not in text:
                 raise Invalid(
                     f"messages[{place}]",
                     f"the model's chat template leaves out this message of role {messages[place]['role']!r}",
                     "Use a role and a place that it renders: many take system as the first one alone",
                 )
 
-    def _render(self, messages: Sequence[Document], variables: Document, *, limit_chars: int) -> str:
+    def _render(self, messages: Sequence[Document], variables: Document, *, limit_chars: int) -> str | None:
         parts: list[str] = []
         num_chars = 0
         given = {"tools": None, "documents": None, **variables}
@@ -116,15 +118,11 @@ class ChatTemplate:
                 parts.append(part)
                 num_chars += len(part)
                 if num_chars > limit_chars:
-                    break
+                    return None
         except TEMPLATE_ERRORS as error:
             raise Invalid(
                 "messages", f"the model's chat template refuses them: {error}", "Change the messages' roles or order"
             ) from error
-        if num_chars > limit_chars:
-            raise Invalid(
-                "messages", f"they render to more than {limit_chars} characters", "Send shorter or fewer messages"
-            )
         return "".join(parts)
 
 

@@ -14,7 +14,7 @@ import msgspec
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
-from shardline.errors import Invalid
+from shardline.errors import ContextExceeded, Invalid
 from shardline.job import Message, Prompt, SamplingParams
 from shardline.tokenize.chat import ChatTemplate
 from shardline.tokenize.completion import CompletionText
@@ -103,7 +103,11 @@ class Tokens:
         if self._template is None:
             raise Invalid("messages", f"{self.model} has no chat template", "Send a prompt to /v1/completions instead")
         given = msgspec.to_builtins(messages)
-        return self._template.render(given, limit_chars=self._limit_chars, variables=variables)
+        text = self._template.render(given, limit_chars=self._limit_chars, variables=variables)
+        if text is None:
+            problem = f"they render to more than {self._limit_chars} characters"
+            raise ContextExceeded("messages", self.context_length, problem, "Send shorter or fewer messages")
+        return text
 
     def completion(self, params: SamplingParams, max_tokens: int, prompt_ids: Sequence[int]) -> CompletionText:
         """A detokenizer for a prepared job's output, token by token. The prompt's last PROMPT_END_TOKENS suffice."""
@@ -127,9 +131,10 @@ class Tokens:
         if not self.has_tokenizer:
             raise Invalid(field, f"{self.model} has no tokenizer", "Send the prompt as a list of token ids")
         if len(text) > self._limit_chars:
-            raise Invalid(
+            raise ContextExceeded(
                 field,
-                f"{len(text)} characters cannot fit the context of {self.context_length} tokens",
+                self.context_length,
+                f"{len(text)} characters cannot fit it",
                 f"Send at most {self._limit_chars} characters",
             )
         try:
@@ -165,15 +170,17 @@ class Tokens:
     def _max_tokens(self, field: str, num_prompt: int, params: SamplingParams) -> int:
         room = self.longest - num_prompt
         if room < 1:
-            raise Invalid(
+            raise ContextExceeded(
                 field,
-                f"{num_prompt} tokens leave no room in {self._limit}",
+                self.longest,
+                f"{num_prompt} prompt tokens leave no room in {self._limit}",
                 f"Shorten it to at most {self.longest - 1} tokens",
             )
         max_tokens = room if params.max_tokens is None else params.max_tokens
         if max_tokens > room:
-            raise Invalid(
+            raise ContextExceeded(
                 "max_tokens",
+                self.longest,
                 f"{num_prompt} prompt tokens + {max_tokens} are over {self._limit}",
                 f"Use at most {room}, or shorten the prompt",
             )
@@ -186,8 +193,8 @@ class Tokens:
     @property
     def _limit(self) -> str:
         if self.longest == self.context_length:
-            return f"the context of {self.context_length}"
-        return f"the {self.longest} tokens that the KV of {self.model}'s pipelines holds"
+            return "it"
+        return f"what the KV of {self.model}'s pipelines holds of its {self.context_length}"
 
 
 def _load(tokenizer_json: str) -> Tokenizer:

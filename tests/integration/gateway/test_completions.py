@@ -9,6 +9,7 @@ from uuid import uuid4
 
 import httpx
 import pytest
+from sqlalchemy import text
 
 from shardline.job import JobState
 from tests.integration.gateway.running_gateway import PROMPT, claimed, events_of, running_gateway
@@ -299,3 +300,83 @@ async def test_a_job_of_an_old_client_refused_by_a_relay_is_the_callers_error(
     head.refuse(await claimed(head), field="prompt")
     reply = await asking
     assert (reply.status_code, reply.json()["error"]["param"]) == (400, "prompt")
+
+
+async def test_the_prompts_ids_of_a_chat_are_at_the_top_of_answer_and_first_chunk(
+    http: httpx.AsyncClient, head: TinyHead
+) -> None:
+    fields = {"model": "clerk", "messages": MESSAGES, "max_tokens": 2, "return_token_ids": True}
+    with head.serving():
+        whole = (await http.post(CHAT, json=fields)).json()
+        async with http.stream("POST", CHAT, json={**fields, "stream": True}) as response:
+            chunks = [event.data async for event in events_of(response)][:-1]
+    ids = whole["prompt_token_ids"]
+    assert len(ids) == whole["usage"]["prompt_tokens"]
+    assert "prompt_token_ids" not in whole["choices"][0]
+    assert whole["choices"][0]["token_ids"] == ids[1:3]
+    assert [chunk.get("prompt_token_ids") for chunk in chunks] == [ids, *[None] * (len(chunks) - 1)]
+    assert all("prompt_token_ids" not in choice for chunk in chunks for choice in chunk["choices"])
+
+
+@pytest.mark.parametrize(("path", "asked"), [(TEXT, {"prompt": PROMPT}), (CHAT, {"messages": MESSAGES})])
+async def test_a_streams_usage_is_that_of_the_whole_answer(
+    http: httpx.AsyncClient, head: TinyHead, path: str, asked: dict[str, Any]
+) -> None:
+    fields = {"model": "clerk", "max_tokens": 3, **asked}
+    streamed = {**fields, "stream": True, "stream_options": {"include_usage": True}}
+    with head.serving():
+        whole = (await http.post(path, json=fields)).json()
+        async with http.stream("POST", path, json=streamed) as response:
+            chunks = [event.data async for event in events_of(response)][:-1]
+    assert chunks[-1]["usage"] == whole["usage"]
+    assert chunks[-1]["usage"]["prompt_tokens_details"] == {"cached_tokens": NUM_CACHED}
+
+
+async def test_a_completion_that_says_no_length_has_16_tokens_or_what_fits(
+    http: httpx.AsyncClient, head: TinyHead
+) -> None:
+    with head.serving():
+        replies = [
+            await http.post(TEXT, json={"model": "clerk", "prompt": prompt, **fields})
+            for prompt, fields in (
+                ([5] * 40, {}),
+                ([5] * 505, {}),
+                ([5] * 40, {"min_tokens": 20}),
+                ([5] * 40, {"max_tokens": -1}),
+            )
+        ]
+    assert [reply.json()["usage"]["completion_tokens"] for reply in replies] == [16, 7, 20, 40]
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        (TEXT, {"prompt": [5] * 512}),
+        (TEXT, {"prompt": [5] * 500, "max_tokens": 13}),
+        (TEXT, {"prompt": "x" * 70_000}),
+        (CHAT, {"messages": [{"role": "user", "content": "x" * 70_000}]}),
+        (CHAT, {"messages": [{"role": "user", "content": "sum: 1 + 2 " * 400}]}),
+    ],
+)
+async def test_an_overflow_of_the_context_has_openais_code_and_words(
+    http: httpx.AsyncClient, path: str, fields: dict[str, Any]
+) -> None:
+    reply = await http.post(path, json={"model": "clerk", **fields})
+    error = reply.json()["error"]
+    assert (reply.status_code, error["code"], error["type"]) == (
+        400,
+        "context_length_exceeded",
+        "invalid_request_error",
+    )
+    assert "maximum context length is 512 tokens" in error["message"]
+
+
+async def test_a_traceparent_header_that_is_none_is_dropped(http: httpx.AsyncClient, head: TinyHead) -> None:
+    good = f"00-{'a' * 32}-{'b' * 16}-01"
+    for header, kept in ((good, good), ("x" * 300, None), ("00-" + "0" * 32 + "-" + "b" * 16 + "-01", None)):
+        fields = {"model": "clerk", "prompt": PROMPT}
+        reply = await http.post("/v1/jobs", json=fields, headers={"traceparent": header})
+        assert reply.status_code == 202
+        with head.database.begin() as connection:
+            query = text("SELECT traceparent FROM jobs WHERE id = :id")
+            assert connection.scalar(query, {"id": reply.json()["id"]}) == kept

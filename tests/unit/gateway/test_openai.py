@@ -7,9 +7,19 @@ from typing import Any
 import pytest
 
 from services.gateway.json_body import read_object
+from services.gateway.neutral_fields import CHAT_NEUTRAL, COMPLETION_NEUTRAL
 from services.gateway.openai import AnswerOptions, chat_request, completion_request
 from shardline.errors import Invalid
 from shardline.job import Message
+
+
+def nested(depth: int) -> list[Any]:
+    """A list in a list in a list."""
+    found: list[Any] = []
+    for _ in range(depth):
+        found = [found]
+    return found
+
 
 TEXT: dict[str, Any] = {"model": "clerk", "prompt": "a"}
 CHAT: dict[str, Any] = {"model": "clerk", "messages": [{"role": "user", "content": "a"}]}
@@ -30,7 +40,7 @@ def test_the_messages_of_a_chat_become_ours() -> None:
         {"role": "user", "content": "e", "name": "me"},
     ]
     request, _ = chat_request({**CHAT, "messages": messages, "max_completion_tokens": 4, "logprobs": True})
-    assert request.messages == (Message("system", "bc"), Message("assistant", "d"), Message("user", "e", "me"))
+    assert request.messages == (Message("system", "b\nc"), Message("assistant", "d"), Message("user", "e", "me"))
     assert (request.max_tokens, request.logprobs) == (4, 0)
 
 
@@ -51,13 +61,18 @@ def test_the_messages_of_a_chat_become_ours() -> None:
         ({"prompt": 5}, "prompt", "docs/jobs.md"),
         ({"messages": []}, "messages", "/v1/chat/completions"),
         ({"stream": "yes"}, "stream", "true or false"),
-        ({"stream_options": {}}, "stream_options", "Set stream"),
+        ({"stream_options": {"include_usage": True}}, "stream_options", "Set stream"),
         ({"stream": True, "stream_options": {"x": 1}}, "stream_options.x", "include_usage"),
         ({"stream": True, "stream_options": 3}, "stream_options", "include_usage"),
         ({"return_token_ids": 1}, "return_token_ids", "true or false"),
         ({"max_tokens": 3, "max_completion_tokens": 4}, "max_completion_tokens", "one of"),
         ({"temperature": 3}, "temperature", "docs/jobs.md"),
-        ({"top_p": 0}, "top_p", "docs/jobs.md"),
+        ({"top_p": -0.1}, "top_p", "docs/jobs.md"),
+        ({"repetition_penalty": 1e-40}, "repetition_penalty", "docs/jobs.md"),
+        ({"top_k": 2**64}, "top_k", "docs/jobs.md"),
+        ({"max_tokens": 0}, "max_tokens", "docs/jobs.md"),
+        ({"max_tokens": 5.5}, "max_tokens", "docs/jobs.md"),
+        ({"traceparent": "any text"}, "traceparent", "docs/jobs.md"),
         ({"stop": ["a"] * 17}, "stop", "docs/jobs.md"),
         ({"logprobs": 21}, "logprobs", "docs/jobs.md"),
         ({"max_token": 3}, "max_token", "docs/jobs.md"),
@@ -76,6 +91,12 @@ def test_a_wrong_completion_names_the_field_and_the_remedy(fields: dict[str, Any
     ("fields", "field"),
     [
         ({"tools": [{}]}, "tools"),
+        ({"tools": nested(960)}, "tools"),
+        ({"suffix": nested(10_000)}, "suffix"),
+        ({"chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs"),
+        ({"verbosity": "low"}, "verbosity"),
+        ({"reasoning_effort": "high"}, "reasoning_effort"),
+        ({"continue_final_message": True}, "continue_final_message"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"audio": {}}, "audio"),
@@ -98,6 +119,70 @@ def test_a_wrong_chat_names_the_field(fields: dict[str, Any], field: str) -> Non
     with pytest.raises(Invalid) as caught:
         chat_request({**CHAT, **fields})
     assert caught.value.field == field
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        *({name: value} for name, values in CHAT_NEUTRAL.items() for value in values),
+        *({name: None} for name in CHAT_NEUTRAL),
+        {"top_k": -1},
+        {"seed": -1},
+        {"stop": ""},
+        {"stop": []},
+        {"max_tokens": -1},
+        {"max_completion_tokens": -1},
+        {"top_logprobs": 0},
+        {"stream_options": {}},
+        {"stream_options": {"include_usage": None, "include_obfuscation": False}},
+        {"n": 1.0},
+        {"presence_penalty": None, "temperature": None, "logprobs": None, "metadata": None},
+        {"stream": True, "stream_options": {"include_usage": False, "continuous_usage_stats": False}},
+    ],
+)
+def test_what_changes_nothing_is_taken_as_if_it_were_left_out(fields: dict[str, Any]) -> None:
+    plain, _ = chat_request(CHAT)
+    assert chat_request({**CHAT, **fields})[0] == plain
+
+
+@pytest.mark.parametrize("fields", [{name: value} for name, values in COMPLETION_NEUTRAL.items() for value in values])
+def test_what_changes_nothing_of_a_completion_is_taken_too(fields: dict[str, Any]) -> None:
+    assert completion_request({**TEXT, **fields}) == completion_request(TEXT)
+
+
+def test_whole_numbers_are_integers_however_a_language_writes_them() -> None:
+    request, _ = chat_request({**CHAT, "max_tokens": 5.0, "seed": 7.0, "top_k": 3.0, "priority": 2.0})
+    assert (request.max_tokens, request.seed, request.top_k, request.priority) == (5, 7, 3, 2)
+
+
+@pytest.mark.parametrize(
+    ("fields", "default"), [({}, 16), ({"max_tokens": None}, 16), ({"max_tokens": 5}, None), ({"max_tokens": -1}, None)]
+)
+def test_a_completion_that_says_no_length_has_16_tokens(fields: dict[str, Any], default: int | None) -> None:
+    assert completion_request({**TEXT, **fields})[1].default_max_tokens == default
+    assert chat_request({**CHAT, **fields})[1].default_max_tokens is None
+
+
+def test_a_long_name_is_cut_in_the_error() -> None:
+    with pytest.raises(Invalid) as caught:
+        chat_request({**CHAT, "x" * 100_000: 1})
+    assert len(str(caught.value)) < 400
+
+
+@pytest.mark.parametrize(
+    ("body", "field", "problem"),
+    [
+        (rb'{"messages": [{"role": "user", "content": "cut \ud83d here"}]}', "messages[0].content", "lone surrogate"),
+        (rb'{"prompt": "cut \ud83d"}', "prompt", "lone surrogate"),
+        (rb'{"metadata": {"a": [0, 1e5000]}}', "metadata.a[1]", "JSON has not"),
+        (rb'{"temperature": NaN}', "temperature", "JSON has not"),
+    ],
+)
+def test_what_json_cannot_say_is_named_by_its_field(body: bytes, field: str, problem: str) -> None:
+    with pytest.raises(Invalid) as caught:
+        read_object(body)
+    assert caught.value.field == field
+    assert problem in caught.value.problem
 
 
 @pytest.mark.parametrize("body", [b"", b"[]", b"{", b'"a"', b"\xff{}"])

@@ -101,7 +101,7 @@ def test_max_tokens_defaults_to_what_pipelines_below_the_context_leave(
 def test_a_request_that_no_pipeline_holds_names_the_limit(
     clerk: Tokens, num_prompt: int, max_tokens: int | None, field: str
 ) -> None:
-    with pytest.raises(Invalid, match="256 tokens that the KV of clerk's pipelines holds") as caught:
+    with pytest.raises(Invalid, match=r"length is 256 tokens.*what the KV of clerk's pipelines holds") as caught:
         clerk.within(256).prepare(prompt=(5,) * num_prompt, params=SamplingParams(max_tokens=max_tokens))
     assert caught.value.field == field
 
@@ -111,11 +111,11 @@ def test_a_request_that_no_pipeline_holds_names_the_limit(
     [
         ({"prompt": ""}, {}, "prompt", "empty", "Send some text"),
         ({"prompt": (5,) * 512}, {}, "prompt", "512", "at most 511"),
-        ({"prompt": (5,) * 500}, {"max_tokens": 13}, "max_tokens", "context of 512", "at most 12"),
+        ({"prompt": (5,) * 500}, {"max_tokens": 13}, "max_tokens", "maximum context length is 512", "at most 12"),
         ({"prompt": (5,) * 500}, {"min_tokens": 13}, "min_tokens", "12 that fit", "at most 12"),
         ({"prompt": (5, 896)}, {}, "prompt[1]", "vocabulary of 896", "0 to 895"),
         ({"prompt": "a"}, {"stop_token_ids": (900,)}, "stop_token_ids[0]", "vocabulary of 896", "0 to 895"),
-        ({"prompt": "x" * 70_000}, {}, "prompt", "context of 512", "at most 65536"),
+        ({"prompt": "x" * 70_000}, {}, "prompt", "maximum context length is 512", "at most 65536"),
         ({"prompt": "\ud800"}, {}, "prompt", "Unicode", "surrogates"),
         ({"messages": [Message("system", "x")]}, {}, "messages", "no user message", "roles"),
     ],
@@ -243,13 +243,17 @@ def test_a_template_gets_the_variables_of_the_request() -> None:
         ("{{ ''.__class__.__mro__ }}", "refuses them"),
         ("{{ messages.clear() }}", "refuses them"),
         ("{{ 1 / 0 }}", "refuses them"),
-        ("{% for a in range(90000) %}{{ 'xxxxxxxx' }}{% endfor %}", "more than 1000 characters"),
     ],
 )
 def test_a_hostile_template_is_refused(source: str, problem: str) -> None:
     template = ChatTemplate(source, {})
     with pytest.raises(Invalid, match=problem):
         template.render([{"role": "user", "content": "x"}], limit_chars=1_000)
+
+
+def test_a_template_that_says_more_than_the_limit_is_stopped() -> None:
+    template = ChatTemplate("{% for a in range(90000) %}{{ 'xxxxxxxx' }}{% endfor %}", {})
+    assert template.render([{"role": "user", "content": "x"}], limit_chars=1_000) is None
 
 
 def test_a_broken_template_names_its_line() -> None:
