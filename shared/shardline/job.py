@@ -44,6 +44,9 @@ MAX_SEED = 2**63 - 1
 MAX_SHOWN_CHARS = 64
 """Of a name that a caller made up, in an error."""
 
+NO_TOP_K = -1
+"""No limit, as other servers write it."""
+
 DRAWN_SEED = -1
 """A seed as other servers spell that there is none."""
 
@@ -128,11 +131,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     def __post_init__(self) -> None:
         """Write what other servers spell otherwise as the wire and the sampler know it."""
-        if self.top_k < 0:
+        if self.top_k == NO_TOP_K:
             force_setattr(self, "top_k", 0)
         if self.top_p == 0:
             force_setattr(self, "top_p", LEAST_TOP_P)
-        if self.seed is not None and self.seed < 0:
+        if isinstance(self.seed, int) and self.seed < 0:
             force_setattr(self, "seed", None if self.seed == DRAWN_SEED else self.seed & MAX_SEED)
 
     def stop_ids(self, eos_ids: Iterable[int]) -> frozenset[int]:
@@ -238,8 +241,24 @@ def parse_request(document: object) -> JobRequest:
         return check_request(msgspec.convert(_plain(document, JobRequest), JobRequest))
     except msgspec.ValidationError as error:
         raise invalid_from(error) from error
+    except UnicodeEncodeError as error:
+        # msgspec looks into text where it wants none.
+        raise Invalid(_half_a_character(document), "it holds a lone surrogate", "Send whole characters") from error
     except RecursionError as error:
         raise Invalid("request", "it is nested too deeply", "Send a flatter object") from error
+
+
+def _half_a_character(document: object) -> str:
+    """The field whose value holds one."""
+    for name, value in document.items() if isinstance(document, Mapping) else ():
+        try:
+            msgspec.json.encode(name)
+            msgspec.json.encode(value, enc_hook=str)
+        except UnicodeEncodeError:
+            return name if isinstance(name, str) and name in JobRequest.__struct_fields__ else "request"
+        except (TypeError, ValueError, RecursionError):
+            continue
+    return "request"
 
 
 def parse_params(document: object) -> SamplingParams:
