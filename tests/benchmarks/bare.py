@@ -206,7 +206,7 @@ class Pipeline:
         began_s = time.perf_counter()
         for index, prompt in enumerate(work.prompts):
             request = Request(key=(str(index), 0), prompt_ids=prompt, params=PARAMS, seed=index)
-            self._engine.add(request, CompletionText(self._vocabulary, PARAMS, room=512, prompt_ids=prompt))
+            self._engine.add(request, CompletionText(self._vocabulary, PARAMS, room=512))
         for _ in work.prompts:
             self._ended.get()
         return work.num_output_tokens / (time.perf_counter() - began_s)

@@ -24,14 +24,18 @@ MAX_WINDOW_TOKENS = 64
 
 class Detokenizer:
     """Text by token, never a part of a character. All deltas and the flush together are what the tokens add to the text
-    of the prompt: a decoder that drops the space which begins a text keeps the one between prompt and completion."""
+    of the prompt: a decoder that drops the space which begins a text keeps the one between prompt and completion.
+    Without `prompt_ids` some prompt is taken to be there."""
 
     __slots__ = ("_given", "_num_whole", "_prompts", "_vocabulary", "_window", "_with_special", "has_pending")
 
-    def __init__(self, vocabulary: Vocabulary, *, prompt_ids: Sequence[int], with_special: bool = False) -> None:
+    def __init__(
+        self, vocabulary: Vocabulary, *, prompt_ids: Sequence[int] | None = None, with_special: bool = False
+    ) -> None:
         self._vocabulary = vocabulary
         self._with_special = with_special
-        self._window = [token_id for token_id in prompt_ids[-PROMPT_END_TOKENS:] if self.has_text(token_id)]
+        before = vocabulary.anchor[0] if prompt_ids is None else prompt_ids[-PROMPT_END_TOKENS:]
+        self._window = [token_id for token_id in before if self.has_text(token_id)]
         text = self._begin()
         self._given = text.rstrip(BROKEN)
         """The part of the window's text that is given out, or is the prompt's."""
@@ -168,7 +172,7 @@ def _borders(stop: str) -> list[int]:
 
 class CompletionText:
     """One job's text and end. `room` is what the context leaves after the prompt; of `prompt_ids` the last
-    PROMPT_END_TOKENS count.
+    PROMPT_END_TOKENS count; without them some prompt is taken to be there.
 
     The EOS or stop token is an output token like any other, but has no text. A stop string is not part of the text. One
     that is a special token ends the completion at that token, which has no text for it to be found in.
@@ -187,7 +191,9 @@ class CompletionText:
         "_string_stop_ids",
     )
 
-    def __init__(self, vocabulary: Vocabulary, params: SamplingParams, *, room: int, prompt_ids: Sequence[int]) -> None:
+    def __init__(
+        self, vocabulary: Vocabulary, params: SamplingParams, *, room: int, prompt_ids: Sequence[int] | None = None
+    ) -> None:
         self._detokenizer = Detokenizer(vocabulary, prompt_ids=prompt_ids, with_special=not params.skip_special_tokens)
         self._finder = StopFinder(params.stop)
         self._limit = room if params.max_tokens is None else min(params.max_tokens, room)

@@ -109,7 +109,9 @@ class Tokens:
             raise ContextExceeded("messages", self.context_length, problem, "Send shorter or fewer messages")
         return text
 
-    def completion(self, params: SamplingParams, max_tokens: int, prompt_ids: Sequence[int]) -> CompletionText:
+    def completion(
+        self, params: SamplingParams, max_tokens: int, prompt_ids: Sequence[int] | None = None
+    ) -> CompletionText:
         """A detokenizer for a prepared job's output, token by token. The prompt's last PROMPT_END_TOKENS suffice."""
         return CompletionText(self.vocabulary, params, room=max_tokens, prompt_ids=prompt_ids)
 

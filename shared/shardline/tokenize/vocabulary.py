@@ -56,14 +56,14 @@ class Vocabulary:
 
     def _piece(self, token_id: int) -> Piece:
         """The token behind another one: many decoders drop the space that begins a text."""
-        anchor, before = self._anchor
+        anchor, before = self.anchor
         whole: str = self.decode([*anchor, token_id])
         text = whole[len(before) :] if whole.startswith(before) else self.name(token_id)
         return Piece(text, self._data(token_id) if BROKEN in text else text.encode())
 
     @cached_property
-    def _anchor(self) -> tuple[Sequence[int], str]:
-        """An ordinary token to stand before others, and its text; none where no token has a letter."""
+    def anchor(self) -> tuple[Sequence[int], str]:
+        """An ordinary token that can stand before others, and its text; none where no token has a letter or digit."""
         for token_id in range(self.num_ids):
             if self.has_text(token_id) and not BYTE_TOKEN.fullmatch(self._name(token_id) or ""):
                 text = self.name(token_id)

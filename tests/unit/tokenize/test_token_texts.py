@@ -51,7 +51,7 @@ def wholes(tokenizer: Tokenizer) -> st.SearchStrategy[list[int]]:
     return st.lists(pieces, max_size=30).map(lambda found: [token for piece in found for token in piece])
 
 
-def streamed(vocabulary: Vocabulary, prompt: list[int], ids: list[int], params: SamplingParams = ENDLESS) -> str:
+def streamed(vocabulary: Vocabulary, prompt: list[int] | None, ids: list[int], params: SamplingParams = ENDLESS) -> str:
     completion = CompletionText(vocabulary, params, room=10_000, prompt_ids=prompt)
     return "".join(completion.push(token)[0] for token in ids) + completion.flush()
 
@@ -111,6 +111,7 @@ def test_the_first_space_of_a_completion_is_its_own() -> None:
 
     assert streamed(vocabulary, [hello], [world, hello]) == " world hello"
     assert streamed(vocabulary, [], [world, hello]) == "world hello"
+    assert streamed(vocabulary, None, [world, hello]) == " world hello"
     assert streamed(vocabulary, [hello] * 40, [world] * 40) == " world" * 40
 
 

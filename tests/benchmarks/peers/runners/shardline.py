@@ -35,8 +35,7 @@ class Shardline(Pipeline):
         for index in sorted(range(len(work.prompts)), key=work.arrivals_s.__getitem__):
             _IDLE.wait(max(0.0, work.arrivals_s[index] - record.now_s()))
             request = Request(key=(str(index), 0), prompt_ids=tuple(work.prompts[index]), params=params, seed=index)
-            text = CompletionText(self._vocabulary, params, room=1024, prompt_ids=request.prompt_ids)
-            self._engine.add(request, text)
+            self._engine.add(request, CompletionText(self._vocabulary, params, room=1024))
         for _ in work.prompts:
             self._done.acquire()
         if self._failed:
