@@ -25,6 +25,8 @@ class JobFields(TypedDict, total=False):
     stop: list[str] | tuple[str, ...]
     stop_token_ids: list[int] | tuple[int, ...]
     ignore_eos: bool
+    skip_special_tokens: bool
+    chat_template_kwargs: Mapping[str, bool | int | str | None]
     logprobs: int | None
     seed: int | None
     exact: bool

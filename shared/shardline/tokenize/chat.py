@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any, NoReturn
@@ -41,6 +42,8 @@ RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt",
 
 MARK = "60172839465"
 """Digits, which no template changes: with a message's number they show whether its content is rendered."""
+
+MARKS = re.compile(f"{MARK}([0-9]{{1,7}}?){MARK}")
 
 
 class Generation(Extension):
@@ -100,12 +103,16 @@ class ChatTemplate:
         marked = [
             {**message, "content": message["content"] + marks.get(place, "")} for place, message in enumerate(messages)
         ]
-        text = self._render(marked, variables, limit_chars=limit_chars + len(MARK) * 4 * len(messages))
-        for place, mark in marks.items():
-            if text is not None and mark not in text:
+        try:
+            text = self._render(marked, variables, limit_chars=2 * limit_chars + len(MARK) * 4 * len(messages))
+        except Invalid:
+            return  # It took the messages themselves: what it says to others is not their caller's affair.
+        rendered = {int(place) for place in MARKS.findall(text or "")}
+        for place in marks:
+            if text is not None and place not in rendered:
                 raise Invalid(
                     f"messages[{place}]",
-                    f"the model's chat template leaves out this message of role {messages[place]['role']!r}",
+                    f"the model's chat template leaves out this message of role {messages[place]['role'][:64]!r}",
                     "Use a role and a place that it renders: many take system as the first one alone",
                 )
 

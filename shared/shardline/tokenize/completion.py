@@ -200,7 +200,8 @@ class CompletionText:
         self._min_tokens = params.min_tokens
         self._stop_ids = params.stop_ids(vocabulary.eos_ids)
         special = vocabulary.special_tokens
-        self._string_stop_ids = frozenset(special[stop] for stop in params.stop if stop in special)
+        # A template's line break behind such a token is no part of it.
+        self._string_stop_ids = frozenset(special[stop.strip()] for stop in params.stop if stop.strip() in special)
         self._num_tokens = 0
         self._has_ended = False
         self._is_cut = False

@@ -163,10 +163,11 @@ def test_special_tokens_are_in_the_text_when_it_is_asked_for(tokenizer: Tokenize
 
 
 @pytest.mark.parametrize("skips", [True, False])
-def test_a_stop_that_is_a_special_token_ends_the_completion_there(skips: bool) -> None:
+@pytest.mark.parametrize("stop", [small.END, f"{small.END}\n"])
+def test_a_stop_that_is_a_special_token_ends_the_completion_there(skips: bool, stop: str) -> None:
     tokenizer = small.byte_level()
     end, lo = small.id_of(tokenizer, small.END), tokenizer.encode("lo").ids
-    params = SamplingParams(stop=(small.END,), skip_special_tokens=skips, min_tokens=3)
+    params = SamplingParams(stop=(stop,), skip_special_tokens=skips, min_tokens=3)
     completion = CompletionText(Vocabulary(tokenizer, []), params, room=100, prompt_ids=())
 
     pushed = [completion.push(token) for token in [end, *lo, end]]
