@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Mapping
 from typing import Any
 from uuid import UUID
@@ -15,7 +16,6 @@ from starlette.requests import ClientDisconnect
 
 from services.gateway.bodies import Error, ErrorFields
 from shardline.errors import (
-    Busy,
     Conflict,
     ContextExceeded,
     Diverged,
@@ -36,6 +36,9 @@ log = structlog.get_logger(__name__)
 
 MAX_MESSAGE_CHARS, MAX_PARAM_CHARS = 2_000, 128
 """Of an error, which may quote what was sent."""
+
+TELL_AGAIN_S = 10.0
+"""Between two lines of the log while every request fails."""
 
 CLIENT_CLOSED_REQUEST = 499
 """No client reads this status; metrics count it."""
@@ -100,6 +103,22 @@ class InvalidJob(JobEnded):
         self.field = str(error.get("field"))
 
 
+class OutageLog:
+    """What callers are not told of a server that is away, in the log: at once, then every TELL_AGAIN_S."""
+
+    def __init__(self) -> None:
+        self._told_s = -math.inf
+        self._num_untold = 0
+
+    def tell(self, error: Unavailable) -> None:
+        """Of one request that it failed."""
+        now_s = time.monotonic()
+        self._num_untold += 1
+        if now_s >= self._told_s + TELL_AGAIN_S:
+            log.warning("requests fail", problem=str(error), num_requests=self._num_untold)
+            self._told_s, self._num_untold = now_s, 0
+
+
 KINDS: tuple[tuple[type[ShardlineError], int, str, str], ...] = (
     (TooLarge, 413, "invalid_request_error", "request_too_large"),
     (HeadTooLarge, 431, "invalid_request_error", "request_head_too_large"),
@@ -136,16 +155,10 @@ def body_of(error: ShardlineError) -> Error:
     for kind, _, name, code in KINDS:
         if isinstance(error, kind):
             job_id = getattr(error, "job_id", None)
-            return openai_error(message_of(error), name, code, param=getattr(error, "field", None), job_id=job_id)
-    return openai_error(message_of(error), "server_error", "internal_error")
-
-
-def message_of(error: ShardlineError) -> str:
-    """What a caller is told. What a driver says of a server, its address first of all, is for the log."""
-    if isinstance(error, Unavailable) and error.__cause__ is not None:
-        log.debug("request refused", error=str(error))
-        return "Postgres is busy" if isinstance(error, Busy) else "Postgres cannot be reached"
-    return str(error)
+            # What details name (hosts, users, statements) is for the log: a caller may be a stranger.
+            message = error.problem if isinstance(error, Unavailable) else str(error)
+            return openai_error(message, name, code, param=getattr(error, "field", None), job_id=job_id)
+    return openai_error(str(error), "server_error", "internal_error")
 
 
 def error_of_job(job: Job, ended: JobEnded) -> JobEnded:
@@ -177,9 +190,12 @@ def json_response(document: Any, *, status: int = 200, headers: Mapping[str, str
 
 def install(app: FastAPI) -> None:
     """Make the app answer every error in OpenAI's form."""
+    outage = OutageLog()
 
     async def ours(request: Request, error: Exception) -> Response:
         assert isinstance(error, ShardlineError)
+        if isinstance(error, Unavailable) and error.details:
+            outage.tell(error)
         request.app.state.gateway.metrics.refused.labels(body_of(error)["error"]["code"]).inc()
         return respond(error)
 

@@ -19,3 +19,12 @@ async def cancel_and_wait(task: asyncio.Task[Any]) -> None:
         await asyncio.wait({task}, timeout=RETRY_S)
     if not task.cancelled():
         task.exception()
+
+
+def is_cancelled() -> bool:
+    """Whether the running task was asked to end, also if a driver has mistaken that for an error of its own.
+
+    `asyncio.run` asks once and then waits for ever: a loop that retries after errors looks here before each turn.
+    """
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0

@@ -106,7 +106,15 @@ class JobExpired(JobEnded):
 
 
 class Unavailable(ShardlineError):
-    """Postgres, Redis or a stage cannot be reached now."""
+    """Postgres, Redis or a stage cannot be reached now.
+
+    `details` name hosts, users and limits: for logs and the caller's own process, not for strangers, who get `problem`.
+    """
+
+    def __init__(self, problem: object, details: str = "") -> None:
+        super().__init__(f"{problem}: {details}" if details else str(problem))
+        self.problem = str(problem)
+        self.details = details
 
 
 class Busy(Unavailable):

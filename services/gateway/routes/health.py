@@ -43,7 +43,7 @@ async def ready(request: Request, gateway: GatewayDep) -> Response:
         found = await gateway.client.pipelines()
     except Unavailable as error:
         document: Readiness = {"ready": False}
-        return json_response(document if visitor is None else {**document, "reason": str(error)}, status=503)
+        return json_response(document if visitor is None else {**document, "reason": error.problem}, status=503)
     document = {"ready": any(pipeline.ready for pipeline in found)}
     if visitor is not None:
         names = sorted({pipeline.model for pipeline in found})

@@ -6,7 +6,6 @@ from typing import Any, NoReturn
 
 import typer
 from pydantic import ValidationError
-from sqlalchemy.exc import ProgrammingError
 from typer.core import TyperGroup
 from typing_extensions import override
 
@@ -41,8 +40,6 @@ class Reporting(TyperGroup):
                 name = ENV_PREFIX + "_".join(map(str, each["loc"])).upper()
                 typer.echo(f"{name}: {each['msg']}", err=True)
             raise typer.Exit(2) from error
-        except ProgrammingError as error:
-            _leave(f"This database lacks Shardline's tables: run `alembic upgrade head` ({error.orig})", 4, error)
         except tuple(kind for kind, _ in STATUSES) as error:
             _leave(str(error), next(status for kind, status in STATUSES if isinstance(error, kind)), error)
 

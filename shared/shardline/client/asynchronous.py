@@ -1,9 +1,10 @@
-"""The client for asyncio: one object for a whole service, safe for any number of tasks of one event loop."""
+"""The client for asyncio: one object for a whole service, safe for any number of tasks of one event loop at a time."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Collection, Iterable, Sequence
+import os
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from types import TracebackType
 from typing import Concatenate, ParamSpec, Self, TypeVar, Unpack, overload
 from uuid import UUID
@@ -18,13 +19,15 @@ from shardline.client.requests import (
     AnyRequest,
     check_all_exist,
     checked,
+    end_of,
     error_of,
     request_of,
     settings_with,
     succeeded,
 )
 from shardline.client.together import Together
-from shardline.errors import NotFound
+from shardline.errors import Invalid, NotFound
+from shardline.ids import JobId, as_id, as_ids, is_one, one_or_many
 from shardline.job import Job, JobRequest, JobState, JobSummary
 from shardline.store import dead_letters, jobs, listing
 from shardline.store.database import connect_async
@@ -52,7 +55,8 @@ Parameters = ParamSpec("Parameters")
 class AsyncClient:
     """`async with AsyncClient() as client:`; addresses come from the environment (SHARDLINE_*) where not given.
 
-    A job is accepted when `submit` returns, or, with `session=`, when the caller's transaction commits.
+    A job is accepted when `submit` returns, or, with `session=`, when the caller's transaction commits. An event loop
+    that has ended, or a process that was forked, leaves nothing behind: the next one gets connections of its own.
     """
 
     def __init__(
@@ -63,15 +67,16 @@ class AsyncClient:
         tenant: str = "default",
         database: AsyncEngine | None = None,
     ) -> None:
-        settings = settings_with(database_url=database_url, redis_url=redis_url)
-        url = settings.database_url.get_secret_value()
+        self._settings = settings_with(database_url=database_url, redis_url=redis_url)
+        url = self._settings.database_url.get_secret_value()
         self.tenant = tenant
         self._database = database or connect_async(url)
         self._owns_database = database is None
         # Apart, so that whoever lists, and lists again, takes no connection from those who submit.
         self._lists = database or connect_async(url, pool_size=LISTS, statement_timeout_s=LIST_TIMEOUT_S)
-        self._rows = Together(self._database, _rows, max_batch=MAX_ROWS, name="jobs")
-        self._follower = JobFollower(self._database, settings)
+        self._pid = os.getpid()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._make_readers()
 
     async def __aenter__(self) -> Self:
         return self
@@ -83,6 +88,7 @@ class AsyncClient:
 
     async def close(self) -> None:
         """End the tasks and give back the connections. Jobs go on."""
+        self._move_here()
         await self._follower.close()
         await self._rows.close()
         if self._owns_database:
@@ -110,17 +116,20 @@ class AsyncClient:
         """
         return [one.job_id for one in await self._insert(checked(requests, self.tenant), session)]
 
-    async def get(self, job_id: UUID) -> Job:
+    async def get(self, job_id: JobId) -> Job:
         """The job, with its result if it has one. Raises NotFound."""
+        wanted = as_id(job_id)
+        self._move_here()
         with reachable():
-            job = await self._rows.read(job_id)
+            job = await self._rows.read(wanted)
         if job is None:
-            raise NotFound(f"no job has the id {job_id}")
+            raise NotFound(f"no job has the id {wanted}")
         return job
 
-    async def get_many(self, ids: Sequence[UUID]) -> Jobs:
+    async def get_many(self, ids: Iterable[JobId]) -> Jobs:
         """Those that exist, in the order of `ids`."""
-        chunks = (ids[start : start + MAX_IDS_PER_QUERY] for start in range(0, len(ids), MAX_IDS_PER_QUERY))
+        wanted = as_ids(ids)
+        chunks = (wanted[start : start + MAX_IDS_PER_QUERY] for start in range(0, len(wanted), MAX_IDS_PER_QUERY))
         return [job for chunk in chunks for job in await self._read(jobs.get_jobs, chunk)]
 
     async def list(
@@ -129,60 +138,86 @@ class AsyncClient:
         state: JobState | None = None,
         model: str | None = None,
         limit: int = 100,
-        after: UUID | PageEnd | None = None,
+        after: JobId | PageEnd | None = None,
     ) -> Summaries:
         """Newest first, without prompts and completions; `after` is `PageEnd.of` the page before, or its last id."""
-        return await self._read_page(listing.list_jobs, state=state, model=model, limit=limit, after=after)
+        return await self._read_page(listing.list_jobs, state=state, model=model, limit=limit, after=end_of(after))
 
-    async def list_dead(self, *, model: str | None = None, limit: int = 100, after: UUID | None = None) -> Summaries:
+    async def list_dead(self, *, model: str | None = None, limit: int = 100, after: JobId | None = None) -> Summaries:
         """Dead letters: jobs that failed because their crashes were used up. The newest first, in pages as `list`."""
-        return await self._read_page(listing.list_dead, model=model, limit=limit, after=after)
+        last = None if after is None else as_id(after, "after")
+        return await self._read_page(listing.list_dead, model=model, limit=limit, after=last)
 
-    async def get_dead(self, job_id: UUID) -> DeadLetter:
+    async def get_dead(self, job_id: JobId) -> DeadLetter:
         """A dead letter with its attempts. Raises NotFound, and Invalid for a job that is none."""
-        return await self._read(dead_letters.get_dead, job_id)
+        return await self._read(dead_letters.get_dead, as_id(job_id))
 
-    async def replay(self, job_id: UUID, *, idempotency_key: str | None = None) -> UUID:
+    async def replay(self, job_id: JobId, *, idempotency_key: str | None = None) -> UUID:
         """Submit a dead letter as a new job: same prompt, parameters and seed. Raises NotFound, Invalid, Conflict."""
-        return await self._write(dead_letters.replay, job_id, idempotency_key=idempotency_key)
+        return await self._write(dead_letters.replay, as_id(job_id), idempotency_key=idempotency_key)
 
-    async def cancel(self, ids: UUID | Collection[UUID]) -> dict[UUID, JobState]:
+    async def cancel(self, ids: JobId | Iterable[JobId]) -> dict[UUID, JobState]:
         """Ask for the end of jobs. Their states afterwards: a running one is `cancelled` a little later."""
-        return await self._write(jobs.request_cancel, [ids] if isinstance(ids, UUID) else list(ids))
+        return await self._write(jobs.request_cancel, one_or_many(ids))
 
     @overload
-    async def wait(self, ids: UUID, timeout_s: float | None = None, *, must_succeed: bool = True) -> Job: ...
+    async def wait(  # type: ignore[overload-overlap] # a text is iterable too: it is one id
+        self, ids: JobId, timeout_s: float | None = None, *, must_succeed: bool = True
+    ) -> Job: ...
 
     @overload
     async def wait(
-        self, ids: Collection[UUID], timeout_s: float | None = None, *, must_succeed: bool = True
+        self, ids: Iterable[JobId], timeout_s: float | None = None, *, must_succeed: bool = True
     ) -> Jobs: ...
 
     async def wait(
-        self, ids: UUID | Collection[UUID], timeout_s: float | None = None, *, must_succeed: bool = True
+        self, ids: JobId | Iterable[JobId], timeout_s: float | None = None, *, must_succeed: bool = True
     ) -> Job | Jobs:
         """Until all have ended. Raises TimeoutError, NotFound, and for a job that did not succeed its end,
         unless `must_succeed` is False."""
-        wanted = [ids] if isinstance(ids, UUID) else list(ids)
+        wanted = one_or_many(ids)
         async with asyncio.timeout(timeout_s):
             check_all_exist(wanted, await self.get_many(wanted))
             await asyncio.gather(*(self._follower.until_ended(job_id) for job_id in set(wanted)))
         found = await self.get_many(wanted)
         if must_succeed:
             found = [succeeded(job) for job in found]
-        return found[0] if isinstance(ids, UUID) else found
+        return found[0] if is_one(ids) else found
 
-    async def stream(self, job_id: UUID) -> AsyncIterator[Delta]:
+    async def stream(self, job_id: JobId) -> AsyncIterator[Delta]:
         """The job's new tokens as they come, each once, the last with its state. Raises as `wait` does at the end, and
         Diverged when the job goes on with other tokens than were given.
 
         Text of tokens that did not come through Redis is in the last delta.
         """
-        async for deltas in self._follower.follow(job_id):
+        wanted = as_id(job_id)
+        self._move_here()
+        async for deltas in self._follower.follow(wanted):
             for delta in deltas:
                 yield delta
                 if delta.state is not None and delta.state != JobState.SUCCEEDED:
-                    raise error_of(JobState(delta.state), f"job {job_id}", (await self.get(job_id)).error)
+                    raise error_of(JobState(delta.state), f"job {wanted}", (await self.get(wanted)).error)
+
+    def _make_readers(self) -> None:
+        """What has tasks and bells, which belong to one event loop; both begin with their first question."""
+        self._rows = Together(self._database, _rows, max_batch=MAX_ROWS, name="jobs")
+        self._follower = JobFollower(self._database, self._settings)
+
+    def _move_here(self) -> None:
+        """To the running event loop of this process, which may be another one than the last time. Raises Invalid."""
+        loop, pid = asyncio.get_running_loop(), os.getpid()
+        was = self._loop
+        if was is loop and self._pid == pid:
+            return
+        if was is not None:
+            if was.is_running() and self._pid == pid:
+                raise Invalid("client", "another event loop uses it", "Make one AsyncClient for each event loop")
+            if self._owns_database:
+                # Not closed: an event loop that has ended cannot, and a forked process would end its parent's sessions.
+                self._database.sync_engine.dispose(close=False)
+                self._lists.sync_engine.dispose(close=False)
+            self._make_readers()
+        self._loop, self._pid = loop, pid
 
     async def _insert(
         self, requests: Sequence[JobRequest], session: AsyncSession | AsyncConnection | None
@@ -198,6 +233,7 @@ class AsyncClient:
         *arguments: Parameters.args,
         **options: Parameters.kwargs,
     ) -> Answer:
+        self._move_here()
         with reachable():
             async with self._database.connect() as connection:
                 return await connection.run_sync(query, *arguments, **options)
@@ -208,6 +244,7 @@ class AsyncClient:
         *arguments: Parameters.args,
         **options: Parameters.kwargs,
     ) -> Answer:
+        self._move_here()
         with reachable():
             async with self._lists.connect() as connection:
                 return await connection.run_sync(query, *arguments, **options)
@@ -218,6 +255,7 @@ class AsyncClient:
         *arguments: Parameters.args,
         **options: Parameters.kwargs,
     ) -> Answer:
+        self._move_here()
         with reachable():
             async with self._database.begin() as connection:
                 return await connection.run_sync(statement, *arguments, **options)

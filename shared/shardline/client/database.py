@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from psycopg.errors import ReadOnlySqlTransaction
 from sqlalchemy import Connection
-from sqlalchemy.exc import DBAPIError, InterfaceError, InternalError, OperationalError
+from sqlalchemy.exc import DataError, DBAPIError, InterfaceError, OperationalError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.orm import Session
 
 from shardline.errors import Busy, Invalid, Unavailable
-from shardline.store.database import failure_of, is_over_limit
+from shardline.store.database import READ_ONLY, failure_of, is_over_limit
 
 MAX_IDS_PER_QUERY = 1_000
 POLL_S = 1.0
@@ -31,11 +30,15 @@ BUSY = {
 }
 """What Postgres itself answers, by SQLSTATE: it is there, and has stored nothing."""
 
+NO_TABLES = ("42P01", "42703", "3F000")
+"""SQLSTATEs of a table, a column or a schema that is not there."""
+
 
 @contextmanager
 def reachable() -> Iterator[None]:
-    """Turns an unreachable Postgres into Unavailable (the commit may have happened: retry with the same id), and one
-    that could not do it now into Busy (nothing has happened). Raises Invalid for what Postgres can never do."""
+    """Turns every error of the driver into one of ours: an unreachable Postgres into Unavailable (the commit may have
+    happened: retry with the same id), one that could not do it now into Busy (nothing has happened), what it can never
+    do or cannot take into Invalid."""
     try:
         yield
     except PoolTimeout as error:
@@ -46,12 +49,22 @@ def reachable() -> Iterator[None]:
         if is_over_limit(cause):
             raise Invalid("request", f"it is over a limit of Postgres: {_first_line(cause)}", "Ask for less") from error
         if problem is not None:
-            raise Busy(f"{problem}: {_first_line(cause)}") from error
-        raise Unavailable(f"Postgres cannot be reached: {_first_line(cause)}") from error
-    except InternalError as error:
-        if isinstance(error.orig, ReadOnlySqlTransaction):
-            raise Unavailable("Postgres takes no writes: it is a standby, or read-only for now") from error
-        raise
+            raise Busy(problem, _first_line(cause)) from error
+        raise Unavailable("Postgres cannot be reached", _first_line(cause)) from error
+    except (DataError, UnicodeError) as error:
+        problem = _first_line(error.orig if isinstance(error, DataError) else error)
+        remedy = "Pass values of the kinds and within the bounds of docs/jobs.md"
+        raise Invalid("request", f"Postgres cannot take a value of it: {problem}", remedy) from error
+    except DBAPIError as error:
+        raise Unavailable(_refusal(getattr(error.orig, "sqlstate", None) or ""), _first_line(error.orig)) from error
+
+
+def _refusal(sqlstate: str) -> str:
+    if sqlstate == READ_ONLY:
+        return "Postgres takes no writes: it is a standby, or read-only for now"
+    if sqlstate in NO_TABLES:
+        return "This database lacks Shardline's tables: run `alembic upgrade head`"
+    return f"Postgres refuses a statement (SQLSTATE {sqlstate})"
 
 
 def told(error: BaseException) -> str:

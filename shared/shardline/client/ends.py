@@ -16,7 +16,7 @@ import structlog
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from shardline.aio import cancel_and_wait
+from shardline.aio import cancel_and_wait, is_cancelled
 from shardline.client.database import AWAY, MAX_IDS_PER_QUERY, told
 from shardline.store import jobs
 from shardline.store.bells import rings
@@ -66,7 +66,7 @@ class Ends:
                 del self._watched[job_id]
 
     async def _listen(self) -> None:
-        while True:
+        while not is_cancelled():
             try:
                 async for _ in rings(self._database.url, DONE_CHANNEL):
                     self._bell.set()
@@ -75,7 +75,7 @@ class Ends:
             await asyncio.sleep(RETRY_S)
 
     async def _look(self) -> None:
-        while True:
+        while not is_cancelled():
             with suppress(TimeoutError):
                 async with asyncio.timeout(self._poll_s):
                     await self._bell.wait()

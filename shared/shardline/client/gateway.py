@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Collection, Sequence
+from collections.abc import AsyncIterator, Collection, Iterable, Sequence
 from uuid import UUID
 
 from sqlalchemy import Connection
@@ -11,9 +11,11 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from shardline.client.asynchronous import LISTS, AsyncClient, Summaries
 from shardline.client.database import reachable
 from shardline.client.follower import Deltas, TextRule
+from shardline.client.requests import end_of
 from shardline.client.together import Together
 from shardline.client.turns import TenantTurns
 from shardline.errors import NotFound, ShardlineError
+from shardline.ids import JobId, one_or_many
 from shardline.job import Job, JobState, Usage
 from shardline.store import costs, jobs, listing, reports
 from shardline.store.costs import Cost
@@ -55,7 +57,7 @@ class GatewayClient(AsyncClient):
         rule of the table, and Unavailable: then none is stored."""
         return await self._write(insert_encoded, requests)
 
-    async def get(self, job_id: UUID, *, tenant: str | None = None) -> Job:
+    async def get(self, job_id: JobId, *, tenant: str | None = None) -> Job:
         """The job, with its result if it has one. Raises NotFound, with `tenant` also for another tenant's."""
         job = await super().get(job_id)
         if tenant not in (None, job.tenant):
@@ -69,12 +71,12 @@ class GatewayClient(AsyncClient):
         model: str | None = None,
         tenant: str | None = None,
         limit: int = 100,
-        after: UUID | PageEnd | None = None,
+        after: JobId | PageEnd | None = None,
     ) -> Summaries:
         """As `AsyncClient.list`, of one tenant or of all. Raises Overloaded when a tenant asks for too many at once."""
         async with self._list_turns.take(tenant):
             return await self._read_page(
-                listing.list_jobs, state=state, model=model, tenant=tenant, limit=limit, after=after
+                listing.list_jobs, state=state, model=model, tenant=tenant, limit=limit, after=end_of(after)
             )
 
     async def usage(self, job_id: UUID) -> Usage | None:
@@ -91,10 +93,9 @@ class GatewayClient(AsyncClient):
         with reachable():
             return await self._pipelines.read(None)
 
-    async def cancel(self, ids: UUID | Collection[UUID], *, tenant: str | None = None) -> dict[UUID, JobState]:
+    async def cancel(self, ids: JobId | Iterable[JobId], *, tenant: str | None = None) -> dict[UUID, JobState]:
         """As `AsyncClient.cancel`; with `tenant`, another tenant's jobs are left out."""
-        wanted = [ids] if isinstance(ids, UUID) else list(ids)
-        return await self._write(jobs.request_cancel, wanted, tenant=tenant)
+        return await self._write(jobs.request_cancel, one_or_many(ids), tenant=tenant)
 
     async def until_ended(self, job_id: UUID) -> Job:
         """Like `wait` for a job that is known to exist and may end in any way."""

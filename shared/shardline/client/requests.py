@@ -10,7 +10,9 @@ import msgspec
 
 from shardline.config import Settings
 from shardline.errors import Invalid, JobCancelled, JobEnded, JobExpired, JobFailed, NotFound
+from shardline.ids import JobId, as_id
 from shardline.job import DEFAULT_TENANT, Job, JobRequest, JobState, parse_request
+from shardline.store.listing import PageEnd
 
 MAX_REQUESTS = 100_000
 """Of one call, which is one transaction."""
@@ -79,6 +81,11 @@ def error_of(state: JobState, name: str, error: Mapping[str, Any] | None) -> Job
     reason = error or {}
     words = [str(reason[key]) for key in ("field", "problem", "remedy", "message") if reason.get(key)]
     return JobFailed(f"{name} failed: {': '.join(words) or 'no reason was recorded'}")
+
+
+def end_of(after: JobId | PageEnd | None) -> UUID | PageEnd | None:
+    """Where a page of a list begins. Raises Invalid."""
+    return after if after is None or isinstance(after, PageEnd) else as_id(after, "after")
 
 
 def settings_with(**given: str | None) -> Settings:

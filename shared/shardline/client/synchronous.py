@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import Concatenate, ParamSpec, Self, TypeVar, Unpack, overload
 from uuid import UUID
@@ -18,12 +19,14 @@ from shardline.client.requests import (
     AnyRequest,
     check_all_exist,
     checked,
+    end_of,
     error_of,
     request_of,
     settings_with,
     succeeded,
 )
 from shardline.errors import NotFound, Unavailable
+from shardline.ids import JobId, as_id, as_ids, is_one, one_or_many
 from shardline.job import Job, JobRequest, JobState, JobSummary
 from shardline.store import dead_letters, jobs, listing
 from shardline.store.database import connect
@@ -47,7 +50,8 @@ Parameters = ParamSpec("Parameters")
 class Client:
     """`with Client() as client:`; addresses come from the environment (SHARDLINE_*) where not given.
 
-    A job is accepted when `submit` returns, or, with `session=`, when the caller's transaction commits.
+    A job is accepted when `submit` returns, or, with `session=`, when the caller's transaction commits. A process that
+    was forked gets connections of its own; those of its parent stay as they are.
     """
 
     def __init__(
@@ -63,6 +67,7 @@ class Client:
         self._database = database or connect(settings.database_url.get_secret_value())
         self._owns_database = database is None
         self._poll_s = settings.times.poll_s
+        self._pid = os.getpid()
         self._ends = SyncEnds(self._ended, self._database.url, poll_s=self._poll_s)
         self._redis = SyncDeltaReader.connect(settings.redis_url)
 
@@ -76,6 +81,7 @@ class Client:
 
     def close(self) -> None:
         """Give back the connections. Jobs go on."""
+        self._move_here()
         self._redis.close()
         if self._owns_database:
             self._database.dispose()
@@ -98,16 +104,17 @@ class Client:
         """
         return self._insert(checked(requests, self.tenant), session)
 
-    def get(self, job_id: UUID) -> Job:
+    def get(self, job_id: JobId) -> Job:
         """The job, with its result if it has one. Raises NotFound."""
-        found = self.get_many([job_id])
+        wanted = as_id(job_id)
+        found = self.get_many([wanted])
         if not found:
-            raise NotFound(f"no job has the id {job_id}")
+            raise NotFound(f"no job has the id {wanted}")
         return found[0]
 
-    def get_many(self, ids: Sequence[UUID]) -> Jobs:
+    def get_many(self, ids: Iterable[JobId]) -> Jobs:
         """Those that exist, in the order of `ids`."""
-        return [job for some in _chunks(ids) for job in self._read(jobs.get_jobs, some)]
+        return [job for some in _chunks(as_ids(ids)) for job in self._read(jobs.get_jobs, some)]
 
     def list(
         self,
@@ -115,70 +122,71 @@ class Client:
         state: JobState | None = None,
         model: str | None = None,
         limit: int = 100,
-        after: UUID | PageEnd | None = None,
+        after: JobId | PageEnd | None = None,
     ) -> Summaries:
         """Newest first, without prompts and completions; `after` is `PageEnd.of` the page before, or its last id."""
-        return self._read(listing.list_jobs, state=state, model=model, limit=limit, after=after)
+        return self._read(listing.list_jobs, state=state, model=model, limit=limit, after=end_of(after))
 
-    def list_dead(self, *, model: str | None = None, limit: int = 100, after: UUID | None = None) -> Summaries:
+    def list_dead(self, *, model: str | None = None, limit: int = 100, after: JobId | None = None) -> Summaries:
         """Dead letters: jobs that failed because their crashes were used up. The newest first, in pages as `list`."""
-        return self._read(listing.list_dead, model=model, limit=limit, after=after)
+        last = None if after is None else as_id(after, "after")
+        return self._read(listing.list_dead, model=model, limit=limit, after=last)
 
-    def get_dead(self, job_id: UUID) -> DeadLetter:
+    def get_dead(self, job_id: JobId) -> DeadLetter:
         """A dead letter with its attempts. Raises NotFound, and Invalid for a job that is none."""
-        return self._read(dead_letters.get_dead, job_id)
+        return self._read(dead_letters.get_dead, as_id(job_id))
 
-    def replay(self, job_id: UUID, *, idempotency_key: str | None = None) -> UUID:
+    def replay(self, job_id: JobId, *, idempotency_key: str | None = None) -> UUID:
         """Submit a dead letter as a new job: same prompt, parameters and seed. Raises NotFound, Invalid, Conflict."""
-        with reachable(), self._database.begin() as connection:
-            return dead_letters.replay(connection, job_id, idempotency_key=idempotency_key)
+        return self._write(dead_letters.replay, as_id(job_id), idempotency_key=idempotency_key)
 
-    def cancel(self, ids: UUID | Collection[UUID]) -> dict[UUID, JobState]:
+    def cancel(self, ids: JobId | Iterable[JobId]) -> dict[UUID, JobState]:
         """Ask for the end of jobs. Their states afterwards: a running one is `cancelled` a little later."""
-        wanted = [ids] if isinstance(ids, UUID) else list(ids)
-        with reachable(), self._database.begin() as connection:
-            return jobs.request_cancel(connection, wanted)
+        return self._write(jobs.request_cancel, one_or_many(ids))
 
     @overload
-    def wait(self, ids: UUID, timeout_s: float | None = None, *, must_succeed: bool = True) -> Job: ...
+    def wait(  # type: ignore[overload-overlap] # a text is iterable too: it is one id
+        self, ids: JobId, timeout_s: float | None = None, *, must_succeed: bool = True
+    ) -> Job: ...
 
     @overload
-    def wait(self, ids: Collection[UUID], timeout_s: float | None = None, *, must_succeed: bool = True) -> Jobs: ...
+    def wait(self, ids: Iterable[JobId], timeout_s: float | None = None, *, must_succeed: bool = True) -> Jobs: ...
 
     def wait(
-        self, ids: UUID | Collection[UUID], timeout_s: float | None = None, *, must_succeed: bool = True
+        self, ids: JobId | Iterable[JobId], timeout_s: float | None = None, *, must_succeed: bool = True
     ) -> Job | Jobs:
         """Until all have ended. Raises TimeoutError, NotFound, and for a job that did not succeed its end,
         unless `must_succeed` is False."""
-        wanted = [ids] if isinstance(ids, UUID) else list(ids)
+        wanted = one_or_many(ids)
         check_all_exist(wanted, self.get_many(wanted))
         self._ends.wait(wanted, timeout_s)
         found = self.get_many(wanted)
         if must_succeed:
             found = [succeeded(job) for job in found]
-        return found[0] if isinstance(ids, UUID) else found
+        return found[0] if is_one(ids) else found
 
-    def stream(self, job_id: UUID) -> Iterator[Delta]:
+    def stream(self, job_id: JobId) -> Iterator[Delta]:
         """The job's new tokens as they come, each once, the last with its state. Raises as `wait` does at the end, and
         Diverged when the job goes on with other tokens than were given.
 
         Text of tokens that did not come through Redis is in the last delta.
         """
-        cursor, reader = Cursor(), SyncDeltaReader(self._redis, job_id)
+        wanted = as_id(job_id)
+        cursor, reader = Cursor(), SyncDeltaReader(self._redis, wanted)
         # First of all the newest attempt's number: its predecessors may have streamed what counts no more.
-        self._catch_up(job_id, cursor, only_learn=True)
+        self._catch_up(wanted, cursor, only_learn=True)
         while True:
             for delta in cursor.take():
                 yield delta
                 if delta.state is not None and delta.state != JobState.SUCCEEDED:
-                    raise error_of(JobState(delta.state), f"job {job_id}", self.get(job_id).error)
+                    raise error_of(JobState(delta.state), f"job {wanted}", self.get(wanted).error)
             if cursor.ended:
                 return
             deltas = reader.read(self._poll_s)
             for delta in deltas:
                 cursor.push(delta)
             if not deltas or cursor.has_gap:
-                self._catch_up(job_id, cursor, only_learn=not (reader.is_away or cursor.has_gap))
+                self._catch_up(wanted, cursor, only_learn=not (reader.is_away or cursor.has_gap))
             if reader.is_away:
                 time.sleep(min(RETRY_S, self._poll_s))
 
@@ -203,8 +211,7 @@ class Client:
         if session is not None:
             stored = jobs.insert_jobs(connection_of(session), requests)
         else:
-            with reachable(), self._database.begin() as connection:
-                stored = jobs.insert_jobs(connection, requests)
+            stored = self._write(jobs.insert_jobs, requests)
         return [one.job_id for one in stored]
 
     def _read(
@@ -213,8 +220,28 @@ class Client:
         *arguments: Parameters.args,
         **options: Parameters.kwargs,
     ) -> Answer:
+        self._move_here()
         with reachable(), self._database.connect() as connection:
             return query(connection, *arguments, **options)
+
+    def _write(
+        self,
+        statement: Callable[Concatenate[Connection, Parameters], Answer],
+        *arguments: Parameters.args,
+        **options: Parameters.kwargs,
+    ) -> Answer:
+        self._move_here()
+        with reachable(), self._database.begin() as connection:
+            return statement(connection, *arguments, **options)
+
+    def _move_here(self) -> None:
+        """To this process: after a fork the connections, and the threads that waited, are its parent's."""
+        if self._pid == os.getpid():
+            return
+        if self._owns_database:
+            self._database.dispose(close=False)
+        self._ends = SyncEnds(self._ended, self._database.url, poll_s=self._poll_s)
+        self._pid = os.getpid()
 
 
 def _chunks(ids: Sequence[UUID]) -> Iterator[Sequence[UUID]]:

@@ -16,7 +16,7 @@ from sqlalchemy import Connection
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from shardline.aio import cancel_and_wait
+from shardline.aio import cancel_and_wait, is_cancelled
 from shardline.client.database import AWAY
 
 Asked = TypeVar("Asked")
@@ -65,7 +65,7 @@ class Together(Generic[Asked, Answer]):
         return await waiting.answer
 
     async def _run(self) -> None:
-        while True:
+        while not is_cancelled():
             await self._bell.wait()
             self._bell.clear()
             while self._waiting:

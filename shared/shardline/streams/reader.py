@@ -12,7 +12,7 @@ from uuid import UUID
 import structlog
 from redis.exceptions import RedisError, ResponseError
 
-from shardline.aio import cancel_and_wait
+from shardline.aio import cancel_and_wait, is_cancelled
 from shardline.errors import ProtocolError
 from shardline.keys import job_stream
 from shardline.redis import async_redis_client
@@ -116,7 +116,7 @@ class DeltaReader:
                 self._any_watched.clear()
 
     async def _run(self) -> None:
-        while True:
+        while not is_cancelled():
             await self._any_watched.wait()
             try:
                 await self._read()

@@ -17,7 +17,7 @@ from sqlalchemy import text
 
 from services.standalone.ports import free_port
 from services.standalone.servers import Postgres
-from shardline.api_key import bearer
+from shardline.api_key import bearer, new_key
 from shardline.store import models
 from tests.integration.gateway.running_gateway import (
     PROMPT,
@@ -224,11 +224,15 @@ async def test_a_job_is_told_to_retry_while_postgres_is_away(
     try:
         reply = await http.post(JOBS, json=BODY)
         assert (reply.status_code, reply.json()["error"]["code"]) == (503, "unavailable")
+        assert reply.json()["error"]["message"] == "Postgres cannot be reached"
         reply = await http.get("/ready")
-        assert (reply.status_code, "Postgres" in reply.json()["reason"]) == (503, True)
+        assert (reply.status_code, reply.json()["reason"]) == (503, "Postgres cannot be reached")
         async with httpx.AsyncClient(base_url=http.base_url) as nobody:
             reply = await nobody.get("/ready")
-        assert (reply.status_code, reply.json()) == (503, {"ready": False})
+            assert (reply.status_code, reply.json()) == (503, {"ready": False})
+            reply = await nobody.get("/v1/models", headers=bearer(new_key()))
+        assert reply.status_code == 503
+        assert str(postgres_server.sockets) not in reply.text, "nobody learns where Postgres is"
         assert (await http.get("/health")).status_code == 200
     finally:
         postgres_server.restart()
