@@ -25,6 +25,7 @@ from shardline.client.requests import succeeded
 from shardline.errors import JobEnded, ShardlineError, Unavailable
 from shardline.job import Job, JobState, Usage
 from shardline.log import job_context
+from shardline.tracing import JobTrace
 from shardline.wire import Delta
 
 log = structlog.get_logger(__name__)
@@ -159,7 +160,8 @@ async def _abandon(gateway: Gateway, accepted: Accepted) -> None:
     """Cancel a job that no caller waits for or can ask for again."""
     if accepted.is_repeatable:
         return
-    with job_context(accepted.job_id):
+    trace = JobTrace.of(accepted.job_id, accepted.request.traceparent)
+    with job_context(accepted.job_id, trace_id=trace.trace):
         gateway.metrics.abandoned.inc()
         try:
             await gateway.client.cancel(accepted.job_id)

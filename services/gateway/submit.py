@@ -10,18 +10,22 @@ from uuid import UUID
 
 import msgspec
 from fastapi import Request
+from opentelemetry.trace import SpanKind
 
 from services.gateway.context import Gateway
 from services.gateway.errors import Forbidden, NotJson
 from services.gateway.guard import Caller
 from services.gateway.json_body import Document, check_fields, decoded_bytes, read_object
 from services.gateway.openai import AnswerOptions
+from shardline import genai
+from shardline.clock import monotonic_s
 from shardline.errors import Invalid
 from shardline.failpoints import Point, failpoint
 from shardline.ids import new_id
 from shardline.job import JobRequest, is_traceparent, parse_request
 from shardline.store.inserts import encode_request
 from shardline.tokenize import Prepared, RegisteredModel
+from shardline.tracing import JobTrace, TracedPhase, Tracer
 
 Parse = Callable[[Document], tuple[JobRequest, AnswerOptions]]
 
@@ -48,6 +52,7 @@ class Accepted:
 async def submit(gateway: Gateway, request: Request, caller: Caller, parse: Parse) -> Accepted:
     """Store a job of the caller's tenant. Raises Invalid, Forbidden, Conflict, Overloaded, Unavailable; then either
     nothing was stored or a repeat with the same id is safe."""
+    began_s = monotonic_s()
     _check_is_json(request)
     with gateway.admission.reading() as room:
         body = await gateway.admission.read(request, room)
@@ -56,15 +61,15 @@ async def submit(gateway: Gateway, request: Request, caller: Caller, parse: Pars
         job, options = await _run_off_loop_if_large(len(body), _parse, body, request, caller, parse)
         is_named = job.id is not None or job.idempotency_key is not None
         job = msgspec.structs.replace(job, id=job.id or new_id())
-        with gateway.tracer.phase("accept", traceparent=job.traceparent, model=job.address) as traceparent:
-            job = msgspec.structs.replace(job, traceparent=traceparent)
-            model = await gateway.catalog.get(job.address)
-            job = msgspec.structs.replace(job, model=model.name, adapter=model.adapter)
-            prepared = await _run_off_loop_if_large(len(body), _prepare, model, job, options.default_max_tokens)
-            tokenized = prepared.prompt_ids, prepared.max_tokens
-            encoded = await _run_off_loop_if_large(len(body), encode_request, job, tokenized)
-            stored = await gateway.insert_batcher.insert(job.model, encoded)
-            failpoint(Point.GATEWAY_INSERTED)
+        model = await gateway.catalog.get(job.address)
+        job = msgspec.structs.replace(job, model=model.name, adapter=model.adapter)
+        prepared = await _run_off_loop_if_large(len(body), _prepare, model, job, options.default_max_tokens)
+        tokenized = prepared.prompt_ids, prepared.max_tokens
+        encoded = await _run_off_loop_if_large(len(body), encode_request, job, tokenized)
+        stored = await gateway.insert_batcher.insert(job.model, encoded)
+        failpoint(Point.GATEWAY_INSERTED)
+    if stored.is_new:
+        _trace(gateway.tracer, job, began_s)
     return Accepted(
         job_id=stored.job_id,
         is_new=stored.is_new,
@@ -74,6 +79,16 @@ async def submit(gateway: Gateway, request: Request, caller: Caller, parse: Pars
         model=model,
         options=options,
     )
+
+
+def _trace(tracer: Tracer, job: JobRequest, began_s: float) -> None:
+    """The door's span in the job's trace. A repeat of a request has none: the job's row knows its first caller only."""
+    if tracer.is_on and job.id is not None:
+        about = {genai.JOB_ID: str(job.id), genai.REQUEST_MODEL: job.model}
+        phase = TracedPhase(
+            name="accept", began_s=began_s, ended_s=monotonic_s(), attributes=about, kind=SpanKind.SERVER
+        )
+        tracer.phase(JobTrace.of(job.id, job.traceparent), phase)
 
 
 def native_request(document: Document) -> tuple[JobRequest, AnswerOptions]:

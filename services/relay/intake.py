@@ -64,6 +64,7 @@ class Intake(Loop):
         self._times = context.times
         self._batch = batch
         self._metrics = context.metrics
+        self._spans = context.spans
         self._consumer = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
         self._next_rescue_s = 0.0
         self._read_new = redis.register_script(READ_NEW)
@@ -138,12 +139,14 @@ class Intake(Loop):
 
     def _take(self, entries: list[Entry]) -> None:
         failpoint(Point.INTAKE_TAKEN)
+        began_s = monotonic_s()
         results = store_submissions(self._database, [_submission(entry) for entry in entries])
         failpoint(Point.INTAKE_INSERTED, door="stream")
         for (entry_id, document), result in zip(entries, results, strict=True):
             if result.status == "rejected":
                 record_reject(self._redis, entry=entry_id, request=document or "", reason=result.reason)
             self._metrics.intake.labels(outcome=result.metric_label).inc()
+        self._spans.accepted([result.request for result in results if result.request is not None], began_s)
         ids = [entry_id for entry_id, _ in entries]
         with self._redis.pipeline(transaction=False) as pipeline:
             pipeline.xack(INTAKE, INTAKE_GROUP, *ids)

@@ -24,10 +24,12 @@ from tenacity import (
     wait_random_exponential,
 )
 
+from services.relay.relay_spans import RelaySpans
 from shardline.config import Times
 from shardline.job import MAX_CRASHES
 from shardline.metrics import RelayMetrics
 from shardline.store.database import failure_of
+from shardline.tracing import OFF, Tracer
 
 log = structlog.get_logger(__name__)
 
@@ -48,6 +50,12 @@ class LoopContext:
     times: Times
     metrics: RelayMetrics
     max_crashes: int = MAX_CRASHES
+    tracer: Tracer = OFF
+
+    @property
+    def spans(self) -> RelaySpans:
+        """What loops add to the traces of jobs."""
+        return RelaySpans(self.database, self.tracer)
 
 
 class Loop(threading.Thread, ABC):

@@ -33,6 +33,7 @@ class Outbox(Loop):
         self._redis = redis
         self._times = context.times
         self._metrics = context.metrics
+        self._spans = context.spans
         self._busy_until_s = 0.0
 
     def turn(self) -> float:
@@ -83,6 +84,7 @@ class Outbox(Loop):
             raise
 
     def _send(self, send: Send, producer: object) -> None:
+        began_s = monotonic_s()
         self._publisher.send_task(
             GENERATE_TASK,
             args=[str(send.job_id)],
@@ -96,3 +98,4 @@ class Outbox(Loop):
         self._metrics.sent.labels(model=send.model).inc()
         if send.num_sends > 1:
             self._metrics.resent.inc()
+        self._spans.published(send, began_s)

@@ -50,6 +50,7 @@ class Preparer(Loop):
         self._results = results
         self._times = context.times
         self._metrics = context.metrics
+        self._spans = context.spans
         self._tokenizers = RegisteredTokenizers(context.database)
         self.mark_every_s = context.times.poll_s
         self._lent: deque[Unprepared] = deque()
@@ -64,8 +65,10 @@ class Preparer(Loop):
             return self._times.poll_s
         self._tokenizers.refresh()
         while self._lent:
+            began_s = monotonic_s()
             answers = self._answers()
             self._mark(answers)
+            self._spans.prepared(answers, began_s)
             for _ in answers:
                 self._lent.popleft()
         return 0.0

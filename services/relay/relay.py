@@ -41,6 +41,7 @@ from shardline.queues import SUBMIT_TASK
 from shardline.redis import redis_client
 from shardline.store.database import connect
 from shardline.tables import JOBS_CHANNEL, LEASES_CHANNEL
+from shardline.tracing import Tracer
 
 log = structlog.get_logger(__name__)
 
@@ -67,9 +68,15 @@ class Relay:
         self._database = connect(url, application_name="shardline-relay", pool_size=settings.concurrency + NUM_LOOPS)
         self._redis = redis_client(settings.redis_url, timeout_s=REDIS_TIMEOUT_S)
         self._closing = threading.Event()
+        self._tracer = Tracer.from_environment("relay")
         context = LoopContext(
-            database=self._database, times=settings.times, metrics=self._metrics, max_crashes=settings.max_crashes
+            database=self._database,
+            times=settings.times,
+            metrics=self._metrics,
+            max_crashes=settings.max_crashes,
+            tracer=self._tracer,
         )
+        self._spans = context.spans
         publisher = _publisher(settings)
         self._results = CeleryResults(context, backend_app=publisher if settings.result_backend else None)
         outbox = Outbox(context, publisher=publisher, redis=self._redis)
@@ -116,6 +123,7 @@ class Relay:
         deadline_s = monotonic_s() + JOIN_S
         for loop in self._loops:
             loop.join(max(0.0, deadline_s - monotonic_s()))
+        self._tracer.close()
         self._database.dispose()
 
     def submit(self, task_id: str, document: dict[str, Any]) -> SubmissionResult:
@@ -144,7 +152,7 @@ class Relay:
         return len(ids)
 
     def _submit(self, task_id: str, document: dict[str, Any]) -> SubmissionResult:
-        job_id = _uuid(task_id) or uuid5(ENTRY_IDS, task_id)
+        began_s, job_id = monotonic_s(), _uuid(task_id) or uuid5(ENTRY_IDS, task_id)
         (result,) = store_submissions(self._database, [Submission(id=job_id, document=document)])
         failpoint(Point.INTAKE_INSERTED, door="celery")
         if result.status == "rejected":
@@ -152,6 +160,8 @@ class Relay:
         if result.reason is not None and result.reason["code"] != CONFLICT:
             self._results.note({job_id: JobState.FAILED}, json.dumps(result.reason))
         self._metrics.intake.labels(outcome=result.metric_label).inc()
+        if result.request is not None:
+            self._spans.accepted([result.request], began_s)
         return result
 
 

@@ -44,6 +44,8 @@ class SubmissionResult:
 
     status: SubmissionStatus
     reason: dict[str, str] | None = None
+    request: JobRequest | None = None
+    """What was accepted."""
 
     @property
     def metric_label(self) -> str:
@@ -62,7 +64,9 @@ def store_submissions(database: Engine, submissions: Sequence[Submission]) -> li
         # One request in the batch is invalid: store them one by one, so that the others are accepted.
         return [_store_alone(database, *pair) for pair in zip(submissions, parsed, strict=True)]
     return [
-        SubmissionResult(status="accepted") if isinstance(one, JobRequest) else _refuse(database, submission, one)
+        SubmissionResult(status="accepted", request=one)
+        if isinstance(one, JobRequest)
+        else _refuse(database, submission, one)
         for submission, one in zip(submissions, parsed, strict=True)
     ]
 
@@ -90,7 +94,7 @@ def _store_alone(database: Engine, submission: Submission, parsed: JobRequest | 
     except DOCUMENT_ERRORS as error:
         problem = str(getattr(error, "orig", error)).partition("\n")[0]
         return _refuse(database, submission, Invalid("request", problem, "See docs/jobs.md for fields and limits"))
-    return SubmissionResult(status="accepted")
+    return SubmissionResult(status="accepted", request=parsed)
 
 
 def _refuse(database: Engine, submission: Submission, error: Invalid) -> SubmissionResult:

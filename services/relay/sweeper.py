@@ -31,6 +31,7 @@ class Sweeper(Loop):
         self._times = context.times
         self._max_crashes = context.max_crashes
         self._metrics = context.metrics
+        self._spans = context.spans
         self._partial_texts = PartialTexts(context.database, budget_s=context.times.poll_s)
         self._rescue_after_s = 0.0
         self._answered_s = math.inf
@@ -51,7 +52,9 @@ class Sweeper(Loop):
         with self._database.begin() as connection:
             moved = sweeps.sweep_stopped_queued(connection, self._partial_texts)
         self._note_answer()
-        return self._record(moved)
+        self._record(moved)
+        self._spans.ended(moved)
+        return len(moved)
 
     def _rescue(self) -> int:
         moved: dict[UUID, str] = {}
@@ -63,7 +66,9 @@ class Sweeper(Loop):
                 moved = sweeps.sweep_expired_leases(
                     connection, self._partial_texts, lease_s=self._times.lease_s, max_crashes=self._max_crashes
                 )
-        return self._record(moved)
+        self._record(moved)
+        self._spans.rescued(moved)
+        return len(moved)
 
     def _note_answer(self) -> float:
         now_s = lease_clock_s()
@@ -76,7 +81,7 @@ class Sweeper(Loop):
         self._answered_s = now_s
         return now_s
 
-    def _record(self, moved: Mapping[UUID, str]) -> int:
+    def _record(self, moved: Mapping[UUID, str]) -> None:
         """Record moves right after COMMIT: whatever fails next, they have happened."""
         self._results.note(moved)
         counts = Counter(map(str, moved.values()))
@@ -85,4 +90,3 @@ class Sweeper(Loop):
         for job_id, outcome in moved.items():
             tell = log.warning if outcome in ("crashed", "failed") else log.info
             tell("job swept", job_id=str(job_id), outcome=str(outcome))
-        return len(moved)

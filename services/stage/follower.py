@@ -16,6 +16,8 @@ from services.stage.pipeline.control_server import ControlServer
 from services.stage.pipeline.registry import Announcer
 from services.stage.pipeline.status import StageStatus
 from services.stage.runtime import Loaded
+from services.stage.stage_spans import step_observer
+from shardline.tracing import Tracer
 from shardline.wire import StageCard
 
 
@@ -55,8 +57,12 @@ class Follower:
         self.hub = HubCalls(loaded.sockets.wakeup())
         self.delivery_handler = NoDeliveries()
         self.meter = StageMeter(loaded)
+        self._tracer = Tracer.from_environment("stage")
         self._engine = FollowerEngine(
-            loaded.executor, on_lost=self._on_lost, on_step=self.meter.step, spend=loaded.spend
+            loaded.executor,
+            on_lost=self._on_lost,
+            on_step=step_observer(loaded, self.meter, self._tracer),
+            spend=loaded.spend,
         )
         self._registry = backends.open_registry()
         self._announcer = Announcer(self._registry, self._card)
@@ -106,6 +112,7 @@ class Follower:
         self._engine.stop()
         self._engine.join()
         self._registry.close()
+        self._tracer.close()
         self._loaded.device.release()
 
     def wire(self, wiring: Wiring) -> None:

@@ -17,11 +17,13 @@ from services.stage.celery.subscription import QueueSubscription
 from services.stage.engine.engine import HeadEngine
 from services.stage.hop.wiring import Wiring
 from services.stage.hop.zeromq import ZeroMqHop
+from services.stage.jobs.attempt_spans import AttemptSpans
 from services.stage.jobs.delta_publisher import DeltaPublisher
 from services.stage.jobs.engine_requests import EngineRequests
 from services.stage.jobs.identity import identity_of
-from services.stage.jobs.latency import Latency
 from services.stage.jobs.lease_manager import LeaseManager
+from services.stage.jobs.live_job import LiveJob
+from services.stage.jobs.outcome import JobOutcome
 from services.stage.jobs.quarantine import Seats
 from services.stage.metrics import StageMeter
 from services.stage.pipeline.assembly import PipelineAssembly
@@ -32,13 +34,14 @@ from services.stage.runtime import Loaded, pipeline_of, software
 from services.stage.scheduling.events import Event
 from services.stage.scheduling.scheduler import Scheduler
 from services.stage.scheduling.scheduler_config import SchedulerConfig
+from services.stage.stage_spans import step_observer
 from shardline.errors import Unavailable
-from shardline.job import JobState
 from shardline.queues import generate_queue
 from shardline.store import leases
 from shardline.store.database import failure_of
 from shardline.store.models import register_adapters, register_model
 from shardline.tokenize import Tokens
+from shardline.tracing import Tracer
 from shardline.wire import StageCard
 
 log = structlog.get_logger(__name__)
@@ -76,6 +79,8 @@ class Head:
         self.interactive_seats = settings.interactive_seats
         self.hub = HubCalls(loaded.sockets.wakeup())
         self.meter = StageMeter(loaded)
+        self._tracer = Tracer.from_environment("head")
+        self._spans = AttemptSpans(self._tracer)
         self._name = pipeline_of(settings, loaded.worker, loaded.device)
         self._database = backends.open_database(application_name=f"shardline {loaded.worker}")
         self._epochs = Epochs(
@@ -109,7 +114,7 @@ class Head:
             self._scheduler,
             emit=self._report,
             on_lost=self._pipeline.lost,
-            on_step=self.meter.step,
+            on_step=step_observer(loaded, self.meter, self._tracer),
             spend=loaded.spend,
         )
         self.delivery_handler = self._make_lease_manager()
@@ -126,6 +131,7 @@ class Head:
                 context_length=info.context_length,
                 vocab_size=info.vocab_size,
                 adapters=self._loaded.executor.adapters,
+                spans=self._spans,
             ),
             publisher=self._publisher,
             host=self,
@@ -198,6 +204,7 @@ class Head:
         self._publisher.stop()
         self._publisher.join()
         self._registry.close()
+        self._tracer.close()
         self._database.dispose()
         self._loaded.device.release()
 
@@ -285,6 +292,11 @@ class Head:
         """Counted."""
         self.meter.charge(tenant, energy_j)
 
-    def job_ended(self, state: JobState, latency: Latency) -> None:
-        """Counted."""
-        self.meter.ended(state, latency)
+    def job_ended(self, outcome: JobOutcome) -> None:
+        """Counted and traced."""
+        self.meter.ended(outcome.state, outcome.job.latency())
+        self._spans.ended(outcome)
+
+    def attempt_given_back(self, job: LiveJob, outcome: str) -> None:
+        """Traced."""
+        self._spans.given_back(job, outcome)

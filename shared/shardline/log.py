@@ -19,6 +19,9 @@ from structlog.typing import EventDict, Processor, WrappedLogger
 NOISY = ("httpx", "httpcore", "uvicorn.access", "kombu", "amqp", "celery.worker.strategy", "celery.pool")
 """Loggers that say something for each request or job; they are heard from WARNING on."""
 
+SPAN_QUEUE = "opentelemetry.sdk._shared_internal"
+"""Warns of each span that a full queue loses, at the pace of jobs; the exporter itself says why nothing leaves."""
+
 CONTENT = ("args", "kwargs", "argsrepr", "kwargsrepr", "body", "headers")
 HIDDEN = "***"
 NAMES = r"[\w.-]*(?:token|key|passw(?:or)?d|pwd|secret|signature|credential|auth)[\w.-]*"
@@ -69,6 +72,7 @@ def configure(*, service: str, level: str = "INFO", form: str = "auto") -> None:
     root.setLevel(level.upper())
     for name in NOISY:
         logging.getLogger(name).setLevel(max(logging.WARNING, root.level))
+    logging.getLogger(SPAN_QUEUE).setLevel(logging.ERROR)
 
 
 def job_context(job_id: UUID | str, **fields: Any) -> AbstractContextManager[Any]:

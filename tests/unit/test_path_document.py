@@ -37,6 +37,7 @@ OFF_THE_PATH = {
         stage/model/packing stage/model/refusal stage/model/weights""",
     "where ranks divide a stage": """stage/engine/lead stage/engine/rank_memory stage/engine/rank_trial
         stage/ranks/group stage/ranks/messages""",
+    "for a job that is traced": """shardline/genai stage/stage_spans stage/jobs/attempt_spans""",
     "on an accelerator": """stage/device/staging stage/engine/launched_steps""",
     "for a job that was preempted": """stage/attention/offload_area stage/scheduling/offload
         stage/scheduling/recompute_cost""",

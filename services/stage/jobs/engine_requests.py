@@ -7,6 +7,7 @@ from itertools import chain
 import msgspec
 from tokenizers import Tokenizer
 
+from services.stage.jobs.attempt_spans import AttemptSpans
 from services.stage.model.peft import AdapterFolder
 from services.stage.scheduling.sequence import Request
 from shardline.errors import Invalid
@@ -25,11 +26,13 @@ class EngineRequests:
         context_length: int,
         vocab_size: int,
         adapters: AdapterFolder,
+        spans: AttemptSpans,
     ) -> None:
         self._vocabulary = Vocabulary(tokenizer, eos_ids)
         self._context_length = context_length
         self._vocab_size = vocab_size
         self.adapters = adapters
+        self._spans = spans
 
     def build(self, row: Claimed) -> tuple[Request, CompletionText]:
         """The request to schedule and the sink of its tokens. A job that crashed an engine before is quarantined; one
@@ -49,6 +52,7 @@ class EngineRequests:
             parked=row.parked,
             tenant=row.tenant_id,
             adapter=adapter,
+            trace=self._spans.traceparent(row),
             refusal=refusal or self._foreign_id(row),
         )
         room = self._context_length - len(row.prompt_ids)

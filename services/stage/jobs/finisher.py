@@ -87,7 +87,7 @@ class Finisher:
             self._publisher.result(job.job_id, outcome.value(), outcome.celery_state)
             outcome.settle()
             self._host.energy_spent(job.claimed.tenant_id, outcome.event.energy_j)
-            self._host.job_ended(outcome.state, job.latency())
+            self._host.job_ended(outcome)
         elif state in (JobState.CANCELLED, JobState.EXPIRED):
             job.delivery.revoke()  # A relay was first, under the same fence.
         else:
@@ -108,7 +108,7 @@ class Finisher:
             for job in jobs:
                 if outcomes.get(job.job_id) == JobState.FAILED:
                     self._fail(job)
-                self._drop(job)
+                self._drop(job, "crashed")
         self._crashed.clear()
 
     def _fail(self, job: LiveJob) -> None:
@@ -150,10 +150,11 @@ class Finisher:
             ends.release_running(connection, [job.attempt for job in jobs])
         log.info("leases given back", jobs=len(jobs))
         for job in jobs:
-            self._drop(job)
+            self._drop(job, "released")
 
-    def _drop(self, job: LiveJob) -> None:
+    def _drop(self, job: LiveJob, outcome: str) -> None:
         self._jobs.drop(job)
+        self._host.attempt_given_back(job, outcome)
         self._host.energy_spent(job.claimed.tenant_id, job.energy_j)
 
     def _save(self, connection: Connection, jobs: Iterable[LiveJob]) -> None:

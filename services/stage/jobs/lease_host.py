@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Protocol
 
-from services.stage.jobs.latency import Latency
-from shardline.job import JobState
+from services.stage.jobs.live_job import LiveJob
+from services.stage.jobs.outcome import JobOutcome
 
 
 class LeaseHost(Protocol):
@@ -28,5 +28,8 @@ class LeaseHost(Protocol):
     def energy_spent(self, tenant: str, energy_j: float) -> None:
         """An attempt at a job of this tenant left the head; it took so many joules."""
 
-    def job_ended(self, state: JobState, latency: Latency) -> None:
+    def job_ended(self, outcome: JobOutcome) -> None:
         """A job's end was committed here."""
+
+    def attempt_given_back(self, job: LiveJob, outcome: str) -> None:
+        """A job goes on elsewhere, or here later: `released` or `crashed`."""

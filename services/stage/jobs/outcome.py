@@ -11,6 +11,7 @@ from services.stage.jobs.live_job import LiveJob
 from services.stage.scheduling.events import Failed, Finished
 from shardline.job import FinishReason, JobState, Result, Usage
 from shardline.store.ends import End
+from shardline.tracing import JobTrace
 from shardline.wire import Delta
 
 log = structlog.get_logger(__name__)
@@ -109,6 +110,7 @@ class JobOutcome:
         log.info(
             "job ended",
             job_id=str(claimed.job_id),
+            trace_id=JobTrace.of(claimed.job_id, claimed.traceparent).trace,
             fence=claimed.fence,
             model=self.job.identity.model,
             outcome=str(self.state),

@@ -59,6 +59,8 @@ class Request:
     """Whose it is: KV is shared within a tenant only."""
     adapter: str = ""
     """The fingerprint of its adapter: KV is shared with the same one of the same name only."""
+    trace: str = ""
+    """The traceparent of the attempt; empty: nobody traces it."""
     refusal: str = ""
     """Why it can never run here, if it cannot."""
 

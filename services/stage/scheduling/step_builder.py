@@ -31,6 +31,7 @@ class StepBuilder:
                 num_blocks=sequence.most_blocks,
                 num_cached=sequence.num_computed,
                 adapter=request.adapter,
+                trace=request.trace,
             )
         )
 

@@ -42,6 +42,8 @@ class Open(msgspec.Struct, frozen=True, array_like=True):
     """First tokens whose KV is in its first blocks already: whole blocks, and not all tokens."""
     adapter: Name = ""
     """The fingerprint of its parameters' adapter; empty: it has none."""
+    trace: Name = ""
+    """The traceparent of its attempt; empty: nobody traces it."""
 
 
 class Row(msgspec.Struct, frozen=True, array_like=True):

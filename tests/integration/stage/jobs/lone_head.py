@@ -24,19 +24,22 @@ from services.stage.engine.executor import Executor
 from services.stage.engine.memory import Limits
 from services.stage.hop.wakeup import Wakeup
 from services.stage.hop.wiring import Member, Wiring
+from services.stage.jobs.attempt_spans import AttemptSpans
 from services.stage.jobs.delta_publisher import DeltaPublisher
 from services.stage.jobs.engine_requests import EngineRequests
 from services.stage.jobs.identity import Identity, identity_of
-from services.stage.jobs.latency import Latency
 from services.stage.jobs.lease_manager import LeaseManager
+from services.stage.jobs.live_job import LiveJob
+from services.stage.jobs.outcome import JobOutcome
 from services.stage.jobs.quarantine import Seats
 from services.stage.metrics import StageMeter
 from services.stage.scheduling.events import Event
 from services.stage.scheduling.scheduler import Scheduler
 from services.stage.scheduling.scheduler_config import SchedulerConfig
 from shardline.config import Times
-from shardline.job import MAX_CRASHES, JobState
+from shardline.job import MAX_CRASHES
 from shardline.streams import DeltaWriter
+from shardline.tracing import OFF, Tracer
 from tests.models import VOCAB_SIZE, save_model
 from tests.pinned import first_core
 from tests.polling import until
@@ -98,6 +101,7 @@ class Host:
 
     announced: threading.Event
     meter: StageMeter
+    spans: AttemptSpans
     max_crashes: int = MAX_CRASHES
 
     def readiness_announced(self) -> None:
@@ -115,9 +119,14 @@ class Host:
         """Counted."""
         self.meter.charge(tenant, energy_j)
 
-    def job_ended(self, state: JobState, latency: Latency) -> None:
-        """Counted."""
-        self.meter.ended(state, latency)
+    def job_ended(self, outcome: JobOutcome) -> None:
+        """Counted and traced."""
+        self.meter.ended(outcome.state, outcome.job.latency())
+        self.spans.ended(outcome)
+
+    def attempt_given_back(self, job: LiveJob, outcome: str) -> None:
+        """Traced."""
+        self.spans.given_back(job, outcome)
 
 
 def _name(outcome: tuple[int, Any, float]) -> str:
@@ -126,7 +135,9 @@ def _name(outcome: tuple[int, Any, float]) -> str:
 
 
 @contextmanager
-def open_lone_head(database: Database, executor: Executor, redis_url: str, times: Times) -> Iterator[LoneHead]:
+def open_lone_head(
+    database: Database, executor: Executor, redis_url: str, times: Times, tracer: Tracer = OFF
+) -> Iterator[LoneHead]:
     """Ready to take jobs."""
     scheduler = Scheduler(
         SchedulerConfig(
@@ -151,6 +162,7 @@ def open_lone_head(database: Database, executor: Executor, redis_url: str, times
         device=SimpleNamespace(name="cpu:0"),
     )
     meter = StageMeter(cast(Any, loaded))
+    spans = AttemptSpans(tracer)
     tokenizer = Tokenizer(WordLevel({f"<{number}>": number for number in range(VOCAB_SIZE)}, unk_token="<0>"))
     lease_manager = LeaseManager(
         database=database,
@@ -161,9 +173,10 @@ def open_lone_head(database: Database, executor: Executor, redis_url: str, times
             context_length=4096,
             vocab_size=executor.info.vocab_size,
             adapters=executor.adapters,
+            spans=spans,
         ),
         publisher=publisher,
-        host=Host(announced, meter),
+        host=Host(announced, meter, spans),
         seats=Seats(num_any=8, num_interactive=0),
         times=times,
     )

@@ -24,6 +24,7 @@ from services.stage.celery.delivery import Delivery
 from services.stage.celery.hub_calls import HubCalls
 from services.stage.engine.executor import Executor
 from services.stage.hop.wakeup import Wakeup
+from services.stage.jobs.attempt_spans import AttemptSpans
 from services.stage.jobs.claimer import Claimer
 from services.stage.jobs.engine_requests import EngineRequests
 from services.stage.jobs.identity import Identity
@@ -37,6 +38,7 @@ from shardline.job import FinishReason, JobState
 from shardline.queues import GENERATE_TASK
 from shardline.store import claims, crashes, jobs, leases
 from shardline.store.claims import Claimed
+from shardline.tracing import OFF
 from tests.integration.rows import MODEL, cell, change, database_with_head, request, state, submit
 from tests.integration.stage.jobs.lone_head import LoneHead, open_lone_head, tiny_executor
 from tests.polling import until
@@ -154,6 +156,7 @@ def make_head(database: Database) -> Callable[[], Head]:
                 context_length=4096,
                 vocab_size=4096,
                 adapters=AdapterFolder(None, {}, Path()),
+                spans=AttemptSpans(OFF),
             ),
             jobs=jobs,
             seats=Seats(num_any=SEATS, num_interactive=0),

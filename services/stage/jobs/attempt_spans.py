@@ -1,0 +1,109 @@
+"""A head's spans in the traces of jobs, made when an attempt has left it: waits, claim, prefill, decoding, COMMIT."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from opentelemetry.trace import SpanKind
+
+from services.stage.jobs.live_job import LiveJob
+from services.stage.jobs.outcome import JobOutcome
+from services.stage.scheduling.events import Failed
+from shardline import genai
+from shardline.clock import monotonic_s
+from shardline.job import JobState
+from shardline.store.claims import Claimed
+from shardline.tracing import JobTrace, TracedPhase, Tracer, Value, attempt_span_id, traceparent
+
+
+class AttemptSpans:
+    """Of one head. The lease manager's thread calls it, after COMMIT."""
+
+    def __init__(self, tracer: Tracer) -> None:
+        self._tracer = tracer
+
+    def traceparent(self, claimed: Claimed) -> str:
+        """Of the attempt, for the stages that compute it; empty where nobody traces it."""
+        if not self._tracer.is_on or not self._tracer.is_sampled(trace := _trace(claimed)):
+            return ""
+        return traceparent(trace, attempt_span_id(claimed.job_id, claimed.fence))
+
+    def ended(self, outcome: JobOutcome) -> None:
+        """The job's end is committed: its last attempt and the job itself."""
+        if not self._tracer.is_on:
+            return
+        job, event, now_s = outcome.job, outcome.event, monotonic_s()
+        trace, error = _trace(job.claimed), event.reason if isinstance(event, Failed) else None
+        self._attempt(job, trace, str(outcome.state), error)
+        accepted_s = job.began_s - job.claimed.age_s
+        about = _about_job(outcome)
+        name = f"{genai.TEXT_COMPLETION} {job.identity.model}"
+        self._tracer.job(
+            trace, TracedPhase(name=name, began_s=accepted_s, ended_s=now_s, attributes=about, error=error)
+        )
+
+    def given_back(self, job: LiveJob, outcome: str) -> None:
+        """The attempt's tokens are saved, and it goes on elsewhere."""
+        if self._tracer.is_on:
+            self._attempt(job, _trace(job.claimed), outcome, outcome if outcome == "crashed" else None)
+
+    def _attempt(self, job: LiveJob, trace: JobTrace, outcome: str, error: str | None) -> None:
+        claimed, identity = job.claimed, job.identity
+        span_id = attempt_span_id(claimed.job_id, claimed.fence)
+        about: dict[str, Value] = {
+            genai.JOB_ID: str(claimed.job_id),
+            genai.FENCE: claimed.fence,
+            genai.OUTCOME: outcome,
+            genai.NUM_RESUMED: len(claimed.output_ids),
+            genai.OUTPUT_TOKENS: len(job.ids) - len(claimed.output_ids),
+            genai.WORKER: identity.worker,
+            genai.PIPELINE: identity.pipeline,
+            genai.EPOCH: identity.epoch,
+        }
+        queued = TracedPhase(name="queue", began_s=job.began_s - claimed.queued_s, ended_s=job.began_s, attributes={})
+        self._tracer.phase(trace, queued)
+        began_s, ended_s = min(job.delivery.began_s, job.began_s), monotonic_s()
+        attempt = TracedPhase(
+            name="attempt", began_s=began_s, ended_s=ended_s, attributes=about, kind=SpanKind.CONSUMER, error=error
+        )
+        self._tracer.phase(trace, attempt, span_id=span_id)
+        for phase in _phases(job, began_s, ended_s):
+            self._tracer.phase(trace, phase, parent_id=span_id)
+
+
+def _phases(job: LiveJob, began_s: float, ended_s: float) -> Iterator[TracedPhase]:
+    """One after the other, without a gap."""
+    first_s, last_s = job.first_token_s or ended_s, job.last_token_s or ended_s
+    yield TracedPhase(name="claim", began_s=began_s, ended_s=job.began_s, attributes={})
+    yield TracedPhase(name="prefill", began_s=job.began_s, ended_s=first_s, attributes={})
+    if job.first_token_s is not None:
+        yield TracedPhase(name="decode", began_s=first_s, ended_s=last_s, attributes={})
+        yield TracedPhase(name="commit", began_s=last_s, ended_s=ended_s, attributes={})
+
+
+def _about_job(outcome: JobOutcome) -> dict[str, Value]:
+    job, claimed, params = outcome.job, outcome.job.claimed, outcome.job.claimed.params
+    about: dict[str, Value] = {
+        genai.OPERATION: genai.TEXT_COMPLETION,
+        genai.PROVIDER: genai.SHARDLINE,
+        genai.REQUEST_MODEL: job.identity.model,
+        genai.REQUEST_MAX_TOKENS: claimed.max_tokens,
+        genai.REQUEST_TEMPERATURE: params.temperature,
+        genai.REQUEST_TOP_P: params.top_p,
+        genai.REQUEST_TOP_K: params.top_k,
+        genai.REQUEST_SEED: claimed.seed,
+        genai.RESPONSE_ID: str(claimed.job_id),
+        genai.INPUT_TOKENS: len(claimed.prompt_ids),
+        genai.OUTPUT_TOKENS: len(job.ids),
+        genai.JOB_ID: str(claimed.job_id),
+        genai.JOB_STATE: str(outcome.state),
+        genai.TENANT: claimed.tenant_id,
+    }
+    if outcome.state is not JobState.FAILED and not isinstance(outcome.event, Failed):
+        about[genai.FINISH_REASONS] = (str(outcome.event.reason),)
+        about[genai.CACHED_TOKENS] = outcome.event.num_cached
+    return about
+
+
+def _trace(claimed: Claimed) -> JobTrace:
+    return JobTrace.of(claimed.job_id, claimed.traceparent)
