@@ -163,7 +163,9 @@ def _variable(name: str, value: str) -> Manifest:
 
 def _is_common(name: str, value: str) -> bool:
     """Whether it stands in the ConfigMap: a setting that is no secret's path and no kind of worker's own."""
-    return name.startswith("SHARDLINE_") and name != "SHARDLINE_DEVICE" and not value.startswith(f"{SECRETS}/")
+    return (
+        name.startswith(("SHARDLINE_", "OTEL_")) and name != "SHARDLINE_DEVICE" and not value.startswith(f"{SECRETS}/")
+    )
 
 
 def _probes(service: Service) -> Manifest:
