@@ -13,7 +13,7 @@ from shardline.cli import show
 from shardline.cli.arguments import Json
 from shardline.cli.database import transaction
 from shardline.errors import Invalid
-from shardline.planner import DeviceProfile, ModelCosts, Workload
+from shardline.planner import ModelCosts, Workload, profile_of
 from shardline.planner.scaling import MAX_WORKERS, FleetSize, Scaling
 from shardline.store import fleets
 from shardline.store.demand import Demand, demand
@@ -73,7 +73,7 @@ def scale(
     if not workers:
         raise Invalid("--model", f"no worker of a fleet serves {name}", "Start one: its measurements are needed")
     load = _load(asked, window_s, drain_s, rate=rate, prompt=prompt, output=output)
-    profiles = [msgspec.convert({**each.profile, "device": each.worker}, DeviceProfile) for each in workers]
+    profiles = [profile_of({**each.profile, "device": each.worker}, f"profile of {each.worker}") for each in workers]
     workload = Workload(prompt=load.prompt, output=load.output)
     scaling = Scaling(msgspec.convert(workers[0].shapes, ModelCosts), profiles, workload)
     needed = scaling.needed(load.tokens_per_s, share)

@@ -1,6 +1,6 @@
 """The planner: which device computes which layers, from measured times. Knows no torch and starts nothing."""
 
-from shardline.planner.device_profile import DeviceProfile, LayerTimes, Link, read_profiles
+from shardline.planner.device_profile import DeviceProfile, LayerTimes, Link, profile_of, read_profiles
 from shardline.planner.model_costs import ModelCosts
 from shardline.planner.plan import PipelinePlan, Plan, Plans, StagePlan
 from shardline.planner.planning import make_plans, make_plans_that_fit
@@ -19,5 +19,6 @@ __all__ = [
     "Workload",
     "make_plans",
     "make_plans_that_fit",
+    "profile_of",
     "read_profiles",
 ]

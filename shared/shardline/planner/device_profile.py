@@ -7,17 +7,26 @@ products, norms, calls. `python -m services.stage profile` writes it. Knows no p
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from typing import Annotated
 
 import msgspec
 
 from shardline.errors import Invalid
+from shardline.planner.model_costs import WEIGHT_BYTES
 
 VERSION = 3
 BUSY_SHARE = 0.1
-Seconds = Annotated[float, msgspec.Meta(ge=0)]
-Points = Annotated[tuple[tuple[float, float], ...], msgspec.Meta(min_length=1, max_length=64)]
+FIELD = "--devices"
+MAX_S = 1e6
+"""Of anything that is measured: far longer than a worker would measure it."""
+MAX_BYTES = 1 << 60
+MAX_DIMENSION = 1e12
+"""Of rows, and of bytes per second."""
+Seconds = Annotated[float, msgspec.Meta(ge=0, le=MAX_S)]
+Rate = Annotated[float, msgspec.Meta(ge=0, le=MAX_DIMENSION)]
+Points = Annotated[tuple[tuple[Rate, Seconds], ...], msgspec.Meta(min_length=1, max_length=64)]
 """(rows, seconds), by rows."""
 
 
@@ -25,7 +34,7 @@ class Link(msgspec.Struct, frozen=True, kw_only=True):
     """What frames between two machines meet, while no stage works for them."""
 
     latency_s: Seconds
-    bytes_per_s: Annotated[float, msgspec.Meta(gt=0)]
+    bytes_per_s: Annotated[float, msgspec.Meta(gt=0, le=MAX_DIMENSION)]
 
     def seconds(self, num_bytes: float) -> float:
         """From the end of a frame's sending to its arrival."""
@@ -67,7 +76,7 @@ class DeviceProfile(msgspec.Struct, frozen=True, kw_only=True):
     """As SHARDLINE_TP has them."""
     model: str
     """Hash of the model's shapes: a profile is of no use for another one."""
-    memory_bytes: Annotated[int, msgspec.Meta(ge=0)]
+    memory_bytes: Annotated[int, msgspec.Meta(ge=0, le=MAX_BYTES)]
     """Free for weights, KV and activations."""
     host_memory: str | None = None
     """Whose memory it is, if a host's: its devices share it, also those in containers of other names. None: its own."""
@@ -77,13 +86,13 @@ class DeviceProfile(msgspec.Struct, frozen=True, kw_only=True):
     """What a step costs without layers: plan, embedding, dispatch, by packed rows."""
     sampled: Points
     """What the tail adds, by sampled rows: output layer and sampler."""
-    tail_prefill_row_s: float
+    tail_prefill_row_s: Annotated[float, msgspec.Meta(ge=-MAX_S, le=MAX_S)]
     """What the tail adds for each prompt row that is not sampled; below 0, since its last layer leaves them out."""
     frame_s: Seconds = 0.0
     """To take one frame and send another, without their bytes."""
     frame_byte_s: Seconds = 0.0
     """More, for each byte of a frame."""
-    stream_bytes_per_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0
+    stream_bytes_per_s: Rate = 0.0
     """Weights that it reads from its disk in every step, if memory does not hold them; 0: it must hold all."""
     others_share: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
     """Of the time in which it was measured, how much other programs had its cores."""
@@ -135,31 +144,48 @@ class DeviceProfile(msgspec.Struct, frozen=True, kw_only=True):
         return self.links.get(other.machine) or other.links.get(self.machine) or NO_LINK
 
 
-def read_profiles(data: bytes, field: str = "--devices") -> list[DeviceProfile]:
+def read_profiles(data: bytes, field: str = FIELD) -> list[DeviceProfile]:
     """Reads one profile, or a list of them, from JSON. Raises Invalid, naming `field`."""
     try:
         found: object = msgspec.json.decode(data)
-        profiles = msgspec.convert(found if isinstance(found, list) else [found], list[DeviceProfile])
     except msgspec.MsgspecError as error:
-        raise Invalid(
-            field, f"no device profile: {error}", "Give what `python -m services.stage profile` printed"
-        ) from error
-    for profile in profiles:
-        if profile.version != VERSION:
-            raise Invalid(field, f"version {profile.version} of a profile, not {VERSION}", "Measure the device again")
-    return profiles
+        raise _no_profile(field, str(error)) from error
+    return [profile_of(each, field) for each in (found if isinstance(found, list) else [found])]
 
 
-def profile_of(document: object, field: str) -> DeviceProfile:
-    """A profile that a worker, maybe of another release, has put up. Raises Invalid, naming `field`, for one that no
-    plan can be made with."""
+def profile_of(found: object, field: str = FIELD) -> DeviceProfile:
+    """Takes a profile as JSON has it. Raises Invalid, naming `field`, for one of another version, without a part, with
+    times that are no numbers or that no device takes, or without any time in a layer."""
+    if isinstance(found, dict) and found.get("version", VERSION) != VERSION:
+        raise Invalid(field, f"version {found['version']} of a profile, not {VERSION}", "Measure the device again")
     try:
-        profile = msgspec.convert(document, DeviceProfile)
+        profile = msgspec.convert(found, DeviceProfile)
     except msgspec.MsgspecError as error:
-        raise Invalid(field, f"no device profile: {error}", "Start the worker with this release") from error
-    if profile.layers_s == 0:
-        raise Invalid(field, "its layers take no time, which nothing can", "Measure the device again")
+        raise _no_profile(field, str(error)) from error
+    if profile.dtype not in WEIGHT_BYTES:
+        raise _no_profile(field, f"{profile.device} has weights of {profile.dtype!r}")
+    for name, points in _measured(profile):
+        if any(not left < right for (left, _), (right, _) in pairwise(points)):
+            raise _no_profile(field, f"{profile.device} has times of {name} that are not in order of rows")
+    idle = [kind for kind, times in profile.layers.items() if not any(seconds for _, seconds in times.rows)]
+    if idle or not profile.layers:
+        raise _no_profile(field, f"{profile.device} computes {', '.join(idle) or 'no layer'} in no time")
     return profile
+
+
+def check_profiles(profiles: Iterable[DeviceProfile], field: str = FIELD) -> None:
+    """Raises Invalid, as `profile_of`, if one of them is none that a device has."""
+    for profile in profiles:
+        profile_of(msgspec.to_builtins(profile), field)
+
+
+def _measured(profile: DeviceProfile) -> list[tuple[str, Points]]:
+    layers = [(kind, times.rows) for kind, times in profile.layers.items()]
+    return [*layers, ("steps", profile.step), ("sampled rows", profile.sampled)]
+
+
+def _no_profile(field: str, problem: str) -> Invalid:
+    return Invalid(field, f"no device profile: {problem}", "Give what `python -m services.stage profile` printed")
 
 
 def _times(points: Points, factor: float) -> Points:

@@ -14,7 +14,7 @@ from itertools import pairwise
 
 import msgspec
 
-from shardline.planner.device_profile import DeviceProfile
+from shardline.planner.device_profile import DeviceProfile, check_profiles
 from shardline.planner.fleet import Fleet, share_memory
 from shardline.planner.model_costs import ModelCosts
 from shardline.planner.plan import Plan
@@ -68,8 +68,9 @@ class FleetPlanner:
 
         A fleet that misses a stage gets a new cut at once, if its workers hold the model. Else, if `may_improve`, it
         gets one that pays: workers have come or gone, or their devices have drifted. Else new workers become spares.
-        Raises Invalid if the workers do not hold the model.
+        Raises Invalid if the workers do not hold the model, or the profile of one is none that a device has.
         """
+        check_profiles(self._named())
         if now is None or not self._is_whole(now):
             return self._best(now)
         if may_improve:

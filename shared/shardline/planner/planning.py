@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from shardline.errors import Invalid
 from shardline.planner.boundaries import apart, bounds
-from shardline.planner.device_profile import DeviceProfile
+from shardline.planner.device_profile import DeviceProfile, check_profiles
 from shardline.planner.fleet import Fleet, families, moved, neighbors, reordered, share_memory
 from shardline.planner.model_costs import WEIGHT_BYTES, ModelCosts
 from shardline.planner.partitions import Partitions
@@ -38,8 +38,9 @@ def make_plans(
     """The best plans over these devices, some of which may be left out.
 
     Several profiles of one device are dtypes and ranks to choose from; stages pair only if their activations have one
-    dtype. Raises Invalid if no plan fits, or a profile does not know the model.
+    dtype. Raises Invalid if no plan fits, or a profile does not know the model or is none that a device has.
     """
+    check_profiles(profiles)
     profiles, sharing = share_memory(profiles), Sharing(model, workload)
     ranking = _Ranking(sharing, goal)
     for family in (family for site in sites(profiles) for family in families(site)):

@@ -9,6 +9,7 @@ from itertools import pairwise, product
 from math import floor
 from typing import NamedTuple
 
+from shardline.errors import Invalid
 from shardline.lanes import lanes_for
 from shardline.planner.device_profile import DeviceProfile, Link
 from shardline.planner.model_costs import KV_BYTES, WEIGHT_BYTES, ModelCosts
@@ -68,7 +69,7 @@ class Predictor:
         return self.load.concurrency * self.load.output / tokens_per_s if tokens_per_s else float("inf")
 
     def predict(self, stages: Sequence[Assigned]) -> PipelinePlan:
-        """The plan of these stages, which must cover all layers in order."""
+        """The plan of these stages, which must cover all layers in order. Raises Invalid if they take no time."""
         load, replicas = self.load, len(stages[0].devices)
         num_lanes = self.num_lanes(stages)
         steps = load.steps(num_lanes)
@@ -77,6 +78,9 @@ class Predictor:
             step.count * self._interval_s(stages, step, of_step, num_lanes)
             for step, of_step in zip(steps, zip(*times, strict=True), strict=True)
         )
+        if total_s <= 0:
+            names = ", ".join(stage.profile.device for stage in stages)
+            raise Invalid("--devices", f"steps on {names} take no time", "Measure them again")
         busy = [sum(step.count * seconds for step, seconds in zip(steps, row, strict=True)) for row in times]
         ttft_s, token_s = self._first_token_s(stages), self._next_token_s(stages)
         planned = tuple(

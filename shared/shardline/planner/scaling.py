@@ -10,7 +10,7 @@ from dataclasses import replace
 import msgspec
 
 from shardline.errors import Invalid
-from shardline.planner.device_profile import DeviceProfile
+from shardline.planner.device_profile import DeviceProfile, check_profiles
 from shardline.planner.model_costs import ModelCosts
 from shardline.planner.plan import Plan
 from shardline.planner.planning import make_plans_that_fit
@@ -35,7 +35,9 @@ class Scaling:
     """Fleets of a model's workers: those that are here, the fastest first, then more of the kind that most are of."""
 
     def __init__(self, model: ModelCosts, here: Sequence[DeviceProfile], workload: Workload) -> None:
-        """`workload`: jobs of the usual size, as many at a time as one pipeline has seats."""
+        """`workload`: jobs of the usual size, as many at a time as one pipeline has seats. Raises Invalid for a profile
+        that no device has."""
+        check_profiles(here)
         self._model, self._workload = model, workload
         self._here = sorted(here, key=_layer_s)
         kinds = Counter((each.hardware, each.way) for each in here)
