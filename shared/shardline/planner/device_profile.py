@@ -169,7 +169,8 @@ def profile_of(found: object, field: str = FIELD) -> DeviceProfile:
             raise _no_profile(field, f"{profile.device} has times of {name} that are not in order of rows")
     idle = [kind for kind, times in profile.layers.items() if not any(seconds for _, seconds in times.rows)]
     if idle or not profile.layers:
-        raise _no_profile(field, f"{profile.device} computes {', '.join(idle) or 'no layer'} in no time")
+        what = f"layers of {', '.join(idle)}" if idle else "its layers"
+        raise _no_profile(field, f"{profile.device}: {what} take no time")
     return profile
 
 

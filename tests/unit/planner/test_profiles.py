@@ -57,8 +57,8 @@ def test_only_invalid_is_raised_whatever_is_measured(changes: list[dict[str, Any
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
-        ({"layers": {"full_attention": NO_TIME}}, "a:0 computes full_attention in no time"),
-        ({"layers": {}}, "a:0 computes no layer in no time"),
+        ({"layers": {"full_attention": NO_TIME}}, "a:0: layers of full_attention take no time"),
+        ({"layers": {}}, "a:0: its layers take no time"),
         ({"step": ((4.0, 1.0), (4.0, 2.0))}, "a:0 has times of steps that are not in order of rows"),
         ({"frame_s": float("nan")}, "frame_s"),
         ({"memory_bytes": 1 << 200}, "no device profile"),
