@@ -77,6 +77,8 @@ INSTALLATION = Dashboard(
     panels=(
         panel("Jobs accepted by HTTP", "reqps", total("shardline_jobs_accepted_total", "model")),
         panel("Jobs ended by heads", "reqps", total("shardline_job_seconds_count", "outcome")),
+        panel("Connections of callers", "short", ("open", "sum (shardline_http_connections)")),
+        panel("Connections closed by a limit", "cps", total("shardline_http_connections_closed_total", "reason")),
         JOBS,
         panel("Output tokens", "cps", total("shardline_output_tokens_total")),
         panel("Prompt tokens computed", "cps", total("shardline_prompt_tokens_total")),

@@ -22,9 +22,10 @@ from shardline.clock import monotonic_s
 from shardline.errors import Invalid
 from shardline.failpoints import Point, failpoint
 from shardline.ids import new_id
-from shardline.job import JobRequest, is_traceparent, parse_request
+from shardline.job import JobRequest, parse_request
 from shardline.store.inserts import encode_request
 from shardline.tokenize import Prepared, RegisteredModel
+from shardline.trace_context import is_traceparent
 from shardline.tracing import JobTrace, TracedPhase, Tracer
 
 Parse = Callable[[Document], tuple[JobRequest, AnswerOptions]]

@@ -11,11 +11,11 @@ from redis import Redis
 from services.relay.loop import REDIS_ERRORS, Loop, LoopContext
 from shardline.clock import monotonic_s
 from shardline.failpoints import Point, failpoint
-from shardline.job import is_traceparent
 from shardline.keys import OUTBOX_MARK
 from shardline.queues import GENERATE_TASK, generate_queue
 from shardline.store import outbox
 from shardline.store.outbox import Send
+from shardline.trace_context import is_traceparent
 
 log = structlog.get_logger(__name__)
 

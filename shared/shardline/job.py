@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping
 from datetime import datetime
 from enum import StrEnum
@@ -14,6 +13,7 @@ from msgspec import Meta
 from msgspec.structs import force_setattr
 
 from shardline.errors import Invalid
+from shardline.trace_context import MAX_TRACEPARENT_CHARS, TRACEPARENT
 
 PRIORITIES = range(10)
 """0 is served first."""
@@ -55,12 +55,6 @@ LEAST_TOP_P = 1e-9
 
 ADAPTER_NAME = r"^[A-Za-z0-9][A-Za-z0-9_.-]*$"
 """It is a folder's name, and follows a colon in `model:adapter`."""
-
-
-TRACEPARENT = r"^(?!ff)[0-9a-f]{2}-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}(-[!-~]*)?$"
-"""W3C Trace Context. A version after 00 may say more behind it."""
-
-MAX_TRACEPARENT_CHARS = 256
 
 
 class JobState(StrEnum):
@@ -291,11 +285,6 @@ def invalid_from(error: msgspec.ValidationError) -> Invalid:
         problem = "it is not the traceparent of a W3C trace context"
     problem = problem[:1].lower() + problem[1:]
     return Invalid(shown(field) or "request", problem, "See docs/jobs.md for fields and limits")
-
-
-def is_traceparent(text: str | None) -> bool:
-    """Whether this is one. Of whoever passes on headers, what is none is dropped, as W3C asks."""
-    return text is not None and len(text) <= MAX_TRACEPARENT_CHARS and re.search(TRACEPARENT, text) is not None
 
 
 def shown(text: str) -> str:

@@ -41,8 +41,8 @@ from shardline.errors import Conflict
 from shardline.keys import STAGES, job_stream, stage_entry
 from shardline.metrics import GatewayMetrics, RelayMetrics
 from shardline.store.database import connect, connect_async
+from shardline.store.inserts import encode_request
 from shardline.streams import DeltaBuffer, DeltaReader, DeltaWriter
-from shardline.tokenize import Prepared
 from shardline.wire import Delta
 from tests.integration.gateway.running_gateway import make_key
 from tests.integration.rows import MODEL, cell, change, request, submit
@@ -202,12 +202,12 @@ async def test_a_request_that_conflicts_fails_its_caller_alone(engine: Engine, d
     batcher = InsertBatcher(client, GatewayMetrics(CollectorRegistry()))
     (taken,) = submit(engine)
     requests = [request(), request(id=taken, prompt="another"), request()]
+    encoded = [encode_request(one, ((5, 6), 8)) for one in requests]
     batcher.start()
-    prepared = Prepared(prompt_ids=(5, 6), max_tokens=8)
-    found = await asyncio.gather(*(batcher.insert(one, prepared) for one in requests), return_exceptions=True)
+    found = await asyncio.gather(*(batcher.insert(MODEL, one) for one in encoded), return_exceptions=True)
     assert [isinstance(one, Exception) for one in found] == [False, True, False]
     assert isinstance(found[1], Conflict)
-    await batcher.insert(request(), prepared)
+    await batcher.insert(MODEL, encode_request(request(), ((5, 6), 8)))
     await batcher.close()
     await client.close()
 

@@ -48,7 +48,7 @@ OFF_THE_PATH = {
     "for other requests": """gateway/answers gateway/routes/costs gateway/routes/health
          gateway/routes/jobs shardline/client/requests shardline/client/turns
          shardline/store/costs shardline/store/dead_letters shardline/store/jobs
-         shardline/store/listing shardline/store/repeats shardline/tokenize/chat
+         shardline/store/listing shardline/store/repeats shardline/store/reports shardline/tokenize/chat
          shardline/tokenize/token_texts stage/attention/sdpa stage/attention/triton_backend""",
 }
 """What modules of the path import and this prompt does not pass, by reason."""

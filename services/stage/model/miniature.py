@@ -133,5 +133,5 @@ def _smaller_rope(rope: dict[str, Any]) -> dict[str, Any]:
         return kept | {"rope_type": "default"}
     small = {name: _smaller_rope(value) if isinstance(value, dict) else value for name, value in rope.items()}
     if ROPE_LENGTH in small and small.get("rope_type") != "dynamic":
-        small[ROPE_LENGTH] = min(small[ROPE_LENGTH] or SHORT, SHORT)
+        small[ROPE_LENGTH] = min(rope[ROPE_LENGTH] or SHORT, SHORT)
     return small

@@ -35,8 +35,14 @@ MAX_ASKING = 4096
 class GatewayClient(AsyncClient):
     """Acts for a tenant: with `tenant`, another tenant's job is as if it did not exist."""
 
-    def __init__(self, *, database_url: str, redis_url: str) -> None:
-        super().__init__(database_url=database_url, redis_url=redis_url)
+    def __init__(
+        self,
+        *,
+        database_url: str | None = None,
+        redis_url: str | None = None,
+        database: AsyncEngine | None = None,
+    ) -> None:
+        super().__init__(database_url=database_url, redis_url=redis_url, database=database)
         # Costs may take seconds, and lists of a rare state too: none may take all connections for lists.
         self._list_turns = TenantTurns(LISTS)
         self._cost_turns = TenantTurns(1)

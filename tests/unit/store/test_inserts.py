@@ -10,12 +10,12 @@ import pytest
 from shardline.errors import Invalid
 from shardline.ids import new_id
 from shardline.job import JobRequest, Message
-from shardline.store.inserts import MAX_BYTES, MAX_ROWS, _chunks, _row
+from shardline.store.inserts import MAX_BYTES, MAX_ROWS, EncodedRequest, _chunks, _row, encode_request
 
 
-def row(**fields: Any) -> dict[str, Any]:
+def row(**fields: Any) -> EncodedRequest:
     """Of a request with these fields."""
-    return _row(JobRequest(**{"model": "m", "prompt": "text", **fields}), None)
+    return encode_request(JobRequest(**{"model": "m", "prompt": "text", **fields}))
 
 
 def test_many_small_rows_fill_each_statement() -> None:
@@ -26,7 +26,7 @@ def test_many_small_rows_fill_each_statement() -> None:
 
 @pytest.mark.parametrize("field", ["prompt", "messages", "metadata"])
 def test_chunks_of_large_rows_have_a_bounded_size_and_leave_none_out(field: str) -> None:
-    def large(key: str, chars: int) -> dict[str, Any]:
+    def large(key: str, chars: int) -> EncodedRequest:
         text = "x" * chars
         value: Any = {"prompt": text, "messages": (Message(role="user", content=text),), "metadata": {"a": text}}[field]
         return row(idempotency_key=key, **{"prompt": None, field: value})

@@ -199,7 +199,7 @@ KNOWN_ROLES = (
 """As many templates are: what no branch names is not rendered."""
 
 
-def render(source: str, *messages: tuple[str, str], **variables: Any) -> str:
+def render(source: str, *messages: tuple[str, str], **variables: Any) -> str | None:
     given = [{"role": role, "content": content} for role, content in messages]
     return ChatTemplate(source, {}).render(given, limit_chars=1_000, variables=variables)
 

@@ -134,6 +134,20 @@ def _name(outcome: tuple[int, Any, float]) -> str:
     return type(value.exception.exc).__name__ if failed else "succeeded"
 
 
+def loaded_stage(executor: Executor, times: Times) -> SimpleNamespace:
+    """What its meter reads of a stage."""
+    return SimpleNamespace(
+        executor=executor,
+        settings=SimpleNamespace(name="m", times=times),
+        is_head=True,
+        drift=None,
+        power=None,
+        layers=range(4),
+        worker="h",
+        device=SimpleNamespace(name="cpu:0"),
+    )
+
+
 @contextmanager
 def open_lone_head(
     database: Database, executor: Executor, redis_url: str, times: Times, tracer: Tracer = OFF
@@ -151,17 +165,7 @@ def open_lone_head(
     engine = HeadEngine(executor, scheduler, emit=report, on_lost=lambda *_: None, spend=lambda _: STEP_J)
     publisher = DeltaPublisher(DeltaWriter(redis_url), None)
     announced = threading.Event()
-    loaded = SimpleNamespace(
-        executor=executor,
-        settings=SimpleNamespace(name="m", times=times),
-        is_head=True,
-        drift=None,
-        power=None,
-        layers=range(4),
-        worker="h",
-        device=SimpleNamespace(name="cpu:0"),
-    )
-    meter = StageMeter(cast(Any, loaded))
+    meter = StageMeter(cast(Any, loaded_stage(executor, times)))
     spans = AttemptSpans(tracer)
     tokenizer = Tokenizer(WordLevel({f"<{number}>": number for number in range(VOCAB_SIZE)}, unk_token="<0>"))
     lease_manager = LeaseManager(

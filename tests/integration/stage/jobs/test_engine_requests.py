@@ -10,11 +10,13 @@ import pytest
 from sqlalchemy import Engine as Database
 
 from services.stage.engine.executor import Executor
+from services.stage.jobs.attempt_spans import AttemptSpans
 from services.stage.jobs.engine_requests import EngineRequests
 from services.stage.model.peft import AdapterFolder
 from shardline.config import Times
 from shardline.job import JobState, SamplingParams
 from shardline.store import jobs
+from shardline.tracing import OFF
 from tests.integration.rows import database_with_head, request, running
 from tests.integration.stage.jobs.lone_head import LoneHead, open_lone_head, tiny_executor
 from tests.models import VOCAB_SIZE
@@ -74,6 +76,7 @@ def test_a_rows_text_goes_on_behind_its_prompt_and_stages_see_no_parameters_of_t
         context_length=64,
         vocab_size=tokenizer.get_vocab_size(),
         adapters=AdapterFolder(None, {}, Path()),
+        spans=AttemptSpans(OFF),
     )
 
     asked, text = requests.build(row)
