@@ -28,13 +28,16 @@ from huggingface_hub.errors import (
 
 from services.stage.model.quantization import quantization_of
 from services.stage.model.refusal import refuse
-from services.stage.model.weights import weight_files
+from services.stage.model.weights import header_of, weight_files
 from shardline.errors import Unavailable
 from shardline.tokenize import model_row, tokenizers_eos_id
 
 log = structlog.get_logger(__name__)
 
 HUB_FILES = ("*.json", "model*.safetensors", "tokenizer*", "*.jinja", "*.model", "*.txt")
+EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight")
+"""How names of the tensor end that has a row for each token."""
+
 SIZES = ("num_hidden_layers", "num_attention_heads", "hidden_size", "vocab_size")
 ATTENTION_TYPES = frozenset({"full_attention", "sliding_attention"})
 
@@ -62,7 +65,7 @@ class ModelInfo:
         path, commit = _find(model, revision)
         config = _read_config(path)
         check_can_be_sharded(config)
-        weight_files(path)
+        _check_vocabulary(path, config.vocab_size)
         return cls(
             path=path,
             revision=commit,
@@ -191,6 +194,16 @@ def model_class(config: Any) -> Any:
     """Returns transformers' causal LM class for this config."""
     found = tf.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     return found[0] if isinstance(found, tuple | list) else found
+
+
+def _check_vocabulary(path: Path, vocab_size: int) -> None:
+    """Raises Invalid if a file of weights is missing, or the embedding has other rows than the config says."""
+    for file in weight_files(path):
+        for name, tensor in header_of(file).items():
+            rows = (tensor.get("shape") or [vocab_size])[0]
+            if name.endswith(EMBEDDINGS) and rows != vocab_size:
+                found = f"vocab_size is {vocab_size} in config.json, and {name} has {rows} rows"
+                refuse(found, "Correct the config, or resize the embedding and save the model again")
 
 
 def _context_length(config: Any) -> int:

@@ -17,7 +17,7 @@ from typing import Any
 
 from services.stage.model.cache import recall, store
 from services.stage.model.refusal import refuse
-from shardline.errors import Unavailable
+from shardline.errors import Invalid, Unavailable
 
 ONE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -93,6 +93,14 @@ def check_file(path: Path) -> WeightFile:
         refuse(f"{path} is {what}: {size_bytes:,} bytes, its header says {expected_bytes:,}", COPY_AGAIN)
     sha256 = hashlib.sha256(header).hexdigest()
     return WeightFile(path=path, size_bytes=size_bytes, header_sha256=sha256, tensors=tensors)
+
+
+def header_of(path: Path) -> dict[str, Any]:
+    """Returns dtype, shape and place of each tensor; nothing of a damaged file, which is refused once it is loaded."""
+    try:
+        return check_file(path).tensors
+    except Invalid:
+        return {}
 
 
 def fingerprint(folder: Path, cache_folder: Path) -> str:

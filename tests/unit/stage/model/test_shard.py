@@ -84,6 +84,16 @@ def test_the_end_that_the_tokenizer_names_is_one_too(named: Any, ids: tuple[int,
     assert ModelInfo.read(path).eos_ids == ids
 
 
+@pytest.mark.parametrize("vocab_size", [95, 97])
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_a_vocabulary_of_another_size_than_the_embedding_is_refused(name: str, vocab_size: int, tmp_path: Path) -> None:
+    path = save_model(tmp_path, name)
+    edit(path, vocab_size=vocab_size)
+
+    with pytest.raises(Invalid, match=f"vocab_size is {vocab_size} in config.json, and .* has 96 rows"):
+        ModelInfo.read(path)
+
+
 def test_the_context_ends_before_a_rope_follows_the_batch(tmp_path: Path) -> None:
     path = save_model(tmp_path)
     rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 128}
