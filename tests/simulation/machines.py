@@ -66,6 +66,7 @@ class Model:
     """What heads ask of `ModelInfo`."""
 
     context_length: int = MAX_LEN
+    vocab_size: int = VOCAB_SIZE
     eos_ids: tuple[int, ...] = (EOS,)
     revision: str | None = None
 
@@ -76,7 +77,7 @@ class Model:
             "revision": self.revision,
             "fingerprint": fingerprint,
             "context_length": self.context_length,
-            "vocab_size": VOCAB_SIZE,
+            "vocab_size": self.vocab_size,
             "eos_token_ids": list(self.eos_ids),
             "tokenizer": TOKENIZER,
             "chat_template": None,
