@@ -20,11 +20,13 @@ class PostgresPair:
         self.primary = Postgres(home / "a", settings=FAST)
         self.standby = Postgres(home / "b", settings=FAST)
         self._folders = [self.primary.sockets, self.standby.sockets]
+        self._name = home / "name"
 
     def start(self) -> None:
         """Both, the standby as a copy of the primary."""
         self.primary.start()
         self._copy_to_standby()
+        self.move_name()
 
     def end(self) -> None:
         """Both, for good."""
@@ -35,6 +37,15 @@ class PostgresPair:
         """libpq takes the host that can write."""
         hosts = ",".join(map(str, self._folders))
         return f"postgresql://shardline@/{database}?host={hosts}&target_session_attrs=read-write"
+
+    def url_of_name(self, database: str = "shardline") -> str:
+        """One host, as behind a name that leads to one of the two; it says nothing of who can write."""
+        return f"postgresql://shardline@/{database}?host={self._name}"
+
+    def move_name(self) -> None:
+        """From now on the name leads to the primary; connections stay where they are."""
+        self._name.unlink(missing_ok=True)
+        self._name.symlink_to(self.primary.sockets)
 
     def until_copied(self) -> None:
         """The standby has all that the primary has committed."""

@@ -70,11 +70,8 @@ def test_the_next_write_after_a_failover_and_back_goes_to_the_new_primary(pair: 
 
 def test_a_pool_leaves_a_primary_that_became_a_standby_at_its_address(pair: PostgresPair) -> None:
     """As behind one name, which leads to the old primary until an operator or the name's server changes it."""
-    was_primary = pair.primary
-    folder = was_primary.home / "name"
-    folder.symlink_to(was_primary.sockets)
-    engine = connect(f"postgresql://shardline@/shardline?host={folder}", pool_size=2)
-    reader = connect(f"postgresql://shardline@/shardline?host={folder}", pool_size=2)
+    engine = connect(pair.url_of_name(), pool_size=2)
+    reader = connect(pair.url_of_name(), pool_size=2)
     pair.fail_over()
     pair.rejoin()
     with engine.connect() as one, engine.connect() as two, reader.connect() as three:
@@ -82,8 +79,7 @@ def test_a_pool_leaves_a_primary_that_became_a_standby_at_its_address(pair: Post
     assert len(set(pids)) == 3
     assert write(engine) is None, "a standby takes no writes"
 
-    folder.unlink()
-    folder.symlink_to(pair.primary.sockets)
+    pair.move_name()
 
     until_written(engine, pair.primary)
     with reader.connect() as connection:
