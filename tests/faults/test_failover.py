@@ -6,6 +6,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from uuid import uuid4
 
 import httpx
@@ -23,8 +24,8 @@ from tests.polling import until
 from tests.postgres_pair import PostgresPair
 from tests.stack import Stack
 
-REQUEST = {"model": "clerk", "prompt": "sort: 3, 1, 2 =", "temperature": 0, "max_tokens": 16}
-LONG = {**REQUEST, "max_tokens": 400, "ignore_eos": True}
+REQUEST: dict[str, Any] = {"model": "clerk", "prompt": "sort: 3, 1, 2 =", "temperature": 0, "max_tokens": 16}
+LONG: dict[str, Any] = {**REQUEST, "max_tokens": 400, "ignore_eos": True}
 
 
 @pytest.fixture
