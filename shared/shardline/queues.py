@@ -35,8 +35,8 @@ def celery_settings(settings: Settings) -> dict[str, Any]:
     """Celery configuration shared by relays, stages and Flower. JSON only; late acks bound what a worker lets in."""
     broker = RedisAddress.parse(settings.redis_url)
     return {
-        "broker_url": broker.celery_url(),
-        # None asks kombu for its own idea of TLS: no certificate is verified.
+        "broker_url": broker.broker_url(),
+        # Flower reads them here.
         "broker_use_ssl": False if broker.tls is None else dict(broker.tls),
         **_result_backend(settings.result_backend),
         "task_serializer": "json",

@@ -5,12 +5,11 @@ The two libraries read URLs apart: kombu verifies no certificate where redis-py 
 
 from __future__ import annotations
 
-import ssl
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from urllib.parse import SplitResult, parse_qsl, quote, unquote, urlsplit
+from urllib.parse import SplitResult, parse_qsl, quote, unquote, urlencode, urlsplit
 
 from shardline.errors import Invalid
 
@@ -31,7 +30,7 @@ CERT_REQS = {
 TRUE, FALSE = ("true", "1", "yes"), ("false", "0", "no")
 TLS_FILES = ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile")
 TLS_TEXTS = ("ssl_ca_data", "ssl_ciphers", "ssl_password")
-TLS_OPTIONS = ("ssl_cert_reqs", "ssl_check_hostname", *TLS_FILES, "ssl_ca_path", *TLS_TEXTS, "ssl_min_version")
+TLS_OPTIONS = ("ssl_cert_reqs", "ssl_check_hostname", *TLS_FILES, "ssl_ca_path", *TLS_TEXTS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,8 +84,13 @@ class RedisAddress:
             **({} if self.tls is None else {"ssl": True, **self.tls}),
         }
 
+    def broker_url(self) -> str:
+        """For Celery's `broker_url`: where kombu gets nothing but the URL, it finds the options of TLS."""
+        options = "" if self.tls is None else f"?{urlencode(self.tls)}"
+        return f"{self.celery_url()}{options}"
+
     def celery_url(self) -> str:
-        """For Celery's `broker_url` and `result_backend`; TLS options are not in it: see `tls`."""
+        """For Celery's `result_backend`; TLS options are not in it: see `tls`."""
         login = ""
         if self.username or self.password:
             password = f":{quote(self.password, safe='')}" if self.password else ""
@@ -147,21 +151,11 @@ def _tls(options: dict[str, str], setting: str) -> dict[str, Any]:
         "ssl_cert_reqs": CERT_REQS[reqs],
         "ssl_check_hostname": named in TRUE and CERT_REQS[reqs] != "none",
     }
-    if "ssl_min_version" in given:
-        found["ssl_min_version"] = _version(given.pop("ssl_min_version"), setting)
     missing = [name for name in TLS_FILES if name in given and not Path(given[name]).is_file()]
     if missing or ("ssl_ca_path" in given and not Path(given["ssl_ca_path"]).is_dir()):
         name = missing[0] if missing else "ssl_ca_path"
         raise Invalid(setting, f"{name} names nothing that is there", "Put it there, or leave the option out")
     return {**found, **given}
-
-
-def _version(text: str, setting: str) -> ssl.TLSVersion:
-    try:
-        return ssl.TLSVersion(int(text))
-    except ValueError:
-        remedy = f"Write {int(ssl.TLSVersion.TLSv1_2)} for TLS 1.2 or {int(ssl.TLSVersion.TLSv1_3)} for 1.3"
-        raise Invalid(setting, f"ssl_min_version is {text[:32]!r}", remedy) from None
 
 
 def _refuse_rest(options: Mapping[str, str], scheme: str, setting: str) -> None:

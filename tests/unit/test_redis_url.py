@@ -6,6 +6,7 @@ import ssl
 from pathlib import Path
 
 import pytest
+from celery import Celery
 from kombu.connection import Connection
 from redis.connection import parse_url
 
@@ -47,17 +48,26 @@ def test_certificate_and_name_are_checked_unless_the_url_says_otherwise() -> Non
 
 
 def test_celery_gets_the_options_of_tls_for_broker_and_results_apart() -> None:
-    url = f"rediss://:secret@host/1?ssl_ca_certs={AUTHORITY}&ssl_min_version=772"
+    url = f"rediss://:secret@host/1?ssl_ca_certs={AUTHORITY}&ssl_password=p%25"
     found = celery_settings(Settings(redis_url=url, result_backend="rediss://results/2?ssl_check_hostname=no"))
-    assert found["broker_url"] == "rediss://:secret@host:6379/1"
+    assert found["broker_url"].startswith("rediss://:secret@host:6379/1?ssl_cert_reqs=required&")
     assert found["broker_use_ssl"] == {
         "ssl_cert_reqs": "required",
         "ssl_check_hostname": True,
         "ssl_ca_certs": str(AUTHORITY),
-        "ssl_min_version": ssl.TLSVersion.TLSv1_3,
+        "ssl_password": "p%",
     }
+    assert Connection(found["broker_url"]).ssl == found["broker_use_ssl"] | {"ssl_cert_reqs": ssl.CERT_REQUIRED}
     assert found["result_backend"] == "rediss://results:6379/2"
     assert found["redis_backend_use_ssl"] == {"ssl_cert_reqs": "required", "ssl_check_hostname": False}
+
+
+def test_a_worker_that_shows_its_settings_warns_of_no_insecure_connection(caplog: pytest.LogCaptureFixture) -> None:
+    app = Celery("shown", set_as_current=False)
+    app.conf.update(celery_settings(Settings(redis_url="rediss://:secret@host/1")))
+    shown = app.conf.humanize(with_defaults=False, censored=True)
+    assert "insecure" not in caplog.text
+    assert "secret" not in shown
 
 
 def test_another_kind_of_result_backend_is_celerys_own_matter() -> None:
@@ -82,7 +92,7 @@ REFUSED = (
     ("redis://u:secret@host?ssl_cert_reqs=required", "ssl_cert_reqs is for TLS"),
     ("rediss://u:secret@host?ssl_cert_reqs=maybe", "ssl_cert_reqs is 'maybe'"),
     ("rediss://u:secret@host?ssl_check_hostname=maybe", "ssl_check_hostname is 'maybe'"),
-    ("rediss://u:secret@host?ssl_min_version=1.2", "ssl_min_version is '1.2'"),
+    ("rediss://u:secret@host?ssl_min_version=771", "option 'ssl_min_version'"),
     ("rediss://u:secret@host?ssl_ca_certs=/not/there.pem", "ssl_ca_certs names nothing"),
     ("rediss://u:secret@host?ssl_ca_path=/not/there", "ssl_ca_path names nothing"),
     ("rediss://u:secret@host?ssl_validate_ocsp=true", "option 'ssl_validate_ocsp'"),

@@ -145,7 +145,7 @@ def test_no_password_reaches_a_server_whose_certificate_is_not_good(server: Valk
     ("certificate", "options"),
     [
         ("server", "ssl_ca_certs={tls}/authority.pem"),
-        ("server", "ssl_cert_reqs=CERT_REQUIRED&ssl_ca_certs={tls}/authority.pem&ssl_min_version=772"),
+        ("server", "ssl_cert_reqs=CERT_REQUIRED&ssl_ca_certs={tls}/authority.pem"),
         ("elsewhere", "ssl_check_hostname=false&ssl_ca_certs={tls}/authority.pem"),
         ("impostor", "ssl_cert_reqs=none"),
     ],
