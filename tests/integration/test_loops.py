@@ -5,6 +5,7 @@ The loops are found in the code: a new one fails here until it has its poison, o
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -247,17 +248,20 @@ async def test_a_key_that_is_no_stream_costs_no_other_its_deltas(redis_url: str)
 
 def test_a_result_that_cannot_be_stored_costs_no_other_job_its_deltas(redis_url: str) -> None:
     written: list[UUID] = []
+    has_tried = threading.Event()
 
     class Sink:
         def write(self, batch: Sequence[tuple[UUID, Delta]]) -> None:
             written.extend(job_id for job_id, _ in batch)
 
     def store(job_id: str, value: object, state: str) -> None:
+        has_tried.set()
         raise TypeError(f"{value} is not JSON serializable")
 
     publisher = DeltaPublisher(Sink(), store)
     publisher.start()
     publisher.result(uuid4(), object(), "SUCCESS")
+    assert has_tried.wait(60)
     last = uuid4()
 
     def is_written() -> bool:
@@ -314,7 +318,8 @@ def test_no_question_of_a_peer_ends_its_server(tmp_path: Path) -> None:
         peer.connect(server.address)
         good = msgspec.msgpack.encode(ReadFile(model=MODEL, name="weights", offset=0, length=4))
         far = msgspec.msgpack.encode(ReadFile(model=MODEL, name="weights", offset=2**64 - 1, length=4))
-        for bad in (far, b"", b"\xc1", b"\x91" * 100_000, msgspec.msgpack.encode({"model": []})):
+        deep = b"\x82\xa4type\xa4echo\xa1x" + b"\x91" * 100_000
+        for bad in (far, deep, b"", b"\xc1", b"\x91" * 100_000, msgspec.msgpack.encode({"model": []})):
             peer.send(bad)
             assert peer.recv_multipart()[0] != OK
             peer.send(good)
