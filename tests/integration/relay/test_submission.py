@@ -43,7 +43,7 @@ def nested(depth: int) -> Any:
         ({"prompt": "a\0"}, "prompt"),
         ({"prompt": "\ud800"}, "prompt"),
         ({"metadata": nested(500)}, "metadata"),
-        ({"metadata": {"score": float("inf")}}, "metadata"),
+        ({"metadata": {"score": float("inf")}}, "metadata.score"),
         ({"traceparent": "x" * 300}, "traceparent"),
         ({"seed": 2**63}, "seed"),
         ({"unknown": 1}, "unknown"),
