@@ -11,6 +11,7 @@ from fastapi import FastAPI
 
 from services.gateway import bodies
 from services.gateway.errors import KINDS
+from services.gateway.openai import DEFAULT_COMPLETION_TOKENS
 from shardline.job import INTERACTIVE_PRIORITY, JobRequest
 
 REF = "#/components/schemas/{name}"
@@ -146,7 +147,8 @@ def _components() -> dict[str, Any]:
     job = components["JobRequest"]
     shared = {name: schema for name, schema in job["properties"].items() if name not in ("prompt", "messages")}
     shared["priority"] = {**shared["priority"], "default": INTERACTIVE_PRIORITY}
-    text = {**shared, "prompt": job["properties"]["prompt"], **ANSWER_FIELDS}
+    length = {**job["properties"]["max_tokens"], "default": DEFAULT_COMPLETION_TOKENS}
+    text = {**shared, "prompt": job["properties"]["prompt"], "max_tokens": length, **ANSWER_FIELDS}
     chat = {**shared, "messages": job["properties"]["messages"], **ANSWER_FIELDS, **CHAT_FIELDS}
     return {
         **components,
