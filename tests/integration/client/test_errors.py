@@ -9,7 +9,7 @@ from sqlalchemy import Engine, text
 
 from shardline.client import Client
 from shardline.client.database import BUSY, reachable
-from shardline.errors import Busy, Unavailable
+from shardline.errors import Busy, Invalid, Unavailable
 from shardline.store.database import connect
 
 
@@ -32,6 +32,19 @@ def test_a_postgres_that_refuses_for_now_is_busy_and_not_away(engine: Engine, co
     refusal = f"DO $$ BEGIN RAISE EXCEPTION 'not now' USING ERRCODE = '{code}'; END $$"
     with pytest.raises(Busy, match=f"^{BUSY[code]}: not now"), reachable(), engine.begin() as connection:
         connection.execute(text(refusal))
+
+
+@pytest.mark.parametrize("code", ["54000", "54001", "54011", "54023"])
+def test_what_is_over_a_limit_of_postgres_is_invalid_and_not_busy(engine: Engine, client: Client, code: str) -> None:
+    refusal = f"RAISE EXCEPTION 'too large' USING ERRCODE = '{code}';"
+    with pytest.raises(Invalid, match="over a limit of Postgres: too large"), reachable(), engine.begin() as connection:
+        connection.execute(text(f"DO $$ BEGIN {refusal} END $$"))
+    with engine.begin() as connection:
+        body = f"RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN {refusal} END $$"
+        connection.execute(text(f"CREATE FUNCTION too_large() {body}"))
+        connection.execute(text("CREATE TRIGGER too_large BEFORE INSERT ON jobs EXECUTE FUNCTION too_large()"))
+    with pytest.raises(Invalid, match="over a limit of Postgres: too large"):
+        client.submit("m", "one")
 
 
 def test_a_statement_over_its_time_names_the_limit(engine: Engine) -> None:
