@@ -132,7 +132,8 @@ def test_a_key_is_a_header_over_http() -> None:
 
 
 def test_our_requests_take_openais_form_for_openais_routes() -> None:
-    assert openai_form({"prompt": "a", "logprobs": 3}) == ("/v1/completions", {"prompt": "a", "logprobs": 3})
+    assert openai_form({"prompt": "a", "max_tokens": 3}) == ("/v1/completions", {"prompt": "a", "max_tokens": 3})
+    assert openai_form({"prompt": "a", "logprobs": 3})[1] == {"prompt": "a", "logprobs": 3, "max_tokens": -1}
     route, body = openai_form({"messages": [], "logprobs": 3})
     assert (route, body) == ("/v1/chat/completions", {"messages": [], "logprobs": True, "top_logprobs": 3})
 

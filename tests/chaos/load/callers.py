@@ -20,6 +20,7 @@ from tests.chaos.load.workload import MARK, Dress, Workload
 from tests.chaos.report.finding import Finding
 
 DOOR = "caller"
+ALL_THAT_FIT = -1
 SILENCE_S = 15.0
 LEAVES = 0.1
 """Share of a stream's events after which the caller hangs up."""
@@ -32,7 +33,8 @@ ENDED = frozenset({"job_failed", "job_cancelled", "job_expired"})
 def openai_form(request: Request) -> tuple[str, dict[str, Any]]:
     """Route and body of a request of ours."""
     if "messages" not in request:
-        return "/v1/completions", dict(request)
+        # The other doors let it run as far as fits; this one has a default, as OpenAI's.
+        return "/v1/completions", {"max_tokens": ALL_THAT_FIT, **request}
     body = dict(request)
     if (top := body.pop("logprobs", None)) is not None:
         body |= {"logprobs": True, "top_logprobs": top}
