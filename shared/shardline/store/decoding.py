@@ -6,7 +6,6 @@ A row may be written by hand: a number of a million digits, a moment called infi
 from __future__ import annotations
 
 import json
-import math
 from datetime import UTC, datetime
 from typing import Any
 
@@ -36,7 +35,10 @@ def load_json(text: str | bytes) -> Any:
     """As `json.loads`; a number that Python has not is its text, and so is what is nested too deep to be read: both
     fail the checks of whoever needs something else there."""
     try:
-        return json.loads(text, parse_int=_integer, parse_float=_float)
+        try:
+            return json.loads(text)
+        except ValueError:
+            return json.loads(text, parse_int=_integer)
     except RecursionError:
         return text if isinstance(text, str) else text.decode()
 
@@ -48,8 +50,3 @@ def register(context: AdaptContext) -> None:
 
 def _integer(text: str) -> int | str:
     return int(text) if len(text) <= MAX_DIGITS else text
-
-
-def _float(text: str) -> float | str:
-    number = float(text)
-    return number if math.isfinite(number) else text
