@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -14,30 +15,62 @@ from shardline.errors import Invalid, Overloaded
 
 RETRY_AFTER_S = 1.0
 
+RESERVED_SHARE = 8
+"""An eighth of the places is for other tenants than the one that has most."""
+
+PACE_PER_S, PACE_FREE_S, PACE_MAX_S = 200.0, 0.1, 0.4
+"""Answers without a key, how far ahead of that rate none waits (20 answers at once), and the longest wait: a health
+check must not take it for a failure."""
+
 DECODED_SHARE = 4
 """One body may take a fourth of what all may."""
 
 
 class Gate:
-    """Admits at most `limit` holders at a time."""
+    """Admits at most `limit` holders at a time, and of one tenant not all of them."""
 
     def __init__(self, limit: int, what: str, gauge: Gauge) -> None:
         self._limit = limit
+        self._max_of_tenant = max(1, limit - limit // RESERVED_SHARE)
         self._what = what
         self._gauge = gauge
         self._num_inside = 0
+        self._by_tenant: Counter[str] = Counter()
 
-    def enter(self) -> None:
-        """Admit one more holder, which must call `leave`. Raises Overloaded."""
+    @contextmanager
+    def place(self, tenant: str) -> Iterator[None]:
+        """Admit one more holder of a tenant until the end of the block. Raises Overloaded."""
         if self._num_inside >= self._limit:
             raise Overloaded(f"{self._limit} {self._what}, which is the limit", RETRY_AFTER_S)
-        self._num_inside += 1
+        if self._by_tenant[tenant] >= self._max_of_tenant:
+            raise Overloaded(f"{self._max_of_tenant} {self._what} of this tenant, which is its limit", RETRY_AFTER_S)
+        self._count(tenant, 1)
+        try:
+            yield
+        finally:
+            self._count(tenant, -1)
+
+    def _count(self, tenant: str, change: int) -> None:
+        self._num_inside += change
+        self._by_tenant[tenant] += change
+        if not self._by_tenant[tenant]:
+            del self._by_tenant[tenant]
         self._gauge.set(self._num_inside)
 
-    def leave(self) -> None:
-        """Release one holder."""
-        self._num_inside -= 1
-        self._gauge.set(self._num_inside)
+
+class KeylessPace:
+    """Spreads the answers to callers without a key once many come: a loop that asks without a pause for health checks
+    must leave the process to the others. Nobody waits while there are less than PACE_PER_S."""
+
+    def __init__(self) -> None:
+        self._due_s = 0.0
+
+    async def wait(self) -> None:
+        """Until the next answer is due, PACE_MAX_S at most."""
+        now_s = asyncio.get_running_loop().time()
+        self._due_s = min(max(self._due_s, now_s) + 1 / PACE_PER_S, now_s + PACE_MAX_S)
+        if self._due_s - now_s > PACE_FREE_S:
+            await asyncio.sleep(self._due_s - now_s)
 
 
 class Admission:
@@ -54,6 +87,7 @@ class Admission:
         gauge: Gauge,
         followers_gauge: Gauge,
     ) -> None:
+        self.pace = KeylessPace()
         self.requests = Gate(max_in_flight, "requests are in flight", gauge)
         self.followers = Gate(max_followers, "event streams are followed", followers_gauge)
         self._max_body_bytes = max_body_bytes

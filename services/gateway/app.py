@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from typing import Any
 
 from fastapi import FastAPI
@@ -22,7 +22,7 @@ from services.gateway.routes import completions, costs, health, jobs
 from services.gateway.schemas import DocumentedApp
 from services.gateway.settings import GatewaySettings
 from shardline import __version__
-from shardline.errors import Overloaded, ShardlineError
+from shardline.errors import ShardlineError
 
 ADMITTED = "/v1/"
 """Health checks and metrics bypass admission."""
@@ -83,19 +83,7 @@ class AdmissionMiddleware:
             await self._app(scope, receive, send)
             return
         gateway: Gateway = scope["app"].state.gateway
-        gate = _gate(gateway, scope["path"])
-        if gate is not None:
-            try:
-                gate.enter()
-            except Overloaded as error:
-                gateway.metrics.refused.labels("overloaded").inc()
-                await errors.respond(error)(scope, receive, send)
-                return
-        try:
-            await self._count(gateway, scope, receive, send)
-        finally:
-            if gate is not None:
-                gate.leave()
+        await self._count(gateway, scope, receive, send)
 
     async def _count(self, gateway: Gateway, scope: Scope, receive: Receive, send: Send) -> None:
         began_s = time.monotonic()
@@ -123,12 +111,19 @@ class AdmissionMiddleware:
             gateway.metrics.seconds.labels(route).observe(time.monotonic() - began_s)
 
     async def _guarded(self, gateway: Gateway, scope: Scope, receive: Receive, send: Send) -> None:
-        """Authenticate before routing: a route without a rule, and a path without a route, still require a key."""
-        try:
-            caller = await gateway.guard.admit(scope["path"], Headers(scope=scope))
-        except ShardlineError as error:
-            gateway.metrics.refused.labels(errors.body_of(error)["error"]["code"]).inc()
-            await errors.respond(error)(scope, receive, send)
-            return
-        scope.setdefault("state", {})["caller"] = caller
-        await self._app(scope, receive, send)
+        """Authenticate before routing: a route without a rule, and a path without a route, still require a key. Only
+        who has one takes a place."""
+        gate = _gate(gateway, scope["path"])
+        with ExitStack() as held:
+            try:
+                caller = await gateway.guard.admit(scope["path"], Headers(scope=scope))
+                if gate is not None and caller is not None:
+                    held.enter_context(gate.place(caller.tenant))
+            except ShardlineError as error:
+                gateway.metrics.refused.labels(errors.body_of(error)["error"]["code"]).inc()
+                await errors.respond(error)(scope, receive, send)
+                return
+            if caller is None:
+                await gateway.admission.pace.wait()
+            scope.setdefault("state", {})["caller"] = caller
+            await self._app(scope, receive, send)

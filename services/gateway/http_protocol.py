@@ -35,8 +35,11 @@ MAX_PIPELINED = 16
 MAX_PIPELINED_BYTES = 16 << 10
 """... bytes of them, kept in memory."""
 
-MAX_DROPPED_BYTES = 32 << 20
+MAX_DROPPED_BYTES = 256 << 10
 """Read and dropped behind a refusal, so that the client is still there to read it."""
+
+MAX_UNWANTED_BODY_BYTES = 32 << 20
+"""The same of a body whose request was answered before it came."""
 
 
 class StopParsing(Exception):
@@ -85,7 +88,7 @@ class HttpConnection(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         """Parse what belongs to the present request, and keep a little of what comes behind it."""
         if self._is_ending:
-            self._drop(len(data))
+            self._drop(len(data), MAX_DROPPED_BYTES)
         elif self._is_answering():
             self._keep(data)
         else:
@@ -142,7 +145,7 @@ class HttpConnection(HttpToolsProtocol):
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        self._num_unparsed_bytes = 0
+        self._num_unparsed_bytes = self._num_dropped_bytes = 0
         self._is_in_head = False
         if self.parser.should_upgrade():
             if self.parser.get_method() == b"CONNECT":
@@ -158,7 +161,7 @@ class HttpConnection(HttpToolsProtocol):
     def on_body(self, body: bytes) -> None:
         self._num_unparsed_bytes = 0
         if self.cycle.response_complete:
-            self._drop(len(body))
+            self._drop(len(body), MAX_UNWANTED_BODY_BYTES)
         elif self.pipeline and len(self.cycle.body) + len(body) > MAX_PIPELINED_BYTES:
             raise StopParsing
         super().on_body(body)
@@ -270,9 +273,9 @@ class HttpConnection(HttpToolsProtocol):
         self.transport.write_eof()
         self._register.heads.add(self)
 
-    def _drop(self, num_bytes: int) -> None:
+    def _drop(self, num_bytes: int, most_bytes: int) -> None:
         self._num_dropped_bytes += num_bytes
-        if self._num_dropped_bytes > MAX_DROPPED_BYTES:
+        if self._num_dropped_bytes > most_bytes:
             self.abort()
 
 
