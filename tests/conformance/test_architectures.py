@@ -60,3 +60,21 @@ def test_a_pipeline_generates_the_tokens_of_generate(
     assert together == expected
     assert len({token for output in expected for token in output}) > len(LENGTHS), "outputs too dull to tell"
     assert all(stage.exact for stage in stages)
+
+
+@pytest.mark.parametrize(("name", "norms"), [("stablelm", "qk_layernorm"), ("cohere", "use_qk_norm")])
+def test_a_norm_for_each_head_is_no_layer_and_no_product(name: str, norms: str, tmp_path: Path, device: Device) -> None:
+    # Given as many heads as layers, whose norms are lists as long, or weights of two dimensions
+    path = save_model(tmp_path, name, **{norms: True})
+    stages = load_chain(path, 2, device, tmp_path)
+
+    found = generate(stages, requests(prompts(), SamplingParams(max_tokens=NUM_NEW, temperature=0.0)), budget=BUDGET)
+
+    assert found == reference(path)
+    assert all(stage.exact for stage in stages)
+
+
+def test_a_vocabulary_smaller_than_a_miniatures_is_served(tmp_path: Path, device: Device) -> None:
+    path = save_model(tmp_path, vocab_size=40)
+    (stage,) = load_chain(path, 1, device, tmp_path)
+    assert stage.info.vocab_size == 40

@@ -28,7 +28,7 @@ from services.stage.engine.forward import Forward
 from services.stage.model import cache
 from services.stage.model.experts import EXPERTS
 from services.stage.model.kv_shapes import probe_kv_shapes
-from services.stage.model.miniature import FAILURES, VOCAB, build_miniature, first_line, miniature_config
+from services.stage.model.miniature import FAILURES, build_miniature, first_line, miniature_config
 from services.stage.model.model_info import ModelInfo
 from services.stage.model.refusal import refuse
 from services.stage.model.row_buckets import RowPadding
@@ -92,7 +92,7 @@ def _difference(config: Any, seed: int, compute: Compute) -> float:
     if any(getattr(module, "is_causal", True) is False for module in whole.modules()):
         refuse(f"{config.model_type!r} attends to later tokens, or to another model's")
     generator = torch.Generator().manual_seed(seed)
-    sequences = [torch.randint(VOCAB, (length,), generator=generator) for length in LENGTHS]
+    sequences = [torch.randint(whole.config.vocab_size, (length,), generator=generator) for length in LENGTHS]
     expected = torch.cat([whole(input_ids=ids[None], use_cache=False).logits[0] for ids in sequences])
     found = compute(whole, sequences)
     return float((found - expected).abs().max() / expected.abs().max())
@@ -118,7 +118,7 @@ def shard_of(whole: Any, layers: range, attention: Attention) -> Shard:
         config=config,
         num_layers=config.num_hidden_layers,
         context_length=max(LENGTHS),
-        vocab_size=VOCAB,
+        vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,
         eos_ids=(),
     )

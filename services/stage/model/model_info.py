@@ -38,6 +38,7 @@ HUB_FILES = ("*.json", "model*.safetensors", "tokenizer*", "*.jinja", "*.model",
 EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight")
 """How names of the tensor end that has a row for each token."""
 
+CONFIG = "config.json"
 SIZES = ("num_hidden_layers", "num_attention_heads", "hidden_size", "vocab_size")
 ATTENTION_TYPES = frozenset({"full_attention", "sliding_attention"})
 
@@ -134,7 +135,7 @@ def _download(model: str, revision: str | None) -> Path:
 
 
 def _read_config(path: Path) -> Any:
-    file = path / "config.json"
+    file = path / CONFIG
     if not file.is_file():
         refuse(f"{path} has no config.json", "Give the folder of a transformers model")
     try:
@@ -251,8 +252,22 @@ def _limit_of_rope(rope: Mapping[str, Any]) -> int | None:
 def _eos_ids(path: Path, config: Any) -> tuple[int, ...]:
     """Returns the end-of-sequence ids of generation_config.json, or of config.json if it has none, and the
     tokenizer's: fine-tunes often say it there alone."""
-    eos = config.eos_token_id
-    if (path / "generation_config.json").is_file():
-        eos = tf.GenerationConfig.from_pretrained(path, local_files_only=True).eos_token_id or eos
+    file = path / "generation_config.json"
+    said = _read_json(file).get("eos_token_id") if file.is_file() else None
+    eos = config.eos_token_id if said in (None, []) else said
     found = list(eos) if isinstance(eos, list | tuple) else [eos]
-    return tuple(dict.fromkeys(int(one) for one in (*found, tokenizers_eos_id(path)) if one is not None))
+    if not all(one is None or type(one) is int for one in found):
+        source = file if eos is said else path / CONFIG
+        refuse(f"{source} has eos_token_id {eos!r}", "Write a number or a list of numbers")
+    return tuple(dict.fromkeys(one for one in (*found, tokenizers_eos_id(path)) if one is not None))
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    """Read as it is: transformers refuses a generation config for settings that nobody here reads."""
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, OSError) as error:
+        refuse(f"{file} cannot be read: {error}", "Correct it, or remove it", error)
+    if not isinstance(found, dict):
+        refuse(f"{file} is no JSON object", "Correct it, or remove it")
+    return found

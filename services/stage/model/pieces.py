@@ -71,7 +71,9 @@ class Pieces:
         """
         miniature = build_miniature(miniature_config(config))
         base = miniature.base_model
-        lists = [name for name, module in base.named_modules() if _are_layers(module, miniature.config)]
+        alike = [name for name, module in base.named_modules() if _are_layers(module, miniature.config)]
+        # Within a layer there may be as many modules of another kind, such as a norm for each head
+        lists = [name for name in alike if not any(name.startswith(f"{other}.") for other in alike)]
         if len(lists) != 1:
             refuse(f"{type(base).__name__} has {len(lists) or 'no'} lists of as many modules as it has layers")
         first = base.get_submodule(lists[0])[0]

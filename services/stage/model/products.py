@@ -12,10 +12,12 @@ from functools import partial
 from typing import Any
 
 import structlog
+import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from services.stage.model.experts import expert_products, is_experts
+from services.stage.model.miniature import FAILURES
 from services.stage.model.row_buckets import Buckets, in_panels
 from services.stage.model.row_counts import SAMPLED_OUTPUTS, Product, Run
 from services.stage.model.tiled_linear import Int8Embedding, TiledLinear
@@ -39,6 +41,8 @@ def products(model: nn.Module) -> tuple[list[Product], bool]:
             found.append(_plain(module))
         elif _is_router(module):
             found.append(_router(module))
+        elif _is_scale(module):
+            continue  # a norm with weights for each head: no sum is over what rows decide
         elif _matrices(module) and not isinstance(module, nn.Embedding):
             log.warning("a weight is multiplied in an unknown way", module=name, kind=type(module).__name__)
             are_all = False
@@ -77,7 +81,27 @@ def _is_router(module: nn.Module) -> bool:
     if isinstance(module, nn.Embedding) or next(module.children(), None) is not None:
         return False
     inputs = inspect.signature(module.forward).parameters
-    return _matrices(module) == ["weight"] and module.get_parameter("weight").dim() == 2 and len(inputs) == 1
+    if _matrices(module) != ["weight"] or module.get_parameter("weight").dim() != 2 or len(inputs) != 1:
+        return False
+    outputs, width = module.get_parameter("weight").shape
+    return _takes(module, (outputs + 1, width))
+
+
+def _is_scale(module: nn.Module) -> bool:
+    """Whether the module's one weight of some dimensions is multiplied with the last dimensions of its one input."""
+    if _matrices(module) != ["weight"] or len(inspect.signature(module.forward).parameters) != 1:
+        return False
+    return _takes(module, (2, *module.get_parameter("weight").shape))
+
+
+@torch.no_grad()
+def _takes(module: nn.Module, shape: tuple[int, ...]) -> bool:
+    """Whether the module takes an input of this shape."""
+    try:
+        module(module.get_parameter("weight").new_zeros(shape))
+    except FAILURES:
+        return False
+    return True
 
 
 def _use_buckets(module: nn.Module, run_in_panels: Callable[[Run, Tensor, Buckets], Any], buckets: Buckets) -> None:

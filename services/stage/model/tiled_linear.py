@@ -78,7 +78,9 @@ class TiledLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns x @ weight.T + bias: x [..., T, K] to [..., T, N], in the dtype of `weight`. Rows of x may lie
-        apart."""
+        apart. Raises TypeError for an x of another dtype."""
+        if x.dtype != self._empty.dtype:
+            raise TypeError(f"a product of {self._empty.dtype} was given {x.dtype}")
         rows = x.reshape(-1, self.in_features)
         rows = rows if rows.stride(1) == 1 else rows.contiguous()
         out = rows.new_empty(len(rows), self.out_features)

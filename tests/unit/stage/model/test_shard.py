@@ -70,6 +70,30 @@ def test_the_ends_of_a_generation_config_count(eos: Any, ids: tuple[int, ...], t
 
 
 @pytest.mark.parametrize(
+    ("said", "ids"),
+    [
+        ({"do_sample": True, "max_new_tokens": 0, "eos_token_id": 2}, (2,)),
+        ({"temperature": -3, "eos_token_id": [2, 7]}, (2, 7)),
+        ({"eos_token_id": 0}, (0,)),
+    ],
+)
+def test_settings_of_a_generation_config_that_nobody_reads_refuse_no_model(
+    said: dict[str, Any], ids: tuple[int, ...], tmp_path: Path
+) -> None:
+    path = save_model(tmp_path)
+    (path / "generation_config.json").write_text(json.dumps(said))
+    assert ModelInfo.read(path).eos_ids == ids
+
+
+@pytest.mark.parametrize("said", ["{", "[]", '{"eos_token_id": "2"}', '{"eos_token_id": [true]}'])
+def test_a_generation_config_without_a_readable_end_is_refused_by_name(said: str, tmp_path: Path) -> None:
+    path = save_model(tmp_path)
+    (path / "generation_config.json").write_text(said)
+    with pytest.raises(Invalid, match=r"generation_config\.json"):
+        ModelInfo.read(path)
+
+
+@pytest.mark.parametrize(
     ("named", "ids"),
     [("<|im_end|>", (2, 5)), ({"content": "<|im_end|>"}, (2, 5)), ("</s>", (2,)), ("<gone>", (2,)), (None, (2,))],
 )

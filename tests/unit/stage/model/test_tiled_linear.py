@@ -151,3 +151,10 @@ def test_float32_has_the_same_bits_with_every_instruction_set(num_rows: int, wid
     x, weight = drawn(5, num_rows, width, dtype=torch.float32), drawn(6, outputs, width, dtype=torch.float32)
     for kind in (kind for kind, (_, weights) in enumerate(KINDS) if weights is Weights.FLOAT32):
         assert torch.equal(layer_of(kind, weight, None)(x), fused_chain(x, weight)), IDS[kind]
+
+
+@pytest.mark.parametrize("kind", range(len(KINDS)), ids=IDS)
+def test_an_input_of_another_dtype_is_refused(kind: int) -> None:
+    other = torch.float16 if dtype_of(kind) == torch.float32 else torch.float32
+    with pytest.raises(TypeError, match=f"was given {other}"):
+        layer_of(kind, drawn(1, 16, 16), None)(drawn(2, 3, 16, dtype=other))
