@@ -28,6 +28,7 @@ from services.stage.engine.rank_memory import TellingMemory
 from services.stage.engine.rank_trial import check_ranks
 from services.stage.engine.sampler import SampledSequence, Sampler
 from services.stage.engine.split_trial import check_split
+from services.stage.hop.frame import MAX_TENSOR_BYTES
 from services.stage.kernels import kernel
 from services.stage.model.lora import ShardAdapters
 from services.stage.model.model_info import ModelInfo
@@ -87,6 +88,8 @@ class Executor:
         """
         device.enter_thread()
         info = model if isinstance(model, ModelInfo) else ModelInfo.read(model)
+        if len(layers) < info.num_layers:
+            _check_frames(limits.token_budget, info.hidden_size * device.dtype(dtype).itemsize)
         check_split(info.config, cache_folder)
         memory, ranks = StageMemory(limits, device), device.ranks
         load = ForwardLoad(
@@ -108,7 +111,7 @@ class Executor:
                 raise Invalid(
                     "SHARDLINE_TP", "ranks need the CPU kernels, which this stage does not have", "Set it to 1"
                 )
-            check_ranks(info.config, cache_folder, load.native)
+            check_ranks(info.config, cache_folder, load.native, ranks.group.num_ranks)
         lead = None if ranks is None else RanksLead(ranks, load)
         with torch.inference_mode():
             loaded = load_forward(load)
@@ -260,3 +263,12 @@ class Executor:
                 rows += range(end - 1 - len(row.drafts), end)
                 sequences.append(sequence)
         return rows, sequences
+
+
+def _check_frames(token_budget: int, row_bytes: int) -> None:
+    """Raises Invalid if the activations of a full step, of so many bytes a row, do not fit into a frame."""
+    if token_budget * row_bytes > MAX_TENSOR_BYTES:
+        problem = (
+            f"{token_budget:,} rows of {row_bytes:,} bytes are over a frame's limit of {MAX_TENSOR_BYTES >> 20} MiB"
+        )
+        raise Invalid("SHARDLINE_TOKEN_BUDGET", problem, f"Set it to {MAX_TENSOR_BYTES // row_bytes:,} or less")

@@ -22,21 +22,21 @@ from services.stage.model.packing import packing_for
 from services.stage.model.split_layers import gathered, split_shard
 from services.stage.ranks.group import RankGroup
 
-NUM_RANKS = 2
-"""What more would leave out, two leave out."""
 BUFFER_BYTES = 1 << 20
 
 
-def check_ranks(config: Any, cache_folder: Path, native: Kernel) -> None:
-    """Raises Invalid, with the reason, if ranks of a model of this config would compute something else than the whole
-    model. A model that passed is not tried again."""
-    try_miniature(config, cache_folder, "ranks", partial(_in_ranks, native))
+def check_ranks(config: Any, cache_folder: Path, native: Kernel, num_ranks: int) -> None:
+    """Raises Invalid, with the reason, if so many ranks of a model of this config would compute something else than the
+    whole model. A model that passed is not tried again."""
+    try_miniature(config, cache_folder, f"{num_ranks} ranks", partial(in_ranks, native, num_ranks))
 
 
-def _in_ranks(native: Kernel, whole: Any, sequences: list[Tensor]) -> Tensor:
+def in_ranks(native: Kernel, num_ranks: int, whole: Any, sequences: list[Tensor]) -> Tensor:
+    """Returns the logits [T, V] that ranks, each a thread, compute with a whole model of float32; T as `sequences`, ids
+    int64 [length], lie one behind the other."""
     memory = os.memfd_create("shardline-rank-trial")
-    groups = [RankGroup(rank, NUM_RANKS, memory) for rank in range(NUM_RANKS)]
-    with closing(os.fdopen(memory)), ThreadPoolExecutor(NUM_RANKS) as pool:
+    groups = [RankGroup(rank, num_ranks, memory) for rank in range(num_ranks)]
+    with closing(os.fdopen(memory)), ThreadPoolExecutor(num_ranks) as pool:
         first, *_ = list(pool.map(lambda group: _rank(native, whole, sequences, group), groups))
     return first
 

@@ -132,6 +132,7 @@ def _smaller_rope(rope: dict[str, Any]) -> dict[str, Any]:
         kept = {name: value for name, value in rope.items() if name in {"rope_theta", "partial_rotary_factor"}}
         return kept | {"rope_type": "default"}
     small = {name: _smaller_rope(value) if isinstance(value, dict) else value for name, value in rope.items()}
-    if ROPE_LENGTH in small and small.get("rope_type") != "dynamic":
-        small[ROPE_LENGTH] = min(rope[ROPE_LENGTH] or SHORT, SHORT)
+    length = rope.get(ROPE_LENGTH)
+    if isinstance(length, int | float) and rope.get("rope_type") != "dynamic":
+        small[ROPE_LENGTH] = min(length, SHORT)
     return small

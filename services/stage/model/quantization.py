@@ -38,17 +38,26 @@ class Gptq(Quantization):
 
     parts = ("qweight", "qzeros", "scales", "g_idx")
 
-    def __init__(self, bits: int, *, zeros_are_less: int) -> None:
+    def __init__(self, *, zeros_are_less: int) -> None:
         """Takes how much less than meant the zero points are that the files hold."""
-        self._bits, self._zeros_are_less = bits, zeros_are_less
+        self._zeros_are_less = zeros_are_less
 
     def weight(self, parts: Mapping[str, Tensor]) -> Tensor:
         """Returns the weight [O, I] in float32."""
-        numbers = unpacked(parts["qweight"].T, self._bits).T
-        zeros = unpacked(parts["qzeros"], self._bits) + self._zeros_are_less
+        bits = self._bits_of(parts)
+        numbers = unpacked(parts["qweight"].T, bits).T
+        zeros = unpacked(parts["qzeros"], bits)[:, : parts["scales"].shape[1]] + self._zeros_are_less
         num_inputs, scales = len(numbers), parts["scales"].float()
         group = parts.get("g_idx", torch.arange(num_inputs) // (num_inputs // len(scales))).long()
         return ((numbers - zeros[group]) * scales[group]).T
+
+    def _bits_of(self, parts: Mapping[str, Tensor]) -> int:
+        """Those of this layer, by its shapes: `dynamic` in the config may give some layers others than the model's."""
+        num_outputs, words = parts["scales"].shape[1], parts["qzeros"].shape[1]
+        found = [bits for bits in BITS if -(-num_outputs * bits // WORD_BITS) == words]
+        if not found:
+            refuse(f"zero points of {num_outputs} outputs in {words} words are of neither 4 nor 8 bits", REMEDY)
+        return found[0]
 
 
 class Awq(Quantization):
@@ -140,10 +149,10 @@ def quantization_of(config: Any) -> Quantization | None:
     if method not in METHODS:
         refuse(f"it is quantized by {method}", REMEDY)
     if method == "gptq":
-        bits = _known("bits", said.get("bits"), BITS)
+        _known("bits", said.get("bits"), BITS)
         is_second = said.get("checkpoint_format") == "gptq_v2"
         _known("checkpoint_format", said.get("checkpoint_format") or "gptq", ("gptq", "gptq_v2"))
-        return Gptq(bits, zeros_are_less=0 if is_second else 1)
+        return Gptq(zeros_are_less=0 if is_second else 1)
     if method == "awq":
         _known("bits", said.get("bits", said.get("w_bit")), (4,))
         _known("version", str(said.get("version") or "gemm").lower(), ("gemm",))

@@ -156,7 +156,12 @@ class _Splitter:
         linears = {child: module for child, module in parent.named_children() if is_linear(module)}
         of_plan = re.sub(r"\.\d+", ".*", name.removeprefix(self._prefix))
         kinds = {child: self._plan.get(f"{of_plan}.{child}") for child in linears}
-        num_units = self._num_units(parent, [linears[child] for child, kind in kinds.items() if kind == KEPT])
+        kept, takers = (
+            [linears[child] for child, kind in kinds.items() if kind == each] for each in (KEPT, TAKES_KEPT)
+        )
+        # A layer that stays whole needs all of its inputs
+        can_take = all(self._group.can_share(_num_outputs(taker), TILE_OUTPUTS) for taker in takers)
+        num_units = self._num_units(parent, kept) if can_take else None
         for child, linear in linears.items():
             if num_units is not None and kinds[child] == KEPT:
                 share = self._group.share_of(_num_outputs(linear), _num_outputs(linear) // num_units)
@@ -185,7 +190,7 @@ class _Splitter:
 
 def _split_output(shard: Shard, group: RankGroup) -> None:
     output, embedding = shard.model.get_output_embeddings(), shard.model.get_input_embeddings()
-    if not is_linear(output):
+    if not is_linear(output) or not group.can_share(_num_outputs(output), TILE_OUTPUTS):
         return
     is_tied = getattr(embedding, "weight", None) is output.weight
     shard.model.set_output_embeddings(_gathered_linear(output, group))

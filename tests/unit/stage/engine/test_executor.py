@@ -14,6 +14,8 @@ from services.stage.attention.offload_area import OffloadArea
 from services.stage.attention.paged_kv import KvShape, PagedKv
 from services.stage.device.device import Device
 from services.stage.engine.executor import Executor
+from services.stage.engine.memory import Limits
+from services.stage.model.model_info import ModelInfo
 from services.stage.scheduling.kv_blocks import BLOCK_TOKENS
 from services.stage.scheduling.step_plan import Move, Open, Row, StepPlan, StepResult
 from shardline.errors import Invalid, ProtocolError
@@ -303,3 +305,17 @@ def test_an_offload_area_that_finds_no_room_is_named(
 def test_more_kv_than_memory_is_refused_before_loading(folder: Path, device: Device) -> None:
     with pytest.raises(Invalid, match=r"SHARDLINE_SPLIT: weights .* are free. Use more stages"):
         load_chain(folder, 1, device, folder, kv_bytes=2**50)
+
+
+def test_a_step_that_fits_no_frame_is_refused_where_there_are_hops(tmp_path: Path, device: Device) -> None:
+    info = ModelInfo.read(save_model(tmp_path))
+    limits = Limits(kv_bytes=1 << 20, token_budget=1 << 22, max_open=4)
+    with pytest.raises(Invalid, match=r"SHARDLINE_TOKEN_BUDGET.*256 MiB.*2,097,152 or less"):
+        Executor.load(
+            model=info,
+            layers=range(info.num_layers - 1),
+            device=device,
+            dtype="float32",
+            limits=limits,
+            cache_folder=tmp_path,
+        )

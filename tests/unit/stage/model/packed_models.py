@@ -102,6 +102,11 @@ def gptq(bits: int = 4, *, less: int = 1, reordered: bool = False) -> Pack:
     return pack
 
 
+def gptq_dynamic(shape: torch.Size, generator: torch.Generator) -> Packed:
+    """8 bits in layers with more inputs than outputs, as `dynamic` gives them to down_proj."""
+    return gptq(8 if shape[0] < shape[1] else 4)(shape, generator)
+
+
 def awq(shape: torch.Size, generator: torch.Generator) -> Packed:
     outputs, inputs = shape
     numbers, scales = integers(generator, 4, inputs, outputs), scales_of(generator, inputs // GROUP, outputs)

@@ -28,6 +28,7 @@ from tests.unit.stage.model.packed_models import (
     awq,
     fp8,
     gptq,
+    gptq_dynamic,
     int8_rows,
     packed_integers,
     save_both,
@@ -37,6 +38,10 @@ COMPRESSED = {"quant_method": "compressed-tensors"}
 FORMATS: dict[str, tuple[Pack, dict[str, Any]]] = {
     "gptq": (gptq(), {"quant_method": "gptq", "bits": 4}),
     "gptq-8": (gptq(8), {"quant_method": "gptq", "bits": 8}),
+    "gptq-dynamic": (
+        gptq_dynamic,
+        {"quant_method": "gptq", "bits": 4, "dynamic": {"+:.*down_proj.*": {"bits": 8}}},
+    ),
     "gptq-reordered": (gptq(reordered=True), {"quant_method": "gptq", "bits": 4, "desc_act": True}),
     "gptq-v2": (gptq(less=0), {"quant_method": "gptq", "bits": 4, "checkpoint_format": "gptq_v2"}),
     "awq": (awq, {"quant_method": "awq", "bits": 4, "version": "gemm"}),
