@@ -81,7 +81,9 @@ class StageSettings(ProfiledSettings):
     )
     device_shared: bool = Field(False, description="let stages share cores (more stages than cores)")
     dtype: Literal["float32", "bfloat16", "float16", "int8"] = Field(
-        "float32", description="of weights, activations and KV; int8: of weights on a CPU, the rest bfloat16"
+        "float32",
+        description="of weights, activations and KV; int8: on a CPU, of weights and inputs of products; "
+        "the rest bfloat16",
     )
     seats: int = Field(64, ge=1, le=4096, description="places in the batch: Celery's -c")
     interactive_seats: int = Field(

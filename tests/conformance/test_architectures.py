@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -65,7 +66,8 @@ def test_a_pipeline_generates_the_tokens_of_generate(
 @pytest.mark.parametrize(("name", "norms"), [("stablelm", "qk_layernorm"), ("cohere", "use_qk_norm")])
 def test_a_norm_for_each_head_is_no_layer_and_no_product(name: str, norms: str, tmp_path: Path, device: Device) -> None:
     # Given as many heads as layers, whose norms are lists as long, or weights of two dimensions
-    path = save_model(tmp_path, name, **{norms: True})
+    changes: dict[str, Any] = {norms: True}
+    path = save_model(tmp_path, name, **changes)
     stages = load_chain(path, 2, device, tmp_path)
 
     found = generate(stages, requests(prompts(), SamplingParams(max_tokens=NUM_NEW, temperature=0.0)), budget=BUDGET)

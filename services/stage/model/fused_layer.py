@@ -1,4 +1,4 @@
-"""Decoder layers as one call of the kernel, where that gives every bit of the layer's own forward.
+"""Decoder layers as one call of the kernel, where that gives every bit of the layer's own forward in a trial.
 
 A layer is recognized by its parts, all of them fused or packed before. A trial then decides: it sees what parts do not
 show, such as a scaled residual. Knows no model by name.

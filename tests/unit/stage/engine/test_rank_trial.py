@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from services.stage.kernels.kernel import load
 from services.stage.model.miniature import build_miniature
 from tests.models import CONFIGS
 
-SMALL = {"vocab_size": 96, "num_hidden_layers": 2, "intermediate_size": 320}
+SMALL: dict[str, Any] = {"vocab_size": 96, "num_hidden_layers": 2, "intermediate_size": 320}
 
 
 @pytest.mark.parametrize("num_ranks", [3, 4, 7])
