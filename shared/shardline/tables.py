@@ -42,6 +42,9 @@ LEASES_CHANNEL = "shardline_leases"
 DONE_CHANNEL = "shardline_done"
 """NOTIFY, empty payload, once a transaction: jobs ended."""
 
+TASKS_CHANNEL = "shardline_tasks"
+"""NOTIFY, empty payload: jobs ended whose Celery tasks are to be settled."""
+
 MAX_PROMPT_BYTES = 16 << 20
 MAX_NAME_CHARS = 64
 """Of a tenant and of an API key."""
@@ -270,6 +273,33 @@ results = Table(
     _created("created_at"),
     CheckConstraint(_one_of("finish_reason", tuple(FinishReason)), name="finish_reason_is_known"),
 )
+
+# Tasks of the Celery door, under the ids of their senders. Several may have one job: repeats under other task ids.
+celery_tasks = Table(
+    "celery_tasks",
+    metadata,
+    Column("task_id", Text, primary_key=True),
+    # None: a revoke that came before its request, or a request that no row of `jobs` can hold.
+    Column("job_id", UUID(as_uuid=True), ForeignKey("jobs.id", ondelete="CASCADE")),
+    # JSON, as kombu writes it: what Celery embeds in the message (link, chain, chord, group), until it is settled.
+    Column("request", Text),
+    # Why a request has no job.
+    Column("error", JSONB(none_as_null=True)),
+    _created("created_at"),
+    # Celery's `expires`: a job that has not begun by then does not begin. None once relays have seen to it.
+    _time("expires_at"),
+    _time("revoked_at"),
+    # When relays settle it next: set by a trigger as the job ends, put off while one does it, None afterwards.
+    _time("due_at"),
+    Column("num_failures", Integer, nullable=False, server_default=text("0")),
+    _time("settled_at"),
+    CheckConstraint("length(task_id) BETWEEN 1 AND 256", name="task_id_is_1_to_256_characters"),
+)
+
+Index("celery_tasks_jobs", celery_tasks.c.job_id)
+Index("celery_tasks_due", celery_tasks.c.due_at, postgresql_where=text("due_at IS NOT NULL"))
+Index("celery_tasks_expiring", celery_tasks.c.expires_at, postgresql_where=text("expires_at IS NOT NULL"))
+Index("celery_tasks_without_job", celery_tasks.c.created_at, postgresql_where=text("job_id IS NULL"))
 
 # What energy costs, in money and in carbon. A rate holds from its moment until the next one of its kind. Relays write
 # those that SHARDLINE_ENERGY_PRICE and SHARDLINE_ENERGY_CARBON name; anybody may write others.
