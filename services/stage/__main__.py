@@ -63,7 +63,7 @@ def main() -> int:
     die_with_any_thread()
     try:
         app = make_app(settings)
-        backends = ServerBackends(settings, app)
+        backends = ServerBackends(settings)
         if settings.asks_peers:
             settings = copy_models(settings, backends)
         placed = place(settings)

@@ -5,14 +5,16 @@ Owns the Protocol and the servers behind it; knows no part of a stage.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Protocol
 
-from celery import Celery
 from sqlalchemy import Engine as Database
 
-from services.stage.jobs.delta_publisher import DeltaSink, StoreResult
+from services.stage.jobs.delta_publisher import DeltaSink
+from services.stage.jobs.result_publisher import StoreResult
 from services.stage.pipeline.registry import RedisRegistry, Registry
 from services.stage.settings import StageSettings
+from shardline.celery_results import keeps_results, results_app, store_end
 from shardline.store.database import connect
 from shardline.streams import DeltaWriter
 from shardline.threads import die
@@ -38,11 +40,10 @@ class Backends(Protocol):
 
 
 class ServerBackends:
-    """The servers that the settings name, and the result backend of the stage's Celery app."""
+    """The servers that the settings name."""
 
-    def __init__(self, settings: StageSettings, app: Celery) -> None:
+    def __init__(self, settings: StageSettings) -> None:
         self._settings = settings
-        self._app = app
 
     def open_database(self, application_name: str) -> Database:
         """A pool of connections to Postgres."""
@@ -57,8 +58,10 @@ class ServerBackends:
         return DeltaWriter(self._settings.redis_url)
 
     def result_store(self) -> StoreResult | None:
-        """Of the app."""
-        return self._app.backend.store_result if self._settings.result_backend else None
+        """Of an app of its own: the worker's stores nothing."""
+        if not keeps_results(self._settings):
+            return None
+        return partial(store_end, results_app(self._settings, "shardline.results"))
 
     def exit(self, reason: str) -> None:
         """Leaves with the status of a process that cannot go on."""

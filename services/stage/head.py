@@ -25,6 +25,7 @@ from services.stage.jobs.lease_manager import LeaseManager
 from services.stage.jobs.live_job import LiveJob
 from services.stage.jobs.outcome import JobOutcome
 from services.stage.jobs.quarantine import Seats
+from services.stage.jobs.result_publisher import ResultPublisher
 from services.stage.metrics import StageMeter
 from services.stage.pipeline.assembly import PipelineAssembly
 from services.stage.pipeline.epochs import Epochs
@@ -36,6 +37,7 @@ from services.stage.scheduling.scheduler import Scheduler
 from services.stage.scheduling.scheduler_config import SchedulerConfig
 from services.stage.stage_spans import step_observer
 from shardline.errors import Unavailable
+from shardline.job import JobState
 from shardline.queues import generate_queue
 from shardline.store import leases
 from shardline.store.database import failure_of
@@ -45,6 +47,9 @@ from shardline.tracing import Tracer
 from shardline.wire import StageCard
 
 log = structlog.get_logger(__name__)
+
+RESULTS_S = 5.0
+"""A head that stops waits so long for results to be stored: the backend may hang."""
 
 
 def end_leases_of_predecessor(database: Database, *, worker: str, pipeline: str) -> None:
@@ -92,7 +97,9 @@ class Head:
             lease_s=settings.times.lease_s,
         )
         self._model_row = loaded.info.row(name=settings.name, fingerprint=loaded.weights)
-        self._publisher = DeltaPublisher(backends.open_delta_sink(), backends.result_store())
+        self._publisher = DeltaPublisher(backends.open_delta_sink())
+        store_result = backends.result_store()
+        self._results = None if store_result is None else ResultPublisher(store_result)
         self._registry = backends.open_registry()
         self._subscription = QueueSubscription(generate_queue(settings.name), self.hub)
         self._adapter_watch = loaded.watch_adapters(self._register_adapters)
@@ -162,6 +169,8 @@ class Head:
         except DBAPIError as error:
             raise _unavailable(error) from error
         self._publisher.start()
+        if self._results is not None:
+            self._results.start()
         if self._adapter_watch is not None:
             self._adapter_watch.start()
         self.delivery_handler.start()
@@ -203,6 +212,9 @@ class Head:
         self._engine.join()
         self._publisher.stop()
         self._publisher.join()
+        if self._results is not None:
+            self._results.stop()
+            self._results.join(RESULTS_S)
         self._registry.close()
         self._tracer.close()
         self._database.dispose()
@@ -287,6 +299,16 @@ class Head:
     def jobs_crashed(self, outcomes: Iterable[str]) -> None:
         """Counted."""
         self.meter.blamed(outcomes)
+
+    @property
+    def tells_results(self) -> bool:
+        """With a result backend."""
+        return self._results is not None
+
+    def job_told(self, job_id: str, state: JobState, value: Any) -> None:
+        """For whoever asks Celery by the job's id."""
+        if self._results is not None:
+            self._results.put(job_id, state, value)
 
     def energy_spent(self, tenant: str, energy_j: float) -> None:
         """Counted."""

@@ -48,8 +48,11 @@ OFF_THE_PATH = {
     "for other requests": """gateway/answers gateway/routes/costs gateway/routes/health
          gateway/routes/jobs shardline/client/requests shardline/client/turns
          shardline/store/costs shardline/store/dead_letters shardline/store/jobs
-         shardline/store/listing shardline/store/repeats shardline/store/reports shardline/tokenize/chat
-         shardline/tokenize/token_texts stage/attention/sdpa stage/attention/triton_backend""",
+         shardline/store/listing shardline/store/repeats shardline/store/reports
+         shardline/tokenize/chat shardline/tokenize/token_texts stage/attention/sdpa
+         stage/attention/triton_backend""",
+    "for a task of the Celery door, and for Celery's result backend": """
+         shardline/celery_results shardline/store/celery_tasks stage/jobs/result_publisher""",
 }
 """What modules of the path import and this prompt does not pass, by reason."""
 

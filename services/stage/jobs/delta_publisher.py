@@ -1,14 +1,14 @@
-"""The publisher: the head's one thread that writes streams and Celery results to Redis. Nothing waits for it.
+"""The publisher: the head's one thread that writes streams to Redis. Nothing waits for it.
 
-What it drops while Redis is unreachable is in Postgres: streams and results in Redis are never truth.
+What it drops while Redis is unreachable is in Postgres: streams are never truth.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from collections.abc import Iterable, Sequence
+from typing import Protocol
 from uuid import UUID
 
 import structlog
@@ -23,10 +23,6 @@ MAX_WAITING = 20_000
 """Deltas. While Redis is unreachable or slow, readers fall back to Postgres."""
 
 
-StoreResult = Callable[[str, Any, str], None]
-"""Called with (job id, value, Celery's state): puts a finished job's value into Celery's result backend."""
-
-
 class DeltaSink(Protocol):
     """Where deltas go. Used by one thread."""
 
@@ -35,14 +31,12 @@ class DeltaSink(Protocol):
 
 
 class DeltaPublisher(threading.Thread):
-    """`store_result` is None without a result backend."""
+    """Writes what waits in one round trip."""
 
-    def __init__(self, sink: DeltaSink, store_result: StoreResult | None) -> None:
+    def __init__(self, sink: DeltaSink) -> None:
         super().__init__(name="publisher", daemon=True)
         self._sink = sink
-        self._store_result = store_result
         self._deltas: deque[tuple[UUID, Delta]] = deque(maxlen=MAX_WAITING)
-        self._results: deque[tuple[UUID, Any, str]] = deque(maxlen=MAX_WAITING)
         self._woken = threading.Event()
         self._running = True
 
@@ -56,12 +50,6 @@ class DeltaPublisher(threading.Thread):
         for delta in deltas:
             self.delta(job_id, delta)
 
-    def result(self, job_id: UUID, value: Any, state: str) -> None:
-        """From the lease manager's thread, after COMMIT. `state` is Celery's."""
-        if self._store_result is not None:
-            self._results.append((job_id, value, state))
-            self._woken.set()
-
     def stop(self) -> None:
         """End the thread after what waits is written, or given up."""
         self._running = False
@@ -69,7 +57,7 @@ class DeltaPublisher(threading.Thread):
 
     def run(self) -> None:
         """Until stopped. Everything that waits travels in one round trip."""
-        while self._running or self._deltas or self._results:
+        while self._running or self._deltas:
             self._woken.wait(1.0)
             self._woken.clear()
             try:
@@ -85,7 +73,3 @@ class DeltaPublisher(threading.Thread):
             self._sink.write(batch)
             if any(delta.ids for _, delta in batch):
                 failpoint(Point.AFTER_EMIT)
-        while self._results:
-            job_id, value, state = self._results.popleft()
-            if self._store_result is not None:
-                self._store_result(str(job_id), value, state)

@@ -6,6 +6,7 @@ Knows neither claims nor when leases are renewed.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from uuid import UUID
 
 import structlog
 from sqlalchemy import Connection
@@ -16,12 +17,12 @@ from services.stage.jobs.identity import Identity
 from services.stage.jobs.lease_host import LeaseHost
 from services.stage.jobs.live_job import LiveJob
 from services.stage.jobs.live_jobs import LiveJobs
-from services.stage.jobs.outcome import CELERY_STATES, JobOutcome
+from services.stage.jobs.outcome import JobOutcome
 from services.stage.scheduling.events import Crashed, Failed, Finished, Outgrown
 from shardline.config import Times
 from shardline.failpoints import Point, failpoint
 from shardline.job import JobState
-from shardline.store import crashes, ends, leases
+from shardline.store import celery_tasks, crashes, ends, leases
 from shardline.wire import Delta
 
 log = structlog.get_logger(__name__)
@@ -72,19 +73,26 @@ class Finisher:
             return False
         with self._database.begin() as connection:
             committed = ends.end_running(connection, [outcome.row() for outcome in outcomes])
+            told_by_relays = self._told_by_relays(connection, committed)
             failpoint(Point.END_BEFORE_COMMIT)
         failpoint(Point.END_AFTER_COMMIT)
         self._outcomes = []
         for outcome in outcomes:
-            self._settle(outcome, committed.get(outcome.job.job_id))
+            job_id = outcome.job.job_id
+            self._settle(outcome, committed.get(job_id), is_told=job_id in told_by_relays)
         return True
 
-    def _settle(self, outcome: JobOutcome, state: JobState | None) -> None:
+    def _told_by_relays(self, connection: Connection, job_ids: Iterable[UUID]) -> set[UUID]:
+        """Those jobs that are Celery tasks; without a result backend nobody asks."""
+        return celery_tasks.with_tasks(connection, list(job_ids)) if self._host.tells_results else set()
+
+    def _settle(self, outcome: JobOutcome, state: JobState | None, *, is_told: bool) -> None:
         job = outcome.job
         if state is outcome.state:
             self._publisher.deltas(job.job_id, job.take_held())
             self._publisher.delta(job.job_id, outcome.last_delta())
-            self._publisher.result(job.job_id, outcome.value(), outcome.celery_state)
+            if not is_told:
+                self._host.job_told(str(job.job_id), state, outcome.value())
             outcome.settle()
             self._host.energy_spent(job.claimed.tenant_id, outcome.event.energy_j)
             self._host.job_ended(outcome)
@@ -101,19 +109,21 @@ class Finisher:
                 self._save(connection, jobs)
                 keys = [job.attempt for job in jobs]
                 outcomes = crashes.requeue_or_fail_held(connection, keys, max_crashes=self._host.max_crashes)
+                told_by_relays = self._told_by_relays(connection, outcomes)
             self._host.jobs_crashed(outcomes.values())
             log.warning(
                 "the pipeline broke under quarantined jobs", outcomes={str(key): end for key, end in outcomes.items()}
             )
             for job in jobs:
                 if outcomes.get(job.job_id) == JobState.FAILED:
-                    self._fail(job)
+                    self._fail(job, is_told=job.job_id in told_by_relays)
                 self._drop(job, "crashed")
         self._crashed.clear()
 
-    def _fail(self, job: LiveJob) -> None:
+    def _fail(self, job: LiveJob, *, is_told: bool) -> None:
         self._publisher.delta(job.job_id, Delta(fence=job.claimed.fence, start=len(job.ids), state=JobState.FAILED))
-        self._publisher.result(job.job_id, RuntimeError(USED_UP), CELERY_STATES[JobState.FAILED])
+        if not is_told:
+            self._host.job_told(str(job.job_id), JobState.FAILED, USED_UP)
         job.delivery.fail(USED_UP)
 
     def give_back_outgrown(self) -> None:

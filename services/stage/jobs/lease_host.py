@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Protocol
+from typing import Any, Protocol
 
 from services.stage.jobs.live_job import LiveJob
 from services.stage.jobs.outcome import JobOutcome
+from shardline.job import JobState
 
 
 class LeaseHost(Protocol):
@@ -16,6 +17,10 @@ class LeaseHost(Protocol):
     def max_crashes(self) -> int:
         """So often at most may engines die under any job before it ends."""
 
+    @property
+    def tells_results(self) -> bool:
+        """Whether `job_told` does anything."""
+
     def readiness_announced(self) -> None:
         """Postgres knows that the pipeline is ready: jobs may come."""
 
@@ -24,6 +29,9 @@ class LeaseHost(Protocol):
 
     def jobs_crashed(self, outcomes: Iterable[str]) -> None:
         """The pipeline broke under jobs that ran alone; what became of each."""
+
+    def job_told(self, job_id: str, state: JobState, value: Any) -> None:
+        """The end of a job that is no Celery task is committed: its completion, or the reason of a failure."""
 
     def energy_spent(self, tenant: str, energy_j: float) -> None:
         """An attempt at a job of this tenant left the head; it took so many joules."""

@@ -9,6 +9,7 @@ import structlog
 
 from services.stage.jobs.live_job import LiveJob
 from services.stage.scheduling.events import Failed, Finished
+from shardline.celery_results import completion
 from shardline.job import FinishReason, JobState, Result, Usage
 from shardline.store.ends import End
 from shardline.tracing import JobTrace
@@ -23,13 +24,6 @@ STATES = {
     FinishReason.EXPIRED: JobState.EXPIRED,
 }
 
-CELERY_STATES = {
-    JobState.SUCCEEDED: "SUCCESS",
-    JobState.FAILED: "FAILURE",
-    JobState.CANCELLED: "REVOKED",
-    JobState.EXPIRED: "REVOKED",
-}
-
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class JobOutcome:
@@ -42,11 +36,6 @@ class JobOutcome:
     def state(self) -> JobState:
         """The row's terminal state."""
         return STATES[self.event.reason] if isinstance(self.event, Finished) else JobState.FAILED
-
-    @property
-    def celery_state(self) -> str:
-        """What a Celery result backend calls it."""
-        return CELERY_STATES[self.state]
 
     def row(self) -> End:
         """What is committed: a result with the completion, whole or partial, or the reason of a failure."""
@@ -80,19 +69,16 @@ class JobOutcome:
         return Delta(fence=fence, start=start, text=self.event.tail, state=self.state, finish_reason=self.event.reason)
 
     def value(self) -> Any:
-        """What `AsyncResult.get()` returns, or raises."""
+        """The completion, or the reason of a failure, for a result backend."""
         if isinstance(self.event, Failed):
-            return RuntimeError(self.event.reason)
-        return {
-            "id": str(self.job.job_id),
-            "text": self.event.text,
-            "token_ids": list(self.event.output_ids),
-            "finish_reason": str(self.event.reason),
-            "usage": {
-                "prompt_tokens": len(self.job.claimed.prompt_ids),
-                "completion_tokens": len(self.event.output_ids),
-            },
-        }
+            return self.event.reason
+        return completion(
+            job_id=str(self.job.job_id),
+            text=self.event.text,
+            token_ids=self.event.output_ids,
+            finish_reason=str(self.event.reason),
+            num_prompt=len(self.job.claimed.prompt_ids),
+        )
 
     def settle(self) -> None:
         """Celery's verdict and the log's line, after COMMIT."""

@@ -29,6 +29,7 @@ from tests.polling import until
 QUEUE = "seating"
 SEATS, INTERACTIVE_SEATS = 4, 2
 NUM_RECONNECTS = 20
+UNREADABLE = '{"status": "REVOKED", "result": {"id": "a completion is no exception"}, "task_id": "x"}'
 
 
 @dataclass(slots=True)
@@ -67,7 +68,8 @@ class HoldingHandler:
 @pytest.fixture
 def app(redis_url: str) -> Celery:
     """A stage's app, as it would be without a stage."""
-    app = make_app(StageSettings(model="m", redis_url=redis_url, seats=SEATS, interactive_seats=INTERACTIVE_SEATS))
+    settings = StageSettings(model="m", redis_url=redis_url, seats=SEATS, interactive_seats=INTERACTIVE_SEATS)
+    app = make_app(settings.model_copy(update={"result_backend": redis_url}))
     app.shardline = SimpleNamespace(
         delivery_handler=HoldingHandler(),
         hub=HubCalls(Wakeup()),
@@ -97,6 +99,22 @@ def send(app: Celery, num: int, priority: int) -> None:
 def hang_up() -> None:
     """What Celery's event loop meets when Redis closes the connection."""
     raise HungUp("Connection closed by server.")
+
+
+def test_verdicts_ask_no_result_backend_which_may_hold_anything(
+    app: Celery, handler: HoldingHandler, redis_url: str
+) -> None:
+    send(app, 2, 5)
+    until(lambda: len(handler.held) == 2)
+    with Redis.from_url(redis_url) as redis:
+        for delivery in handler.held:
+            redis.set(f"celery-task-meta-{delivery.job_id}", UNREADABLE)
+    handler.held.pop().revoke()
+    handler.held.pop().fail("it broke")
+
+    send(app, SEATS, 5)
+
+    until(lambda: len(handler.held) == SEATS)
 
 
 def test_interactive_jobs_get_their_own_seats_beside_batch_jobs(app: Celery, handler: HoldingHandler) -> None:

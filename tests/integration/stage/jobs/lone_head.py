@@ -37,7 +37,7 @@ from services.stage.scheduling.events import Event
 from services.stage.scheduling.scheduler import Scheduler
 from services.stage.scheduling.scheduler_config import SchedulerConfig
 from shardline.config import Times
-from shardline.job import MAX_CRASHES
+from shardline.job import MAX_CRASHES, JobState
 from shardline.streams import DeltaWriter
 from shardline.tracing import OFF, Tracer
 from tests.models import VOCAB_SIZE, save_model
@@ -103,6 +103,10 @@ class Host:
     meter: StageMeter
     spans: AttemptSpans
     max_crashes: int = MAX_CRASHES
+    tells_results: bool = False
+
+    def job_told(self, job_id: str, state: JobState, value: Any) -> None:
+        """There is no result backend."""
 
     def readiness_announced(self) -> None:
         """A test may offer."""
@@ -163,7 +167,7 @@ def open_lone_head(
         lease_manager.report(events)
 
     engine = HeadEngine(executor, scheduler, emit=report, on_lost=lambda *_: None, spend=lambda _: STEP_J)
-    publisher = DeltaPublisher(DeltaWriter(redis_url), None)
+    publisher = DeltaPublisher(DeltaWriter(redis_url))
     announced = threading.Event()
     meter = StageMeter(cast(Any, loaded_stage(executor, times)))
     spans = AttemptSpans(tracer)
