@@ -5,11 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 from celery import Celery, Task, bootsteps
+from celery.app.task import Context
 from celery.exceptions import Reject
 from celery.worker.control import control_command, ok
 from kombu.utils.functional import maybe_list
 from tenacity import RetryError
 
+from services.relay.celery_request import EMBEDDED
+from services.relay.intake_request import IntakeTask
+from services.relay.plain_json import read_plainly
 from services.relay.relay import Relay
 from services.relay.settings import RelaySettings
 from shardline.broker import ExpiringControl, Reconnecting
@@ -47,7 +51,7 @@ class IntakeConsumer(Reconnecting):
 @control_command(name="revoke", variadic="task_id", signature="[id1 [id2 [... [idN]]]]")
 def revoke(state: Any, task_id: Any, terminate: bool = False, **_: Any) -> dict[str, Any]:
     """Cancel rows, instead of Celery's own revoke. A running job is cancelled only with `terminate`."""
-    num_jobs = state.app.relay.cancel(maybe_list(task_id) or [], running=terminate)
+    num_jobs = state.app.relay.cancel(map(str, maybe_list(task_id) or []), running=terminate)
     return ok(f"{num_jobs} jobs asked to end")
 
 
@@ -61,6 +65,7 @@ def terminate(state: Any, signal: str, task_id: Any, **_: Any) -> dict[str, Any]
 
 def make_app(settings: RelaySettings) -> Celery:
     """The app of a relay, which connects to nothing until its worker starts."""
+    read_plainly()
     app = Celery("shardline.relay", set_as_current=False, control=ExpiringControl)
     app.conf.update(settings.celery())
     app.relay = Relay(settings)
@@ -69,12 +74,21 @@ def make_app(settings: RelaySettings) -> Celery:
 
     # No events and no result: Flower must show the id as the job, not as this task.
     @app.task(
-        name=SUBMIT_TASK, shared=False, bind=True, typing=False, ignore_result=True, send_events=False, acks_late=True
+        name=SUBMIT_TASK,
+        shared=False,
+        bind=True,
+        typing=False,
+        ignore_result=True,
+        send_events=False,
+        acks_late=True,
+        base=IntakeTask,
     )
-    def submit(task: Task, *args: object, **request: object) -> None:
-        document = {**request, "args": args} if args else request
+    def submit(task: Task, /, *_: object, **__: object) -> None:
+        request = Context(vars(task.request))
+        # Celery would follow this task, which ends now: they follow the job, when that ends.
+        task.request.update(dict.fromkeys(EMBEDDED))
         try:
-            app.relay.submit(task.request.id, document)
+            app.relay.submit(request)
         except RetryError as error:
             raise Reject(error, requeue=True) from error
 

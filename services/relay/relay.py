@@ -5,21 +5,21 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterable
-from typing import Any
-from uuid import UUID, uuid5
 
 import structlog
 from celery import Celery
+from celery.app.task import Context
 from prometheus_client import CollectorRegistry
 from tenacity import Retrying, retry_if_exception_type, sleep_using_event, stop_when_event_set, wait_random_exponential
 
 from services.relay.canceller import Canceller
+from services.relay.celery_request import bare_task_of, check_without_backend, document_of, job_id_of, task_key, task_of
 from services.relay.celery_results import CeleryResults
 from services.relay.census import Census
 from services.relay.coordinator import Coordinator
 from services.relay.energy_rates import EnergyRates
 from services.relay.growth import Growth
-from services.relay.intake import ENTRY_IDS, Intake
+from services.relay.intake import Intake
 from services.relay.loop import MAX_BACKOFF_S, POSTGRES_ERRORS, REDIS_ERRORS, Loop, LoopContext
 from services.relay.notify_listener import NotifyListener
 from services.relay.outbox import Outbox
@@ -27,27 +27,29 @@ from services.relay.preparer import Preparer
 from services.relay.rejects import record_reject
 from services.relay.retention import Retention
 from services.relay.settings import RelaySettings
-from services.relay.submission import CONFLICT, Submission, SubmissionResult, store_submissions
+from services.relay.submission import Submission, SubmissionResult, store_submissions
 from services.relay.sweeper import Sweeper
+from services.relay.task_ends import TaskEnds, make_ends_app
+from services.relay.task_finisher import TaskFinisher, TaskResults
 from shardline import metrics
+from shardline.celery_results import keeps_results
 from shardline.clock import monotonic_s
 from shardline.errors import Invalid
 from shardline.failpoints import Point, failpoint
-from shardline.ids import parse_id
-from shardline.job import JobState
 from shardline.message_guard import RefusedMessage
 from shardline.metrics import RelayMetrics
 from shardline.queues import SUBMIT_TASK
 from shardline.redis import redis_client
+from shardline.store.celery_tasks import CeleryTask
 from shardline.store.database import connect
-from shardline.tables import JOBS_CHANNEL, LEASES_CHANNEL
+from shardline.tables import JOBS_CHANNEL, LEASES_CHANNEL, TASKS_CHANNEL
 from shardline.tracing import Tracer
 
 log = structlog.get_logger(__name__)
 
 REDIS_TIMEOUT_S = 2.0
-NUM_LOOPS = 11
-"""Connections of the pool that the loops may hold at once: one for each of the eleven that read or write rows. The
+NUM_LOOPS = 14
+"""Connections of the pool that the loops may hold at once: one for each of the fourteen that read or write rows. A
 notify listener's is its own."""
 
 REMEDY = f"Send the task {SUBMIT_TASK} with a request as its keyword arguments, in JSON: see docs/doors.md"
@@ -78,12 +80,17 @@ class Relay:
         )
         self._spans = context.spans
         publisher = _publisher(settings)
-        self._results = CeleryResults(context, backend_app=publisher if settings.result_backend else None)
+        self._has_backend = settings.result_backend is not None
+        self._ends_app = make_ends_app(settings)
+        self._results = CeleryResults(context, backend_app=self._ends_app if keeps_results(settings) else None)
         outbox = Outbox(context, publisher=publisher, redis=self._redis)
         preparer = Preparer(context, outbox=outbox, results=self._results)
         sweeper = Sweeper(context, results=self._results)
         blocking = redis_client(settings.redis_url, timeout_s=settings.times.poll_s + REDIS_TIMEOUT_S)
         self._canceller = Canceller(context, results=self._results)
+        ends = TaskEnds(self._ends_app, has_backend=self._has_backend)
+        task_results = TaskResults(context, ends)
+        finisher = TaskFinisher(context, ends, task_results)
         self._loops: tuple[Loop, ...] = (
             outbox,
             preparer,
@@ -92,6 +99,8 @@ class Relay:
             Coordinator(context),
             self._canceller,
             self._results,
+            task_results,
+            finisher,
             Intake(context, redis=blocking, batch=settings.intake_batch),
             EnergyRates(context, {"price": settings.energy_price, "carbon": settings.energy_carbon}),
             Growth(context, keeps_all=settings.retention_days == 0),
@@ -102,6 +111,7 @@ class Relay:
             ),
             NotifyListener(context, database_url=url, channel=JOBS_CHANNEL, wakes=(outbox, preparer)),
             NotifyListener(context, database_url=url, channel=LEASES_CHANNEL, wakes=(sweeper,)),
+            NotifyListener(context, database_url=url, channel=TASKS_CHANNEL, wakes=(finisher,)),
         )
 
     def start(self) -> None:
@@ -126,7 +136,7 @@ class Relay:
         self._tracer.close()
         self._database.dispose()
 
-    def submit(self, task_id: str, document: dict[str, Any]) -> SubmissionResult:
+    def submit(self, request: Context) -> SubmissionResult:
         """Store a request from the Celery door; it is committed when this returns. Raises RetryError when the relay
         closes while a server is unreachable."""
         patient = Retrying(
@@ -135,41 +145,45 @@ class Relay:
             stop=stop_when_event_set(self._closing),
             sleep=sleep_using_event(self._closing),
         )
-        return patient(self._submit, task_id, document)
+        return patient(self._submit, request)
 
     def refuse(self, message: RefusedMessage) -> None:
         """Keep a message of the Celery door that is no request, with its reason. Raises redis.RedisError."""
         reason = Invalid("message", message.problem, REMEDY).as_dict()
         record_reject(self._redis, entry=message.task_id, request=message.body, reason=reason)
-        if (job_id := _uuid(message.task_id)) is not None:
-            self._results.note({job_id: JobState.FAILED}, json.dumps(reason))
+        self._results.note_refused(CeleryTask(task_id=task_key(message.task_id), request="{}"), reason)
         self._metrics.intake.labels(outcome="dead").inc()
 
     def cancel(self, task_ids: Iterable[str], *, running: bool) -> int:
-        """Cancel jobs soon, for Celery's revoke; the number of ids that may be job ids."""
-        ids = [job_id for task_id in task_ids if (job_id := _uuid(task_id)) is not None]
-        self._canceller.cancel(ids, running=running)
-        return len(ids)
+        """Cancel jobs soon, for Celery's revoke; returns how many ids were taken."""
+        return self._canceller.cancel(task_ids, running=running)
 
-    def _submit(self, task_id: str, document: dict[str, Any]) -> SubmissionResult:
-        began_s, job_id = monotonic_s(), _uuid(task_id) or uuid5(ENTRY_IDS, task_id)
-        (result,) = store_submissions(self._database, [Submission(id=job_id, document=document)])
+    def _submit(self, request: Context) -> SubmissionResult:
+        began_s = monotonic_s()
+        submission = self._submission(request)
+        (result,) = store_submissions(self._database, [submission])
         failpoint(Point.INTAKE_INSERTED, door="celery")
         if result.status == "rejected":
-            record_reject(self._redis, entry=task_id, request=json.dumps(document, default=str), reason=result.reason)
-        if result.reason is not None and result.reason["code"] != CONFLICT:
-            self._results.note({job_id: JobState.FAILED}, json.dumps(result.reason))
+            document = json.dumps(submission.document, default=str)
+            record_reject(self._redis, entry=str(request.id), request=document, reason=result.reason)
         self._metrics.intake.labels(outcome=result.metric_label).inc()
         if result.request is not None:
             self._spans.accepted([result.request], began_s)
         return result
 
-
-def _uuid(text: str) -> UUID | None:
-    try:
-        return parse_id(text)
-    except Invalid:
-        return None
+    def _submission(self, request: Context) -> Submission:
+        """What cannot be read is refused, with its reason, as a request that is invalid."""
+        job_id, given = job_id_of(str(request.id)), dict(request.kwargs or {})
+        try:
+            task = task_of(self._ends_app, request)
+        except Invalid as error:
+            return Submission(id=job_id, document=given, task=bare_task_of(request), refused=error)
+        try:
+            if not self._has_backend:
+                check_without_backend(request)
+            return Submission(id=job_id, document=document_of(request), task=task)
+        except Invalid as error:
+            return Submission(id=job_id, document=given, task=task, refused=error)
 
 
 def _publisher(settings: RelaySettings) -> Celery:

@@ -6,7 +6,7 @@ Owns what happens to a request that no row can hold; knows no transport.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 from uuid import UUID
 
@@ -18,7 +18,10 @@ from sqlalchemy.exc import DataError, IntegrityError
 from shardline.errors import Conflict, Invalid
 from shardline.ids import parse_id
 from shardline.job import JobRequest, parse_request
-from shardline.store.jobs import FailedRequest, get_job, insert_failed, insert_jobs
+from shardline.store import celery_tasks
+from shardline.store.celery_tasks import CeleryTask
+from shardline.store.jobs import FailedRequest, Stored, get_job, insert_failed, insert_jobs, request_cancel
+from shardline.store.reports import states
 
 log = structlog.get_logger(__name__)
 
@@ -36,6 +39,10 @@ class Submission:
 
     id: UUID
     document: object
+    task: CeleryTask | None = None
+    """Of the Celery door: stored with the row, in one transaction."""
+    refused: Invalid | None = None
+    """Why it is no request, where its door knows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,22 +63,40 @@ class SubmissionResult:
 def store_submissions(database: Engine, submissions: Sequence[Submission]) -> list[SubmissionResult]:
     """Store requests; one result each, in order, already committed. Raises only when Postgres is unreachable."""
     parsed = [_parse(submission) for submission in submissions]
-    requests = [one for one in parsed if isinstance(one, JobRequest)]
+    pairs = list(zip(submissions, parsed, strict=True))
     try:
         with database.begin() as connection:
-            insert_jobs(connection, requests)
+            _insert(connection, [pair for pair in pairs if isinstance(pair[1], JobRequest)])
     except (Invalid, Conflict, *DOCUMENT_ERRORS):
         # One request in the batch is invalid: store them one by one, so that the others are accepted.
-        return [_store_alone(database, *pair) for pair in zip(submissions, parsed, strict=True)]
+        return [_store_alone(database, *pair) for pair in pairs]
     return [
         SubmissionResult(status="accepted", request=one)
         if isinstance(one, JobRequest)
         else _refuse(database, submission, one)
-        for submission, one in zip(submissions, parsed, strict=True)
+        for submission, one in pairs
     ]
 
 
+def _insert(connection: Connection, pairs: Sequence[tuple[Submission, Any]]) -> None:
+    stored = insert_jobs(connection, [request for _, request in pairs])
+    for (submission, _), row in zip(pairs, stored, strict=True):
+        _store_task(connection, submission.task, row)
+
+
+def _store_task(connection: Connection, task: CeleryTask | None, row: Stored) -> None:
+    """A revoke that overtook its task takes effect with it."""
+    if task is None:
+        return
+    # When a job must have begun is for its first request to say.
+    task = task if row.is_new else replace(task, expires_s=None)
+    if celery_tasks.store(connection, task, job_id=row.job_id) is not None:
+        request_cancel(connection, [row.job_id], running=False)
+
+
 def _parse(submission: Submission) -> JobRequest | Invalid:
+    if submission.refused is not None:
+        return submission.refused
     try:
         request = parse_request(submission.document)
     except Invalid as error:
@@ -86,9 +111,9 @@ def _store_alone(database: Engine, submission: Submission, parsed: JobRequest | 
         return _refuse(database, submission, parsed)
     try:
         with database.begin() as connection:
-            insert_jobs(connection, [parsed])
+            _insert(connection, [(submission, parsed)])
     except Conflict as error:
-        return _conflict(str(error))
+        return _reject(database, submission, _conflict(str(error)))
     except Invalid as error:
         return _refuse(database, submission, error)
     except DOCUMENT_ERRORS as error:
@@ -102,10 +127,14 @@ def _refuse(database: Engine, submission: Submission, error: Invalid) -> Submiss
     reason = error.as_dict()
     failed = _failed_row(submission, reason)
     if failed is None:
-        return SubmissionResult(status="rejected", reason=reason)
+        return _reject(database, submission, reason)
     with database.begin() as connection:
-        if not insert_failed(connection, [failed]) and not _is_repeat(connection, failed):
-            return _conflict(f"job {failed.id} already exists; {error}")
+        is_new = bool(insert_failed(connection, [failed]))
+        is_kept = is_new or _is_repeat(connection, failed)
+        if is_kept:
+            _store_task(connection, submission.task, Stored(job_id=failed.id, is_new=is_new))
+    if not is_kept:
+        return _reject(database, submission, _conflict(f"job {failed.id} already exists; {error}"))
     log.info("job refused", job_id=str(failed.id), field=error.field, problem=error.problem)
     return SubmissionResult(status="failed", reason=reason)
 
@@ -116,8 +145,17 @@ def _is_repeat(connection: Connection, failed: FailedRequest) -> bool:
     return job is not None and job.error == failed.error
 
 
-def _conflict(problem: str) -> SubmissionResult:
-    return SubmissionResult(status="rejected", reason={"code": CONFLICT, "problem": problem})
+def _conflict(problem: str) -> dict[str, str]:
+    return {"code": CONFLICT, "problem": problem}
+
+
+def _reject(database: Engine, submission: Submission, reason: dict[str, str]) -> SubmissionResult:
+    """No row; the sender of a Celery task hears of it, unless a job that lives has the task's id."""
+    if submission.task is not None:
+        with database.begin() as connection:
+            if reason["code"] != CONFLICT or not states(connection, [submission.id]):
+                celery_tasks.store(connection, submission.task, job_id=None, error=reason)
+    return SubmissionResult(status="rejected", reason=reason)
 
 
 def _failed_row(submission: Submission, reason: dict[str, str]) -> FailedRequest | None:

@@ -53,6 +53,8 @@ class Point(StrEnum):
     """A relay took entries of the intake stream and has not stored them."""
     INTAKE_INSERTED = "intake-inserted"
     """A relay committed rows and has not acknowledged where they came from: door (stream, celery)."""
+    TASK_ENDED = "task-ended"
+    """A relay sent what follows a Celery task, or stored its result, and has not noted that."""
     GATEWAY_INSERTED = "gateway-inserted"
     """A gateway committed a row and has not answered."""
     HELLO_SENT = "hello-sent"

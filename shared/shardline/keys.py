@@ -26,6 +26,7 @@ RELAY_UNACKED = f"{PREFIX}relay:unacked"
 """Hash, with `_index` and `_mutex` beside it: Celery messages that relays took and have not acknowledged, kept apart
 from those of heads because they come back sooner."""
 
+TASK_SENDS_TTL_S = 86_400
 INTAKE_DEAD_MAX_BYTES = 4 << 20
 INTAKE_DEAD_TTL_S = 7 * 86_400
 STREAM_TTL_S = 600
@@ -53,3 +54,9 @@ STAGES_TTL_S without any."""
 
 STAGE_ENTRIES = f"{PREFIX}stage:*"
 """Cards of stages of the last release, which are in no set. Goes with the next one."""
+
+
+def task_sends(task_id: str) -> str:
+    """Hash: ids of the messages that a relay sent at the end of a Celery task, so that another one, after a crash, does
+    not send them again. Expires TASK_SENDS_TTL_S after the first one."""
+    return f"{PREFIX}task:{task_id}:sends"

@@ -87,6 +87,7 @@ FAULTS: tuple[KillAt, ...] = (
     _at("head", Point.HEARTBEAT_AFTER_COMMIT),
     _at("relay by celery", Point.INTAKE_INSERTED, door="celery"),
     _at("head", Point.END_BEFORE_COMMIT),
+    _at("relay", Point.TASK_ENDED),
     _at("head", Point.END_AFTER_COMMIT),
     _at("head", Point.BEFORE_CLAIM),
     _at("head", Point.AFTER_CLAIM),

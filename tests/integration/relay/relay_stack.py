@@ -8,7 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from uuid import UUID
@@ -31,7 +31,7 @@ from tests.integration.rows import MODEL, claim, database_with_head, model_row
 from tests.polling import until
 from tests.repository import REPOSITORY
 
-PATIENCE_S = 60.0
+PATIENCE_S = 30.0
 TIME_SCALE = 0.2
 
 
@@ -64,6 +64,8 @@ class RelayStack:
     app: Celery
     folder: Path
     relays: list[RelayProcess]
+    variables: dict[str, str] = field(default_factory=dict)
+    """Settings of relays, beside those of every test."""
 
     def start_relay(self, wait: bool = True, program: Sequence[str] = ("-m", "services.relay")) -> RelayProcess:
         """A relay process; ready when it answers a ping. `program` may be another way to run one."""
@@ -76,6 +78,7 @@ class RelayStack:
             "SHARDLINE_RESULT_BACKEND": self.redis_url,
             "SHARDLINE_TIME_SCALE": str(TIME_SCALE),
             "SHARDLINE_LOG_FORMAT": "json",
+            **self.variables,
         }
         with log.open("wb") as output:
             process = subprocess.Popen(

@@ -268,7 +268,7 @@ def test_many_revokes_are_cancelled_in_one_batch_per_transaction(
         return cancel(connection, ids, **options)
 
     monkeypatch.setattr(jobs, "request_cancel", counted)
-    canceller.cancel(submit(engine, 2 * MAX_BATCH + 1), running=False)
+    canceller.cancel(map(str, submit(engine, 2 * MAX_BATCH + 1)), running=False)
 
     canceller.turn()
 
