@@ -26,6 +26,8 @@ def make_app(settings: StageSettings) -> Celery:
         worker_pool=POOL,
         worker_enable_prefetch_count_reduction=False,
         worker_soft_shutdown_timeout=0,
+        # Celery stores in the thread that serves the queue, and an error there ends the worker.
+        result_backend="disabled://",
     )
 
     app.steps["consumer"].add(SeatLimit)
