@@ -46,7 +46,7 @@ def job_id_of(task_id: str) -> UUID:
 
 def task_key(task_id: object) -> str:
     """The id as a row can hold it."""
-    return storable(str(task_id))[:MAX_TASK_ID]
+    return storable(str(task_id))[:MAX_TASK_ID] or "-"
 
 
 def document_of(request: Context) -> object:

@@ -7,13 +7,13 @@ not among them: `task_finisher` owns those, under the ids of their senders.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from uuid import UUID
 
 import structlog
 from celery import Celery
 
-from services.relay.loop import Loop, LoopContext
+from services.relay.loop import POSTGRES_ERRORS, Loop, LoopContext
 from shardline.celery_results import store_end
 from shardline.job import JobState
 from shardline.store import celery_tasks
@@ -52,13 +52,11 @@ class CeleryResults(Loop):
     def turn(self) -> float:
         """Store all queued results; one that the backend refuses is dropped, so that it holds up no other."""
         self._store_refused()
-        batch = list(self._waiting)
+        batch = [self._waiting.popleft() for _ in range(len(self._waiting))]
         if self._app is None or not batch:
             return self._times.poll_s
-        with self._database.begin() as connection:
-            others = celery_tasks.with_tasks(connection, [job_id for job_id, *_ in batch])
-        for _ in batch:
-            job_id, state, reason = self._waiting.popleft()
+        others = self._tasks_among(batch)
+        for job_id, state, reason in batch:
             if job_id not in others:
                 self._store(self._app, job_id, state, reason)
         return self._times.poll_s
@@ -69,6 +67,15 @@ class CeleryResults(Loop):
             with self._database.begin() as connection:
                 celery_tasks.store(connection, task, job_id=None, error=reason)
             self._refused.popleft()
+
+    def _tasks_among(self, batch: Sequence[tuple[UUID, JobState, str]]) -> set[UUID]:
+        """Those that are not ours. Without an answer of Postgres all of the batch waits again."""
+        try:
+            with self._database.begin() as connection:
+                return celery_tasks.with_tasks(connection, [job_id for job_id, *_ in batch])
+        except POSTGRES_ERRORS:
+            self._waiting.extendleft(reversed(batch))
+            raise
 
     def _store(self, app: Celery, job_id: UUID, state: JobState, reason: str) -> None:
         try:

@@ -192,5 +192,5 @@ def _publisher(settings: RelaySettings) -> Celery:
     app.conf.update(settings.celery())
     app.conf.broker_transport_options["socket_timeout"] = REDIS_TIMEOUT_S
     app.conf.broker_transport_options["socket_connect_timeout"] = REDIS_TIMEOUT_S
-    app.conf.redis_socket_timeout = app.conf.redis_socket_connect_timeout = REDIS_TIMEOUT_S
+    app.conf.result_backend = "disabled://"
     return app

@@ -20,6 +20,7 @@ from shardline.ids import parse_id
 from shardline.job import JobRequest, parse_request
 from shardline.store import celery_tasks
 from shardline.store.celery_tasks import CeleryTask
+from shardline.store.encoding import storable
 from shardline.store.jobs import FailedRequest, Stored, get_job, insert_failed, insert_jobs, request_cancel
 from shardline.store.reports import states
 
@@ -154,7 +155,8 @@ def _reject(database: Engine, submission: Submission, reason: dict[str, str]) ->
     if submission.task is not None:
         with database.begin() as connection:
             if reason["code"] != CONFLICT or not states(connection, [submission.id]):
-                celery_tasks.store(connection, submission.task, job_id=None, error=reason)
+                error = {name: storable(value) for name, value in reason.items()}
+                celery_tasks.store(connection, submission.task, job_id=None, error=error)
     return SubmissionResult(status="rejected", reason=reason)
 
 

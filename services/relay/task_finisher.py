@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import structlog
 
-from services.relay.loop import Loop, LoopContext
+from services.relay.loop import REDIS_ERRORS, Loop, LoopContext
 from services.relay.task_ends import TaskEnds
 from shardline.failpoints import Point, failpoint
 from shardline.store import celery_tasks
@@ -32,6 +32,9 @@ MAX_PAUSE_S = 60.0
 CHORD_PAUSE_S = LEASE_S
 GIVE_UP_S = 86_400.0
 """Celery itself keeps results for a day: later nobody looks for one."""
+
+MAX_REFUSALS = 3
+"""Tries of callbacks that fail for another reason than the broker."""
 
 FORGET_TURNS = 600
 
@@ -117,13 +120,9 @@ class TaskFinisher(Loop):
     def _finish(self, lent: Sequence[EndedTask]) -> None:
         done: list[str] = []
         for ended in lent:
-            try:
-                self._ends.call_back(ended)
-                needs_backend = self._ends.needs_backend(ended)
-            except Exception as error:  # noqa: BLE001 (one bad task must not hold up the others)
-                self._fail(ended, error)
-                continue
-            if not needs_backend:
+            if not self._has_called_back(ended):
+                self._put_off(ended)
+            elif not self._ends.needs_backend(ended):
                 done.append(ended.task_id)
             elif not self._results.offer(ended):
                 self._put_off(ended)
@@ -132,15 +131,20 @@ class TaskFinisher(Loop):
             with self._database.begin() as connection:
                 celery_tasks.settle(connection, done)
 
-    def _fail(self, ended: EndedTask, error: Exception) -> None:
-        self._errors.labels(server="none").inc()
-        if ended.age_s > GIVE_UP_S:
-            log.error("a Celery task's callbacks are given up", task_id=ended.task_id, exc_info=error)
-            with self._database.begin() as connection:
-                celery_tasks.settle(connection, [ended.task_id])
-            return
-        log.warning("a Celery task's callbacks are not sent yet", task_id=ended.task_id, error=str(error)[:200])
-        self._put_off(ended)
+    def _has_called_back(self, ended: EndedTask) -> bool:
+        """One bad task must not hold up the others, nor its own result for ever."""
+        try:
+            self._ends.call_back(ended)
+        except Exception as error:
+            self._errors.labels(server="redis" if isinstance(error, REDIS_ERRORS) else "none").inc()
+            is_over = not isinstance(error, REDIS_ERRORS) and ended.num_failures >= MAX_REFUSALS
+            if is_over or ended.age_s > GIVE_UP_S:
+                log.exception("a Celery task's callbacks are given up", task_id=ended.task_id)
+                return True
+            problem = f"{type(error).__name__}: {error}"[:200]
+            log.warning("a Celery task's callbacks are not sent yet", task_id=ended.task_id, error=problem)
+            return False
+        return True
 
     def _put_off(self, ended: EndedTask) -> None:
         pause_s = min(PAUSE_S * 2.0 ** min(ended.num_failures, 10), MAX_PAUSE_S)

@@ -75,9 +75,10 @@ def told(error: Mapping[str, Any] | None) -> str:
     """The recorded reason of a failure, in words."""
     if not error:
         return "see the job's row"
-    problem = str(error.get("problem", "see the job's row"))
-    field, remedy = error.get("field"), error.get("remedy")
-    return f"{field}: {problem}. {remedy}" if field and remedy else f"{problem}. {remedy}" if remedy else problem
+    problem, remedy = str(error.get("problem", "see the job's row")), error.get("remedy")
+    if "field" in error:
+        problem = f"{error['field']}: {problem}"
+    return f"{problem}. {remedy}" if remedy else problem
 
 
 def store_end(app: Celery, job_id: str, state: JobState, value: Any) -> None:

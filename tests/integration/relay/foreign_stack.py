@@ -40,7 +40,8 @@ class ForeignStack:
 
     def wait_for_calls(self, num: int) -> list[list[Any]]:
         """At least so many, in the order in which they came."""
-        return until(lambda: len(calls := self.calls()) >= num and calls, timeout_s=PATIENCE_S)
+        until(lambda: len(self.calls()) >= num, timeout_s=PATIENCE_S)
+        return self.calls()
 
     def wait_until_settled(self) -> None:
         """Relays have nothing left to do for any task that is here, and the foreign worker has taken all."""

@@ -225,3 +225,13 @@ def test_what_is_linked_to_a_task_is_refused_where_it_cannot_be_kept(here: Forei
     here.complete()
     assert no_signature.get(timeout=PATIENCE_S)["text"] == TEXT
     until(lambda: here.relays.redis.llen("celery") == 0)
+
+
+def test_a_callback_that_can_never_be_sent_holds_up_no_result_and_no_other_task(here: ForeignStack) -> None:
+    never = foreign(here.app, "take").set(serializer="no such serializer")
+    result = submit(here.app, "one").apply_async(link=never)
+    other = chain(submit(here.app, "two"), foreign(here.app, "take")).apply_async()
+    here.complete(2)
+    assert other.get(timeout=PATIENCE_S)["text"] == TEXT
+    assert result.get(timeout=PATIENCE_S)["text"] == TEXT
+    assert len(here.calls()) == 1

@@ -152,6 +152,9 @@ def test_fields_of_any_name_and_values_that_look_like_kombus_lose_no_request(her
     for field in ("task", "self", "task_id", "args", "request"):
         with pytest.raises(Exception, match=f"{field}: object contains unknown field"):
             send(here, kwargs={field: "x"}).get(timeout=PATIENCE_S)
+    for fields in ({"a\0": 1}, {"a\0": 1, "model": None}):
+        with pytest.raises(Exception, match=r"unknown field|model"):
+            send(here, kwargs=fields).get(timeout=PATIENCE_S)
     odd = {"__type__": "no such type", "__value__": 1}
     times = {"__type__": "datetime", "__value__": {"not": "a time"}}
     result = send(here, kwargs={"metadata": {"odd": odd, "times": times, "at": datetime(2026, 1, 2, tzinfo=UTC)}})
