@@ -1,4 +1,4 @@
-"""Rules of doors and readers, broken one at a time. Knows no stage and no relay."""
+"""Rules of doors, readers and Celery tasks, broken one at a time. Knows no stage."""
 
 from __future__ import annotations
 
@@ -40,5 +40,35 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
             "::test_the_rest_of_a_stream_joined_after_any_token_is_the_rest_of_the_text",
         ),
         hurt=Hurt(faults="redis: flushall", counts=("text_mismatches",), minutes=2.0, load="users"),
+    ),
+    Mutant(
+        name="once rule: what a dead relay sent is sent again",
+        patches=(
+            Patch(
+                file="services/relay/once_transport.py",
+                within="PUT_ONCE",
+                old="if redis.call('HSETNX', KEYS[1], ARGV[1], 1) == 1 then",
+                new="if redis.call('HSETNX', KEYS[1], ARGV[1], 1) then",
+            ),
+        ),
+        tests=(
+            "tests/integration/relay/test_canvas.py"
+            "::test_a_relay_killed_between_calling_back_and_noting_it_calls_nothing_twice",
+        ),
+    ),
+    Mutant(
+        name="due rule: a job may end unseen while its task is stored",
+        patches=(
+            Patch(
+                file="shared/shardline/store/celery_tasks.py",
+                within="STORE",
+                old="WHERE id = :job_id FOR NO KEY UPDATE",
+                new="WHERE id = :job_id",
+            ),
+        ),
+        tests=(
+            "tests/integration/store/test_celery_tasks.py"
+            "::test_a_job_that_ends_while_its_task_is_stored_leaves_the_task_due",
+        ),
     ),
 )
