@@ -1,6 +1,7 @@
 """From any service that has Celery: no import of Shardline, no Postgres. Accepted when a relay has stored it.
 
-With a result backend (SHARDLINE_RESULT_BACKEND of relays and stages, and here), `AsyncResult.get()` returns the completion.
+With a result backend (SHARDLINE_RESULT_BACKEND of relays and stages, and here),
+`AsyncResult.get()` returns the completion.
 """
 
 import os

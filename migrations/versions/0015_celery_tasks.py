@@ -1,4 +1,5 @@
-"""Tasks of the Celery door: their own ids, what follows them, and a trigger that tells relays when their jobs end."""
+"""Tasks of the Celery door: their own ids, what follows them, and a trigger that tells relays when
+their jobs end."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ down_revision = "0014"
 branch_labels = None
 depends_on = None
 
-# Every writer of an end passes here, heads of the release before too. Jobs of other doors cost a look at an index.
+# Every writer of an end passes here, heads of the release before too. Jobs of other doors cost a
+# look at an index.
 ENDED_JOB = """
 CREATE FUNCTION shardline_ended_job() RETURNS trigger LANGUAGE plpgsql AS $$
 BEGIN

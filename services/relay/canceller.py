@@ -71,7 +71,8 @@ class Canceller(Loop):
         return self._times.poll_s
 
     def _cancel(self, batch: Mapping[str, PendingCancel], *, running: bool) -> set[str]:
-        """Returns those whose jobs exist. Two transactions: a task's row must not be locked before its job's."""
+        """Returns those whose jobs exist. Two transactions: a task's row must not be locked before
+        its job's."""
         tasks = {task_id: job_id_of(task_id) for task_id in batch}
         with self._database.begin() as connection:
             tasks |= celery_tasks.revoke(connection, list(batch))

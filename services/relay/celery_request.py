@@ -37,7 +37,8 @@ REMEDY = "Send a text, messages, token ids, a completion or a request's fields a
 
 
 def job_id_of(task_id: str) -> UUID:
-    """The id of a task's job, unless the request names one: the task's own if that is a UUID, however it is written."""
+    """The id of a task's job, unless the request names one: the task's own if that is a UUID,
+    however it is written."""
     try:
         return parse_id(task_id)
     except Invalid:
@@ -82,14 +83,16 @@ def task_of(app: Celery, request: Context) -> CeleryTask:
 
 
 def check_without_backend(request: Context) -> None:
-    """Raises Invalid for a chord's part where there is no result backend: its body would wait for ever."""
+    """Raises Invalid for a chord's part where there is no result backend: its body would wait for
+    ever."""
     if request.chord:
         remedy = "Set SHARDLINE_RESULT_BACKEND to the backend of the app that sends"
         raise Invalid("chord", "its parts are counted in a result backend, and relays have none", remedy)
 
 
 def bare_task_of(request: Context) -> CeleryTask:
-    """Of a message whose links cannot be kept: where its result goes, and the chord that waits for it."""
+    """Of a message whose links cannot be kept: where its result goes, and the chord that waits for
+    it."""
     names = ["id", "reply_to", "correlation_id", "group", "group_index"]
     try:
         if len(_encode({"chord": request.chord})) <= MAX_REQUEST_BYTES // 2:
@@ -107,7 +110,8 @@ def _encode(kept: Mapping[str, object]) -> str:
 
 
 def _named(app: Celery, signature: Any, field: str, task_id: str, place: int) -> dict[str, Any]:
-    """The signature with the ids that its messages will have, so that a second sending can be told from the first."""
+    """The signature with the ids that its messages will have, so that a second sending can be told
+    from the first."""
     try:
         found = Signature.from_dict(dict(signature), app=app)
         if found.get("subtask_type"):

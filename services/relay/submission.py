@@ -151,7 +151,8 @@ def _conflict(problem: str) -> dict[str, str]:
 
 
 def _reject(database: Engine, submission: Submission, reason: dict[str, str]) -> SubmissionResult:
-    """No row; the sender of a Celery task hears of it, unless a job that lives has the task's id."""
+    """No row; the sender of a Celery task hears of it, unless a job that lives has the task's
+    id."""
     if submission.task is not None:
         with database.begin() as connection:
             if reason["code"] != CONFLICT or not states(connection, [submission.id]):

@@ -27,11 +27,13 @@ CALLBACK_QUEUE = "celery"
 """Celery's own default, for callbacks that name no queue: they are other apps' tasks."""
 
 NOT_OURS = ("priority_steps", "queue_order_strategy")
-"""How our queues tell priorities apart. Workers of other apps look only into the steps that kombu has by default."""
+"""How our queues tell priorities apart. Workers of other apps look only into the steps that kombu
+has by default."""
 
 
 def make_ends_app(settings: RelaySettings) -> Celery:
-    """The app that sends callbacks and stores results. Chords wait for it within a relay's lease of a task."""
+    """The app that sends callbacks and stores results. Chords wait for it within a relay's lease
+    of a task."""
     shared = settings.celery()["broker_transport_options"]
     options = {name: value for name, value in shared.items() if name not in NOT_OURS}
     return results_app(
@@ -47,7 +49,8 @@ def make_ends_app(settings: RelaySettings) -> Celery:
 
 
 class TaskEnds:
-    """`has_backend` is False where results go nowhere. Threads share it: Celery has a pool for each."""
+    """`has_backend` is False where results go nowhere. Threads share it: Celery has a pool for
+    each."""
 
     def __init__(self, app: Celery, *, has_backend: bool) -> None:
         self._app = app
@@ -61,7 +64,8 @@ class TaskEnds:
         return self._has_backend and (not context.ignore_result or bool(context.chord))
 
     def call_back(self, ended: EndedTask) -> None:
-        """Send what a success is followed by: callbacks, and the next task of its chain. Asks no result backend."""
+        """Send what a success is followed by: callbacks, and the next task of its chain. Asks no
+        result backend."""
         if ended.state is not JobState.SUCCEEDED:
             return
         context, value = _context(ended), _value(ended)
@@ -85,7 +89,8 @@ class TaskEnds:
         errbacks. May raise anything that the backend's driver does."""
         context = _context(ended)
         if not self._has_backend:
-            # Nothing counts parts or says how chained tasks ended: Celery's disabled backend raises when asked.
+            # Nothing counts parts or says how chained tasks ended: Celery's disabled backend
+            # raises when asked.
             context.update(chord=None, chain=None)
         backend = self._app.backend
         is_stored = self._has_backend and not context.ignore_result

@@ -27,7 +27,8 @@ MAX_WAITING = 2 * celery_tasks.MAX_BATCH
 
 PAUSE_S = 1.0
 MAX_PAUSE_S = 60.0
-"""Before a task is tried again, doubling. Some of a chord's steps are claimed for longer: see CHORD_PAUSE_S."""
+"""Before a task is tried again, doubling. Some of a chord's steps are claimed for longer: see
+CHORD_PAUSE_S."""
 
 CHORD_PAUSE_S = LEASE_S
 GIVE_UP_S = 86_400.0
@@ -40,7 +41,8 @@ FORGET_TURNS = 600
 
 
 class TaskResults(Loop):
-    """Finishes tasks at the result backend. What fails is put off alone; the others wait until the backend answers."""
+    """Finishes tasks at the result backend. What fails is put off alone; the others wait until the
+    backend answers."""
 
     def __init__(self, context: LoopContext, ends: TaskEnds) -> None:
         super().__init__("task-results", context.metrics.errors)
@@ -94,7 +96,8 @@ class TaskResults(Loop):
 
 
 class TaskFinisher(Loop):
-    """Lends ended tasks, sends their callbacks, and gives on what the backend must hear. Ends jobs that `expires`."""
+    """Lends ended tasks, sends their callbacks, and gives on what the backend must hear. Ends jobs
+    that `expires`."""
 
     def __init__(self, context: LoopContext, ends: TaskEnds, results: TaskResults) -> None:
         super().__init__("task-finisher", context.metrics.errors)

@@ -19,7 +19,8 @@ from shardline.job import JobState
 from shardline.queues import celery_settings
 
 TIMEOUT_S = 2.0
-"""For each connection and answer. Longer waits help nobody: whoever stores a result tries again, or gives up."""
+"""For each connection and answer. Longer waits help nobody: whoever stores a result tries again,
+or gives up."""
 
 
 def results_app(settings: Settings, name: str, **options: Any) -> Celery:
@@ -31,7 +32,8 @@ def results_app(settings: Settings, name: str, **options: Any) -> Celery:
 
 
 def backend_limits(url: str | None) -> dict[str, Any]:
-    """Celery's settings that bound each wait for the backend of this URL, where its driver has such a bound."""
+    """Celery's settings that bound each wait for the backend of this URL, where its driver has
+    such a bound."""
     limits: dict[str, Any] = {
         "redis_socket_timeout": TIMEOUT_S,
         "redis_socket_connect_timeout": TIMEOUT_S,

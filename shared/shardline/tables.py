@@ -274,22 +274,26 @@ results = Table(
     CheckConstraint(_one_of("finish_reason", tuple(FinishReason)), name="finish_reason_is_known"),
 )
 
-# Tasks of the Celery door, under the ids of their senders. Several may have one job: repeats under other task ids.
+# Tasks of the Celery door, under the ids of their senders. Several may have one job: repeats under
+# other task ids.
 celery_tasks = Table(
     "celery_tasks",
     metadata,
     Column("task_id", Text, primary_key=True),
     # None: a revoke that came before its request, or a request that no row of `jobs` can hold.
     Column("job_id", UUID(as_uuid=True), ForeignKey("jobs.id", ondelete="CASCADE")),
-    # JSON, as kombu writes it: what Celery embeds in the message (link, chain, chord, group), until it is settled.
+    # JSON, as kombu writes it: what Celery embeds in the message (link, chain, chord, group),
+    # until it is settled.
     Column("request", Text),
     # Why a request has no job.
     Column("error", JSONB(none_as_null=True)),
     _created("created_at"),
-    # Celery's `expires`: a job that has not begun by then does not begin. None once relays have seen to it.
+    # Celery's `expires`: a job that has not begun by then does not begin. None once relays have
+    # seen to it.
     _time("expires_at"),
     _time("revoked_at"),
-    # When relays settle it next: set by a trigger as the job ends, put off while one does it, None afterwards.
+    # When relays settle it next: set by a trigger as the job ends, put off while one does it, None
+    # afterwards.
     _time("due_at"),
     Column("num_failures", Integer, nullable=False, server_default=text("0")),
     _time("settled_at"),

@@ -31,7 +31,8 @@ class LeaseHost(Protocol):
         """The pipeline broke under jobs that ran alone; what became of each."""
 
     def job_told(self, job_id: str, state: JobState, value: Any) -> None:
-        """The end of a job that is no Celery task is committed: its completion, or the reason of a failure."""
+        """The end of a job that is no Celery task is committed: its completion, or the reason of a
+        failure."""
 
     def energy_spent(self, tenant: str, energy_j: float) -> None:
         """An attempt at a job of this tenant left the head; it took so many joules."""

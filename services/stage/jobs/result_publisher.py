@@ -20,7 +20,8 @@ MAX_WAITING = 1_000
 """Results, with their texts. While the backend hangs the oldest are dropped."""
 
 StoreResult = Callable[[str, JobState, Any], None]
-"""Called with (job id, state, value): stores how a job ended. May raise anything that the backend's driver does."""
+"""Called with (job id, state, value): stores how a job ended. May raise anything that the
+backend's driver does."""
 
 
 class ResultPublisher(threading.Thread):
@@ -34,7 +35,8 @@ class ResultPublisher(threading.Thread):
         self._running = True
 
     def put(self, job_id: str, state: JobState, value: Any) -> None:
-        """From the lease manager's thread, after COMMIT. `value` is the completion or the reason of a failure."""
+        """From the lease manager's thread, after COMMIT. `value` is the completion or the reason
+        of a failure."""
         self._waiting.append((job_id, state, value))
         self._woken.set()
 

@@ -115,7 +115,8 @@ DELETE FROM celery_tasks WHERE task_id IN (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CeleryTask:
-    """A task as it arrived. `request` is JSON that the relay reads again when the task is settled."""
+    """A task as it arrived. `request` is JSON that the relay reads again when the task is
+    settled."""
 
     task_id: str
     request: str
@@ -125,7 +126,8 @@ class CeleryTask:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndedTask:
-    """A task whose job has ended, or that can have none. `text` and what follows are None without a result."""
+    """A task whose job has ended, or that can have none. `text` and what follows are None without
+    a result."""
 
     task_id: str
     job_id: UUID | None
@@ -203,5 +205,6 @@ def expire(connection: Connection, *, max_batch: int = MAX_BATCH) -> int:
 
 
 def forget(connection: Connection, *, max_batch: int = MAX_BATCH) -> int:
-    """Delete tasks without a job after FORGET_S: revokes of what never came, and requests that no row could hold."""
+    """Delete tasks without a job after FORGET_S: revokes of what never came, and requests that no
+    row could hold."""
     return connection.execute(FORGET, {"age_s": FORGET_S, "max_batch": max_batch}).rowcount

@@ -44,7 +44,8 @@ class ForeignStack:
         return self.calls()
 
     def wait_until_settled(self) -> None:
-        """Relays have nothing left to do for any task that is here, and the foreign worker has taken all."""
+        """Relays have nothing left to do for any task that is here, and the foreign worker has
+        taken all."""
         query = "SELECT count(*) FROM celery_tasks WHERE settled_at IS NULL AND job_id IS NOT NULL"
         until(lambda: cell(self.relays.engine, query) == 0, timeout_s=PATIENCE_S)
         until(lambda: self.relays.redis.llen("celery") == 0, timeout_s=PATIENCE_S)
@@ -76,7 +77,8 @@ class ForeignStack:
 def foreign_stack(
     database_url: str, redis_url: str, folder: Path, *, backend: str | None, foreign_backend: str, **variables: str
 ) -> Iterator[ForeignStack]:
-    """`backend` is the relays'; the foreign app's may be another way to the same. Without a relay."""
+    """`backend` is the relays'; the foreign app's may be another way to the same. Without a
+    relay."""
     environment = {**os.environ, "FOREIGN_BROKER": redis_url, "FOREIGN_BACKEND": foreign_backend}
     with relay_stack(database_url, redis_url, folder) as relays, (folder / "foreign.log").open("wb") as log:
         relays.variables |= {"SHARDLINE_RESULT_BACKEND": backend or "", **variables}

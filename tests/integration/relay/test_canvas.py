@@ -1,4 +1,5 @@
-"""Celery's canvas with our task in it: what follows a job follows its end, once. A foreign app on real servers."""
+"""Celery's canvas with our task in it: what follows a job follows its end, once. A foreign app on
+real servers."""
 
 from __future__ import annotations
 

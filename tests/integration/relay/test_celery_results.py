@@ -1,4 +1,5 @@
-"""What a producer of the Celery door hears by its task's own id, whatever becomes of the job: relays and backends."""
+"""What a producer of the Celery door hears by its task's own id, whatever becomes of the job:
+relays and backends."""
 
 from __future__ import annotations
 

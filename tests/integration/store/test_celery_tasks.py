@@ -1,4 +1,5 @@
-"""Tasks of the Celery door on a real Postgres: who settles them and when. One test for each condition."""
+"""Tasks of the Celery door on a real Postgres: who settles them and when. One test for each
+condition."""
 
 from __future__ import annotations
 
