@@ -52,6 +52,9 @@ class GatewayMetrics:
         self.insert_batch = Histogram(
             "shardline_insert_batch_jobs", "Jobs committed by one transaction", buckets=BATCH, registry=registry
         )
+        timeouts = ("head_timeout", "write_timeout", "request_timeout")
+        refusals = ("limit", "request_head_too_large", "bad_request", "pipelined")
+        _begin_at_0(self.connections_closed, *timeouts, *refusals)
 
 
 class RelayMetrics:
