@@ -5,11 +5,10 @@ The loops are found in the code: a new one fails here until it has its poison, o
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-from uuid import UUID, uuid4
+from uuid import uuid4
 
 import msgspec
 import pytest
@@ -31,7 +30,6 @@ from services.relay.outbox import Outbox
 from services.stage.hop.peer import measure_link
 from services.stage.hop.peer_server import OK, PeerServer, ReadFile
 from services.stage.hop.sockets import Sockets
-from services.stage.jobs.delta_publisher import DeltaPublisher
 from services.stage.model.adapter_watch import AdapterWatch
 from services.stage.pipeline.registry import RedisRegistry
 from shardline.api_key import parse_key
@@ -39,6 +37,7 @@ from shardline.client.gateway import GatewayClient
 from shardline.client.together import Together
 from shardline.config import Times
 from shardline.errors import Conflict
+from shardline.job import JobState
 from shardline.keys import STAGES, job_stream, stage_entry
 from shardline.metrics import GatewayMetrics, RelayMetrics
 from shardline.store.database import connect, connect_async
@@ -74,8 +73,17 @@ POISONS = {
         f"{RELAY}/test_doors.py::test_invalid_rows_inserted_by_hand_fail_with_a_reason_and_block_nothing"
     ),
     "services.stage.hop.peer_server.PeerServer": f"{HERE}::test_no_question_of_a_peer_ends_its_server",
-    "services.stage.jobs.delta_publisher.DeltaPublisher": (
-        f"{HERE}::test_a_result_that_cannot_be_stored_costs_no_other_job_its_deltas"
+    "services.relay.celery_results.CeleryResults": (
+        f"{HERE}::test_an_end_that_a_result_backend_refuses_costs_no_other_its_own"
+    ),
+    "services.relay.task_finisher.TaskFinisher": (
+        f"{RELAY}/test_canvas.py::test_a_callback_that_can_never_be_sent_holds_up_no_result_and_no_other_task"
+    ),
+    "services.relay.task_finisher.TaskResults": (
+        f"{RELAY}/test_celery_results.py::test_an_entry_that_cannot_be_read_stops_no_later_result"
+    ),
+    "services.stage.jobs.result_publisher.ResultPublisher": (
+        "tests/unit/stage/jobs/test_result_publisher.py::test_a_result_that_cannot_be_stored_is_dropped_alone"
     ),
     "services.stage.model.adapter_watch.AdapterWatch": f"{HERE}::test_a_broken_adapter_hides_no_other",
     "services.stage.pipeline.pipeline.Pipeline._run": f"{HERE}::test_a_card_that_is_none_hides_no_other",
@@ -94,18 +102,19 @@ POISONS = {
 """By loop: the test that poisons it."""
 
 NO_ITEMS = {
+    "services.gateway.connections.ConnectionRegister._sweep": "times of its own connections",
     "services.gateway.completion_response.disconnected": "one request's",
     "services.gateway.completion_response.gateway.client.until_ended": "one request's",
     "services.gateway.completion_response.gateway.stopping.wait": "one request's",
     "services.gateway.job_events.gateway.client.get": "one request's",
     "services.gateway.sse.EventStream._send_all": "one request's",
     "services.gateway.sse.disconnected": "one request's",
-    "services.relay.celery_results.CeleryResults": "states of rows, which the relay itself has written",
     "services.relay.growth.Growth": "sizes of tables",
     "services.relay.notify_listener.NotifyListener": "nobody reads what a NOTIFY says",
     "services.relay.retention.Retention": "deletes rows by their age alone, and reads nothing else of them",
     "services.relay.sweeper.Sweeper": "moves rows by times and states; of a partial text it takes none that fails",
     "services.stage.engine.launched_steps.LaunchedSteps": "the engine's own steps",
+    "services.stage.jobs.delta_publisher.DeltaPublisher": "its own deltas; a key of another type fails alone",
     "services.stage.membership.Membership": "its own row: without it the stage starts again, and joins anew",
     "services.stage.pipeline.registry.Announcer._run": "its own card",
     "services.stage.ranks.processes.OtherRanks._watch": "waits for one process",
@@ -113,6 +122,7 @@ NO_ITEMS = {
     "services.standalone.readiness.ReadinessWatcher._watch": "ends when the stack is ready",
     "shardline.client.ends.Ends._listen": "nobody reads what a NOTIFY says",
     "shardline.client.ends.Ends._look": "ids alone",
+    "shardline.tracing.Tracer._processor.shutdown": "ends at a stop",
 }
 """By loop: why nothing bad can reach it from outside."""
 
@@ -149,7 +159,7 @@ def test_a_cancel_without_a_row_holds_up_no_other(engine: Engine) -> None:
     here = context(engine)
     loop = Canceller(here, results=CeleryResults(here, backend_app=None))
     (good,) = submit(engine)
-    loop.cancel([uuid4(), good, uuid4()], running=False)
+    loop.cancel([str(uuid4()), str(good), "order-17"], running=False)
 
     loop.turn()
 
@@ -246,32 +256,25 @@ async def test_a_key_that_is_no_stream_costs_no_other_its_deltas(redis_url: str)
     assert writer.num_dropped == 0
 
 
-def test_a_result_that_cannot_be_stored_costs_no_other_job_its_deltas(redis_url: str) -> None:
-    written: list[UUID] = []
-    has_tried = threading.Event()
+def test_an_end_that_a_result_backend_refuses_costs_no_other_its_own(engine: Engine) -> None:
+    told: list[str] = []
 
-    class Sink:
-        def write(self, batch: Sequence[tuple[UUID, Delta]]) -> None:
-            written.extend(job_id for job_id, _ in batch)
+    class Refusing(Celery):
+        class backend:  # noqa: N801 (Celery's name)
+            @staticmethod
+            def store_result(job_id: str, _value: object, _state: str) -> None:
+                if job_id == str(bad):
+                    raise ValueError("Exception information must include the exception type")
+                told.append(job_id)
 
-    def store(job_id: str, value: object, state: str) -> None:
-        has_tried.set()
-        raise TypeError(f"{value} is not JSON serializable")
+    bad, good = submit(engine, 2)
+    app = Refusing("poisoned", set_as_current=False)
+    loop = CeleryResults(context(engine), backend_app=app)
+    loop.note({bad: JobState.CANCELLED, good: JobState.CANCELLED})
 
-    publisher = DeltaPublisher(Sink(), store)
-    publisher.start()
-    publisher.result(uuid4(), object(), "SUCCESS")
-    assert has_tried.wait(60)
-    last = uuid4()
+    loop.turn()
 
-    def is_written() -> bool:
-        publisher.delta(last, Delta(fence=1, start=0))
-        return last in written
-
-    with capture_logs():
-        until(is_written)
-    publisher.stop()
-    publisher.join()
+    assert told == [str(good)]
 
 
 def test_a_card_that_is_none_hides_no_other(redis_url: str) -> None:
