@@ -7,7 +7,6 @@ takes `write_timeout_s` for none of them.
 
 from __future__ import annotations
 
-from starlette.datastructures import Headers
 from starlette.types import Message, Receive, Scope, Send
 
 from services.gateway import errors
@@ -64,7 +63,7 @@ class AnswerSender:
         self._num_counted = 0
 
     async def _begin(self, message: Message) -> None:
-        length = int(Headers(raw=list(message["headers"])).get("content-length", "0"))
+        length = int(next((value for name, value in message["headers"] if name == b"content-length"), b"0"))
         try:
             self._count(length)
         except Overloaded as error:

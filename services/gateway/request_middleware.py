@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import re
 
-from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from shardline.ids import new_id
 
-REQUEST_ID = "x-request-id"
+REQUEST_ID = b"x-request-id"
 GIVEN_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 """Ids of callers that are given back; others may hold what breaks a log or a header."""
 
@@ -29,17 +28,17 @@ class RequestMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        given = Headers(scope=scope).get(REQUEST_ID, "")
+        given = next((value for name, value in scope["headers"] if name == REQUEST_ID), b"").decode("latin-1")
         request_id = given if GIVEN_ID.fullmatch(given) else None
 
         async def name(message: Message) -> None:
             if message["type"] == "http.response.start":
-                headers = MutableHeaders(raw=list(message["headers"]))
-                if request_id is not None:
-                    headers[REQUEST_ID] = request_id
-                elif REQUEST_ID not in headers:
-                    headers[REQUEST_ID] = str(new_id())
-                message = {**message, "headers": headers.raw}
+                headers = message["headers"]
+                has_one = any(name == REQUEST_ID for name, _ in headers)
+                if request_id is not None or not has_one:
+                    others = [header for header in headers if header[0] != REQUEST_ID] if has_one else headers
+                    new = (REQUEST_ID, (request_id or str(new_id())).encode())
+                    message = {**message, "headers": [*others, new]}
             await send(message)
 
         path = scope["path"].rstrip("/") or "/"
