@@ -52,7 +52,14 @@ def send(here: ForeignStack, **options: Any) -> Any:
     )
 
 
-@pytest.mark.parametrize("task_id", ["order-17", "417", uuid4().hex, str(uuid4()).upper(), "ü/?" * 80, str(uuid4())])
+JOB_ID = "3b0e7c52-6c1f-4c58-9a0d-0f5d8e1b7a21"
+
+
+@pytest.mark.parametrize(
+    "task_id",
+    ["order-17", "417", JOB_ID.replace("-", ""), JOB_ID.upper(), "ü/?" * 80, JOB_ID],
+    ids=["name", "number", "hex", "upper", "long", "uuid"],
+)
 def test_a_result_is_found_under_any_task_id(here: ForeignStack, task_id: str) -> None:
     result = send(here, task_id=task_id)
     (job_id,) = here.complete()

@@ -19,6 +19,7 @@ MANY = "1" * 5_001
         ('{"a": 1.5, "b": 3, "c": null}', {"a": 1.5, "b": 3, "c": None}),
         (b'["b"]', ["b"]),
     ],
+    ids=["digits", "negative digits", "plain", "bytes"],
 )
 def test_a_number_that_python_has_not_is_its_text(text: str | bytes, value: object) -> None:
     assert load_json(text) == value
@@ -35,6 +36,7 @@ def test_what_is_nested_too_deep_to_be_read_is_its_text_and_can_be_shown(depth: 
 @pytest.mark.parametrize(
     "text",
     [f'{{"max_tokens": {MANY}}}', f'{{"temperature": {MANY}}}', '{"top_p": 1e400}', f'{{"a": {MANY}}}', "[" * 9_999],
+    ids=["max_tokens", "temperature", "top_p", "unknown", "nested"],
 )
 def test_such_parameters_fail_their_check_and_nothing_else(text: str) -> None:
     with pytest.raises(msgspec.ValidationError):
