@@ -31,6 +31,8 @@ write() {
 
 write postgres_password "$(random)"
 write database_url "postgresql://shardline:$(cat "$folder/postgres_password")@postgres:5432/shardline"
+write redis_acl "user default on >$(random) ~* &* +@all"
+write redis_url "redis://:$(sed 's/.*>\([^ ]*\) .*/\1/' "$folder/redis_acl")@redis:6379/0"
 write flower_auth "admin:$(random)"
 write grafana_password "$(random)"
 write api_key "$(api_key)"

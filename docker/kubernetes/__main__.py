@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from docker.kubernetes import autoscaling, workloads
+from docker.kubernetes import autoscaling, network, workloads
 from docker.kubernetes.compose import Service, services
 from docker.kubernetes.workloads import ACCELERATORS, Manifest
 
@@ -49,6 +49,7 @@ def files() -> dict[Path, str]:
         Path(AUTOSCALED, "stage.yaml"): [
             autoscaling.authentication(),
             autoscaling.scaled_object(found["stage"].replicas),
+            network.of_keda(TRIAL["postgres"]),
         ],
     }
     folders = sorted({path.parent for path in manifests})
@@ -70,6 +71,7 @@ def _base(found: dict[str, Service]) -> dict[Path, list[Manifest]]:
         Path("base/namespace.yaml"): [workloads.manifest("v1", "Namespace", NAMESPACE)],
         Path("base/settings.yaml"): [settings],
         Path("base/migrate.yaml"): [workloads.job(found["migrate"])],
+        Path("base/network.yaml"): network.of_base(*found["gateway"].ports),
         **{Path(f"base/{name}.yaml"): _stateless(found[name]) for name in BASE},
     }
 
@@ -83,7 +85,8 @@ def _stateless(service: Service) -> list[Manifest]:
 
 def _server(service: Service) -> list[Manifest]:
     server = workloads.database(service) if service.mounts else workloads.deployment(service)
-    return [server, workloads.network_service(service.name, TRIAL[service.name])]
+    port = TRIAL[service.name]
+    return [server, workloads.network_service(service.name, port), network.of_server(service.name, port)]
 
 
 def _kind(name: str) -> str:

@@ -17,6 +17,7 @@ VARIABLE = re.compile(r"\$\{(\w+)(?::([-?])((?:[^{}]|\$\{[^{}]*\})*))?\}")
 """`${NAME}`, `${NAME:-default}` or `${NAME:?problem}`; a default may hold one more."""
 URL = re.compile(r"http://127\.0\.0\.1:(\d+)(/\w+)")
 SECONDS = {"s": 1, "m": 60}
+MIB = {"m": 1, "g": 1024}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +67,10 @@ class Service:
     replicas: int
     is_read_only: bool
     shm_mib: int | None
+    memory_mib: int
+    """What it may take at most; 0: no limit."""
+    reserved_mib: int
+    """What it surely gets."""
 
     @classmethod
     def of(cls, name: str, document: Mapping[str, Any]) -> Self:
@@ -85,6 +90,8 @@ class Service:
             replicas=document.get("deploy", {}).get("replicas", 1),
             is_read_only=document.get("read_only", False),
             shm_mib=int(size.removesuffix("mb")) if size else None,
+            memory_mib=mib(document.get("mem_limit", "0")),
+            reserved_mib=mib(document.get("mem_reservation", "0")),
         )
 
 
@@ -102,6 +109,11 @@ def services() -> dict[str, Service]:
 def seconds(text: str) -> int:
     """A duration such as `45s` or `10m`."""
     return int(text[:-1]) * SECONDS[text[-1]]
+
+
+def mib(text: str) -> int:
+    """An amount of memory such as `512m` or `1g`; `0` is none."""
+    return 0 if text == "0" else int(text[:-1]) * MIB[text[-1]]
 
 
 def _mount(text: str) -> tuple[str, str, bool]:

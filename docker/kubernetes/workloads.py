@@ -142,6 +142,8 @@ def _container(service: Service) -> Manifest:
         "volumeMounts": list(_mounts(service)),
         **_probes(service),
     }
+    if resources := _resources(service):
+        container["resources"] = resources
     if service.args:
         container["args"] = service.args
     if "SHARDLINE_METRICS_PORT" in service.environment:
@@ -149,10 +151,21 @@ def _container(service: Service) -> Manifest:
     if is_stage(service):
         address = {"fieldRef": {"fieldPath": "status.podIP"}}
         container["env"].append({"name": "SHARDLINE_HOP_HOST", "valueFrom": address})
-        device = ACCELERATORS.get(service.name)
-        cores = {"requests": {"cpu": service.environment["SHARDLINE_STAGE_CORES"]}}
-        container["resources"] = {"limits": {device: 1}} if device else cores
     return container
+
+
+def _resources(service: Service) -> Manifest:
+    """Memory as under Compose, and of a stage its device."""
+    device = ACCELERATORS.get(service.name)
+    limits: Manifest = {device: 1} if device else {}
+    requests: Manifest = {}
+    if is_stage(service) and not device:
+        requests["cpu"] = service.environment["SHARDLINE_STAGE_CORES"]
+    if service.memory_mib:
+        limits["memory"] = f"{service.memory_mib}Mi"
+    if service.reserved_mib:
+        requests["memory"] = f"{service.reserved_mib}Mi"
+    return {kind: amounts for kind, amounts in (("requests", requests), ("limits", limits)) if amounts}
 
 
 def _variable(name: str, value: str) -> Manifest:

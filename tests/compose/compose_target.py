@@ -30,6 +30,7 @@ NETWORK = f"{PROJECT}_shardline"
 PUBLISHED = "tests/compose/published.yaml"
 LOGS_KEPT = REPOSITORY / ".local" / "chaos-compose-logs"
 MEASURED = ("gateway", "relay", "stage-0", "stage-1", "flower")
+PLAIN = "sslmode=disable&gssencmode=disable"
 LASTING = ("container", "network", "volume")
 """What `docker compose down --volumes` must remove."""
 
@@ -125,8 +126,8 @@ def compose_target(options: Options, docker: Docker) -> Iterator[ComposeTarget]:
             stack=stack,
             urls={
                 "gateway": f"http://{LOOPBACK}:{gateway}",
-                "database": _from_outside((stack.secrets / "database_url").read_text(), postgres),
-                "redis": f"redis://{LOOPBACK}:{redis}/0",
+                "database": f"{_from_outside(stack, 'database_url', postgres)}/shardline?{PLAIN}",
+                "redis": f"{_from_outside(stack, 'redis_url', redis)}/0",
                 "api_key": stack.api_key,
             },
             times=Times().scaled(TIME_SCALE),
@@ -159,7 +160,7 @@ def _ports() -> list[int]:
     return [port for port in random.sample(PORTS, 100) if not is_taken(port)][:3]
 
 
-def _from_outside(url: str, port: int) -> str:
-    """The containers' URL of Postgres, by its published port."""
-    user, _, _ = url.rpartition("@")
-    return f"{user}@{LOOPBACK}:{port}/shardline?sslmode=disable&gssencmode=disable"
+def _from_outside(stack: Stack, name: str, port: int) -> str:
+    """The containers' URL of a server without its path, by its published port."""
+    user, _, _ = (stack.secrets / name).read_text().rpartition("@")
+    return f"{user}@{LOOPBACK}:{port}"
