@@ -40,6 +40,11 @@ def fields_of(kind: type[SamplingParams]) -> dict[str, Type]:
     return {name: one for name, one in found.items() if isinstance(one, KINDS)}
 
 
+def numbers_of(kind: type[SamplingParams]) -> dict[str, IntType | FloatType]:
+    """Of these fields, the numbers."""
+    return {name: one for name, one in fields_of(kind).items() if isinstance(one, IntType | FloatType)}
+
+
 def _inner(kind: Type) -> Type:
     return next(one for one in kind.types if not isinstance(one, NoneType)) if isinstance(kind, UnionType) else kind
 
@@ -49,16 +54,10 @@ def within(kind: Type) -> st.SearchStrategy[Any]:
     if isinstance(kind, BoolType):
         return st.booleans()
     if isinstance(kind, IntType):
-        assert kind.le is not None or kind.lt is not None
-        low, high = int(kind.ge or 0), int(kind.le if kind.le is not None else kind.lt - 1)  # type: ignore[operator] # one of the two is there
-        return st.sampled_from((low, high, min(high, low + 1))) | st.integers(low, high)
+        low, high = least_and_most(kind)
+        return st.sampled_from(limits(kind)) | st.integers(int(low), int(high))
     if isinstance(kind, FloatType):
-        assert kind.le is not None
-        least = kind.ge if kind.gt is None else math.nextafter(kind.gt, math.inf)
-        assert least is not None
-        ends = [least, kind.le, math.nextafter(least, math.inf), math.nextafter(kind.le, -math.inf)]
-        tiny = [value for value in (5e-324, 1e-40, -0.0, 0.0, -5e-324) if least <= value <= kind.le]
-        return st.sampled_from([*ends, *tiny]) | st.floats(least, kind.le)
+        return st.sampled_from(limits(kind)) | st.floats(*least_and_most(kind))
     if isinstance(kind, StrType):
         if kind.pattern is not None:
             return st.from_regex(kind.pattern, fullmatch=True).filter(lambda text: len(text) <= (kind.max_length or 1))
@@ -70,18 +69,40 @@ def within(kind: Type) -> st.SearchStrategy[Any]:
     )
 
 
+def least_and_most(kind: IntType | FloatType) -> tuple[float, float]:
+    """Both are values of the field."""
+    step, whole = (1, True) if isinstance(kind, IntType) else (math.inf, False)
+    low = kind.ge if kind.gt is None else kind.gt + step if whole else math.nextafter(kind.gt, math.inf)
+    high = kind.le if kind.lt is None else kind.lt - step if whole else math.nextafter(kind.lt, -math.inf)
+    assert low is not None
+    assert high is not None
+    return low, high
+
+
+def limits(kind: IntType | FloatType) -> list[float]:
+    """Values at the limits of a number, and small ones between them."""
+    low, high = least_and_most(kind)
+    if isinstance(kind, IntType):
+        return sorted({int(low), min(int(high), int(low) + 1), int(high)})
+    ends = (low, high, math.nextafter(low, math.inf), math.nextafter(high, -math.inf))
+    tiny = (value for value in (5e-324, 1e-40, -0.0, 0.0, -5e-324) if low <= value <= high)
+    return list({str(value): value for value in (*ends, *tiny)}.values())
+
+
+def past(kind: IntType | FloatType) -> list[float]:
+    """Numbers just below and above the limits, and for a whole number a half."""
+    low, high = least_and_most(kind)
+    if not isinstance(kind, IntType):
+        return [math.nextafter(low, -math.inf), math.nextafter(high, math.inf)]
+    # A float that holds no half at the lower limit is whole.
+    return [value for value in (int(low) - 1, int(high) + 1, int(low) + 0.5) if not takes(kind, value)]
+
+
 def beyond(kind: Type) -> st.SearchStrategy[Any]:
     """Values that a field must refuse."""
     values = [other for other in OTHERS if not takes(kind, other)]
     if isinstance(kind, IntType | FloatType):
-        low = kind.ge if kind.ge is not None else kind.gt
-        high = kind.le if kind.le is not None else kind.lt
-        assert low is not None
-        assert high is not None
-        if isinstance(kind, IntType):
-            values += [int(low) - 1, int(high) + 1, int(low) + 0.5]
-        else:
-            values += [low if kind.gt is not None else math.nextafter(low, -math.inf), math.nextafter(high, math.inf)]
+        values += past(kind)
     if isinstance(kind, StrType):
         values += ["a" * ((kind.max_length or 0) + 1)]
     if isinstance(kind, VarTupleType) and kind.max_length is not None:

@@ -3,7 +3,8 @@ product's code, only its tables.
 
 I1 every accepted job ends in one state that it may end in; I2 one result, equal to the undisturbed run's (`bits`); I3
 nothing was written by a stale fence; I8 nothing is stuck; I9 what was streamed is never retracted, without gap or
-repeat; I11 a repeat gives the job that is there (`producer` hears that at the doors).
+repeat; I11 a repeat gives the job that is there, and what is beyond a limit is none (`producer` and `limit_prober` hear
+that at the doors).
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from psycopg.types.json import Jsonb
 from tests.chaos.judge.bits import Row, changed, retracted
 from tests.chaos.load.journal import Asked, Watched
 from tests.chaos.load.undisturbed import Expected
-from tests.chaos.load.workload import MARK
+from tests.chaos.load.workload import BEYOND, MARK
 from tests.chaos.report.finding import Finding
 
 CRASHED = "crashed"
@@ -38,6 +39,7 @@ SELECT job_id, 'attempts that ended it', count(*) FROM attempts
     GROUP BY job_id HAVING count(*) > 1
 """
 STRANGERS = "SELECT id FROM jobs WHERE metadata @> %(mark)s AND NOT id = ANY(%(ids)s)"
+ADMITTED = "SELECT id, state, params FROM jobs WHERE metadata @> %s AND state <> 'failed'"
 ATTEMPTS = """
 SELECT attempts.job_id, attempts.fence, outcome, tokens, logprobs, num_resumed, jobs.state, jobs.fence AS last_fence,
     attempts.ended_at < attempts.heartbeat_at AS beats_after_its_end,
@@ -59,6 +61,7 @@ def judge(
         attempts = connection.execute(ATTEMPTS, (ids,)).fetchall()
         twice = connection.execute(TWICE, {"ids": ids}).fetchall()
         strangers = connection.execute(STRANGERS, {"mark": Jsonb(MARK), "ids": ids}).fetchall()
+        beyond = connection.execute(ADMITTED, (Jsonb(BEYOND),)).fetchall()
     wanted = own(rows, attempts) if expected is None else {each.id: expected[each.number] for each in asked}
     return [
         *lost(asked, rows),
@@ -67,6 +70,15 @@ def judge(
         *stale(rows, attempts),
         *blamed(attempts),
         *retracted(watched, rows, wanted),
+        *admitted(beyond),
+    ]
+
+
+def admitted(rows: Sequence[Row]) -> list[Finding]:
+    """I11: jobs that were asked for beyond a limit. Rows of SQL, which no door has checked, must have failed."""
+    return [
+        Finding(invariant="I11", count="admitted", what=f"{row['params']} is {row['state']}", job_id=row["id"])
+        for row in rows
     ]
 
 

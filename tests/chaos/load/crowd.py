@@ -1,4 +1,5 @@
-"""The rest of the users' load: callers, a bulk load, cancels, readers in Python, bad messages, a look at dead letters.
+"""The rest of the users' load: callers, a bulk load, cancels, readers in Python, bad messages, requests beyond limits,
+a look at dead letters.
 
 Knows no fault and no invariant. Nobody of it comes with the lab's load.
 """
@@ -25,6 +26,7 @@ from tests.chaos.load.batch import ROWS_MAX, ROWS_PER_MINUTE, Batch
 from tests.chaos.load.callers import Caller
 from tests.chaos.load.doors import PATIENCE_S, gateway_client
 from tests.chaos.load.journal import Asked, Journal
+from tests.chaos.load.limit_prober import LimitProber
 from tests.chaos.load.requests import MODEL
 from tests.chaos.load.target import Target
 from tests.chaos.load.workload import MARK
@@ -91,6 +93,13 @@ def crowd(target: Target, stopping: threading.Event, drained: threading.Event, *
     }
     people["canceller"] = partial(_cancel, target, client, random.Random(f"{seed} canceller"), stopping, drained)
     people["poisoner"] = partial(_poison, target, random.Random(f"{seed} poisoner"), drained)
+    people["limit prober"] = LimitProber(
+        doors=LimitProber.doors_of(target.urls),
+        journal=target.journal,
+        stopping=stopping,
+        drained=drained,
+        rng=random.Random(f"{seed} limit prober"),
+    ).run
     people["dead letters"] = partial(_look_at_dead_letters, target, drained)
     return Crowd(people=people, read=partial(_read, target.journal, client), batch=batch)
 

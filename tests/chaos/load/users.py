@@ -1,7 +1,8 @@
 """The users' load: what people really send. Knows no door, and of a model only its name, its limit and its words.
 
 Chats with system messages and several turns, no `max_tokens`, prompts from one token to the limit, 20
-log-probabilities, stop strings, every way to sample. Every request has a seed, so that its tokens are known.
+log-probabilities, stop strings, every way to sample, every number at its limits. Every request has a seed, so that its
+tokens are known.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
+from tests.chaos.load.extremes import alone, combined
 from tests.chaos.load.requests import MODEL, Request, request
 
 NUM_PLAIN = 12
@@ -72,11 +74,19 @@ def users(models: Sequence[Speaks]) -> tuple[Request, ...]:
         {name: value for name, value in request(number).items() if name != "max_crashes"} for number in range(NUM_PLAIN)
     ]
     seeds = count(1000)
-    return (*plain, *({**one, "seed": next(seeds)} for model in models for one in _of(model)))
+    return (*plain, *({"seed": next(seeds), **one} for model in models for one in _of(model)))
 
 
 def _of(model: Speaks) -> Iterator[Request]:
-    kinds = (_chats(model), _open_ended(model), _lengths(model), _told(model), _stopped(model), _sampled(model))
+    kinds: tuple[Iterator[Request], ...] = (
+        _chats(model),
+        _open_ended(model),
+        _lengths(model),
+        _told(model),
+        _stopped(model),
+        _sampled(model),
+        _extreme(model),
+    )
     for kind in kinds:
         for one in kind:
             yield {"model": model.name, **one}
@@ -151,6 +161,16 @@ def _sampled(model: Speaks) -> Iterator[dict[str, Any]]:
     everything: dict[str, Any] = {name: value for way in ways[:2] for name, value in way.items()}
     for index, way in enumerate((*ways, {**everything, "frequency_penalty": -0.2})):
         yield {"prompt": model.questions[index % 4], "max_tokens": 48 + 16 * index, "ignore_eos": True, **way}
+
+
+def _extreme(model: Speaks) -> Iterator[Request]:
+    """Numbers at their limits, of the first model each alone too: they are fields' limits, not a model's."""
+    prompt = _ids(model, 5)
+    base = {"prompt": prompt, "max_tokens": SHORT // 2, "ignore_eos": True}
+    room = model.limit - len(prompt)
+    yield from combined(base, room)
+    if model.name == MODEL:
+        yield from alone(base, room)
 
 
 def _ids(model: Speaks, length: int) -> list[int]:

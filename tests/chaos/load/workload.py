@@ -9,9 +9,12 @@ from enum import StrEnum
 from itertools import cycle
 from typing import Any
 
+from tests.chaos.load.extremes import job_limits
 from tests.chaos.load.requests import NUM_REQUESTS, Request, request
 from tests.chaos.load.users import Speaks, users
 
+BEYOND: Mapping[str, Any] = {"asked_by": "chaos, beyond all limits"}
+"""Metadata of requests that no door may take, and no stage run."""
 SUCCEEDED = frozenset({"succeeded"})
 MARK: Mapping[str, Any] = {"asked_by": "chaos"}
 """Metadata of every request of a load: a row that has it and that nobody asked for is a second job."""
@@ -19,6 +22,9 @@ MARK: Mapping[str, Any] = {"asked_by": "chaos"}
 KEYED = 0.5
 """Share of requests that have a key and no id of their own."""
 DELAYED, HURRIED, PATIENT = 0.05, 0.05, 0.2
+KEPT = frozenset({"idempotency_key", "priority"})
+EXTREME = 0.1
+"""Share of requests with one of a job's own numbers at a limit."""
 DELAYS_S = (0.5, 4.0)
 DEADLINES_S = (0.5, 6.0)
 FAR_S = 3600.0
@@ -101,4 +107,7 @@ def _dress(rng: random.Random) -> Dress:
         ends |= {"expired"}
     elif rng.random() < PATIENT:
         fields["deadline_s"] = FAR_S
+    if rng.random() < EXTREME:
+        more, ends = rng.choice(job_limits())
+        fields = {"metadata": MARK, **{name: fields[name] for name in KEPT & fields.keys()}, **more}
     return Dress(fields=fields, ends=ends)

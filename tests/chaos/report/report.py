@@ -73,6 +73,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     """Doors and clients that said something else than the row."""
     refused: int = 0
     """Good requests that a door refused, or answered with an error of its own."""
+    admitted: int = 0
+    """Requests beyond a limit that a door took, or answered with an error of its own."""
     stale_commits: int = 0
     stale_deltas: int = 0
     blamed: int = 0
