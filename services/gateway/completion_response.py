@@ -73,7 +73,7 @@ async def completion_events(
 async def _chunks(gateway: Gateway, accepted: Accepted, responses: OpenAiResponses) -> AsyncIterator[bytes]:
     began_s = sent_s = time.monotonic()
     keep_alive_s = gateway.settings.http_keep_alive_s
-    num_output, texts = 0, responses.token_texts()
+    num_output, texts = 0, responses.logprob_texts()
     if (opening := responses.opening_chunk()) is not None:
         yield event(opening)
     text_rule = accepted.model.tokens.text_rule
@@ -89,7 +89,7 @@ async def _chunks(gateway: Gateway, accepted: Accepted, responses: OpenAiRespons
         sent_s, delta = now_s, merged(deltas)
         if num_output == 0:
             gateway.metrics.first_token_seconds.observe(now_s - began_s)
-        if delta.text or delta.logprobs or (delta.ids and responses.options.return_token_ids):
+        if delta.text or texts.has_new(delta) or (delta.ids and responses.options.return_token_ids):
             yield event(responses.chunk(delta, texts))
         num_output += len(delta.ids)
         if delta.state is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,8 +23,27 @@ from services.gateway.bodies import (
 )
 from services.gateway.openai import AnswerOptions
 from shardline.job import Result, SamplingParams, TokenLogprob, Usage
-from shardline.tokenize import BROKEN, Piece, Tokens, TokenTexts
+from shardline.tokenize import BROKEN, Piece, Tokens, TokenText, TokenTexts
 from shardline.wire import Delta
+
+
+class LogprobTexts:
+    """The log-probabilities of one completion with the texts of their tokens, at once or in the chunks of a stream."""
+
+    def __init__(self, texts: TokenTexts) -> None:
+        self._texts = texts
+        self._waiting: deque[TokenLogprob] = deque()
+        self.alternative = texts.alternative
+
+    def push(self, logprobs: Sequence[TokenLogprob], *, is_end: bool = True) -> list[tuple[TokenLogprob, TokenText]]:
+        """Those whose texts are settled; one whose character may still become whole waits for it, or for the end."""
+        self._waiting.extend(logprobs)
+        told = self._texts.push([entry.token_id for entry in logprobs], is_end=is_end)
+        return [(self._waiting.popleft(), token) for token in told]
+
+    def has_new(self, delta: Delta) -> bool:
+        """Whether a chunk of this delta has log-probabilities."""
+        return bool(delta.logprobs) or (delta.state is not None and bool(self._waiting))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,9 +60,9 @@ class OpenAiResponses:
     params: SamplingParams
     prompt_ids: tuple[int, ...]
 
-    def token_texts(self) -> TokenTexts:
+    def logprob_texts(self) -> LogprobTexts:
         """What the chunks of one stream go on with: the texts and places of its tokens."""
-        return self.tokens.token_texts(self.params, self.prompt_ids)
+        return LogprobTexts(self.tokens.token_texts(self.params, self.prompt_ids))
 
     def whole(self, result: Result) -> Completion | ChatCompletion:
         """The answer to a request that does not stream."""
@@ -59,7 +79,7 @@ class OpenAiResponses:
         prompt = self._prompt_fields()
         return {**self._chunk(choice), **prompt} if self.is_chat else self._chunk({**choice, **prompt})
 
-    def chunk(self, delta: Delta, texts: TokenTexts) -> dict[str, Any]:
+    def chunk(self, delta: Delta, texts: LogprobTexts) -> dict[str, Any]:
         """A chunk of new tokens; `texts` has had those of the chunks before."""
         choice: dict[str, Any] = {"delta": {"content": delta.text}} if self.is_chat else {"text": delta.text}
         choice |= {"logprobs": self._chunk_logprobs(delta, texts), "finish_reason": None}
@@ -83,7 +103,7 @@ class OpenAiResponses:
             "index": 0,
             "finish_reason": result.finish_reason,
             "text": result.text,
-            "logprobs": None if result.logprobs is None else self._text_logprobs(result.logprobs, self.token_texts()),
+            "logprobs": None if result.logprobs is None else self._text_logprobs(result.logprobs, self.logprob_texts()),
             **self._token_fields(result),
             **self._prompt_fields(),
         }
@@ -94,7 +114,7 @@ class OpenAiResponses:
             "index": 0,
             "finish_reason": result.finish_reason,
             "message": {"role": "assistant", "content": result.text, "refusal": None},
-            "logprobs": None if result.logprobs is None else self._chat_logprobs(result.logprobs, self.token_texts()),
+            "logprobs": None if result.logprobs is None else self._chat_logprobs(result.logprobs, self.logprob_texts()),
             **self._token_fields(result),
         }
         return {
@@ -127,16 +147,15 @@ class OpenAiResponses:
             "system_fingerprint": self.system_fingerprint,
         }
 
-    def _chunk_logprobs(self, delta: Delta, texts: TokenTexts) -> ChatLogprobs | TextLogprobs | None:
-        if delta.logprobs is None:
+    def _chunk_logprobs(self, delta: Delta, texts: LogprobTexts) -> ChatLogprobs | TextLogprobs | None:
+        if not texts.has_new(delta):
             return None
         build = self._chat_logprobs if self.is_chat else self._text_logprobs
-        return build(delta.logprobs, texts, is_end=delta.state is not None)
+        return build(delta.logprobs or (), texts, is_end=delta.state is not None)
 
     def _chat_logprobs(
-        self, logprobs: Sequence[TokenLogprob], texts: TokenTexts, *, is_end: bool = True
+        self, logprobs: Sequence[TokenLogprob], texts: LogprobTexts, *, is_end: bool = True
     ) -> ChatLogprobs:
-        told = texts.push([entry.token_id for entry in logprobs], is_end=is_end)
         content: list[ContentLogprob] = [
             {
                 **_named(token.text, token.data, entry.logprob),
@@ -147,19 +166,19 @@ class OpenAiResponses:
                     for token_id, value in entry.top
                 ],
             }
-            for entry, token in zip(logprobs, told, strict=True)
+            for entry, token in texts.push(logprobs, is_end=is_end)
         ]
         return {"content": content, "refusal": None}
 
     def _text_logprobs(
-        self, logprobs: Sequence[TokenLogprob], texts: TokenTexts, *, is_end: bool = True
+        self, logprobs: Sequence[TokenLogprob], texts: LogprobTexts, *, is_end: bool = True
     ) -> TextLogprobs:
-        told = texts.push([entry.token_id for entry in logprobs], is_end=is_end)
+        told = texts.push(logprobs, is_end=is_end)
         return {
-            "tokens": [token.text for token in told],
-            "token_logprobs": [entry.logprob for entry in logprobs],
-            "top_logprobs": [_likeliest(entry, token.text, texts) for entry, token in zip(logprobs, told, strict=True)],
-            "text_offset": [token.offset for token in told],
+            "tokens": [token.text for _, token in told],
+            "token_logprobs": [entry.logprob for entry, _ in told],
+            "top_logprobs": [_likeliest(entry, token.text, texts) for entry, token in told],
+            "text_offset": [token.offset for _, token in told],
         }
 
 
@@ -167,7 +186,7 @@ def _named(text: str, data: bytes, logprob: float) -> NamedLogprob:
     return {"token": text, "logprob": logprob, "bytes": list(data)}
 
 
-def _likeliest(entry: TokenLogprob, text: str, texts: TokenTexts) -> dict[str, float]:
+def _likeliest(entry: TokenLogprob, text: str, texts: LogprobTexts) -> dict[str, float]:
     """Alternatives by text, likeliest first, and among or behind them the output token, whose text is `text`. Of tokens
     with one text, all but the first are named by their id."""
     found: dict[str, float] = {}

@@ -3,7 +3,7 @@
 from shardline.tokenize.chat import ChatTemplate
 from shardline.tokenize.completion import CompletionText
 from shardline.tokenize.folder import model_row, tokenizers_eos_id
-from shardline.tokenize.token_texts import TokenTexts
+from shardline.tokenize.token_texts import TokenText, TokenTexts
 from shardline.tokenize.tokenizer_cache import RegisteredModel, TokenizerCache, addresses
 from shardline.tokenize.tokens import Prepared, Tokens
 from shardline.tokenize.vocabulary import BROKEN, Piece, Vocabulary
@@ -15,6 +15,7 @@ __all__ = [
     "Piece",
     "Prepared",
     "RegisteredModel",
+    "TokenText",
     "TokenTexts",
     "TokenizerCache",
     "Tokens",

@@ -32,15 +32,23 @@ class TokenTexts:
         self._vocabulary = vocabulary
         self._detokenizer = Detokenizer(vocabulary, prompt_ids=prompt_ids, with_special=with_special)
         self._num_chars = 0
+        self._waiting: list[TokenText] = []
+        """The last token with text, if it ends inside a character, and those behind it: if no
+        character comes of it, its text is that it is broken."""
 
     def push(self, ids: Iterable[int], *, is_end: bool = False) -> list[TokenText]:
-        """The next tokens. With `is_end` the last one with text has the bytes of which no character will come."""
-        found = [self._next(token_id) for token_id in ids]
+        """The next tokens that are settled, in order: of these ids and of those that wait. With `is_end` all of them:
+        the last one with text has the bytes of which no character will come."""
+        found = [*self._waiting, *(self._next(token_id) for token_id in ids)]
+        num_settled = len(found)
+        if self._detokenizer.has_pending:
+            num_settled = max((place for place, token in enumerate(found) if token.data), default=num_settled)
         rest = self._detokenizer.flush() if is_end else ""
-        if rest and (shown := [place for place, token in enumerate(found) if token.data]):
-            last = found[shown[-1]]
-            found[shown[-1]] = last._replace(text=last.text + rest)
-        return found
+        if rest and num_settled < len(found):
+            last = found[num_settled]
+            found[num_settled] = last._replace(text=last.text + rest)
+        self._waiting = [] if is_end else found[num_settled:]
+        return found if is_end else found[:num_settled]
 
     def _next(self, token_id: int) -> TokenText:
         offset = self._num_chars

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 
 from services.gateway.openai import AnswerOptions
 from services.gateway.openai_responses import OpenAiResponses
-from shardline.job import FinishReason, Result, SamplingParams, TokenLogprob, Usage
+from shardline.job import FinishReason, JobState, Result, SamplingParams, TokenLogprob, Usage
 from shardline.tokenize import Tokens
 from shardline.wire import Delta
 from tests.unit.tokenize.small_tokenizers import byte_fallback, id_of
@@ -59,24 +59,29 @@ def result(ids: Sequence[int]) -> Result:
     )
 
 
+@pytest.mark.parametrize("num_begun", [0, 1, 3], ids=["whole", "begun", "cut at its last byte"])
 @pytest.mark.parametrize("size", [1, 2, 7, 100])
-def test_a_stream_places_its_tokens_as_the_whole_answer_does(size: int) -> None:
+def test_a_stream_places_its_tokens_as_the_whole_answer_does(size: int, num_begun: int) -> None:
     tokenizer = byte_fallback()
     hello, world = id_of(tokenizer, "▁hello"), id_of(tokenizer, "▁world")
-    ids = [world, *(1 + byte for byte in "😀é!".encode()), hello, world]
+    last = "😀".encode()[:num_begun]
+    ids = [world, *(1 + byte for byte in "😀é!".encode()), hello, world, *(1 + byte for byte in last)]
     answers = responses(tokenizer, [hello])
-    texts = answers.token_texts()
-    chunks = []
-    for start in range(0, len(ids), size):
-        part = ids[start : start + size]
-        delta = Delta(fence=1, start=start, ids=tuple(part), text="held back", logprobs=logprobs_of(part))
-        chunks.append(answers.chunk(delta, texts)["choices"][0]["logprobs"])
+    texts = answers.logprob_texts()
+    deltas = [
+        Delta(fence=1, start=start, ids=tuple(part), text="held back", logprobs=logprobs_of(part))
+        for start in range(0, len(ids), size)
+        for part in [ids[start : start + size]]
+    ]
+    end = Delta(fence=1, start=len(ids), state=JobState.SUCCEEDED, finish_reason=FinishReason.LENGTH)
+
+    chunks = [answers.chunk(delta, texts)["choices"][0]["logprobs"] for delta in deltas]
+    chunks += [answers.chunk(end, texts)["choices"][0]["logprobs"]] if texts.has_new(end) else []
 
     whole: Any = answers.whole(result(ids))["choices"][0]["logprobs"]
-
-    assert "".join(whole["tokens"]) == " world😀é! hello world"
-    assert whole["text_offset"] == [0, 6, 6, 6, 6, 7, 7, 8, 9, 15]
-    for name in ("tokens", "text_offset", "top_logprobs"):
+    assert "".join(whole["tokens"]) == " world😀é! hello world" + "\ufffd" * num_begun
+    assert whole["text_offset"] == [0, 6, 6, 6, 6, 7, 7, 8, 9, 15, *[21] * num_begun]
+    for name in ("tokens", "token_logprobs", "text_offset", "top_logprobs"):
         assert [value for chunk in chunks for value in chunk[name]] == whole[name]
 
 
@@ -102,7 +107,7 @@ def test_alternatives_of_a_completion_have_a_key_each_and_the_output_token_is_on
     answers = responses(tokenizer, [space])
     delta = Delta(fence=1, start=0, ids=(plain,), text="", logprobs=(TokenLogprob(plain, -3.0, top[:-1]),))
 
-    (found,) = answers.chunk(delta, answers.token_texts())["choices"][0]["logprobs"]["top_logprobs"]
+    (found,) = answers.chunk(delta, answers.logprob_texts())["choices"][0]["logprobs"]["top_logprobs"]
 
     assert list(found) == [" true", "bytes:\\xf0", "bytes:\\x9f", "A", "lo", "true"]
     assert found["true"] == -3.0
@@ -117,6 +122,6 @@ def test_an_alternative_with_the_text_of_another_token_is_named_by_its_id() -> N
         fence=1, start=0, ids=(letter,), logprobs=(TokenLogprob(letter, -3.0, ((byte, -1.0), (letter, -3.0))),)
     )
 
-    (found,) = answers.chunk(delta, answers.token_texts())["choices"][0]["logprobs"]["top_logprobs"]
+    (found,) = answers.chunk(delta, answers.logprob_texts())["choices"][0]["logprobs"]["top_logprobs"]
 
     assert found == {f"token_id:{byte}": -1.0, "A": -3.0}

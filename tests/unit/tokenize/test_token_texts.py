@@ -97,6 +97,8 @@ def test_tokens_of_any_bytes_join_to_the_text_and_have_their_own_bytes(
 
     told = TokenTexts(vocabulary, prompt_ids=(), with_special=False).push(ids, is_end=True)
 
+    texts = TokenTexts(vocabulary, prompt_ids=(), with_special=False)
+    assert [*(token for number in ids for token in texts.push([number])), *texts.push([], is_end=True)] == told
     assert "".join(one.text for one, number in zip(told, ids, strict=True) if vocabulary.has_text(number)) == text
     for one, number in zip(told, ids, strict=True):
         name = tokenizer.id_to_token(number)
@@ -158,7 +160,7 @@ def test_special_tokens_are_in_the_text_when_it_is_asked_for(tokenizer: Tokenize
 
     assert streamed(vocabulary, lo, [*lo, end, *lo]) == "lolo"
     assert streamed(vocabulary, lo, [*lo, end, *lo], shown) == f"lo{small.END}lo"
-    told = TokenTexts(vocabulary, prompt_ids=lo, with_special=True).push([end, *lo])
+    told = TokenTexts(vocabulary, prompt_ids=lo, with_special=True).push([end, *lo], is_end=True)
     assert (told[0].text, told[0].data, told[1].offset) == (small.END, small.END.encode(), len(small.END))
 
 
