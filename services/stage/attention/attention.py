@@ -6,7 +6,9 @@ letters of `paged_kv`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
+from weakref import WeakMethod
 
 from torch import Tensor, nn
 from transformers import AttentionInterface
@@ -22,6 +24,10 @@ from shardline.errors import Invalid, ProtocolError
 __all__ = ["BLOCK_TOKENS", "Attention", "KvShape", "MicroBatch", "PagedKv", "Span"]
 
 
+Attended = tuple[Tensor, None]
+"""The output of a layer, and the weights that transformers asks for and nobody needs."""
+
+
 class KvWritten(Exception):
     """Ends a layer's forward as soon as its keys and values are written, when its output is not needed."""
 
@@ -32,7 +38,7 @@ class Attention:
     Pass `name` as `attn_implementation`: transformers builds no mask for a name that it does not know.
     """
 
-    __slots__ = ("_backend", "exact", "kind", "name", "only_writes", "version")
+    __slots__ = ("__weakref__", "_backend", "exact", "kind", "name", "only_writes", "version")
 
     def __init__(self, kernel: Kernel | TritonBackend | None) -> None:
         self._backend: Backend
@@ -47,7 +53,7 @@ class Attention:
         """A name that changes whenever the bits of a row may change: part of the exactness fingerprint."""
         self.only_writes = False
         """While true, `attend` writes keys and values, computes nothing and raises KvWritten."""
-        AttentionInterface.register(self.name, self.attend)
+        AttentionInterface.register(self.name, _weakly(self.attend))
 
     def bind(self, kv: PagedKv) -> None:
         """Makes `kv` the storage that rows are written to and read from."""
@@ -77,7 +83,7 @@ class Attention:
         value: Tensor,
         attention_mask: Tensor | None,
         **kwargs: Any,
-    ) -> tuple[Tensor, None]:
+    ) -> Attended:
         """Attends to one layer, in the signature that transformers prescribes.
 
         Takes query [1, H, T, D], key [1, Hk, T, D] and value [1, Hk, T, Dv] in the model's dtype; returns the output
@@ -96,6 +102,19 @@ class Attention:
             self._backend.write(layer, qkv, params)
             raise KvWritten
         return self._backend.attend(layer, qkv, params), None
+
+
+def _weakly(method: Callable[..., Attended]) -> Callable[..., Attended]:
+    """The method, without holding its object: transformers keeps what is registered for good, and with the object
+    would go all of the KV."""
+    held = WeakMethod(method)
+
+    def attend(*arguments: Any, **options: Any) -> Attended:
+        method = held()
+        assert method is not None, "whoever attends holds its attention"
+        return method(*arguments, **options)
+
+    return attend
 
 
 def _params(module: nn.Module, head_dim: int, options: dict[str, Any]) -> AttentionParams:

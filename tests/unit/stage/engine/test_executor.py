@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
@@ -252,6 +254,18 @@ def test_activations_that_are_not_finite_spoil_only_their_sequence(stages: list[
     assert isinstance(result, StepResult)
     assert result.bad == (0,)
     assert result.tokens[1] == good.tokens[1]
+
+
+def test_nothing_keeps_the_memory_of_a_stage_that_nobody_holds(folder: Path, device: Device) -> None:
+    (stage,) = load_chain(folder, 1, device, folder)
+    run([stage], plan(PREFILL, opens=(opening(),)))
+    attention, weight = ref(stage.forward.attention), ref(next(stage.forward.shard.model.parameters()))
+
+    del stage
+    gc.collect()
+
+    assert attention() is None, "and its KV"
+    assert weight() is None
 
 
 def test_a_kv_budget_below_one_block_is_named(folder: Path, device: Device) -> None:
