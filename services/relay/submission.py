@@ -17,7 +17,7 @@ from sqlalchemy.exc import DataError, IntegrityError
 
 from shardline.errors import Conflict, Invalid
 from shardline.ids import parse_id
-from shardline.job import JobRequest, parse_request
+from shardline.job import JobRequest, JobState, parse_request
 from shardline.store import celery_tasks
 from shardline.store.celery_tasks import CeleryTask
 from shardline.store.encoding import storable
@@ -151,14 +151,19 @@ def _conflict(problem: str) -> dict[str, str]:
 
 
 def _reject(database: Engine, submission: Submission, reason: dict[str, str]) -> SubmissionResult:
-    """No row; the sender of a Celery task hears of it, unless a job that lives has the task's
-    id."""
+    """No row; the sender of a Celery task hears of it."""
     if submission.task is not None:
         with database.begin() as connection:
-            if reason["code"] != CONFLICT or not states(connection, [submission.id]):
+            if reason["code"] != CONFLICT or not _is_told_by_its_job(connection, submission.id):
                 error = {name: storable(value) for name, value in reason.items()}
                 celery_tasks.store(connection, submission.task, job_id=None, error=error)
     return SubmissionResult(status="rejected", reason=reason)
+
+
+def _is_told_by_its_job(connection: Connection, job_id: UUID) -> bool:
+    """Whether a result will come under this id: the job's that has it, lives, and came by another door."""
+    state = states(connection, [job_id]).get(job_id)
+    return state is not None and not JobState(state).terminal and not celery_tasks.with_tasks(connection, [job_id])
 
 
 def _failed_row(submission: Submission, reason: dict[str, str]) -> FailedRequest | None:

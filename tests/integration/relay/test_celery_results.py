@@ -84,6 +84,25 @@ def test_a_repeat_by_key_or_id_under_another_task_id_gets_the_same_completion(he
     assert {one.get(timeout=PATIENCE_S)["id"] for one in (*results, late)} == {job_id}
 
 
+@pytest.mark.parametrize("is_over", [False, True], ids=["waits", "is over"])
+@pytest.mark.parametrize("fields", [{"prompt": "two"}, {"tenant": "other"}], ids=["request", "tenant"])
+def test_a_task_hears_that_its_id_is_that_of_another_tasks_job(
+    here: ForeignStack, fields: dict[str, str], is_over: bool
+) -> None:
+    change(here.relays.engine, "INSERT INTO tenants (id) VALUES ('other')")
+    job_id = str(uuid4())
+    first = send(here, task_id="first", kwargs={"id": job_id})
+    here.relays.wait_for(job_id, lambda job: job.state is JobState.QUEUED)
+    if is_over:
+        here.complete()
+    taken = send(here, task_id=job_id, kwargs=fields)
+    with pytest.raises(Exception, match="use a new"):
+        taken.get(timeout=PATIENCE_S)
+    if not is_over:
+        here.complete()
+    assert first.get(timeout=PATIENCE_S)["id"] == job_id
+
+
 @pytest.mark.parametrize("terminate", [True, False])
 def test_a_revoked_task_with_a_countdown_never_runs_and_is_revoked(here: ForeignStack, terminate: bool) -> None:
     results = [send(here, countdown=countdown, task_id=f"in {countdown}") for countdown in (2, 75, 100_000)]
