@@ -40,6 +40,9 @@ def main(
     insecure: Annotated[bool, typer.Option("--insecure", help="hops without CURVE: faults of frames need it")] = False,
     inexact: Annotated[bool, typer.Option("--inexact", help="attention without our kernel")] = False,
     model: Annotated[Path | None, typer.Option(help="a model's folder instead of the demo model")] = None,
+    canvas: Annotated[
+        bool, typer.Option(help="of the users' load: a result backend, and a Celery app whose tasks follow jobs")
+    ] = True,
     redis_lasts: Annotated[
         bool, typer.Option("--redis-lasts", help="the faults spare Redis: what it has taken is never sent again")
     ] = False,
@@ -63,13 +66,15 @@ def main(
         insecure=insecure,
         patience_s=patience,
         model=model,
+        canvas=canvas,
         redis_lasts=redis_lasts,
     )
     what = f"FAULTS={faults!r} LOAD={load} DTYPE={dtype} STAGES={stages} TIME_SCALE={time_scale:g}"
     shape = f"{f' WORKERS={workers}' if workers else ''}{f' DEVICES={devices!r}' if devices else ''}"
     streamed = f"{f' STREAMED_LAYERS={streamed_layers}' if streamed_layers else ''}{f' TP={tp}' if tp > 1 else ''}"
     adapted = f" ADAPTERS={adapters}" if adapters else ""
-    more = f"{shape}{streamed}{adapted}{' INSECURE=yes' if insecure else ''}"
+    plain = "" if canvas else " CANVAS=no"
+    more = f"{shape}{streamed}{adapted}{' INSECURE=yes' if insecure else ''}{plain}"
     again = f"make chaos SEED={options.seed} MINUTES={minutes:g} {what}{more}"
     conduct(again, partial(run, options, wanted(faults, GROUPS)), file=FILE, logs=LOGS_KEPT)
 

@@ -9,6 +9,7 @@ from shardline.store.database import POOL_SIZE
 from tests.chaos.driver.storm import Say, Storm, TargetT
 from tests.chaos.faults.fault import Fault
 from tests.chaos.judge import audit, growth, remains, secrecy
+from tests.chaos.judge.canvas import followed
 from tests.chaos.judge.checker import judge
 from tests.chaos.judge.emissions import stale_deltas
 from tests.chaos.load.load import Load
@@ -41,7 +42,8 @@ def judged(
     say(f"the stack is ready after {target.start_s:.1f} s; running the set undisturbed")
     storm = Storm(target, faults, seed=options.seed, say=say)
     report = _hurt(options, target, storm, say, max_faults)
-    private = secrecy.secrets(target.database_url, target.urls)
+    results = {} if target.results is None else {"results": target.results.url}
+    private = secrecy.secrets(target.database_url, {**target.urls, **results})
     findings = [*storm.findings, *target.end()]
     return report.with_findings([*findings, *secrecy.told(target.logs(), private)])
 
@@ -58,6 +60,8 @@ def _hurt(options: Options, target: TargetT, storm: Storm[TargetT], say: Say, ma
         storm.rage(duration_s=60 * options.minutes, max_faults=max_faults)
         storm.findings += _drain(load, target, options.patience_s, say)
     took_s = time.monotonic() - began_s
+    canvases = followed(target, load.disturbed_s())
+    storm.findings += canvases.findings
     num_leaked, leaks = remains.kv_leaked(target, num_replicas=options.replicas)
     storm.findings += [*leaks, *memory.findings()]
     storm.findings += growth.in_redis(target.redis_url, target.database_url, before_bytes)
@@ -88,6 +92,8 @@ def _hurt(options: Options, target: TargetT, storm: Storm[TargetT], say: Say, ma
         succeeded=by_state["succeeded"],
         failed_expected=sum(by_state[state] for state in ("cancelled", "expired", "failed")),
         held_back=len(held),
+        followed=canvases.num_jobs,
+        followed_loosely=canvases.num_excused,
         kv_blocks_leaked=num_leaked,
         worst_recovery_s=max((each.recovery_s or 0.0 for each in storm.struck), default=0.0),
         in_faults_s=sum(each.took_s for each in storm.struck),

@@ -1,5 +1,5 @@
-"""The rest of the users' load: callers, a bulk load, cancels, readers in Python, bad messages, requests beyond limits,
-a look at dead letters.
+"""The rest of the users' load: callers, a Celery app with a canvas, a bulk load, cancels, readers in Python, bad
+messages, requests beyond limits, a look at dead letters.
 
 Knows no fault and no invariant. Nobody of it comes with the lab's load.
 """
@@ -10,8 +10,9 @@ import json
 import random
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import cycle
 from uuid import UUID
 
 import httpx
@@ -24,11 +25,14 @@ from shardline.errors import JobCancelled, JobEnded, JobExpired, ShardlineError
 from shardline.queues import GENERATE_TASK, INTAKE_QUEUE, SUBMIT_TASK, generate_queue
 from tests.chaos.load.batch import ROWS_MAX, ROWS_PER_MINUTE, Batch
 from tests.chaos.load.callers import Caller
+from tests.chaos.load.canvas import DOOR, by_canvas, dress
+from tests.chaos.load.canvas_worker import CanvasWorker
 from tests.chaos.load.doors import PATIENCE_S, gateway_client
 from tests.chaos.load.journal import Asked, Journal
 from tests.chaos.load.limit_prober import LimitProber
+from tests.chaos.load.producer import Producer
 from tests.chaos.load.requests import MODEL
-from tests.chaos.load.target import Target
+from tests.chaos.load.target import ResultBackend, Target
 from tests.chaos.load.workload import MARK
 from tests.chaos.report.finding import Finding
 from tests.poisoned_messages import poisons
@@ -50,6 +54,7 @@ class Crowd:
     people: Mapping[str, Work] = field(default_factory=dict)
     read: Read | None = None
     batch: Batch | None = None
+    canvas_worker: CanvasWorker | None = None
 
     def workers(self, read: Callable[[Read], None]) -> Mapping[str, Work]:
         """What each thread runs. `read` finds jobs for a reader."""
@@ -101,7 +106,30 @@ def crowd(target: Target, stopping: threading.Event, drained: threading.Event, *
         rng=random.Random(f"{seed} limit prober"),
     ).run
     people["dead letters"] = partial(_look_at_dead_letters, target, drained)
-    return Crowd(people=people, read=partial(_read, target.journal, client), batch=batch)
+    worker = None if target.results is None else _canvas_worker(target, target.results, drained)
+    if worker is not None:
+        people["canvas worker"] = worker.run
+        people[DOOR] = _canvas_producer(target, worker, stopping, seed).run
+    return Crowd(people=people, read=partial(_read, target.journal, client), batch=batch, canvas_worker=worker)
+
+
+def _canvas_worker(target: Target, results: ResultBackend, drained: threading.Event) -> CanvasWorker:
+    """Past every proxy: what becomes of a message on its way there is nobody's promise."""
+    return CanvasWorker(broker_url=target.redis_url, backend_url=results.url, home=results.home, drained=drained)
+
+
+def _canvas_producer(target: Target, worker: CanvasWorker, stopping: threading.Event, seed: int) -> Producer:
+    return Producer(
+        name=DOOR,
+        door=by_canvas(target.urls["redis"], worker.backend_url),
+        journal=target.journal,
+        workload=replace(target.workload, dress=dress),
+        numbers=cycle(range(len(target.workload.requests))),
+        stopping=stopping,
+        drained=worker.drained,
+        lasts=False,
+        rng=random.Random(f"{seed} {DOOR}"),
+    )
 
 
 def _cancel(

@@ -103,6 +103,11 @@ class Load:
         """Jobs of the load that the journal does not have."""
         return self._crowd.held()
 
+    def disturbed_s(self) -> list[float]:
+        """When Redis may have lost messages of other teams' workers (seconds since 1970)."""
+        worker = self._crowd.canvas_worker
+        return [] if worker is None else list(worker.disturbed_s)
+
     def dead(self) -> list[str]:
         """Threads that ended though nobody asked: the load was not what it should be."""
         return [thread.name for thread in self._threads if not thread.is_alive()]

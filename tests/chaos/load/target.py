@@ -21,6 +21,15 @@ class Running:
     rss_bytes: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResultBackend:
+    """Celery's, for results and for notes of other teams' workers. No fault takes what it holds."""
+
+    url: str
+    home: Path
+    """For the logs of those workers."""
+
+
 class Target(Protocol):
     """A stack that is ready, and what was asked of it."""
 
@@ -63,6 +72,10 @@ class Target(Protocol):
     calm_s: float
     """How long it took for the whole set of requests, undisturbed."""
 
+    @property
+    def results(self) -> ResultBackend | None:
+        """Where it stores results; None: nowhere."""
+
     def running(self) -> Mapping[str, Running]:
         """Our services' processes that live, by the service's name."""
 
@@ -79,6 +92,8 @@ class TargetRun:
 
     workload: Workload
     journal: Journal = field(default_factory=Journal)
+    results: ResultBackend | None = None
+    """Where it stores results of Celery's tasks, and of all jobs."""
     start_s: float = 0.0
     """How long the stack took to get ready."""
     calm_s: float = 0.0

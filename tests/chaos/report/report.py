@@ -56,6 +56,10 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     """Jobs that were cancelled or expired because somebody asked for it."""
     held_back: int = 0
     """Of them, rows of the bulk load that were to run an hour later, and were cancelled when it ended."""
+    followed: int = 0
+    """Jobs in canvases of a Celery app."""
+    followed_loosely: int = 0
+    """Of them, those near a moment in which Redis lost messages: the number of their calls proves nothing."""
     load: str = "lab"
     adapters: int = 0
     lost: int = 0
@@ -75,6 +79,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     """Good requests that a door refused, or answered with an error of its own."""
     admitted: int = 0
     """Requests beyond a limit that a door took, or answered with an error of its own."""
+    callbacks: int = 0
+    """What followed a Celery task never, twice, or with another value, and results that the backend does not have."""
     stale_commits: int = 0
     stale_deltas: int = 0
     blamed: int = 0

@@ -23,6 +23,7 @@ from services.standalone.settings import StandaloneSettings
 from shardline.config import Times
 from shardline.job import MAX_CRASHES
 from tests.chaos.load.requests import MODEL
+from tests.chaos.load.target import ResultBackend
 from tests.chaos.load.users import CLERK, SCRIBE
 from tests.chaos.load.workload import LoadName, adapter_names, lab, of_users
 from tests.chaos.network.hop_net import HopNet
@@ -41,6 +42,7 @@ SECOND_KV_MIB: Mapping[str, int] = MappingProxyType({"float32": 2, "bfloat16": 1
 """By dtype: exactly the tokens of the second model's limit."""
 FAILPOINTS = "failpoints"
 STACKS = ("stack", "second")
+SERVERS, RESULTS = "servers", "results"
 """Folders of their logs."""
 
 
@@ -76,11 +78,13 @@ def local_target(options: Options) -> Iterator[LocalTarget]:
         stage_preload = ending.enter_context(_preloaded(clock, disk))
         model = folder / "model" / MODEL
         shutil.copytree(options.model or CLERK_FOLDER, model)
-        servers = _serve(ending, folder / "servers", composed_redis() if is_users else {})
+        servers = _serve(ending, folder / SERVERS, composed_redis() if is_users else {})
+        results = _results(ending, folder / RESULTS) if is_users and options.canvas else None
         hop_net = HopNet(is_open=options.insecure)
         hop_net.start()
         ending.callback(hop_net.stop)
         shared = {**servers.settings, "SHARDLINE_STAGE_PRELOAD": stage_preload, **_asked(options, folder)}
+        shared |= {} if results is None else {"SHARDLINE_RESULT_BACKEND": results.url}
         adapters = _adapters(model, options.adapters)
         began_s = time.monotonic()
         stack = _stack(
@@ -114,6 +118,7 @@ def local_target(options: Options) -> Iterator[LocalTarget]:
             is_fleet=options.workers is not None,
             num_ranks=options.tp,
             workload=workload,
+            results=results,
             start_s=start_s,
         )
 
@@ -182,6 +187,14 @@ def _serve(ending: ExitStack, folder: Path, of_redis: Mapping[str, str]) -> Serv
     )
 
 
+def _results(ending: ExitStack, home: Path) -> ResultBackend:
+    """A Redis of its own: faults empty the other one, with all its databases."""
+    valkey = Valkey(home)
+    ending.callback(valkey.kill)
+    valkey.start()
+    return ResultBackend(url=valkey.url, home=home)
+
+
 def _stack(ending: ExitStack, folder: Path, **settings: str) -> Stack:
     """Ends with the target."""
     stack = Stack(folder, **settings)
@@ -240,7 +253,7 @@ def _proxy(ending: ExitStack, target: tuple[str, int] | str) -> Proxy:
 def _keep_logs(folder: Path) -> None:
     """The last run's logs are the evidence of what it found."""
     shutil.rmtree(LOGS_KEPT, ignore_errors=True)
-    for name in (*STACKS, "servers"):
+    for name in (*STACKS, SERVERS, RESULTS):
         if (folder / name / "logs").exists():
             shutil.copytree(folder / name / "logs", LOGS_KEPT / name)
         if (folder / name / "output").exists():

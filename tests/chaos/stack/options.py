@@ -44,6 +44,8 @@ class Options:
     """Ranks of each stage of the first stack, which all share the cores."""
     adapters: int = 0
     """Of each model, of which a stage holds half."""
+    canvas: bool = True
+    """Of the users' load: a result backend, and a Celery app whose tasks follow jobs."""
     exact: bool = True
     """False: attention without our kernel, so that a resume may give other tokens."""
     patience_s: float = 180.0
