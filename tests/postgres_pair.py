@@ -16,15 +16,16 @@ from tests.polling import until
 class PostgresPair:
     """Both are reached under one URL of two hosts, whichever of them takes the writes."""
 
-    def __init__(self, home: Path) -> None:
-        self.primary = Postgres(home / "a", settings=FAST)
+    def __init__(self, home: Path, primary: Postgres | None = None) -> None:
+        self.primary = primary or Postgres(home / "a", settings=FAST)
         self.standby = Postgres(home / "b", settings=FAST)
         self._folders = [self.primary.sockets, self.standby.sockets]
         self._name = home / "name"
 
     def start(self) -> None:
         """Both, the standby as a copy of the primary."""
-        self.primary.start()
+        if not self.primary.is_running():
+            self.primary.start()
         self._copy_to_standby()
         self.move_name()
 
@@ -46,6 +47,12 @@ class PostgresPair:
         """From now on the name leads to the primary; connections stay where they are."""
         self._name.unlink(missing_ok=True)
         self._name.symlink_to(self.primary.sockets)
+
+    def commit_together(self) -> None:
+        """From now on the standby has what the primary acknowledges: a kill loses nothing of it."""
+        _ask(self.primary, "ALTER SYSTEM SET synchronous_standby_names = '*'", has_answer=False)
+        _ask(self.primary, "SELECT pg_reload_conf()")
+        until(lambda: _ask(self.primary, "SELECT count(*) FROM pg_stat_replication WHERE sync_state = 'sync'"))
 
     def until_copied(self) -> None:
         """The standby has all that the primary has committed."""
@@ -81,7 +88,8 @@ class PostgresPair:
         standby.start()
 
 
-def _ask(server: Postgres, question: str) -> object:
+def _ask(server: Postgres, question: str, *, has_answer: bool = True) -> object:
     with psycopg.connect(server.url("postgres"), autocommit=True) as connection:
-        row = connection.execute(sql.SQL(question)).fetchone()
+        answer = connection.execute(sql.SQL(question))
+        row = answer.fetchone() if has_answer else None
         return row and row[0]

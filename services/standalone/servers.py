@@ -154,6 +154,11 @@ class Postgres(EmbeddedServer):
         self.sockets = socket_folder(self.home)
         self._settings = DURABLE if settings is None else settings
 
+    @property
+    def socket(self) -> str:
+        """The path that clients connect to."""
+        return str(self.sockets / ".s.PGSQL.5432")
+
     def url(self, database: str = "shardline") -> str:
         """The URL for clients. It has no password: the folder's permissions protect the socket."""
         return f"postgresql://shardline@/{database}?host={self.sockets}"

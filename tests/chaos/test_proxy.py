@@ -206,3 +206,16 @@ def test_a_stopped_proxy_ends_its_links_and_does_not_listen() -> None:
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection((proxy.host, proxy.port), PATIENCE_S)
         client.close()
+
+
+def test_a_proxy_that_leads_elsewhere_leaves_open_connections_where_they_are(pair: Pair) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        other.settimeout(PATIENCE_S)
+        pair.proxy.lead_to(other.getsockname())
+        with pair.call() as client:
+            server, _ = other.accept()
+            with server:
+                client.sendall(b"new")
+                assert server.recv(3) == b"new"
+        pair.client.sendall(b"old")
+        assert pair.server.recv(3) == b"old"

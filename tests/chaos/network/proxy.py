@@ -73,6 +73,14 @@ class Proxy:
         self._thread.start()
         asyncio.run_coroutine_threadsafe(self._listen(), self._loop).result(ANSWER_S)
 
+    def lead_to(self, target: tuple[str, int] | str) -> None:
+        """New connections go there; open ones stay where they are."""
+
+        def lead() -> None:
+            self._target = target
+
+        self._call(lead)
+
     def stop(self) -> None:
         """Ends every connection. A proxy is started once."""
         asyncio.run_coroutine_threadsafe(self._close(), self._loop).result(ANSWER_S)

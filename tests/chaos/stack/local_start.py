@@ -182,7 +182,7 @@ def _serve(ending: ExitStack, folder: Path, of_redis: Mapping[str, str]) -> Serv
     return Servers(
         postgres=postgres,
         redis=valkey,
-        database_proxy=_proxy(ending, str(postgres.sockets / ".s.PGSQL.5432")),
+        database_proxy=_proxy(ending, postgres.socket),
         redis_proxy=_proxy(ending, (LOOPBACK, valkey.port)),
     )
 
