@@ -138,7 +138,7 @@ REACHED = {
 """Of each pod and port, who reaches it: other pods of ours, and pods of other namespaces by those."""
 
 
-@pytest.mark.parametrize(("pod", "port"), REACHED)
+@pytest.mark.parametrize(("pod", "port"), sorted(REACHED))
 def test_only_those_who_need_it_reach_a_port(pod: str, port: int) -> None:
     policies = [each["spec"] for _, each in manifests() if each["kind"] == "NetworkPolicy"]
     assert all(each["policyTypes"] == ["Ingress"] for each in policies)
