@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 from uuid import UUID
 
 import typer
@@ -24,9 +25,9 @@ from shardline.cli.scale import scale
 from shardline.cli.simulate import simulate, tune
 from shardline.cli.trace import trace
 from shardline.client import Client
-from shardline.client.requests import succeeded
+from shardline.client.requests import request_of, succeeded
 from shardline.errors import Invalid
-from shardline.job import JobState
+from shardline.job import DEFAULT_TENANT, JobState
 from shardline.store.models import ModelChoice, get_models, model_choices
 from shardline.store.pipelines import live_pipelines
 
@@ -80,11 +81,13 @@ def submit(
     common = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed, "priority": priority}
     given = {name: value for name, value in common.items() if value is not None}
     text = read_prompt(prompt)
+    fields = {**given, **parse_fields(field or ())}
+    _check(text, fields)
     chosen = _choose_model(model)
     is_chat = chosen.has_chat_template if chat is None and system is None else chat
     message = prompt_fields(text, chat=bool(is_chat), system=system)
     with Client() as client:
-        job_id = client.submit(chosen.name, **{**message, **given, **parse_fields(field or ())})
+        job_id = client.submit(chosen.name, **{**message, **fields})
         if stream or wait:
             typer.echo(f"job {job_id}", err=True)
             _stream(client, job_id, json=json) if stream else _wait(client, [job_id], None, json=json)
@@ -189,6 +192,12 @@ def _wait(client: Client, ids: list[UUID], timeout_s: float | None, *, json: boo
 def _stream(client: Client, job_id: UUID, *, json: bool) -> None:
     for delta in client.stream(job_id):
         show.as_json(delta) if json else show.completion(delta.text, nl=delta.state is not None)
+
+
+def _check(text: str, fields: Mapping[str, Any]) -> None:
+    """Raises Invalid for what no model takes, before Postgres is asked about the model."""
+    of_texts = {name: value for name, value in fields.items() if name != "chat_template_kwargs"}
+    request_of("any", text, of_texts, DEFAULT_TENANT)
 
 
 def _choose_model(name: str | None) -> ModelChoice:

@@ -55,7 +55,8 @@ def test_an_import_of_the_package_alone_loads_nothing_else() -> None:
 
 def test_an_error_and_a_record_load_no_driver() -> None:
     loaded = loaded_by("from shardline import Delta, Invalid, Job, JobRequest")
-    assert loaded == {"shardline", "shardline.errors", "shardline.job", "shardline.wire"}
+    records = {"shardline.errors", "shardline.job", "shardline.trace_context", "shardline.wire"}
+    assert loaded == {"shardline", *records}
 
 
 def test_a_client_loads_its_drivers() -> None:
