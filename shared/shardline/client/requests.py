@@ -8,6 +8,7 @@ from uuid import UUID
 
 import msgspec
 
+from shardline import plain_json
 from shardline.config import Settings
 from shardline.errors import Invalid, JobCancelled, JobEnded, JobExpired, JobFailed, NotFound
 from shardline.ids import JobId, as_id
@@ -53,7 +54,7 @@ def _checked(request: AnyRequest, tenant: str) -> JobRequest:
 
 def _plain_messages(messages: object) -> object:
     try:
-        return msgspec.to_builtins(messages)
+        return plain_json.builtins(messages)
     except (TypeError, ValueError) as error:
         raise Invalid("messages", f"they cannot be written as JSON: {error}", "Send role and content") from error
 

@@ -11,6 +11,7 @@ import msgspec
 from sqlalchemy import ARRAY, Column, ColumnElement, RowMapping, Uuid, any_, literal
 
 from shardline.job import FinishReason, Job, JobState, Result, SamplingParams, TokenLogprob, Usage, parse_params, shown
+from shardline.plain_json import encode_json
 
 Key = tuple[UUID, int]
 """A job and the fence of one claim of it."""
@@ -24,7 +25,7 @@ NO_PROBABILITY = -9999.0
 
 def dump(rows: object) -> str:
     """Rows for `jsonb_to_recordset`: one parameter, whatever their number and however ragged their arrays."""
-    return msgspec.json.encode(rows).decode()
+    return encode_json(rows).decode()
 
 
 def dump_keys(keys: Iterable[Key]) -> str:

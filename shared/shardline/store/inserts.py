@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from typing import Any
 from uuid import UUID
 
-import msgspec
 from psycopg.errors import Diagnostic
 from sqlalchemy import Connection, text
 from sqlalchemy.exc import IntegrityError, OperationalError
 
+from shardline import plain_json
 from shardline.errors import Invalid, ShardlineError
 from shardline.ids import new_id
 from shardline.job import DEFAULT_TENANT, JobRequest
@@ -132,7 +132,7 @@ def insert_encoded(connection: Connection, requests: Sequence[EncodedRequest]) -
 def insert_plainly(connection: Connection, requests: Sequence[JobRequest]) -> None:
     """As a producer that speaks SQL does: id, model, text and parameters, nothing checked here, a known id refused."""
     rows = [
-        {"id": one.id, "model": one.model, "prompt": one.prompt, "params": dump(msgspec.to_builtins(one.params()))}
+        {"id": one.id, "model": one.model, "prompt": one.prompt, "params": dump(plain_json.builtins(one.params()))}
         for one in requests
     ]
     connection.execute(INSERT_PLAINLY, rows)
@@ -192,9 +192,9 @@ def _row(request: JobRequest, tokenized: Tokenized | None) -> dict[str, Any]:
         "tenant_id": request.tenant,
         "model": request.model,
         "prompt": text_prompt,
-        "messages": msgspec.to_builtins(request.messages),
+        "messages": plain_json.builtins(request.messages),
         "prompt_ids": prompt_ids,
-        "params": msgspec.to_builtins(request.params()),
+        "params": plain_json.builtins(request.params()),
         "seed": request.seed,
         "priority": request.priority,
         "idempotency_key": request.idempotency_key,

@@ -62,6 +62,21 @@ def test_token_ids_and_messages_run(client: Client, head: TinyHead) -> None:
     assert second.result.text == PROMPT
 
 
+class SafeText(str):
+    """As templates and arrays of other libraries give."""
+
+
+def test_texts_of_kinds_of_their_own_are_texts(client: Client, head: TinyHead) -> None:
+    one, model, role = SafeText("one"), SafeText("m"), SafeText("user")
+    own = {"model": model, "idempotency_key": SafeText("k"), "stop": [SafeText("x")]}
+    job_ids = client.submit_many(
+        [{**own, "prompt": one}, {"model": model, "messages": [{"role": role, "content": one}]}]
+    )
+    prompt, chat = client.get_many(job_ids)
+    assert (prompt.model, prompt.prompt, prompt.params.stop) == ("m", "one", ("x",))
+    assert chat.model == "m"
+
+
 def test_ten_thousand_prompts_in_one_call_are_stored_in_order(client: Client) -> None:
     ids = client.submit_many({"model": "clerk", "prompt": f"sum: {n} + 1 ="} for n in range(10_000))
     assert len(set(ids)) == num_jobs(client) == 10_000
