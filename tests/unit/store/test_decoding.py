@@ -35,7 +35,13 @@ def test_what_is_nested_too_deep_to_be_read_is_its_text_and_can_be_shown(depth: 
 
 @pytest.mark.parametrize(
     "text",
-    [f'{{"max_tokens": {MANY}}}', f'{{"temperature": {MANY}}}', '{"top_p": 1e400}', f'{{"a": {MANY}}}', "[" * 9_999],
+    [
+        f'{{"max_tokens": {MANY}}}',
+        f'{{"temperature": {MANY}}}',
+        '{"top_p": 1e400}',
+        f'{{"a": {MANY}}}',
+        "[" * 9_999 + "]" * 9_999,
+    ],
     ids=["max_tokens", "temperature", "top_p", "unknown", "nested"],
 )
 def test_such_parameters_fail_their_check_and_nothing_else(text: str) -> None:
