@@ -195,7 +195,7 @@ def test_a_job_whose_lease_expired_is_requeued_and_sent_again(here: RelayStack) 
     job = here.wait_for_end(again.job_id)
     assert job.state is JobState.CANCELLED
     assert job.result is not None
-    assert job.result.text == "one two"
+    assert job.result.text == " one two", "it goes on behind the prompt"
 
 
 def test_a_stopped_relay_ends_promptly_and_cleanly(here: RelayStack) -> None:
