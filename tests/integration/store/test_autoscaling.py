@@ -20,7 +20,8 @@ def engine(database_url: str) -> Iterator[Engine]:
 
 def asked(engine: Engine) -> list[float]:
     """Seconds of the oldest queued job, and running jobs, as KEDA gets them."""
-    *_, scaled = yaml.safe_load_all((FOLDER / "keda" / "stage.yaml").read_text(encoding="utf-8"))
+    manifests = yaml.safe_load_all((FOLDER / "keda" / "stage.yaml").read_text(encoding="utf-8"))
+    (scaled,) = (each for each in manifests if each["kind"] == "ScaledObject")
     return [float(cell(engine, trigger["metadata"]["query"])) for trigger in scaled["spec"]["triggers"]]
 
 
