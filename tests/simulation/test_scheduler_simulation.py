@@ -163,18 +163,21 @@ def test_any_budget_lanes_and_blocks_give_the_same_outputs(
     chosen: SchedulerConfig, shapes: list[tuple[int, int, int]]
 ) -> None:
     pipeline = Pipeline(replace(chosen, num_blocks=max(chosen.num_blocks, blocks_for(MAX_LEN))))
-    jobs = {
-        request(
-            f"job {number}", num_prompt=num_prompt, max_tokens=limit, priority=priority, repeats=number % 3 > 0
-        ): limit
+    jobs = [
+        (
+            request(
+                f"job {number}", num_prompt=num_prompt, max_tokens=limit, priority=priority, repeats=number % 3 > 0
+            ),
+            limit,
+        )
         for number, (num_prompt, asked, priority) in enumerate(shapes)
         for limit in (min(asked, MAX_LEN - num_prompt),)
-    }
+    ]
 
-    for job in jobs:
+    for job, _ in jobs:
         pipeline.add(job)
     pipeline.drain()
 
-    for job, limit in jobs.items():
+    for job, limit in jobs:
         assert not isinstance(pipeline.ends[job.key], Failed)
         check_end(pipeline, job, limit)

@@ -15,9 +15,9 @@ from tests.simulation.seams import SEAMS
 
 MAX_SEAMS = 5
 STANDARD_LIBRARY = (threading, threading.Thread, time)
-OF_OTHERS = {sweeps.COUNTS, models.NEW, models.REGISTER_ADAPTERS}
+OF_OTHERS = {sweeps.COUNTS, models.CHOICES, models.NEW, models.REGISTER_ADAPTERS}
 """What these modules have besides: statements that neither heads without adapters nor simulated loops of relays send,
-and a part of one."""
+one of the command line's, and a part of one."""
 
 
 def test_the_simulation_patches_at_most_five_names_and_none_of_the_product() -> None:

@@ -22,6 +22,7 @@ WALL_CLOCKS = {
 }
 ONLY_SHOWN = {
     "services/gateway/completion_response.py": "OpenAI's field `created`",
+    "services/relay/celery_request.py": "Celery's `eta` and `expires`, which are times of its sender's clock",
     "shared/shardline/clock.py": "the moments of steps in `shardline trace`",
     "shared/shardline/ids.py": "the first bits of a job's id; order is Postgres's created_at",
     "shared/shardline/tokenize/chat.py": "the date that chat templates may print",

@@ -45,6 +45,7 @@ OFF_THE_PATH = {
         stage/pipeline/pipeline shardline/store/models shardline/store/pipelines""",
     "for a job with an adapter": """stage/engine/adapter_pool stage/model/lora stage/model/peft
         stage/scheduling/adapter_room""",
+    "small forms of what a request holds": """shardline/plain_json shardline/trace_context""",
     "for other requests": """gateway/answers gateway/routes/costs gateway/routes/health
          gateway/routes/jobs shardline/client/requests shardline/client/turns
          shardline/store/costs shardline/store/dead_letters shardline/store/jobs
