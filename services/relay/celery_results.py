@@ -18,6 +18,7 @@ from shardline.celery_results import store_end
 from shardline.job import JobState
 from shardline.store import celery_tasks
 from shardline.store.celery_tasks import CeleryTask
+from shardline.store.encoding import storable
 
 log = structlog.get_logger(__name__)
 
@@ -46,7 +47,7 @@ class CeleryResults(Loop):
     def note_refused(self, task: CeleryTask, reason: Mapping[str, str]) -> None:
         """Queue a message that is no request, from any thread: its sender hears why, under the id of the task."""
         if self._app is not None:
-            self._refused.append((task, reason))
+            self._refused.append((task, {name: storable(value) for name, value in reason.items()}))
             self.wake()
 
     def turn(self) -> float:

@@ -36,10 +36,10 @@ from opentelemetry.trace import (
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from shardline.clock import monotonic_s, wall_clock_s
+from shardline.trace_context import MAX_TRACEPARENT_CHARS
 
 ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
 HEADER = "traceparent"
-MAX_TRACEPARENT_CHARS = 256
 CLOSE_S = 2.0
 """For what waits at the end: a collector that hangs holds no stop up."""
 

@@ -40,6 +40,7 @@ from shardline.errors import Conflict
 from shardline.job import JobState
 from shardline.keys import STAGES, job_stream, stage_entry
 from shardline.metrics import GatewayMetrics, RelayMetrics
+from shardline.store.celery_tasks import CeleryTask
 from shardline.store.database import connect, connect_async
 from shardline.store.inserts import encode_request
 from shardline.streams import DeltaBuffer, DeltaReader, DeltaWriter
@@ -275,6 +276,16 @@ def test_an_end_that_a_result_backend_refuses_costs_no_other_its_own(engine: Eng
     loop.turn()
 
     assert told == [str(good)]
+
+
+def test_a_refused_message_of_any_bytes_costs_no_other_its_reason(engine: Engine) -> None:
+    loop = CeleryResults(context(engine), backend_app=Celery("poisoned", set_as_current=False))
+    for name, problem in (("bad", "no task is named \x00 \ud800"), ("good", "it names no task")):
+        loop.note_refused(CeleryTask(task_id=name, request="{}"), {"code": "invalid_request", "problem": problem})
+
+    loop.turn()
+
+    assert cell(engine, "SELECT array_agg(task_id ORDER BY task_id) FROM celery_tasks") == ["bad", "good"]
 
 
 def test_a_card_that_is_none_hides_no_other(redis_url: str) -> None:
