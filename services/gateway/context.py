@@ -85,8 +85,8 @@ class Gateway:
         await asyncio.to_thread(self.tracer.close)
 
 
-def gateway_of(request: Request) -> Gateway:
-    """The gateway that answers this request."""
+async def gateway_of(request: Request) -> Gateway:
+    """The gateway that answers this request. A coroutine, because FastAPI calls a plain function on a thread."""
     gateway = request.app.state.gateway
     assert isinstance(gateway, Gateway)
     return gateway

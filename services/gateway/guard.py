@@ -110,8 +110,9 @@ def _is_loopback(address: str) -> bool:
         return address == "localhost"
 
 
-def permitted(request: Request, needed: SecurityScopes, _scheme: Annotated[object, Depends(SCHEME)]) -> Caller:
-    """The caller, if its key has the scopes of the route. Raises Forbidden."""
+async def permitted(request: Request, needed: SecurityScopes, _scheme: Annotated[object, Depends(SCHEME)]) -> Caller:
+    """The caller, if its key has the scopes of the route. Raises Forbidden. A coroutine, because FastAPI calls a plain
+    function on a thread."""
     caller = request.state.caller
     assert isinstance(caller, Caller)
     for scope in needed.scopes:

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import contextmanager
+from inspect import iscoroutinefunction
 from typing import Any
 from uuid import uuid4
 
@@ -40,6 +41,14 @@ def scopes_of(dependant: Dependant) -> set[str]:
     """What a route wants, by its own signature."""
     found = set(dependant.own_oauth_scopes or ()) if dependant.call is permitted else set()
     return found.union(*(scopes_of(each) for each in dependant.dependencies))
+
+
+def calls_of(dependant: Dependant) -> Iterator[Callable[..., Any]]:
+    """What FastAPI calls for a route: the handler, and everything that it depends on."""
+    assert dependant.call is not None
+    yield dependant.call
+    for each in dependant.dependencies:
+        yield from calls_of(each)
 
 
 def routes() -> list[tuple[str, str, APIRoute]]:
@@ -112,6 +121,12 @@ def with_another_secret(key: str) -> str:
 def path_of(template: str, job_id: str) -> str:
     """One that exists."""
     return template.replace("{job_id}", job_id).replace("{name:path}", "clerk")
+
+
+def test_no_route_hops_to_a_thread() -> None:
+    """FastAPI calls a plain function on a thread, which costs a request more than the rest of the gateway does."""
+    calls = {call for _, _, route in routes() for call in calls_of(route.dependant)}
+    assert {call for call in calls if not iscoroutinefunction(call) and not iscoroutinefunction(call.__call__)} == set()
 
 
 def test_every_route_but_the_probes_wants_a_scope() -> None:
