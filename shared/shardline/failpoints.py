@@ -39,6 +39,7 @@ class Point(StrEnum):
     """A head wrote deltas to Redis; the next heartbeat will save their tokens."""
     HEARTBEAT_BEFORE_COMMIT = "heartbeat-before-commit"
     HEARTBEAT_AFTER_COMMIT = "heartbeat-after-commit"
+    """The leases are renewed: saves (tokens, or nothing)."""
     END_BEFORE_COMMIT = "end-before-commit"
     """State and result are written and not committed."""
     END_AFTER_COMMIT = "end-after-commit"

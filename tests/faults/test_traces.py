@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from uuid import UUID, uuid4
 
 import httpx
@@ -13,9 +12,11 @@ import pytest
 from shardline import genai
 from shardline.api_key import bearer
 from shardline.client import Client
+from shardline.failpoints import Point
 from shardline.job import parse_request
 from shardline.store.database import connect
 from shardline.store.inserts import insert_plainly
+from tests.chaos.faults.arming import arm
 from tests.collector import Collector, Seen, collecting
 from tests.faults.small_stack import MAX_TOKENS, STALL_S, TIME_SCALE
 from tests.polling import until
@@ -34,12 +35,18 @@ def collector() -> Iterator[Collector]:
 
 
 @pytest.fixture(scope="module")
-def stack(tmp_path_factory: pytest.TempPathFactory, collector: Collector) -> Iterator[Stack]:
+def failpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("failpoints")
+
+
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory: pytest.TempPathFactory, failpoints: Path, collector: Collector) -> Iterator[Stack]:
     """Two stages that trace."""
     stack = Stack(
         tmp_path_factory.mktemp("traces"),
         SHARDLINE_TIME_SCALE=TIME_SCALE,
         SHARDLINE_STALL_S=STALL_S,
+        SHARDLINE_FAILPOINTS=str(failpoints),
         SHARDLINE_LOG_FORMAT="json",
         OTEL_EXPORTER_OTLP_ENDPOINT=collector.url,
         OTEL_BSP_SCHEDULE_DELAY="100",
@@ -127,11 +134,12 @@ def test_a_row_that_can_never_run_has_a_trace_that_says_so(stack: Stack, collect
     assert job.attributes[genai.JOB_STATE] == "failed"
 
 
-def test_a_job_that_lost_its_head_is_one_trace_with_both_attempts(stack: Stack, collector: Collector) -> None:
-    job_id = submit_by_sql(stack, MAX_TOKENS)
+def test_a_job_that_lost_its_head_is_one_trace_with_both_attempts(
+    stack: Stack, failpoints: Path, collector: Collector
+) -> None:
+    arming = arm(failpoints, Point.HEARTBEAT_AFTER_COMMIT, when={"saves": "tokens"})
     with Client(database_url=stack.urls["database"], redis_url=stack.urls["redis"]) as client:
-        until(lambda: is_saved(stack, job_id), timeout_s=END_S)
-        os.kill(stack.look()["processes"]["stage-0"], signal.SIGKILL)
+        job_id = job_when(lambda: arming.num_strikes > 0, stack, client)
         (done,) = client.wait([job_id], timeout_s=END_S)
     assert done.result is not None
 
@@ -145,12 +153,15 @@ def test_a_job_that_lost_its_head_is_one_trace_with_both_attempts(stack: Stack, 
     assert len(find(spans, JOB)) == 1
 
 
-def is_saved(stack: Stack, job_id: UUID) -> bool:
-    """Whether a token of it is in Postgres."""
-    engine = connect(stack.urls["database"])
-    with engine.begin() as connection:
-        rows = connection.exec_driver_sql(
-            "SELECT 1 FROM attempts WHERE job_id = %s AND cardinality(tokens) > 0", (job_id,)
-        ).all()
-    engine.dispose()
-    return bool(rows)
+def job_when(is_struck: Callable[[], bool], stack: Stack, client: Client) -> UUID:
+    """The job that runs, the only one, when the fault has struck."""
+    job_id = submit_by_sql(stack, MAX_TOKENS)
+
+    def asked() -> bool:
+        nonlocal job_id
+        if client.get(job_id).state.terminal:
+            job_id = submit_by_sql(stack, MAX_TOKENS)
+        return is_struck()
+
+    until(asked, timeout_s=END_S)
+    return job_id

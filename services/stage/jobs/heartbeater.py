@@ -82,7 +82,7 @@ class Heartbeater:
         with self._database.begin() as connection:
             replies = leases.heartbeat(connection, beats, lease_s=self._times.lease_s)
             failpoint(Point.HEARTBEAT_BEFORE_COMMIT)
-        failpoint(Point.HEARTBEAT_AFTER_COMMIT)
+        failpoint(Point.HEARTBEAT_AFTER_COMMIT, saves="tokens" if any(beat.ids for beat in beats) else "")
         self._engine.extend_lease(sent_s + self._times.fence_s)
         for job, beat in zip(jobs, beats, strict=True):
             reply = replies.get((beat.job_id, beat.fence))

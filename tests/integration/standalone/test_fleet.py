@@ -52,10 +52,10 @@ def outputs(client: Client, ids: Sequence[UUID]) -> list[tuple[int, ...]]:
 
 
 def test_workers_get_the_stages_of_one_plan(stack: Stack, database: Engine) -> None:
+    until(lambda: len(plan(database).stages) == 2, timeout_s=60)
     found = plan(database)
-    assert len(found.stages) == 2
     assert set(found.stages.values()) == set(range(len(found.split)))
-    assert set(layers(database)) == set(found.split)
+    until(lambda: set(layers(database)) == set(found.split), timeout_s=60)
     assert stack.complete().status_code == 200
 
 
