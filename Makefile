@@ -108,7 +108,7 @@ bench-gpu: ## The engine on a GPU: products, graphs, attention, a chain with a c
 	@$(PYTHON_GPU) -m tests.benchmarks.gpu --device $(DEVICE) --size $(SIZE) $(if $(KV_MIB),--kv-mib $(KV_MIB))
 
 chaos: setup ## Faults under load, then a judgment: SEED= MINUTES= FAULTS= LOAD=users|lab DTYPE= STAGES= WORKERS= DEVICES= STREAMED_LAYERS= TP= ADAPTERS= CANVAS=no TIME_SCALE= INSECURE=
-	$(PY) -m tests.chaos $(if $(SEED),--seed $(SEED)) --minutes $(MINUTES) --faults "$(FAULTS)" --load $(LOAD) --time-scale $(TIME_SCALE) --dtype $(DTYPE) --stages $(STAGES) $(if $(WORKERS),--workers $(WORKERS)) $(if $(DEVICES),--devices "$(DEVICES)") $(if $(STREAMED_LAYERS),--streamed-layers $(STREAMED_LAYERS)) $(if $(TP),--tp $(TP)) $(if $(ADAPTERS),--adapters $(ADAPTERS)) $(if $(INSECURE),--insecure) $(if $(filter no,$(CANVAS)),--no-canvas)
+	$(PY) -m tests.chaos $(if $(SEED),--seed $(SEED)) --minutes $(MINUTES) --faults "$(FAULTS)" --load $(LOAD) --time-scale $(TIME_SCALE) --dtype "$(DTYPE)" --stages $(STAGES) $(if $(WORKERS),--workers $(WORKERS)) $(if $(DEVICES),--devices "$(DEVICES)") $(if $(STREAMED_LAYERS),--streamed-layers $(STREAMED_LAYERS)) $(if $(TP),--tp $(TP)) $(if $(ADAPTERS),--adapters $(ADAPTERS)) $(if $(INSECURE),--insecure) $(if $(filter no,$(CANVAS)),--no-canvas)
 
 chaos-compose: setup ## The same against `docker compose up`, with a Docker engine: SEED= MINUTES= FAULTS=
 	$(PY) -m tests.compose.chaos $(if $(SEED),--seed $(SEED)) --minutes $(MINUTES) --faults "$(FAULTS)"

@@ -23,7 +23,7 @@ def main(
     minutes: Annotated[float, typer.Option(help="how long faults are injected")] = 2.0,
     faults: Annotated[str, typer.Option(help="all, or groups and kinds with commas between them")] = "all",
     load: Annotated[LoadName, typer.Option(help="what is asked for")] = LoadName.USERS,
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or int8")] = "float32",
+    dtype: Annotated[str, typer.Option(help="of the weights; more workers of a fleet of others")] = "float32",
     stages: Annotated[int, typer.Option(help="stages of the pipeline")] = 2,
     replicas: Annotated[int, typer.Option(help="pipelines on the same queue")] = 1,
     workers: Annotated[int | None, typer.Option(help="a fleet of so many workers without a number, no stages")] = None,
@@ -48,12 +48,16 @@ def main(
     ] = False,
 ) -> None:
     """Hurt a stack of its own under load and judge what comes of it; figures in .local/chaos.json."""
+    first_dtype, *more_dtypes = dtype.split()
+    if more_dtypes and workers is None:
+        raise typer.BadParameter("only workers of a fleet may be unlike: give --workers too", param_hint="--dtype")
     options = Options(
         seed=seeded(seed),
         minutes=minutes,
         faults=faults,
         load=load,
-        dtype=dtype,
+        dtype=first_dtype,
+        more_dtypes=tuple(more_dtypes),
         stages=stages,
         replicas=replicas,
         workers=workers,
@@ -69,14 +73,33 @@ def main(
         canvas=canvas,
         redis_lasts=redis_lasts,
     )
-    what = f"FAULTS={faults!r} LOAD={load} DTYPE={dtype} STAGES={stages} TIME_SCALE={time_scale:g}"
-    shape = f"{f' WORKERS={workers}' if workers else ''}{f' DEVICES={devices!r}' if devices else ''}"
-    streamed = f"{f' STREAMED_LAYERS={streamed_layers}' if streamed_layers else ''}{f' TP={tp}' if tp > 1 else ''}"
-    adapted = f" ADAPTERS={adapters}" if adapters else ""
-    plain = "" if canvas else " CANVAS=no"
-    more = f"{shape}{streamed}{adapted}{' INSECURE=yes' if insecure else ''}{plain}"
-    again = f"make chaos SEED={options.seed} MINUTES={minutes:g} {what}{more}"
+    again = f"make chaos {command_line(options)}"
     conduct(again, partial(run, options, wanted(faults, GROUPS)), file=FILE, logs=LOGS_KEPT)
+
+
+def command_line(options: Options) -> str:
+    """The variables of `make chaos` that say the same."""
+    dtypes = " ".join([options.dtype, *options.more_dtypes])
+    always = {
+        "SEED": options.seed,
+        "MINUTES": f"{options.minutes:g}",
+        "FAULTS": repr(options.faults),
+        "LOAD": options.load,
+        "DTYPE": repr(dtypes),
+        "STAGES": options.stages,
+        "TIME_SCALE": f"{options.time_scale:g}",
+    }
+    if_given = {
+        "WORKERS": options.workers,
+        "DEVICES": options.devices and repr(options.devices),
+        "STREAMED_LAYERS": options.streamed_layers,
+        "TP": options.tp if options.tp > 1 else None,
+        "ADAPTERS": options.adapters,
+        "INSECURE": "yes" if options.insecure else None,
+        "CANVAS": None if options.canvas else "no",
+    }
+    given = always | {name: value for name, value in if_given.items() if value}
+    return " ".join(f"{name}={value}" for name, value in given.items())
 
 
 if __name__ == "__main__":

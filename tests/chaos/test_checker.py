@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 from uuid import UUID, uuid4
 
 import psycopg
 import pytest
 from psycopg.types.json import Jsonb
 
-from tests.chaos.judge.bits import retracted
+from tests.chaos.judge.bits import retracted, unequal
 from tests.chaos.judge.checker import judge
 from tests.chaos.load.journal import Asked, Watched
 from tests.chaos.load.undisturbed import Expected
@@ -171,6 +172,43 @@ def test_a_job_is_held_to_its_own_result_without_an_undisturbed_run(database_url
     with psycopg.connect(database_url) as connection:
         connection.execute("UPDATE results SET token_ids[1] = 99 WHERE job_id = %s", (job_id,))
     assert {"token_mismatches", "retracted"} == {one.count for one in judge(database_url, asked, [stream], None)}
+
+
+def exact(tokens: Sequence[int], *, exactness: str = "a", is_exact: bool = True) -> dict[str, Any]:
+    return {
+        "id": uuid4(),
+        "state": "succeeded",
+        "exact": is_exact,
+        "exactness": exactness,
+        "token_ids": list(tokens),
+        "text": TEXT,
+        "logprobs": None,
+    }
+
+
+@pytest.mark.parametrize(
+    ("number", "row", "counts"),
+    [
+        pytest.param(0, exact(TOKENS), [], id="the same tokens"),
+        pytest.param(0, exact(TOKENS[::-1]), ["token_mismatches"], id="other tokens"),
+        pytest.param(0, {**exact(TOKENS), "logprobs": LOGPROBS}, ["logprob_mismatches"], id="other log-probabilities"),
+        pytest.param(1, exact(TOKENS[::-1]), [], id="another request"),
+        pytest.param(0, exact(TOKENS[::-1], exactness="b"), [], id="another exactness"),
+        pytest.param(0, exact(TOKENS[::-1], is_exact=False), [], id="it does not say exact"),
+    ],
+)
+def test_equal_requests_of_one_exactness_must_have_equal_results(
+    number: int, row: dict[str, Any], counts: list[str]
+) -> None:
+    assert [finding.count for finding in unequal([(0, exact(TOKENS)), (number, row)])] == counts
+
+
+def test_a_stream_of_a_job_that_moved_to_another_exactness_is_not_compared(database_url: str, job_id: UUID) -> None:
+    asked, stream = [Asked(id=job_id, number=0, door="sql", promised=True)], read(job_id, 11, 12, 99, 14)
+    assert judge(database_url, asked, [stream], None) != []
+    with psycopg.connect(database_url) as connection:
+        connection.execute("UPDATE attempts SET exactness = 'other' WHERE job_id = %s AND fence = 1", (job_id,))
+    assert judge(database_url, asked, [stream], None) == []
 
 
 def test_a_job_of_an_unknown_id_is_a_duplicate(database_url: str, job_id: UUID) -> None:

@@ -64,6 +64,29 @@ def _changed(what: str, how: str, job_id: UUID) -> Finding:
     return Finding(invariant="I2", count=f"{what}_mismatches", what=how, job_id=job_id)
 
 
+def unequal(rows: Sequence[tuple[int, Row]]) -> Iterator[Finding]:
+    """I2: two results of one request that are both exact, of one exactness, and differ. With each row the request's
+    number."""
+    firsts: dict[tuple[int, str], Row] = {}
+    for number, row in rows:
+        if row["state"] != "succeeded" or not row["exact"]:
+            continue
+        first = firsts.setdefault((number, row["exactness"]), row)
+        for what, name in (("token", "token_ids"), ("text", "text"), ("logprob", "logprobs")):
+            if row[name] != first[name]:
+                place = first_difference(row[name] or (), first[name] or ())
+                yield _changed(what, f"{name} differ from place {place} from those of job {first['id']}", row["id"])
+                break
+
+
+def moved(attempts: Sequence[Row]) -> frozenset[UUID]:
+    """Jobs that went on under another exactness: what a reader had of them before may come out differently."""
+    seen: dict[UUID, set[str]] = {}
+    for attempt in attempts:
+        seen.setdefault(attempt["job_id"], set()).add(attempt["exactness"])
+    return frozenset(job_id for job_id, all_of_them in seen.items() if len(all_of_them) > 1)
+
+
 def retracted(
     watched: Sequence[Watched], rows: Mapping[UUID, Row], wanted: Mapping[UUID, Expected]
 ) -> Iterator[Finding]:

@@ -16,7 +16,7 @@ import psycopg
 from psycopg.rows import dict_row
 from psycopg.types.json import Jsonb
 
-from tests.chaos.judge.bits import Row, changed, retracted
+from tests.chaos.judge.bits import Row, changed, moved, retracted, unequal
 from tests.chaos.load.journal import Asked, Watched
 from tests.chaos.load.undisturbed import Expected
 from tests.chaos.load.workload import BEYOND, MARK
@@ -27,7 +27,8 @@ TERMINAL = frozenset({"succeeded", "failed", "cancelled", "expired"})
 
 JOBS = """
 SELECT jobs.id, state, jobs.fence, error, results.token_ids, results.text, results.logprobs,
-    results.fence AS result_fence, results.exact, results.provenance #>> '{adapter,fingerprint}' AS adapter
+    results.fence AS result_fence, results.exact, results.provenance #>> '{adapter,fingerprint}' AS adapter,
+    results.provenance ->> 'exactness' AS exactness
 FROM jobs LEFT JOIN results ON results.job_id = jobs.id WHERE jobs.id = ANY(%s)
 """
 TWICE = """
@@ -41,7 +42,8 @@ SELECT job_id, 'attempts that ended it', count(*) FROM attempts
 STRANGERS = "SELECT id FROM jobs WHERE metadata @> %(mark)s AND NOT id = ANY(%(ids)s)"
 ADMITTED = "SELECT id, state, params FROM jobs WHERE metadata @> %s AND state <> 'failed'"
 ATTEMPTS = """
-SELECT attempts.job_id, attempts.fence, outcome, tokens, logprobs, num_resumed, jobs.state, jobs.fence AS last_fence,
+SELECT attempts.job_id, attempts.fence, outcome, tokens, logprobs, num_resumed, attempts.exactness, jobs.state,
+    jobs.fence AS last_fence,
     attempts.ended_at < attempts.heartbeat_at AS beats_after_its_end,
     lead(num_resumed) OVER (PARTITION BY attempts.job_id ORDER BY attempts.fence) AS next_resumed
 FROM attempts JOIN jobs ON jobs.id = attempts.job_id WHERE jobs.id = ANY(%s) ORDER BY attempts.job_id, attempts.fence
@@ -52,7 +54,7 @@ def judge(
     database_url: str, asked: Sequence[Asked], watched: Sequence[Watched], expected: Sequence[Expected] | None
 ) -> list[Finding]:
     """All violations that rows and streams show. `expected` is of each request of the set, undisturbed; without it each
-    job is held to what it saved itself."""
+    job is held to what it saved itself, and to others of its request and exactness."""
     ids = [each.id for each in asked]
     with psycopg.connect(database_url, row_factory=dict_row) as connection:
         # One snapshot: where jobs still run, rows and attempts of two moments do not fit each other.
@@ -62,11 +64,16 @@ def judge(
         twice = connection.execute(TWICE, {"ids": ids}).fetchall()
         strangers = connection.execute(STRANGERS, {"mark": Jsonb(MARK), "ids": ids}).fetchall()
         beyond = connection.execute(ADMITTED, (Jsonb(BEYOND),)).fetchall()
-    wanted = own(rows, attempts) if expected is None else {each.id: expected[each.number] for each in asked}
+    if expected is None:
+        wanted = own(rows, attempts)
+        watched = [each for each in watched if each.job_id not in moved(attempts)]
+    else:
+        wanted = {each.id: expected[each.number] for each in asked}
     return [
         *lost(asked, rows),
         *duplicated(twice, strangers),
         *changed(rows, attempts, wanted),
+        *unequal([(each.number, rows[each.id]) for each in asked if each.id in rows]),
         *stale(rows, attempts),
         *blamed(attempts),
         *retracted(watched, rows, wanted),

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
+import psutil
+
 from services.standalone.cores import usable_cores
 from services.standalone.ports import LOOPBACK
 from services.standalone.preload import preload
@@ -33,6 +35,7 @@ from tests.chaos.shims.disk import Disk
 from tests.chaos.shims.shim import preloaded
 from tests.chaos.stack.local_target import LOGS_KEPT, LocalTarget
 from tests.chaos.stack.options import FLEET_MIB, KV_MIB, KV_OFFLOAD_MIB, SMALL_KV_MIB, Options
+from tests.chaos.stack.unlike_worker import UnlikeWorker
 from tests.repository import REPOSITORY
 from tests.stack import Stack
 
@@ -80,9 +83,7 @@ def local_target(options: Options) -> Iterator[LocalTarget]:
         shutil.copytree(options.model or CLERK_FOLDER, model)
         servers = _serve(ending, folder / SERVERS, composed_redis() if is_users else {})
         results = _results(ending, folder / RESULTS) if is_users and options.canvas else None
-        hop_net = HopNet(is_open=options.insecure)
-        hop_net.start()
-        ending.callback(hop_net.stop)
+        hop_net = _hop_net(ending, options)
         shared = {**servers.settings, "SHARDLINE_STAGE_PRELOAD": stage_preload, **_asked(options, folder)}
         shared |= {} if results is None else {"SHARDLINE_RESULT_BACKEND": results.url}
         adapters = _adapters(model, options.adapters)
@@ -98,6 +99,7 @@ def local_target(options: Options) -> Iterator[LocalTarget]:
             SHARDLINE_KV_MIB_FILE=str(kv_mib),
         )
         start_s = time.monotonic() - began_s
+        unlike = _unlike(ending, stack, options)
         second = _second(ending, folder, options, shared) if is_users else None
         yield LocalTarget(
             stack=stack,
@@ -116,11 +118,19 @@ def local_target(options: Options) -> Iterator[LocalTarget]:
             adapters=_adapters_of(model) if options.adapters else None,
             num_started=options.num_started,
             is_fleet=options.workers is not None,
+            unlike=unlike,
             num_ranks=options.tp,
             workload=workload,
             results=results,
             start_s=start_s,
         )
+
+
+def _hop_net(ending: ExitStack, options: Options) -> HopNet:
+    hop_net = HopNet(is_open=options.insecure)
+    hop_net.start()
+    ending.callback(hop_net.stop)
+    return hop_net
 
 
 def _asked(options: Options, folder: Path) -> Mapping[str, str]:
@@ -202,6 +212,22 @@ def _stack(ending: ExitStack, folder: Path, **settings: str) -> Stack:
     ending.callback(stack.end)
     stack.start()
     return stack
+
+
+def _unlike(ending: ExitStack, stack: Stack, options: Options) -> list[UnlikeWorker]:
+    """With the environment of the fleet's first worker."""
+    if not options.more_dtypes:
+        return []
+    pids: Mapping[str, int] = stack.look()["processes"]
+    environment = psutil.Process(next(pid for name, pid in pids.items() if name.startswith("worker-"))).environ()
+    made = [
+        UnlikeWorker(f"unlike-{place}", stack.home.folder, environment, dtype=dtype)
+        for place, dtype in enumerate(options.more_dtypes)
+    ]
+    for worker in made:
+        ending.callback(worker.end)
+        worker.start()
+    return made
 
 
 def _second(ending: ExitStack, folder: Path, options: Options, shared: Mapping[str, str]) -> Stack:

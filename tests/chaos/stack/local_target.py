@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from services.standalone.servers import Postgres, Valkey
@@ -23,6 +23,7 @@ from tests.chaos.report.finding import Finding
 from tests.chaos.shims.clock import Clock
 from tests.chaos.shims.disk import Disk
 from tests.chaos.stack import family
+from tests.chaos.stack.unlike_worker import UnlikeWorker
 from tests.polling import until
 from tests.repository import REPOSITORY
 from tests.stack import Stack, is_running
@@ -59,6 +60,8 @@ class LocalTarget(TargetRun):
     """Stages of a pipeline, or workers of the fleet."""
     is_fleet: bool = False
     """Its stages have no number: which worker is the head is for the plan to say."""
+    unlike: list[UnlikeWorker] = field(default_factory=list)
+    """Workers of the fleet with another dtype, which faults move but do not kill."""
     num_ranks: int = 1
     """Of each stage of the first stack."""
 
@@ -103,6 +106,9 @@ class LocalTarget(TargetRun):
         """Stop it. Returns the processes that live on (I5)."""
         stacks = [self.stack] if self.second is None else [self.second, self.stack]
         relatives = family.family(self.pids().values(), {one for stack in stacks for one in stack.seen})
+        for worker in self.unlike:
+            relatives |= worker.relatives()
+            worker.end()
         for stack in stacks:
             stack.end()
         return [finding for stack in stacks for finding in family.orphans(stack.home.folder, relatives)]

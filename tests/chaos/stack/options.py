@@ -30,6 +30,8 @@ class Options:
     faults: str = "all"
     load: LoadName = LoadName.USERS
     dtype: str = "float32"
+    more_dtypes: tuple[str, ...] = ()
+    """Of a fleet: one worker more for each, of this dtype."""
     stages: int = 2
     replicas: int = 1
     workers: int | None = None
@@ -61,7 +63,7 @@ class Options:
     def num_started(self) -> int:
         """Workers of the fleet, or stages of a pipeline."""
         if self.workers is not None:
-            return self.workers
+            return self.workers + len(self.more_dtypes)
         return self.stages if self.devices is None else len(self.devices.split())
 
     @property
@@ -69,4 +71,7 @@ class Options:
         """What of a job must be the same as undisturbed. Accelerators promise no bits, but their tokens hold."""
         if self.devices is not None:
             return Compared.TOKENS
+        if self.more_dtypes:
+            # Which dtype a layer has is for the plan to say, and changes: the judge compares what is of one exactness.
+            return Compared.NOTHING
         return Compared.BITS if self.exact else Compared.NOTHING
