@@ -48,7 +48,7 @@ setup: $(VENV)/.installed $(VENV)/.kernel ## Install everything into .venv and b
 $(VENV)/.installed: pyproject.toml constraints.txt
 	@test -x $(PY) || $(PYTHON) -m venv $(VENV)
 	$(PIP) install -q -c constraints.txt $(TORCH_FROM) $(TORCH)
-	$(PIP) install -q -c constraints.txt -e '.[dev]'
+	$(PIP) install -q -c constraints.txt -e '.[dev]' -e shared/shardline_fleet
 	@touch $@
 
 # Without a compiler it says so, and attention runs through torch's own kernels.

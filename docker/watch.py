@@ -10,8 +10,8 @@ import os
 from celery import Celery
 from pydantic import Field, SecretStr
 
-from shardline.config import Settings
-from shardline.queues import celery_settings
+from shardline.base.config import Settings
+from shardline.contract.queues import celery_settings
 
 
 class FlowerSettings(Settings):

@@ -1,5 +1,5 @@
 """Alembic's entry: runs migrations against `SHARDLINE_DATABASE_URL`, while services use the database. Owns no schema;
-that is shardline.tables."""
+that is shardline.contract.tables."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from sqlalchemy.exc import DBAPIError
 from sqlalchemy.pool import NullPool
 from tenacity import RetryCallState, Retrying, retry_if_exception, stop_after_delay, wait_exponential, wait_random
 
-from shardline.config import Settings
-from shardline.refusals import refusing
-from shardline.store.database import connect
-from shardline.tables import metadata
+from shardline.base.config import Settings
+from shardline.contract.refusals import refusing
+from shardline.contract.tables import metadata
+from shardline.store.connection.database import connect
 
 LOCK = 7_305_793_411
 """Advisory lock: of two migrations at once one waits for the other."""

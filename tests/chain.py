@@ -20,14 +20,14 @@ from services.stage.engine.memory import Limits
 from services.stage.engine.tensors import name_of, tensor_of, view_of
 from services.stage.hop import Frame, Kind
 from services.stage.model.model_info import ModelInfo
-from services.stage.scheduling.events import Failed, Finished, NewTokens
-from services.stage.scheduling.offload import NO_OFFLOAD, OffloadTerms
-from services.stage.scheduling.scheduler import Scheduler
-from services.stage.scheduling.scheduler_config import SchedulerConfig
-from services.stage.scheduling.sequence import Request
-from services.stage.scheduling.step_plan import Move, StepPlan, StepResult, decode_plan, encode
-from shardline.job import FinishReason, SamplingParams
-from shardline.split import even_split
+from shardline.contract.job import FinishReason, SamplingParams
+from shardline.contract.split import even_split
+from shardline_scheduler.events import Failed, Finished, NewTokens
+from shardline_scheduler.offload import NO_OFFLOAD, OffloadTerms
+from shardline_scheduler.scheduler import Scheduler
+from shardline_scheduler.scheduler_config import SchedulerConfig
+from shardline_scheduler.sequence import Request
+from shardline_scheduler.step_plan import Move, StepPlan, StepResult, decode_plan, encode
 
 KV_BYTES = 16 * 2**20
 MAX_OPEN = 64

@@ -16,12 +16,12 @@ from services.stage.hop import Channel, Kind, Receiver, Sender
 from services.stage.hop.sockets import Sockets
 from services.stage.hop.wiring import Wiring
 from services.stage.hop.zeromq import ZeroMqHop
-from services.stage.scheduling.events import Event, Failed, Finished
-from services.stage.scheduling.scheduler import Scheduler
-from services.stage.scheduling.scheduler_config import SchedulerConfig
-from services.stage.scheduling.sequence import Request
-from shardline.config import Times
-from shardline.lanes import MAX_LANES
+from shardline.base.config import Times
+from shardline.contract.lanes import MAX_LANES
+from shardline_scheduler.events import Event, Failed, Finished
+from shardline_scheduler.scheduler import Scheduler
+from shardline_scheduler.scheduler_config import SchedulerConfig
+from shardline_scheduler.sequence import Request
 from tests.chain import CountingSink
 
 PIPELINE = UUID(int=1)

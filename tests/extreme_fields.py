@@ -10,7 +10,7 @@ import msgspec
 from hypothesis import strategies as st
 from msgspec.inspect import BoolType, FloatType, IntType, NoneType, StrType, StructType, Type, UnionType, VarTupleType
 
-from shardline.job import SamplingParams
+from shardline.contract.job import SamplingParams
 
 OTHERS: tuple[Any, ...] = (
     *(math.nan, math.inf, -math.inf, 1e308, -1e308, 10**400, -(10**400), 2**31, 2**32, 2**63, 2**64, -(2**63) - 1),

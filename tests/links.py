@@ -22,8 +22,8 @@ from services.stage.pipeline.control_client import ControlClient
 from services.stage.pipeline.control_server import ControlServer
 from services.stage.pipeline.pipeline import Pipeline
 from services.stage.pipeline.status import Capacity, StageProgress, StageStatus
-from shardline.config import Times
-from shardline.wire import StageCard
+from shardline.base.config import Times
+from shardline.contract.wire import StageCard
 
 TIMES = Times(heartbeat_s=0.15, link_dead_s=4.0, unbind_s=2.0, stall_s=60.0)
 PATIENCE_S = 60.0

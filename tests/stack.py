@@ -14,7 +14,7 @@ import psutil
 
 from services.standalone.processes import is_alive, wait_until_gone
 from services.standalone.state_dir import StateDir
-from shardline.api_key import bearer
+from shardline.contract.api_key import bearer
 from tests.polling import until
 from tests.repository import REPOSITORY
 

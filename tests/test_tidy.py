@@ -31,7 +31,7 @@ from tests.sources import (
 
 OPERATING = ROOT / "docs" / "operating.md"
 STORE = Path("shared/shardline/store")
-TABLES = ROOT / "shared/shardline/tables.py"
+TABLES = ROOT / "shared/shardline/contract/tables.py"
 
 FILE_LINES_MAX = 400
 FILE_LINES_MEDIAN = 120

@@ -16,17 +16,17 @@ import msgspec
 import psycopg
 from sqlalchemy import text
 
-from shardline.errors import Invalid
-from shardline.job import FinishReason, JobState, Message, Result, SamplingParams, TokenLogprob, Usage
+from shardline.base.errors import Invalid
+from shardline.contract.job import FinishReason, JobState, Message, Result, SamplingParams, TokenLogprob, Usage
+from shardline.contract.tables import JOBS_CHANNEL
+from shardline.contract.wire import Delta
 from shardline.store import claims, ends, leases, models, pipelines
 from shardline.store.claims import Claimant, Claimed
-from shardline.store.database import connect
+from shardline.store.connection.database import connect
 from shardline.store.ends import End
 from shardline.store.leases import Beat
 from shardline.streams import DeltaWriter
-from shardline.tables import JOBS_CHANNEL
 from shardline.tokenize import CompletionText, Tokens, model_row
-from shardline.wire import Delta
 from tests.repository import REPOSITORY
 
 CLERK = REPOSITORY / "services/standalone/demo/clerk/model"

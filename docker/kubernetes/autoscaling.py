@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from docker.kubernetes.workloads import CONFIG, Manifest, manifest
-from shardline.store.demand import OLDEST_QUEUED
+from shardline.store.statistics.demand import OLDEST_QUEUED
 from shardline.store.sweeps import COUNTS
 
 OLDEST_S = 60

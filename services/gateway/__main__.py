@@ -7,11 +7,11 @@ import sys
 
 import structlog
 
-from services.gateway.server import GatewayServer, raise_file_limit
+from services.gateway.http.server import GatewayServer, raise_file_limit
 from services.gateway.settings import GatewaySettings
-from shardline import log
-from shardline.refusals import refusing
-from shardline.store.database_url import normalize
+from shardline.base import log
+from shardline.contract.refusals import refusing
+from shardline.store.connection.database_url import normalize
 
 
 def _stopped(_signal: int, _frame: object) -> None:

@@ -11,7 +11,7 @@ from fastapi import Request
 from prometheus_client import Gauge
 
 from services.gateway.errors import TooLarge, TooSlow
-from shardline.errors import Invalid, Overloaded
+from shardline.base.errors import Invalid, Overloaded
 
 RETRY_AFTER_S = 1.0
 

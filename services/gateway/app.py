@@ -15,14 +15,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from services.gateway import errors
 from services.gateway.admission import Gate
-from services.gateway.answers import AnswerSender
 from services.gateway.context import Gateway
-from services.gateway.request_middleware import RequestMiddleware
+from services.gateway.http.answers import AnswerSender
+from services.gateway.http.request_middleware import RequestMiddleware
 from services.gateway.routes import completions, costs, health, jobs
 from services.gateway.schemas import DocumentedApp
 from services.gateway.settings import GatewaySettings
 from shardline import __version__
-from shardline.errors import ShardlineError
+from shardline.base.errors import ShardlineError
 
 ADMITTED = "/v1/"
 """Health checks and metrics bypass admission."""

@@ -9,9 +9,9 @@ from datetime import datetime
 from typing import Any, Literal, NotRequired, TypedDict
 from uuid import UUID
 
-from shardline.job import FinishReason, JobState, SamplingParams, TokenLogprob
-from shardline.store.costs import Cost
+from shardline.contract.job import FinishReason, JobState, SamplingParams, TokenLogprob
 from shardline.store.pipelines import LivePipeline
+from shardline.store.statistics.costs import Cost
 
 
 class ErrorFields(TypedDict):

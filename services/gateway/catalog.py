@@ -8,8 +8,8 @@ import time
 
 from sqlalchemy.ext.asyncio import AsyncEngine
 
+from shardline.base.errors import UnknownModel
 from shardline.client.database import reachable
-from shardline.errors import UnknownModel
 from shardline.store import models, pipelines
 from shardline.tokenize import RegisteredModel, TokenizerCache, addresses
 

@@ -10,15 +10,15 @@ from fastapi import Depends, Request
 from prometheus_client import CollectorRegistry
 
 from services.gateway.admission import Admission
-from services.gateway.answers import UnsentAnswers
 from services.gateway.catalog import ModelCatalog
 from services.gateway.guard import Guard, allowed_hosts
+from services.gateway.http.answers import UnsentAnswers
 from services.gateway.insert_batcher import InsertBatcher
 from services.gateway.keyring import Keyring
 from services.gateway.settings import GatewaySettings
+from shardline.base.metrics import GatewayMetrics, serve
+from shardline.base.tracing import Tracer
 from shardline.client.gateway import GatewayClient
-from shardline.metrics import GatewayMetrics, serve
-from shardline.tracing import Tracer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from services.gateway.bodies import Error, ErrorFields
-from shardline.errors import (
+from shardline.base.errors import (
     Conflict,
     ContextExceeded,
     Diverged,
@@ -29,8 +29,8 @@ from shardline.errors import (
     Unavailable,
     UnknownModel,
 )
-from shardline.ids import new_id
-from shardline.job import Job, JobState
+from shardline.contract.ids import new_id
+from shardline.contract.job import Job, JobState
 
 log = structlog.get_logger(__name__)
 

@@ -16,8 +16,8 @@ from starlette.datastructures import Headers
 
 from services.gateway.errors import Forbidden, Misdirected, Unauthorized
 from services.gateway.keyring import Keyring
-from shardline.api_key import Scope, parse_key
-from shardline.errors import Invalid
+from shardline.base.errors import Invalid
+from shardline.contract.api_key import Scope, parse_key
 
 OPEN = frozenset({"/health", "/ready"})
 """The paths of health checks."""

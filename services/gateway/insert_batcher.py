@@ -7,10 +7,10 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from shardline.aio import cancel_and_wait
+from shardline.base.aio import cancel_and_wait
+from shardline.base.errors import ShardlineError, Unavailable
+from shardline.base.metrics import GatewayMetrics
 from shardline.client.gateway import GatewayClient
-from shardline.errors import ShardlineError, Unavailable
-from shardline.metrics import GatewayMetrics
 from shardline.store.inserts import EncodedRequest, Stored
 
 MAX_BATCH = 256

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from services.gateway.bodies import JobDocument, JobHead, JobListed, JobResult
-from services.gateway.openai_responses import usage_of
-from shardline.job import Job, JobSummary, Result
+from services.gateway.openai.responses import usage_of
+from shardline.contract.job import Job, JobSummary, Result
 
 
 def summary_document(job: JobSummary) -> JobListed:

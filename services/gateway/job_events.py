@@ -9,14 +9,14 @@ from uuid import UUID
 
 import structlog
 
-from services.gateway.completion_response import merged
 from services.gateway.context import Gateway
 from services.gateway.errors import Stopping, body_of
+from services.gateway.http.sse import KEEP_ALIVE, event
 from services.gateway.job_documents import job_document
-from services.gateway.sse import KEEP_ALIVE, event
+from services.gateway.openai.completion_response import merged
+from shardline.base.errors import Diverged, ShardlineError, Unavailable, UnknownModel
 from shardline.client.follower import TextRule
-from shardline.errors import Diverged, ShardlineError, Unavailable, UnknownModel
-from shardline.job import Job
+from shardline.contract.job import Job
 from shardline.streams import Place
 
 log = structlog.get_logger(__name__)

@@ -17,9 +17,9 @@ import structlog
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from shardline.aio import cancel_and_wait
+from shardline.base.aio import cancel_and_wait
+from shardline.base.errors import Overloaded, Unavailable
 from shardline.client.database import reachable, told
-from shardline.errors import Overloaded, Unavailable
 from shardline.store import api_keys
 from shardline.store.api_keys import Known
 

@@ -11,8 +11,8 @@ from fastapi import FastAPI
 
 from services.gateway import bodies
 from services.gateway.errors import KINDS
-from services.gateway.openai import DEFAULT_COMPLETION_TOKENS
-from shardline.job import INTERACTIVE_PRIORITY, JobRequest
+from services.gateway.openai.requests import DEFAULT_COMPLETION_TOKENS
+from shardline.contract.job import INTERACTIVE_PRIORITY, JobRequest
 
 REF = "#/components/schemas/{name}"
 JSON = "application/json"

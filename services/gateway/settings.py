@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from shardline.config import Settings
+from shardline.base.config import Settings
 
 
 class GatewaySettings(Settings):

@@ -15,18 +15,18 @@ from opentelemetry.trace import SpanKind
 from services.gateway.context import Gateway
 from services.gateway.errors import Forbidden, NotJson
 from services.gateway.guard import Caller
-from services.gateway.json_body import Document, check_fields, decoded_bytes, read_object
-from services.gateway.openai import AnswerOptions
-from shardline import genai
-from shardline.clock import monotonic_s
-from shardline.errors import Invalid
-from shardline.failpoints import Point, failpoint
-from shardline.ids import new_id
-from shardline.job import JobRequest, parse_request
+from services.gateway.http.json_body import Document, check_fields, decoded_bytes, read_object
+from services.gateway.openai.requests import AnswerOptions
+from shardline.base import genai
+from shardline.base.clock import monotonic_s
+from shardline.base.errors import Invalid
+from shardline.base.failpoints import Point, failpoint
+from shardline.base.trace_context import is_traceparent
+from shardline.base.tracing import JobTrace, TracedPhase, Tracer
+from shardline.contract.ids import new_id
+from shardline.contract.job import JobRequest, parse_request
 from shardline.store.inserts import encode_request
 from shardline.tokenize import Prepared, RegisteredModel
-from shardline.trace_context import is_traceparent
-from shardline.tracing import JobTrace, TracedPhase, Tracer
 
 Parse = Callable[[Document], tuple[JobRequest, AnswerOptions]]
 

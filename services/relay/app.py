@@ -11,15 +11,15 @@ from celery.worker.control import control_command, ok
 from kombu.utils.functional import maybe_list
 from tenacity import RetryError
 
-from services.relay.celery_request import EMBEDDED
+from services.relay.celery.celery_request import EMBEDDED
 from services.relay.intake_request import IntakeTask
 from services.relay.plain_json import read_plainly
 from services.relay.relay import Relay
 from services.relay.settings import RelaySettings
-from shardline.broker import ExpiringControl, Reconnecting
-from shardline.message_guard import RefusedMessage
-from shardline.queues import SUBMIT_TASK
-from shardline.refusals import refusing
+from shardline.base.broker import ExpiringControl, Reconnecting
+from shardline.base.message_guard import RefusedMessage
+from shardline.contract.queues import SUBMIT_TASK
+from shardline.contract.refusals import refusing
 
 
 class RelayStep(bootsteps.StartStopStep):

@@ -10,10 +10,10 @@ import threading
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
-from services.relay.celery_request import job_id_of, task_key
-from services.relay.celery_results import CeleryResults
+from services.relay.celery.celery_request import job_id_of, task_key
+from services.relay.celery.celery_results import CeleryResults
 from services.relay.loop import Loop, LoopContext
-from shardline.clock import monotonic_s
+from shardline.base.clock import monotonic_s
 from shardline.store import celery_tasks, jobs
 
 MAX_REMEMBERED = 50_000

@@ -1,6 +1,6 @@
 """The coordinator: gives the workers of each fleet their model and their stages, and others when workers come and go or
 jobs ask for another model. Every relay has one; of several that plan at once one succeeds. The rules are in
-shardline.planner.fleet_planner and shardline.planner.turns."""
+shardline_fleet.planner.fleet_planner and shardline_fleet.planner.turns."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ import structlog
 from sqlalchemy import Connection
 
 from services.relay.loop import Loop, LoopContext
-from shardline.clock import lease_clock_s
-from shardline.config import Times
-from shardline.errors import Invalid
-from shardline.planner import ModelCosts, Workload
-from shardline.planner.device_profile import profile_of
-from shardline.planner.fleet_planner import Deployment, FleetPlanner
-from shardline.planner.turns import Turn, Turns
+from shardline.base.clock import lease_clock_s
+from shardline.base.config import Times
+from shardline.base.errors import Invalid
 from shardline.store import fleets
-from shardline.store.encoding import dump
+from shardline.store.connection.encoding import dump
 from shardline.store.fleets import NO_PLAN, FleetPlan, FleetWorker
+from shardline_fleet.planner import ModelCosts, Workload
+from shardline_fleet.planner.device_profile import profile_of
+from shardline_fleet.planner.fleet_planner import Deployment, FleetPlanner
+from shardline_fleet.planner.turns import Turn, Turns
 
 log = structlog.get_logger(__name__)
 

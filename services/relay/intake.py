@@ -22,9 +22,9 @@ from redis.exceptions import ResponseError
 from services.relay.loop import Loop, LoopContext
 from services.relay.rejects import record_reject
 from services.relay.submission import Submission, store_submissions
-from shardline.clock import monotonic_s
-from shardline.failpoints import Point, failpoint
-from shardline.keys import INTAKE, INTAKE_GROUP
+from shardline.base.clock import monotonic_s
+from shardline.base.failpoints import Point, failpoint
+from shardline.contract.keys import INTAKE, INTAKE_GROUP
 
 log = structlog.get_logger(__name__)
 

@@ -25,11 +25,11 @@ from tenacity import (
 )
 
 from services.relay.relay_spans import RelaySpans
-from shardline.config import Times
-from shardline.job import MAX_CRASHES
-from shardline.metrics import RelayMetrics
-from shardline.store.database import failure_of
-from shardline.tracing import OFF, Tracer
+from shardline.base.config import Times
+from shardline.base.metrics import RelayMetrics
+from shardline.base.tracing import OFF, Tracer
+from shardline.contract.job import MAX_CRASHES
+from shardline.store.connection.database import failure_of
 
 log = structlog.get_logger(__name__)
 

@@ -9,13 +9,13 @@ from celery import Celery
 from redis import Redis
 
 from services.relay.loop import REDIS_ERRORS, Loop, LoopContext
-from shardline.clock import monotonic_s
-from shardline.failpoints import Point, failpoint
-from shardline.keys import OUTBOX_MARK
-from shardline.queues import GENERATE_TASK, generate_queue
+from shardline.base.clock import monotonic_s
+from shardline.base.failpoints import Point, failpoint
+from shardline.base.trace_context import is_traceparent
+from shardline.contract.keys import OUTBOX_MARK
+from shardline.contract.queues import GENERATE_TASK, generate_queue
 from shardline.store import outbox
 from shardline.store.outbox import Send
-from shardline.trace_context import is_traceparent
 
 log = structlog.get_logger(__name__)
 

@@ -9,8 +9,8 @@ from sqlalchemy import Engine
 
 from services.relay.loop import POSTGRES_ERRORS
 from services.relay.registered_tokenizers import RegisteredTokenizers
-from shardline.clock import monotonic_s
-from shardline.errors import Invalid
+from shardline.base.clock import monotonic_s
+from shardline.base.errors import Invalid
 from shardline.store.sweeps import Partial
 
 log = structlog.get_logger(__name__)

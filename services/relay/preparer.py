@@ -11,13 +11,13 @@ import msgspec
 import structlog
 from sqlalchemy.exc import DataError, IntegrityError
 
-from services.relay.celery_results import CeleryResults
+from services.relay.celery.celery_results import CeleryResults
 from services.relay.loop import POSTGRES_ERRORS, Loop, LoopContext
 from services.relay.outbox import Outbox
 from services.relay.registered_tokenizers import RegisteredTokenizers
-from shardline.clock import monotonic_s
-from shardline.errors import Invalid
-from shardline.job import (
+from shardline.base.clock import monotonic_s
+from shardline.base.errors import Invalid
+from shardline.contract.job import (
     JobState,
     Message,
     Prompt,
@@ -29,7 +29,7 @@ from shardline.job import (
     parse_params,
 )
 from shardline.store import preparation
-from shardline.store.database import failure_of
+from shardline.store.connection.database import failure_of
 from shardline.store.preparation import PreparedJob, Unprepared
 from shardline.tokenize import Prepared, Tokens
 

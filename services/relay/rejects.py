@@ -9,7 +9,7 @@ from redis import Redis
 from redis.exceptions import OutOfMemoryError
 from redis.typing import EncodableT, FieldT
 
-from shardline.keys import INTAKE_DEAD, INTAKE_DEAD_MAX_BYTES, INTAKE_DEAD_TTL_S
+from shardline.contract.keys import INTAKE_DEAD, INTAKE_DEAD_MAX_BYTES, INTAKE_DEAD_TTL_S
 
 log = structlog.get_logger(__name__)
 

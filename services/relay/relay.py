@@ -13,12 +13,18 @@ from prometheus_client import CollectorRegistry
 from tenacity import Retrying, retry_if_exception_type, sleep_using_event, stop_when_event_set, wait_random_exponential
 
 from services.relay.canceller import Canceller
-from services.relay.celery_request import bare_task_of, check_without_backend, document_of, job_id_of, task_key, task_of
-from services.relay.celery_results import CeleryResults
-from services.relay.census import Census
+from services.relay.celery.celery_request import (
+    bare_task_of,
+    check_without_backend,
+    document_of,
+    job_id_of,
+    task_key,
+    task_of,
+)
+from services.relay.celery.celery_results import CeleryResults
+from services.relay.celery.task_ends import TaskEnds, make_ends_app
+from services.relay.celery.task_finisher import TaskFinisher, TaskResults
 from services.relay.coordinator import Coordinator
-from services.relay.energy_rates import EnergyRates
-from services.relay.growth import Growth
 from services.relay.intake import Intake
 from services.relay.loop import MAX_BACKOFF_S, POSTGRES_ERRORS, REDIS_ERRORS, Loop, LoopContext
 from services.relay.notify_listener import NotifyListener
@@ -27,23 +33,24 @@ from services.relay.preparer import Preparer
 from services.relay.rejects import record_reject
 from services.relay.retention import Retention
 from services.relay.settings import RelaySettings
+from services.relay.statistics.census import Census
+from services.relay.statistics.energy_rates import EnergyRates
+from services.relay.statistics.growth import Growth
 from services.relay.submission import Submission, SubmissionResult, store_submissions
 from services.relay.sweeper import Sweeper
-from services.relay.task_ends import TaskEnds, make_ends_app
-from services.relay.task_finisher import TaskFinisher, TaskResults
-from shardline import metrics
-from shardline.celery_results import keeps_results
-from shardline.clock import monotonic_s
-from shardline.errors import Invalid
-from shardline.failpoints import Point, failpoint
-from shardline.message_guard import RefusedMessage
-from shardline.metrics import RelayMetrics
-from shardline.queues import SUBMIT_TASK
-from shardline.redis import redis_client
+from shardline.base import metrics
+from shardline.base.clock import monotonic_s
+from shardline.base.errors import Invalid
+from shardline.base.failpoints import Point, failpoint
+from shardline.base.message_guard import RefusedMessage
+from shardline.base.metrics import RelayMetrics
+from shardline.base.redis import redis_client
+from shardline.base.tracing import Tracer
+from shardline.contract.celery_results import keeps_results
+from shardline.contract.queues import SUBMIT_TASK
+from shardline.contract.tables import JOBS_CHANNEL, LEASES_CHANNEL, TASKS_CHANNEL
 from shardline.store.celery_tasks import CeleryTask
-from shardline.store.database import connect
-from shardline.tables import JOBS_CHANNEL, LEASES_CHANNEL, TASKS_CHANNEL
-from shardline.tracing import Tracer
+from shardline.store.connection.database import connect
 
 log = structlog.get_logger(__name__)
 

@@ -11,12 +11,12 @@ from uuid import UUID
 from opentelemetry.trace import SpanKind
 from sqlalchemy import Engine
 
-from shardline import genai
-from shardline.clock import monotonic_s
-from shardline.job import JobRequest, JobState
+from shardline.base import genai
+from shardline.base.clock import monotonic_s
+from shardline.base.tracing import JobTrace, TracedPhase, Tracer, Value, attempt_span_id
+from shardline.contract.job import JobRequest, JobState
 from shardline.store.outbox import Send
 from shardline.store.traced import Traced, traced
-from shardline.tracing import JobTrace, TracedPhase, Tracer, Value, attempt_span_id
 
 
 class RelaySpans:

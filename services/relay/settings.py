@@ -6,9 +6,9 @@ from typing import Any
 
 from pydantic import Field
 
-from shardline.config import Settings
-from shardline.keys import RELAY_UNACKED
-from shardline.queues import celery_settings
+from shardline.base.config import Settings
+from shardline.contract.keys import RELAY_UNACKED
+from shardline.contract.queues import celery_settings
 
 
 class RelaySettings(Settings):

@@ -15,14 +15,14 @@ import structlog
 from sqlalchemy import Connection, Engine
 from sqlalchemy.exc import DataError, IntegrityError
 
-from shardline.errors import Conflict, Invalid
-from shardline.ids import parse_id
-from shardline.job import JobRequest, JobState, parse_request
+from shardline.base.errors import Conflict, Invalid
+from shardline.contract.ids import parse_id
+from shardline.contract.job import JobRequest, JobState, parse_request
 from shardline.store import celery_tasks
 from shardline.store.celery_tasks import CeleryTask
-from shardline.store.encoding import storable
+from shardline.store.connection.encoding import storable
 from shardline.store.jobs import FailedRequest, Stored, get_job, insert_failed, insert_jobs, request_cancel
-from shardline.store.reports import states
+from shardline.store.statistics.reports import states
 
 log = structlog.get_logger(__name__)
 

@@ -9,10 +9,10 @@ from uuid import UUID
 
 import structlog
 
-from services.relay.celery_results import CeleryResults
+from services.relay.celery.celery_results import CeleryResults
 from services.relay.loop import POSTGRES_ERRORS, Loop, LoopContext
 from services.relay.partial_texts import PartialTexts
-from shardline.clock import lease_clock_s
+from shardline.base.clock import lease_clock_s
 from shardline.store import sweeps
 
 log = structlog.get_logger(__name__)

@@ -16,7 +16,7 @@ gc.disable()
 # numpy computes nothing in a stage, and its threads would keep ranks from being forks.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
-from shardline.threads import ASLEEP
+from shardline.host.threads import ASLEEP
 
 if os.environ.get("SHARDLINE_DEVICE_SHARED", "").lower() in ("1", "on", "t", "true", "y", "yes"):
     os.environ |= {**ASLEEP, **os.environ}
@@ -26,27 +26,27 @@ import structlog
 from sqlalchemy import Engine as Database
 from sqlalchemy.exc import DBAPIError
 
-from services.stage import profiling
 from services.stage.app import make_app, serve
 from services.stage.backends import Backends, ServerBackends
 from services.stage.device import listing
+from services.stage.fleet import profiling
+from services.stage.fleet.links import Links
+from services.stage.fleet.membership import Membership
+from services.stage.fleet.peer_weights import with_folders
 from services.stage.follower import Follower
 from services.stage.head import Head, end_leases_of_predecessor
 from services.stage.hop_sockets import hop_sockets
-from services.stage.links import Links
-from services.stage.membership import Membership
 from services.stage.model.weights import fingerprint
-from services.stage.peer_weights import with_folders
 from services.stage.runtime import Placed, Stage, info_of, load, pipeline_of, place
 from services.stage.settings import StageSettings
-from shardline import log, metrics
-from shardline.errors import Invalid, Unavailable
-from shardline.planner import ModelCosts
-from shardline.refusals import REFUSED_STATUS, refusing
-from shardline.store.database import failure_of
+from shardline.base import log, metrics
+from shardline.base.errors import Invalid, Unavailable
+from shardline.contract.refusals import REFUSED_STATUS, refusing
+from shardline.host.threads import apart, die_with_any_thread
+from shardline.store.connection.database import failure_of
 from shardline.store.fleets import Offer
 from shardline.store.models import register_model
-from shardline.threads import apart, die_with_any_thread
+from shardline_fleet.planner import ModelCosts
 
 logger = structlog.get_logger(__name__)
 

@@ -12,8 +12,8 @@ import services.stage.celery.remote_control  # noqa: F401 (registers the remote-
 from services.stage.celery.bootsteps import SeatLimit
 from services.stage.runtime import Stage
 from services.stage.settings import StageSettings
-from shardline.broker import ExpiringControl
-from shardline.queues import GENERATE_TASK, celery_settings, stage_queue
+from shardline.base.broker import ExpiringControl
+from shardline.contract.queues import GENERATE_TASK, celery_settings, stage_queue
 
 POOL = "services.stage.celery.pool:EnginePool"
 

@@ -17,8 +17,8 @@ from services.stage.pipeline.registry import Announcer
 from services.stage.pipeline.status import StageStatus
 from services.stage.runtime import Loaded
 from services.stage.stage_spans import step_observer
-from shardline.tracing import Tracer
-from shardline.wire import StageCard
+from shardline.base.tracing import Tracer
+from shardline.contract.wire import StageCard
 
 
 class NoDeliveries:

@@ -32,19 +32,19 @@ from services.stage.pipeline.epochs import Epochs
 from services.stage.pipeline.pipeline import Pipeline
 from services.stage.pipeline.status import StageProgress
 from services.stage.runtime import Loaded, pipeline_of, software
-from services.stage.scheduling.events import Event
-from services.stage.scheduling.scheduler import Scheduler
-from services.stage.scheduling.scheduler_config import SchedulerConfig
 from services.stage.stage_spans import step_observer
-from shardline.errors import Unavailable
-from shardline.job import JobState
-from shardline.queues import generate_queue
+from shardline.base.errors import Unavailable
+from shardline.base.tracing import Tracer
+from shardline.contract.job import JobState
+from shardline.contract.queues import generate_queue
+from shardline.contract.wire import StageCard
 from shardline.store import leases
-from shardline.store.database import failure_of
+from shardline.store.connection.database import failure_of
 from shardline.store.models import register_adapters, register_model
 from shardline.tokenize import Tokens
-from shardline.tracing import Tracer
-from shardline.wire import StageCard
+from shardline_scheduler.events import Event
+from shardline_scheduler.scheduler import Scheduler
+from shardline_scheduler.scheduler_config import SchedulerConfig
 
 log = structlog.get_logger(__name__)
 

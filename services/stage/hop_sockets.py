@@ -6,7 +6,7 @@ import structlog
 
 from services.stage.hop.sockets import CurveKeys, Sockets, parse_ports
 from services.stage.settings import StageSettings
-from shardline.errors import Invalid
+from shardline.base.errors import Invalid
 
 log = structlog.get_logger(__name__)
 

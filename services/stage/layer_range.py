@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from services.stage.settings import StageSettings
-from shardline.errors import Invalid
-from shardline.split import parse_range, split_of
+from shardline.base.errors import Invalid
+from shardline.contract.split import parse_range, split_of
 
 
 def layers_of(settings: StageSettings, num_layers: int) -> range:

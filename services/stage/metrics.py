@@ -13,14 +13,14 @@ from services.stage.device.power import Power
 from services.stage.jobs.latency import Latency
 from services.stage.pipeline.pipeline import Pipeline
 from services.stage.runtime import Loaded
-from services.stage.scheduling.drift import Drift
-from services.stage.scheduling.events import Event, NewTokens
-from services.stage.scheduling.scheduler import Scheduler
-from services.stage.scheduling.step_plan import StepPlan
-from services.stage.scheduling.step_times import StepTime
-from shardline.job import JobState
-from shardline.metrics import HeadMetrics, StageMetrics
-from shardline.planner.rates import Rates
+from shardline.base.metrics import HeadMetrics, StageMetrics
+from shardline.contract.job import JobState
+from shardline_fleet.drift import Drift
+from shardline_fleet.planner.rates import Rates
+from shardline_scheduler.events import Event, NewTokens
+from shardline_scheduler.scheduler import Scheduler
+from shardline_scheduler.step_plan import StepPlan
+from shardline_scheduler.step_times import StepTime
 
 log = structlog.get_logger(__name__)
 

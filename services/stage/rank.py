@@ -17,6 +17,8 @@ from pathlib import Path
 import structlog
 import torch
 
+from services.stage.adapters.lora import AdaptedRows, LoadedAdapter, ShardAdapters
+from services.stage.adapters.peft import Adapter, LowRank
 from services.stage.attention.paged_kv import Span
 from services.stage.device.cpu import Cpu, pin
 from services.stage.engine.accelerator_options import AcceleratorOptions
@@ -24,9 +26,7 @@ from services.stage.engine.loading import ForwardLoad, LoadedForward, load_forwa
 from services.stage.engine.memory import Limits
 from services.stage.engine.rank_memory import ToldMemory
 from services.stage.kernels import kernel
-from services.stage.model.lora import AdaptedRows, LoadedAdapter, ShardAdapters
 from services.stage.model.model_info import ModelInfo
-from services.stage.model.peft import Adapter, LowRank
 from services.stage.model.weights import stamp_of
 from services.stage.ranks.group import RankGroup
 from services.stage.ranks.messages import (
@@ -40,10 +40,10 @@ from services.stage.ranks.messages import (
     decode,
 )
 from services.stage.ranks.processes import REFUSED_STATUS
-from shardline import log
-from shardline.config import Settings
-from shardline.errors import Invalid, ProtocolError, Unavailable
-from shardline.prctl import die_with_parent, name_process
+from shardline.base import log
+from shardline.base.config import Settings
+from shardline.base.errors import Invalid, ProtocolError, Unavailable
+from shardline.host.prctl import die_with_parent, name_process
 
 logger = structlog.get_logger(__name__)
 

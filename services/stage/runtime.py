@@ -19,6 +19,7 @@ import structlog
 import torch
 import transformers
 
+from services.stage.adapters.adapter_watch import AdapterWatch, Tell
 from services.stage.celery.hub_calls import HubCalls
 from services.stage.celery.pool import DeliveryHandler
 from services.stage.device.accelerator import load_module
@@ -33,19 +34,18 @@ from services.stage.engine.tensors import name_of
 from services.stage.hop.sockets import SocketFactory
 from services.stage.hop_sockets import hop_sockets
 from services.stage.layer_range import layers_of
-from services.stage.model.adapter_watch import AdapterWatch, Tell
 from services.stage.model.cpu_parts import parse_parts
 from services.stage.model.model_info import ModelInfo
 from services.stage.model.weights import fingerprint, unchanged
 from services.stage.pipeline.status import Capacity
-from services.stage.scheduling.drift import WINDOW_S, Drift
-from services.stage.scheduling.step_times import StepTime
 from services.stage.settings import StageSettings
-from shardline.clock import monotonic_s, wall_clock_s
-from shardline.errors import Invalid
-from shardline.planner import DeviceProfile, ModelCosts
-from shardline.threads import apart
-from shardline.wire import StageCard, StageTrace, StepSpan
+from shardline.base.clock import monotonic_s, wall_clock_s
+from shardline.base.errors import Invalid
+from shardline.contract.wire import StageCard, StageTrace, StepSpan
+from shardline.host.threads import apart
+from shardline_fleet.drift import WINDOW_S, Drift
+from shardline_fleet.planner import DeviceProfile, ModelCosts
+from shardline_scheduler.step_times import StepTime
 
 log = structlog.get_logger(__name__)
 

@@ -8,11 +8,11 @@ from typing import Annotated, Literal
 
 from pydantic import Field, SecretStr
 
-from shardline.config import Times
-from shardline.errors import Invalid
-from shardline.lanes import MAX_LANES
-from shardline.private import user_folder
-from shardline.settings_profile import ProfiledSettings
+from shardline.base.config import Times
+from shardline.base.errors import Invalid
+from shardline.contract.lanes import MAX_LANES
+from shardline.host.private import user_folder
+from shardline_fleet.settings_profile import ProfiledSettings
 
 PLANNED = "planned"
 PEER = "peer:"

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 from services.stage.metrics import StageMeter
 from services.stage.runtime import Loaded
-from services.stage.scheduling.step_plan import Open, StepPlan
-from services.stage.scheduling.step_times import StepTime
-from shardline import genai
-from shardline.tracing import JobTrace, TracedPhase, Tracer, Value, parse_traceparent
+from shardline.base import genai
+from shardline.base.tracing import JobTrace, TracedPhase, Tracer, Value, parse_traceparent
+from shardline_scheduler.step_plan import Open, StepPlan
+from shardline_scheduler.step_times import StepTime
 
 
 @dataclass(slots=True, kw_only=True)

@@ -18,10 +18,10 @@ from pathlib import Path
 
 from services.stage import __main__ as stage
 from services.stage.model.model_info import ModelInfo
-from shardline.errors import ShardlineError
-from shardline.fork_request import GO, READY, ForkRequest
-from shardline.prctl import die_with_parent, name_process
-from shardline.threads import num_threads
+from shardline.base.errors import ShardlineError
+from shardline.host.fork_request import GO, READY, ForkRequest
+from shardline.host.prctl import die_with_parent, name_process
+from shardline.host.threads import num_threads
 
 LATE_IMPORTS = ("celery.backends.base", "celery.worker.components", "celery.worker.consumer", "kombu.transport.redis")
 """What Celery finds by its name, and imports only when a worker starts."""

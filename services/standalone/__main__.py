@@ -16,7 +16,7 @@ from services.standalone.processes import StartFailed
 from services.standalone.settings import StandaloneSettings
 from services.standalone.state_dir import SUPERVISOR, AlreadyUp, StateDir
 from services.standalone.supervisor import Supervisor
-from shardline.errors import ShardlineError
+from shardline.base.errors import ShardlineError
 
 cli = typer.Typer(add_completion=False, no_args_is_help=True, help="A whole Shardline stack on this machine.")
 console = Console(highlight=False)

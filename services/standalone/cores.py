@@ -14,7 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from shardline.private import open_private_file, open_private_folder, user_folder
+from shardline.host.private import open_private_file, open_private_folder, user_folder
 
 FIELD = "XDG_RUNTIME_DIR"
 """The variable that names this user's folder; without it the temporary folder is used."""

@@ -2,11 +2,11 @@
 
 from celery import Celery
 
-from shardline.config import Settings
-from shardline.errors import Invalid
-from shardline.queues import celery_settings
-from shardline.redis_url import RedisAddress
-from shardline.refusals import refusing
+from shardline.base.config import Settings
+from shardline.base.errors import Invalid
+from shardline.base.redis_url import RedisAddress
+from shardline.contract.queues import celery_settings
+from shardline.contract.refusals import refusing
 
 
 def make_app(settings: Settings) -> Celery:

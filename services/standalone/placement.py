@@ -15,10 +15,10 @@ import msgspec
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
 from services.standalone.settings import StandaloneSettings
-from shardline.cores import PREFIX, parse_cores, show_cores
-from shardline.errors import Invalid
-from shardline.planner import Plan
-from shardline.split import split_of
+from shardline.base.errors import Invalid
+from shardline.contract.split import split_of
+from shardline.host.cores import PREFIX, parse_cores, show_cores
+from shardline_fleet.planner import Plan
 
 KIND = re.compile(r"(?!mps)[a-z]+")
 """A device of which any free one will do."""

@@ -9,8 +9,8 @@ import httpx
 from sqlalchemy.exc import DBAPIError
 
 from services.standalone.plan import Addresses
-from shardline.api_key import bearer
-from shardline.store.database import failure_of, transaction
+from shardline.contract.api_key import bearer
+from shardline.store.connection.database import failure_of, transaction
 from shardline.store.pipelines import num_ready
 
 POLL_S = 0.25

@@ -19,9 +19,9 @@ from tenacity import Retrying, retry_if_exception_type, stop_after_delay, wait_f
 from services.standalone import processes
 from services.standalone.ports import LOOPBACK, free_port
 from services.standalone.processes import Child, StartFailed, wait_until_gone
-from shardline.private import private_folder, user_folder
-from shardline.redis import redis_client
-from shardline.store.database import create_database_if_missing
+from shardline.base.redis import redis_client
+from shardline.host.private import private_folder, user_folder
+from shardline.store.connection.database import create_database_if_missing
 
 MAX_MEMORY = "256mb"
 """Memory limit of Valkey, which evicts keys with a TTL (streams of jobs, the longest unused first), never a queue."""

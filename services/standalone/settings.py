@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from shardline.settings_profile import ProfiledSettings
+from shardline_fleet.settings_profile import ProfiledSettings
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PLACEMENT = frozenset({"devices", "replicas", "stages", "split", "workers", "stage_cores", "tp"})

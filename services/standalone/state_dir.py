@@ -19,7 +19,7 @@ import msgspec
 import psutil
 
 from services.standalone.processes import is_alive, wait_until_gone
-from shardline.api_key import new_key
+from shardline.contract.api_key import new_key
 
 SUPERVISOR = "supervisor"
 TARGETS_FILE = "prometheus.json"

@@ -33,12 +33,12 @@ from services.standalone.settings import REPOSITORY, StandaloneSettings
 from services.standalone.signals import SignalInbox
 from services.standalone.state_dir import SUPERVISOR, StackRecord, StateDir
 from services.standalone.warm_parent import WarmParent
-from shardline.api_key import parse_key
-from shardline.errors import Invalid
-from shardline.planner import ModelCosts, Workload, make_plans_that_fit
+from shardline.base.errors import Invalid
+from shardline.contract.api_key import parse_key
 from shardline.store import api_keys
 from shardline.store.api_keys import Grant
-from shardline.store.database import connect
+from shardline.store.connection.database import connect
+from shardline_fleet.planner import ModelCosts, Workload, make_plans_that_fit
 
 MAX_DEATHS_BEFORE_READY = 3
 SAY_MISSING_EVERY_S = 15.0

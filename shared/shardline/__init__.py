@@ -8,8 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from shardline.client import AsyncClient, Client, JobFields
-    from shardline.errors import (
+    from shardline.base.errors import (
         Busy,
         Conflict,
         Diverged,
@@ -22,7 +21,8 @@ if TYPE_CHECKING:
         ShardlineError,
         Unavailable,
     )
-    from shardline.job import (
+    from shardline.client import AsyncClient, Client, JobFields
+    from shardline.contract.job import (
         DEFAULT_PRIORITY,
         INTERACTIVE_PRIORITY,
         FinishReason,
@@ -36,9 +36,9 @@ if TYPE_CHECKING:
         TokenLogprob,
         Usage,
     )
+    from shardline.contract.wire import Delta
     from shardline.store.dead_letters import Attempt, DeadLetter
     from shardline.store.listing import PageEnd
-    from shardline.wire import Delta
 
     __version__: str
 

@@ -18,6 +18,8 @@ from pathlib import Path
 
 import torch
 
+from services.stage.adapters.lora import AdaptedRows, LoadedAdapter, ShardAdapters
+from services.stage.adapters.peft import AdapterFolder
 from services.stage.attention.paged_kv import Span
 from services.stage.device.device import Device
 from services.stage.device.take import take
@@ -25,11 +27,9 @@ from services.stage.engine.executor import Executor
 from services.stage.engine.forward import Forward
 from services.stage.engine.memory import Limits
 from services.stage.kernels import kernel
-from services.stage.model.lora import AdaptedRows, LoadedAdapter, ShardAdapters
 from services.stage.model.model_info import ModelInfo
-from services.stage.model.packing import packing_for
-from services.stage.model.peft import AdapterFolder
-from services.stage.scheduling.kv_blocks import BLOCK_TOKENS, blocks_for
+from services.stage.products.packing import packing_for
+from shardline_scheduler.kv_blocks import BLOCK_TOKENS, blocks_for
 from tests.adapters import save_adapter
 from tests.benchmarks.bare import log_to_stderr
 from tests.benchmarks.model import SIZES, make_sized

@@ -25,7 +25,7 @@ import httpx
 from tenacity import retry, retry_if_exception_type, stop_after_delay, wait_fixed
 
 from services.standalone.ports import free_port
-from shardline.ids import new_id
+from shardline.contract.ids import new_id
 from shardline.store import api_keys
 from shardline.store.api_keys import Grant
 from shardline.store.inserts import INSERT_PLAINLY

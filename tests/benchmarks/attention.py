@@ -26,7 +26,7 @@ from services.stage.attention.attention import KvShape, MicroBatch, PagedKv, Spa
 from services.stage.attention.kernel_backend import KernelBackend
 from services.stage.attention.paged_kv import AttentionParams, PackedQkv
 from services.stage.kernels.kernel import Kernel, load
-from services.stage.scheduling.kv_blocks import BLOCK_TOKENS, blocks_for
+from shardline_scheduler.kv_blocks import BLOCK_TOKENS, blocks_for
 
 CACHE_BYTES = 384 << 20
 """More than any cache holds: each round reads this much at least."""

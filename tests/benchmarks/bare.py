@@ -36,19 +36,19 @@ from services.stage.hop.wiring import Wiring
 from services.stage.hop.zeromq import ZeroMqHop
 from services.stage.model.model_info import ModelInfo
 from services.stage.pipeline.pace import NUM_STEPS, Pace
-from services.stage.scheduling.events import Finished, NewTokens
-from services.stage.scheduling.offload import OffloadTerms
-from services.stage.scheduling.scheduler import Scheduler
-from services.stage.scheduling.scheduler_config import SchedulerConfig
-from services.stage.scheduling.sequence import Request
-from services.stage.scheduling.step_plan import StepPlan
-from services.stage.scheduling.step_times import StepTime, bubble_share
 from services.stage.settings import StageSettings
-from shardline.config import Times
-from shardline.lanes import MAX_LANES, lanes_for
-from shardline.split import even_split, parse_split
-from shardline.threads import apart
+from shardline.base.config import Times
+from shardline.contract.lanes import MAX_LANES, lanes_for
+from shardline.contract.split import even_split, parse_split
+from shardline.host.threads import apart
 from shardline.tokenize import CompletionText, Vocabulary
+from shardline_scheduler.events import Finished, NewTokens
+from shardline_scheduler.offload import OffloadTerms
+from shardline_scheduler.scheduler import Scheduler
+from shardline_scheduler.scheduler_config import SchedulerConfig
+from shardline_scheduler.sequence import Request
+from shardline_scheduler.step_plan import StepPlan
+from shardline_scheduler.step_times import StepTime, bubble_share
 from tests.benchmarks.workload import PARAMS, WARM_UP_PROMPTS, Workload, copying, workload
 from tests.chaos.network.proxy import Proxy
 

@@ -12,12 +12,12 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from services.simulator.fleet_file import FaultFile, FleetFile, read_fleet, read_model
-from services.simulator.outcome import Outcome
-from services.simulator.plan_book import PlanBook
-from services.simulator.sampled_fleet import SampledFleet
-from services.simulator.server_load import ServerLoad
-from services.simulator.simulation import Simulation
+from shardline_fleet.simulator.fleet_file import FaultFile, FleetFile, read_fleet, read_model
+from shardline_fleet.simulator.outcome import Outcome
+from shardline_fleet.simulator.plan_book import PlanBook
+from shardline_fleet.simulator.sampled_fleet import SampledFleet
+from shardline_fleet.simulator.server_load import ServerLoad
+from shardline_fleet.simulator.simulation import Simulation
 from tests.repository import REPOSITORY
 
 FOLDER = REPOSITORY / "docs" / "capacity"

@@ -25,11 +25,11 @@ from services.stage.device.device import Device
 from services.stage.device.take import take
 from services.stage.engine.executor import Executor
 from services.stage.engine.memory import Limits
-from services.stage.scheduling.scheduler import Scheduler
-from services.stage.scheduling.scheduler_config import SchedulerConfig
-from services.stage.scheduling.sequence import Request
-from services.stage.scheduling.step_plan import StepResult, decode_plan, encode
-from shardline.job import FinishReason, SamplingParams
+from shardline.contract.job import FinishReason, SamplingParams
+from shardline_scheduler.scheduler import Scheduler
+from shardline_scheduler.scheduler_config import SchedulerConfig
+from shardline_scheduler.sequence import Request
+from shardline_scheduler.step_plan import StepResult, decode_plan, encode
 
 BATCH = 64
 CONTEXT = 160

@@ -16,8 +16,8 @@ import httpx
 import psutil
 
 from services.standalone.settings import CLERK
-from shardline.api_key import bearer
 from shardline.client import Client
+from shardline.contract.api_key import bearer
 from tests.benchmarks.service import stack
 
 NUM_MANY = 10_000

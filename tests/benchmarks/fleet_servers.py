@@ -24,15 +24,15 @@ import redis
 from sqlalchemy import Connection, Engine
 
 from services.relay.coordinator import Sight
-from services.simulator.fleet_file import read_fleet, read_model
-from services.simulator.sampled_fleet import SampledFleet
 from services.stage.pipeline.registry import RedisRegistry
+from shardline.contract.wire import Delta, StageCard
 from shardline.store import fleets
-from shardline.store.database import connect
-from shardline.store.encoding import dump
+from shardline.store.connection.database import connect
+from shardline.store.connection.encoding import dump
 from shardline.store.fleets import Offer
 from shardline.streams import DeltaWriter
-from shardline.wire import Delta, StageCard
+from shardline_fleet.simulator.fleet_file import read_fleet, read_model
+from shardline_fleet.simulator.sampled_fleet import SampledFleet
 from tests.benchmarks.capacity import FOLDER
 from tests.benchmarks.scale import timed
 from tests.benchmarks.scale_pieces import Piece

@@ -21,7 +21,7 @@ import msgspec
 
 from services.stage.device.accelerator import MODULE_FIELD, find, load_module
 from services.stage.model.model_info import ModelInfo
-from shardline.errors import Invalid
+from shardline.base.errors import Invalid
 from tests.benchmarks.model import SIZES, make_sized
 from tests.benchmarks.report import LATEST, Figure, compare, show
 

@@ -26,12 +26,12 @@ from torch import Tensor
 from services.stage.engine.engine import Engine, FollowerEngine, HeadEngine
 from services.stage.hop import Kind
 from services.stage.pipeline.pace import Pace
-from services.stage.scheduling.events import Event, Finished
-from services.stage.scheduling.scheduler import Scheduler
-from services.stage.scheduling.scheduler_config import SchedulerConfig
-from services.stage.scheduling.sequence import Request
-from services.stage.scheduling.step_plan import StepPlan, StepResult
-from shardline.lanes import lanes_for
+from shardline.contract.lanes import lanes_for
+from shardline_scheduler.events import Event, Finished
+from shardline_scheduler.scheduler import Scheduler
+from shardline_scheduler.scheduler_config import SchedulerConfig
+from shardline_scheduler.sequence import Request
+from shardline_scheduler.step_plan import StepPlan, StepResult
 from tests.benchmarks.bare import CONNECT_S, TOKEN_BUDGET, channel, delayed, hop_in, wiring
 from tests.benchmarks.workload import NEW_TOKENS, PARAMS, workload
 from tests.chain import CountingSink

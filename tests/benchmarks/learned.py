@@ -27,24 +27,24 @@ from typing import Any
 import msgspec
 from typing_extensions import override
 
-from services.simulator.agenda import Agenda
-from services.simulator.arrivals import Arrivals
-from services.simulator.fleet_file import FleetFile, LoadFile, read_model
-from services.simulator.job_line import JobLine
-from services.simulator.sampled_fleet import SampledFleet
-from services.simulator.simulated_head import HeadCalls, SimulatedHead
-from services.simulator.simulated_job import SimulatedJob
-from services.simulator.simulation import Simulation
-from services.simulator.stage_chain import StageChain
-from services.simulator.tally import Tally
-from services.simulator.tuning.goal import TuningGoal
-from services.simulator.tuning.space import Setting, Space, applied
-from services.simulator.tuning.tuner import Tuner
-from services.stage.scheduling.scheduler_config import SchedulerConfig
-from shardline.errors import Invalid
-from shardline.planner import ModelCosts
-from shardline.planner.prediction import Assigned
-from shardline.split import even_split
+from shardline.base.errors import Invalid
+from shardline.contract.split import even_split
+from shardline_fleet.planner import ModelCosts
+from shardline_fleet.planner.prediction import Assigned
+from shardline_fleet.simulator.agenda import Agenda
+from shardline_fleet.simulator.arrivals import Arrivals
+from shardline_fleet.simulator.fleet_file import FleetFile, LoadFile, read_model
+from shardline_fleet.simulator.job_line import JobLine
+from shardline_fleet.simulator.sampled_fleet import SampledFleet
+from shardline_fleet.simulator.simulated_head import HeadCalls, SimulatedHead
+from shardline_fleet.simulator.simulated_job import SimulatedJob
+from shardline_fleet.simulator.simulation import Simulation
+from shardline_fleet.simulator.stage_chain import StageChain
+from shardline_fleet.simulator.tally import Tally
+from shardline_fleet.simulator.tuning.goal import TuningGoal
+from shardline_fleet.simulator.tuning.space import Setting, Space, applied
+from shardline_fleet.simulator.tuning.tuner import Tuner
+from shardline_scheduler.scheduler_config import SchedulerConfig
 from tests.benchmarks.simulated import refuse
 
 MODEL = {"hidden_size": 5120, "intermediate_size": 13824, "num_attention_heads": 40, "vocab_size": 32000}

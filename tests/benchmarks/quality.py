@@ -28,10 +28,10 @@ from services.stage.engine.memory import Limits
 from services.stage.engine.tensors import SCALE_BYTES, name_of, quantized, tensor_of, view_of
 from services.stage.hop import Frame, Kind
 from services.stage.model.model_info import ModelInfo
-from services.stage.scheduling.kv_blocks import blocks_for
 from services.standalone.demo.clerk.model import FOLDER
 from services.standalone.demo.clerk.tasks import examples
-from shardline.split import even_split
+from shardline.contract.split import even_split
+from shardline_scheduler.kv_blocks import blocks_for
 
 BUDGET = 1024
 

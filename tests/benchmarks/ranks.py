@@ -28,8 +28,8 @@ from services.stage.engine.executor import Executor
 from services.stage.engine.forward import Forward
 from services.stage.engine.memory import Limits
 from services.stage.model.model_info import ModelInfo
-from shardline.cores import parse_cores, show_cores
-from shardline.rounding import ceil_div
+from shardline.base.rounding import ceil_div
+from shardline.host.cores import parse_cores, show_cores
 from tests.benchmarks import model as bench_model
 from tests.benchmarks.bare import log_to_stderr
 

@@ -18,8 +18,8 @@ from typing import Any
 
 from sqlalchemy import Engine, event, text
 
-from shardline.ids import new_id
-from shardline.job import JobRequest
+from shardline.contract.ids import new_id
+from shardline.contract.job import JobRequest
 from shardline.store import jobs
 from tests.benchmarks.scale_pieces import Piece, pieces
 from tests.benchmarks.scale_tables import MODEL, tables

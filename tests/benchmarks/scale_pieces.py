@@ -10,14 +10,13 @@ from uuid import UUID
 
 from sqlalchemy import Connection, Engine, text
 
-from shardline.ids import new_id
-from shardline.job import FinishReason, JobRequest, JobState, Result, Usage
+from shardline.contract.ids import new_id
+from shardline.contract.job import FinishReason, JobRequest, JobState, Result, Usage
 from shardline.store import (
     claims,
     crashes,
     dead_letters,
     ends,
-    growth,
     jobs,
     leases,
     listing,
@@ -30,10 +29,11 @@ from shardline.store import (
     sweeps,
 )
 from shardline.store.claims import Claimant
-from shardline.store.encoding import Key
+from shardline.store.connection.encoding import Key
 from shardline.store.ends import End
 from shardline.store.leases import Beat
 from shardline.store.preparation import PreparedJob
+from shardline.store.statistics import growth
 from tests.benchmarks.scale_tables import MODEL, SEATS, TENANT
 
 Work = Callable[[Connection], object]

@@ -15,7 +15,7 @@ from sqlalchemy import Connection, Engine, text
 
 from services.standalone.servers import FAST, Postgres
 from shardline.store import models, pipelines
-from shardline.store.database import connect
+from shardline.store.connection.database import connect
 from tests.conftest import migrate
 
 MODEL, RARE, TENANT, OTHER = "m", "rare", "default", "other"

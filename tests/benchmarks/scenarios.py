@@ -21,14 +21,14 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from services.simulator.fleet_file import CellFile, FleetFile, LoadFile, Scenario
-from services.simulator.outcome import Outcome
-from services.simulator.simulated_job import SimulatedJob
-from services.simulator.simulation import Simulation
-from services.simulator.tally import Tally
 from shardline.client import AsyncClient
 from shardline.store import fleets
-from shardline.store.database import transaction
+from shardline.store.connection.database import transaction
+from shardline_fleet.simulator.fleet_file import CellFile, FleetFile, LoadFile, Scenario
+from shardline_fleet.simulator.outcome import Outcome
+from shardline_fleet.simulator.simulated_job import SimulatedJob
+from shardline_fleet.simulator.simulation import Simulation
+from shardline_fleet.simulator.tally import Tally
 from tests.benchmarks import model as bench_model
 from tests.benchmarks.service import stack
 

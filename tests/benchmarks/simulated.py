@@ -25,19 +25,19 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from services.simulator.agenda import Agenda
-from services.simulator.cell import FORM_S
-from services.simulator.simulated_head import HeadCalls, SimulatedHead
-from services.simulator.simulated_job import SimulatedJob
-from services.simulator.stage_chain import StageChain
-from services.simulator.tally import Tally
-from services.stage.scheduling.events import NewTokens
-from services.stage.scheduling.scheduler_config import SchedulerConfig
 from services.standalone.settings import CLERK
-from shardline.planner import DeviceProfile, ModelCosts
-from shardline.planner.fleet import share_memory
-from shardline.planner.prediction import Assigned
-from shardline.split import even_split
+from shardline.contract.split import even_split
+from shardline_fleet.planner import DeviceProfile, ModelCosts
+from shardline_fleet.planner.fleet import share_memory
+from shardline_fleet.planner.prediction import Assigned
+from shardline_fleet.simulator.agenda import Agenda
+from shardline_fleet.simulator.cell import FORM_S
+from shardline_fleet.simulator.simulated_head import HeadCalls, SimulatedHead
+from shardline_fleet.simulator.simulated_job import SimulatedJob
+from shardline_fleet.simulator.stage_chain import StageChain
+from shardline_fleet.simulator.tally import Tally
+from shardline_scheduler.events import NewTokens
+from shardline_scheduler.scheduler_config import SchedulerConfig
 from tests.benchmarks import bare, unequal
 from tests.benchmarks import model as bench_model
 from tests.benchmarks.core_share import share_of_core

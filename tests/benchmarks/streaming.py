@@ -26,14 +26,14 @@ from services.stage.device.take import take
 from services.stage.engine.executor import Executor
 from services.stage.engine.forward import Forward
 from services.stage.engine.memory import Limits
+from services.stage.fleet.profiling import profile
 from services.stage.model.model_info import ModelInfo
-from services.stage.model.streamed_layers import measure, store_of
-from services.stage.profiling import profile
 from services.stage.settings import StageSettings
-from shardline.planner import ModelCosts
-from shardline.planner.model_costs import KV_BYTES as KV_BYTES_OF
-from shardline.planner.step_cost import stage_cost
-from shardline.planner.workload import StepKind
+from services.stage.streaming.streamed_layers import measure, store_of
+from shardline_fleet.planner import ModelCosts
+from shardline_fleet.planner.model_costs import KV_BYTES as KV_BYTES_OF
+from shardline_fleet.planner.step_cost import stage_cost
+from shardline_fleet.planner.workload import StepKind
 from tests.benchmarks.bare import log_to_stderr
 
 ROWS = (1, 16, 64, 256)

@@ -36,12 +36,12 @@ from tenacity import retry, retry_if_exception_type, stop_after_delay, wait_fixe
 
 from services.standalone.ports import free_port
 from services.standalone.servers import FAST, Postgres, Valkey
-from shardline.api_key import bearer
 from shardline.client import Client
+from shardline.contract.api_key import bearer
+from shardline.contract.wire import Delta
 from shardline.store import api_keys
 from shardline.store.api_keys import Grant
 from shardline.streams import DeltaWriter
-from shardline.wire import Delta
 from tests.conftest import migrate
 from tests.tiny_head import Sequence as Running
 from tests.tiny_head import TinyHead

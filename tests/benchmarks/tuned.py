@@ -19,12 +19,12 @@ from pathlib import Path
 
 import msgspec
 
-from services.simulator.fleet_file import FleetFile
-from services.simulator.tuning.goal import TuningGoal
-from services.simulator.tuning.space import Candidate, Setting, Space
-from services.simulator.tuning.tuner import Tried, Tuned, Tuner
-from shardline.planner import ModelCosts
-from shardline.split import even_split
+from shardline.contract.split import even_split
+from shardline_fleet.planner import ModelCosts
+from shardline_fleet.simulator.fleet_file import FleetFile
+from shardline_fleet.simulator.tuning.goal import TuningGoal
+from shardline_fleet.simulator.tuning.space import Candidate, Setting, Space
+from shardline_fleet.simulator.tuning.tuner import Tried, Tuned, Tuner
 from tests.benchmarks import model as bench_model
 from tests.benchmarks import unequal
 from tests.benchmarks.unequal import Mix, Worker

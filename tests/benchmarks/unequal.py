@@ -30,14 +30,14 @@ from pathlib import Path
 
 import msgspec
 
-from services.stage.hop.peer import measure_link
-from services.stage.hop.peer_server import PeerServer
+from services.stage.fleet.peer import measure_link
+from services.stage.fleet.peer_server import PeerServer
 from services.stage.hop.sockets import Sockets
 from services.standalone.measuring import Measuring
 from services.standalone.preload import mimalloc
-from shardline.planner import DeviceProfile, ModelCosts, Workload, make_plans
-from shardline.planner.fleet import share_memory
-from shardline.planner.prediction import Assigned, Predictor
+from shardline_fleet.planner import DeviceProfile, ModelCosts, Workload, make_plans
+from shardline_fleet.planner.fleet import share_memory
+from shardline_fleet.planner.prediction import Assigned, Predictor
 from tests.benchmarks import model as bench_model
 from tests.benchmarks.bare import delayed
 from tests.benchmarks.workload import NEW_TOKENS, workload

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from shardline.job import SamplingParams
+from shardline.contract.job import SamplingParams
 from tests.benchmarks.model import VOCABULARY
 
 NEW_TOKENS = 64

@@ -9,7 +9,7 @@ import psycopg
 import pytest
 import redis
 
-from shardline import keys
+from shardline.contract import keys
 from tests.chaos.judge import audit
 from tests.chaos.judge.emissions import stale_deltas
 

@@ -16,7 +16,7 @@ from tests.chaos.shims.clock import Clock
 
 TELL = """
 import sys, time
-from shardline.clock import lease_clock_s
+from shardline.base.clock import lease_clock_s
 for _ in sys.stdin: print(time.time(), time.monotonic(), lease_clock_s(), flush=True)
 """
 FORK = """

@@ -11,8 +11,8 @@ import psycopg
 import pytest
 from psycopg.types.json import Jsonb
 
-from shardline.errors import Invalid, Unavailable
-from shardline.job import parse_request
+from shardline.base.errors import Invalid, Unavailable
+from shardline.contract.job import parse_request
 from tests.chaos.judge.checker import judge
 from tests.chaos.load.doors import TAKEN, Answer
 from tests.chaos.load.extremes import NUMBERS, SAMPLED, beyond, job_limits, no_number

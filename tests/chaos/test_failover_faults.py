@@ -15,7 +15,7 @@ import psycopg
 import pytest
 
 from services.standalone.servers import FAST, Postgres
-from shardline.config import Times
+from shardline.base.config import Times
 from tests.chaos.faults.failover_faults import fail_over_and_back
 from tests.chaos.network.proxy import Proxy
 from tests.chaos.stack.local_target import LocalTarget

@@ -11,9 +11,9 @@ from services.stage.hop import Channel, Frame, Kind
 from services.stage.hop.frame import encode as wire
 from services.stage.hop.sockets import Sockets, parse_ports
 from services.stage.hop.zeromq import ZeroMqHop
-from services.stage.scheduling.step_plan import StepResult, encode
-from shardline.config import Times
-from shardline.errors import LinkLost
+from shardline.base.config import Times
+from shardline.base.errors import LinkLost
+from shardline_scheduler.step_plan import StepResult, encode
 from tests.chaos.faults.frame_faults import Answers, Lost, Repeated
 from tests.chaos.network.hop_net import HopNet
 from tests.chaos.network.zmtp import Tap

@@ -10,7 +10,7 @@ import psycopg
 import pytest
 import redis
 
-from shardline import keys
+from shardline.contract import keys
 from tests.chaos.judge.growth import ENTRIES_PER_ATTEMPT, MIB, SCRAP_BYTES, Life, in_postgres, in_redis, redis_bytes
 
 JOB = """

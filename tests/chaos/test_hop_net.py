@@ -13,8 +13,8 @@ import pytest
 from services.stage.hop import Channel, Frame, Kind
 from services.stage.hop.sockets import Sockets, parse_ports
 from services.stage.hop.zeromq import ZeroMqHop
-from shardline.config import Times
-from shardline.errors import LinkLost
+from shardline.base.config import Times
+from shardline.base.errors import LinkLost
 from tests.chaos.faults.frame_faults import FAULTS
 from tests.chaos.network.hop_net import HopNet
 from tests.chaos.stack.local_target import LocalTarget

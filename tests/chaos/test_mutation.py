@@ -45,7 +45,9 @@ def test_the_gate_names_a_test_that_cannot_be_collected(folder: Path) -> None:
 
 def test_the_gate_names_a_mutant_that_cannot_be_imported() -> None:
     broken = Patch(
-        file="shared/shardline/keys.py", old="from __future__ import annotations\n", new="import nothing_here\n"
+        file="shared/shardline/contract/keys.py",
+        old="from __future__ import annotations\n",
+        new="import nothing_here\n",
     )
     with pytest.raises(Unfit, match="nothing_here"), copy_of((broken,)):
         pass

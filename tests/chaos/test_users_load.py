@@ -18,9 +18,9 @@ import pytest
 import torch
 
 from services.stage.attention.paged_kv import KvShape, PagedKv
-from services.stage.scheduling.kv_blocks import BLOCK_TOKENS
+from shardline.base.errors import Conflict, Unavailable
 from shardline.client import Client
-from shardline.errors import Conflict, Unavailable
+from shardline_scheduler.kv_blocks import BLOCK_TOKENS
 from tests.chaos.faults.fault import Broken
 from tests.chaos.faults.migration_faults import doors_open
 from tests.chaos.load.batch import LIVE_EVERY, Batch

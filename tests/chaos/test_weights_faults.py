@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from services.stage.model.weights import check_file
-from shardline.errors import Invalid
+from shardline.base.errors import Invalid
 from tests.chaos.faults.weights_faults import (
     Harm,
     cut_short,

@@ -14,8 +14,8 @@ from pathlib import Path
 import psycopg
 
 from services.standalone.ports import LOOPBACK, is_taken
-from shardline.config import Times
-from shardline.job import MAX_CRASHES
+from shardline.base.config import Times
+from shardline.contract.job import MAX_CRASHES
 from tests.chaos.load.target import Running, TargetRun
 from tests.chaos.load.users import CLERK
 from tests.chaos.load.workload import of_users

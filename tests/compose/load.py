@@ -11,7 +11,7 @@ from uuid import UUID, uuid4
 import httpx
 from tenacity import Retrying, retry_if_exception_type, stop_after_delay, wait_random
 
-from shardline.api_key import bearer
+from shardline.contract.api_key import bearer
 from tests.compose.stack import MODEL, PATIENCE_S, Stack, until
 
 PACE_S = 0.3

@@ -7,7 +7,7 @@ import time
 import httpx
 import pytest
 
-from shardline.api_key import bearer
+from shardline.contract.api_key import bearer
 from tests.compose.load import Load, ends, num_unfinished, once_each, push_on
 from tests.compose.stack import MODEL, OWN, Stack, until
 

@@ -20,8 +20,8 @@ import transformers as tf
 
 from services.stage.device.take import take
 from services.stage.engine.executor import Executor
-from services.stage.scheduling.sequence import Request
-from shardline.job import SamplingParams
+from shardline.contract.job import SamplingParams
+from shardline_scheduler.sequence import Request
 from tests.chain import MAX_BUDGET, Guesses, complete, load_chain
 from tests.repository import REPOSITORY
 

@@ -20,7 +20,7 @@ from services.stage.kernels import kernel
 from services.stage.model.miniature import build_miniature, miniature_config
 from services.stage.model.model_info import check_can_be_sharded
 from services.stage.model.shard import quiet_transformers
-from shardline.errors import Invalid
+from shardline.base.errors import Invalid
 from tests.chain import load_chain
 from tests.models import CONFIGS
 from tests.pinned import first_core

@@ -11,7 +11,7 @@ import torch
 import transformers as tf
 
 from services.stage.device.device import Device
-from shardline.job import SamplingParams
+from shardline.contract.job import SamplingParams
 from tests.chain import generate, load_chain, requests
 from tests.models import CONFIGS, VOCAB_SIZE, save_model
 

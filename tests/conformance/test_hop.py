@@ -16,8 +16,8 @@ import zmq
 from services.stage.hop import Channel, Frame, Hop, Kind, Receiver, Sender
 from services.stage.hop.sockets import CurveKeys, Sockets
 from services.stage.hop.zeromq import LEND_FROM_BYTES, ZeroMqHop
-from shardline.config import Times
-from shardline.errors import LinkLost, ProtocolError
+from shardline.base.config import Times
+from shardline.base.errors import LinkLost, ProtocolError
 
 PIPELINE = UUID("11111111-2222-3333-4444-555555555555")
 CHANNEL = Channel(pipeline=PIPELINE, epoch=7, kind=Kind.PLAN, num_lanes=2)

@@ -13,8 +13,8 @@ from torch import Tensor
 from services.stage.attention.paged_kv import Span
 from services.stage.device.device import Device
 from services.stage.engine.executor import Executor
-from services.stage.scheduling.kv_blocks import blocks_for
-from shardline.job import SamplingParams
+from shardline.contract.job import SamplingParams
+from shardline_scheduler.kv_blocks import blocks_for
 from tests.chain import complete, load_chain, requests
 from tests.real_model import real_model
 from tests.repository import REPOSITORY

@@ -17,7 +17,7 @@ import msgspec
 import pytest
 from sqlalchemy import Engine, text
 
-from shardline.job import FinishReason, JobRequest, JobState, Result, SamplingParams, Usage
+from shardline.contract.job import FinishReason, JobRequest, JobState, Result, SamplingParams, Usage
 from shardline.store import claims, crashes, ends, jobs, leases, models, outbox, pipelines, sweeps
 from shardline.store.claims import Claimant
 from shardline.store.ends import End

@@ -12,9 +12,9 @@ import torch
 
 from services.stage.device.device import Device
 from services.stage.engine.executor import Executor
-from services.stage.scheduling.kv_blocks import BLOCK_TOKENS
-from services.stage.scheduling.sequence import Request
-from shardline.job import SamplingParams
+from shardline.contract.job import SamplingParams
+from shardline_scheduler.kv_blocks import BLOCK_TOKENS
+from shardline_scheduler.sequence import Request
 from tests.chain import Guesses, Pressure, complete, generate, load_chain, requests
 from tests.models import VOCAB_SIZE, save_model
 

@@ -13,8 +13,8 @@ import msgspec
 
 from services.stage.hop.frame import HEADER_BYTES, MAX_MESSAGE_BYTES, MAX_TENSOR_BYTES, Buffer
 from services.stage.pipeline import messages
-from services.stage.scheduling.step_plan import Move, Open, Row, StepPlan, encode
-from shardline.job import SamplingParams
+from shardline.contract.job import SamplingParams
+from shardline_scheduler.step_plan import Move, Open, Row, StepPlan, encode
 
 CHECKSUM_BYTES = 4
 FIELDS = {"magic": (0, 4), "version": (4, 2), "kind": (6, 1), "dtype": (7, 1), "pipeline": (8, 16), "epoch": (24, 8)}

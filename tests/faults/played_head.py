@@ -16,9 +16,9 @@ from services.stage.hop.sockets import Sockets
 from services.stage.hop.zeromq import ZeroMqHop
 from services.stage.pipeline import messages
 from services.stage.pipeline.control_client import ControlClient
-from services.stage.scheduling.step_plan import StepResult, decode_result
-from shardline.config import Times
-from shardline.wire import StageCard
+from shardline.base.config import Times
+from shardline.contract.wire import StageCard
+from shardline_scheduler.step_plan import StepResult, decode_result
 
 PATIENCE_S = 60.0
 NUM_LANES = 2

@@ -19,12 +19,12 @@ from celery import Celery
 from redis import Redis
 from sqlalchemy import text
 
-from shardline.api_key import bearer
 from shardline.client import Client
-from shardline.job import MAX_CRASHES, Job, JobState
-from shardline.keys import INTAKE
-from shardline.queues import INTAKE_QUEUE, SUBMIT_TASK
-from shardline.store.database import connect
+from shardline.contract.api_key import bearer
+from shardline.contract.job import MAX_CRASHES, Job, JobState
+from shardline.contract.keys import INTAKE
+from shardline.contract.queues import INTAKE_QUEUE, SUBMIT_TASK
+from shardline.store.connection.database import connect
 from tests.polling import until
 from tests.stack import Stack, is_running
 

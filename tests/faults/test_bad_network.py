@@ -11,8 +11,8 @@ from services.stage.hop import Channel, Frame, Kind, Sender
 from services.stage.hop.sockets import Sockets, parse_ports
 from services.stage.hop.wiring import Wiring
 from services.stage.hop.zeromq import ZeroMqHop
-from shardline.config import Times
-from shardline.errors import LinkLost
+from shardline.base.config import Times
+from shardline.base.errors import LinkLost
 from tests.chaos.network.hop_net import HopNet
 from tests.chaos.network.proxy import Direction, Proxy
 from tests.links import NUM_LAYERS, PATIENCE_S, Pipes, Stage, open_pipes, pass_a_step

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from services.standalone.processes import wait_until_gone
-from shardline.api_key import bearer
+from shardline.contract.api_key import bearer
 from tests.faults.small_stack import END_S, MAX_TOKENS, Hurt, Producer, request, tokens_of
 from tests.polling import until
 

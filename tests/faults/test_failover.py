@@ -14,12 +14,12 @@ import pytest
 from celery import Celery
 
 from services.standalone.settings import CLERK
-from shardline.api_key import bearer
+from shardline.base.config import Settings
+from shardline.base.errors import NotFound, Unavailable
 from shardline.client import Client
-from shardline.config import Settings
-from shardline.errors import NotFound, Unavailable
-from shardline.job import JobState
-from shardline.queues import INTAKE_QUEUE, SUBMIT_TASK, celery_settings
+from shardline.contract.api_key import bearer
+from shardline.contract.job import JobState
+from shardline.contract.queues import INTAKE_QUEUE, SUBMIT_TASK, celery_settings
 from tests.polling import until
 from tests.postgres_pair import PostgresPair
 from tests.stack import Stack

@@ -15,7 +15,7 @@ import zmq
 from services.stage.hop.sockets import CurveKeys, Sockets
 from services.stage.pipeline.registry import RedisRegistry
 from services.standalone.ports import LOOPBACK
-from shardline.errors import LinkLost
+from shardline.base.errors import LinkLost
 from tests.stack import Stack
 
 SHAKEN_S = 60.0

@@ -27,12 +27,12 @@ from services.stage.hop.sockets import Sockets
 from services.stage.hop.zeromq import ZeroMqHop
 from services.stage.pipeline import messages
 from services.stage.pipeline.registry import RedisRegistry
-from services.stage.scheduling.step_plan import encode as encode_step
 from services.standalone.servers import Valkey
 from services.standalone.settings import CLERK
-from shardline.config import Times
-from shardline.errors import ProtocolError
-from shardline.wire import StageCard
+from shardline.base.config import Times
+from shardline.base.errors import ProtocolError
+from shardline.contract.wire import StageCard
+from shardline_scheduler.step_plan import encode as encode_step
 from tests.faults import hostile
 from tests.faults.hostile import GOOD, PROMPT
 from tests.faults.played_head import PATIENCE_S, PlayedHead

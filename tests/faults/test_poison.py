@@ -9,9 +9,9 @@ from uuid import UUID
 
 import pytest
 
+from shardline.base.failpoints import Point
 from shardline.client import Client
-from shardline.failpoints import Point
-from shardline.job import Job, JobState
+from shardline.contract.job import Job, JobState
 from tests.chaos.faults.arming import Arming, arm
 from tests.faults.small_stack import END_S, Hurt, request, tokens_of
 from tests.polling import until

@@ -13,10 +13,10 @@ import pytest
 import redis
 from celery import Celery
 
-from shardline.api_key import bearer, new_key
-from shardline.config import Settings
-from shardline.keys import INTAKE, INTAKE_DEAD
-from shardline.queues import GENERATE_TASK, INTAKE_QUEUE, SUBMIT_TASK, celery_settings, generate_queue
+from shardline.base.config import Settings
+from shardline.contract.api_key import bearer, new_key
+from shardline.contract.keys import INTAKE, INTAKE_DEAD
+from shardline.contract.queues import GENERATE_TASK, INTAKE_QUEUE, SUBMIT_TASK, celery_settings, generate_queue
 from tests.chaos.judge.secrecy import passwords, told
 from tests.poisoned_messages import SECRET, poisons
 from tests.polling import until

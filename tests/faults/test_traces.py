@@ -9,12 +9,12 @@ from uuid import UUID, uuid4
 import httpx
 import pytest
 
-from shardline import genai
-from shardline.api_key import bearer
+from shardline.base import genai
+from shardline.base.failpoints import Point
 from shardline.client import Client
-from shardline.failpoints import Point
-from shardline.job import parse_request
-from shardline.store.database import connect
+from shardline.contract.api_key import bearer
+from shardline.contract.job import parse_request
+from shardline.store.connection.database import connect
 from shardline.store.inserts import insert_plainly
 from tests.chaos.faults.arming import arm
 from tests.collector import Collector, Seen, collecting

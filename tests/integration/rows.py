@@ -9,10 +9,10 @@ from uuid import UUID
 
 from sqlalchemy import Connection, Engine, text
 
-from shardline.job import FinishReason, JobRequest, JobState, Result, Usage
+from shardline.contract.job import FinishReason, JobRequest, JobState, Result, Usage
 from shardline.store import claims, ends, jobs, models, pipelines
 from shardline.store.claims import Claimant, Claimed
-from shardline.store.database import connect
+from shardline.store.connection.database import connect
 from shardline.store.ends import End
 
 MODEL = "m"

@@ -21,7 +21,7 @@ import psycopg
 import pytest_asyncio
 
 from shardline.client import AsyncClient
-from shardline.job import JobState
+from shardline.contract.job import JobState
 from tests.integration.gateway.running_gateway import running_gateway
 from tests.integration.relay.relay_stack import relay_stack
 from tests.repository import REPOSITORY

@@ -17,11 +17,11 @@ from celery import Celery
 from typer.testing import CliRunner, Result
 
 from services.standalone.settings import CLERK
+from shardline.base.config import Settings
 from shardline.cli.commands import cli
 from shardline.client import Client
-from shardline.config import Settings
-from shardline.job import JobState
-from shardline.queues import GENERATE_TASK, INTAKE_QUEUE, SUBMIT_TASK, celery_settings, generate_queue
+from shardline.contract.job import JobState
+from shardline.contract.queues import GENERATE_TASK, INTAKE_QUEUE, SUBMIT_TASK, celery_settings, generate_queue
 from tests.polling import until
 from tests.stack import Stack
 

@@ -23,28 +23,28 @@ from services.gateway import keyring
 from services.gateway.insert_batcher import InsertBatcher
 from services.gateway.keyring import Keyring
 from services.relay.canceller import Canceller
-from services.relay.celery_results import CeleryResults
-from services.relay.census import Census
+from services.relay.celery.celery_results import CeleryResults
 from services.relay.loop import LoopContext
 from services.relay.outbox import Outbox
-from services.stage.hop.peer import measure_link
-from services.stage.hop.peer_server import OK, PeerServer, ReadFile
+from services.relay.statistics.census import Census
+from services.stage.adapters.adapter_watch import AdapterWatch
+from services.stage.fleet.peer import measure_link
+from services.stage.fleet.peer_server import OK, PeerServer, ReadFile
 from services.stage.hop.sockets import Sockets
-from services.stage.model.adapter_watch import AdapterWatch
 from services.stage.pipeline.registry import RedisRegistry
-from shardline.api_key import parse_key
+from shardline.base.config import Times
+from shardline.base.errors import Conflict
+from shardline.base.metrics import GatewayMetrics, RelayMetrics
 from shardline.client.gateway import GatewayClient
 from shardline.client.together import Together
-from shardline.config import Times
-from shardline.errors import Conflict
-from shardline.job import JobState
-from shardline.keys import STAGES, job_stream, stage_entry
-from shardline.metrics import GatewayMetrics, RelayMetrics
+from shardline.contract.api_key import parse_key
+from shardline.contract.job import JobState
+from shardline.contract.keys import STAGES, job_stream, stage_entry
+from shardline.contract.wire import Delta
 from shardline.store.celery_tasks import CeleryTask
-from shardline.store.database import connect, connect_async
+from shardline.store.connection.database import connect, connect_async
 from shardline.store.inserts import encode_request
 from shardline.streams import DeltaBuffer, DeltaReader, DeltaWriter
-from shardline.wire import Delta
 from tests.integration.gateway.running_gateway import make_key
 from tests.integration.rows import MODEL, cell, change, request, submit
 from tests.loops import loops
@@ -61,11 +61,11 @@ POISONS = {
     "services.gateway.keyring.Keyring._ask": f"{HERE}::test_a_refused_statement_ends_no_task_of_the_keyring",
     "services.gateway.keyring.Keyring._note_uses": f"{HERE}::test_a_refused_statement_ends_no_task_of_the_keyring",
     "services.relay.canceller.Canceller": f"{HERE}::test_a_cancel_without_a_row_holds_up_no_other",
-    "services.relay.census.Census": f"{HERE}::test_a_workers_odd_row_does_not_end_the_census",
+    "services.relay.statistics.census.Census": f"{HERE}::test_a_workers_odd_row_does_not_end_the_census",
     "services.relay.coordinator.Coordinator": (
         f"{RELAY}/test_coordinator.py::test_a_worker_that_no_plan_can_count_is_told_of_and_the_others_are_planned"
     ),
-    "services.relay.energy_rates.EnergyRates": (
+    "services.relay.statistics.energy_rates.EnergyRates": (
         f"{RELAY}/test_energy_rates.py::test_whatever_a_source_answers_the_other_one_is_read_and_no_address_is_logged"
     ),
     "services.relay.intake.Intake": (f"{RELAY}/test_doors.py::test_each_intake_entry_ends_as_a_row_or_a_dead_letter"),
@@ -73,20 +73,20 @@ POISONS = {
     "services.relay.preparer.Preparer": (
         f"{RELAY}/test_doors.py::test_invalid_rows_inserted_by_hand_fail_with_a_reason_and_block_nothing"
     ),
-    "services.stage.hop.peer_server.PeerServer": f"{HERE}::test_no_question_of_a_peer_ends_its_server",
-    "services.relay.celery_results.CeleryResults": (
+    "services.stage.fleet.peer_server.PeerServer": f"{HERE}::test_no_question_of_a_peer_ends_its_server",
+    "services.relay.celery.celery_results.CeleryResults": (
         f"{HERE}::test_an_end_that_a_result_backend_refuses_costs_no_other_its_own"
     ),
-    "services.relay.task_finisher.TaskFinisher": (
+    "services.relay.celery.task_finisher.TaskFinisher": (
         f"{RELAY}/test_canvas.py::test_a_callback_that_can_never_be_sent_holds_up_no_result_and_no_other_task"
     ),
-    "services.relay.task_finisher.TaskResults": (
+    "services.relay.celery.task_finisher.TaskResults": (
         f"{RELAY}/test_celery_results.py::test_an_entry_that_cannot_be_read_stops_no_later_result"
     ),
     "services.stage.jobs.result_publisher.ResultPublisher": (
         "tests/unit/stage/jobs/test_result_publisher.py::test_a_result_that_cannot_be_stored_is_dropped_alone"
     ),
-    "services.stage.model.adapter_watch.AdapterWatch": f"{HERE}::test_a_broken_adapter_hides_no_other",
+    "services.stage.adapters.adapter_watch.AdapterWatch": f"{HERE}::test_a_broken_adapter_hides_no_other",
     "services.stage.pipeline.pipeline.Pipeline._run": f"{HERE}::test_a_card_that_is_none_hides_no_other",
     "services.stage.pipeline.control_server.ControlServer._run": (
         "tests/unit/stage/pipeline/test_binding.py::test_a_next_stage_that_cannot_be_reached_is_a_refusal"
@@ -103,27 +103,27 @@ POISONS = {
 """By loop: the test that poisons it."""
 
 NO_ITEMS = {
-    "services.gateway.connections.ConnectionRegister._sweep": "times of its own connections",
-    "services.gateway.completion_response.disconnected": "one request's",
-    "services.gateway.completion_response.gateway.client.until_ended": "one request's",
-    "services.gateway.completion_response.gateway.stopping.wait": "one request's",
+    "services.gateway.http.connections.ConnectionRegister._sweep": "times of its own connections",
+    "services.gateway.openai.completion_response.disconnected": "one request's",
+    "services.gateway.openai.completion_response.gateway.client.until_ended": "one request's",
+    "services.gateway.openai.completion_response.gateway.stopping.wait": "one request's",
     "services.gateway.job_events.gateway.client.get": "one request's",
-    "services.gateway.sse.EventStream._send_all": "one request's",
-    "services.gateway.sse.disconnected": "one request's",
-    "services.relay.growth.Growth": "sizes of tables",
+    "services.gateway.http.sse.EventStream._send_all": "one request's",
+    "services.gateway.http.sse.disconnected": "one request's",
+    "services.relay.statistics.growth.Growth": "sizes of tables",
     "services.relay.notify_listener.NotifyListener": "nobody reads what a NOTIFY says",
     "services.relay.retention.Retention": "deletes rows by their age alone, and reads nothing else of them",
     "services.relay.sweeper.Sweeper": "moves rows by times and states; of a partial text it takes none that fails",
     "services.stage.engine.launched_steps.LaunchedSteps": "the engine's own steps",
     "services.stage.jobs.delta_publisher.DeltaPublisher": "its own deltas; a key of another type fails alone",
-    "services.stage.membership.Membership": "its own row: without it the stage starts again, and joins anew",
+    "services.stage.fleet.membership.Membership": "its own row: without it the stage starts again, and joins anew",
     "services.stage.pipeline.registry.Announcer._run": "its own card",
     "services.stage.ranks.processes.OtherRanks._watch": "waits for one process",
     "services.standalone.measuring.Measuring._talk": "ends with the measuring",
     "services.standalone.readiness.ReadinessWatcher._watch": "ends when the stack is ready",
     "shardline.client.ends.Ends._listen": "nobody reads what a NOTIFY says",
     "shardline.client.ends.Ends._look": "ids alone",
-    "shardline.tracing.Tracer._processor.shutdown": "ends at a stop",
+    "shardline.base.tracing.Tracer._processor.shutdown": "ends at a stop",
 }
 """By loop: why nothing bad can reach it from outside."""
 

@@ -15,7 +15,7 @@ from matplotlib import pyplot as plt
 
 from docker.monitoring.dashboards import FLEET, INSTALLATION, PIPELINE
 from docker.monitoring.panels import Panel
-from shardline.clock import wall_clock_s
+from shardline.base.clock import wall_clock_s
 from tests.monitoring.queries import over
 
 SHOWN = {

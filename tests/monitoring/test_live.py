@@ -15,7 +15,7 @@ import yaml
 from docker.monitoring.dashboards import DASHBOARDS
 from services.standalone.ports import free_port
 from services.standalone.state_dir import TARGETS_FILE
-from shardline.api_key import bearer
+from shardline.contract.api_key import bearer
 from tests.faults.small_stack import DOORS, Producer
 from tests.monitoring.queries import empty, instant
 from tests.polling import until, within

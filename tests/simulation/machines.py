@@ -18,7 +18,7 @@ from sqlalchemy.exc import DBAPIError
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
-from services.relay.celery_results import CeleryResults
+from services.relay.celery.celery_results import CeleryResults
 from services.relay.loop import LoopContext
 from services.relay.outbox import Outbox
 from services.relay.sweeper import Sweeper
@@ -28,13 +28,13 @@ from services.stage.head import Head, end_leases_of_predecessor
 from services.stage.jobs.delta_publisher import DeltaSink
 from services.stage.pipeline.registry import Registry
 from services.stage.runtime import Loaded, pipeline_of
-from services.stage.scheduling.offload import OffloadTerms
-from services.stage.scheduling.step_plan import StepPlan
-from shardline.config import Times
-from shardline.errors import Unavailable
-from shardline.job import MAX_CRASHES
-from shardline.metrics import RelayMetrics
-from shardline.wire import StageCard
+from shardline.base.config import Times
+from shardline.base.errors import Unavailable
+from shardline.base.metrics import RelayMetrics
+from shardline.contract.job import MAX_CRASHES
+from shardline.contract.wire import StageCard
+from shardline_scheduler.offload import OffloadTerms
+from shardline_scheduler.step_plan import StepPlan
 from tests.simulation.loom import Event, Loom, Process, current, elapse, now_s
 from tests.simulation.servers import Cards, Postgres, Redis, Streams
 from tests.simulation.toy import EOS, MAX_LEN, NUM_LAYERS, VOCAB_SIZE, Toy

@@ -13,14 +13,14 @@ from typing import Any
 
 import numpy as np
 
-from services.stage.scheduling.events import Crashed, Event, Failed, Finished, MayBegin, NewTokens, Outgrown
-from services.stage.scheduling.kv_blocks import BLOCK_TOKENS, blocks_for
-from services.stage.scheduling.offload import OffloadTerms
-from services.stage.scheduling.scheduler import Scheduler
-from services.stage.scheduling.scheduler_config import SchedulerConfig
-from services.stage.scheduling.sequence import Key, Request
-from services.stage.scheduling.step_plan import Move, Open, Row, StepPlan, StepResult, decode_plan, encode
-from shardline.job import FinishReason, SamplingParams, TokenLogprob
+from shardline.contract.job import FinishReason, SamplingParams, TokenLogprob
+from shardline_scheduler.events import Crashed, Event, Failed, Finished, MayBegin, NewTokens, Outgrown
+from shardline_scheduler.kv_blocks import BLOCK_TOKENS, blocks_for
+from shardline_scheduler.offload import OffloadTerms
+from shardline_scheduler.scheduler import Scheduler
+from shardline_scheduler.scheduler_config import SchedulerConfig
+from shardline_scheduler.sequence import Key, Request
+from shardline_scheduler.step_plan import Move, Open, Row, StepPlan, StepResult, decode_plan, encode
 
 NUM_TOKENS = 100
 """Size of the vocabulary."""

@@ -7,10 +7,12 @@ from uuid import UUID
 
 from sqlalchemy.sql import Executable
 
-from shardline.job import JobState
-from shardline.store import bells, jobs, outbox, reports, sweeps
+from shardline.contract.job import JobState
+from shardline.contract.tables import JOBS_CHANNEL
+from shardline.store import jobs, outbox, sweeps
+from shardline.store.connection import bells
 from shardline.store.outbox import MAX_BATCH, MAX_DOUBLINGS, WINDOW_MIN, WINDOW_PER_SEAT
-from shardline.tables import JOBS_CHANNEL
+from shardline.store.statistics import reports
 from tests.simulation.rows import Job, Rows, Tables, Twin
 
 # shardline.store.outbox ----------------------------------------------------------------------------------------------

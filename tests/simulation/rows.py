@@ -10,8 +10,8 @@ from uuid import UUID
 
 import msgspec
 
-from shardline.job import FinishReason, JobState
-from shardline.store.encoding import Key
+from shardline.contract.job import FinishReason, JobState
+from shardline.store.connection.encoding import Key
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

@@ -12,8 +12,8 @@ from uuid import UUID
 from redis.exceptions import ConnectionError as RedisAway
 from sqlalchemy.exc import OperationalError
 
-from shardline.errors import Unavailable
-from shardline.wire import Delta, StageCard
+from shardline.base.errors import Unavailable
+from shardline.contract.wire import Delta, StageCard
 from tests.simulation.connection import Connection
 from tests.simulation.loom import Loom, elapse
 from tests.simulation.rows import Tables

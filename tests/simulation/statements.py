@@ -14,7 +14,7 @@ from uuid import UUID
 import msgspec
 from sqlalchemy.sql import Executable
 
-from shardline.job import DEFAULT_TENANT, JobState
+from shardline.contract.job import DEFAULT_TENANT, JobState
 from shardline.store import claims, crashes, ends, leases
 from shardline.store.claims import Claimant
 from tests.simulation.rows import Attempt, EndRow, Job, PipelineRow, Rows, Tables, Twin

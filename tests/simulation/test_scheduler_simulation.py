@@ -8,12 +8,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from services.stage.scheduling.events import Failed, Finished
-from services.stage.scheduling.kv_blocks import blocks_for
-from services.stage.scheduling.offload import OffloadTerms
-from services.stage.scheduling.scheduler_config import SchedulerConfig
-from services.stage.scheduling.sequence import Key, Request
-from shardline.job import FinishReason
+from shardline.contract.job import FinishReason
+from shardline_scheduler.events import Failed, Finished
+from shardline_scheduler.kv_blocks import blocks_for
+from shardline_scheduler.offload import OffloadTerms
+from shardline_scheduler.scheduler_config import SchedulerConfig
+from shardline_scheduler.sequence import Key, Request
 from tests.simulation.pipeline import Pipeline, config, expected_output, request
 
 MAX_LEN = 256

@@ -16,12 +16,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from services.stage.model.peft import AdapterFolder
-from services.stage.scheduling.kv_blocks import BLOCK_TOKENS
-from services.stage.scheduling.offload import NO_OFFLOAD, OffloadTerms
-from services.stage.scheduling.open_sequences import OpenSequence, OpenSequences
-from services.stage.scheduling.step_plan import Move, Row, StepPlan, StepResult
-from shardline.job import SamplingParams
+from services.stage.adapters.peft import AdapterFolder
+from shardline.contract.job import SamplingParams
+from shardline_scheduler.kv_blocks import BLOCK_TOKENS
+from shardline_scheduler.offload import NO_OFFLOAD, OffloadTerms
+from shardline_scheduler.open_sequences import OpenSequence, OpenSequences
+from shardline_scheduler.step_plan import Move, Row, StepPlan, StepResult
 from tests.simulation.loom import Loom, elapse
 
 NUM_LAYERS = 3

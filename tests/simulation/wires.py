@@ -16,7 +16,7 @@ from typing import Any
 import zmq
 
 from services.stage.hop.frame import decode
-from shardline.errors import LinkLost
+from shardline.base.errors import LinkLost
 from tests.simulation.loom import Loom, Process, Task, current, now_s, park
 
 Parts = list[bytes]

@@ -13,11 +13,11 @@ from uuid import UUID
 
 import msgspec
 
-from services.stage.scheduling.kv_blocks import BLOCK_TOKENS
-from services.stage.scheduling.scheduler import Scheduler
-from shardline.job import JobProgress, JobState, SamplingParams
+from shardline.contract.job import JobProgress, JobState, SamplingParams
 from shardline.store.jobs import request_cancel
 from shardline.streams.cursor import Cursor
+from shardline_scheduler.kv_blocks import BLOCK_TOKENS
+from shardline_scheduler.scheduler import Scheduler
 from tests.simulation.connection import Connection
 from tests.simulation.loom import Loom
 from tests.simulation.machines import TIMES, HeadMachine, LaterMachine, RelayMachine, Site, StageMachine

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from contextlib import suppress
 
-from shardline.aio import cancel_and_wait, is_cancelled
+from shardline.base.aio import cancel_and_wait, is_cancelled
 
 
 async def test_a_loop_that_takes_a_cancellation_for_a_timeout_ends() -> None:

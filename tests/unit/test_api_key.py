@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from shardline.api_key import Scope, new_key, parse_key, parse_scopes
-from shardline.errors import Invalid
+from shardline.base.errors import Invalid
+from shardline.contract.api_key import Scope, new_key, parse_key, parse_scopes
 from tests.repository import REPOSITORY
 
 SECRETS = REPOSITORY / "docker" / "secrets.sh"

@@ -21,10 +21,10 @@ WALL_CLOCKS = {
     "date.today",
 }
 ONLY_SHOWN = {
-    "services/gateway/completion_response.py": "OpenAI's field `created`",
-    "services/relay/celery_request.py": "Celery's `eta` and `expires`, which are times of its sender's clock",
-    "shared/shardline/clock.py": "the moments of steps in `shardline trace`",
-    "shared/shardline/ids.py": "the first bits of a job's id; order is Postgres's created_at",
+    "services/gateway/openai/completion_response.py": "OpenAI's field `created`",
+    "services/relay/celery/celery_request.py": "Celery's `eta` and `expires`, which are times of its sender's clock",
+    "shared/shardline/base/clock.py": "the moments of steps in `shardline trace`",
+    "shared/shardline/contract/ids.py": "the first bits of a job's id; order is Postgres's created_at",
     "shared/shardline/tokenize/chat.py": "the date that chat templates may print",
 }
 """Files that read a wall clock, and what becomes of it."""
@@ -53,12 +53,12 @@ def test_stages_and_relays_read_time_from_one_module() -> None:
 
     found = [path for path in sources if re.search(r"^(import|from) time\b", path.read_text("utf-8"), re.MULTILINE)]
 
-    assert found == [], "take the clocks of shardline.clock: the simulation replaces those alone"
+    assert found == [], "take the clocks of shardline.base.clock: the simulation replaces those alone"
 
 
 def test_time_in_suspension_counts_for_leases() -> None:
     behind = "clock_gettime(CLOCK_BOOTTIME) - lease_clock_s()"
-    code = f"from time import *; from shardline.clock import lease_clock_s; print({behind})"
+    code = f"from time import *; from shardline.base.clock import lease_clock_s; print({behind})"
 
     told = subprocess.run((*sleeper(), sys.executable, "-c", code), check=True, capture_output=True, text=True)
 

@@ -12,7 +12,7 @@ from docker.kubernetes.compose import services
 from services.gateway.settings import GatewaySettings
 from services.relay.settings import RelaySettings
 from services.stage.settings import StageSettings
-from shardline.config import ENV_PREFIX, Settings
+from shardline.base.config import ENV_PREFIX, Settings
 from tests.repository import REPOSITORY
 
 OPERATING = (REPOSITORY / "docs/operating.md").read_text(encoding="utf-8")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from shardline.cores import parse_cores, show_cores
-from shardline.errors import Invalid
+from shardline.base.errors import Invalid
+from shardline.host.cores import parse_cores, show_cores
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,8 @@ from services.gateway.settings import GatewaySettings
 from services.relay.settings import RelaySettings
 from services.stage.settings import StageSettings
 from services.standalone.settings import StandaloneSettings
-from shardline.config import ENV_PREFIX, Settings
-from shardline.metrics import GatewayMetrics, HeadMetrics, RelayMetrics, StageMetrics
+from shardline.base.config import ENV_PREFIX, Settings
+from shardline.base.metrics import GatewayMetrics, HeadMetrics, RelayMetrics, StageMetrics
 from tests.benchmarks.report import LATEST, Figure
 
 ROOT = Path(__file__).resolve().parents[2]

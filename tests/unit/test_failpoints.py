@@ -14,15 +14,15 @@ from typing import Any
 import msgspec
 import pytest
 
-from services.stage.scheduling.open_sequences import OpenSequences
-from services.stage.scheduling.step_plan import Open, Row, StepPlan
-from shardline import failpoints
-from shardline.failpoints import Failpoints, Point, Struck, failpoint, is_struck
-from shardline.job import SamplingParams
+from shardline.base import failpoints
+from shardline.base.failpoints import Failpoints, Point, Struck, failpoint, is_struck
+from shardline.contract.job import SamplingParams
+from shardline_scheduler.open_sequences import OpenSequences
+from shardline_scheduler.step_plan import Open, Row, StepPlan
 from tests.repository import REPOSITORY
 
 SHARED = REPOSITORY / "shared"
-PASS = "from shardline.failpoints import Point, failpoint; failpoint(Point.MID_DECODE, place=1); print('lives')"
+PASS = "from shardline.base.failpoints import Point, failpoint; failpoint(Point.MID_DECODE, place=1); print('lives')"
 
 
 def arm(folder: Path, name: str = Point.MID_DECODE, **says: Any) -> Path:

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from msgspec.inspect import Field, FloatType, IntType, ListType, StrType, StructType, Type, UnionType, VarTupleType
 
-from shardline.job import MAX_METADATA_BYTES, MAX_METADATA_DEPTH, JobRequest
+from shardline.contract.job import MAX_METADATA_BYTES, MAX_METADATA_DEPTH, JobRequest
 from tests.repository import REPOSITORY
 
 WORDS = {2**63 - 1: "2⁶³ \N{MINUS SIGN} 1", -(2**63): "-2⁶³"}

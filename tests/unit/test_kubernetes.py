@@ -14,7 +14,7 @@ import yaml
 from docker.kubernetes import workloads
 from docker.kubernetes.__main__ import FOLDER, files
 from docker.kubernetes.compose import mib, seconds, services
-from shardline.config import Times
+from shardline.base.config import Times
 
 BY_HAND = {"stage-0", "stage-1", "prometheus", "grafana"}
 """A pipeline by hand: a fleet needs none. A cluster has a Prometheus of its own."""

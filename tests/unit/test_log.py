@@ -11,8 +11,8 @@ from uuid import UUID
 import pytest
 import structlog
 
-from shardline import log
-from shardline.api_key import new_key, parse_key
+from shardline.base import log
+from shardline.contract.api_key import new_key, parse_key
 
 JOB = UUID(int=7)
 SECRET = "nobody else may read this"

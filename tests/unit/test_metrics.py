@@ -15,14 +15,14 @@ from services.stage.device.power import NominalPower, Power
 from services.stage.device.watts import Watts
 from services.stage.jobs.latency import Latency
 from services.stage.metrics import MAX_TENANTS, StageMeter
-from services.stage.scheduling.drift import Drift
-from services.stage.scheduling.events import NewTokens
-from services.stage.scheduling.step_plan import Move, Open, Row, StepPlan
-from services.stage.scheduling.step_times import EngineProgress
 from services.standalone.ports import free_port
-from shardline import metrics
-from shardline.job import JobState, SamplingParams
-from shardline.planner import Link
+from shardline.base import metrics
+from shardline.contract.job import JobState, SamplingParams
+from shardline_fleet.drift import Drift
+from shardline_fleet.planner import Link
+from shardline_scheduler.events import NewTokens
+from shardline_scheduler.step_plan import Move, Open, Row, StepPlan
+from shardline_scheduler.step_times import EngineProgress
 from tests.repository import REPOSITORY
 from tests.unit.planner.fleets import device, model
 

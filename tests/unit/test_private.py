@@ -12,8 +12,8 @@ from services.stage.device.locks import DeviceLocks
 from services.stage.hop_sockets import hop_sockets
 from services.stage.settings import StageSettings
 from services.standalone.cores import CoreClaims
-from shardline.errors import Invalid
-from shardline.private import open_private_file, open_private_folder, private_folder, user_folder
+from shardline.base.errors import Invalid
+from shardline.host.private import open_private_file, open_private_folder, private_folder, user_folder
 
 STRANGER = 54_321
 

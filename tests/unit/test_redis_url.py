@@ -10,10 +10,10 @@ from celery import Celery
 from kombu.connection import Connection
 from redis.connection import parse_url
 
-from shardline.config import Settings
-from shardline.errors import Invalid
-from shardline.queues import celery_settings
-from shardline.redis_url import RedisAddress
+from shardline.base.config import Settings
+from shardline.base.errors import Invalid
+from shardline.base.redis_url import RedisAddress
+from shardline.contract.queues import celery_settings
 from tests.tls_front import AUTHORITY, TLS
 
 BOTH_TAKE = (

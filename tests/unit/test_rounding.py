@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardline.rounding import ceil_div, round_up
+from shardline.base.rounding import ceil_div, round_up
 
 
 @given(st.integers(0, 2**40), st.integers(1, 2**20))

@@ -11,9 +11,9 @@ from pydantic import ValidationError
 from services.stage import __main__ as stage
 from services.stage.settings import StageSettings
 from services.standalone.settings import StandaloneSettings
-from shardline.errors import Invalid
-from shardline.refusals import REFUSED_STATUS
-from shardline.settings_profile import PROFILE_SETTINGS, profile_text, read_profile
+from shardline.base.errors import Invalid
+from shardline.contract.refusals import REFUSED_STATUS
+from shardline_fleet.settings_profile import PROFILE_SETTINGS, profile_text, read_profile
 from tests.repository import REPOSITORY
 
 TUNED = {

@@ -9,7 +9,7 @@ from services.gateway.settings import GatewaySettings
 from services.relay.settings import RelaySettings
 from services.stage.settings import StageSettings
 from services.standalone.settings import StandaloneSettings
-from shardline.config import Settings
+from shardline.base.config import Settings
 
 SECRET = "sesame-4711-open"
 KINDS = (GatewaySettings, RelaySettings, StageSettings, StandaloneSettings)

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardline.errors import Invalid
-from shardline.split import even_split, parse_split
+from shardline.base.errors import Invalid
+from shardline.contract.split import even_split, parse_split
 
 
 @given(st.integers(1, 200), st.data())

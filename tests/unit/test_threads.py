@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from shardline.threads import apart
+from shardline.host.threads import apart
 
 
 def test_what_runs_apart_gives_its_result_and_leaves_no_thread() -> None:

@@ -10,12 +10,20 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.semconv._incubating.attributes import gen_ai_attributes
 
-from services.stage.scheduling.step_plan import Open, Row, StepPlan
-from services.stage.scheduling.step_times import EngineProgress, StepTime
 from services.stage.stage_spans import StageSpans
-from shardline import genai
-from shardline.job import SamplingParams
-from shardline.tracing import ENDPOINTS, JobTrace, TracedPhase, Tracer, attempt_span_id, parse_traceparent, traceparent
+from shardline.base import genai
+from shardline.base.tracing import (
+    ENDPOINTS,
+    JobTrace,
+    TracedPhase,
+    Tracer,
+    attempt_span_id,
+    parse_traceparent,
+    traceparent,
+)
+from shardline.contract.job import SamplingParams
+from shardline_scheduler.step_plan import Open, Row, StepPlan
+from shardline_scheduler.step_times import EngineProgress, StepTime
 from tests.collector import Collector, collecting
 from tests.polling import until
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from fastapi import APIRouter, Request, Response
 
-from services.gateway.completion_response import complete
 from services.gateway.context import GatewayDep
 from services.gateway.guard import SubmitCaller
-from services.gateway.openai import chat_request, completion_request
+from services.gateway.openai.completion_response import complete
+from services.gateway.openai.requests import chat_request, completion_request
 from services.gateway.schemas import EVENTS, GUARDED, JSON, REQUEST_ID, TAKING, answer, body, chunks, errors
 from services.gateway.submit import submit
 

@@ -8,9 +8,9 @@ from services.gateway.bodies import CostList
 from services.gateway.context import GatewayDep
 from services.gateway.errors import json_response
 from services.gateway.guard import ReadCaller
-from services.gateway.query import number, query
+from services.gateway.http.query import number, query
 from services.gateway.schemas import GUARDED, JSON, answer, errors, parameters
-from shardline.errors import Invalid
+from shardline.base.errors import Invalid
 
 router = APIRouter(tags=["jobs"], default_response_class=Response, responses=errors(*GUARDED, 400))
 

@@ -11,7 +11,7 @@ from services.gateway.context import GatewayDep
 from services.gateway.errors import json_response
 from services.gateway.guard import SCHEME, AdminCaller, ReadCaller
 from services.gateway.schemas import GUARDED, JSON, TEXT, answer, errors
-from shardline.errors import Unavailable
+from shardline.base.errors import Unavailable
 from shardline.store.pipelines import LivePipeline
 from shardline.tokenize import RegisteredModel
 

@@ -11,15 +11,15 @@ from services.gateway.bodies import JobAccepted, JobCancelling, JobList
 from services.gateway.context import GatewayDep
 from services.gateway.errors import json_response
 from services.gateway.guard import CancelCaller, ReadCaller, SubmitCaller
+from services.gateway.http.query import number, query
+from services.gateway.http.sse import EventStream
 from services.gateway.job_documents import job_document, summary_document
 from services.gateway.job_events import job_events
-from services.gateway.query import number, query
 from services.gateway.schemas import EVENTS, GUARDED, JSON, REQUEST_ID, TAKING, answer, body, errors, events, parameters
-from services.gateway.sse import EventStream
 from services.gateway.submit import native_request, submit
-from shardline.errors import Invalid, NotFound
-from shardline.ids import parse_id
-from shardline.job import JobState
+from shardline.base.errors import Invalid, NotFound
+from shardline.contract.ids import parse_id
+from shardline.contract.job import JobState
 from shardline.store.listing import PageEnd
 from shardline.streams import Place
 from shardline.streams.cursor import PLACE

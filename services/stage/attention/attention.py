@@ -18,8 +18,8 @@ from services.stage.attention.paged_kv import AttentionParams, Backend, KvShape,
 from services.stage.attention.sdpa import SdpaBackend
 from services.stage.attention.triton_backend import TritonBackend
 from services.stage.kernels.kernel import AttentionCall, Kernel
-from services.stage.scheduling.kv_blocks import BLOCK_TOKENS
-from shardline.errors import Invalid, ProtocolError
+from shardline.base.errors import Invalid, ProtocolError
+from shardline_scheduler.kv_blocks import BLOCK_TOKENS
 
 __all__ = ["BLOCK_TOKENS", "Attention", "KvShape", "MicroBatch", "PagedKv", "Span"]
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from services.stage.attention.paged_kv import AttentionParams, MicroBatch, PackedQkv, PagedKv
 from services.stage.kernels.kernel import DTYPES, AttentionCall, Kernel
-from shardline.errors import ProtocolError
+from shardline.base.errors import ProtocolError
 
 
 class KernelBackend:

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from services.stage.attention.paged_kv import PagedKv
-from services.stage.scheduling.offload import NO_OFFLOAD, OffloadTerms
-from services.stage.scheduling.step_plan import Move
-from shardline.clock import monotonic_s
-from shardline.errors import Invalid, ProtocolError
+from shardline.base.clock import monotonic_s
+from shardline.base.errors import Invalid, ProtocolError
+from shardline_scheduler.offload import NO_OFFLOAD, OffloadTerms
+from shardline_scheduler.step_plan import Move
 
 TRIAL_BYTES = 16 << 20
 NUM_TRIALS = 3

@@ -15,9 +15,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from services.stage.scheduling.kv_blocks import BLOCK_TOKENS, blocks_for
-from shardline.errors import ProtocolError
-from shardline.rounding import round_up
+from shardline.base.errors import ProtocolError
+from shardline.base.rounding import round_up
+from shardline_scheduler.kv_blocks import BLOCK_TOKENS, blocks_for
 
 VECTOR_WIDTH = 16
 """Head sizes of stored values are padded to a multiple of this: a vector load never reads past a token's slot."""

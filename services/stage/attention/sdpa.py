@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from services.stage.attention.paged_kv import AttentionParams, MicroBatch, PackedQkv, PagedKv, Span
-from services.stage.scheduling.kv_blocks import BLOCK_TOKENS, blocks_for
+from shardline_scheduler.kv_blocks import BLOCK_TOKENS, blocks_for
 
 
 class SdpaBackend:

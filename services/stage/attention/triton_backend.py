@@ -13,7 +13,7 @@ from torch import Tensor
 
 from services.stage.attention.paged_kv import AttentionParams, KvShape, MicroBatch, PackedQkv, PagedKv
 from services.stage.kernels.triton_loader import TritonKernels, unserved
-from services.stage.scheduling.kv_blocks import BLOCK_TOKENS
+from shardline_scheduler.kv_blocks import BLOCK_TOKENS
 
 log = structlog.get_logger(__name__)
 

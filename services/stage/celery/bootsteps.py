@@ -12,8 +12,8 @@ from typing import Any
 
 from kombu.common import ignore_errors
 
-from shardline.broker import Reconnecting, guard
-from shardline.job import INTERACTIVE
+from shardline.base.broker import Reconnecting, guard
+from shardline.contract.job import INTERACTIVE
 
 
 class SeatLimit(Reconnecting):

@@ -10,9 +10,9 @@ from billiard.einfo import ExceptionInfo
 from celery.exceptions import Ignore, Terminated
 
 from services.stage.celery.hub_calls import HubCalls
-from shardline.clock import monotonic_s
-from shardline.errors import JobFailed
-from shardline.job import DEFAULT_PRIORITY
+from shardline.base.clock import monotonic_s
+from shardline.base.errors import JobFailed
+from shardline.contract.job import DEFAULT_PRIORITY
 
 SIGTERM = 15
 

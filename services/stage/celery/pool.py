@@ -18,8 +18,8 @@ from typing_extensions import override
 
 from services.stage.celery.delivery import Delivery
 from services.stage.celery.hub_calls import HubCalls
-from shardline.clock import monotonic_s
-from shardline.job import DEFAULT_PRIORITY
+from shardline.base.clock import monotonic_s
+from shardline.contract.job import DEFAULT_PRIORITY
 
 log = structlog.get_logger(__name__)
 

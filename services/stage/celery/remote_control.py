@@ -8,7 +8,7 @@ from typing import Any
 from celery.utils.functional import maybe_list
 from celery.worker.control import control_command, inspect_command
 
-from shardline.queues import TRACE_COMMAND
+from shardline.contract.queues import TRACE_COMMAND
 
 
 @control_command(

@@ -17,8 +17,8 @@ from services.stage.device.promises import Promises
 from services.stage.device.rapl import Rapl
 from services.stage.device.watts import Watts
 from services.stage.ranks.processes import OtherRanks
-from shardline.cores import FIELD, PREFIX, parse_cores, show_cores
-from shardline.errors import Invalid
+from shardline.base.errors import Invalid
+from shardline.host.cores import FIELD, PREFIX, parse_cores, show_cores
 
 CGROUP = Path("/sys/fs/cgroup")
 

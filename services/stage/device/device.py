@@ -21,7 +21,7 @@ from services.stage.device.staging import Staging
 from services.stage.device.uploads import Uploads
 from services.stage.device.watts import Watts
 from services.stage.ranks.processes import OtherRanks
-from shardline.errors import Invalid
+from shardline.base.errors import Invalid
 
 INT8 = "int8"
 """The dtype of weights whose activations and KV are bfloat16."""

@@ -13,8 +13,8 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from shardline.errors import Invalid
-from shardline.private import open_private_file, open_private_folder
+from shardline.base.errors import Invalid
+from shardline.host.private import open_private_file, open_private_folder
 
 FIELD = "SHARDLINE_LOCK_DIR"
 HOLDER_MAX_BYTES = 256

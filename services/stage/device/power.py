@@ -12,7 +12,7 @@ import structlog
 
 from services.stage.device.device import Device, Meter
 from services.stage.device.watts import Watts
-from shardline.clock import monotonic_s
+from shardline.base.clock import monotonic_s
 
 log = structlog.get_logger(__name__)
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardline.clock import monotonic_s
+from shardline.base.clock import monotonic_s
 
 
 class HostCopy:

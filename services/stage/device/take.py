@@ -14,8 +14,8 @@ from services.stage.device import cpu
 from services.stage.device.accelerator import Accelerator, accelerators, find, is_type
 from services.stage.device.device import Device
 from services.stage.device.locks import holder
-from shardline.cores import FIELD, show_cores
-from shardline.errors import Invalid
+from shardline.base.errors import Invalid
+from shardline.host.cores import FIELD, show_cores
 
 AUTO, CORES = "auto", "cpu"
 TRIES = 8

@@ -15,9 +15,9 @@ from services.stage.device.device import Device
 from services.stage.engine.decode_graphs import FIELD as GRAPHS_FIELD
 from services.stage.kernels.triton_loader import unserved
 from services.stage.model.cpu_parts import CpuPart
-from services.stage.model.experts import is_experts
-from services.stage.model.packing import UNPACKED, Packing, triton_packing
-from shardline.errors import Invalid
+from services.stage.products.experts import is_experts
+from services.stage.products.packing import UNPACKED, Packing, triton_packing
+from shardline.base.errors import Invalid
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

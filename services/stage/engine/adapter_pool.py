@@ -15,12 +15,12 @@ import structlog
 import torch
 from safetensors import SafetensorError
 
+from services.stage.adapters.lora import AdaptedRows, LoadedAdapter, ShardAdapters
+from services.stage.adapters.peft import ALIKE, AdapterFolder, refuse
 from services.stage.engine.forward import Forward, Lead
-from services.stage.model.lora import AdaptedRows, LoadedAdapter, ShardAdapters
-from services.stage.model.peft import ALIKE, AdapterFolder, refuse
-from services.stage.scheduling.step_plan import Open, StepPlan
-from shardline.clock import monotonic_s
-from shardline.errors import Invalid
+from shardline.base.clock import monotonic_s
+from shardline.base.errors import Invalid
+from shardline_scheduler.step_plan import Open, StepPlan
 
 log = structlog.get_logger(__name__)
 

@@ -17,8 +17,8 @@ from torch import Tensor
 from services.stage.attention.attention import Attention
 from services.stage.attention.paged_kv import NO_BLOCK, NO_SEQUENCE, MicroBatch, PagedKv, Span
 from services.stage.model.shard import Shard
-from services.stage.scheduling.kv_blocks import blocks_for
-from shardline.errors import Invalid
+from shardline.base.errors import Invalid
+from shardline_scheduler.kv_blocks import blocks_for
 
 FIELD = "SHARDLINE_CUDA_GRAPHS"
 WARM_UPS = 3

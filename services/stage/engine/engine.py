@@ -22,17 +22,17 @@ from services.stage.engine.tensors import name_of, quantized, tensor_of, view_of
 from services.stage.hop import Frame, Kind, Receiver
 from services.stage.hop.frame import Buffer
 from services.stage.hop.wiring import Wiring
-from services.stage.scheduling.events import Event
-from services.stage.scheduling.offload import OffloadTerms
-from services.stage.scheduling.scheduler import Scheduler
-from services.stage.scheduling.sequence import Key, Request, TokenSink
-from services.stage.scheduling.step_plan import StepPlan, StepResult, decode_plan, decode_result, encode
-from services.stage.scheduling.step_times import EngineProgress, StepTime, StepTimes
-from shardline import failpoints
-from shardline.clock import lease_clock_s, monotonic_s
-from shardline.errors import LinkLost, ProtocolError
-from shardline.failpoints import Point, failpoint
-from shardline.job import FinishReason
+from shardline.base import failpoints
+from shardline.base.clock import lease_clock_s, monotonic_s
+from shardline.base.errors import LinkLost, ProtocolError
+from shardline.base.failpoints import Point, failpoint
+from shardline.contract.job import FinishReason
+from shardline_scheduler.events import Event
+from shardline_scheduler.offload import OffloadTerms
+from shardline_scheduler.scheduler import Scheduler
+from shardline_scheduler.sequence import Key, Request, TokenSink
+from shardline_scheduler.step_plan import StepPlan, StepResult, decode_plan, decode_result, encode
+from shardline_scheduler.step_times import EngineProgress, StepTime, StepTimes
 
 log = structlog.get_logger(__name__)
 

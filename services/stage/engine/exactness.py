@@ -21,13 +21,13 @@ from torch import Tensor
 
 from services.stage.attention.paged_kv import Span
 from services.stage.device.machine import machine
-from services.stage.model.products import products
-from services.stage.model.row_buckets import ROW_BUCKETS, RowPadding
-from services.stage.model.row_counts import find_buckets
 from services.stage.model.shard import Shard
-from services.stage.model.triton_products import are_covered
-from services.stage.scheduling.kv_blocks import BLOCK_TOKENS
-from shardline.rounding import ceil_div
+from services.stage.products.products import products
+from services.stage.products.row_buckets import ROW_BUCKETS, RowPadding
+from services.stage.products.row_counts import find_buckets
+from services.stage.products.triton_products import are_covered
+from shardline.base.rounding import ceil_div
+from shardline_scheduler.kv_blocks import BLOCK_TOKENS
 
 log = structlog.get_logger(__name__)
 

@@ -13,6 +13,8 @@ import structlog
 import torch
 from torch import Tensor
 
+from services.stage.adapters.lora import ShardAdapters
+from services.stage.adapters.peft import AdapterFolder
 from services.stage.attention.attention import Span
 from services.stage.attention.offload_area import OffloadArea
 from services.stage.device.device import Device
@@ -30,14 +32,12 @@ from services.stage.engine.sampler import SampledSequence, Sampler
 from services.stage.engine.split_trial import check_split
 from services.stage.hop.frame import MAX_TENSOR_BYTES
 from services.stage.kernels import kernel
-from services.stage.model.lora import ShardAdapters
 from services.stage.model.model_info import ModelInfo
-from services.stage.model.peft import AdapterFolder
 from services.stage.model.weights import fingerprint
-from services.stage.scheduling.open_sequences import OpenSequences
-from services.stage.scheduling.step_plan import Move, StepPlan, StepResult
-from shardline.clock import monotonic_s
-from shardline.errors import Invalid, ProtocolError
+from shardline.base.clock import monotonic_s
+from shardline.base.errors import Invalid, ProtocolError
+from shardline_scheduler.open_sequences import OpenSequences
+from shardline_scheduler.step_plan import Move, StepPlan, StepResult
 
 log = structlog.get_logger(__name__)
 

@@ -18,18 +18,18 @@ import structlog
 import torch
 from torch import Tensor
 
+from services.stage.adapters.peft import Adapter
 from services.stage.attention.attention import Attention
 from services.stage.attention.paged_kv import MicroBatch, PagedKv, Span
 from services.stage.engine.decode_graphs import DecodeGraphs, Recorder
 from services.stage.kernels.kernel import Kernel
 from services.stage.model.fused_layer import fuse_layers
 from services.stage.model.last_layer import LastLayer, Narrow
-from services.stage.model.peft import Adapter
-from services.stage.model.row_buckets import RowPadding
 from services.stage.model.shard import Shard
+from services.stage.products.row_buckets import RowPadding
 from services.stage.ranks.group import RankGroup
 from services.stage.ranks.messages import PassKind
-from services.stage.scheduling.step_plan import Move
+from shardline_scheduler.step_plan import Move
 
 log = structlog.get_logger(__name__)
 

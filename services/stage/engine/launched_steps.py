@@ -15,7 +15,7 @@ from torch import Tensor
 from services.stage.device.staging import HostCopy, Staging
 from services.stage.engine.inbox import Inbox
 from services.stage.hop.frame import Buffer
-from services.stage.scheduling.step_plan import StepPlan
+from shardline_scheduler.step_plan import StepPlan
 
 MAX_STEPS = 2
 """One that the device computes and one behind it: more would only wait there, and their frames with them."""

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from services.stage.adapters.peft import Adapter
 from services.stage.engine.forward import Pass
 from services.stage.engine.loading import ForwardLoad
-from services.stage.model.peft import Adapter
 from services.stage.model.weights import stamp_of
 from services.stage.ranks.messages import DropAdapter, DropShard, LoadAdapter, LoadShard, MoveBlocks, RunPass
 from services.stage.ranks.processes import OtherRanks
-from services.stage.scheduling.step_plan import Move
+from shardline_scheduler.step_plan import Move
 
 
 class RanksLead:

@@ -28,17 +28,17 @@ from services.stage.engine.memory import Limits, WeightBytes
 from services.stage.kernels.kernel import Kernel
 from services.stage.model.cpu_parts import num_bytes, parts_of
 from services.stage.model.float_files import with_floats
-from services.stage.model.fused import fuse, fuse_norms
 from services.stage.model.kv_shapes import probe_kv_shapes
 from services.stage.model.model_info import ModelInfo
 from services.stage.model.owned_weights import give_back, own
-from services.stage.model.packing import Packing, pack, packed_bytes, packing_for, unshare_embedding
-from services.stage.model.row_buckets import MAX_ADDED, VECTORS
 from services.stage.model.shard import Shard, shard_layers
 from services.stage.model.split_layers import gathered, send_embedding, split_shard, widest
-from services.stage.model.streamed_layers import StreamedLayers, streamed_bytes
-from services.stage.model.triton_products import TritonRmsNorm
+from services.stage.products.fused import fuse, fuse_norms
+from services.stage.products.packing import Packing, pack, packed_bytes, packing_for, unshare_embedding
+from services.stage.products.row_buckets import MAX_ADDED, VECTORS
+from services.stage.products.triton_products import TritonRmsNorm
 from services.stage.ranks.group import RankGroup
+from services.stage.streaming.streamed_layers import StreamedLayers, streamed_bytes
 
 log = structlog.get_logger(__name__)
 

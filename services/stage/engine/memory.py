@@ -12,9 +12,9 @@ import torch
 from services.stage.attention.offload_area import OffloadArea
 from services.stage.attention.paged_kv import KvShape, PagedKv
 from services.stage.device.device import Device
-from services.stage.model.streamed_layers import NUM_BUFFERS
-from services.stage.scheduling.kv_blocks import blocks_for
-from shardline.errors import Invalid
+from services.stage.streaming.streamed_layers import NUM_BUFFERS
+from shardline.base.errors import Invalid
+from shardline_scheduler.kv_blocks import blocks_for
 
 PACKING_FACTOR = 1.05
 """Weights take this many times their size at most: while linear layers are packed, the largest exists twice."""

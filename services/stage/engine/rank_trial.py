@@ -18,8 +18,8 @@ from services.stage.engine.loading import pack_shard
 from services.stage.engine.split_trial import forward_of, in_steps, shard_of, try_miniature
 from services.stage.kernels.kernel import Kernel
 from services.stage.model.kv_shapes import probe_kv_shapes
-from services.stage.model.packing import packing_for
 from services.stage.model.split_layers import gathered, split_shard
+from services.stage.products.packing import packing_for
 from services.stage.ranks.group import RankGroup
 
 BUFFER_BYTES = 1 << 20

@@ -22,11 +22,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from services.stage.scheduling.step_plan import Open
-from shardline import failpoints
-from shardline.failpoints import Point, is_struck
-from shardline.job import SamplingParams, TokenLogprob
-from shardline.rounding import round_up
+from shardline.base import failpoints
+from shardline.base.failpoints import Point, is_struck
+from shardline.base.rounding import round_up
+from shardline.contract.job import SamplingParams, TokenLogprob
+from shardline_scheduler.step_plan import Open
 
 TILE = 128
 """Weights are summed by tiles, then tiles one by one in float64: ten times faster than a running sum, and ordered."""

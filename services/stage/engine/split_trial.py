@@ -25,15 +25,16 @@ from torch import Tensor
 from services.stage.attention.attention import Attention
 from services.stage.attention.paged_kv import KvShape, PagedKv, Span
 from services.stage.engine.forward import Forward
-from services.stage.model import cache
-from services.stage.model.experts import EXPERTS
 from services.stage.model.kv_shapes import probe_kv_shapes
-from services.stage.model.miniature import FAILURES, build_miniature, first_line, miniature_config
+from services.stage.model.miniature import build_miniature, miniature_config
 from services.stage.model.model_info import ModelInfo
 from services.stage.model.refusal import refuse
-from services.stage.model.row_buckets import RowPadding
 from services.stage.model.shard import Shard, quiet_transformers, shard_class
-from shardline.clock import monotonic_s
+from services.stage.products import cache
+from services.stage.products.experts import EXPERTS
+from services.stage.products.module_failures import FAILURES, first_line
+from services.stage.products.row_buckets import RowPadding
+from shardline.base.clock import monotonic_s
 
 log = structlog.get_logger(__name__)
 

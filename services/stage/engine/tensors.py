@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from services.stage.hop import Frame
-from shardline.errors import ProtocolError
+from shardline.base.errors import ProtocolError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "int8": torch.int8}
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}

@@ -14,8 +14,8 @@ from enum import IntEnum
 from typing import NamedTuple, TypeAlias
 from uuid import UUID
 
-from shardline.errors import ProtocolError
-from shardline.wire import PROTOCOL_VERSION
+from shardline.base.errors import ProtocolError
+from shardline.contract.wire import PROTOCOL_VERSION
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
 

@@ -23,9 +23,9 @@ from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils import z85
 
 from services.stage.hop.wakeup import Wakeup
-from shardline.clock import monotonic_s
-from shardline.errors import Invalid, LinkLost, Unavailable
-from shardline.private import private_folder
+from shardline.base.clock import monotonic_s
+from shardline.base.errors import Invalid, LinkLost, Unavailable
+from shardline.host.private import private_folder
 
 ZAP_DOMAIN = "shardline"
 FOLDER_FIELD = "SHARDLINE_RUN_DIR"

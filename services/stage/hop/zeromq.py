@@ -9,9 +9,9 @@ import zmq
 from services.stage.hop import Channel, Receiver, Sender
 from services.stage.hop.frame import MAX_PARTS, MAX_TENSOR_BYTES, Buffer, Frame, decode, encode
 from services.stage.hop.sockets import SocketFactory, Watch
-from shardline.clock import monotonic_s
-from shardline.config import Times
-from shardline.errors import LinkLost, ProtocolError
+from shardline.base.clock import monotonic_s
+from shardline.base.config import Times
+from shardline.base.errors import LinkLost, ProtocolError
 
 LEND_FROM_BYTES = 1 << 20
 """Smaller tensors are copied on send: lending memory to ZeroMQ costs more (docs/decisions/control-links.md)."""

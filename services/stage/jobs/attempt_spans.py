@@ -8,12 +8,12 @@ from opentelemetry.trace import SpanKind
 
 from services.stage.jobs.live_job import LiveJob
 from services.stage.jobs.outcome import JobOutcome
-from services.stage.scheduling.events import Failed
-from shardline import genai
-from shardline.clock import monotonic_s
-from shardline.job import JobState
+from shardline.base import genai
+from shardline.base.clock import monotonic_s
+from shardline.base.tracing import JobTrace, TracedPhase, Tracer, Value, attempt_span_id, traceparent
+from shardline.contract.job import JobState
 from shardline.store.claims import Claimed
-from shardline.tracing import JobTrace, TracedPhase, Tracer, Value, attempt_span_id, traceparent
+from shardline_scheduler.events import Failed
 
 
 class AttemptSpans:

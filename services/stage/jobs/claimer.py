@@ -21,13 +21,13 @@ from services.stage.jobs.job_engine import JobEngine
 from services.stage.jobs.live_job import LiveJob
 from services.stage.jobs.live_jobs import LiveJobs
 from services.stage.jobs.quarantine import Moment, Seats, beginnable, claimable, without_room
-from services.stage.scheduling.kv_blocks import BLOCK_TOKENS
-from services.stage.scheduling.sequence import Key
-from shardline.clock import lease_clock_s
-from shardline.config import Times
-from shardline.failpoints import Point, failpoint
+from shardline.base.clock import lease_clock_s
+from shardline.base.config import Times
+from shardline.base.failpoints import Point, failpoint
 from shardline.store import claims, crashes, outbox
 from shardline.store.claims import Claimant, Claimed
+from shardline_scheduler.kv_blocks import BLOCK_TOKENS
+from shardline_scheduler.sequence import Key
 
 log = structlog.get_logger(__name__)
 

@@ -14,8 +14,8 @@ from uuid import UUID
 import structlog
 from redis.exceptions import RedisError
 
-from shardline.failpoints import Point, failpoint
-from shardline.wire import Delta
+from shardline.base.failpoints import Point, failpoint
+from shardline.contract.wire import Delta
 
 log = structlog.get_logger(__name__)
 

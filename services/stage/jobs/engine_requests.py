@@ -7,12 +7,12 @@ from itertools import chain
 import msgspec
 from tokenizers import Tokenizer
 
+from services.stage.adapters.peft import AdapterFolder
 from services.stage.jobs.attempt_spans import AttemptSpans
-from services.stage.model.peft import AdapterFolder
-from services.stage.scheduling.sequence import Request
-from shardline.errors import Invalid
+from shardline.base.errors import Invalid
 from shardline.store.claims import Claimed
 from shardline.tokenize import CompletionText, Vocabulary
+from shardline_scheduler.sequence import Request
 
 
 class EngineRequests:

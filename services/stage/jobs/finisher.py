@@ -18,12 +18,12 @@ from services.stage.jobs.lease_host import LeaseHost
 from services.stage.jobs.live_job import LiveJob
 from services.stage.jobs.live_jobs import LiveJobs
 from services.stage.jobs.outcome import JobOutcome
-from services.stage.scheduling.events import Crashed, Failed, Finished, Outgrown
-from shardline.config import Times
-from shardline.failpoints import Point, failpoint
-from shardline.job import JobState
+from shardline.base.config import Times
+from shardline.base.failpoints import Point, failpoint
+from shardline.contract.job import JobState
+from shardline.contract.wire import Delta
 from shardline.store import celery_tasks, crashes, ends, leases
-from shardline.wire import Delta
+from shardline_scheduler.events import Crashed, Failed, Finished, Outgrown
 
 log = structlog.get_logger(__name__)
 

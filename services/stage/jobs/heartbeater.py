@@ -14,10 +14,10 @@ from services.stage.jobs.live_job import LiveJob
 from services.stage.jobs.live_jobs import LiveJobs
 from services.stage.jobs.quarantine import Moment
 from services.stage.jobs.readiness import PipelineReadiness
-from shardline.clock import lease_clock_s, monotonic_s
-from shardline.config import Times
-from shardline.failpoints import Point, failpoint
-from shardline.job import FinishReason
+from shardline.base.clock import lease_clock_s, monotonic_s
+from shardline.base.config import Times
+from shardline.base.failpoints import Point, failpoint
+from shardline.contract.job import FinishReason
 from shardline.store import leases
 
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from services.stage.hop.wiring import Wiring
-from services.stage.scheduling.kv_blocks import BLOCK_TOKENS
 from shardline.store.claims import Claimant
+from shardline_scheduler.kv_blocks import BLOCK_TOKENS
 
 UNKNOWN = "unknown"
 """The source of a power that nobody knows."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from services.stage.scheduling.sequence import Key, Request, TokenSink
-from shardline.job import FinishReason
+from shardline.contract.job import FinishReason
+from shardline_scheduler.sequence import Key, Request, TokenSink
 
 
 class JobEngine(Protocol):

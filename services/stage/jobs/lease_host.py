@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from services.stage.jobs.live_job import LiveJob
 from services.stage.jobs.outcome import JobOutcome
-from shardline.job import JobState
+from shardline.contract.job import JobState
 
 
 class LeaseHost(Protocol):

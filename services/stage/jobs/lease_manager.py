@@ -30,10 +30,10 @@ from services.stage.jobs.live_jobs import LiveJobs
 from services.stage.jobs.outage import Outage
 from services.stage.jobs.quarantine import Seats
 from services.stage.jobs.readiness import PipelineReadiness
-from services.stage.scheduling.events import Event, MayBegin, NewTokens
-from shardline.config import Times
-from shardline.job import FinishReason
-from shardline.store.database import failure_of
+from shardline.base.config import Times
+from shardline.contract.job import FinishReason
+from shardline.store.connection.database import failure_of
+from shardline_scheduler.events import Event, MayBegin, NewTokens
 
 
 class Phase(IntEnum):

@@ -9,13 +9,13 @@ from uuid import UUID
 from services.stage.celery.delivery import Delivery
 from services.stage.jobs.identity import Identity
 from services.stage.jobs.latency import Latency
-from services.stage.scheduling.events import NewTokens
-from shardline.clock import monotonic_s
-from shardline.job import TokenLogprob
+from shardline.base.clock import monotonic_s
+from shardline.contract.job import TokenLogprob
+from shardline.contract.wire import Delta
 from shardline.store.claims import Claimed
-from shardline.store.encoding import Key as AttemptKey
+from shardline.store.connection.encoding import Key as AttemptKey
 from shardline.store.leases import Beat
-from shardline.wire import Delta
+from shardline_scheduler.events import NewTokens
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Iterator
 
 from services.stage.jobs.job_engine import JobEngine
 from services.stage.jobs.live_job import LiveJob
-from services.stage.scheduling.sequence import Key
+from shardline_scheduler.sequence import Key
 
 
 class LiveJobs(Collection[LiveJob]):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import structlog
 
-from shardline.clock import monotonic_s
-from shardline.store.database import Failure
+from shardline.base.clock import monotonic_s
+from shardline.store.connection.database import Failure
 
 log = structlog.get_logger(__name__)
 

@@ -8,12 +8,12 @@ from typing import Any
 import structlog
 
 from services.stage.jobs.live_job import LiveJob
-from services.stage.scheduling.events import Failed, Finished
-from shardline.celery_results import completion
-from shardline.job import FinishReason, JobState, Result, Usage
+from shardline.base.tracing import JobTrace
+from shardline.contract.celery_results import completion
+from shardline.contract.job import FinishReason, JobState, Result, Usage
+from shardline.contract.wire import Delta
 from shardline.store.ends import End
-from shardline.tracing import JobTrace
-from shardline.wire import Delta
+from shardline_scheduler.events import Failed, Finished
 
 log = structlog.get_logger(__name__)
 

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 
 from services.stage.celery.delivery import Delivery
 from services.stage.jobs.live_job import LiveJob
-from services.stage.scheduling.kv_blocks import blocks_for
-from services.stage.scheduling.parking import fits
-from shardline.job import INTERACTIVE
+from shardline.contract.job import INTERACTIVE
 from shardline.store.claims import Claimed
-from shardline.store.encoding import Key
+from shardline.store.connection.encoding import Key
+from shardline_scheduler.kv_blocks import blocks_for
+from shardline_scheduler.parking import fits
 
 PATIENCE_BEATS = 0.5
 """A quarantined job has waited for this many heartbeats: nothing else is claimed, so that live jobs get to a token."""

@@ -10,8 +10,8 @@ from sqlalchemy import Engine as Database
 
 from services.stage.jobs.identity import Identity
 from services.stage.jobs.lease_host import LeaseHost
-from shardline.clock import monotonic_s
-from shardline.config import Times
+from shardline.base.clock import monotonic_s
+from shardline.base.config import Times
 from shardline.store import pipelines
 
 

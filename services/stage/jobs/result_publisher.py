@@ -12,7 +12,7 @@ from typing import Any
 
 import structlog
 
-from shardline.job import JobState
+from shardline.contract.job import JobState
 
 log = structlog.get_logger(__name__)
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardline.errors import Invalid
+from shardline.base.errors import Invalid
 
 FIELD = "SHARDLINE_CPU_PARTS"
 

@@ -27,7 +27,7 @@ from services.stage.model.model_info import ModelInfo
 from services.stage.model.quantization import Floats, Quantization, quantization_of
 from services.stage.model.refusal import refuse
 from services.stage.model.weights import COPY_AGAIN, INDEX, check_file, fingerprint, weight_files
-from shardline.errors import Invalid
+from shardline.base.errors import Invalid
 
 log = structlog.get_logger(__name__)
 

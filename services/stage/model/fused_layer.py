@@ -17,10 +17,10 @@ from torch import Tensor, nn
 
 from services.stage.attention.attention import Attention, KvWritten
 from services.stage.kernels.kernel import Kernel, LayerCall, Norm
-from services.stage.model.fused import FusedMlp, FusedRmsNorm
-from services.stage.model.packing import Part
 from services.stage.model.split_layers import GatheredLinear
-from services.stage.model.tiled_linear import TiledLinear
+from services.stage.products.fused import FusedMlp, FusedRmsNorm
+from services.stage.products.packing import Part
+from services.stage.products.tiled_linear import TiledLinear
 from services.stage.ranks.group import RankGroup
 
 

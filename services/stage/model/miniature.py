@@ -15,6 +15,7 @@ import torch
 
 from services.stage.model.model_info import model_class
 from services.stage.model.refusal import refuse
+from services.stage.products.module_failures import FAILURES, first_line
 
 MIN_LAYERS = 4
 """More are kept if a kind of layer comes later."""
@@ -33,17 +34,6 @@ LIMITS = (
 largest groups and choices of experts need."""
 GAIN = 1.5
 """Weights are drawn so wide that every part matters to the outputs."""
-FAILURES = (
-    ArithmeticError,
-    AssertionError,
-    AttributeError,
-    ImportError,
-    LookupError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-)
-"""What a model's code may raise when it is run in another way than it is used to."""
 
 
 def miniature_config(config: Any) -> Any:
@@ -88,11 +78,6 @@ def build_miniature(config: Any) -> Any:
     model.set_attn_implementation("eager")
     model.set_experts_implementation("eager")
     return model
-
-
-def first_line(error: Exception) -> str:
-    """Returns what a failure of a model's code says, without what torch lists behind it."""
-    return str(error).partition("\n")[0]
 
 
 def _num_layers(config: Any) -> int:

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from services.stage.model.miniature import FAILURES, build_miniature, first_line, miniature_config
+from services.stage.model.miniature import build_miniature, miniature_config
 from services.stage.model.refusal import refuse
+from services.stage.products.module_failures import FAILURES, first_line
 
 NUM_TOKENS = 3
 

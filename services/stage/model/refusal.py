@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Never
 
-from shardline.errors import Invalid
+from shardline.base.errors import Invalid
 
 FIELD = "SHARDLINE_MODEL"
 

@@ -21,13 +21,13 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from services.stage.model.cpu_parts import CpuPart, place
-from services.stage.model.experts import EXPERTS
 from services.stage.model.model_info import ModelInfo, model_class
-from services.stage.model.packing import is_linear
 from services.stage.model.pieces import PassThrough, Pieces, stub_of
 from services.stage.model.refusal import refuse
 from services.stage.model.weights import check_file, weight_files
-from shardline.errors import Invalid
+from services.stage.products.experts import EXPERTS
+from services.stage.products.packing import is_linear
+from shardline.base.errors import Invalid
 
 REPORTS = ("missing_keys", "mismatched_keys", "error_msgs")
 Check = Callable[[nn.Module], Collection[int]]

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from services.stage.model.experts import is_experts
-from services.stage.model.packing import MakeLayer, is_linear
 from services.stage.model.shard import Shard, row_lengths
-from services.stage.model.tiled_linear import TILE_OUTPUTS
+from services.stage.products.experts import is_experts
+from services.stage.products.packing import MakeLayer, is_linear
+from services.stage.products.tiled_linear import TILE_OUTPUTS
 from services.stage.ranks.group import RankGroup
 
 KEPT, TAKES_KEPT = "colwise", "rowwise"

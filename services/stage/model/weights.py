@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from services.stage.model.cache import recall, store
 from services.stage.model.refusal import refuse
-from shardline.errors import Invalid, Unavailable
+from services.stage.products.cache import recall, store
+from shardline.base.errors import Invalid, Unavailable
 
 ONE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"

@@ -19,11 +19,11 @@ from services.stage.pipeline import messages
 from services.stage.pipeline.control_client import ControlClient, Refused
 from services.stage.pipeline.route import choose_route
 from services.stage.pipeline.status import Capacity
-from shardline.clock import monotonic_s
-from shardline.errors import LinkLost
-from shardline.failpoints import Point, failpoint
-from shardline.lanes import MAX_LANES
-from shardline.wire import StageCard
+from shardline.base.clock import monotonic_s
+from shardline.base.errors import LinkLost
+from shardline.base.failpoints import Point, failpoint
+from shardline.contract.lanes import MAX_LANES
+from shardline.contract.wire import StageCard
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from uuid import UUID
 
 from services.stage.pipeline.messages import ControlMessage, Hello, RefusalCode, Refuse
-from shardline.wire import StageCard
+from shardline.contract.wire import StageCard
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,9 +10,9 @@ import zmq
 
 from services.stage.hop.sockets import SocketFactory
 from services.stage.pipeline import messages
-from shardline.clock import monotonic_s
-from shardline.errors import LinkLost, ProtocolError
-from shardline.wire import StageCard
+from shardline.base.clock import monotonic_s
+from shardline.base.errors import LinkLost, ProtocolError
+from shardline.contract.wire import StageCard
 
 LINGER_MS = 500
 """A BYE may still leave after close."""

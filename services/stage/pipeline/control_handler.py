@@ -15,10 +15,10 @@ from services.stage.pipeline import messages
 from services.stage.pipeline.binding import Binding, Bound
 from services.stage.pipeline.hosts import StageHost
 from services.stage.pipeline.status import Capacity, StageStatus
-from shardline.config import Times
-from shardline.errors import LinkLost, Unavailable
-from shardline.failpoints import Point, failpoint
-from shardline.wire import StageCard
+from shardline.base.config import Times
+from shardline.base.errors import LinkLost, Unavailable
+from shardline.base.failpoints import Point, failpoint
+from shardline.contract.wire import StageCard
 
 log = structlog.get_logger(__name__)
 

@@ -14,10 +14,10 @@ from services.stage.pipeline import messages
 from services.stage.pipeline.control_handler import ControlHandler
 from services.stage.pipeline.hosts import StageHost
 from services.stage.pipeline.status import Capacity
-from shardline.clock import monotonic_s
-from shardline.config import Times
-from shardline.errors import ProtocolError
-from shardline.wire import StageCard
+from shardline.base.clock import monotonic_s
+from shardline.base.config import Times
+from shardline.base.errors import ProtocolError
+from shardline.contract.wire import StageCard
 
 MAX_BATCH = 100
 """Messages taken before the clock is looked at again."""

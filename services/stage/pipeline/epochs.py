@@ -6,9 +6,9 @@ import structlog
 from sqlalchemy import Engine as Database
 from sqlalchemy.exc import DBAPIError
 
-from shardline.errors import Conflict, Unavailable
+from shardline.base.errors import Conflict, Unavailable
 from shardline.store import pipelines
-from shardline.store.database import failure_of
+from shardline.store.connection.database import failure_of
 
 log = structlog.get_logger(__name__)
 

@@ -6,7 +6,7 @@ from typing import Protocol
 
 from services.stage.hop.wiring import Wiring
 from services.stage.pipeline.status import StageProgress, StageStatus
-from shardline.wire import StageCard
+from shardline.contract.wire import StageCard
 
 
 class PipelineHost(Protocol):

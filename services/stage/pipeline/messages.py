@@ -17,8 +17,8 @@ from uuid import UUID
 import msgspec
 from msgspec import Meta
 
-from shardline.errors import ProtocolError
-from shardline.wire import PROTOCOL_VERSION, decode_or_protocol_error
+from shardline.base.errors import ProtocolError
+from shardline.contract.wire import PROTOCOL_VERSION, decode_or_protocol_error
 
 MAX_CONTROL_BYTES = 64 << 10
 

@@ -15,9 +15,9 @@ from services.stage.pipeline.assembly import AssembledPipeline
 from services.stage.pipeline.control_client import ControlClient
 from services.stage.pipeline.pace import Pace
 from services.stage.pipeline.status import StageProgress
-from shardline.config import Times
-from shardline.errors import LinkLost
-from shardline.lanes import lanes_for
+from shardline.base.config import Times
+from shardline.base.errors import LinkLost
+from shardline.contract.lanes import lanes_for
 
 log = structlog.get_logger(__name__)
 

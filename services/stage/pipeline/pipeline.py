@@ -20,11 +20,11 @@ from services.stage.pipeline.assembly import AssembledPipeline, PipelineAssembly
 from services.stage.pipeline.control_client import Refused
 from services.stage.pipeline.hosts import PipelineHost
 from services.stage.pipeline.monitor import HeadHangs, PipelineMonitor, StageHealth
-from services.stage.scheduling.step_times import bubble_share
-from shardline.clock import monotonic_s
-from shardline.config import Times
-from shardline.errors import Conflict, LinkLost, Unavailable
-from shardline.wire import StageCard
+from shardline.base.clock import monotonic_s
+from shardline.base.config import Times
+from shardline.base.errors import Conflict, LinkLost, Unavailable
+from shardline.contract.wire import StageCard
+from shardline_scheduler.step_times import bubble_share
 
 LOOK = 0.1
 """Of a heartbeat: how often a head that waits for stages looks for new cards."""

@@ -11,10 +11,10 @@ from typing import Any, Protocol
 import redis
 import structlog
 
-from shardline import keys
-from shardline.errors import ProtocolError, Unavailable
-from shardline.redis import redis_client
-from shardline.wire import StageCard, decode_card, encode_card
+from shardline.base.errors import ProtocolError, Unavailable
+from shardline.base.redis import redis_client
+from shardline.contract import keys
+from shardline.contract.wire import StageCard, decode_card, encode_card
 
 MAX_CARDS = 4096
 MAX_SCANS = 20

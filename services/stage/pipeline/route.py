@@ -6,8 +6,8 @@ import random
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping
 
-from shardline.errors import Unavailable
-from shardline.wire import StageCard
+from shardline.base.errors import Unavailable
+from shardline.contract.wire import StageCard
 
 MAX_NAMED = 8
 """Stages that a refusal lists."""

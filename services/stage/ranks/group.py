@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from services.stage.kernels.kernel import Kernel, Ranks
-from shardline.rounding import ceil_div, round_up
+from shardline.base.rounding import ceil_div, round_up
 
 LINE_BYTES = 64
 """Of the memory in which a rank counts its meetings."""

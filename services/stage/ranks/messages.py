@@ -6,7 +6,7 @@ from enum import StrEnum
 
 import msgspec
 
-from services.stage.scheduling.step_plan import Move
+from shardline_scheduler.step_plan import Move
 
 
 class PassKind(StrEnum):

@@ -25,7 +25,7 @@ import structlog
 
 from services.stage.ranks.group import RankGroup
 from services.stage.ranks.messages import Message, encode
-from shardline.threads import die, num_threads
+from shardline.host.threads import die, num_threads
 
 log = structlog.get_logger(__name__)
 

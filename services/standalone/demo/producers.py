@@ -13,15 +13,15 @@ import httpx
 import msgspec
 from celery import Celery
 
-from shardline import keys
-from shardline.api_key import bearer
+from shardline.base.config import Settings
+from shardline.base.redis import redis_client
 from shardline.client import Client
-from shardline.config import Settings
-from shardline.ids import new_id
-from shardline.job import JobRequest
-from shardline.queues import INTAKE_QUEUE, SUBMIT_TASK, celery_settings
-from shardline.redis import redis_client
-from shardline.store.database import transaction
+from shardline.contract import keys
+from shardline.contract.api_key import bearer
+from shardline.contract.ids import new_id
+from shardline.contract.job import JobRequest
+from shardline.contract.queues import INTAKE_QUEUE, SUBMIT_TASK, celery_settings
+from shardline.store.connection.database import transaction
 from shardline.store.inserts import insert_plainly
 
 MAX_TOKENS = 128

@@ -36,8 +36,8 @@ from services.standalone.demo.report import (
 from services.standalone.processes import StartFailed
 from services.standalone.settings import REPOSITORY
 from services.standalone.state_dir import StateDir
-from shardline.store import reports
-from shardline.store.database import transaction
+from shardline.store.connection.database import transaction
+from shardline.store.statistics import reports
 
 NUM_PROMPTS = 300
 MIN_ACCURACY = 0.95

@@ -3,37 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib.metadata import entry_points
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 from uuid import UUID
 
 import typer
 
-from shardline import log
+from shardline.base import log
+from shardline.base.errors import Invalid
 from shardline.cli import show
 from shardline.cli.arguments import JobId, JobIds, Json
 from shardline.cli.cost import cost
 from shardline.cli.database import transaction
 from shardline.cli.dead import dead
-from shardline.cli.devices import devices
 from shardline.cli.exits import HELP, Reporting
 from shardline.cli.fields import parse_fields, prompt_fields, read_prompt
 from shardline.cli.keys import keys
 from shardline.cli.local_stack import use_local_stack
-from shardline.cli.plan import plan
-from shardline.cli.scale import scale
-from shardline.cli.simulate import simulate, tune
 from shardline.cli.trace import trace
 from shardline.client import Client
 from shardline.client.requests import request_of, succeeded
-from shardline.errors import Invalid
-from shardline.job import DEFAULT_TENANT, JobState
+from shardline.contract.job import DEFAULT_TENANT, JobState
 from shardline.store.models import ModelChoice, get_models, model_choices
 from shardline.store.pipelines import live_pipelines
 
 JOBS = "Jobs"
 INSTALLATION = "The installation"
 DEVICES = "Devices and plans"
+
+MORE_COMMANDS = "shardline.commands"
+"""Entry points: commands of packages beside this one."""
 
 cli = typer.Typer(
     cls=Reporting,
@@ -171,11 +172,10 @@ cli.add_typer(dead, name="dead", rich_help_panel=JOBS)
 cli.add_typer(keys, name="keys", rich_help_panel=INSTALLATION)
 cli.command(rich_help_panel=INSTALLATION)(cost)
 cli.command(rich_help_panel=INSTALLATION)(trace)
-cli.command(rich_help_panel=DEVICES)(devices)
-cli.command(rich_help_panel=DEVICES)(plan)
-cli.command(rich_help_panel=DEVICES)(scale)
-cli.command(rich_help_panel=DEVICES)(simulate)
-cli.command(rich_help_panel=DEVICES)(tune)
+for command in sorted(entry_points(group=MORE_COMMANDS)):
+    # The wheel for producers names the commands of shardline_fleet, and has not its code.
+    if find_spec(command.module.partition(".")[0]):
+        cli.command(rich_help_panel=DEVICES)(command.load())
 
 
 def _wait(client: Client, ids: list[UUID], timeout_s: float | None, *, json: bool) -> None:

@@ -11,7 +11,7 @@ import typer
 from shardline.cli import show
 from shardline.cli.arguments import Json
 from shardline.cli.database import transaction
-from shardline.store.costs import MAX_JOBS, Cost, costs
+from shardline.store.statistics.costs import MAX_JOBS, Cost, costs
 
 
 class By(StrEnum):

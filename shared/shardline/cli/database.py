@@ -7,9 +7,9 @@ from contextlib import contextmanager
 
 from sqlalchemy import Connection
 
+from shardline.base.config import Settings
 from shardline.client.database import reachable
-from shardline.config import Settings
-from shardline.store.database import connect
+from shardline.store.connection.database import connect
 
 
 @contextmanager

@@ -9,9 +9,9 @@ from pydantic import ValidationError
 from typer.core import TyperGroup
 from typing_extensions import override
 
+from shardline.base.config import ENV_PREFIX
+from shardline.base.errors import Conflict, Invalid, JobEnded, NotFound, Unavailable
 from shardline.cli.show import printable
-from shardline.config import ENV_PREFIX
-from shardline.errors import Conflict, Invalid, JobEnded, NotFound, Unavailable
 
 STATUSES: tuple[tuple[type[Exception], int], ...] = (
     (JobEnded, 1),

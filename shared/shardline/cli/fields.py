@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from shardline.errors import Invalid
+from shardline.base.errors import Invalid
 
 
 def read_prompt(argument: str | None) -> str:

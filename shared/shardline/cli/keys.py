@@ -13,12 +13,12 @@ from typing import Annotated, TypeVar
 import typer
 from sqlalchemy import Connection
 
-from shardline.api_key import Scope, parse_key, parse_scopes
+from shardline.base.errors import Invalid
 from shardline.cli import show
 from shardline.cli.arguments import Json
 from shardline.cli.database import transaction
-from shardline.errors import Invalid
-from shardline.job import DEFAULT_TENANT
+from shardline.contract.api_key import Scope, parse_key, parse_scopes
+from shardline.contract.job import DEFAULT_TENANT
 from shardline.store import api_keys
 from shardline.store.api_keys import Grant
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from shardline.config import ENV_PREFIX
+from shardline.base.config import ENV_PREFIX
 
 SERVERS = ("database", "redis")
 HOME = ".local"

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 from typing_extensions import override
 
-from shardline.job import Job, JobState, JobSummary, Usage
+from shardline.contract.job import Job, JobState, JobSummary, Usage
 from shardline.store.api_keys import ApiKey
 from shardline.store.dead_letters import DeadLetter
 from shardline.store.pipelines import LivePipeline

@@ -9,12 +9,12 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
+from shardline.base.config import Settings
+from shardline.base.errors import Invalid, NotFound, Unavailable
 from shardline.cli.database import transaction
-from shardline.config import Settings
-from shardline.errors import Invalid, NotFound, Unavailable
-from shardline.queues import TRACE_COMMAND, celery_settings
+from shardline.contract.queues import TRACE_COMMAND, celery_settings
+from shardline.contract.wire import StageTrace, StepSpan
 from shardline.store.pipelines import live_pipelines
-from shardline.wire import StageTrace, StepSpan
 
 
 def trace(

@@ -12,6 +12,7 @@ from uuid import UUID
 from sqlalchemy import Connection
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, AsyncSession
 
+from shardline.base.errors import Invalid, NotFound
 from shardline.client.database import MAX_IDS_PER_QUERY, reachable
 from shardline.client.fields import JobFields
 from shardline.client.follower import JobFollower
@@ -26,14 +27,13 @@ from shardline.client.requests import (
     succeeded,
 )
 from shardline.client.together import Together
-from shardline.errors import Invalid, NotFound
-from shardline.ids import JobId, as_id, as_ids, is_one, one_or_many
-from shardline.job import Job, JobRequest, JobState, JobSummary
+from shardline.contract.ids import JobId, as_id, as_ids, is_one, one_or_many
+from shardline.contract.job import Job, JobRequest, JobState, JobSummary
+from shardline.contract.wire import Delta
 from shardline.store import dead_letters, jobs, listing
-from shardline.store.database import connect_async
+from shardline.store.connection.database import connect_async
 from shardline.store.dead_letters import DeadLetter
 from shardline.store.listing import PageEnd
-from shardline.wire import Delta
 
 LISTS = 2
 """Lists read at a time."""

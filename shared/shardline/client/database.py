@@ -10,8 +10,8 @@ from sqlalchemy.exc import DataError, DBAPIError, InterfaceError, OperationalErr
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.orm import Session
 
-from shardline.errors import Busy, Invalid, Unavailable
-from shardline.store.database import READ_ONLY, failure_of, is_over_limit
+from shardline.base.errors import Busy, Invalid, Unavailable
+from shardline.store.connection.database import READ_ONLY, failure_of, is_over_limit
 
 MAX_IDS_PER_QUERY = 1_000
 POLL_S = 1.0

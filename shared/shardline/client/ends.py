@@ -16,12 +16,12 @@ import structlog
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from shardline.aio import cancel_and_wait, is_cancelled
+from shardline.base.aio import cancel_and_wait, is_cancelled
 from shardline.client.database import AWAY, MAX_IDS_PER_QUERY, told
+from shardline.contract.tables import DONE_CHANNEL
 from shardline.store import jobs
-from shardline.store.bells import rings
+from shardline.store.connection.bells import rings
 from shardline.streams import DeltaBuffer
-from shardline.tables import DONE_CHANNEL
 
 log = structlog.get_logger(__name__)
 

@@ -17,9 +17,9 @@ from uuid import UUID
 import psycopg
 from sqlalchemy import URL
 
-from shardline.errors import Unavailable
-from shardline.store.bells import Listener
-from shardline.tables import DONE_CHANNEL
+from shardline.base.errors import Unavailable
+from shardline.contract.tables import DONE_CHANNEL
+from shardline.store.connection.bells import Listener
 
 RETRY_S = 0.2
 

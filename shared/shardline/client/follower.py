@@ -13,15 +13,15 @@ import structlog
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncEngine
 
+from shardline.base.config import Settings
+from shardline.base.errors import NotFound
 from shardline.client.database import AWAY, told
 from shardline.client.ends import Ends
 from shardline.client.together import Together
-from shardline.config import Settings
-from shardline.errors import NotFound
-from shardline.job import SamplingParams
+from shardline.contract.job import SamplingParams
+from shardline.contract.wire import Delta
 from shardline.store.progress import Asked, read_progress
 from shardline.streams import Cursor, DeltaBuffer, DeltaReader, Place, TextOf
-from shardline.wire import Delta
 
 log = structlog.get_logger(__name__)
 

@@ -8,20 +8,21 @@ from uuid import UUID
 from sqlalchemy import Connection
 from sqlalchemy.ext.asyncio import AsyncEngine
 
+from shardline.base.errors import NotFound, ShardlineError
 from shardline.client.asynchronous import LISTS, AsyncClient, Summaries
 from shardline.client.database import reachable
 from shardline.client.follower import Deltas, TextRule
 from shardline.client.requests import end_of
 from shardline.client.together import Together
 from shardline.client.turns import TenantTurns
-from shardline.errors import NotFound, ShardlineError
-from shardline.ids import JobId, one_or_many
-from shardline.job import Job, JobState, Usage
-from shardline.store import costs, jobs, listing, reports
-from shardline.store.costs import Cost
+from shardline.contract.ids import JobId, one_or_many
+from shardline.contract.job import Job, JobState, Usage
+from shardline.store import jobs, listing
 from shardline.store.inserts import EncodedRequest, Stored, insert_encoded
 from shardline.store.listing import PageEnd
 from shardline.store.pipelines import LivePipeline, live_pipelines
+from shardline.store.statistics import costs, reports
+from shardline.store.statistics.costs import Cost
 from shardline.streams import Place
 
 Costs = list[Cost]

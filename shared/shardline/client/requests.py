@@ -8,11 +8,11 @@ from uuid import UUID
 
 import msgspec
 
-from shardline import plain_json
-from shardline.config import Settings
-from shardline.errors import Invalid, JobCancelled, JobEnded, JobExpired, JobFailed, NotFound
-from shardline.ids import JobId, as_id
-from shardline.job import DEFAULT_TENANT, Job, JobRequest, JobState, parse_request
+from shardline.base.config import Settings
+from shardline.base.errors import Invalid, JobCancelled, JobEnded, JobExpired, JobFailed, NotFound
+from shardline.contract import plain_json
+from shardline.contract.ids import JobId, as_id
+from shardline.contract.job import DEFAULT_TENANT, Job, JobRequest, JobState, parse_request
 from shardline.store.listing import PageEnd
 
 MAX_REQUESTS = 100_000

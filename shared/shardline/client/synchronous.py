@@ -12,6 +12,7 @@ from uuid import UUID
 from sqlalchemy import Connection, Engine
 from sqlalchemy.orm import Session
 
+from shardline.base.errors import NotFound, Unavailable
 from shardline.client.database import MAX_IDS_PER_QUERY, connection_of, reachable
 from shardline.client.ends_sync import SyncEnds
 from shardline.client.fields import JobFields
@@ -25,16 +26,15 @@ from shardline.client.requests import (
     settings_with,
     succeeded,
 )
-from shardline.errors import NotFound, Unavailable
-from shardline.ids import JobId, as_id, as_ids, is_one, one_or_many
-from shardline.job import Job, JobRequest, JobState, JobSummary
+from shardline.contract.ids import JobId, as_id, as_ids, is_one, one_or_many
+from shardline.contract.job import Job, JobRequest, JobState, JobSummary
+from shardline.contract.wire import Delta
 from shardline.store import dead_letters, jobs, listing
-from shardline.store.database import connect
+from shardline.store.connection.database import connect
 from shardline.store.dead_letters import DeadLetter
 from shardline.store.listing import PageEnd
 from shardline.store.progress import Asked, read_progress
 from shardline.streams import Cursor, SyncDeltaReader
-from shardline.wire import Delta
 
 RETRY_S = 0.2
 

@@ -16,7 +16,7 @@ from sqlalchemy import Connection
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from shardline.aio import cancel_and_wait, is_cancelled
+from shardline.base.aio import cancel_and_wait, is_cancelled
 from shardline.client.database import AWAY
 
 Asked = TypeVar("Asked")

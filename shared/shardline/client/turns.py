@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from shardline.errors import Overloaded
+from shardline.base.errors import Overloaded
 
 MAX_WAITING = 32
 """Queries of one tenant that wait for their turn; more are told to come again."""

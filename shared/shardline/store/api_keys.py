@@ -28,10 +28,10 @@ from sqlalchemy import (
 )
 from sqlalchemy.dialects.postgresql import insert
 
-from shardline.api_key import Presented, Scope, new_key, parse_key
-from shardline.errors import Conflict, Invalid, NotFound
-from shardline.job import DEFAULT_TENANT
-from shardline.tables import MAX_NAME_CHARS, api_keys, tenants
+from shardline.base.errors import Conflict, Invalid, NotFound
+from shardline.contract.api_key import Presented, Scope, new_key, parse_key
+from shardline.contract.job import DEFAULT_TENANT
+from shardline.contract.tables import MAX_NAME_CHARS, api_keys, tenants
 
 SHOWN = ("id", "name", "tenant_id", "scopes", "created_at", "expires_at", "replaced_at", "revoked_at", "last_used_at")
 USES_APART_S = 30

@@ -16,10 +16,10 @@ from uuid import UUID
 
 from sqlalchemy import Connection, text
 
-from shardline.job import JobState
-from shardline.store.bells import ring
-from shardline.store.encoding import dump
-from shardline.tables import TASKS_CHANNEL
+from shardline.contract.job import JobState
+from shardline.contract.tables import TASKS_CHANNEL
+from shardline.store.connection.bells import ring
+from shardline.store.connection.encoding import dump
 
 MAX_BATCH = 64
 MAX_REQUEST_BYTES = 1 << 20

@@ -13,10 +13,10 @@ from uuid import UUID
 
 from sqlalchemy import Connection, Row, text
 
-from shardline.job import JobState, SamplingParams, TokenLogprob
-from shardline.store.encoding import Key, dump, dump_keys, load_logprobs, load_params
+from shardline.contract.job import JobState, SamplingParams, TokenLogprob
+from shardline.store.connection.encoding import Key, dump, dump_keys, load_logprobs, load_params
+from shardline.store.connection.readable import sort_rows
 from shardline.store.ends import End, end_queued
-from shardline.store.readable import sort_rows
 
 LATER_WAIT_S = 15.0
 """Until a job of a later release is sent again."""

@@ -13,8 +13,8 @@ from uuid import UUID
 
 from sqlalchemy import Connection, Row, text
 
-from shardline.job import MAX_CRASHES, JobState
-from shardline.store.encoding import Key, dump_keys
+from shardline.contract.job import MAX_CRASHES, JobState
+from shardline.store.connection.encoding import Key, dump_keys
 from shardline.store.ends import End, end_running, requeue_running
 
 MAX_HISTORY = 10

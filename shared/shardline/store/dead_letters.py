@@ -11,12 +11,12 @@ from uuid import UUID
 import msgspec
 from sqlalchemy import Connection, func, select, text
 
-from shardline.errors import Conflict, Invalid, NotFound
-from shardline.ids import new_id
-from shardline.job import Job
+from shardline.base.errors import Conflict, Invalid, NotFound
+from shardline.contract.ids import new_id
+from shardline.contract.job import Job
+from shardline.contract.tables import DEAD, attempts, jobs
 from shardline.store.jobs import get_job
 from shardline.store.listing import MAX_LISTED
-from shardline.tables import DEAD, attempts, jobs
 
 MAX_ATTEMPTS = 100
 """Shown of one job, the newest."""

@@ -15,8 +15,8 @@ from typing import Any
 
 from sqlalchemy import Connection, and_, delete, func, or_, select, text
 
-from shardline.store.encoding import dump
-from shardline.tables import plans, workers
+from shardline.contract.tables import plans, workers
+from shardline.store.connection.encoding import dump
 
 PLANS_LOCK = 7_236_003
 

@@ -14,14 +14,14 @@ from psycopg.errors import Diagnostic
 from sqlalchemy import Connection, text
 from sqlalchemy.exc import IntegrityError, OperationalError
 
-from shardline import plain_json
-from shardline.errors import Invalid, ShardlineError
-from shardline.ids import new_id
-from shardline.job import DEFAULT_TENANT, JobRequest
-from shardline.store.database import failure_of, is_over_limit
-from shardline.store.encoding import dump, place_of_unstorable, storable, unstorable
+from shardline.base.errors import Invalid, ShardlineError
+from shardline.contract import plain_json
+from shardline.contract.ids import new_id
+from shardline.contract.job import DEFAULT_TENANT, JobRequest
+from shardline.contract.tables import MAX_PROMPT_BYTES, RANDOM_SEED
+from shardline.store.connection.database import failure_of, is_over_limit
+from shardline.store.connection.encoding import dump, place_of_unstorable, storable, unstorable
 from shardline.store.repeats import repeated
-from shardline.tables import MAX_PROMPT_BYTES, RANDOM_SEED
 
 MAX_ROWS = 2_000
 MAX_BYTES = 8 << 20

@@ -11,12 +11,12 @@ from uuid import UUID
 
 from sqlalchemy import Connection, Select, select, text
 
-from shardline.job import Job, JobState
-from shardline.store.bells import ring
-from shardline.store.encoding import is_any, load_job
+from shardline.contract.job import Job, JobState
+from shardline.contract.tables import DONE_CHANNEL, JOBS_CHANNEL, TERMINAL, jobs, results
+from shardline.store.connection.bells import ring
+from shardline.store.connection.encoding import is_any, load_job
 from shardline.store.inserts import FailedRequest, Stored, insert_failed, insert_jobs
-from shardline.store.reports import states
-from shardline.tables import DONE_CHANNEL, JOBS_CHANNEL, TERMINAL, jobs, results
+from shardline.store.statistics.reports import states
 
 __all__ = [
     "FailedRequest",

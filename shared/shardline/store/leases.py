@@ -12,10 +12,10 @@ from uuid import UUID
 
 from sqlalchemy import Connection, text
 
-from shardline.job import TokenLogprob
-from shardline.store.bells import ring
-from shardline.store.encoding import Key, dump, dump_logprobs
-from shardline.tables import LEASES_CHANNEL
+from shardline.contract.job import TokenLogprob
+from shardline.contract.tables import LEASES_CHANNEL
+from shardline.store.connection.bells import ring
+from shardline.store.connection.encoding import Key, dump, dump_logprobs
 
 HEARTBEAT = text("""
 -- What the holder sends: a claim, and its tokens from `start` on that are not saved yet.

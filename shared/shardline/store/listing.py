@@ -14,9 +14,9 @@ from uuid import UUID
 
 from sqlalchemy import Connection, Row, TextClause, select, text
 
-from shardline.errors import Invalid
-from shardline.job import FinishReason, JobState, JobSummary, Usage
-from shardline.tables import DEAD, jobs
+from shardline.base.errors import Invalid
+from shardline.contract.job import FinishReason, JobState, JobSummary, Usage
+from shardline.contract.tables import DEAD, jobs
 
 MAX_LISTED = 1_000
 MAX_PROMPT_CHARS = 100

@@ -9,7 +9,7 @@ from typing import Any
 from sqlalchemy import Connection, RowMapping, bindparam, func, select, update
 from sqlalchemy.dialects.postgresql import insert
 
-from shardline.tables import models
+from shardline.contract.tables import models
 
 WRITABLE = tuple(column.name for column in models.columns if column.name not in ("updated_at", "adapters"))
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from sqlalchemy import Connection, TextClause, func, select, text
 
-from shardline.store.encoding import dump
-from shardline.tables import pipelines
+from shardline.contract.tables import pipelines
+from shardline.store.connection.encoding import dump
 
 LATELY_S = 3600.0
 """So long after its lease a pipeline counts as one that comes back."""

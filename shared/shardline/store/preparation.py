@@ -13,8 +13,8 @@ from uuid import UUID
 
 from sqlalchemy import Connection, text
 
-from shardline.job import MAX_METADATA_BYTES, JobState
-from shardline.store.encoding import dump
+from shardline.contract.job import MAX_METADATA_BYTES, JobState
+from shardline.store.connection.encoding import dump
 from shardline.store.ends import End, end_queued
 
 MAX_BATCH = 128

@@ -8,8 +8,8 @@ from uuid import UUID
 
 from sqlalchemy import Connection, Row, text
 
-from shardline.job import PROMPT_END_TOKENS, FinishReason, JobProgress, JobState
-from shardline.store.encoding import dump, load_logprobs, readable_params
+from shardline.contract.job import PROMPT_END_TOKENS, FinishReason, JobProgress, JobState
+from shardline.store.connection.encoding import dump, load_logprobs, readable_params
 
 MAX_TOKENS = 4_096
 """Of one job in one reading: with 20 log-probabilities each, about 4 MB."""

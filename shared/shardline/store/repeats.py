@@ -14,8 +14,8 @@ from uuid import UUID
 
 from sqlalchemy import Connection, Row, text
 
-from shardline.errors import Busy, Conflict, ShardlineError
-from shardline.job import JobState
+from shardline.base.errors import Busy, Conflict, ShardlineError
+from shardline.contract.job import JobState
 
 REPEATED = text(f"""
 SELECT asked.number, jobs.name, jobs.id, jobs.error,

@@ -15,7 +15,7 @@ from uuid import UUID
 
 from sqlalchemy import Connection, Interval, cast, delete, func, text
 
-from shardline.tables import DEAD, pipelines, workers
+from shardline.contract.tables import DEAD, pipelines, workers
 
 MAX_BATCH = 128
 MAX_READ = 1_000

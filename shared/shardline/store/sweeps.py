@@ -13,7 +13,7 @@ from uuid import UUID
 
 from sqlalchemy import Connection, Row, text
 
-from shardline.job import (
+from shardline.contract.job import (
     MAX_CRASHES,
     PROMPT_END_TOKENS,
     FinishReason,
@@ -24,7 +24,7 @@ from shardline.job import (
     Usage,
 )
 from shardline.store import crashes
-from shardline.store.encoding import load_logprobs, readable_params
+from shardline.store.connection.encoding import load_logprobs, readable_params
 from shardline.store.ends import End, end_queued, end_running
 
 MAX_BATCH = 64

@@ -8,7 +8,7 @@ from uuid import UUID
 
 from sqlalchemy import Connection, text
 
-from shardline.job import JobState
+from shardline.contract.job import JobState
 
 TRACED = text("""
 SELECT id, model, tenant_id, state, traceparent, error ->> 'problem' AS problem,

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 
 import msgspec
 
-from shardline.errors import Diverged
-from shardline.job import JobProgress, JobState
-from shardline.wire import Delta
+from shardline.base.errors import Diverged
+from shardline.contract.job import JobProgress, JobState
+from shardline.contract.wire import Delta
 
 MAX_AHEAD = 4_096
 """Deltas kept while the gap before them is filled from Postgres."""

@@ -12,11 +12,11 @@ from uuid import UUID
 import structlog
 from redis.exceptions import RedisError, ResponseError
 
-from shardline.aio import cancel_and_wait, is_cancelled
-from shardline.errors import ProtocolError
-from shardline.keys import job_stream
-from shardline.redis import async_redis_client
-from shardline.wire import DELTA_FIELD, Delta, decode_delta
+from shardline.base.aio import cancel_and_wait, is_cancelled
+from shardline.base.errors import ProtocolError
+from shardline.base.redis import async_redis_client
+from shardline.contract.keys import job_stream
+from shardline.contract.wire import DELTA_FIELD, Delta, decode_delta
 
 log = structlog.get_logger(__name__)
 

@@ -8,10 +8,10 @@ from uuid import UUID
 import redis
 from redis.exceptions import RedisError
 
-from shardline.keys import job_stream
-from shardline.redis import redis_client
+from shardline.base.redis import redis_client
+from shardline.contract.keys import job_stream
+from shardline.contract.wire import Delta
 from shardline.streams.reader import MAX_ENTRIES_PER_READ, TIMEOUT_S, deltas_of
-from shardline.wire import Delta
 
 
 class SyncDeltaReader:

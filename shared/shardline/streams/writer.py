@@ -12,10 +12,10 @@ import redis
 from redis.client import Pipeline
 from redis.typing import EncodableT, FieldT
 
-from shardline.keys import STREAM_ENDED_TTL_S, STREAM_MAX_BYTES, STREAM_TTL_S, job_stream
-from shardline.redis import redis_client
+from shardline.base.redis import redis_client
+from shardline.contract.keys import STREAM_ENDED_TTL_S, STREAM_MAX_BYTES, STREAM_TTL_S, job_stream
+from shardline.contract.wire import DELTA_FIELD, Delta, encode_delta
 from shardline.streams.reader import NO_STREAM
-from shardline.wire import DELTA_FIELD, Delta, encode_delta
 
 ENTRY_BYTES = 20
 """What Redis needs for an entry beside the delta."""

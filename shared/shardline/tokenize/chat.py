@@ -14,7 +14,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from shardline.errors import Invalid
+from shardline.base.errors import Invalid
 
 Document = Mapping[str, Any]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from shardline.job import PROMPT_END_TOKENS, FinishReason, SamplingParams
+from shardline.contract.job import PROMPT_END_TOKENS, FinishReason, SamplingParams
 from shardline.tokenize.vocabulary import BROKEN, Vocabulary
 
 MAX_PENDING_CHARS = 3

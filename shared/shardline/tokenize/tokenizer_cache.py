@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any
 
-from shardline.errors import UnknownModel
-from shardline.job import address_of
+from shardline.base.errors import UnknownModel
+from shardline.contract.job import address_of
 from shardline.tokenize.tokens import Tokens
 
 Adapters = Mapping[str, Mapping[str, str]]

@@ -14,8 +14,8 @@ import msgspec
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
-from shardline.errors import ContextExceeded, Invalid
-from shardline.job import Message, Prompt, SamplingParams
+from shardline.base.errors import ContextExceeded, Invalid
+from shardline.contract.job import Message, Prompt, SamplingParams
 from shardline.tokenize.chat import ChatTemplate
 from shardline.tokenize.completion import CompletionText
 from shardline.tokenize.token_texts import TokenTexts

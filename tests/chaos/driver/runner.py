@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from shardline.store.database import POOL_SIZE
+from shardline.store.connection.database import POOL_SIZE
 from tests.chaos.driver.storm import Say, Storm, TargetT
 from tests.chaos.faults.fault import Fault
 from tests.chaos.judge import audit, growth, remains, secrecy

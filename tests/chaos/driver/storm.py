@@ -25,7 +25,7 @@ import psycopg
 import redis
 
 from services.standalone.process_group import MAX_DELAY_S
-from shardline.config import Times
+from shardline.base.config import Times
 from tests.chaos.driver.drawing import drawn
 from tests.chaos.faults.arming import NeverStruck
 from tests.chaos.faults.fault import Broken, Fault, NotInjected, hold

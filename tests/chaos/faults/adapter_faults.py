@@ -14,9 +14,9 @@ from pathlib import Path
 from uuid import UUID, uuid4
 
 from shardline.client import Client
-from shardline.job import Job, JobState
+from shardline.contract.job import Job, JobState
 from shardline.store import models
-from shardline.store.database import transaction
+from shardline.store.connection.database import transaction
 from tests.chaos.faults.fault import Broken, Fault, NotInjected, Simple, hold
 from tests.chaos.load.journal import Asked
 from tests.chaos.load.requests import MODEL

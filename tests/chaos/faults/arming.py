@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from shardline.failpoints import Armed, Point
+from shardline.base.failpoints import Armed, Point
 from tests.polling import within
 
 STRIKE_S = 180.0
@@ -61,6 +61,6 @@ def arm(
     pause_s: float = 0.0,
     times: int | None = 1,
 ) -> Arming:
-    """See `shardline.failpoints.Armed`. Refuses what a process would refuse."""
+    """See `shardline.base.failpoints.Armed`. Refuses what a process would refuse."""
     says = {"action": action, "when": dict(when or {}), "pause_s": pause_s, "times": times}
     return Arming(folder, point, msgspec.convert(says, Armed))

@@ -13,7 +13,7 @@ import psutil
 
 from services.standalone.plan import ServiceProcess
 from shardline.store import fleets
-from shardline.store.database import transaction
+from shardline.store.connection.database import transaction
 from tests.chaos.faults.fault import Broken, Fault, NotInjected, Simple
 from tests.chaos.load.requests import MODEL
 from tests.chaos.stack.local_target import LocalTarget

@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from services.stage.hop.frame import Frame, Kind, decode
-from services.stage.scheduling.step_plan import StepResult, decode_result
-from shardline.errors import ProtocolError
+from shardline.base.errors import ProtocolError
+from shardline_scheduler.step_plan import StepResult, decode_result
 from tests.chaos.faults.fault import Fault, NotInjected, Simple, hold
 from tests.chaos.faults.network_faults import no_links
 from tests.chaos.network.zmtp import PassOn, Tap

@@ -12,8 +12,8 @@ import psycopg
 import redis
 from celery import Celery
 
-from shardline.config import Settings
-from shardline.queues import GENERATE_TASK, celery_settings, generate_queue
+from shardline.base.config import Settings
+from shardline.contract.queues import GENERATE_TASK, celery_settings, generate_queue
 from tests.chaos.faults.fault import Fault, Simple, hold
 from tests.chaos.faults.redis_faults import client
 from tests.chaos.load.requests import MODEL

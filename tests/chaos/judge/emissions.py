@@ -12,7 +12,7 @@ from uuid import UUID
 import psycopg
 import redis
 
-from shardline import keys
+from shardline.contract import keys
 from tests.chaos.report.finding import Finding
 
 CLAIMS = "SELECT job_id, fence, extract(epoch FROM started_at)::float8 FROM attempts WHERE job_id = ANY(%s)"

@@ -30,8 +30,8 @@ import redis
 from services.relay.relay import NUM_LOOPS
 from services.relay.settings import RelaySettings
 from services.standalone.plan import FLOWER_MAX_TASKS
-from shardline import keys
-from shardline.store.database import POOL_SIZE
+from shardline.contract import keys
+from shardline.store.connection.database import POOL_SIZE
 from tests.chaos.load.requests import MAX_OUTPUT
 from tests.chaos.load.target import Target
 from tests.chaos.report.finding import Finding

@@ -7,8 +7,8 @@ from typing import Any
 
 from celery import Celery
 
-from shardline.config import Settings
-from shardline.queues import celery_settings
+from shardline.base.config import Settings
+from shardline.contract.queues import celery_settings
 from tests.chaos.load.target import Target
 from tests.chaos.report.finding import Finding
 from tests.polling import within

@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 import psycopg
 
-from shardline.api_key import PREFIX
+from shardline.contract.api_key import PREFIX
 from tests.chaos.report.finding import Finding
 from tests.poisoned_messages import SECRET
 

@@ -11,8 +11,8 @@ from functools import partial
 from typing import Any, TypeVar
 from uuid import UUID
 
+from shardline.base.errors import Conflict, ShardlineError
 from shardline.client import Client
-from shardline.errors import Conflict, ShardlineError
 from tests.chaos.load.journal import Asked, Journal
 from tests.chaos.load.workload import MARK, Dress, Workload
 from tests.chaos.report.finding import Finding

@@ -13,8 +13,8 @@ from uuid import UUID
 from celery import Celery, chain, chord, group
 from celery.backends.redis import RedisBackend
 
-from shardline.config import Settings
-from shardline.queues import INTAKE_QUEUE, SUBMIT_TASK, celery_settings
+from shardline.base.config import Settings
+from shardline.contract.queues import INTAKE_QUEUE, SUBMIT_TASK, celery_settings
 from tests.chaos.load.doors import PATIENCE_S, TAKEN, Answer, Door
 from tests.chaos.load.requests import Request
 from tests.chaos.load.workload import MARK, SUCCEEDED, Dress

@@ -19,10 +19,10 @@ import httpx
 import msgspec
 import redis
 
-from shardline import keys
+from shardline.base.errors import JobCancelled, JobEnded, JobExpired, ShardlineError
 from shardline.client import Client
-from shardline.errors import JobCancelled, JobEnded, JobExpired, ShardlineError
-from shardline.queues import GENERATE_TASK, INTAKE_QUEUE, SUBMIT_TASK, generate_queue
+from shardline.contract import keys
+from shardline.contract.queues import GENERATE_TASK, INTAKE_QUEUE, SUBMIT_TASK, generate_queue
 from tests.chaos.load.batch import ROWS_MAX, ROWS_PER_MINUTE, Batch
 from tests.chaos.load.callers import Caller
 from tests.chaos.load.canvas import DOOR, by_canvas, dress

@@ -19,12 +19,12 @@ import redis
 from celery import Celery
 from kombu.exceptions import KombuError
 
-from shardline import keys
-from shardline.api_key import bearer
+from shardline.base.config import Settings
+from shardline.base.errors import Conflict, Invalid, ShardlineError
 from shardline.client import Client
-from shardline.config import Settings
-from shardline.errors import Conflict, Invalid, ShardlineError
-from shardline.queues import INTAKE_QUEUE, SUBMIT_TASK, celery_settings
+from shardline.contract import keys
+from shardline.contract.api_key import bearer
+from shardline.contract.queues import INTAKE_QUEUE, SUBMIT_TASK, celery_settings
 from tests.chaos.load.requests import INSERT, Request, row
 
 PATIENCE_S = 5.0

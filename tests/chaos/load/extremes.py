@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, Final
 
-from shardline.job import JobRequest, SamplingParams
+from shardline.contract.job import JobRequest, SamplingParams
 from tests.chaos.load.requests import Request
 from tests.extreme_fields import OTHERS, limits, numbers_of, past, takes
 

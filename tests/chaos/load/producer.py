@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from uuid import uuid4
 
-from shardline.errors import Conflict
+from shardline.base.errors import Conflict
 from tests.chaos.load.doors import AWAY, Answer, Door, is_refusal
 from tests.chaos.load.journal import Asked, Journal
 from tests.chaos.load.workload import Workload

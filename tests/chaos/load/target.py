@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from shardline.config import Times
+from shardline.base.config import Times
 from tests.chaos.load.journal import Journal
 from tests.chaos.load.workload import Workload
 from tests.chaos.report.finding import Finding

@@ -45,7 +45,7 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
         name="once rule: what a dead relay sent is sent again",
         patches=(
             Patch(
-                file="services/relay/once_transport.py",
+                file="services/relay/celery/once_transport.py",
                 within="PUT_ONCE",
                 old="if redis.call('HSETNX', KEYS[1], ARGV[1], 1) == 1 then",
                 new="if redis.call('HSETNX', KEYS[1], ARGV[1], 1) then",

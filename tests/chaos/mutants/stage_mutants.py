@@ -8,13 +8,13 @@ from tests.chaos.mutants.mutant import Hurt, Layer, Mutant, Patch
 
 LEASE_MANAGER = "services/stage/jobs/lease_manager.py"
 HOP = "services/stage/hop/zeromq.py"
-SCHEDULER = "services/stage/scheduling/scheduler.py"
-STEP_PLAN = "services/stage/scheduling/step_plan.py"
+SCHEDULER = "shared/shardline_scheduler/scheduler.py"
+STEP_PLAN = "shared/shardline_scheduler/step_plan.py"
 
 KV_RULE: Final = "tests/unit/stage/scheduling/test_kv_rule.py"
-OFFLOAD = "services/stage/scheduling/offload.py"
+OFFLOAD = "shared/shardline_scheduler/offload.py"
 OFFLOADED: Final = "tests/unit/stage/scheduling/test_offload.py"
-PREFIX_CACHE = "services/stage/scheduling/prefix_cache.py"
+PREFIX_CACHE = "shared/shardline_scheduler/prefix_cache.py"
 FOUND: Final = "tests/unit/stage/scheduling/test_prefix_cache.py"
 SAMPLER = "services/stage/engine/sampler.py"
 SAMPLED: Final = "tests/unit/stage/engine/test_sampler.py"
@@ -100,7 +100,7 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
         name="one-row matmul allowed",
         patches=(
             Patch(
-                file="services/stage/model/row_buckets.py",
+                file="services/stage/products/row_buckets.py",
                 within="ROW_BUCKETS",
                 old="*(2, 4, 8,",
                 new="*(1, 2, 4, 8,",
@@ -112,7 +112,7 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
         name="no ceiling for the rows of a product",
         patches=(
             Patch(
-                file="services/stage/model/row_buckets.py",
+                file="services/stage/products/row_buckets.py",
                 within="panel_sizes",
                 old="if not buckets:\n        return (num_rows,)",
                 new="if not buckets or num_rows > buckets[-1]:\n        return (num_rows,)",
@@ -235,7 +235,7 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
         name="prompt lookup: guesses count as computed before they came true",
         patches=(
             Patch(
-                file="services/stage/scheduling/step_builder.py",
+                file="shared/shardline_scheduler/step_builder.py",
                 within="StepBuilder.add",
                 old="sequence.num_computed = end",
                 new="sequence.num_computed = end + len(drafts)",
@@ -250,7 +250,7 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
         name="prompt lookup: a stage keeps guesses that did not come true",
         patches=(
             Patch(
-                file="services/stage/scheduling/open_sequences.py",
+                file="shared/shardline_scheduler/open_sequences.py",
                 within="OpenSequence.settle",
                 old="del self.ids[start:]",
                 new="pass",

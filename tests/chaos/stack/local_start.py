@@ -22,8 +22,8 @@ from services.standalone.preload import preload
 from services.standalone.servers import FAST, Postgres, Valkey
 from services.standalone.settings import CLERK as CLERK_FOLDER
 from services.standalone.settings import StandaloneSettings
-from shardline.config import Times
-from shardline.job import MAX_CRASHES
+from shardline.base.config import Times
+from shardline.contract.job import MAX_CRASHES
 from tests.chaos.load.requests import MODEL
 from tests.chaos.load.target import ResultBackend
 from tests.chaos.load.users import CLERK, SCRIBE

@@ -9,11 +9,11 @@ from pathlib import Path
 
 from services.standalone.servers import Postgres, Valkey
 from services.standalone.state_dir import SUPERVISOR
-from shardline.config import Times
-from shardline.planner.fleet_planner import Deployment
+from shardline.base.config import Times
 from shardline.store import fleets
-from shardline.store.database import transaction
+from shardline.store.connection.database import transaction
 from shardline.store.fleets import FleetPlan
+from shardline_fleet.planner.fleet_planner import Deployment
 from tests.chaos.load.requests import MODEL
 from tests.chaos.load.target import Running, TargetRun
 from tests.chaos.load.users import SCRIBE

@@ -13,7 +13,7 @@ import redis
 from docker.kubernetes.compose import SECRETS, services
 from services.standalone.ports import LOOPBACK, free_port
 from services.standalone.servers import Valkey
-from shardline.redis import redis_client
+from shardline.base.redis import redis_client
 from tests.polling import until
 from tests.repository import REPOSITORY
 

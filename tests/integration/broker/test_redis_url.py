@@ -19,9 +19,9 @@ from kombu.exceptions import OperationalError
 from redis.exceptions import RedisError
 
 from services.standalone.servers import Valkey
-from shardline.config import Settings
-from shardline.queues import celery_settings
-from shardline.redis import async_redis_client, redis_client
+from shardline.base.config import Settings
+from shardline.base.redis import async_redis_client, redis_client
+from shardline.contract.queues import celery_settings
 from tests.tls_front import AUTHORITY, TLS, tls_front
 
 TIMEOUT_S = 5.0

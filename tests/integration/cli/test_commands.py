@@ -17,13 +17,13 @@ from sqlalchemy import text
 from typer.testing import CliRunner, Result
 
 from shardline.cli.commands import cli
-from shardline.job import JobState
-from shardline.planner import Link
+from shardline.contract.job import JobState
 from shardline.store import fleets, pipelines
-from shardline.store.costs import put_fixed
-from shardline.store.database import transaction
+from shardline.store.connection.database import transaction
 from shardline.store.fleets import Offer
 from shardline.store.models import register_adapters
+from shardline.store.statistics.costs import put_fixed
+from shardline_fleet.planner import Link
 from tests.repository import REPOSITORY
 from tests.tiny_head import ENERGY_J, NUM_CACHED, TinyHead, tiny_head
 from tests.unit.planner.fleets import device, model

@@ -12,11 +12,11 @@ import pytest
 from sqlalchemy import text
 from typer.testing import CliRunner, Result
 
-from shardline.api_key import Scope, new_key, parse_key
 from shardline.cli.commands import cli
+from shardline.contract.api_key import Scope, new_key, parse_key
 from shardline.store import api_keys
 from shardline.store.api_keys import Known
-from shardline.store.database import connect
+from shardline.store.connection.database import connect
 
 Shardline = Callable[..., Result]
 

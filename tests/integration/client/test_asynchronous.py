@@ -11,14 +11,14 @@ from sqlalchemy import event, text
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from services.standalone.servers import Postgres, Valkey
+from shardline.base.errors import Diverged, Invalid, JobCancelled, JobFailed, NotFound
 from shardline.client import AsyncClient
 from shardline.client.asynchronous import MAX_ROWS
 from shardline.client.gateway import GatewayClient
-from shardline.errors import Diverged, Invalid, JobCancelled, JobFailed, NotFound
-from shardline.job import Job, JobState
-from shardline.store.database import connect, connect_async
+from shardline.contract.job import Job, JobState
+from shardline.contract.wire import Delta
+from shardline.store.connection.database import connect, connect_async
 from shardline.streams import Place
-from shardline.wire import Delta
 from tests.tiny_head import TinyHead, tiny_head
 
 PROMPT = "sum: 1 + 2 ="

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 import pytest
 from sqlalchemy import Engine, text
 
+from shardline.base.errors import Busy, Invalid, Unavailable
 from shardline.client import Client
 from shardline.client.database import BUSY, reachable
-from shardline.errors import Busy, Invalid, Unavailable
-from shardline.store.database import connect
+from shardline.store.connection.database import connect
 
 
 @pytest.fixture

@@ -13,9 +13,9 @@ from uuid import UUID
 import pytest
 from sqlalchemy import text
 
+from shardline.base.errors import Invalid
 from shardline.client import AsyncClient, Client
-from shardline.errors import Invalid
-from shardline.job import JobState
+from shardline.contract.job import JobState
 from tests.tiny_head import TinyHead, tiny_head
 
 PROMPT = "sum: 1 + 2 ="

@@ -11,8 +11,8 @@ import pytest
 import pytest_asyncio
 from sqlalchemy.exc import SQLAlchemyError
 
+from shardline.base.errors import Invalid, NotFound, ShardlineError
 from shardline.client import AsyncClient, Client
-from shardline.errors import Invalid, NotFound, ShardlineError
 
 ONE, MANY = ("job_id", "after"), ("ids",)
 """Names of parameters that take an id, or several."""

@@ -12,9 +12,18 @@ from sqlalchemy import text
 from sqlalchemy.orm import Session
 
 from services.standalone.servers import Valkey
+from shardline.base.errors import (
+    Conflict,
+    Diverged,
+    Invalid,
+    JobCancelled,
+    JobExpired,
+    JobFailed,
+    NotFound,
+    Unavailable,
+)
 from shardline.client import Client
-from shardline.errors import Conflict, Diverged, Invalid, JobCancelled, JobExpired, JobFailed, NotFound, Unavailable
-from shardline.job import JobState
+from shardline.contract.job import JobState
 from shardline.store.listing import PageEnd
 from tests.tiny_head import TinyHead, tiny_head
 

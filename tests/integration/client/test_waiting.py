@@ -13,9 +13,9 @@ import pytest
 
 from shardline.client import AsyncClient, Client
 from shardline.client.ends_sync import SyncEnds
-from shardline.job import JobState
-from shardline.store.database_url import libpq_parameters
-from shardline.tables import DONE_CHANNEL
+from shardline.contract.job import JobState
+from shardline.contract.tables import DONE_CHANNEL
+from shardline.store.connection.database_url import libpq_parameters
 from tests.tiny_head import TinyHead, tiny_head
 
 PROMPT = "sum: 1 + 2 ="

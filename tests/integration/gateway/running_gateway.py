@@ -20,13 +20,13 @@ from uuid import uuid4
 import httpx
 from sqlalchemy import text
 
-from services.gateway.server import GatewayServer
+from services.gateway.http.server import GatewayServer
 from services.gateway.settings import GatewaySettings
 from services.standalone.ports import free_port
-from shardline.api_key import bearer
+from shardline.contract.api_key import bearer
 from shardline.store import api_keys
 from shardline.store.api_keys import Grant
-from shardline.store.database import connect
+from shardline.store.connection.database import connect
 from tests.integration.gateway.api_document import check_answer
 from tests.tiny_head import Sequence, TinyHead
 

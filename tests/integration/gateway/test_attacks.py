@@ -15,8 +15,8 @@ import pytest
 from sqlalchemy import text
 
 from services.standalone.ports import free_port
-from shardline.api_key import bearer
-from shardline.ids import new_id
+from shardline.contract.api_key import bearer
+from shardline.contract.ids import new_id
 from shardline.store.inserts import INSERT_PLAINLY
 from tests.attacks import ATTACKS, Target, attacked
 from tests.integration.gateway.running_gateway import PROMPT, make_key

@@ -11,7 +11,7 @@ import httpx
 import pytest
 from sqlalchemy import text
 
-from shardline.job import JobState
+from shardline.contract.job import JobState
 from tests.integration.gateway.running_gateway import PROMPT, claimed, events_of, running_gateway
 from tests.tiny_head import NUM_CACHED, TinyHead, tiny_head
 

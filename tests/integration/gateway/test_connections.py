@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 import httpx
 import pytest
 
-from shardline.job import JobState
+from shardline.contract.job import JobState
 from tests.integration.gateway.running_gateway import PROMPT, claimed, running_gateway
 from tests.tiny_head import TinyHead
 

@@ -10,7 +10,7 @@ import httpx
 import pytest
 from sqlalchemy import text
 
-from shardline.api_key import bearer
+from shardline.contract.api_key import bearer
 from tests.integration.gateway.running_gateway import PROMPT, make_key, running_gateway, until_one_waits
 from tests.tiny_head import ENERGY_J, TinyHead, tiny_head
 

@@ -25,9 +25,9 @@ from services.gateway.guard import OPEN, permitted
 from services.gateway.settings import GatewaySettings
 from services.standalone.ports import free_port
 from services.standalone.servers import Postgres
-from shardline.api_key import Scope, bearer, new_key, parse_key
+from shardline.contract.api_key import Scope, bearer, new_key, parse_key
 from shardline.store import api_keys
-from shardline.store.database import connect
+from shardline.store.connection.database import connect
 from tests.integration.gateway.running_gateway import PROMPT, make_key, running_gateway
 from tests.tiny_head import TinyHead, tiny_head
 

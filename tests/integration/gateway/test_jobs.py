@@ -14,7 +14,7 @@ from psycopg import sql
 from sqlalchemy import text
 
 from services.standalone.servers import Valkey
-from shardline.job import JobState
+from shardline.contract.job import JobState
 from shardline.streams import Place
 from tests.integration.gateway.running_gateway import COMMENT, PROMPT, Event, events_of, running_gateway
 from tests.tiny_head import TinyHead, tiny_head

@@ -12,9 +12,9 @@ from sqlalchemy import event
 
 from services.gateway import keyring
 from services.gateway.keyring import Keyring
-from shardline.api_key import new_key, parse_key
-from shardline.errors import Overloaded, Unavailable
-from shardline.store.database import connect_async
+from shardline.base.errors import Overloaded, Unavailable
+from shardline.contract.api_key import new_key, parse_key
+from shardline.store.connection.database import connect_async
 from tests.integration.gateway.running_gateway import make_key
 
 

@@ -12,7 +12,7 @@ from openai import AsyncOpenAI
 from openai.types.chat import ChatCompletionUserMessageParam
 from sqlalchemy import text
 
-from shardline.job import JobState
+from shardline.contract.job import JobState
 from tests.integration.gateway.running_gateway import PROMPT, claimed, running_gateway
 from tests.tiny_head import TinyHead, tiny_head
 

@@ -17,7 +17,7 @@ from sqlalchemy import text
 
 from services.standalone.ports import free_port
 from services.standalone.servers import Postgres
-from shardline.api_key import bearer, new_key
+from shardline.contract.api_key import bearer, new_key
 from shardline.store import models
 from tests.integration.gateway.running_gateway import (
     PROMPT,

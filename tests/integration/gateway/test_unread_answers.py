@@ -11,7 +11,7 @@ import httpx
 import pytest
 from sqlalchemy import text
 
-from shardline.ids import new_id
+from shardline.contract.ids import new_id
 from shardline.store.inserts import INSERT_PLAINLY
 from tests.integration.gateway.running_gateway import events_of, running_gateway
 from tests.tiny_head import TinyHead

@@ -9,8 +9,8 @@ import sys
 import pytest
 from sqlalchemy import Engine, text
 
-from shardline.store.database import connect
-from shardline.tables import metadata
+from shardline.contract.tables import metadata
+from shardline.store.connection.database import connect
 from tests.repository import REPOSITORY
 
 CONSTRAINTS = """

@@ -16,7 +16,7 @@ from uuid import UUID
 
 from celery import Celery
 
-from shardline.job import JobState
+from shardline.contract.job import JobState
 from shardline.store.ends import End
 from tests.integration.relay.foreign_app import CALLS
 from tests.integration.relay.relay_stack import PATIENCE_S, RelayStack, relay_stack

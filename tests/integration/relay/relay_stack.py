@@ -20,13 +20,13 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 
-from shardline.config import Settings
-from shardline.job import Job
-from shardline.keys import INTAKE_DEAD
-from shardline.queues import INTAKE_QUEUE, SUBMIT_TASK, celery_settings, generate_queue
+from shardline.base.config import Settings
+from shardline.contract.job import Job
+from shardline.contract.keys import INTAKE_DEAD
+from shardline.contract.queues import INTAKE_QUEUE, SUBMIT_TASK, celery_settings, generate_queue
+from shardline.contract.tables import DONE_CHANNEL
 from shardline.store import jobs, models
-from shardline.store.bells import listening
-from shardline.tables import DONE_CHANNEL
+from shardline.store.connection.bells import listening
 from tests.integration.rows import MODEL, claim, database_with_head, model_row
 from tests.polling import until
 from tests.repository import REPOSITORY

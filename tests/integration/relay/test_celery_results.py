@@ -14,8 +14,8 @@ from celery import Celery, chord
 from celery.exceptions import TaskRevokedError
 
 from services.standalone.servers import Valkey
-from shardline.job import JobState
-from shardline.queues import INTAKE_QUEUE, SUBMIT_TASK
+from shardline.contract.job import JobState
+from shardline.contract.queues import INTAKE_QUEUE, SUBMIT_TASK
 from shardline.store import jobs
 from shardline.store.ends import End
 from tests.integration.relay.foreign_stack import ForeignStack, foreign_stack

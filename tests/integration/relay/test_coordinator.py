@@ -11,11 +11,11 @@ from structlog.testing import capture_logs
 
 from services.relay.coordinator import Coordinator, Sight
 from services.relay.loop import LoopContext
-from shardline.config import Times
-from shardline.metrics import RelayMetrics
-from shardline.planner.fleet_planner import Deployment
+from shardline.base.config import Times
+from shardline.base.metrics import RelayMetrics
 from shardline.store import fleets
 from shardline.store.fleets import FleetPlan, Offer
+from shardline_fleet.planner.fleet_planner import Deployment
 from tests.integration.rows import LONG_S, MODEL, change, submit
 from tests.unit.planner.fleets import device, model
 

@@ -11,8 +11,8 @@ import pytest
 from celery.exceptions import TaskRevokedError
 from sqlalchemy import text
 
-from shardline.job import JobState
-from shardline.keys import INTAKE, INTAKE_DEAD, INTAKE_GROUP
+from shardline.contract.job import JobState
+from shardline.contract.keys import INTAKE, INTAKE_DEAD, INTAKE_GROUP
 from shardline.store import pipelines
 from tests.integration.relay.relay_stack import PATIENCE_S, RelayStack, relay_stack
 from tests.integration.rows import MODEL, cell, change

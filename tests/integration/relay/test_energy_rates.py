@@ -15,13 +15,13 @@ from prometheus_client import CollectorRegistry
 from sqlalchemy import Engine
 from structlog.testing import capture_logs
 
-from services.relay.energy_rates import EnergyRates
 from services.relay.loop import LoopContext
-from services.relay.rate_series import read_rates
-from shardline.config import Times
-from shardline.errors import Invalid
-from shardline.metrics import RelayMetrics
-from shardline.store.costs import present_rates
+from services.relay.statistics.energy_rates import EnergyRates
+from services.relay.statistics.rate_series import read_rates
+from shardline.base.config import Times
+from shardline.base.errors import Invalid
+from shardline.base.metrics import RelayMetrics
+from shardline.store.statistics.costs import present_rates
 from tests.integration.rows import cell
 
 SECRET = "sesame-4711"

@@ -10,8 +10,8 @@ from uuid import UUID
 import pytest
 
 from services.standalone.servers import Postgres, Valkey
-from shardline.job import JobState
-from shardline.keys import INTAKE, INTAKE_GROUP, OUTBOX_MARK, RELAY_UNACKED
+from shardline.contract.job import JobState
+from shardline.contract.keys import INTAKE, INTAKE_GROUP, OUTBOX_MARK, RELAY_UNACKED
 from shardline.store import jobs
 from shardline.store.leases import Beat, heartbeat
 from tests.integration.relay.relay_stack import RelayStack, relay_stack

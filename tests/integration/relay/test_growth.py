@@ -10,13 +10,13 @@ from prometheus_client import CollectorRegistry
 from sqlalchemy import Engine, text
 from structlog.testing import capture_logs
 
-from services.relay import growth
-from services.relay.growth import Doubling, Growth
 from services.relay.loop import LoopContext
 from services.relay.relay import Relay
 from services.relay.settings import RelaySettings
-from shardline.config import Times
-from shardline.metrics import RelayMetrics
+from services.relay.statistics import growth
+from services.relay.statistics.growth import Doubling, Growth
+from shardline.base.config import Times
+from shardline.base.metrics import RelayMetrics
 from shardline.store import leases
 from shardline.store.claims import Claimed
 from shardline.store.leases import Beat

@@ -10,7 +10,7 @@ import pytest
 from sqlalchemy import Engine, text
 from sqlalchemy.exc import IntegrityError
 
-from shardline.job import Job, JobState
+from shardline.contract.job import Job, JobState
 from shardline.store import jobs, listing, models
 from shardline.store.listing import PageEnd
 from tests.integration.relay.relay_stack import words_tokenizer

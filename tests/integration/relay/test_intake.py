@@ -13,10 +13,10 @@ from sqlalchemy.exc import OperationalError
 
 from services.relay.intake import Intake
 from services.relay.loop import LoopContext
-from shardline.config import Times
-from shardline.keys import INTAKE, INTAKE_DEAD, INTAKE_GROUP
-from shardline.metrics import RelayMetrics
-from shardline.store.database import connect
+from shardline.base.config import Times
+from shardline.base.metrics import RelayMetrics
+from shardline.contract.keys import INTAKE, INTAKE_DEAD, INTAKE_GROUP
+from shardline.store.connection.database import connect
 from tests.integration.rows import MODEL, cell
 
 TIMES = Times().scaled(0.002)

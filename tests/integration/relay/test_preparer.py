@@ -11,15 +11,15 @@ import pytest
 from prometheus_client import CollectorRegistry
 from sqlalchemy import Engine
 
-from services.relay.celery_results import CeleryResults
+from services.relay.celery.celery_results import CeleryResults
 from services.relay.loop import LoopContext
 from services.relay.outbox import Outbox
 from services.relay.preparer import Preparer
-from shardline.config import Times
-from shardline.job import JobState
-from shardline.metrics import RelayMetrics
+from shardline.base.config import Times
+from shardline.base.metrics import RelayMetrics
+from shardline.contract.job import JobState
 from shardline.store import jobs, models
-from shardline.store.database import connect
+from shardline.store.connection.database import connect
 from shardline.tokenize import Prepared, Tokens
 from tests.integration.relay.relay_stack import words_tokenizer
 from tests.integration.rows import MODEL, cell, database_with_head, model_row, request, state

@@ -9,8 +9,8 @@ from uuid import uuid4
 
 import pytest
 
-from shardline.keys import RELAY_UNACKED
-from shardline.queues import INTAKE_QUEUE, SUBMIT_TASK
+from shardline.contract.keys import RELAY_UNACKED
+from shardline.contract.queues import INTAKE_QUEUE, SUBMIT_TASK
 from tests.integration.relay.relay_stack import PATIENCE_S, RelayStack, relay_stack
 from tests.integration.rows import MODEL
 from tests.poisoned_messages import SECRET, envelope, poisons

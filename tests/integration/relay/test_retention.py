@@ -12,9 +12,9 @@ from structlog.testing import capture_logs
 
 from services.relay.loop import LoopContext
 from services.relay.retention import Retention
-from shardline.config import Times
-from shardline.job import JobState
-from shardline.metrics import RelayMetrics
+from shardline.base.config import Times
+from shardline.base.metrics import RelayMetrics
+from shardline.contract.job import JobState
 from shardline.store import dead_letters, fleets, pipelines, retention
 from shardline.store.fleets import Offer
 from shardline.store.retention import delete_old

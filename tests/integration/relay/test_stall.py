@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from services.standalone.servers import Postgres
-from shardline.config import Times
-from shardline.job import JobState
+from shardline.base.config import Times
+from shardline.contract.job import JobState
 from shardline.store.leases import Beat, heartbeat
 from tests.chaos.network.proxy import Direction, Proxy
 from tests.integration.relay.relay_stack import TIME_SCALE, RelayStack, relay_stack

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from sqlalchemy import Engine
 
 from services.relay.submission import Submission, SubmissionResult, store_submissions
-from shardline.ids import new_id
+from shardline.contract.ids import new_id
 from tests.integration.rows import MODEL, cell
 
 GOOD = {"model": MODEL, "prompt": "one"}

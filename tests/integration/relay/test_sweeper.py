@@ -12,17 +12,17 @@ from sqlalchemy.exc import DBAPIError
 
 from services.relay import sweeper as sweeper_module
 from services.relay.canceller import MAX_BATCH, Canceller
-from services.relay.celery_results import CeleryResults
-from services.relay.census import Census
+from services.relay.celery.celery_results import CeleryResults
 from services.relay.loop import LoopContext
+from services.relay.statistics.census import Census
 from services.relay.sweeper import Sweeper
-from shardline.config import Times
-from shardline.job import JobState
-from shardline.metrics import RelayMetrics
+from shardline.base.config import Times
+from shardline.base.metrics import RelayMetrics
+from shardline.contract.job import JobState
 from shardline.store import fleets, jobs, leases, models, sweeps
-from shardline.store.demand import oldest_queued
 from shardline.store.fleets import Offer
 from shardline.store.leases import Beat
+from shardline.store.statistics.demand import oldest_queued
 from shardline.tokenize import Tokens
 from tests.integration.relay.relay_stack import words_tokenizer
 from tests.integration.rows import (

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from sqlalchemy import Engine
 
-from services.stage.membership import Membership
-from services.stage.scheduling.drift import NUM_WINDOWS, WINDOW_STEPS, Drift
-from services.stage.scheduling.step_plan import Row, StepPlan
-from shardline.config import Times
-from shardline.planner import DeviceProfile
+from services.stage.fleet.membership import Membership
+from shardline.base.config import Times
 from shardline.store import fleets
 from shardline.store.fleets import Offer, PeerAddress
+from shardline_fleet.drift import NUM_WINDOWS, WINDOW_STEPS, Drift
+from shardline_fleet.planner import DeviceProfile
+from shardline_scheduler.step_plan import Row, StepPlan
 from tests.integration.rows import MODEL
 from tests.polling import until
 from tests.unit.planner.fleets import LAYER_S, device, model

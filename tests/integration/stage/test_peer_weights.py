@@ -11,13 +11,13 @@ import pytest
 from sqlalchemy import Engine
 from structlog.testing import capture_logs
 
-from services.stage.hop.peer_server import PIECE_BYTES, PeerServer
+from services.stage.fleet.peer_server import PIECE_BYTES, PeerServer
+from services.stage.fleet.peer_weights import FOLDER, Copying, with_folders
 from services.stage.hop.sockets import Sockets
 from services.stage.model.model_info import ModelInfo, model_files
 from services.stage.model.weights import fingerprint
-from services.stage.peer_weights import FOLDER, Copying, with_folders
 from services.stage.settings import StageSettings
-from shardline.errors import Invalid, Unavailable
+from shardline.base.errors import Invalid, Unavailable
 from shardline.store import fleets
 from shardline.store.fleets import Offer, PeerAddress
 from shardline.store.models import register_model

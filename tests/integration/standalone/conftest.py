@@ -8,7 +8,7 @@ import pytest
 from sqlalchemy import Engine
 
 from shardline.client import Client
-from shardline.store.database import connect
+from shardline.store.connection.database import connect
 from tests.stack import Stack
 
 

@@ -18,7 +18,7 @@ from services.standalone.cores import usable_cores
 from services.standalone.settings import CLERK
 from shardline.client import Client
 from shardline.store import pipelines
-from shardline.store.database import connect
+from shardline.store.connection.database import connect
 from tests.polling import until
 from tests.stack import Stack
 

@@ -9,10 +9,10 @@ import redis
 
 from services.standalone.demo.producers import DOORS, Producer, submit
 from services.standalone.demo.report import DemoPrompt, summarize
-from shardline import keys
-from shardline.queues import INTAKE_QUEUE
-from shardline.store import reports
-from shardline.store.database import transaction
+from shardline.contract import keys
+from shardline.contract.queues import INTAKE_QUEUE
+from shardline.store.connection.database import transaction
+from shardline.store.statistics import reports
 
 PROMPTS = ["sort: 2, 1 =", "sort: 4, 3 ="]
 

@@ -19,9 +19,9 @@ import pytest
 
 from services.standalone.settings import CLERK
 from services.standalone.state_dir import SUPERVISOR
-from shardline.api_key import bearer
 from shardline.client import Client
-from shardline.planner import DeviceProfile, ModelCosts, Workload, make_plans, read_profiles
+from shardline.contract.api_key import bearer
+from shardline_fleet.planner import DeviceProfile, ModelCosts, Workload, make_plans, read_profiles
 from tests.models import save_model
 from tests.polling import until
 from tests.stack import Stack

@@ -11,7 +11,7 @@ from uuid import UUID, uuid4
 import pytest
 from sqlalchemy import Engine
 
-from shardline.job import JobState
+from shardline.contract.job import JobState
 from shardline.store import celery_tasks, jobs
 from shardline.store.celery_tasks import CeleryTask, EndedTask
 from shardline.store.ends import End

@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 from sqlalchemy import Engine, text
 
-from shardline.job import FinishReason, JobState, Result, TokenLogprob, Usage
+from shardline.contract.job import FinishReason, JobState, Result, TokenLogprob, Usage
+from shardline.contract.tables import DONE_CHANNEL, JOBS_CHANNEL, LEASES_CHANNEL
 from shardline.store import claims, crashes, ends, jobs, leases, outbox, pipelines
-from shardline.store.bells import listening
 from shardline.store.claims import Claimed
-from shardline.store.database import connect
+from shardline.store.connection.bells import listening
+from shardline.store.connection.database import connect
 from shardline.store.ends import End
 from shardline.store.leases import Beat, BeatReply
-from shardline.tables import DONE_CHANNEL, JOBS_CHANNEL, LEASES_CHANNEL
 from tests.integration.rows import (
     HEAD,
     LONG_S,

@@ -9,10 +9,11 @@ from uuid import UUID
 import pytest
 from sqlalchemy import Engine, text
 
-from shardline.store import costs, ends, leases
+from shardline.store import ends, leases
 from shardline.store.claims import Claimant
-from shardline.store.costs import Cost
 from shardline.store.leases import Beat
+from shardline.store.statistics import costs
+from shardline.store.statistics.costs import Cost
 from tests.integration.rows import HEAD, LONG_S, MODEL, cell, change, claim, end, submit, success
 
 KWH_J = 3.6e6

@@ -11,10 +11,10 @@ import pytest
 from sqlalchemy import Engine
 from typer.testing import CliRunner, Result
 
+from shardline.base.errors import Conflict, Invalid, NotFound
 from shardline.cli.commands import cli
 from shardline.client import AsyncClient, Client
-from shardline.errors import Conflict, Invalid, NotFound
-from shardline.job import JobState
+from shardline.contract.job import JobState
 from shardline.store import sweeps
 from tests.integration.rows import MODEL, cell, change, claim, pass_time, submit, success
 from tests.integration.rows import end as end_jobs

@@ -8,8 +8,8 @@ from uuid import uuid4
 import pytest
 from sqlalchemy import Engine, text
 
-from shardline.errors import Conflict, Invalid
-from shardline.job import JobRequest
+from shardline.base.errors import Conflict, Invalid
+from shardline.contract.job import JobRequest
 from shardline.store.inserts import Stored, encode_request, insert_encoded
 from shardline.store.jobs import insert_jobs
 from tests.integration.rows import database_with_head

@@ -9,9 +9,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from sqlalchemy import Engine
 
-from shardline.errors import Invalid
-from shardline.ids import new_id
-from shardline.job import JobRequest, parse_request
+from shardline.base.errors import Invalid
+from shardline.contract.ids import new_id
+from shardline.contract.job import JobRequest, parse_request
 from shardline.store import claims, jobs, listing
 from tests.extreme_fields import Drawn, drawn
 from tests.integration.rows import HEAD, LONG_S, MODEL, database_with_head

@@ -9,11 +9,11 @@ import pytest
 from sqlalchemy import Engine, text
 from sqlalchemy.exc import IntegrityError
 
-from shardline.errors import Conflict, Invalid
-from shardline.ids import new_id
-from shardline.job import JobRequest, JobState, Message, SamplingParams, TokenLogprob
+from shardline.base.errors import Conflict, Invalid
+from shardline.contract.ids import new_id
+from shardline.contract.job import JobRequest, JobState, Message, SamplingParams, TokenLogprob
 from shardline.store import claims, ends, jobs, leases, listing
-from shardline.store.database import connect_async
+from shardline.store.connection.database import connect_async
 from shardline.store.leases import Beat
 from shardline.store.progress import Asked, read_progress
 from tests.integration.rows import (

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 from sqlalchemy import Connection, Engine, event, text
 
-from shardline.errors import Invalid
-from shardline.ids import new_id
-from shardline.job import JobState
+from shardline.base.errors import Invalid
+from shardline.contract.ids import new_id
+from shardline.contract.job import JobState
+from shardline.contract.tables import TERMINAL
 from shardline.store import (
     claims,
     crashes,
     dead_letters,
-    demand,
     ends,
     jobs,
     leases,
@@ -29,7 +29,7 @@ from shardline.store import (
 from shardline.store.ends import End
 from shardline.store.leases import Beat
 from shardline.store.preparation import PreparedJob
-from shardline.tables import TERMINAL
+from shardline.store.statistics import demand
 from tests.integration.rows import HEAD, LONG_S, MODEL, database_with_head, request
 
 LARGE = ("jobs", "attempts", "results")

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from sqlalchemy import Engine, text
 
-from shardline.job import JobState
+from shardline.contract.job import JobState
 from shardline.store import jobs, outbox
 from tests.integration.rows import cell, change, claim, pass_time, submit
 

@@ -11,11 +11,11 @@ from psycopg.errors import DeadlockDetected
 from sqlalchemy import Engine, text
 from sqlalchemy.exc import OperationalError
 
-from shardline.errors import Conflict, Invalid
-from shardline.ids import new_id
-from shardline.job import JobRequest, JobState, Message
+from shardline.base.errors import Conflict, Invalid
+from shardline.contract.ids import new_id
+from shardline.contract.job import JobRequest, JobState, Message
 from shardline.store import jobs, preparation
-from shardline.store.encoding import dump
+from shardline.store.connection.encoding import dump
 from shardline.store.inserts import INSERT, _row
 from shardline.store.jobs import Stored
 from shardline.store.preparation import PreparedJob

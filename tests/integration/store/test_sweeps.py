@@ -11,7 +11,7 @@ from uuid import UUID
 import pytest
 from sqlalchemy import Engine, text
 
-from shardline.job import Job, JobState
+from shardline.contract.job import Job, JobState
 from shardline.store import claims, crashes, jobs, leases, sweeps
 from shardline.store.claims import Claimed
 from shardline.store.leases import Beat

@@ -8,7 +8,7 @@ import psycopg
 import pytest
 from sqlalchemy import Engine
 
-from services.simulator.arrivals import Arrival, read_trace
+from shardline_fleet.simulator.arrivals import Arrival, read_trace
 from tests.integration.rows import MODEL, change, claim, end, submit, success
 from tests.repository import REPOSITORY
 

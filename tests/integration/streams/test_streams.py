@@ -11,11 +11,11 @@ import pytest
 import redis
 
 from services.standalone.servers import Valkey
-from shardline.job import TokenLogprob
-from shardline.keys import STREAM_ENDED_TTL_S, STREAM_MAX_BYTES, STREAM_TTL_S, job_stream
+from shardline.contract.job import TokenLogprob
+from shardline.contract.keys import STREAM_ENDED_TTL_S, STREAM_MAX_BYTES, STREAM_TTL_S, job_stream
+from shardline.contract.wire import Delta
 from shardline.streams import DeltaBuffer, DeltaReader, DeltaWriter, SyncDeltaReader
 from shardline.streams.reader import MAX_KEYS_PER_READ
-from shardline.wire import Delta
 
 JOB = uuid4()
 OTHER = uuid4()

@@ -9,8 +9,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from services.simulator.fleet_file import FleetFile, LoadFile
-from shardline.errors import Invalid
+from shardline.base.errors import Invalid
+from shardline_fleet.simulator.fleet_file import FleetFile, LoadFile
 from tests.benchmarks import learned
 from tests.benchmarks.learned import BUDGETS, Chain, LearnedHead, QTable, exact, learn_split, play
 

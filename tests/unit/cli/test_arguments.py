@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from typer.testing import CliRunner
 
+from shardline.base.errors import Invalid
 from shardline.cli.commands import cli
 from shardline.cli.fields import parse_fields, prompt_fields
-from shardline.errors import Invalid
 
 COMMANDS = ["submit", "wait", "stream", "get", "list", "cancel", "pipelines", "models", "cost"]
 NOWHERE = {"SHARDLINE_DATABASE_URL": "postgresql://nobody@127.0.0.1:1/none"}

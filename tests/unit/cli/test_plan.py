@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from shardline.cli.commands import cli
-from shardline.planner import ModelCosts
+from shardline_fleet.planner import ModelCosts
 from tests.unit.planner.fleets import device
 
 CONFIG = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from shardline.cli.trace import chrome_trace
-from shardline.wire import StageTrace, StepSpan
+from shardline.contract.wire import StageTrace, StepSpan
 
 
 def span(step: int, began_us: int, *, wait_us: int = 0, idle_us: int = 0) -> StepSpan:

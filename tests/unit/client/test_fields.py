@@ -11,7 +11,7 @@ import pytest
 from mypy import api
 
 from shardline.client import AsyncClient, Client, JobFields
-from shardline.job import JobRequest
+from shardline.contract.job import JobRequest
 
 NAMED = {"model", "prompt"}
 """Arguments of `submit` by themselves."""

@@ -24,7 +24,7 @@ FOREIGN = (
 def test_the_client_loads_with_only_the_librarys_own_needs() -> None:
     program = (
         f"import sys; sys.path.insert(0, {str(SHARED)!r}); sys.modules.update(dict.fromkeys({FOREIGN!r})); "
-        "from shardline.client import AsyncClient, Client; import shardline.log, shardline.queues"
+        "from shardline.client import AsyncClient, Client; import shardline.base.log, shardline.contract.queues"
     )
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr

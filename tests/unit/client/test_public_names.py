@@ -55,7 +55,12 @@ def test_an_import_of_the_package_alone_loads_nothing_else() -> None:
 
 def test_an_error_and_a_record_load_no_driver() -> None:
     loaded = loaded_by("from shardline import Delta, Invalid, Job, JobRequest")
-    records = {"shardline.errors", "shardline.job", "shardline.trace_context", "shardline.wire"}
+    records = {
+        "shardline.base.errors",
+        "shardline.contract.job",
+        "shardline.base.trace_context",
+        "shardline.contract.wire",
+    }
     assert loaded == {"shardline", *records}
 
 

@@ -8,8 +8,8 @@ import tracemalloc
 
 import pytest
 
-from services.gateway.json_body import MAX_FIELD_BYTES, check_fields, decoded_bytes, read_object
-from shardline.errors import Invalid
+from services.gateway.http.json_body import MAX_FIELD_BYTES, check_fields, decoded_bytes, read_object
+from shardline.base.errors import Invalid
 
 PIECES = {
     "objects": b"{}",

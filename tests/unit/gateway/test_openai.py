@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from services.gateway.json_body import read_object
-from services.gateway.neutral_fields import CHAT_NEUTRAL, COMPLETION_NEUTRAL
-from services.gateway.openai import AnswerOptions, chat_request, completion_request
-from shardline.errors import Invalid
-from shardline.job import Message
+from services.gateway.http.json_body import read_object
+from services.gateway.openai.neutral_fields import CHAT_NEUTRAL, COMPLETION_NEUTRAL
+from services.gateway.openai.requests import AnswerOptions, chat_request, completion_request
+from shardline.base.errors import Invalid
+from shardline.contract.job import Message
 
 
 def nested(depth: int) -> list[Any]:

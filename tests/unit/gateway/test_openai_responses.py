@@ -9,11 +9,11 @@ from uuid import uuid4
 import pytest
 from tokenizers import Tokenizer
 
-from services.gateway.openai import AnswerOptions
-from services.gateway.openai_responses import OpenAiResponses
-from shardline.job import FinishReason, JobState, Result, SamplingParams, TokenLogprob, Usage
+from services.gateway.openai.requests import AnswerOptions
+from services.gateway.openai.responses import OpenAiResponses
+from shardline.contract.job import FinishReason, JobState, Result, SamplingParams, TokenLogprob, Usage
+from shardline.contract.wire import Delta
 from shardline.tokenize import Tokens
-from shardline.wire import Delta
 from tests.unit.tokenize.small_tokenizers import byte_fallback, id_of
 
 

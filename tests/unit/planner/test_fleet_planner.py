@@ -6,9 +6,9 @@ from collections import Counter
 
 import pytest
 
-from shardline.errors import Invalid
-from shardline.planner import DeviceProfile, Workload
-from shardline.planner.fleet_planner import Deployment, FleetPlanner
+from shardline.base.errors import Invalid
+from shardline_fleet.planner import DeviceProfile, Workload
+from shardline_fleet.planner.fleet_planner import Deployment, FleetPlanner
 from tests.unit.planner.fleets import device, model
 
 LOAD = Workload(prompt=64, output=64, concurrency=512)

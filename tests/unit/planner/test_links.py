@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from shardline.lanes import lanes_for
-from shardline.planner import DeviceProfile, Goal, Link, PipelinePlan, Workload, make_plans
-from shardline.planner.sites import sites
+from shardline.contract.lanes import lanes_for
+from shardline_fleet.planner import DeviceProfile, Goal, Link, PipelinePlan, Workload, make_plans
+from shardline_fleet.planner.sites import sites
 from tests.unit.planner.fleets import LAYER_S, device, model
 
 LOAD = Workload(prompt=64, output=64, concurrency=8)

@@ -9,8 +9,8 @@ import pytest
 import torch
 import transformers as tf
 
-from shardline.errors import Invalid
-from shardline.planner import ModelCosts
+from shardline.base.errors import Invalid
+from shardline_fleet.planner import ModelCosts
 from tests.models import CONFIGS
 
 NORMS = 0.06

@@ -9,12 +9,12 @@ from random import Random
 
 import pytest
 
-from shardline.errors import Invalid
-from shardline.planner import DeviceProfile, Goal, Plan, Workload, make_plans
-from shardline.planner.boundaries import apart
-from shardline.planner.partitions import partitions
-from shardline.planner.prediction import Assigned
-from shardline.planner.sharing import Sharing
+from shardline.base.errors import Invalid
+from shardline_fleet.planner import DeviceProfile, Goal, Plan, Workload, make_plans
+from shardline_fleet.planner.boundaries import apart
+from shardline_fleet.planner.partitions import partitions
+from shardline_fleet.planner.prediction import Assigned
+from shardline_fleet.planner.sharing import Sharing
 from tests.unit.planner.fleets import device, model
 
 LOAD = Workload(prompt=64, output=64, concurrency=64)
@@ -88,7 +88,7 @@ def test_no_partition_of_a_small_fleet_is_faster(seed: int) -> None:
 def test_steps_from_one_pipeline_on_come_near_the_best_partition(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     devices = [*fleet(Random(seed), 5), device("e:0", memory_bytes=LARGE)]
     best = plan(*devices)
-    monkeypatch.setattr("shardline.planner.partitions.FEW_DEVICES", 0)
+    monkeypatch.setattr("shardline_fleet.planner.partitions.FEW_DEVICES", 0)
     assert plan(*devices).tokens_per_s > 0.95 * best.tokens_per_s
 
 

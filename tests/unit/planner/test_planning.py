@@ -9,9 +9,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from shardline.errors import Invalid
-from shardline.planner import DeviceProfile, Goal, Plans, Workload, make_plans
-from shardline.planner.prediction import Assigned, Predictor
+from shardline.base.errors import Invalid
+from shardline_fleet.planner import DeviceProfile, Goal, Plans, Workload, make_plans
+from shardline_fleet.planner.prediction import Assigned, Predictor
 from tests.unit.planner.fleets import LAYER_S, device, model
 
 LOAD = Workload(prompt=64, output=64, concurrency=8)

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardline.errors import Invalid
-from shardline.planner import LayerTimes, Link, Workload, make_plans, profile_of, read_profiles
-from shardline.planner.fleet_planner import FleetPlanner
-from shardline.planner.scaling import Scaling
+from shardline.base.errors import Invalid
+from shardline_fleet.planner import LayerTimes, Link, Workload, make_plans, profile_of, read_profiles
+from shardline_fleet.planner.fleet_planner import FleetPlanner
+from shardline_fleet.planner.scaling import Scaling
 from tests.unit.planner.fleets import device, model
 
 NO_TIME = LayerTimes(rows=((1, 0.0), (64, 0.0)), decode_context_s=0.0, prefill_context_s=0.0)

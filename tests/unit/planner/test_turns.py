@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from shardline.planner.turns import IDLE_TURN_S, LOADS_IN_TURN, PATIENCE_S, TURN_S, Turn, Turns
+from shardline_fleet.planner.turns import IDLE_TURN_S, LOADS_IN_TURN, PATIENCE_S, TURN_S, Turn, Turns
 
 ALL = ("a", "b", "c")
 LONG_S = 1e6

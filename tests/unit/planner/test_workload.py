@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from services.stage.scheduling.scheduler import Scheduler
-from services.stage.scheduling.scheduler_config import SchedulerConfig
-from services.stage.scheduling.sequence import Request
-from services.stage.scheduling.step_plan import StepPlan, StepResult
-from shardline.job import SamplingParams
-from shardline.planner import Workload
-from shardline.planner.workload import StepKind
+from shardline.contract.job import SamplingParams
+from shardline_fleet.planner import Workload
+from shardline_fleet.planner.workload import StepKind
+from shardline_scheduler.scheduler import Scheduler
+from shardline_scheduler.scheduler_config import SchedulerConfig
+from shardline_scheduler.sequence import Request
+from shardline_scheduler.step_plan import StepPlan, StepResult
 from tests.chain import CountingSink
 
 NEAR = 0.1

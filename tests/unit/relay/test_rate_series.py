@@ -11,9 +11,9 @@ from pathlib import Path
 import httpx
 import pytest
 
-from services.relay import rate_series
-from services.relay.rate_series import read_rates
-from shardline.errors import Invalid
+from services.relay.statistics import rate_series
+from services.relay.statistics.rate_series import read_rates
+from shardline.base.errors import Invalid
 
 FIELD = "SHARDLINE_ENERGY_PRICE"
 MIDNIGHT = datetime(2026, 11, 25, tzinfo=UTC)

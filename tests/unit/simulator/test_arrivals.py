@@ -8,10 +8,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from services.simulator.arrivals import Arrival, Arrivals, read_trace
-from services.simulator.fleet_file import FleetFile, LoadFile, Scenario, read_fleet
-from services.simulator.simulation import Simulation
-from shardline.errors import Invalid
+from shardline.base.errors import Invalid
+from shardline_fleet.simulator.arrivals import Arrival, Arrivals, read_trace
+from shardline_fleet.simulator.fleet_file import FleetFile, LoadFile, Scenario, read_fleet
+from shardline_fleet.simulator.simulation import Simulation
 
 HEADER = "at_s,prompt,output\n"
 MODEL = "{num_hidden_layers: 4, hidden_size: 64, intermediate_size: 256, num_attention_heads: 4, vocab_size: 1000}"

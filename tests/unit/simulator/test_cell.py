@@ -7,17 +7,17 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from services.simulator.agenda import Agenda
-from services.simulator.cell import FORM_S, Cell, Ground
-from services.simulator.job_line import JobLine
-from services.simulator.plan_book import PlanBook
-from services.simulator.simulated_head import HeadCalls
-from services.simulator.simulated_job import SimulatedJob
-from services.simulator.tally import Tally
-from services.stage.scheduling.scheduler_config import SchedulerConfig
-from shardline.config import Times
-from shardline.planner import DeviceProfile
-from shardline.planner.fleet_planner import Deployment
+from shardline.base.config import Times
+from shardline_fleet.planner import DeviceProfile
+from shardline_fleet.planner.fleet_planner import Deployment
+from shardline_fleet.simulator.agenda import Agenda
+from shardline_fleet.simulator.cell import FORM_S, Cell, Ground
+from shardline_fleet.simulator.job_line import JobLine
+from shardline_fleet.simulator.plan_book import PlanBook
+from shardline_fleet.simulator.simulated_head import HeadCalls
+from shardline_fleet.simulator.simulated_job import SimulatedJob
+from shardline_fleet.simulator.tally import Tally
+from shardline_scheduler.scheduler_config import SchedulerConfig
 from tests.unit.planner.fleets import device, model
 
 TWO_STAGES = ((0, 6), (6, 12))

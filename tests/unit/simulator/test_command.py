@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from services.simulator import __main__ as command
-from services.simulator.datasheets import DATASHEETS
-from shardline.cli import simulate as of_cli
 from shardline.cli.commands import cli
+from shardline_fleet.cli import simulate as of_cli
+from shardline_fleet.simulator import __main__ as command
+from shardline_fleet.simulator.datasheets import DATASHEETS
 from tests.repository import REPOSITORY
 
 FLEET = """

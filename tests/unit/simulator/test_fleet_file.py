@@ -7,9 +7,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from services.simulator.fleet_file import Scenario, read_fleet, read_model
-from services.simulator.sampled_fleet import SampledFleet
-from shardline.errors import Invalid
+from shardline.base.errors import Invalid
+from shardline_fleet.simulator.fleet_file import Scenario, read_fleet, read_model
+from shardline_fleet.simulator.sampled_fleet import SampledFleet
 from tests.repository import REPOSITORY
 from tests.unit.planner.fleets import device
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from services.relay import coordinator
-from services.simulator import cell, server_load
-from services.simulator.server_load import FleetRates, server_loads
-from services.stage import membership
+from services.stage.fleet import membership
 from services.stage.pipeline import pipeline, registry
-from shardline import keys
+from shardline.contract import keys
 from shardline.store import fleets
+from shardline_fleet.simulator import cell, server_load
+from shardline_fleet.simulator.server_load import FleetRates, server_loads
 
 
 def fleet(stages: int) -> FleetRates:

@@ -8,10 +8,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from services.simulator.fleet_file import FleetFile
-from services.simulator.outcome import Outcome
-from services.simulator.simulation import Simulation
-from shardline.errors import Invalid
+from shardline.base.errors import Invalid
+from shardline_fleet.simulator.fleet_file import FleetFile
+from shardline_fleet.simulator.outcome import Outcome
+from shardline_fleet.simulator.simulation import Simulation
 
 SMALL = {
     "num_hidden_layers": 4,

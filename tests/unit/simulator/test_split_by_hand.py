@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from services.simulator.plan_book import PlanBook, SplitByHand
-from shardline.errors import Invalid
-from shardline.planner import DeviceProfile
+from shardline.base.errors import Invalid
+from shardline_fleet.planner import DeviceProfile
+from shardline_fleet.simulator.plan_book import PlanBook, SplitByHand
 from tests.unit.planner.fleets import device, model
 from tests.unit.simulator.test_simulation import LARGE, SMALL, server, simulated
 

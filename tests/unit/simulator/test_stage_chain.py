@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from services.simulator.stage_chain import HEAD_ROW_S, HEAD_STEP_S, StageChain
-from shardline.planner import Link
-from shardline.planner.prediction import Assigned, Predictor
-from shardline.planner.workload import StepKind, Workload
+from shardline_fleet.planner import Link
+from shardline_fleet.planner.prediction import Assigned, Predictor
+from shardline_fleet.planner.workload import StepKind, Workload
+from shardline_fleet.simulator.stage_chain import HEAD_ROW_S, HEAD_STEP_S, StageChain
 from tests.unit.planner.fleets import LAYER_S, device, model
 
 STEP = StepKind(count=1, decodes=8, decode_context=80)

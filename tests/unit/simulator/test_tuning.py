@@ -10,19 +10,19 @@ import msgspec
 import pytest
 from typer.testing import CliRunner
 
-from services.simulator.fleet_file import FleetFile, LoadFile, Scenario
-from services.simulator.outcome import Outcome
-from services.simulator.simulation import Simulation
-from services.simulator.tuning import __main__ as command
-from services.simulator.tuning.goal import TuningGoal, cost_of
-from services.simulator.tuning.report import settings_of, verdict
-from services.simulator.tuning.space import Candidate, Setting, Space, applied
-from services.simulator.tuning.tuner import WORTH, Tried, Tuned, Tuner
 from services.stage.settings import StageSettings
+from shardline.base.errors import Invalid
 from shardline.cli.commands import cli
-from shardline.errors import Invalid
-from shardline.planner import ModelCosts
-from shardline.settings_profile import read_profile
+from shardline_fleet.planner import ModelCosts
+from shardline_fleet.settings_profile import read_profile
+from shardline_fleet.simulator.fleet_file import FleetFile, LoadFile, Scenario
+from shardline_fleet.simulator.outcome import Outcome
+from shardline_fleet.simulator.simulation import Simulation
+from shardline_fleet.simulator.tuning import __main__ as command
+from shardline_fleet.simulator.tuning.goal import TuningGoal, cost_of
+from shardline_fleet.simulator.tuning.report import settings_of, verdict
+from shardline_fleet.simulator.tuning.space import Candidate, Setting, Space, applied
+from shardline_fleet.simulator.tuning.tuner import WORTH, Tried, Tuned, Tuner
 from tests.repository import REPOSITORY
 from tests.unit.planner.fleets import device
 from tests.unit.simulator.test_simulation import SLOW_LAYERS, SMALL

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from services.stage.settings import PLANNED, StageSettings
-from shardline.errors import Invalid
+from shardline.base.errors import Invalid
 
 
 def test_a_worker_serves_its_own_model_unless_further_ones_are_named() -> None:

@@ -12,9 +12,9 @@ import msgspec
 import pytest
 
 from services.stage.device.cpu import usable_cores
-from services.stage.profiling import recalled, retime
+from services.stage.fleet.profiling import recalled, retime
 from services.stage.settings import StageSettings
-from shardline.planner import DeviceProfile, ModelCosts, Workload, make_plans, read_profiles
+from shardline_fleet.planner import DeviceProfile, ModelCosts, Workload, make_plans, read_profiles
 from tests.models import save_model
 from tests.pinned import first_core
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from services.standalone.placement import core_groups, count_layers, is_gpu_unused, num_pipelines, places, replaced
 from services.standalone.settings import CLERK, StandaloneSettings
-from shardline.errors import Invalid
-from shardline.planner import DeviceProfile, Workload, make_plans
+from shardline.base.errors import Invalid
+from shardline_fleet.planner import DeviceProfile, Workload, make_plans
 from tests.unit.planner.fleets import device, model
 
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from sqlalchemy import event
 
-from shardline.errors import Invalid
-from shardline.store.database import connect, connect_arguments
-from shardline.store.database_url import libpq_parameters, normalize
+from shardline.base.errors import Invalid
+from shardline.store.connection.database import connect, connect_arguments
+from shardline.store.connection.database_url import libpq_parameters, normalize
 
 OURS = set(connect_arguments({}))
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from shardline.job import SamplingParams, parse_params
-from shardline.store.decoding import load_json
+from shardline.contract.job import SamplingParams, parse_params
+from shardline.store.connection.decoding import load_json
 
 MANY = "1" * 5_001
 

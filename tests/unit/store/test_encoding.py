@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardline.job import TokenLogprob
-from shardline.store.encoding import NO_PROBABILITY, dump, dump_logprobs, load_logprobs, storable, unstorable
+from shardline.contract.job import TokenLogprob
+from shardline.store.connection.encoding import NO_PROBABILITY, dump, dump_logprobs, load_logprobs, storable, unstorable
 
 finite = st.floats(allow_nan=False, allow_infinity=False)
 entries = st.lists(

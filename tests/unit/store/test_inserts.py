@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from shardline.errors import Invalid
-from shardline.ids import new_id
-from shardline.job import JobRequest, Message
+from shardline.base.errors import Invalid
+from shardline.contract.ids import new_id
+from shardline.contract.job import JobRequest, Message
 from shardline.store.inserts import MAX_BYTES, MAX_ROWS, EncodedRequest, _chunks, _row, encode_request
 
 

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardline.errors import Diverged
-from shardline.job import JobProgress, JobState
+from shardline.base.errors import Diverged
+from shardline.contract.job import JobProgress, JobState
+from shardline.contract.wire import Delta
 from shardline.streams import Cursor, Place
-from shardline.wire import Delta
 
 IDS = tuple(range(100, 120))
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models
 
-from shardline.job import FinishReason, SamplingParams
+from shardline.contract.job import FinishReason, SamplingParams
 from shardline.tokenize import Vocabulary
 from shardline.tokenize.completion import MAX_WINDOW_TOKENS, CompletionText, Detokenizer, StopFinder
 from tests.unit.tokenize.small_tokenizers import byte_fallback, byte_level

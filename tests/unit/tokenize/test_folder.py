@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from shardline.errors import Invalid
-from shardline.job import SamplingParams
+from shardline.base.errors import Invalid
+from shardline.contract.job import SamplingParams
 from shardline.tokenize import Tokens, model_row
 from tests.unit.tokenize.small_tokenizers import byte_level
 

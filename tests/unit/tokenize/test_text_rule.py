@@ -7,10 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from shardline.job import FinishReason, JobProgress, JobState, SamplingParams
+from shardline.contract.job import FinishReason, JobProgress, JobState, SamplingParams
+from shardline.contract.wire import Delta
 from shardline.streams import Cursor, Place
 from shardline.tokenize import CompletionText, Vocabulary
-from shardline.wire import Delta
 from tests.unit.tokenize.small_tokenizers import byte_fallback, byte_level
 
 BYTES, PIECES = byte_level(), byte_fallback()

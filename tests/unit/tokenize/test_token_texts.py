@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from shardline.job import FinishReason, SamplingParams
+from shardline.contract.job import FinishReason, SamplingParams
 from shardline.tokenize import CompletionText, TokenTexts, Vocabulary
 from tests.unit.tokenize import small_tokenizers as small
 

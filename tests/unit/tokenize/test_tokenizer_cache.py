@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from shardline.errors import UnknownModel
+from shardline.base.errors import UnknownModel
 from shardline.tokenize import RegisteredModel, TokenizerCache
 
 

@@ -12,8 +12,8 @@ import pytest
 from tokenizers import AddedToken, Tokenizer
 from transformers import AutoTokenizer
 
-from shardline.errors import Invalid
-from shardline.job import Message, SamplingParams
+from shardline.base.errors import Invalid
+from shardline.contract.job import Message, SamplingParams
 from shardline.tokenize import ChatTemplate, Tokens, model_row
 from tests.tiny_head import CLERK, clerk_row
 

@@ -8,10 +8,10 @@ import threading
 from importlib.metadata import version
 from pathlib import Path
 
-from services.stage.scheduling.events import Event, Failed, Finished, NewTokens
-from services.stage.scheduling.sequence import Request
-from shardline.job import SamplingParams
+from shardline.contract.job import SamplingParams
 from shardline.tokenize import CompletionText
+from shardline_scheduler.events import Event, Failed, Finished, NewTokens
+from shardline_scheduler.sequence import Request
 from tests.benchmarks.bare import Pipeline, parser
 from tests.benchmarks.peers.runners.wire import Engine, Record, Settings, Work, serve
 

@@ -22,7 +22,7 @@ from services.stage.celery.delivery import Delivery
 from services.stage.celery.hub_calls import HubCalls
 from services.stage.hop.wakeup import Wakeup
 from services.stage.settings import StageSettings
-from shardline.queues import GENERATE_TASK
+from shardline.contract.queues import GENERATE_TASK
 from tests.poisoned_messages import envelope, poisons
 from tests.polling import until
 

@@ -20,12 +20,12 @@ from services.stage.hop.sockets import Sockets
 from services.stage.hop.wiring import Wiring
 from services.stage.pipeline.pipeline import MemberStatus
 from services.stage.pipeline.status import StageStatus
-from services.stage.scheduling.events import Event, Failed, Finished
-from services.stage.scheduling.scheduler import Scheduler
-from services.stage.scheduling.scheduler_config import SchedulerConfig
-from services.stage.scheduling.sequence import Request
-from services.stage.scheduling.step_times import StepTime
-from shardline.job import SamplingParams
+from shardline.contract.job import SamplingParams
+from shardline_scheduler.events import Event, Failed, Finished
+from shardline_scheduler.scheduler import Scheduler
+from shardline_scheduler.scheduler_config import SchedulerConfig
+from shardline_scheduler.sequence import Request
+from shardline_scheduler.step_times import StepTime
 from tests.chain import CountingSink, load_chain
 from tests.links import NUM_LAYERS, PATIENCE_S, TIMES, Head, Stage, make_card, open_pipes
 from tests.models import save_model

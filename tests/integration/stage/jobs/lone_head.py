@@ -33,13 +33,13 @@ from services.stage.jobs.live_job import LiveJob
 from services.stage.jobs.outcome import JobOutcome
 from services.stage.jobs.quarantine import Seats
 from services.stage.metrics import StageMeter
-from services.stage.scheduling.events import Event
-from services.stage.scheduling.scheduler import Scheduler
-from services.stage.scheduling.scheduler_config import SchedulerConfig
-from shardline.config import Times
-from shardline.job import MAX_CRASHES, JobState
+from shardline.base.config import Times
+from shardline.base.tracing import OFF, Tracer
+from shardline.contract.job import MAX_CRASHES, JobState
 from shardline.streams import DeltaWriter
-from shardline.tracing import OFF, Tracer
+from shardline_scheduler.events import Event
+from shardline_scheduler.scheduler import Scheduler
+from shardline_scheduler.scheduler_config import SchedulerConfig
 from tests.models import VOCAB_SIZE, save_model
 from tests.pinned import first_core
 from tests.polling import until

@@ -11,8 +11,8 @@ import pytest
 from sqlalchemy import Engine as Database
 
 from services.stage.engine.executor import Executor
-from shardline.config import Times
-from shardline.job import Job, JobState
+from shardline.base.config import Times
+from shardline.contract.job import Job, JobState
 from shardline.store import jobs
 from tests.adapters import save_adapter
 from tests.integration.rows import database_with_head, request

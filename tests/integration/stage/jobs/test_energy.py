@@ -8,7 +8,7 @@ import pytest
 from sqlalchemy import Engine as Database
 
 from services.stage.engine.executor import Executor
-from shardline.config import Times
+from shardline.base.config import Times
 from shardline.store import jobs
 from tests.integration.rows import cell, database_with_head, request
 from tests.integration.stage.jobs.lone_head import STEP_J, LoneHead, open_lone_head, tiny_executor

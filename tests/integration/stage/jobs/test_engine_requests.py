@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 from sqlalchemy import Engine as Database
 
+from services.stage.adapters.peft import AdapterFolder
 from services.stage.engine.executor import Executor
 from services.stage.jobs.attempt_spans import AttemptSpans
 from services.stage.jobs.engine_requests import EngineRequests
-from services.stage.model.peft import AdapterFolder
-from shardline.config import Times
-from shardline.job import JobState, SamplingParams
+from shardline.base.config import Times
+from shardline.base.tracing import OFF
+from shardline.contract.job import JobState, SamplingParams
 from shardline.store import jobs
-from shardline.tracing import OFF
 from tests.integration.rows import database_with_head, request, running
 from tests.integration.stage.jobs.lone_head import LoneHead, open_lone_head, tiny_executor
 from tests.models import VOCAB_SIZE

@@ -19,14 +19,14 @@ from services.stage.engine.engine import HeadEngine
 from services.stage.engine.executor import Executor
 from services.stage.jobs import claimer as claiming_module
 from services.stage.jobs import heartbeater as heartbeater_module
-from services.stage.scheduling.events import Crashed
-from services.stage.scheduling.scheduler import Scheduler
-from shardline.clock import lease_clock_s
-from shardline.config import Times
-from shardline.errors import JobFailed
-from shardline.job import JobState
-from shardline.keys import job_stream
+from shardline.base.clock import lease_clock_s
+from shardline.base.config import Times
+from shardline.base.errors import JobFailed
+from shardline.contract.job import JobState
+from shardline.contract.keys import job_stream
 from shardline.store import jobs
+from shardline_scheduler.events import Crashed
+from shardline_scheduler.scheduler import Scheduler
 from tests.integration.rows import cell, change, database_with_head, num_blocked, request, state
 from tests.integration.stage.jobs.lone_head import LoneHead, identity, open_lone_head, tiny_executor
 from tests.polling import until

@@ -9,8 +9,8 @@ import pytest
 from celery.exceptions import Ignore
 from sqlalchemy import Engine as Database
 
-from shardline.config import Times
-from shardline.job import JobState
+from shardline.base.config import Times
+from shardline.contract.job import JobState
 from shardline.store import jobs
 from tests.integration.rows import cell, database_with_head, request, state
 from tests.integration.stage.jobs.lone_head import LoneHead, open_lone_head, tiny_executor

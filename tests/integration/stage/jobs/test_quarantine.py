@@ -19,6 +19,7 @@ from sqlalchemy import Engine as Database
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
+from services.stage.adapters.peft import AdapterFolder
 from services.stage.app import make_app
 from services.stage.celery.delivery import Delivery
 from services.stage.celery.hub_calls import HubCalls
@@ -30,15 +31,14 @@ from services.stage.jobs.engine_requests import EngineRequests
 from services.stage.jobs.identity import Identity
 from services.stage.jobs.live_jobs import LiveJobs
 from services.stage.jobs.quarantine import Moment, Seats
-from services.stage.model.peft import AdapterFolder
-from services.stage.scheduling.sequence import Key, Request, TokenSink
 from services.stage.settings import StageSettings
-from shardline.config import Times
-from shardline.job import FinishReason, JobState
-from shardline.queues import GENERATE_TASK
+from shardline.base.config import Times
+from shardline.base.tracing import OFF
+from shardline.contract.job import FinishReason, JobState
+from shardline.contract.queues import GENERATE_TASK
 from shardline.store import claims, crashes, jobs, leases
 from shardline.store.claims import Claimed
-from shardline.tracing import OFF
+from shardline_scheduler.sequence import Key, Request, TokenSink
 from tests.integration.rows import MODEL, cell, change, database_with_head, request, state, submit
 from tests.integration.stage.jobs.lone_head import LoneHead, open_lone_head, tiny_executor
 from tests.polling import until

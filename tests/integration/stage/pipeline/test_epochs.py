@@ -12,9 +12,9 @@ from sqlalchemy.exc import OperationalError
 
 from services.stage.hop.sockets import Sockets
 from services.stage.pipeline.epochs import Epochs
-from shardline.errors import Conflict, Unavailable
+from shardline.base.errors import Conflict, Unavailable
 from shardline.store import pipelines
-from shardline.store.database import connect
+from shardline.store.connection.database import connect
 from tests.integration.rows import LONG_S
 from tests.links import Pipes, open_pipes
 

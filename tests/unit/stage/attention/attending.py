@@ -15,7 +15,7 @@ from services.stage.attention.attention import Attention, KvShape, MicroBatch, P
 from services.stage.attention.triton_backend import TritonBackend
 from services.stage.kernels.build import KernelSettings, build
 from services.stage.kernels.kernel import Kernel, supported_isas
-from services.stage.scheduling.kv_blocks import blocks_for
+from shardline_scheduler.kv_blocks import blocks_for
 from tests.unit.stage.kernels.emulation import emulated_amx
 
 LAYER = 3

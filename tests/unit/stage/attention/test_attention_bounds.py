@@ -9,7 +9,7 @@ import torch
 
 from services.stage.attention.attention import Attention, KvShape, MicroBatch, PagedKv, Span
 from services.stage.kernels.kernel import Kernel
-from shardline.errors import Invalid, ProtocolError
+from shardline.base.errors import Invalid, ProtocolError
 from tests.unit.stage.attention.attending import Layer, kernels
 
 KERNELS = kernels()

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from services.stage.attention.attention import Attention, KvShape, MicroBatch, PagedKv, Span
 from services.stage.attention.triton_backend import TritonBackend, load
-from shardline.errors import ProtocolError
+from shardline.base.errors import ProtocolError
 from tests.unit.stage.attention.attending import LAYER, Case, Layer, Place, attend, kernels, reference
 
 DEVICE = os.environ.get("SHARDLINE_TEST_DEVICE", "cpu")

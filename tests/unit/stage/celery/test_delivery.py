@@ -16,7 +16,7 @@ from services.stage.celery.delivery import Delivery
 from services.stage.celery.hub_calls import HubCalls
 from services.stage.celery.pool import EnginePool
 from services.stage.hop.wakeup import Wakeup
-from shardline.errors import JobFailed
+from shardline.base.errors import JobFailed
 
 
 class NotingHandler:

@@ -18,7 +18,7 @@ from services.stage.device.cpu import Cpu
 from services.stage.device.device import Device
 from services.stage.device.locks import DeviceLocks
 from services.stage.device.take import take as take_device
-from shardline.errors import Invalid
+from shardline.base.errors import Invalid
 from tests.pinned import cores_of_threads, unpinned_afterwards
 
 CORE = min(os.sched_getaffinity(0))

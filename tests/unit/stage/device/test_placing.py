@@ -6,7 +6,7 @@ import pytest
 
 from services.stage.runtime import place
 from services.stage.settings import StageSettings
-from shardline.errors import Invalid
+from shardline.base.errors import Invalid
 
 
 def test_offload_without_the_prefix_cache_is_refused() -> None:

@@ -17,7 +17,7 @@ from services.stage.attention.paged_kv import KvShape, PagedKv
 from services.stage.device.device import Device
 from services.stage.device.promises import Promises
 from services.stage.engine.memory import Limits, StageMemory, WeightBytes
-from shardline.errors import Invalid
+from shardline.base.errors import Invalid
 from tests.pinned import first_core
 from tests.repository import REPOSITORY
 

@@ -20,7 +20,7 @@ from services.stage.engine.tensors import name_of, view_of
 from services.stage.hop import Channel, Frame, Kind
 from services.stage.hop.sockets import Sockets
 from services.stage.hop.zeromq import LEND_FROM_BYTES, ZeroMqHop
-from shardline.config import Times
+from shardline.base.config import Times
 from tests.pinned import first_core
 
 NUM_LANES = 2

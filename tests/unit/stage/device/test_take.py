@@ -12,8 +12,8 @@ from services.stage.device.accelerator import Accelerator, load_module
 from services.stage.device.cpu import Cpu, usable_cores
 from services.stage.device.locks import DeviceLocks, holder
 from services.stage.device.take import take
-from shardline.cores import show_cores
-from shardline.errors import Invalid
+from shardline.base.errors import Invalid
+from shardline.host.cores import show_cores
 from tests.pinned import unpinned_afterwards
 
 

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from services.stage.attention import triton_kernels as attention_kernels
 from services.stage.device.accelerator import Accelerator, Found
 from services.stage.engine import executor, loading
-from services.stage.model import triton_kernels as model_kernels
+from services.stage.products import triton_kernels as model_kernels
 from tests.extensions.build import build
 
 GIB = 1 << 30

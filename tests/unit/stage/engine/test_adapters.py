@@ -11,8 +11,8 @@ import torch
 
 from services.stage.device.device import Device
 from services.stage.engine.executor import Executor
-from services.stage.scheduling.events import Failed, Finished
-from shardline.job import SamplingParams
+from shardline.contract.job import SamplingParams
+from shardline_scheduler.events import Failed, Finished
 from tests.adapters import merged, save_adapter
 from tests.chain import Guesses, complete, load_chain, requests, with_adapters
 from tests.engines import open_engines

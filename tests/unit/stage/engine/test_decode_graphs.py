@@ -16,9 +16,9 @@ from services.stage.attention.paged_kv import Span
 from services.stage.device.device import Device
 from services.stage.engine.decode_graphs import CudaRecorder, Recorder, graph_sizes
 from services.stage.engine.executor import Executor
-from services.stage.scheduling.events import Finished
-from shardline.errors import ProtocolError
-from shardline.job import SamplingParams
+from shardline.base.errors import ProtocolError
+from shardline.contract.job import SamplingParams
+from shardline_scheduler.events import Finished
 from tests.chain import Guesses, complete, load_chain, requests
 from tests.conformance.test_architectures import BUDGET, prompts, reference
 from tests.models import save_model

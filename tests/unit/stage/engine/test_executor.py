@@ -18,10 +18,10 @@ from services.stage.device.device import Device
 from services.stage.engine.executor import Executor
 from services.stage.engine.memory import Limits
 from services.stage.model.model_info import ModelInfo
-from services.stage.scheduling.kv_blocks import BLOCK_TOKENS
-from services.stage.scheduling.step_plan import Move, Open, Row, StepPlan, StepResult
-from shardline.errors import Invalid, ProtocolError
-from shardline.job import SamplingParams
+from shardline.base.errors import Invalid, ProtocolError
+from shardline.contract.job import SamplingParams
+from shardline_scheduler.kv_blocks import BLOCK_TOKENS
+from shardline_scheduler.step_plan import Move, Open, Row, StepPlan, StepResult
 from tests.chain import KV_BYTES, load_chain, run
 from tests.models import save_model
 from tests.pinned import first_core

@@ -11,11 +11,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from services.stage.scheduling.events import Failed
-from services.stage.scheduling.sequence import Request
-from shardline.errors import Invalid
-from shardline.job import JobRequest, SamplingParams, parse_request
-from shardline.store.encoding import dump
+from shardline.base.errors import Invalid
+from shardline.contract.job import JobRequest, SamplingParams, parse_request
+from shardline.store.connection.encoding import dump
+from shardline_scheduler.events import Failed
+from shardline_scheduler.sequence import Request
 from tests.chain import generate, load_chain, requests
 from tests.engines import Engines, open_engines
 from tests.extreme_fields import Drawn, drawn

@@ -14,11 +14,11 @@ from services.stage.engine.executor import Executor
 from services.stage.engine.memory import Limits
 from services.stage.model.cpu_parts import parse_parts
 from services.stage.model.model_info import ModelInfo
-from services.stage.model.triton_products import TritonLinear
-from services.stage.scheduling.step_plan import Move, Open, Row, StepPlan, StepResult
-from shardline.errors import Invalid
-from shardline.job import SamplingParams
-from shardline.split import even_split
+from services.stage.products.triton_products import TritonLinear
+from shardline.base.errors import Invalid
+from shardline.contract.job import SamplingParams
+from shardline.contract.split import even_split
+from shardline_scheduler.step_plan import Move, Open, Row, StepPlan, StepResult
 from tests.models import CONFIGS, save_model
 from tests.unit.stage.engine.fake_gpu import FakeGpu, FakeRecorder, fake_gpu
 

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from services.stage.engine.executor import Executor
 from services.stage.engine.tensors import INT8_MAX, quantized
-from services.stage.scheduling.step_plan import StepPlan, StepResult
-from shardline.job import SamplingParams
+from shardline.contract.job import SamplingParams
+from shardline_scheduler.step_plan import StepPlan, StepResult
 from tests.chain import generate, load_chain, requests
 from tests.engines import open_engines
 from tests.models import VOCAB_SIZE, save_model

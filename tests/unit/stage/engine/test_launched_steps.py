@@ -16,7 +16,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from services.stage import profiling
 from services.stage.device.accelerator import load_module
 from services.stage.device.device import Device
 from services.stage.device.take import take
@@ -26,16 +25,17 @@ from services.stage.engine.launched_steps import MAX_STEPS
 from services.stage.engine.loading import load_forward
 from services.stage.engine.memory import Limits
 from services.stage.engine.tensors import name_of, tensor_of, view_of
+from services.stage.fleet import profiling
 from services.stage.hop import Frame, Kind, Receiver, Sender
 from services.stage.hop.wiring import Wiring
 from services.stage.model.model_info import ModelInfo
-from services.stage.scheduling.step_plan import Open, Row, StepPlan, encode
-from services.stage.scheduling.step_times import StepTime
 from services.stage.settings import StageSettings
-from shardline.clock import monotonic_s
-from shardline.job import SamplingParams
-from shardline.split import even_split
-from shardline.threads import apart
+from shardline.base.clock import monotonic_s
+from shardline.contract.job import SamplingParams
+from shardline.contract.split import even_split
+from shardline.host.threads import apart
+from shardline_scheduler.step_plan import Open, Row, StepPlan, encode
+from shardline_scheduler.step_times import StepTime
 from tests.chain import generate, requests
 from tests.engines import PATIENCE_S, PIPELINE, Links, open_engines, open_links
 from tests.models import VOCAB_SIZE, save_model

@@ -11,7 +11,7 @@ import pytest
 from services.stage.device.device import Device
 from services.stage.device.promises import Promises
 from services.stage.engine.memory import PACKING_FACTOR, Limits, StageMemory, WeightBytes
-from shardline.errors import Invalid
+from shardline.base.errors import Invalid
 from tests.pinned import first_core
 from tests.unit.stage.engine.fake_gpu import GIB, FakeGpu
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from services.stage.attention.paged_kv import Span
 from services.stage.device.device import Device
 from services.stage.engine.forward import Forward
-from services.stage.scheduling.kv_blocks import BLOCK_TOKENS
+from shardline_scheduler.kv_blocks import BLOCK_TOKENS
 from tests.chain import load_chain
 from tests.models import save_model
 from tests.pinned import first_core

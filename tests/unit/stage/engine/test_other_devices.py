@@ -14,8 +14,8 @@ from services.stage.engine.exactness import choose_row_buckets
 from services.stage.engine.forward import Forward
 from services.stage.engine.loading import pack_shard
 from services.stage.model.kv_shapes import probe_kv_shapes
-from services.stage.model.packing import UNPACKED
 from services.stage.model.shard import Shard
+from services.stage.products.packing import UNPACKED
 from tests.models import save_model
 
 

@@ -16,11 +16,11 @@ from services.stage.attention.paged_kv import Span
 from services.stage.device.device import Device
 from services.stage.device.take import take
 from services.stage.engine.executor import Executor
-from services.stage.model.tiled_linear import TiledLinear
+from services.stage.products.tiled_linear import TiledLinear
 from services.stage.ranks.processes import PROGRAM
-from services.stage.scheduling.events import Finished
-from shardline.errors import ProtocolError
-from shardline.job import SamplingParams
+from shardline.base.errors import ProtocolError
+from shardline.contract.job import SamplingParams
+from shardline_scheduler.events import Finished
 from tests.adapters import save_adapter
 from tests.chain import Pressure, complete, load_chain, requests, with_adapters
 from tests.models import VOCAB_SIZE, save_model
@@ -206,7 +206,7 @@ def test_a_rank_ends_whose_stage_ended_while_it_was_starting() -> None:
 
 
 def test_a_stage_has_one_thread_after_its_imports_so_that_its_ranks_can_be_forks() -> None:
-    script = "import services.stage.__main__; from shardline.threads import num_threads; print(num_threads())"
+    script = "import services.stage.__main__; from shardline.host.threads import num_threads; print(num_threads())"
     environment = {name: value for name, value in os.environ.items() if not name.endswith("_NUM_THREADS")}
     argv = [sys.executable, "-c", script]
     run = subprocess.run(

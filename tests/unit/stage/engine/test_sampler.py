@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from services.stage.engine.sampler import Sample, SampledSequence, Sampler, uniform
-from services.stage.scheduling.step_plan import Open
-from shardline.job import SamplingParams, TokenLogprob
+from shardline.contract.job import SamplingParams, TokenLogprob
+from shardline_scheduler.step_plan import Open
 
 VOCAB = 1003
 """No multiple of a tile."""

@@ -15,7 +15,7 @@ from transformers.models.ministral3 import modeling_ministral3
 
 from services.stage.engine import split_trial
 from services.stage.engine.split_trial import check_split
-from shardline.errors import Invalid
+from shardline.base.errors import Invalid
 from tests.models import CONFIGS
 
 Patch = Callable[[pytest.MonkeyPatch], None]

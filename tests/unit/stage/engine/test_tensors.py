@@ -10,7 +10,7 @@ from torch import Tensor
 
 from services.stage.engine.tensors import INT8_MAX, name_of, quantized, tensor_of, view_of
 from services.stage.hop import Frame, Kind
-from shardline.errors import ProtocolError
+from shardline.base.errors import ProtocolError
 
 HIDDEN = 48
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

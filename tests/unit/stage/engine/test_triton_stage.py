@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from services.stage.engine.exactness import Probe
-from shardline.job import SamplingParams
+from shardline.contract.job import SamplingParams
 from tests.chain import generate, requests
 from tests.conformance.test_architectures import BUDGET, prompts, reference
 from tests.models import save_model

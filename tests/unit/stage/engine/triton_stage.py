@@ -9,6 +9,8 @@ from pathlib import Path
 
 import torch
 
+from services.stage.adapters.lora import ShardAdapters
+from services.stage.adapters.peft import AdapterFolder
 from services.stage.attention.attention import Attention, PagedKv
 from services.stage.attention.offload_area import OffloadArea
 from services.stage.attention.triton_backend import TritonBackend
@@ -17,15 +19,13 @@ from services.stage.engine.adapter_pool import AdapterPool
 from services.stage.engine.executor import Executor
 from services.stage.engine.forward import Forward
 from services.stage.engine.memory import Limits
-from services.stage.model.fused import fuse_norms
 from services.stage.model.kv_shapes import probe_kv_shapes
-from services.stage.model.lora import ShardAdapters
 from services.stage.model.model_info import ModelInfo
-from services.stage.model.packing import pack, triton_packing
-from services.stage.model.peft import AdapterFolder
-from services.stage.model.row_buckets import RowPadding
 from services.stage.model.shard import Shard
-from services.stage.model.triton_products import TritonRmsNorm, are_covered
+from services.stage.products.fused import fuse_norms
+from services.stage.products.packing import pack, triton_packing
+from services.stage.products.row_buckets import RowPadding
+from services.stage.products.triton_products import TritonRmsNorm, are_covered
 from tests.conformance.test_architectures import BUDGET
 from tests.pinned import unpinned_afterwards
 

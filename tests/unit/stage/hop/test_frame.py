@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.stage.hop.frame import DTYPES, HEADER_BYTES, ITEM_BYTES, MAX_SPENT_UJ, Buffer, Frame, Kind, decode, encode
-from shardline.errors import ProtocolError
+from shardline.base.errors import ProtocolError
 
 U64 = st.integers(0, (1 << 64) - 1)
 U32 = st.integers(0, (1 << 32) - 1)

@@ -9,13 +9,13 @@ import msgspec
 import pytest
 import zmq
 
-from services.stage.hop.frame_cost import measure_frames
-from services.stage.hop.peer import Peer, connected, measure_link
-from services.stage.hop.peer_server import PIECE_BYTES, REFUSED, WINDOW, PeerServer, ReadFile
+from services.stage.fleet.frame_cost import measure_frames
+from services.stage.fleet.peer import Peer, connected, measure_link
+from services.stage.fleet.peer_server import PIECE_BYTES, REFUSED, WINDOW, PeerServer, ReadFile
 from services.stage.hop.sockets import CurveKeys, Sockets
 from services.stage.hop.zeromq import ZeroMqHop
-from shardline.config import Times
-from shardline.errors import LinkLost
+from shardline.base.config import Times
+from shardline.base.errors import LinkLost
 from tests.chaos.network.proxy import Proxy
 
 DELAY_S = 0.02

@@ -12,7 +12,7 @@ from services.stage.hop.sockets import CurveKeys, Sockets, parse_ports
 from services.stage.hop_sockets import hop_sockets
 from services.stage.settings import StageSettings
 from services.standalone.ports import free_port
-from shardline.errors import Invalid, Unavailable
+from shardline.base.errors import Invalid, Unavailable
 
 PATIENCE_S = 60.0
 A_MOMENT_MS = 50

@@ -8,8 +8,8 @@ from uuid import uuid4
 
 from services.stage.jobs.checkpoints import MAX_REWRITTEN, beats_of
 from services.stage.jobs.live_job import LiveJob
-from shardline.ids import new_id
-from shardline.job import SamplingParams, TokenLogprob
+from shardline.contract.ids import new_id
+from shardline.contract.job import SamplingParams, TokenLogprob
 from shardline.store.claims import Claimed
 from shardline.store.leases import Beat
 

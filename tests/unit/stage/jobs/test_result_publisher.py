@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from services.stage.jobs.result_publisher import MAX_WAITING, ResultPublisher
-from shardline.job import JobState
+from shardline.contract.job import JobState
 
 
 class Backend:

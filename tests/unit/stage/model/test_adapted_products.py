@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from services.stage.adapters.adapted_products import AdaptedProducts, OutputPlace, RankTable
 from services.stage.kernels.kernel import Weights
-from services.stage.model.adapted_products import AdaptedProducts, OutputPlace, RankTable
-from services.stage.model.tiled_linear import TiledLinear
+from services.stage.products.tiled_linear import TiledLinear
 from tests.unit.stage.attention.attending import all_kernels
 
 KINDS = [(kernel, weights) for kernel in all_kernels() for weights in Weights]

@@ -6,7 +6,7 @@ import pytest
 import transformers as tf
 
 from services.stage.model.cpu_parts import CpuPart, num_bytes, parse_parts, parts_of
-from shardline.errors import Invalid
+from shardline.base.errors import Invalid
 from tests.models import CONFIGS
 
 BOTH = frozenset(CpuPart)

@@ -13,9 +13,9 @@ from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from services.stage.kernels import kernel
-from services.stage.model.experts import EXPERTS, expert_products, is_experts
-from services.stage.model.packing import pack, packed_bytes, packing_for
-from services.stage.model.tiled_linear import TiledLinear
+from services.stage.products.experts import EXPERTS, expert_products, is_experts
+from services.stage.products.packing import pack, packed_bytes, packing_for
+from services.stage.products.tiled_linear import TiledLinear
 from tests.models import CONFIGS
 
 KINDS = {"mixtral": MixtralExperts, "qwen3-moe": Qwen3MoeExperts, "gpt-oss": GptOssExperts}

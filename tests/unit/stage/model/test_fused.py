@@ -14,7 +14,7 @@ from transformers.models.llama import modeling_llama
 from transformers.models.olmo2 import modeling_olmo2
 
 from services.stage.kernels.kernel import Kernel
-from services.stage.model.fused import FusedMlp, FusedRmsNorm, Rotary, fuse
+from services.stage.products.fused import FusedMlp, FusedRmsNorm, Rotary, fuse
 from tests.models import COMMON, CONFIGS
 from tests.unit.stage.attention.attending import kernels
 

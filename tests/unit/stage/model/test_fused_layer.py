@@ -12,12 +12,12 @@ from services.stage.attention.attention import Attention, PagedKv, Span
 from services.stage.engine.forward import Forward
 from services.stage.engine.loading import pack_shard
 from services.stage.kernels.kernel import Kernel, load
-from services.stage.model.fused import fuse
 from services.stage.model.kv_shapes import probe_kv_shapes
-from services.stage.model.packing import packing_for
-from services.stage.model.row_buckets import RowPadding
 from services.stage.model.shard import Shard
-from shardline.errors import ProtocolError
+from services.stage.products.fused import fuse
+from services.stage.products.packing import packing_for
+from services.stage.products.row_buckets import RowPadding
+from shardline.base.errors import ProtocolError
 from tests.models import save_model
 
 NUM_LAYERS = 4

@@ -12,8 +12,8 @@ from services.stage.attention.attention import Attention, PagedKv, Span
 from services.stage.engine.forward import Forward
 from services.stage.kernels import kernel
 from services.stage.model.kv_shapes import probe_kv_shapes
-from services.stage.model.row_buckets import RowPadding
 from services.stage.model.shard import Shard
+from services.stage.products.row_buckets import RowPadding
 from tests.models import save_model
 
 NUM_TOKENS = 40

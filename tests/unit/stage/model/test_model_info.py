@@ -9,7 +9,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from services.stage.model.model_info import ModelInfo
-from shardline.errors import Invalid, Unavailable
+from shardline.base.errors import Invalid, Unavailable
 from tests.models import save_model
 
 OLD, NEW = "0" * 39 + "1", "0" * 39 + "2"

@@ -12,9 +12,9 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from services.stage.kernels import kernel
-from services.stage.model.packing import Merged, Part, pack, packed_bytes, packing_for, unshare_embedding
-from services.stage.model.tiled_linear import Int8Embedding, TiledLinear
-from shardline.errors import Invalid
+from services.stage.products.packing import Merged, Part, pack, packed_bytes, packing_for, unshare_embedding
+from services.stage.products.tiled_linear import Int8Embedding, TiledLinear
+from shardline.base.errors import Invalid
 
 KERNEL = kernel.load()
 FLOAT32 = packing_for(torch.float32, KERNEL)

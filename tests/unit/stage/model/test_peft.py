@@ -12,10 +12,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from structlog.testing import capture_logs
 
-from services.stage.model.adapter_watch import AdapterWatch
-from services.stage.model.peft import AdapterFolder, LowRank
+from services.stage.adapters.adapter_watch import AdapterWatch
+from services.stage.adapters.peft import AdapterFolder, LowRank
 from services.stage.model.shard import LinearSize
-from shardline.errors import Invalid, Unavailable
+from shardline.base.errors import Invalid, Unavailable
 from tests.adapters import CONFIG, PREFIX, WEIGHTS, change_config, save_adapter
 from tests.models import save_model
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from services.stage.model.products import products
+from services.stage.products.products import products
 
 
 @torch.inference_mode()

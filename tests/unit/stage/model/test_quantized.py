@@ -18,8 +18,8 @@ from services.stage.model import float_files
 from services.stage.model.float_files import with_floats
 from services.stage.model.model_info import ModelInfo
 from services.stage.model.weights import INDEX, fingerprint
-from shardline.errors import Invalid
-from shardline.job import SamplingParams
+from shardline.base.errors import Invalid
+from shardline.contract.job import SamplingParams
 from tests.chain import generate, load_chain, requests
 from tests.pinned import first_core
 from tests.unit.stage.model.packed_models import (

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from services.stage.model.row_buckets import ROW_BUCKETS, Buckets, RowPadding, in_panels, panel_sizes
+from services.stage.products.row_buckets import ROW_BUCKETS, Buckets, RowPadding, in_panels, panel_sizes
 
 AMX = (40, 48, 56, 64, 80, 96, 112, 128, 144, 160)
 """Numbers that agree on some processor: with a floor and a ceiling."""

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from services.stage.model.row_buckets import ROW_BUCKETS, Buckets
-from services.stage.model.row_counts import Product, Run, exact_buckets, find_buckets, sensitive_rows
+from services.stage.products.row_buckets import ROW_BUCKETS, Buckets
+from services.stage.products.row_counts import Product, Run, exact_buckets, find_buckets, sensitive_rows
 
 WIDTH = 64
 ONE_IN = 100_000

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from services.stage.attention.paged_kv import KvShape
 from services.stage.model.kv_shapes import probe_kv_shapes
 from services.stage.model.model_info import ModelInfo
-from services.stage.model.packing import UNPACKED, packed_bytes
 from services.stage.model.pieces import PassThrough
 from services.stage.model.shard import Shard
-from shardline.errors import Invalid
+from services.stage.products.packing import UNPACKED, packed_bytes
+from shardline.base.errors import Invalid
 from shardline.tokenize import Tokens
 from tests.models import COMMON, save_model
 

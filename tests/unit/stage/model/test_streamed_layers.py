@@ -14,13 +14,13 @@ from torch import nn
 from services.stage.device.device import Device
 from services.stage.engine.executor import Executor
 from services.stage.kernels import kernel
-from services.stage.model.layer_file import LayerFile
-from services.stage.model.packing import pack, packing_for
-from services.stage.model.streamed_layers import NUM_BUFFERS, StreamedLayers, tiles
-from services.stage.model.tiled_linear import TiledLinear
-from services.stage.scheduling.events import Finished
-from shardline.errors import Invalid, Unavailable
-from shardline.job import SamplingParams
+from services.stage.products.packing import pack, packing_for
+from services.stage.products.tiled_linear import TiledLinear
+from services.stage.streaming.layer_file import LayerFile
+from services.stage.streaming.streamed_layers import NUM_BUFFERS, StreamedLayers, tiles
+from shardline.base.errors import Invalid, Unavailable
+from shardline.contract.job import SamplingParams
+from shardline_scheduler.events import Finished
 from tests.chain import complete, load_chain, requests
 from tests.models import VOCAB_SIZE, save_model
 from tests.pinned import first_core

@@ -23,15 +23,15 @@ from services.stage.engine.accelerator_options import AcceleratorOptions
 from services.stage.engine.executor import Executor
 from services.stage.engine.memory import Limits
 from services.stage.model.cpu_parts import parse_parts
-from services.stage.model.layer_file import PAGE_BYTES
-from services.stage.model.layer_memory import CHUNK_BYTES, LayerMemory
 from services.stage.model.model_info import ModelInfo
-from services.stage.model.packing import pack, triton_packing
-from services.stage.model.streamed_layers import NUM_BUFFERS, StreamedLayers, matrices, measure, store_of
-from services.stage.scheduling.events import Finished
-from shardline.errors import Invalid
-from shardline.job import SamplingParams
-from shardline.split import even_split
+from services.stage.products.packing import pack, triton_packing
+from services.stage.streaming.layer_file import PAGE_BYTES
+from services.stage.streaming.layer_memory import CHUNK_BYTES, LayerMemory
+from services.stage.streaming.streamed_layers import NUM_BUFFERS, StreamedLayers, matrices, measure, store_of
+from shardline.base.errors import Invalid
+from shardline.contract.job import SamplingParams
+from shardline.contract.split import even_split
+from shardline_scheduler.events import Finished
 from tests.chain import complete, requests
 from tests.engines import open_engines
 from tests.models import VOCAB_SIZE, save_model

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from services.stage.kernels.kernel import Weights
-from services.stage.model.tiled_linear import Int8Embedding, TiledLinear, quantized
+from services.stage.products.tiled_linear import Int8Embedding, TiledLinear, quantized
 from tests.unit.stage.attention.attending import all_kernels
 
 KINDS = [(kernel, weights) for kernel in all_kernels() for weights in Weights]

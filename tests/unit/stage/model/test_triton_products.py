@@ -19,9 +19,9 @@ from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 
-from services.stage.model.fused import fuse_norms
-from services.stage.model.packing import Part, pack, triton_packing
-from services.stage.model.triton_products import TritonLinear, TritonRmsNorm, are_covered
+from services.stage.products.fused import fuse_norms
+from services.stage.products.packing import Part, pack, triton_packing
+from services.stage.products.triton_products import TritonLinear, TritonRmsNorm, are_covered
 from tests.models import CONFIGS
 
 DEVICE = os.environ.get("SHARDLINE_TEST_DEVICE", "cpu")

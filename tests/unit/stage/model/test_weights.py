@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from services.stage.model.weights import check_file, fingerprint, unchanged, weight_files
-from shardline.errors import Invalid, Unavailable
+from shardline.base.errors import Invalid, Unavailable
 from tests.models import save_model
 
 

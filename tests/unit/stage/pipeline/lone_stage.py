@@ -7,8 +7,8 @@ import sys
 import msgspec
 
 from services.stage.hop.sockets import Sockets
-from shardline.config import Times
-from shardline.wire import encode_card
+from shardline.base.config import Times
+from shardline.contract.wire import encode_card
 from tests.links import NUM_LAYERS, Stage, make_card
 
 

@@ -17,9 +17,9 @@ from services.stage.pipeline import messages
 from services.stage.pipeline.binding import Binding
 from services.stage.pipeline.control_client import ControlClient, Refused
 from services.stage.pipeline.status import StageStatus
-from shardline.clock import monotonic_s
-from shardline.errors import LinkLost
-from shardline.wire import StageCard
+from shardline.base.clock import monotonic_s
+from shardline.base.errors import LinkLost
+from shardline.contract.wire import StageCard
 from tests.links import NUM_LAYERS, PATIENCE_S, TIMES, Pipes, make_card, open_pipes
 
 OURS, OTHERS = UUID(int=1), UUID(int=2)

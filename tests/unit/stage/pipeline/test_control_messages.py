@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.stage.pipeline import messages
-from shardline.errors import ProtocolError
-from shardline.wire import PROTOCOL_VERSION
+from shardline.base.errors import ProtocolError
+from shardline.contract.wire import PROTOCOL_VERSION
 
 PIPELINE = UUID(int=9)
 HELLO = messages.Hello(

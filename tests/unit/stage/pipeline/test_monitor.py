@@ -13,8 +13,8 @@ from services.stage.pipeline import messages
 from services.stage.pipeline.monitor import HeadHangs, PipelineMonitor
 from services.stage.pipeline.status import StageProgress
 from services.stage.settings import StageSettings
-from shardline.config import Times
-from shardline.errors import LinkLost
+from shardline.base.config import Times
+from shardline.base.errors import LinkLost
 
 EPOCH = 3
 PIPELINE = UUID(int=1)

@@ -15,9 +15,9 @@ from msgspec.structs import replace
 from services.stage.hop.sockets import Sockets
 from services.stage.hop.wiring import Wiring
 from services.stage.pipeline.status import StageProgress, StageStatus
-from shardline.errors import Unavailable
-from shardline.lanes import MAX_LANES
-from shardline.wire import StageCard
+from shardline.base.errors import Unavailable
+from shardline.contract.lanes import MAX_LANES
+from shardline.contract.wire import StageCard
 from tests.chaos.network.proxy import Proxy
 from tests.links import NUM_LAYERS, PATIENCE_S, TIMES, Pipes, make_card, open_pipes, pass_a_step
 

@@ -12,8 +12,8 @@ import pytest
 import zmq
 
 from services.stage.hop.sockets import CurveKeys, Sockets
-from shardline.config import Times
-from shardline.wire import StageCard, decode_card
+from shardline.base.config import Times
+from shardline.contract.wire import StageCard, decode_card
 from tests.links import NUM_LAYERS, PATIENCE_S, Pipes, open_pipes, pass_a_step
 from tests.repository import REPOSITORY
 

@@ -12,9 +12,9 @@ from msgspec.structs import replace
 from services.stage.hop.sockets import Sockets
 from services.stage.pipeline.registry import MAX_SCANS, Announcer, RedisRegistry
 from services.standalone.servers import Valkey
-from shardline import keys
-from shardline.errors import Unavailable
-from shardline.wire import StageCard, encode_card
+from shardline.base.errors import Unavailable
+from shardline.contract import keys
+from shardline.contract.wire import StageCard, encode_card
 from tests.links import NUM_LAYERS, PATIENCE_S, make_card, open_pipes
 
 

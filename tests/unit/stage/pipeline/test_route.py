@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.stage.pipeline.route import MAX_NAMED, choose_route
-from shardline.errors import Unavailable
-from shardline.wire import StageCard
+from shardline.base.errors import Unavailable
+from shardline.contract.wire import StageCard
 from tests.links import NUM_LAYERS, make_card
 
 PIPELINE = "ours"

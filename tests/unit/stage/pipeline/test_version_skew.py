@@ -11,7 +11,7 @@ import pytest
 import zmq
 
 from services.stage.hop.sockets import Sockets
-from shardline.wire import PROTOCOL_VERSION, StageCard
+from shardline.contract.wire import PROTOCOL_VERSION, StageCard
 from tests.links import NUM_LAYERS, Pipes, make_card, open_pipes
 
 POLL_MS = 20

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from services.stage.scheduling.events import Failed
-from services.stage.scheduling.scheduler import Scheduler
-from services.stage.scheduling.step_plan import StepPlan, StepResult
+from shardline_scheduler.events import Failed
+from shardline_scheduler.scheduler import Scheduler
+from shardline_scheduler.step_plan import StepPlan, StepResult
 from tests.simulation.pipeline import Numbers, Pipeline, config, request
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from services.stage.scheduling.events import Event, Failed, Finished, NewTokens
+from shardline_scheduler.events import Event, Failed, Finished, NewTokens
 from tests.simulation.pipeline import Pipeline, config, request
 
 STEP_J = 12.0

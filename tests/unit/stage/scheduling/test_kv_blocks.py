@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.stage.scheduling.kv_blocks import BLOCK_TOKENS, BlockPool, blocks_for
+from shardline_scheduler.kv_blocks import BLOCK_TOKENS, BlockPool, blocks_for
 
 
 @pytest.mark.parametrize(

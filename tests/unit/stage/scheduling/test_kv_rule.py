@@ -7,10 +7,10 @@ from itertools import count
 
 import pytest
 
-from services.stage.scheduling.events import Finished, Outgrown
-from services.stage.scheduling.kv_blocks import BLOCK_TOKENS
-from services.stage.scheduling.sequence import Request
-from shardline.job import FinishReason
+from shardline.contract.job import FinishReason
+from shardline_scheduler.events import Finished, Outgrown
+from shardline_scheduler.kv_blocks import BLOCK_TOKENS
+from shardline_scheduler.sequence import Request
 from tests.simulation.pipeline import Pipeline, config, decoding, expected_output, request
 
 LIMIT = 4 * BLOCK_TOKENS

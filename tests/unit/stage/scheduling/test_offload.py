@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.stage.scheduling.kv_blocks import BLOCK_TOKENS
-from services.stage.scheduling.offload import Offload, OffloadTerms
-from services.stage.scheduling.prefix_cache import PrefixCache
-from services.stage.scheduling.recompute_cost import RecomputeCost
-from services.stage.scheduling.sequence import Request, Sequence
-from services.stage.scheduling.step_plan import StepPlan
+from shardline_scheduler.kv_blocks import BLOCK_TOKENS
+from shardline_scheduler.offload import Offload, OffloadTerms
+from shardline_scheduler.prefix_cache import PrefixCache
+from shardline_scheduler.recompute_cost import RecomputeCost
+from shardline_scheduler.sequence import Request, Sequence
+from shardline_scheduler.step_plan import StepPlan
 from tests.simulation.pipeline import Numbers, Pipeline, config, expected_output, request
 
 NUM_PROMPT = 2 * BLOCK_TOKENS + 10

@@ -8,10 +8,10 @@ from uuid import UUID
 
 from services.stage.jobs.live_job import LiveJob
 from services.stage.jobs.quarantine import without_room
-from services.stage.scheduling.events import MayBegin
-from services.stage.scheduling.kv_blocks import BLOCK_TOKENS
-from services.stage.scheduling.sequence import MAX_OVERTAKEN
 from shardline.store.claims import Claimed
+from shardline_scheduler.events import MayBegin
+from shardline_scheduler.kv_blocks import BLOCK_TOKENS
+from shardline_scheduler.sequence import MAX_OVERTAKEN
 from tests.simulation.pipeline import Pipeline, config, decoding, expected_output, request
 
 

@@ -6,8 +6,8 @@ from itertools import count
 
 import pytest
 
-from services.stage.scheduling.kv_blocks import BLOCK_TOKENS
-from services.stage.scheduling.sequence import MAX_OVERTAKEN
+from shardline_scheduler.kv_blocks import BLOCK_TOKENS
+from shardline_scheduler.sequence import MAX_OVERTAKEN
 from tests.simulation.pipeline import Pipeline, checked, config, decoding, expected_output, request, shape
 
 FULL_BLOCK = BLOCK_TOKENS - 1

@@ -8,9 +8,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from services.stage.scheduling.events import Failed, Finished
-from services.stage.scheduling.kv_blocks import BLOCK_TOKENS
-from services.stage.scheduling.sequence import Request
+from shardline_scheduler.events import Failed, Finished
+from shardline_scheduler.kv_blocks import BLOCK_TOKENS
+from shardline_scheduler.sequence import Request
 from tests.simulation.pipeline import Pipeline, checked, config, expected_output, request
 
 HEAD = 2 * BLOCK_TOKENS

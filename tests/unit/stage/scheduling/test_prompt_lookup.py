@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.stage.scheduling import prompt_lookup
-from services.stage.scheduling.events import Failed, Finished, NewTokens
-from services.stage.scheduling.kv_blocks import BLOCK_TOKENS
-from services.stage.scheduling.prompt_lookup import MAX_MISSES, PromptLookup
-from services.stage.scheduling.sequence import Request
-from services.stage.scheduling.step_plan import Row, StepPlan, StepResult
-from shardline.errors import ProtocolError
-from shardline.job import FinishReason
+from shardline.base.errors import ProtocolError
+from shardline.contract.job import FinishReason
+from shardline_scheduler import prompt_lookup
+from shardline_scheduler.events import Failed, Finished, NewTokens
+from shardline_scheduler.kv_blocks import BLOCK_TOKENS
+from shardline_scheduler.prompt_lookup import MAX_MISSES, PromptLookup
+from shardline_scheduler.sequence import Request
+from shardline_scheduler.step_plan import Row, StepPlan, StepResult
 from tests.simulation.pipeline import Numbers, Pipeline, checked, config, expected_output, request
 
 TEXT = [*range(10, 30)]

@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from services.stage.scheduling.events import Crashed, Failed, Finished, NewTokens
-from services.stage.scheduling.kv_blocks import BLOCK_TOKENS
-from services.stage.scheduling.step_plan import StepResult, decode_plan, encode
-from shardline.errors import ProtocolError
-from shardline.job import FinishReason, SamplingParams, TokenLogprob
+from shardline.base.errors import ProtocolError
+from shardline.contract.job import FinishReason, SamplingParams, TokenLogprob
+from shardline_scheduler.events import Crashed, Failed, Finished, NewTokens
+from shardline_scheduler.kv_blocks import BLOCK_TOKENS
+from shardline_scheduler.step_plan import StepResult, decode_plan, encode
 from tests.simulation.pipeline import (
     NUM_TOKENS,
     Numbers,

@@ -6,8 +6,8 @@ from operator import attrgetter
 
 import pytest
 
-from services.stage.scheduling.sequence import Request, Sequence, WaitingQueue
-from shardline.job import FinishReason, SamplingParams, TokenLogprob
+from shardline.contract.job import FinishReason, SamplingParams, TokenLogprob
+from shardline_scheduler.sequence import Request, Sequence, WaitingQueue
 from tests.simulation.pipeline import EOS, Numbers, request
 
 

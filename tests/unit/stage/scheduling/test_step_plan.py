@@ -9,7 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.stage.scheduling.step_plan import (
+from shardline.base.errors import ProtocolError
+from shardline.contract.job import SamplingParams
+from shardline_scheduler.step_plan import (
     MAX_DRAFTS,
     Move,
     Open,
@@ -20,8 +22,6 @@ from services.stage.scheduling.step_plan import (
     decode_result,
     encode,
 )
-from shardline.errors import ProtocolError
-from shardline.job import SamplingParams
 
 OPEN = Open(1, (5, 6, 7), 3, SamplingParams(stop=("stop",)), 9, 1)
 PLAN = StepPlan(

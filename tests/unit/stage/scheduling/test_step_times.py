@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from services.stage.scheduling.step_plan import Row, StepPlan
-from services.stage.scheduling.step_times import NUM_KEPT, EngineProgress, StepTime, StepTimes
+from shardline_scheduler.step_plan import Row, StepPlan
+from shardline_scheduler.step_times import NUM_KEPT, EngineProgress, StepTime, StepTimes
 
 ROWS = (Row(1, 9, 1, (5,), (), wants=True), Row(2, 0, 7, (), (0,), wants=False))
 

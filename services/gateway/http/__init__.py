@@ -1,0 +1,1 @@
+"""HTTP itself: connections and their limits, bodies, events, answers on their way. Knows no job."""

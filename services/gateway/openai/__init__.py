@@ -1,0 +1,1 @@
+"""OpenAI's API: its requests become jobs, and jobs its answers."""

@@ -1,0 +1,119 @@
+"""Fields of other servers that Shardline does not have, and the values of each that change nothing.
+
+OpenAI's, and those that clients of vLLM, SGLang and llama.cpp send with every request. A hint is taken where no answer
+would be another one for it. What would be silently wrong is refused by name. Knows no field of ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from shardline.base.errors import Invalid
+from shardline.contract.job import MAX_SHOWN_CHARS
+
+OFF, ON = (False,), (True,)
+ANY_TEXT = "any text"
+
+COMMON_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    # OpenAI's.
+    "n": (1,),
+    "best_of": (1,),
+    "logit_bias": ({},),
+    "store": (False, True),  # every job is kept and found under /v1/jobs
+    "service_tier": ("auto", "default", "flex", "priority", "scale"),
+    "prompt_cache_retention": ("in-memory", "in_memory", "24h"),
+    "user": (ANY_TEXT,),
+    "safety_identifier": (ANY_TEXT,),
+    "prompt_cache_key": (ANY_TEXT,),
+    "response_format": ({"type": "text"},),
+    "echo": OFF,
+    # vLLM's and SGLang's.
+    "spaces_between_special_tokens": ON,
+    "include_stop_str_in_output": OFF,
+    "no_stop_trim": OFF,
+    "return_tokens_as_token_ids": OFF,
+    "return_hidden_states": OFF,
+    "use_beam_search": OFF,
+    "early_stopping": OFF,
+    "length_penalty": (1.0,),
+    "prompt_logprobs": (),
+    "truncate_prompt_tokens": (),
+    "bad_words": ([],),
+    "logits_processors": ([],),
+    "vllm_xargs": ({},),
+    "stop_regex": ([], ""),
+    # llama.cpp's.
+    "cache_prompt": (True, False),
+    "id_slot": (-1,),
+    "n_probs": (0,),
+    "repeat_penalty": (1.0,),
+    "typical_p": (1.0,),
+    "dynatemp_range": (0.0,),
+    "xtc_probability": (0.0,),
+    "dry_multiplier": (0.0,),
+    "mirostat": (0,),
+    "grammar": ("",),
+    "timings_per_token": OFF,
+    "return_progress": OFF,
+}
+COMPLETION_NEUTRAL = {**COMMON_NEUTRAL, "suffix": ("",), "add_special_tokens": ON}
+CHAT_NEUTRAL = {
+    **COMMON_NEUTRAL,
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "parallel_tool_calls": (True, False),
+    "modalities": (["text"],),
+    "audio": (),
+    "prediction": (),
+    "web_search_options": (),
+    "reasoning_effort": ("none", "medium"),
+    "verbosity": ("medium",),
+    "add_generation_prompt": ON,
+    "continue_final_message": OFF,
+    "add_special_tokens": OFF,
+    "documents": ([],),
+    "chat_template_kwargs": ({},),
+    "mm_processor_kwargs": ({},),
+}
+MESSAGE_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "refusal": ("",),
+    "audio": (),
+    "tool_calls": ([],),
+    "function_call": (),
+    "annotations": ([],),
+    "reasoning_content": ("",),
+}
+STREAM_NEUTRAL: Mapping[str, tuple[Any, ...]] = {"include_obfuscation": OFF, "continuous_usage_stats": OFF}
+
+
+def drop_neutral(fields: dict[str, Any], neutral: Mapping[str, tuple[Any, ...]], prefix: str = "") -> None:
+    """Take these fields out of a body. Raises Invalid for a value that would change the answer."""
+    for name, values in neutral.items():
+        if name not in fields:
+            continue
+        value = fields.pop(name)
+        if is_one_of(value, values) or (ANY_TEXT in values and isinstance(value, str)):
+            continue
+        raise Invalid(prefix + name, f"{short(value)} is not supported", _remedy(values))
+
+
+def is_one_of(value: Any, values: tuple[Any, ...]) -> bool:
+    """JSON has one kind of number: 1.0 is 1. And true is none."""
+    return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in values)
+
+
+def _remedy(values: tuple[Any, ...]) -> str:
+    allowed = " or ".join(one if one is ANY_TEXT else msgspec.json.encode(one).decode() for one in values)
+    return f"Leave it out, or send {allowed}" if allowed else "Leave it out"
+
+
+def short(value: Any) -> str:
+    """The beginning of it as JSON, for an error; only the kind of what may be nested deeper than encoders go."""
+    if isinstance(value, dict | list) and value:
+        return "an object" if isinstance(value, dict) else "a list"
+    return msgspec.json.encode(value).decode()[:MAX_SHOWN_CHARS]

@@ -1,0 +1,194 @@
+"""A message of the Celery door as a request: its arguments, its times, and what Celery embeds to follow its end.
+
+Owns what a positional value means and how Celery's options become fields. Knows no Postgres.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Any
+from uuid import UUID, uuid5
+
+from celery import Celery
+from celery.app.task import Context
+from celery.canvas import Signature
+from kombu.utils import json as kombu_json
+
+from services.relay.intake import ENTRY_IDS
+from shardline.base.errors import Invalid
+from shardline.contract.ids import parse_id
+from shardline.contract.job import JobRequest
+from shardline.store.celery_tasks import MAX_REQUEST_BYTES, CeleryTask
+from shardline.store.connection.encoding import storable
+
+MAX_TASK_ID = 256
+ALREADY_EXPIRED_S = 0.001
+"""The shortest deadline: such a job never begins."""
+
+EMBEDDED = ("callbacks", "errbacks", "chain", "chord")
+KEPT = (
+    *("id", "root_id", "parent_id", "group", "group_index", "reply_to", "correlation_id", "ignore_result"),
+    *("replaced_task_nesting", "stamped_headers", "stamps", *EMBEDDED),
+)
+"""Attributes of Celery's request that its end needs."""
+
+REMEDY = "Send a text, messages, token ids, a completion or a request's fields as the one positional value"
+
+
+def job_id_of(task_id: str) -> UUID:
+    """The id of a task's job, unless the request names one: the task's own if that is a UUID,
+    however it is written."""
+    try:
+        return parse_id(task_id)
+    except Invalid:
+        return uuid5(ENTRY_IDS, task_id)
+
+
+def task_key(task_id: object) -> str:
+    """The id as a row can hold it."""
+    return storable(str(task_id))[:MAX_TASK_ID] or "-"
+
+
+def document_of(request: Context) -> object:
+    """A JSON-like request for `parse_request`. Raises Invalid.
+
+    Keyword arguments are fields, a positional value is what to complete, and Celery's options stand
+    for the fields that are not given.
+    """
+    fields = dict(request.kwargs or {})
+    document = {**_positional(request.args or (), fields), **fields}
+    if request.eta is not None:
+        document.setdefault("delay_s", max(0.0, _seconds_until(request.eta, "eta")))
+    if request.expires is not None and _seconds_until(request.expires, "expires") <= 0:
+        document["deadline_s"] = ALREADY_EXPIRED_S
+    # Unset and 0 are one to Celery.
+    if priority := (request.delivery_info or {}).get("priority"):
+        document.setdefault("priority", priority)
+    return document
+
+
+def task_of(app: Celery, request: Context) -> CeleryTask:
+    """What is kept of a message until its job has ended. Raises Invalid for what cannot be kept."""
+    expires_s = None if request.expires is None else max(0.0, _seconds_until(request.expires, "expires"))
+    kept = {name: value for name in KEPT if (value := getattr(request, name)) is not None}
+    for name in ("callbacks", "errbacks", "chain"):
+        if name in kept:
+            kept[name] = [_named(app, one, name, request.id, place) for place, one in enumerate(kept[name])]
+    document = _encode(kept)
+    if len(document) > MAX_REQUEST_BYTES:
+        problem = f"what is linked to the task is longer than {MAX_REQUEST_BYTES} bytes of JSON"
+        raise Invalid("link", problem, "Pass on less: keep long arguments elsewhere and send where they are")
+    return CeleryTask(task_id=task_key(request.id), request=document, expires_s=expires_s)
+
+
+def check_without_backend(request: Context) -> None:
+    """Raises Invalid for a chord's part where there is no result backend: its body would wait for
+    ever."""
+    if request.chord:
+        remedy = "Set SHARDLINE_RESULT_BACKEND to the backend of the app that sends"
+        raise Invalid("chord", "its parts are counted in a result backend, and relays have none", remedy)
+
+
+def bare_task_of(request: Context) -> CeleryTask:
+    """Of a message whose links cannot be kept: where its result goes, and the chord that waits for
+    it."""
+    names = ["id", "reply_to", "correlation_id", "group", "group_index"]
+    try:
+        if len(_encode({"chord": request.chord})) <= MAX_REQUEST_BYTES // 2:
+            names.append("chord")
+    except Invalid:
+        pass
+    return CeleryTask(task_id=task_key(request.id), request=_encode({name: getattr(request, name) for name in names}))
+
+
+def _encode(kept: Mapping[str, object]) -> str:
+    try:
+        return str(kombu_json.dumps(kept))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise Invalid("link", f"it is no JSON: {error}", "Link tasks with JSON arguments") from error
+
+
+def _named(app: Celery, signature: Any, field: str, task_id: str, place: int) -> dict[str, Any]:
+    """The signature with the ids that its messages will have, so that a second sending can be told
+    from the first."""
+    try:
+        found = Signature.from_dict(dict(signature), app=app)
+        if found.get("subtask_type"):
+            found.freeze()
+        else:
+            found.options.setdefault("task_id", str(uuid5(ENTRY_IDS, f"{task_id} {field} {place}")))
+    except Exception as error:
+        problem = f"number {place + 1} is no signature: {type(error).__name__}: {error}"
+        raise Invalid(field, problem[:200], "Link Celery signatures") from error
+    return dict(found)
+
+
+def _seconds_until(moment: object, field: str) -> float:
+    """Until one of Celery's ISO times, by this host's clock as at every Celery worker."""
+    try:
+        parsed = moment if isinstance(moment, datetime) else datetime.fromisoformat(str(moment))
+    except ValueError as error:
+        raise Invalid(field, f"{str(moment)[:64]!r} is no ISO 8601 time", "Let Celery write it") from error
+    aware = parsed if parsed.tzinfo is not None else parsed.replace(tzinfo=UTC)
+    return (aware - datetime.now(UTC)).total_seconds()
+
+
+def _positional(args: Sequence[Any], fields: Mapping[str, Any]) -> dict[str, Any]:
+    if not args:
+        return {}
+    if len(args) > 1:
+        raise Invalid("args", f"there are {len(args)} positional values", REMEDY)
+    meant = next((fields_of(args[0]) for is_it, fields_of in FORMS if is_it(args[0])), None)
+    if meant is None:
+        raise Invalid("args", f"nothing can be completed of the positional value, of type {_kind(args[0])}", REMEDY)
+    given = [name for name in ("prompt", "messages") if fields.get(name) is not None]
+    if given and meant.keys() & {"prompt", "messages"}:
+        problem = f"a positional value and {given[0]!r} both say what to complete"
+        raise Invalid("args", problem, "In a chain, leave the field out, or make the signature immutable: .si(…)")
+    return meant
+
+
+def _kind(value: object) -> str:
+    return "null" if value is None else type(value).__name__
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str)
+
+
+def _is_completion(value: object) -> bool:
+    """The value of a job of ours before it in the chain, or anything else that has a text."""
+    return isinstance(value, dict) and isinstance(value.get("text"), str)
+
+
+def _is_request(value: object) -> bool:
+    return isinstance(value, dict) and bool(value) and value.keys() <= set(JobRequest.__struct_fields__)
+
+
+def _all(is_it: Callable[[object], bool]) -> Callable[[object], bool]:
+    return lambda value: isinstance(value, list | tuple) and bool(value) and all(map(is_it, value))
+
+
+def _is_message(value: object) -> bool:
+    return isinstance(value, dict) and "role" in value
+
+
+def _is_token_id(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _text(value: Any) -> str:
+    return str(value if isinstance(value, str) else value["text"])
+
+
+FORMS: tuple[tuple[Callable[[object], bool], Callable[[Any], dict[str, Any]]], ...] = (
+    (_is_text, lambda value: {"prompt": value}),
+    (_is_completion, lambda value: {"prompt": value["text"]}),
+    (_is_request, dict),
+    (_all(_is_message), lambda value: {"messages": value}),
+    (_all(_is_token_id), lambda value: {"prompt": value}),
+    # What the parts of a chord came to, as its body gets it.
+    (_all(lambda one: _is_text(one) or _is_completion(one)), lambda value: {"prompt": "\n\n".join(map(_text, value))}),
+)
+"""What a positional value may be, and the fields that it stands for."""

@@ -1,0 +1,56 @@
+"""kombu's Redis transport, with a send that happens once however often it is repeated. Knows no task.
+
+Who sends names what it is for (`sending`); the message's id is noted in a hash of that name in the same moment in which
+Redis takes the message, so a relay that repeats the work of one that died sends what that one did not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+from kombu.transport import redis
+from kombu.utils.json import dumps
+
+from shardline.contract.keys import TASK_SENDS_TTL_S
+
+NOTED_IN: ContextVar[str | None] = ContextVar("NOTED_IN", default=None)
+"""The hash in which this thread's sends are noted; None: they are not."""
+
+PUT_ONCE = """
+if redis.call('HSETNX', KEYS[1], ARGV[1], 1) == 1 then
+    redis.call('EXPIRE', KEYS[1], ARGV[2])
+    redis.call('LPUSH', KEYS[2], ARGV[3])
+end
+"""
+
+
+@contextmanager
+def sending(key: str) -> Iterator[None]:
+    """Within, each message with an id leaves once for this hash, whoever sends it."""
+    token = NOTED_IN.set(key)
+    try:
+        yield
+    finally:
+        NOTED_IN.reset(token)
+
+
+class OnceChannel(redis.Channel):
+    """Puts a task's message into its queue unless it is noted."""
+
+    def _put(self, queue: str, message: dict[str, Any], **options: Any) -> None:
+        key, message_id = NOTED_IN.get(), (message.get("headers") or {}).get("id")
+        if key is None or message_id is None:
+            super()._put(queue, message, **options)
+            return
+        place = self._q_for_pri(queue, self._get_message_priority(message, reverse=False))
+        with self.conn_or_acquire() as client:
+            client.eval(PUT_ONCE, 2, key, place, message_id, TASK_SENDS_TTL_S, dumps(message))
+
+
+class OnceTransport(redis.Transport):
+    """For `broker_transport`."""
+
+    Channel = OnceChannel

@@ -1,0 +1,155 @@
+"""Two loops that settle Celery tasks whose jobs have ended: one sends callbacks, one talks to the result backend.
+
+They are two, so that a backend that hangs holds up nothing but results. Own when a task is lent, put off and given up;
+what is done at an end is in `task_ends`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+import structlog
+
+from services.relay.celery.task_ends import TaskEnds
+from services.relay.loop import REDIS_ERRORS, Loop, LoopContext
+from shardline.base.failpoints import Point, failpoint
+from shardline.store import celery_tasks
+from shardline.store.celery_tasks import EndedTask
+
+log = structlog.get_logger(__name__)
+
+LEASE_S = 20.0
+"""Longer than a chord's dispatch is claimed in Redis: by then the next relay may dispatch it."""
+
+MAX_WAITING = 2 * celery_tasks.MAX_BATCH
+"""Tasks that wait for the backend in this relay's memory; the others wait in Postgres."""
+
+PAUSE_S = 1.0
+MAX_PAUSE_S = 60.0
+"""Before a task is tried again, doubling. Some of a chord's steps are claimed for longer: see
+CHORD_PAUSE_S."""
+
+CHORD_PAUSE_S = LEASE_S
+GIVE_UP_S = 86_400.0
+"""Celery itself keeps results for a day: later nobody looks for one."""
+
+MAX_REFUSALS = 3
+"""Tries of callbacks that fail for another reason than the broker."""
+
+FORGET_TURNS = 600
+
+
+class TaskResults(Loop):
+    """Finishes tasks at the result backend. What fails is put off alone; the others wait until the
+    backend answers."""
+
+    def __init__(self, context: LoopContext, ends: TaskEnds) -> None:
+        super().__init__("task-results", context.metrics.errors)
+        self._database = context.database
+        self._poll_s = context.times.poll_s
+        self._ends = ends
+        self._waiting: deque[EndedTask] = deque()
+
+    def offer(self, ended: EndedTask) -> bool:
+        """Take a task, from another thread; False when there is no room."""
+        if len(self._waiting) >= MAX_WAITING:
+            return False
+        self._waiting.append(ended)
+        self.wake()
+        return True
+
+    def turn(self) -> float:
+        """Finish all that wait, a few for each note in Postgres."""
+        while self._waiting:
+            batch = [self._waiting.popleft() for _ in range(min(len(self._waiting), celery_tasks.MAX_BATCH))]
+            finished: list[EndedTask] = []
+            try:
+                for ended in batch:
+                    self._ends.finish(ended)
+                    finished.append(ended)
+            except Exception as error:
+                failed, *others = batch[len(finished) :]
+                self._put_off(failed, error)
+                self._waiting.extendleft(reversed(others))
+                raise
+            finally:
+                self._settle(finished)
+        return self._poll_s
+
+    def _settle(self, finished: Sequence[EndedTask]) -> None:
+        if finished:
+            failpoint(Point.TASK_ENDED)
+            with self._database.begin() as connection:
+                celery_tasks.settle(connection, [ended.task_id for ended in finished])
+
+    def _put_off(self, ended: EndedTask, error: Exception) -> None:
+        if ended.age_s > GIVE_UP_S:
+            log.error("a Celery task's result is given up", task_id=ended.task_id, exc_info=error)
+            self._settle([ended])
+            return
+        is_chord = '"chord"' in (ended.request or "")
+        pause_s = CHORD_PAUSE_S if is_chord else min(PAUSE_S * 2.0 ** min(ended.num_failures, 10), MAX_PAUSE_S)
+        log.warning("a Celery task's result is not stored yet", task_id=ended.task_id, error=str(error)[:200])
+        with self._database.begin() as connection:
+            celery_tasks.put_off(connection, [ended.task_id], pause_s=pause_s, num_failures=1)
+
+
+class TaskFinisher(Loop):
+    """Lends ended tasks, sends their callbacks, and gives on what the backend must hear. Ends jobs
+    that `expires`."""
+
+    def __init__(self, context: LoopContext, ends: TaskEnds, results: TaskResults) -> None:
+        super().__init__("task-finisher", context.metrics.errors)
+        self._database = context.database
+        self._poll_s = context.times.poll_s
+        self._ends = ends
+        self._results = results
+        self._num_turns = 0
+
+    def turn(self) -> float:
+        """One batch."""
+        with self._database.begin() as connection:
+            num_late = celery_tasks.expire(connection)
+        with self._database.begin() as connection:
+            lent = celery_tasks.lend(connection, lease_s=LEASE_S)
+        self._finish(lent)
+        self._num_turns += 1
+        if self._num_turns % FORGET_TURNS == 1:
+            with self._database.begin() as connection:
+                celery_tasks.forget(connection)
+        return 0.0 if celery_tasks.MAX_BATCH in (len(lent), num_late) else self._poll_s
+
+    def _finish(self, lent: Sequence[EndedTask]) -> None:
+        done: list[str] = []
+        for ended in lent:
+            if not self._has_called_back(ended):
+                self._put_off(ended)
+            elif not self._ends.needs_backend(ended):
+                done.append(ended.task_id)
+            elif not self._results.offer(ended):
+                self._put_off(ended)
+        if done:
+            failpoint(Point.TASK_ENDED)
+            with self._database.begin() as connection:
+                celery_tasks.settle(connection, done)
+
+    def _has_called_back(self, ended: EndedTask) -> bool:
+        """One bad task must not hold up the others, nor its own result for ever."""
+        try:
+            self._ends.call_back(ended)
+        except Exception as error:
+            self._errors.labels(server="redis" if isinstance(error, REDIS_ERRORS) else "none").inc()
+            is_over = not isinstance(error, REDIS_ERRORS) and ended.num_failures >= MAX_REFUSALS
+            if is_over or ended.age_s > GIVE_UP_S:
+                log.exception("a Celery task's callbacks are given up", task_id=ended.task_id)
+                return True
+            problem = f"{type(error).__name__}: {error}"[:200]
+            log.warning("a Celery task's callbacks are not sent yet", task_id=ended.task_id, error=problem)
+            return False
+        return True
+
+    def _put_off(self, ended: EndedTask) -> None:
+        pause_s = min(PAUSE_S * 2.0 ** min(ended.num_failures, 10), MAX_PAUSE_S)
+        with self._database.begin() as connection:
+            celery_tasks.put_off(connection, [ended.task_id], pause_s=pause_s, num_failures=1)

@@ -1,0 +1,138 @@
+"""Linear layers on CPU whose weights lie in tiles for our own products: a row's bits depend on that row only.
+
+So they take any number of rows, and need no row buckets. Weights are float32, bfloat16, or int8 with one scale for each
+output; inputs and outputs are float32 with such weights, else bfloat16. Knows no model.
+
+Letters of shapes: T rows, K inputs and N outputs of a layer.
+"""
+
+from __future__ import annotations
+
+from ctypes import byref
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from services.stage.kernels.kernel import Kernel, ProductCall, Weights
+from shardline.base.rounding import round_up
+
+TILE_OUTPUTS = 16
+TILE_BYTES = 64
+"""Of one output's weights, in a tile."""
+AT_ONCE = 1 << 24
+"""Weights that are quantized at once, in float32: memory never holds a whole layer of those."""
+
+
+class Int8(NamedTuple):
+    """A weight [N, K] as integers: their product with the scales of their rows is near the weight."""
+
+    integers: Tensor
+    """int8 [N, K], from -127 to 127."""
+    scales: Tensor
+    """float32 [N]."""
+
+
+class TiledLinear(nn.Module):
+    """A linear layer whose weight is stored in tiles; the original is not kept."""
+
+    def __init__(self, kernel: Kernel, weight: Tensor, bias: Tensor | None, weights: Weights) -> None:
+        """Packs a weight [N, K] of any float dtype, with its bias [N], to be stored as `weights` says."""
+        super().__init__()
+        self.out_features, self.in_features = weight.shape
+        self._kernel = kernel
+        self._empty = torch.empty(0, dtype=torch.float32 if weights is Weights.FLOAT32 else torch.bfloat16)
+        self._bias = None if bias is None else _padded(bias.detach().float())
+        rows, scales, sums = weight.detach().to(self._empty.dtype), None, None
+        if weights is Weights.INT8:
+            rows, scales = quantized(weight)
+            sums, scales = _padded(rows.sum(1, dtype=torch.int32)), _padded(scales)
+        self._scales, self._sums = scales, sums
+        self._tiles = _packed(kernel, rows.contiguous())
+        self.call = ProductCall(
+            weights=self._tiles.data_ptr(),
+            bias=None if self._bias is None else self._bias.data_ptr(),
+            scales=None if scales is None else scales.data_ptr(),
+            column_sums=None if sums is None else sums.data_ptr(),
+            num_inputs=self.in_features,
+            num_outputs=self.out_features,
+            kind=weights,
+        )
+        """What the kernel is asked, but for rows and threads."""
+
+    @property
+    def weight(self) -> Tensor:
+        """An empty tensor [0] of the dtype of inputs: some models ask a weight for its dtype or device."""
+        return self._empty
+
+    @property
+    def tiles(self) -> Tensor:
+        """The packed weight, int8 [bytes]."""
+        return self._tiles
+
+    def use_tiles(self, tiles: Tensor) -> None:
+        """Reads the packed weight, int8 [bytes], from this memory from now on."""
+        self._tiles = tiles
+        self.call.weights = tiles.data_ptr()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns x @ weight.T + bias: x [..., T, K] to [..., T, N], in the dtype of `weight`. Rows of x may lie
+        apart. Raises TypeError for an x of another dtype."""
+        if x.dtype != self._empty.dtype:
+            raise TypeError(f"a product of {self._empty.dtype} was given {x.dtype}")
+        rows = x.reshape(-1, self.in_features)
+        rows = rows if rows.stride(1) == 1 else rows.contiguous()
+        out = rows.new_empty(len(rows), self.out_features)
+        call = self.call
+        call.x, call.x_stride, call.num_rows = rows.data_ptr(), rows.stride(0), len(rows)
+        call.out, call.out_stride = out.data_ptr(), self.out_features
+        call.num_threads = torch.get_num_threads()
+        status = self._kernel.multiply(byref(call))
+        assert status == 0, f"no products of weights {call.kind}"
+        return out.reshape(*x.shape[:-1], self.out_features)
+
+
+class Int8Embedding(nn.Module):
+    """An embedding whose weight is int8, with one scale for each token."""
+
+    def __init__(self, weight: Tensor) -> None:
+        """Takes a weight [V, H] of any float dtype; V the vocabulary, H the hidden size."""
+        super().__init__()
+        self._rows = quantized(weight)
+        self._dtype, self._empty = weight.dtype, torch.empty(0, dtype=weight.dtype)
+
+    @property
+    def weight(self) -> Tensor:
+        """An empty tensor [0] of the dtype of outputs: some models ask a weight for its dtype or device."""
+        return self._empty
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Looks up ids int64 [...]; returns [..., H] in the dtype of the weight that was given."""
+        integers, scales = self._rows
+        return (functional.embedding(ids, integers).float() * scales[ids][..., None]).to(self._dtype)
+
+
+def quantized(weight: Tensor) -> Int8:
+    """Returns a weight [N, K] of any float dtype as integers, the largest of each row 127 in absolute value."""
+    parts = [_quantized(rows) for rows in weight.detach().split(max(1, AT_ONCE // weight.shape[1]))]
+    return Int8(torch.cat([part.integers for part in parts]), torch.cat([part.scales for part in parts]))
+
+
+def _quantized(rows: Tensor) -> Int8:
+    exact = rows.float()
+    scales = exact.abs().amax(1) / 127
+    return Int8((exact / scales.clamp(min=torch.finfo(torch.float32).tiny)[:, None]).round().to(torch.int8), scales)
+
+
+def _packed(kernel: Kernel, rows: Tensor) -> Tensor:
+    num_outputs, num_bytes = rows.shape[0], rows.shape[1] * rows.element_size()
+    size = round_up(num_outputs, TILE_OUTPUTS) * round_up(num_bytes, TILE_BYTES)
+    tiles = torch.empty(size, dtype=torch.int8)
+    kernel.pack_weights(rows.data_ptr(), tiles.data_ptr(), num_outputs, num_bytes)
+    return tiles
+
+
+def _padded(values: Tensor) -> Tensor:
+    """The values [N] with zeros up to whole tiles, as the kernel reads them."""
+    return functional.pad(values, (0, -len(values) % TILE_OUTPUTS)).contiguous()

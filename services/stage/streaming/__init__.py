@@ -1,0 +1,1 @@
+"""Layers whose weights are read from a file in each step."""

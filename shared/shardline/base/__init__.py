@@ -1,0 +1,1 @@
+"""What every process uses: errors, settings, clocks, logs, metrics, traces, Redis, Celery's broker."""

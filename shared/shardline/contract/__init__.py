@@ -1,0 +1,1 @@
+"""What producers and services agree on: jobs, tables, keys, queues, messages."""

@@ -1,0 +1,64 @@
+"""Job ids: made by us, time-ordered, valid UUIDs, or given by a caller as text. Knows no database."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Iterable
+from typing import TypeAlias
+from uuid import UUID
+
+from typing_extensions import TypeIs
+
+from shardline.base.errors import Invalid
+
+JobId: TypeAlias = UUID | str
+"""What a caller may pass: ids that went through JSON, a session or a file are text."""
+
+_VERSION_7 = 0x7 << 76
+_VARIANT = 0x2 << 62
+
+
+def new_id() -> UUID:
+    """A UUIDv7: milliseconds since the epoch, then 74 random bits, so that ids sort by creation and index well."""
+    milliseconds = time.time_ns() // 1_000_000
+    random = secrets.randbits(74)
+    return UUID(int=(milliseconds << 80) | _VERSION_7 | ((random >> 62) << 64) | _VARIANT | (random & ((1 << 62) - 1)))
+
+
+def parse_id(text: str, field: str = "id") -> UUID:
+    """The UUID that `text` spells. Raises Invalid, naming `field`."""
+    try:
+        return UUID(text)
+    except ValueError as error:
+        raise Invalid(field, f"{text[:64]!r} is not a UUID", "Send a UUID or leave it out to get one") from error
+
+
+def as_id(value: JobId, field: str = "id") -> UUID:
+    """The UUID, also of its text in any form that Python reads. Raises Invalid, naming `field`."""
+    if isinstance(value, UUID):
+        return value
+    remedy = "Pass a UUID or its text"
+    if not isinstance(value, str):
+        raise Invalid(field, f"{type(value).__name__} is no type of an id", remedy)
+    try:
+        return UUID(value)
+    except ValueError:
+        raise Invalid(field, f"{value[:64]!r} is not a UUID", remedy) from None
+
+
+def as_ids(values: Iterable[JobId], field: str = "ids") -> list[UUID]:
+    """Each of them, in their order. Raises Invalid, naming the place of the first wrong one."""
+    if isinstance(values, UUID | str | bytes) or not isinstance(values, Iterable):
+        raise Invalid(field, f"{type(values).__name__} is no list of ids", "Pass several ids")
+    return [as_id(value, f"{field}[{place}]") for place, value in enumerate(values)]
+
+
+def one_or_many(ids: JobId | Iterable[JobId]) -> list[UUID]:
+    """Of a caller who may pass a single id as well. Raises Invalid."""
+    return [as_id(ids, "ids")] if is_one(ids) else as_ids(ids)
+
+
+def is_one(ids: JobId | Iterable[JobId]) -> TypeIs[JobId]:
+    """Whether it is a single id, and not several."""
+    return isinstance(ids, UUID | str)

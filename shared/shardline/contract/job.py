@@ -1,0 +1,394 @@
+"""The job: what a producer asks for, the states it passes, what comes back. Knows no database and no transport."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from datetime import datetime
+from enum import StrEnum
+from typing import Annotated, Any, Literal
+from uuid import UUID
+
+import msgspec
+from msgspec import Meta
+from msgspec.structs import force_setattr
+
+from shardline.base.errors import Invalid
+from shardline.base.trace_context import MAX_TRACEPARENT_CHARS, TRACEPARENT
+
+PRIORITIES = range(10)
+"""0 is served first."""
+
+INTERACTIVE = range(4)
+"""Priorities of jobs for which somebody waits: a share of every head's seats is theirs alone."""
+
+INTERACTIVE_PRIORITY = 3
+"""Of a request whose caller holds the line and names none."""
+
+DEFAULT_PRIORITY = 5
+DEFAULT_TENANT = "default"
+DEFAULT_CRASHES = 3
+MAX_CRASHES = 100
+"""That a job may ask for. An installation has a ceiling of its own: each crash costs everybody a restart."""
+
+MAX_STOPS = 16
+MAX_LOGPROBS = 20
+MAX_VARIABLES = 16
+MAX_METADATA_DEPTH = 32
+PROMPT_END_TOKENS = 16
+"""Of a prompt's last tokens: what a completion is decoded behind. Its first space, or a character that
+both make, hangs on them."""
+MAX_METADATA_BYTES = 64 << 10
+"""As JSON. It is kept with every job, and read with every look at it."""
+
+MAX_SEED = 2**63 - 1
+MAX_SHOWN_CHARS = 64
+"""Of a name that a caller made up, in an error."""
+
+NO_TOP_K = -1
+"""No limit, as other servers write it."""
+
+DRAWN_SEED = -1
+"""A seed as other servers spell that there is none."""
+
+LEAST_TOP_P = 1e-9
+"""Stands for 0: no vocabulary is so large that its likeliest token holds less."""
+
+ADAPTER_NAME = r"^[A-Za-z0-9][A-Za-z0-9_.-]*$"
+"""It is a folder's name, and follows a colon in `model:adapter`."""
+
+
+class JobState(StrEnum):
+    """queued → running → succeeded | failed | cancelled | expired, and running → queued."""
+
+    QUEUED = "queued"
+    RUNNING = "running"
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+    EXPIRED = "expired"
+
+    @property
+    def terminal(self) -> bool:
+        """True when the state never changes again."""
+        return self not in (JobState.QUEUED, JobState.RUNNING)
+
+
+class FinishReason(StrEnum):
+    """Why a completion is as long as it is."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    CANCELLED = "cancelled"
+    EXPIRED = "expired"
+
+
+# The limits of every field, at every door and for rows of SQL. Whatever is within them fits what reads it: Postgres's
+# types, the wire's, and the sampler's arithmetic in float32.
+Probability = Annotated[float, Meta(ge=0.0, le=1.0)]
+Penalty = Annotated[float, Meta(ge=-2.0, le=2.0)]
+TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
+VariableName = Annotated[str, Meta(min_length=1, max_length=64)]
+Variable = bool | Annotated[int, Meta(ge=-(2**53), le=2**53)] | Annotated[str, Meta(max_length=1024)] | None
+AdapterName = Annotated[str, Meta(pattern=ADAPTER_NAME, max_length=128)]
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """How a completion is generated. Stored as `jobs.params`, sent to the tail in the StepPlan's opens.
+
+    temperature 0 is greedy. top_k 0 or -1 and top_p 1 mean no limit; top_p 0 leaves the likeliest token.
+    `seed` is drawn when the job is stored if absent or -1; other negative seeds count modulo 2⁶³.
+    `logprobs` is the number of alternatives for each output token; None means no logprobs at all.
+    `adapter` names a LoRA adapter of the model; a door takes it from `model:adapter` too.
+    """
+
+    max_tokens: Annotated[int, Meta(ge=1, le=1_000_000)] | None = None
+    min_tokens: Annotated[int, Meta(ge=0, le=1_000_000)] = 0
+    temperature: Annotated[float, Meta(ge=0.0, le=2.0)] = 1.0
+    top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] = 0
+    top_p: Probability = 1.0
+    min_p: Probability = 0.0
+    repetition_penalty: Annotated[float, Meta(ge=0.01, le=10.0)] = 1.0
+    presence_penalty: Penalty = 0.0
+    frequency_penalty: Penalty = 0.0
+    stop: Annotated[tuple[Annotated[str, Meta(min_length=1, max_length=256)], ...], Meta(max_length=MAX_STOPS)] = ()
+    stop_token_ids: Annotated[tuple[TokenId, ...], Meta(max_length=64)] = ()
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    """False: the text has the special tokens too, all but the one that ends it."""
+    chat_template_kwargs: Annotated[dict[VariableName, Variable], Meta(max_length=MAX_VARIABLES)] = {}
+    """Variables of the model's chat template, such as `enable_thinking`."""
+    logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    seed: Annotated[int, Meta(ge=-MAX_SEED - 1, le=MAX_SEED)] | None = None
+    exact: bool = False
+    """Computed on exact rows of one exactness, or not at all."""
+    adapter: AdapterName | None = None
+
+    def __post_init__(self) -> None:
+        """Write what other servers spell otherwise as the wire and the sampler know it."""
+        if self.top_k == NO_TOP_K:
+            force_setattr(self, "top_k", 0)
+        if self.top_p == 0:
+            force_setattr(self, "top_p", LEAST_TOP_P)
+        if isinstance(self.seed, int) and self.seed < 0:
+            force_setattr(self, "seed", None if self.seed == DRAWN_SEED else self.seed & MAX_SEED)
+
+    def stop_ids(self, eos_ids: Iterable[int]) -> frozenset[int]:
+        """Tokens that end this completion."""
+        return frozenset(self.stop_token_ids) | (frozenset() if self.ignore_eos else frozenset(eos_ids))
+
+
+class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """One chat message."""
+
+    role: str
+    content: str
+    name: str | None = None
+
+
+Prompt = str | tuple[TokenId, ...]
+
+
+class JobRequest(SamplingParams, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """What every door accepts, as one flat JSON object: a prompt (text or token ids) or messages, and how to run it.
+
+    `deadline_s` and `delay_s` count from acceptance, by Postgres's clock. A `flexible` job waits for the lowest rate of
+    energy that is known then, at most nine tenths of the time to its deadline.
+    """
+
+    model: Annotated[str, Meta(min_length=1, max_length=256)]
+    prompt: Prompt | None = None
+    messages: tuple[Message, ...] | None = None
+    id: UUID | None = None
+    idempotency_key: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
+    priority: Annotated[int, Meta(ge=0, le=9)] = DEFAULT_PRIORITY
+    deadline_s: Annotated[float, Meta(gt=0, le=31_536_000)] | None = None
+    delay_s: Annotated[float, Meta(ge=0, le=31_536_000)] = 0.0
+    flexible: Literal["price", "carbon"] | None = None
+    max_crashes: Annotated[int, Meta(ge=0, le=MAX_CRASHES)] = DEFAULT_CRASHES
+    metadata: dict[str, Any] = {}
+    tenant: Annotated[str, Meta(min_length=1, max_length=64)] = DEFAULT_TENANT
+    traceparent: Annotated[str, Meta(pattern=TRACEPARENT, max_length=MAX_TRACEPARENT_CHARS)] | None = None
+
+    @property
+    def address(self) -> str:
+        """What is to complete it: a model, or one of its adapters."""
+        return address_of(self.model, self.adapter)
+
+    def params(self) -> SamplingParams:
+        """The sampling part alone."""
+        return SamplingParams(**{name: getattr(self, name) for name in SamplingParams.__struct_fields__})
+
+
+WHOLE_NUMBERS = frozenset(("max_tokens", "min_tokens", "top_k", "logprobs", "seed", "priority", "max_crashes"))
+
+
+def address_of(model: str, adapter: str | None) -> str:
+    """How requests and lists name a model, or one of its adapters. A model's name may hold a colon too."""
+    return model if adapter is None else f"{model}:{adapter}"
+
+
+def check_request(request: JobRequest) -> JobRequest:
+    """The rules that types cannot say. Raises Invalid."""
+    if (request.prompt is None) == (request.messages is None):
+        raise Invalid("prompt", "exactly one of prompt and messages is needed", "Send one of the two")
+    if request.prompt is not None and len(request.prompt) == 0:
+        raise Invalid("prompt", "it is empty; at least one token is needed", "Send some text or token ids")
+    if request.messages is not None and not request.messages:
+        raise Invalid("messages", "the list is empty", "Send at least one message")
+    if request.chat_template_kwargs and request.messages is None:
+        raise Invalid("chat_template_kwargs", "a prompt is not rendered", "Send messages, or leave it out")
+    if request.max_tokens is not None and request.min_tokens > request.max_tokens:
+        raise Invalid("min_tokens", f"it is above max_tokens ({request.max_tokens})", "Lower it or raise max_tokens")
+    if request.flexible is not None and request.deadline_s is None:
+        raise Invalid("flexible", "without a deadline it could wait for ever", "Send deadline_s too, or leave it out")
+    check_metadata(request.metadata)
+    return request
+
+
+def check_metadata(metadata: dict[str, Any] | None) -> None:
+    """Raises Invalid for what is too much to be kept with every job; None stands for what was too much to be read."""
+    if _is_deeper(metadata, MAX_METADATA_DEPTH):
+        raise Invalid("metadata", f"it is nested deeper than {MAX_METADATA_DEPTH} levels", "Store a flatter object")
+    try:
+        num_bytes = MAX_METADATA_BYTES + 1 if metadata is None else len(msgspec.json.encode(metadata))
+    except UnicodeEncodeError as error:
+        raise Invalid("metadata", "it holds a lone surrogate", "Change it: Postgres cannot store it") from error
+    except (TypeError, ValueError, OverflowError) as error:
+        raise Invalid("metadata", f"it cannot be written as JSON: {error}", "Send what JSON knows") from error
+    if num_bytes > MAX_METADATA_BYTES:
+        problem = f"it has more than {MAX_METADATA_BYTES} bytes as JSON"
+        raise Invalid("metadata", problem, "Store it elsewhere, and its place here")
+
+
+def _is_deeper(document: object, limit: int) -> bool:
+    """Without recursion: that is what deep nesting would exhaust."""
+    level = [document]
+    for _ in range(limit):
+        containers = [one.values() if isinstance(one, dict) else one for one in level if isinstance(one, dict | list)]
+        level = [inner for container in containers for inner in container]
+    return any(isinstance(one, dict | list) for one in level)
+
+
+def parse_request(document: object) -> JobRequest:
+    """A JSON-like object from any door as a checked request. Raises Invalid, naming the field."""
+    try:
+        return check_request(msgspec.convert(_plain(document, JobRequest), JobRequest))
+    except msgspec.ValidationError as error:
+        raise invalid_from(error) from error
+    except UnicodeEncodeError as error:
+        # msgspec looks into text where it wants none.
+        raise Invalid(_half_a_character(document), "it holds a lone surrogate", "Send whole characters") from error
+    except RecursionError as error:
+        raise Invalid("request", "it is nested too deeply", "Send a flatter object") from error
+
+
+def _half_a_character(document: object) -> str:
+    """The field whose value holds one."""
+    for name, value in document.items() if isinstance(document, Mapping) else ():
+        try:
+            msgspec.json.encode(name)
+            msgspec.json.encode(value, enc_hook=str)
+        except UnicodeEncodeError:
+            return name if isinstance(name, str) and name in JobRequest.__struct_fields__ else "request"
+        except (TypeError, ValueError, RecursionError):
+            continue
+    return "request"
+
+
+def parse_params(document: object) -> SamplingParams:
+    """What a row holds as `params`, which a hand may have written. Raises msgspec.ValidationError."""
+    return msgspec.convert(_plain(document, SamplingParams), SamplingParams)
+
+
+def _plain(document: object, kind: type[SamplingParams]) -> object:
+    """Without nulls, which say the same as leaving a field out, and with whole numbers as integers: some languages
+    write 5 as 5.0."""
+    if not isinstance(document, Mapping):
+        return document
+    names = kind.__struct_fields__
+    return {
+        name: int(value) if name in WHOLE_NUMBERS and isinstance(value, float) and value.is_integer() else value
+        for name, value in document.items()
+        if value is not None or name not in names
+    }
+
+
+def invalid_from(error: msgspec.ValidationError) -> Invalid:
+    """msgspec's message, which names the limit and the path (`… - at `$.top_p``), as our error."""
+    problem, _, path = str(error).partition(" - at `")
+    field = path.rstrip("`").removeprefix("$").removeprefix(".")
+    if problem.startswith(("Object contains unknown field", "Object missing required field")):
+        what, name, *_ = problem.split("`")
+        problem = f"{what}`{shown(name)}`"
+        field = f"{field}.{name}" if field else name
+    elif field == "traceparent" and "regex" in problem:
+        problem = "it is not the traceparent of a W3C trace context"
+    problem = problem[:1].lower() + problem[1:]
+    return Invalid(shown(field) or "request", problem, "See docs/jobs.md for fields and limits")
+
+
+def shown(text: str) -> str:
+    """The beginning of what a caller wrote, for an error or a log."""
+    return text if len(text) <= MAX_SHOWN_CHARS else f"{text[:MAX_SHOWN_CHARS]}…"
+
+
+class Usage(msgspec.Struct, frozen=True, kw_only=True):
+    """Token counts of one job."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int | None = None
+    """Prompt tokens that were not computed: their KV was there. None where nobody knows."""
+
+    @property
+    def total_tokens(self) -> int:
+        """Prompt and completion together."""
+        return self.prompt_tokens + self.completion_tokens
+
+
+class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
+    """Natural-log probability of one output token, and the most likely alternatives (id, logprob), best first."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class Result(msgspec.Struct, frozen=True, kw_only=True):
+    """A completion with its usage, finish reason, timings (seconds) and provenance: one row of `results`."""
+
+    job_id: UUID
+    text: str
+    token_ids: tuple[int, ...]
+    usage: Usage
+    finish_reason: FinishReason
+    exact: bool
+    logprobs: tuple[TokenLogprob, ...] | None = None
+    timings: dict[str, float] = {}
+    provenance: dict[str, Any] = {}
+
+
+class JobProgress(msgspec.Struct, frozen=True, kw_only=True):
+    """A job's output from token `start` on, as Postgres has it: its checkpoint, or its result once it has ended."""
+
+    fence: int
+    token_ids: tuple[int, ...] = ()
+    start: int = 0
+    logprobs: tuple[TokenLogprob, ...] | None = None
+    """One for each of `token_ids`, where the job asked for them."""
+    text: str | None = None
+    """Of the whole output, not only from `start` on; set together with `state`."""
+    state: JobState | None = None
+    """Set once the job has ended and these are its last tokens."""
+    finish_reason: FinishReason | None = None
+    is_whole: bool = True
+    """False for a page of a longer output: read again from its end."""
+    params: SamplingParams = SamplingParams()
+    max_tokens: int | None = None
+    """None until the job is prepared; it has no output before."""
+    prompt_end: tuple[int, ...] = ()
+    """The prompt's last tokens, PROMPT_END_TOKENS at most, where they were asked for."""
+
+
+class Job(msgspec.Struct, frozen=True, kw_only=True):
+    """One job as a reader sees it: its row, with its result once that is committed."""
+
+    id: UUID
+    tenant: str
+    model: str
+    state: JobState
+    priority: int
+    created_at: datetime
+    prompt: str | None = None
+    prompt_token_ids: tuple[int, ...] | None = None
+    params: SamplingParams = SamplingParams()
+    seed: int = 0
+    metadata: dict[str, Any] = {}
+    finished_at: datetime | None = None
+    cancel_requested: bool = False
+    crashes: int = 0
+    fence: int = 0
+    replay_of: UUID | None = None
+    error: dict[str, Any] | None = None
+    result: Result | None = None
+
+
+class JobSummary(msgspec.Struct, frozen=True, kw_only=True):
+    """One job in a list: what can be said of it without its prompt and its completion, which may be megabytes."""
+
+    id: UUID
+    tenant: str
+    model: str
+    state: JobState
+    priority: int
+    created_at: datetime
+    finished_at: datetime | None = None
+    cancel_requested: bool = False
+    crashes: int = 0
+    replay_of: UUID | None = None
+    error: dict[str, Any] | None = None
+    prompt_start: str | None = None
+    """The first 100 characters, of a chat those of its last message; None of a long chat."""
+    finish_reason: FinishReason | None = None
+    usage: Usage | None = None
+    """Of its result, once it has one."""

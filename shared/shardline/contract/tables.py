@@ -1,0 +1,369 @@
+"""The tables: one truth for queries and for Alembic. Owns columns, constraints and indexes; knows no query.
+
+The states and who writes them: docs/job-lifecycle.md. Triggers, functions, storage settings
+and the view `job_costs` are in the migrations.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sqlalchemy import (
+    TIMESTAMP,
+    BigInteger,
+    Boolean,
+    CheckConstraint,
+    Column,
+    Double,
+    ForeignKey,
+    Index,
+    Integer,
+    LargeBinary,
+    MetaData,
+    SmallInteger,
+    Table,
+    Text,
+    UniqueConstraint,
+    false,
+    text,
+    true,
+)
+from sqlalchemy.dialects.postgresql import ARRAY, JSONB, UUID
+
+from shardline.contract.api_key import Scope
+from shardline.contract.job import DEFAULT_PRIORITY, DEFAULT_TENANT, PRIORITIES, FinishReason, JobState
+
+JOBS_CHANNEL = "shardline_jobs"
+"""NOTIFY, empty payload: rows for the relay were inserted, requeued or asked to cancel."""
+
+LEASES_CHANNEL = "shardline_leases"
+"""NOTIFY, empty payload: leases were ended before their time, for relays to sweep."""
+
+DONE_CHANNEL = "shardline_done"
+"""NOTIFY, empty payload, once a transaction: jobs ended."""
+
+TASKS_CHANNEL = "shardline_tasks"
+"""NOTIFY, empty payload: jobs ended whose Celery tasks are to be settled."""
+
+MAX_PROMPT_BYTES = 16 << 20
+MAX_NAME_CHARS = 64
+"""Of a tenant and of an API key."""
+
+ACTIVE = tuple(state for state in JobState if not state.terminal)
+TERMINAL = tuple(state for state in JobState if state.terminal)
+
+RANDOM_SEED = "(floor((random() * ('9007199254740992'::bigint)::double precision)))::bigint"
+"""Spelled as Postgres spells it back, so that `alembic check` can compare."""
+
+DEAD = "state = 'failed' AND (error ->> 'code') = 'crashed'"
+"""A dead letter: its crashes are used up."""
+
+OUTCOMES = ("succeeded", "failed", "cancelled", "expired", "released", "lost", "crashed")
+"""How an attempt ended: as its job did, given back, or its lease expired with and without a token of its own."""
+
+RATE_KINDS = ("price", "carbon")
+"""Of energy: money, and grams of CO2 equivalent, for each kWh."""
+
+metadata = MetaData(
+    naming_convention={
+        "pk": "%(table_name)s_pkey",
+        "fk": "%(table_name)s_%(column_0_name)s_fkey",
+        "uq": "%(table_name)s_%(column_0_N_name)s_key",
+        "ck": "%(table_name)s_%(constraint_name)s",
+    }
+)
+
+
+def _one_of(column: str, values: tuple[str, ...]) -> str:
+    return f"{column} IN ({', '.join(repr(str(value)) for value in values)})"
+
+
+def _time(name: str, **options: Any) -> Column[Any]:
+    return Column(name, TIMESTAMP(timezone=True), **options)
+
+
+def _created(name: str) -> Column[Any]:
+    return _time(name, nullable=False, server_default=text("now()"))
+
+
+def _object(name: str) -> Column[Any]:
+    return Column(name, JSONB, nullable=False, server_default=text("'{}'"))
+
+
+tenants = Table("tenants", metadata, Column("id", Text, primary_key=True), _created("created_at"))
+
+api_keys = Table(
+    "api_keys",
+    metadata,
+    # Public, part of the key: what a key is called in lists and logs.
+    Column("id", Text, primary_key=True),
+    Column("name", Text, nullable=False),
+    Column("tenant_id", Text, ForeignKey("tenants.id"), nullable=False),
+    Column("digest", LargeBinary, nullable=False),
+    Column("scopes", ARRAY(Text), nullable=False),
+    _created("created_at"),
+    _time("expires_at"),
+    _time("replaced_at"),
+    _time("revoked_at"),
+    _time("last_used_at"),
+    CheckConstraint(f"length(name) BETWEEN 1 AND {MAX_NAME_CHARS}", name="name_is_1_to_64_characters"),
+    CheckConstraint("octet_length(digest) = 32", name="digest_is_a_sha256"),
+    CheckConstraint(f"scopes <@ ARRAY[{', '.join(repr(str(scope)) for scope in Scope)}]", name="scopes_are_known"),
+)
+
+# A rotation leaves the old key valid for a while beside the new one.
+_CURRENT_KEY = text("replaced_at IS NULL AND revoked_at IS NULL")
+Index("api_keys_names", api_keys.c.name, unique=True, postgresql_where=_CURRENT_KEY)
+
+models = Table(
+    "models",
+    metadata,
+    Column("name", Text, primary_key=True),
+    Column("revision", Text),
+    Column("context_length", Integer, nullable=False),
+    Column("vocab_size", Integer, nullable=False),
+    Column("eos_token_ids", ARRAY(Integer), nullable=False, server_default=text("'{}'")),
+    Column("tokenizer", Text, nullable=False),
+    Column("chat_template", Text),
+    _object("special_tokens"),
+    Column("fingerprint", Text, nullable=False),
+    # Of heads: fingerprints of LoRA adapters by name, for doors to know them.
+    _object("adapters"),
+    _created("updated_at"),
+    CheckConstraint("length(name) BETWEEN 1 AND 256", name="name_is_1_to_256_characters"),
+    CheckConstraint("context_length > 0 AND vocab_size > 0", name="sizes_are_positive"),
+)
+
+jobs = Table(
+    "jobs",
+    metadata,
+    Column("id", UUID(as_uuid=True), primary_key=True, server_default=text("gen_random_uuid()")),
+    Column("tenant_id", Text, ForeignKey("tenants.id"), nullable=False, server_default=text(f"'{DEFAULT_TENANT}'")),
+    Column("model", Text, nullable=False),
+    # What to complete: one of the first two, or prompt_ids alone.
+    Column("prompt", Text),
+    Column("messages", JSONB(none_as_null=True)),
+    Column("prompt_ids", ARRAY(Integer)),
+    _object("params"),
+    Column("seed", BigInteger, nullable=False, server_default=text(RANDOM_SEED)),
+    Column("priority", SmallInteger, nullable=False, server_default=text(str(DEFAULT_PRIORITY))),
+    Column("idempotency_key", Text),
+    _object("metadata"),
+    Column("traceparent", Text),
+    Column("replay_of", UUID(as_uuid=True), ForeignKey("jobs.id", ondelete="SET NULL")),
+    # When it may run.
+    _created("created_at"),
+    _time("not_before", nullable=False, server_default=text("now()")),
+    _time("deadline_at"),
+    _time("cancel_requested_at"),
+    # Preparation and sending, by relays.
+    _time("preparing_until"),
+    _time("prepared_at"),
+    Column("max_tokens", Integer),
+    _time("sent_at"),
+    Column("num_sends", Integer, nullable=False, server_default=text("0")),
+    # Running.
+    Column("state", Text, nullable=False, server_default=text(f"'{JobState.QUEUED}'")),
+    Column("fence", BigInteger, nullable=False, server_default=text("0")),
+    _time("lease_until"),
+    Column("worker", Text),
+    Column("pipeline", Text),
+    _time("requeued_at"),
+    Column("crashes", Integer, nullable=False, server_default=text("0")),
+    Column("max_crashes", Integer, nullable=False, server_default=text("3")),
+    Column("exactness", Text),
+    Column("exact", Boolean, nullable=False, server_default=true()),
+    # The end.
+    Column("error", JSONB(none_as_null=True)),
+    _time("finished_at"),
+    UniqueConstraint("tenant_id", "idempotency_key"),
+    CheckConstraint(_one_of("state", tuple(JobState)), name="state_is_known"),
+    CheckConstraint(
+        "state = 'failed' OR (num_nonnulls(prompt, messages) <= 1 AND num_nonnulls(prompt, messages, prompt_ids) >= 1)",
+        name="needs_a_prompt_or_messages_or_prompt_ids",
+    ),
+    CheckConstraint(f"octet_length(prompt) <= {MAX_PROMPT_BYTES}", name="prompt_is_too_long"),
+    CheckConstraint("length(model) BETWEEN 1 AND 256", name="model_is_1_to_256_characters"),
+    CheckConstraint("jsonb_typeof(messages) = 'array'", name="messages_is_an_array"),
+    CheckConstraint("jsonb_typeof(params) = 'object'", name="params_is_an_object"),
+    CheckConstraint("jsonb_typeof(metadata) = 'object'", name="metadata_is_an_object"),
+    # Lists, waits and costs reckon with it, and Python has no other years.
+    CheckConstraint(
+        "created_at >= '1970-01-01 00:00:00+00' AND created_at < '9999-12-31 00:00:00+00'",
+        name="created_at_is_between_1970_and_9999",
+    ),
+    CheckConstraint("seed >= 0", name="seed_is_not_negative"),
+    CheckConstraint(f"priority BETWEEN {PRIORITIES[0]} AND {PRIORITIES[-1]}", name="priority_is_0_to_9"),
+    CheckConstraint("length(idempotency_key) BETWEEN 1 AND 256", name="idempotency_key_is_1_to_256_characters"),
+    CheckConstraint("length(traceparent) <= 256", name="traceparent_is_at_most_256_characters"),
+    CheckConstraint("max_crashes BETWEEN 0 AND 100", name="max_crashes_is_0_to_100"),
+    CheckConstraint("crashes >= 0 AND fence >= 0 AND num_sends >= 0", name="counters_are_not_negative"),
+    CheckConstraint("(state = 'running') = (lease_until IS NOT NULL)", name="a_lease_belongs_to_running"),
+    CheckConstraint(
+        f"({_one_of('state', TERMINAL)}) = (finished_at IS NOT NULL)",
+        name="finished_at_belongs_to_an_end",
+    ),
+    CheckConstraint(
+        "prepared_at IS NULL OR (prompt_ids IS NOT NULL AND max_tokens >= 1 AND cardinality(prompt_ids) >= 1)",
+        name="prepared_means_tokenized",
+    ),
+    CheckConstraint("state <> 'running' OR (fence > 0 AND prepared_at IS NOT NULL)", name="running_means_claimed"),
+)
+
+_WAITING = "state = 'queued' AND sent_at IS NULL AND prepared_at IS NOT NULL"
+Index("jobs_to_prepare", jobs.c.created_at, postgresql_where=text("state = 'queued' AND prepared_at IS NULL"))
+# not_before last: delayed jobs are passed over inside the index.
+_TO_SEND = ("model", "priority", "created_at", "id", "not_before")
+Index("jobs_to_send", *(jobs.c[name] for name in _TO_SEND), postgresql_where=text(_WAITING))
+Index("jobs_sent", jobs.c.model, jobs.c.priority, postgresql_where=text("state = 'queued' AND sent_at IS NOT NULL"))
+# Without lease_until: a heartbeat must not touch an index.
+Index("jobs_active", jobs.c.state, jobs.c.model, postgresql_where=text(_one_of("state", ACTIVE)))
+Index("jobs_deadlines", jobs.c.deadline_at, postgresql_where=text("state = 'queued' AND deadline_at IS NOT NULL"))
+Index("jobs_cancels", jobs.c.id, postgresql_where=text("state = 'queued' AND cancel_requested_at IS NOT NULL"))
+# Lists, newest first: each filter has an order of its own.
+Index("jobs_listing", jobs.c.created_at, jobs.c.id)
+Index("jobs_by_state", jobs.c.tenant_id, jobs.c.state, jobs.c.created_at, jobs.c.id)
+Index("jobs_by_model", jobs.c.tenant_id, jobs.c.model, jobs.c.state, jobs.c.created_at, jobs.c.id)
+Index("jobs_dead", jobs.c.finished_at, jobs.c.id, postgresql_where=text(DEAD))
+Index("jobs_dead_by_model", jobs.c.model, jobs.c.finished_at, jobs.c.id, postgresql_where=text(DEAD))
+# Without it, deleting old jobs would read the whole table once for each of them.
+Index("jobs_replays", jobs.c.replay_of, postgresql_where=text("replay_of IS NOT NULL"))
+
+attempts = Table(
+    "attempts",
+    metadata,
+    Column("job_id", UUID(as_uuid=True), ForeignKey("jobs.id", ondelete="CASCADE"), primary_key=True),
+    Column("fence", BigInteger, primary_key=True, autoincrement=False),
+    Column("pipeline", Text, nullable=False),
+    Column("epoch", BigInteger, nullable=False),
+    Column("worker", Text, nullable=False),
+    Column("fingerprint", Text, nullable=False),
+    Column("exactness", Text, nullable=False),
+    _created("started_at"),
+    _created("heartbeat_at"),
+    _time("ended_at"),
+    Column("outcome", Text),
+    Column("num_resumed", Integer, nullable=False, server_default=text("0")),
+    Column("tokens", ARRAY(Integer), nullable=False, server_default=text("'{}'")),
+    Column("logprobs", JSONB(none_as_null=True)),
+    # It waits in its head for KV: nothing of it is computed, so it cannot have broken anything.
+    Column("parked", Boolean, nullable=False, server_default=false()),
+    # Joules of the steps that it had rows in, as the last heartbeat or the end says; None: nobody knows the power.
+    Column("energy_j", Double),
+    # How the power of its stages is known: rapl, nvml, setting, table; several with +.
+    Column("energy_source", Text),
+    CheckConstraint(_one_of("outcome", OUTCOMES), name="outcome_is_known"),
+)
+
+results = Table(
+    "results",
+    metadata,
+    Column("job_id", UUID(as_uuid=True), ForeignKey("jobs.id", ondelete="CASCADE"), primary_key=True),
+    Column("fence", BigInteger, nullable=False),
+    Column("text", Text, nullable=False),
+    Column("token_ids", ARRAY(Integer), nullable=False),
+    Column("prompt_tokens", Integer, nullable=False),
+    Column("completion_tokens", Integer, nullable=False),
+    Column("cached_tokens", Integer),
+    Column("finish_reason", Text, nullable=False),
+    Column("logprobs", JSONB(none_as_null=True)),
+    Column("exact", Boolean, nullable=False),
+    _object("timings"),
+    _object("provenance"),
+    _created("created_at"),
+    CheckConstraint(_one_of("finish_reason", tuple(FinishReason)), name="finish_reason_is_known"),
+)
+
+# Tasks of the Celery door, under the ids of their senders. Several may have one job: repeats under
+# other task ids.
+celery_tasks = Table(
+    "celery_tasks",
+    metadata,
+    Column("task_id", Text, primary_key=True),
+    # None: a revoke that came before its request, or a request that no row of `jobs` can hold.
+    Column("job_id", UUID(as_uuid=True), ForeignKey("jobs.id", ondelete="CASCADE")),
+    # JSON, as kombu writes it: what Celery embeds in the message (link, chain, chord, group),
+    # until it is settled.
+    Column("request", Text),
+    # Why a request has no job.
+    Column("error", JSONB(none_as_null=True)),
+    _created("created_at"),
+    # Celery's `expires`: a job that has not begun by then does not begin. None once relays have
+    # seen to it.
+    _time("expires_at"),
+    _time("revoked_at"),
+    # When relays settle it next: set by a trigger as the job ends, put off while one does it, None
+    # afterwards.
+    _time("due_at"),
+    Column("num_failures", Integer, nullable=False, server_default=text("0")),
+    _time("settled_at"),
+    CheckConstraint("length(task_id) BETWEEN 1 AND 256", name="task_id_is_1_to_256_characters"),
+)
+
+Index("celery_tasks_jobs", celery_tasks.c.job_id)
+Index("celery_tasks_due", celery_tasks.c.due_at, postgresql_where=text("due_at IS NOT NULL"))
+Index("celery_tasks_expiring", celery_tasks.c.expires_at, postgresql_where=text("expires_at IS NOT NULL"))
+Index("celery_tasks_without_job", celery_tasks.c.created_at, postgresql_where=text("job_id IS NULL"))
+
+# What energy costs, in money and in carbon. A rate holds from its moment until the next one of its kind. Relays write
+# those that SHARDLINE_ENERGY_PRICE and SHARDLINE_ENERGY_CARBON name; anybody may write others.
+energy_rates = Table(
+    "energy_rates",
+    metadata,
+    Column("kind", Text, primary_key=True),
+    _time("begins_at", primary_key=True),
+    # Money of any one currency for a kWh, or grams of CO2 equivalent.
+    Column("per_kwh", Double, nullable=False),
+    CheckConstraint(_one_of("kind", RATE_KINDS), name="kind_is_known"),
+)
+
+# What relays have announced before they do it, and when: a restart must not begin the time anew.
+notices = Table("notices", metadata, Column("name", Text, primary_key=True), _created("made_at"))
+
+pipelines = Table(
+    "pipelines",
+    metadata,
+    Column("id", Text, primary_key=True),
+    Column("model", Text, nullable=False),
+    Column("fingerprint", Text, nullable=False),
+    Column("epoch", BigInteger, nullable=False, server_default=text("1")),
+    Column("head", Text, nullable=False),
+    _time("lease_until", nullable=False),
+    _time("ready_at"),
+    Column("seats", Integer, nullable=False, server_default=text("0")),
+    # The longest sequence that the KV of all its stages holds; null: not known.
+    Column("kv_tokens", BigInteger),
+    Column("stages", JSONB, nullable=False, server_default=text("'[]'")),
+    Column("exact", Boolean, nullable=False, server_default=false()),
+)
+
+# Stages that take their layers from a plan.
+workers = Table(
+    "workers",
+    metadata,
+    Column("worker", Text, primary_key=True),
+    Column("model", Text, nullable=False),
+    # What the model's layers weigh, and what they take here: ModelCosts and DeviceProfile. None until it has joined.
+    Column("shapes", JSONB),
+    Column("profile", JSONB),
+    # By name: shapes and profile of other models that it may serve in place of this one.
+    Column("further", JSONB, nullable=False, server_default=text("'{}'")),
+    # Where it answers others that measure the link to its machine; None: a worker of the last release.
+    Column("machine", Text),
+    Column("address", Text),
+    _created("joined_at"),
+    _time("lease_until", nullable=False),
+)
+
+plans = Table(
+    "plans",
+    metadata,
+    Column("model", Text, primary_key=True),
+    Column("version", BigInteger, nullable=False, server_default=text("1")),
+    # The layers of each stage, as pairs of first and stop, one pipeline after the other; a pipeline begins at layer 0.
+    # And for each worker the place of its stage among them.
+    Column("split", JSONB, nullable=False),
+    Column("stages", JSONB, nullable=False),
+    Column("tokens_per_s", Double),
+    _created("made_at"),
+)

@@ -1,0 +1,1 @@
+"""Connections to Postgres: URLs, JSON both ways, notifications, columns of later releases."""

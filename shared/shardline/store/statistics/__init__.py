@@ -1,0 +1,1 @@
+"""Queries over many jobs: costs, demand, growth, reports."""

@@ -1,0 +1,1 @@
+"""The commands plan, scale, devices and simulate of `shardline`."""

@@ -1,0 +1,150 @@
+"""What a model's parts weigh, read from its config.json alone: layers by kind, embedding, output layer, KV of a token.
+
+Knows no device and no time. Sizes are of the usual decoder: attention with grouped heads, a gated MLP or experts.
+Biases and norms are left out: they are less than a thousandth.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from shardline.base.errors import Invalid
+
+WEIGHT_BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "int8": 1.0}
+KV_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 2}
+"""Of one number, by SHARDLINE_DTYPE: beside weights of int8, activations and KV are bfloat16."""
+UNGATED = {
+    *("biogpt", "bloom", "codegen", "ctrl", "falcon", "gpt2", "gpt_bigcode", "gpt_neox", "gptj", "mpt", "nanochat"),
+    *("nemotron", "opt", "persimmon", "phi", "starcoder2"),
+}
+"""Model types whose MLP has one product up; all others have a gate beside it."""
+FIELD = "--model"
+Shape = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerKind:
+    """All layers of one kind cost the same."""
+
+    name: str
+    """Such as `full_attention` or `sliding_attention+experts`."""
+    products: tuple[Shape, ...]
+    """(inputs, outputs) of each product that one row takes part in: of experts only the active ones."""
+    num_weights: int
+    """Those of all experts included."""
+    kv_numbers: int
+    """Numbers that a token's keys and values take."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelCosts:
+    """A model's layers in order, and what stands before and behind them."""
+
+    layers: tuple[LayerKind, ...]
+    hidden_size: int
+    vocab_size: int
+    tied: bool
+
+    @classmethod
+    def read(cls, folder: Path) -> ModelCosts:
+        """Reads `config.json` of a model's folder. Raises Invalid if it is none of a causal language model."""
+        file = folder / "config.json"
+        try:
+            return cls.of(msgspec.json.decode(file.read_bytes(), type=dict[str, Any]))
+        except (OSError, msgspec.MsgspecError) as error:
+            raise Invalid(
+                FIELD, f"{file} cannot be read: {error}", "Give the folder of a transformers model"
+            ) from error
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> ModelCosts:
+        """Takes a config as JSON has it. Raises Invalid if a size is missing."""
+        scope = {**config, **(config.get("text_config") or {})}
+        num_layers = _size(scope, "num_hidden_layers", "n_layer", "num_layers", "n_layers")
+        attentions = scope.get("layer_types") or ["full_attention"] * num_layers
+        if len(attentions) < num_layers:
+            raise Invalid(FIELD, f"layer_types names {len(attentions)} of {num_layers} layers", "Correct config.json")
+        kinds = tuple(_layer(scope, str(attentions[number]), number) for number in range(num_layers))
+        return cls(
+            layers=kinds,
+            hidden_size=_size(scope, "hidden_size", "n_embd"),
+            vocab_size=_size(scope, "vocab_size"),
+            tied=bool(scope.get("tie_word_embeddings", True)),
+        )
+
+    @property
+    def embedding_weights(self) -> int:
+        """Weights of the embedding; the output layer has as many."""
+        return self.vocab_size * self.hidden_size
+
+    @property
+    def num_weights(self) -> int:
+        """Of the whole model; a tied output layer is counted once."""
+        return sum(kind.num_weights for kind in self.layers) + self.embedding_weights * (1 if self.tied else 2)
+
+    @property
+    def shapes_id(self) -> str:
+        """Equal for models that cost the same, whatever their weights."""
+        return sha256(msgspec.json.encode(self)).hexdigest()[:16]
+
+    @cached_property
+    def kinds(self) -> dict[str, LayerKind]:
+        """The different kinds of layers by name, in order of their first layer."""
+        return {kind.name: kind for kind in self.layers}
+
+
+def _layer(scope: Mapping[str, Any], attention: str, number: int) -> LayerKind:
+    hidden, heads = _size(scope, "hidden_size", "n_embd"), _size(scope, "num_attention_heads", "n_head")
+    kv_heads = scope.get("num_key_value_heads") or (1 if scope.get("multi_query") else heads)
+    head_dim = scope.get("head_dim") or hidden // heads
+    qkvo = ((hidden, (heads + 2 * kv_heads) * head_dim), (heads * head_dim, hidden))
+    experts = _num_experts(scope, number)
+    inner = scope.get("intermediate_size") or scope.get("ffn_dim") or scope.get("n_inner") or 4 * hidden
+    if experts == 0:
+        num_up = 1 if scope.get("model_type") in UNGATED else 2
+        mlp: tuple[Shape, ...] = ((hidden, num_up * inner), (inner, hidden))
+        num_mlp, name = _volume(mlp), attention
+    else:
+        width = scope.get("moe_intermediate_size") or inner
+        expert = ((hidden, 2 * width), (width, hidden))
+        shared = scope.get("shared_expert_intermediate_size") or width * (scope.get("n_shared_experts") or 0)
+        always = ((hidden, experts), *(((hidden, 2 * shared), (shared, hidden)) if shared else ()))
+        active = _size(scope, "num_experts_per_tok", "num_experts_per_token", "moe_topk")
+        mlp = (*always, *(expert * active))
+        num_mlp, name = _volume(always) + experts * _volume(expert), f"{attention}+experts"
+    return LayerKind(
+        name=name,
+        products=(*qkvo, *mlp),
+        num_weights=_volume(qkvo) + num_mlp,
+        kv_numbers=2 * kv_heads * head_dim,
+    )
+
+
+def _num_experts(scope: Mapping[str, Any], number: int) -> int:
+    """Experts of this layer; 0 for a dense one."""
+    names = ("num_local_experts", "num_experts", "n_routed_experts")
+    num = next((int(scope[name]) for name in names if scope.get(name)), 0)
+    is_dense = (
+        number < (scope.get("first_k_dense_replace") or 0)
+        or number in (scope.get("mlp_only_layers") or ())
+        or (number + 1) % (scope.get("decoder_sparse_step") or 1) != 0
+    )
+    return 0 if is_dense else num
+
+
+def _volume(shapes: tuple[Shape, ...]) -> int:
+    return sum(inputs * outputs for inputs, outputs in shapes)
+
+
+def _size(scope: Mapping[str, Any], *names: str) -> int:
+    for name in names:
+        if isinstance(scope.get(name), int):
+            return int(scope[name])
+    raise Invalid(FIELD, f"config.json has no {' or '.join(names)}", "Give a causal language model")

@@ -1,0 +1,82 @@
+"""What the scheduler says of a job: new tokens, and the one event that ends it. Knows neither rows nor streams."""
+
+from __future__ import annotations
+
+import msgspec
+
+from shardline.contract.job import FinishReason, TokenLogprob
+from shardline_scheduler.sequence import Key, Sequence
+
+
+class NewTokens(msgspec.Struct, frozen=True, kw_only=True):
+    """New output tokens of a job from output index `start`, and the text they settle."""
+
+    key: Key
+    start: int
+    ids: tuple[int, ...]
+    text: str
+    logprobs: tuple[TokenLogprob, ...] = ()
+    energy_j: float = 0.0
+    """Of the attempt up to these tokens."""
+
+
+class Finished(msgspec.Struct, frozen=True, kw_only=True):
+    """A completion ended: all of its output, checkpointed tokens included."""
+
+    key: Key
+    reason: FinishReason
+    output_ids: tuple[int, ...]
+    text: str
+    logprobs: tuple[TokenLogprob, ...] | None
+    tail: str = ""
+    """The end of `text` that no NewTokens held: it was held back when the job was aborted."""
+    num_cached: int = 0
+    """Prompt tokens that were not computed for it: their KV was there."""
+    energy_j: float = 0.0
+    """Of the whole attempt."""
+
+    @classmethod
+    def of(cls, sequence: Sequence, reason: FinishReason, tail: str) -> Finished:
+        """What a sequence has when it ends."""
+        return cls(
+            key=sequence.request.key,
+            reason=reason,
+            output_ids=sequence.output_ids,
+            text=sequence.sink.text,
+            logprobs=None if sequence.request.params.logprobs is None else tuple(sequence.logprobs),
+            tail=tail,
+            num_cached=sequence.num_cached or 0,
+            energy_j=sequence.energy_j,
+        )
+
+
+class Failed(msgspec.Struct, frozen=True, kw_only=True):
+    """A job that cannot go on, here or elsewhere."""
+
+    key: Key
+    reason: str
+    energy_j: float = 0.0
+    """Of the whole attempt."""
+
+
+class Crashed(msgspec.Struct, frozen=True, kw_only=True):
+    """The pipeline broke twice under a job that got no token, the second time while it was the only quarantined one."""
+
+    key: Key
+
+
+class MayBegin(msgspec.Struct, frozen=True, kw_only=True):
+    """There is room for a parked job: it waits for `begin`."""
+
+    key: Key
+
+
+class Outgrown(msgspec.Struct, frozen=True, kw_only=True):
+    """A job needs more KV than this pipeline has: it goes back, and another pipeline goes on where it stopped."""
+
+    key: Key
+    num_tokens: int
+    """Prompt and output so far."""
+
+
+Event = NewTokens | Finished | Failed | Crashed | MayBegin | Outgrown

@@ -1,0 +1,397 @@
+"""The scheduler: cuts steps, owns the KV of every stage, decides who runs. Knows no torch, Redis, Celery or tokenizer.
+
+Pure and single-threaded: the same calls in the same order give the same plans, so a simulation tests all of it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import count, islice, repeat
+from operator import attrgetter
+
+from shardline.base.errors import ProtocolError
+from shardline.base.rounding import ceil_div
+from shardline.contract.job import FinishReason
+from shardline_scheduler.adapter_room import AdapterRoom
+from shardline_scheduler.events import Crashed, Event, Failed, Finished, MayBegin, NewTokens, Outgrown
+from shardline_scheduler.kv_blocks import BLOCK_TOKENS, blocks_for
+from shardline_scheduler.offload import OffloadTerms
+from shardline_scheduler.parking import MAX_LOOK_AHEAD, Parking
+from shardline_scheduler.prefix_cache import PrefixCache
+from shardline_scheduler.quarantine import Quarantine
+from shardline_scheduler.recompute_cost import RecomputeCost
+from shardline_scheduler.scheduler_config import SchedulerConfig
+from shardline_scheduler.sequence import Key, Logprobs, Request, Sequence, State, TokenSink, WaitingQueue
+from shardline_scheduler.step_builder import StepBuilder
+from shardline_scheduler.step_plan import StepPlan, StepResult
+
+MIN_CHUNK = 64
+"""Tokens of a prefill that make a step's trip worth it, where the budget has them."""
+
+
+class Scheduler:
+    """The hot loop is `schedule` → stages → `apply`. A sequence that leaves gets one close, in the next plan."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self.config = config
+        self.recompute_cost = RecomputeCost()
+        self._by_key: dict[Key, Sequence] = {}
+        self._waiting = WaitingQueue()
+        self._parked = Parking()
+        self._arrivals = count()
+        self._numbers = count()
+        self._quarantine = Quarantine()
+        self._clear(config.num_blocks)
+
+    def _clear(self, num_blocks: int) -> None:
+        config = self.config
+        self._kv = PrefixCache(num_blocks, is_on=config.prefix_cache, num_slots=config.offload.num_slots)
+        self._adapters = AdapterRoom(config.max_adapters)
+        self._next_step = 0
+        self._flights: deque[tuple[StepPlan, list[Sequence]]] = deque()
+        self._closes: list[int] = []
+        self._running: dict[int, Sequence] = {}
+        self._prefilling: dict[int, Sequence] = {}
+        self._ready: dict[int, Sequence] = {}
+        """Decodes whose token has come back, longest ago first."""
+        self._leaving: dict[int, Sequence] = {}
+        """Out of the batch, while steps in flight still use their blocks."""
+        self._in_quarantine: Sequence | None = None
+
+    # What the engine asks for.
+
+    def add(self, request: Request, sink: TokenSink) -> list[Event]:
+        """Takes a request in. The events follow at once: it can never run here, or its checkpoint is complete."""
+        assert request.key not in self._by_key, f"{request.key} was added twice"
+        sequence = Sequence(request, sink, arrival=next(self._arrivals), max_len=self.config.max_len)
+        sequence.quarantined = request.quarantined or request.key[0] in self._quarantine
+        self._by_key[request.key] = sequence
+        self._line_of(sequence).push(sequence)
+        if (refusal := self.config.refusal(request)) is not None:
+            return [self._fail(sequence, refusal)]
+        if (reason := sequence.replay()) is not None:
+            return [self._finish(sequence, reason)]
+        return [self._outgrow(sequence)] if self._is_too_long(sequence) else []
+
+    def abort(self, key: Key, reason: FinishReason = FinishReason.CANCELLED) -> Finished | None:
+        """Drops a job; what it has so far. None: it is not here (any more)."""
+        sequence = self._by_key.get(key)
+        if sequence is None:
+            return None
+        tail = sequence.sink.flush()
+        return self._finish(sequence, reason, tail)
+
+    def begin(self, key: Key) -> None:
+        """A parked request may run from now on."""
+        sequence = self._by_key.get(key)
+        if sequence is not None and sequence.parked:
+            self._parked.remove(sequence)
+            sequence.parked = False
+            self._waiting.push(sequence)
+
+    def may_begin(self) -> list[Event]:
+        """The parked requests that there is room for. Who waits and has begun goes first."""
+        if self._waiting:
+            return []
+        called = self._parked.call(self._kv.pool.num_free, len(self._running), max_seats=self.config.max_seats)
+        return [MayBegin(key=sequence.request.key) for sequence in called]
+
+    def release(self, key: Key) -> None:
+        """A quarantined job's tokens are saved: what happens now is no crash of this attempt. The next may run."""
+        sequence = self._by_key.get(key)
+        if sequence is None or not sequence.quarantined:
+            return
+        if sequence.state is State.WAITING:
+            self._line_of(sequence).remove(sequence)
+            sequence.quarantined = False
+            self._line_of(sequence).push(sequence)
+        self._release(sequence)
+
+    def has(self, key: Key) -> bool:
+        """Whether this attempt waits or runs here."""
+        return key in self._by_key
+
+    def schedule(self) -> StepPlan | None:
+        """The next step, to be sent to every stage. None: nothing can run before a result, or nothing is left."""
+        if len(self._flights) >= self.config.num_lanes:
+            return None
+        builder = StepBuilder(self.config.token_budget)
+        self._add_decodes(builder)
+        self._add_chunks(builder)
+        if not builder.rows and (self._flights or not self._closes):
+            return None
+        plan = builder.plan(self._next_step, self._closes, self._kv.offload.take_moves())
+        self._next_step += 1
+        self._adapters.close(self._closes)
+        self._closes.clear()
+        self._kv.keep(builder.sequences)
+        self._flights.append((plan, builder.sequences))
+        return plan
+
+    def apply(self, result: StepResult, energy_j: float = 0.0) -> list[Event]:
+        """The tail's answer to the oldest step in flight, and the energy that it took: each sequence has its share by
+        packed rows. Raises ProtocolError on any other."""
+        plan, sequences = self._land(result)
+        row_j = energy_j / max(1, plan.num_tokens)
+        answers = zip(result.tokens, result.logprobs or repeat(()), strict=False)
+        events: list[Event] = []
+        refused = dict(result.refused)
+        for row, sequence in zip(plan.rows, sequences, strict=True):
+            sequence.num_in_flight -= 1
+            sequence.energy_j += row_j * row.length
+            if row.seq in refused and sequence.state is not State.ENDED:
+                events.append(self._fail(sequence, refused[row.seq]))
+            if row.wants:
+                tokens, logprobs = next(answers)
+                if row.drafts:
+                    sequence.lookup.learn(len(tokens) - 1)
+                is_bad = row.seq in result.bad
+                if sequence.state is not State.ENDED and (good := tokens[:-1] if is_bad else tokens):
+                    self._take(sequence, good, logprobs, events)
+                if sequence.state is not State.ENDED and is_bad:
+                    events.append(self._fail(sequence, "the model's logits were not finite"))
+            if sequence.num_in_flight == 0 and row.seq in self._leaving:
+                self._settle(sequence)
+        return events
+
+    def rebuild(
+        self, num_blocks: int, num_lanes: int | None = None, offload: OffloadTerms | None = None
+    ) -> list[Event]:
+        """A new epoch: stages know nothing, steps in flight are lost, every sequence waits again with its tokens."""
+        config = self.config
+        num_lanes, offload = num_lanes or config.num_lanes, offload or config.offload
+        self.config = replace(config, num_blocks=num_blocks, num_lanes=num_lanes, offload=offload)
+        displaced, alone = [*self._running.values(), *self._leaving.values()], self._in_quarantine
+        self._clear(num_blocks)
+        events: list[Event] = []
+        for sequence in displaced:
+            if sequence.state is State.ENDED:
+                continue
+            if sequence is alone and not sequence.has_progress:
+                events.append(self._crash(sequence))
+                continue
+            # One of those that the epoch gave no token may have broken it: they come back one by one.
+            if not sequence.has_progress:
+                self._put_in_quarantine(sequence)
+            self._requeue(sequence)
+        return [*events, *(self._outgrow(each) for each in list(self._by_key.values()) if self._is_too_long(each))]
+
+    @property
+    def num_running(self) -> int:
+        """Seats taken."""
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests without a seat."""
+        return len(self._by_key) - len(self._running)
+
+    @property
+    def num_in_flight(self) -> int:
+        """Steps sent and not answered."""
+        return len(self._flights)
+
+    @property
+    def blocks_used(self) -> int:
+        """KV blocks held, those included that steps in flight still use."""
+        return self._kv.pool.num_used
+
+    @property
+    def slots_used(self) -> int:
+        """Slots kept for preempted sequences."""
+        return self._kv.offload.num_used
+
+    @property
+    def idle(self) -> bool:
+        """Nothing waits, runs, is in flight or is still to be closed."""
+        return not (self._by_key or self._flights or self._closes)
+
+    # Cutting a step.
+
+    def _add_decodes(self, builder: StepBuilder) -> None:
+        num_decoding = len(self._running) - len(self._prefilling)
+        share = ceil_div(num_decoding, self.config.num_lanes)
+        decodes = list(islice(self._ready.values(), min(share, builder.budget)))
+        room = min(self.config.prompt_lookup, builder.budget // 2) - len(decodes)
+        for place, sequence in enumerate(decodes):
+            if sequence.state is not State.RUNNING:
+                continue
+            if sequence.num_computed < len(sequence.blocks) * BLOCK_TOKENS or self._grow(sequence):
+                del self._ready[sequence.number]
+                drafts = sequence.draft(room // (len(decodes) - place))
+                drafts = drafts[: self._kv.widen(sequence, len(drafts), len(self._running))]
+                room -= len(drafts)
+                builder.add(sequence, 1, (sequence.ids[-1],), drafts)
+
+    def _add_chunks(self, builder: StepBuilder) -> None:
+        """In order, each may take half of what is left: a long prompt holds up neither those behind it nor admission.
+        What nobody else needs goes to the first."""
+        left = builder.budget
+        lengths: dict[Sequence, int] = {}
+        for sequence in self._in_line(builder) if left else ():
+            lengths[sequence] = min(max(MIN_CHUNK, left // 2), left, sequence.num_missing)
+            left -= lengths[sequence]
+            if left == 0:
+                break
+        for sequence, length in lengths.items():
+            more = min(left, sequence.num_missing - length)
+            left -= more
+            self._add_chunk(builder, sequence, length + more)
+
+    def _add_chunk(self, builder: StepBuilder, sequence: Sequence, length: int) -> None:
+        builder.add(sequence, length)
+        if sequence.num_missing == 0:
+            del self._prefilling[sequence.number]
+
+    def _in_line(self, builder: StepBuilder) -> Iterator[Sequence]:
+        """Who has ids to compute, in order: those that have begun, and between them those that find a place now."""
+        for sequence in sorted(self._prefilling.values(), key=attrgetter("order")):
+            while (newcomer := self._admissible()) is not None and newcomer.order < sequence.order:
+                yield self._start(newcomer, builder)
+            yield sequence
+        while (newcomer := self._admissible()) is not None:
+            yield self._start(newcomer, builder)
+
+    def _admissible(self) -> Sequence | None:
+        """Who is admitted next. One that finds no room may be overtaken by smaller ones, but not for ever."""
+        if len(self._running) == self.config.max_seats:
+            return None
+        for sequence in self._foremost():
+            if self._adapters.has(sequence.request.adapter) and self._kv.has_room(sequence, len(self._running)):
+                return sequence
+            if sequence.patience == 0:
+                return None
+        return None
+
+    def _foremost(self) -> list[Sequence]:
+        return self._waiting.first(MAX_LOOK_AHEAD, with_quarantined=self._in_quarantine is None)
+
+    def _start(self, sequence: Sequence, builder: StepBuilder) -> Sequence:
+        for overtaken in self._foremost():
+            if overtaken.order < sequence.order:
+                overtaken.patience -= 1
+        self._waiting.remove(sequence)
+        sequence.number = next(self._numbers)
+        sequence.state = State.RUNNING
+        self._kv.open(sequence)
+        self._adapters.open(sequence.number, sequence.request.adapter)
+        self._running[sequence.number] = self._prefilling[sequence.number] = sequence
+        sequence.num_at_start = len(sequence.ids)
+        if sequence.quarantined:
+            self._in_quarantine = sequence
+        builder.open(sequence)
+        return sequence
+
+    def _grow(self, sequence: Sequence) -> bool:
+        """One more block, if need be from the last sequence in order. False: not in this step."""
+        while not self._kv.pool.can_allocate(1):
+            if any(leaver.blocks for leaver in self._leaving.values()):
+                return False  # Blocks come back with a step in flight: preempting more would only waste a prefill.
+            victim = max(self._running.values(), key=attrgetter("order"))
+            self._leave(victim, State.PREEMPTED)
+            if victim is sequence:
+                return False
+        sequence.blocks.extend(self._kv.pool.allocate(1))
+        return True
+
+    # What becomes of a sequence.
+
+    def _land(self, result: StepResult) -> tuple[StepPlan, list[Sequence]]:
+        if not self._flights:
+            raise ProtocolError(f"result of step {result.step}, expected none")
+        self._flights[0][0].check(result)
+        return self._flights.popleft()
+
+    def _take(self, sequence: Sequence, tokens: tuple[int, ...], logprobs: Logprobs, events: list[Event]) -> None:
+        """Drafts that came true and the token after them, up to the one that ends it."""
+        start = sequence.num_outputs
+        text, reason = sequence.accept(tokens, logprobs)
+        num = sequence.num_outputs - start
+        known = tuple(each for each in logprobs[:num] if each is not None)
+        key, energy_j = sequence.request.key, sequence.energy_j
+        new = NewTokens(key=key, start=start, ids=tokens[:num], text=text, logprobs=known, energy_j=energy_j)
+        events.append(new)
+        sequence.num_computed += num - 1
+        if num > 1:
+            self._kv.keep((sequence,))
+        if sequence.quarantined and not sequence.request.quarantined:
+            self._release(sequence)  # A broken pipeline is seen here; only a dead head needs saved tokens.
+        if reason is not None:
+            events.append(self._finish(sequence, reason))
+        elif self._is_too_long(sequence):
+            events.append(self._outgrow(sequence))
+        elif sequence.state is State.RUNNING:
+            self._ready[sequence.number] = sequence
+
+    def _is_too_long(self, sequence: Sequence) -> bool:
+        """All KV together does not hold what is known of it. What it may need later is no reason: it may end before."""
+        return blocks_for(len(sequence.ids)) > self.config.num_blocks
+
+    def _finish(self, sequence: Sequence, reason: FinishReason, tail: str = "") -> Finished:
+        self._end(sequence)
+        return Finished.of(sequence, reason, tail)
+
+    def _fail(self, sequence: Sequence, reason: str) -> Failed:
+        self._kv.forget(sequence)
+        self._end(sequence)
+        return Failed(key=sequence.request.key, reason=reason, energy_j=sequence.energy_j)
+
+    def _outgrow(self, sequence: Sequence) -> Outgrown:
+        self._end(sequence)
+        return Outgrown(key=sequence.request.key, num_tokens=len(sequence.ids))
+
+    def _crash(self, sequence: Sequence) -> Crashed:
+        del self._by_key[sequence.request.key]
+        sequence.state = State.ENDED
+        return Crashed(key=sequence.request.key)
+
+    def _put_in_quarantine(self, sequence: Sequence) -> None:
+        sequence.quarantined = True
+        self._quarantine.add(sequence.request.key[0])
+
+    def _release(self, sequence: Sequence) -> None:
+        sequence.quarantined = False
+        self._quarantine.discard(sequence.request.key[0])
+        if self._in_quarantine is sequence:
+            self._in_quarantine = None
+
+    def _end(self, sequence: Sequence) -> None:
+        del self._by_key[sequence.request.key]
+        if sequence.state is State.RUNNING:
+            self._leave(sequence, State.ENDED)
+        elif sequence.state is State.WAITING:
+            self._line_of(sequence).remove(sequence)
+            self._kv.offload.drop(sequence)
+        sequence.state = State.ENDED
+
+    def _leave(self, sequence: Sequence, state: State) -> None:
+        number = sequence.number
+        sequence.state = state
+        del self._running[number]
+        self._prefilling.pop(number, None)
+        self._ready.pop(number, None)
+        self._closes.append(number)
+        self._leaving[number] = sequence
+        if sequence.num_in_flight == 0:
+            self._settle(sequence)
+
+    def _settle(self, sequence: Sequence) -> None:
+        del self._leaving[sequence.number]
+        if sequence.state is State.PREEMPTED and self.recompute_cost.is_above(self.config.offload.move_s):
+            self._kv.preempt(sequence)
+        self._kv.pool.free(sequence.blocks)
+        if self._in_quarantine is sequence:
+            self._in_quarantine = None
+        if sequence.state is State.PREEMPTED:
+            sequence.patience = 0
+            self._requeue(sequence)
+
+    def _line_of(self, sequence: Sequence) -> WaitingQueue:
+        return self._parked if sequence.parked else self._waiting
+
+    def _requeue(self, sequence: Sequence) -> None:
+        sequence.forget_kv()
+        sequence.state = State.WAITING
+        self._waiting.push(sequence)

@@ -1,0 +1,37 @@
+"""What the scheduler is told of its pipeline and by its settings, and which requests can therefore never run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shardline_scheduler.offload import NO_OFFLOAD, OffloadTerms
+from shardline_scheduler.sequence import Request
+from shardline_scheduler.step_plan import unsendable
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerConfig:
+    """`num_blocks` is the minimum over stages, `max_len` the context length, `num_lanes` the steps in flight."""
+
+    num_blocks: int
+    max_seats: int
+    token_budget: int
+    num_lanes: int
+    max_len: int
+    prefix_cache: bool = True
+    prompt_lookup: int = 0
+    """Rows of a step up to which its decodes are given drafts."""
+    offload: OffloadTerms = NO_OFFLOAD
+    """Needs the prefix cache: a block that comes back is found as one that was there."""
+    max_adapters: int = 1
+    """Adapters of open sequences."""
+
+    def __post_init__(self) -> None:
+        assert min(self.max_seats, self.token_budget, self.num_lanes, self.max_len, self.max_adapters) >= 1, self
+
+    def refusal(self, request: Request) -> str | None:
+        """Why a request can never run here."""
+        num_prompt = len(request.prompt_ids)
+        if not 0 < num_prompt < self.max_len:
+            return f"prompt: {num_prompt} tokens; it must be 1 to {self.max_len - 1}, the context less one"
+        return request.refusal or unsendable(request.params, request.seed)

@@ -1,0 +1,55 @@
+"""A step while it is cut: its rows and what is left of its token budget. Decides nothing: that is the scheduler's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Items
+from dataclasses import dataclass, field
+
+from shardline_scheduler.sequence import Sequence
+from shardline_scheduler.step_plan import Move, Open, Row, StepPlan
+
+
+@dataclass(slots=True)
+class StepBuilder:
+    """A step while it is cut. `sequences` are those of `rows`, in the same order."""
+
+    budget: int
+    opens: list[Open] = field(default_factory=list)
+    rows: list[Row] = field(default_factory=list)
+    sequences: list[Sequence] = field(default_factory=list)
+
+    def open(self, sequence: Sequence) -> None:
+        """Its first appearance, with all that is known of it."""
+        request = sequence.request
+        self.opens.append(
+            Open(
+                seq=sequence.number,
+                ids=tuple(sequence.ids),
+                num_prompt=len(request.prompt_ids),
+                params=request.params,
+                seed=request.seed,
+                num_blocks=sequence.most_blocks,
+                num_cached=sequence.num_computed,
+                adapter=request.adapter,
+                trace=request.trace,
+            )
+        )
+
+    def add(self, sequence: Sequence, length: int, ids: tuple[int, ...] = (), drafts: tuple[int, ...] = ()) -> None:
+        """The next `length` tokens of a sequence and drafts, with the blocks that the stages do not know yet.
+
+        Drafts do not count as computed before one has come true.
+        """
+        start, blocks = sequence.num_computed, tuple(sequence.blocks[sequence.num_sent :])
+        sequence.num_sent = len(sequence.blocks)
+        end = start + length
+        wants, num_rows = end == len(sequence.ids), length + len(drafts)
+        self.rows.append(Row(sequence.number, start, num_rows, ids, blocks, wants, drafts))
+        self.sequences.append(sequence)
+        self.budget -= num_rows
+        sequence.num_computed = end
+        sequence.num_in_flight += 1
+
+    def plan(self, step: int, closes: Items[int], moves: tuple[Move, ...]) -> StepPlan:
+        """The message for every stage."""
+        return StepPlan(step, tuple(self.opens), tuple(self.rows), tuple(closes), moves=moves)
