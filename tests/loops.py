@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tests.repository import REPOSITORY
 
-PACKAGES = ("services", "shared/shardline")
+PACKAGES = ("services", "shared")
 THREADS = {"Thread", "threading.Thread", "Loop"}
 """Base classes whose subclasses are threads: `Loop` is the relay's."""
 

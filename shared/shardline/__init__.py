@@ -76,7 +76,7 @@ __all__ = [
     "__version__",
 ]
 
-_HOMES = ("errors", "job", "wire", "store.listing", "store.dead_letters", "client")
+_HOMES = ("base.errors", "contract.job", "contract.wire", "store.listing", "store.dead_letters", "client")
 """Modules that define the public names. The light ones come first: an error or a record loads no driver."""
 
 

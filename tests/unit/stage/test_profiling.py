@@ -6,13 +6,15 @@ import os
 import shutil
 import subprocess
 import sys
+from itertools import count
 from pathlib import Path
 
 import msgspec
 import pytest
 
+from services.stage.fleet import profiling
 from services.stage.device.cpu import usable_cores
-from services.stage.fleet.profiling import recalled, retime
+from services.stage.fleet.profiling import Clock, recalled, retime
 from services.stage.settings import StageSettings
 from shardline_fleet.planner import DeviceProfile, ModelCosts, Workload, make_plans, read_profiles
 from tests.models import save_model
@@ -114,6 +116,19 @@ def test_a_core_that_another_program_uses_is_noticed(folder: Path, model: Path) 
     finally:
         other.kill()
         other.communicate()
+
+
+def test_what_a_busy_machine_measures_can_be_read(folder: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each run takes longer than the one before it, so that a part takes more than the whole."""
+    for name, value in environment(folder, model).items():
+        monkeypatch.setenv(name, value)
+    settings = StageSettings(cache_dir=folder / "shrinking")
+    times = count(1.0)
+    monkeypatch.setattr(Clock, "seconds", lambda _self, _run: next(times))
+    with first_core(settings.lock_dir) as device:
+        measured = profiling.profile(settings, device, fresh=True, together=False)
+    assert read_profiles(msgspec.json.encode(measured)) == [measured]
+    assert measured.sampled[-1][1] == 0
 
 
 def test_a_limit_is_all_that_a_plan_may_use_and_its_own(
