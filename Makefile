@@ -12,7 +12,7 @@ PIP := $(PY) -m pip --disable-pip-version-check
 TORCH_INDEX ?=
 TORCH := $(shell sed -n 's/^torch==/torch==/p' constraints.txt)
 TORCH_FROM := $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
-SOURCES := services shared tests migrations docker
+SOURCES := services shared tests migrations docker docs/generated
 TEST_OPTIONS ?=
 # Two processes with servers of their own. A file stays in one of them; tests/conftest.py says which come last.
 IN_PARALLEL := -n 2 --dist loadgroup --no-loadscope-reorder
@@ -37,7 +37,7 @@ PYTHON_GPU ?= $(PY)
 SIZE ?= 1b
 KV_MIB ?=
 
-.PHONY: help setup demo up down status test real-model test-gpu check bench bench-peers bench-gpu chaos chaos-compose chaos-mutants manifests dashboards monitoring-check secrets test-compose clean lint format types imports unit
+.PHONY: help setup demo up down status test real-model test-gpu check bench bench-peers bench-gpu chaos chaos-compose chaos-mutants documents manifests dashboards monitoring-check secrets test-compose clean lint format types imports unit
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -77,7 +77,7 @@ real-model: setup ## Fetch the small chat model of the tests, once: 98 MB of the
 test-gpu: ## Pipelines and the Triton kernels on a real GPU (DEVICE=cuda:0 PYTHON_GPU=.venv/bin/python)
 	@$(PYTHON_GPU) -c 'import pytest, triton, transformers, torch; torch.zeros(1, device="$(DEVICE)")' || \
 		{ echo "$(PYTHON_GPU) cannot use $(DEVICE): install a torch built for it, and pip install -e '.[dev]'" >&2; exit 1; }
-	SHARDLINE_TEST_DEVICE=$(DEVICE) $(PYTHON_GPU) -m pytest tests/conformance/test_accelerator.py tests/unit/stage/attention/test_triton.py tests/unit/stage/model/test_triton_products.py tests/unit/stage/engine/test_triton_stage.py tests/unit/stage/engine/test_decode_graphs.py $(TEST_OPTIONS)
+	SHARDLINE_TEST_DEVICE=$(DEVICE) $(PYTHON_GPU) -m pytest tests/conformance/test_accelerator.py tests/unit/stage/attention/test_triton.py tests/unit/stage/products/test_triton_products.py tests/unit/stage/engine/test_triton_stage.py tests/unit/stage/engine/test_decode_graphs.py $(TEST_OPTIONS)
 
 check: setup ## Lint, types, import rules, unit tests: three minutes on two cores
 	@$(MAKE) -j4 --output-sync=target lint types imports unit
@@ -115,6 +115,9 @@ chaos-compose: setup ## The same against `docker compose up`, with a Docker engi
 
 chaos-mutants: setup ## Break the product on purpose, rule by rule: every mutant must be noticed: RUNS=20 ONLY= ON= TIME_SCALE=
 	$(PY) -m tests.chaos.mutants.mutation --runs $(or $(RUNS),20) --only "$(ONLY)" --on $(or $(ON),all) --time-scale $(TIME_SCALE) --write docs/guarantees.md
+
+documents: setup ## Write the pages that come from the code, as docs/structure.md
+	@$(PY) -m docs.generated
 
 manifests: setup ## Write docker/kubernetes from compose.yaml and .env.example
 	@$(PY) -m docker.kubernetes

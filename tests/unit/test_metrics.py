@@ -24,7 +24,7 @@ from shardline_scheduler.events import NewTokens
 from shardline_scheduler.step_plan import Move, Open, Row, StepPlan
 from shardline_scheduler.step_times import EngineProgress
 from tests.repository import REPOSITORY
-from tests.unit.planner.fleets import device, model
+from tests.unit.fleet.planner.fleets import device, model
 
 
 def test_every_metrics_name_is_unique_and_ours() -> None:

@@ -53,9 +53,7 @@ logger = structlog.get_logger(__name__)
 ROWS = (1, 8, 32, 64, 128, 256, 512, 1024)
 """Packed rows of the steps that are timed, up to the token budget."""
 SAMPLED = (1, 8, 32, 64)
-LEAST_S = 1e-7
-"""What layers take at least: less than any call, and more than a busy machine may make of it. No plan can be made of
-layers that take no time."""
+LEAST_S = 1e-7  # of layers, whatever a busy machine measures: no plan can be made of those that take no time
 DECODES = 32
 """Sequences of the steps that tell what a token of context costs."""
 CONTEXT = 8 * BLOCK_TOKENS - 1
@@ -148,12 +146,11 @@ class Tail:
 
     def measure(self) -> tuple[Points, float]:
         """Returns the seconds that sampled rows add, by their number, and those that a prompt's row adds, which may be
-        below 0: the last layer leaves out most of what is not sampled."""
+        below 0: the last layer leaves out most of what is not sampled. Noise below 0 counts as 0."""
         budget = self._executor.token_budget
         added = {rows: self._added_s(rows, length=1) for rows in SAMPLED if rows <= budget}
-        # Below 0 where other programs took more of the shorter run.
         sampled = tuple((rows, max(0.0, added_s)) for rows, added_s in added.items())
-        return sampled, (self._added_s(1, length=budget) - added[SAMPLED[0]]) / budget
+        return sampled, (self._added_s(1, length=budget) - added[1]) / budget
 
     def _added_s(self, sequences: int, length: int) -> float:
         """Of a step that samples after the last of `length` rows of each sequence."""

@@ -11,16 +11,16 @@ HOP = "services/stage/hop/zeromq.py"
 SCHEDULER = "shared/shardline_scheduler/scheduler.py"
 STEP_PLAN = "shared/shardline_scheduler/step_plan.py"
 
-KV_RULE: Final = "tests/unit/stage/scheduling/test_kv_rule.py"
+KV_RULE: Final = "tests/unit/scheduler/test_kv_rule.py"
 OFFLOAD = "shared/shardline_scheduler/offload.py"
-OFFLOADED: Final = "tests/unit/stage/scheduling/test_offload.py"
+OFFLOADED: Final = "tests/unit/scheduler/test_offload.py"
 PREFIX_CACHE = "shared/shardline_scheduler/prefix_cache.py"
-FOUND: Final = "tests/unit/stage/scheduling/test_prefix_cache.py"
+FOUND: Final = "tests/unit/scheduler/test_prefix_cache.py"
 SAMPLER = "services/stage/engine/sampler.py"
 SAMPLED: Final = "tests/unit/stage/engine/test_sampler.py"
 EXECUTED: Final = "tests/unit/stage/engine/test_executor.py"
-GUESSED: Final = "tests/unit/stage/scheduling/test_prompt_lookup.py"
-PREFILL: Final = "tests/unit/stage/scheduling/test_prefill.py"
+GUESSED: Final = "tests/unit/scheduler/test_prompt_lookup.py"
+PREFILL: Final = "tests/unit/scheduler/test_prefill.py"
 
 MUTANTS: Final[tuple[Mutant, ...]] = (
     Mutant(
@@ -106,7 +106,7 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
                 new="*(1, 2, 4, 8,",
             ),
         ),
-        tests=("tests/unit/stage/model/test_row_buckets.py::test_every_padded_share_is_whole",),
+        tests=("tests/unit/stage/products/test_row_buckets.py::test_every_padded_share_is_whole",),
     ),
     Mutant(
         name="no ceiling for the rows of a product",
@@ -118,7 +118,7 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
                 new="if not buckets or num_rows > buckets[-1]:\n        return (num_rows,)",
             ),
         ),
-        tests=("tests/unit/stage/model/test_row_buckets.py::test_rows_are_cut_into_few_allowed_panels",),
+        tests=("tests/unit/stage/products/test_row_buckets.py::test_rows_are_cut_into_few_allowed_panels",),
     ),
     Mutant(
         name="a job that breaks a later stage is kept for ever",

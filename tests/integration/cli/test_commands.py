@@ -26,7 +26,7 @@ from shardline.store.statistics.costs import put_fixed
 from shardline_fleet.planner import Link
 from tests.repository import REPOSITORY
 from tests.tiny_head import ENERGY_J, NUM_CACHED, TinyHead, tiny_head
-from tests.unit.planner.fleets import device, model
+from tests.unit.fleet.planner.fleets import device, model
 
 PROMPT = "sum: 1 + 2 ="
 TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"

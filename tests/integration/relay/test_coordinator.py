@@ -17,7 +17,7 @@ from shardline.store import fleets
 from shardline.store.fleets import FleetPlan, Offer
 from shardline_fleet.planner.fleet_planner import Deployment
 from tests.integration.rows import LONG_S, MODEL, change, submit
-from tests.unit.planner.fleets import device, model
+from tests.unit.fleet.planner.fleets import device, model
 
 TRUST_S = 2 * round(Times().lease_s) + 2
 AGES = "UPDATE workers SET joined_at = joined_at - interval '1 hour'"

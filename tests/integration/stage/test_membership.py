@@ -13,7 +13,7 @@ from shardline_fleet.planner import DeviceProfile
 from shardline_scheduler.step_plan import Row, StepPlan
 from tests.integration.rows import MODEL
 from tests.polling import until
-from tests.unit.planner.fleets import LAYER_S, device, model
+from tests.unit.fleet.planner.fleets import LAYER_S, device, model
 
 PLAN = StepPlan(0, (), (Row(1, 9, 1, (5,), (), wants=True),), ())
 

@@ -16,7 +16,7 @@ from shardline.store import fleets
 from tests.fleet import BACKLOG, MODEL, layers, plan, start_third
 from tests.polling import until
 from tests.stack import Stack
-from tests.unit.planner.fleets import device
+from tests.unit.fleet.planner.fleets import device
 
 SMALL_MIB, LARGE_MIB = 14, 512
 """The model has 13 MiB, and the KV of one request 4: two small workers hold it with some requests, one does not."""

@@ -14,7 +14,7 @@ from services.standalone.placement import core_groups, count_layers, is_gpu_unus
 from services.standalone.settings import CLERK, StandaloneSettings
 from shardline.base.errors import Invalid
 from shardline_fleet.planner import DeviceProfile, Workload, make_plans
-from tests.unit.planner.fleets import device, model
+from tests.unit.fleet.planner.fleets import device, model
 
 
 def test_two_stages_on_two_cores_have_one_each() -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from shardline_fleet.planner import LayerTimes
 from shardline_fleet.planner.rates import Rates
-from tests.unit.planner.fleets import LAYER_S, device, model
+from tests.unit.fleet.planner.fleets import LAYER_S, device, model
 
 WEIGHTS = 64 * 128 + 64 * 64 + 64 * 512 + 256 * 64
 """Of a layer: queries, keys and values; output; gate and up; down."""

@@ -10,7 +10,7 @@ import pytest
 from shardline.contract.lanes import lanes_for
 from shardline_fleet.planner import DeviceProfile, Goal, Link, PipelinePlan, Workload, make_plans
 from shardline_fleet.planner.sites import sites
-from tests.unit.planner.fleets import LAYER_S, device, model
+from tests.unit.fleet.planner.fleets import LAYER_S, device, model
 
 LOAD = Workload(prompt=64, output=64, concurrency=8)
 ALL = 4 * (1.05 * model().num_weights + 12 * model().layers[0].kv_numbers * LOAD.kv_tokens)

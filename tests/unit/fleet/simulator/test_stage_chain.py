@@ -11,7 +11,7 @@ from shardline_fleet.planner import Link
 from shardline_fleet.planner.prediction import Assigned, Predictor
 from shardline_fleet.planner.workload import StepKind, Workload
 from shardline_fleet.simulator.stage_chain import HEAD_ROW_S, HEAD_STEP_S, StageChain
-from tests.unit.planner.fleets import LAYER_S, device, model
+from tests.unit.fleet.planner.fleets import LAYER_S, device, model
 
 STEP = StepKind(count=1, decodes=8, decode_context=80)
 HEAD_S = HEAD_STEP_S + 8 * HEAD_ROW_S

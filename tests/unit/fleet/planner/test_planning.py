@@ -12,7 +12,7 @@ import pytest
 from shardline.base.errors import Invalid
 from shardline_fleet.planner import DeviceProfile, Goal, Plans, Workload, make_plans
 from shardline_fleet.planner.prediction import Assigned, Predictor
-from tests.unit.planner.fleets import LAYER_S, device, model
+from tests.unit.fleet.planner.fleets import LAYER_S, device, model
 
 LOAD = Workload(prompt=64, output=64, concurrency=8)
 NEAR = 0.01

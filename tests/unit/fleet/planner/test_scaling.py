@@ -6,7 +6,7 @@ import pytest
 
 from shardline_fleet.planner import DeviceProfile, Workload
 from shardline_fleet.planner.scaling import Scaling
-from tests.unit.planner.fleets import device, model
+from tests.unit.fleet.planner.fleets import device, model
 
 LOAD = Workload(prompt=64, output=64)
 SMALL = 2 << 20

@@ -12,8 +12,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from services.stage.fleet import profiling
 from services.stage.device.cpu import usable_cores
+from services.stage.fleet import profiling
 from services.stage.fleet.profiling import Clock, recalled, retime
 from services.stage.settings import StageSettings
 from shardline_fleet.planner import DeviceProfile, ModelCosts, Workload, make_plans, read_profiles

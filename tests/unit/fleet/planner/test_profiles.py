@@ -14,7 +14,7 @@ from shardline.base.errors import Invalid
 from shardline_fleet.planner import LayerTimes, Link, Workload, make_plans, profile_of, read_profiles
 from shardline_fleet.planner.fleet_planner import FleetPlanner
 from shardline_fleet.planner.scaling import Scaling
-from tests.unit.planner.fleets import device, model
+from tests.unit.fleet.planner.fleets import device, model
 
 NO_TIME = LayerTimes(rows=((1, 0.0), (64, 0.0)), decode_context_s=0.0, prefill_context_s=0.0)
 numbers = st.sampled_from([0.0, -1.0, 1e-300, 1e-12, 1.0, 1e6, 1e300, float("inf"), float("nan")])

@@ -9,7 +9,7 @@ import pytest
 from shardline.base.errors import Invalid
 from shardline_fleet.planner import DeviceProfile, Workload
 from shardline_fleet.planner.fleet_planner import Deployment, FleetPlanner
-from tests.unit.planner.fleets import device, model
+from tests.unit.fleet.planner.fleets import device, model
 
 LOAD = Workload(prompt=64, output=64, concurrency=512)
 SMALL = 4 << 20

@@ -24,8 +24,8 @@ from shardline_fleet.simulator.tuning.report import settings_of, verdict
 from shardline_fleet.simulator.tuning.space import Candidate, Setting, Space, applied
 from shardline_fleet.simulator.tuning.tuner import WORTH, Tried, Tuned, Tuner
 from tests.repository import REPOSITORY
-from tests.unit.planner.fleets import device
-from tests.unit.simulator.test_simulation import SLOW_LAYERS, SMALL
+from tests.unit.fleet.planner.fleets import device
+from tests.unit.fleet.simulator.test_simulation import SLOW_LAYERS, SMALL
 
 BATCH = {"jobs": 60, "prompt": 16, "output": 16}
 

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from shardline.cli.commands import cli
 from shardline_fleet.planner import ModelCosts
-from tests.unit.planner.fleets import device
+from tests.unit.fleet.planner.fleets import device
 
 CONFIG = {
     "num_hidden_layers": 12,

@@ -8,7 +8,7 @@ from shardline_fleet.drift import DRIFT, NUM_WINDOWS, WINDOW_STEPS, Drift, step_
 from shardline_fleet.planner.step_cost import compute_s
 from shardline_scheduler.step_plan import Move, Row, StepPlan
 from tests.simulation.pipeline import Pipeline, config, request
-from tests.unit.planner.fleets import LAYER_S, device, model
+from tests.unit.fleet.planner.fleets import LAYER_S, device, model
 
 DECODES = tuple(Row(seq, 9, 1, (5,), (), wants=True) for seq in range(4))
 PLAN = StepPlan(0, (), DECODES, ())

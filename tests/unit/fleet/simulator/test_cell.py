@@ -18,7 +18,7 @@ from shardline_fleet.simulator.simulated_head import HeadCalls
 from shardline_fleet.simulator.simulated_job import SimulatedJob
 from shardline_fleet.simulator.tally import Tally
 from shardline_scheduler.scheduler_config import SchedulerConfig
-from tests.unit.planner.fleets import device, model
+from tests.unit.fleet.planner.fleets import device, model
 
 TWO_STAGES = ((0, 6), (6, 12))
 STEP_S = 0.012

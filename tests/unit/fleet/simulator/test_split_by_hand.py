@@ -7,8 +7,8 @@ import pytest
 from shardline.base.errors import Invalid
 from shardline_fleet.planner import DeviceProfile
 from shardline_fleet.simulator.plan_book import PlanBook, SplitByHand
-from tests.unit.planner.fleets import device, model
-from tests.unit.simulator.test_simulation import LARGE, SMALL, server, simulated
+from tests.unit.fleet.planner.fleets import device, model
+from tests.unit.fleet.simulator.test_simulation import LARGE, SMALL, server, simulated
 
 LOAD = {"jobs": 200, "prompt": 64, "output": 32}
 

@@ -11,7 +11,7 @@ from shardline.base.errors import Invalid
 from shardline_fleet.simulator.fleet_file import Scenario, read_fleet, read_model
 from shardline_fleet.simulator.sampled_fleet import SampledFleet
 from tests.repository import REPOSITORY
-from tests.unit.planner.fleets import device
+from tests.unit.fleet.planner.fleets import device
 
 MODEL = "{num_hidden_layers: 4, hidden_size: 64, intermediate_size: 256, num_attention_heads: 4, vocab_size: 1000}"
 STUDIES = sorted((REPOSITORY / "docs/capacity").glob("*.yaml"))

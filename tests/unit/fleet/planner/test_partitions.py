@@ -15,7 +15,7 @@ from shardline_fleet.planner.boundaries import apart
 from shardline_fleet.planner.partitions import partitions
 from shardline_fleet.planner.prediction import Assigned
 from shardline_fleet.planner.sharing import Sharing
-from tests.unit.planner.fleets import device, model
+from tests.unit.fleet.planner.fleets import device, model
 
 LOAD = Workload(prompt=64, output=64, concurrency=64)
 LARGE, SMALL = 1 << 30, 5 << 20
