@@ -37,7 +37,7 @@ PYTHON_GPU ?= $(PY)
 SIZE ?= 1b
 KV_MIB ?=
 
-.PHONY: help setup demo up down status test real-model test-gpu check bench bench-peers bench-gpu chaos chaos-compose chaos-mutants documents manifests dashboards monitoring-check secrets test-compose clean lint format types imports unit
+.PHONY: help setup demo up down status test real-model test-gpu check bench bench-peers bench-gpu chaos chaos-compose chaos-mutants documents release manifests dashboards monitoring-check secrets test-compose clean lint format types imports unit
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -115,6 +115,9 @@ chaos-compose: setup ## The same against `docker compose up`, with a Docker engi
 
 chaos-mutants: setup ## Break the product on purpose, rule by rule: every mutant must be noticed: RUNS=20 ONLY= ON= TIME_SCALE=
 	$(PY) -m tests.chaos.mutants.mutation --runs $(or $(RUNS),20) --only "$(ONLY)" --on $(or $(ON),all) --time-scale $(TIME_SCALE) --write docs/guarantees.md
+
+release: check ## Wheels, sources, images' build context and checksums of this version in dist/, tried
+	@$(PY) -m docker.release
 
 documents: setup ## Write the pages that come from the code, as docs/structure.md
 	@$(PY) -m docs.generated
