@@ -6,29 +6,22 @@ Pure and single-threaded: the same calls in the same order give the same plans, 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
 from dataclasses import replace
-from itertools import count, islice, repeat
-from operator import attrgetter
+from itertools import count, repeat
 
 from shardline.base.errors import ProtocolError
-from shardline.base.rounding import ceil_div
 from shardline.contract.job import FinishReason
-from shardline_scheduler.adapter_room import AdapterRoom
+from shardline_scheduler.batch import Batch
 from shardline_scheduler.events import Crashed, Event, Failed, Finished, MayBegin, NewTokens, Outgrown
-from shardline_scheduler.kv_blocks import BLOCK_TOKENS, blocks_for
+from shardline_scheduler.kv_blocks import blocks_for
 from shardline_scheduler.offload import OffloadTerms
-from shardline_scheduler.parking import MAX_LOOK_AHEAD, Parking
-from shardline_scheduler.prefix_cache import PrefixCache
+from shardline_scheduler.parking import Parking
 from shardline_scheduler.quarantine import Quarantine
 from shardline_scheduler.recompute_cost import RecomputeCost
 from shardline_scheduler.scheduler_config import SchedulerConfig
 from shardline_scheduler.sequence import Key, Logprobs, Request, Sequence, State, TokenSink, WaitingQueue
-from shardline_scheduler.step_builder import StepBuilder
+from shardline_scheduler.step_cutter import StepCutter
 from shardline_scheduler.step_plan import StepPlan, StepResult
-
-MIN_CHUNK = 64
-"""Tokens of a prefill that make a step's trip worth it, where the budget has them."""
 
 
 class Scheduler:
@@ -43,22 +36,13 @@ class Scheduler:
         self._arrivals = count()
         self._numbers = count()
         self._quarantine = Quarantine()
-        self._clear(config.num_blocks)
+        self._begin_epoch()
 
-    def _clear(self, num_blocks: int) -> None:
-        config = self.config
-        self._kv = PrefixCache(num_blocks, is_on=config.prefix_cache, num_slots=config.offload.num_slots)
-        self._adapters = AdapterRoom(config.max_adapters)
+    def _begin_epoch(self) -> None:
+        self._batch = Batch(self.config, self._waiting, self.recompute_cost)
+        self._cutter = StepCutter(self.config, self._waiting, self._batch, self._numbers)
         self._next_step = 0
         self._flights: deque[tuple[StepPlan, list[Sequence]]] = deque()
-        self._closes: list[int] = []
-        self._running: dict[int, Sequence] = {}
-        self._prefilling: dict[int, Sequence] = {}
-        self._ready: dict[int, Sequence] = {}
-        """Decodes whose token has come back, longest ago first."""
-        self._leaving: dict[int, Sequence] = {}
-        """Out of the batch, while steps in flight still use their blocks."""
-        self._in_quarantine: Sequence | None = None
 
     # What the engine asks for.
 
@@ -95,7 +79,8 @@ class Scheduler:
         """The parked requests that there is room for. Who waits and has begun goes first."""
         if self._waiting:
             return []
-        called = self._parked.call(self._kv.pool.num_free, len(self._running), max_seats=self.config.max_seats)
+        num_free, num_running = self._batch.kv.pool.num_free, self.num_running
+        called = self._parked.call(num_free, num_running, max_seats=self.config.max_seats)
         return [MayBegin(key=sequence.request.key) for sequence in called]
 
     def release(self, key: Key) -> None:
@@ -117,16 +102,13 @@ class Scheduler:
         """The next step, to be sent to every stage. None: nothing can run before a result, or nothing is left."""
         if len(self._flights) >= self.config.num_lanes:
             return None
-        builder = StepBuilder(self.config.token_budget)
-        self._add_decodes(builder)
-        self._add_chunks(builder)
-        if not builder.rows and (self._flights or not self._closes):
+        batch = self._batch
+        builder = self._cutter.cut()
+        if not builder.rows and (self._flights or not batch.has_closes):
             return None
-        plan = builder.plan(self._next_step, self._closes, self._kv.offload.take_moves())
+        plan = builder.plan(self._next_step, batch.take_closes(), batch.offload.take_moves())
         self._next_step += 1
-        self._adapters.close(self._closes)
-        self._closes.clear()
-        self._kv.keep(builder.sequences)
+        batch.kv.keep(builder.sequences)
         self._flights.append((plan, builder.sequences))
         return plan
 
@@ -152,8 +134,7 @@ class Scheduler:
                     self._take(sequence, good, logprobs, events)
                 if sequence.state is not State.ENDED and is_bad:
                     events.append(self._fail(sequence, "the model's logits were not finite"))
-            if sequence.num_in_flight == 0 and row.seq in self._leaving:
-                self._settle(sequence)
+            self._batch.settle(sequence)
         return events
 
     def rebuild(
@@ -163,30 +144,30 @@ class Scheduler:
         config = self.config
         num_lanes, offload = num_lanes or config.num_lanes, offload or config.offload
         self.config = replace(config, num_blocks=num_blocks, num_lanes=num_lanes, offload=offload)
-        displaced, alone = [*self._running.values(), *self._leaving.values()], self._in_quarantine
-        self._clear(num_blocks)
+        old = self._batch
+        self._begin_epoch()
         events: list[Event] = []
-        for sequence in displaced:
+        for sequence in (*old.running.values(), *old.leaving.values()):
             if sequence.state is State.ENDED:
                 continue
-            if sequence is alone and not sequence.has_progress:
+            if sequence is old.in_quarantine and not sequence.has_progress:
                 events.append(self._crash(sequence))
                 continue
             # One of those that the epoch gave no token may have broken it: they come back one by one.
             if not sequence.has_progress:
                 self._put_in_quarantine(sequence)
-            self._requeue(sequence)
+            self._waiting.requeue(sequence)
         return [*events, *(self._outgrow(each) for each in list(self._by_key.values()) if self._is_too_long(each))]
 
     @property
     def num_running(self) -> int:
         """Seats taken."""
-        return len(self._running)
+        return len(self._batch.running)
 
     @property
     def num_waiting(self) -> int:
         """Requests without a seat."""
-        return len(self._by_key) - len(self._running)
+        return len(self._by_key) - self.num_running
 
     @property
     def num_in_flight(self) -> int:
@@ -196,105 +177,17 @@ class Scheduler:
     @property
     def blocks_used(self) -> int:
         """KV blocks held, those included that steps in flight still use."""
-        return self._kv.pool.num_used
+        return self._batch.kv.pool.num_used
 
     @property
     def slots_used(self) -> int:
         """Slots kept for preempted sequences."""
-        return self._kv.offload.num_used
+        return self._batch.offload.num_used
 
     @property
     def idle(self) -> bool:
         """Nothing waits, runs, is in flight or is still to be closed."""
-        return not (self._by_key or self._flights or self._closes)
-
-    # Cutting a step.
-
-    def _add_decodes(self, builder: StepBuilder) -> None:
-        num_decoding = len(self._running) - len(self._prefilling)
-        share = ceil_div(num_decoding, self.config.num_lanes)
-        decodes = list(islice(self._ready.values(), min(share, builder.budget)))
-        room = min(self.config.prompt_lookup, builder.budget // 2) - len(decodes)
-        for place, sequence in enumerate(decodes):
-            if sequence.state is not State.RUNNING:
-                continue
-            if sequence.num_computed < len(sequence.blocks) * BLOCK_TOKENS or self._grow(sequence):
-                del self._ready[sequence.number]
-                drafts = sequence.draft(room // (len(decodes) - place))
-                drafts = drafts[: self._kv.widen(sequence, len(drafts), len(self._running))]
-                room -= len(drafts)
-                builder.add(sequence, 1, (sequence.ids[-1],), drafts)
-
-    def _add_chunks(self, builder: StepBuilder) -> None:
-        """In order, each may take half of what is left: a long prompt holds up neither those behind it nor admission.
-        What nobody else needs goes to the first."""
-        left = builder.budget
-        lengths: dict[Sequence, int] = {}
-        for sequence in self._in_line(builder) if left else ():
-            lengths[sequence] = min(max(MIN_CHUNK, left // 2), left, sequence.num_missing)
-            left -= lengths[sequence]
-            if left == 0:
-                break
-        for sequence, length in lengths.items():
-            more = min(left, sequence.num_missing - length)
-            left -= more
-            self._add_chunk(builder, sequence, length + more)
-
-    def _add_chunk(self, builder: StepBuilder, sequence: Sequence, length: int) -> None:
-        builder.add(sequence, length)
-        if sequence.num_missing == 0:
-            del self._prefilling[sequence.number]
-
-    def _in_line(self, builder: StepBuilder) -> Iterator[Sequence]:
-        """Who has ids to compute, in order: those that have begun, and between them those that find a place now."""
-        for sequence in sorted(self._prefilling.values(), key=attrgetter("order")):
-            while (newcomer := self._admissible()) is not None and newcomer.order < sequence.order:
-                yield self._start(newcomer, builder)
-            yield sequence
-        while (newcomer := self._admissible()) is not None:
-            yield self._start(newcomer, builder)
-
-    def _admissible(self) -> Sequence | None:
-        """Who is admitted next. One that finds no room may be overtaken by smaller ones, but not for ever."""
-        if len(self._running) == self.config.max_seats:
-            return None
-        for sequence in self._foremost():
-            if self._adapters.has(sequence.request.adapter) and self._kv.has_room(sequence, len(self._running)):
-                return sequence
-            if sequence.patience == 0:
-                return None
-        return None
-
-    def _foremost(self) -> list[Sequence]:
-        return self._waiting.first(MAX_LOOK_AHEAD, with_quarantined=self._in_quarantine is None)
-
-    def _start(self, sequence: Sequence, builder: StepBuilder) -> Sequence:
-        for overtaken in self._foremost():
-            if overtaken.order < sequence.order:
-                overtaken.patience -= 1
-        self._waiting.remove(sequence)
-        sequence.number = next(self._numbers)
-        sequence.state = State.RUNNING
-        self._kv.open(sequence)
-        self._adapters.open(sequence.number, sequence.request.adapter)
-        self._running[sequence.number] = self._prefilling[sequence.number] = sequence
-        sequence.num_at_start = len(sequence.ids)
-        if sequence.quarantined:
-            self._in_quarantine = sequence
-        builder.open(sequence)
-        return sequence
-
-    def _grow(self, sequence: Sequence) -> bool:
-        """One more block, if need be from the last sequence in order. False: not in this step."""
-        while not self._kv.pool.can_allocate(1):
-            if any(leaver.blocks for leaver in self._leaving.values()):
-                return False  # Blocks come back with a step in flight: preempting more would only waste a prefill.
-            victim = max(self._running.values(), key=attrgetter("order"))
-            self._leave(victim, State.PREEMPTED)
-            if victim is sequence:
-                return False
-        sequence.blocks.extend(self._kv.pool.allocate(1))
-        return True
+        return not (self._by_key or self._flights or self._batch.has_closes)
 
     # What becomes of a sequence.
 
@@ -315,7 +208,7 @@ class Scheduler:
         events.append(new)
         sequence.num_computed += num - 1
         if num > 1:
-            self._kv.keep((sequence,))
+            self._batch.kv.keep((sequence,))
         if sequence.quarantined and not sequence.request.quarantined:
             self._release(sequence)  # A broken pipeline is seen here; only a dead head needs saved tokens.
         if reason is not None:
@@ -323,7 +216,7 @@ class Scheduler:
         elif self._is_too_long(sequence):
             events.append(self._outgrow(sequence))
         elif sequence.state is State.RUNNING:
-            self._ready[sequence.number] = sequence
+            self._batch.ready[sequence.number] = sequence
 
     def _is_too_long(self, sequence: Sequence) -> bool:
         """All KV together does not hold what is known of it. What it may need later is no reason: it may end before."""
@@ -334,7 +227,7 @@ class Scheduler:
         return Finished.of(sequence, reason, tail)
 
     def _fail(self, sequence: Sequence, reason: str) -> Failed:
-        self._kv.forget(sequence)
+        self._batch.kv.forget(sequence)
         self._end(sequence)
         return Failed(key=sequence.request.key, reason=reason, energy_j=sequence.energy_j)
 
@@ -354,44 +247,17 @@ class Scheduler:
     def _release(self, sequence: Sequence) -> None:
         sequence.quarantined = False
         self._quarantine.discard(sequence.request.key[0])
-        if self._in_quarantine is sequence:
-            self._in_quarantine = None
+        if self._batch.in_quarantine is sequence:
+            self._batch.in_quarantine = None
 
     def _end(self, sequence: Sequence) -> None:
         del self._by_key[sequence.request.key]
         if sequence.state is State.RUNNING:
-            self._leave(sequence, State.ENDED)
+            self._batch.leave(sequence, State.ENDED)
         elif sequence.state is State.WAITING:
             self._line_of(sequence).remove(sequence)
-            self._kv.offload.drop(sequence)
+            self._batch.offload.drop(sequence)
         sequence.state = State.ENDED
-
-    def _leave(self, sequence: Sequence, state: State) -> None:
-        number = sequence.number
-        sequence.state = state
-        del self._running[number]
-        self._prefilling.pop(number, None)
-        self._ready.pop(number, None)
-        self._closes.append(number)
-        self._leaving[number] = sequence
-        if sequence.num_in_flight == 0:
-            self._settle(sequence)
-
-    def _settle(self, sequence: Sequence) -> None:
-        del self._leaving[sequence.number]
-        if sequence.state is State.PREEMPTED and self.recompute_cost.is_above(self.config.offload.move_s):
-            self._kv.preempt(sequence)
-        self._kv.pool.free(sequence.blocks)
-        if self._in_quarantine is sequence:
-            self._in_quarantine = None
-        if sequence.state is State.PREEMPTED:
-            sequence.patience = 0
-            self._requeue(sequence)
 
     def _line_of(self, sequence: Sequence) -> WaitingQueue:
         return self._parked if sequence.parked else self._waiting
-
-    def _requeue(self, sequence: Sequence) -> None:
-        sequence.forget_kv()
-        sequence.state = State.WAITING
-        self._waiting.push(sequence)

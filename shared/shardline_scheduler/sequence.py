@@ -199,6 +199,12 @@ class WaitingQueue:
         """A preempted sequence keeps its order, so it stands before all that came later."""
         heapq.heappush(self._lines[sequence.quarantined], (sequence.order, sequence))
 
+    def requeue(self, sequence: Sequence) -> None:
+        """Takes back a sequence that had a seat: no stage knows it any more, and it is computed again."""
+        sequence.forget_kv()
+        sequence.state = State.WAITING
+        self.push(sequence)
+
     def first(self, num: int, *, with_quarantined: bool) -> list[Sequence]:
         """Whose turn it is. Quarantined ones that may not run now hold up nobody."""
         lines = self._lines[: 1 + with_quarantined]

@@ -130,12 +130,12 @@ class Life(RuleBasedStateMachine):
     @invariant()
     def limits_hold(self) -> None:
         scheduler = self.pipeline.scheduler
-        running = list(scheduler._running.values())
+        running = list(scheduler._batch.running.values())
         assert scheduler.num_running <= scheduler.config.max_seats
         assert scheduler.num_in_flight == len(self.pipeline.flights) <= scheduler.config.num_lanes
         assert sum(sequence.quarantined for sequence in running) <= 1
         assert not any(sequence.parked for sequence in running)
-        held = {block for sequence in [*running, *scheduler._leaving.values()] for block in sequence.blocks}
+        held = {block for sequence in [*running, *scheduler._batch.leaving.values()] for block in sequence.blocks}
         assert len(held) == scheduler.blocks_used
         for plan, _, _ in self.pipeline.flights:
             assert plan.num_tokens <= scheduler.config.token_budget

@@ -43,8 +43,7 @@ OFF_THE_PATH = {
         shardline_scheduler/recompute_cost""",
     "for a pipeline, not for a prompt": """stage/celery/subscription stage/pipeline/assembly stage/pipeline/epochs
         stage/pipeline/pipeline shardline/store/models shardline/store/pipelines""",
-    "for a job with an adapter": """stage/engine/adapter_pool stage/adapters/lora stage/adapters/peft
-        shardline_scheduler/adapter_room""",
+    "for a job with an adapter": """stage/engine/adapter_pool stage/adapters/lora stage/adapters/peft""",
     "small forms of what a request holds": """shardline/contract/plain_json shardline/base/trace_context""",
     "for other requests": """gateway/http/answers gateway/routes/costs gateway/routes/health
          gateway/routes/jobs shardline/client/requests shardline/client/turns

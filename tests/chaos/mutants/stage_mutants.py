@@ -9,6 +9,7 @@ from tests.chaos.mutants.mutant import Hurt, Layer, Mutant, Patch
 LEASE_MANAGER = "services/stage/jobs/lease_manager.py"
 HOP = "services/stage/hop/zeromq.py"
 SCHEDULER = "shared/shardline_scheduler/scheduler.py"
+STEP_CUTTER = "shared/shardline_scheduler/step_cutter.py"
 STEP_PLAN = "shared/shardline_scheduler/step_plan.py"
 
 KV_RULE: Final = "tests/unit/scheduler/test_kv_rule.py"
@@ -126,15 +127,17 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
             Patch(
                 file=SCHEDULER,
                 within="Scheduler.rebuild",
-                old="if sequence is alone and not sequence.has_progress:",
-                new="if sequence is alone and sequence.request is None:",
+                old="if sequence is old.in_quarantine and not sequence.has_progress:",
+                new="if sequence is old.in_quarantine and sequence.request is None:",
             ),
         ),
         is_simulated=True,
     ),
     Mutant(
         name="prefill rule: the first in line takes the whole step",
-        patches=(Patch(file=SCHEDULER, within="Scheduler._add_chunks", old="max(MIN_CHUNK, left // 2)", new="left"),),
+        patches=(
+            Patch(file=STEP_CUTTER, within="StepCutter._add_chunks", old="max(MIN_CHUNK, left // 2)", new="left"),
+        ),
         tests=(f"{PREFILL}::test_a_prefill_takes_half_of_what_is_left_while_others_wait_else_all",),
         hurt=Hurt(faults="prefill", counts=("broken",)),
     ),
@@ -142,12 +145,12 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
         name="prefill rule: those that have begun go first",
         patches=(
             Patch(
-                file=SCHEDULER,
-                within="Scheduler._in_line",
+                file=STEP_CUTTER,
+                within="StepCutter._in_line",
                 old="newcomer.order < sequence.order:\n                yield",
                 new="newcomer.order < (-1, 0):\n                yield",
             ),
-            Patch(file=SCHEDULER, within="Scheduler._add_chunks", old="max(MIN_CHUNK, left // 2)", new="left"),
+            Patch(file=STEP_CUTTER, within="StepCutter._add_chunks", old="max(MIN_CHUNK, left // 2)", new="left"),
         ),
         tests=(f"{PREFILL}::test_an_urgent_prompt_has_its_first_token_in_three_steps_among_long_ones",),
     ),
@@ -206,7 +209,7 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
     ),
     Mutant(
         name="offload: a cancelled job keeps its slots",
-        patches=(Patch(file=SCHEDULER, within="Scheduler._end", old="self._kv.offload.drop(sequence)", new="pass"),),
+        patches=(Patch(file=SCHEDULER, within="Scheduler._end", old="self._batch.offload.drop(sequence)", new="pass"),),
         tests=(f"{OFFLOADED}::test_a_job_that_is_cancelled_while_it_waits_leaves_its_slots",),
     ),
     Mutant(

@@ -261,7 +261,7 @@ def test_logits_that_are_not_finite_fail_a_job_after_the_guesses_that_came_true(
     while len(pipeline.outputs[job.key]) < event.start:
         turn(pipeline)
 
-    (number,) = pipeline.scheduler._running
+    (number,) = pipeline.scheduler._batch.running
     plan = checked(pipeline.schedule(bad=(number,)))
     events = pipeline.deliver()
 
@@ -320,7 +320,7 @@ def test_a_block_is_found_by_others_only_once_its_guesses_came_true() -> None:
     while not pipeline.scheduler.idle:
         plan = pipeline.schedule()
         rows = plan.rows if plan else ()
-        for sequence in pipeline.scheduler._running.values():
+        for sequence in pipeline.scheduler._batch.running.values():
             certain = (len(sequence.ids) - 1 + 1) // BLOCK_TOKENS
             assert sequence.num_named <= certain
             wrong += any(row.start + row.length > (certain + 1) * BLOCK_TOKENS for row in rows)

@@ -1,0 +1,127 @@
+"""The batch of one epoch: the sequences that have a seat, the KV that they hold, and how they leave.
+
+    waiting ──start──▶ prefilling ──its last chunk──▶ in flight ◀──decode · token──▶ ready
+       ▲                   └───────────────┬──────────────┴───────────────────────────┘
+       │                                 leave
+       │                                   ▼
+       └───if it was preempted──settle── leaving: steps in flight still use its blocks
+
+Whoever is aborted, finished, failed or preempted leaves in the same way. Its blocks come back when the last
+step that has a row of it has come back, because stages write into them until then.
+"""
+
+from __future__ import annotations
+
+from operator import attrgetter
+
+from shardline_scheduler.adapter_room import AdapterRoom
+from shardline_scheduler.offload import Offload
+from shardline_scheduler.prefix_cache import PrefixCache
+from shardline_scheduler.recompute_cost import RecomputeCost
+from shardline_scheduler.scheduler_config import SchedulerConfig
+from shardline_scheduler.sequence import Sequence, State, WaitingQueue
+
+
+class Batch:
+    """Sequences by the number that names them to the stages. A new epoch has a new batch."""
+
+    def __init__(self, config: SchedulerConfig, waiting: WaitingQueue, recompute_cost: RecomputeCost) -> None:
+        num_slots = config.offload.num_slots
+        self.kv = PrefixCache(config.num_blocks, is_on=config.prefix_cache, num_slots=num_slots)
+        self.running: dict[int, Sequence] = {}
+        self.prefilling: dict[int, Sequence] = {}
+        self.ready: dict[int, Sequence] = {}
+        """Decodes whose token has come back, longest ago first."""
+        self.leaving: dict[int, Sequence] = {}
+        self.in_quarantine: Sequence | None = None
+        """The one that may have killed an engine, and therefore runs without another one of its kind."""
+        self._config = config
+        self._waiting = waiting
+        self._recompute_cost = recompute_cost
+        self._adapters = AdapterRoom(config.max_adapters)
+        self._closes: list[int] = []
+
+    @property
+    def is_full(self) -> bool:
+        """Whether every seat is taken."""
+        return len(self.running) == self._config.max_seats
+
+    @property
+    def num_decoding(self) -> int:
+        """Sequences whose known tokens are all computed or in flight."""
+        return len(self.running) - len(self.prefilling)
+
+    @property
+    def has_closes(self) -> bool:
+        """Whether stages are still to hear of sequences that have left."""
+        return bool(self._closes)
+
+    @property
+    def offload(self) -> Offload:
+        """The slots outside the pool that keep KV of preempted sequences."""
+        return self.kv.offload
+
+    def has_room(self, sequence: Sequence) -> bool:
+        """Whether there are blocks for a sequence's known tokens, and a place for its adapter."""
+        adapter = sequence.request.adapter
+        return self._adapters.has(adapter) and self.kv.has_room(sequence, len(self.running))
+
+    def start(self, sequence: Sequence, number: int) -> None:
+        """Gives a waiting sequence a seat, a number and its blocks."""
+        self._waiting.remove(sequence)
+        sequence.number = number
+        sequence.state = State.RUNNING
+        sequence.num_at_start = len(sequence.ids)
+        self.kv.open(sequence)
+        self._adapters.open(number, sequence.request.adapter)
+        self.running[number] = sequence
+        self.prefilling[number] = sequence
+        if sequence.quarantined:
+            self.in_quarantine = sequence
+
+    def grow(self, sequence: Sequence) -> bool:
+        """Gives a sequence one more block, if need be that of the last one in order, which is preempted.
+
+        False: not in this step. Blocks come back with a step in flight, or the sequence itself was preempted.
+        """
+        while not self.kv.pool.can_allocate(1):
+            if any(each.blocks for each in self.leaving.values()):
+                return False  # To preempt more would only waste a prefill.
+            victim = max(self.running.values(), key=attrgetter("order"))
+            self.leave(victim, State.PREEMPTED)
+            if victim is sequence:
+                return False
+        sequence.blocks.extend(self.kv.pool.allocate(1))
+        return True
+
+    def leave(self, sequence: Sequence, state: State) -> None:
+        """Takes a sequence out of the batch, as ended or as preempted. The next plan closes it."""
+        number = sequence.number
+        sequence.state = state
+        del self.running[number]
+        self.prefilling.pop(number, None)
+        self.ready.pop(number, None)
+        self._closes.append(number)
+        self.leaving[number] = sequence
+        self.settle(sequence)
+
+    def settle(self, sequence: Sequence) -> None:
+        """Frees the blocks of a sequence that leaves, once no step in flight uses them."""
+        if sequence.num_in_flight > 0 or sequence.number not in self.leaving:
+            return
+        del self.leaving[sequence.number]
+        is_preempted = sequence.state is State.PREEMPTED
+        if is_preempted and self._recompute_cost.is_above(self._config.offload.move_s):
+            self.kv.preempt(sequence)
+        self.kv.pool.free(sequence.blocks)
+        if self.in_quarantine is sequence:
+            self.in_quarantine = None
+        if is_preempted:
+            sequence.patience = 0
+            self._waiting.requeue(sequence)
+
+    def take_closes(self) -> list[int]:
+        """The numbers that the plan which is made now closes; their adapters' places are free for the next one."""
+        closes, self._closes = self._closes, []
+        self._adapters.close(closes)
+        return closes

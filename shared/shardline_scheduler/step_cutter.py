@@ -1,0 +1,104 @@
+"""Cuts a step: a share of the decodes first, then chunks of prompts, until the token budget is used.
+
+Knows no result: what becomes of the tokens is the scheduler's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice
+from operator import attrgetter
+
+from shardline.base.rounding import ceil_div
+from shardline_scheduler.batch import Batch
+from shardline_scheduler.kv_blocks import BLOCK_TOKENS
+from shardline_scheduler.parking import MAX_LOOK_AHEAD
+from shardline_scheduler.scheduler_config import SchedulerConfig
+from shardline_scheduler.sequence import Sequence, State, WaitingQueue
+from shardline_scheduler.step_builder import StepBuilder
+
+MIN_CHUNK = 64
+"""Tokens of a prefill that make a step's trip worth it, where the budget has them."""
+
+
+class StepCutter:
+    """Chooses the rows of the next step, and admits waiting sequences where there is room for them."""
+
+    def __init__(self, config: SchedulerConfig, waiting: WaitingQueue, batch: Batch, numbers: Iterator[int]) -> None:
+        self._config = config
+        self._waiting = waiting
+        self._batch = batch
+        self._numbers = numbers
+
+    def cut(self) -> StepBuilder:
+        """Returns the rows of the next step; there may be none."""
+        builder = StepBuilder(self._config.token_budget)
+        self._add_decodes(builder)
+        self._add_chunks(builder)
+        return builder
+
+    def _add_decodes(self, builder: StepBuilder) -> None:
+        """Adds the share of one lane: with all of them in one step, the other stages would have nothing to do."""
+        batch = self._batch
+        share = ceil_div(batch.num_decoding, self._config.num_lanes)
+        decodes = list(islice(batch.ready.values(), min(share, builder.budget)))
+        room = min(self._config.prompt_lookup, builder.budget // 2) - len(decodes)
+        for index, sequence in enumerate(decodes):
+            if sequence.state is not State.RUNNING:
+                continue  # It was preempted for one before it.
+            has_block = sequence.num_computed < len(sequence.blocks) * BLOCK_TOKENS
+            if has_block or batch.grow(sequence):
+                del batch.ready[sequence.number]
+                drafts = sequence.draft(room // (len(decodes) - index))
+                num_drafts = batch.kv.widen(sequence, len(drafts), len(batch.running))
+                room -= num_drafts
+                builder.add(sequence, 1, (sequence.ids[-1],), drafts[:num_drafts])
+
+    def _add_chunks(self, builder: StepBuilder) -> None:
+        """Adds chunks in order. Each may take half of what is left, so that a long prompt holds up neither those behind
+        it nor admission; what no other needs goes to the first."""
+        left = builder.budget
+        lengths: dict[Sequence, int] = {}
+        for sequence in self._in_line(builder) if left else ():
+            lengths[sequence] = min(max(MIN_CHUNK, left // 2), left, sequence.num_missing)
+            left -= lengths[sequence]
+            if left == 0:
+                break
+        for sequence, length in lengths.items():
+            more = min(left, sequence.num_missing - length)
+            left -= more
+            builder.add(sequence, length + more)
+            if sequence.num_missing == 0:
+                del self._batch.prefilling[sequence.number]
+
+    def _in_line(self, builder: StepBuilder) -> Iterator[Sequence]:
+        """Who has ids to compute, in order: those that have begun, and between them those that find a place now."""
+        for sequence in sorted(self._batch.prefilling.values(), key=attrgetter("order")):
+            while (newcomer := self._admissible()) is not None and newcomer.order < sequence.order:
+                yield self._start(newcomer, builder)
+            yield sequence
+        while (newcomer := self._admissible()) is not None:
+            yield self._start(newcomer, builder)
+
+    def _admissible(self) -> Sequence | None:
+        """Returns who is admitted next. Smaller ones may overtake one that finds no room, but not for ever."""
+        if self._batch.is_full:
+            return None
+        for sequence in self._foremost():
+            if self._batch.has_room(sequence):
+                return sequence
+            if sequence.patience == 0:
+                return None
+        return None
+
+    def _foremost(self) -> list[Sequence]:
+        with_quarantined = self._batch.in_quarantine is None
+        return self._waiting.first(MAX_LOOK_AHEAD, with_quarantined=with_quarantined)
+
+    def _start(self, sequence: Sequence, builder: StepBuilder) -> Sequence:
+        for overtaken in self._foremost():
+            if overtaken.order < sequence.order:
+                overtaken.patience -= 1
+        self._batch.start(sequence, next(self._numbers))
+        builder.open(sequence)
+        return sequence
