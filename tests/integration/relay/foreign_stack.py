@@ -15,6 +15,7 @@ from typing import Any
 from uuid import UUID
 
 from celery import Celery
+from sqlalchemy import text
 
 from shardline.contract.job import JobState
 from shardline.store.ends import End
@@ -50,6 +51,11 @@ class ForeignStack:
         until(lambda: cell(self.relays.engine, query) == 0, timeout_s=PATIENCE_S)
         until(lambda: self.relays.redis.llen("celery") == 0, timeout_s=PATIENCE_S)
         self.app.send_task("foreign.say", ["done"]).get(timeout=PATIENCE_S)
+
+    def end_leases(self) -> None:
+        """The tasks that a dead relay has taken are due now, as they are when its leases have run out."""
+        with self.relays.engine.begin() as connection:
+            connection.execute(text("UPDATE celery_tasks SET due_at = now() WHERE settled_at IS NULL"))
 
     def complete(self, num: int = 1) -> list[UUID]:
         """The next jobs are claimed, as a head does, and succeed."""
