@@ -14,7 +14,7 @@ from shardline.base.config import Times
 from shardline.base.errors import LinkLost, ProtocolError
 
 LEND_FROM_BYTES = 1 << 20
-"""Smaller tensors are copied on send: lending memory to ZeroMQ costs more (docs/decisions/control-links.md)."""
+"""Smaller tensors are copied on send: lending memory to ZeroMQ costs more (docs/decisions/stages-own-tensors.md)."""
 
 GRACE_MS = 100
 """How long a send waits for ZeroMQ's own thread to make room: by the credit there must be room."""

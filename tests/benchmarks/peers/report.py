@@ -13,31 +13,27 @@ from tests.benchmarks.peers.roof import weights_ms
 from tests.benchmarks.peers.workloads import shapes
 
 NAMES = {
-    OURS: "Shardline, a stage per core",
+    OURS: "Shardline",
     "shardline-1": "Shardline, one stage",
     "openvino": "OpenVINO GenAI",
     "vllm": "vLLM",
     "llamacpp": "llama.cpp",
 }
 PLOTS = ("throughput", "alone", "load")
-ONCE = (
-    "Medians of all rounds. In parentheses: one run, which took"
-    f" {SLOW:g} times as long as the fastest or longer and was not repeated."
-)
+SHOWN_ROWS = (1, 32, 512)
+"""Of the products that were measured."""
 INTRODUCTION = """\
 # Performance beside other engines
 
-Written by `make bench-peers`; do not edit. One machine, one run: compare ratios, not figures of different machines.
+Written by `make bench-peers`; do not edit. Compare ratios of one run, not figures of different machines.
 
-Every engine gets the same token ids, gives exactly the number of tokens asked for (greedy, no early end), and has all
-cores. All engines stay loaded; they are asked in turn, while the others are stopped. Shardline is its bare engine
-(`tests/benchmarks/bare.py`) but where the row says service, without prompt
-lookup: a model of random weights repeats itself, which helps us more than a real text would."""
+Every engine gets the same token ids and all cores, and gives exactly as many tokens as asked for (greedy); the others
+are stopped. Shardline is its bare engine, a stage per core, without prompt lookup, unless a row says otherwise."""
 
 
 def markdown(results: Results) -> str:
     """The whole page but for its plots."""
-    parts = [INTRODUCTION, _machine(results)]
+    parts = [INTRODUCTION, _workloads(results), _machine(results)]
     parts += [part for precision in PLAN for part in _precision(results, precision)]
     parts += [_traces(results), _together(results), _limits(results), _skipped(results)]
     return "\n\n".join(part for part in parts if part) + "\n"
@@ -51,8 +47,19 @@ def with_plots(page: str, folder: Path) -> str:
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A Markdown table, its first column of words."""
-    lines = [head, ["---", *["---:"] * (len(head) - 1)], *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    lines = [f"| {' | '.join(line)} |" for line in (head, *rows)]
+    lines.insert(1, f"|---|{'---:|' * (len(head) - 1)}")
+    return "\n".join(lines)
+
+
+def _workloads(results: Results) -> str:
+    together = [name for name in AT_ONCE if name != "alone"]
+    named = [name for name in together if any(_cells(results, precision, name) for precision in PLAN)]
+    if not named:
+        return ""
+    lines = [f"- {name}: {shapes()[name].title}" for name in named]
+    slow = f"In parentheses: one run, {SLOW:g} times as long as the fastest or longer."
+    return "\n".join([f"Figures are medians of all rounds. {slow}", "", *lines])
 
 
 def _machine(results: Results) -> str:
@@ -70,7 +77,6 @@ def _precision(results: Results, precision: str) -> list[str]:
 
 
 def _throughput(results: Results, precision: str, engines: Sequence[str]) -> list[str]:
-    known = shapes()
     names = [name for name in AT_ONCE if name != "alone" and _cells(results, precision, name)]
     if not names:
         return []
@@ -85,8 +91,7 @@ def _throughput(results: Results, precision: str, engines: Sequence[str]) -> lis
     if any(shares):
         rows.append(["products at full rate / Shardline's time", *shares])
     agree = [[NAMES[engine], *(_agreement(results, precision, name, engine) for name in names)] for engine in engines]
-    said = "; ".join(f"{name}: {known[name].title}" for name in names)
-    parts = [table(head, rows), f"{said}. {ONCE}"]
+    parts = [table(head, rows)]
     if any(any(row[1:]) for row in agree):
         title = f"first {FIRST_TOKENS} tokens equal to ours"
         parts.append(table([title, *names], [row for row in agree if any(row[1:])]))
@@ -118,7 +123,7 @@ def _traces(results: Results) -> str:
     if not rows:
         return ""
     head = ["arrivals, bf16", "TTFT p50, ms", "TTFT p99, ms", "between tokens p50, ms", "p99, ms"]
-    said = "Requests of W that arrive at random times (Poisson), whether or not earlier ones have ended."
+    said = "Requests of W that arrive at random times (Poisson)."
     return f"## Under load\n\n{said}\n\n{table(head, rows)}"
 
 
@@ -142,16 +147,15 @@ def _limits(results: Results) -> str:
     products = results.limits.get("products")
     if not products:
         return ""
-    rows_known = sorted({one["rows"] for one in products})
-    found: dict[tuple[str, int, str], dict[int, float]] = {}
+    found: dict[str, dict[tuple[int, int], float]] = {}
     for one in products:
-        found.setdefault((one["precision"], one["threads"], one["shape"]), {})[one["rows"]] = one["gflop_per_s"]
-    rows = [
-        [f"{precision}, {shape}, cores: {threads}", *(f"{by[rows]:.0f}" for rows in rows_known)]
-        for (precision, threads, shape), by in found.items()
-    ]
+        if one["rows"] in SHOWN_ROWS:
+            by = found.setdefault(f"{one['precision']} {one['shape']}", {})
+            by[one["threads"], one["rows"]] = one["gflop_per_s"]
+    columns = sorted({column for by in found.values() for column in by})
+    rows = [[name, *(f"{by[column]:.0f}" if column in by else "" for column in columns)] for name, by in found.items()]
     stream = ", ".join(f"cores: {n}, {rate} GB/s" for n, rate in results.limits["stream_gb_per_s"].items())
-    head = table(["GFLOP/s of torch (oneDNN) by rows", *map(str, rows_known)], rows)
+    head = table(["GFLOP/s of torch (oneDNN), cores/rows", *(f"{n}/{rows}" for n, rows in columns)], rows)
     return f"## Limits of the machine\n\nReading memory: {stream}.\n\n{head}"
 
 
