@@ -4,9 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from docs.generated import structure
+from docs.generated import commands, failpoints, metrics, settings, structure
 
-PAGES = {"docs/structure.md": structure.page}
+PAGES = {
+    "docs/structure.md": structure.page,
+    "docs/reference/settings.md": settings.page,
+    "docs/reference/metrics.md": metrics.page,
+    "docs/reference/commands.md": commands.page,
+    "docs/reference/failpoints.md": failpoints.page,
+}
 
 
 def main() -> None:

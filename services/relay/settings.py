@@ -14,11 +14,11 @@ from shardline.contract.queues import celery_settings
 class RelaySettings(Settings):
     """Run as many relays as you like; they share the work."""
 
-    concurrency: int = Field(4, ge=1, le=64, description="requests of the Celery door accepted at once by this relay")
-    intake_batch: int = Field(256, ge=1, le=2000, description="entries of the intake stream per transaction")
+    concurrency: int = Field(4, ge=1, le=64, description="requests of the Celery door that this relay stores at a time")
+    intake_batch: int = Field(256, ge=1, le=2000, description="entries of the intake stream in one transaction")
 
     retention_days: float = Field(
-        90.0, ge=0, le=36_500, description="days after which ended jobs are deleted; 0 keeps them for ever"
+        90.0, ge=0, le=36_500, description="days after which ended jobs are deleted; 0 keeps them"
     )
 
     energy_price: str | None = Field(

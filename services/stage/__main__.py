@@ -1,4 +1,4 @@
-"""`python -m services.stage`: one stage in this process, configured by SHARDLINE_* (docs/operating.md)."""
+"""`python -m services.stage`: one stage in this process, configured by SHARDLINE_* (docs/reference/settings.md)."""
 
 # ruff: noqa: E402 (the collector must be off before the imports)
 from __future__ import annotations

@@ -22,40 +22,57 @@ def _stages(settings: dict[str, Any]) -> int:
 class StandaloneSettings(ProfiledSettings):
     """Settings of one stack on one machine."""
 
-    model: str = Field(str(CLERK), description="folder or hub id of a causal LM; default: the demo model clerk")
-    model_revision: str | None = Field(None, description="the hub's commit, tag or branch; default: its main branch")
+    model: str = Field(
+        str(CLERK), description="folder or hub id of a causal LM in safetensors; default: the demo model clerk"
+    )
+    model_revision: str | None = Field(
+        None,
+        description="commit, tag or branch of a hub id; only a full commit is fixed; default: the hub's main branch",
+    )
     model_name: str | None = Field(None, description="name that requests use; default: the folder's name or the hub id")
     devices: str | None = Field(
-        None, description="of all stages, such as 'cuda:0 cuda:1 cpu:0-7'; default: equal shares of the cores"
+        None,
+        description="devices of all stages, or of all workers, with spaces: 'cuda:0 cuda:1 cpu:0-7'; default: "
+        "equal shares of the cores",
     )
     replicas: int = Field(1, ge=1, le=64, description="pipelines on the same queue")
-    tp: int = Field(1, ge=1, le=64, description="ranks of each stage, which divide its cores")
+    tp: int = Field(
+        1,
+        ge=1,
+        le=64,
+        description="ranks of a stage on cores (tensor parallel): processes that divide its cores and layers",
+    )
     stages: int = Field(
         default_factory=_stages,
         ge=1,
         le=256,
-        description="stages of a pipeline; default: one for each device, else 2, or 1 of several ranks",
+        description="stages of a pipeline; default: one for each device, else 2, or 1 with `SHARDLINE_TP`; "
+        "planned if no placement is set",
     )
     split: str | None = Field(
-        None, description="layers of the stages by hand, such as 0-5,6-7; even; default: planned by what stages measure"
+        None, description="layers of all stages, such as 0-5,6-7, or even; default: equal shares; `make up`: planned"
     )
     workers: int | None = Field(
         None,
         ge=1,
         le=256,
-        description="stages that get their layers from the fleet's plan; stages and split are not used then",
+        description="number of workers of a fleet, whose plan a relay makes; stages and split are not used then",
     )
-    stage_cores: int | None = Field(None, ge=1, description="cores of each stage; default: an equal share of all")
+    stage_cores: int | None = Field(None, ge=1, description="cores of each stage; default: an equal share")
     stage_preload: str | None = Field(
-        None, description="LD_PRELOAD of stages, empty for none; default: mimalloc or tcmalloc, where installed"
+        None, description="LD_PRELOAD of stages, empty for none; default: mimalloc, else tcmalloc, where installed"
     )
     dtype: Literal["float32", "bfloat16", "float16", "int8"] = Field(
-        "float32", description="of weights, activations and KV; int8: of weights on a CPU, the rest bfloat16"
+        "float32",
+        description="of weights, activations and KV: float32, bfloat16, float16 (GPU), int8 (CPU: weights and "
+        "inputs of products, the rest bfloat16)",
     )
     http_port: int = Field(8000, ge=0, le=65535, description="the gateway's port; 0 takes a free one")
     flower_port: int = Field(5555, ge=0, le=65535, description="Flower's port; 0 takes a free one")
-    home: Path = Field(Path(".local"), description="runtime folder: logs, server data, sockets, up.json")
-    start_s: float = Field(900, gt=0, description="time for all stages to load and answer the first prompt")
+    home: Path = Field(
+        Path(".local"), description="runtime folder, one for each stack: logs, server data, sockets, up.json"
+    )
+    start_s: float = Field(900, gt=0, description="time for all stages to load and answer a first prompt")
 
     @property
     def is_placed(self) -> bool:

@@ -62,7 +62,7 @@ class ProfiledSettings(Settings):
     """Settings of a service that has some of those that are tuned."""
 
     profile: Path | None = Field(
-        None, description="file of tuned settings, as `shardline tune` writes it; the environment goes before it"
+        None, description="file of tuned settings, as `shardline tune` writes it; the environment overrides it"
     )
 
     @classmethod

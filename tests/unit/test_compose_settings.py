@@ -1,4 +1,4 @@
-"""Every setting of docs/operating.md reaches its service under Compose, and so under Kubernetes; or here is why not."""
+"""Every setting of a service reaches it under Compose, and so under Kubernetes; or here is why not."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from services.stage.settings import StageSettings
 from shardline.base.config import ENV_PREFIX, Settings
 from tests.repository import REPOSITORY
 
-OPERATING = (REPOSITORY / "docs/operating.md").read_text(encoding="utf-8")
+SETTINGS = (REPOSITORY / "docs/reference/settings.md").read_text(encoding="utf-8")
 COMPOSE = (REPOSITORY / "compose.yaml").read_text(encoding="utf-8")
 EXAMPLE = (REPOSITORY / ".env.example").read_text(encoding="utf-8")
 
@@ -27,7 +27,7 @@ TABLES = {
     "Relay": ("relay",),
     "Stage": (*FLEET, *BY_HAND),
 }
-"""Each heading of the document with the services that read its table."""
+"""Each heading of the page of settings with the services that read its table."""
 
 NOT_FROM_OUTSIDE = {
     "SHARDLINE_ADAPTERS_DIR": "a folder that an overlay mounts, and names",
@@ -68,7 +68,7 @@ def left_out(service: str) -> set[str]:
 
 def documented(heading: str) -> list[str]:
     """Settings in the table under a heading."""
-    _, _, rest = OPERATING.partition(f"\n### {heading}\n")
+    _, _, rest = SETTINGS.partition(f"\n## {heading}\n")
     return re.findall(r"^\| `(SHARDLINE_\w+)` \|", rest.partition("\n##")[0], re.MULTILINE)
 
 
@@ -90,8 +90,8 @@ def test_every_documented_setting_reaches_its_service_or_says_why_not(service: s
 
 
 def test_no_table_of_services_is_passed_over() -> None:
-    of_services = OPERATING.partition("\n## Configuration\n")[2].partition("\n### `make up`\n")[0]
-    assert re.findall(r"^### (.+)$", of_services, re.MULTILINE) == list(TABLES)
+    of_services = SETTINGS.partition("\n## `make up`\n")[0]
+    assert re.findall(r"^## (.+)$", of_services, re.MULTILINE) == list(TABLES)
 
 
 def test_only_documented_settings_have_a_reason() -> None:

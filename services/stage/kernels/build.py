@@ -39,8 +39,13 @@ class KernelSettings(BaseSettings):
 
     model_config = SettingsConfigDict(env_prefix="SHARDLINE_", frozen=True, extra="ignore")
 
-    kernel: Literal["auto", "off"] = Field("auto", description="off: all through torch, exact=false")
-    kernel_dir: Path = Field(Path(__file__).parents[3] / ".build", description="folder of the built kernel libraries")
+    kernel: Literal["auto", "off"] = Field(
+        "auto", description="auto, or off: attention through torch's SDPA instead of our kernels, and exact=false"
+    )
+    kernel_dir: Path = Field(
+        Path(__file__).parents[3] / ".build",
+        description="folder of the built kernels; default: `.build` in the repository",
+    )
 
 
 def library_path(isa: str, folder: Path, sources: Path = HERE, defined: tuple[str, ...] = ()) -> Path:

@@ -73,22 +73,31 @@ class Settings(BaseSettings):
     )
 
     database_url: SecretStr = Field(
-        SecretStr("postgresql://shardline@localhost/shardline"), description="Postgres, the truth"
+        SecretStr("postgresql://shardline@localhost/shardline"), description="URL of Postgres 14 or later"
     )
     redis_url: str = Field(
-        "redis://localhost:6379/0", repr=False, description="Redis, the bell: Celery's broker and the streams"
+        "redis://localhost:6379/0",
+        repr=False,
+        description="URL of Redis: Celery's broker, streams, stages' addresses; its data may be lost",
     )
     result_backend: str | None = Field(
-        None, repr=False, description="Celery result backend for AsyncResult.get(); none by default"
+        None, repr=False, description="Celery result backend for AsyncResult.get(): set it on relays and heads"
     )
-    time_scale: float = Field(1.0, gt=0, le=10, description="factor on all of the protocol's times")
+    time_scale: float = Field(
+        1.0, gt=0, le=10, description="factor on all of the protocol's times; the same for all services of a stack"
+    )
     max_crashes: int = Field(
-        3, ge=1, le=100, description="ceiling of every job's max_crashes: more engines never die under one job in a row"
+        3, ge=1, le=100, description="ceiling of every job's max_crashes; the same for relays and stages"
     )
     log_level: str = Field("INFO", description="DEBUG, INFO, WARNING or ERROR")
-    log_format: str = Field("auto", pattern="^(auto|json|console)$", description="json, console, or by terminal")
+    log_format: str = Field(
+        "auto",
+        pattern="^(auto|json|console)$",
+        description="form of log lines: json, console, or auto: console on a terminal, else json",
+    )
     metrics_port: int | None = Field(
-        None, description="port of the Prometheus endpoint, which asks for no key; none by default"
+        None,
+        description="port of GET /metrics, which asks for no key; `make up`: the first of one port for each process",
     )
 
     @field_validator("redis_url")

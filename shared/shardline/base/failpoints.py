@@ -123,7 +123,11 @@ class FailpointSettings(BaseSettings):
 
     model_config = SettingsConfigDict(env_prefix="SHARDLINE_", env_ignore_empty=True, extra="ignore")
 
-    failpoints: Path | None = Field(None, description="folder of armed failpoints: for tests only")
+    failpoints: Path | None = Field(
+        None,
+        description="folder in which a test arms failpoints; never set it in production: who can write there can "
+        "kill services",
+    )
 
 
 def _from_environment() -> Failpoints | None:

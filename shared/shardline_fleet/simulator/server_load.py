@@ -24,7 +24,7 @@ MAX_CARDS = 4096
 LOOKS_PER_S = 10
 """Of a head that waits for stages, as services/stage/pipeline/pipeline.py has it."""
 HEAD_CONNECTIONS, WORKER_CONNECTIONS = 3, 1
-"""To Postgres, as docs/operating.md counts them: a head's in use, and one of each worker of a fleet."""
+"""To Postgres, as docs/operating/install.md counts them: a head's in use, and one of each worker of a fleet."""
 MAX_CONNECTIONS = 100
 """Postgres's default."""
 LOST_SHARE = 0.1

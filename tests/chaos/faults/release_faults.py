@@ -1,4 +1,5 @@
-"""Two releases at once: the next one's door beside this one's heads, and an upgrade in the order of docs/operating.md.
+"""Two releases at once: the next one's door beside this one's heads, and an upgrade in the order of
+docs/operating/upgrade.md.
 
 The next release is played: its schema is `next_release`, its door stores a sampling parameter that nobody here knows.
 """
