@@ -213,9 +213,12 @@ def test_silenced_checks_name_the_rule_and_the_reason() -> None:
     assert bare == []
 
 
-def test_each_class_name_of_the_product_has_one_meaning() -> None:
+def test_each_class_name_has_one_meaning_in_its_package_folder() -> None:
     names = Counter(
-        node.name for path in product_files() for node in ast.walk(tree(path)) if isinstance(node, ast.ClassDef)
+        (path.parent, node.name)
+        for path in product_files()
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.ClassDef)
     )
     assert {name for name, number in names.items() if number > 1} == set()
 

@@ -7,7 +7,6 @@ killed in between has it alone. Here a script does both in one moment, and BLMOV
 from __future__ import annotations
 
 from queue import Empty
-from time import monotonic, time
 from typing import Any
 
 from kombu.transport import redis
@@ -15,6 +14,7 @@ from kombu.utils.encoding import bytes_to_str
 from kombu.utils.json import loads
 from redis.exceptions import RedisError
 
+from shardline.base.clock import monotonic_s, wall_clock_s
 from shardline.base.failpoints import Point, failpoint
 
 WAIT_S = 0.1
@@ -51,7 +51,7 @@ class TakingChannel(redis.Channel):
         queues = self._queue_cycle.consume(len(self.active_queues))
         if queues:
             self._in_poll = self.client.connection
-            self._brpop_sent_at = monotonic()
+            self._brpop_sent_at = monotonic_s()
             queue = self._q_for_pri(queues[0], self.priority_steps[0])
             command = self._prefixed(["BLMOVE", queue, queue, "RIGHT", "RIGHT", WAIT_S])
             self.client.connection.send_command(*command)
@@ -97,14 +97,16 @@ class TakingChannel(redis.Channel):
         keys = [self._q_for_pri(queue, step) for step in self.priority_steps for queue in active]
         with self.conn_or_acquire() as client:
             noted = (self.unacked_index_key, self.unacked_key)
-            taken = client.eval(TAKE, len(noted) + len(keys), *noted, *keys, time())
+            taken = client.eval(TAKE, len(noted) + len(keys), *noted, *keys, wall_clock_s())
         if not taken:
             return None
         key, message, tag = map(bytes_to_str, taken)
         return key.rsplit(self.sep, 1)[0], message, tag
 
     def _prefixed(self, command: list[Any]) -> list[Any]:
-        return self.client._prefix_args(command) if self.global_keyprefix else command  # noqa: SLF001
+        if not self.global_keyprefix:
+            return command
+        return self.client._prefix_args(command)  # noqa: SLF001 (as kombu's own does)
 
 
 class TakingTransport(redis.Transport):
