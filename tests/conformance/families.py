@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import transformers as tf
 from huggingface_hub.errors import StrictDataclassError
@@ -28,7 +28,7 @@ from tests.repository import REPOSITORY
 
 PAGE = REPOSITORY / "docs/models.md"
 BEGIN, END = "<!-- families: begin -->", "<!-- families: end -->"
-HEADER = "| family | cut by | exact | ranks | what was found |\n|---|---|---|---|---|"
+HEADER = "| what was found | families |\n|---|---|"
 FAMILIES = tuple(sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
 TESTED = {make().model_type: make for make in CONFIGS.values()}
 NUM_RANKS = 2
@@ -45,20 +45,7 @@ AS_RELEASED: dict[str, dict[str, Any]] = {
 """What a family's models have and its default config leaves out, so that it makes no model or another one."""
 
 
-class Row(NamedTuple):
-    """One family."""
-
-    family: str
-    cut: str = ""
-    exact: str = ""
-    ranks: str = ""
-    found: str = ""
-
-    def __str__(self) -> str:
-        return f"| {' | '.join(self)} |"
-
-
-def row_of(family: str, folder: Path, device: Device) -> Row:
+def outcome_of(family: str, folder: Path, device: Device) -> str:
     """Tries the miniature of a family's default config in two stages, from its folder to its logits."""
     try:
         config = TESTED[family]() if family in TESTED else tf.CONFIG_MAPPING[family](**AS_RELEASED.get(family, {}))
@@ -69,38 +56,43 @@ def row_of(family: str, folder: Path, device: Device) -> Row:
             build_miniature(miniature_config(config)).save_pretrained(path)
         stages = load_chain(path, 2, device, folder)
     except Invalid as error:
-        return Row(f"`{family}`", found=f"refused: {error.problem}")
+        return f"refused: {error.problem.removeprefix(f"'{family}' ")}"
     except StrictDataclassError:
-        return Row(f"`{family}`", found="not tried: its config has no defaults")
-    cut = "plan" if config.base_model_pp_plan else "order of calls"
-    exact = "yes" if all(stage.exact for stage in stages) else "no"
-    return Row(f"`{family}`", cut, exact, ranks_of(config, folder), "tested" if family in TESTED else "tried")
+        return "not tried: its config has no defaults"
+    found = ["tested" if family in TESTED else "tried"]
+    found += ["cut by plan" if config.base_model_pp_plan else "cut by order of calls"]
+    found += ["exact"] if all(stage.exact for stage in stages) else []
+    found += ["ranks"] if computes_in_ranks(config, folder) else []
+    return ", ".join(found)
 
 
-def ranks_of(config: Any, folder: Path) -> str:
+def computes_in_ranks(config: Any, folder: Path) -> bool:
     """Whether ranks compute what the whole model does."""
     native = kernel.load()
     assert native is not None, "the table says what the CPU kernels give"
     try:
         check_ranks(config, folder, native, NUM_RANKS)
     except Invalid:
-        return "no"
-    return "yes"
+        return False
+    return True
 
 
-def rows() -> dict[str, str]:
-    """The lines of the page's table, by family."""
+def outcomes() -> dict[str, str]:
+    """What the page's table says, by family."""
     table = PAGE.read_text(encoding="utf-8").partition(BEGIN)[2].partition(END)[0]
-    lines = [line for line in table.splitlines() if line.startswith("| `")]
-    return {line.split("`")[1]: line for line in lines}
+    lines = [line.strip("| ").split(" | ") for line in table.splitlines() if "`" in line]
+    return {family: found for found, families in lines for family in families.replace("`", "").split(", ")}
 
 
 def main() -> None:
-    """Writes the page's table anew."""
+    """Writes the page's table."""
     before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
     after = rest.partition(END)[2]
+    by_outcome: dict[str, list[str]] = {}
     with tempfile.TemporaryDirectory() as folder, first_core(Path(folder)) as device:
-        lines = [str(row_of(family, Path(folder), device)) for family in FAMILIES]
+        for family in FAMILIES:
+            by_outcome.setdefault(outcome_of(family, Path(folder), device), []).append(f"`{family}`")
+    lines = [f"| {found} | {', '.join(by_outcome[found])} |" for found in sorted(by_outcome, reverse=True)]
     PAGE.write_text("\n".join([f"{before}{BEGIN}\n", HEADER, *lines, f"\n{END}{after}"]), encoding="utf-8")
 
 
