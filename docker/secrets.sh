@@ -9,7 +9,7 @@ umask 077
 mkdir -p "$folder"
 chmod 0700 "$folder"
 
-# With the form that shared/shardline/api_key.py gives keys: 64 public bits, then 256 secret ones.
+# With the form that shared/shardline/contract/api_key.py gives keys: 64 public bits, then 256 secret ones.
 api_key() {
   id=$(head -c 8 /dev/urandom | od -An -tx1 | tr -d ' \n')
   secret=$(head -c 32 /dev/urandom | base64 | tr '+/' '-_' | tr -d '=\n')

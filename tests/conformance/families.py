@@ -56,7 +56,8 @@ def outcome_of(family: str, folder: Path, device: Device) -> str:
             build_miniature(miniature_config(config)).save_pretrained(path)
         stages = load_chain(path, 2, device, folder)
     except Invalid as error:
-        return f"refused: {error.problem.removeprefix(f"'{family}' ")}"
+        name = f"'{family}' "
+        return f"refused: {error.problem.removeprefix(name)}"
     except StrictDataclassError:
         return "not tried: its config has no defaults"
     found = ["tested" if family in TESTED else "tried"]

@@ -77,7 +77,6 @@ CHAT_NEUTRAL = {
     "continue_final_message": OFF,
     "add_special_tokens": OFF,
     "documents": ([],),
-    "chat_template_kwargs": ({},),
     "mm_processor_kwargs": ({},),
 }
 MESSAGE_NEUTRAL: Mapping[str, tuple[Any, ...]] = {

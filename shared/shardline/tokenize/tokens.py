@@ -24,6 +24,12 @@ from shardline.tokenize.vocabulary import Vocabulary
 MAX_CHARS_PER_TOKEN = 128
 """No tokenizer in use has longer tokens: text of more than that times the context is refused unread."""
 
+USUAL_CHARS_PER_TOKEN = 8
+"""Hardly any text has more. A tokenizer takes about 110 bytes for each character of a longer one: its beginning is
+tried first."""
+MIN_BEGINNING = 64 << 10
+"""Characters whose tokens cost next to nothing."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
@@ -139,12 +145,8 @@ class Tokens:
                 f"{len(text)} characters cannot fit it",
                 f"Send at most {self._limit_chars} characters",
             )
-        try:
-            # Of a batch, as that alone lets other threads run meanwhile.
-            (encoding,) = self.tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-        except TypeError as error:
-            raise Invalid(field, "it holds characters that are not valid Unicode", "Remove lone surrogates") from error
-        ids = tuple(encoding.ids)
+        self._check_beginnings(text, field)
+        ids = tuple(self._ids(text, field, add_special_tokens=add_special_tokens))
         if (place := self._first_unknown(ids)) is not None:
             raise Invalid(
                 field,
@@ -152,6 +154,28 @@ class Tokens:
                 f"vocabulary of {self.vocab_size} does not have",
                 "Leave this text out",
             )
+        return ids
+
+    def _check_beginnings(self, text: str, field: str) -> None:
+        """Raises ContextExceeded if a part of the text is far over the context: what is behind it costs no memory."""
+        num_chars, most = max(MIN_BEGINNING, USUAL_CHARS_PER_TOKEN * self.context_length), 2 * self.context_length
+        while num_chars < len(text):
+            if len(self._ids(text[:num_chars], field, add_special_tokens=False)) > most:
+                raise ContextExceeded(
+                    field,
+                    self.context_length,
+                    f"{len(text)} characters make more than {most}",
+                    f"Shorten it to at most {self.longest - 1} tokens",
+                )
+            num_chars *= 2
+
+    def _ids(self, text: str, field: str, *, add_special_tokens: bool) -> list[int]:
+        try:
+            # Of a batch, as that alone lets other threads run meanwhile.
+            (encoding,) = self.tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        except TypeError as error:
+            raise Invalid(field, "it holds characters that are not valid Unicode", "Remove lone surrogates") from error
+        ids: list[int] = encoding.ids
         return ids
 
     def _checked(self, field: str, ids: Sequence[int]) -> tuple[int, ...]:

@@ -93,7 +93,6 @@ def test_a_wrong_completion_names_the_field_and_the_remedy(fields: dict[str, Any
         ({"tools": [{}]}, "tools"),
         ({"tools": nested(960)}, "tools"),
         ({"suffix": nested(10_000)}, "suffix"),
-        ({"chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs"),
         ({"verbosity": "low"}, "verbosity"),
         ({"reasoning_effort": "high"}, "reasoning_effort"),
         ({"continue_final_message": True}, "continue_final_message"),
@@ -161,6 +160,15 @@ def test_whole_numbers_are_integers_however_a_language_writes_them() -> None:
 def test_a_completion_that_says_no_length_has_16_tokens(fields: dict[str, Any], default: int | None) -> None:
     assert completion_request({**TEXT, **fields})[1].default_max_tokens == default
     assert chat_request({**CHAT, **fields})[1].default_max_tokens is None
+
+
+def test_variables_of_a_chats_template_are_kept_and_a_prompt_has_none() -> None:
+    kept, _ = chat_request({**CHAT, "chat_template_kwargs": {"enable_thinking": False}})
+    assert kept.chat_template_kwargs == {"enable_thinking": False}
+    assert chat_request({**CHAT, "chat_template_kwargs": {}})[0] == chat_request(CHAT)[0]
+    with pytest.raises(Invalid) as caught:
+        completion_request({**TEXT, "chat_template_kwargs": {"enable_thinking": False}})
+    assert caught.value.field == "chat_template_kwargs"
 
 
 def test_a_long_name_is_cut_in_the_error() -> None:

@@ -10,9 +10,11 @@ from typing import Any, cast
 
 import pytest
 from tokenizers import AddedToken, Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import AutoTokenizer
 
-from shardline.base.errors import Invalid
+from shardline.base.errors import ContextExceeded, Invalid
 from shardline.contract.job import Message, SamplingParams
 from shardline.tokenize import ChatTemplate, Tokens, model_row
 from tests.tiny_head import CLERK, clerk_row
@@ -42,6 +44,48 @@ def test_the_row_of_a_models_folder_has_its_texts_and_its_heads_limits(row: dict
     assert (row["context_length"], row["vocab_size"], row["eos_token_ids"]) == (512, 896, [2])
     assert row["special_tokens"] == {"bos_token": "<bos>", "eos_token": "<eos>", "pad_token": "<pad>"}
     assert "raise_exception" in row["chat_template"]
+
+
+def test_of_text_far_over_the_context_only_a_beginning_is_tokenized(row: dict[str, Any]) -> None:
+    # Given a text of whose kind a beginning is far over the context, and one of the same length that fits
+    seen: list[int] = []
+    tokens = Tokens.from_row({**row, "context_length": 8192})
+    tokenizer = tokens.tokenizer
+    tokens.tokenizer = cast("Tokenizer", Spy(tokenizer, seen))
+
+    with pytest.raises(ContextExceeded, match=r"1000000 characters make more than 16384.*at most 8191 tokens"):
+        tokens.prepare(prompt="3 1 4 1 5 " * 100_000, params=NO_LIMITS)
+
+    assert seen == [8 * 8192]
+    fits = "31 " * 1_000
+    assert tokens.prepare(prompt=fits, params=NO_LIMITS).prompt_ids == tuple(tokenizer.encode(fits).ids)
+
+
+def test_a_long_text_of_few_tokens_is_read_whole() -> None:
+    tokenizer = Tokenizer(WordLevel({"<unk>": 0, "a" * 100: 1}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = WhitespaceSplit()
+    tokens = Tokens(
+        model="m",
+        tokenizer_json=tokenizer.to_str(),
+        chat_template=None,
+        special_tokens={},
+        context_length=4096,
+        vocab_size=2,
+        eos_ids=[],
+    )
+    assert tokens.prepare(prompt=("a" * 100 + " ") * 4000, params=NO_LIMITS).prompt_ids == (1,) * 4000
+
+
+class Spy:
+    """A tokenizer that notes the length of each text."""
+
+    def __init__(self, tokenizer: Tokenizer, seen: list[int]) -> None:
+        self._tokenizer, self._seen = tokenizer, seen
+
+    def encode_batch_fast(self, texts: list[str], **options: Any) -> Any:
+        """As the tokenizer does."""
+        self._seen.extend(len(text) for text in texts)
+        return self._tokenizer.encode_batch_fast(texts, **options)
 
 
 def test_a_folder_without_tokenizer_takes_only_token_ids(tmp_path: Path) -> None:
