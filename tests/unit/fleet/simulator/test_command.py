@@ -9,7 +9,6 @@ import pytest
 from typer.testing import CliRunner
 
 from shardline.cli.commands import cli
-from shardline_fleet.cli import simulate as of_cli
 from shardline_fleet.simulator import __main__ as command
 from shardline_fleet.simulator.datasheets import DATASHEETS
 from tests.repository import REPOSITORY
@@ -49,13 +48,6 @@ def test_the_command_runs_the_simulator_of_the_repository(fleet: Path, monkeypat
     fleet.write_text("model: [")
     done = CliRunner().invoke(cli, ["simulate", str(fleet)])
     assert done.exit_code == 2
-
-
-def test_elsewhere_the_command_says_where_it_works(fleet: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(fleet.parent)
-    done = CliRunner().invoke(cli, ["simulate", str(fleet)])
-    assert done.exit_code == 2
-    assert f"has no {of_cli.MODULE}. Run it in the folder of Shardline's repository" in done.output
 
 
 def test_each_datasheet_names_its_document() -> None:
