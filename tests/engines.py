@@ -106,9 +106,9 @@ def wiring(
 
 @contextmanager
 def open_engines(
-    executors: Sequence[Executor], folder: Path, *, budget: int, sends_int8: bool = False, step_j: float = 0.0
+    executors: Sequence[Executor], folder: Path, *, budget: int, sends_int8: bool = False
 ) -> Iterator[Engines]:
-    """A context with engines of two or more stages, whose epoch has begun. Each step takes `step_j` of each stage."""
+    """A context with engines of two or more stages, whose epoch has begun."""
     first, *rest = executors
     scheduler = Scheduler(
         SchedulerConfig(
@@ -127,7 +127,7 @@ def open_engines(
         for event in found:
             events.put(event)
 
-    options: Any = {"on_lost": lambda _, reason: lost.append(reason), "spend": lambda _: step_j}
+    options: Any = {"on_lost": lambda _, reason: lost.append(reason)}
     head = HeadEngine(first, scheduler, emit=emit, **options)
     later = [FollowerEngine(executor, **options) for executor in rest]
     engines: list[Engine] = [head, *later]

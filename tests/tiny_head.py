@@ -25,6 +25,7 @@ from shardline.store.claims import Claimant, Claimed
 from shardline.store.connection.database import connect
 from shardline.store.ends import End
 from shardline.store.leases import Beat
+from shardline.store.statistics.costs import EpochEnergy, put_epoch_energy
 from shardline.streams import DeltaWriter
 from shardline.tokenize import CompletionText, Tokens, model_row
 from tests.repository import REPOSITORY
@@ -33,8 +34,8 @@ CLERK = REPOSITORY / "services/standalone/demo/clerk/model"
 LEASE_S = 60.0
 NUM_CACHED = 2
 """Tokens of each prompt that it says it has not computed."""
-ENERGY_J = 7_200.0
-"""What each job takes."""
+ROW_J = 100.0
+"""What each token row takes."""
 UNPREPARED = text(
     "SELECT id, prompt, messages, prompt_ids, params FROM jobs WHERE prepared_at IS NULL AND state = 'queued'"
 )
@@ -80,7 +81,15 @@ class TinyHead:
     def ready(self, kv_tokens: int | None = None) -> None:
         """From now on the pipeline can generate."""
         stages = [{"layers": "0-7"}]
+        energy = EpochEnergy(
+            pipeline="tiny",
+            epoch=self._epoch,
+            source="table",
+            energy_j=ROW_J * 1_000,
+            num_rows=1_000,
+        )
         with self.database.begin() as connection:
+            put_epoch_energy(connection, energy)
             pipelines.ready(connection, "tiny", self._epoch, seats=8, stages=stages, exact=True, kv_tokens=kv_tokens)
 
     def claim_all(self) -> list[Sequence]:
@@ -104,7 +113,6 @@ class TinyHead:
                     epoch=self._epoch,
                     fingerprint="f1",
                     exactness="e1",
-                    energy_source="table",
                 ),
                 lease_s=LEASE_S,
                 exact_wait_s=0.0,
@@ -168,7 +176,6 @@ class TinyHead:
             state=state,
             result=None if failed else result,
             error={"code": "poison", "message": "it broke the engine"} if failed else None,
-            energy_j=ENERGY_J,
         )
         with self.database.begin() as connection:
             assert ends.end_running(connection, [end])
@@ -270,6 +277,11 @@ class TinyHead:
 def clerk_row() -> dict[str, Any]:
     """As the clerk's head registers it."""
     return model_row(CLERK, name="clerk", fingerprint="f1", context_length=512, vocab_size=896, eos_ids=(2,))
+
+
+def energy_j(num_prompt: int, num_output: int) -> float:
+    """What one job of so many tokens takes."""
+    return ROW_J * (num_prompt - NUM_CACHED + num_output - 1)
 
 
 @contextmanager

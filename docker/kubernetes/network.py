@@ -1,7 +1,7 @@
 """NetworkPolicies: who may open a connection to which pod. Knows no file.
 
 They add up: one closes all of our pods, each other one opens some to somebody. What pods open themselves
-is not limited: Postgres, Redis, collectors and series of energy rates may be anywhere.
+is not limited: Postgres, Redis, collectors and series of rates may be anywhere.
 """
 
 from __future__ import annotations

@@ -62,7 +62,6 @@ class Follower:
             loaded.executor,
             on_lost=self._on_lost,
             on_step=step_observer(loaded, self.meter, self._tracer),
-            spend=loaded.spend,
         )
         self._registry = backends.open_registry()
         self._announcer = Announcer(self._registry, self._card)
@@ -138,6 +137,7 @@ class Follower:
             compute_us=int(progress.compute_s * 1e6),
             hop_us=int(progress.hop_s * 1e6),
             wait_us=int(progress.wait_s * 1e6),
+            power_mw=round(self._loaded.watts * 1e3),
             error=progress.error,
         )
 

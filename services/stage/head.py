@@ -28,6 +28,7 @@ from services.stage.jobs.quarantine import Seats
 from services.stage.jobs.result_publisher import ResultPublisher
 from services.stage.metrics import StageMeter
 from services.stage.pipeline.assembly import PipelineAssembly
+from services.stage.pipeline.energy_writer import EnergyWriter, epoch_energy
 from services.stage.pipeline.epochs import Epochs
 from services.stage.pipeline.pipeline import Pipeline
 from services.stage.pipeline.status import StageProgress
@@ -41,6 +42,7 @@ from shardline.contract.wire import StageCard
 from shardline.store import leases
 from shardline.store.connection.database import failure_of
 from shardline.store.models import register_adapters, register_model
+from shardline.store.statistics.costs import EpochEnergy
 from shardline.tokenize import Tokens
 from shardline_scheduler.events import Event
 from shardline_scheduler.scheduler import Scheduler
@@ -122,9 +124,10 @@ class Head:
             emit=self._report,
             on_lost=self._pipeline.lost,
             on_step=step_observer(loaded, self.meter, self._tracer),
-            spend=loaded.spend,
         )
         self.delivery_handler = self._make_lease_manager()
+        every_s = settings.times.heartbeat_s
+        self._energy = EnergyWriter(self._database, self._measure_energy, every_s=every_s)
         self.meter.watch(self._scheduler, self._pipeline)
 
     def _make_lease_manager(self) -> LeaseManager:
@@ -176,6 +179,7 @@ class Head:
         self.delivery_handler.start()
         self._engine.start()
         self._pipeline.start()
+        self._energy.start()
 
     def attach(self, consumer: Any) -> None:
         """Celery's consumer is up: the subscription acts on it."""
@@ -206,6 +210,8 @@ class Head:
             self._adapter_watch.stop()
         self.delivery_handler.stop()
         self.delivery_handler.join()
+        self._energy.stop()
+        self._energy.join()
         self._pipeline.stop()
         self._epochs.release()
         self._engine.stop()
@@ -279,6 +285,11 @@ class Head:
         """A supervisor starts the head again."""
         self._backends.exit(reason)
 
+    def _measure_energy(self) -> EpochEnergy | None:
+        """Any thread."""
+        status, progress = self._pipeline.status(), self._engine.progress
+        return epoch_energy(self._name, status, progress, self._loaded.watts)
+
     # The lease manager's thread -----------------------------------------------------------------------------------
 
     def readiness_announced(self) -> None:
@@ -310,15 +321,16 @@ class Head:
         if self._results is not None:
             self._results.put(job_id, state, value)
 
-    def energy_spent(self, tenant: str, energy_j: float) -> None:
-        """Counted."""
-        self.meter.charge(tenant, energy_j)
-
     def job_ended(self, outcome: JobOutcome) -> None:
         """Counted and traced."""
         self.meter.ended(outcome.state, outcome.job.latency())
+        self._charge(outcome.job, outcome.num_rows)
         self._spans.ended(outcome)
 
     def attempt_given_back(self, job: LiveJob, outcome: str) -> None:
-        """Traced."""
+        """Counted and traced."""
+        self._charge(job, job.num_rows())
         self._spans.given_back(job, outcome)
+
+    def _charge(self, job: LiveJob, num_rows: int) -> None:
+        self.meter.charge(job.claimed.tenant_id, num_rows * self._energy.row_j())

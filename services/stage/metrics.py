@@ -54,6 +54,7 @@ class StageMeter:
         layers = f"{loaded.layers.start}-{loaded.layers.stop - 1}"
         self._metrics.stage_info.labels(self._model, loaded.worker, loaded.device.name, layers).set(1)
         self._tenants: set[str] = set()
+        self._power = loaded.power
         if loaded.power is not None:
             self._show_energy(loaded.power)
         self._metrics.kv_blocks.labels("used").set_function(lambda: executor.blocks_used)
@@ -80,6 +81,8 @@ class StageMeter:
         """The engine's thread, after each step."""
         metrics, seconds = self._metrics, time.compute_s
         metrics.steps.inc()
+        if self._power is not None:
+            self._power.add(seconds)
         if self._drift is not None:
             self._drift.add(plan, seconds)
         metrics.step_seconds.observe(seconds)

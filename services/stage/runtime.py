@@ -132,9 +132,10 @@ class Loaded:
         """It holds the first layer."""
         return self.layers.start == 0
 
-    def spend(self, compute_s: float) -> float:
-        """The joules of a step that was computed in so many seconds; 0 where nobody knows."""
-        return self.power.joules(compute_s) if self.power else 0.0
+    @property
+    def watts(self) -> float:
+        """What the device has drawn while it computed; 0 where nobody knows."""
+        return self.power.watts if self.power else 0.0
 
     def watch_adapters(self, tell: Tell = lambda _: None) -> AdapterWatch | None:
         """Of its folder, if it has one; not started."""

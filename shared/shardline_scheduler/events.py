@@ -16,8 +16,6 @@ class NewTokens(msgspec.Struct, frozen=True, kw_only=True):
     ids: tuple[int, ...]
     text: str
     logprobs: tuple[TokenLogprob, ...] = ()
-    energy_j: float = 0.0
-    """Of the attempt up to these tokens."""
 
 
 class Finished(msgspec.Struct, frozen=True, kw_only=True):
@@ -32,8 +30,6 @@ class Finished(msgspec.Struct, frozen=True, kw_only=True):
     """The end of `text` that no NewTokens held: it was held back when the job was aborted."""
     num_cached: int = 0
     """Prompt tokens that were not computed for it: their KV was there."""
-    energy_j: float = 0.0
-    """Of the whole attempt."""
 
     @classmethod
     def of(cls, sequence: Sequence, reason: FinishReason, tail: str) -> Finished:
@@ -46,7 +42,6 @@ class Finished(msgspec.Struct, frozen=True, kw_only=True):
             logprobs=None if sequence.request.params.logprobs is None else tuple(sequence.logprobs),
             tail=tail,
             num_cached=sequence.num_cached or 0,
-            energy_j=sequence.energy_j,
         )
 
 
@@ -55,8 +50,6 @@ class Failed(msgspec.Struct, frozen=True, kw_only=True):
 
     key: Key
     reason: str
-    energy_j: float = 0.0
-    """Of the whole attempt."""
 
 
 class Crashed(msgspec.Struct, frozen=True, kw_only=True):

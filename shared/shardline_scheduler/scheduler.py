@@ -112,17 +112,14 @@ class Scheduler:
         self._flights.append((plan, builder.sequences))
         return plan
 
-    def apply(self, result: StepResult, energy_j: float = 0.0) -> list[Event]:
-        """The tail's answer to the oldest step in flight, and the energy that it took: each sequence has its share by
-        packed rows. Raises ProtocolError on any other."""
+    def apply(self, result: StepResult) -> list[Event]:
+        """The tail's answer to the oldest step in flight. Raises ProtocolError on any other."""
         plan, sequences = self._land(result)
-        row_j = energy_j / max(1, plan.num_tokens)
         answers = zip(result.tokens, result.logprobs or repeat(()), strict=False)
         events: list[Event] = []
         refused = dict(result.refused)
         for row, sequence in zip(plan.rows, sequences, strict=True):
             sequence.num_in_flight -= 1
-            sequence.energy_j += row_j * row.length
             if row.seq in refused and sequence.state is not State.ENDED:
                 events.append(self._fail(sequence, refused[row.seq]))
             if row.wants:
@@ -203,9 +200,8 @@ class Scheduler:
         text, reason = sequence.accept(tokens, logprobs)
         num = sequence.num_outputs - start
         known = tuple(each for each in logprobs[:num] if each is not None)
-        key, energy_j = sequence.request.key, sequence.energy_j
-        new = NewTokens(key=key, start=start, ids=tokens[:num], text=text, logprobs=known, energy_j=energy_j)
-        events.append(new)
+        key, ids = sequence.request.key, tokens[:num]
+        events.append(NewTokens(key=key, start=start, ids=ids, text=text, logprobs=known))
         sequence.num_computed += num - 1
         if num > 1:
             self._batch.kv.keep((sequence,))
@@ -229,7 +225,7 @@ class Scheduler:
     def _fail(self, sequence: Sequence, reason: str) -> Failed:
         self._batch.kv.forget(sequence)
         self._end(sequence)
-        return Failed(key=sequence.request.key, reason=reason, energy_j=sequence.energy_j)
+        return Failed(key=sequence.request.key, reason=reason)
 
     def _outgrow(self, sequence: Sequence) -> Outgrown:
         self._end(sequence)

@@ -82,7 +82,6 @@ class Sequence:
         "blocks",
         "called",
         "digests",
-        "energy_j",
         "ids",
         "logprobs",
         "lookup",
@@ -127,8 +126,6 @@ class Sequence:
         """Of its first blocks of tokens, as far as they were asked for."""
         self.num_cached: int | None = None
         """Prompt tokens whose KV was there when it was first admitted."""
-        self.energy_j = 0.0
-        """Its share of the steps that it had rows in, by packed rows."""
         self.forget_kv()
 
     def forget_kv(self) -> None:

@@ -48,6 +48,8 @@ class EngineProgress:
     epoch: int
     num_steps: int = 0
     """Steps that this stage has computed."""
+    num_tokens: int = 0
+    """Their packed rows."""
     compute_s: float = 0.0
     hop_s: float = 0.0
     """Time spent decoding frames and sending them on; on a head also scheduling and applying results."""
@@ -102,6 +104,7 @@ class EngineProgress:
             num_sampled=plan.num_wanting + plan.num_drafts,
         )
         self.num_steps += 1
+        self.num_tokens += plan.num_tokens
         self.compute_s += compute_s
         self.hop_s += hop_s
         self.wait_s += wait_s

@@ -60,8 +60,7 @@ SELECT jobs.id, state, jobs.fence, crashes, num_sends, sent_at IS NOT NULL, canc
 FROM jobs LEFT JOIN results ON results.job_id = jobs.id ORDER BY jobs.created_at, jobs.id
 """)
 ATTEMPTS = text(
-    "SELECT job_id, fence, pipeline, epoch, tokens, num_resumed, outcome, parked, energy_j, energy_source "
-    "FROM attempts ORDER BY 1, 2"
+    "SELECT job_id, fence, pipeline, epoch, tokens, num_resumed, outcome, parked FROM attempts ORDER BY 1, 2"
 )
 PIPELINES = text("SELECT id, epoch, head, ready_at IS NOT NULL, seats, exact, kv_tokens FROM pipelines ORDER BY id")
 
@@ -148,8 +147,6 @@ def _attempt_rows(pair: Pair) -> list[tuple[Any, ...]]:
             one.num_resumed,
             one.outcome,
             one.parked,
-            one.energy_j,
-            one.energy_source,
         )
         for (job_id, fence), one in pair.tables.attempts.items()
     ]
@@ -262,7 +259,6 @@ def _claimant(pair: Pair) -> Claimant:
         epoch=epoch,
         fingerprint="w",
         exactness=exactness,
-        energy_source=pair.rng.choice([None, "table"]),
         adapters=adapters,
     )
 
@@ -290,8 +286,7 @@ def beat(pair: Pair) -> None:
         start = len(attempt.tokens) if attempt else 0
         start = max(0, start + pair.rng.choice([0, 0, 0, -1, -2, 1]))
         ids = tuple(pair.rng.randrange(100) for _ in range(pair.rng.randrange(3)))
-        energy_j = pair.rng.choice([None, pair.rng.random()])
-        beats.append(Beat(job_id=job_id, fence=_fence(pair, job_id), start=start, ids=ids, energy_j=energy_j))
+        beats.append(Beat(job_id=job_id, fence=_fence(pair, job_id), start=start, ids=ids))
     pair.both(leases.heartbeat, beats, lease_s=LEASE_S)
 
 
@@ -361,15 +356,15 @@ def _pipeline(pair: Pair) -> tuple[str, int]:
 
 def _end(pair: Pair, job_id: UUID) -> End:
     state = pair.rng.choice([JobState.SUCCEEDED, JobState.SUCCEEDED, JobState.CANCELLED, JobState.FAILED])
-    fence, energy_j = _fence(pair, job_id), pair.rng.choice([None, pair.rng.random()])
+    fence = _fence(pair, job_id)
     if state is JobState.FAILED:
-        return End(job_id=job_id, fence=fence, state=state, error={"code": "engine"}, energy_j=energy_j)
+        return End(job_id=job_id, fence=fence, state=state, error={"code": "engine"})
     reason = FinishReason.STOP if state is JobState.SUCCEEDED else FinishReason.CANCELLED
     ids = tuple(pair.rng.randrange(100) for _ in range(pair.rng.randint(1, 4)))
     usage = Usage(prompt_tokens=2, completion_tokens=len(ids))
     exact = pair.rng.random() < 0.8
     result = Result(job_id=job_id, text="t", token_ids=ids, usage=usage, finish_reason=reason, exact=exact)
-    return End(job_id=job_id, fence=fence, state=state, result=result, energy_j=energy_j)
+    return End(job_id=job_id, fence=fence, state=state, result=result)
 
 
 @pytest.fixture

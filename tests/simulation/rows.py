@@ -66,8 +66,6 @@ class Attempt:
     num_resumed: int
     outcome: str | None = None
     parked: bool = False
-    energy_j: float | None = None
-    energy_source: str | None = None
 
 
 class EndRow(msgspec.Struct, kw_only=True):
@@ -81,7 +79,6 @@ class EndRow(msgspec.Struct, kw_only=True):
     token_ids: tuple[int, ...] | None = None
     finish_reason: FinishReason | None = None
     exact: bool = False
-    energy_j: float | None = None
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -182,7 +179,6 @@ class Tables:
         if attempt is not None:
             attempt.outcome = attempt.outcome or one.state
             attempt.tokens = attempt.tokens if one.token_ids is None else one.token_ids
-            attempt.energy_j = attempt.energy_j if one.energy_j is None else one.energy_j
         if one.finish_reason is not None:
             assert job.id not in self.results, "the primary key of results"
             self.results[job.id] = ResultRow(

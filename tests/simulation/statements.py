@@ -34,7 +34,6 @@ class BeatRow(msgspec.Struct):
     fence: int
     start: int
     ids: tuple[int, ...]
-    energy_j: float | None
 
 
 # shardline.store.claims ----------------------------------------------------------------------------------------------
@@ -104,7 +103,6 @@ def claim(tables: Tables, *, ids: Collection[UUID], lease_s: float, adapters: st
             worker=head.worker,
             tokens=tokens,
             num_resumed=len(tokens),
-            energy_source=head.energy_source,
         )
         claimed.append(_claimed(tables, job, tokens))
     return claimed
@@ -144,8 +142,6 @@ def heartbeat(tables: Tables, *, beats: str, lease_s: float) -> Rows:
         tables.grant(job, tables.now_s + lease_s)
         if beat.ids:
             tables.save((job.id, job.fence), saved[: beat.start] + beat.ids)
-        if beat.energy_j is not None:
-            tables.attempts[job.id, job.fence].energy_j = beat.energy_j
         asked = {"cancel_requested": job.cancel_s is not None, "expired": tables.is_past(job.deadline_s)}
         replies.append({"id": job.id, "fence": job.fence, **asked})
     return replies

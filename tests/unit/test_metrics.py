@@ -135,8 +135,11 @@ def test_a_measured_device_shows_its_rates_and_links_which_follow_its_drift() ->
 
 def test_a_stage_shows_what_steps_took_and_what_its_device_drew_besides() -> None:
     power = NominalPower("table", Watts(busy=50.0, idle=1e6))
-    registry = meter_of_stage(is_head=False, power=power).registry
-    power.joules(3.0)
+    meter = meter_of_stage(is_head=False, power=power)
+    plan = StepPlan(0, (), (), ())
+    times = {"began_s": 1.0, "compute_began_s": 2.0, "computed_s": 5.0, "ended_s": 6.0}
+    meter.step(plan, EngineProgress(epoch=1).finish(plan, **times))
+    registry = meter.registry
 
     def shown(doing: str) -> float:
         value = registry.get_sample_value("shardline_energy_joules", {"doing": doing, "source": "table"})

@@ -42,7 +42,8 @@ OFF_THE_PATH = {
     "for a job that was preempted": """stage/attention/offload_area shardline_scheduler/offload
         shardline_scheduler/recompute_cost""",
     "for a pipeline, not for a prompt": """stage/celery/subscription stage/pipeline/assembly stage/pipeline/epochs
-        stage/pipeline/pipeline shardline/store/models shardline/store/pipelines""",
+        stage/pipeline/pipeline stage/pipeline/energy_writer shardline/store/models
+        shardline/store/pipelines""",
     "for a job with an adapter": """stage/engine/adapter_pool stage/adapters/lora stage/adapters/peft""",
     "small forms of what a request holds": """shardline/contract/plain_json shardline/base/trace_context""",
     "for other requests": """gateway/http/answers gateway/routes/costs gateway/routes/health

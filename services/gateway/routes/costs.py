@@ -1,4 +1,4 @@
-"""The route of costs: what the caller's jobs took in energy, money and carbon. Knows no rate: rows do."""
+"""The route of costs: kWh, money and carbon of the caller's jobs. Knows no rate: rows do."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ GROUPS = ("model", "day", "model,day")
     responses={200: answer("A row for each model, day, or both", {JSON: "CostList"})},
 )
 async def list_costs(request: Request, gateway: GatewayDep, caller: ReadCaller) -> Response:
-    """Energy, money and carbon of the tenant's jobs that came within `days`, by `model`, `day` or `model,day`."""
+    """kWh, money and carbon of the tenant's jobs of `days`, by `model`, `day` or `model,day`."""
     asked = query(request, "by", "days", "model")
     by = asked.get("by", GROUPS[0])
     if by not in GROUPS:

@@ -1,1 +1,1 @@
-"""What the relay writes down about all jobs together: counts, sizes of tables, rates of energy."""
+"""What the relay writes down about all jobs together: counts, sizes of tables, rates."""

@@ -1,4 +1,4 @@
-"""Rates of energy as an operator gives them: a number, or a series in a file or at an address. Knows no database."""
+"""Rates as an operator gives them: a number, or a series at an address. Knows no database."""
 
 from __future__ import annotations
 

@@ -31,12 +31,12 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Meter:
-    """What measures the energy of a device."""
+    """What measures the power of a device."""
 
     source: str
     """`rapl` or `nvml`."""
     spent_j: Callable[[float], float]
-    """Returns the joules since its last call, which was so many seconds ago. May raise anything."""
+    """Returns the watt-seconds since its last call, so many seconds ago. May raise anything."""
 
 
 class Device(ABC):
@@ -97,7 +97,8 @@ class Device(ABC):
         """Waits until the device has done all that it was given."""
 
     def meter(self) -> Meter | None:
-        """Returns what measures its energy; None if it has nothing. Raises OSError, with the reason, if that fails."""
+        """Returns what measures its power; None without it. Raises OSError, with the reason, if
+        that fails."""
         return None
 
     def watts(self) -> Watts | None:

@@ -21,18 +21,22 @@ SAMPLE_S = 0.2
 
 
 class Power(ABC):
-    """What a device draws. `joules` is for the engine's thread, `drawn_j` for any."""
+    """What a device draws. `add` is for the engine's thread, all else for any."""
 
     def __init__(self, source: str) -> None:
         self.source = source
-        self.computed_j = 0.0
+        self.computed_j = self._computed_s = 0.0
         """Of all steps."""
 
-    def joules(self, compute_s: float) -> float:
-        """Returns the energy of a step that the device has just computed in so many seconds."""
-        spent_j = self._watts_now() * compute_s
-        self.computed_j += spent_j
-        return spent_j
+    def add(self, compute_s: float) -> None:
+        """Counts a step that the device has just computed in so many seconds."""
+        self._computed_s += compute_s
+        self.computed_j += self._watts_now() * compute_s
+
+    @property
+    def watts(self) -> float:
+        """What it has drawn while it computed, the mean of all steps; 0 before the first one."""
+        return self.computed_j / self._computed_s if self._computed_s else 0.0
 
     @abstractmethod
     def _watts_now(self) -> float:

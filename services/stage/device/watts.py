@@ -1,7 +1,7 @@
 """What devices draw by public figures, where nothing measures them. Owns the table; knows no meter.
 
 Cores: Cloud Carbon Footprint's averages of a virtual CPU, from SPECpower's servers. Accelerators: the maker's board
-power (TDP), found by words of the name that the driver gives. Sources: docs/decisions/energy.md.
+power (TDP), found by words of the name that the driver gives. Sources: docs/cost.md.
 """
 
 from __future__ import annotations

@@ -40,23 +40,18 @@ IDLE_WAIT_S = 0.5
 """A wait for work ends at least this often; every real event wakes the engine at once."""
 
 
+Output = Tensor | StepResult
+"""Activations for the next stage; of the tail, its answer."""
+
 OnLost = Callable[[int, str], None]
 """Called with (epoch, reason) in the engine's thread when that epoch is over."""
 
 OnStep = Callable[[StepPlan, StepTime], None]
 """Called in the engine's thread after every step, when its frame has left."""
 
-Spend = Callable[[float], float]
-"""Called in the engine's thread with the seconds in which a step was computed; returns the joules that it took."""
-
 
 def _ignore(_plan: StepPlan, _time: StepTime) -> None:
     """The OnStep of an engine without metrics."""
-
-
-def _nothing(_compute_s: float) -> float:
-    """The Spend of a device whose power nobody knows."""
-    return 0.0
 
 
 class Engine(threading.Thread):
@@ -68,7 +63,6 @@ class Engine(threading.Thread):
         *,
         on_lost: OnLost,
         on_step: OnStep = _ignore,
-        spend: Spend = _nothing,
         name: str = "engine",
     ) -> None:
         super().__init__(name=name, daemon=True)
@@ -78,7 +72,6 @@ class Engine(threading.Thread):
         self.step_times = StepTimes()
         self._on_lost = on_lost
         self._on_step = on_step
-        self._spend = spend
         self._wiring: Wiring | None = None
         self._launched: LaunchedSteps | None = None
         """Of an epoch on an accelerator with pinned memory. Without one a step is computed when `run` returns."""
@@ -144,7 +137,7 @@ class Engine(threading.Thread):
         self._unwire()
         self._on_lost(self.progress.epoch, reason)
 
-    def _run_step(self, plan: StepPlan, hidden: Tensor | None) -> Tensor | StepResult:
+    def _run_step(self, plan: StepPlan, hidden: Tensor | None) -> Output:
         began_s = self.step_began_s = monotonic_s()
         try:
             if failpoints.ARMED is not None:
@@ -160,41 +153,34 @@ class Engine(threading.Thread):
         """Whether a step may be run now: on an accelerator one step ahead of the one that it computes."""
         return self._launched is None or not self._launched.is_full
 
-    def _pass_on(
-        self, plan: StepPlan, message: Buffer, out: Tensor | StepResult, began_s: float, spent_uj: int = 0
-    ) -> None:
-        """Sends what a step gave: now, or, if an accelerator still computes it, once it is copied. `spent_uj` is what
-        the stages before have spent on it."""
+    def _pass_on(self, plan: StepPlan, message: Buffer, out: Output, began_s: float) -> None:
+        """Sends what a step gave: now, or, from an accelerator, once it is copied."""
         assert self._wiring is not None
         if self._wiring.sends_int8 and isinstance(out, Tensor):
             out = quantized(out)
         if self._launched is not None and isinstance(out, Tensor):
             states = out if plan.rows else None
-            self._launched.add(plan, message, states, began_s=began_s, launched_s=self._computed[0], spent_uj=spent_uj)
+            self._launched.add(plan, message, states, began_s=began_s, launched_s=self._computed[0])
             self.step_began_s = self._computed[0]
             return
-        self._send(plan, message, out, spent_uj + self._spent_uj(self._computed))
+        self._send(plan, message, out)
         self._finish_step(plan, began_s, self._computed, monotonic_s())
 
     def _leave(self, step: LaunchedStep) -> None:
         """Sends a step that is copied. If the device has the next one by then, the sending takes none of its time."""
         assert self._launched is not None
         computed = step.launched_s, step.copy.wait()
-        self._send(step.plan, step.message, step.copy.tensor, step.spent_uj + self._spent_uj(computed))
+        self._send(step.plan, step.message, step.copy.tensor)
         following = self._launched.oldest
         ended_s = max(computed[1], following.began_s) if following else monotonic_s()
         self.step_began_s = following.launched_s if following else None
         self._finish_step(step.plan, step.began_s, computed, ended_s)
 
-    def _spent_uj(self, computed: tuple[float, float]) -> int:
-        """The energy of the step that this stage has computed last."""
-        return round(self._spend(self.progress.computing_s(*computed)) * 1e6)
-
-    def _send(self, plan: StepPlan, message: Buffer, out: Tensor | StepResult | None, spent_uj: int) -> None:
+    def _send(self, plan: StepPlan, message: Buffer, out: Output | None) -> None:
         wiring = self._wiring
         assert wiring is not None
         assert wiring.sender is not None
-        wiring.sender.send(_frame(wiring, plan, message, out, spent_uj))
+        wiring.sender.send(_frame(wiring, plan, message, out))
 
     def _finish_step(self, plan: StepPlan, began_s: float, computed: tuple[float, float], ended_s: float) -> StepTime:
         time = self.progress.finish(plan, began_s, *computed, ended_s)
@@ -220,9 +206,8 @@ class HeadEngine(Engine):
         emit: Callable[[Sequence[Event]], None],
         on_lost: OnLost,
         on_step: OnStep = _ignore,
-        spend: Spend = _nothing,
     ) -> None:
-        super().__init__(executor, on_lost=on_lost, on_step=on_step, spend=spend)
+        super().__init__(executor, on_lost=on_lost, on_step=on_step)
         self.scheduler = scheduler
         self._may_run_until_s = float("inf")
         """Self-fencing, by the lease clock: after this moment nothing is scheduled and nothing is emitted."""
@@ -322,7 +307,7 @@ class HeadEngine(Engine):
         if isinstance(out, Tensor):
             self._pass_on(plan, encode(plan), out, began_s)
             return
-        self._apply(out, self._spent_uj(self._computed))
+        self._apply(out)
         self._finish_step(plan, began_s, self._computed, monotonic_s())
 
     def _finish_step(self, plan: StepPlan, began_s: float, computed: tuple[float, float], ended_s: float) -> StepTime:
@@ -334,14 +319,13 @@ class HeadEngine(Engine):
     def _collect(self, receiver: Receiver, wait_s: float) -> None:
         while (frame := receiver.receive(wait_s)) is not None:
             began_s = monotonic_s()
-            self._apply(decode_result(frame.message), frame.spent_uj)
+            self._apply(decode_result(frame.message))
             if not self._launched:  # beside a computation it takes no time of this stage
                 self.progress.work(monotonic_s() - began_s)
             wait_s = 0.0
 
-    def _apply(self, result: StepResult, spent_uj: int) -> None:
-        """`spent_uj` is what all stages have spent on the step."""
-        self._emit(self.scheduler.apply(result, spent_uj * 1e-6))
+    def _apply(self, result: StepResult) -> None:
+        self._emit(self.scheduler.apply(result))
         if self.scheduler.num_in_flight == 0:
             self._idle_since_s = monotonic_s()
 
@@ -369,16 +353,16 @@ class FollowerEngine(Engine):
         admitted = self.executor.admit(plan)
         message = frame.message if admitted is plan else encode(admitted)
         out = self._run_step(admitted, self._received(frame) if plan.rows else None)
-        self._pass_on(admitted, message, out, began_s, frame.spent_uj)
+        self._pass_on(admitted, message, out, began_s)
 
     def _received(self, frame: Frame) -> Tensor:
         buffer = None if self._launched is None else self._launched.buffer(frame.step)
         return tensor_of(frame, self.executor.dtype, buffer)
 
 
-def _frame(wiring: Wiring, plan: StepPlan, message: Buffer, out: Tensor | StepResult | None, spent_uj: int) -> Frame:
+def _frame(wiring: Wiring, plan: StepPlan, message: Buffer, out: Output | None) -> Frame:
     """Returns the plan with its activations for the next stage, or the tail's answer for the head."""
-    of_step = partial(Frame, pipeline=wiring.pipeline, epoch=wiring.epoch, step=plan.step, spent_uj=spent_uj)
+    of_step = partial(Frame, pipeline=wiring.pipeline, epoch=wiring.epoch, step=plan.step)
     if isinstance(out, StepResult):
         return of_step(kind=Kind.RESULT, message=encode(out))
     if out is None or not plan.rows:

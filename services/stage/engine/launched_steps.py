@@ -32,8 +32,6 @@ class LaunchedStep:
     """Its frame had come; on a head: scheduling began."""
     launched_s: float
     """The device was given it."""
-    spent_uj: int
-    """Microjoules that the stages before have spent on it."""
     copy: HostCopy
 
 
@@ -72,13 +70,16 @@ class LaunchedSteps(threading.Thread):
         *,
         began_s: float,
         launched_s: float,
-        spent_uj: int,
     ) -> None:
         """Takes a step that was launched; the activations that it gives, [T, H] of any dtype, are copied behind it."""
         assert not self.is_full
         copy = self._staging.copy_out(plan.step, states)
         step = LaunchedStep(
-            plan=plan, message=message, began_s=began_s, launched_s=launched_s, spent_uj=spent_uj, copy=copy
+            plan=plan,
+            message=message,
+            began_s=began_s,
+            launched_s=launched_s,
+            copy=copy,
         )
         self._steps.append(step)
         self._awaited.put(step)

@@ -21,8 +21,6 @@ Buffer: TypeAlias = bytes | bytearray | memoryview
 
 MAX_MESSAGE_BYTES = 64 << 20
 MAX_TENSOR_BYTES = 256 << 20
-MAX_SPENT_UJ = (1 << 53) - 1
-"""Nine gigajoules; what stages add to it stays below what the header holds."""
 MAX_DIMS = 4
 MAX_PARTS = 3
 
@@ -30,7 +28,7 @@ DTYPES = {"float32": 1, "bfloat16": 2, "float16": 3, "int8": 4}
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
 
 _MAGIC = b"SHRD"
-_HEADER = struct.Struct(f"<4sHBB16sQQIQB3x{MAX_DIMS}IQ")
+_HEADER = struct.Struct(f"<4sHBB16sQQIQB3x{MAX_DIMS}I")
 _CHECKSUM = struct.Struct("<I")
 HEADER_BYTES = _HEADER.size + _CHECKSUM.size
 _DTYPE_NAMES = {code: name for name, code in DTYPES.items()}
@@ -63,8 +61,6 @@ class Frame:
     tensor: memoryview | None = None
     dtype: str = ""
     shape: tuple[int, ...] = ()
-    spent_uj: int = 0
-    """Microjoules that stages have spent on the step so far."""
 
 
 class _Header(NamedTuple):
@@ -82,7 +78,6 @@ class _Header(NamedTuple):
     dim1: int
     dim2: int
     dim3: int
-    spent_uj: int
 
 
 def encode(frame: Frame) -> list[Buffer]:
@@ -107,7 +102,6 @@ def encode(frame: Frame) -> list[Buffer]:
         num_bytes,
         len(frame.shape),
         *dims,
-        frame.spent_uj,
     )
     payload: list[Buffer] = [frame.message] if tensor is None else [frame.message, tensor]
     return [header + _CHECKSUM.pack(_checksum([header, *payload])), *payload]
@@ -141,7 +135,6 @@ def decode(parts: Sequence[Buffer]) -> Frame:
         tensor=memoryview(parts[2]) if header.tensor_bytes else None,
         dtype=_DTYPE_NAMES[header.dtype] if header.tensor_bytes else "",
         shape=shape,
-        spent_uj=header.spent_uj,
     )
 
 
@@ -160,8 +153,6 @@ def _read_header(part: Buffer) -> _Header:
             f"a frame of {header.message_bytes} + {header.tensor_bytes} bytes is over the limit of "
             f"{MAX_MESSAGE_BYTES} + {MAX_TENSOR_BYTES}"
         )
-    if header.spent_uj > MAX_SPENT_UJ:
-        raise ProtocolError(f"no step takes {header.spent_uj} µJ: the limit is {MAX_SPENT_UJ}")
     return header
 
 

@@ -9,6 +9,9 @@ from uuid import UUID
 
 from services.stage.hop import Receiver, Sender
 
+UNKNOWN = "unknown"
+"""How results name the source of a power that is not known."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Member:

@@ -94,7 +94,6 @@ class Finisher:
             if not is_told:
                 self._host.job_told(str(job.job_id), state, outcome.value())
             outcome.settle()
-            self._host.energy_spent(job.claimed.tenant_id, outcome.event.energy_j)
             self._host.job_ended(outcome)
         elif state in (JobState.CANCELLED, JobState.EXPIRED):
             job.delivery.revoke()  # A relay was first, under the same fence.
@@ -165,7 +164,6 @@ class Finisher:
     def _drop(self, job: LiveJob, outcome: str) -> None:
         self._jobs.drop(job)
         self._host.attempt_given_back(job, outcome)
-        self._host.energy_spent(job.claimed.tenant_id, job.energy_j)
 
     def _save(self, connection: Connection, jobs: Iterable[LiveJob]) -> None:
         leases.heartbeat(connection, [job.beat() for job in jobs], lease_s=self._times.lease_s)

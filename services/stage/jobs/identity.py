@@ -6,12 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from services.stage.hop.wiring import Wiring
+from services.stage.hop.wiring import UNKNOWN, Wiring
 from shardline.store.claims import Claimant
 from shardline_scheduler.kv_blocks import BLOCK_TOKENS
-
-UNKNOWN = "unknown"
-"""The source of a power that nobody knows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,8 +28,6 @@ class Identity:
     kv_tokens: int
     """The longest sequence that its KV holds."""
     stages: tuple[dict[str, Any], ...]
-    energy_source: str | None
-    """How the power of all stages is known, such as `rapl`, or `nvml+table` where they differ; None: of no stage."""
     software: dict[str, str]
 
     def claimant(self, adapters: Mapping[str, str]) -> Claimant:
@@ -43,7 +38,6 @@ class Identity:
             epoch=self.epoch,
             fingerprint=self.fingerprint,
             exactness=self.exactness,
-            energy_source=self.energy_source,
             adapters=adapters,
         )
 
@@ -94,11 +88,5 @@ def identity_of(
             }
             for member in wiring.members
         ),
-        energy_source=_energy_source(wiring),
         software=software,
     )
-
-
-def _energy_source(wiring: Wiring) -> str | None:
-    sources = {member.power for member in wiring.members}
-    return "+".join(sorted(source or UNKNOWN for source in sources)) if any(sources) else None

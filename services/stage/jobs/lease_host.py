@@ -34,9 +34,6 @@ class LeaseHost(Protocol):
         """The end of a job that is no Celery task is committed: its completion, or the reason of a
         failure."""
 
-    def energy_spent(self, tenant: str, energy_j: float) -> None:
-        """An attempt at a job of this tenant left the head; it took so many joules."""
-
     def job_ended(self, outcome: JobOutcome) -> None:
         """A job's end was committed here."""
 

@@ -39,8 +39,6 @@ class LiveJob:
     logprobs: list[TokenLogprob]
     num_saved: int
     """Output tokens that are in Postgres."""
-    energy_j: float = 0.0
-    """Of this attempt, up to its last token."""
     parked: bool = False
     """It waits for KV: nothing of it is computed."""
     adapter: str = ""
@@ -97,6 +95,11 @@ class LiveJob:
         """Tokens of prompt and output, which its KV holds while it runs."""
         return len(self.claimed.prompt_ids) + len(self.ids)
 
+    def num_rows(self, num_cached: int = 0) -> int:
+        """Token rows that this attempt took: its last token needs none. As `job_costs` has it."""
+        is_begun = len(self.ids) > len(self.claimed.output_ids)
+        return self.num_known - num_cached - 1 if is_begun else 0
+
     def keeps_bits_on(self, identity: Identity) -> bool:
         """Whether stages of this exactness may go on with it: an exact job gets its tokens from one exactness only."""
         return not self.exact or self.identity.exactness == identity.exactness
@@ -132,7 +135,6 @@ class LiveJob:
         """Adds tokens, to be saved by the next heartbeat; without exactness their reader waits for that."""
         self.ids.extend(tokens.ids)
         self.logprobs.extend(tokens.logprobs)
-        self.energy_j = tokens.energy_j
         if not self.exact:
             self.held.append(self.delta(tokens))
 
@@ -149,16 +151,11 @@ class LiveJob:
             start=self.num_saved,
             ids=tuple(self.ids[self.num_saved :]),
             logprobs=tuple(self.logprobs[self.num_saved :]),
-            energy_j=self.known_j(self.energy_j),
         )
 
     def bare_beat(self) -> Beat:
         """A heartbeat that saves nothing."""
         return Beat(job_id=self.claimed.job_id, fence=self.claimed.fence, start=self.num_saved)
-
-    def known_j(self, energy_j: float) -> float | None:
-        """The energy as it is stored: None where the power of no stage is known."""
-        return None if self.identity.energy_source is None else round(energy_j, 6)
 
     def timings(self) -> dict[str, float]:
         """Seconds: waiting before this claim, to this attempt's first token, and in this attempt altogether."""

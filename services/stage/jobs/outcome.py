@@ -37,13 +37,18 @@ class JobOutcome:
         """The row's terminal state."""
         return STATES[self.event.reason] if isinstance(self.event, Finished) else JobState.FAILED
 
+    @property
+    def num_rows(self) -> int:
+        """Token rows that its attempt took."""
+        return self.job.num_rows(self.event.num_cached if isinstance(self.event, Finished) else 0)
+
     def row(self) -> End:
         """What is committed: a result with the completion, whole or partial, or the reason of a failure."""
         job, event = self.job, self.event
-        claimed, energy_j = job.claimed, job.known_j(event.energy_j)
+        claimed = job.claimed
         if isinstance(event, Failed):
             error = {"code": "engine", "problem": event.reason}
-            return End(job_id=claimed.job_id, fence=claimed.fence, state=self.state, error=error, energy_j=energy_j)
+            return End(job_id=claimed.job_id, fence=claimed.fence, state=self.state, error=error)
         result = Result(
             job_id=claimed.job_id,
             text=event.text,
@@ -59,7 +64,7 @@ class JobOutcome:
             timings=job.timings(),
             provenance=job.provenance(),
         )
-        return End(job_id=claimed.job_id, fence=claimed.fence, state=self.state, result=result, energy_j=energy_j)
+        return End(job_id=claimed.job_id, fence=claimed.fence, state=self.state, result=result)
 
     def last_delta(self) -> Delta:
         """Tells readers of the stream that the row is committed."""

@@ -79,6 +79,7 @@ class ControlHandler:
             compute_us=status.compute_us,
             hop_us=status.hop_us,
             wait_us=status.wait_us,
+            power_mw=status.power_mw,
             error=status.error,
         )
 

@@ -135,6 +135,8 @@ class Pong(ControlMessage, frozen=True, kw_only=True, array_like=True, tag=7):
     """Set: this epoch is over for the stage."""
     wait_us: Count = 0
     """Time without work while the pipeline had a step in flight."""
+    power_mw: Count = 0
+    """Milliwatts that its device draws while it computes; 0: not known."""
 
 
 class Exit(ControlMessage, frozen=True, kw_only=True, array_like=True, tag=8):

@@ -45,6 +45,7 @@ class MemberStatus:
     compute_us: int
     hop_us: int
     wait_us: int
+    power_mw: int
     bubble_share: float
     """1 - compute / (compute + hop + wait), in this epoch."""
     round_trip_us: int
@@ -217,6 +218,7 @@ def _status(stage: StageHealth) -> MemberStatus:
         compute_us=pong.compute_us if pong else 0,
         hop_us=pong.hop_us if pong else 0,
         wait_us=pong.wait_us if pong else 0,
+        power_mw=pong.power_mw if pong else 0,
         bubble_share=bubble_share(pong.compute_us, pong.hop_us, pong.wait_us) if pong else 0.0,
         round_trip_us=stage.round_trip_us,
     )

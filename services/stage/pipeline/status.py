@@ -33,6 +33,8 @@ class StageStatus:
     compute_us: int = 0
     hop_us: int = 0
     wait_us: int = 0
+    power_mw: int = 0
+    """Milliwatts that its device draws while it computes; 0: not known."""
     error: str | None = None
     """Set: the epoch is over for this stage, for example because its hop was lost."""
 

@@ -54,7 +54,7 @@ class DemoReport(msgspec.Struct, frozen=True, kw_only=True):
     correct_by_task: dict[str, str]
     stages_seen: list[StageUsed]
     spent: dict[str, Any]
-    """Energy, its source, and what it cost: as `reports.spent` gives it."""
+    """Energy, its source, and what it cost: as `costs.spent` gives it."""
     processes_left: int = 0
 
     def shortfalls(self, *, num: int, num_doors: int, min_accuracy: float) -> list[str]:

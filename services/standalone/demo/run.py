@@ -37,7 +37,7 @@ from services.standalone.processes import StartFailed
 from services.standalone.settings import REPOSITORY
 from services.standalone.state_dir import StateDir
 from shardline.store.connection.database import transaction
-from shardline.store.statistics import reports
+from shardline.store.statistics import costs, reports
 
 NUM_PROMPTS = 300
 MIN_ACCURACY = 0.95
@@ -64,7 +64,7 @@ def run_demo(console: Console) -> bool:
         _wait_for_answers(producer, asked, console)
         seen = _wait_for_flower(producer, asked)
         with transaction(producer.urls["database"]) as connection:
-            found, spent = reports.outcomes(connection, ids), reports.spent(connection, ids)
+            found, spent = reports.outcomes(connection, ids), costs.spent(connection, ids)
             report = summarize(asked, found, spent=spent, flower_tasks_seen=seen)
             sample = reports.sample(connection, ids)
         started += _family(up["processes"])

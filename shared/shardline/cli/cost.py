@@ -1,4 +1,4 @@
-"""`shardline cost`: energy, money and carbon of jobs by model, tenant and day. Holds no arithmetic but its units'."""
+"""`shardline cost`: kWh, money and carbon of jobs by model, tenant and day. Holds no arithmetic but its units'."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def cost(
     if sum(row.num_jobs for row in found) == MAX_JOBS:
         typer.echo(f"only the newest {MAX_JOBS:,} jobs are counted: ask for fewer days", err=True)
     if not json and (unknown := sum(row.num_unknown for row in found)):
-        typer.echo(f"{unknown} attempts count as nothing: their energy is not known (yet)", err=True)
+        typer.echo(f"{unknown} attempts count as nothing: what they took is not known (yet)", err=True)
 
 
 def _table(rows: Iterable[Cost]) -> None:
@@ -45,11 +45,11 @@ def _table(rows: Iterable[Cost]) -> None:
     table = show.new_table(*columns)
     for row in rows:
         num_out = row.completion_tokens
-        joules = None if row.kwh is None or not num_out else row.kwh * 3.6e6 / num_out
+        per_token = None if row.kwh is None or not num_out else row.kwh * 3.6e6 / num_out
         per_million = None if row.cost is None or not num_out else row.cost * 1e6 / num_out
         labels = str(row.day or "all"), row.model or "all", row.tenant or "all"
         counts = f"{row.num_jobs:,}", f"{row.prompt_tokens:,}", f"{num_out:,}"
-        amounts = map(_number, (row.kwh, row.cost, row.carbon_g, joules, per_million))
+        amounts = map(_number, (row.kwh, row.cost, row.carbon_g, per_token, per_million))
         table.add_row(*labels, *counts, *amounts, ", ".join(row.sources))
     show.print_table(table)
 

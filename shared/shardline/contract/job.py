@@ -151,8 +151,8 @@ Prompt = str | tuple[TokenId, ...]
 class JobRequest(SamplingParams, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """What every door accepts, as one flat JSON object: a prompt (text or token ids) or messages, and how to run it.
 
-    `deadline_s` and `delay_s` count from acceptance, by Postgres's clock. A `flexible` job waits for the lowest rate of
-    energy that is known then, at most nine tenths of the time to its deadline.
+    `deadline_s` and `delay_s` count from acceptance, by Postgres's clock. A `flexible` job waits for
+    the lowest rate that is known then, at most nine tenths of the time to its deadline.
     """
 
     model: Annotated[str, Meta(min_length=1, max_length=256)]

@@ -248,9 +248,8 @@ attempts = Table(
     Column("logprobs", JSONB(none_as_null=True)),
     # It waits in its head for KV: nothing of it is computed, so it cannot have broken anything.
     Column("parked", Boolean, nullable=False, server_default=false()),
-    # Joules of the steps that it had rows in, as the last heartbeat or the end says; None: nobody knows the power.
+    # Of attempts before `pipeline_energy`: joules, and how the power of their stages was known.
     Column("energy_j", Double),
-    # How the power of its stages is known: rapl, nvml, setting, table; several with +.
     Column("energy_source", Text),
     CheckConstraint(_one_of("outcome", OUTCOMES), name="outcome_is_known"),
 )
@@ -315,6 +314,21 @@ energy_rates = Table(
     # Money of any one currency for a kWh, or grams of CO2 equivalent.
     Column("per_kwh", Double, nullable=False),
     CheckConstraint(_one_of("kind", RATE_KINDS), name="kind_is_known"),
+)
+
+# What the devices of a pipeline have drawn in an epoch while they computed, and for how many token
+# rows, as its head writes it. The view `job_costs` gives each attempt the mean for its rows.
+pipeline_energy = Table(
+    "pipeline_energy",
+    metadata,
+    Column("pipeline", Text, primary_key=True),
+    Column("epoch", BigInteger, primary_key=True, autoincrement=False),
+    # How the power of its stages is known: rapl, nvml, setting, table; several with +.
+    Column("source", Text, nullable=False),
+    Column("energy_j", Double, nullable=False),
+    Column("num_rows", BigInteger, nullable=False),
+    _created("updated_at"),
+    CheckConstraint("num_rows > 0", name="rows_were_computed"),
 )
 
 # What relays have announced before they do it, and when: a restart must not begin the time anew.

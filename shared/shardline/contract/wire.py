@@ -14,7 +14,7 @@ from msgspec import Meta
 from shardline.base.errors import ProtocolError
 from shardline.contract.job import TokenId, TokenLogprob
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 """Of hops and control links between stages; peers with another one are refused by name."""
 
 DELTA_FIELD = "d"

@@ -76,8 +76,9 @@ WITH claimed AS (
 -- An attempt for each of them: it goes on from the tokens that the attempt before it saved.
 attempt AS (
     INSERT INTO attempts (
-        job_id, fence, pipeline, epoch, worker, fingerprint, exactness, energy_source, num_resumed, tokens, logprobs)
-    SELECT claimed.id, claimed.fence, :pipeline, :epoch, :worker, :fingerprint, :exactness, :energy_source,
+        job_id, fence, pipeline, epoch, worker, fingerprint, exactness, num_resumed, tokens,
+        logprobs)
+    SELECT claimed.id, claimed.fence, :pipeline, :epoch, :worker, :fingerprint, :exactness,
         coalesce(cardinality(previous.tokens), 0), coalesce(previous.tokens, '{{}}'), previous.logprobs
     FROM claimed LEFT JOIN attempts AS previous
         ON previous.job_id = claimed.id AND previous.fence = claimed.fence - 1
@@ -154,8 +155,6 @@ class Claimant:
     fingerprint: str
     """Of the weights."""
     exactness: str
-    energy_source: str | None = None
-    """How the power of its stages is known."""
     adapters: Mapping[str, str] = field(default_factory=dict)
     """Fingerprints of those that it has, by name."""
 

@@ -24,7 +24,7 @@ WITH ends AS (
     SELECT * FROM jsonb_to_recordset(CAST(:ends AS jsonb)) AS ends(
         job_id uuid, fence bigint, state text, error jsonb, text text, token_ids int[], prompt_tokens int,
         completion_tokens int, cached_tokens int, finish_reason text, logprobs jsonb, exact bool, timings jsonb,
-        provenance jsonb, energy_j float8)
+        provenance jsonb)
 ),
 -- Jobs that are still in the state that they are to leave, under the same fence, locked in order of id.
 locked AS (
@@ -41,7 +41,7 @@ ended AS (
 -- Their last attempts, with all tokens. A queued job's attempt ended before and keeps its outcome.
 attempt AS (
     UPDATE attempts SET ended_at = coalesce(ended_at, now()), outcome = coalesce(outcome, ended.state),
-        energy_j = coalesce(ends.energy_j, attempts.energy_j), tokens = coalesce(ends.token_ids, tokens),
+        tokens = coalesce(ends.token_ids, tokens),
         logprobs = CASE WHEN ends.token_ids IS NULL THEN attempts.logprobs ELSE ends.logprobs END
     FROM ended JOIN ends ON ends.job_id = ended.id
     WHERE attempts.job_id = ended.id AND attempts.fence = ended.fence
@@ -102,8 +102,6 @@ class End:
     state: JobState
     result: Result | None = None
     error: Mapping[str, Any] | None = None
-    energy_j: float | None = None
-    """Of the whole attempt; None: what its heartbeats saved counts."""
 
 
 def end_running(connection: Connection, ends: Sequence[End]) -> dict[UUID, JobState]:
@@ -151,5 +149,4 @@ def _end(connection: Connection, ends: Sequence[End], left: JobState) -> dict[UU
 def _end_row(one: End) -> dict[str, Any]:
     assert one.state.terminal, one.state
     row: dict[str, Any] = {"job_id": one.job_id, "fence": one.fence, "state": one.state, "error": one.error}
-    row["energy_j"] = one.energy_j
     return row if one.result is None else row | dump_result(one.result)

@@ -21,7 +21,7 @@ HEARTBEAT = text("""
 -- What the holder sends: a claim, and its tokens from `start` on that are not saved yet.
 WITH beats AS (
     SELECT * FROM jsonb_to_recordset(CAST(:beats AS jsonb))
-        AS beats(job_id uuid, fence bigint, start int, ids int[], logprobs jsonb, energy_j float8)
+        AS beats(job_id uuid, fence bigint, start int, ids int[], logprobs jsonb)
 ),
 -- The jobs that it still holds, locked in order of id.
 locked AS (
@@ -40,7 +40,7 @@ renewed AS (
 ),
 -- Their tokens, each at its index: a heartbeat that is sent twice changes nothing.
 saved AS (
-    UPDATE attempts SET heartbeat_at = now(), energy_j = coalesce(beats.energy_j, attempts.energy_j),
+    UPDATE attempts SET heartbeat_at = now(),
         tokens = CASE WHEN cardinality(beats.ids) = 0 THEN tokens ELSE tokens[1:beats.start] || beats.ids END,
         logprobs = CASE
             WHEN beats.logprobs IS NULL THEN attempts.logprobs
@@ -73,8 +73,6 @@ class Beat:
     start: int
     ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprob, ...] = ()
-    energy_j: float | None = None
-    """Of the whole attempt so far; None: nothing new is known of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +92,6 @@ def heartbeat(connection: Connection, beats: Sequence[Beat], *, lease_s: float) 
             "start": beat.start,
             "ids": beat.ids,
             "logprobs": dump_logprobs(beat.logprobs) or None,
-            "energy_j": beat.energy_j,
         }
         for beat in beats
     ]

@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from uuid import UUID
 
-from sqlalchemy import Connection, Interval, cast, delete, func, text
+from sqlalchemy import Connection, Interval, cast, delete, func, select, text
 
-from shardline.contract.tables import DEAD, pipelines, workers
+from shardline.contract.tables import DEAD, pipeline_energy, pipelines, workers
+from shardline.store.statistics import costs
 
 MAX_BATCH = 128
 MAX_READ = 1_000
@@ -45,15 +46,13 @@ INSERT INTO notices (name) SELECT :name FROM due ON CONFLICT (name) DO NOTHING
 ANNOUNCED = text("SELECT extract(epoch FROM now() - made_at)::float8 FROM notices WHERE name = :name")
 
 PRUNE = (
+    *costs.PRUNE,
     delete(workers).where(workers.c.lease_until < GONE),
-    delete(pipelines).where(pipelines.c.lease_until < GONE),
-    # What held when the oldest job came stays, and all that came after it.
-    text("""
-DELETE FROM energy_rates WHERE begins_at < (
-    SELECT max(begins_at) FROM energy_rates AS earlier WHERE earlier.kind = energy_rates.kind
-        AND earlier.begins_at <= (SELECT coalesce(min(created_at), now()) FROM jobs)
-)
-"""),
+    # As long as figures of its epochs are kept it must not begin with the first one again.
+    delete(pipelines).where(
+        pipelines.c.lease_until < GONE,
+        pipelines.c.id.not_in(select(pipeline_energy.c.pipeline)),
+    ),
 )
 
 Place = tuple[datetime, UUID]
@@ -110,7 +109,7 @@ def announced_s(connection: Connection, *, age_s: float) -> float | None:
 
 
 def prune(connection: Connection) -> None:
-    """Delete workers and pipelines that are gone, and rates of energy that no job was computed under."""
+    """Delete workers and pipelines that are gone, and costs that no job needs any more."""
     if connection.scalar(TRY_LOCK, {"lock": LOCK}):
         for statement in PRUNE:
             connection.execute(statement)

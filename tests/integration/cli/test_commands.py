@@ -25,7 +25,7 @@ from shardline.store.models import register_adapters
 from shardline.store.statistics.costs import put_fixed
 from shardline_fleet.planner import Link
 from tests.repository import REPOSITORY
-from tests.tiny_head import ENERGY_J, NUM_CACHED, TinyHead, tiny_head
+from tests.tiny_head import NUM_CACHED, TinyHead, energy_j, tiny_head
 from tests.unit.fleet.planner.fleets import device, model
 
 PROMPT = "sum: 1 + 2 ="
@@ -236,7 +236,8 @@ def test_costs_are_shown_by_what_was_asked_for(shardline: Shardline, head: TinyH
     head.claim()
 
     (row,) = [json.loads(line) for line in shardline("cost", "--by", "tenant", "--json").stdout.splitlines()]
-    kwh = ENERGY_J / 3.6e6
+    took_j = energy_j(row["prompt_tokens"], row["completion_tokens"])
+    kwh = took_j / 3.6e6
     assert (row["tenant"], row["model"], row["num_jobs"], row["num_unknown"]) == ("default", None, 2, 1)
     assert (row["kwh"], row["cost"], row["carbon_g"]) == pytest.approx((kwh, 0.5 * kwh, 100 * kwh))
     shown = shardline("cost", "--days", 1, "--by", "model", "--by", "day")
@@ -244,7 +245,7 @@ def test_costs_are_shown_by_what_was_asked_for(shardline: Shardline, head: TinyH
     assert line.split()[1:4] == ["clerk", "all", "2"]
     assert line.split()[-1] == "table"
     per_token = dict(zip(header.split(), line.split(), strict=True))["J/out"]
-    assert float(per_token) == pytest.approx(ENERGY_J / row["completion_tokens"], rel=1e-3)
+    assert float(per_token) == pytest.approx(took_j / row["completion_tokens"], rel=1e-3)
     assert "1 attempts count as nothing" in shown.stderr
 
 

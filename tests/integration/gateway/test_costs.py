@@ -12,7 +12,7 @@ from sqlalchemy import text
 
 from shardline.contract.api_key import bearer
 from tests.integration.gateway.running_gateway import PROMPT, make_key, running_gateway, until_one_waits
-from tests.tiny_head import ENERGY_J, TinyHead, tiny_head
+from tests.tiny_head import TinyHead, energy_j, tiny_head
 
 BODY = {"model": "clerk", "prompt": PROMPT}
 
@@ -39,7 +39,8 @@ async def test_costs_are_those_of_the_callers_tenant(
     (row,) = (await http.get("/v1/costs")).json()["data"]
     told = {"model": "clerk", "tenant": None, "day": None, "num_jobs": 1, "num_unknown": 0, "sources": ["table"]}
     assert {name: row[name] for name in told} == told
-    assert row["kwh"] == pytest.approx(ENERGY_J / 3.6e6)
+    took_j = energy_j(row["prompt_tokens"], row["completion_tokens"])
+    assert row["kwh"] == pytest.approx(took_j / 3.6e6)
     assert row["cost"] is None
     (row,) = (await http.get("/v1/costs", params={"by": "model,day", "days": "1"})).json()["data"]
     assert (row["model"], row["day"]) == ("clerk", datetime.now(UTC).date().isoformat())

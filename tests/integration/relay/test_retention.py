@@ -197,7 +197,7 @@ def test_nothing_is_announced_before_something_could_be_deleted(engine: Engine) 
 
 def test_rows_of_processes_that_are_long_gone_are_deleted(engine: Engine) -> None:
     with engine.begin() as connection:
-        for name, days in (("gone", 31), ("away", 29)):
+        for name, days in (("gone", 31), ("known", 31), ("away", 29)):
             lease_s = -days * DAY_S
             fleets.join(connection, name, {"m": Offer(shapes={}, profile={})}, lease_s=lease_s)
             pipelines.take_epoch(connection, name, model="m", fingerprint="f", head="h", lease_s=lease_s)
@@ -208,11 +208,18 @@ def test_rows_of_processes_that_are_long_gone_are_deleted(engine: Engine) -> Non
     )
     (job,) = submit(engine)
     change(engine, "UPDATE jobs SET created_at = now() - interval '10 h 1 min' WHERE id = :id", id=job)
+    change(
+        engine,
+        "INSERT INTO pipeline_energy SELECT name, 1, 'table', 1, 1, now() - make_interval(hours => n) "
+        "FROM (VALUES ('gone', 11), ('known', 10)) AS epochs(name, n)",
+    )
 
     retention_loop(engine, days=0).turn()
 
     assert cell(engine, "SELECT array_agg(worker) FROM workers") == ["away"]
-    assert cell(engine, "SELECT array_agg(id) FROM pipelines WHERE id IN ('gone', 'away')") == ["away"]
+    left = "SELECT array_agg(id ORDER BY id) FROM pipelines WHERE id IN ('gone', 'away', 'known')"
+    assert cell(engine, left) == ["away", "known"], "the oldest job may have run there"
+    assert cell(engine, "SELECT array_agg(pipeline) FROM pipeline_energy") == ["known"]
     assert cell(engine, "SELECT max(per_kwh) FROM energy_rates") == 11, "the rate under which the oldest job came"
 
 

@@ -12,7 +12,7 @@ from services.standalone.demo.report import DemoPrompt, summarize
 from shardline.contract import keys
 from shardline.contract.queues import INTAKE_QUEUE
 from shardline.store.connection.database import transaction
-from shardline.store.statistics import reports
+from shardline.store.statistics import costs, reports
 
 PROMPTS = ["sort: 2, 1 =", "sort: 4, 3 ="]
 
@@ -27,7 +27,7 @@ def test_rows_are_stored_when_a_postgres_door_returns(producer: Producer, door: 
     ids = submit(producer, door, PROMPTS)
     with transaction(producer.urls["database"]) as connection:
         states, outcomes = reports.states(connection, ids), reports.outcomes(connection, ids)
-        spent = reports.spent(connection, ids)
+        spent = costs.spent(connection, ids)
         assert reports.sample(connection, ids) == [], "none has a result"
     assert states == dict.fromkeys(ids, "queued")
     found = {row["id"]: row["prompt"] for row in outcomes}

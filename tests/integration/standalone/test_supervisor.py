@@ -11,16 +11,20 @@ import stat
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, cast
 
 import httpx
 import psutil
 import psycopg
 import pytest
+from sqlalchemy import Row, text
 
 from services.standalone.settings import CLERK
 from services.standalone.state_dir import SUPERVISOR
 from shardline.client import Client
 from shardline.contract.api_key import bearer
+from shardline.store.connection.database import connect
+from shardline.store.statistics import costs
 from shardline_fleet.planner import DeviceProfile, ModelCosts, Workload, make_plans, read_profiles
 from tests.models import save_model
 from tests.polling import until
@@ -131,6 +135,32 @@ def test_a_prompt_that_begins_like_another_of_its_tenant_is_not_computed_again(s
     assert of_another.result.usage.cached_tokens == 0
     assert first["choices"] == again["choices"]
     assert of_another.result.text == first["choices"][0]["text"]
+
+
+def test_jobs_share_what_both_stages_took(stack: Stack) -> None:
+    assert stack.complete().status_code == 200
+    engine = connect(stack.urls["database"])
+    totals = text("""
+        SELECT sum(energy_j) AS jobs_j, min(energy_j) AS least_j, sum(num_unknown) AS num_unknown,
+            (SELECT sum(energy_j) FROM pipeline_energy) AS pipelines_j,
+            (SELECT string_agg(DISTINCT source, ',') FROM pipeline_energy) AS sources
+        FROM job_costs
+    """)
+
+    def measured() -> Row[Any] | None:
+        with engine.begin() as connection:
+            found = connection.execute(totals).one()
+        return found if found.num_unknown == 0 else None
+
+    found = cast(Row[Any], until(measured))
+    with engine.begin() as connection:
+        by_tenant = costs.costs(connection, num_days=1, by=["tenant"])
+    engine.dispose()
+
+    assert found.sources == "table"
+    assert 0 < found.least_j <= found.jobs_j <= found.pipelines_j * (1 + 1e-9)
+    kwh = sum(each.kwh or 0.0 for each in by_tenant)
+    assert kwh == pytest.approx(found.jobs_j / 3.6e6, rel=0.2), "the mean moves a little"
 
 
 def test_flower_refuses_without_the_password(stack: Stack) -> None:

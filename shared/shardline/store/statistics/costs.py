@@ -1,14 +1,17 @@
-"""What energy costs: its rates as rows, and the kWh, money and carbon of jobs by day, model and tenant.
+"""What energy costs: what pipelines took, rates, and the kWh, money and carbon of jobs.
 
-The view `job_costs` (migration 0013) joins both by time. A rate holds from its moment until the next one of its kind.
+The view `job_costs` (migrations 0013, 0018) gives an attempt the mean of its pipeline's epoch for
+each token row that it computed, at the rate of its end. A rate holds from its moment until the next
+one of its kind.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import date, datetime
-from typing import Literal
+from typing import Any, Literal
+from uuid import UUID
 
 from sqlalchemy import Connection, text
 
@@ -21,6 +24,14 @@ MAX_JOBS = 100_000
 """Of one report, the newest: each is looked up with its attempts and its result. 8 s on two cores with much other
 work; a gateway gives a list 10 s."""
 MAX_GROUPS = 10_000
+
+PUT_EPOCH_ENERGY = text("""
+INSERT INTO pipeline_energy (pipeline, epoch, source, energy_j, num_rows)
+VALUES (:pipeline, :epoch, :source, :energy_j, :num_rows)
+ON CONFLICT (pipeline, epoch) DO UPDATE
+SET source = excluded.source, energy_j = excluded.energy_j, num_rows = excluded.num_rows,
+    updated_at = now()
+""")
 
 PUT_SERIES = text("""
 INSERT INTO energy_rates (kind, begins_at, per_kwh)
@@ -70,6 +81,41 @@ FROM labeled GROUP BY on_day, of_model, of_tenant ORDER BY on_day, of_model, of_
 """)
 
 
+SPENT = text("""
+SELECT sum(energy_j) AS energy_j, sum(cost) AS cost, sum(carbon_g) AS carbon_g,
+    string_agg(DISTINCT energy_source, '+') AS energy_source
+FROM job_costs WHERE job_id = ANY(CAST(:ids AS uuid[]))
+""")
+
+PRUNE = (
+    # What held when the oldest job came stays, and all that came after it.
+    text("""
+DELETE FROM energy_rates WHERE begins_at < (
+    SELECT max(begins_at) FROM energy_rates AS earlier WHERE earlier.kind = energy_rates.kind
+        AND earlier.begins_at <= (SELECT coalesce(min(created_at), now()) FROM jobs)
+)
+"""),
+    text("""
+DELETE FROM pipeline_energy
+WHERE updated_at < (SELECT coalesce(min(created_at), now()) FROM jobs)
+"""),
+)
+"""Rates and epochs that no job was computed under."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpochEnergy:
+    """What the devices of a pipeline have drawn in an epoch while they computed."""
+
+    pipeline: str
+    epoch: int
+    source: str
+    """How the power of its stages is known."""
+    energy_j: float
+    num_rows: int
+    """Token rows of all steps."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cost:
     """Jobs of one day, model and tenant, or of all where that is None. A job's day is that on which it came, in UTC."""
@@ -90,6 +136,11 @@ class Cost:
     """Grams of CO2 equivalent."""
     sources: list[str]
     """How the power was known: rapl, nvml, setting, table."""
+
+
+def put_epoch_energy(connection: Connection, energy: EpochEnergy) -> None:
+    """Write what is known by now of a pipeline's epoch, in place of what was."""
+    connection.execute(PUT_EPOCH_ENERGY, asdict(energy))
 
 
 def put_series(connection: Connection, kind: RateKind, rates: Mapping[datetime, float]) -> int:
@@ -130,3 +181,9 @@ def costs(
         )
         for row in connection.execute(COSTS, {**asked, **limits})
     ]
+
+
+def spent(connection: Connection, ids: Collection[UUID]) -> dict[str, Any]:
+    """Returns the joules of all together, how their power was known, and what they cost in money
+    and grams of CO2 equivalent; None is not known."""
+    return dict(connection.execute(SPENT, {"ids": list(ids)}).mappings().one())

@@ -33,12 +33,6 @@ FROM jobs JOIN results ON results.job_id = jobs.id
 WHERE jobs.id = ANY(CAST(:ids AS uuid[])) ORDER BY random() LIMIT {MAX_SAMPLE}
 """)  # noqa: S608 (a constant of ours)
 
-SPENT = text("""
-SELECT sum(energy_j) AS energy_j, sum(cost) AS cost, sum(carbon_g) AS carbon_g,
-    string_agg(DISTINCT energy_source, '+') AS energy_source
-FROM job_costs WHERE job_id = ANY(CAST(:ids AS uuid[]))
-""")
-
 
 def states(connection: Connection, ids: Collection[UUID]) -> dict[UUID, str]:
     """The state of every job that has a row by now."""
@@ -54,12 +48,6 @@ def usage(connection: Connection, job_id: UUID) -> Usage | None:
 def outcomes(connection: Connection, ids: Collection[UUID]) -> list[dict[str, Any]]:
     """Jobs with their results, the oldest first; `text` is None without one."""
     return [dict(row) for row in connection.execute(OUTCOMES, {"ids": list(ids)}).mappings()]
-
-
-def spent(connection: Connection, ids: Collection[UUID]) -> dict[str, Any]:
-    """The joules of all together, how their power was known, and what they cost in money and grams of CO2
-    equivalent; None is not known."""
-    return dict(connection.execute(SPENT, {"ids": list(ids)}).mappings().one())
 
 
 def sample(connection: Connection, ids: Collection[UUID]) -> list[dict[str, Any]]:

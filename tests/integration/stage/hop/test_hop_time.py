@@ -18,9 +18,11 @@ from services.stage.engine.executor import Executor
 from services.stage.follower import Follower
 from services.stage.hop.sockets import Sockets
 from services.stage.hop.wiring import Wiring
+from services.stage.pipeline.energy_writer import epoch_energy
 from services.stage.pipeline.pipeline import MemberStatus
 from services.stage.pipeline.status import StageStatus
 from shardline.contract.job import SamplingParams
+from shardline.store.statistics.costs import EpochEnergy
 from shardline_scheduler.events import Event, Failed, Finished
 from shardline_scheduler.scheduler import Scheduler
 from shardline_scheduler.scheduler_config import SchedulerConfig
@@ -33,6 +35,8 @@ from tests.pinned import first_core
 from tests.polling import until
 
 MIDDLE = NUM_LAYERS // 2
+WATTS = 20.0
+"""Of the tail's device."""
 
 
 class Tail(Stage):
@@ -40,9 +44,10 @@ class Tail(Stage):
 
     def __init__(self, sockets: Sockets, executor: Executor) -> None:
         self.engine = FollowerEngine(executor, on_lost=lambda *_: None)
-        self._parts = SimpleNamespace(_engine=self.engine, _loaded=SimpleNamespace(executor=executor))
+        loaded = SimpleNamespace(executor=executor, watts=WATTS)
+        self._parts = SimpleNamespace(_engine=self.engine, _loaded=loaded)
         self.engine.start()
-        super().__init__(sockets, make_card(MIDDLE, NUM_LAYERS), TIMES)
+        super().__init__(sockets, make_card(MIDDLE, NUM_LAYERS), TIMES, power="table")
 
     def close(self) -> None:
         super().close()
@@ -153,6 +158,23 @@ def test_each_stage_tells_its_waits_and_its_bubble_share(pair: Pair) -> None:
         assert 0 < progress.bubble_share < 1
     assert told.wait_us <= pair.tail.engine.progress.wait_s * 1e6
     assert told.bubble_share == pytest.approx(pair.tail.engine.progress.bubble_share, rel=1e-3)
+
+
+def test_an_epoch_takes_what_each_stage_draws_while_it_computes(pair: Pair) -> None:
+    def energy() -> EpochEnergy | None:
+        status = pair.head.pipeline.status()
+        return epoch_energy("p", status, pair.engine.progress, own_watts=5.0)
+
+    until(pair.told)
+    assert energy() is None, "nothing is computed"
+    pair.generate("only", 4)
+    until(lambda: pair.told().num_steps == pair.engine.num_steps)
+
+    found = cast(EpochEnergy, energy())
+    assert (found.source, found.num_rows) == ("table+unknown", 3 + 3)
+    own, later = pair.engine.progress, pair.tail.engine.progress
+    both_j = 5.0 * own.compute_s + WATTS * later.compute_s
+    assert found.energy_j == pytest.approx(both_j, rel=1e-3)
 
 
 def test_both_stages_remember_the_same_steps(pair: Pair) -> None:

@@ -44,9 +44,6 @@ from tests.models import VOCAB_SIZE, save_model
 from tests.pinned import first_core
 from tests.polling import until
 
-STEP_J = 2.0
-"""What each step takes."""
-
 
 @dataclass(slots=True, kw_only=True)
 class LoneHead:
@@ -60,6 +57,8 @@ class LoneHead:
     verdicts: queue.Queue[tuple[UUID, str]]
     numbers: Iterator[int]
     meter: StageMeter
+    rows: list[int]
+    """Of attempts that left it."""
 
     def blamed(self, outcome: str) -> float | None:
         """What a scraper reads."""
@@ -102,6 +101,7 @@ class Host:
     announced: threading.Event
     meter: StageMeter
     spans: AttemptSpans
+    rows: list[int]
     max_crashes: int = MAX_CRASHES
     tells_results: bool = False
 
@@ -119,17 +119,15 @@ class Host:
         """Counted."""
         self.meter.blamed(outcomes)
 
-    def energy_spent(self, tenant: str, energy_j: float) -> None:
-        """Counted."""
-        self.meter.charge(tenant, energy_j)
-
     def job_ended(self, outcome: JobOutcome) -> None:
         """Counted and traced."""
+        self.rows.append(outcome.num_rows)
         self.meter.ended(outcome.state, outcome.job.latency())
         self.spans.ended(outcome)
 
     def attempt_given_back(self, job: LiveJob, outcome: str) -> None:
-        """Traced."""
+        """Counted and traced."""
+        self.rows.append(job.num_rows())
         self.spans.given_back(job, outcome)
 
 
@@ -166,11 +164,11 @@ def open_lone_head(
     def report(events: Sequence[Event]) -> None:
         lease_manager.report(events)
 
-    engine = HeadEngine(executor, scheduler, emit=report, on_lost=lambda *_: None, spend=lambda _: STEP_J)
+    engine = HeadEngine(executor, scheduler, emit=report, on_lost=lambda *_: None)
     publisher = DeltaPublisher(DeltaWriter(redis_url))
     announced = threading.Event()
     meter = StageMeter(cast(Any, loaded_stage(executor, times)))
-    spans = AttemptSpans(tracer)
+    spans, rows = AttemptSpans(tracer), list[int]()
     tokenizer = Tokenizer(WordLevel({f"<{number}>": number for number in range(VOCAB_SIZE)}, unk_token="<0>"))
     lease_manager = LeaseManager(
         database=database,
@@ -184,7 +182,7 @@ def open_lone_head(
             spans=spans,
         ),
         publisher=publisher,
-        host=Host(announced, meter, spans),
+        host=Host(announced, meter, spans, rows),
         seats=Seats(num_any=8, num_interactive=0),
         times=times,
     )
@@ -202,6 +200,7 @@ def open_lone_head(
         verdicts=queue.Queue(),
         numbers=count(1),
         meter=meter,
+        rows=rows,
     )
     for thread in (lease_manager, engine, publisher):
         thread.stop()

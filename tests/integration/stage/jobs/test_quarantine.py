@@ -137,7 +137,6 @@ IDENTITY = Identity(
     kv_tokens=4_096,
     revision=None,
     stages=(),
-    energy_source=None,
     software={},
 )
 

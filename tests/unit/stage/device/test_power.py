@@ -123,9 +123,20 @@ def test_a_step_takes_the_mean_power_since_the_last_reading(clock: SimpleNamespa
     power = measured(lambda elapsed_s: 50.0 * elapsed_s)
     clock.now_s += 2.0
 
-    assert power.joules(0.5) == pytest.approx(25.0)
+    power.add(0.5)
     assert power.drawn_j() == pytest.approx(100.0)
     assert power.computed_j == pytest.approx(25.0)
+
+
+def test_a_device_draws_the_mean_of_its_steps_by_their_time(clock: SimpleNamespace) -> None:
+    answers = [60.0, 20.0]
+    power = measured(lambda _: answers.pop())
+    assert power.watts == 0.0
+    for compute_s in (0.9, 0.3):
+        clock.now_s += 1.0
+        power.add(compute_s)
+
+    assert power.watts == pytest.approx((20.0 * 0.9 + 60.0 * 0.3) / 1.2)
 
 
 def test_a_meter_is_not_read_at_every_step(clock: SimpleNamespace) -> None:
@@ -138,7 +149,7 @@ def test_a_meter_is_not_read_at_every_step(clock: SimpleNamespace) -> None:
     power = measured(note)
     for _ in range(9):
         clock.now_s += SAMPLE_S * 0.4
-        power.joules(SAMPLE_S * 0.4)
+        power.add(SAMPLE_S * 0.4)
 
     assert readings == pytest.approx([SAMPLE_S * 1.2] * 3)
 
@@ -147,21 +158,22 @@ def test_a_meter_that_fails_is_told_once_and_its_last_power_counts_on(clock: Sim
     answers = [30.0]
     power = measured(lambda _: answers.pop())
     clock.now_s += 1.0
-    power.joules(1.0)
+    power.add(1.0)
     with capture_logs() as logs:
         for _ in range(3):
             clock.now_s += 1.0
-            assert power.joules(1.0) == pytest.approx(30.0)
+            power.add(1.0)
 
     assert [line["log_level"] for line in logs] == ["warning"]
-    assert power.drawn_j() == pytest.approx(120.0)
+    assert power.computed_j == power.drawn_j() == pytest.approx(120.0)
 
 
 def test_figures_count_idle_time_apart_from_steps(clock: SimpleNamespace) -> None:
     power = NominalPower("table", Watts(busy=100.0, idle=10.0))
     clock.now_s += 5.0
 
-    assert power.joules(2.0) == 200.0
+    power.add(2.0)
+    assert (power.computed_j, power.watts) == (200.0, 100.0)
     assert power.drawn_j() == pytest.approx(200.0 + 3.0 * 10.0)
 
 

@@ -97,18 +97,6 @@ def test_engines_with_an_accelerator_at_each_place_generate_the_same_tokens(
     assert all(progress.compute_s > 0 and progress.hop_s >= 0 and progress.wait_s >= 0 for progress in spent)
 
 
-@pytest.mark.parametrize("places", [("cpu", "toy", "cpu"), ("toy", "cpu")], ids="-".join)
-def test_a_job_alone_takes_the_energy_of_all_its_steps_on_all_stages(
-    places: tuple[str, ...], folder: Path, devices: dict[str, Device], tmp_path: Path
-) -> None:
-    stages = load(folder, tuple(devices[place] for place in places))
-    with open_engines(stages, tmp_path, budget=32, step_j=0.5) as engines:
-        (finished,) = engines.finish(requests([[3] * 40], GREEDY))
-
-    num_steps = 2 + len(finished.output_ids) - 1
-    assert finished.energy_j == pytest.approx(0.5 * len(places) * num_steps)
-
-
 @pytest.fixture
 def second(devices: dict[str, Device], tmp_path: Path) -> Iterator[Device]:
     """The other test accelerator, which is this thread's meanwhile."""

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.stage.hop.frame import DTYPES, HEADER_BYTES, ITEM_BYTES, MAX_SPENT_UJ, Buffer, Frame, Kind, decode, encode
+from services.stage.hop.frame import DTYPES, HEADER_BYTES, ITEM_BYTES, Buffer, Frame, Kind, decode, encode
 from shardline.base.errors import ProtocolError
 
 U64 = st.integers(0, (1 << 64) - 1)
@@ -35,7 +35,6 @@ def frames(draw: st.DrawFn) -> Frame:
         tensor=memoryview(draw(st.binary(min_size=num_bytes, max_size=num_bytes))) if has_tensor else None,
         dtype=dtype,
         shape=shape,
-        spent_uj=draw(st.integers(0, MAX_SPENT_UJ)),
     )
 
 

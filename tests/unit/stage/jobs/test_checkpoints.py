@@ -39,7 +39,7 @@ def live(num_saved: int, num_new: int, *, with_logprobs: bool = True) -> LiveJob
     return LiveJob(
         claimed=claimed,
         delivery=cast(Any, SimpleNamespace(number=uuid4())),
-        identity=cast(Any, SimpleNamespace(energy_source=None)),
+        identity=cast(Any, None),
         exact=True,
         ids=[7] * num,
         logprobs=[ONE] * num if with_logprobs else [],

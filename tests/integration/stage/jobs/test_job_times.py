@@ -1,4 +1,4 @@
-"""What jobs took: energy, from the engine's steps to the rows and by tenant; and time, as their callers see it."""
+"""What jobs took: token rows, which share what the pipeline took; and time, as callers see it."""
 
 from __future__ import annotations
 
@@ -10,17 +10,15 @@ from sqlalchemy import Engine as Database
 from services.stage.engine.executor import Executor
 from shardline.base.config import Times
 from shardline.store import jobs
+from shardline.store.statistics.costs import EpochEnergy, put_epoch_energy
 from tests.integration.rows import cell, database_with_head, request
-from tests.integration.stage.jobs.lone_head import STEP_J, LoneHead, open_lone_head, tiny_executor
+from tests.integration.stage.jobs.lone_head import LoneHead, open_lone_head, tiny_executor
 from tests.polling import until
-
-LONG = 4_000
-ENERGY = "SELECT energy_j FROM attempts"
 
 
 @pytest.fixture(scope="module")
 def executor(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Executor]:
-    with tiny_executor(tmp_path_factory.mktemp("energy")) as executor:
+    with tiny_executor(tmp_path_factory.mktemp("times")) as executor:
         yield executor
 
 
@@ -44,32 +42,25 @@ def offer(head: LoneHead, max_tokens: int) -> None:
     head.offer(stored[0].job_id)
 
 
-def counted(head: LoneHead) -> float | None:
-    return head.meter.registry.get_sample_value("shardline_job_energy_joules_total", {"tenant": "default"})
-
-
-def test_a_job_alone_takes_every_step_of_its_own(head: LoneHead, database: Database) -> None:
-    offer(head, max_tokens=5)
-    assert [head.verdict()[1] for _ in range(2)] == ["started", "succeeded"]
-
-    assert cell(database, ENERGY) == pytest.approx(5 * STEP_J)
-    assert cell(database, "SELECT energy_source FROM attempts") == "table"
-    assert cell(database, "SELECT provenance -> 'stages' -> 0 ->> 'power' FROM results") == "table"
-    assert counted(head) == pytest.approx(5 * STEP_J)
-
-
-def test_what_a_job_took_so_far_is_saved_with_its_tokens(head: LoneHead, database: Database) -> None:
-    offer(head, max_tokens=LONG)
+def test_rows_are_those_that_the_engine_computed_and_that_sql_counts(
+    head: LoneHead, database: Database, redis_url: str
+) -> None:
+    offer(head, max_tokens=900)
     head.verdict()
     until(lambda: cell(database, "SELECT cardinality(tokens) FROM attempts") > 0)
-
-    with database.begin() as connection:
-        num_tokens, energy_j = connection.exec_driver_sql("SELECT cardinality(tokens), energy_j FROM attempts").one()
-    assert energy_j == pytest.approx(num_tokens * STEP_J)
     head.lease_manager.give_back()
-    until(lambda: cell(database, "SELECT outcome IS NOT NULL FROM attempts"))
-    assert cell(database, ENERGY) >= energy_j
-    assert counted(head) == pytest.approx(cell(database, ENERGY))
+    until(lambda: cell(database, "SELECT state = 'queued' FROM jobs"))
+    with open_lone_head(database, head.executor, redis_url, Times().scaled(0.2)) as other:
+        other.offer(cell(database, "SELECT id FROM jobs"))
+        until(lambda: other.rows)
+
+        assert other.rows == [2 + 900 - 1]
+        assert head.rows[0] <= head.engine.progress.num_tokens
+        assert other.engine.progress.num_tokens == other.rows[0]
+    with database.begin() as connection:
+        energy = EpochEnergy(pipeline="p", epoch=1, source="any", energy_j=7.0, num_rows=7)
+        put_epoch_energy(connection, energy)
+    assert cell(database, "SELECT energy_j FROM job_costs") == head.rows[0] + other.rows[0]
 
 
 def seconds(head: LoneHead, name: str, **labels: str) -> float:
