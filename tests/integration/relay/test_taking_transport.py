@@ -9,7 +9,9 @@ from typing import Any
 from uuid import uuid4
 
 import pytest
-from kombu import Connection, Consumer, Queue
+from kombu.connection import Connection
+from kombu.entity import Queue
+from kombu.messaging import Consumer
 from redis import Redis
 
 from services.relay.celery.taking_transport import TakingTransport
