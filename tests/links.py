@@ -43,6 +43,8 @@ def make_card(first_layer: int, last_layer: int, **changes: Any) -> StageCard:
         num_layers=NUM_LAYERS,
         control="",
         device="cpu:0",
+        weights_dtype="float32",
+        machine="m",
     )
     return msgspec.structs.replace(card, **changes)
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import torch
 
+from services.stage.device.acquire import acquire
 from services.stage.device.cpu import pin
 from services.stage.device.device import Device
-from services.stage.device.take import take
 
 
 @contextmanager
@@ -38,7 +38,7 @@ def cores_of_threads() -> set[tuple[int, ...]]:
 def first_core(lock_folder: Path) -> Iterator[Device]:
     """Core 0, locked in a folder of the caller's own."""
     with unpinned_afterwards():
-        device = take("cpu:0", worker="tests", lock_folder=lock_folder)
+        device = acquire("cpu:0", worker="tests", lock_folder=lock_folder)
         try:
             yield device
         finally:

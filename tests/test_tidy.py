@@ -62,7 +62,6 @@ BRITISH = re.compile(
 NAMED_ELSEWHERE = re.compile(
     r"settings_customise_sources"  # pydantic-settings
     r"|prepared_means_tokenised"  # a constraint in databases that exist
-    r'|tokenise = \["shardline\[tokenize\]"\]|extra `tokenise`'  # the alias of an extra, for one more release
 )
 SUFFIXES = (".md", ".py", ".toml", ".yaml", ".yml", ".sh", ".cpp", ".h", ".ini", ".txt", ".example")
 SPELLED = (*SUFFIXES, "Makefile", "Dockerfile")

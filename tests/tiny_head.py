@@ -78,7 +78,7 @@ class TinyHead:
             self._writer.close()
         self.database.dispose()
 
-    def ready(self, kv_tokens: int | None = None) -> None:
+    def ready(self, kv_tokens: int = 4096) -> None:
         """From now on the pipeline can generate."""
         stages = [{"layers": "0-7"}]
         energy = EpochEnergy(

@@ -15,7 +15,7 @@ from services.gateway.http.sse import KEEP_ALIVE, event
 from services.gateway.job_documents import job_document
 from services.gateway.openai.completion_response import merged
 from shardline.base.errors import Diverged, ShardlineError, Unavailable, UnknownModel
-from shardline.client.follower import TextRule
+from shardline.client.job_reader import TextRule
 from shardline.contract.job import Job
 from shardline.streams import Place
 

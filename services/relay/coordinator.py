@@ -12,13 +12,13 @@ import msgspec
 import structlog
 from sqlalchemy import Connection
 
-from services.relay.loop import Loop, LoopContext
+from services.relay.loop import STALL, Loop, LoopContext
 from shardline.base.clock import lease_clock_s
 from shardline.base.config import Times
 from shardline.base.errors import Invalid
 from shardline.store import fleets
 from shardline.store.connection.encoding import dump
-from shardline.store.fleets import NO_PLAN, FleetPlan, FleetWorker
+from shardline.store.fleets import COOL_DOWN_POLLS, NO_PLAN, FleetPlan, FleetWorker
 from shardline_fleet.planner import ModelCosts, Workload
 from shardline_fleet.planner.device_profile import profile_of
 from shardline_fleet.planner.fleet_planner import Deployment, FleetPlanner
@@ -26,32 +26,28 @@ from shardline_fleet.planner.turns import Turn, Turns
 
 log = structlog.get_logger(__name__)
 
-STALL = 1 / 3
-"""Part of a job's lease: after a longer silence of Postgres, or of this relay, workers get time to beat again."""
 SETTLE_POLLS = 3
 """A fleet gets its first plan when nobody has joined for so many polls: workers of one start come one by one."""
 PATIENCE_POLLS = 120
 """So long its first plan waits for workers that are announced: they measure their devices."""
-COOL_DOWN_POLLS = 60
-"""Between two new cuts that only make a fleet faster."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sight:
+class FleetSnapshot:
     """What Postgres knows at one moment of all fleets."""
 
     workers: Mapping[str, Mapping[str, FleetWorker]]
     """By model and name: those that are here and may serve the model."""
     unusable: Mapping[str, str]
     """By name: why a worker that is here is in no plan."""
-    coming: Mapping[str, float]
+    joining: Mapping[str, float]
     """By model: seconds since the newest worker that has not joined yet was announced."""
     plans: Mapping[str, FleetPlan]
     wanted: Collection[str]
     served_s: Mapping[str, float]
 
     @classmethod
-    def of(cls, connection: Connection) -> Sight:
+    def of(cls, connection: Connection) -> FleetSnapshot:
         """Reads it."""
         models = fleets.fleets(connection)
         unusable: dict[str, str] = {}
@@ -66,7 +62,7 @@ class Sight:
         return cls(
             workers=workers,
             unusable=unusable,
-            coming=fleets.coming(connection),
+            joining=fleets.coming(connection),
             plans=fleets.all_plans(connection),
             wanted=fleets.wanted(connection, models) if len(models) > 1 else models,
             served_s=fleets.served(connection) if len(models) > 1 else {},
@@ -116,20 +112,20 @@ class Coordinator(Loop):
     def turn(self) -> float:
         """Plan for each fleet that needs it."""
         with self._database.begin() as connection:
-            sight = Sight.of(connection)
+            snapshot = FleetSnapshot.of(connection)
         now_s = lease_clock_s()
         if now_s - self._answered_s > STALL * self._times.lease_s:
             self._trusts_after_s = now_s + fleets.LEASES * self._times.lease_s
         self._answered_s = now_s
-        self._tell_unusable(sight.unusable)
-        given = self._given(sight)
+        self._tell_unusable(snapshot.unusable)
+        assignment = self._assignment(snapshot)
         changes = {}
-        for model in sorted({*sight.workers, *sight.plans}):
-            deployment = self._deployment(model, sight, given)
+        for model in sorted({*snapshot.workers, *snapshot.plans}):
+            deployment = self._deployment(model, snapshot, assignment)
             if deployment is not None:
                 changes[model] = deployment
         if changes:
-            self._store(sight, changes)
+            self._store(snapshot, changes)
         return self._times.poll_s
 
     def _tell_unusable(self, unusable: Mapping[str, str]) -> None:
@@ -138,81 +134,83 @@ class Coordinator(Loop):
                 log.warning("a worker is in no plan", worker=worker, problem=problem)
         self._told = unusable
 
-    def _given(self, sight: Sight) -> dict[str, str]:
+    def _assignment(self, snapshot: FleetSnapshot) -> dict[str, str]:
         """The model of each worker that is here. While absences are not trusted, those that have one keep it."""
         turns = Turns(
             models={
                 model: Turn(
-                    is_wanted=model in sight.wanted,
-                    since_s=sight.plan(model).age_s,
-                    served_s=sight.served_s.get(model) if sight.plan(model).stages else None,
+                    is_wanted=model in snapshot.wanted,
+                    since_s=snapshot.plan(model).age_s,
+                    served_s=snapshot.served_s.get(model) if snapshot.plan(model).stages else None,
                 )
-                for model in sight.workers
+                for model in snapshot.workers
             },
-            offers=_offers(sight),
-            fits=sight.fits,
+            offers=_offers(snapshot),
+            fits=snapshot.fits,
             scale=self._times.poll_s / Times().poll_s,
         )
-        held = {worker: model for model, plan in sight.plans.items() for worker in plan.stages}
-        given = turns.assign(held)
+        held = {worker: model for model, plan in snapshot.plans.items() for worker in plan.stages}
+        assignment = turns.assign(held)
         if self._answered_s < self._trusts_after_s:
-            given |= {worker: held[worker] for worker in given if held.get(worker) in turns.offers[worker]}
-        return given
+            assignment |= {worker: held[worker] for worker in assignment if held.get(worker) in turns.offers[worker]}
+        return assignment
 
-    def _deployment(self, model: str, sight: Sight, given: Mapping[str, str]) -> Deployment | None:
+    def _deployment(self, model: str, snapshot: FleetSnapshot, assignment: Mapping[str, str]) -> Deployment | None:
         """What should run of a model from now on, or None if nothing changes."""
-        plan = sight.plan(model)
-        own = {worker: each for worker, each in sight.workers.get(model, {}).items() if given[worker] == model}
-        kept = {worker: place for worker, place in plan.stages.items() if given.get(worker, model) == model}
+        plan = snapshot.plan(model)
+        members = {
+            worker: each for worker, each in snapshot.workers.get(model, {}).items() if assignment[worker] == model
+        }
+        remaining = {worker: place for worker, place in plan.stages.items() if assignment.get(worker, model) == model}
         if plan.version and self._answered_s < self._trusts_after_s:
             return None
         may_improve = plan.age_s > COOL_DOWN_POLLS * self._times.poll_s
-        seen = plan.version, may_improve, frozenset((worker, dump(each.profile)) for worker, each in own.items())
-        if not plan.version and self._is_unsettled(own, sight.coming.get(model, math.inf)):
+        state = plan.version, may_improve, frozenset((worker, dump(each.profile)) for worker, each in members.items())
+        if not plan.version and self._is_unsettled(members, snapshot.joining.get(model, math.inf)):
             return None
-        if self._seen.get(model) == seen and len(kept) == len(plan.stages):
+        if self._seen.get(model) == state and len(remaining) == len(plan.stages):
             return None
-        now = Deployment(split=plan.split, stages=kept, tokens_per_s=plan.tokens_per_s)
-        then = self._replanned(model, sight, own, now, may_improve=may_improve) if own else None
-        if then is not None:
-            return then
-        self._seen[model] = seen
-        return now if len(kept) < len(plan.stages) else None
+        current = Deployment(split=plan.split, stages=remaining, tokens_per_s=plan.tokens_per_s)
+        replanned = self._replanned(model, snapshot, members, current, may_improve) if members else None
+        if replanned is not None:
+            return replanned
+        self._seen[model] = state
+        return current if len(remaining) < len(plan.stages) else None
 
     @staticmethod
     def _replanned(
-        model: str, sight: Sight, own: Collection[str], now: Deployment, *, may_improve: bool
+        model: str, snapshot: FleetSnapshot, members: Collection[str], current: Deployment, may_improve: bool
     ) -> Deployment | None:
         try:
-            return sight.planner(model, own).replan(now if now.stages else None, may_improve=may_improve)
+            return snapshot.planner(model, members).replan(current if current.stages else None, may_improve=may_improve)
         except Invalid as error:
             log.warning("fleet cannot be planned", model=model, problem=error.problem)
         except Exception:
             log.exception("fleet cannot be planned", model=model)
         return None
 
-    def _is_unsettled(self, own: Mapping[str, FleetWorker], coming_s: float) -> bool:
+    def _is_unsettled(self, members: Mapping[str, FleetWorker], joining_s: float) -> bool:
         """Whether more workers may come that the first plan should count."""
-        newest_s = min((member.here_s for member in own.values()), default=math.inf)
-        return newest_s < SETTLE_POLLS * self._times.poll_s or coming_s < PATIENCE_POLLS * self._times.poll_s
+        newest_s = min((member.here_s for member in members.values()), default=math.inf)
+        return newest_s < SETTLE_POLLS * self._times.poll_s or joining_s < PATIENCE_POLLS * self._times.poll_s
 
-    def _store(self, sight: Sight, changes: Mapping[str, Deployment]) -> None:
+    def _store(self, snapshot: FleetSnapshot, changes: Mapping[str, Deployment]) -> None:
         """All of them, unless another coordinator has changed a plan since."""
         with self._database.begin() as connection:
             fleets.lock_plans(connection)
-            if _versions(fleets.all_plans(connection)) != _versions(sight.plans):
+            if _versions(fleets.all_plans(connection)) != _versions(snapshot.plans):
                 return
             for model, deployment in changes.items():
                 fleets.store_plan(
                     connection,
                     model,
-                    version=sight.plan(model).version,
+                    version=snapshot.plan(model).version,
                     split=deployment.split,
                     stages=deployment.stages,
                     tokens_per_s=deployment.tokens_per_s,
                 )
         for model, deployment in changes.items():
-            version, num = sight.plan(model).version + 1, len(deployment.stages)
+            version, num = snapshot.plan(model).version + 1, len(deployment.stages)
             log.info("fleet planned", model=model, version=version, split=str(deployment), workers=num)
 
 
@@ -226,10 +224,10 @@ def _problem(worker: FleetWorker) -> str | None:
     return None
 
 
-def _offers(sight: Sight) -> dict[str, list[str]]:
+def _offers(snapshot: FleetSnapshot) -> dict[str, list[str]]:
     """The models of each worker."""
     offers: dict[str, list[str]] = {}
-    for model, workers in sight.workers.items():
+    for model, workers in snapshot.workers.items():
         for worker in workers:
             offers.setdefault(worker, []).append(model)
     return offers

@@ -37,6 +37,8 @@ MIN_PAUSE_S = 0.01
 """Between turns, however often the loop is woken: what arrives meanwhile is handled as one batch."""
 
 MAX_BACKOFF_S = 2.0
+STALL = 1 / 3
+"""Part of a lease: after a longer silence of Postgres, or of this relay, holders get time to renew their leases."""
 
 POSTGRES_ERRORS = (DBAPIError, PoolTimeout, PsycopgError)
 REDIS_ERRORS = (RedisError, BrokerError)

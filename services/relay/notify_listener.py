@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from services.relay.loop import Loop, LoopContext
-from shardline.store.connection.bells import listening
+from shardline.store.connection.notify import listening
 
 
 class NotifyListener(Loop):

@@ -33,9 +33,9 @@ from services.relay.preparer import Preparer
 from services.relay.rejects import record_reject
 from services.relay.retention import Retention
 from services.relay.settings import RelaySettings
-from services.relay.statistics.census import Census
 from services.relay.statistics.energy_rates import EnergyRates
 from services.relay.statistics.growth import Growth
+from services.relay.statistics.job_counts import JobCounts
 from services.relay.submission import Submission, SubmissionResult, store_submissions
 from services.relay.sweeper import Sweeper
 from shardline.base import metrics
@@ -55,9 +55,11 @@ from shardline.store.connection.database import connect
 log = structlog.get_logger(__name__)
 
 REDIS_TIMEOUT_S = 2.0
-NUM_LOOPS = 14
-"""Connections of the pool that the loops may hold at once: one for each of the fourteen that read or write rows. A
-notify listener's is its own."""
+LOOPS = (
+    *(Outbox, Preparer, Sweeper, Canceller, Coordinator, Intake, Retention),
+    *(CeleryResults, TaskResults, TaskFinisher, JobCounts, EnergyRates, Growth),
+)
+"""Each may hold a connection of the pool. A notify listener has one of its own."""
 
 REMEDY = f"Send the task {SUBMIT_TASK} with a request as its keyword arguments, in JSON: see docs/doors.md"
 """For a message of the Celery door that is no request."""
@@ -74,7 +76,7 @@ class Relay:
         self._registry = CollectorRegistry()
         self._metrics = RelayMetrics(self._registry)
         url = settings.database_url.get_secret_value()
-        self._database = connect(url, application_name="shardline-relay", pool_size=settings.concurrency + NUM_LOOPS)
+        self._database = connect(url, application_name="shardline-relay", pool_size=settings.concurrency + len(LOOPS))
         self._redis = redis_client(settings.redis_url, timeout_s=REDIS_TIMEOUT_S)
         self._closing = threading.Event()
         self._tracer = Tracer.from_environment("relay")
@@ -102,7 +104,7 @@ class Relay:
             outbox,
             preparer,
             sweeper,
-            Census(context),
+            JobCounts(context),
             Coordinator(context),
             self._canceller,
             self._results,
@@ -120,6 +122,7 @@ class Relay:
             NotifyListener(context, database_url=url, channel=LEASES_CHANNEL, wakes=(sweeper,)),
             NotifyListener(context, database_url=url, channel=TASKS_CHANNEL, wakes=(finisher,)),
         )
+        assert {type(loop) for loop in self._loops} == {*LOOPS, NotifyListener}
 
     def start(self) -> None:
         """Start the metrics endpoint and all loops."""

@@ -10,15 +10,12 @@ from uuid import UUID
 import structlog
 
 from services.relay.celery.celery_results import CeleryResults
-from services.relay.loop import POSTGRES_ERRORS, Loop, LoopContext
+from services.relay.loop import POSTGRES_ERRORS, STALL, Loop, LoopContext
 from services.relay.partial_texts import PartialTexts
 from shardline.base.clock import lease_clock_s
 from shardline.store import sweeps
 
 log = structlog.get_logger(__name__)
-
-STALL = 1 / 3
-"""Part of a lease: if Postgres gave no answer for longer, or the relay stood still, that counts as an outage."""
 
 
 class Sweeper(Loop):

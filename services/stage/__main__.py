@@ -37,14 +37,14 @@ from services.stage.follower import Follower
 from services.stage.head import Head, end_leases_of_predecessor
 from services.stage.hop_sockets import hop_sockets
 from services.stage.model.weights import fingerprint
-from services.stage.runtime import Placed, Stage, info_of, load, pipeline_of, place
+from services.stage.runtime import PlacedStage, Stage, info_of, load, pipeline_of, place
 from services.stage.settings import StageSettings
 from shardline.base import log, metrics
 from shardline.base.errors import Invalid, Unavailable
 from shardline.contract.refusals import REFUSED_STATUS, refusing
-from shardline.host.threads import apart, die_with_any_thread
-from shardline.store.connection.database import failure_of
-from shardline.store.fleets import Offer
+from shardline.host.threads import die_with_any_thread, run_in_fresh_thread
+from shardline.store.connection.database import unavailable
+from shardline.store.fleets import WorkerOffer
 from shardline.store.models import register_model
 from shardline_fleet.planner import ModelCosts
 
@@ -104,7 +104,7 @@ def main() -> int:
     return 0
 
 
-def join_fleet(placed: Placed, backends: Backends) -> tuple[Membership, Placed]:
+def join_fleet(placed: PlacedStage, backends: Backends) -> tuple[Membership, PlacedStage]:
     """Measures the device with each model, offers it, and waits for layers of one. Raises Invalid, Unavailable."""
     models = {each.name: replace(placed, settings=each, info=info_of(each)) for each in placed.settings.every_model}
     database = backends.open_database(application_name=f"shardline {placed.worker} membership")
@@ -112,7 +112,7 @@ def join_fleet(placed: Placed, backends: Backends) -> tuple[Membership, Placed]:
     membership = Membership(database, placed.worker, placed.settings.times, tuple(models), links.own)
     membership.announce()
     profiles = {
-        name: apart(partial(profiling.profile, each.settings, each.device, fresh=False, together=False))
+        name: run_in_fresh_thread(partial(profiling.profile, each.settings, each.device, fresh=False, together=False))
         for name, each in models.items()
     }
     measured = links.measure(membership.others())
@@ -120,7 +120,10 @@ def join_fleet(placed: Placed, backends: Backends) -> tuple[Membership, Placed]:
     if len(models) > 1:  # those whose turn comes later take jobs as well
         register_models(database, models.values())
     membership.join_fleet(
-        {name: Offer(shapes=ModelCosts.read(models[name].info.path), profile=each) for name, each in profiles.items()}
+        {
+            name: WorkerOffer(shapes=ModelCosts.read(models[name].info.path), profile=each)
+            for name, each in profiles.items()
+        }
     )
     given = membership.wait_for_layers()
     return membership, replace(models[given.model], layers=range(*given.layers), profile=profiles[given.model])
@@ -137,7 +140,7 @@ def copy_models(settings: StageSettings, backends: Backends) -> StageSettings:
         database.dispose()
 
 
-def register_models(database: Database, models: Iterable[Placed]) -> None:
+def register_models(database: Database, models: Iterable[PlacedStage]) -> None:
     """As their heads will register them. Raises Unavailable."""
     rows = [
         each.info.row(name=each.settings.name, fingerprint=fingerprint(each.info.path, each.settings.cache_dir))
@@ -148,7 +151,7 @@ def register_models(database: Database, models: Iterable[Placed]) -> None:
             for row in rows:
                 register_model(connection, row)
     except DBAPIError as error:
-        raise Unavailable(f"{failure_of(error)}. Check SHARDLINE_DATABASE_URL and migrate") from error
+        raise unavailable(error) from error
 
 
 def make_room(stage: Stage) -> None:

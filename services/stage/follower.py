@@ -15,7 +15,7 @@ from services.stage.metrics import StageMeter
 from services.stage.pipeline.control_server import ControlServer
 from services.stage.pipeline.registry import Announcer
 from services.stage.pipeline.status import StageStatus
-from services.stage.runtime import Loaded
+from services.stage.runtime import LoadedStage
 from services.stage.stage_spans import step_observer
 from shardline.base.tracing import Tracer
 from shardline.contract.wire import StageCard
@@ -46,7 +46,7 @@ class NoDeliveries:
 class Follower:
     """The parts of a follower, and the order in which they start and stop. A control link's StageHost."""
 
-    def __init__(self, loaded: Loaded, backends: Backends) -> None:
+    def __init__(self, loaded: LoadedStage, backends: Backends) -> None:
         times = loaded.settings.times
         self._loaded = loaded
         self._backends = backends

@@ -32,7 +32,7 @@ from services.stage.pipeline.energy_writer import EnergyWriter, epoch_energy
 from services.stage.pipeline.epochs import Epochs
 from services.stage.pipeline.pipeline import Pipeline
 from services.stage.pipeline.status import StageProgress
-from services.stage.runtime import Loaded, pipeline_of, software
+from services.stage.runtime import LoadedStage, pipeline_of, software
 from services.stage.stage_spans import step_observer
 from shardline.base.errors import Unavailable
 from shardline.base.tracing import Tracer
@@ -40,7 +40,7 @@ from shardline.contract.job import JobState
 from shardline.contract.queues import generate_queue
 from shardline.contract.wire import StageCard
 from shardline.store import leases
-from shardline.store.connection.database import failure_of
+from shardline.store.connection.database import failure_of, unavailable
 from shardline.store.models import register_adapters, register_model
 from shardline.store.statistics.costs import EpochEnergy
 from shardline.tokenize import Tokens
@@ -63,19 +63,15 @@ def end_leases_of_predecessor(database: Database, *, worker: str, pipeline: str)
         with database.begin() as connection:
             num_held = leases.expire_held_by(connection, worker=worker, pipeline=pipeline)
     except DBAPIError as error:
-        raise _unavailable(error) from error
+        raise unavailable(error) from error
     if num_held:
         log.warning("this head's predecessor left jobs behind: they are requeued", jobs=num_held)
-
-
-def _unavailable(error: DBAPIError) -> Unavailable:
-    return Unavailable(f"{failure_of(error)}. Check SHARDLINE_DATABASE_URL and migrate")
 
 
 class Head:
     """The parts of a head, and the order in which they start and stop. The host of its pipeline and of its leases."""
 
-    def __init__(self, loaded: Loaded, backends: Backends) -> None:
+    def __init__(self, loaded: LoadedStage, backends: Backends) -> None:
         settings = loaded.settings
         self._loaded = loaded
         self._backends = backends
@@ -170,7 +166,7 @@ class Head:
             with self._database.begin() as connection:
                 register_model(connection, self._model_row)
         except DBAPIError as error:
-            raise _unavailable(error) from error
+            raise unavailable(error) from error
         self._publisher.start()
         if self._results is not None:
             self._results.start()

@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry
 from services.stage.device.power import Power
 from services.stage.jobs.latency import Latency
 from services.stage.pipeline.pipeline import Pipeline
-from services.stage.runtime import Loaded
+from services.stage.runtime import LoadedStage
 from shardline.base.metrics import HeadMetrics, StageMetrics
 from shardline.contract.job import JobState
 from shardline_fleet.drift import Drift
@@ -31,7 +31,7 @@ MAX_TENANTS = 100
 class StageMeter:
     """One per process."""
 
-    def __init__(self, loaded: Loaded) -> None:
+    def __init__(self, loaded: LoadedStage) -> None:
         self.registry = CollectorRegistry()
         self._metrics = StageMetrics(self.registry)
         self._head = HeadMetrics(self.registry) if loaded.is_head else None

@@ -23,10 +23,10 @@ from services.stage.adapters.adapter_watch import AdapterWatch, Tell
 from services.stage.celery.hub_calls import HubCalls
 from services.stage.celery.pool import DeliveryHandler
 from services.stage.device.accelerator import load_module
+from services.stage.device.acquire import acquire
 from services.stage.device.device import Device
 from services.stage.device.machine import boot_id
 from services.stage.device.power import Power, power_of
-from services.stage.device.take import take
 from services.stage.engine.accelerator_options import AcceleratorOptions
 from services.stage.engine.executor import Executor
 from services.stage.engine.memory import Limits
@@ -42,7 +42,7 @@ from services.stage.settings import StageSettings
 from shardline.base.clock import monotonic_s, wall_clock_s
 from shardline.base.errors import Invalid
 from shardline.contract.wire import StageCard, StageTrace, StepSpan
-from shardline.host.threads import apart
+from shardline.host.threads import run_in_fresh_thread
 from shardline_fleet.drift import WINDOW_S, Drift
 from shardline_fleet.planner import DeviceProfile, ModelCosts
 from shardline_scheduler.step_times import StepTime
@@ -83,7 +83,7 @@ class Stage(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Placed:
+class PlacedStage:
     """A stage that holds its device and has read no weights yet."""
 
     settings: StageSettings
@@ -97,7 +97,7 @@ class Placed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Loaded:
+class LoadedStage:
     """The parts that heads and later stages share: a loaded shard on its device, and how it is reached."""
 
     settings: StageSettings
@@ -200,7 +200,7 @@ def _us(seconds: float) -> int:
     return round(seconds * 1e6)
 
 
-def place(settings: StageSettings) -> Placed:
+def place(settings: StageSettings) -> PlacedStage:
     """The model's config and the device, which is locked: no other process of this name runs on it. Raises Invalid,
     Unavailable."""
     if settings.kv_offload_mib and not settings.prefix_cache:
@@ -213,7 +213,7 @@ def place(settings: StageSettings) -> Placed:
     name = settings.worker_name or f"{settings.pipeline or settings.name}.{settings.place}"
     worker = f"{name}@{socket.gethostname()}"
     load_module(settings.device_module)
-    device = take(
+    device = acquire(
         settings.device,
         worker=worker,
         lock_folder=settings.lock_dir,
@@ -223,7 +223,7 @@ def place(settings: StageSettings) -> Placed:
     )
     if settings.is_planned and not settings.worker_name:
         worker = f"{settings.name}.{device.name.replace(':', '-').replace(',', '+')}@{socket.gethostname()}"
-    return Placed(settings=settings, info=info, layers=layers, device=device, worker=worker)
+    return PlacedStage(settings=settings, info=info, layers=layers, device=device, worker=worker)
 
 
 def info_of(settings: StageSettings) -> ModelInfo:
@@ -248,7 +248,7 @@ def limits_of(settings: StageSettings) -> Limits:
     )
 
 
-def load(placed: Placed) -> Loaded:
+def load(placed: PlacedStage) -> LoadedStage:
     """Weights, sockets: what can be refused is refused before Celery starts. Raises Invalid, Unavailable."""
     settings, info, layers = placed.settings, placed.info, placed.layers
     device, worker = placed.device, placed.worker
@@ -267,7 +267,7 @@ def load(placed: Placed) -> Loaded:
                 cuda_graphs=settings.cuda_graphs,
             ),
         )
-        executor = apart(loading)
+        executor = run_in_fresh_thread(loading)
         weights = fingerprint(info.path, settings.cache_dir)
     log.info(
         "shard loaded",
@@ -293,7 +293,7 @@ def load(placed: Placed) -> Loaded:
         weights_dtype=settings.dtype,
         machine=boot_id(),
     )
-    return Loaded(
+    return LoadedStage(
         settings=settings,
         info=info,
         layers=layers,
@@ -308,7 +308,7 @@ def load(placed: Placed) -> Loaded:
     )
 
 
-def _drift_of(placed: Placed, executor: Executor) -> Drift | None:
+def _drift_of(placed: PlacedStage, executor: Executor) -> Drift | None:
     if placed.profile is None:
         return None
     window_s = WINDOW_S * placed.settings.time_scale

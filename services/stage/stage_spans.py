@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from services.stage.metrics import StageMeter
-from services.stage.runtime import Loaded
+from services.stage.runtime import LoadedStage
 from shardline.base import genai
 from shardline.base.tracing import JobTrace, TracedPhase, Tracer, Value, parse_traceparent
 from shardline_scheduler.step_plan import Open, StepPlan
@@ -76,7 +76,7 @@ class StageSpans:
                 self._tracer.phase(span.trace, phase)
 
 
-def step_observer(loaded: Loaded, meter: StageMeter, tracer: Tracer) -> Callable[[StepPlan, StepTime], None]:
+def step_observer(loaded: LoadedStage, meter: StageMeter, tracer: Tracer) -> Callable[[StepPlan, StepTime], None]:
     """What an engine calls after each step: the meter, and the spans if anybody wants them."""
     if not tracer.is_on:
         return meter.step

@@ -7,13 +7,13 @@ sharing is allowed, but slower, and therefore reported.
 
 from __future__ import annotations
 
-import fcntl
 import os
 from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from shardline.host.lock_file import try_lock
 from shardline.host.private import open_private_file, open_private_folder, user_folder
 
 FIELD = "XDG_RUNTIME_DIR"
@@ -45,9 +45,9 @@ class CoreClaims:
     def _is_free(self, folder: int, core: int) -> bool:
         """Whether nobody else held the core, which is held afterwards."""
         file = open_private_file(folder, f"core-{core}.lock", FIELD)
-        is_free = _lock(file, fcntl.LOCK_EX)
+        is_free = try_lock(file)
         # Refused only by an exclusive lock: of a stack that looks at this very moment.
-        if _lock(file, fcntl.LOCK_SH):
+        if try_lock(file, shared=True):
             self._held[core] = file
         else:
             os.close(file)
@@ -65,11 +65,3 @@ class CoreClaims:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.keep(())
-
-
-def _lock(file: int, kind: int) -> bool:
-    try:
-        fcntl.flock(file, kind | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True

@@ -6,7 +6,6 @@ belong to a stranger by now, so nothing is signaled unless pid and start time ag
 
 from __future__ import annotations
 
-import fcntl
 import os
 import secrets
 import tempfile
@@ -20,6 +19,7 @@ import psutil
 
 from services.standalone.processes import is_alive, wait_until_gone
 from shardline.contract.api_key import new_key
+from shardline.host.lock_file import try_lock
 
 SUPERVISOR = "supervisor"
 TARGETS_FILE = "prometheus.json"
@@ -184,11 +184,9 @@ class StateDirLock:
 
     def __enter__(self) -> Self:
         self._file = self._path.open("a")
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not try_lock(self._file.fileno()):
             self._file.close()
-            raise AlreadyUp(f"a stack already runs in {self._path.parent}. Stop it with `make down`") from None
+            raise AlreadyUp(f"a stack already runs in {self._path.parent}. Stop it with `make down`")
         return self
 
     def __exit__(

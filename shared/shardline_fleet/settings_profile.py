@@ -5,16 +5,12 @@ Docker Compose reads the same file with `--env-file`. Tunes nothing: that is `sh
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from io import StringIO
 from pathlib import Path
 from typing import Any
 
 from dotenv import dotenv_values
-from pydantic import Field
-from pydantic.fields import FieldInfo
-from pydantic_settings import BaseSettings, PydanticBaseSettingsSource
-from typing_extensions import override
+from pydantic import Field, model_validator
 
 from shardline.base.config import ENV_PREFIX, Settings
 from shardline.base.errors import Invalid
@@ -37,27 +33,6 @@ def read_profile(path: Path) -> dict[str, str]:
     return {known[name]: value for name, value in found.items() if value}
 
 
-def profile_text(settings: Mapping[str, object], comments: list[str]) -> str:
-    """The text of a profile with these settings, by field; none of None."""
-    assert settings.keys() <= set(PROFILE_SETTINGS)
-    lines = [f"{ENV_PREFIX}{name.upper()}={value}" for name, value in settings.items() if value is not None]
-    return "\n".join([*(f"# {comment}" for comment in comments), *lines, ""])
-
-
-class ProfileSource(PydanticBaseSettingsSource):
-    """The values of the file that the setting `profile` names, as far as the class has fields for them."""
-
-    @override
-    def get_field_value(self, field: FieldInfo, field_name: str) -> tuple[Any, str, bool]:
-        return self().get(field_name), field_name, False
-
-    @override
-    def __call__(self) -> dict[str, Any]:
-        path = self.current_state.get("profile")
-        found = read_profile(Path(path)) if path else {}
-        return {name: value for name, value in found.items() if name in self.settings_cls.model_fields}
-
-
 class ProfiledSettings(Settings):
     """Settings of a service that has some of those that are tuned."""
 
@@ -65,10 +40,8 @@ class ProfiledSettings(Settings):
         None, description="file of tuned settings, as `shardline tune` writes it; the environment overrides it"
     )
 
+    @model_validator(mode="before")
     @classmethod
-    @override
-    def settings_customise_sources(
-        cls, settings_cls: type[BaseSettings], *sources: Any, **named: Any
-    ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """The sources of all settings, then the profile."""
-        return (*super().settings_customise_sources(settings_cls, *sources, **named), ProfileSource(settings_cls))
+    def _add_profile(cls, values: dict[str, Any]) -> dict[str, Any]:
+        profile = read_profile(Path(values["profile"])) if values.get("profile") else {}
+        return {name: value for name, value in profile.items() if name in cls.model_fields} | values

@@ -64,7 +64,7 @@ class MayBegin(msgspec.Struct, frozen=True, kw_only=True):
     key: Key
 
 
-class Outgrown(msgspec.Struct, frozen=True, kw_only=True):
+class KvExceeded(msgspec.Struct, frozen=True, kw_only=True):
     """A job needs more KV than this pipeline has: it goes back, and another pipeline goes on where it stopped."""
 
     key: Key
@@ -72,4 +72,4 @@ class Outgrown(msgspec.Struct, frozen=True, kw_only=True):
     """Prompt and output so far."""
 
 
-Event = NewTokens | Finished | Failed | Crashed | MayBegin | Outgrown
+Event = NewTokens | Finished | Failed | Crashed | MayBegin | KvExceeded

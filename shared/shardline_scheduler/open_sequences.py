@@ -71,11 +71,6 @@ class OpenSequences:
             if not self._num_holders[block]:
                 del self._num_holders[block]
 
-    def seeds(self, plan: StepPlan, *, decoding: bool) -> set[int]:
-        """Seeds of the sequences that this plan, not yet taken in, would decode, or whose prompts it would compute."""
-        found = {seq: known.seed for seq, known in self._known.items()} | {each.seq: each.seed for each in plan.opens}
-        return {found[row.seq] for row in plan.rows if row.decodes == decoding and row.seq in found}
-
     def clear(self) -> None:
         """Forget all of them."""
         self._known.clear()

@@ -12,7 +12,7 @@ from itertools import count, repeat
 from shardline.base.errors import ProtocolError
 from shardline.contract.job import FinishReason
 from shardline_scheduler.batch import Batch
-from shardline_scheduler.events import Crashed, Event, Failed, Finished, MayBegin, NewTokens, Outgrown
+from shardline_scheduler.events import Crashed, Event, Failed, Finished, KvExceeded, MayBegin, NewTokens
 from shardline_scheduler.kv_blocks import blocks_for
 from shardline_scheduler.offload import OffloadTerms
 from shardline_scheduler.parking import Parking
@@ -227,9 +227,9 @@ class Scheduler:
         self._end(sequence)
         return Failed(key=sequence.request.key, reason=reason)
 
-    def _outgrow(self, sequence: Sequence) -> Outgrown:
+    def _outgrow(self, sequence: Sequence) -> KvExceeded:
         self._end(sequence)
-        return Outgrown(key=sequence.request.key, num_tokens=len(sequence.ids))
+        return KvExceeded(key=sequence.request.key, num_tokens=len(sequence.ids))
 
     def _crash(self, sequence: Sequence) -> Crashed:
         del self._by_key[sequence.request.key]

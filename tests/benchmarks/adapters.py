@@ -21,8 +21,8 @@ import torch
 from services.stage.adapters.lora import AdaptedRows, LoadedAdapter, ShardAdapters
 from services.stage.adapters.peft import AdapterFolder
 from services.stage.attention.paged_kv import Span
+from services.stage.device.acquire import acquire
 from services.stage.device.device import Device
-from services.stage.device.take import take
 from services.stage.engine.executor import Executor
 from services.stage.engine.forward import Forward
 from services.stage.engine.memory import Limits
@@ -62,7 +62,7 @@ def main() -> None:
         if not (folder / str(number)).exists():
             save_adapter(model, folder / str(number), rank=RANK, seed=number, lora_alpha=0.1)
     with tempfile.TemporaryDirectory(prefix="shardline-adapters-") as locks, torch.inference_mode():
-        device = take(options.device, worker="adapters", lock_folder=Path(locks))
+        device = acquire(options.device, worker="adapters", lock_folder=Path(locks))
         forward = load(model, options.dtype, device)
         loaded, load_ms = load_adapters(forward, folder)
         steps = {"decode": decodes(), "prefill": [Span(start=0, length=PREFILL, blocks=range(PREFILL // BLOCK_TOKENS))]}

@@ -25,7 +25,7 @@ import structlog
 from tokenizers import Tokenizer
 
 from services.stage.device.accelerator import MODULE_FIELD, load_module
-from services.stage.device.take import take
+from services.stage.device.acquire import acquire
 from services.stage.engine.accelerator_options import AcceleratorOptions
 from services.stage.engine.engine import Engine, FollowerEngine, HeadEngine
 from services.stage.engine.executor import Executor
@@ -40,7 +40,7 @@ from services.stage.settings import StageSettings
 from shardline.base.config import Times
 from shardline.contract.lanes import MAX_LANES, lanes_for
 from shardline.contract.split import even_split, parse_split
-from shardline.host.threads import apart
+from shardline.host.threads import run_in_fresh_thread
 from shardline.tokenize import CompletionText, Vocabulary
 from shardline_scheduler.events import Finished, NewTokens
 from shardline_scheduler.offload import OffloadTerms
@@ -169,7 +169,7 @@ class Pipeline:
             with environment_of(options, stage_index):
                 process.start()
             self._later.append((process, ours))
-        executor = apart(partial(load, options, 0, folder))
+        executor = run_in_fresh_thread(partial(load, options, 0, folder))
         self.attention_kind, self.exact = executor.attention_kind, executor.exact
         """Of the head."""
         capacities = [(executor.num_blocks, executor.offload), *(pipe.recv() for _, pipe in self._later)]
@@ -273,7 +273,7 @@ def serve_later(pipe: Connection, folder: Path, options: argparse.Namespace, sta
     """A later stage's process: load, bind, connect, run and answer the head's process until killed."""
     log_to_stderr()
     num_stages = len(options.device)
-    executor = apart(partial(load, options, stage_index, folder))
+    executor = run_in_fresh_thread(partial(load, options, stage_index, folder))
     pipe.send((executor.num_blocks, executor.offload))
     delay_s = options.hop_delay_ms / 1e3
     hop = hop_in(folder, delay_s)
@@ -301,7 +301,7 @@ def load(options: argparse.Namespace, stage_index: int, folder: Path) -> Executo
     """The executor of one stage, on its device, locked as in production."""
     load_module(os.environ.get(MODULE_FIELD))
     name, worker = options.device[stage_index], f"bare-{stage_index}"
-    device = take(name, worker=worker, lock_folder=folder / "locks", shared=options.device.count(name) > 1)
+    device = acquire(name, worker=worker, lock_folder=folder / "locks", shared=options.device.count(name) > 1)
     info = ModelInfo.read(options.model)
     return Executor.load(
         model=info,

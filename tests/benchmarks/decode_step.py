@@ -21,8 +21,8 @@ from typing import Any
 
 import torch
 
+from services.stage.device.acquire import acquire
 from services.stage.device.device import Device
-from services.stage.device.take import take
 from services.stage.engine.executor import Executor
 from services.stage.engine.memory import Limits
 from shardline.contract.job import FinishReason, SamplingParams
@@ -59,7 +59,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        device = take("cpu:0-1", worker="decode-step", lock_folder=Path(folder))
+        device = acquire("cpu:0-1", worker="decode-step", lock_folder=Path(folder))
         ours = Ours(options.model, options.dtype, device)
         reference = theirs(options.reference, options.model, options.dtype) if options.reference else None
         figures: dict[str, list[float]] = {"ours_ms": [], "scheduler_ms": [], "reference_ms": []}

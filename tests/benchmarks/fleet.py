@@ -16,12 +16,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from uuid import UUID
 
-from services.relay.coordinator import COOL_DOWN_POLLS
 from services.standalone.cores import usable_cores
 from shardline.base.clock import monotonic_s
 from shardline.base.config import Times
 from shardline.client import Client
 from shardline.store.connection.database import connect
+from shardline.store.fleets import COOL_DOWN_POLLS
 from tests.fleet import keep_busy, layers, plan, start_third
 from tests.polling import until
 from tests.stack import Stack

@@ -23,13 +23,13 @@ import msgspec
 import redis
 from sqlalchemy import Connection, Engine
 
-from services.relay.coordinator import Sight
+from services.relay.coordinator import FleetSnapshot
 from services.stage.pipeline.registry import RedisRegistry
 from shardline.contract.wire import Delta, StageCard
 from shardline.store import fleets
 from shardline.store.connection.database import connect
 from shardline.store.connection.encoding import dump
-from shardline.store.fleets import Offer
+from shardline.store.fleets import WorkerOffer
 from shardline.streams import DeltaWriter
 from shardline_fleet.simulator.fleet_file import read_fleet, read_model
 from shardline_fleet.simulator.sampled_fleet import SampledFleet
@@ -74,7 +74,7 @@ def fill(connection: Connection, size: int) -> None:
     profile = next(iter(kind.profiles.values()))
     for number in range(size):
         fleets.leave(connection, name_of(number))
-        fleets.join(connection, name_of(number), {MODEL: Offer(shapes=shapes, profile=profile)}, lease_s=LEASE_S)
+        fleets.join(connection, name_of(number), {MODEL: WorkerOffer(shapes=shapes, profile=profile)}, lease_s=LEASE_S)
     fleets.store_plan(
         connection,
         MODEL,
@@ -93,12 +93,12 @@ def name_of(number: int) -> str:
 def of_postgres(engine: Engine, rounds: int) -> dict[str, float]:
     """Milliseconds of a beat and of a coordinator's look, and of the relay's own work with what it saw."""
     beat = Piece(name="beat", work=lambda connection: fleets.beat(connection, name_of(0), LEASE_S))
-    look = Piece(name="look", work=Sight.of)
+    look = Piece(name="look", work=FleetSnapshot.of)
     relay_s = []
     for _ in range(max(1, rounds // 5)):
         with engine.connect() as connection:
             began_s = time.thread_time()
-            sight = Sight.of(connection)
+            sight = FleetSnapshot.of(connection)
             for worker in sight.workers[MODEL].values():
                 dump(worker.profile)
             relay_s.append(time.thread_time() - began_s)
@@ -123,6 +123,8 @@ def of_cards(url: str, size: int, rounds: int) -> dict[str, float]:
         num_layers=80,
         control="tcp://host-0000:7600",
         device="cuda:0",
+        weights_dtype="bfloat16",
+        machine="host-0000",
     )
     cards = [msgspec.structs.replace(card, incarnation=str(uuid4())) for _ in range(size)]
 

@@ -4,7 +4,7 @@
     python -m tests.benchmarks.learned steps [--episodes 40] [--learners 3]
 
 - split: a bandit (UCB1) tries splits of unlike devices, one episode each, and takes what was fastest on average; beside
-  it the planner, which computes one by the devices' profiles, and `shardline tune`, which simulates some near that.
+  it the planner, which computes one by the devices' profiles, and `shardline tune`, which simulates some beside it.
 - steps: a Q-table chooses the token budget of each step by how many jobs decode and how many wait for their first
   token, and learns from the seconds that all jobs spend waiting; beside it fixed budgets, of which 256 is the default.
 
@@ -41,9 +41,7 @@ from shardline_fleet.simulator.simulated_job import SimulatedJob
 from shardline_fleet.simulator.simulation import Simulation
 from shardline_fleet.simulator.stage_chain import StageChain
 from shardline_fleet.simulator.tally import Tally
-from shardline_fleet.simulator.tuning.goal import TuningGoal
-from shardline_fleet.simulator.tuning.space import Setting, Space, applied
-from shardline_fleet.simulator.tuning.tuner import Tuner
+from shardline_fleet.simulator.tuning import Setting, Tuner, TuningGoal, with_settings
 from shardline_scheduler.scheduler_config import SchedulerConfig
 from tests.benchmarks.simulated import refuse
 
@@ -83,9 +81,9 @@ def compare_splits(options: argparse.Namespace) -> None:
     for kv_heads, devices, sizes in product((FEW_HEADS, ALL_HEADS), FLEETS, EPISODES):
         fleet = fleet_of(devices, kv_heads, sizes)
         kept = [setting for setting in Setting if setting is not Setting.SPLIT]
-        tuner = Tuner(fleet, Path(), TuningGoal.TOKENS_PER_S, Space.of(fleet, Path(), kept))
-        best = tuner.run(NUM_TRIALS, lambda _number, _tried: None).best.candidate
-        planned, tuned = judged_speed(fleet), judged_speed(applied(fleet, best))
+        tuner = Tuner(fleet, Path(), TuningGoal.TOKENS_PER_S, kept)
+        _, best, _ = tuner.run(NUM_TRIALS, lambda _number, _trial: None)
+        planned, tuned = judged_speed(fleet), judged_speed(with_settings(fleet, best.candidate))
         learners = [learn_split(fleet, options.pulls, random.Random(seed)) for seed in range(options.learners)]
         learned = statistics.median(judged_speed(with_split(fleet, split)) for split, _ in learners)
         learning = statistics.median(mean for _, mean in learners)

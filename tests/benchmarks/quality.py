@@ -21,8 +21,8 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from services.stage.attention.paged_kv import Span
+from services.stage.device.acquire import acquire
 from services.stage.device.device import Device
-from services.stage.device.take import take
 from services.stage.engine.executor import Executor
 from services.stage.engine.memory import Limits
 from services.stage.engine.tensors import SCALE_BYTES, name_of, quantized, tensor_of, view_of
@@ -112,7 +112,7 @@ def main() -> None:
     questions = asked(options.num)
     rows = ["| dtype | perplexity of right answers | answers right |", "|---|---|---|"]
     with tempfile.TemporaryDirectory() as folder:
-        device = take(options.device, worker="quality", lock_folder=Path(folder))
+        device = acquire(options.device, worker="quality", lock_folder=Path(folder))
         rows += [score(dtype, device, questions, Path(folder), options.int8_hops) for dtype in options.dtype]
     print("\n".join(rows))
 

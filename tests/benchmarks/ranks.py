@@ -23,7 +23,7 @@ from typing import NamedTuple
 import torch
 
 from services.stage.attention.attention import BLOCK_TOKENS, Span
-from services.stage.device.take import take
+from services.stage.device.acquire import acquire
 from services.stage.engine.executor import Executor
 from services.stage.engine.forward import Forward
 from services.stage.engine.memory import Limits
@@ -90,7 +90,7 @@ def turn(link: Connection) -> dict[str, float]:
 def serve(link: Connection, folder: Path, dtype: str, shape: Shape, locks: Path) -> None:
     """Measures at every message until the link is closed."""
     log_to_stderr()
-    taken = take(shape.device, worker=str(shape), lock_folder=locks, shared=True, num_ranks=shape.num_ranks)
+    taken = acquire(shape.device, worker=str(shape), lock_folder=locks, shared=True, num_ranks=shape.num_ranks)
     info = ModelInfo.read(folder)
     num_tokens = max(DECODES) * ceil_div(CONTEXT + 1, BLOCK_TOKENS) * BLOCK_TOKENS
     executor = Executor.load(

@@ -154,7 +154,7 @@ def _take_pipeline(connection: Connection) -> None:
     models.register_model(connection, model_row(MODEL))
     pipelines.take_epoch(connection, "p", model=MODEL, fingerprint="w", head="h", lease_s=86_400)
     epoch = connection.scalar(text("SELECT epoch FROM pipelines WHERE id = 'p'")) or 0
-    pipelines.ready(connection, "p", epoch, seats=SEATS, stages=[], exact=True)
+    pipelines.ready(connection, "p", epoch, seats=SEATS, stages=[], exact=True, kv_tokens=1 << 20)
 
 
 def model_row(name: str) -> dict[str, Any]:

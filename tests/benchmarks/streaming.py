@@ -21,8 +21,8 @@ from typing import Any
 import torch
 
 from services.stage.attention.paged_kv import Span
+from services.stage.device.acquire import acquire
 from services.stage.device.device import Device
-from services.stage.device.take import take
 from services.stage.engine.executor import Executor
 from services.stage.engine.forward import Forward
 from services.stage.engine.memory import Limits
@@ -58,7 +58,7 @@ def main() -> None:
     log_to_stderr()
     options = parser().parse_args()
     with tempfile.TemporaryDirectory(prefix="shardline-streaming-") as folder:
-        device = take(options.device, worker="streaming", lock_folder=Path(folder) / "locks")
+        device = acquire(options.device, worker="streaming", lock_folder=Path(folder) / "locks")
         limits = Limits(
             kv_bytes=KV_BYTES,
             memory_bytes=options.memory_mib << 20,

@@ -22,9 +22,7 @@ import msgspec
 from shardline.contract.split import even_split
 from shardline_fleet.planner import ModelCosts
 from shardline_fleet.simulator.fleet_file import FleetFile
-from shardline_fleet.simulator.tuning.goal import TuningGoal
-from shardline_fleet.simulator.tuning.space import Candidate, Setting, Space
-from shardline_fleet.simulator.tuning.tuner import Tried, Tuned, Tuner
+from shardline_fleet.simulator.tuning import Candidate, Setting, Trial, Tuner, TuningGoal
 from tests.benchmarks import model as bench_model
 from tests.benchmarks import unequal
 from tests.benchmarks.unequal import Mix, Worker
@@ -56,17 +54,17 @@ def main() -> None:
     workers = [
         Worker(device=device, dtype=given.dtype, environment=rows()) for device in given.device or ("cpu:0", "cpu:1")
     ]
-    tuned = search(path, workers, given)
-    promised = {"default": speed_of(tuned.default), "tuned": speed_of(tuned.best)}
-    print(json.dumps({"settings": dict(tuned.best.candidate), "simulated": promised}), flush=True)
-    sides, ratios = {"default": tuned.default.candidate, "tuned": tuned.best.candidate}, []
+    default, best, gain = search(path, workers, given)
+    promised = {"default": speed_of(default), "tuned": speed_of(best)}
+    print(json.dumps({"settings": dict(best.candidate), "simulated": promised}), flush=True)
+    sides, ratios = {"default": default.candidate, "tuned": best.candidate}, []
     for number in range(given.rounds):
         speeds = {}
         for side in [*sides][:: 1 if number % 2 == 0 else -1]:
             speeds[side] = run(path, workers, sides[side], given.prompts)
         ratios.append(speeds["tuned"] / speeds["default"])
         print(json.dumps({**speeds, "ratio": round(ratios[-1], 3)}), flush=True)
-    print(json.dumps({"median_ratio": round(statistics.median(ratios), 3), "simulated_ratio": round(tuned.gain, 3)}))
+    print(json.dumps({"median_ratio": round(statistics.median(ratios), 3), "simulated_ratio": round(gain, 3)}))
 
 
 def rows() -> tuple[tuple[str, str], ...]:
@@ -74,8 +72,8 @@ def rows() -> tuple[tuple[str, str], ...]:
     return (("SHARDLINE_TOKEN_BUDGET", str(MEASURED_ROWS)),)
 
 
-def search(path: Path, workers: Sequence[Worker], options: argparse.Namespace) -> Tuned:
-    """The settings that the tuner takes for these devices, of which each has a stage."""
+def search(path: Path, workers: Sequence[Worker], options: argparse.Namespace) -> tuple[Trial, Trial, float]:
+    """The default settings, those that the tuner takes for these devices, of which each has a stage, and their gain."""
     profiles = unequal.measure(Mix(workers=tuple(workers)), path)
     layers = even_split(len(ModelCosts.read(path).layers), len(workers))
     with tempfile.TemporaryDirectory(prefix="shardline-tuned-") as name:
@@ -91,14 +89,14 @@ def search(path: Path, workers: Sequence[Worker], options: argparse.Namespace) -
             "split": ",".join(f"{part.start}-{part.stop - 1}" for part in layers),
         }
         fleet = msgspec.convert(text, FleetFile)
-        tuner = Tuner(fleet, folder, TuningGoal.TOKENS_PER_S, Space.of(fleet, folder))
-        return tuner.run(options.trials, lambda _number, _tried: None)
+        tuner = Tuner(fleet, folder, TuningGoal.TOKENS_PER_S)
+        return tuner.run(options.trials, lambda _number, _trial: None)
 
 
-def speed_of(tried: Tried) -> float:
+def speed_of(trial: Trial) -> float:
     """Output tokens/s, simulated."""
-    assert tried.outcome is not None
-    return round(tried.outcome.tokens_per_s, 1)
+    assert trial.outcome is not None
+    return round(trial.outcome.tokens_per_s, 1)
 
 
 def run(path: Path, workers: Sequence[Worker], candidate: Candidate, num_prompts: int) -> float:

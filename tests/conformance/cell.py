@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import transformers as tf
 
-from services.stage.device.take import take
+from services.stage.device.acquire import acquire
 from services.stage.engine.executor import Executor
 from shardline.contract.job import SamplingParams
 from shardline_scheduler.sequence import Request
@@ -68,7 +68,7 @@ def main() -> None:
 
 def verdicts(options: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any]]:
     """For each number of stages."""
-    device = take(f"cpu:{options.cores}", worker="cell", lock_folder=folder, shared=True)
+    device = acquire(f"cpu:{options.cores}", worker="cell", lock_folder=folder, shared=True)
     model = CLERK if options.model == "clerk" else save_wide(folder)
     jobs = requests(options.prompts, vocab_size=tf.AutoConfig.from_pretrained(model).vocab_size)
     expected: list[Outcome] | None = None

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from services.stage.device.accelerator import load_module
+from services.stage.device.acquire import acquire
 from services.stage.device.device import Device
-from services.stage.device.take import take
 from services.stage.engine.accelerator_options import AcceleratorOptions
 from services.stage.engine.executor import Executor
 from services.stage.engine.memory import Limits
@@ -37,7 +37,7 @@ def accelerator(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Device]:
     """The first one."""
     name = os.environ.get("SHARDLINE_TEST_DEVICE")
     load_module("tests.accelerator" if name is None else os.environ.get("SHARDLINE_DEVICE_MODULE"))
-    device = take(name or "toy:0", worker="tests", lock_folder=tmp_path_factory.mktemp("locks"))
+    device = acquire(name or "toy:0", worker="tests", lock_folder=tmp_path_factory.mktemp("locks"))
     yield device
     device.release()
 

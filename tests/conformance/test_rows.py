@@ -224,7 +224,7 @@ def leave(pair: Pair) -> None:
 
 def announce(pair: Pair) -> None:
     stages: dict[str, Any] = {"stages": [], "seats": pair.rng.choice([4, 20]), "exact": pair.rng.random() < 0.8}
-    stages["kv_tokens"] = pair.rng.choice([None, 64, 64, 3])
+    stages["kv_tokens"] = pair.rng.choice([64, 64, 64, 3])
     pair.both(pipelines.ready, *_pipeline(pair), **stages)
     pair.both(pipelines.longest)
 

@@ -28,7 +28,7 @@ def database_with_head(database_url: str) -> Iterator[Engine]:
         with engine.begin() as connection:
             models.register_model(connection, model_row(MODEL))
             pipelines.take_epoch(connection, "p", model=MODEL, fingerprint="w", head="h", lease_s=LONG_S)
-            pipelines.ready(connection, "p", 1, seats=4, stages=[{"worker": "h"}], exact=True)
+            pipelines.ready(connection, "p", 1, seats=4, stages=[{"worker": "h"}], exact=True, kv_tokens=4096)
         yield engine
     finally:
         engine.dispose()

@@ -26,7 +26,7 @@ from services.relay.canceller import Canceller
 from services.relay.celery.celery_results import CeleryResults
 from services.relay.loop import LoopContext
 from services.relay.outbox import Outbox
-from services.relay.statistics.census import Census
+from services.relay.statistics.job_counts import JobCounts
 from services.stage.adapters.adapter_watch import AdapterWatch
 from services.stage.fleet.peer import measure_link
 from services.stage.fleet.peer_server import OK, PeerServer, ReadFile
@@ -36,7 +36,7 @@ from shardline.base.config import Times
 from shardline.base.errors import Conflict
 from shardline.base.metrics import GatewayMetrics, RelayMetrics
 from shardline.client.gateway import GatewayClient
-from shardline.client.together import Together
+from shardline.client.query_batcher import QueryBatcher
 from shardline.contract.api_key import parse_key
 from shardline.contract.job import JobState
 from shardline.contract.keys import STAGES, job_stream, stage_entry
@@ -61,7 +61,7 @@ POISONS = {
     "services.gateway.keyring.Keyring._ask": f"{HERE}::test_a_refused_statement_ends_no_task_of_the_keyring",
     "services.gateway.keyring.Keyring._note_uses": f"{HERE}::test_a_refused_statement_ends_no_task_of_the_keyring",
     "services.relay.canceller.Canceller": f"{HERE}::test_a_cancel_without_a_row_holds_up_no_other",
-    "services.relay.statistics.census.Census": f"{HERE}::test_a_workers_odd_row_does_not_end_the_census",
+    "services.relay.statistics.job_counts.JobCounts": f"{HERE}::test_a_workers_odd_row_does_not_end_the_census",
     "services.relay.coordinator.Coordinator": (
         f"{RELAY}/test_coordinator.py::test_a_worker_that_no_plan_can_count_is_told_of_and_the_others_are_planned"
     ),
@@ -97,7 +97,7 @@ POISONS = {
     "services.stage.jobs.lease_manager.LeaseManager": (
         "tests/integration/stage/celery/test_pool.py::test_no_message_in_a_heads_queue_ends_it_or_keeps_a_seat"
     ),
-    "shardline.client.together.Together._run": f"{HERE}::test_a_question_that_fails_fails_its_caller_alone",
+    "shardline.client.query_batcher.QueryBatcher._run": f"{HERE}::test_a_question_that_fails_fails_its_caller_alone",
     "shardline.streams.reader.DeltaReader._run": f"{HERE}::test_a_key_that_is_no_stream_costs_no_other_its_deltas",
 }
 """By loop: the test that poisons it."""
@@ -151,7 +151,7 @@ def test_a_workers_odd_row_does_not_end_the_census(engine: Engine) -> None:
         f"{joined} ('a', 'm', '5', '5', now() + interval '1 hour'), "
         "('b', 'm', '{}', '{\"n\": 5}', now() + interval '1 hour')",
     )
-    loop = Census(context(engine))
+    loop = JobCounts(context(engine))
 
     loop.turn()
 
@@ -230,7 +230,7 @@ async def test_a_question_that_fails_fails_its_caller_alone(database_url: str) -
     def answers(connection: Connection, asked: Sequence[int]) -> list[int]:
         return [connection.execute(text("SELECT 1")).scalar_one() // one for one in asked]
 
-    together: Together[int, int] = Together(database, answers, max_batch=8, name="poisoned")
+    together: QueryBatcher[int, int] = QueryBatcher(database, answers, max_batch=8, name="poisoned")
     found = await asyncio.gather(*(together.read(one) for one in (1, 0, 1)), return_exceptions=True)
     assert [found[0], type(found[1]), found[2]] == [1, ZeroDivisionError, 1]
     assert await together.read(1) == 1

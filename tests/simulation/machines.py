@@ -27,7 +27,7 @@ from services.stage.follower import Follower
 from services.stage.head import Head, end_leases_of_predecessor
 from services.stage.jobs.delta_publisher import DeltaSink
 from services.stage.pipeline.registry import Registry
-from services.stage.runtime import Loaded, pipeline_of
+from services.stage.runtime import LoadedStage, pipeline_of
 from shardline.base.config import Times
 from shardline.base.errors import Unavailable
 from shardline.base.metrics import RelayMetrics
@@ -186,7 +186,7 @@ class StageMachine(Machine):
         self.toy: Toy | None = None
         super().__init__(site, name, restart_s)
 
-    def load(self) -> Loaded:
+    def load(self) -> LoadedStage:
         """The shard, in no time."""
         site = self.site
         site.num_incarnations += 1
@@ -203,7 +203,7 @@ class StageMachine(Machine):
             on_poison=self.process.kill if self.is_deadly else None,
             offload=OffloadTerms(num_slots=site.num_slots + self.layers.start),
         )
-        return Loaded(
+        return LoadedStage(
             settings=cast(Any, _settings(self.name, site)),
             info=cast(Any, Model()),
             layers=self.layers,
@@ -230,6 +230,8 @@ class StageMachine(Machine):
             num_layers=NUM_LAYERS,
             control="",
             device="cpu:0",
+            weights_dtype="float32",
+            machine=self.name,
         )
 
 

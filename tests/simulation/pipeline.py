@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from shardline.contract.job import FinishReason, SamplingParams, TokenLogprob
-from shardline_scheduler.events import Crashed, Event, Failed, Finished, MayBegin, NewTokens, Outgrown
+from shardline_scheduler.events import Crashed, Event, Failed, Finished, KvExceeded, MayBegin, NewTokens
 from shardline_scheduler.kv_blocks import BLOCK_TOKENS, blocks_for
 from shardline_scheduler.offload import OffloadTerms
 from shardline_scheduler.scheduler import Scheduler
@@ -205,7 +205,7 @@ class Pipeline:
         self.flights: deque[tuple[StepPlan, StepResult, frozenset[int]]] = deque()
         self.outputs: dict[Key, list[int]] = {}
         self.texts: dict[Key, str] = {}
-        self.ends: dict[Key, Finished | Failed | Crashed | Outgrown] = {}
+        self.ends: dict[Key, Finished | Failed | Crashed | KvExceeded] = {}
         self.called: list[Key] = []
         """Parked jobs there was room for; they begin with the next turn."""
 

@@ -49,9 +49,7 @@ def renew(tables: Tables, *, pipeline: str, epoch: int, lease_s: float) -> int:
     return int(row is not None)
 
 
-def ready(
-    tables: Tables, *, pipeline: str, epoch: int, seats: int, stages: str, exact: bool, kv_tokens: int | None
-) -> int:
+def ready(tables: Tables, *, pipeline: str, epoch: int, seats: int, stages: str, exact: bool, kv_tokens: int) -> int:
     """All stages are bound."""
     row = _of_epoch(tables, pipeline, epoch)
     if row is not None:

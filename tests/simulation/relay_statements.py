@@ -10,7 +10,7 @@ from sqlalchemy.sql import Executable
 from shardline.contract.job import JobState
 from shardline.contract.tables import JOBS_CHANNEL
 from shardline.store import jobs, outbox, sweeps
-from shardline.store.connection import bells
+from shardline.store.connection import notify
 from shardline.store.outbox import MAX_BATCH, MAX_DOUBLINGS, WINDOW_MIN, WINDOW_PER_SEAT
 from shardline.store.statistics import reports
 from tests.simulation.rows import Job, Rows, Tables, Twin
@@ -121,7 +121,7 @@ def partials(tables: Tables, *, ids: Collection[UUID], max_bytes: int, num_promp
     ]
 
 
-# shardline.store.jobs, reports, bells --------------------------------------------------------------------------------
+# shardline.store.jobs, reports, notify --------------------------------------------------------------------------------
 
 
 def cancel(tables: Tables, *, ids: Collection[UUID], running: bool) -> Rows:
@@ -158,5 +158,5 @@ TWINS: Mapping[Executable, Twin] = {
     sweeps.PARTIALS: partials,
     jobs.CANCEL: cancel,
     reports.STATES: states,
-    bells.RING: ring,
+    notify.RING: ring,
 }

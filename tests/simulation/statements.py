@@ -284,6 +284,7 @@ def _is_claimable(tables: Tables, job: Job, row: PipelineRow, exactness: str, ex
         and job.model == row.model
         and (job.exactness in (None, exactness) or not job.exact or waits_since_s <= tables.now_s - exact_wait_s)
         and not _lacks_exact_rows(job, row, exactness)
+        and row.kv_tokens is not None
         and not _is_too_long(tables, job, row)
     )
 

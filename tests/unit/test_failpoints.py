@@ -16,9 +16,6 @@ import pytest
 
 from shardline.base import failpoints
 from shardline.base.failpoints import Failpoints, Point, Struck, failpoint, is_struck
-from shardline.contract.job import SamplingParams
-from shardline_scheduler.open_sequences import OpenSequences
-from shardline_scheduler.step_plan import Open, Row, StepPlan
 from tests.repository import REPOSITORY
 
 SHARED = REPOSITORY / "shared"
@@ -53,7 +50,7 @@ def test_a_point_stays_armed_while_its_conditions_differ(
     when: dict[str, int | str], strikes: bool, tmp_path: Path
 ) -> None:
     path = arm(tmp_path, when=when)
-    action = Failpoints(tmp_path).take(Point.MID_DECODE, {"place": 1, "seed": lambda: {6, 7}})
+    action = Failpoints(tmp_path).take(Point.MID_DECODE, {"place": 1, "seed": [6, 7]})
     assert (action == "nan", path.exists()) == (strikes, not strikes)
 
 
@@ -98,15 +95,3 @@ def test_a_failpoint_set_by_the_environment_kills_the_process(place: int, status
     env = {**os.environ, "PYTHONPATH": str(SHARED), "SHARDLINE_FAILPOINTS": str(tmp_path)}
     ran = subprocess.run([sys.executable, "-c", PASS], env=env, capture_output=True, text=True, check=False)
     assert (ran.returncode, ran.stdout) == (status, "lives\n" if status == 0 else "")
-
-
-def test_the_seeds_of_a_plan_tell_decodes_from_prompts() -> None:
-    sequences = OpenSequences(num_blocks=8, max_open=8, vocab_size=8)
-    sequences.open(opened(1, seed=10))
-    plan = StepPlan(0, (opened(2, seed=20),), (Row(1, 2, 1, (3,), (), True), Row(2, 0, 2, (), (0,), True)), ())
-    assert sequences.seeds(plan, decoding=True) == {10}
-    assert sequences.seeds(plan, decoding=False) == {20}
-
-
-def opened(seq: int, *, seed: int) -> Open:
-    return Open(seq=seq, ids=(1, 2), num_prompt=2, params=SamplingParams(), seed=seed, num_blocks=1)

@@ -35,7 +35,7 @@ OFF_THE_PATH = {
         stage/engine/loading stage/engine/split_trial stage/products/experts
         stage/model/model_info stage/model/pieces
         stage/products/packing stage/model/refusal stage/model/weights""",
-    "where ranks divide a stage": """stage/engine/lead stage/engine/rank_memory stage/engine/rank_trial
+    "where ranks divide a stage": """stage/engine/rank_broadcaster stage/engine/rank_memory stage/engine/rank_trial
         stage/ranks/group stage/ranks/messages""",
     "for a job that is traced": """shardline/base/genai stage/stage_spans stage/jobs/attempt_spans""",
     "on an accelerator": """stage/device/staging stage/engine/launched_steps""",
@@ -49,7 +49,7 @@ OFF_THE_PATH = {
     "for other requests": """gateway/http/answers gateway/routes/costs gateway/routes/health
          gateway/routes/jobs shardline/client/requests shardline/client/turns
          shardline/store/statistics/costs shardline/store/dead_letters shardline/store/jobs
-         shardline/store/listing shardline/store/repeats shardline/store/statistics/reports
+         shardline/store/listing shardline/store/idempotency shardline/store/statistics/reports
          shardline/tokenize/chat shardline/tokenize/token_texts stage/attention/sdpa
          stage/attention/triton_backend""",
     "for a task of the Celery door, and for Celery's result backend": """

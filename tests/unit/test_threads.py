@@ -6,13 +6,13 @@ import threading
 
 import pytest
 
-from shardline.host.threads import apart
+from shardline.host.threads import run_in_fresh_thread
 
 
 def test_what_runs_apart_gives_its_result_and_leaves_no_thread() -> None:
     before = threading.active_count()
 
-    thread = apart(threading.current_thread)
+    thread = run_in_fresh_thread(threading.current_thread)
 
     assert thread is not threading.current_thread()
     assert not thread.is_alive()
@@ -21,4 +21,4 @@ def test_what_runs_apart_gives_its_result_and_leaves_no_thread() -> None:
 
 def test_what_runs_apart_raises_its_own_error() -> None:
     with pytest.raises(ZeroDivisionError):
-        apart(lambda: 1 // 0)
+        run_in_fresh_thread(lambda: 1 // 0)

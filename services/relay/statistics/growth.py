@@ -18,7 +18,7 @@ DEAD_ROWS = 1_000_000
 """Sizes from which on there is a warning, and another one at each doubling."""
 
 
-class Doubling:
+class DoublingThreshold:
     """True at `first`, and whenever it has doubled since."""
 
     def __init__(self, first: int) -> None:
@@ -41,7 +41,11 @@ class Growth(Loop):
         self._keeps_all = keeps_all
         self._metrics = context.metrics
         self._pause_s = TURNS_APART * context.times.poll_s
-        self._bytes, self._dead, self._dead_rows = Doubling(KEPT_BYTES), Doubling(KEPT_DEAD), Doubling(DEAD_ROWS)
+        self._bytes, self._dead, self._dead_rows = (
+            DoublingThreshold(KEPT_BYTES),
+            DoublingThreshold(KEPT_DEAD),
+            DoublingThreshold(DEAD_ROWS),
+        )
 
     def turn(self) -> float:
         """Check once."""

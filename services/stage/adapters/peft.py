@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Final, Never
 
 from services.stage.model.shard import LinearSize
-from services.stage.model.weights import BROKEN, cached_sha256, check_file, stamp_of
+from services.stage.model.weights import MALFORMED, cached_sha256, check_file, stamp_of
 from shardline.base.errors import Invalid
 from shardline.contract.job import ADAPTER_NAME
 
@@ -134,7 +134,7 @@ def read_adapter(folder: Path, sizes: Mapping[str, LinearSize], cache_folder: Pa
         if error.field == FIELD:
             raise
         refuse(name, error.problem, "Copy the adapter again", error)
-    except BROKEN as error:
+    except MALFORMED as error:
         refuse(name, f"{CONFIG} or {WEIGHTS} is broken: {error!r}", "Copy the adapter again", error)
     lines = hashlib.sha256(text).hexdigest() + cached_sha256(folder / WEIGHTS, cache_folder)
     fingerprint = hashlib.sha256(lines.encode()).hexdigest()

@@ -35,7 +35,7 @@ _NAME = re.compile(r"([a-z][a-z0-9_]*?):(\d{1,4})|(mps)")
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class AcceleratorInfo:
     """An accelerator of this machine, held by nobody yet."""
 
     type: str
@@ -98,7 +98,7 @@ class Accelerator(Device):
     dtypes: ClassVar = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
     dtype_remedies: ClassVar = {INT8: "Use bfloat16 or float16, or run this stage on cores (cpu:0-3)"}
 
-    def __init__(self, found: Found, *, worker: str, folder: Path, shared: bool = False) -> None:
+    def __init__(self, found: AcceleratorInfo, *, worker: str, folder: Path, shared: bool = False) -> None:
         """Takes an accelerator. Raises Invalid, naming the holder, if another worker holds it."""
         locks = [found.lock_name]
         super().__init__(found.name, found.torch_device, locks, worker=worker, folder=folder, shared=shared)
@@ -115,7 +115,7 @@ class Accelerator(Device):
 
     def host_bytes(self) -> int:
         """Returns the free memory of the host or of this container, less what other stages have promised to take."""
-        return free_bytes(self.promises)
+        return free_bytes(self.reservations)
 
     def total_bytes(self) -> int:
         """Returns all of the device's memory."""
@@ -179,14 +179,14 @@ def load_module(name: str | None) -> None:
         raise Invalid(MODULE_FIELD, f"{name} cannot be imported: {error!r}", "Install it with its driver") from error
 
 
-def accelerators() -> list[Found]:
+def accelerators() -> list[AcceleratorInfo]:
     """Returns all accelerators of this machine that torch can use, those with most memory first."""
     types = {*BUILT_IN, torch._C._get_privateuse1_backend_name()}  # noqa: SLF001 (torch has no public reader)
     found = [one for kind in sorted(types) for one in _of_type(kind)]
     return sorted(found, key=lambda one: -one.total_bytes())
 
 
-def find(name: str) -> Found:
+def find(name: str) -> AcceleratorInfo:
     """Returns the accelerator of this name or UUID. Raises Invalid if there is none."""
     here = accelerators()
     if (uuid := UUID.fullmatch(name)) is not None:
@@ -222,10 +222,10 @@ def _can_pin() -> bool:
     return True
 
 
-def _of_type(kind: str) -> Iterator[Found]:
+def _of_type(kind: str) -> Iterator[AcceleratorInfo]:
     try:
         module = torch.get_device_module(kind)
         if module.is_available():
-            yield from (Found(kind, index) for index in range(module.device_count()))
+            yield from (AcceleratorInfo(kind, index) for index in range(module.device_count()))
     except (AttributeError, RuntimeError):
         return  # this build of torch has no such device

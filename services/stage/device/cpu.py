@@ -13,7 +13,7 @@ import torch
 
 from services.stage.device.device import INT8, Device, Meter
 from services.stage.device.machine import machine
-from services.stage.device.promises import Promises
+from services.stage.device.memory_reservations import MemoryReservations
 from services.stage.device.rapl import Rapl
 from services.stage.device.watts import Watts
 from services.stage.ranks.processes import OtherRanks
@@ -58,7 +58,7 @@ class Cpu(Device):
 
     def host_bytes(self) -> int:
         """Returns the free memory of the host or of this container, less what other stages have promised to take."""
-        return free_bytes(self.promises)
+        return free_bytes(self.reservations)
 
     def total_bytes(self) -> int:
         """Returns the memory of the host, or the container's limit."""
@@ -90,10 +90,10 @@ def usable_cores() -> tuple[int, ...]:
         return tuple(range(os.cpu_count() or 1))
 
 
-def free_bytes(promises: Promises) -> int:
+def free_bytes(reservations: MemoryReservations) -> int:
     """Returns the free memory of the host, or of this container, less what other stages have promised to take."""
-    of_host = psutil.virtual_memory().available - promises.others()
-    return max(0, min(of_host, _cgroup_available_bytes() - promises.others(same_cgroup=True)))
+    of_host = psutil.virtual_memory().available - reservations.others()
+    return max(0, min(of_host, _cgroup_available_bytes() - reservations.others(same_cgroup=True)))
 
 
 def memory_bytes() -> int:

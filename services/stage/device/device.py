@@ -1,7 +1,7 @@
 """The device of one worker as the rest of the stage sees it: one interface, with an implementation for CPUs and one for
 accelerators.
 
-Knows no model. One worker has one device. `take.py` makes them from `SHARDLINE_DEVICE`.
+Knows no model. One worker has one device. `acquire.py` makes them from `SHARDLINE_DEVICE`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import structlog
 import torch
 
 from services.stage.device.locks import DeviceLocks
-from services.stage.device.promises import Promises
+from services.stage.device.memory_reservations import MemoryReservations
 from services.stage.device.staging import Staging
 from services.stage.device.uploads import Uploads
 from services.stage.device.watts import Watts
@@ -60,7 +60,7 @@ class Device(ABC):
         """Locks the device. Raises Invalid, naming the holder, if another worker holds it."""
         self.name, self.torch_device = name, torch_device
         self.locks = DeviceLocks(folder, lock_names, worker=worker, shared=shared)
-        self.promises = Promises(folder)
+        self.reservations = MemoryReservations(folder)
         self.ranks: OtherRanks | None = None
         """The other processes that compute its stage's layers, each on its own part of the device."""
         if shared:
@@ -131,5 +131,5 @@ class Device(ABC):
         """Releases the locks, so that other workers may take the device."""
         if self.ranks is not None:
             self.ranks.close()
-        self.promises.release()
+        self.reservations.release()
         self.locks.release()

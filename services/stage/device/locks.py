@@ -6,14 +6,14 @@ Owns the lock files; knows nothing of what a device is.
 
 from __future__ import annotations
 
-import fcntl
 import os
 import socket
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 
 from shardline.base.errors import Invalid
+from shardline.host.lock_file import locked, try_lock
 from shardline.host.private import open_private_file, open_private_folder
 
 FIELD = "SHARDLINE_LOCK_DIR"
@@ -31,18 +31,10 @@ def holder(folder: Path, name: str) -> str | None:
     except FileNotFoundError:
         return None
     with _opened(folder) as opened, _gate(opened):
-        return _holder(file)
-
-
-def _holder(file: int) -> str | None:
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return _written_holder(file)
-    else:
-        return None
-    finally:
-        os.close(file)
+        try:
+            return None if try_lock(file) else _written_holder(file)
+        finally:
+            os.close(file)
 
 
 class DeviceLocks:
@@ -69,14 +61,12 @@ class DeviceLocks:
     def _take(self, folder: int, name: str, worker: str, shared: bool) -> None:
         file = open_private_file(folder, name, FIELD)
         self._files.append(file)
-        try:
-            fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
-        except BlockingIOError as error:
+        if not try_lock(file, shared=shared):
             raise Invalid(
                 "SHARDLINE_DEVICE",
                 f"{name.removesuffix('.lock')} is held by {_written_holder(file)}",
                 "Give this worker another device, stop that one, or let both share it (SHARDLINE_DEVICE_SHARED=1)",
-            ) from error
+            )
         # The lock holds even if the name cannot be written: a full disk must not keep a stage from starting.
         with suppress(OSError):
             os.ftruncate(file, 0)
@@ -93,15 +83,9 @@ def _opened(folder: Path) -> Iterator[int]:
         os.close(opened)
 
 
-@contextmanager
-def _gate(folder: int) -> Iterator[None]:
+def _gate(folder: int) -> AbstractContextManager[None]:
     """A context that excludes others from trying locks: for an instant, since nothing waits inside."""
-    file = open_private_file(folder, GATE, FIELD)
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(file)
+    return locked(open_private_file(folder, GATE, FIELD))
 
 
 def _written_holder(file: int) -> str:

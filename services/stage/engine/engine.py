@@ -22,7 +22,6 @@ from services.stage.engine.tensors import name_of, quantized, tensor_of, view_of
 from services.stage.hop import Frame, Kind, Receiver
 from services.stage.hop.frame import Buffer
 from services.stage.hop.wiring import Wiring
-from shardline.base import failpoints
 from shardline.base.clock import lease_clock_s, monotonic_s
 from shardline.base.errors import LinkLost, ProtocolError
 from shardline.base.failpoints import Point, failpoint
@@ -140,8 +139,10 @@ class Engine(threading.Thread):
     def _run_step(self, plan: StepPlan, hidden: Tensor | None) -> Output:
         began_s = self.step_began_s = monotonic_s()
         try:
-            if failpoints.ARMED is not None:
-                self._pass_failpoints(plan)
+            if plan.opens:
+                failpoint(Point.MID_PREFILL, place=self._place, seed=[each.seed for each in plan.opens])
+            if any(row.decodes for row in plan.rows):
+                failpoint(Point.MID_DECODE, place=self._place)
             out = self.executor.run(plan, hidden)
         finally:
             self.step_began_s = None
@@ -188,11 +189,9 @@ class Engine(threading.Thread):
         self._on_step(plan, time)
         return time
 
-    def _pass_failpoints(self, plan: StepPlan) -> None:
-        stage_index = self._wiring.stage_index if self._wiring else 0
-        for point, decoding in ((Point.MID_PREFILL, False), (Point.MID_DECODE, True)):
-            if any(row.decodes == decoding for row in plan.rows):
-                failpoint(point, place=stage_index, seed=partial(self.executor.seeds, plan, decoding=decoding))
+    @property
+    def _place(self) -> int:
+        return self._wiring.stage_index if self._wiring else 0
 
 
 class HeadEngine(Engine):

@@ -23,9 +23,9 @@ from services.stage.engine.accelerator_options import AcceleratorOptions
 from services.stage.engine.adapter_pool import AdapterPool
 from services.stage.engine.exactness import exactness_fingerprint
 from services.stage.engine.forward import Forward
-from services.stage.engine.lead import RanksLead
 from services.stage.engine.loading import ForwardLoad, load_forward
 from services.stage.engine.memory import Limits, StageMemory
+from services.stage.engine.rank_broadcaster import RankBroadcaster
 from services.stage.engine.rank_memory import TellingMemory
 from services.stage.engine.rank_trial import check_ranks
 from services.stage.engine.sampler import SampledSequence, Sampler
@@ -112,7 +112,7 @@ class Executor:
                     "SHARDLINE_TP", "ranks need the CPU kernels, which this stage does not have", "Set it to 1"
                 )
             check_ranks(info.config, cache_folder, load.native, ranks.group.num_ranks)
-        lead = None if ranks is None else RanksLead(ranks, load)
+        lead = None if ranks is None else RankBroadcaster(ranks, load)
         with torch.inference_mode():
             loaded = load_forward(load)
             forward = loaded.forward
@@ -145,10 +145,6 @@ class Executor:
     def num_adapters(self) -> int:
         """The number of adapters in memory."""
         return self._adapters.num_loaded
-
-    def seeds(self, plan: StepPlan, *, decoding: bool) -> set[int]:
-        """Returns the seeds of the sequences that this plan, not yet run, decodes, or whose prompts it computes."""
-        return self._open_sequences.seeds(plan, decoding=decoding)
 
     def enter_thread(self) -> None:
         """Makes the stage's device that of the calling thread, which is to run steps."""

@@ -12,12 +12,9 @@ import torch
 from services.stage.attention.offload_area import OffloadArea
 from services.stage.attention.paged_kv import KvShape, PagedKv
 from services.stage.device.device import Device
-from services.stage.streaming.streamed_layers import NUM_BUFFERS
 from shardline.base.errors import Invalid
+from shardline.contract.stage_memory import NUM_BUFFERS, PACKING_FACTOR
 from shardline_scheduler.kv_blocks import blocks_for
-
-PACKING_FACTOR = 1.05
-"""Weights take this many times their size at most: while linear layers are packed, the largest exists twice."""
 
 DEFAULT_KV_SHARE = 0.4
 """Share of the memory that is free once the shard is loaded. To start several stages on a host, divide it by them."""
@@ -111,7 +108,7 @@ class StageMemory:
         Raises Invalid, with the remedy, if they do not.
         """
         limits = self._limits
-        with self._device.promises.alone():
+        with self._device.reservations.alone():
             available = self._available_bytes()
             kv_bytes = self._offload_bytes + (limits.kv_bytes or 0)
             if limits.streamed_layers == "auto":
@@ -122,7 +119,7 @@ class StageMemory:
             taken = int(weights.held(self.streamed_layers) * PACKING_FACTOR)
             if taken + kv_bytes > available:
                 raise self._too_large(weights, kv_bytes, available)
-            self._device.promises.make(taken + kv_bytes + self._check_host(weights))
+            self._device.reservations.make(taken + kv_bytes + self._check_host(weights))
         self._taken = taken
 
     def make_kv(
@@ -132,11 +129,11 @@ class StageMemory:
 
         `kv_shapes` are of one of so many ranks, which all take as much.
         """
-        with self._device.promises.alone():
+        with self._device.reservations.alone():
             kv_bytes = self._kv_bytes() // num_ranks
             num = num_blocks(kv_shapes, dtype, kv_bytes, context=context, max_open=self._limits.max_open)
             kv = PagedKv(layers=kv_shapes, num_blocks=num, dtype=dtype, device=self._device.torch_device)
-            self._device.promises.make(self._offload_bytes)
+            self._device.reservations.make(self._offload_bytes)
         return kv
 
     def make_offload_area(self, kv: PagedKv, *, num_ranks: int = 1) -> OffloadArea:
@@ -146,9 +143,9 @@ class StageMemory:
         """
         limits = self._limits
         num_bytes = limits.offload_bytes // num_ranks
-        with self._device.promises.alone():
+        with self._device.reservations.alone():
             area = OffloadArea(kv, num_bytes, limits.offload_folder, synchronize=self._device.synchronize)
-            self._device.promises.make(0)
+            self._device.reservations.make(0)
         return area
 
     def _too_large(self, weights: WeightBytes, kv_bytes: int, available: int) -> Invalid:
@@ -208,7 +205,7 @@ def num_blocks(
 
 
 def _promised(device: Device) -> str:
-    others = device.promises.others()
+    others = device.reservations.others()
     return f" beside the {mib(others)} that other stages of this host are about to take" if others else ""
 
 

@@ -14,7 +14,7 @@ import math
 import struct
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from itertools import count
+from itertools import accumulate, count, pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from shardline.base import failpoints
 from shardline.base.failpoints import Point, is_struck
 from shardline.base.rounding import round_up
 from shardline.contract.job import SamplingParams, TokenLogprob
@@ -168,18 +167,20 @@ class Sampler:
         if not sequences:
             return Sample((), (), ())
         rows = logits.float()
-        if failpoints.ARMED is not None:
-            _spoil(rows, sequences, drafts)
+        # Of each sequence its rows, of all sequences one after the other.
+        starts = [*accumulate((1 + len(guesses) for guesses in drafts), initial=0)]
+        for sequence, start in zip(sequences, starts, strict=False):
+            if is_struck(Point.NAN_LOGITS, "nan", seed=sequence.seed):
+                rows[start].fill_(math.nan)
         best = first_largest(rows)
         peaks = rows.gather(1, torch.tensor(best, device=rows.device).unsqueeze(1)).squeeze(1).tolist()
         # A NaN counts as the largest, so the peak alone tells whether the row is a distribution.
         best = [token if math.isfinite(peak) else NO_TOKEN for token, peak in zip(best, peaks, strict=True)]
-        each_row, first = rows.unbind(), 0
-        runs: list[_Run] = []
-        for sequence, guesses in zip(sequences, drafts, strict=True):
-            end = first + 1 + len(guesses)
-            runs.append(self._run(each_row[first:end], best[first:end], sequence, guesses))
-            first = end
+        each_row = rows.unbind()
+        runs = [
+            self._run(each_row[start:end], best[start:end], sequence, guesses)
+            for sequence, guesses, (start, end) in zip(sequences, drafts, pairwise(starts), strict=True)
+        ]
         return Sample(
             tokens=tuple(run.tokens for run in runs),
             logprobs=_logprobs(sequences, runs),
@@ -306,14 +307,6 @@ def _pick(weights: Tensor, tiles: np.ndarray[tuple[int], np.dtype[np.float64]], 
 def _find(sums: np.ndarray[tuple[int], np.dtype[np.float64]], target: float) -> int:
     """The first index whose running sum is above the target; rounding never leads past the last positive weight."""
     return int(sums.searchsorted(min(target, np.nextafter(sums[-1], 0.0)), side="right"))
-
-
-def _spoil(rows: Tensor, sequences: Sequence[SampledSequence], drafts: Sequence[tuple[int, ...]]) -> None:
-    first = 0
-    for sequence, guesses in zip(sequences, drafts, strict=True):
-        if is_struck(Point.NAN_LOGITS, "nan", seed=sequence.seed):
-            rows[first].fill_(math.nan)
-        first += 1 + len(guesses)
 
 
 def _logprobs(

@@ -14,16 +14,13 @@ from sqlalchemy import Engine as Database
 from sqlalchemy.exc import DBAPIError
 
 from shardline.base.config import Times
-from shardline.base.errors import Unavailable
 from shardline.store import fleets
-from shardline.store.connection.database import failure_of
-from shardline.store.fleets import Given, Offer, PeerAddress
+from shardline.store.connection.database import failure_of, unavailable
+from shardline.store.fleets import LayerAssignment, PeerAddress, WorkerOffer
 from shardline_fleet.drift import Drift
 from shardline_fleet.planner import DeviceProfile
 
 log = structlog.get_logger(__name__)
-
-BEATS_IN_LEASE = 10
 
 
 class Membership(threading.Thread):
@@ -35,7 +32,7 @@ class Membership(threading.Thread):
         self._lease_s = fleets.LEASES * times.lease_s
         self._stopped = threading.Event()
         self._has_joined = threading.Event()
-        self._given: Given | None = None
+        self._given: LayerAssignment | None = None
         self._has_layers = threading.Event()
         self._moved: Callable[[], None] | None = None
         self._drift: Drift | None = None
@@ -49,7 +46,7 @@ class Membership(threading.Thread):
         try:
             self._beat()
         except DBAPIError as error:
-            raise _unavailable(error) from error
+            raise unavailable(error) from error
         self.start()
 
     def others(self) -> list[PeerAddress]:
@@ -58,19 +55,19 @@ class Membership(threading.Thread):
             with self._database.begin() as connection:
                 return fleets.peers(connection, self._worker)
         except DBAPIError as error:
-            raise _unavailable(error) from error
+            raise unavailable(error) from error
 
-    def join_fleet(self, offers: Mapping[str, Offer]) -> None:
+    def join_fleet(self, offers: Mapping[str, WorkerOffer]) -> None:
         """Offers the device to the models. Raises Unavailable if Postgres does not answer."""
         try:
             with self._database.begin() as connection:
                 fleets.join(connection, self._worker, offers, lease_s=self._lease_s)
         except DBAPIError as error:
-            raise _unavailable(error) from error
+            raise unavailable(error) from error
         self._has_joined.set()
         log.info("worker joined its fleet", worker=self._worker, models=sorted(offers))
 
-    def wait_for_layers(self) -> Given:
+    def wait_for_layers(self) -> LayerAssignment:
         """Returns the model and the layers that the first plan with this worker gives it."""
         self._has_layers.wait()
         assert self._given is not None
@@ -97,7 +94,7 @@ class Membership(threading.Thread):
 
     def run(self) -> None:
         """Beats until stopped. Without Postgres the worker goes on with the layers that it has."""
-        while not self._stopped.wait(self._lease_s / BEATS_IN_LEASE):
+        while not self._stopped.wait(self._lease_s / fleets.BEATS_IN_LEASE):
             try:
                 given = self._beat()
             except DBAPIError as error:
@@ -107,7 +104,7 @@ class Membership(threading.Thread):
             self._take(given if given and given.model in self._models else None)
             self._look_for_drift()
 
-    def _beat(self) -> Given | None:
+    def _beat(self) -> LayerAssignment | None:
         """Renews the lease; returns what the plan gives the worker, if it has joined."""
         with self._database.begin() as connection:
             if self._has_joined.is_set():
@@ -130,7 +127,7 @@ class Membership(threading.Thread):
         except DBAPIError as error:
             log.warning("the plan does not know that this device has drifted", problem=str(failure_of(error)))
 
-    def _take(self, given: Given | None) -> None:
+    def _take(self, given: LayerAssignment | None) -> None:
         if self._given is None:
             if given is not None:
                 self._given = given
@@ -141,9 +138,5 @@ class Membership(threading.Thread):
             moved()
 
 
-def _unavailable(error: DBAPIError) -> Unavailable:
-    return Unavailable(f"{failure_of(error)}. Check SHARDLINE_DATABASE_URL and migrate")
-
-
-def _shown(given: Given | None) -> str:
+def _shown(given: LayerAssignment | None) -> str:
     return f"{given.model} {given.layers[0]}-{given.layers[1] - 1}" if given else "none"

@@ -27,7 +27,7 @@ from services.stage.settings import PEER, StageSettings
 from shardline.base.clock import monotonic_s
 from shardline.base.errors import Invalid, LinkLost, Unavailable
 from shardline.store import fleets, models
-from shardline.store.connection.database import failure_of
+from shardline.store.connection.database import unavailable
 
 PATIENCE_S = 120.0
 """So long a worker waits for another one that has the model; then its supervisor starts it again."""
@@ -90,7 +90,7 @@ class Copying:
                     trusted = models.versions(connection).get(self.model)
                     addresses = fleets.holders(connection, self.model)
             except DBAPIError as error:
-                raise Unavailable(f"{failure_of(error)}. Check SHARDLINE_DATABASE_URL and migrate") from error
+                raise unavailable(error) from error
             if trusted is not None and (addresses or (self.cache_folder / FOLDER / trusted).is_dir()):
                 return trusted, addresses
             if monotonic_s() > end_s:

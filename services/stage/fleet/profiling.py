@@ -23,10 +23,10 @@ from pydantic import ValidationError
 
 from services.stage.attention.paged_kv import Span
 from services.stage.device.accelerator import load_module
+from services.stage.device.acquire import acquire
 from services.stage.device.contention import SchedulerTimes
 from services.stage.device.device import Device
 from services.stage.device.machine import boot_id
-from services.stage.device.take import take
 from services.stage.engine.accelerator_options import AcceleratorOptions
 from services.stage.engine.executor import Executor
 from services.stage.engine.memory import Limits
@@ -384,7 +384,7 @@ def main(arguments: list[str]) -> int:
         settings = StageSettings()
         log.configure(service="stage", level=settings.log_level, form=settings.log_format)
         load_module(settings.device_module)
-        device = take(
+        device = acquire(
             settings.device,
             worker="profile",
             lock_folder=settings.lock_dir,

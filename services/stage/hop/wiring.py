@@ -20,8 +20,8 @@ class Member:
     incarnation: str
     worker: str
     device: str
-    weights_dtype: str | None
-    """`int8`, or the dtype of activations; None: a stage of the last release does not say."""
+    weights_dtype: str
+    """`int8`, or the dtype of activations."""
     first_layer: int
     last_layer: int
     num_blocks: int

@@ -20,7 +20,7 @@ from services.stage.jobs.identity import Identity
 from services.stage.jobs.job_engine import JobEngine
 from services.stage.jobs.live_job import LiveJob
 from services.stage.jobs.live_jobs import LiveJobs
-from services.stage.jobs.quarantine import Moment, Seats, beginnable, claimable, without_room
+from services.stage.jobs.quarantine import ClaimContext, Seats, beginnable, claimable, without_room
 from shardline.base.clock import lease_clock_s
 from shardline.base.config import Times
 from shardline.base.failpoints import Point, failpoint
@@ -65,10 +65,10 @@ class Claimer:
         """A seat was left or a token saved: those that wait may have their turn."""
         self._queue.again()
 
-    def claim_waiting(self, identity: Identity, moment: Moment) -> None:
+    def claim_waiting(self, identity: Identity, context: ClaimContext) -> None:
         """Claims what may be claimed now and hands it to the engine. The other rows that were asked for have ended, are
         claimed elsewhere or do not fit: their deliveries are dropped, and a relay sends what is due again."""
-        for sent_s, rows in self._claim_batches(identity, moment):
+        for sent_s, rows in self._claim_batches(identity, context):
             if not self._jobs:
                 self._engine.extend_lease(sent_s + self._times.fence_s)
             for row, delivery in rows:
@@ -98,10 +98,10 @@ class Claimer:
         """The engine has room for a parked job."""
         self._may_begin.append(key)
 
-    def begin_parked(self, moment: Moment) -> None:
+    def begin_parked(self, context: ClaimContext) -> None:
         """Parked jobs there is room for: in Postgres first, so that it can tell what was computed when a head dies."""
         waiting = self._jobs.select(self._may_begin)
-        chosen = beginnable(waiting, moment) if waiting else []
+        chosen = beginnable(waiting, context) if waiting else []
         if chosen:
             with self._database.begin() as connection:
                 begun = claims.begin_held(connection, [job.attempt for job in chosen])
@@ -114,18 +114,18 @@ class Claimer:
                 self._jobs.drop(job)
 
     def _claim_batches(
-        self, identity: Identity, moment: Moment
+        self, identity: Identity, context: ClaimContext
     ) -> Iterator[tuple[float, list[tuple[Claimed, Delivery]]]]:
         """Batch by batch: when it was asked for, and the rows that are ours."""
         if not self._queue:
             return
         waiting = dict.fromkeys(self._queue.take())
         try:
-            chosen, with_quarantined = self._choose(list(waiting), moment)
+            chosen, with_quarantined = self._choose(list(waiting), context)
             for first in range(0, len(chosen), CLAIM_BATCH):
                 deliveries, sent_s = chosen[first : first + CLAIM_BATCH], lease_clock_s()
                 by_id = {delivery.job_id: delivery for delivery in deliveries}
-                rows = self._claim(list(by_id), identity, moment, with_quarantined)
+                rows = self._claim(list(by_id), identity, context, with_quarantined)
                 claimed = [(row, by_id[str(row.job_id)]) for row in rows]
                 kept = {delivery for _, delivery in claimed}
                 for delivery in deliveries:
@@ -136,15 +136,17 @@ class Claimer:
         finally:
             self._queue.put_back(waiting)
 
-    def _choose(self, deliveries: Sequence[Delivery], moment: Moment) -> tuple[list[Delivery], bool]:
+    def _choose(self, deliveries: Sequence[Delivery], context: ClaimContext) -> tuple[list[Delivery], bool]:
         """Those to claim now, and whether they are a quarantined job, alone."""
         with self._database.begin() as connection:
             found = crashes.quarantined(connection, [delivery.job_id for delivery in deliveries])
         quarantined = [str(job_id) for job_id in found]
-        chosen = claimable(deliveries, quarantined, self._seats, moment)
+        chosen = claimable(deliveries, quarantined, self._seats, context)
         return chosen, any(delivery.job_id in quarantined for delivery in chosen)
 
-    def _claim(self, ids: Sequence[str], identity: Identity, moment: Moment, with_quarantined: bool) -> list[Claimed]:
+    def _claim(
+        self, ids: Sequence[str], identity: Identity, context: ClaimContext, with_quarantined: bool
+    ) -> list[Claimed]:
         """Between the choice and this an engine may have died under one of them elsewhere: then it is not taken with
         the others, but comes again as a quarantined job."""
         failpoint(Point.BEFORE_CLAIM)
@@ -158,7 +160,7 @@ class Claimer:
                 exact_wait_s=self._times.exact_wait_s,
                 with_quarantined=with_quarantined,
             )
-            if parked := without_room(claimed, moment.live, identity.kv_tokens // BLOCK_TOKENS):
+            if parked := without_room(claimed, context.live, identity.kv_tokens // BLOCK_TOKENS):
                 claims.park(connection, parked)
             if others := set(ids) - {str(row.job_id) for row in claimed}:
                 self._postpone_unfit(connection, others, claimant, identity)

@@ -23,7 +23,7 @@ from shardline.base.failpoints import Point, failpoint
 from shardline.contract.job import JobState
 from shardline.contract.wire import Delta
 from shardline.store import celery_tasks, crashes, ends, leases
-from shardline_scheduler.events import Crashed, Failed, Finished, Outgrown
+from shardline_scheduler.events import Crashed, Failed, Finished, KvExceeded
 
 log = structlog.get_logger(__name__)
 
@@ -50,18 +50,18 @@ class Finisher:
         self._times = times
         self._outcomes: list[JobOutcome] = []
         self._crashed: list[Crashed] = []
-        self._outgrown: list[Outgrown] = []
+        self._outgrown: list[KvExceeded] = []
 
     @property
     def num_uncommitted(self) -> int:
         """Ended jobs whose results are not in Postgres yet."""
         return len(self._outcomes)
 
-    def note(self, event: Finished | Failed | Crashed | Outgrown) -> None:
+    def note(self, event: Finished | Failed | Crashed | KvExceeded) -> None:
         """The engine has let go of a job."""
         if isinstance(event, Crashed):
             self._crashed.append(event)
-        elif isinstance(event, Outgrown):
+        elif isinstance(event, KvExceeded):
             self._outgrown.append(event)
         else:
             self._outcomes.append(JobOutcome(job=self._jobs.remove(event.key), event=event))

@@ -12,7 +12,7 @@ from services.stage.jobs.delta_publisher import DeltaPublisher
 from services.stage.jobs.job_engine import JobEngine
 from services.stage.jobs.live_job import LiveJob
 from services.stage.jobs.live_jobs import LiveJobs
-from services.stage.jobs.quarantine import Moment
+from services.stage.jobs.quarantine import ClaimContext
 from services.stage.jobs.readiness import PipelineReadiness
 from shardline.base.clock import lease_clock_s, monotonic_s
 from shardline.base.config import Times
@@ -57,10 +57,10 @@ class Heartbeater:
         """The next heartbeat is due in one interval."""
         self._next_beat_s = monotonic_s() + self._times.heartbeat_s
 
-    def moment(self) -> Moment:
+    def claim_context(self) -> ClaimContext:
         """What decisions about quarantine are made on."""
         now_s, heartbeat_s = monotonic_s(), self._times.heartbeat_s
-        return Moment(
+        return ClaimContext(
             live=self._jobs,
             now_s=now_s,
             heartbeat_s=heartbeat_s,

@@ -212,11 +212,11 @@ class LeaseManager(threading.Thread):
         """While the pipeline forms, deliveries wait; at shutdown they go back unread, to be sent again at once."""
         identity = self._readiness.identity
         if identity is not None:
-            self._claimer.begin_parked(self._heartbeater.moment())
+            self._claimer.begin_parked(self._heartbeater.claim_context())
         if self._phase >= Phase.DRAINING:
             self._claimer.return_unread()
         elif identity is not None:
-            self._claimer.claim_waiting(identity, self._heartbeater.moment())
+            self._claimer.claim_waiting(identity, self._heartbeater.claim_context())
 
     @contextmanager
     def _reporting_outages(self) -> Iterator[None]:

@@ -49,7 +49,7 @@ class Seats:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Moment:
+class ClaimContext:
     """What a decision is made on, besides the deliveries."""
 
     live: Collection[LiveJob]
@@ -62,18 +62,18 @@ class Moment:
 
 
 def claimable(
-    deliveries: Sequence[Delivery], quarantined: Sequence[str], seats: Seats, moment: Moment
+    deliveries: Sequence[Delivery], quarantined: Sequence[str], seats: Seats, context: ClaimContext
 ) -> list[Delivery]:
     """Those to claim now, the best priority first. `quarantined` are job ids, in their order."""
-    num_taken = len(moment.live)
-    unsaved = [job for job in moment.live if job.is_unsaved]
-    if any(job.is_quarantined and moment.num_steps - job.began_step < ISOLATED_STEPS for job in unsaved):
+    num_taken = len(context.live)
+    unsaved = [job for job in context.live if job.is_unsaved]
+    if any(job.is_quarantined and context.num_steps - job.began_step < ISOLATED_STEPS for job in unsaved):
         return []
     quarantined_ids = set(quarantined)
     ready = [one for one in deliveries if one.job_id in quarantined_ids and seats.has_room(one.priority, num_taken)]
     if ready:
-        waited_beats = (moment.now_s - min(one.began_s for one in ready)) / moment.heartbeat_s
-        if not unsaved or (waited_beats >= OVERDUE_BEATS and moment.is_moving):
+        waited_beats = (context.now_s - min(one.began_s for one in ready)) / context.heartbeat_s
+        if not unsaved or (waited_beats >= OVERDUE_BEATS and context.is_moving):
             return [min(ready, key=lambda one: quarantined.index(one.job_id))]
         if waited_beats >= PATIENCE_BEATS:
             return []
@@ -84,11 +84,11 @@ def claimable(
     return chosen
 
 
-def beginnable(called: Sequence[LiveJob], moment: Moment) -> list[LiveJob]:
+def beginnable(called: Sequence[LiveJob], context: ClaimContext) -> list[LiveJob]:
     """Those of the parked jobs there is room for that may begin now: as if they were claimed now. They have seats."""
     quarantined = [job.delivery.job_id for job in called if job.is_quarantined]
-    enough = Seats(num_any=len(moment.live) + len(called), num_interactive=0)
-    chosen = {one.job_id for one in claimable([job.delivery for job in called], quarantined, enough, moment)}
+    enough = Seats(num_any=len(context.live) + len(called), num_interactive=0)
+    chosen = {one.job_id for one in claimable([job.delivery for job in called], quarantined, enough, context)}
     return [job for job in called if job.delivery.job_id in chosen]
 
 

@@ -37,7 +37,7 @@ LENGTH_BYTES = 8
 SHA256_CHARS = 64
 DTYPE_BITS = {"BOOL": 8, "U8": 8, "I8": 8, "I16": 16, "U16": 16, "F16": 16, "BF16": 16, "I32": 32, "U32": 32, "F32": 32}
 DTYPE_BITS |= {"F64": 64, "I64": 64, "U64": 64, "F8_E4M3": 8, "F8_E5M2": 8}
-BROKEN = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
+MALFORMED = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
 """Errors raised by malformed JSON, and by JSON of an unexpected form."""
 COPY_AGAIN = "Copy the model again, with all its files"
 
@@ -65,7 +65,7 @@ def weight_files(folder: Path) -> list[Path]:
     try:
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
         missing = [name for name in names if Path(name).name != name or not (folder / name).is_file()]
-    except BROKEN as error:
+    except MALFORMED as error:
         refuse(f"{index} is not a safetensors index: {error!r}", COPY_AGAIN, error)
     if missing or not names:
         refuse(f"{folder} lacks {', '.join(missing) or 'weights'}", COPY_AGAIN)
@@ -85,7 +85,7 @@ def check_file(path: Path) -> WeightFile:
         tensors = json.loads(header)
         tensors.pop("__metadata__", None)
         end = max((_end_of(name, tensor) for name, tensor in tensors.items()), default=0)
-    except BROKEN as error:
+    except MALFORMED as error:
         refuse(f"{path} has a broken safetensors header: {error}", COPY_AGAIN, error)
     expected_bytes = LENGTH_BYTES + header_bytes + end
     if size_bytes != expected_bytes:

@@ -23,11 +23,9 @@ from services.stage.pipeline.monitor import HeadHangs, PipelineMonitor, StageHea
 from shardline.base.clock import monotonic_s
 from shardline.base.config import Times
 from shardline.base.errors import Conflict, LinkLost, Unavailable
+from shardline.contract.keys import LOOKS_PER_HEARTBEAT
 from shardline.contract.wire import StageCard
 from shardline_scheduler.step_times import bubble_share
-
-LOOK = 0.1
-"""Of a heartbeat: how often a head that waits for stages looks for new cards."""
 
 log = structlog.get_logger(__name__)
 
@@ -149,7 +147,7 @@ class Pipeline:
         until_s = monotonic_s() + random.uniform(0.25, 1.0) * self._times.heartbeat_s  # noqa: S311 (no secret)
         tried = _offers(self._known)
         while not self._stopping and (rest_s := until_s - monotonic_s()) > 0:
-            self._wait(min(rest_s, LOOK * self._times.heartbeat_s))
+            self._wait(min(rest_s, self._times.heartbeat_s / LOOKS_PER_HEARTBEAT))
             with suppress(Unavailable):
                 if _offers(self._candidates()) - tried:
                     return

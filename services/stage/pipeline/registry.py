@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import islice
 from typing import Any, Protocol
 
 import redis
@@ -16,11 +15,7 @@ from shardline.base.redis import redis_client
 from shardline.contract import keys
 from shardline.contract.wire import StageCard, decode_card, encode_card
 
-MAX_CARDS = 4096
-MAX_SCANS = 20
-"""Calls of SCAN in one look for cards of the last release: the next look goes on where this one ended."""
-
-RENEW_S = keys.REGISTRY_TTL_S / 5
+RENEW_S = keys.REGISTRY_TTL_S / keys.REGISTRY_RENEWALS
 TIMEOUT_S = 1.0
 """Of one Redis call: a paused Redis must not hold up a pipeline for long."""
 
@@ -49,9 +44,6 @@ class RedisRegistry:
     def __init__(self, redis_url: str) -> None:
         # Once more: a connection that broke while idle is opened anew.
         self._redis = redis_client(redis_url, timeout_s=TIMEOUT_S, num_retries=1)
-        self._cursor = 0
-        self._unlisted: set[str] = set()
-        """Incarnations of the last release, found so far."""
 
     def announce(self, card: StageCard) -> None:
         """Puts the card up for REGISTRY_TTL_S. Raises Unavailable."""
@@ -71,25 +63,14 @@ class RedisRegistry:
     def cards(self, model: str | None = None) -> list[StageCard]:
         """The cards that are up (of one model), at most MAX_CARDS, by worker name. Raises Unavailable."""
         with _redis_errors():
-            members: Any = self._redis.srandmember(keys.STAGES, MAX_CARDS)
-            listed = {_text(name) for name in members}
-            names = [*listed, *islice(self._older() - listed, MAX_CARDS - len(listed))]
+            members: Any = self._redis.srandmember(keys.STAGES, keys.MAX_CARDS)
+            names = [_text(name) for name in members]
             values = self._redis.mget([keys.stage_entry(name) for name in names]) if names else []
-            gone = {name for name, value in zip(names, values, strict=True) if value is None}
-            self._unlisted -= gone | listed
-            if gone & listed:
-                self._redis.srem(keys.STAGES, *(gone & listed))
+            gone = [name for name, value in zip(names, values, strict=True) if value is None]
+            if gone:
+                self._redis.srem(keys.STAGES, *gone)
         cards = [card for card in map(_read_card, values) if card is not None]
         return sorted((card for card in cards if model in (None, card.model)), key=lambda card: card.worker)
-
-    def _older(self) -> set[str]:
-        """Stages of the last release: they are found by SCAN, a piece of the key space at each look."""
-        for _ in range(MAX_SCANS):
-            self._cursor, found = self._redis.scan(self._cursor, match=keys.STAGE_ENTRIES, count=500)
-            self._unlisted.update(_text(key).removeprefix(keys.stage_entry("")) for key in found)
-            if self._cursor == 0:
-                break
-        return self._unlisted
 
     def close(self) -> None:
         """Closes the connections."""

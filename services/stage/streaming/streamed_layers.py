@@ -24,11 +24,10 @@ from services.stage.streaming.layer_file import PAGE_BYTES, LayerFile
 from services.stage.streaming.layer_memory import LayerMemory
 from shardline.base.clock import monotonic_s
 from shardline.base.rounding import round_up
+from shardline.contract.stage_memory import NUM_BUFFERS
 
 log = structlog.get_logger(__name__)
 
-NUM_BUFFERS = 2
-"""One to compute from, one to fetch into."""
 ALIGNMENT = 512
 """Weights begin at multiples of these bytes, as what torch allocates on accelerators does: libraries choose their
 kernels by it. Cores load whole cache lines."""

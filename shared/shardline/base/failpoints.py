@@ -30,9 +30,9 @@ class Point(StrEnum):
     """Every failpoint. The facts that `when` may ask for stand behind the place."""
 
     MID_PREFILL = "mid-prefill"
-    """A stage has taken in a step with a prompt's chunk and has not computed it: place, seed."""
+    """A stage has taken in a step that opens sequences and has not computed it: place, seed (of each)."""
     MID_DECODE = "mid-decode"
-    """The same with a decode row: place, seed."""
+    """The same with a decode row: place."""
     NAN_LOGITS = "nan-logits"
     """The tail samples a row: seed. With the action `nan` its logits are not numbers."""
     AFTER_EMIT = "after-emit"
@@ -136,11 +136,11 @@ def _from_environment() -> Failpoints | None:
 
 
 ARMED = _from_environment()
-"""None in production. Look at it before facts that cost something are gathered."""
+"""None in production."""
 
 
 def failpoint(name: Point, **facts: object) -> None:
-    """Nothing, unless a test armed this point. A fact may be a function: it is called only then."""
+    """Nothing, unless a test armed this point."""
     if ARMED is not None:
         ARMED.take(name, facts)
 
@@ -155,8 +155,6 @@ def _read(path: Path) -> Armed:
 
 
 def _holds(fact: Any, wanted: str | int) -> bool:
-    if callable(fact):
-        fact = fact()
     return wanted in fact if isinstance(fact, Collection) and not isinstance(fact, str) else fact == wanted
 
 

@@ -15,7 +15,8 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, AsyncSession
 from shardline.base.errors import Invalid, NotFound
 from shardline.client.database import MAX_IDS_PER_QUERY, reachable
 from shardline.client.fields import JobFields
-from shardline.client.follower import JobFollower
+from shardline.client.job_reader import JobReader
+from shardline.client.query_batcher import QueryBatcher
 from shardline.client.requests import (
     AnyRequest,
     check_all_exist,
@@ -26,7 +27,6 @@ from shardline.client.requests import (
     settings_with,
     succeeded,
 )
-from shardline.client.together import Together
 from shardline.contract.ids import JobId, as_id, as_ids, is_one, one_or_many
 from shardline.contract.job import Job, JobRequest, JobState, JobSummary
 from shardline.contract.wire import Delta
@@ -89,7 +89,7 @@ class AsyncClient:
     async def close(self) -> None:
         """End the tasks and give back the connections. Jobs go on."""
         self._move_here()
-        await self._follower.close()
+        await self._reader.close()
         await self._rows.close()
         if self._owns_database:
             await self._database.dispose()
@@ -178,7 +178,7 @@ class AsyncClient:
         wanted = one_or_many(ids)
         async with asyncio.timeout(timeout_s):
             check_all_exist(wanted, await self.get_many(wanted))
-            await asyncio.gather(*(self._follower.until_ended(job_id) for job_id in set(wanted)))
+            await asyncio.gather(*(self._reader.until_ended(job_id) for job_id in set(wanted)))
         found = await self.get_many(wanted)
         if must_succeed:
             found = [succeeded(job) for job in found]
@@ -192,7 +192,7 @@ class AsyncClient:
         """
         wanted = as_id(job_id)
         self._move_here()
-        async for deltas in self._follower.follow(wanted):
+        async for deltas in self._reader.follow(wanted):
             for delta in deltas:
                 yield delta
                 if delta.state is not None and delta.state != JobState.SUCCEEDED:
@@ -200,8 +200,8 @@ class AsyncClient:
 
     def _make_readers(self) -> None:
         """What has tasks and bells, which belong to one event loop; both begin with their first question."""
-        self._rows = Together(self._database, _rows, max_batch=MAX_ROWS, name="jobs")
-        self._follower = JobFollower(self._database, self._settings)
+        self._rows = QueryBatcher(self._database, _rows, max_batch=MAX_ROWS, name="jobs")
+        self._reader = JobReader(self._database, self._settings)
 
     def _move_here(self) -> None:
         """To the running event loop of this process, which may be another one than the last time. Raises Invalid."""

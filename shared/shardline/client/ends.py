@@ -20,7 +20,7 @@ from shardline.base.aio import cancel_and_wait, is_cancelled
 from shardline.client.database import AWAY, MAX_IDS_PER_QUERY, told
 from shardline.contract.tables import DONE_CHANNEL
 from shardline.store import jobs
-from shardline.store.connection.bells import rings
+from shardline.store.connection.notify import rings
 from shardline.streams import DeltaBuffer
 
 log = structlog.get_logger(__name__)

@@ -19,7 +19,7 @@ from sqlalchemy import URL
 
 from shardline.base.errors import Unavailable
 from shardline.contract.tables import DONE_CHANNEL
-from shardline.store.connection.bells import Listener
+from shardline.store.connection.notify import Listener
 
 RETRY_S = 0.2
 

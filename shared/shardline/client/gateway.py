@@ -11,9 +11,9 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from shardline.base.errors import NotFound, ShardlineError
 from shardline.client.asynchronous import LISTS, AsyncClient, Summaries
 from shardline.client.database import reachable
-from shardline.client.follower import Deltas, TextRule
+from shardline.client.job_reader import Deltas, TextRule
+from shardline.client.query_batcher import QueryBatcher
 from shardline.client.requests import end_of
-from shardline.client.together import Together
 from shardline.client.turns import TenantTurns
 from shardline.contract.ids import JobId, one_or_many
 from shardline.contract.job import Job, JobState, Usage
@@ -47,7 +47,7 @@ class GatewayClient(AsyncClient):
         # Costs may take seconds, and lists of a rare state too: none may take all connections for lists.
         self._list_turns = TenantTurns(LISTS)
         self._cost_turns = TenantTurns(1)
-        self._pipelines = Together(self._database, _live_pipelines, max_batch=MAX_ASKING, name="pipelines")
+        self._pipelines = QueryBatcher(self._database, _live_pipelines, max_batch=MAX_ASKING, name="pipelines")
 
     async def close(self) -> None:
         """As `AsyncClient.close`."""
@@ -106,7 +106,7 @@ class GatewayClient(AsyncClient):
 
     async def until_ended(self, job_id: UUID) -> Job:
         """Like `wait` for a job that is known to exist and may end in any way."""
-        await self._follower.until_ended(job_id)
+        await self._reader.until_ended(job_id)
         return await self.get(job_id)
 
     def follow(
@@ -117,8 +117,8 @@ class GatewayClient(AsyncClient):
         text_rule: TextRule | None = None,
         tick_s: float | None = None,
     ) -> AsyncIterator[Deltas]:
-        """What `stream` is made of: see JobFollower.follow."""
-        return self._follower.follow(job_id, after=after, text_rule=text_rule, tick_s=tick_s)
+        """What `stream` is made of: see JobReader.follow."""
+        return self._reader.follow(job_id, after=after, text_rule=text_rule, tick_s=tick_s)
 
 
 def _live_pipelines(connection: Connection, asked: Sequence[None]) -> list[Pipelines]:

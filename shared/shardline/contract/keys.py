@@ -33,6 +33,12 @@ STREAM_TTL_S = 600
 STREAM_ENDED_TTL_S = 60
 STREAM_MAX_BYTES = 256 << 10
 REGISTRY_TTL_S = 5
+REGISTRY_RENEWALS = 5
+"""Within REGISTRY_TTL_S."""
+MAX_CARDS = 4096
+"""Cards that a head sees in one look."""
+LOOKS_PER_HEARTBEAT = 10
+"""Of a head that waits for stages."""
 STAGES_TTL_S = 60
 
 
@@ -51,9 +57,6 @@ def stage_entry(incarnation: str) -> str:
 STAGES = f"{PREFIX}stages"
 """Set: incarnations that have put up a card; who reads it takes out those whose card is gone. Expires after
 STAGES_TTL_S without any."""
-
-STAGE_ENTRIES = f"{PREFIX}stage:*"
-"""Cards of stages of the last release, which are in no set. Goes with the next one."""
 
 
 def task_sends(task_id: str) -> str:

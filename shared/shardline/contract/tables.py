@@ -345,7 +345,7 @@ pipelines = Table(
     _time("lease_until", nullable=False),
     _time("ready_at"),
     Column("seats", Integer, nullable=False, server_default=text("0")),
-    # The longest sequence that the KV of all its stages holds; null: not known.
+    # The longest sequence that the KV of all its stages holds; null until it is ready for the first time.
     Column("kv_tokens", BigInteger),
     Column("stages", JSONB, nullable=False, server_default=text("'[]'")),
     Column("exact", Boolean, nullable=False, server_default=false()),
@@ -362,7 +362,7 @@ workers = Table(
     Column("profile", JSONB),
     # By name: shapes and profile of other models that it may serve in place of this one.
     Column("further", JSONB, nullable=False, server_default=text("'{}'")),
-    # Where it answers others that measure the link to its machine; None: a worker of the last release.
+    # Where it answers others that measure the link to its machine.
     Column("machine", Text),
     Column("address", Text),
     _created("joined_at"),

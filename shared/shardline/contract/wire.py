@@ -62,9 +62,9 @@ class StageCard(msgspec.Struct, frozen=True, kw_only=True):
     device: str
     bound_to: str | None = None
     pid: int = 0
-    weights_dtype: str | None = None
-    """As the stage holds them: `int8` beside activations in bfloat16. None: a stage of the last release."""
-    machine: str | None = None
+    weights_dtype: str
+    """As the stage holds them: `int8` beside activations in bfloat16."""
+    machine: str
     """Stages with the same value reach each other without a network."""
 
 

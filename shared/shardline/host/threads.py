@@ -33,7 +33,7 @@ def num_threads() -> int:
     return sum(1 for _ in Path("/proc/self/task").iterdir())
 
 
-def apart(run: Callable[[], Result]) -> Result:
+def run_in_fresh_thread(run: Callable[[], Result]) -> Result:
     """Returns what it returns, and raises what it raises, in a thread of its own, which ends.
 
     For what computes before the thread that computes for good: OpenMP keeps helpers for each thread that ever computed,

@@ -18,8 +18,8 @@ from sqlalchemy import Connection, text
 
 from shardline.contract.job import JobState
 from shardline.contract.tables import TASKS_CHANNEL
-from shardline.store.connection.bells import ring
 from shardline.store.connection.encoding import dump
+from shardline.store.connection.notify import ring
 
 MAX_BATCH = 64
 MAX_REQUEST_BYTES = 1 << 20

@@ -15,13 +15,13 @@ from sqlalchemy import Connection, Row, text
 
 from shardline.contract.job import JobState, SamplingParams, TokenLogprob
 from shardline.store.connection.encoding import Key, dump, dump_keys, load_logprobs, load_params
-from shardline.store.connection.readable import sort_rows
+from shardline.store.connection.forward_compatibility import sort_rows
 from shardline.store.ends import End, end_queued
 
 LATER_WAIT_S = 15.0
 """Until a job of a later release is sent again."""
 
-# The KV that the next token of a job needs, in tokens. A pipeline of an older release has not said how much it has.
+# The KV that the next token of a job needs, in tokens.
 KNOWN_TOKENS = """cardinality(jobs.prompt_ids) + coalesce((SELECT cardinality(attempts.tokens) FROM attempts
     WHERE attempts.job_id = jobs.id AND attempts.fence = jobs.fence), 0)"""
 
@@ -44,7 +44,7 @@ WHERE jobs.id = ANY(CAST(:ids AS uuid[])) AND jobs.state = 'queued' AND jobs.pre
     AND (jobs.exactness IS NULL OR jobs.exactness = {EXACTNESS} OR NOT jobs.exact
         OR coalesce(jobs.requeued_at, jobs.created_at) <= now() - make_interval(secs => :exact_wait_s))
     AND NOT {LACKS_EXACT_ROWS}
-    AND (pipelines.kv_tokens IS NULL OR {KNOWN_TOKENS} <= pipelines.kv_tokens)
+    AND {KNOWN_TOKENS} <= pipelines.kv_tokens
     AND (jobs.crashes = 0 OR :with_quarantined)
 ORDER BY jobs.id FOR UPDATE OF jobs
 """)  # noqa: S608 (constants of ours)

@@ -15,8 +15,8 @@ from sqlalchemy import Connection, text
 
 from shardline.contract.job import JobState, Result
 from shardline.contract.tables import DONE_CHANNEL, JOBS_CHANNEL
-from shardline.store.connection.bells import ring
 from shardline.store.connection.encoding import Key, dump, dump_keys, dump_result
+from shardline.store.connection.notify import ring
 
 END = text("""
 -- What the caller has: a claim, the state that it ends in, and the columns of its result or its error.

@@ -21,7 +21,7 @@ from shardline.contract.job import DEFAULT_TENANT, JobRequest
 from shardline.contract.tables import MAX_PROMPT_BYTES, RANDOM_SEED
 from shardline.store.connection.database import failure_of, is_over_limit
 from shardline.store.connection.encoding import dump, place_of_unstorable, storable, unstorable
-from shardline.store.repeats import repeated
+from shardline.store.idempotency import repeated
 
 MAX_ROWS = 2_000
 MAX_BYTES = 8 << 20

@@ -14,8 +14,8 @@ from sqlalchemy import Connection, text
 
 from shardline.contract.job import TokenLogprob
 from shardline.contract.tables import LEASES_CHANNEL
-from shardline.store.connection.bells import ring
 from shardline.store.connection.encoding import Key, dump, dump_logprobs
+from shardline.store.connection.notify import ring
 
 HEARTBEAT = text("""
 -- What the holder sends: a claim, and its tokens from `start` on that are not saved yet.

@@ -94,7 +94,7 @@ def ready(
     seats: int,
     stages: Sequence[Mapping[str, Any]],
     exact: bool,
-    kv_tokens: int | None = None,
+    kv_tokens: int,
 ) -> bool:
     """All stages are bound: jobs may be sent. `seats` sets how many are sent ahead, `kv_tokens` their length."""
     return _change(

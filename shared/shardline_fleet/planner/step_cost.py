@@ -11,14 +11,11 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from shardline.base.errors import Invalid
+from shardline.contract.stage_memory import NUM_BUFFERS, PACKING_FACTOR
 from shardline_fleet.planner.device_profile import DeviceProfile, interpolated
 from shardline_fleet.planner.model_costs import KV_BYTES, WEIGHT_BYTES, ModelCosts
 from shardline_fleet.planner.workload import StepKind
 
-PACKING_FACTOR = 1.05
-"""As the stage counts its weights while they are packed."""
-NUM_BUFFERS = 2
-"""Into which a stage reads streamed layers."""
 ACTIVATION_COPIES = 8
 """Of a step's hidden states that live at the same time, at most: input, output, and the wide inner ones."""
 

@@ -12,6 +12,7 @@ from functools import partial
 
 from shardline.base.config import Times
 from shardline.base.errors import Invalid
+from shardline.store.fleets import COOL_DOWN_POLLS, LEASES
 from shardline_fleet.planner import DeviceProfile, ModelCosts, Workload
 from shardline_fleet.planner.fleet_planner import Deployment
 from shardline_fleet.planner.prediction import Assigned, Predictor
@@ -25,10 +26,6 @@ from shardline_scheduler.scheduler_config import SchedulerConfig
 
 FORM_S = 0.075
 """From a free stage to tokens of a pipeline with it, beside what its steps take: docs/decisions/simulator.md."""
-WORKER_LEASES = 2
-"""A worker that is away is missed after so many leases of a job, as in the store's fleets."""
-COOL_DOWN_S = 60.0
-"""Between two new cuts that only make a cell faster, as relays have it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +95,7 @@ class Cell:
         worker.is_here = worker.is_loaded = False
         worker.head = worker.bound_to = None
         worker.life += 1
-        agenda.after(WORKER_LEASES * times.lease_s, partial(self._miss, worker, worker.life))
+        agenda.after(LEASES * times.lease_s, partial(self._miss, worker, worker.life))
         if back_s is not None:
             agenda.after(back_s, partial(self._return, worker, worker.life))
         if head is not None:
@@ -128,9 +125,10 @@ class Cell:
 
     def _look(self) -> None:
         now_s, members = self._ground.agenda.now_s, self._members()
-        may_improve = now_s - self._made_s > COOL_DOWN_S
+        cool_down_s = COOL_DOWN_POLLS * self._ground.times.poll_s
+        may_improve = now_s - self._made_s > cool_down_s
         if not may_improve:
-            self._ground.agenda.at(self._made_s + COOL_DOWN_S + self._ground.times.poll_s, self._look)
+            self._ground.agenda.at(self._made_s + cool_down_s + self._ground.times.poll_s, self._look)
         if not members:
             return
         try:

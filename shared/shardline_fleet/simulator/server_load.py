@@ -12,17 +12,9 @@ from collections.abc import Iterator
 import msgspec
 
 from shardline.base.config import Times
-from shardline.contract.keys import REGISTRY_TTL_S
-from shardline.store.fleets import LEASES
+from shardline.contract.keys import LOOKS_PER_HEARTBEAT, MAX_CARDS, REGISTRY_RENEWALS, REGISTRY_TTL_S
+from shardline.store.fleets import BEATS_IN_LEASE, LEASES
 
-BEATS_IN_LEASE = 10
-"""Of a worker in its fleet, as services/stage/fleet/membership.py has it."""
-RENEWALS_IN_TTL = 5
-"""Of a stage's card, as services/stage/pipeline/registry.py has it."""
-MAX_CARDS = 4096
-"""Cards that a head sees in one look, as services/stage/pipeline/registry.py has it."""
-LOOKS_PER_S = 10
-"""Of a head that waits for stages, as services/stage/pipeline/pipeline.py has it."""
 HEAD_CONNECTIONS, WORKER_CONNECTIONS = 3, 1
 """To Postgres, as docs/operating/install.md counts them: a head's in use, and one of each worker of a fleet."""
 MAX_CONNECTIONS = 100
@@ -105,11 +97,12 @@ def _relay(fleet: FleetRates) -> Iterator[ServerLoad]:
 
 def _redis(fleet: FleetRates) -> Iterator[ServerLoad]:
     """Its commands run one after the other."""
-    cards_per_s = fleet.stages * RENEWALS_IN_TTL / REGISTRY_TTL_S
+    cards_per_s = fleet.stages * REGISTRY_RENEWALS / REGISTRY_TTL_S
     amount = fleet.tokens_per_s * ENTRY_S + cards_per_s * CARD_S
     yield ServerLoad(server="Redis", what="stream entries and cards", amount=amount, unit="cores", limit=1.0)
     yield ServerLoad(server="Redis", what="cards, of which a look sees", amount=fleet.stages, unit="", limit=MAX_CARDS)
     stages_of_each = fleet.stages / max(1.0, fleet.heads)
     forming = fleet.heads * (1 - (1 - LOST_SHARE) ** stages_of_each)
-    looks = forming * LOOKS_PER_S * min(fleet.stages, MAX_CARDS) * CARD_SEEN_S
+    looks_per_s = LOOKS_PER_HEARTBEAT / Times().heartbeat_s
+    looks = forming * looks_per_s * min(fleet.stages, MAX_CARDS) * CARD_SEEN_S
     yield ServerLoad(server="Redis", what="looks after a tenth was lost", amount=looks, unit="cores", limit=1.0)

@@ -15,7 +15,7 @@ from shardline_fleet.drift import step_kind
 from shardline_fleet.simulator.agenda import Agenda
 from shardline_fleet.simulator.simulated_job import SimulatedJob
 from shardline_fleet.simulator.stage_chain import StageChain
-from shardline_scheduler.events import Crashed, Event, Failed, Finished, NewTokens, Outgrown
+from shardline_scheduler.events import Crashed, Event, Failed, Finished, KvExceeded, NewTokens
 from shardline_scheduler.scheduler import Scheduler
 from shardline_scheduler.scheduler_config import SchedulerConfig
 from shardline_scheduler.sequence import Key
@@ -149,7 +149,7 @@ class SimulatedHead:
                 self._calls.tokens(job, len(event.ids))
             elif isinstance(event, Finished):
                 self._calls.ended(self._drop(event.key))
-            elif isinstance(event, Failed | Outgrown):
+            elif isinstance(event, Failed | KvExceeded):
                 self._calls.failed(self._drop(event.key))
             elif isinstance(event, Crashed):
                 job = self._drop(event.key)

@@ -27,7 +27,7 @@ import psutil
 import psycopg
 import redis
 
-from services.relay.relay import NUM_LOOPS
+from services.relay.relay import LOOPS
 from services.relay.settings import RelaySettings
 from services.standalone.plan import FLOWER_MAX_TASKS
 from shardline.contract import keys
@@ -162,7 +162,7 @@ def in_postgres(
     database_url: str, services: Collection[str], *, num_own: int, lease_s: float, quiet_s: float = QUIET_S
 ) -> list[Finding]:
     """Connections and transactions that nobody gave back. `num_own` are the harness's."""
-    pools = {"gateway": POOL_SIZE, "relay": RelaySettings().concurrency + NUM_LOOPS, "stage-0": POOL_SIZE}
+    pools = {"gateway": POOL_SIZE, "relay": RelaySettings().concurrency + len(LOOPS), "stage-0": POOL_SIZE}
     pools["worker"] = POOL_SIZE + 1  # any of them may be a head; one more for its membership
     roles = ["worker" if name.startswith("worker-") else name.partition(".")[0] for name in services]
     num_max = num_own + sum(pools[role] + NUM_BELLS for role in roles if role in pools)

@@ -6,7 +6,7 @@ from typing import Final
 
 from tests.chaos.mutants.mutant import Hurt, Mutant, Patch
 
-REPEATS = "shared/shardline/store/repeats.py"
+REPEATS = "shared/shardline/store/idempotency.py"
 COMPLETION = "shared/shardline/tokenize/completion.py"
 
 MUTANTS: Final[tuple[Mutant, ...]] = (

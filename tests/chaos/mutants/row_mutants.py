@@ -285,7 +285,7 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
             Patch(
                 file=CLAIMS,
                 within="LOCK_CLAIMABLE",
-                old="AND (pipelines.kv_tokens IS NULL OR {KNOWN_TOKENS} <= pipelines.kv_tokens)",
+                old="AND {KNOWN_TOKENS} <= pipelines.kv_tokens",
                 new="AND {KNOWN_TOKENS} > 0",
             ),
             Patch(

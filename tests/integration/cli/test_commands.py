@@ -20,7 +20,7 @@ from shardline.cli.commands import cli
 from shardline.contract.job import JobState
 from shardline.store import fleets, pipelines
 from shardline.store.connection.database import transaction
-from shardline.store.fleets import Offer
+from shardline.store.fleets import WorkerOffer
 from shardline.store.models import register_adapters
 from shardline.store.statistics.costs import put_fixed
 from shardline_fleet.planner import Link
@@ -134,7 +134,7 @@ def test_a_pipeline_shows_its_stages_layers_and_devices(shardline: Shardline, he
     with head.database.begin() as connection:
         epoch = pipelines.take_epoch(connection, "p", model="clerk", fingerprint="f1", head="p.0@h", lease_s=60)
         assert epoch == 1
-        pipelines.ready(connection, "p", epoch, seats=8, stages=stages, exact=True)
+        pipelines.ready(connection, "p", epoch, seats=8, stages=stages, exact=True, kv_tokens=4096)
     shown = shardline("pipelines").stdout
     assert [part for part in ("0-3", "4-7", "cpu:0", "cpu:1", "p.1@h", "ready") if part not in shown] == []
     documents = [json.loads(line) for line in shardline("pipelines", "--json").stdout.splitlines()]
@@ -174,7 +174,7 @@ def test_the_command_speaks_through_its_streams(servers: dict[str, str]) -> None
 
 
 def test_scale_says_how_many_workers_the_load_of_a_fleet_needs(shardline: Shardline, head: TinyHead) -> None:
-    offer = Offer(shapes=msgspec.to_builtins(model()), profile=msgspec.to_builtins(device("cores:0", slower=10)))
+    offer = WorkerOffer(shapes=msgspec.to_builtins(model()), profile=msgspec.to_builtins(device("cores:0", slower=10)))
     with head.database.begin() as connection:
         for name in ("one", "other"):
             fleets.join(connection, name, {"clerk": offer}, lease_s=60)
@@ -209,7 +209,7 @@ def test_devices_shows_what_workers_have_measured(shardline: Shardline, head: Ti
     )
     with head.database.begin() as connection:
         for name, profile in (("first", one), ("second", other)):
-            fleets.join(connection, name, {"clerk": Offer(shapes=model(), profile=profile)}, lease_s=60)
+            fleets.join(connection, name, {"clerk": WorkerOffer(shapes=model(), profile=profile)}, lease_s=60)
         fleets.store_plan(connection, "clerk", version=0, split=[(0, 12)], stages={"first": 0}, tokens_per_s=None)
 
     shown = shardline("devices").stdout

@@ -26,7 +26,7 @@ from shardline.contract.keys import INTAKE_DEAD
 from shardline.contract.queues import INTAKE_QUEUE, SUBMIT_TASK, celery_settings, generate_queue
 from shardline.contract.tables import DONE_CHANNEL
 from shardline.store import jobs, models
-from shardline.store.connection.bells import listening
+from shardline.store.connection.notify import listening
 from tests.integration.rows import MODEL, claim, database_with_head, model_row
 from tests.polling import until
 from tests.repository import REPOSITORY

@@ -9,12 +9,12 @@ from prometheus_client import CollectorRegistry
 from sqlalchemy import Engine, text
 from structlog.testing import capture_logs
 
-from services.relay.coordinator import Coordinator, Sight
+from services.relay.coordinator import Coordinator, FleetSnapshot
 from services.relay.loop import LoopContext
 from shardline.base.config import Times
 from shardline.base.metrics import RelayMetrics
 from shardline.store import fleets
-from shardline.store.fleets import FleetPlan, Offer
+from shardline.store.fleets import FleetPlan, PeerAddress, WorkerOffer
 from shardline_fleet.planner.fleet_planner import Deployment
 from tests.integration.rows import LONG_S, MODEL, change, submit
 from tests.unit.fleet.planner.fleets import device, model
@@ -56,7 +56,7 @@ def join(
 ) -> None:
     with engine.begin() as connection:
         for name in names:
-            offer = Offer(shapes=model(), profile=device(name, memory_bytes=memory_bytes))
+            offer = WorkerOffer(shapes=model(), profile=device(name, memory_bytes=memory_bytes))
             fleets.join(connection, name, dict.fromkeys(models, offer), lease_s=LONG_S)
         if long_ago:
             connection.execute(text(AGES))
@@ -81,7 +81,8 @@ def test_the_first_plan_waits_until_nobody_joins_any_more(engine: Engine, coordi
 def test_the_first_plan_waits_for_announced_workers_but_not_forever(engine: Engine, coordinator: Coordinator) -> None:
     join(engine, "a")
     with engine.begin() as connection:
-        fleets.announce(connection, "b", [MODEL], lease_s=LONG_S)
+        peer = PeerAddress(machine="m", address="tcp://m")
+        fleets.announce(connection, "b", [MODEL], lease_s=LONG_S, peer=peer)
     coordinator.turn()
     assert plan(engine).version == 0
     change(engine, AGES)
@@ -222,7 +223,7 @@ def test_of_coordinators_that_move_workers_at_once_one_succeeds(engine: Engine, 
     join(engine, "a", "b", models=(MODEL, "another"))
     submit(engine)
     with engine.begin() as connection:
-        seen = Sight.of(connection)
+        seen = FleetSnapshot.of(connection)
     coordinator.turn()
     before = plan(engine)
     assert before.version == 1

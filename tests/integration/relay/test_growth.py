@@ -14,7 +14,7 @@ from services.relay.loop import LoopContext
 from services.relay.relay import Relay
 from services.relay.settings import RelaySettings
 from services.relay.statistics import growth
-from services.relay.statistics.growth import Doubling, Growth
+from services.relay.statistics.growth import DoublingThreshold, Growth
 from shardline.base.config import Times
 from shardline.base.metrics import RelayMetrics
 from shardline.store import leases
@@ -129,7 +129,7 @@ def num_updates(engine: Engine) -> dict[str, tuple[int, int]]:
 
 
 def test_a_growing_value_is_warned_of_at_its_bound_and_at_each_doubling() -> None:
-    bound = Doubling(10)
+    bound = DoublingThreshold(10)
     assert [value for value in range(0, 100, 5) if bound.reached(value)] == [10, 20, 40, 80]
 
 

@@ -16,7 +16,7 @@ from shardline.base.config import Times
 from shardline.base.metrics import RelayMetrics
 from shardline.contract.job import JobState
 from shardline.store import dead_letters, fleets, pipelines, retention
-from shardline.store.fleets import Offer
+from shardline.store.fleets import WorkerOffer
 from shardline.store.retention import delete_old
 from tests.integration.relay.relay_stack import relay_stack
 from tests.integration.rows import cell, change, claim, end, running, submit, success
@@ -199,7 +199,7 @@ def test_rows_of_processes_that_are_long_gone_are_deleted(engine: Engine) -> Non
     with engine.begin() as connection:
         for name, days in (("gone", 31), ("known", 31), ("away", 29)):
             lease_s = -days * DAY_S
-            fleets.join(connection, name, {"m": Offer(shapes={}, profile={})}, lease_s=lease_s)
+            fleets.join(connection, name, {"m": WorkerOffer(shapes={}, profile={})}, lease_s=lease_s)
             pipelines.take_epoch(connection, name, model="m", fingerprint="f", head="h", lease_s=lease_s)
     change(
         engine,

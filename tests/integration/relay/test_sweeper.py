@@ -14,13 +14,13 @@ from services.relay import sweeper as sweeper_module
 from services.relay.canceller import MAX_BATCH, Canceller
 from services.relay.celery.celery_results import CeleryResults
 from services.relay.loop import LoopContext
-from services.relay.statistics.census import Census
+from services.relay.statistics.job_counts import JobCounts
 from services.relay.sweeper import Sweeper
 from shardline.base.config import Times
 from shardline.base.metrics import RelayMetrics
 from shardline.contract.job import JobState
 from shardline.store import fleets, jobs, leases, models, sweeps
-from shardline.store.fleets import Offer
+from shardline.store.fleets import WorkerOffer
 from shardline.store.leases import Beat
 from shardline.store.statistics.demand import oldest_queued
 from shardline.tokenize import Tokens
@@ -197,22 +197,22 @@ def test_a_partial_result_ends_with_no_transaction_open_while_its_tokenizer_load
 
 
 def test_the_gauge_of_ended_jobs_shows_zero_instead_of_vanishing(engine: Engine, registry: CollectorRegistry) -> None:
-    census = Census(LoopContext(database=engine, times=TIMES, metrics=RelayMetrics(registry)))
+    counts = JobCounts(LoopContext(database=engine, times=TIMES, metrics=RelayMetrics(registry)))
     submit(engine, 2)
 
     def queued() -> float | None:
         return registry.get_sample_value("shardline_jobs", {"model": MODEL, "state": "queued"})
 
-    census.turn()
+    counts.turn()
     assert queued() == 2
     change(engine, "DELETE FROM jobs")
-    census.turn()
+    counts.turn()
     assert queued() == 0
 
 
 def test_gauges_tell_how_long_jobs_wait_and_what_a_fleet_can_do(engine: Engine, registry: CollectorRegistry) -> None:
-    census = Census(LoopContext(database=engine, times=TIMES, metrics=RelayMetrics(registry)))
-    offer = Offer(shapes={}, profile={})
+    counts = JobCounts(LoopContext(database=engine, times=TIMES, metrics=RelayMetrics(registry)))
+    offer = WorkerOffer(shapes={}, profile={})
     with engine.begin() as connection:
         for name in ("one", "other"):
             fleets.join(connection, name, {MODEL: offer}, lease_s=60)
@@ -224,13 +224,13 @@ def test_gauges_tell_how_long_jobs_wait_and_what_a_fleet_can_do(engine: Engine, 
 
     times = "created_at = now() - interval '90 s', not_before = now() - interval '90 s'"
     change(engine, f"UPDATE jobs SET {times}")
-    census.turn()
+    counts.turn()
     waited_s = shown("shardline_oldest_queued_seconds")
     assert waited_s is not None
     assert 90 <= waited_s < 100
     assert (shown("shardline_fleet_workers"), shown("shardline_fleet_tokens_per_s")) == (2, 12.5)
     change(engine, "UPDATE jobs SET not_before = now() + interval '1 h'")
-    census.turn()
+    counts.turn()
     assert shown("shardline_oldest_queued_seconds") == 0, "a delayed job does not wait"
 
 

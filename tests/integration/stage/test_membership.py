@@ -7,7 +7,7 @@ from sqlalchemy import Engine
 from services.stage.fleet.membership import Membership
 from shardline.base.config import Times
 from shardline.store import fleets
-from shardline.store.fleets import Offer, PeerAddress
+from shardline.store.fleets import PeerAddress, WorkerOffer
 from shardline_fleet.drift import NUM_WINDOWS, WINDOW_STEPS, Drift
 from shardline_fleet.planner import DeviceProfile
 from shardline_scheduler.step_plan import Row, StepPlan
@@ -22,7 +22,7 @@ def test_a_worker_whose_steps_take_twice_as_long_tells_the_plan(engine: Engine) 
     profile, told = device("a:0"), list[DeviceProfile]()
     membership = Membership(engine, "a", Times().scaled(0.1), [MODEL], PeerAddress(machine="x", address="tcp://a"))
     membership.announce()
-    membership.join_fleet({MODEL: Offer(shapes=model(), profile=profile)})
+    membership.join_fleet({MODEL: WorkerOffer(shapes=model(), profile=profile)})
     with engine.begin() as connection:
         fleets.store_plan(connection, MODEL, version=0, split=[(0, 12)], stages={"a": 0}, tokens_per_s=None)
     layers = range(*membership.wait_for_layers().layers)

@@ -19,7 +19,7 @@ from services.stage.model.weights import fingerprint
 from services.stage.settings import StageSettings
 from shardline.base.errors import Invalid, Unavailable
 from shardline.store import fleets
-from shardline.store.fleets import Offer, PeerAddress
+from shardline.store.fleets import PeerAddress, WorkerOffer
 from shardline.store.models import register_model
 from tests.integration.rows import LONG_S
 from tests.models import save_model
@@ -54,7 +54,7 @@ def serve(engine: Engine, sockets: Sockets, model: Path) -> Iterator[Serve]:
         with engine.begin() as connection:
             peer = PeerAddress(machine=worker, address=server.address)
             fleets.announce(connection, worker, [NAME], lease_s=LONG_S, peer=peer)
-            fleets.join(connection, worker, {NAME: Offer(shapes={}, profile={})}, lease_s=LONG_S)
+            fleets.join(connection, worker, {NAME: WorkerOffer(shapes={}, profile={})}, lease_s=LONG_S)
         return server
 
     yield start

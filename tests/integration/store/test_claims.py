@@ -15,8 +15,8 @@ from shardline.contract.job import FinishReason, JobState, Result, TokenLogprob,
 from shardline.contract.tables import DONE_CHANNEL, JOBS_CHANNEL, LEASES_CHANNEL
 from shardline.store import claims, crashes, ends, jobs, leases, outbox, pipelines
 from shardline.store.claims import Claimed
-from shardline.store.connection.bells import listening
 from shardline.store.connection.database import connect
+from shardline.store.connection.notify import listening
 from shardline.store.ends import End
 from shardline.store.leases import Beat, BeatReply
 from tests.integration.rows import (

@@ -12,8 +12,8 @@ from sqlalchemy import Engine, text
 from sqlalchemy.exc import DBAPIError, IntegrityError
 
 from services.standalone.ports import free_port
-from shardline.store.connection.bells import Listener
 from shardline.store.connection.database import Failure, connect, failure_of, transaction
+from shardline.store.connection.notify import Listener
 from tests.conftest import migrate
 
 SECRET = "nobody else may read this"

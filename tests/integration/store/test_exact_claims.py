@@ -34,18 +34,18 @@ def test_a_started_job_stays_exact_on_a_head_of_the_same_exactness(engine: Engin
 
 def test_a_job_claimed_by_an_inexact_head_is_never_exact_again(engine: Engine) -> None:
     with engine.begin() as connection:
-        pipelines.ready(connection, "p", 1, seats=4, stages=[], exact=False)
+        pipelines.ready(connection, "p", 1, seats=4, stages=[], exact=False, kv_tokens=64)
     assert not running(engine).exact
 
 
 def test_a_job_that_asks_for_exact_rows_waits_for_them_and_then_for_the_same_ones(engine: Engine) -> None:
     (wants,) = submit(engine, exact=True)
     with engine.begin() as connection:
-        pipelines.ready(connection, "p", 1, seats=4, stages=[], exact=False)
+        pipelines.ready(connection, "p", 1, seats=4, stages=[], exact=False, kv_tokens=64)
     assert claim(engine, [wants], exact_wait_s=0.0) == []
     with engine.begin() as connection:
         assert claims.postpone_unfit(connection, [wants], HEAD, wait_s=60) == {wants}
-        pipelines.ready(connection, "p", 1, seats=4, stages=[], exact=True)
+        pipelines.ready(connection, "p", 1, seats=4, stages=[], exact=True, kv_tokens=64)
         assert claims.postpone_unfit(connection, [wants], HEAD, wait_s=60) == set()
     change(engine, "UPDATE jobs SET not_before = now()")
     (first,) = claim(engine, [wants])

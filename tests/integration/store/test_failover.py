@@ -15,8 +15,8 @@ from sqlalchemy import Engine, text
 from sqlalchemy.exc import DBAPIError
 
 from services.standalone.servers import Postgres
-from shardline.store.connection.bells import Listener, rings
 from shardline.store.connection.database import connect, connect_async, failure_of
+from shardline.store.connection.notify import Listener, rings
 from tests.polling import until
 from tests.postgres_pair import PostgresPair
 

@@ -6,7 +6,7 @@ import pytest
 from sqlalchemy import Engine
 
 from shardline.store import fleets
-from shardline.store.fleets import Offer, PeerAddress
+from shardline.store.fleets import PeerAddress, WorkerOffer
 from tests.integration.rows import LONG_S, MODEL, change, claim, end, submit, success
 
 SPLIT = ((0, 3), (3, 8))
@@ -18,8 +18,11 @@ def join(engine: Engine, *names: str, lease_s: float = LONG_S, model: str = MODE
             fleets.join(connection, name, {model: offer(name)}, lease_s=lease_s)
 
 
-def offer(name: str) -> Offer:
-    return Offer(shapes={"layers": 8}, profile={"name": name})
+PEER = PeerAddress(machine="m", address="tcp://m")
+
+
+def offer(name: str) -> WorkerOffer:
+    return WorkerOffer(shapes={"layers": 8}, profile={"name": name})
 
 
 def beat(engine: Engine, worker: str, lease_s: float = LONG_S) -> tuple[str, int, int] | None:
@@ -90,7 +93,6 @@ def test_a_worker_finds_one_that_answers_on_each_machine(engine: Engine) -> None
             peer = PeerAddress(machine=machine, address=f"tcp://{name}")
             lease_s = -1 if name == "gone" else LONG_S
             fleets.announce(connection, name, [MODEL], lease_s=lease_s, peer=peer)
-        fleets.announce(connection, "of the last release", [MODEL], lease_s=LONG_S)
     join(engine, "c")
     with engine.begin() as connection:
         found = {each.machine: each.address for each in fleets.peers(connection, "a")}
@@ -114,7 +116,7 @@ def test_an_announced_worker_is_coming_until_it_joins_or_its_lease_ends(engine: 
     def announce(*names: str, lease_s: float = LONG_S) -> None:
         with engine.begin() as connection:
             for name in names:
-                fleets.announce(connection, name, [MODEL, "another"], lease_s=lease_s)
+                fleets.announce(connection, name, [MODEL, "another"], lease_s=lease_s, peer=PEER)
 
     def coming() -> set[str]:
         with engine.begin() as connection:

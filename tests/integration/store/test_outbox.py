@@ -64,7 +64,7 @@ def test_only_a_window_per_priority_is_sent_until_heads_claim(engine: Engine) ->
 
 def test_the_window_is_four_times_the_seats_of_heads(engine: Engine) -> None:
     with engine.begin() as connection:
-        pipelines.ready(connection, "p", 1, seats=20, stages=[], exact=True)
+        pipelines.ready(connection, "p", 1, seats=20, stages=[], exact=True, kv_tokens=64)
     submit(engine, 100)
     assert len(stamp(engine)) == 80
 

@@ -20,7 +20,7 @@ def test_each_epoch_is_higher_and_fences_off_the_old_head(engine: Engine) -> Non
     assert [take(engine, "p", held=1), take(engine, "p", held=2), take(engine, "q")] == [2, 3, 1]
     with engine.begin() as connection:
         assert not pipelines.renew(connection, "p", 1, LONG_S)
-        assert not pipelines.ready(connection, "p", 2, seats=4, stages=[], exact=True)
+        assert not pipelines.ready(connection, "p", 2, seats=4, stages=[], exact=True, kv_tokens=64)
         assert not pipelines.unready(connection, "p", 2)
         assert not pipelines.release(connection, "p", 2)
         assert pipelines.renew(connection, "p", 3, LONG_S)
@@ -46,7 +46,7 @@ def test_a_pipeline_changes_hands_after_a_lease_of_silence(engine: Engine) -> No
 
 def test_doors_see_a_pipeline_from_ready_until_it_is_not(engine: Engine) -> None:
     with engine.begin() as connection:
-        assert pipelines.ready(connection, "p", 1, seats=8, stages=[{"worker": "h"}], exact=True)
+        assert pipelines.ready(connection, "p", 1, seats=8, stages=[{"worker": "h"}], exact=True, kv_tokens=64)
         (live,) = pipelines.live_pipelines(connection, MODEL)
         assert (live.id, live.ready, live.seats, live.exact, live.stages) == ("p", True, 8, True, ({"worker": "h"},))
         assert pipelines.live_pipelines(connection, "another") == []
@@ -54,7 +54,7 @@ def test_doors_see_a_pipeline_from_ready_until_it_is_not(engine: Engine) -> None
         pipelines.unready(connection, "p", 1)
         assert [live.ready for live in pipelines.live_pipelines(connection)] == [False]
         assert pipelines.num_ready(connection, MODEL) == 0
-        pipelines.ready(connection, "p", 1, seats=8, stages=[], exact=True)
+        pipelines.ready(connection, "p", 1, seats=8, stages=[], exact=True, kv_tokens=64)
     take(engine, "p", held=1)
     with engine.begin() as connection:
         assert [live.ready for live in pipelines.live_pipelines(connection)] == [False]
@@ -83,7 +83,7 @@ def test_the_newest_row_of_a_model_counts(engine: Engine) -> None:
 
 def test_the_longest_pipeline_is_among_those_that_live_or_lately_did(engine: Engine) -> None:
     with engine.begin() as connection:
-        assert pipelines.longest(connection) == {}, "an older head has not said it"
+        assert pipelines.longest(connection) == {MODEL: 4096}
         pipelines.ready(connection, "p", 1, seats=8, stages=[], exact=True, kv_tokens=640)
         pipelines.release(connection, "p", 1)
     for name, kv_tokens, lease_s in (("larger", 1280, -60.0), ("gone", 9999, -2 * pipelines.LATELY_S)):

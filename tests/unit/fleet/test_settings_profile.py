@@ -13,25 +13,24 @@ from services.stage.settings import StageSettings
 from services.standalone.settings import StandaloneSettings
 from shardline.base.errors import Invalid
 from shardline.contract.refusals import REFUSED_STATUS
-from shardline_fleet.settings_profile import PROFILE_SETTINGS, profile_text, read_profile
+from shardline_fleet.settings_profile import PROFILE_SETTINGS, read_profile
 from tests.repository import REPOSITORY
 
-TUNED = {
-    "seats": 96,
-    "token_budget": 512,
-    "lanes": None,
-    "dtype": "bfloat16",
-    "split": "0-5,6-7",
-    "num_stages": 2,
-    "stages": 2,
-    "replicas": 3,
-}
+TUNED = """# By a test.
+SHARDLINE_SEATS=96
+SHARDLINE_TOKEN_BUDGET=512
+SHARDLINE_DTYPE=bfloat16
+SHARDLINE_SPLIT=0-5,6-7
+SHARDLINE_NUM_STAGES=2
+SHARDLINE_STAGES=2
+SHARDLINE_REPLICAS=3
+"""
 
 
 @pytest.fixture
 def profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     path = tmp_path / "tuned.env"
-    path.write_text(profile_text(TUNED, ["By a test."]))
+    path.write_text(TUNED)
     monkeypatch.setenv("SHARDLINE_PROFILE", str(path))
     monkeypatch.setenv("SHARDLINE_MODEL", "m")
     return path
@@ -102,7 +101,7 @@ def test_a_stage_does_not_start_with_a_profile_that_is_not_there(
 
 def test_a_profile_without_a_setting_is_text_that_sets_nothing(tmp_path: Path) -> None:
     path = tmp_path / "none.env"
-    path.write_text(profile_text(dict.fromkeys(PROFILE_SETTINGS), ["Nothing."]))
+    path.write_text("# Nothing.\nSHARDLINE_SEATS=\n")
     assert read_profile(path) == {}
 
 

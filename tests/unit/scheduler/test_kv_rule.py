@@ -8,7 +8,7 @@ from itertools import count
 import pytest
 
 from shardline.contract.job import FinishReason
-from shardline_scheduler.events import Finished, Outgrown
+from shardline_scheduler.events import Finished, KvExceeded
 from shardline_scheduler.kv_blocks import BLOCK_TOKENS
 from shardline_scheduler.sequence import Request
 from tests.simulation.pipeline import Pipeline, config, decoding, expected_output, request
@@ -47,7 +47,7 @@ def test_a_job_that_outgrows_the_pool_goes_on_in_a_larger_one_with_the_same_toke
     large.add(replace(job, key=(job.key[0], 2), output_ids=output))
     large.drain()
 
-    assert small.ends[job.key] == Outgrown(key=job.key, num_tokens=LIMIT + 1)
+    assert small.ends[job.key] == KvExceeded(key=job.key, num_tokens=LIMIT + 1)
     assert large.outputs[job.key[0], 2] == expected_output(job, 300)
 
 
@@ -61,7 +61,7 @@ def test_a_prompt_runs_if_the_pool_holds_it_and_else_goes_back_at_once(num_promp
     pipeline.drain()
 
     assert is_back_at_once == (num_prompt > LIMIT)
-    assert isinstance(pipeline.ends[job.key], Outgrown if is_back_at_once else Finished)
+    assert isinstance(pipeline.ends[job.key], KvExceeded if is_back_at_once else Finished)
 
 
 def test_a_new_epoch_with_less_kv_gives_back_the_long_job_and_runs_the_others() -> None:
@@ -73,5 +73,5 @@ def test_a_new_epoch_with_less_kv_gives_back_the_long_job_and_runs_the_others() 
     pipeline.rebuild(num_blocks=2)
     pipeline.drain()
 
-    assert pipeline.ends[long.key] == Outgrown(key=long.key, num_tokens=130 + len(pipeline.outputs[long.key]))
+    assert pipeline.ends[long.key] == KvExceeded(key=long.key, num_tokens=130 + len(pipeline.outputs[long.key]))
     assert pipeline.outputs[short.key] == expected_output(short, 9)

@@ -15,6 +15,7 @@ from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 from sqlalchemy.pool import ConnectionPoolEntry
 
+from shardline.base.errors import Unavailable
 from shardline.store.connection import decoding
 from shardline.store.connection.database_url import libpq_parameters, normalize
 
@@ -82,6 +83,11 @@ def failure_of(error: DBAPIError) -> Failure:
     is_lost = sqlstate.startswith(LOST) if sqlstate else isinstance(error, OperationalError | InterfaceError)
     problem = str(error.orig).partition("\n")[0][:MAX_SAID]
     return Failure(is_lost=is_lost or error.connection_invalidated, sqlstate=sqlstate, problem=problem)
+
+
+def unavailable(error: DBAPIError) -> Unavailable:
+    """What a service that starts says of it."""
+    return Unavailable(f"{failure_of(error)}. Check SHARDLINE_DATABASE_URL and migrate")
 
 
 def is_over_limit(cause: BaseException | None) -> bool:

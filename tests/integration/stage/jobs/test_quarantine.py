@@ -30,7 +30,7 @@ from services.stage.jobs.claimer import Claimer
 from services.stage.jobs.engine_requests import EngineRequests
 from services.stage.jobs.identity import Identity
 from services.stage.jobs.live_jobs import LiveJobs
-from services.stage.jobs.quarantine import Moment, Seats
+from services.stage.jobs.quarantine import ClaimContext, Seats
 from services.stage.settings import StageSettings
 from shardline.base.config import Times
 from shardline.base.tracing import OFF
@@ -93,9 +93,9 @@ class Head:
 
     def turn(self) -> list[UUID]:
         """What it claims now, with nothing alive."""
-        moment = Moment(live=(), now_s=0.0, heartbeat_s=1.0, num_steps=0, is_moving=True)
+        context = ClaimContext(live=(), now_s=0.0, heartbeat_s=1.0, num_steps=0, is_moving=True)
         held = set(self.jobs)
-        self.claimer.claim_waiting(IDENTITY, moment)
+        self.claimer.claim_waiting(IDENTITY, context)
         return [job.job_id for job in self.jobs if job not in held]
 
 

@@ -50,6 +50,11 @@ def test_the_command_runs_the_simulator_of_the_repository(fleet: Path, monkeypat
     assert done.exit_code == 2
 
 
+def test_the_command_works_in_any_folder(fleet: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(fleet.parent)
+    assert CliRunner().invoke(cli, ["simulate", str(fleet)]).exit_code == 0
+
+
 def test_each_datasheet_names_its_document() -> None:
     assert all(name == sheet.name and sheet.document for name, sheet in DATASHEETS.items())
     assert {sheet.dtype for sheet in DATASHEETS.values()} == {"bfloat16", "float16"}

@@ -1,13 +1,7 @@
-"""What a stack's servers are asked: by the product's own intervals, and what breaks first as the fleet grows."""
+"""What a stack's servers are asked and what breaks first as the fleet grows."""
 
 from __future__ import annotations
 
-from services.relay import coordinator
-from services.stage.fleet import membership
-from services.stage.pipeline import pipeline, registry
-from shardline.contract import keys
-from shardline.store import fleets
-from shardline_fleet.simulator import cell, server_load
 from shardline_fleet.simulator.server_load import FleetRates, server_loads
 
 
@@ -23,15 +17,6 @@ def amounts(stages: int) -> dict[str, float]:
 
 def broken(stages: int) -> list[str]:
     return [f"{load.server}: {load.what}" for load in server_loads(fleet(stages)) if load.breaks]
-
-
-def test_intervals_and_limits_are_those_of_the_product() -> None:
-    assert server_load.BEATS_IN_LEASE == membership.BEATS_IN_LEASE
-    assert server_load.RENEWALS_IN_TTL == keys.REGISTRY_TTL_S / registry.RENEW_S
-    assert server_load.MAX_CARDS == registry.MAX_CARDS
-    assert server_load.LOOKS_PER_S * pipeline.LOOK == 1
-    assert cell.WORKER_LEASES == fleets.LEASES
-    assert cell.COOL_DOWN_S == coordinator.COOL_DOWN_POLLS
 
 
 def test_a_fleet_of_a_thousand_stages() -> None:

@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from services.stage.device.acquire import acquire
 from services.stage.device.cpu import Cpu
 from services.stage.device.device import Device
 from services.stage.device.locks import DeviceLocks
-from services.stage.device.take import take as take_device
 from shardline.base.errors import Invalid
 from tests.pinned import cores_of_threads, unpinned_afterwards
 
@@ -32,7 +32,7 @@ def _unpinned_afterwards() -> Iterator[None]:
 
 def take(folder: Path, *, worker: str = "first", shared: bool = False) -> Device:
     """One core, the same for all tests."""
-    return take_device(f"cpu:{CORE}", worker=worker, lock_folder=folder, shared=shared)
+    return acquire(f"cpu:{CORE}", worker=worker, lock_folder=folder, shared=shared)
 
 
 def test_every_thread_is_pinned_to_the_taken_core(tmp_path: Path) -> None:
@@ -99,8 +99,8 @@ def openmp_threads() -> int:
 
 def test_the_kernel_frees_the_core_of_a_killed_holder(tmp_path: Path) -> None:
     script = (
-        "import sys; from pathlib import Path; from services.stage.device.take import take as take_device;"
-        f"device = take_device('cpu:{CORE}', worker='victim', lock_folder=Path(sys.argv[1]));"
+        "import sys; from pathlib import Path; from services.stage.device.acquire import acquire;"
+        f"device = acquire('cpu:{CORE}', worker='victim', lock_folder=Path(sys.argv[1]));"
         "print('held', flush=True); sys.stdin.read()"
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
@@ -119,7 +119,7 @@ def test_the_kernel_frees_the_core_of_a_killed_holder(tmp_path: Path) -> None:
 
 def test_taking_a_core_that_is_not_here_leaves_nothing_locked(tmp_path: Path) -> None:
     with pytest.raises(Invalid, match="no core 4000 here"):
-        take_device(f"cpu:{CORE},4000", worker="first", lock_folder=tmp_path)
+        acquire(f"cpu:{CORE},4000", worker="first", lock_folder=tmp_path)
 
     take(tmp_path).release()
 
@@ -136,7 +136,7 @@ def test_neither_of_two_locks_stays_when_one_is_held(tmp_path: Path) -> None:
 
 def test_an_unknown_gpu_is_named(tmp_path: Path) -> None:
     with pytest.raises(Invalid, match="no accelerator cuda:99 here"):
-        take_device("cuda:99", worker="first", lock_folder=tmp_path)
+        acquire("cuda:99", worker="first", lock_folder=tmp_path)
 
 
 def test_a_core_is_held_though_its_holders_name_cannot_be_written(tmp_path: Path) -> None:

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from services.stage.device.accelerator import STREAM_PARTS, load_module
+from services.stage.device.acquire import acquire
 from services.stage.device.device import Device
 from services.stage.device.staging import Staging
-from services.stage.device.take import take
 from services.stage.engine.tensors import name_of, view_of
 from services.stage.hop import Channel, Frame, Kind
 from services.stage.hop.sockets import Sockets
@@ -32,7 +32,7 @@ PATIENCE_S = 60.0
 @pytest.fixture
 def device(tmp_path: Path) -> Iterator[Device]:
     load_module("tests.accelerator")
-    device = take("toy:0", worker="tests", lock_folder=tmp_path)
+    device = acquire("toy:0", worker="tests", lock_folder=tmp_path)
     yield device
     device.release()
 

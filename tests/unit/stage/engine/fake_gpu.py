@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from services.stage.attention import triton_kernels as attention_kernels
-from services.stage.device.accelerator import Accelerator, Found
+from services.stage.device.accelerator import Accelerator, AcceleratorInfo
 from services.stage.engine import executor, loading
 from services.stage.products import triton_kernels as model_kernels
 from tests.extensions.build import build
@@ -45,7 +45,7 @@ class FakeGpu(Accelerator):
     """`cuda:0` with 8 GiB, free or not."""
 
     def __init__(self, folder: Path) -> None:
-        super().__init__(FakeFound("cuda", 0), worker="fake", folder=folder)
+        super().__init__(FakeAcceleratorInfo("cuda", 0), worker="fake", folder=folder)
 
     def identity(self) -> list[str]:
         """Made up."""
@@ -55,7 +55,7 @@ class FakeGpu(Accelerator):
         """There is nothing to wait for."""
 
 
-class FakeFound(Found):
+class FakeAcceleratorInfo(AcceleratorInfo):
     """What a driver would say of it."""
 
     @property

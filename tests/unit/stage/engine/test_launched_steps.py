@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from services.stage.device.accelerator import load_module
+from services.stage.device.acquire import acquire
 from services.stage.device.device import Device
-from services.stage.device.take import take
 from services.stage.engine.engine import FollowerEngine
 from services.stage.engine.executor import Executor
 from services.stage.engine.launched_steps import MAX_STEPS
@@ -33,7 +33,7 @@ from services.stage.settings import StageSettings
 from shardline.base.clock import monotonic_s
 from shardline.contract.job import SamplingParams
 from shardline.contract.split import even_split
-from shardline.host.threads import apart
+from shardline.host.threads import run_in_fresh_thread
 from shardline_scheduler.step_plan import Open, Row, StepPlan, encode
 from shardline_scheduler.step_times import StepTime
 from tests.chain import generate, requests
@@ -60,7 +60,7 @@ def devices(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Devi
     locks = tmp_path_factory.mktemp("locks")
     load_module("tests.accelerator")
     with first_core(locks) as core:
-        toy = take("toy:0", worker="tests", lock_folder=locks)
+        toy = acquire("toy:0", worker="tests", lock_folder=locks)
         yield {"cpu": core, "toy": toy}
         toy.release()
 
@@ -100,7 +100,7 @@ def test_engines_with_an_accelerator_at_each_place_generate_the_same_tokens(
 @pytest.fixture
 def second(devices: dict[str, Device], tmp_path: Path) -> Iterator[Device]:
     """The other test accelerator, which is this thread's meanwhile."""
-    second = take("toy:1", worker="tests", lock_folder=tmp_path / "locks")
+    second = acquire("toy:1", worker="tests", lock_folder=tmp_path / "locks")
     yield second
     second.release()
     devices["toy"].enter_thread()
@@ -137,7 +137,7 @@ def test_a_stage_is_loaded_on_its_device_in_whatever_thread(
         return load_forward(given)
 
     monkeypatch.setattr("services.stage.engine.executor.load_forward", noted)
-    apart(lambda: load(folder, (devices["cpu"], second)))
+    run_in_fresh_thread(lambda: load(folder, (devices["cpu"], second)))
 
     assert current[-1] == 1
 
@@ -158,7 +158,7 @@ def test_a_device_is_measured_as_the_current_one_in_whatever_thread(
     monkeypatch.setattr(profiling, "measure", noted)
     settings = StageSettings(model=str(folder), cache_dir=tmp_path, streamed_layers="auto")
     with pytest.raises(Seen):
-        apart(lambda: profiling.profile(settings, second, fresh=True, together=False))
+        run_in_fresh_thread(lambda: profiling.profile(settings, second, fresh=True, together=False))
 
     assert current == [1]
 

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from services.stage.device.device import Device
-from services.stage.device.promises import Promises
-from services.stage.engine.memory import PACKING_FACTOR, Limits, StageMemory, WeightBytes
+from services.stage.device.memory_reservations import MemoryReservations
+from services.stage.engine.memory import Limits, StageMemory, WeightBytes
 from shardline.base.errors import Invalid
+from shardline.contract.stage_memory import PACKING_FACTOR
 from tests.pinned import first_core
 from tests.unit.stage.engine.fake_gpu import GIB, FakeGpu
 
@@ -80,7 +81,7 @@ def gpu(tmp_path: Path) -> Iterator[Device]:
 def test_an_accelerators_streamed_layers_are_promised_of_the_hosts_memory(gpu: Device, tmp_path: Path) -> None:
     assert len(chosen(gpu, kv_bytes=20 * MIB, streamed_layers=4)) == 4
 
-    others = Promises(tmp_path)
+    others = MemoryReservations(tmp_path)
     assert others.others() == int(EIGHT.held((5, 7, 9, 11)) * PACKING_FACTOR) + 20 * MIB + 40 * MIB
     others.release()
 

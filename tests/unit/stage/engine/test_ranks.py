@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from services.stage.attention.paged_kv import Span
+from services.stage.device.acquire import acquire
 from services.stage.device.device import Device
-from services.stage.device.take import take
 from services.stage.engine.executor import Executor
 from services.stage.products.tiled_linear import TiledLinear
 from services.stage.ranks.processes import PROGRAM
@@ -52,7 +52,7 @@ def devices(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Devices]:
     folder = tmp_path_factory.mktemp("locks")
     with unpinned_afterwards():
         one, two = (
-            take(name, worker=name, lock_folder=folder / name, num_ranks=num)
+            acquire(name, worker=name, lock_folder=folder / name, num_ranks=num)
             for name, num in (("cpu:0", 1), ("cpu:0-1", 2))
         )
         yield Devices(one, two)

@@ -14,7 +14,7 @@ from services.stage.adapters.peft import AdapterFolder
 from services.stage.attention.attention import Attention, PagedKv
 from services.stage.attention.offload_area import OffloadArea
 from services.stage.attention.triton_backend import TritonBackend
-from services.stage.device.take import take
+from services.stage.device.acquire import acquire
 from services.stage.engine.adapter_pool import AdapterPool
 from services.stage.engine.executor import Executor
 from services.stage.engine.forward import Forward
@@ -52,7 +52,7 @@ def stage_of(forward: Forward, lock_folder: Path) -> Iterator[Executor]:
     """A stage of few sequences, while entered."""
     limits = Limits(kv_bytes=None, token_budget=BUDGET, max_open=8)
     with unpinned_afterwards():
-        device = take(str(DEVICE), worker="tests", lock_folder=lock_folder)
+        device = acquire(str(DEVICE), worker="tests", lock_folder=lock_folder)
         folder = AdapterFolder(None, forward.shard.linear_sizes, lock_folder)
         adapters = AdapterPool(ShardAdapters(forward.shard, triton_packing()), folder, max_adapters=1)
         yield Executor(forward, OffloadArea(forward.kv, 0), limits, device, adapters, exact=True, fingerprint="")

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from services.stage.attention.paged_kv import Span
-from services.stage.device.take import take
+from services.stage.device.acquire import acquire
 from services.stage.engine.executor import Executor
 from services.stage.engine.memory import Limits
 from services.stage.hop.wiring import Member, Wiring
@@ -32,7 +32,7 @@ def wiring(*stages: Stage, rounded: Sequence[int] = ()) -> Wiring:
             incarnation="",
             worker=f"stage-{start}",
             device="cpu:0",
-            weights_dtype=None,
+            weights_dtype="float32",
             first_layer=start,
             last_layer=stop,
             num_blocks=1,
@@ -88,7 +88,7 @@ def stages(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, int, str
         Limits(kv_bytes=1 << 20, token_budget=64, max_open=4),
     )
     with unpinned_afterwards():
-        device = take("cpu", worker="tests", lock_folder=folder / "locks")
+        device = acquire("cpu", worker="tests", lock_folder=folder / "locks")
         found = {
             (start, stop, dtype): Executor.load(
                 model=model, layers=range(start, stop), device=device, dtype=dtype, limits=limits, cache_folder=folder

@@ -10,7 +10,7 @@ from services.stage.celery.hub_calls import HubCalls
 from services.stage.hop.wakeup import Wakeup
 from services.stage.jobs import quarantine
 from services.stage.jobs.live_job import LiveJob
-from services.stage.jobs.quarantine import ISOLATED_STEPS, Moment, Seats, claimable
+from services.stage.jobs.quarantine import ISOLATED_STEPS, ClaimContext, Seats, claimable
 
 SEATS = Seats(num_any=4, num_interactive=2)
 HUB = HubCalls(Wakeup())
@@ -48,14 +48,14 @@ def claimed(
     num_steps: int = 0,
     is_moving: bool = True,
 ) -> list[str]:
-    moment = Moment(
+    context = ClaimContext(
         live=cast(list[LiveJob], list(live)),
         now_s=NOW_S,
         heartbeat_s=BEAT_S,
         num_steps=num_steps,
         is_moving=is_moving,
     )
-    return [one.job_id for one in claimable(deliveries, suspects, SEATS, moment)]
+    return [one.job_id for one in claimable(deliveries, suspects, SEATS, context)]
 
 
 def test_batch_jobs_leave_the_reserve_of_seats_to_interactive_ones() -> None:

@@ -17,9 +17,10 @@ from services.stage.kernels import kernel
 from services.stage.products.packing import pack, packing_for
 from services.stage.products.tiled_linear import TiledLinear
 from services.stage.streaming.layer_file import LayerFile
-from services.stage.streaming.streamed_layers import NUM_BUFFERS, StreamedLayers, tiles
+from services.stage.streaming.streamed_layers import StreamedLayers, tiles
 from shardline.base.errors import Invalid, Unavailable
 from shardline.contract.job import SamplingParams
+from shardline.contract.stage_memory import NUM_BUFFERS
 from shardline_scheduler.events import Finished
 from tests.chain import complete, load_chain, requests
 from tests.models import VOCAB_SIZE, save_model

@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from services.stage.device.accelerator import STREAM_PARTS, load_module
+from services.stage.device.acquire import acquire
 from services.stage.device.device import Device
-from services.stage.device.take import take
 from services.stage.device.uploads import Uploads
 from services.stage.engine.accelerator_options import AcceleratorOptions
 from services.stage.engine.executor import Executor
@@ -27,10 +27,11 @@ from services.stage.model.model_info import ModelInfo
 from services.stage.products.packing import pack, triton_packing
 from services.stage.streaming.layer_file import PAGE_BYTES
 from services.stage.streaming.layer_memory import CHUNK_BYTES, LayerMemory
-from services.stage.streaming.streamed_layers import NUM_BUFFERS, StreamedLayers, matrices, measure, store_of
+from services.stage.streaming.streamed_layers import StreamedLayers, matrices, measure, store_of
 from shardline.base.errors import Invalid
 from shardline.contract.job import SamplingParams
 from shardline.contract.split import even_split
+from shardline.contract.stage_memory import NUM_BUFFERS
 from shardline_scheduler.events import Finished
 from tests.chain import complete, requests
 from tests.engines import open_engines
@@ -55,7 +56,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def device(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Device]:
     """The first test accelerator."""
     load_module("tests.accelerator")
-    device = take("toy:0", worker="tests", lock_folder=tmp_path_factory.mktemp("locks"))
+    device = acquire("toy:0", worker="tests", lock_folder=tmp_path_factory.mktemp("locks"))
     yield device
     device.release()
 

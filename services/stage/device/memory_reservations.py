@@ -7,12 +7,12 @@ written. A lock on the file shows that its writer is alive.
 
 from __future__ import annotations
 
-import fcntl
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from uuid import uuid4
+
+from shardline.host.lock_file import locked, try_lock
 
 CGROUP_ROOT = Path("/sys/fs/cgroup")
 PATTERN = "memory-*.promise"
@@ -21,7 +21,7 @@ DRAFT = "memory.draft"
 MAX_BYTES = 64
 
 
-class Promises:
+class MemoryReservations:
     """The promise of this process, and those of all processes that share `folder`; containers of one host may."""
 
     def __init__(self, folder: Path) -> None:
@@ -33,7 +33,7 @@ class Promises:
         with self.alone():
             # It gets its name once it is locked: who reads an unlocked one removes it, as that of a dead process.
             self._file = _open(draft)
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            try_lock(self._file)
             self.make(0)
             draft.rename(self._path)
 
@@ -47,15 +47,9 @@ class Promises:
         found = [self._read(path) for path in self._folder.glob(PATTERN) if path != self._path]
         return sum(num_bytes for num_bytes, cgroup in found if not same_cgroup or cgroup == self._cgroup)
 
-    @contextmanager
-    def alone(self) -> Iterator[None]:
+    def alone(self) -> AbstractContextManager[None]:
         """A context that excludes other stages from measuring and promising. Keep it short: read no weights inside."""
-        file = _open(self._folder / "memory.lock")
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            yield
-        finally:
-            os.close(file)
+        return locked(_open(self._folder / "memory.lock"))
 
     def release(self) -> None:
         """Withdraws the promise of this process and removes its file."""
@@ -69,13 +63,11 @@ class Promises:
         except OSError:
             return 0, 0
         try:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
+            if try_lock(file, shared=True):
+                path.unlink(missing_ok=True)  # Its writer is dead.
+                return 0, 0
             words = os.pread(file, MAX_BYTES, 0).split()
             return (int(words[0]), int(words[1])) if len(words) == 2 and all(map(bytes.isdigit, words)) else (0, 0)
-        else:
-            path.unlink(missing_ok=True)  # Its writer is dead.
-            return 0, 0
         finally:
             os.close(file)
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from services.stage.device.accelerator import Accelerator, load_module
+from services.stage.device.acquire import acquire
 from services.stage.device.cpu import Cpu, usable_cores
 from services.stage.device.locks import DeviceLocks, holder
-from services.stage.device.take import take
 from shardline.base.errors import Invalid
 from shardline.host.cores import show_cores
 from tests.pinned import unpinned_afterwards
@@ -25,7 +25,7 @@ def _unpinned_afterwards() -> Iterator[None]:
 
 @pytest.fixture
 def _nothing_but_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("services.stage.device.take.accelerators", list)
+    monkeypatch.setattr("services.stage.device.acquire.accelerators", list)
 
 
 @pytest.mark.usefixtures("_nothing_but_cores")
@@ -33,34 +33,34 @@ def test_without_an_accelerator_auto_takes_the_cores_that_nobody_holds(tmp_path:
     first, *rest = usable_cores()
     held = DeviceLocks(tmp_path, [f"core-{first}"], worker="other")
 
-    device = take("auto", worker="auto", lock_folder=tmp_path)
+    device = acquire("auto", worker="auto", lock_folder=tmp_path)
 
     assert isinstance(device, Cpu)
     assert device.name == f"cpu:{show_cores(tuple(rest))}"
     with pytest.raises(Invalid, match=r"0 of \d+ cores of this machine are free"):
-        take("auto", worker="late", lock_folder=tmp_path)
+        acquire("auto", worker="late", lock_folder=tmp_path)
     device.release()
     held.release()
 
 
 def test_a_kind_alone_takes_a_free_one_of_it(tmp_path: Path) -> None:
     load_module("tests.accelerator")
-    first = take("cpu", worker="cores", lock_folder=tmp_path, num_cores=1)
+    first = acquire("cpu", worker="cores", lock_folder=tmp_path, num_cores=1)
     assert first.name == f"cpu:{usable_cores()[0]}"
-    taken = [take("toy", worker=str(place), lock_folder=tmp_path) for place in range(2)]
+    taken = [acquire("toy", worker=str(place), lock_folder=tmp_path) for place in range(2)]
     assert {device.name for device in taken} == {"toy:0", "toy:1"}
     with pytest.raises(Invalid, match="none of 2 toy devices here is free"):
-        take("toy", worker="late", lock_folder=tmp_path)
+        acquire("toy", worker="late", lock_folder=tmp_path)
     for device in (first, *taken):
         device.release()
 
 
 def test_more_cores_than_are_free_are_refused_unless_they_are_shared(tmp_path: Path) -> None:
     num = len(usable_cores())
-    held = take("cpu", worker="first", lock_folder=tmp_path, shared=True, num_cores=1)
+    held = acquire("cpu", worker="first", lock_folder=tmp_path, shared=True, num_cores=1)
     with pytest.raises(Invalid, match=f"{num - 1} of {num} cores of this machine are free, {num} are asked for"):
-        take("cpu", worker="second", lock_folder=tmp_path, num_cores=num)
-    shared = take("cpu", worker="second", lock_folder=tmp_path, shared=True, num_cores=num)
+        acquire("cpu", worker="second", lock_folder=tmp_path, num_cores=num)
+    shared = acquire("cpu", worker="second", lock_folder=tmp_path, shared=True, num_cores=num)
     assert shared.name == f"cpu:{show_cores(usable_cores())}"
     for device in (held, shared):
         device.release()
@@ -71,11 +71,11 @@ def test_auto_shares_cores_with_those_that_share_them(tmp_path: Path) -> None:
     cores = [f"core-{core}" for core in usable_cores()]
     held = DeviceLocks(tmp_path, cores, worker="other", shared=True)
 
-    device = take("auto", worker="auto", lock_folder=tmp_path, shared=True)
+    device = acquire("auto", worker="auto", lock_folder=tmp_path, shared=True)
 
     assert device.name == f"cpu:{show_cores(usable_cores())}"
     with pytest.raises(Invalid, match=r"0 of \d+ cores of this machine are free"):
-        take("auto", worker="alone", lock_folder=tmp_path)
+        acquire("auto", worker="alone", lock_folder=tmp_path)
     device.release()
     held.release()
 
@@ -102,19 +102,19 @@ def test_who_looks_refuses_a_device_to_nobody(tmp_path: Path) -> None:
 def test_auto_takes_accelerators_first_then_cores(tmp_path: Path) -> None:
     load_module("tests.accelerator")
 
-    taken = [take("auto", worker=str(place), lock_folder=tmp_path) for place in range(3)]
+    taken = [acquire("auto", worker=str(place), lock_folder=tmp_path) for place in range(3)]
 
     assert [type(device) for device in taken] == [Accelerator, Accelerator, Cpu]
     assert {device.name for device in taken[:2]} == {"toy:0", "toy:1"}
     with pytest.raises(Invalid, match=r"toy-0 is held by [01] \(pid"):
-        take("toy:0", worker="late", lock_folder=tmp_path)
+        acquire("toy:0", worker="late", lock_folder=tmp_path)
     for device in taken:
         device.release()
 
 
 def test_an_accelerator_refuses_int8_by_name(tmp_path: Path) -> None:
     load_module("tests.accelerator")
-    device = take("toy:1", worker="one", lock_folder=tmp_path)
+    device = acquire("toy:1", worker="one", lock_folder=tmp_path)
 
     with pytest.raises(Invalid, match=r"'int8' is not served on toy:1.*cpu:0-3"):
         device.dtype("int8")
@@ -126,7 +126,7 @@ def test_an_accelerator_refuses_int8_by_name(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["gpu:0", "gpu", "meta:0", "meta", "npu-0", "0-3", ""])
 def test_what_is_no_device_names_the_forms(name: str, tmp_path: Path) -> None:
     with pytest.raises(Invalid, match=r"is not a device.*cuda:0"):
-        take(name, worker="one", lock_folder=tmp_path)
+        acquire(name, worker="one", lock_folder=tmp_path)
 
 
 def test_a_device_module_that_is_not_there_is_named() -> None:

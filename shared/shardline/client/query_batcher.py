@@ -31,7 +31,7 @@ class Waiting(Generic[Asked, Answer]):
     answer: asyncio.Future[Answer] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
 
-class Together(Generic[Asked, Answer]):
+class QueryBatcher(Generic[Asked, Answer]):
     """One task, which begins with the first question. `query` gives the answers in the order of the questions."""
 
     def __init__(

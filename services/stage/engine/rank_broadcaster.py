@@ -13,7 +13,7 @@ from services.stage.ranks.processes import OtherRanks
 from shardline_scheduler.step_plan import Move
 
 
-class RanksLead:
+class RankBroadcaster:
     """One loaded shard of all ranks, of which this process has the first share."""
 
     def __init__(self, ranks: OtherRanks, load: ForwardLoad) -> None:

@@ -12,11 +12,11 @@ TURNS_APART = 30
 Labels = tuple[str, str]
 
 
-class Census(Loop):
+class JobCounts(Loop):
     """Every relay counts the same rows."""
 
     def __init__(self, context: LoopContext) -> None:
-        super().__init__("census", context.metrics.errors)
+        super().__init__("job-counts", context.metrics.errors)
         self._database = context.database
         self._pause_s = TURNS_APART * context.times.poll_s
         self._metrics = context.metrics

@@ -1,6 +1,6 @@
 """Follows jobs, for any number of tasks of one event loop: their new tokens and their ends. Knows no producer.
 
-Owns the connection that listens for ends, the reader of the streams, and the task that reads rows for all followers.
+Owns the connection that listens for ends, the reader of the streams, and the task that reads rows for all readers.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from shardline.base.config import Settings
 from shardline.base.errors import NotFound
 from shardline.client.database import AWAY, told
 from shardline.client.ends import Ends
-from shardline.client.together import Together
+from shardline.client.query_batcher import QueryBatcher
 from shardline.contract.job import SamplingParams
 from shardline.contract.wire import Delta
 from shardline.store.progress import Asked, read_progress
@@ -37,14 +37,14 @@ TextRule = Callable[[SamplingParams, int, Sequence[int]], TextOf]
 out with its tokens."""
 
 
-class JobFollower:
+class JobReader:
     """Its tasks and connections begin with the first job that is followed."""
 
     def __init__(self, database: AsyncEngine, settings: Settings) -> None:
         self._poll_s = settings.times.poll_s
         self._reader = DeltaReader(settings.redis_url)
         self._ends = Ends(database, poll_s=self._poll_s)
-        self._progress = Together(database, read_progress, max_batch=MAX_FOLLOWED, name="progress")
+        self._progress = QueryBatcher(database, read_progress, max_batch=MAX_FOLLOWED, name="progress")
         self._started = False
 
     async def close(self) -> None:

@@ -25,7 +25,7 @@ LOCK_FOLDER = Path(tempfile.gettempdir()) / "shardline-locks"
 log = structlog.get_logger(__name__)
 
 
-def take(
+def acquire(
     name: str,
     *,
     worker: str,

@@ -15,7 +15,7 @@ import torch
 
 from services.stage.attention.paged_kv import KvShape, PagedKv
 from services.stage.device.device import Device
-from services.stage.device.promises import Promises
+from services.stage.device.memory_reservations import MemoryReservations
 from services.stage.engine.memory import Limits, StageMemory, WeightBytes
 from shardline.base.errors import Invalid
 from tests.pinned import first_core
@@ -36,15 +36,15 @@ def device(tmp_path: Path) -> Iterator[Device]:
 
 
 @pytest.fixture
-def other(tmp_path: Path) -> Iterator[Promises]:
+def other(tmp_path: Path) -> Iterator[MemoryReservations]:
     """Another stage of the host."""
-    promises = Promises(tmp_path)
-    yield promises
-    promises.release()
+    reservations = MemoryReservations(tmp_path)
+    yield reservations
+    reservations.release()
 
 
-def test_a_promise_counts_until_it_is_kept_or_its_maker_is_gone(tmp_path: Path, other: Promises) -> None:
-    mine = Promises(tmp_path)
+def test_a_promise_counts_until_it_is_kept_or_its_maker_is_gone(tmp_path: Path, other: MemoryReservations) -> None:
+    mine = MemoryReservations(tmp_path)
     other.make(5 * MIB)
     assert (mine.others(), mine.others(same_cgroup=True), other.others()) == (5 * MIB, 5 * MIB, 0)
 
@@ -55,9 +55,10 @@ def test_a_promise_counts_until_it_is_kept_or_its_maker_is_gone(tmp_path: Path, 
     assert other.others() == 0
 
 
-def test_a_promise_of_a_dead_process_is_forgotten(tmp_path: Path, other: Promises) -> None:
-    code = f"""import os; from pathlib import Path; from services.stage.device.promises import Promises
-Promises(Path({str(tmp_path)!r})).make({9 * MIB}); os.kill(os.getpid(), 9)"""
+def test_a_promise_of_a_dead_process_is_forgotten(tmp_path: Path, other: MemoryReservations) -> None:
+    code = f"""import os; from pathlib import Path
+from services.stage.device.memory_reservations import MemoryReservations
+MemoryReservations(Path({str(tmp_path)!r})).make({9 * MIB}); os.kill(os.getpid(), 9)"""
     subprocess.run([sys.executable, "-c", code], check=False, cwd=REPOSITORY, env=dict(os.environ))
     assert len(list(tmp_path.glob("memory-*.promise"))) == 2
 
@@ -65,7 +66,7 @@ Promises(Path({str(tmp_path)!r})).make({9 * MIB}); os.kill(os.getpid(), 9)"""
     assert len(list(tmp_path.glob("memory-*.promise"))) == 1
 
 
-def test_stages_that_start_beside_a_reader_keep_their_promises(tmp_path: Path, other: Promises) -> None:
+def test_stages_that_start_beside_a_reader_keep_their_promises(tmp_path: Path, other: MemoryReservations) -> None:
     done = threading.Event()
 
     def read() -> int:
@@ -78,7 +79,7 @@ def test_stages_that_start_beside_a_reader_keep_their_promises(tmp_path: Path, o
         readers = [pool.submit(read) for _ in range(2)]
         try:
             for _ in range(NUM_STARTS):
-                started = Promises(tmp_path)
+                started = MemoryReservations(tmp_path)
                 started.make(MIB)
                 assert other.others() == MIB
                 started.release()
@@ -87,7 +88,7 @@ def test_stages_that_start_beside_a_reader_keep_their_promises(tmp_path: Path, o
     assert all(reader.result() > 0 for reader in readers)
 
 
-def test_memory_promised_to_a_loading_stage_is_not_free(device: Device, other: Promises) -> None:
+def test_memory_promised_to_a_loading_stage_is_not_free(device: Device, other: MemoryReservations) -> None:
     assert device.available_bytes() > 0
 
     other.make(ALL_BYTES)
@@ -95,7 +96,9 @@ def test_memory_promised_to_a_loading_stage_is_not_free(device: Device, other: P
     assert device.available_bytes() == 0
 
 
-def test_a_stage_is_refused_memory_promised_to_another_with_the_figures(device: Device, other: Promises) -> None:
+def test_a_stage_is_refused_memory_promised_to_another_with_the_figures(
+    device: Device, other: MemoryReservations
+) -> None:
     other.make(ALL_BYTES)
 
     with pytest.raises(Invalid, match=r"other stages of this host are about to take"):
@@ -107,7 +110,7 @@ def limits(kv_bytes: int | None, offload_bytes: int = 0) -> Limits:
     return Limits(kv_bytes=kv_bytes, offload_bytes=offload_bytes, token_budget=64, max_open=2)
 
 
-def test_a_promise_is_kept_once_the_stage_has_taken_its_memory(device: Device, other: Promises) -> None:
+def test_a_promise_is_kept_once_the_stage_has_taken_its_memory(device: Device, other: MemoryReservations) -> None:
     memory = StageMemory(limits(4 * MIB), device)
     memory.check_fits(WeightBytes(8 * MIB, {}))
     assert other.others() > 12 * MIB
@@ -118,7 +121,7 @@ def test_a_promise_is_kept_once_the_stage_has_taken_its_memory(device: Device, o
     assert kv.num_blocks == min(4 * MIB // PagedKv.bytes_per_block(KV_SHAPES, torch.float32), 2)
 
 
-def test_memory_for_offloaded_kv_is_promised_until_it_is_taken(device: Device, other: Promises) -> None:
+def test_memory_for_offloaded_kv_is_promised_until_it_is_taken(device: Device, other: MemoryReservations) -> None:
     memory = StageMemory(limits(4 * MIB, offload_bytes=2 * MIB), device)
     memory.check_fits(WeightBytes(8 * MIB, {}))
     assert other.others() > 14 * MIB

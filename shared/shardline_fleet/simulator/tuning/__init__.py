@@ -1,1 +1,0 @@
-"""Tuning: which settings suit a load best, tried in the simulator and written as a profile that stages read."""
