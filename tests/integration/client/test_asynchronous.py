@@ -185,7 +185,7 @@ async def test_waiting_goes_on_after_a_restart_of_postgres(
 ) -> None:
     job_id = await client.submit("clerk", PROMPT)
     waiting = asyncio.create_task(client.wait(job_id, 60))
-    await anext(client._follower.follow(job_id))
+    await anext(client._reader.follow(job_id))
     postgres_server.restart()
     head.database.dispose()
     head.finish(head.claim())
