@@ -30,7 +30,7 @@ from typing_extensions import override
 from shardline.base.errors import Invalid
 from shardline.contract.split import even_split
 from shardline_fleet.planner import ModelCosts
-from shardline_fleet.planner.prediction import Assigned
+from shardline_fleet.planner.prediction import StageAssignment
 from shardline_fleet.simulator.agenda import Agenda
 from shardline_fleet.simulator.arrivals import Arrivals
 from shardline_fleet.simulator.fleet_file import FleetFile, LoadFile, read_model
@@ -216,7 +216,7 @@ class Chain:
         model: ModelCosts = read_model(fleet, Path())
         (kind,) = SampledFleet.of(fleet, model, Path()).kinds
         parts = zip(kind.profiles.values(), even_split(NUM_LAYERS, self.num_stages), strict=True)
-        return StageChain(model, [Assigned((profile,), part.start, part.stop) for profile, part in parts])
+        return StageChain(model, [StageAssignment((profile,), part.start, part.stop) for profile, part in parts])
 
 
 def exact(_line: JobLine, *given: Any) -> SimulatedHead:

@@ -29,7 +29,7 @@ from services.standalone.settings import CLERK
 from shardline.contract.split import even_split
 from shardline_fleet.planner import DeviceProfile, ModelCosts
 from shardline_fleet.planner.fleet import share_memory
-from shardline_fleet.planner.prediction import Assigned
+from shardline_fleet.planner.prediction import StageAssignment
 from shardline_fleet.simulator.agenda import Agenda
 from shardline_fleet.simulator.cell import FORM_S
 from shardline_fleet.simulator.simulated_head import HeadCalls, SimulatedHead
@@ -128,11 +128,11 @@ def compare(path: Path, workers: Sequence[Worker], num_prompts: int) -> dict[str
     return found
 
 
-def assigned(model: ModelCosts, profiles: Sequence[DeviceProfile]) -> list[Assigned]:
+def assigned(model: ModelCosts, profiles: Sequence[DeviceProfile]) -> list[StageAssignment]:
     """Equal layers on each."""
     layers = even_split(len(model.layers), len(profiles))
     return [
-        Assigned((profile,), part.start, part.stop)
+        StageAssignment((profile,), part.start, part.stop)
         for profile, part in zip(share_memory(profiles), layers, strict=True)
     ]
 
@@ -183,7 +183,7 @@ def measured(options: argparse.Namespace) -> dict[str, float]:
 # Simulated.
 
 
-def simulated(model: ModelCosts, stages: Sequence[Assigned], work: Workload) -> Figures:
+def simulated(model: ModelCosts, stages: Sequence[StageAssignment], work: Workload) -> Figures:
     """The same figures, by the devices' profiles."""
     batch = run(model, stages, [len(prompt) for prompt in work.prompts])
     alone = run(model, stages, [len(workload(1, run=2).prompts[0])])
@@ -195,7 +195,7 @@ def simulated(model: ModelCosts, stages: Sequence[Assigned], work: Workload) -> 
     )
 
 
-def run(model: ModelCosts, stages: Sequence[Assigned], lengths: Sequence[int]) -> Tally:
+def run(model: ModelCosts, stages: Sequence[StageAssignment], lengths: Sequence[int]) -> Tally:
     """Prompts of these lengths, all at once, on a head with a seat for each."""
     _, agenda, tally = begun(model, stages, jobs_of(lengths, NEW_TOKENS))
     agenda.run(lambda: tally.num_ended == len(lengths))
@@ -217,7 +217,7 @@ def recovery(path: Path, dtype: str, num_rounds: int) -> dict[str, object]:
     }
 
 
-def stalled(model: ModelCosts, stages: Sequence[Assigned], lengths: Sequence[int]) -> list[float]:
+def stalled(model: ModelCosts, stages: Sequence[StageAssignment], lengths: Sequence[int]) -> list[float]:
     """Seconds of the jobs of `tests.benchmarks.recovery`, whose prompts have so many tokens, without their tail."""
     jobs = jobs_of(lengths, MAX_TOKENS)
     head, agenda, tally = begun(model, stages, jobs)
@@ -237,7 +237,7 @@ def jobs_of(lengths: Sequence[int], output: int) -> list[SimulatedJob]:
 
 
 def begun(
-    model: ModelCosts, stages: Sequence[Assigned], jobs: Sequence[SimulatedJob]
+    model: ModelCosts, stages: Sequence[StageAssignment], jobs: Sequence[SimulatedJob]
 ) -> tuple[SimulatedHead, Agenda, Tally]:
     """A head over these stages that has just been given the jobs."""
     agenda, tally = Agenda(), Tally()

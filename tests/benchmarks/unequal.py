@@ -37,7 +37,7 @@ from services.standalone.measuring import Measuring
 from services.standalone.preload import mimalloc
 from shardline_fleet.planner import DeviceProfile, ModelCosts, Workload, make_plans
 from shardline_fleet.planner.fleet import share_memory
-from shardline_fleet.planner.prediction import Assigned, Predictor
+from shardline_fleet.planner.prediction import Predictor, StageAssignment
 from tests.benchmarks import model as bench_model
 from tests.benchmarks.bare import delayed
 from tests.benchmarks.workload import NEW_TOKENS, workload
@@ -126,7 +126,7 @@ def compare(mix: Mix, path: Path, options: argparse.Namespace) -> list[Row]:
     for order in ((0, 1), (1, 0)):
         for bound in range(1, len(model.layers)):
             ranges = ((0, bound), (bound, len(model.layers)))
-            stages = [Assigned((profiles[place],), *part) for place, part in zip(order, ranges, strict=True)]
+            stages = [StageAssignment((profiles[place],), *part) for place, part in zip(order, ranges, strict=True)]
             plan = predictor.predict(stages)
             workers = mix.workers[order[0]], mix.workers[order[1]]
             row = Row(

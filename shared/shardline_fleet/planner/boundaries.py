@@ -8,16 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from shardline_fleet.planner.prediction import Assigned, Predictor
-from shardline_fleet.planner.sharing import Sharing
+from shardline_fleet.planner.load_sharing import LoadSharing
+from shardline_fleet.planner.prediction import Predictor, StageAssignment
 
 
-def bounds(stages: Sequence[Assigned]) -> set[int]:
+def bounds(stages: Sequence[StageAssignment]) -> set[int]:
     """Layers at which frames change stages."""
     return {stage.first for stage in stages[1:]}
 
 
-def apart(sharing: Sharing, pipelines: Sequence[Sequence[Assigned]]) -> list[Sequence[Assigned]] | None:
+def apart(
+    sharing: LoadSharing, pipelines: Sequence[Sequence[StageAssignment]]
+) -> list[Sequence[StageAssignment]] | None:
     """The same pipelines, the fastest first, each with boundaries of its own: of two that meet the faster one keeps
     its place. None if the model has too few layers, or memory does not allow it."""
     plan = sharing.predict(pipelines)
@@ -25,7 +27,7 @@ def apart(sharing: Sharing, pipelines: Sequence[Sequence[Assigned]]) -> list[Seq
         return None
     order = sorted(range(len(pipelines)), key=lambda place: -plan.pipelines[place].tokens_per_s)
     taken: set[int] = set()
-    found: list[Sequence[Assigned]] = []
+    found: list[Sequence[StageAssignment]] = []
     for place in order:
         predictor = sharing.predictor(plan.pipelines[place].concurrency)
         stages = _moved(predictor, pipelines[place], taken)
@@ -36,7 +38,9 @@ def apart(sharing: Sharing, pipelines: Sequence[Sequence[Assigned]]) -> list[Seq
     return found
 
 
-def _moved(predictor: Predictor, stages: Sequence[Assigned], taken: set[int]) -> Sequence[Assigned] | None:
+def _moved(
+    predictor: Predictor, stages: Sequence[StageAssignment], taken: set[int]
+) -> Sequence[StageAssignment] | None:
     """With each boundary that is taken at the nearest free one before or behind it, whichever is faster."""
     for place in range(1, len(stages)):
         left, right = stages[place - 1], stages[place]

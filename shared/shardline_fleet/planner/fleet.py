@@ -10,7 +10,7 @@ from itertools import accumulate, combinations, pairwise
 import msgspec
 
 from shardline_fleet.planner.device_profile import DeviceProfile
-from shardline_fleet.planner.prediction import Assigned, Predictor
+from shardline_fleet.planner.prediction import Predictor, StageAssignment
 from shardline_fleet.planner.search import DeviceKind, Search, Slice
 from shardline_fleet.planner.step_cost import StageCost, stage_cost
 
@@ -50,16 +50,16 @@ class Fleet:
         """Of all groups."""
         return sum(map(len, self.groups))
 
-    def shapes(self, replicas: int, num_layers: int, num_stages: int | None = None) -> Iterator[Shape]:
+    def shapes(self, replicas: int, num_layers: int, num_stages: int | None = None) -> Iterator[PipelineShape]:
         """So many replicas of every number of stages, or of one, that these devices and layers allow."""
         counts = tuple(len(group) // replicas for group in self.groups)
         for num in range(1, min(sum(counts), num_layers) + 1):
             if num_stages in (None, num):
-                yield Shape(self, replicas, num, counts)
+                yield PipelineShape(self, replicas, num, counts)
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class PipelineShape:
     """So many replicas of so many stages over a fleet."""
 
     fleet: Fleet
@@ -68,7 +68,7 @@ class Shape:
     counts: tuple[int, ...]
     """Devices of each group in each replica."""
 
-    def fastest(self, predictor: Predictor, below: float = float("inf")) -> list[Assigned] | None:
+    def fastest(self, predictor: Predictor, below: float = float("inf")) -> list[StageAssignment] | None:
         """The stages whose slowest is busy for the shortest time under the load; None if none is faster than `below`,
         in seconds, or none fits."""
         search = self._search(lambda profile: predictor.cost(profile, self.num_stages))
@@ -79,7 +79,7 @@ class Shape:
         search = self._search(lambda profile: predictor.cost(profile, self.num_stages))
         return search.fits(self.num_stages)
 
-    def first(self, predictor: Predictor) -> list[Assigned] | None:
+    def first(self, predictor: Predictor) -> list[StageAssignment] | None:
         """The stages through which a request alone goes fastest, whatever their number; None if none fits."""
         model, load = predictor.model, predictor.load
         search = self._search(lambda profile: stage_cost(profile, model, load.alone(), load.kv_tokens))
@@ -92,7 +92,7 @@ class Shape:
     def _search(self, cost: Callable[[DeviceProfile], StageCost]) -> Search:
         return Search([DeviceKind(group=group, cost=cost(profile)) for group, profile in self._ways()], self.counts)
 
-    def _assigned(self, found: Sequence[Slice] | None) -> list[Assigned] | None:
+    def _assigned(self, found: Sequence[Slice] | None) -> list[StageAssignment] | None:
         """With devices of their own for each stage of each replica."""
         if found is None:
             return None
@@ -102,11 +102,11 @@ class Shape:
             number = self.fleet.groups[group][0].index(way)
             devices = self.fleet.groups[group][used[group] : used[group] + self.replicas]
             used[group] += self.replicas
-            stages.append(Assigned(tuple(device[number] for device in devices), placed.first, placed.stop))
+            stages.append(StageAssignment(tuple(device[number] for device in devices), placed.first, placed.stop))
         return stages
 
 
-def families(profiles: Sequence[DeviceProfile]) -> list[list[DeviceProfile]]:
+def dtype_groups(profiles: Sequence[DeviceProfile]) -> list[list[DeviceProfile]]:
     """Profiles whose stages may stand in one pipeline."""
     by_dtype: dict[str, list[DeviceProfile]] = defaultdict(list)
     for profile in profiles:
@@ -114,7 +114,7 @@ def families(profiles: Sequence[DeviceProfile]) -> list[list[DeviceProfile]]:
     return list(by_dtype.values())
 
 
-def neighbors(stages: Sequence[Assigned]) -> Iterator[list[Assigned]]:
+def neighbors(stages: Sequence[StageAssignment]) -> Iterator[list[StageAssignment]]:
     """Yields the same pipeline with one layer moved to the next stage or from it, and with two unlike devices that
     change places: next to each other, or anywhere if links are known and stages are few."""
     yield from moved(stages)
@@ -128,7 +128,7 @@ def neighbors(stages: Sequence[Assigned]) -> Iterator[list[Assigned]]:
             yield swapped
 
 
-def moved(stages: Sequence[Assigned]) -> Iterator[list[Assigned]]:
+def moved(stages: Sequence[StageAssignment]) -> Iterator[list[StageAssignment]]:
     """Yields the same pipeline with one layer moved to the next stage or from it."""
     for place, (left, right) in enumerate(pairwise(stages)):
         for bound in (left.stop - 1, left.stop + 1):
@@ -136,7 +136,7 @@ def moved(stages: Sequence[Assigned]) -> Iterator[list[Assigned]]:
                 yield [*stages[:place], left._replace(stop=bound), right._replace(first=bound), *stages[place + 2 :]]
 
 
-def reordered(stages: Sequence[Assigned]) -> Iterator[list[Assigned]]:
+def reordered(stages: Sequence[StageAssignment]) -> Iterator[list[StageAssignment]]:
     """Yields the same pipeline with two unlike devices that change places, each with as many layers as it had."""
     for place, other in _unlike(stages):
         carried = list(stages)
@@ -148,14 +148,14 @@ def reordered(stages: Sequence[Assigned]) -> Iterator[list[Assigned]]:
         ]
 
 
-def _unlike(stages: Sequence[Assigned]) -> Iterator[tuple[int, int]]:
+def _unlike(stages: Sequence[StageAssignment]) -> Iterator[tuple[int, int]]:
     """Yields the places of any two stages that would not be the same in each other's place."""
     for (place, left), (other, right) in combinations(enumerate(stages), 2):
         if not _are_same_in_place(left, right):
             yield place, other
 
 
-def _are_same_in_place(left: Assigned, right: Assigned) -> bool:
+def _are_same_in_place(left: StageAssignment, right: StageAssignment) -> bool:
     """Whether nothing would be different."""
     machines = [[device.machine for device in stage.devices] for stage in (left, right)]
     return machines[0] == machines[1] and _are_alike((left.profile,), (right.profile,))

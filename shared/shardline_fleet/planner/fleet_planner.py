@@ -16,11 +16,11 @@ import msgspec
 
 from shardline_fleet.planner.device_profile import DeviceProfile, check_profiles
 from shardline_fleet.planner.fleet import Fleet, share_memory
+from shardline_fleet.planner.load_sharing import LoadSharing
 from shardline_fleet.planner.model_costs import ModelCosts
 from shardline_fleet.planner.plan import Plan
 from shardline_fleet.planner.planning import make_plans_that_fit, smaller_loads
-from shardline_fleet.planner.prediction import Assigned, Predictor
-from shardline_fleet.planner.sharing import Sharing
+from shardline_fleet.planner.prediction import Predictor, StageAssignment
 from shardline_fleet.planner.workload import Workload
 
 LEAST_GAIN = 1.1
@@ -155,7 +155,7 @@ class FleetPlanner:
         is_cut_of_it = deployment.split[-1][1] == len(self.model.layers)
         return is_cut_of_it and bool(self._formed(deployment))
 
-    def _formed(self, deployment: Deployment) -> list[list[Assigned]]:
+    def _formed(self, deployment: Deployment) -> list[list[StageAssignment]]:
         """As many pipelines as its workers that are here can form, each by its own devices."""
         profiles = {profile.device: profile for profile in share_memory(self._named())}
         formed = []
@@ -163,16 +163,16 @@ class FleetPlanner:
             here = [[profiles[each] for each in deployment.workers(place) if each in profiles] for place in places]
             layers = [deployment.split[place] for place in places]
             formed += [
-                [Assigned((device,), *part) for device, part in zip(devices, layers, strict=True)]
+                [StageAssignment((device,), *part) for device, part in zip(devices, layers, strict=True)]
                 for devices in zip(*here, strict=False)
             ]
         return formed
 
     def _tokens_per_s(self, deployment: Deployment) -> float:
         """Predicted of all pipelines that can be formed, with as many requests of the load as they hold."""
-        pipelines, least = self._formed(deployment), Sharing(self.model, self.workload).predictor(1)
+        pipelines, least = self._formed(deployment), LoadSharing(self.model, self.workload).predictor(1)
         able = [stages for stages in pipelines if least.fits(stages)]
         for load in smaller_loads(self.workload):
-            if able and (plan := Sharing(self.model, load).predict(able)) is not None:
+            if able and (plan := LoadSharing(self.model, load).predict(able)) is not None:
                 return plan.tokens_per_s
         return Plan.of(map(least.predict, pipelines), 1).tokens_per_s

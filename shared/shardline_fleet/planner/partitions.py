@@ -13,11 +13,11 @@ from itertools import combinations, permutations, product
 
 from shardline.base.rounding import ceil_div
 from shardline_fleet.planner.device_profile import DeviceProfile
-from shardline_fleet.planner.fleet import Device, Fleet, Shape, families
+from shardline_fleet.planner.fleet import Device, Fleet, PipelineShape, dtype_groups
+from shardline_fleet.planner.load_sharing import LoadSharing
 from shardline_fleet.planner.plan import Plan
-from shardline_fleet.planner.prediction import Assigned, Predictor
-from shardline_fleet.planner.sharing import Sharing
-from shardline_fleet.planner.sites import sites
+from shardline_fleet.planner.prediction import Predictor, StageAssignment
+from shardline_fleet.planner.zones import zones
 
 FEW_DEVICES = 6
 """Of these every partition is tried: at most 203."""
@@ -35,7 +35,7 @@ Partition = tuple[Counts, ...]
 class Partitions:
     """Of the devices of a load; every part is searched once."""
 
-    def __init__(self, sharing: Sharing, profiles: Sequence[DeviceProfile]) -> None:
+    def __init__(self, sharing: LoadSharing, profiles: Sequence[DeviceProfile]) -> None:
         self._sharing = sharing
         self._kinds = _kinds(profiles)
         self._places = {
@@ -43,16 +43,16 @@ class Partitions:
             for number, kind in enumerate(self._kinds)
             for place, device in enumerate(kind)
         }
-        self._chains: dict[tuple[Counts, int], list[Assigned] | None] = {}
+        self._chains: dict[tuple[Counts, int], list[StageAssignment] | None] = {}
         """The fastest pipeline of a part with so many requests."""
         self._are_able: dict[Counts, bool] = {}
         """Whether a part holds the model with one request."""
         self._capacities: dict[Counts, int] = {}
         self._speeds: dict[Partition, float] = {}
         self._work = 0
-        self._sites = [self._counts(site) for site in sites(profiles)[1:]]
+        self._zones = [self._counts(zone) for zone in zones(profiles)[1:]]
 
-    def best(self, start: Sequence[Assigned] | None, num: int) -> list[list[list[Assigned]]]:
+    def best(self, start: Sequence[StageAssignment] | None, num: int) -> list[list[list[StageAssignment]]]:
         """The fastest partitions that were found, at most `num`, with the stages of their pipelines. Steps begin with
         the pipeline and the replicas of `start`, and what they leave over, then with all devices in one part."""
         every = tuple(map(len, self._kinds))
@@ -94,12 +94,12 @@ class Partitions:
                 yield _changed(partition, [one, other], [_less(one, moved), gained])
 
     def _pieces(self, part: Counts) -> Iterator[Counts]:
-        """What may be cut off a part: what its pipeline uses, the devices of a site, every other device, the faster
+        """What may be cut off a part: what its pipeline uses, the devices of a zone, every other device, the faster
         half, a device of each kind."""
         stages = self._chain(part, self._sharing.equal(1).load.concurrency)
         yield self._counts([stage.profile for stage in stages or []])
-        for site in self._sites:
-            yield tuple(map(min, part, site))
+        for zone in self._zones:
+            yield tuple(map(min, part, zone))
         order = [kind for kind, num in enumerate(part) for _ in range(num)]
         for half in (order[::2], order[: len(order) // 2]):
             yield tuple(half.count(kind) for kind in range(len(part)))
@@ -142,7 +142,7 @@ class Partitions:
             self._capacities[part] = self._sharing.most(lambda predictor: self._holds(part, predictor))
         return self._capacities[part]
 
-    def _chain(self, part: Counts, concurrency: int) -> list[Assigned] | None:
+    def _chain(self, part: Counts, concurrency: int) -> list[StageAssignment] | None:
         key = part, concurrency
         if key not in self._chains:
             num_kinds = sum(map(bool, part))
@@ -153,11 +153,11 @@ class Partitions:
     def _holds(self, part: Counts, predictor: Predictor) -> bool:
         return any(
             shape.fits(predictor)
-            for family in families(self._profiles(part))
-            for shape in shapes(Fleet.of(family), len(predictor.model.layers))
+            for group in dtype_groups(self._profiles(part))
+            for shape in shapes(Fleet.of(group), len(predictor.model.layers))
         )
 
-    def _pipelines(self, partition: Partition) -> list[list[Assigned]]:
+    def _pipelines(self, partition: Partition) -> list[list[StageAssignment]]:
         """With devices of their own; equal parts are replicas."""
         used, pipelines = Counter[int](), []
         for (part, share), replicas in Counter(self._shares(partition)).items():
@@ -167,7 +167,7 @@ class Partitions:
             used.update({kind: num * replicas for kind, num in enumerate(part)})
         return pipelines
 
-    def _dealt(self, stage: Assigned, part: Counts, replicas: int, used: Counter[int]) -> Assigned:
+    def _dealt(self, stage: StageAssignment, part: Counts, replicas: int, used: Counter[int]) -> StageAssignment:
         """A stage on the first device of each replica that is like its own."""
         kind, place = self._places[stage.profile.host, stage.profile.device]
         devices = [self._kinds[kind][used[kind] + place + number * part[kind]] for number in range(replicas)]
@@ -178,7 +178,7 @@ class Partitions:
         """All ways to use the first devices of each kind."""
         return [way for kind, num in zip(self._kinds, part, strict=True) for device in kind[:num] for way in device]
 
-    def _of(self, stages: Sequence[Assigned], every: Counts) -> Partition:
+    def _of(self, stages: Sequence[StageAssignment], every: Counts) -> Partition:
         """The parts of these equal replicas, and what they leave over."""
         replicas = len(stages[0].devices)
         parts = [self._counts([stage.devices[number] for stage in stages]) for number in range(replicas)]
@@ -192,18 +192,18 @@ class Partitions:
         return tuple(kinds.count(kind) for kind in range(len(self._kinds)))
 
 
-def fastest(predictor: Predictor, profiles: Sequence[DeviceProfile]) -> list[Assigned] | None:
+def fastest(predictor: Predictor, profiles: Sequence[DeviceProfile]) -> list[StageAssignment] | None:
     """The stages of the fastest pipeline over these devices, some of which may be left out."""
     best, speed = None, 0.0
-    for family in (family for site in sites(profiles) for family in families(site)):
-        for shape in shapes(Fleet.of(family), len(predictor.model.layers)):
+    for group in (group for zone in zones(profiles) for group in dtype_groups(zone)):
+        for shape in shapes(Fleet.of(group), len(predictor.model.layers)):
             stages = shape.fastest(predictor, predictor.busy_s(speed))
             if stages is not None and (found := predictor.predict(stages).tokens_per_s) > speed:
                 best, speed = stages, found
     return best
 
 
-def shapes(fleet: Fleet, num_layers: int) -> list[Shape]:
+def shapes(fleet: Fleet, num_layers: int) -> list[PipelineShape]:
     """One pipeline of each number of stages, the longest first; of many unlike devices, numbers as far apart as keeps
     the work within bounds."""
     every = list(fleet.shapes(1, num_layers))

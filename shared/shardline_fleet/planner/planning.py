@@ -9,21 +9,21 @@ from shardline.base.errors import Invalid
 from shardline.contract.split import even_split
 from shardline_fleet.planner.boundaries import apart, bounds
 from shardline_fleet.planner.device_profile import DeviceProfile, check_profiles
-from shardline_fleet.planner.fleet import Fleet, families, moved, neighbors, reordered, share_memory
+from shardline_fleet.planner.fleet import Fleet, dtype_groups, moved, neighbors, reordered, share_memory
+from shardline_fleet.planner.load_sharing import LoadSharing
 from shardline_fleet.planner.model_costs import WEIGHT_BYTES, ModelCosts
 from shardline_fleet.planner.partitions import Partitions
 from shardline_fleet.planner.plan import Plan, Plans
-from shardline_fleet.planner.prediction import Assigned, Predictor
-from shardline_fleet.planner.sharing import Sharing
-from shardline_fleet.planner.sites import sites
+from shardline_fleet.planner.prediction import Predictor, StageAssignment
 from shardline_fleet.planner.workload import Goal, Workload
+from shardline_fleet.planner.zones import zones
 
 MAX_CLIMBS = 16
 MAX_REORDERED = 4
 """Stages of a pipeline of which other orders are tried."""
 NUM_OTHERS = 3
 """Plans that are shown behind the best."""
-Pipeline = Sequence[Assigned]
+Pipeline = Sequence[StageAssignment]
 
 
 def make_plans(
@@ -41,10 +41,10 @@ def make_plans(
     dtype. Raises Invalid if no plan fits, or a profile does not know the model or is none that a device has.
     """
     check_profiles(profiles)
-    profiles, sharing = share_memory(profiles), Sharing(model, workload)
+    profiles, sharing = share_memory(profiles), LoadSharing(model, workload)
     ranking = _Ranking(sharing, goal)
-    for family in (family for site in sites(profiles) for family in families(site)):
-        ranking.add_shapes(Fleet.of(family), num_stages, replicas)
+    for group in (group for zone in zones(profiles) for group in dtype_groups(zone)):
+        ranking.add_shapes(Fleet.of(group), num_stages, replicas)
     if goal is Goal.THROUGHPUT and num_stages is None and replicas is None:
         start = ranking.best[1][0] if ranking.plans else None
         for pipelines in Partitions(sharing, profiles).best(start, 1 + NUM_OTHERS):
@@ -82,7 +82,7 @@ def smaller_loads(workload: Workload) -> Iterator[Workload]:
 class _Ranking:
     """Plans, the best first."""
 
-    def __init__(self, sharing: Sharing, goal: Goal) -> None:
+    def __init__(self, sharing: LoadSharing, goal: Goal) -> None:
         self._sharing, self._goal = sharing, goal
         self._found: dict[tuple[object, ...], tuple[Plan, Sequence[Pipeline]]] = {}
 
@@ -178,11 +178,11 @@ def _key(pipelines: Sequence[Pipeline]) -> tuple[object, ...]:
     return tuple(sorted(tuple((each.profile.way, *each[1:], _names(each)) for each in stages) for stages in pipelines))
 
 
-def _names(stage: Assigned) -> tuple[tuple[str, str], ...]:
+def _names(stage: StageAssignment) -> tuple[tuple[str, str], ...]:
     return tuple((device.host, device.device) for device in stage.devices)
 
 
-def _even(sharing: Sharing, profiles: Sequence[DeviceProfile], best: Plan) -> Plan | None:
+def _even(sharing: LoadSharing, profiles: Sequence[DeviceProfile], best: Plan) -> Plan | None:
     """Even splits over the devices of the best plan's pipelines, in the order in which they were given."""
     pipelines = []
     for planned in best.pipelines:
@@ -192,7 +192,7 @@ def _even(sharing: Sharing, profiles: Sequence[DeviceProfile], best: Plan) -> Pl
         given = [profile for profile in profiles if (profile.host, profile.device, profile.way) in used]
         layers, num = even_split(len(sharing.model.layers), len(planned.stages)), len(planned.stages)
         pipelines.append(
-            [Assigned(tuple(given[place::num]), part.start, part.stop) for place, part in enumerate(layers)]
+            [StageAssignment(tuple(given[place::num]), part.start, part.stop) for place, part in enumerate(layers)]
         )
     return sharing.predict(pipelines)
 

@@ -20,7 +20,7 @@ from shardline_fleet.planner.workload import StepKind, Workload
 MIB = 1 << 20
 
 
-class Assigned(NamedTuple):
+class StageAssignment(NamedTuple):
     """A stage: one device for each replica, all alike, and its layers [first, stop)."""
 
     devices: tuple[DeviceProfile, ...]
@@ -32,7 +32,7 @@ class Assigned(NamedTuple):
         """Of the first replica's device: those of the others are taken for equal."""
         return self.devices[0]
 
-    def link(self, other: Assigned) -> Link:
+    def link(self, other: StageAssignment) -> Link:
         """The slowest to another stage: a head takes whatever device is free, of any replica."""
         links = {one.machine: one for one in self.devices}, {one.machine: one for one in other.devices}
         return max((one.link(two) for one, two in product(*(of.values() for of in links))), key=_slowness)
@@ -60,7 +60,7 @@ class Predictor:
             self._costs[key] = stage_cost(profile, self.model, self.load.steps(num_stages), self.load.kv_tokens)
         return self._costs[key]
 
-    def fits(self, stages: Sequence[Assigned]) -> bool:
+    def fits(self, stages: Sequence[StageAssignment]) -> bool:
         """Whether weights and the KV of the load find room on each device."""
         return all(self.cost(each.profile, len(stages)).fits(each.first, each.stop) for each in stages)
 
@@ -68,7 +68,7 @@ class Predictor:
         """A stage that is busy for longer under the load is in no replica that is as fast as this."""
         return self.load.concurrency * self.load.output / tokens_per_s if tokens_per_s else float("inf")
 
-    def predict(self, stages: Sequence[Assigned]) -> PipelinePlan:
+    def predict(self, stages: Sequence[StageAssignment]) -> PipelinePlan:
         """The plan of these stages, which must cover all layers in order. Raises Invalid if they take no time."""
         load, replicas = self.load, len(stages[0].devices)
         num_lanes = self.num_lanes(stages)
@@ -98,7 +98,7 @@ class Predictor:
             bottleneck=busy.index(max(busy)),
         )
 
-    def num_lanes(self, stages: Sequence[Assigned]) -> int:
+    def num_lanes(self, stages: Sequence[StageAssignment]) -> int:
         """As the head of these stages would choose them, by its farthest stage and what the slowest takes."""
         latency_s = max((stages[0].link(stage).latency_s for stage in stages[1:]), default=0.0)
         if latency_s == 0:
@@ -107,7 +107,7 @@ class Predictor:
         busy_s = sum(step.count * max(self._step_s(stage, step, len(stages)) for stage in stages) for step in steps)
         return lanes_for(len(stages), 2 * latency_s, busy_s / sum(step.count for step in steps))
 
-    def _step_s(self, stage: Assigned, step: StepKind, num_stages: int) -> float:
+    def _step_s(self, stage: StageAssignment, step: StepKind, num_stages: int) -> float:
         """Seconds of a stage, of so many, in one step: streamed weights are read while others compute."""
         kinds = Counter(kind.name for kind in self.model.layers[stage.first : stage.stop])
         is_tail = stage.stop == len(self.model.layers)
@@ -116,7 +116,9 @@ class Predictor:
         reading_s = streamed / stage.profile.stream_bytes_per_s if streamed else 0.0
         return max(computing_s, reading_s) + frames_s(stage.profile, self.model, step)
 
-    def _interval_s(self, stages: Sequence[Assigned], step: StepKind, times: Sequence[float], num_lanes: int) -> float:
+    def _interval_s(
+        self, stages: Sequence[StageAssignment], step: StepKind, times: Sequence[float], num_lanes: int
+    ) -> float:
         """Seconds from one step to the next. It is as slow as its slowest stage or link, for which the others wait; and
         as many steps as there are lanes share a whole round."""
         if len(stages) == 1:
@@ -124,18 +126,18 @@ class Predictor:
         on_links_s = [size / link.bytes_per_s for link, size in self._frames(stages, step)]
         return max(*times, *on_links_s, (sum(times) + self._hops_s(stages, step)) / num_lanes)
 
-    def _hops_s(self, stages: Sequence[Assigned], step: StepKind) -> float:
+    def _hops_s(self, stages: Sequence[StageAssignment], step: StepKind) -> float:
         """Seconds of a round in which the step's frames are between stages."""
         return sum(link.seconds(size) for link, size in self._frames(stages, step))
 
-    def _frames(self, stages: Sequence[Assigned], step: StepKind) -> Iterator[tuple[Link, float]]:
+    def _frames(self, stages: Sequence[StageAssignment], step: StepKind) -> Iterator[tuple[Link, float]]:
         """Yields the link and the bytes of each frame of a step; the tail's, with tokens alone, goes to the head."""
         if len(stages) > 1:
             for one, other in pairwise(stages):
                 yield one.link(other), frame_bytes(one.profile, self.model, step)
             yield stages[-1].link(stages[0]), 0.0
 
-    def _first_token_s(self, stages: Sequence[Assigned]) -> float:
+    def _first_token_s(self, stages: Sequence[StageAssignment]) -> float:
         """Chunks follow each other through the pipeline: the last one leaves when the slowest stage has done all."""
         chunk = self.load.first_token()[0]
         times = [self._step_s(stage, chunk, len(stages)) for stage in stages]
@@ -143,11 +145,11 @@ class Predictor:
         sampled = StepKind(count=1, decodes=1, decode_context=self.load.prompt)
         return sum(times) + self._hops_s(stages, chunk) + behind_s + tail_s(stages[-1].profile, sampled)
 
-    def _next_token_s(self, stages: Sequence[Assigned]) -> float:
+    def _next_token_s(self, stages: Sequence[StageAssignment]) -> float:
         step = StepKind(count=1, decodes=1, decode_context=self.load.prompt + self.load.output / 2)
         return sum(self._step_s(stage, step, len(stages)) for stage in stages) + self._hops_s(stages, step)
 
-    def _stage(self, stage: Assigned, busy_s: float, total_s: float, num_stages: int) -> StagePlan:
+    def _stage(self, stage: StageAssignment, busy_s: float, total_s: float, num_stages: int) -> StagePlan:
         profile = stage.profile
         layers = self.model.layers[stage.first : stage.stop]
         num_ends = (stage.first == 0) + (stage.stop == len(self.model.layers))

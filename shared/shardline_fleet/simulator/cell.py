@@ -15,7 +15,7 @@ from shardline.base.errors import Invalid
 from shardline.store.fleets import COOL_DOWN_POLLS, LEASES
 from shardline_fleet.planner import DeviceProfile, ModelCosts, Workload
 from shardline_fleet.planner.fleet_planner import Deployment
-from shardline_fleet.planner.prediction import Assigned, Predictor
+from shardline_fleet.planner.prediction import Predictor, StageAssignment
 from shardline_fleet.simulator.agenda import Agenda
 from shardline_fleet.simulator.plan_book import PlanBook
 from shardline_fleet.simulator.simulated_head import HeadCalls, SimulatedHead
@@ -210,7 +210,9 @@ class Cell:
     def _lead(self, head: SimulatedHead, route: list[SimulatedWorker], after_s: float) -> None:
         ground, deployment = self._ground, self.deployment
         assert deployment is not None
-        stages = [Assigned((each.profile,), *deployment.split[each.place]) for each in route if each.place is not None]
+        stages = [
+            StageAssignment((each.profile,), *deployment.split[each.place]) for each in route if each.place is not None
+        ]
         room = Predictor(ground.model, replace(Workload(), concurrency=1)).predict(stages).kv_tokens // BLOCK_TOKENS
         most = (ground.config.max_seats + len(stages)) * blocks_for(ground.config.max_len)
         usual = Workload(concurrency=ground.config.max_seats, token_budget=ground.config.token_budget)

@@ -14,7 +14,7 @@ from itertools import pairwise
 import msgspec
 
 from shardline_fleet.planner import DeviceProfile, Link, ModelCosts
-from shardline_fleet.planner.prediction import Assigned
+from shardline_fleet.planner.prediction import StageAssignment
 from shardline_fleet.planner.step_cost import compute_s, frame_bytes, frames_s
 from shardline_fleet.planner.workload import StepKind
 
@@ -34,7 +34,7 @@ class Work:
     is_tail: bool
 
     @classmethod
-    def of(cls, stage: Assigned, model: ModelCosts) -> Work:
+    def of(cls, stage: StageAssignment, model: ModelCosts) -> Work:
         """Of one stage."""
         kinds = Counter(kind.name for kind in model.layers[stage.first : stage.stop])
         nameless = msgspec.structs.replace(stage.profile, device="", host="", machine="", links={})
@@ -49,7 +49,7 @@ class Work:
 class StageChain:
     """The stages of one pipeline in one epoch."""
 
-    def __init__(self, model: ModelCosts, stages: Sequence[Assigned], slower_s: float = 0.0) -> None:
+    def __init__(self, model: ModelCosts, stages: Sequence[StageAssignment], slower_s: float = 0.0) -> None:
         self.slower_s = slower_s
         """What each frame takes more, now."""
         self.stages, self._model = tuple(stages), model

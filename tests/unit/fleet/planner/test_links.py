@@ -9,7 +9,7 @@ import pytest
 
 from shardline.contract.lanes import lanes_for
 from shardline_fleet.planner import DeviceProfile, Goal, Link, PipelinePlan, Workload, make_plans
-from shardline_fleet.planner.sites import sites
+from shardline_fleet.planner.zones import zones
 from tests.unit.fleet.planner.fleets import LAYER_S, device, model
 
 LOAD = Workload(prompt=64, output=64, concurrency=8)
@@ -79,6 +79,6 @@ def test_sites_are_what_is_near_and_all_of_them_first() -> None:
         device(name, machine=name, links={other: Link(latency_s=latency_s, bytes_per_s=1e9)})
         for name, other, latency_s in [("x", "y", 0.0002), ("y", "z", 0.03), ("z", "x", 0.03)]
     ]
-    found = [sorted(profile.machine for profile in site) for site in sites(devices)]
+    found = [sorted(profile.machine for profile in zone) for zone in zones(devices)]
     assert found == [["x", "y", "z"], ["x", "y"], ["x"], ["y"], ["z"]]
-    assert sites([device("a:0"), device("a:1")]) == [[device("a:0"), device("a:1")]], "nothing is known of links"
+    assert zones([device("a:0"), device("a:1")]) == [[device("a:0"), device("a:1")]], "nothing is known of links"

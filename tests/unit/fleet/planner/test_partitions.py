@@ -12,9 +12,9 @@ import pytest
 from shardline.base.errors import Invalid
 from shardline_fleet.planner import DeviceProfile, Goal, Plan, Workload, make_plans
 from shardline_fleet.planner.boundaries import apart
+from shardline_fleet.planner.load_sharing import LoadSharing
 from shardline_fleet.planner.partitions import partitions
-from shardline_fleet.planner.prediction import Assigned
-from shardline_fleet.planner.sharing import Sharing
+from shardline_fleet.planner.prediction import StageAssignment
 from tests.unit.fleet.planner.fleets import device, model
 
 LOAD = Workload(prompt=64, output=64, concurrency=64)
@@ -128,14 +128,14 @@ def test_devices_of_unlike_dtypes_serve_in_pipelines_of_their_own() -> None:
     assert sorted(each.stages[0].dtype for each in found.pipelines) == ["bfloat16", "float32"]
 
 
-def halves(name: str, num_layers: int, **other: float) -> list[Assigned]:
+def halves(name: str, num_layers: int, **other: float) -> list[StageAssignment]:
     bounds = pairwise((0, num_layers // 2, num_layers))
-    return [Assigned((device(f"{name}:{place}", **other),), *part) for place, part in enumerate(bounds)]
+    return [StageAssignment((device(f"{name}:{place}", **other),), *part) for place, part in enumerate(bounds)]
 
 
 def test_of_pipelines_with_a_boundary_in_common_the_slower_one_gets_another() -> None:
     """Else a head could take a stage of the other one: the wrong device, and one that the other cannot do without."""
-    found = apart(Sharing(model(24), LOAD), [halves("slow", 24, slower=2.0), halves("fast", 24)])
+    found = apart(LoadSharing(model(24), LOAD), [halves("slow", 24, slower=2.0), halves("fast", 24)])
     assert found is not None
     assert [[stage.profile.hardware for stage in stages] for stages in found] == [["fast"] * 2, ["slow"] * 2]
     assert [stages[1].first for stages in found] in ([12, 11], [12, 13])
@@ -143,7 +143,7 @@ def test_of_pipelines_with_a_boundary_in_common_the_slower_one_gets_another() ->
 
 
 def test_pipelines_of_more_stages_than_the_model_has_boundaries_are_not_side_by_side() -> None:
-    assert apart(Sharing(model(2), LOAD), [halves("slow", 2, slower=2.0), halves("fast", 2)]) is None
+    assert apart(LoadSharing(model(2), LOAD), [halves("slow", 2, slower=2.0), halves("fast", 2)]) is None
 
 
 def test_every_partition_is_listed_once() -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from shardline.base.errors import Invalid
 from shardline_fleet.planner import DeviceProfile, Goal, Plans, Workload, make_plans
-from shardline_fleet.planner.prediction import Assigned, Predictor
+from shardline_fleet.planner.prediction import Predictor, StageAssignment
 from tests.unit.fleet.planner.fleets import LAYER_S, device, model
 
 LOAD = Workload(prompt=64, output=64, concurrency=8)
@@ -61,7 +61,9 @@ def test_two_unlike_devices_get_the_best_of_all_splits_in_both_orders(seed: int)
     load = Workload(prompt=160, output=64, concurrency=32, at_once=True)
     costs, predictor = model(), Predictor(model(), load)
     tried = [
-        predictor.predict([Assigned((head,), 0, bound), Assigned((tail,), bound, len(costs.layers))]).tokens_per_s
+        predictor.predict(
+            [StageAssignment((head,), 0, bound), StageAssignment((tail,), bound, len(costs.layers))]
+        ).tokens_per_s
         for head, tail in permutations(profiles)
         for bound in range(1, len(costs.layers))
     ]

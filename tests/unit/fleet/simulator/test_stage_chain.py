@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from shardline_fleet.planner import Link
-from shardline_fleet.planner.prediction import Assigned, Predictor
+from shardline_fleet.planner.prediction import Predictor, StageAssignment
 from shardline_fleet.planner.workload import StepKind, Workload
 from shardline_fleet.simulator.stage_chain import HEAD_ROW_S, HEAD_STEP_S, StageChain
 from tests.unit.fleet.planner.fleets import LAYER_S, device, model
@@ -21,10 +21,10 @@ def chain(*bounds: int, **other: Any) -> StageChain:
     return StageChain(model(12), stages(*bounds, **other))
 
 
-def stages(*bounds: int, **other: Any) -> Sequence[Assigned]:
+def stages(*bounds: int, **other: Any) -> Sequence[StageAssignment]:
     ends = [*bounds[1:], 12]
     return [
-        Assigned((device(f"cpu:{place}", machine=str(place), **other),), first, stop)
+        StageAssignment((device(f"cpu:{place}", machine=str(place), **other),), first, stop)
         for place, (first, stop) in enumerate(zip(bounds, ends, strict=True))
     ]
 

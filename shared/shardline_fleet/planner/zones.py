@@ -1,4 +1,4 @@
-"""Sites: machines that are near each other by what their links measured. Knows no search."""
+"""Zones: machines that are near each other by what their links measured. Knows no search."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from shardline_fleet.planner.device_profile import DeviceProfile
 
 NEARER = 4.0
 """Links of one level are at most by this factor slower than the fastest of them."""
-MAX_SITES = 16
+MAX_ZONES = 16
 
 
-def sites(profiles: Sequence[DeviceProfile]) -> list[list[DeviceProfile]]:
-    """All devices; then, where links are of unlike latency, those of machines that are near each other, large sites
+def zones(profiles: Sequence[DeviceProfile]) -> list[list[DeviceProfile]]:
+    """All devices; then, where links are of unlike latency, those of machines that are near each other, large zones
     first: a pipeline within one may be faster than one over all."""
     members: dict[str, DeviceProfile] = {}
     for profile in profiles:
@@ -21,8 +21,8 @@ def sites(profiles: Sequence[DeviceProfile]) -> list[list[DeviceProfile]]:
         if len(profile.links) > len(known.links):
             members[profile.machine] = profile
     found = sorted(set(_clusters(members)), key=lambda machines: (-len(machines), sorted(machines)))
-    smaller = [each for each in found if len(each) < len(members)][: MAX_SITES - 1]
-    return [list(profiles), *([profile for profile in profiles if profile.machine in site] for site in smaller)]
+    smaller = [each for each in found if len(each) < len(members)][: MAX_ZONES - 1]
+    return [list(profiles), *([profile for profile in profiles if profile.machine in zone] for zone in smaller)]
 
 
 def _clusters(members: Mapping[str, DeviceProfile]) -> Iterator[frozenset[str]]:

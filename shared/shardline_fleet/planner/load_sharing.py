@@ -13,12 +13,12 @@ from dataclasses import dataclass, field, replace
 from shardline.base.rounding import ceil_div
 from shardline_fleet.planner.model_costs import ModelCosts
 from shardline_fleet.planner.plan import Plan
-from shardline_fleet.planner.prediction import Assigned, Predictor
+from shardline_fleet.planner.prediction import Predictor, StageAssignment
 from shardline_fleet.planner.workload import Workload
 
 
 @dataclass(frozen=True, slots=True)
-class Sharing:
+class LoadSharing:
     """A model under a load, which all pipelines share."""
 
     model: ModelCosts
@@ -41,7 +41,7 @@ class Sharing:
         sizes = range(1, self.workload.concurrency + 1)
         return bisect_left(sizes, True, key=lambda size: not fits(self.predictor(size)))
 
-    def capacity(self, stages: Sequence[Assigned]) -> int:
+    def capacity(self, stages: Sequence[StageAssignment]) -> int:
         """Requests of the load for which each replica of this pipeline has memory."""
         return self.most(lambda predictor: predictor.fits(stages))
 
@@ -55,7 +55,7 @@ class Sharing:
         level = bisect_left(levels, self.workload.concurrency, key=held) + 1
         return [min(level, each) for each in most] if level in levels and all(most) else None
 
-    def predict(self, pipelines: Sequence[Sequence[Assigned]]) -> Plan | None:
+    def predict(self, pipelines: Sequence[Sequence[StageAssignment]]) -> Plan | None:
         """Of these pipelines side by side; None if they do not hold the load."""
         replicas = [len(stages[0].devices) for stages in pipelines]
         equal = self.equal(sum(replicas))
