@@ -66,7 +66,7 @@ def _version_of(path: Path) -> str:
 
 
 def _export(repository: Path, source: Path) -> None:
-    """The files of the commit, without what the working tree holds besides."""
+    """The files of the commit, without what else the working tree holds."""
     archive = source.with_suffix(".tar")
     _run("git", "-C", str(repository), "archive", "--output", str(archive), "HEAD")
     with tarfile.open(archive) as tar:

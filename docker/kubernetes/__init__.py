@@ -1,1 +1,2 @@
-"""Manifests for Kubernetes, made from compose.yaml: `python -m docker.kubernetes` writes them beside this file."""
+"""Manifests for Kubernetes, made from compose.yaml: `python -m docker.kubernetes` writes them next
+to this file."""

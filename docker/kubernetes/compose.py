@@ -35,7 +35,7 @@ class HealthCheck:
 
     @classmethod
     def of(cls, document: Mapping[str, Any]) -> Self:
-        """From a service's `healthcheck`."""
+        """Reads a service's `healthcheck`."""
         _, *command = document["test"]
         found = URL.search(" ".join(command))
         return cls(
@@ -74,7 +74,7 @@ class Service:
 
     @classmethod
     def of(cls, name: str, document: Mapping[str, Any]) -> Self:
-        """From its part of compose.yaml, with all variables replaced."""
+        """Reads its part of compose.yaml, with all variables replaced."""
         size = document.get("shm_size")
         return cls(
             name=name,

@@ -25,7 +25,8 @@ CLIENTS = {
 
 
 def of_base(http_port: int) -> list[Manifest]:
-    """Anybody reaches gateways, stages reach stages, Prometheus reaches metrics, and nobody the rest."""
+    """Anybody reaches gateways, stages reach stages, Prometheus reaches metrics, and none the
+    rest."""
     metrics = {"from": [_namespace(PROMETHEUS)], "ports": [_port(METRICS_PORT)]}
     return [
         _policy("closed", {"matchLabels": PART}, []),

@@ -1,4 +1,4 @@
-"""From a service of compose.yaml to the objects of Kubernetes that run it. Knows no file."""
+"""Turns a service of compose.yaml into the objects of Kubernetes that run it. Knows no file."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def job(service: Service) -> Manifest:
 
 
 def database(service: Service) -> Manifest:
-    """A Postgres for trials: one pod with a volume of its own."""
+    """A Postgres for trials: one pod with its own volume."""
     (source, path, _), *_ = service.mounts
     template = pod_template(service)
     (container,) = template["spec"]["containers"]
@@ -69,7 +69,7 @@ def network_service(name: str, port: int) -> Manifest:
 
 
 def disruption_budget(service: Service) -> Manifest:
-    """One pod at a time leaves when nodes are drained; one that is not ready is in nobody's way."""
+    """One pod at a time leaves when nodes are drained; one that is not ready is in no one's way."""
     spec = {
         "maxUnavailable": 1,
         "unhealthyPodEvictionPolicy": "AlwaysAllow",
@@ -119,7 +119,7 @@ def is_stage(service: Service) -> bool:
 
 
 def labels(name: str) -> dict[str, str]:
-    """By which its pods are found."""
+    """Returns the labels by which its pods are found."""
     return {"app.kubernetes.io/name": name, "app.kubernetes.io/part-of": "shardline"}
 
 
@@ -195,7 +195,7 @@ def _probes(service: Service) -> Manifest:
 
 
 def _probe(health: HealthCheck) -> Manifest:
-    # A gateway that is told its hosts lets localhost in as well.
+    # A gateway that is given its hosts lets localhost in as well.
     header = {"name": "Host", "value": "localhost"}
     http = {"httpGet": {"path": health.path, "port": health.port, "httpHeaders": [header]}}
     asks = http if health.path else {"exec": {"command": health.command}}

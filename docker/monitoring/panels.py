@@ -1,4 +1,4 @@
-"""From a dashboard of one line a panel to the JSON that Grafana reads. Knows no metric."""
+"""Turns a dashboard of one line a panel into the JSON that Grafana reads. Knows no metric."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 SOURCE = {"type": "prometheus", "uid": "prometheus"}
-"""As provisioned beside the dashboards."""
+"""As provisioned next to the dashboards."""
 COLUMNS = 3
 WIDTH = 24 // COLUMNS
 """A dashboard is 24 wide."""

@@ -59,8 +59,9 @@ class Gate:
 
 
 class KeylessPace:
-    """Spreads the answers to callers without a key once many come: a loop that asks without a pause for health checks
-    must leave the process to the others. Nobody waits while there are less than PACE_PER_S."""
+    """Spreads the answers to callers without a key once many come: a loop that asks without a pause
+    for health checks must leave the process to the others. None waits while there are less than
+    PACE_PER_S."""
 
     def __init__(self) -> None:
         self._due_s = 0.0
@@ -74,7 +75,7 @@ class KeylessPace:
 
 
 class Admission:
-    """Counts and never waits: a request over a limit is told when to retry."""
+    """Counts and never waits: a request over a limit learns when to retry."""
 
     def __init__(
         self,

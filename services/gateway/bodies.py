@@ -195,7 +195,7 @@ class Interrupted(Error):
 
 
 class JobAccepted(TypedDict):
-    """A job whose row is committed."""
+    """A job with a committed row."""
 
     id: UUID
     object: Literal["job"]
@@ -271,7 +271,8 @@ class JobDocument(JobHead):
 
 
 class CostList(TypedDict):
-    """What jobs took, by what was asked for; `day`, `model` and `tenant` are null where they are not told apart."""
+    """What jobs took, by what was asked for; `day`, `model` and `tenant` are null where
+    jobs are not grouped by them."""
 
     object: Literal["list"]
     data: list[Cost]
@@ -321,7 +322,7 @@ class Description(TypedDict):
 
 
 class Readiness(TypedDict):
-    """A caller without an API key is told `ready` alone."""
+    """A caller without an API key gets `ready` alone."""
 
     ready: bool
     reason: NotRequired[str]

@@ -104,14 +104,14 @@ class InvalidJob(JobEnded):
 
 
 class OutageLog:
-    """What callers are not told of a server that is away, in the log: at once, then every TELL_AGAIN_S."""
+    """Logs what callers do not learn of a server that is away: at once, then every TELL_AGAIN_S."""
 
     def __init__(self) -> None:
         self._told_s = -math.inf
         self._num_untold = 0
 
     def tell(self, error: Unavailable) -> None:
-        """Of one request that it failed."""
+        """Counts one request that it failed."""
         now_s = time.monotonic()
         self._num_untold += 1
         if now_s >= self._told_s + TELL_AGAIN_S:
@@ -175,7 +175,7 @@ def respond(error: ShardlineError) -> Response:
     elif isinstance(error, Unavailable | TooSlow):
         headers = {"Retry-After": "1"}
     else:
-        # OpenAI's clients retry each 409 and 500 unless they are told that a retry cannot help.
+        # OpenAI's clients retry each 409 and 500 unless they learn that a retry cannot help.
         headers = {"x-should-retry": "false"}
     if isinstance(error, Unauthorized | Forbidden):
         headers["WWW-Authenticate"] = error.challenge

@@ -1,7 +1,7 @@
 """Authenticates requests by API key, and checks their host and scopes. Knows no job.
 
-Every path but those in OPEN needs a valid key. A route's signature says which scope it needs: SubmitCaller,
-ReadCaller, CancelCaller or AdminCaller.
+Every path but those in OPEN needs a valid key. A route's signature names the scope that it needs:
+SubmitCaller, ReadCaller, CancelCaller or AdminCaller.
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ class Guard:
         return await self._caller(authorization)
 
     def _check_host(self, host: str) -> None:
-        """Refuse DNS rebinding: a web page whose name resolves to this machine sends that name as its host."""
+        """Refuse DNS rebinding: a web page with a name that resolves to this machine sends that
+        name as its host."""
         name = host_name(host)
         if ANY_HOST not in self._hosts and name not in self._hosts:
             remedy = f"Use one of: {', '.join(sorted(self._hosts))}; or name it in SHARDLINE_HTTP_ALLOWED_HOSTS"

@@ -123,7 +123,7 @@ def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
 
 
 class DocumentedApp(FastAPI):
-    """An app whose routes read their requests themselves and still are described."""
+    """An app with routes that read their requests themselves and still are described."""
 
     def openapi(self) -> dict[str, Any]:
         """FastAPI's description, with the bodies' schemas; without its own errors, which no route gives."""

@@ -1,4 +1,5 @@
-"""From a body to a committed row: read, parse, tokenize, insert. One path for all three doors that take jobs."""
+"""Turns a body into a committed row: read, parse, tokenize, insert. One path for all three doors
+that take jobs."""
 
 from __future__ import annotations
 

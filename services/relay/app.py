@@ -23,7 +23,8 @@ from shardline.contract.refusals import refusing
 
 
 class RelayStep(bootsteps.StartStopStep):
-    """Runs beside Celery's consumer, also while the broker is unreachable; stops before the pool waits for tasks."""
+    """Runs next to Celery's consumer, also while the broker is unreachable; stops before the pool
+    waits for tasks."""
 
     requires = ("celery.worker.components:Pool",)
 

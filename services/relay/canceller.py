@@ -17,9 +17,9 @@ from shardline.base.clock import monotonic_s
 from shardline.store import celery_tasks, jobs
 
 MAX_REMEMBERED = 50_000
-"""As many as Celery's workers remember."""
+"""The number that Celery's workers remember."""
 MAX_RETRIED = 10_000
-"""With more than so many, none is looked for again."""
+"""With more than this many, none is looked for again."""
 MAX_BATCH = 128
 REMEMBER_TURNS = 60
 
@@ -71,8 +71,8 @@ class Canceller(Loop):
         return self._times.poll_s
 
     def _cancel(self, batch: Mapping[str, PendingCancel], *, running: bool) -> set[str]:
-        """Returns those whose jobs exist. Two transactions: a task's row must not be locked before
-        its job's."""
+        """Returns those with existing jobs. Two transactions: a task's row must not be locked
+        before its job's."""
         tasks = {task_id: job_id_of(task_id) for task_id in batch}
         with self._database.begin() as connection:
             tasks |= celery_tasks.revoke(connection, list(batch))

@@ -27,7 +27,8 @@ from shardline_fleet.planner.turns import Turn, Turns
 log = structlog.get_logger(__name__)
 
 SETTLE_POLLS = 3
-"""A fleet gets its first plan when nobody has joined for so many polls: workers of one start come one by one."""
+"""A fleet gets its first plan when no worker has joined for this many polls: workers of one start
+come one by one."""
 PATIENCE_POLLS = 120
 """So long its first plan waits for workers that are announced: they measure their devices."""
 
@@ -73,9 +74,9 @@ class FleetSnapshot:
         return self.plans.get(model, NO_PLAN)
 
     def planner(self, model: str, workers: Collection[str]) -> FleetPlanner:
-        """Of a model for some of its workers."""
+        """Makes the planner of a model for some of its workers."""
         members = self.workers[model]
-        # All workers of a model have one config: whose shapes are read does not matter.
+        # All workers of a model have one config: the shapes of any will do.
         costs = msgspec.convert(next(iter(members.values())).shapes, ModelCosts)
         profiles = {worker: profile_of(members[worker].profile, worker) for worker in workers}
         return FleetPlanner(costs, profiles, Workload())

@@ -155,7 +155,7 @@ class Intake(Loop):
 
 
 def _streams(reply: Any) -> Iterable[tuple[bytes, list[Any]]]:
-    """RESP2 answers with pairs, RESP3 with a map whose values are wrapped in one more list."""
+    """RESP2 answers with pairs, RESP3 with a map that wraps each value in one more list."""
     if isinstance(reply, dict):
         return ((name, entries[0] if entries else []) for name, entries in reply.items())
     return reply or ()

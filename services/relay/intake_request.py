@@ -36,8 +36,8 @@ class IntakeRequest(Request):
 
 
 class IntakeTask(Task):
-    """A task whose keyword arguments may have any name: Celery's own call takes one named `self`
-    for its own."""
+    """A task with keyword arguments of any name: Celery's own call takes one named `self` as its
+    own."""
 
     Request = IntakeRequest
 

@@ -7,7 +7,7 @@ from shardline.store.connection.notify import listening
 
 
 class NotifyListener(Loop):
-    """Keeps one connection of its own."""
+    """Keeps one separate connection."""
 
     def __init__(self, context: LoopContext, *, database_url: str, channel: str, wakes: tuple[Loop, ...]) -> None:
         super().__init__(f"{channel}-listener", context.metrics.errors)

@@ -24,7 +24,7 @@ BUSY_TURNS = 50
 
 
 class Outbox(Loop):
-    """`publisher` is a Celery app whose connections time out soon."""
+    """`publisher` is a Celery app with connections that time out soon."""
 
     def __init__(self, context: LoopContext, *, publisher: Celery, redis: Redis) -> None:
         super().__init__("outbox", context.metrics.errors)

@@ -39,8 +39,8 @@ class PartialTexts:
         return text
 
     def catch_up(self) -> None:
-        """Make missing texts, as many as fit into the budget and at least one; drop the previous ones. No transaction
-        may be open, because a tokenizer may take seconds to load."""
+        """Make the missing texts that fit into the budget, at least one; drop the previous ones. No
+        transaction may be open, because a tokenizer may take seconds to load."""
         unknown, self._unknown, self._texts, self.was_asked = self._unknown, {}, {}, False
         if unknown:
             self._tokenizers.refresh()

@@ -13,12 +13,12 @@ from kombu.utils import json as kombu_json
 
 
 def loads(document: Any) -> Any:
-    """As kombu's own, but what only looks like a value of kombu's stays an object."""
+    """Reads as kombu does, but what only looks like a value of kombu's stays an object."""
     return kombu_json.loads(document, object_hook=_object)
 
 
 def read_plainly() -> None:
-    """From now on this process reads all of Celery's JSON so."""
+    """Makes this process read all of Celery's JSON so from now on."""
     register("json", kombu_json.dumps, loads, content_type="application/json", content_encoding="utf-8")
 
 

@@ -74,7 +74,7 @@ class Preparer(Loop):
         return 0.0
 
     def _answers(self) -> dict[UUID, PreparedJob | dict[str, str]]:
-        """Prepare the first rows, as many as fit into `mark_every_s` and at least one."""
+        """Prepare the first rows that fit into `mark_every_s`, at least one."""
         until_s = monotonic_s() + self.mark_every_s
         answers: dict[UUID, PreparedJob | dict[str, str]] = {}
         for row in self._lent:

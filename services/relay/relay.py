@@ -59,7 +59,7 @@ LOOPS = (
     *(Outbox, Preparer, Sweeper, Canceller, Coordinator, Intake, Retention),
     *(CeleryResults, TaskResults, TaskFinisher, JobCounts, EnergyRates, Growth),
 )
-"""Each may hold a connection of the pool. A notify listener has one of its own."""
+"""Each may hold a connection of the pool. A notify listener has a separate one."""
 
 REMEDY = f"Send the task {SUBMIT_TASK} with a request as its keyword arguments, in JSON: see docs/doors.md"
 """For a message of the Celery door that is no request."""

@@ -20,7 +20,8 @@ from shardline.store.traced import Traced, traced
 
 
 class RelaySpans:
-    """Of one relay. Each method is called after COMMIT, with moments of `monotonic_s`."""
+    """Makes the spans of one relay. Each method is called after COMMIT, with moments of
+    `monotonic_s`."""
 
     def __init__(self, database: Engine, tracer: Tracer) -> None:
         self._database = database
@@ -67,7 +68,7 @@ class RelaySpans:
             self._end(job, trace)
 
     def rescued(self, moved: Mapping[UUID, str]) -> None:
-        """Heads are gone that held these jobs: nobody else can tell of the attempts."""
+        """Heads are gone that held these jobs: only the relay can report the attempts."""
         for job, trace in self._traced(moved):
             if job.fence is not None and job.attempt_s is not None:
                 now_s, outcome = monotonic_s(), str(moved[job.job_id])

@@ -11,7 +11,7 @@ log = structlog.get_logger(__name__)
 
 DAY_S = 86_400.0
 NOTICE_DAYS = 7.0
-"""From the first warning to the first deletion, where nobody has said how long jobs are kept."""
+"""From the first warning to the first deletion, where no setting states how long jobs are kept."""
 
 TURNS_APART = 60
 """Polls between two checks, when nothing is left to delete."""

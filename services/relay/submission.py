@@ -48,7 +48,8 @@ class Submission:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SubmissionResult:
-    """What became of a submission; `reason` says why it is not `accepted`. A `rejected` one has no row."""
+    """What became of a submission; `reason` tells why it is not `accepted`. A `rejected` one has no
+    row."""
 
     status: SubmissionStatus
     reason: dict[str, str] | None = None
@@ -89,7 +90,7 @@ def _store_task(connection: Connection, task: CeleryTask | None, row: Stored) ->
     """A revoke that overtook its task takes effect with it."""
     if task is None:
         return
-    # When a job must have begun is for its first request to say.
+    # When a job must have begun is set by its first request.
     task = task if row.is_new else replace(task, expires_s=None)
     if celery_tasks.store(connection, task, job_id=row.job_id) is not None:
         request_cancel(connection, [row.job_id], running=False)

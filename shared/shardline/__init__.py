@@ -101,5 +101,5 @@ def _find(name: str) -> object:
 
 
 def _installed_version() -> object:
-    """pyproject.toml says it, once."""
+    """Returns what pyproject.toml has."""
     return import_module("importlib.metadata").version(__name__)

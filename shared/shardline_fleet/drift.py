@@ -1,4 +1,5 @@
-"""Drift: how much slower or faster steps are than the device's profile says. Reads no clock, knows no torch.
+"""Drift: how much slower or faster steps are than in the device's profile. Reads no clock, knows no
+torch.
 
 The engine's thread adds steps; another takes what has been found.
 """
@@ -21,7 +22,8 @@ WINDOW_STEPS = 50
 NUM_WINDOWS = 3
 """One after the other, that must agree: one step that hung is no drift."""
 DRIFT = 1.25
-"""A device whose steps take this many times as long as they should, or as short, is another one to the planner."""
+"""A device with steps that take this many times as long as they should, or as short, is another one
+to the planner."""
 
 
 class Drift:
@@ -90,5 +92,5 @@ def step_kind(plan: StepPlan) -> StepKind:
 
 
 def _context(rows: list[tuple[int, int]]) -> float:
-    """Tokens to which so many rows from each start attend, added up."""
+    """Returns the tokens to which that many rows from each start attend, added up."""
     return sum(length * (start + (length + 1) / 2) for start, length in rows)

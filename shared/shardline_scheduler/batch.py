@@ -1,4 +1,5 @@
-"""The batch of one epoch: the sequences that have a seat, the KV that they hold, and how they leave.
+"""The batch of one epoch: the sequences that have a seat, the KV that they hold, and how they
+leave.
 
     waiting ──start──▶ prefilling ──its last chunk──▶ in flight ◀──decode · token──▶ ready
        ▲                   └───────────────┬──────────────┴───────────────────────────┘
@@ -6,8 +7,9 @@
        │                                   ▼
        └───if it was preempted──settle── leaving: steps in flight still use its blocks
 
-Whoever is aborted, finished, failed or preempted leaves in the same way. Its blocks come back when the last
-step that has a row of it has come back, because stages write into them until then.
+A sequence that is aborted, finished, failed or preempted leaves in the same way. Its blocks come
+back when the last step that has a row of it has come back, because stages write into them until
+then.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ class Batch:
         self.running: dict[int, Sequence] = {}
         self.prefilling: dict[int, Sequence] = {}
         self.ready: dict[int, Sequence] = {}
-        """Decodes whose token has come back, longest ago first."""
+        """Decodes with a token that has come back, longest ago first."""
         self.leaving: dict[int, Sequence] = {}
         self.in_quarantine: Sequence | None = None
         """The one that may have killed an engine, and therefore runs without another one of its kind."""
@@ -48,7 +50,7 @@ class Batch:
 
     @property
     def num_decoding(self) -> int:
-        """Sequences whose known tokens are all computed or in flight."""
+        """Counts the sequences with all known tokens computed or in flight."""
         return len(self.running) - len(self.prefilling)
 
     @property

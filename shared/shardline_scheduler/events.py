@@ -1,4 +1,5 @@
-"""What the scheduler says of a job: new tokens, and the one event that ends it. Knows neither rows nor streams."""
+"""What the scheduler reports of a job: new tokens, and the one event that ends it. Knows neither
+rows nor streams."""
 
 from __future__ import annotations
 

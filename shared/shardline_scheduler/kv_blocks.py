@@ -18,10 +18,12 @@ def blocks_for(num_tokens: int) -> int:
 
 
 class BlockPool:
-    """Block numbers `0 … num_blocks - 1`. A block is held by sequences, or kept for what is in it, or free.
+    """Block numbers `0 … num_blocks - 1`. A block is held by sequences, or kept for what is in it,
+    or free.
 
-    A free block is handed out before a kept one: the one freed last first, its memory is warm. Of the kept ones that
-    goes first which nobody has held for longest; `on_evict` is told of it before it goes.
+    A free block is handed out before a kept one: the one freed last first, its memory is warm. Of
+    the kept ones the one that was not held for longest goes first; `on_evict` is called with it
+    before it goes.
     """
 
     __slots__ = ("_block_of", "_free", "_kept", "_name_of", "_num_holders", "_on_evict", "num_blocks")
@@ -32,13 +34,13 @@ class BlockPool:
         self._free = list(range(num_blocks - 1, -1, -1))
         self._num_holders = [0] * num_blocks
         self._kept: dict[int, None] = {}
-        """Named blocks that nobody holds, longest unused first."""
+        """Named blocks that no sequence holds, longest unused first."""
         self._block_of: dict[bytes, int] = {}
         self._name_of: dict[int, bytes] = {}
 
     @property
     def num_free(self) -> int:
-        """Blocks that can be allocated: nobody holds them."""
+        """Counts the blocks that can be allocated: no sequence holds them."""
         return len(self._free) + len(self._kept)
 
     @property
@@ -51,7 +53,7 @@ class BlockPool:
         return num <= self.num_free
 
     def allocate(self, num: int) -> tuple[int, ...]:
-        """Takes `num` blocks, whose content is forgotten. Ask `can_allocate` first."""
+        """Takes `num` blocks, and forgets their content. Ask `can_allocate` first."""
         assert num <= self.num_free, f"{num} KV blocks asked for, {self.num_free} free"
         return tuple(self._take() for _ in range(num))
 
@@ -87,7 +89,7 @@ class BlockPool:
         return self._block_of.get(name)
 
     def forget(self, blocks: Iterable[int]) -> None:
-        """Held blocks whose content nobody else is to find."""
+        """Forgets the content of held blocks: no other sequence is to find it."""
         for block in blocks:
             if (name := self._name_of.pop(block, None)) is not None:
                 del self._block_of[name]

@@ -27,7 +27,7 @@ NO_OFFLOAD = OffloadTerms()
 
 @dataclass(slots=True)
 class Slot:
-    """Where one block's content goes, or lies."""
+    """Holds one block's content, or waits for it."""
 
     number: int
     num_waiting: int = 0
@@ -87,7 +87,7 @@ class Offload:
         self._moves.append(Move(block, self._slots[name].number, is_out=False))
 
     def forget(self, names: Iterable[bytes]) -> None:
-        """Content that nobody is to find."""
+        """Forgets content that no sequence is to find."""
         for name in names:
             if name in self._slots:
                 self._slots[name].is_filled = False

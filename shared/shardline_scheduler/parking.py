@@ -11,7 +11,8 @@ from shardline_scheduler.kv_blocks import blocks_for
 from shardline_scheduler.sequence import Sequence, WaitingQueue
 
 RUNNING_PER_SPARE_BLOCK = 8
-"""Admission leaves one block free for so many running sequences: a full pool would preempt what it just admitted."""
+"""Admission leaves one block free for this many running sequences: a full pool would preempt what
+it just admitted."""
 
 MAX_LOOK_AHEAD = 16
 """Places behind a request that finds no room at which a smaller one is looked for."""
@@ -23,12 +24,12 @@ def spare_blocks(num_running: int) -> int:
 
 
 def fits(num_tokens: int, num_free: int, num_running: int) -> bool:
-    """Whether there is room for one more with so many known tokens."""
+    """Whether there is room for one more with `num_tokens` known tokens."""
     return blocks_for(num_tokens) + spare_blocks(num_running) <= num_free
 
 
 class Parking(WaitingQueue):
-    """In order, as all who wait."""
+    """Keeps them in order, as all who wait."""
 
     def call(self, num_free: int, num_running: int, *, max_seats: int) -> Iterator[Sequence]:
         """Those that there is room for, each once. Smaller ones may pass one that finds none, but not for ever."""

@@ -1,9 +1,10 @@
-"""KV of sequences and of prefixes: what one sequence has computed, others with the same first tokens need not compute.
+"""KV of sequences and of prefixes: what one sequence has computed, others with the same first
+tokens need not compute.
 
-A block is found by a digest of all tokens up to its end, of whose they are and of the adapter that computed them, name
-and fingerprint: a stage may refuse one name and not another one of the same files.
-Stages hear of it in the plan: a sequence opens with blocks whose places are filled. A preempted one may find its blocks
-in slots of the offload too. Knows no torch and no step.
+A block is found by a digest of all tokens up to its end, of their tenant and of the adapter that
+computed them, name and fingerprint: a stage may refuse one name and not another one of the same
+files. Stages hear of it in the plan: a sequence opens with blocks that have filled places. A
+preempted one may find its blocks in slots of the offload too. Knows no torch and no step.
 """
 
 from __future__ import annotations
@@ -97,7 +98,8 @@ class PrefixCache:
 
 
 def _digest(sequence: Sequence, index: int) -> bytes:
-    """Of the tokens up to the end of this block. A sequence keeps those that were asked for: tokens never change."""
+    """Returns the digest of the tokens up to the end of this block. A sequence keeps those that
+    were asked for: tokens never change."""
     digests, request = sequence.digests, sequence.request
     whose = (request.tenant, request.adapter, request.params.adapter or "")
     while len(digests) <= index:

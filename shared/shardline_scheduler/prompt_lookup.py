@@ -1,6 +1,8 @@
-"""Prompt lookup: drafts what followed the last tokens of a sequence where they stood before, in its prompt or output.
+"""Prompt lookup: drafts what followed the last tokens of a sequence where they stood before, in its
+prompt or output.
 
-A draft is a guess. Whether it comes true is the sampler's to say: a wrong one costs rows of a step, never a token.
+A draft is a guess. The sampler decides whether it comes true: a wrong one costs rows of a step,
+never a token.
 """
 
 from __future__ import annotations
@@ -15,16 +17,17 @@ MAX_PLACES = 8
 """Earlier places that are compared, the latest first."""
 MIN_MATCH = 2
 MAX_MATCH = 16
-"""Tokens before a place that are compared. More say nothing new."""
+"""Tokens before a place that are compared. More add nothing new."""
 MAX_MISSES = 6
 
 
 class PromptLookup:
-    """The index of one sequence, whose tokens only ever grow: O(1) for each, and nothing until it is asked.
+    """The index of one sequence, which only ever grows: O(1) for each, and nothing until it is
+    asked.
 
-    A match of n tokens is worth 2 n drafts, so a copy is followed in ever longer runs; where it differs by a token,
-    behind that. Each look in a row of which no draft came true asks for a match one token longer, and two of them end a
-    copy: text without repetition is left alone.
+    A match of n tokens is worth 2 n drafts, so a copy is followed in ever longer runs; where it
+    differs by a token, behind that. Each look in a row of which no draft came true asks for a match
+    one token longer, and two of them end a copy: text without repetition is left alone.
     """
 
     __slots__ = ("_before", "_distance", "_first", "_latest", "_misses")
@@ -40,7 +43,7 @@ class PromptLookup:
         """From the text that is being copied to the end, in tokens; 0: there is none."""
 
     def draft(self, ids: list[int], most: int) -> tuple[int, ...]:
-        """At most so many guesses of the tokens that follow `ids`."""
+        """Returns at most `most` guesses of the tokens that follow `ids`."""
         if most < 1 or len(ids) <= MIN_MATCH:
             return ()
         self._index(ids)
@@ -54,7 +57,7 @@ class PromptLookup:
         return _copy(ids, place, min(most, 2 * size))
 
     def learn(self, num_accepted: int) -> None:
-        """So many of the last drafts came true."""
+        """Learns how many of the last drafts came true."""
         self._misses = 0 if num_accepted else min(MAX_MISSES, self._misses + 1)
         if self._misses > 1:
             self._distance = 0
@@ -68,7 +71,8 @@ class PromptLookup:
             self._latest[pair] = place
 
     def _places(self, ids: list[int]) -> Iterator[int]:
-        """Where the last two tokens stood before, the latest first: each is the place behind them."""
+        """Yields where the last two tokens stood before, the latest first: each is the place behind
+        them."""
         place = self._latest.get((ids[-2], ids[-1]), 0)
         for _ in range(MAX_PLACES):
             if not place:

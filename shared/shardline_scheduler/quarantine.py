@@ -15,7 +15,7 @@ class Quarantine:
         return job_id in self._ids
 
     def add(self, job_id: str) -> None:
-        """From now on it runs alone among its kind."""
+        """Makes it run alone among its kind from now on."""
         self._ids[job_id] = None
         if len(self._ids) > MAX_QUARANTINED:
             del self._ids[next(iter(self._ids))]

@@ -1,4 +1,5 @@
-"""What the scheduler is told of its pipeline and by its settings, and which requests can therefore never run."""
+"""What the scheduler gets from its pipeline and its settings, and which requests can therefore
+never run."""
 
 from __future__ import annotations
 

@@ -27,7 +27,8 @@ MAX_OVERTAKEN = 32
 
 
 class TokenSink(Protocol):
-    """Turns output tokens into text and says when a completion ends. A pure function of the tokens pushed so far."""
+    """Turns output tokens into text and decides when a completion ends. A pure function of the
+    tokens pushed so far."""
 
     def push(self, token_id: int, /) -> tuple[str, FinishReason | None]:
         """The text that this token settles, and the reason if it is the last: then with all that was held back."""
@@ -56,11 +57,11 @@ class Request:
     parked: bool = False
     """It found no room when it was claimed: runs only after `begin`."""
     tenant: str = ""
-    """Whose it is: KV is shared within a tenant only."""
+    """The owner: KV is shared within a tenant only."""
     adapter: str = ""
     """The fingerprint of its adapter: KV is shared with the same one of the same name only."""
     trace: str = ""
-    """The traceparent of the attempt; empty: nobody traces it."""
+    """The traceparent of the attempt; empty: it is not traced."""
     refusal: str = ""
     """Why it can never run here, if it cannot."""
 
@@ -125,7 +126,7 @@ class Sequence:
         self.digests: list[bytes] = []
         """Of its first blocks of tokens, as far as they were asked for."""
         self.num_cached: int | None = None
-        """Prompt tokens whose KV was there when it was first admitted."""
+        """Prompt tokens with KV that was there when it was first admitted."""
         self.forget_kv()
 
     def forget_kv(self) -> None:
@@ -135,7 +136,7 @@ class Sequence:
         self.num_sent = 0
         """Blocks that the stages know."""
         self.num_named = 0
-        """Full blocks whose tokens the prefix cache knows."""
+        """Full blocks with tokens that the prefix cache knows."""
         self.num_computed = 0
         self.num_in_flight = 0
 
@@ -160,7 +161,7 @@ class Sequence:
         return tuple(self.ids[len(self.request.prompt_ids) :])
 
     def draft(self, most: int) -> tuple[int, ...]:
-        """At most so many guesses of its next tokens. The one after them can be its last."""
+        """Returns at most `most` guesses of its next tokens. The one after them can be its last."""
         return self.lookup.draft(self.ids, min(most, MAX_DRAFTS, self.most_tokens - len(self.ids) - 1))
 
     def replay(self) -> FinishReason | None:
@@ -182,7 +183,8 @@ class Sequence:
 
 
 class WaitingQueue:
-    """Sequences that wait for a place, by (priority, arrival). Quarantined ones stand in a line of their own."""
+    """Sequences that wait for a place, by (priority, arrival). Quarantined ones stand in a separate
+    line."""
 
     __slots__ = ("_lines",)
 
@@ -203,7 +205,8 @@ class WaitingQueue:
         self.push(sequence)
 
     def first(self, num: int, *, with_quarantined: bool) -> list[Sequence]:
-        """Whose turn it is. Quarantined ones that may not run now hold up nobody."""
+        """Returns those with the next turns. Quarantined ones that may not run now hold up no
+        others."""
         lines = self._lines[: 1 + with_quarantined]
         return [sequence for _, sequence in heapq.nsmallest(num, chain.from_iterable(lines))]
 

@@ -39,23 +39,24 @@ class Open(msgspec.Struct, frozen=True, array_like=True):
     num_blocks: Number
     """Most blocks it can ever hold: the width of its block table."""
     num_cached: Number = 0
-    """First tokens whose KV is in its first blocks already: whole blocks, and not all tokens."""
+    """First tokens with KV in its first blocks already: whole blocks, and not all tokens."""
     adapter: Name = ""
     """The fingerprint of its parameters' adapter; empty: it has none."""
     trace: Name = ""
-    """The traceparent of its attempt; empty: nobody traces it."""
+    """The traceparent of its attempt; empty: it is not traced."""
 
 
 class Row(msgspec.Struct, frozen=True, array_like=True):
     """`length` tokens of one sequence from position `start`: a decode or a prefill chunk.
 
-    `ids` are tokens that the stages do not know yet (the token sampled last), appended to the known ids before the row
-    runs. `blocks` are appended to its block table. `wants`: sample a token from the last position.
+    `ids` are tokens that the stages do not know yet (the token sampled last), appended to the known
+    ids before the row runs. `blocks` are appended to its block table. `wants`: sample a token from
+    the last position.
 
-    The `length` of a decode counts its token and its `drafts`: guesses of the tokens that follow, which count as known
-    ids until the next row. A token is sampled from the last id and from each draft, up to the first that is not the
-    next draft. The next row's `start` says how many drafts came true; the others are forgotten, and their KV is written
-    anew.
+    The `length` of a decode counts its token and its `drafts`: guesses of the tokens that follow,
+    which count as known ids until the next row. A token is sampled from the last id and from each
+    draft, up to the first that is not the next draft. The next row's `start` tells how many drafts
+    came true; the others are forgotten, and their KV is written again.
     """
 
     seq: int
@@ -125,11 +126,11 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StepResult(msgspec.Struct, frozen=True, array_like=True):
-    """The tail's answer to every step: for each row that wants a token, in the order of the rows, the drafts that came
-    true and the token after them.
+    """The tail's answer to every step: for each row that wants a token, in the order of the rows,
+    the drafts that came true and the token after them.
 
-    `logprobs` has an entry per token (None where not asked for). `bad` names the sequences whose logits were not
-    finite where their last token would be: they fail, their neighbors go on.
+    `logprobs` has an entry per token (None where not asked for). `bad` names the sequences with
+    logits that were not finite where their last token would be: they fail, their neighbors go on.
     """
 
     step: Number

@@ -37,7 +37,7 @@ class StepTime(NamedTuple):
     num_rows: int
     num_tokens: int
     num_context: int
-    """Tokens whose KV the rows attend to, their own included."""
+    """Tokens of the KV to which the rows attend, their own included."""
     num_sampled: int
 
 
@@ -79,8 +79,8 @@ class EngineProgress:
     def finish(
         self, plan: StepPlan, began_s: float, compute_began_s: float, computed_s: float, ended_s: float
     ) -> StepTime:
-        """Counts a step whose frame has left. Of the time since the step before, what was neither work nor idle was
-        a wait."""
+        """Counts a step after its frame has left. Of the time since the step before, what was
+        neither work nor idle was a wait."""
         idle_s = plan.idle_us / 1e6
         began_s = began_s if self._ended_s is None else max(began_s, self._ended_s)
         compute_s = self.computing_s(compute_began_s, computed_s)
@@ -128,7 +128,7 @@ class StepTimes:
         self._next = (self._next + 1) % NUM_KEPT
 
     def last(self) -> list[StepTime]:
-        """In the order of time. From any thread."""
+        """Returns them in the order of time. Safe from any thread."""
         return sorted(self._kept.copy(), key=lambda time: time.began_s)
 
 

@@ -1,7 +1,8 @@
-"""The open connections of one gateway: how many there may be, and how long each may wait. Knows no HTTP.
+"""The open connections of one gateway: how many there may be, and how long each may wait. Knows no
+HTTP.
 
 A gateway has a file for each connection. When they are used up nothing can connect, health checks
-included, so that whoever came first and sends nothing must go before the last file is taken.
+included, so the oldest silent one must go before the last file is taken.
 """
 
 from __future__ import annotations
@@ -73,11 +74,11 @@ class ConnectionRegister:
 
     def __init__(self, limits: ConnectionLimits) -> None:
         self.heads = WaitingConnections()
-        """Those whose request head has not come whole: since they connected, or since its first byte."""
+        """Those without a whole request head: since they connected, or since its first byte."""
         self.idle = WaitingConnections()
         """Those between two requests."""
         self.writing = WaitingConnections()
-        """Those whose reader takes nothing from a full buffer."""
+        """Those with a reader that takes nothing from a full buffer."""
         self._limits = limits
         self._open: set[Closable] = set()
         self._closed: Counter[str] = Counter()
@@ -85,7 +86,7 @@ class ConnectionRegister:
         self._sweeping: asyncio.Task[None] | None = None
 
     def start(self, count: Callable[[str], None]) -> None:
-        """Begin to close what is overdue; `count` is told the reason of each connection closed."""
+        """Begin to close what is overdue; `count` gets the reason of each connection closed."""
         self._count = count
         self._sweeping = asyncio.create_task(self._sweep(), name="connection sweep")
 

@@ -39,7 +39,7 @@ MAX_DROPPED_BYTES = 256 << 10
 """Read and dropped behind a refusal, so that the client is still there to read it."""
 
 MAX_UNWANTED_BODY_BYTES = 32 << 20
-"""The same of a body whose request was answered before it came."""
+"""The same of a body that came after its request was answered."""
 
 
 class StopParsing(Exception):
@@ -54,7 +54,7 @@ class HttpConnection(HttpToolsProtocol):
         self._register = register
         self._max_head_bytes = max_head_bytes
         self._unanswered: deque[RequestResponseCycle] = deque()
-        """Requests whose answer is not complete, the one under way first."""
+        """Requests without a complete answer, the one under way first."""
         self._num_head_bytes = 0
         """Of the head or the trailers that are being parsed."""
         self._num_unparsed_bytes = 0
@@ -255,7 +255,7 @@ class HttpConnection(HttpToolsProtocol):
         self._refuse(HeadTooLarge("request", f"its URL and headers are over {limits}", remedy))
 
     def _refuse(self, error: Invalid) -> None:
-        """Answer what is no request, and close. Behind a request under way nothing can be said."""
+        """Answer what is no request, and close. Behind a request under way nothing can be sent."""
         if self._is_answering():
             self._end_after_answers()
             return

@@ -83,8 +83,8 @@ def _what_is_wrong(body: bytes, error: Exception) -> Invalid:
 
 
 def _place_and_problem(body: bytes) -> tuple[str, str] | None:
-    """Where it holds what msgspec refuses and Python's own decoder takes: half of a character, as texts cut by their
-    length have it, or a number without bounds."""
+    """Finds where it holds what msgspec refuses and Python's own decoder takes: half of a
+    character, as texts cut by their length have it, or a number without bounds."""
     try:
         document = json.loads(body)
     except (ValueError, RecursionError):

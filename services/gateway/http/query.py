@@ -7,7 +7,7 @@ from fastapi import Request
 from shardline.base.errors import Invalid
 
 MAX_DIGITS = 12
-"""Of a number, beside zeros before it."""
+"""Of a number, without zeros before it."""
 
 
 def query(request: Request, *names: str) -> dict[str, str]:

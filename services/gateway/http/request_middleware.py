@@ -17,8 +17,9 @@ STREAMED = "/events"
 
 
 class RequestMiddleware:
-    """Gives each answer an `x-request-id`: the caller's own, else the one that the route gives (a job's id), else a
-    new one. Hands HEAD on as GET, whose body the server leaves out, and each path without a slash at its end."""
+    """Gives each answer an `x-request-id`: the caller's own, else the one that the route gives (a
+    job's id), else a new one. Hands HEAD on as GET, with the body left out by the server, and each
+    path without a slash at its end."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

@@ -1,4 +1,5 @@
-"""Serves and stops one gateway. After the drain time, callers without an answer are told that their jobs continue."""
+"""Serves and stops one gateway. After the drain time, callers without an answer learn that their
+jobs continue."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ BACKLOG = 1024
 """Connections that may wait to be accepted. All of them can be accepted before the first is counted."""
 
 FILES_BESIDE = 128
-"""Open files besides callers: connections to Postgres and Redis, sockets that listen, libraries."""
+"""Open files other than callers: connections to Postgres and Redis, sockets that listen,
+libraries."""
 
 LAST_WORDS_S = 10.0
 """From the end of the drain time until all that still runs is cancelled. Both must fit Compose's grace period."""
@@ -46,7 +48,8 @@ def raise_file_limit(settings: GatewaySettings) -> None:
 
 
 def max_connections(settings: GatewaySettings) -> int:
-    """As many as the settings allow, and fewer where the process may not open so many files."""
+    """Returns the limit of connections: the setting's, or fewer if the limit of open files is
+    lower."""
     num_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if num_files == resource.RLIM_INFINITY:
         return settings.http_max_connections
@@ -54,12 +57,12 @@ def max_connections(settings: GatewaySettings) -> int:
 
 
 def backlog(num_files: int) -> int:
-    """Connections that may wait to be accepted by a process with so many files."""
+    """Returns the connections that may wait to be accepted by a process with `num_files` files."""
     return max(1, min(BACKLOG, num_files // 4))
 
 
 class GatewayServer(uvicorn.Server):
-    """One gateway on one port, until it is told to stop."""
+    """One gateway on one port, until it is asked to stop."""
 
     def __init__(self, settings: GatewaySettings, **options: Any) -> None:
         self._drain_s = settings.times.drain_s

@@ -69,7 +69,7 @@ class EventStream(Response):
             try:
                 await send({"type": "http.response.body", "body": chunk, "more_body": True})
             except Overloaded as error:
-                # There is no room for this event: its maker knows what to say instead.
+                # There is no room for this event: its maker knows what to send instead.
                 last = await self._events.athrow(error)
                 await send({"type": "http.response.body", "body": last, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -101,7 +101,8 @@ async def _chunks(gateway: Gateway, accepted: Accepted, responses: OpenAiRespons
 
 
 async def _usage(gateway: Gateway, accepted: Accepted, num_output: int) -> Usage:
-    """As it was committed, with what the prefix cache had. A Postgres that is away now holds up no stream's end."""
+    """Returns the usage as it was committed, with what the prefix cache had. A Postgres that is
+    away now holds up no stream's end."""
     try:
         usage = await gateway.client.usage(accepted.job_id)
     except Unavailable as error:

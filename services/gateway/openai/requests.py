@@ -23,7 +23,7 @@ from shardline.base.errors import Invalid
 from shardline.contract.job import INTERACTIVE_PRIORITY, JobRequest, parse_request, shown
 
 DEFAULT_COMPLETION_TOKENS = 16
-"""Of a request to /v1/completions that does not say how many: as OpenAI and vLLM have it."""
+"""Of a request to /v1/completions without a number: as OpenAI and vLLM have it."""
 
 NO_LIMIT = -1
 """Of `max_tokens`, as other servers write it."""
@@ -37,7 +37,8 @@ class AnswerOptions:
     include_usage: bool = False
     return_token_ids: bool = False
     default_max_tokens: int | None = None
-    """At most so many tokens, or as many as fit; None: as many as the request says, or all that fit."""
+    """At most this many tokens, or all that fit; None: those that the request asks for, or all that
+    fit."""
 
 
 def completion_request(document: Document) -> tuple[JobRequest, AnswerOptions]:
@@ -93,7 +94,8 @@ def _flag(fields: Document, name: str, prefix: str = "") -> bool:
 
 
 def _completion_fields(fields: Document) -> None:
-    """A list of one prompt is that prompt; several are several requests. `logprobs` of a chat's form says none."""
+    """A list of one prompt is that prompt; several are several requests. `logprobs` of a chat's
+    form means none."""
     if fields.get("logprobs") is False:
         del fields["logprobs"]
     prompt = fields.get("prompt")

@@ -36,7 +36,8 @@ class LogprobTexts:
         self.alternative = texts.alternative
 
     def push(self, logprobs: Sequence[TokenLogprob], *, is_end: bool = True) -> list[tuple[TokenLogprob, TokenText]]:
-        """Those whose texts are settled; one whose character may still become whole waits for it, or for the end."""
+        """Returns those with settled texts; one with a character that may still become whole waits
+        for it, or for the end."""
         self._waiting.extend(logprobs)
         told = self._texts.push([entry.token_id for entry in logprobs], is_end=is_end)
         return [(self._waiting.popleft(), token) for token in told]
@@ -187,8 +188,8 @@ def _named(text: str, data: bytes, logprob: float) -> NamedLogprob:
 
 
 def _likeliest(entry: TokenLogprob, text: str, texts: LogprobTexts) -> dict[str, float]:
-    """Alternatives by text, likeliest first, and among or behind them the output token, whose text is `text`. Of tokens
-    with one text, all but the first are named by their id."""
+    """Alternatives by text, likeliest first, and among or behind them the output token, with the
+    text `text`. Of tokens with one text, all but the first are named by their id."""
     found: dict[str, float] = {}
     for token_id, logprob in entry.top:
         name = text

@@ -20,7 +20,7 @@ router = APIRouter(tags=["operating"], default_response_class=Response)
 
 @router.get("/health", responses={200: answer("This process answers", {JSON: "Health"})})
 async def health() -> Response:
-    """Whether this process answers. Says nothing about the others."""
+    """Whether this process answers. Reports nothing about the others."""
     document: Health = {"status": "ok"}
     return json_response(document)
 
@@ -35,8 +35,8 @@ async def health() -> Response:
     openapi_extra={"security": [{}, {SCHEME.scheme_name: []}]},
 )
 async def ready(request: Request, gateway: GatewayDep) -> Response:
-    """200 only while a generation can pass through every stage of some pipeline. A caller with an API key, of any
-    scope, is told what is there for each model."""
+    """200 only while a generation can pass through every stage of some pipeline. A caller with an
+    API key, of any scope, learns what is there for each model."""
     visitor = None
     try:
         visitor = await gateway.guard.visitor(request.headers)

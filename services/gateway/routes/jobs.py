@@ -29,7 +29,7 @@ router = APIRouter(tags=["jobs"], default_response_class=Response, responses=err
 MAX_LISTED, LISTED = 200, 100
 JOB_ID = r"^(chatcmpl-|cmpl-)?[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$"
 JobIdPath = Annotated[str, Path(json_schema_extra={"pattern": JOB_ID})]
-"""Described only: `parse_id` says better what is wrong."""
+"""Described only: `parse_id` reports better what is wrong."""
 
 JOB_EVENTS = {"delta": "JobDelta", "end": "JobDocument", "interrupted": "Interrupted"}
 A_PLACE = {"type": "string", "pattern": f"^{PLACE.pattern}$"}

@@ -91,8 +91,8 @@ def check_without_backend(request: Context) -> None:
 
 
 def bare_task_of(request: Context) -> CeleryTask:
-    """Of a message whose links cannot be kept: where its result goes, and the chord that waits for
-    it."""
+    """Returns the task of a message with links that cannot be kept: where its result goes, and the
+    chord that waits for it."""
     names = ["id", "reply_to", "correlation_id", "group", "group_index"]
     try:
         if len(_encode({"chord": request.chord})) <= MAX_REQUEST_BYTES // 2:
@@ -110,8 +110,8 @@ def _encode(kept: Mapping[str, object]) -> str:
 
 
 def _named(app: Celery, signature: Any, field: str, task_id: str, place: int) -> dict[str, Any]:
-    """The signature with the ids that its messages will have, so that a second sending can be told
-    from the first."""
+    """The signature with the ids that its messages will have, so that a second sending can be
+    distinguished from the first."""
     try:
         found = Signature.from_dict(dict(signature), app=app)
         if found.get("subtask_type"):

@@ -26,7 +26,7 @@ MAX_WAITING = 10_000
 
 
 class CeleryResults(Loop):
-    """`backend_app` is a Celery app whose result backend is stored into; None without one."""
+    """`backend_app` is a Celery app with the result backend to store into; None without one."""
 
     def __init__(self, context: LoopContext, *, backend_app: Celery | None) -> None:
         super().__init__("results", context.metrics.errors)

@@ -29,7 +29,7 @@ end
 
 @contextmanager
 def sending(key: str) -> Iterator[None]:
-    """Within, each message with an id leaves once for this hash, whoever sends it."""
+    """Makes each message with an id leave once for this hash, whichever process sends it."""
     token = NOTED_IN.set(key)
     try:
         yield
@@ -51,6 +51,6 @@ class OnceChannel(redis.Channel):
 
 
 class OnceTransport(redis.Transport):
-    """For `broker_transport`."""
+    """Serves as `broker_transport`."""
 
     Channel = OnceChannel

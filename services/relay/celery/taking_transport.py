@@ -18,7 +18,7 @@ from shardline.base.clock import monotonic_s, wall_clock_s
 from shardline.base.failpoints import Point, failpoint
 
 WAIT_S = 0.1
-"""A message whose priority has a queue of its own is seen after so long at most."""
+"""A message of a priority with its own queue is seen after this long at most."""
 
 TAKE = """
 for place = 3, #KEYS do
@@ -110,6 +110,6 @@ class TakingChannel(redis.Channel):
 
 
 class TakingTransport(redis.Transport):
-    """For `broker_transport`."""
+    """Serves as `broker_transport`."""
 
     Channel = TakingChannel

@@ -89,7 +89,7 @@ class TaskEnds:
         errbacks. May raise anything that the backend's driver does."""
         context = _context(ended)
         if not self._has_backend:
-            # Nothing counts parts or says how chained tasks ended: Celery's disabled backend
+            # Nothing counts parts or knows how chained tasks ended: Celery's disabled backend
             # raises when asked.
             context.update(chord=None, chain=None)
         backend = self._app.backend

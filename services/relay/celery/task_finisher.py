@@ -1,7 +1,8 @@
-"""Two loops that settle Celery tasks whose jobs have ended: one sends callbacks, one talks to the result backend.
+"""Two loops that settle Celery tasks with ended jobs: one sends callbacks, one talks to the result
+backend.
 
-They are two, so that a backend that hangs holds up nothing but results. Own when a task is lent, put off and given up;
-what is done at an end is in `task_ends`.
+They are two, so that a backend that hangs holds up nothing but results. Own when a task is loaned,
+put off and given up; what is done at an end is in `task_ends`.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ CHORD_PAUSE_S."""
 
 CHORD_PAUSE_S = LEASE_S
 GIVE_UP_S = 86_400.0
-"""Celery itself keeps results for a day: later nobody looks for one."""
+"""Celery itself keeps results for a day: later no caller looks for one."""
 
 MAX_REFUSALS = 3
 """Tries of callbacks that fail for another reason than the broker."""

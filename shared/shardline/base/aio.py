@@ -22,9 +22,11 @@ async def cancel_and_wait(task: asyncio.Task[Any]) -> None:
 
 
 def is_cancelled() -> bool:
-    """Whether the running task was asked to end, also if a driver has mistaken that for an error of its own.
+    """Whether the running task was asked to end, also if a driver has mistaken that for its own
+    error.
 
-    `asyncio.run` asks once and then waits for ever: a loop that retries after errors looks here before each turn.
+    `asyncio.run` asks once and then waits for ever: a loop that retries after errors looks here
+    before each turn.
     """
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0

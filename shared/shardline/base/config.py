@@ -103,7 +103,7 @@ class Settings(BaseSettings):
     @field_validator("redis_url")
     @classmethod
     def _redis_can_be_reached(cls, url: str) -> str:
-        """By every library that a service uses. Raises Invalid."""
+        """Checks that every library that a service uses can reach it. Raises Invalid."""
         RedisAddress.parse(url)
         return url
 
@@ -134,6 +134,7 @@ class Settings(BaseSettings):
 
 
 def result_address(url: str) -> RedisAddress | None:
-    """Of a result backend that is a Redis; None for other kinds. Raises Invalid."""
+    """Returns the address of a result backend that is a Redis; None for other kinds. Raises
+    Invalid."""
     is_redis = url.partition("://")[0] in (TCP, TLS, *SOCKETS)
     return RedisAddress.parse(url, setting="result_backend") if is_redis else None

@@ -28,7 +28,7 @@ class ShardlineError(Exception):
 class Invalid(ShardlineError):
     """A request or setting that can never succeed as it stands.
 
-    `field` names what is wrong, `problem` states it with the limit, `remedy` says what to do.
+    `field` names what is wrong, `problem` states it with the limit, `remedy` what to do.
     """
 
     def __init__(self, field: str, problem: str, remedy: str) -> None:
@@ -82,7 +82,7 @@ class Diverged(ShardlineError):
 
 
 class Overloaded(ShardlineError):
-    """A door is full. `retry_after_s` says when to come back."""
+    """A door is full. `retry_after_s`: when to come back."""
 
     def __init__(self, problem: str, retry_after_s: float) -> None:
         super().__init__(problem)

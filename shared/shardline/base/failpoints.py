@@ -1,10 +1,11 @@
-"""Failpoints: named places at which a test makes a process die, hang or raise. For tests only, off unless
-SHARDLINE_FAILPOINTS names a folder when the process starts. Owns the names and how a point is armed and claimed; knows
-nothing of the code around it.
+"""Failpoints: named places at which a test makes a process die, hang or raise. For tests only, off
+unless SHARDLINE_FAILPOINTS names a folder when the process starts. Owns the names and how a point
+is armed and claimed; knows nothing of the code around it.
 
-A file `<folder>/<name>` arms a point, see `Armed`. Whoever passes that point with matching facts claims the file by
-renaming it, so that over all processes it strikes as often as it says; every strike leaves a file
-`<name>.<pid>-<number>.struck` behind. Write it under another name first, then rename it: it is read at any moment.
+A file `<folder>/<name>` arms a point, see `Armed`. A process that passes that point with matching
+facts claims the file by renaming it, so that over all processes it strikes as often as it asks for;
+every strike leaves a file `<name>.<pid>-<number>.struck` behind. Write it under another name first,
+then rename it: it is read at any moment.
 """
 
 from __future__ import annotations
@@ -71,8 +72,8 @@ class Struck(Exception):
 
 
 class Armed(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What the file of a point says. `times` None strikes for ever; `when` must match the facts: a fact that is a
-    collection matches what it contains."""
+    """Holds what the file of a point asks for. `times` None strikes for ever; `when` must match the
+    facts: a fact that is a collection matches what it contains."""
 
     action: Literal["kill", "pause", "raise", "nan"]
     pause_s: Annotated[float, Meta(ge=0, le=MAX_PAUSE_S)] = 0.0

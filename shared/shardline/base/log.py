@@ -17,15 +17,16 @@ import structlog
 from structlog.typing import EventDict, Processor, WrappedLogger
 
 NOISY = ("httpx", "httpcore", "uvicorn.access", "kombu", "amqp", "celery.worker.strategy", "celery.pool")
-"""Loggers that say something for each request or job; they are heard from WARNING on."""
+"""Loggers that write something for each request or job; they are heard from WARNING on."""
 
 SPAN_QUEUE = "opentelemetry.sdk._shared_internal"
-"""Warns of each span that a full queue loses, at the pace of jobs; the exporter itself says why nothing leaves."""
+"""Warns of each span that a full queue loses, at the pace of jobs; the exporter itself reports why
+nothing leaves."""
 
 CONTENT = ("args", "kwargs", "argsrepr", "kwargsrepr", "body", "headers")
 HIDDEN = "***"
 NAMES = r"[\w.-]*(?:token|key|passw(?:or)?d|pwd|secret|signature|credential|auth)[\w.-]*"
-"""What a parameter of an address is called that nobody else may know."""
+"""Names of an address's parameters with secret values."""
 
 # None of them takes a quote or a backslash: a line of JSON stays one.
 SECRETS = (
@@ -88,7 +89,7 @@ def hide_secrets(text: str) -> str:
 
 
 def _without_bodies(record: logging.LogRecord) -> bool:
-    """Of what Celery and kombu say about a task or a message: not what it holds."""
+    """Removes what a task or a message holds from records of Celery and kombu."""
     if record.name.startswith(("celery.", "kombu.")):
         record.__dict__.pop("data", None)
         if isinstance(record.args, tuple):

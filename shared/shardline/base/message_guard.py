@@ -1,7 +1,9 @@
-"""Keeps a Celery worker alive whatever its queues hold: a message that is no task ends alone, and somebody is told.
+"""Keeps a Celery worker alive whatever its queues hold: a message that is no task ends alone, and
+is reported.
 
-Left alone, Celery (5.7) ends the worker, with status 0, over a message that it cannot take apart, and kombu puts the
-message back for the next worker. Only workers import this; it knows no task and no job.
+Left alone, Celery (5.7) ends the worker, with status 0, over a message that it cannot take apart,
+and kombu puts the message back for the next worker. Only workers import this; it knows no task and
+no job.
 """
 
 from __future__ import annotations
@@ -27,15 +29,16 @@ class RefusedMessage:
     """A message that no task can be made of."""
 
     task_id: str
-    """What it says of itself; empty if it says nothing."""
+    """The id in its headers; empty if it has none."""
     body: str
     """As it came, for a person to look at: it may hold a prompt."""
     problem: str
 
 
 class MessageGuard:
-    """Of one worker's consumer, over all of its connections. `tell` hears of each refused message before that is
-    acknowledged; what it raises as a lost connection leaves the message where it was."""
+    """Guards one worker's consumer, over all of its connections. `tell` hears of each refused
+    message before that is acknowledged; what it raises as a lost connection leaves the message
+    where it was."""
 
     def __init__(self, consumer: Any, tell: Callable[[RefusedMessage], None]) -> None:
         self._consumer = consumer
@@ -116,8 +119,8 @@ def _refused(headers: object, body: str, problem: object) -> RefusedMessage:
 
 
 def _check(headers: object, payload: object) -> None:
-    """Raises ValueError or TypeError for what a worker's pool would fail on, where nobody is
-    told. Celery's protocol 1, and the form between both, are mappings."""
+    """Raises ValueError or TypeError for what a worker's pool would fail on, where nothing reports
+    it. Celery's protocol 1, and the form between both, are mappings."""
     if isinstance(headers, dict) and "task" in headers and not (headers.get("id") and isinstance(headers["id"], str)):
         raise ValueError("its header `id` is no text")
     if isinstance(payload, dict):

@@ -14,7 +14,7 @@ BATCH = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 
 
 def serve(port: int, registry: CollectorRegistry, *, host: str = "0.0.0.0") -> None:  # noqa: S104 scraped from outside
-    """Answer GET /metrics on `port`, on a thread of its own, until the process ends."""
+    """Answer GET /metrics on `port`, on a separate thread, until the process ends."""
     start_http_server(port, addr=host, registry=registry)
 
 
@@ -157,8 +157,9 @@ class StageMetrics:
 
 
 class HeadMetrics:
-    """What a head knows besides: sequences, tokens, and its pipeline. Other stages do not show these names: a sum over
-    stages counts each token once, and no pipeline seems to be down where there is none."""
+    """What only a head knows: sequences, tokens, and its pipeline. Other stages do not show these
+    names: a sum over stages counts each token once, and no pipeline seems to be down where there is
+    none."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.prompt_tokens = Counter("shardline_prompt_tokens", "Prompt tokens computed", registry=registry)

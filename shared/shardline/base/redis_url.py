@@ -35,7 +35,7 @@ TLS_OPTIONS = ("ssl_cert_reqs", "ssl_check_hostname", *TLS_FILES, "ssl_ca_path",
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RedisAddress:
-    """Where a Redis is, who we are there, and how its certificate is checked."""
+    """Tells where a Redis is, who we are there, and how its certificate is checked."""
 
     host: str = "localhost"
     port: int = DEFAULT_PORT
@@ -85,12 +85,13 @@ class RedisAddress:
         }
 
     def broker_url(self) -> str:
-        """For Celery's `broker_url`: where kombu gets nothing but the URL, it finds the options of TLS."""
+        """Returns Celery's `broker_url`, with the options of TLS: in places kombu gets only the
+        URL."""
         options = "" if self.tls is None else f"?{urlencode(self.tls)}"
         return f"{self.celery_url()}{options}"
 
     def celery_url(self) -> str:
-        """For Celery's `result_backend`; TLS options are not in it: see `tls`."""
+        """Returns Celery's `result_backend`; TLS options are not in it: see `tls`."""
         login = ""
         if self.username or self.password:
             password = f":{quote(self.password, safe='')}" if self.password else ""
@@ -139,7 +140,7 @@ def _db(text: str, setting: str) -> int:
 
 
 def _tls(options: dict[str, str], setting: str) -> dict[str, Any]:
-    """Taken out of `options`. Certificate and name are checked unless the URL says otherwise."""
+    """Taken out of `options`. Certificate and name are checked unless the URL asks otherwise."""
     given = {name: options.pop(name) for name in TLS_OPTIONS if name in options}
     reqs = given.pop("ssl_cert_reqs", "required")
     if reqs not in CERT_REQS:

@@ -51,7 +51,8 @@ _SCOPE = InstrumentationScope("shardline")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobTrace:
-    """Where a job's spans belong. `span_id` is that of the job's own span, which its end makes."""
+    """Tells where a job's spans belong. `span_id` is that of the job's own span, which its end
+    makes."""
 
     trace_id: int
     span_id: int
@@ -61,7 +62,7 @@ class JobTrace:
 
     @classmethod
     def of(cls, job_id: UUID, traceparent: str | None) -> Self:
-        """By the job's row; what is no traceparent counts as none."""
+        """Makes it from the job's row; what is no traceparent counts as none."""
         caller = _caller(traceparent)
         if caller is None:
             return cls(trace_id=job_id.int, span_id=_span_id(job_id, "job"), parent_id=None, is_sampled=True)
@@ -91,7 +92,7 @@ class TracedPhase:
 
 
 def attempt_span_id(job_id: UUID, fence: int) -> int:
-    """Of the span of one attempt at a job: known before the attempt has ended."""
+    """Returns the id of the span of one attempt at a job: known before the attempt has ended."""
     return _span_id(job_id, f"attempt {fence}")
 
 
@@ -108,8 +109,9 @@ class Tracer:
 
     @classmethod
     def from_environment(cls, service: str) -> Tracer:
-        """To the OTLP endpoint that the environment names, in batches; or off. While the collector is away its queue
-        keeps OTEL_BSP_MAX_QUEUE_SIZE spans, 2,048 by default, and loses the oldest."""
+        """Sends to the OTLP endpoint that the environment names, in batches; or is off. While the
+        collector is away its queue keeps OTEL_BSP_MAX_QUEUE_SIZE spans, 2,048 by default, and loses
+        the oldest."""
         is_off = os.environ.get("OTEL_SDK_DISABLED", "").lower() == "true"
         if is_off or os.environ.get("OTEL_TRACES_EXPORTER") == "none" or not any(map(os.environ.get, ENDPOINTS)):
             return cls(service, None)
@@ -121,7 +123,8 @@ class Tracer:
         return self._processor is not None
 
     def is_sampled(self, trace: JobTrace) -> bool:
-        """As the caller decided; without one the sampler does, for all processes alike, since it goes by the id."""
+        """Decides as the caller did; without one the sampler does, for all processes alike, since
+        it goes by the id."""
         if self._processor is None or not trace.is_sampled:
             return False
         if trace.parent_id is not None:
@@ -174,7 +177,7 @@ def traceparent(trace: JobTrace, span_id: int) -> str:
 
 
 def parse_traceparent(text: str) -> JobTrace | None:
-    """What `traceparent` made, as a trace whose spans belong below that span; None: it is none."""
+    """What `traceparent` made, as a trace with its spans below that span; None: it is none."""
     caller = _caller(text)
     if caller is None:
         return None

@@ -1,4 +1,5 @@
-"""The commands. Each reads its arguments, asks the client, and shows the answer; none holds logic of its own."""
+"""The commands. Each reads its arguments, asks the client, and shows the answer; none holds own
+logic."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ INSTALLATION = "The installation"
 DEVICES = "Devices and plans"
 
 MORE_COMMANDS = "shardline.commands"
-"""Entry points: commands of packages beside this one."""
+"""Entry points: commands of packages next to this one."""
 
 cli = typer.Typer(
     cls=Reporting,

@@ -14,7 +14,7 @@ from shardline.store.connection.database import connect
 
 @contextmanager
 def transaction() -> Iterator[Connection]:
-    """At SHARDLINE_DATABASE_URL; committed at the end. Raises Unavailable, Busy."""
+    """Connects to SHARDLINE_DATABASE_URL; committed at the end. Raises Unavailable, Busy."""
     engine = connect(Settings().database_url.get_secret_value())
     try:
         with reachable(), engine.begin() as connection:

@@ -29,7 +29,7 @@ HELP = (
 
 
 class Reporting(TyperGroup):
-    """A group of commands whose foreseeable errors are told, not traced."""
+    """A group of commands; reports foreseeable errors without a traceback."""
 
     @override
     def invoke(self, ctx: Any) -> Any:

@@ -1,4 +1,5 @@
-"""From what is typed to the fields of a request. Knows no field by name: the request itself checks them."""
+"""Turns what is typed into the fields of a request. Knows no field by name: the request itself
+checks them."""
 
 from __future__ import annotations
 

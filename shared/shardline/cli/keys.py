@@ -1,6 +1,7 @@
-"""`shardline keys create | list | rotate | revoke`: API keys of the gateway. Holds no logic: the store does.
+"""`shardline keys create | list | rotate | revoke`: API keys of the gateway. Holds no logic: the
+store does.
 
-Whoever may connect to Postgres may make keys: SHARDLINE_DATABASE_URL is the right to do so.
+Anyone who may connect to Postgres may make keys: SHARDLINE_DATABASE_URL is the right to do so.
 """
 
 from __future__ import annotations
@@ -95,7 +96,8 @@ def revoke(name: Annotated[str, typer.Argument(help="Name, for all of its keys, 
 
 
 class _Destination:
-    """Where a new key goes. The file is made before the key is: a wrong path leaves no key behind."""
+    """Tells where a new key goes. The file is made before the key is: a wrong path leaves no key
+    behind."""
 
     def __init__(self, path: Path | None) -> None:
         self._path = path

@@ -1,4 +1,5 @@
-"""The stack that `make up` runs on this machine, for commands that are told of no server. Knows no command."""
+"""The stack that `make up` runs on this machine, for commands without a named server. Knows no
+command."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ Document = TypeVar("Document")
 
 
 class PlainTable(Table):
-    """A table whose cells are text, never markup: a model may be called `[/red]`."""
+    """A table with cells of text, never markup: a model may be called `[/red]`."""
 
     @override
     def add_row(self, *cells: RenderableType | None, **options: Any) -> None:

@@ -53,10 +53,12 @@ Parameters = ParamSpec("Parameters")
 
 
 class AsyncClient:
-    """`async with AsyncClient() as client:`; addresses come from the environment (SHARDLINE_*) where not given.
+    """`async with AsyncClient() as client:`; addresses come from the environment (SHARDLINE_*)
+    where not given.
 
-    A job is accepted when `submit` returns, or, with `session=`, when the caller's transaction commits. An event loop
-    that has ended, or a process that was forked, leaves nothing behind: the next one gets connections of its own.
+    A job is accepted when `submit` returns, or, with `session=`, when the caller's transaction
+    commits. An event loop that has ended, or a process that was forked, leaves nothing behind: the
+    next one gets new connections.
     """
 
     def __init__(
@@ -72,7 +74,7 @@ class AsyncClient:
         self.tenant = tenant
         self._database = database or connect_async(url)
         self._owns_database = database is None
-        # Apart, so that whoever lists, and lists again, takes no connection from those who submit.
+        # Apart, so that a caller who lists repeatedly takes no connection from those who submit.
         self._lists = database or connect_async(url, pool_size=LISTS, statement_timeout_s=LIST_TIMEOUT_S)
         self._pid = os.getpid()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -204,7 +206,8 @@ class AsyncClient:
         self._reader = JobReader(self._database, self._settings)
 
     def _move_here(self) -> None:
-        """To the running event loop of this process, which may be another one than the last time. Raises Invalid."""
+        """Moves to the running event loop of this process, which may be another one than the last
+        time. Raises Invalid."""
         loop, pid = asyncio.get_running_loop(), os.getpid()
         was = self._loop
         if was is loop and self._pid == pid:

@@ -68,7 +68,7 @@ def _refusal(sqlstate: str) -> str:
 
 
 def told(error: BaseException) -> str:
-    """For a log line of one who goes on without it: what is wrong with Postgres."""
+    """Returns what is wrong with Postgres, for a log line of a caller that goes on without it."""
     return str(failure_of(error)) if isinstance(error, DBAPIError) else f"Postgres unreachable: {_first_line(error)}"
 
 

@@ -1,7 +1,9 @@
-"""Learns that jobs have ended, for all waiting threads of one client, with one LISTEN and one query. Knows no Redis.
+"""Learns that jobs have ended, for all waiting threads of one client, with one LISTEN and one
+query. Knows no Redis.
 
-There is no thread of its own: one of those that wait does it for the others, and when it leaves the next one does.
-Nobody waits, nobody listens: a listener that does not read would hold up Postgres's queue of notifications.
+There is no separate thread: one of those that wait does it for the others, and when it leaves the
+next one does. While no thread waits, none listens: a listener that does not read would hold up
+Postgres's queue of notifications.
 """
 
 from __future__ import annotations
@@ -48,7 +50,8 @@ class SyncEnds:
         self._end_waits: list[EndWait] = []
         self._has_leader = False
         self._changed = threading.Condition()
-        """Guards the waits and who leads; notified when a wait has become shorter or nobody leads."""
+        """Guards the waits and who leads; notified when a wait has become shorter or no thread
+        leads."""
 
     @property
     def num_waiting(self) -> int:
@@ -85,7 +88,7 @@ class SyncEnds:
             return leads
 
     def _lead(self, end_wait: EndWait, deadline_s: float) -> None:
-        """Listen and look for all, until all of its own have ended or its time is over."""
+        """Listen and look for all, until all its jobs have ended or its time is over."""
         try:
             while True:
                 with self._changed:

@@ -50,7 +50,7 @@ class GatewayClient(AsyncClient):
         self._pipelines = QueryBatcher(self._database, _live_pipelines, max_batch=MAX_ASKING, name="pipelines")
 
     async def close(self) -> None:
-        """As `AsyncClient.close`."""
+        """Closes it, as `AsyncClient.close` does."""
         await self._pipelines.close()
         await super().close()
 
@@ -80,7 +80,8 @@ class GatewayClient(AsyncClient):
         limit: int = 100,
         after: JobId | PageEnd | None = None,
     ) -> Summaries:
-        """As `AsyncClient.list`, of one tenant or of all. Raises Overloaded when a tenant asks for too many at once."""
+        """Lists as `AsyncClient.list`, of one tenant or of all. Raises Overloaded when a tenant
+        asks for too many at once."""
         async with self._list_turns.take(tenant):
             return await self._read_page(
                 listing.list_jobs, state=state, model=model, tenant=tenant, limit=limit, after=end_of(after)
@@ -96,12 +97,12 @@ class GatewayClient(AsyncClient):
             return await self._read_page(costs.costs, num_days=num_days, by=by, model=model, tenant=tenant)
 
     async def pipelines(self) -> Pipelines:
-        """All pipelines whose lease runs. However many ask, one query at a time answers all of them."""
+        """Returns all pipelines with a running lease. One query at a time answers all callers."""
         with reachable():
             return await self._pipelines.read(None)
 
     async def cancel(self, ids: JobId | Iterable[JobId], *, tenant: str | None = None) -> dict[UUID, JobState]:
-        """As `AsyncClient.cancel`; with `tenant`, another tenant's jobs are left out."""
+        """Cancels as `AsyncClient.cancel`; with `tenant`, another tenant's jobs are left out."""
         return await self._write(jobs.request_cancel, one_or_many(ids), tenant=tenant)
 
     async def until_ended(self, job_id: UUID) -> Job:

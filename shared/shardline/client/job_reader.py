@@ -26,7 +26,7 @@ from shardline.streams import Cursor, DeltaBuffer, DeltaReader, Place, TextOf
 log = structlog.get_logger(__name__)
 
 MAX_FOLLOWED = 64
-"""Followed jobs whose new tokens one query reads."""
+"""Followed jobs of which one query reads the new tokens."""
 
 MAX_SAID_AT_ONCE = 256
 """Tokens turned to text between two looks at other tasks; more go to a thread."""

@@ -1,4 +1,5 @@
-"""From what a caller passes to checked requests, and from an ended job to its error. Knows no database."""
+"""Turns what a caller passes into checked requests, and an ended job into its error. Knows no
+database."""
 
 from __future__ import annotations
 
@@ -60,7 +61,7 @@ def _plain_messages(messages: object) -> object:
 
 
 def check_all_exist(wanted: Iterable[UUID], found: Iterable[Job]) -> None:
-    """Nobody waits for a job that is not there. Raises NotFound, naming one."""
+    """Checks that no caller waits for a job that is not there. Raises NotFound, naming one."""
     missing = set(wanted) - {job.id for job in found}
     if missing:
         raise NotFound(f"no job has the id {min(missing)}")
@@ -85,7 +86,7 @@ def error_of(state: JobState, name: str, error: Mapping[str, Any] | None) -> Job
 
 
 def end_of(after: JobId | PageEnd | None) -> UUID | PageEnd | None:
-    """Where a page of a list begins. Raises Invalid."""
+    """Returns where a page of a list begins. Raises Invalid."""
     return after if after is None or isinstance(after, PageEnd) else as_id(after, "after")
 
 

@@ -1,4 +1,5 @@
-"""The client for ordinary threads. Each call uses connections of its own from one pool, so threads may share it."""
+"""The client for ordinary threads. Each call takes its connections from one pool, so threads may
+share it."""
 
 from __future__ import annotations
 
@@ -48,10 +49,11 @@ Parameters = ParamSpec("Parameters")
 
 
 class Client:
-    """`with Client() as client:`; addresses come from the environment (SHARDLINE_*) where not given.
+    """`with Client() as client:`; addresses come from the environment (SHARDLINE_*) where not
+    given.
 
-    A job is accepted when `submit` returns, or, with `session=`, when the caller's transaction commits. A process that
-    was forked gets connections of its own; those of its parent stay as they are.
+    A job is accepted when `submit` returns, or, with `session=`, when the caller's transaction
+    commits. A process that was forked gets new connections; those of its parent stay as they are.
     """
 
     def __init__(
@@ -235,7 +237,8 @@ class Client:
             return statement(connection, *arguments, **options)
 
     def _move_here(self) -> None:
-        """To this process: after a fork the connections, and the threads that waited, are its parent's."""
+        """Moves to this process: after a fork the connections, and the threads that waited, are its
+        parent's."""
         if self._pid == os.getpid():
             return
         if self._owns_database:

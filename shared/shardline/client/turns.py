@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from shardline.base.errors import Overloaded
 
 MAX_WAITING = 32
-"""Queries of one tenant that wait for their turn; more are told to come again."""
+"""Queries of one tenant that wait for their turn; more are refused for now."""
 
 RETRY_AFTER_S = 2.0
 
@@ -23,7 +23,8 @@ class Queue:
 
 
 class TenantTurns:
-    """Whoever asks much waits for itself first, then with the others, each of whom has one query there at most."""
+    """A tenant that asks much waits for itself first, then with the others, each of which has one
+    query there at most."""
 
     def __init__(self, max_at_once: int) -> None:
         self._running = asyncio.Semaphore(max_at_once)

@@ -1,8 +1,10 @@
-"""The form of an API key, what it may do, and what is stored of it. Knows no database and no server.
+"""The form of an API key, what it may do, and what is stored of it. Knows no database and no
+server.
 
-A key reads `sk-shardline-<id>-<secret>`. The id is public: lists and logs name a key by it. The secret has 256 random
-bits, and only its SHA-256 is stored: a slow hash protects passwords, which people choose and others can guess; nobody
-guesses 256 bits, however fast the hash is, and a slow one would only cost time on every request.
+A key reads `sk-shardline-<id>-<secret>`. The id is public: lists and logs name a key by it. The
+secret has 256 random bits, and only its SHA-256 is stored: a slow hash protects passwords, which
+people choose and others can guess; no attacker guesses 256 bits, however fast the hash is, and a
+slow one would only cost time on every request.
 """
 
 from __future__ import annotations
@@ -37,18 +39,18 @@ class Scope(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Presented:
-    """A key as somebody has sent it: whose it says it is, and the digest of its secret."""
+    """A key as a caller has sent it: the id it claims, and the digest of its secret."""
 
     key_id: str
     digest: bytes
 
     def matches(self, digest: bytes) -> bool:
-        """In constant time: how long it takes says nothing of the stored one."""
+        """Compares in constant time: how long it takes tells nothing about the stored one."""
         return hmac.compare_digest(self.digest, digest)
 
 
 def new_key() -> str:
-    """A key that nobody else has."""
+    """Returns a key that no other caller has."""
     return f"{PREFIX}{secrets.token_hex(_ID_BYTES)}-{secrets.token_urlsafe(_SECRET_BYTES)}"
 
 

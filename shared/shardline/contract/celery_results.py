@@ -1,7 +1,8 @@
-"""Celery's result backend: what the end of a job is called there, and an app that waits for it within bounds. Imports
-Celery, so only workers import it.
+"""Celery's result backend: what the end of a job is called there, and an app that waits for it
+within bounds. Imports Celery, so only workers import it.
 
-Celery's own worker would store results in the thread that serves its queue; ours store them in threads of their own.
+Celery's own worker would store results in the thread that serves its queue; ours store them in
+separate threads.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from shardline.contract.job import JobState
 from shardline.contract.queues import celery_settings
 
 TIMEOUT_S = 2.0
-"""For each connection and answer. Longer waits help nobody: whoever stores a result tries again,
-or gives up."""
+"""For each connection and answer. Longer waits do not help: a loop that stores a result tries
+again, or gives up."""
 
 
 def results_app(settings: Settings, name: str, **options: Any) -> Celery:
@@ -48,7 +49,7 @@ def backend_limits(url: str | None) -> dict[str, Any]:
 
 
 def keeps_results(settings: Settings) -> bool:
-    """Whether the backend keeps a result for whoever asks by its id.
+    """Whether the backend keeps a result for callers that ask by its id.
 
     RPC sends it to one producer instead, whom only the task's message names.
     """

@@ -55,7 +55,7 @@ def as_ids(values: Iterable[JobId], field: str = "ids") -> list[UUID]:
 
 
 def one_or_many(ids: JobId | Iterable[JobId]) -> list[UUID]:
-    """Of a caller who may pass a single id as well. Raises Invalid."""
+    """Returns the ids of a caller who may pass a single one as well. Raises Invalid."""
     return [as_id(ids, "ids")] if is_one(ids) else as_ids(ids)
 
 

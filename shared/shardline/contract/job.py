@@ -22,13 +22,14 @@ INTERACTIVE = range(4)
 """Priorities of jobs for which somebody waits: a share of every head's seats is theirs alone."""
 
 INTERACTIVE_PRIORITY = 3
-"""Of a request whose caller holds the line and names none."""
+"""Of a request with a caller on the line, if it names none."""
 
 DEFAULT_PRIORITY = 5
 DEFAULT_TENANT = "default"
 DEFAULT_CRASHES = 3
 MAX_CRASHES = 100
-"""That a job may ask for. An installation has a ceiling of its own: each crash costs everybody a restart."""
+"""That a job may ask for. An installation has its own ceiling: each crash costs everybody a
+restart."""
 
 MAX_STOPS = 16
 MAX_LOGPROBS = 20
@@ -188,7 +189,7 @@ def address_of(model: str, adapter: str | None) -> str:
 
 
 def check_request(request: JobRequest) -> JobRequest:
-    """The rules that types cannot say. Raises Invalid."""
+    """Checks the rules that types cannot express. Raises Invalid."""
     if (request.prompt is None) == (request.messages is None):
         raise Invalid("prompt", "exactly one of prompt and messages is needed", "Send one of the two")
     if request.prompt is not None and len(request.prompt) == 0:
@@ -243,7 +244,7 @@ def parse_request(document: object) -> JobRequest:
 
 
 def _half_a_character(document: object) -> str:
-    """The field whose value holds one."""
+    """Returns the field with half a character in its value."""
     for name, value in document.items() if isinstance(document, Mapping) else ():
         try:
             msgspec.json.encode(name)
@@ -261,8 +262,8 @@ def parse_params(document: object) -> SamplingParams:
 
 
 def _plain(document: object, kind: type[SamplingParams]) -> object:
-    """Without nulls, which say the same as leaving a field out, and with whole numbers as integers: some languages
-    write 5 as 5.0."""
+    """Without nulls, which mean the same as leaving a field out, and with whole numbers as
+    integers: some languages write 5 as 5.0."""
     if not isinstance(document, Mapping):
         return document
     names = kind.__struct_fields__
@@ -298,7 +299,7 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int | None = None
-    """Prompt tokens that were not computed: their KV was there. None where nobody knows."""
+    """Prompt tokens that were not computed: their KV was there. None where it is not known."""
 
     @property
     def total_tokens(self) -> int:
@@ -374,7 +375,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class JobSummary(msgspec.Struct, frozen=True, kw_only=True):
-    """One job in a list: what can be said of it without its prompt and its completion, which may be megabytes."""
+    """One job in a list: what can be shown of it without its prompt and its completion, which may
+    be megabytes."""
 
     id: UUID
     tenant: str

@@ -20,11 +20,12 @@ INTAKE_DEAD = f"{PREFIX}intake:dead"
 Expires INTAKE_DEAD_TTL_S after the last one; the oldest go when it has more than INTAKE_DEAD_MAX_BYTES."""
 
 OUTBOX_MARK = f"{PREFIX}outbox:mark"
-"""String: set by relays. A missing mark says that Redis lost its messages: the window is sent again at once."""
+"""String: set by relays. A missing mark means that Redis lost its messages: the window is sent
+again at once."""
 
 RELAY_UNACKED = f"{PREFIX}relay:unacked"
-"""Hash, with `_index` and `_mutex` beside it: Celery messages that relays took and have not acknowledged, kept apart
-from those of heads because they come back sooner."""
+"""Hash, with `_index` and `_mutex` next to it: Celery messages that relays took and have not
+acknowledged, kept apart from those of heads because they come back sooner."""
 
 TASK_SENDS_TTL_S = 86_400
 INTAKE_DEAD_MAX_BYTES = 4 << 20
@@ -55,7 +56,7 @@ def stage_entry(incarnation: str) -> str:
 
 
 STAGES = f"{PREFIX}stages"
-"""Set: incarnations that have put up a card; who reads it takes out those whose card is gone. Expires after
+"""Set: incarnations that have put up a card; a reader takes out those without a card. Expires after
 STAGES_TTL_S without any."""
 
 

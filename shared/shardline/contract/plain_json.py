@@ -1,4 +1,4 @@
-"""JSON of what callers pass as values: their texts may be of kinds of their own."""
+"""JSON of what callers pass as values: their texts may be of subclasses of str."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ import msgspec
 
 
 def encode_json(document: object) -> bytes:
-    """As UTF-8. Raises TypeError for what JSON does not know, UnicodeEncodeError for a lone surrogate."""
+    """Encodes as UTF-8. Raises TypeError for what JSON does not know, UnicodeEncodeError for a lone
+    surrogate."""
     return msgspec.json.encode(document, enc_hook=_text)
 
 
 def builtins(document: object) -> Any:
-    """As dicts, lists and values of Python. Raises TypeError for what JSON does not know."""
+    """Returns dicts, lists and values of Python. Raises TypeError for what JSON does not know."""
     return msgspec.to_builtins(document, enc_hook=_text)
 
 

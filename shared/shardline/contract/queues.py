@@ -20,7 +20,7 @@ TRACE_COMMAND = "shardline_trace"
 def generate_queue(model: str) -> str:
     """The queue from which the heads of `model` take job ids."""
     plain = re.sub(r"[^A-Za-z0-9_.-]", "-", model)
-    # `a/b` and `a-b` are two models: what was replaced is told apart by a checksum.
+    # `a/b` and `a-b` are two models: a checksum of the name keeps them apart.
     return (
         f"shardline.generate.{plain}" if plain == model else f"shardline.generate.{plain}.{crc32(model.encode()):08x}"
     )

@@ -1,4 +1,5 @@
-"""What a service says of settings that can never work: a line for each, and an exit status. Knows no setting."""
+"""What a service prints about settings that can never work: a line for each, and an exit status.
+Knows no setting."""
 
 from __future__ import annotations
 

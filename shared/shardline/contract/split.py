@@ -36,7 +36,8 @@ def parse_range(text: str, field: str = FIELD) -> range:
 
 
 def split_of(text: str | None, num_layers: int, num_stages: int) -> list[range]:
-    """The split that SHARDLINE_SPLIT asks for: even, if it says so or nothing, or by hand. Raises Invalid."""
+    """The split that SHARDLINE_SPLIT asks for: even, if it asks for that or nothing, or by hand.
+    Raises Invalid."""
     return parse_split(text, num_layers) if text and text != EVEN else even_split(num_layers, num_stages)
 
 

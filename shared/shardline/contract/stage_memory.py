@@ -1,4 +1,5 @@
-"""What a stage's memory holds beside its weights and KV: stages take it, and planners reckon with it."""
+"""What a stage's memory holds next to its weights and KV: stages take it, and planners reckon with
+it."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ DONE_CHANNEL = "shardline_done"
 """NOTIFY, empty payload, once a transaction: jobs ended."""
 
 TASKS_CHANNEL = "shardline_tasks"
-"""NOTIFY, empty payload: jobs ended whose Celery tasks are to be settled."""
+"""NOTIFY, empty payload: jobs ended, their Celery tasks are to be settled."""
 
 MAX_PROMPT_BYTES = 16 << 20
 MAX_NAME_CHARS = 64
@@ -59,7 +59,8 @@ DEAD = "state = 'failed' AND (error ->> 'code') = 'crashed'"
 """A dead letter: its crashes are used up."""
 
 OUTCOMES = ("succeeded", "failed", "cancelled", "expired", "released", "lost", "crashed")
-"""How an attempt ended: as its job did, given back, or its lease expired with and without a token of its own."""
+"""How an attempt ended: as its job did, given back, or its lease expired with and without a token
+of the attempt."""
 
 RATE_KINDS = ("price", "carbon")
 """Of energy: money, and grams of CO2 equivalent, for each kWh."""
@@ -111,7 +112,7 @@ api_keys = Table(
     CheckConstraint(f"scopes <@ ARRAY[{', '.join(repr(str(scope)) for scope in Scope)}]", name="scopes_are_known"),
 )
 
-# A rotation leaves the old key valid for a while beside the new one.
+# A rotation leaves the old key valid for a while next to the new one.
 _CURRENT_KEY = text("replaced_at IS NULL AND revoked_at IS NULL")
 Index("api_keys_names", api_keys.c.name, unique=True, postgresql_where=_CURRENT_KEY)
 
@@ -220,7 +221,7 @@ Index("jobs_sent", jobs.c.model, jobs.c.priority, postgresql_where=text("state =
 Index("jobs_active", jobs.c.state, jobs.c.model, postgresql_where=text(_one_of("state", ACTIVE)))
 Index("jobs_deadlines", jobs.c.deadline_at, postgresql_where=text("state = 'queued' AND deadline_at IS NOT NULL"))
 Index("jobs_cancels", jobs.c.id, postgresql_where=text("state = 'queued' AND cancel_requested_at IS NOT NULL"))
-# Lists, newest first: each filter has an order of its own.
+# Lists, newest first: each filter has its own order.
 Index("jobs_listing", jobs.c.created_at, jobs.c.id)
 Index("jobs_by_state", jobs.c.tenant_id, jobs.c.state, jobs.c.created_at, jobs.c.id)
 Index("jobs_by_model", jobs.c.tenant_id, jobs.c.model, jobs.c.state, jobs.c.created_at, jobs.c.id)
@@ -331,7 +332,7 @@ pipeline_energy = Table(
     CheckConstraint("num_rows > 0", name="rows_were_computed"),
 )
 
-# What relays have announced before they do it, and when: a restart must not begin the time anew.
+# What relays have announced before they do it, and when: a restart must not begin the time again.
 notices = Table("notices", metadata, Column("name", Text, primary_key=True), _created("made_at"))
 
 pipelines = Table(

@@ -63,7 +63,7 @@ class StageCard(msgspec.Struct, frozen=True, kw_only=True):
     bound_to: str | None = None
     pid: int = 0
     weights_dtype: str
-    """As the stage holds them: `int8` beside activations in bfloat16."""
+    """As the stage holds them: `int8` next to activations in bfloat16."""
     machine: str
     """Stages with the same value reach each other without a network."""
 
@@ -86,7 +86,7 @@ class StepSpan(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     rows: int
     tokens: int
     context: int
-    """Tokens whose KV the rows attend to, their own included."""
+    """Tokens of the KV to which the rows attend, their own included."""
     sampled: int
 
 
@@ -95,7 +95,7 @@ class StageTrace(msgspec.Struct, frozen=True, kw_only=True):
 
     worker: str
     pipeline: str
-    """Whose steps they were last; empty before the first."""
+    """The pipeline of the latest steps; empty before the first."""
     layers: tuple[int, int]
     """The shard holds [first, last)."""
     steps: tuple[StepSpan, ...] = ()

@@ -1,7 +1,8 @@
-"""What a supervisor and the warm parent of its stages say to each other, over a socket pair that nobody else can open.
+"""What a supervisor and the warm parent of its stages send each other, over a socket pair that no
+other process can open.
 
-The supervisor sends a ForkRequest with two files: the stage's log, and one end of a socket pair on which the new stage
-says its pid and waits for GO. Knows neither of the two.
+The supervisor sends a ForkRequest with two files: the stage's log, and one end of a socket pair on
+which the new stage sends its pid and waits for GO. Knows neither of the two.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 from typing import Self
 
 READY = b"ready"
-"""The warm parent's first message. Any other one says why it cannot fork."""
+"""The warm parent's first message. Any other one tells why it cannot fork."""
 GO = b"go"
 """To the new stage: its pid is known. It ends if it hears anything else."""
 MAX_BYTES = 1 << 20
@@ -23,7 +24,7 @@ MAX_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForkRequest:
-    """A stage to fork. Whoever receives one owns both files."""
+    """A stage to fork. Its receiver owns both files."""
 
     name: str
     environment: Mapping[str, str]

@@ -16,7 +16,7 @@ def die_with_parent() -> None:
 
 
 def adopt_orphans() -> None:
-    """From now on descendants whose parent ends become children of this process, not of init. Raises OSError."""
+    """Makes descendants of ended parents children of this process, not of init. Raises OSError."""
     _prctl(_SET_CHILD_SUBREAPER, ctypes.c_ulong(1))
 
 

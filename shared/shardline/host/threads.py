@@ -16,10 +16,10 @@ log = structlog.get_logger(__name__)
 Result = TypeVar("Result")
 
 ASLEEP = {"OMP_WAIT_POLICY": "passive"}
-"""Environment of a process whose compute threads wait asleep, not awake on cores that others need too. Libraries read
-it when they are loaded."""
+"""Environment of a process with compute threads that wait asleep, not awake on cores that others
+need too. Libraries read it when they are loaded."""
 HUNG_STATUS = 70
-"""Exit status of a process that was told to exit or lost a thread; the supervisor restarts it."""
+"""Exit status of a process that was asked to exit or lost a thread; the supervisor restarts it."""
 
 
 def die(reason: str) -> None:
@@ -29,22 +29,24 @@ def die(reason: str) -> None:
 
 
 def num_threads() -> int:
-    """Of this process, also those of libraries. A process with one alone may fork and go on in both."""
+    """Counts the threads of this process, also those of libraries. A process with one alone may
+    fork and go on in both."""
     return sum(1 for _ in Path("/proc/self/task").iterdir())
 
 
 def run_in_fresh_thread(run: Callable[[], Result]) -> Result:
-    """Returns what it returns, and raises what it raises, in a thread of its own, which ends.
+    """Returns what it returns, and raises what it raises, in a separate thread, which ends.
 
-    For what computes before the thread that computes for good: OpenMP keeps helpers for each thread that ever computed,
-    and lets those of all sleep at once, instead of waiting awake, if they are more than cores.
+    For what computes before the thread that computes from then on: OpenMP keeps helpers for each
+    thread that ever computed, and lets those of all sleep at once, instead of waiting awake, if
+    they are more than cores.
     """
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(run).result()
 
 
 def die_with_any_thread() -> None:
-    """From now on whatever ends a thread, also what is no Exception, ends the process."""
+    """Makes whatever ends a thread, also what is no Exception, end the process."""
     threading.excepthook = _die
 
 

@@ -149,7 +149,8 @@ def find(connection: Connection, ids: Collection[str]) -> dict[str, Known]:
 
 
 def note_use(connection: Connection, ids: Collection[str]) -> None:
-    """These were used a moment ago. Only rows that nobody else holds: it may be noted later."""
+    """Notes that these were used a moment ago. Skips rows that are locked: it may be noted
+    later."""
     apart = func.now() - cast(timedelta(seconds=USES_APART_S), Interval)
     is_due = or_(api_keys.c.last_used_at.is_(None), api_keys.c.last_used_at < apart)
     due = select(api_keys.c.id).where(_one_of(ids), is_due).with_for_update(skip_locked=True)
@@ -188,7 +189,7 @@ def _insert(connection: Connection, presented: Presented, grant: Grant) -> bool:
 
 
 def _one_of(ids: Collection[str]) -> ColumnElement[bool]:
-    """As one parameter: any number of them."""
+    """Matches them as one parameter: any number of them."""
     return api_keys.c.id == any_(literal(list(ids), ARRAY(Text())))
 
 

@@ -1,9 +1,10 @@
-"""Tasks of the Celery door: whose job each one is, what follows its end, and which relay settles it. Knows no Celery.
+"""Tasks of the Celery door: the job of each one, what follows its end, and which relay settles it.
+Knows no Celery.
 
-A task is settled once its result is stored and its callbacks are sent. A relay that settles one puts its `due_at` off;
-if it dies, the task is due again then. Several tasks may have one job.
-Locks: `store` a row of `jobs`, then one of `celery_tasks`; `expire` rows of `jobs` in order of id, then theirs here;
-`lend` rows here with SKIP LOCKED; the others only rows here.
+A task is settled once its result is stored and its callbacks are sent. A relay that settles one
+puts its `due_at` off; if it dies, the task is due again then. Several tasks may have one job.
+Locks: `store` a row of `jobs`, then one of `celery_tasks`; `expire` rows of `jobs` in order of id,
+then theirs here; `lend` rows here with SKIP LOCKED; the others only rows here.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ MAX_BATCH = 64
 MAX_REQUEST_BYTES = 1 << 20
 """Of what Celery embeds in a message."""
 FORGET_S = 86_400.0
-"""After that nobody waits for a task without a job: Celery itself keeps results for a day."""
+"""After that no caller waits for a task without a job: Celery itself keeps results for a day."""
 
 STORE = text("""
 -- Its job, which cannot end before this commits: the trigger would pass over a task that it does not see.
@@ -121,13 +122,13 @@ class CeleryTask:
     task_id: str
     request: str
     expires_s: float | None = None
-    """Its job may begin within so many seconds."""
+    """Its job may begin within this many seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndedTask:
-    """A task whose job has ended, or that can have none. `text` and what follows are None without
-    a result."""
+    """A task that can have no job, or has an ended one. `text` and what follows are None without a
+    result."""
 
     task_id: str
     job_id: UUID | None
@@ -178,7 +179,7 @@ def forget_revokes(connection: Connection, task_ids: Collection[str]) -> None:
 
 
 def with_tasks(connection: Connection, job_ids: Collection[UUID]) -> set[UUID]:
-    """Those jobs whose results are told under the ids of Celery tasks, by relays."""
+    """Returns those jobs with results that relays report under the ids of Celery tasks."""
     return set(connection.scalars(WITH_TASKS, {"ids": list(job_ids)}))
 
 

@@ -34,7 +34,8 @@ EXACTNESS = """CAST(:exactness AS text) || CASE WHEN jobs.params ->> 'adapter' I
 LACKS_EXACT_ROWS = f"""(jobs.params @> '{{"exact": true}}'
     AND NOT (pipelines.exact AND coalesce(jobs.exactness = {EXACTNESS}, true)))"""
 
-# Locked by a statement of its own: the next one must see what the last holder committed while we waited.
+# Locked by a separate statement: the next one must see what the last holder committed while we
+# waited.
 LOCK_CLAIMABLE = text(f"""
 SELECT jobs.id, jobs.fence, jobs.params FROM jobs JOIN pipelines ON pipelines.id = :pipeline
 WHERE jobs.id = ANY(CAST(:ids AS uuid[])) AND jobs.state = 'queued' AND jobs.prepared_at IS NOT NULL
@@ -205,7 +206,8 @@ def postpone_unfit(
 
 
 def park(connection: Connection, keys: Collection[Key]) -> None:
-    """In the transaction of their claim: these wait in their head. One that dies meanwhile is no crash of theirs."""
+    """Marks, in the transaction of their claim, that these wait in their head. A head that dies
+    meanwhile is no crash of theirs."""
     connection.execute(PARK, {"keys": dump_keys(keys)})
 
 

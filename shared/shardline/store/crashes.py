@@ -1,8 +1,10 @@
-"""What becomes of an attempt whose engine died under it: a requeue, a crash counted, or a dead letter.
+"""What becomes of an attempt when its engine died: a requeue, a crash counted, or a dead letter.
 
-Only an attempt that was computed and saved no token of its own counts as a crash; one that did forgets those before.
-A queued job with a crash behind it is *quarantined*: heads run it alone. Knows neither who noticed nor why it died.
-Locks: rows of `jobs`, in order of id, here or in the caller's statement, before any of their attempts is read.
+Only an attempt that was computed and saved no token itself counts as a crash; one that did forgets
+those before. A queued job with a crash behind it is *quarantined*: heads run it alone. Knows
+neither who noticed nor why it died.
+Locks: rows of `jobs`, in order of id, here or in the caller's statement, before any of their
+attempts is read.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ SELECT jobs.id FROM jobs JOIN jsonb_to_recordset(CAST(:keys AS jsonb)) AS keys(j
 WHERE jobs.state = 'running' ORDER BY jobs.id FOR UPDATE OF jobs
 """)
 
-# In a statement of its own: it must see the tokens that the last holder committed before we got the lock.
+# In a separate statement: it must see the tokens that the last holder committed before we got the
+# lock.
 LAST_ATTEMPTS = text("""
 SELECT jobs.id, jobs.fence, crashes, max_crashes,
     cancel_requested_at IS NOT NULL AS is_cancelled, coalesce(deadline_at <= now(), false) AS is_expired,
@@ -69,9 +72,9 @@ def requeue_or_fail_held(
 def requeue_or_fail(
     connection: Connection, rows: Iterable[Row[Any]], *, max_crashes: int = MAX_CRASHES
 ) -> dict[UUID, str]:
-    """Locked rows of `last_attempts`. Returns `released`, `lost` or `crashed` for those that were requeued, and the
-    state of those whose crashes are used up: as many as the job asks for, but no more than `max_crashes`, since each
-    costs everybody's pipeline a restart."""
+    """Locked rows of `last_attempts`. Returns `released`, `lost` or `crashed` for those that were
+    requeued, and the state of those that used up their crashes: the number that the job asks for,
+    but at most `max_crashes`, since each costs everybody's pipeline a restart."""
     ends: list[End] = []
     parked: list[Key] = []
     lost: list[Key] = []

@@ -24,7 +24,8 @@ MAX_ATTEMPTS = 100
 CRASHED = "crashed"
 """The code in `error`."""
 
-# Text is tokenized anew by a relay: the model may have another tokenizer by now. Given ids are the prompt itself.
+# Text is tokenized again by a relay: the model may have another tokenizer by now. Given ids are the
+# prompt itself.
 REPLAY = text(f"""
 INSERT INTO jobs (
     id, tenant_id, model, prompt, messages, prompt_ids, params, seed, priority, idempotency_key, metadata, max_crashes,

@@ -1,6 +1,8 @@
-"""How a job leaves a state: it ends for good, or a claim is given up and the job is queued again. Knows no reason.
+"""How a job leaves a state: it ends, or a claim is given up and the job is queued again. Knows no
+reason.
 
-Each write is conditional on the state that the job leaves and on its fence: of two writers the first wins.
+Each write is conditional on the state that the job leaves and on its fence: of two writers the
+first wins.
 Locks: rows of `jobs`, in order of id, before any of their attempts is written.
 """
 
@@ -111,7 +113,8 @@ def end_running(connection: Connection, ends: Sequence[End]) -> dict[UUID, JobSt
 
 
 def end_queued(connection: Connection, ends: Sequence[End]) -> dict[UUID, JobState]:
-    """As `end_running`, of jobs that wait: their fence is that of the last claim, 0 before the first one."""
+    """Ends jobs that wait, as `end_running` does: their fence is that of the last claim, 0 before
+    the first one."""
     return _end(connection, ends, JobState.QUEUED)
 
 

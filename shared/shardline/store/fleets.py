@@ -1,9 +1,9 @@
 """Fleets: workers that take their layers from a plan, and the plan of each model. Knows no planner.
 
-A plan cuts a model into stages, for each of its pipelines in another way, and gives each worker the place of one.
-Workers with equal places are in replicas of a pipeline, or spares. Whoever makes plans names the version that it has
-read: of several at once one succeeds. Locks: the advisory lock PLANS_LOCK, for who changes plans of several models: no
-worker is in two.
+A plan cuts a model into stages, for each of its pipelines in another way, and gives each worker the
+place of one. Workers with equal places are in replicas of a pipeline, or spares. A planner names
+the version that it has read: of several at once one succeeds. Locks: the advisory lock PLANS_LOCK,
+for who changes plans of several models: no worker is in two.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ PLANS_LOCK = 7_236_003
 
 MAX_PEERS = 32
 LEASES = 2
-"""A worker's lease is so many of a job's: another plan costs more than waiting for one that starts again."""
+"""A worker's lease in leases of a job: another plan costs more than waiting for one that starts
+again."""
 BEATS_IN_LEASE = 10
 COOL_DOWN_POLLS = 60
 """Between two new cuts that only make a fleet faster."""
@@ -94,7 +95,7 @@ WHERE plans.version = :version
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetWorker:
-    """A worker whose lease runs. What it offers is as it wrote it: unchecked."""
+    """A worker with a running lease. What it offers is as it wrote it: unchecked."""
 
     worker: str
     shapes: Any
@@ -139,7 +140,7 @@ class WorkerOffer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerAddress:
-    """Where a worker answers others that measure the link to its machine."""
+    """Tells where a worker answers others that measure the link to its machine."""
 
     machine: str
     address: str
@@ -160,7 +161,8 @@ def peers(connection: Connection, worker: str) -> list[PeerAddress]:
 
 
 def holders(connection: Connection, model: str) -> list[str]:
-    """Where workers that have a model's files answer, at most MAX_PEERS, in an order that changes."""
+    """Returns where workers that have a model's files answer, at most MAX_PEERS, in an order that
+    changes."""
     serves = or_(workers.c.model == model, workers.c.further.has_key(model))
     found = select(workers.c.address).where(serves, _HAS_JOINED, workers.c.address.is_not(None))
     return list(connection.scalars(found.order_by(func.random()).limit(MAX_PEERS)))
@@ -203,7 +205,8 @@ def fleets(connection: Connection) -> list[str]:
 
 
 def coming(connection: Connection) -> dict[str, float]:
-    """By model: for how many seconds the newest of the workers that are about to join has been announced."""
+    """Returns, by model, for how many seconds the newest of the workers that are about to join has
+    been announced."""
     found: dict[str, float] = {}
     for row in connection.execute(select(workers, _HERE_S).where(_IS_HERE, workers.c.profile.is_(None))):
         for model in (row.model, *(row.further if isinstance(row.further, dict) else ())):
@@ -249,12 +252,12 @@ def wanted(connection: Connection, models: Sequence[str]) -> set[str]:
 
 
 def served(connection: Connection) -> dict[str, float]:
-    """For how many seconds each model has had a pipeline that is ready."""
+    """Returns for how many seconds each model has had a pipeline that is ready."""
     return {row.model: float(row.served_s) for row in connection.execute(SERVED)}
 
 
 def lock_plans(connection: Connection) -> None:
-    """Until the end of the transaction nobody else stores plans of several models."""
+    """Locks until the end of the transaction: no other one stores plans of several models."""
     connection.execute(select(func.pg_advisory_xact_lock(PLANS_LOCK)))
 
 

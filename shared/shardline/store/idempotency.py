@@ -50,9 +50,10 @@ WHERE asked.number = ANY(CAST(:numbers AS int[]))
 
 
 def repeated(connection: Connection, rows: str, numbers: Collection[int]) -> dict[int, UUID | ShardlineError]:
-    """The jobs that are there for those of `rows` (JSON, numbered by `number`) that were not inserted. For one that
-    asks for something else a Conflict, and Busy for one that is not to be seen: it went, or the caller's snapshot is
-    old. A row's error is its own: those beside it have their jobs."""
+    """The jobs that are there for those of `rows` (JSON, numbered by `number`) that were not
+    inserted. For one that asks for something else a Conflict, and Busy for one that is not to be
+    seen: it went, or the caller's snapshot is old. A row's error is only its own: those next to it
+    have their jobs."""
     found: dict[int, list[Row[Any]]] = {number: [] for number in numbers}
     for row in connection.execute(REPEATED, {"rows": rows, "numbers": list(numbers)}):
         found[row.number].append(row)

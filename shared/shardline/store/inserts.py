@@ -120,9 +120,9 @@ def insert_jobs(
 
 
 def insert_encoded(connection: Connection, requests: Sequence[EncodedRequest]) -> list[Stored | ShardlineError]:
-    """As `insert_jobs`, for requests that have nothing to do with each other: what one of them asks for that cannot be
-    is its own outcome (Conflict, Busy), and the others are stored. Raises Invalid for a row against a rule of the
-    table, which stores none."""
+    """Inserts as `insert_jobs`, for requests that have nothing to do with each other: what one of
+    them asks for that cannot be is its own outcome (Conflict, Busy), and the others are stored.
+    Raises Invalid for a row against a rule of the table, which stores none."""
     stored: dict[int, Stored | ShardlineError] = {}
     for numbers, encoded in _chunks(requests):
         stored |= _insert(connection, {number: requests[number].job_id for number in numbers}, encoded)
@@ -130,7 +130,8 @@ def insert_encoded(connection: Connection, requests: Sequence[EncodedRequest]) -
 
 
 def insert_plainly(connection: Connection, requests: Sequence[JobRequest]) -> None:
-    """As a producer that speaks SQL does: id, model, text and parameters, nothing checked here, a known id refused."""
+    """Inserts as a producer that speaks SQL does: id, model, text and parameters, nothing checked
+    here, a known id refused."""
     rows = [
         {"id": one.id, "model": one.model, "prompt": one.prompt, "params": dump(plain_json.builtins(one.params()))}
         for one in requests
@@ -242,7 +243,7 @@ def _chunks(rows: Sequence[EncodedRequest]) -> Iterator[tuple[list[int], str]]:
 
 
 def _order(row: Mapping[str, Any]) -> tuple[str, str, str]:
-    """By key where there is one: a repeat brings the same key, and perhaps a new id."""
+    """Orders by key where there is one: a repeat brings the same key, and perhaps a new id."""
     key = row["idempotency_key"]
     return row["tenant_id"], key or "", "" if key else str(row["id"])
 

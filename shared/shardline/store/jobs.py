@@ -64,10 +64,11 @@ def get_jobs(connection: Connection, ids: Collection[UUID]) -> list[Job]:
 def request_cancel(
     connection: Connection, ids: Collection[UUID], *, running: bool = True, tenant: str | None = None
 ) -> dict[UUID, JobState]:
-    """Ask for the end of jobs, of one tenant or of all; returns the state of those that exist, afterwards.
+    """Ask for the end of jobs, of one tenant or of all; returns the state of those that exist,
+    afterwards.
 
-    A job never claimed is `cancelled` at once. A requeued one, whose tokens become a result, is ended by a relay, a
-    running one by its head (left alone if `running` is false).
+    A job never claimed is `cancelled` at once. A requeued one, with tokens that become a result, is
+    ended by a relay, a running one by its head (left alone if `running` is false).
     """
     if tenant is not None:
         # A job never changes its tenant.

@@ -1,4 +1,5 @@
-"""What a holder says while it works: heartbeats renew the leases of its claims and save their tokens. Knows no end.
+"""What a holder reports while it works: heartbeats renew the leases of its claims and save their
+tokens. Knows no end.
 
 A heartbeat changes nothing of a job that is no longer `running` under the fence of its claim.
 Locks: rows of `jobs`, in order of id, before any of their attempts is written.
@@ -102,8 +103,9 @@ def heartbeat(connection: Connection, beats: Sequence[Beat], *, lease_s: float) 
 
 
 def expire_held_by(connection: Connection, *, worker: str, pipeline: str) -> int:
-    """A head has started anew: what its dead predecessor held need not wait for the end of its leases. Returns how
-    many; relays move them as ever, and the fence keeps out a predecessor that is alive after all."""
+    """Expires what a restarted head held before: that need not wait for the end of its leases.
+    Returns how many; relays move them as ever, and the fence keeps out a predecessor that is alive
+    after all."""
     num_held = connection.execute(EXPIRE, {"worker": worker, "pipeline": pipeline}).rowcount
     if num_held:
         ring(connection, LEASES_CHANNEL)

@@ -62,7 +62,8 @@ ORDER BY page.{column} DESC, page.id DESC
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PageEnd:
-    """Where a page of `list_jobs` ended. It stands for itself, also when the row there is deleted meanwhile."""
+    """Marks where a page of `list_jobs` ended. It stands for itself, also when the row there is
+    deleted meanwhile."""
 
     at: datetime
     """When the page's last job was created."""
@@ -85,7 +86,7 @@ class PageEnd:
             return None
 
     def __str__(self) -> str:
-        """As readers of pages send it back."""
+        """Returns it as readers of pages send it back."""
         return f"{(self.at - EPOCH) // timedelta(microseconds=1)}-{self.job_id}"
 
 
@@ -131,7 +132,7 @@ def _page(rows: str, column: str, limit: int) -> TextClause:
 
 
 def _end(connection: Connection, column: str, after: UUID | PageEnd | None, tenant: str | None) -> PageEnd | None:
-    """An id is looked up; one that is not there, or another tenant's, says nothing of where to go on."""
+    """Looks up an id; one that is not there, or another tenant's, does not tell where to go on."""
     if after is None or isinstance(after, PageEnd):
         return after
     query = select(jobs.c[column]).where(jobs.c.id == after)

@@ -34,7 +34,7 @@ class ModelChoice:
 
 
 def register_model(connection: Connection, row: Mapping[str, Any]) -> None:
-    """A head says what it serves, with the fields of `models`. The newest word counts."""
+    """Registers what a head serves, with the fields of `models`. The newest word counts."""
     connection.execute(REGISTER, {name: row.get(name) for name in WRITABLE})
 
 
@@ -60,7 +60,8 @@ def versions(connection: Connection) -> dict[str, str]:
 
 
 def register_adapters(connection: Connection, model: str, adapters: Mapping[str, str]) -> None:
-    """A head says which adapters of its model it has: fingerprints by name. The newest word counts."""
+    """Registers which adapters of its model a head has: fingerprints by name. The newest word
+    counts."""
     connection.execute(REGISTER_ADAPTERS, {"model": model, "found": dict(adapters)})
 
 

@@ -102,8 +102,8 @@ class Send:
 
 
 def stamp_due(connection: Connection, *, resend_s: float) -> list[Send]:
-    """Take the jobs that are due: new ones while the window of their model and priority has room, and those sent long
-    ago that nobody claimed. Empty also while another relay is stamping."""
+    """Take the jobs that are due: new ones while the window of their model and priority has room,
+    and those sent long ago and never claimed. Empty also while another relay is stamping."""
     if not connection.scalar(TAKE_TURN):
         return []
     return [
@@ -119,7 +119,7 @@ def stamp_due(connection: Connection, *, resend_s: float) -> list[Send]:
 
 
 def unstamp(connection: Connection, ids: Collection[UUID]) -> None:
-    """Sending failed: those of these that nobody has claimed are due again."""
+    """Sending failed: those of these that are not claimed are due again."""
     connection.execute(UNSTAMP, {"ids": list(ids)})
 
 

@@ -48,7 +48,8 @@ WHERE lease_until > now() - make_interval(secs => {LATELY_S}) AND kv_tokens IS N
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LivePipeline:
-    """A pipeline whose lease runs. It is ready while a generation can pass through every stage."""
+    """A pipeline with a running lease. It is ready while a generation can pass through every
+    stage."""
 
     id: str
     model: str
@@ -65,10 +66,12 @@ class LivePipeline:
 def take_epoch(
     connection: Connection, pipeline: str, *, model: str, fingerprint: str, head: str, lease_s: float, held: int = 0
 ) -> int | None:
-    """A starting head, or one that lost a stage: a new epoch, in which the pipeline is not ready yet.
+    """Gives a starting head, or one that lost a stage, a new epoch, in which the pipeline is not
+    ready yet.
 
-    `held` is the last one that this head took; 0 of one that has just started: it follows a predecessor of the same
-    worker's name at once. None: the pipeline is another head's, whose lease runs.
+    `held` is the last one that this head took; 0 of one that has just started: it follows a
+    predecessor of the same worker's name at once. None: the pipeline is another head's, with a
+    running lease.
     """
     taken = {"pipeline": pipeline, "model": model, "fingerprint": fingerprint, "head": head, "lease_s": lease_s}
     epoch: int | None = connection.scalar(TAKE_EPOCH, {**taken, "held": held})
@@ -120,13 +123,14 @@ def release(connection: Connection, pipeline: str, epoch: int) -> bool:
 
 
 def longest(connection: Connection) -> dict[str, int]:
-    """By model, the tokens of the longest sequence that one of its pipelines holds, or held a short while ago: a
-    restart makes nothing shorter. A model is missing while none of its pipelines has said so."""
+    """Returns, by model, the tokens of the longest sequence that one of its pipelines holds, or
+    held a short while ago: a restart makes nothing shorter. A model is missing while none of its
+    pipelines has reported one."""
     return {row.model: row.kv_tokens for row in connection.execute(LONGEST)}
 
 
 def live_pipelines(connection: Connection, model: str | None = None) -> list[LivePipeline]:
-    """Pipelines whose lease runs, of one model or of all."""
+    """Returns pipelines with a running lease, of one model or of all."""
     query = select(pipelines).where(pipelines.c.lease_until > func.now()).order_by(pipelines.c.id)
     if model is not None:
         query = query.where(pipelines.c.model == model)

@@ -1,7 +1,10 @@
-"""Rows that arrived without validation: lent to a relay for tokenizing, then marked. Knows no tokenizer.
+"""Rows that arrived without validation: loaned to a relay for tokenizing, then marked. Knows no
+tokenizer.
 
-A loan locks no row: it is a time in the row, after which any relay may have it. Who marks first is right.
-Locks: rows of `jobs`, with SKIP LOCKED to lend them, in order of id to fail them; marking locks as it writes.
+A loan locks no row: it is a time in the row, after which any relay may have it. Who marks first is
+right.
+Locks: rows of `jobs`, with SKIP LOCKED to lend them, in order of id to fail them; marking locks as
+it writes.
 """
 
 from __future__ import annotations
@@ -48,8 +51,9 @@ lent AS (
 SELECT id, model, prompt, messages, prompt_ids, params, metadata FROM lent ORDER BY created_at, id
 """)
 
-# By their ids: `num_nulls` says the same as `prepared_at IS NULL`, and does not invite Postgres to read all that waits
-# for preparation by jobs_to_prepare, which looks small until the table is analyzed after a bulk load.
+# By their ids: `num_nulls` means the same as `prepared_at IS NULL`, and does not invite Postgres to
+# read all that waits for preparation by jobs_to_prepare, which looks small until the table is
+# analyzed after a bulk load.
 MARK_UNPREPARED = text("""
 UPDATE jobs SET prompt_ids = ready.prompt_ids, max_tokens = ready.max_tokens, prepared_at = now(), model = ready.model,
     params = jobs.params || jsonb_strip_nulls(jsonb_build_object('adapter', ready.adapter)),
@@ -95,7 +99,8 @@ class PreparedJob:
 def take_unprepared(
     connection: Connection, *, lease_s: float, max_batch: int = MAX_BATCH, max_bytes: int = MAX_BYTES
 ) -> list[Unprepared]:
-    """The oldest rows that nobody else is preparing; ours for `lease_s` once the caller commits."""
+    """Takes the oldest rows that no other relay is preparing; ours for `lease_s` once the caller
+    commits."""
     values = {
         "lease_s": lease_s,
         "max_batch": max_batch,
@@ -106,12 +111,14 @@ def take_unprepared(
 
 
 def mark_if_unprepared(connection: Connection, rows: Sequence[PreparedJob]) -> int:
-    """Mark rows as prepared, so that the outbox sends them. Returns how many nobody had marked before."""
+    """Mark rows as prepared, so that the outbox sends them. Returns how many were not marked
+    before."""
     return connection.execute(MARK_UNPREPARED, {"rows": dump(rows)}).rowcount if rows else 0
 
 
 def fail_if_unprepared(connection: Connection, errors: Mapping[UUID, Mapping[str, str]]) -> list[UUID]:
-    """End rows that can never run as `failed`, with the reason. Returns those that nobody had marked before."""
+    """End rows that can never run as `failed`, with the reason. Returns those that were not marked
+    before."""
     if not errors:
         return []
     ids = list(connection.scalars(LOCK_UNPREPARED, {"ids": list(errors)}))

@@ -54,7 +54,7 @@ class Asked(NamedTuple):
 
 
 def read_progress(connection: Connection, asked: Sequence[Asked]) -> list[JobProgress | None]:
-    """In the order of `asked`; None where there is no such job."""
+    """Reads them in the order of `asked`; None where there is no such job."""
     found: list[JobProgress | None] = [None] * len(asked)
     values = {
         "asked": dump([one._asdict() for one in asked]),

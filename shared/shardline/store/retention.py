@@ -1,9 +1,10 @@
-"""Deletes jobs that ended long ago, with their attempts and results, and rows of processes that are long gone. Knows no
-settings: how long is the caller's.
+"""Deletes jobs that ended long ago, with their attempts and results, and rows of processes that are
+long gone. Knows no settings: how long is the caller's.
 
-A dead letter that nobody has replayed is never deleted: somebody must look at it first. Jobs are looked at in the order
-in which they were created, a few at a time: what stays behind (dead letters, a backlog that waits for longer than
-ended jobs are kept) is read once in each pass, and holds up no batch.
+A dead letter that was not replayed is never deleted: somebody must look at it first. Jobs are
+looked at in the order in which they were created, a few at a time: what stays behind (dead letters,
+a backlog that waits for longer than ended jobs are kept) is read once in each pass, and holds up no
+batch.
 Locks: the advisory lock LOCK, then rows of `jobs` with SKIP LOCKED, so in any order.
 """
 
@@ -26,12 +27,14 @@ MAX_BYTES = 16 << 20
 """On disk, of the long values of one batch, about, and one row more: Postgres deletes them two kilobytes at a time."""
 
 LOCK = 7_305_793_413
-"""Advisory lock of a transaction: one deletes at a time, so that two never wait for each other's replays."""
+"""Advisory lock of a transaction: one deletes at a time, so that two never wait for a replay of the
+other."""
 
 TRY_LOCK = text("SELECT pg_try_advisory_xact_lock(:lock)")
 
 GONE = func.now() - cast(timedelta(days=30), Interval)
-"""After so long without a sign of it nobody misses a worker or a pipeline. One that comes back makes its row anew."""
+"""A worker or a pipeline without a sign for so long is not missed. One that comes back makes a new
+row."""
 
 NOTICE = "retention"
 
@@ -60,7 +63,7 @@ Place = tuple[datetime, UUID]
 
 BEGINNING: Place = (datetime(1, 1, 1, tzinfo=UTC), UUID(int=0))
 
-# Nobody ends before it was created.
+# No job ends before it was created.
 NEXT = text(f"""
 SELECT created_at, id FROM jobs
 WHERE created_at < now() - make_interval(secs => :age_s)

@@ -29,7 +29,7 @@ from shardline.store.ends import End, end_queued, end_running
 
 MAX_BATCH = 64
 MAX_COUNTED = 20_000
-"""Of one state and model; more are shown as so many."""
+"""Of one state and model; more are shown as this many."""
 
 MAX_BYTES = 8 << 20
 """Of partial results in one sweep, about, and one more."""
@@ -52,7 +52,7 @@ class Partial:
 
     @property
     def key(self) -> tuple[UUID, int, int]:
-        """Of its text: under one fence tokens are only added."""
+        """Returns the key of its text: under one fence tokens are only added."""
         return self.job_id, self.fence, len(self.ids)
 
 
@@ -123,12 +123,13 @@ SELECT model, state, (
 
 
 def fix_now(connection: Connection) -> None:
-    """As a transaction's first statement: Postgres's now() is this moment in all that follow."""
+    """Fixes the time as a transaction's first statement: Postgres's now() is this moment in all
+    that follow."""
     connection.execute(FIX_NOW)
 
 
 def sweep_stopped_queued(connection: Connection, decode: Decode, *, max_batch: int = MAX_BATCH) -> dict[UUID, str]:
-    """End queued jobs that were cancelled or whose deadline passed. Returns their states."""
+    """End queued jobs that were cancelled or passed their deadline. Returns their states."""
     stopped = _locked(connection, LOCK_STOPPED, max_batch=max_batch)
     return {**end_queued(connection, _ends(connection, stopped, decode))}
 
@@ -141,8 +142,9 @@ def sweep_expired_leases(
     max_crashes: int = MAX_CRASHES,
     max_batch: int = MAX_BATCH,
 ) -> dict[UUID, str]:
-    """Move running jobs whose lease expired: stopped as asked, else as `crashes.requeue_or_fail` says. Returns the
-    state of those that ended, and `released`, `lost` or `crashed` for those that were requeued."""
+    """Move running jobs with an expired lease: stopped as asked, else as `crashes.requeue_or_fail`
+    decides. Returns the state of those that ended, and `released`, `lost` or `crashed` for those
+    that were requeued."""
     rows = _locked(connection, LOCK_EXPIRED, lease_s=lease_s, max_batch=max_batch)
     stopped = [row for row in rows if _is_stopped(row)]
     others = [row for row in rows if not _is_stopped(row)]

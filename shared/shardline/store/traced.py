@@ -1,4 +1,5 @@
-"""What a trace says of jobs beside their phases. Asked by relays that trace, after what they did was committed."""
+"""What a trace holds of jobs in addition to their phases. Asked by relays that trace, after what
+they did was committed."""
 
 from __future__ import annotations
 

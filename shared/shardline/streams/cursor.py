@@ -1,8 +1,10 @@
-"""One reader's place in one job's output: it never repeats and never skips a token. Knows no transport.
+"""One reader's place in one job's output: it never repeats and never skips a token. Knows no
+transport.
 
-Deltas come from the stream as fast as they can; progress comes from Postgres when the stream has a gap. Both are put
-in order here. What Postgres has is never taken back. What only a stream had may be, when a head of another exactness
-goes on with the job: a reader that was given such tokens is told (`Diverged`), never given the others behind them.
+Deltas come from the stream as fast as they can; progress comes from Postgres when the stream has a
+gap. Both are put in order here. What Postgres has is never taken back. What only a stream had may
+be, when a head of another exactness goes on with the job: a reader that was given such tokens is
+informed (`Diverged`), never given the others behind them.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ TextOf = Callable[[Sequence[int]], str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """So many output tokens are known to a reader; `digest` says which, if it kept that."""
+    """Counts the output tokens that a reader knows; `digest` identifies them, if it kept that."""
 
     num_tokens: int = 0
     digest: int | None = 0
@@ -50,7 +52,7 @@ class Place:
         return cls(num_tokens=number, digest=int(digest, 16) if digest else None) if number else cls()
 
     def __str__(self) -> str:
-        """As readers of a stream send it back."""
+        """Returns it as readers of a stream send it back."""
         return (
             f"{self.num_tokens}-{self.digest:08x}"
             if self.num_tokens and self.digest is not None
@@ -70,17 +72,17 @@ class Cursor:
         self.text_of = text_of
         self._after = after or Place()
         self._ids = array("i")
-        """All known output tokens: what the reader has, then what only Postgres has told."""
+        """All known output tokens: what the reader has, then what came only from Postgres."""
         self._fence = 0
         """Of the newest attempt that was heard of."""
         self._num_saved = 0
-        """So many are in Postgres, for good."""
+        """This many are in Postgres and stay there."""
         self._num_checked = 0
-        """So many are the newest attempt's too."""
+        """This many are the newest attempt's too."""
         self._place = Place()
         """Behind the tokens that the reader has, or may take now."""
         self._num_said = 0
-        """So many `text_of` has got."""
+        """This many `text_of` has got."""
         self._num_chars = 0
         self._lost_text = False
         self._ready: list[Delta] = []
@@ -94,7 +96,7 @@ class Cursor:
 
     @property
     def num_unsaid(self) -> int:
-        """Tokens that `text_of` must first be told, before it has text for more."""
+        """Counts the tokens that `text_of` must get before it has text for more."""
         return self._next - self._num_said
 
     @property
@@ -162,7 +164,7 @@ class Cursor:
         self._num_checked = max(self._num_checked, min(delta.next, len(self._ids)))
 
     def _begin_attempt(self, fence: int) -> None:
-        """It began with what was saved; what was streamed beyond that is its own to say again."""
+        """It began with what was saved; what was streamed beyond that it streams again itself."""
         self._fence = fence
         self._num_checked = self._num_saved
         self._ahead.clear()

@@ -50,11 +50,11 @@ class DeltaBuffer:
     def __init__(self) -> None:
         self.bell = asyncio.Event()
         self.ended = False
-        """Set by whoever learns that the job has ended."""
+        """Set once it is known that the job has ended."""
         self._deltas: deque[Delta] = deque(maxlen=MAX_UNREAD)
 
     def put(self, delta: Delta) -> None:
-        """From the reader's task."""
+        """Adds a delta, from the reader's task."""
         self._deltas.append(delta)
         self.bell.set()
 
@@ -75,7 +75,8 @@ class DeltaBuffer:
 
 
 class DeltaReader:
-    """One task and one connection for all watched streams. While Redis is unreachable, `is_away` says so."""
+    """One task and one connection for all watched streams. While Redis is unreachable, `is_away` is
+    true."""
 
     def __init__(self, redis_url: str) -> None:
         self._redis = async_redis_client(redis_url, timeout_s=TIMEOUT_S)
@@ -88,7 +89,7 @@ class DeltaReader:
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Begin to read, in a task of its own."""
+        """Begin to read, in a separate task."""
         self._task = asyncio.create_task(self._run(), name="deltas")
 
     async def close(self) -> None:

@@ -15,7 +15,8 @@ from shardline.streams.reader import MAX_ENTRIES_PER_READ, TIMEOUT_S, deltas_of
 
 
 class SyncDeltaReader:
-    """A job's stream from its beginning. While Redis is unreachable it has nothing, and `is_away` says so."""
+    """A job's stream from its beginning. While Redis is unreachable it has nothing, and `is_away`
+    is true."""
 
     def __init__(self, client: redis.Redis, job_id: UUID) -> None:
         self.is_away = False
@@ -25,7 +26,7 @@ class SyncDeltaReader:
 
     @staticmethod
     def connect(redis_url: str) -> redis.Redis:
-        """A connection whose reads may block for up to TIMEOUT_S."""
+        """Returns a connection with reads that may block for up to TIMEOUT_S."""
         return redis_client(redis_url, timeout_s=TIMEOUT_S, protocol=2)
 
     def read(self, block_s: float) -> list[Delta]:

@@ -18,7 +18,7 @@ from shardline.contract.wire import DELTA_FIELD, Delta, encode_delta
 from shardline.streams.reader import NO_STREAM
 
 ENTRY_BYTES = 20
-"""What Redis needs for an entry beside the delta."""
+"""What Redis needs for an entry on top of the delta."""
 
 RENEW_S = STREAM_TTL_S / 4
 MAX_KNOWN = 10_000
@@ -37,8 +37,8 @@ class _Stream:
     num_bytes: int = 0
 
     def add(self, delta: bytes) -> int:
-        """Returns how many entries of its own mean size the stream may have: a reader that is further behind goes on
-        from Postgres."""
+        """Returns how many entries of its mean size the stream may have: a reader that is further
+        behind goes on from Postgres."""
         self.num_entries += 1
         self.num_bytes += len(delta) + ENTRY_BYTES
         return max(1, STREAM_MAX_BYTES * self.num_entries // self.num_bytes)
@@ -84,7 +84,8 @@ class DeltaWriter:
         self._open([(job_id, delta) for job_id, delta in batch if job_id in opening] + lost)
 
     def _opens(self, job_id: UUID, delta: Delta) -> bool:
-        """At this writer's first entry, now and then, and at the last one: a time to live costs as much as an entry."""
+        """Decides whether to renew: at this writer's first entry, now and then, and at the last
+        one: a time to live costs as much as an entry."""
         now_s = time.monotonic()
         stream = self._known.get(job_id)
         if delta.state is None and stream is not None and now_s < stream.renew_s:
@@ -97,7 +98,8 @@ class DeltaWriter:
         return True
 
     def _open(self, batch: Sequence[tuple[UUID, Delta]]) -> None:
-        """At once with its time to live: whatever dies in between, no stream is left that never expires."""
+        """Opens streams at once with their time to live: whatever dies in between, no stream is
+        left that never expires."""
         if not batch:
             return
         pipeline = self._redis.pipeline(transaction=True)
@@ -128,7 +130,8 @@ class DeltaWriter:
 
 
 def _without_wrong_types(replies: list[Any]) -> list[Any]:
-    """A key that is no stream costs its own job's readers their deltas, and nobody else's. Raises every other error."""
+    """Returns the replies. A key that is no stream costs only its own job's readers their deltas.
+    Raises every other error."""
     for reply in replies:
         if isinstance(reply, redis.RedisError) and not str(reply).startswith(NO_STREAM):
             raise reply

@@ -1,4 +1,5 @@
-"""From prompts to token ids and back, without transformers. Needs the extra `tokenize`; knows no database."""
+"""Turns prompts into token ids and back, without transformers. Needs the extra `tokenize`; knows no
+database."""
 
 from shardline.tokenize.chat import ChatTemplate
 from shardline.tokenize.completion import CompletionText

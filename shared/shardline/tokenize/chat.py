@@ -35,7 +35,7 @@ DEVELOPER = "developer"
 
 PLAIN_ROLES = frozenset({"system", "user", "assistant"})
 LEAVES_OUT = "leaves messages out on purpose"
-"""A template with a comment that says so may render some messages of the plain roles alone."""
+"""A template with this comment may render some messages of the plain roles alone."""
 
 RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt", "chat_template"})
 """Variables of a template that no request sets."""
@@ -106,7 +106,7 @@ class ChatTemplate:
         try:
             text = self._render(marked, variables, limit_chars=2 * limit_chars + len(MARK) * 4 * len(messages))
         except Invalid:
-            return  # It took the messages themselves: what it says to others is not their caller's affair.
+            return  # It took the messages themselves: others do not matter.
         rendered = {int(place) for place in MARKS.findall(text or "")}
         for place in marks:
             if text is not None and place not in rendered:

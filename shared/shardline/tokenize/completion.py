@@ -1,8 +1,9 @@
-"""From output tokens to text, and the rules by which a completion ends. Owns no ids; knows no scheduler and no model.
+"""Turns output tokens into text, and has the rules by which a completion ends. Owns no ids; knows
+no scheduler and no model.
 
 A pure function of the prompt's last tokens and the tokens pushed so far: pushing a checkpoint again
-gives the same state and the same text. Heads stream by it, doors join a stream again by it, and relays
-write partial results by it.
+gives the same state and the same text. Heads stream by it, doors join a stream again by it, and
+relays write partial results by it.
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ class Detokenizer:
         return self._without_prompts(delta)
 
     def flush(self) -> str:
-        """The rest: bytes whose character never became whole."""
+        """Returns the rest: bytes of a character that never became whole."""
         text: str = self._vocabulary.decode(self._window) if self._window else ""
         rest = text[len(self._given) :]
         self._given = text

@@ -1,4 +1,5 @@
-"""What a model's folder says about tokens, as a row of `models`. Reads text files only, never weights.
+"""What a model's folder holds about tokens, as a row of `models`. Reads text files only, never
+weights.
 
 Knows no limits: what a model can take is the word of the head that serves it.
 """
@@ -83,7 +84,8 @@ def _added_token(token: Mapping[str, Any]) -> AddedToken:
 
 
 def _chat_template(folder: Path, tokenizer_config: Mapping[str, Any]) -> str | None:
-    """The folder's chat template. As in transformers, a file of its own wins, and of several named ones `default`."""
+    """The folder's chat template. As in transformers, a separate file wins, and of several named
+    ones `default`."""
     template = _text(folder / "chat_template.jinja") or tokenizer_config.get("chat_template")
     if isinstance(template, list):
         template = {entry.get("name"): entry.get("template") for entry in template}.get("default")

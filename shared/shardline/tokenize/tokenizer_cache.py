@@ -38,7 +38,7 @@ class RegisteredModel:
 
     @property
     def address(self) -> str:
-        """As requests name it."""
+        """Returns it as requests name it."""
         return address_of(self.name, self.adapter)
 
 

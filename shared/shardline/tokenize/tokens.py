@@ -28,7 +28,7 @@ USUAL_CHARS_PER_TOKEN = 8
 """Hardly any text has more. A tokenizer takes about 110 bytes for each character of a longer one: its beginning is
 tried first."""
 MIN_BEGINNING = 64 << 10
-"""Characters whose tokens cost next to nothing."""
+"""Characters with tokens that cost next to nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,5 @@
-"""What a tokenizer says of its tokens: which have text, and the text and bytes that each one stands for inside a text.
+"""What a tokenizer knows of its tokens: which have text, and the text and bytes that each one
+stands for inside a text.
 
 Knows no completion: a sequence of tokens becomes text in `completion`.
 """

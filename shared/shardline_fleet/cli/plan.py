@@ -31,7 +31,7 @@ from shardline_fleet.planner import (
 USUAL = Workload()
 BAR_CHARS = 12
 HELD_UP = 0.95
-"""Of a stage that is less busy than this, and is the busiest, people are told why."""
+"""If the busiest stage is less busy than this, people are shown why."""
 SVG_CHARS = 110
 CACHE = Path.home() / ".cache" / "shardline"
 
@@ -99,7 +99,7 @@ def _profiles(paths: list[Path], model: ModelCosts) -> list[DeviceProfile]:
 
 
 def _hour_costs(given: list[str], profiles: list[DeviceProfile]) -> dict[str, float]:
-    """By device. Without any: nothing is asked of costs."""
+    """Returns the costs by device. Without any: nothing is asked of costs."""
     found: dict[str, float] = {}
     for each in given:
         device, _, amount = each.rpartition("=")
@@ -114,7 +114,7 @@ def _hour_costs(given: list[str], profiles: list[DeviceProfile]) -> dict[str, fl
 
 
 def _costs_of(plans: Plans, hour_costs: Mapping[str, float]) -> dict[str, list[float]]:
-    """Of the best plan and the next ones, in their order."""
+    """Returns the costs of the best plan and the next ones, in their order."""
     return {"cost_per_million": [plan.cost_per_million(hour_costs) for plan in (plans.best, *plans.others)]}
 
 

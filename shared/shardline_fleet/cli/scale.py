@@ -39,7 +39,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
-    """What the command says."""
+    """Holds what the command prints."""
 
     model: str
     load: Load
@@ -63,7 +63,7 @@ def scale(
     output: Annotated[int | None, typer.Option(min=2, help="Tokens of a completion, instead of their average.")] = None,
     json: Json = False,
 ) -> None:
-    """Say how many workers of a fleet a load needs, by what its workers have measured."""
+    """Print how many workers of a fleet a load needs, by what its workers have measured."""
     if not dry_run:
         remedy = "Add --dry-run, then start or stop workers: docker compose up -d --scale stage=N"
         raise Invalid("--dry-run", "nothing here starts workers", remedy)

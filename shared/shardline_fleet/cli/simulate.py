@@ -1,6 +1,7 @@
-"""`shardline simulate` and `shardline tune`: what a fleet of any size would do, and which settings suit its load.
+"""`shardline simulate` and `shardline tune`: what a fleet of any size would do, and which settings
+suit its load.
 
-A simulation runs in a process of its own.
+A simulation runs in a separate process.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
-"""Where the stages of pipelines side by side begin: each inner boundary belongs to one pipeline.
+"""Decides where the stages of pipelines side by side begin: each inner boundary belongs to one
+pipeline.
 
-A head takes any free stage that goes on where its layers end. While no other pipeline has a boundary there, that is a
-stage of its own pipeline, on the device that the plan counts; and no head takes what another one cannot do without.
+A head takes any free stage that goes on where its layers end. While no other pipeline has a
+boundary there, that is a stage of the head's own pipeline, on the device that the plan counts; and
+no head takes what another one cannot do without.
 """
 
 from __future__ import annotations
@@ -20,8 +22,9 @@ def bounds(stages: Sequence[StageAssignment]) -> set[int]:
 def apart(
     sharing: LoadSharing, pipelines: Sequence[Sequence[StageAssignment]]
 ) -> list[Sequence[StageAssignment]] | None:
-    """The same pipelines, the fastest first, each with boundaries of its own: of two that meet the faster one keeps
-    its place. None if the model has too few layers, or memory does not allow it."""
+    """The same pipelines, the fastest first, each with separate boundaries: of two that meet the
+    faster one keeps its place. None if the model has too few layers, or memory does not allow
+    it."""
     plan = sharing.predict(pipelines)
     if plan is None:
         return None
@@ -41,7 +44,8 @@ def apart(
 def _moved(
     predictor: Predictor, stages: Sequence[StageAssignment], taken: set[int]
 ) -> Sequence[StageAssignment] | None:
-    """With each boundary that is taken at the nearest free one before or behind it, whichever is faster."""
+    """Returns the stages with each boundary that is taken at the nearest free one before or behind
+    it, whichever is faster."""
     for place in range(1, len(stages)):
         left, right = stages[place - 1], stages[place]
         if right.first not in taken:

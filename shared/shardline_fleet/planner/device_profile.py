@@ -37,12 +37,12 @@ class Link(msgspec.Struct, frozen=True, kw_only=True):
     bytes_per_s: Annotated[float, msgspec.Meta(gt=0, le=MAX_DIMENSION)]
 
     def seconds(self, num_bytes: float) -> float:
-        """From the end of a frame's sending to its arrival."""
+        """Returns the time from the end of a frame's sending to its arrival."""
         return self.latency_s + num_bytes / self.bytes_per_s
 
 
 NO_LINK = Link(latency_s=0.0, bytes_per_s=1e9)
-"""Stands for what nobody has measured."""
+"""Stands for what was not measured."""
 
 
 class LayerTimes(msgspec.Struct, frozen=True, kw_only=True):
@@ -56,7 +56,8 @@ class LayerTimes(msgspec.Struct, frozen=True, kw_only=True):
     """For each token of context of each prompt row."""
 
     def seconds(self, *, rows: float, decode_context: float, prefill_context: float) -> float:
-        """Of one call with so many packed rows, whose contexts add up to these, in tokens."""
+        """Returns the time of one call with this many packed rows and contexts that add up to
+        these, in tokens."""
         attended_s = self.decode_context_s * decode_context + self.prefill_context_s * prefill_context
         return interpolated(self.rows, rows) + attended_s
 
@@ -79,7 +80,8 @@ class DeviceProfile(msgspec.Struct, frozen=True, kw_only=True):
     memory_bytes: Annotated[int, msgspec.Meta(ge=0, le=MAX_BYTES)]
     """Free for weights, KV and activations."""
     host_memory: str | None = None
-    """Whose memory it is, if a host's: its devices share it, also those in containers of other names. None: its own."""
+    """The host that owns the memory, if one does: its devices share it, also those in containers of
+    other names. None: its own."""
     layers: dict[str, LayerTimes]
     """By kind of layer."""
     step: Points
@@ -122,7 +124,8 @@ class DeviceProfile(msgspec.Struct, frozen=True, kw_only=True):
         return sum(seconds for times in self.layers.values() for _, seconds in times.rows)
 
     def scaled(self, factor: float) -> DeviceProfile:
-        """Of a device that takes so many times as long for whatever it computes."""
+        """Returns the profile of a device that takes `factor` times as long for whatever it
+        computes."""
         layers = {
             kind: LayerTimes(
                 rows=_times(times.rows, factor),

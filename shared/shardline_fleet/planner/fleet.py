@@ -15,16 +15,16 @@ from shardline_fleet.planner.search import DeviceKind, Search, Slice
 from shardline_fleet.planner.step_cost import StageCost, stage_cost
 
 FEW_STAGES = 16
-"""Of these any two are tried in each other's place."""
+"""Any two of these are tried in exchanged places."""
 ALIKE = 0.05
-"""Devices of equal hardware whose figures differ by less of their value are one group."""
+"""Devices of equal hardware with figures that differ by less of their value are one group."""
 Device = tuple[DeviceProfile, ...]
 """Its profiles, one for each way to use it, in order of these."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
-    """Devices whose activations have one dtype, so that any of them may stand in one pipeline."""
+    """Devices with activations of one dtype, so that any of them may stand in one pipeline."""
 
     groups: tuple[tuple[Device, ...], ...]
 
@@ -47,11 +47,12 @@ class Fleet:
 
     @property
     def num_devices(self) -> int:
-        """Of all groups."""
+        """Returns the number of devices of all groups."""
         return sum(map(len, self.groups))
 
     def shapes(self, replicas: int, num_layers: int, num_stages: int | None = None) -> Iterator[PipelineShape]:
-        """So many replicas of every number of stages, or of one, that these devices and layers allow."""
+        """Yields `replicas` replicas of every number of stages, or of one, that these devices and
+        layers allow."""
         counts = tuple(len(group) // replicas for group in self.groups)
         for num in range(1, min(sum(counts), num_layers) + 1):
             if num_stages in (None, num):
@@ -60,7 +61,7 @@ class Fleet:
 
 @dataclass(frozen=True, slots=True)
 class PipelineShape:
-    """So many replicas of so many stages over a fleet."""
+    """A number of replicas, with a number of stages each, over a fleet."""
 
     fleet: Fleet
     replicas: int
@@ -69,8 +70,8 @@ class PipelineShape:
     """Devices of each group in each replica."""
 
     def fastest(self, predictor: Predictor, below: float = float("inf")) -> list[StageAssignment] | None:
-        """The stages whose slowest is busy for the shortest time under the load; None if none is faster than `below`,
-        in seconds, or none fits."""
+        """Returns the stages of which the slowest is busy for the shortest time under the load;
+        None if none is faster than `below`, in seconds, or none fits."""
         search = self._search(lambda profile: predictor.cost(profile, self.num_stages))
         return self._assigned(search.least_bottleneck(self.num_stages, below))
 
@@ -93,7 +94,7 @@ class PipelineShape:
         return Search([DeviceKind(group=group, cost=cost(profile)) for group, profile in self._ways()], self.counts)
 
     def _assigned(self, found: Sequence[Slice] | None) -> list[StageAssignment] | None:
-        """With devices of their own for each stage of each replica."""
+        """Assigns separate devices to each stage of each replica."""
         if found is None:
             return None
         ways, used, stages = self._ways(), Counter[int](), []
@@ -107,7 +108,7 @@ class PipelineShape:
 
 
 def dtype_groups(profiles: Sequence[DeviceProfile]) -> list[list[DeviceProfile]]:
-    """Profiles whose stages may stand in one pipeline."""
+    """Groups profiles of which the stages may stand in one pipeline."""
     by_dtype: dict[str, list[DeviceProfile]] = defaultdict(list)
     for profile in profiles:
         by_dtype[profile.activation_dtype].append(profile)
@@ -149,7 +150,8 @@ def reordered(stages: Sequence[StageAssignment]) -> Iterator[list[StageAssignmen
 
 
 def _unlike(stages: Sequence[StageAssignment]) -> Iterator[tuple[int, int]]:
-    """Yields the places of any two stages that would not be the same in each other's place."""
+    """Yields the places of any two stages that would not be the same with their places
+    exchanged."""
     for (place, left), (other, right) in combinations(enumerate(stages), 2):
         if not _are_same_in_place(left, right):
             yield place, other

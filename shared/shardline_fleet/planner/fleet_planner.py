@@ -1,8 +1,9 @@
-"""When a fleet gets another plan, and which: workers come, go and return. Pure; knows no clock and no server.
+"""When a fleet gets another plan, and which: workers come, go and return. Pure; knows no clock and
+no server.
 
-A plan cuts the model into stages, for each of its pipelines in another way, and gives each worker the place of one.
-Workers of equal places are in replicas of a pipeline, or spares: a head takes whoever is free. A new cut makes every
-stage load other layers, so it must pay.
+A plan cuts the model into stages, for each of its pipelines in another way, and gives each worker
+the place of one. Workers of equal places are in replicas of a pipeline, or spares: a head takes any
+that is free. A new cut makes every stage load other layers, so it must pay.
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ class FleetPlanner:
         return self._with_spares(deployment, best.tokens_per_s)
 
     def _named(self) -> list[DeviceProfile]:
-        """Profiles whose devices bear the names of their workers."""
+        """Returns profiles with their workers' names as devices."""
         return [msgspec.structs.replace(profile, device=worker) for worker, profile in sorted(self.profiles.items())]
 
     def _unmoved(self, split: Split, stages: Mapping[str, int], now: Deployment | None) -> dict[str, int]:
@@ -118,7 +119,8 @@ class FleetPlanner:
         return dealt
 
     def _kinds(self) -> dict[str, object]:
-        """By worker: those of one value may change places. Equal hardware is not enough: a device may have drifted."""
+        """Returns values by worker: those of one value may change places. Equal hardware is not
+        enough: a device may have drifted."""
         groups = Fleet.of(share_memory(self._named())).groups
         return {
             profile.device: (number, profile.machine)
@@ -156,7 +158,8 @@ class FleetPlanner:
         return is_cut_of_it and bool(self._formed(deployment))
 
     def _formed(self, deployment: Deployment) -> list[list[StageAssignment]]:
-        """As many pipelines as its workers that are here can form, each by its own devices."""
+        """Returns all pipelines that its workers that are here can form, each by separate
+        devices."""
         profiles = {profile.device: profile for profile in share_memory(self._named())}
         formed = []
         for places in deployment.pipelines:

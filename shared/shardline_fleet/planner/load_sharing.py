@@ -1,7 +1,7 @@
 """How pipelines side by side share a load, and what is predicted of all together. Knows no search.
 
-They take requests from one queue, and their heads have equal seats: each replica runs as many requests as any other, or
-as many as its memory holds if those are fewer; the others run the rest.
+They take requests from one queue, and their heads have equal seats: each replica runs the same
+number of requests, or those that its memory holds if they are fewer; the others run the rest.
 """
 
 from __future__ import annotations
@@ -26,14 +26,15 @@ class LoadSharing:
     _predictors: dict[int, Predictor] = field(default_factory=dict, repr=False, compare=False)
 
     def predictor(self, concurrency: int) -> Predictor:
-        """Of a replica that runs so many requests at a time."""
+        """Returns the predictor of a replica that runs `concurrency` requests at a time."""
         if concurrency not in self._predictors:
             load = replace(self.workload, concurrency=concurrency)
             self._predictors[concurrency] = Predictor(self.model, load)
         return self._predictors[concurrency]
 
     def equal(self, replicas: int) -> Predictor:
-        """Of each of so many replicas that hold equal parts of the load."""
+        """Returns the predictor of each of `replicas` replicas that hold equal parts of the
+        load."""
         return self.predictor(ceil_div(self.workload.concurrency, replicas))
 
     def most(self, fits: Callable[[Predictor], bool]) -> int:
@@ -56,7 +57,7 @@ class LoadSharing:
         return [min(level, each) for each in most] if level in levels and all(most) else None
 
     def predict(self, pipelines: Sequence[Sequence[StageAssignment]]) -> Plan | None:
-        """Of these pipelines side by side; None if they do not hold the load."""
+        """Predicts these pipelines side by side; None if they do not hold the load."""
         replicas = [len(stages[0].devices) for stages in pipelines]
         equal = self.equal(sum(replicas))
         shares: list[int] | None = [equal.load.concurrency] * len(pipelines)

@@ -19,12 +19,12 @@ from shardline.base.errors import Invalid
 
 WEIGHT_BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "int8": 1.0}
 KV_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 2}
-"""Of one number, by SHARDLINE_DTYPE: beside weights of int8, activations and KV are bfloat16."""
+"""Of one number, by SHARDLINE_DTYPE: with weights of int8, activations and KV are bfloat16."""
 UNGATED = {
     *("biogpt", "bloom", "codegen", "ctrl", "falcon", "gpt2", "gpt_bigcode", "gpt_neox", "gptj", "mpt", "nanochat"),
     *("nemotron", "opt", "persimmon", "phi", "starcoder2"),
 }
-"""Model types whose MLP has one product up; all others have a gate beside it."""
+"""Model types with one product up in the MLP; all others have a gate next to it."""
 FIELD = "--model"
 Shape = tuple[int, int]
 
@@ -86,7 +86,7 @@ class ModelCosts:
 
     @property
     def num_weights(self) -> int:
-        """Of the whole model; a tied output layer is counted once."""
+        """Counts those of the whole model; a tied output layer is counted once."""
         return sum(kind.num_weights for kind in self.layers) + self.embedding_weights * (1 if self.tied else 2)
 
     @property

@@ -1,8 +1,10 @@
-"""Which devices work together: partitions of them into pipelines side by side, each with a split of its own.
+"""Which devices work together: partitions of them into pipelines side by side, each with its own
+split.
 
-Devices that are alike are one kind with a number, so a part is so many of each kind, and is searched once for each
-number of requests. Of few devices every partition is tried. Of more, each step that makes the whole faster is taken:
-a part is cut in two, two become one, a device goes from one to another; until MAX_WORK is done.
+Devices that are alike are one kind with a number, so a part is a number of each kind, and is
+searched once for each number of requests. Of few devices every partition is tried. Of more, each
+step that makes the whole faster is taken: a part is cut in two, two become one, a device goes from
+one to another; until MAX_WORK is done.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ Partition = tuple[Counts, ...]
 
 
 class Partitions:
-    """Of the devices of a load; every part is searched once."""
+    """Partitions the devices of a load; every part is searched once."""
 
     def __init__(self, sharing: LoadSharing, profiles: Sequence[DeviceProfile]) -> None:
         self._sharing = sharing
@@ -44,7 +46,7 @@ class Partitions:
             for place, device in enumerate(kind)
         }
         self._chains: dict[tuple[Counts, int], list[StageAssignment] | None] = {}
-        """The fastest pipeline of a part with so many requests."""
+        """The fastest pipeline of a part with this many requests."""
         self._are_able: dict[Counts, bool] = {}
         """Whether a part holds the model with one request."""
         self._capacities: dict[Counts, int] = {}
@@ -158,7 +160,7 @@ class Partitions:
         )
 
     def _pipelines(self, partition: Partition) -> list[list[StageAssignment]]:
-        """With devices of their own; equal parts are replicas."""
+        """Returns the pipelines, with separate devices; equal parts are replicas."""
         used, pipelines = Counter[int](), []
         for (part, share), replicas in Counter(self._shares(partition)).items():
             stages = self._chain(part, share)

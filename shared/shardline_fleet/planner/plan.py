@@ -35,11 +35,11 @@ class StagePlan(msgspec.Struct, frozen=True, kw_only=True):
     streamed_bytes: int = 0
     """The part of them that its memory does not hold: read in every step."""
     kv_tokens: int
-    """That its memory holds beside its weights."""
+    """That its memory holds next to its weights."""
 
     @property
     def layers(self) -> str:
-        """As SHARDLINE_LAYERS writes them."""
+        """Returns the layers as SHARDLINE_LAYERS writes them."""
         return f"{self.first}-{self.stop - 1}"
 
 
@@ -65,7 +65,7 @@ class PipelinePlan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def split(self) -> str:
-        """As SHARDLINE_SPLIT writes it."""
+        """Returns the split as SHARDLINE_SPLIT writes it."""
         return ",".join(stage.layers for stage in self.stages)
 
 
@@ -86,8 +86,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, pipelines: Iterable[PipelinePlan], concurrency: int) -> Plan:
-        """Sums up pipelines that share so many requests. Their shares are rounded up: what that adds up to in excess
-        does not count."""
+        """Sums up pipelines that share this many requests. Their shares are rounded up: what that
+        adds up to in excess does not count."""
         found = tuple(pipelines)
         num_shared = sum(each.concurrency * each.replicas for each in found)
         alone = min(found, key=lambda each: each.request_s)
@@ -107,7 +107,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def split(self) -> str:
-        """Of each pipeline, as SHARDLINE_SPLIT writes it."""
+        """Returns the split of each pipeline, as SHARDLINE_SPLIT writes it."""
         return " + ".join(each.split for each in self.pipelines)
 
     @property

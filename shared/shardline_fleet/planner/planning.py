@@ -60,8 +60,9 @@ def make_plans(
 def make_plans_that_fit(
     model: ModelCosts, profiles: Sequence[DeviceProfile], workload: Workload, *, num_stages: int | None = None
 ) -> Plans:
-    """As make_plans for throughput, of one pipeline if the number of stages is given; with fewer requests at a time
-    where the devices do not hold the KV of all. Raises Invalid if they do not hold the model with one."""
+    """Plans as make_plans for throughput, of one pipeline if the number of stages is given; with
+    fewer requests at a time where the devices do not hold the KV of all. Raises Invalid if they do
+    not hold the model with one."""
     replicas = None if num_stages is None else 1
     for load in smaller_loads(workload):
         try:
@@ -118,7 +119,8 @@ class _Ranking:
                 return
 
     def _add_orders(self, plan: Plan, pipelines: Sequence[Pipeline]) -> None:
-        """Those with two devices of one short pipeline in each other's place, and layers moved while that helps."""
+        """Adds those with two devices of one short pipeline exchanged, and layers moved while that
+        helps."""
         for place, (stages, planned) in enumerate(zip(pipelines, plan.pipelines, strict=True)):
             if len(stages) <= MAX_REORDERED:
                 predictor = self._sharing.predictor(planned.concurrency)
@@ -157,7 +159,8 @@ class _Ranking:
         return sorted((plan for plan, _ in self._found.values()), key=lambda plan: plan.seconds(self._goal))
 
     def _busy_s(self, predictor: Predictor, replicas: int) -> float:
-        """A stage that is busy for longer, with so many replicas, is in none of the first plans."""
+        """Returns a limit: a stage that is busy for longer, with `replicas` replicas, is in none of
+        the first plans."""
         plans = self.plans
         return predictor.busy_s(plans[NUM_OTHERS].tokens_per_s / replicas if len(plans) > NUM_OTHERS else 0.0)
 

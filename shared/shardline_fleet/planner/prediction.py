@@ -29,7 +29,8 @@ class StageAssignment(NamedTuple):
 
     @property
     def profile(self) -> DeviceProfile:
-        """Of the first replica's device: those of the others are taken for equal."""
+        """Returns the profile of the first replica's device: those of the others are taken for
+        equal."""
         return self.devices[0]
 
     def link(self, other: StageAssignment) -> Link:
@@ -54,7 +55,8 @@ class Predictor:
     """Those asked for before: a search and its neighbors ask for the same ones."""
 
     def cost(self, profile: DeviceProfile, num_stages: int) -> StageCost:
-        """The cost of any range of layers on a device, in a pipeline of so many stages."""
+        """Returns the cost of any range of layers on a device, in a pipeline of `num_stages`
+        stages."""
         key = profile.host, profile.device, profile.way, num_stages
         if key not in self._costs:
             self._costs[key] = stage_cost(profile, self.model, self.load.steps(num_stages), self.load.kv_tokens)
@@ -99,7 +101,8 @@ class Predictor:
         )
 
     def num_lanes(self, stages: Sequence[StageAssignment]) -> int:
-        """As the head of these stages would choose them, by its farthest stage and what the slowest takes."""
+        """Returns the number of lanes that the head of these stages would choose, by its farthest
+        stage and what the slowest takes."""
         latency_s = max((stages[0].link(stage).latency_s for stage in stages[1:]), default=0.0)
         if latency_s == 0:
             return len(stages)
@@ -108,7 +111,8 @@ class Predictor:
         return lanes_for(len(stages), 2 * latency_s, busy_s / sum(step.count for step in steps))
 
     def _step_s(self, stage: StageAssignment, step: StepKind, num_stages: int) -> float:
-        """Seconds of a stage, of so many, in one step: streamed weights are read while others compute."""
+        """Returns the seconds of a stage, of `num_stages`, in one step: streamed weights are read
+        while others compute."""
         kinds = Counter(kind.name for kind in self.model.layers[stage.first : stage.stop])
         is_tail = stage.stop == len(self.model.layers)
         computing_s = compute_s(stage.profile, kinds, step, is_tail=is_tail)

@@ -40,10 +40,10 @@ class Rates(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _active_weights(kind: LayerKind) -> int:
-    """Of experts only those that a row meets."""
+    """Counts of experts only those that a row meets."""
     return sum(math.prod(shape) for shape in kind.products)
 
 
 def _seconds(layers: Mapping[str, LayerTimes], counts: Mapping[str, int], rows: float) -> float:
-    """Of all layers for so many rows; never 0, so that a rate is finite."""
+    """Returns the seconds of all layers for `rows` rows; never 0, so that a rate is finite."""
     return max(1e-9, sum(num * interpolated(layers[name].rows, rows) for name, num in counts.items()))

@@ -45,7 +45,8 @@ class Scaling:
         self._usual = next(each for each in here if (each.hardware, each.way) == usual)
 
     def size(self, num: int, tokens_per_s: float) -> FleetSize | None:
-        """What so many workers do with a load of so many output tokens/s; None if they do not hold the model."""
+        """Returns what `num` workers do with a load of `tokens_per_s` output tokens/s; None if they
+        do not hold the model."""
         try:
             plan = self._plan(num)
         except Invalid:
@@ -78,7 +79,8 @@ class Scaling:
             msgspec.structs.replace(self._usual, device=f"further {place}", host_memory=None)
             for place in range(num - len(profiles))
         ]
-        # As many seats as there would be with a pipeline on each worker; then as many as the plan's pipelines have.
+        # First the seats that a pipeline on each worker would have; then those of the plan's
+        # pipelines.
         while True:
             plan = make_plans_that_fit(self._model, profiles, self._seated(num)).best
             if plan.replicas >= num:

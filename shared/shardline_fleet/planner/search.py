@@ -1,17 +1,20 @@
-"""The search: contiguous layers over an order of devices, least bottleneck or least sum. Knows only numbers.
+"""The search: contiguous layers over an order of devices, least bottleneck or least sum. Knows only
+numbers.
 
-Equal devices are one group with a number, so that the search runs over how many of each group are used, not over
-devices. A device may be used in several ways (dtypes, ranks): each is a kind of its group.
+Equal devices are one group with a number, so that the search runs over how many of each group are
+used, not over devices. A device may be used in several ways (dtypes, ranks): each is a kind of its
+group.
 
-**Bottleneck.** Can a limit be kept? Stages take as many layers as they may, in every order of kinds. That is exact: a
-part of a range costs and weighs less than the range, so a stage that takes fewer layers helps nobody. Of the devices
-that are left only the last layer from which they failed must be known.
+**Bottleneck.** Can a limit be kept? Stages take as many layers as they may, in every order of
+kinds. That is exact: a part of a range costs and weighs less than the range, so a stage that takes
+fewer layers helps none. Of the devices that are left only the last layer from which they failed
+must be known.
 
-**Sum.** The cheapest path through (devices left, next layer), best first, with a bound from below for the layers that
-are missing: A*.
+**Sum.** The cheapest path through (devices left, next layer), best first, with a bound from below
+for the layers that are missing: A*.
 
-Both are exact until they have used up MAX_OPERATIONS, which fleets of dozens of unlike devices may: then they return
-the best that they have found.
+Both are exact until they have used up MAX_OPERATIONS, which fleets of dozens of unlike devices may:
+then they return the best that they have found.
 """
 
 from __future__ import annotations
@@ -58,11 +61,12 @@ class Search:
 
     @property
     def num_layers(self) -> int:
-        """Of the model."""
+        """Returns the number of layers of the model."""
         return self.kinds[0].cost.num_layers
 
     def least_bottleneck(self, num_stages: int, below: float = float("inf")) -> list[Slice] | None:
-        """The split into `num_stages` stages whose slowest is fastest; None if none fits or is faster than `below`."""
+        """Returns the split into `num_stages` stages with the fastest bottleneck; None if none fits
+        or is faster than `below`."""
         if not 1 <= num_stages <= min(self.num_layers, sum(self.counts)):
             return None
         best = self._within(num_stages, below)
@@ -81,7 +85,7 @@ class Search:
         return best
 
     def fits(self, num_stages: int) -> bool:
-        """Whether the devices hold all layers in so many stages."""
+        """Whether the devices hold all layers in `num_stages` stages."""
         return self._within(num_stages, float("inf")) is not None
 
     def least_sum(self) -> list[Slice] | None:
@@ -103,7 +107,7 @@ class Search:
                     continue
                 fewer = _one_less(left, kind.group)
                 most = kind.cost.reach(first, self.num_layers, float("inf"))
-                # In a hurry a stage takes all it can: the first whole path ends the search.
+                # Past the limit a stage takes all it can: the first whole path ends the search.
                 for stop in range(most, most - 1 if is_hurried else first, -1):
                     operations += 1
                     if stop == first or (fewer, stop) in done or not kind.cost.fits(first, stop):
@@ -145,7 +149,7 @@ class _Cover:
         self._operations = 0
 
     def find(self, left: Counts, first: int, num_stages: int) -> list[Slice] | None:
-        """So many stages from layer `first` on, of the devices that are left."""
+        """Finds `num_stages` stages from layer `first` on, of the devices that are left."""
         if first <= self._failed.get(left, -1) or not self._may_reach(left, first, num_stages):
             return None
         found = self._find(left, first, num_stages)
@@ -195,8 +199,8 @@ class _Cover:
 
 
 class _Bounds:
-    """At least so many seconds for the layers from one on: the cheapest layers on the devices that are left, filled in
-    order of their seconds for each layer."""
+    """Bounds from below the seconds for the layers from one on: the cheapest layers on the devices
+    that are left, filled in order of their seconds for each layer."""
 
     def __init__(self, kinds: Sequence[DeviceKind]) -> None:
         self._num_layers = kinds[0].cost.num_layers
@@ -209,7 +213,7 @@ class _Bounds:
         self._known: dict[tuple[Counts, int], float] = {}
 
     def of(self, left: Counts, first: int) -> float:
-        """With these devices left; infinite if they cannot hold the rest."""
+        """Returns the bound with these devices left; infinite if they cannot hold the rest."""
         if first == self._num_layers:
             return 0.0
         key = (left, first)

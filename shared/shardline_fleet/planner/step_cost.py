@@ -22,7 +22,7 @@ ACTIVATION_COPIES = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Streaming:
-    """Of a device that reads the weights that its memory does not hold in every step."""
+    """Describes a device that reads the weights that its memory does not hold in every step."""
 
     kv_bytes: tuple[float, ...]
     """Of the layers before each layer: memory holds them in any case."""
@@ -56,7 +56,7 @@ class StageCost:
 
     @property
     def num_layers(self) -> int:
-        """Of the model."""
+        """Returns the number of layers of the model."""
         return len(self.seconds) - 1
 
     def stage(self, first: int, stop: int) -> float:
@@ -160,7 +160,7 @@ def layer_s(profile: DeviceProfile, kind: str, step: StepKind) -> float:
 
 
 def compute_s(profile: DeviceProfile, kinds: Mapping[str, int], step: StepKind, *, is_tail: bool) -> float:
-    """Seconds in which a stage with so many layers of each kind computes one step."""
+    """Returns the seconds in which a stage with these layers of each kind computes one step."""
     layers_s = sum(num * layer_s(profile, kind, step) for kind, num in kinds.items())
     return layers_s + interpolated(profile.step, step.rows) + (tail_s(profile, step) if is_tail else 0.0)
 
@@ -171,7 +171,7 @@ def frames_s(profile: DeviceProfile, model: ModelCosts, step: StepKind) -> float
 
 
 def frame_bytes(profile: DeviceProfile, model: ModelCosts, step: StepKind) -> float:
-    """Of a step's activations."""
+    """Returns the bytes of a step's activations."""
     return step.rows * model.hidden_size * KV_BYTES[profile.dtype]
 
 

@@ -1,8 +1,10 @@
-"""Which model each worker serves, where workers may serve several: turns. Pure; knows no clock and no server.
+"""Which model each worker serves, where workers may serve several: turns. Pure; knows no clock and
+no server.
 
-A worker stays with its model while that has jobs and nobody else needs the worker. A model that has jobs and no workers
-takes spare ones, then those of models without jobs, then those of the model whose turn has been longest: only as many
-as hold it, or all that the other had if it cannot go on with the rest.
+A worker stays with its model while that has jobs and no other model needs the worker. A model that
+has jobs and no workers takes spare ones, then those of models without jobs, then those of the model
+with the longest turn: only those needed to hold it, or all that the other had if it cannot go on
+with the rest.
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ TURN_S = 60.0
 IDLE_TURN_S = 10.0
 """A model without jobs keeps them so long, since its next job may be on the way."""
 LOADS_IN_TURN = 5.0
-"""A turn also takes so many times what it took to begin: loading is at most a sixth of the time."""
+"""A turn also takes this many times what it took to begin: loading is at most a sixth of the
+time."""
 PATIENCE_S = 600.0
 """A model that cannot serve by then gives its workers away."""
 
@@ -49,7 +52,7 @@ class Turns:
     models: Mapping[str, Turn]
     offers: Mapping[str, Collection[str]]
     fits: Callable[[str, Collection[str]], bool]
-    """Whether so many workers hold a model."""
+    """Whether these workers hold a model."""
     scale: float = 1.0
 
     def assign(self, now: Mapping[str, str]) -> dict[str, str]:
@@ -73,7 +76,8 @@ class Turns:
         return bool(own) and self.fits(model, own)
 
     def _taken(self, model: str, given: Mapping[str, str], held: Mapping[str, str]) -> list[str]:
-        """Whom the model takes so that it fits; nobody, if it would not fit with all that it may take."""
+        """Returns the workers that the model takes so that it fits; none, if it would not fit with
+        all that it may take."""
         taken: list[str] = []
         for donor, workers in self._donors(model, given, held):
             for place, worker in enumerate(workers):
@@ -88,7 +92,8 @@ class Turns:
     def _donors(
         self, model: str, given: Mapping[str, str], held: Mapping[str, str]
     ) -> Iterator[tuple[str | None, list[str]]]:
-        """Workers that may serve the model: those of no model, then of each whose turn is over. Nobody moves twice."""
+        """Yields workers that may serve the model: those of no model, then of each model with a
+        turn that is over. No worker moves twice."""
         able = [worker for worker in sorted(self.offers) if model in self.offers[worker]]
         yield None, [worker for worker in able if worker not in given]
         others = [name for name in self.models if name != model and self.models[name].is_over(self.scale)]
@@ -96,7 +101,8 @@ class Turns:
             yield name, [worker for worker in able if given.get(worker) == held.get(worker) == name]
 
     def _rank(self, model: str, given: Mapping[str, str]) -> tuple[bool, bool, str]:
-        """Where a worker without a model is of most use: with a model that has jobs, or at least workers."""
+        """Ranks where a worker without a model is of most use: with a model that has jobs, or at
+        least workers."""
         return not self.models[model].is_wanted, not _of(model, given), model
 
 

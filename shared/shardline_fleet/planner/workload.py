@@ -13,7 +13,8 @@ from enum import StrEnum
 TOKEN_BUDGET = 256
 """Rows of a step, as stages have it by default."""
 PARTS = 4
-"""A number that grows or falls evenly stands for so many steps of different size: costs are not linear in rows."""
+"""A number that grows or falls evenly stands for this many steps of different size: costs are not
+linear in rows."""
 
 
 class Goal(StrEnum):
@@ -46,7 +47,7 @@ class StepKind:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """Requests of one size, so many at a time, in tokens."""
+    """Requests of one size, `concurrency` at a time, in tokens."""
 
     prompt: int = 512
     output: int = 128
@@ -58,7 +59,7 @@ class Workload:
 
     @property
     def kv_tokens(self) -> int:
-        """Tokens whose keys and values every stage holds."""
+        """Counts the tokens of which every stage holds keys and values."""
         return self.concurrency * (self.prompt + self.output)
 
     def steps(self, num_lanes: int) -> list[StepKind]:
@@ -81,7 +82,8 @@ class Workload:
         return [StepKind(count=num, decodes=0, decode_context=0, prefill=size, prefill_context=size * self.prompt / 2)]
 
     def _num_decode(self, num_lanes: int) -> int:
-        """Steps from a request's first token to its last: each lane comes round once in so many."""
+        """Steps from a request's first token to its last: each lane comes round once in
+        `num_lanes`."""
         return num_lanes * (self.output - 1)
 
     def _num_prefill(self, num_lanes: int) -> float:
@@ -90,7 +92,7 @@ class Workload:
         return self.concurrency * self.prompt / (self.token_budget - decodes)
 
     def _all_together(self, num_lanes: int, num_prefill: float) -> Iterator[StepKind]:
-        """Prompts, then decodes of all, then fewer and fewer: whoever began first ends first."""
+        """Prompts, then decodes of all, then fewer and fewer: the first to begin ends first."""
         full = self.concurrency / num_lanes
         for decodes in _evenly(min(full, self.token_budget)):
             yield self._step(num_prefill / PARTS, decodes, self.token_budget - decodes)
@@ -108,7 +110,8 @@ class Workload:
         yield self._step(max(0.0, left) / steady.prefill, steady.decodes, steady.prefill)
 
     def _steady(self, num_tokens: int, num_lanes: int) -> StepKind:
-        """Steps that give so many tokens, while every request that ends makes room for the prompt of the next."""
+        """Returns steps that give `num_tokens` tokens, while every request that ends makes room for
+        the prompt of the next."""
         per_token = self.prompt / self.output
         decodes = min(self.concurrency / num_lanes, self.token_budget / (1 + per_token))
         return self._step(num_tokens / decodes, decodes, decodes * per_token)

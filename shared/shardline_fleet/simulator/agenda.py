@@ -16,11 +16,11 @@ class Agenda:
         self._numbers = count()
 
     def at(self, when_s: float, action: Callable[[], None]) -> None:
-        """Notes an action; one whose time has passed is next."""
+        """Notes an action; one that is overdue is next."""
         heappush(self._noted, (max(when_s, self.now_s), next(self._numbers), action))
 
     def after(self, pause_s: float, action: Callable[[], None]) -> None:
-        """Notes an action for so many seconds from now."""
+        """Notes an action for `pause_s` seconds from now."""
         self.at(self.now_s + pause_s, action)
 
     def run(self, is_over: Callable[[], bool]) -> None:

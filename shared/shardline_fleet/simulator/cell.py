@@ -1,7 +1,9 @@
-"""A cell: the workers of one fleet, who leads and who follows, and what happens when some are lost, return or join.
+"""A cell: the workers of one fleet, who leads and who follows, and what happens when some are lost,
+return or join.
 
-The plan is the product's (`plan_book`), and so are the times after which a loss is noticed, leases end and layers move.
-How a pipeline forms is simpler than the product's assembly: whoever is free at a place is taken, at once.
+The plan is the product's (`plan_book`), and so are the times after which a loss is noticed, leases
+end and layers move. How a pipeline forms is simpler than the product's assembly: any worker that is
+free at a place is taken, at once.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ from shardline_scheduler.kv_blocks import BLOCK_TOKENS, blocks_for
 from shardline_scheduler.scheduler_config import SchedulerConfig
 
 FORM_S = 0.075
-"""From a free stage to tokens of a pipeline with it, beside what its steps take: docs/decisions/simulator.md."""
+"""From a free stage to tokens of a pipeline with it, without what its steps take:
+docs/decisions/simulator.md."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +68,7 @@ class SimulatedWorker:
 
 
 class Cell:
-    """Workers by name, and what the plan says of them."""
+    """Workers by name, and what the plan assigns to them."""
 
     def __init__(self, ground: Ground, kind: int, profiles: Mapping[str, DeviceProfile]) -> None:
         self._ground, self._kind = ground, kind
@@ -106,7 +109,7 @@ class Cell:
             self._bereave(leader, times.link_dead_s if is_silent else 0.0)
 
     def slow(self, slower_s: float) -> None:
-        """From now on each frame of each pipeline takes so much more."""
+        """Makes each frame of each pipeline take `slower_s` more from now on."""
         self._slower_s = slower_s
         for head in self.heads:
             if head.chain is not None:
@@ -139,7 +142,7 @@ class Cell:
             self._move(then, load_s=self._ground.load_s)
 
     def _move(self, then: Deployment, load_s: float) -> None:
-        """Workers whose layers change give their jobs back and come again with the new ones."""
+        """Workers with changed layers give their jobs back and come again with the new ones."""
         now = self.deployment
         self.deployment, self._made_s = then, self._ground.agenda.now_s
         for worker in self.workers.values():
@@ -237,7 +240,7 @@ class Cell:
         return route
 
     def _bereave(self, head: SimulatedHead, noticed_s: float) -> None:
-        """A head has lost a follower, which it notices after so many seconds."""
+        """A head has lost a follower, which it notices after `noticed_s` seconds."""
         agenda = self._ground.agenda
         head.lose()
         for owner in (worker for worker in self.workers.values() if worker.head is head):

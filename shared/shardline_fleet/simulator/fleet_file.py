@@ -31,11 +31,11 @@ class Scenario(StrEnum):
     SERVER = "server"
     """At random times (Poisson), each to be answered in time."""
     TRACE = "trace"
-    """As a file says, each to be answered in time."""
+    """As in a file, each to be answered in time."""
 
 
 class Assumptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What is assumed of devices that nobody has measured."""
+    """What is assumed of devices that were not measured."""
 
     bandwidth: Share = 0.7
     """Of the published memory bandwidth."""
@@ -90,9 +90,9 @@ class FaultFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     join: Share | None = None
     """They are not there before."""
     slow: Share | None = None
-    """Links of so many cells have `latency_ms` more."""
+    """Links of this share of the cells have `latency_ms` more."""
     machines: bool = False
-    """Whole machines, which fall silent; else processes, whose links close."""
+    """Whole machines, which fall silent; else processes, with links that close."""
     back_s: Positive | None = None
     """What is lost serves again after so long, loading included; what is slow is as fast as before. None: never."""
     latency_ms: NotNegative = 0.0
@@ -102,7 +102,7 @@ class FleetFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """All of it."""
 
     model: str | dict[str, Any]
-    """Folder with a config.json, or what such a file says."""
+    """Folder with a config.json, or the content of such a file."""
     cells: Annotated[list[CellFile], Meta(min_length=1)]
     load: LoadFile = LoadFile()
     faults: list[FaultFile] = []
@@ -110,9 +110,10 @@ class FleetFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     seats: Annotated[int, Meta(ge=1, le=4096)] = 64
     token_budget: Annotated[int, Meta(ge=16, le=65536)] = 256
     lanes: Annotated[int, Meta(ge=1, le=16)] | None = None
-    """Steps in flight; none: as many as stages."""
+    """Steps in flight; none: one for each stage."""
     split: str | None = None
-    """Layers of all stages by hand, as SHARDLINE_SPLIT has them; none: planned, and planned anew after losses."""
+    """Layers of all stages by hand, as SHARDLINE_SPLIT has them; none: planned, and planned again
+    after losses."""
     dtype: str | None = None
     """Which profiles to take from files that have several; none: their only one."""
     load_s: NotNegative = 30.0
@@ -123,7 +124,7 @@ class FleetFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     @property
     def num_devices(self) -> int:
-        """Of all cells."""
+        """Counts the devices of all cells."""
         return sum(cell.count * sum(cell.devices.values()) for cell in self.cells)
 
 

@@ -1,4 +1,5 @@
-"""What a simulation says of the whole fleet: the counts of its sample, scaled. Knows no terminal."""
+"""What a simulation predicts for the whole fleet: the counts of its sample, scaled. Knows no
+terminal."""
 
 from __future__ import annotations
 
@@ -59,7 +60,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, fleet: FleetSummary, share: float, load: LoadFile, tally: Tally, num_jobs: int) -> Outcome:
-        """From the counts of a sample that is this share of the fleet."""
+        """Makes it from the counts of a sample that is this share of the fleet."""
         has_bounds = load.scenario is not Scenario.OFFLINE
         ttft, token = Spread.of(tally.ttft_s), Spread.of(tally.token_s)
         unfinished = num_jobs - tally.num_ended - tally.num_failed
@@ -91,14 +92,15 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _keeps_bounds(load: LoadFile, tally: Tally, num_jobs: int) -> bool:
-    """Of all jobs, unfinished ones too."""
+    """Checks all jobs, unfinished ones too."""
     kept = sum(seconds <= load.ttft_s for seconds in tally.ttft_s)
     in_time = sum(seconds <= load.token_s for seconds in tally.token_s)
     return min(kept, in_time) >= BOUND_SHARE * num_jobs
 
 
 def _rates(fleet: FleetSummary, tally: Tally, jobs_per_s: float, tokens_per_s: float) -> FleetRates:
-    """Of jobs that run as many as there are by Little's law; with a full queue that is all seats."""
+    """Returns rates with the running jobs that there are by Little's law; with a full queue that is
+    all seats."""
     mean_s = sum(tally.request_s) / max(1, len(tally.request_s))
     return FleetRates(
         stages=fleet.devices,

@@ -25,7 +25,8 @@ class PlanBook:
     def replan(
         self, kind: int, profiles: Mapping[str, DeviceProfile], now: Deployment | None, *, may_improve: bool
     ) -> Deployment | None:
-        """What should run in a cell of this kind whose present workers have these profiles; None: what runs now.
+        """Returns what should run in a cell of this kind with present workers of these profiles;
+        None: what runs now.
 
         Raises Invalid if they do not hold the model.
         """

@@ -1,7 +1,7 @@
-"""A device that nobody has measured: its profile by what its vendor publishes of it. Knows no fleet.
+"""A device that was not measured: its profile by what its vendor publishes of it. Knows no fleet.
 
-A product takes the longer of two times: its weights stream from memory, or its rows are computed at the peak. What a
-real device reaches of both is assumed, as is what a layer costs besides.
+A product takes the longer of two times: its weights stream from memory, or its rows are computed at
+the peak. What a real device reaches of both is assumed, as is what else a layer costs.
 """
 
 from __future__ import annotations

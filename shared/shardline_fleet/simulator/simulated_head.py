@@ -1,7 +1,7 @@
-"""A head on the virtual clock: the product's scheduler over a chain of stages whose times are predicted.
+"""A head on the virtual clock: the product's scheduler over a chain of stages with predicted times.
 
-Its loop is the engine's: answers that have come are applied, the next step is cut and sent, and while there is nothing
-to cut it waits. It loses its stages and gets others, or dies.
+Its loop is the engine's: answers that have come are applied, the next step is cut and sent, and
+while there is nothing to cut it waits. It loses its stages and gets others, or dies.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class HeadCalls:
     """Whom a head tells."""
 
     tokens: Callable[[SimulatedJob, int], None]
-    """So many new ones of a job."""
+    """A number of new ones of a job."""
     ended: Callable[[SimulatedJob], None]
     failed: Callable[[SimulatedJob], None]
     """It never ends here, for one since it needs more KV than the pipeline has."""
@@ -66,7 +66,7 @@ class SimulatedHead:
         return self._agenda.now_s - self._beat_s
 
     def lead(self, chain: StageChain, num_blocks: int, num_lanes: int, after_s: float = 0.0) -> None:
-        """A new epoch over these stages, which begins after so many seconds."""
+        """Begins a new epoch over these stages after `after_s` seconds."""
         assert self._is_alive
         self.chain, self.lost_s = chain, None
         self._free_s = self._agenda.now_s + after_s

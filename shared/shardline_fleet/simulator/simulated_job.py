@@ -30,7 +30,7 @@ class SimulatedJob:
 
     @property
     def key(self) -> Key:
-        """Of the present attempt."""
+        """Returns the key of the present attempt."""
         return str(self.number), self.attempt
 
     @property

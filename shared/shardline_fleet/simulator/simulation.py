@@ -84,7 +84,7 @@ class Simulation:
         return Outcome.of(summary, self._sampled.share, load, self._tally, self._num_jobs)
 
     def _summary(self) -> FleetSummary:
-        """Of the cells as they have just started."""
+        """Sums up the cells as they have just started."""
         share = self._sampled.share
         planned = Workload(
             prompt=self._arrivals.prompt,

@@ -35,13 +35,13 @@ class Work:
 
     @classmethod
     def of(cls, stage: StageAssignment, model: ModelCosts) -> Work:
-        """Of one stage."""
+        """Describes the work of one stage."""
         kinds = Counter(kind.name for kind in model.layers[stage.first : stage.stop])
         nameless = msgspec.structs.replace(stage.profile, device="", host="", machine="", links={})
         return cls(nameless, tuple(sorted(kinds.items())), stage.stop == len(model.layers))
 
     def seconds(self, model: ModelCosts, step: StepKind, *, has_frames: bool) -> float:
-        """Of one step."""
+        """Returns the seconds of one step."""
         seconds = compute_s(self.profile, dict(self.kinds), step, is_tail=self.is_tail)
         return seconds + (frames_s(self.profile, model, step) if has_frames else 0.0)
 
@@ -64,7 +64,7 @@ class StageChain:
 
     @property
     def num_stages(self) -> int:
-        """Of the pipeline."""
+        """Returns the number of stages of the pipeline."""
         return len(self._work_of)
 
     def send(self, now_s: float, step: StepKind, num_rows: int) -> tuple[float, float]:

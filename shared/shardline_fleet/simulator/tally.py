@@ -20,13 +20,13 @@ class Spread(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, seconds: Sequence[float]) -> Spread:
-        """By nearest rank; NaN of nothing."""
+        """Takes them by nearest rank; NaN of nothing."""
         found = sorted(seconds) or [math.nan]
         return cls(p50=_rank(found, 0.5), p99=_rank(found, 0.99), worst=found[-1])
 
 
 class Tally:
-    """Of one simulation, as its jobs end."""
+    """Counts one simulation, as its jobs end."""
 
     def __init__(self) -> None:
         self.tokens: dict[int, int] = defaultdict(int)
@@ -67,7 +67,7 @@ class Tally:
         self.token_s.append((now_s - job.first_s) / max(1, job.output - 1))
 
     def tokens_per_s(self, from_s: float, until_s: float) -> float:
-        """Of whole seconds."""
+        """Returns the rate of whole seconds."""
         first, last = math.ceil(from_s), max(math.ceil(from_s) + 1, math.floor(until_s))
         return sum(self.tokens.get(second, 0) for second in range(first, last)) / (last - first)
 

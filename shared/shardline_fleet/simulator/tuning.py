@@ -32,7 +32,7 @@ MAX_STAGES = 8
 LEAST_GAIN = 1.02
 """The simulator tells no smaller difference apart, nor is a smaller one worth a change."""
 NUM_CHECKS = 3
-"""Other seeds with which the best settings are simulated beside the default ones."""
+"""Other seeds with which the best settings are simulated next to the default ones."""
 BROKEN_BOUND = 1e6
 """What exceeding a bound by its own length costs: more than any goal's seconds, so that bounds come first."""
 
@@ -43,7 +43,7 @@ Candidate = Mapping[Setting, int | str | None]
 
 
 class TuningGoal(StrEnum):
-    """Latencies are of all jobs, in the percentile that the name says."""
+    """Latencies are of all jobs, in the percentile of the name."""
 
     TOKENS_PER_S = "tokens-per-s"
     TTFT_P50 = "ttft-p50"

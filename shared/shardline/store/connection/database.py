@@ -77,7 +77,7 @@ class Failure:
 
 
 def failure_of(error: DBAPIError) -> Failure:
-    """Of the driver's error; the statement's parameters are not told."""
+    """Describes the driver's error, without the statement's parameters."""
     sqlstate = getattr(error.orig, "sqlstate", None)
     # Without a code it is the driver's own: there is no connection, or it would not send what it was given.
     is_lost = sqlstate.startswith(LOST) if sqlstate else isinstance(error, OperationalError | InterfaceError)
@@ -86,12 +86,13 @@ def failure_of(error: DBAPIError) -> Failure:
 
 
 def unavailable(error: DBAPIError) -> Unavailable:
-    """What a service that starts says of it."""
+    """Returns the error with which a starting service reports it."""
     return Unavailable(f"{failure_of(error)}. Check SHARDLINE_DATABASE_URL and migrate")
 
 
 def is_over_limit(cause: BaseException | None) -> bool:
-    """Whether Postgres, or a trial of it, can never hold this: it has a limit of its own, such as JSON's 256 MiB."""
+    """Whether Postgres, or a trial of it, can never hold this: it has its own limit, such as JSON's
+    256 MiB."""
     return (getattr(cause, "sqlstate", None) or "").startswith(OVER_LIMIT)
 
 
@@ -109,7 +110,7 @@ def connect_async(url: str, **options: Any) -> AsyncEngine:
 
 @contextmanager
 def transaction(url: str) -> Iterator[Connection]:
-    """A transaction on a connection of its own, for those who ask Postgres now and then."""
+    """Runs a transaction on a separate connection, for those who ask Postgres now and then."""
     with connect(url, poolclass=NullPool).begin() as connection:
         yield connection
 

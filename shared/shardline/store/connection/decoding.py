@@ -32,8 +32,8 @@ class NearestTimestamptz(TimestamptzLoader):
 
 
 def load_json(text: str | bytes) -> Any:
-    """As `json.loads`; a number that Python has not is its text, and so is what is nested too deep to be read: both
-    fail the checks of whoever needs something else there."""
+    """Reads as `json.loads`; a number that Python has not is its text, and so is what is nested too
+    deep to be read: both fail the checks of callers that need something else there."""
     try:
         try:
             return json.loads(text)
@@ -44,7 +44,7 @@ def load_json(text: str | bytes) -> Any:
 
 
 def register(context: AdaptContext) -> None:
-    """For one connection."""
+    """Registers the loaders for one connection."""
     context.adapters.register_loader("timestamptz", NearestTimestamptz)
 
 

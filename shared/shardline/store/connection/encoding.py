@@ -54,7 +54,7 @@ def storable(text: str) -> str:
 
 
 def dump_logprobs(logprobs: Iterable[TokenLogprob]) -> list[Any]:
-    """As nested arrays `[token_id, logprob, [[token_id, logprob], …]]`."""
+    """Returns nested arrays `[token_id, logprob, [[token_id, logprob], …]]`."""
     return [
         [entry.token_id, _finite(entry.logprob), [[token_id, _finite(value)] for token_id, value in entry.top]]
         for entry in logprobs
@@ -67,7 +67,8 @@ def load_logprobs(document: object) -> tuple[TokenLogprob, ...] | None:
 
 
 def load_params(document: object) -> SamplingParams:
-    """Of a prepared row: they were checked then. Raises msgspec.ValidationError for those of a later release."""
+    """Reads those of a prepared row, which were checked then. Raises msgspec.ValidationError for
+    those of a later release."""
     return parse_params(document)
 
 
@@ -88,7 +89,7 @@ def dump_result(result: Result) -> dict[str, Any]:
 
 
 def load_result(row: RowMapping, prefix: str = "") -> Result:
-    """A row of `results`, whose columns may carry a prefix."""
+    """Reads a row of `results`; its columns may carry a prefix."""
     return Result(
         job_id=row[f"{prefix}job_id"],
         text=row[f"{prefix}text"],
@@ -154,7 +155,8 @@ def unstorable_alone(one: object) -> str | None:
 
 
 def place_of_unstorable(value: object) -> str:
-    """Where `unstorable` has found it: `.stop[0]` of parameters, for an error; empty for the value itself."""
+    """Returns where `unstorable` has found it: `.stop[0]` of parameters, for an error; empty for
+    the value itself."""
     level = [("", value)]
     for _ in range(MAX_DEPTH):
         for place, one in level:

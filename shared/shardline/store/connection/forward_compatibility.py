@@ -1,6 +1,8 @@
-"""Which rows a head of this release understands: a later release's doors may have written some, or somebody's hand.
+"""Which rows a head of this release understands: a later release's doors may have written some, or
+somebody's hand.
 
-One strange row must not hold up the others, nor end its head. Knows no statement: `claims` does what is said here.
+One strange row must not hold up the others, nor end its head. Knows no statement: `claims` does
+what is decided here.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ class Sorted:
 
 
 def sort_rows(rows: Iterable[Row[Any]]) -> Sorted:
-    """By `params` of each."""
+    """Sorts rows by the `params` of each."""
     found = Sorted()
     for row in rows:
         try:

@@ -32,7 +32,7 @@ def ring(connection: Connection, channel: str) -> None:
 
 
 class Listener:
-    """A connection of its own that listens on one channel, for one thread at a time."""
+    """A separate connection that listens on one channel, for one thread at a time."""
 
     def __init__(self, url: str | URL, channel: str, *, check_s: float = CHECK_S) -> None:
         self._parameters = libpq_parameters(url)
@@ -56,8 +56,8 @@ class Listener:
     def wait(self, timeout_s: float) -> bool:
         """True if it rang within the time; all rings that wait count as one.
 
-        A listener that is not open, or has become deaf, opens now and returns True: what rang before was heard by
-        nobody. Raises psycopg.Error, and opens again at the next call.
+        A listener that is not open, or has become deaf, opens now and returns True: what rang
+        before was not heard. Raises psycopg.Error, and opens again at the next call.
         """
         try:
             if self._connection is None:
@@ -96,7 +96,8 @@ def listening(url: str, channel: str) -> Iterator[Listener]:
 
 
 async def rings(url: str | URL, channel: str, *, check_s: float = CHECK_S) -> AsyncGenerator[None, None]:
-    """For asyncio: one item once it listens, because what rang before was heard by nobody, then one for each ring.
+    """Yields, for asyncio, one item once it listens, because what rang before was not heard, then
+    one for each ring.
 
     Ends when it has become deaf. Raises psycopg.Error.
     """

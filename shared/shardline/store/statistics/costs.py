@@ -125,7 +125,7 @@ class Cost:
     tenant: str | None
     num_jobs: int
     num_unknown: int
-    """Attempts whose energy nobody knows: they count as nothing."""
+    """Attempts of unknown energy: they count as nothing."""
     prompt_tokens: int
     completion_tokens: int
     """Of results: what was lost with an attempt is in the energy, not here."""
@@ -155,14 +155,15 @@ def put_fixed(connection: Connection, kind: RateKind, per_kwh: float) -> int:
 
 
 def present_rates(connection: Connection) -> dict[str, float]:
-    """By kind, those that hold now."""
+    """Returns, by kind, those that hold now."""
     return {row.kind: row.per_kwh for row in connection.execute(PRESENT)}
 
 
 def costs(
     connection: Connection, *, num_days: int, by: Collection[str], model: str | None = None, tenant: str | None = None
 ) -> list[Cost]:
-    """Of jobs that came within so many days, MAX_JOBS at most, by any of `day`, `model` and `tenant`."""
+    """Sums up jobs that came within `num_days` days, MAX_JOBS at most, by any of `day`, `model` and
+    `tenant`."""
     limits = {"max_jobs": MAX_JOBS, "max_groups": MAX_GROUPS}
     asked = {"num_days": num_days, "by": list(by), "model": model, "tenant": tenant}
     return [

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from sqlalchemy import Connection, text
 
 MAX_COUNTED = 100_000
-"""Jobs of one count: so many means at least."""
+"""Jobs of one count: this many means at least."""
 MAX_SIZED = 1_000
 """The newest results tell how long jobs are."""
 MAX_AGED = 250
-"""Of each priority: a job may wait longer than one that came before it, whose delay has just ended."""
+"""Of each priority: a job may wait longer than one that came before it, with a delay that has just
+ended."""
 
 DEMAND = text("""
 -- Jobs that came within the window.
@@ -69,7 +70,7 @@ class Demand:
 
 
 def demand(connection: Connection, model: str, window_s: float) -> Demand:
-    """Of the last `window_s` seconds."""
+    """Returns the demand of the last `window_s` seconds."""
     limits = {"max_counted": MAX_COUNTED, "max_sized": MAX_SIZED}
     row = connection.execute(DEMAND, {"model": model, "window_s": window_s, **limits}).one()
     return Demand(
@@ -81,5 +82,6 @@ def demand(connection: Connection, model: str, window_s: float) -> Demand:
 
 
 def oldest_queued(connection: Connection) -> dict[str, float]:
-    """For how many seconds a job of each registered model has waited at most that may run; 0 if none does."""
+    """Returns for how many seconds a job of each registered model has waited at most that may run;
+    0 if none does."""
     return {row.model: float(row.seconds or 0) for row in connection.execute(OLDEST_QUEUED)}

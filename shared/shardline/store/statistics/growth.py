@@ -11,7 +11,7 @@ from shardline.contract.tables import DEAD, attempts, jobs, results
 TABLES = (jobs.name, attempts.name, results.name)
 
 MAX_COUNTED = 10_000
-"""Dead letters; more are shown as so many."""
+"""Dead letters; more are shown as this many."""
 
 SIZES = text("""
 SELECT name, pg_total_relation_size(name::regclass) AS num_bytes, coalesce(n_dead_tup, 0) AS num_dead_rows
@@ -23,7 +23,7 @@ NUM_DEAD = text(f"SELECT count(*) FROM (SELECT FROM jobs WHERE {DEAD} LIMIT :mos
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Size:
-    """Of one table."""
+    """Holds the size of one table."""
 
     num_bytes: int
     """On disk, with indexes, long values and space that Postgres will use again."""
@@ -32,7 +32,7 @@ class Size:
 
 
 def sizes(connection: Connection) -> dict[str, Size]:
-    """By table."""
+    """Returns the sizes by table."""
     rows = connection.execute(SIZES, {"names": list(TABLES)})
     return {row.name: Size(num_bytes=row.num_bytes, num_dead_rows=row.num_dead_rows) for row in rows}
 
