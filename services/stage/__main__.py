@@ -51,11 +51,11 @@ from shardline_fleet.planner import ModelCosts
 logger = structlog.get_logger(__name__)
 
 COMMANDS = {"devices": listing.main, "profile": profiling.main}
-"""Beside the stage itself."""
+"""Commands other than the stage itself."""
 
 
 def main() -> int:
-    """Loads, serves until told to stop, gives everything back. Returns the exit status."""
+    """Loads, serves until asked to stop, gives everything back. Returns the exit status."""
     gc.enable()
     with refusing():
         settings = StageSettings()
@@ -117,7 +117,7 @@ def join_fleet(placed: PlacedStage, backends: Backends) -> tuple[Membership, Pla
     }
     measured = links.measure(membership.others())
     profiles = {name: msgspec.structs.replace(each, links=measured) for name, each in profiles.items()}
-    if len(models) > 1:  # those whose turn comes later take jobs as well
+    if len(models) > 1:  # models that are served later take jobs as well
         register_models(database, models.values())
     membership.join_fleet(
         {
@@ -141,7 +141,7 @@ def copy_models(settings: StageSettings, backends: Backends) -> StageSettings:
 
 
 def register_models(database: Database, models: Iterable[PlacedStage]) -> None:
-    """As their heads will register them. Raises Unavailable."""
+    """Registers models as their heads will. Raises Unavailable."""
     rows = [
         each.info.row(name=each.settings.name, fingerprint=fingerprint(each.info.path, each.settings.cache_dir))
         for each in models

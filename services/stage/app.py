@@ -19,7 +19,8 @@ POOL = "services.stage.celery.pool:EnginePool"
 
 
 def make_app(settings: StageSettings) -> Celery:
-    """A Celery app that knows the one task, whose body never runs: the pool's engine does the work."""
+    """Returns a Celery app that knows the one task. Its body never runs: the pool's engine does the
+    work."""
     app = Celery("shardline.stage", set_as_current=True, control=ExpiringControl)
     app.conf.update(
         celery_settings(settings),
@@ -40,7 +41,7 @@ def make_app(settings: StageSettings) -> Celery:
 
 
 def serve(app: Celery, stage: Stage, settings: StageSettings) -> None:
-    """Runs Celery's worker in this thread until it is told to stop; warm shutdown drains."""
+    """Runs Celery's worker in this thread until it is asked to stop; warm shutdown drains."""
     app.shardline = stage
 
     def on_ready(sender: Any, **_: Any) -> None:

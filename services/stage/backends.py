@@ -58,7 +58,7 @@ class ServerBackends:
         return DeltaWriter(self._settings.redis_url)
 
     def result_store(self) -> StoreResult | None:
-        """Of an app of its own: the worker's stores nothing."""
+        """Returns the store of a separate app: the worker's stores nothing."""
         if not keeps_results(self._settings):
             return None
         return partial(store_end, results_app(self._settings, "shardline.results"))

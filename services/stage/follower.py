@@ -87,7 +87,7 @@ class Follower:
         """Celery serves remote control only."""
 
     def describe(self) -> Mapping[str, Any]:
-        """For `inspect stage`."""
+        """Returns what `inspect stage` shows."""
         progress = self._engine.progress
         return {
             **self._loaded.describe(),
@@ -99,7 +99,7 @@ class Follower:
         }
 
     def trace(self) -> Mapping[str, Any]:
-        """For `shardline trace`."""
+        """Returns what `shardline trace` shows."""
         return self._loaded.trace(self._control.card().bound_to or "", self._engine.step_times.last())
 
     def stop(self) -> None:
@@ -127,7 +127,7 @@ class Follower:
         self._announcer.touch()
 
     def status(self) -> StageStatus:
-        """For the head that holds the stage."""
+        """Returns the status for the head that holds the stage."""
         progress, executor = self._engine.progress, self._loaded.executor
         return StageStatus(
             epoch=progress.epoch,

@@ -55,9 +55,11 @@ RESULTS_S = 5.0
 
 
 def end_leases_of_predecessor(database: Database, *, worker: str, pipeline: str) -> None:
-    """Before the weights are read: meanwhile a head that waits may run the jobs that this one's predecessor held.
+    """Ends them before the weights are read: meanwhile a head that waits may run the jobs that this
+    one's predecessor held.
 
-    Call it while holding the device, which no living predecessor would have let go. Raises Unavailable.
+    Call it while holding the device, which no living predecessor would have let go. Raises
+    Unavailable.
     """
     try:
         with database.begin() as connection:
@@ -182,7 +184,7 @@ class Head:
         self._subscription.attach(consumer)
 
     def describe(self) -> Mapping[str, Any]:
-        """For `inspect stage`."""
+        """Returns what `inspect stage` shows."""
         status = asdict(self._pipeline.status())
         return {
             **self._loaded.describe(),
@@ -197,7 +199,7 @@ class Head:
         }
 
     def trace(self) -> Mapping[str, Any]:
-        """For `shardline trace`."""
+        """Returns what `shardline trace` shows."""
         return self._loaded.trace(self._pipeline.status().pipeline, self._engine.step_times.last())
 
     def stop(self) -> None:
@@ -263,7 +265,7 @@ class Head:
         self.delivery_handler.lost()
 
     def use_lanes(self, num_lanes: int) -> None:
-        """The engine has so many steps in flight."""
+        """Has the engine keep `num_lanes` steps in flight."""
         self._engine.use_lanes(num_lanes)
 
     def progress(self) -> StageProgress:
@@ -309,11 +311,11 @@ class Head:
 
     @property
     def tells_results(self) -> bool:
-        """With a result backend."""
+        """Returns whether there is a result backend."""
         return self._results is not None
 
     def job_told(self, job_id: str, state: JobState, value: Any) -> None:
-        """For whoever asks Celery by the job's id."""
+        """Publishes the result for callers that ask Celery by the job's id."""
         if self._results is not None:
             self._results.put(job_id, state, value)
 

@@ -1,4 +1,4 @@
-"""The sockets of a stage's hops and control links, as its settings say. Opens none."""
+"""The sockets of a stage's hops and control links, by its settings. Opens none."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ log = structlog.get_logger(__name__)
 
 
 def hop_sockets(settings: StageSettings) -> Sockets:
-    """Over ipc the folder keeps strangers out, over tcp the key does. Raises Invalid."""
+    """Returns the sockets. Over ipc the folder keeps strangers out, over tcp the key does. Raises
+    Invalid."""
     if settings.hop_transport == "ipc":
         return Sockets(bind=f"ipc://{settings.run_dir.absolute()}")
     ports = parse_ports(settings.hop_ports)

@@ -1,4 +1,5 @@
-"""Which layers this stage holds: said outright, by a split by hand, or by its place in an even split."""
+"""Which layers this stage holds: named outright, by a split by hand, or by its place in an even
+split."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from shardline.contract.split import parse_range, split_of
 
 
 def layers_of(settings: StageSettings, num_layers: int) -> range:
-    """The shard's layers; none if a plan will say. Raises Invalid, naming the setting."""
+    """The shard's layers; none if a plan will name them. Raises Invalid, naming the setting."""
     if settings.is_planned:
         return range(0)
     if settings.layers is not None:

@@ -25,7 +25,8 @@ from shardline_scheduler.step_times import StepTime
 log = structlog.get_logger(__name__)
 
 MAX_TENANTS = 100
-"""That have a label of their own: each costs a scraper a series. Those that come later are `other`."""
+"""Tenants with a separate label: each costs a scraper a series. Those that come later are
+`other`."""
 
 
 class StageMeter:
@@ -135,7 +136,7 @@ class StageMeter:
                 histogram.labels(self._model).observe(seconds)
 
     def watch(self, scheduler: Scheduler, pipeline: Pipeline) -> None:
-        """On a head."""
+        """Has a head's metrics read them."""
         metrics = self._head
         if metrics is None:
             return

@@ -159,7 +159,8 @@ def main() -> int:
     if os.getppid() != int(parent):  # it ended while this process was importing
         return 0
     name_process(f"rank {rank}")
-    log.configure(service="stage", level="warning", form=Settings().log_format)  # the first rank says the rest
+    # The first rank logs the rest
+    log.configure(service="stage", level="warning", form=Settings().log_format)
     pin(tuple(int(core) for core in cores.split(",")))
     try:
         Rank(RankGroup(int(rank), int(num_ranks), int(memory))).serve(Connection(int(link)))

@@ -64,7 +64,7 @@ class Stage(Protocol):
 
     @property
     def delivery_handler(self) -> DeliveryHandler:
-        """Where the pool's deliveries go."""
+        """Returns what takes the pool's deliveries."""
 
     def start(self) -> None:
         """Start the threads."""
@@ -73,13 +73,13 @@ class Stage(Protocol):
         """Celery's consumer is up, in Celery's thread."""
 
     def describe(self) -> Mapping[str, Any]:
-        """For `inspect stage`."""
+        """Returns what `inspect stage` shows."""
 
     def trace(self) -> Mapping[str, Any]:
-        """For `shardline trace`."""
+        """Returns what `shardline trace` shows."""
 
     def stop(self) -> None:
-        """After Celery has stopped: end the threads, give the device back."""
+        """Ends the threads and gives the device back, after Celery has stopped."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,7 +112,7 @@ class LoadedStage:
     drift: Drift | None = None
     """None: the device was never measured."""
     power: Power | None = None
-    """None: nobody knows what the device draws."""
+    """None: what the device draws is unknown."""
 
     @property
     def capacity(self) -> Capacity:
@@ -134,18 +134,18 @@ class LoadedStage:
 
     @property
     def watts(self) -> float:
-        """What the device has drawn while it computed; 0 where nobody knows."""
+        """Returns what the device has drawn while it computed; 0 where unknown."""
         return self.power.watts if self.power else 0.0
 
     def watch_adapters(self, tell: Tell = lambda _: None) -> AdapterWatch | None:
-        """Of its folder, if it has one; not started."""
+        """Returns the watch of its folder, if it has one; not started."""
         settings = self.settings
         if settings.adapters_dir is None:
             return None
         return AdapterWatch(self.executor.adapters, every_s=settings.times.poll_s, tell=tell)
 
     def describe(self) -> dict[str, Any]:
-        """For people and tests."""
+        """Returns facts for people and tests."""
         executor = self.executor
         return {
             "model": self.settings.name,

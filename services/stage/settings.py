@@ -207,13 +207,13 @@ class StageSettings(ProfiledSettings):
         return any(each.model.startswith(PEER) for each in self.every_model)
 
     def streams_on(self, *, cores: bool) -> bool:
-        """Whether it streams as many layers as its memory does not hold, so that a plan may count on it. Graphs of an
-        accelerator hold none."""
+        """Returns whether it streams all layers that its memory does not hold, so that a plan may
+        count on it. Graphs of an accelerator hold none."""
         return self.streamed_layers == "auto" and (cores or not self.cuda_graphs)
 
     @property
     def streaming_folder(self) -> Path:
-        """Where the weights of streamed layers lie."""
+        """Returns where the weights of streamed layers lie."""
         return self.streamed_layers_dir or self.cache_dir
 
     @property

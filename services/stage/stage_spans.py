@@ -36,7 +36,7 @@ class OpenSpan:
 
 
 class StageSpans:
-    """Of one stage; `about` says which."""
+    """Records the spans of one stage; `about` tells which."""
 
     def __init__(self, tracer: Tracer, about: dict[str, Value]) -> None:
         self._tracer = tracer
@@ -45,7 +45,7 @@ class StageSpans:
         self._open: dict[int, OpenSpan] = {}
 
     def step(self, plan: StepPlan, time: StepTime) -> None:
-        """After each step."""
+        """Records a step that has ended."""
         if time.epoch != self._epoch:
             self._end(list(self._open))  # The pipeline broke under them.
             self._epoch = time.epoch

@@ -55,7 +55,7 @@ def import_model() -> None:
     """Imports the modules of the model that the stages will load, if it is a folder: a hub is asked by stages only."""
     model = os.environ.get("SHARDLINE_MODEL", "")
     if Path(model).is_dir():
-        with suppress(ShardlineError):  # A stage will say so.
+        with suppress(ShardlineError):  # A stage will report it.
             ModelInfo.read(model)
 
 
@@ -83,7 +83,8 @@ def fork(request: ForkRequest, supervisor: int) -> bool:
 
 
 def become(request: ForkRequest, supervisor: int) -> None:
-    """Turns this fork into the stage that was asked for, or ends it if nobody waits for it any more."""
+    """Turns this fork into the stage that was asked for, or ends it if no supervisor waits for it
+    any more."""
     die_with_parent()
     os.setsid()
     os.dup2(request.log, STDOUT)

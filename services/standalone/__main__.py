@@ -52,7 +52,7 @@ def status() -> None:
 
 @cli.command()
 def demo() -> None:
-    """300 prompts with known answers through all five doors of a stack of its own."""
+    """300 prompts with known answers through all five doors of a separate stack."""
     raise typer.Exit(0 if run_demo(console) else 1)
 
 

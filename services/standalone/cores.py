@@ -1,8 +1,8 @@
-"""Claims cores of this machine, so that stacks of one user avoid each other's. Knows no stage.
+"""Claims cores of this machine, so that stacks of one user use different ones. Knows no stage.
 
-Every stack holds a shared lock on each core that it uses, and the kernel frees it when the supervisor dies: a core is
-free while nobody's lock prevents an exclusive one. Within a stack the stages have their own locks; between stacks
-sharing is allowed, but slower, and therefore reported.
+Every stack holds a shared lock on each core that it uses, and the kernel frees it when the
+supervisor dies: a core is free while no lock prevents an exclusive one. Within a stack the stages
+have their own locks; between stacks sharing is allowed, but slower, and therefore reported.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class CoreClaims:
             os.close(folder)
 
     def _is_free(self, folder: int, core: int) -> bool:
-        """Whether nobody else held the core, which is held afterwards."""
+        """Returns whether no other stack held the core, which is held afterwards."""
         file = open_private_file(folder, f"core-{core}.lock", FIELD)
         is_free = try_lock(file)
         # Refused only by an exclusive lock: of a stack that looks at this very moment.

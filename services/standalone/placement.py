@@ -35,7 +35,7 @@ class StagePlacement:
     replica: int
     place: int
     layers: range | None
-    """None: a relay's plan says."""
+    """None: a relay's plan decides."""
     device: str
     """Its SHARDLINE_DEVICE."""
     shared: bool
@@ -50,7 +50,7 @@ class StagePlacement:
 
     @property
     def layers_text(self) -> str:
-        """As SHARDLINE_LAYERS has them: both ends included."""
+        """Returns them as SHARDLINE_LAYERS has them: both ends included."""
         if self.layers is None:
             return "planned"
         return f"{self.layers.start}-{self.layers.stop - 1}"
@@ -109,7 +109,8 @@ def _split(settings: StandaloneSettings, num_layers: int) -> Sequence[range | No
 
 
 def is_planned(settings: StandaloneSettings, stages: Sequence[StagePlacement], num_layers: int) -> bool:
-    """Whether there is something to choose, nobody has chosen, and each stage has a device of its own."""
+    """Returns whether there is something to choose, no setting has chosen, and each stage has a
+    separate device."""
     devices = {place.device for place in stages if place.replica == 0}
     return (
         settings.workers is None
@@ -136,7 +137,7 @@ def replaced(stages: Sequence[StagePlacement], plan: Plan, measured: Sequence[st
 
 
 def num_pipelines(stages: Sequence[StagePlacement]) -> int:
-    """How many these stages form; of a fleet one, whatever its plan will say."""
+    """How many these stages form; of a fleet one, whatever its plan will be."""
     return len({stage.replica for stage in stages})
 
 
@@ -157,7 +158,8 @@ def core_groups(num: int, size: int | None, cores: list[int], taken: frozenset[i
 
 
 def count_layers(settings: StandaloneSettings) -> int:
-    """The layer count that the model's config.json gives. Raises Invalid, saying where a model must be."""
+    """Returns the layer count that the model's config.json gives. Raises Invalid, naming where a
+    model must be."""
     config: dict[str, Any] = msgspec.json.decode(config_file(settings).read_bytes())
     for scope in (config, config.get("text_config") or {}):
         for name in LAYER_COUNTS:
@@ -167,7 +169,8 @@ def count_layers(settings: StandaloneSettings) -> int:
 
 
 def config_file(settings: StandaloneSettings) -> Path:
-    """The model's config.json, fetched from the hub if need be. Raises Invalid, saying where a model must be."""
+    """The model's config.json, fetched from the hub if need be. Raises Invalid, naming where a
+    model must be."""
     if settings.folder is not None:
         config = settings.folder / "config.json"
         if not config.is_file():

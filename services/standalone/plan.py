@@ -23,12 +23,13 @@ from shardline.host.threads import ASLEEP
 METRICS_PORT = "SHARDLINE_METRICS_PORT"
 FLOWER_USER = "shardline"
 FLOWER_MAX_TASKS = 10_000
-"""Flower keeps the newest tasks in memory; its own default is ten times as many."""
+"""Flower keeps the newest tasks in memory; its own default is ten times this."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Addresses:
-    """Where a stack is reached. Key, database, Redis and Flower are secrets: never log them whole."""
+    """Tells where a stack is reached. Key, database, Redis and Flower are secrets: never log them
+    whole."""
 
     http_port: int
     flower_port: int
@@ -98,7 +99,8 @@ class StackPlan:
 
     @property
     def scrape_targets(self) -> list[dict[str, Any]]:
-        """As Prometheus reads them from a file: each process with the port of its metrics, if it has one."""
+        """Returns them as Prometheus reads them from a file: each process with the port of its
+        metrics, if it has one."""
         ports = {each.name: each.env.get(METRICS_PORT) for each in (self.gateway, self.relay, *self.stages)}
         return [
             {"targets": [f"{LOOPBACK}:{port}"], "labels": {"service": name}} for name, port in ports.items() if port
@@ -196,7 +198,7 @@ def _service(name: str, home: Path, common: Mapping[str, str], **own: object) ->
 
 
 def of_stage(settings: StandaloneSettings, place: StagePlacement, home: Path) -> dict[str, str]:
-    """What a stage's environment says of itself."""
+    """Returns what a stage's environment holds of itself."""
     own = {
         "SHARDLINE_MODEL_NAME": settings.name,
         "SHARDLINE_LAYERS": place.layers_text,
@@ -208,7 +210,7 @@ def of_stage(settings: StandaloneSettings, place: StagePlacement, home: Path) ->
         "SHARDLINE_LOCK_DIR": home / "locks",
         "SHARDLINE_RUN_DIR": socket_folder(home, "hops"),
     }
-    if place.layers is None:  # each head has a pipeline of its own name
+    if place.layers is None:  # each head's pipeline has the head's name
         own |= {"SHARDLINE_PIPELINE": "", "SHARDLINE_WORKER_NAME": f"{settings.name}.{place.name}"}
     return {name: str(value) for name, value in own.items()}
 

@@ -15,7 +15,8 @@ ELSE = ("tcmalloc_minimal", "tcmalloc")
 
 
 def preload(settings: StandaloneSettings) -> str:
-    """The value of LD_PRELOAD for stages: what the settings say, else an allocator that is installed, else nothing."""
+    """Returns the value of LD_PRELOAD for stages: what the settings give, else an allocator that is
+    installed, else nothing."""
     if settings.stage_preload is not None:
         return settings.stage_preload
     return mimalloc() or next((found for name in ELSE if (found := ctypes.util.find_library(name))), "")

@@ -26,11 +26,12 @@ UNPRIVILEGED = "65534"
 
 
 class StartFailed(RuntimeError):
-    """A child did not come up; the message says why and ends with its log."""
+    """A child did not come up; the message tells why and ends with its log."""
 
 
 class Child:
-    """One child process under a name, with its log. Subclasses say how it starts; it may start again after its end."""
+    """One child process under a name, with its log. Subclasses define how it starts; it may start
+    again after its end."""
 
     def __init__(self, name: str, home: Path) -> None:
         self.name = name
@@ -175,7 +176,8 @@ def tail(log: Path) -> str:
 
 
 def open_log(log: Path) -> IO[bytes]:
-    """To append to, in a folder of this user alone: what servers and libraries write may quote what is private."""
+    """Opens it to append to, in a folder of this user alone: what servers and libraries write may
+    quote what is private."""
     log.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     log.parent.chmod(0o700)
     bound_log(log)

@@ -32,7 +32,7 @@ class ReadinessCriteria:
 
 
 class NotReady(Exception):
-    """The stack is not ready; the message says what is missing."""
+    """The stack is not ready; the message tells what is missing."""
 
 
 def check(criteria: ReadinessCriteria) -> None:
@@ -78,7 +78,7 @@ def _send_canary(gateway: httpx.Client, criteria: ReadinessCriteria) -> None:
 
 
 class ReadinessWatcher:
-    """Repeats the check on a thread of its own, while the main thread watches the children."""
+    """Repeats the check on a separate thread, while the main thread watches the children."""
 
     def __init__(self, criteria: ReadinessCriteria) -> None:
         self._criteria = criteria

@@ -1,4 +1,5 @@
-"""Embedded Valkey and Postgres in a folder of their own. Owns their data and their processes; knows no table or key."""
+"""Embedded Valkey and Postgres in a separate folder. Owns their data and their processes; knows no
+table or key."""
 
 from __future__ import annotations
 
@@ -207,7 +208,8 @@ class Postgres(EmbeddedServer):
             os.chown(folder, int(processes.UNPRIVILEGED), int(processes.UNPRIVILEGED))
 
     def _clear_leftovers(self) -> None:
-        """End a server that outlived its supervisor; forget a pid file whose pid now belongs to someone else."""
+        """End a server that outlived its supervisor; forget a pid file with a pid that now belongs
+        to another process."""
         pid_file = self.data / "postmaster.pid"
         if not pid_file.exists():
             return

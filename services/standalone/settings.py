@@ -76,7 +76,8 @@ class StandaloneSettings(ProfiledSettings):
 
     @property
     def is_placed(self) -> bool:
-        """Whether anything says how many stages there are, of how many pipelines, or what they compute on."""
+        """Returns whether anything sets how many stages there are, of how many pipelines, or what
+        they compute on."""
         return not PLACEMENT.isdisjoint(self.model_fields_set)
 
     @property

@@ -64,7 +64,8 @@ class Supervisor:
         self._stack_record = StackRecord(self._state_dir, say)
 
     def run(self) -> None:
-        """Start, say where it is, keep it running until a stop is requested, stop. Raises when it cannot start."""
+        """Start, show where it is, keep it running until a stop is requested, stop. Raises when it
+        cannot start."""
         with ExitStack() as stack:
             stack.enter_context(self._state_dir.lock())
             self._inbox = stack.enter_context(SignalInbox())
@@ -114,9 +115,10 @@ class Supervisor:
         return stages
 
     def _plan_stages(self, stages: list[StagePlacement]) -> list[StagePlacement]:
-        """Gives each stage the layers that suit its device, by what it measures; even shares if that fails.
+        """Gives each stage the layers that suit its device, by what it measures; even shares if
+        that fails.
 
-        If nobody has said how many stages there are, each device may as well hold the whole model.
+        If no setting tells how many stages there are, each device may as well hold the whole model.
         """
         first = [place for place in stages if place.replica == 0]
         self._say(f"measuring {', '.join(place.device for place in first)}, once; SHARDLINE_SPLIT=even does without")

@@ -1,7 +1,9 @@
-"""The supervisor's end of the warm parent: starts it, and has stages forked of it. Knows no stage's settings.
+"""The supervisor's end of the warm parent: starts it, and has stages forked of it. Knows no stage's
+settings.
 
-A stage is forked only by a parent whose environment agrees with its own, but for SHARDLINE_*: libraries read the rest
-when they are imported. In every other case the caller starts the stage as a new program.
+A stage is forked only by a parent with an environment that agrees with its own, but for
+SHARDLINE_*: libraries read the rest when they are imported. In every other case the caller starts
+the stage as a new program.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ from shardline.host.fork_request import GO, MAX_BYTES, READY, ForkRequest
 from shardline.host.prctl import adopt_orphans
 
 FORK_S = 5.0
-"""Until a fork has said its pid: milliseconds, unless the machine is starved. Later ones end by themselves."""
+"""Until a fork has reported its pid: milliseconds, unless the machine is starved. Later ones end by
+themselves."""
 PID_MAX_BYTES = 16
 ROOM = {"SHARDLINE_ROOM": "." * 16_384}
 """Its stages write their own environment over that of the warm parent, for /proc to show; theirs is larger."""
@@ -32,7 +35,7 @@ class WarmParent(Child):
         super().__init__("warm-parent", home)
         self.environment = dict(environment)
         self.problem = ""
-        """Why it cannot fork, if it has said so."""
+        """Why it cannot fork, if it has reported a reason."""
         self._link: socket.socket | None = None
         self._is_ready = False
 
@@ -64,7 +67,8 @@ class WarmParent(Child):
         return self._is_ready or bool(self.problem)
 
     def fork(self, name: str, environment: Mapping[str, str], log: Path) -> AdoptedProcess | None:
-        """A new stage, in a session of its own, its output appended to `log`. None if this parent cannot fork it."""
+        """A new stage, in a separate session, its output appended to `log`. None if this parent
+        cannot fork it."""
         if not self.is_settled() or self.problem or not self.suits(environment) or self._link is None:
             return None
         ours, theirs = socket.socketpair()

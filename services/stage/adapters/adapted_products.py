@@ -20,7 +20,7 @@ from services.stage.products.tiled_linear import TiledLinear
 
 
 class OutputPlace(NamedTuple):
-    """Where a linear layer is computed: by which product, from which of its outputs on."""
+    """Tells which product computes a linear layer, from which of its outputs on."""
 
     product: TiledLinear
     first_output: int
@@ -62,7 +62,7 @@ class AdaptedProducts:
         return RankTable([by_product[number] for number in range(len(self._numbers))])
 
     def use(self, groups: Sequence[tuple[RankTable, Tensor]]) -> None:
-        """From now on products add these adapters, each to its rows: indices int64 [T], ascending."""
+        """Makes products add these adapters, each to its rows: indices int64 [T], ascending."""
         self._rows = [rows.int() for _, rows in groups]
         found = [
             AdapterRows(table.parts, table.begins, rows.data_ptr(), len(rows))
@@ -72,7 +72,7 @@ class AdaptedProducts:
 
 
 def place_of(layer: nn.Module) -> OutputPlace | None:
-    """Where a packed linear layer is computed; None: not by a product of our own."""
+    """Returns where a packed linear layer is computed; None: not by a product of ours."""
     if isinstance(layer, GatheredLinear):
         return place_of(layer.linear)
     product, first_output = (layer.merged.layer, layer.first_output) if isinstance(layer, Part) else (layer, 0)

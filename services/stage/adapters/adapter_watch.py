@@ -33,7 +33,7 @@ class AdapterWatch(threading.Thread):
         super().start()
 
     def run(self) -> None:
-        """Until stopped."""
+        """Watches until stopped."""
         while not self._stopped.wait(self._every_s):
             self.look()
 

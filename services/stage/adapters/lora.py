@@ -54,10 +54,11 @@ class AdaptedRows(NamedTuple):
 
 
 class ShardAdapters:
-    """Loads adapters for a packed shard, and adds them while `adding` says so. Used by the thread that runs steps."""
+    """Loads adapters for a packed shard, and adds them within `adding`. Used by the thread that
+    runs steps."""
 
     def __init__(self, shard: Shard, packing: Packing) -> None:
-        """Products are packed as `packing` says; without it torch computes them."""
+        """Packs products by `packing`; without it torch computes them."""
         self.layers = shard.layers
         self._shard, self._packing = shard, packing
         self._modules = {name: each for name, each in shard.model.named_modules() if name in shard.linear_sizes}
@@ -107,7 +108,8 @@ class ShardAdapters:
         self._is_hooked = True
 
     def _share(self, name: str, up: Tensor) -> Tensor:
-        """The rows of a weight [N, r] whose outputs this process computes: all, unless ranks divide the layer."""
+        """Returns the rows of a weight [N, r] that give this process's outputs: all, unless ranks
+        divide the layer."""
         share = self._shard.output_shares.get(name)
         return up if share is None else up[share.start : share.stop]
 

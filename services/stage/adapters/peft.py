@@ -55,7 +55,8 @@ WITHOUT_EFFECT = frozenset(
         "task_type",
     }
 )
-"""Fields that change nothing in what the tensors of a trained adapter mean, or that the tensors' names say too."""
+"""Fields that change nothing in what the tensors of a trained adapter mean, or that the tensors'
+names show too."""
 PLAIN_STARTS: Final = (None, True, False, "gaussian", "eva", "orthogonal")
 """Values of `init_lora_weights` that left the base's weights as they were."""
 PLAIN_NAME = re.compile(r"[A-Za-z0-9_.]+")

@@ -25,7 +25,7 @@ __all__ = ["BLOCK_TOKENS", "Attention", "KvShape", "MicroBatch", "PagedKv", "Spa
 
 
 Attended = tuple[Tensor, None]
-"""The output of a layer, and the weights that transformers asks for and nobody needs."""
+"""The output of a layer, and the weights that transformers asks for and no caller needs."""
 
 
 class KvWritten(Exception):
@@ -105,8 +105,8 @@ class Attention:
 
 
 def _weakly(method: Callable[..., Attended]) -> Callable[..., Attended]:
-    """The method, without holding its object: transformers keeps what is registered for good, and with the object
-    would go all of the KV."""
+    """Returns the method without a reference to its object: transformers never drops what is
+    registered, so it would keep all of the KV."""
     held = WeakMethod(method)
 
     def attend(*arguments: Any, **options: Any) -> Attended:

@@ -22,8 +22,9 @@ NUM_TRIALS = 3
 
 
 class OffloadArea:
-    """As many slots as `num_bytes` hold, allocated at once in a file in `folder`; without one in host memory, which is
-    pinned if `kv` is on an accelerator. Raises Invalid if the disk or the memory does not hold them."""
+    """Has the slots that `num_bytes` hold, allocated at once in a file in `folder`; without one in
+    host memory, which is pinned if `kv` is on an accelerator. Raises Invalid if the disk or the
+    memory does not hold them."""
 
     def __init__(
         self, kv: PagedKv, num_bytes: int, folder: Path | None = None, *, synchronize: Callable[[], None] = lambda: None

@@ -82,8 +82,8 @@ class MicroBatch:
     def check_blocks(self, num_blocks: int) -> None:
         """Raises ProtocolError if a span's KV lies outside a pool of this many blocks.
 
-        For backends whose kernels check nothing: torch would wrap a negative index around, and an index past the end
-        makes a CUDA device unusable.
+        Backends with kernels that check nothing need this: torch would wrap a negative index
+        around, and an index past the end makes a CUDA device unusable.
         """
         for span in self.spans:
             if min(span.blocks) < 0 or max(span.blocks) >= num_blocks:

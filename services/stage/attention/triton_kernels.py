@@ -105,9 +105,11 @@ def attend(
     PADDED_VALUE_DIM: tl.constexpr,
     IS_INTERPRETED: tl.constexpr,
 ):
-    """Program (row, KV head) attends for the tile that begins at the row, and ends at once where none does.
+    """Program (row, KV head) attends for the tile that begins at the row, and ends at once where
+    none does.
 
-    A tile is cut at positions that divide by TILE // GROUP. Padding rows are tiles of their own that see no key: zeros.
+    A tile is cut at positions that divide by TILE // GROUP. Padding rows are separate tiles that
+    see no key: zeros.
     """
     LOG2E: tl.constexpr = 1.4426950408889634
     TILE_ROWS: tl.constexpr = TILE // GROUP
@@ -169,7 +171,7 @@ def attend(
             is_seen &= token[None, :] > place[:, None] - window
         scores = tl.where(is_seen, scores * LOG2E, float("-inf"))
         new_most = tl.maximum(most, tl.max(scores, 1))
-        # Until a lane has seen a key both are -inf, whose difference would be NaN
+        # Until a lane has seen a key both are -inf: their difference would be NaN
         base = tl.where(new_most == float("-inf"), 0.0, new_most)
         weights = tl.exp2(scores - base[:, None])
         shrink = tl.exp2(most - base)

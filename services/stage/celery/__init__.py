@@ -1,1 +1,2 @@
-"""Celery's side of a stage: its pool, its messages, what it may be told by remote control. Knows no job's life."""
+"""Celery's side of a stage: its pool, its messages, the commands that it takes by remote control.
+Knows no job's life."""

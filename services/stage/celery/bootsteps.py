@@ -1,8 +1,9 @@
-"""What a stage does at each connect of Celery to Redis: it lets in as many messages as it has seats. Knows no job.
+"""What a stage does at each connect of Celery to Redis: it lets in one message for each of its
+seats. Knows no job.
 
-kombu counts unacknowledged messages for each connection, so after a reconnect it would let in a batch more. Here the
-pool counts. A second channel, which sees the messages of interactive jobs alone, goes on while all seats for any job
-are taken.
+kombu counts unacknowledged messages for each connection, so after a reconnect it would let in a
+batch more. Here the pool counts. A second channel, which sees the messages of interactive jobs
+alone, goes on while all seats for any job are taken.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ class Delivery:
     began_s: float = field(default_factory=monotonic_s)
 
     def accept(self) -> None:
-        """The row was claimed: Celery says STARTED."""
+        """The row was claimed: Celery reports STARTED."""
         now_s = monotonic_s()
         self.hub.post(lambda: self.on_accepted(self.number, now_s))
 

@@ -25,16 +25,17 @@ class HubCalls:
         return self._wakeup.fd
 
     def post(self, call: Callable[[], None]) -> None:
-        """From any thread: run `call` in Celery's thread, soon."""
+        """Runs `call` in Celery's thread, soon. Any thread may call this."""
         self._calls.append(call)
         self._wakeup.wake()
 
     def take(self) -> None:
-        """In Celery's thread: run everything that waits, in order."""
+        """Runs everything that waits, in order. Called in Celery's thread."""
         self._wakeup.clear()
         while self._calls:
             self._calls.popleft()()
 
     def wait(self, timeout_s: float) -> None:
-        """In Celery's thread, when its event loop no longer polls: until a call waits, or `timeout_s` passed."""
+        """Waits until a call waits, or `timeout_s` passed. Called in Celery's thread, when its
+        event loop no longer polls."""
         select.select([self.fd], [], [], timeout_s)

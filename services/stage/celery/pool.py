@@ -27,7 +27,7 @@ POLL_S = 0.2
 
 
 class DeliveryHandler(Protocol):
-    """Where deliveries go: the head's lease manager. A follower drops them."""
+    """Takes deliveries: the head's lease manager. A follower drops them."""
 
     def offer(self, delivery: Delivery) -> None:
         """Claim the delivery's row, soon. Must not block."""
@@ -67,11 +67,11 @@ class EnginePool(BasePool):
         loop.add_reader(self._hub.fd, self._hub.take)
 
     def has_seat(self) -> bool:
-        """For any job: one more message may come."""
+        """Returns whether one more message may come, for any job."""
         return len(self._deliveries) < self.limit
 
     def has_interactive_seat(self) -> bool:
-        """For an interactive job."""
+        """Returns whether one more message may come, for an interactive job."""
         return len(self._deliveries) < self.limit + self._num_interactive
 
     @override
@@ -142,7 +142,7 @@ class EnginePool(BasePool):
 
 
 def _priority(request: Mapping[str, Any]) -> int:
-    """Of the message: the row's when it was sent."""
+    """Returns the message's priority: the row's when it was sent."""
     info = request.get("delivery_info")
     priority = info.get("priority") if isinstance(info, Mapping) else None
     return priority if isinstance(priority, int) else DEFAULT_PRIORITY

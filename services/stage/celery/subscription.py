@@ -8,9 +8,10 @@ from services.stage.celery.hub_calls import HubCalls
 
 
 class QueueSubscription:
-    """`open` and `close` may be called from any thread and at any time; they act in Celery's thread, in order.
+    """`open` and `close` may be called from any thread and at any time; they act in Celery's
+    thread, in order.
 
-    Celery keeps the choice of queues over a reconnect, and asks nobody while it is disconnected.
+    Celery keeps the choice of queues over a reconnect, and asks for none while it is disconnected.
     """
 
     def __init__(self, queue: str, hub: HubCalls) -> None:

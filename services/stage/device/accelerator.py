@@ -1,7 +1,8 @@
-"""Any accelerator that torch knows as a device: CUDA, ROCm, XPU, MPS, or a backend that SHARDLINE_DEVICE_MODULE brings.
+"""Any accelerator that torch knows as a device: CUDA, ROCm, XPU, MPS, or a backend that
+SHARDLINE_DEVICE_MODULE brings.
 
-All is asked of torch's module for the device type (`torch.cuda`, `torch.xpu`, `torch_npu`, …), whose functions have the
-same names everywhere; what a module lacks has a fallback here. Knows no model.
+All is asked of torch's module for the device type (`torch.cuda`, `torch.xpu`, `torch_npu`, …): its
+functions have the same names everywhere; what a module lacks has a fallback here. Knows no model.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from shardline.host.cores import FIELD, FORMS
 BUILT_IN = ("cuda", "xpu", "mps")
 """Device types of torch itself; `cuda` is also ROCm's."""
 STREAM_PARTS = ("Stream", "Event", "current_stream", "stream")
-"""What copies beside the computation need of torch's module; mps has no streams."""
+"""What copies in parallel with the computation need of torch's module; mps has no streams."""
 MODULE_FIELD = "SHARDLINE_DEVICE_MODULE"
 UUID = re.compile(r"(?:GPU-)?([0-9a-fA-F]{8}(?:-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12})")
 _NAME = re.compile(r"([a-z][a-z0-9_]*?):(\d{1,4})|(mps)")
@@ -36,7 +37,7 @@ _NAME = re.compile(r"([a-z][a-z0-9_]*?):(\d{1,4})|(mps)")
 
 @dataclass(frozen=True, slots=True)
 class AcceleratorInfo:
-    """An accelerator of this machine, held by nobody yet."""
+    """An accelerator of this machine, not held yet."""
 
     type: str
     index: int
@@ -149,19 +150,20 @@ class Accelerator(Device):
         self._found.module.synchronize()
 
     def staging(self, num_buffers: int, num_bytes: int) -> Staging | None:
-        """Returns pinned buffers of so many bytes; None if the backend lacks pinned memory, streams or events."""
+        """Returns pinned buffers of `num_bytes` each; None if the backend lacks pinned memory,
+        streams or events."""
         if self._module_with_streams is None or not _can_pin():
             return None
         return Staging(self._module_with_streams, self.torch_device, num_buffers, num_bytes)
 
     def uploads(self) -> Uploads:
-        """Returns copies that run beside the computation, if the backend has streams and events, out of pinned memory,
-        if it has that."""
+        """Returns copies that run in parallel with the computation, if the backend has streams and
+        events, out of pinned memory, if it has that."""
         return Uploads(self.torch_device, self._module_with_streams, pins=_can_pin())
 
     @property
     def _module_with_streams(self) -> Any:
-        """torch's module for the type; None if copies beside the computation lack a part of it."""
+        """Returns torch's module for the type; None if parallel copies lack a part of it."""
         module = self._found.module
         return module if all(hasattr(module, name) for name in STREAM_PARTS) else None
 

@@ -34,10 +34,11 @@ def acquire(
     num_cores: int | None = None,
     num_ranks: int = 1,
 ) -> Device:
-    """Locks the device; pins this process to it if it is a set of cores, of which a kind alone takes `num_cores`, and
-    which so many ranks divide; an accelerator takes no notice of these.
+    """Locks the device; pins this process to it if it is a set of cores, of which a kind alone
+    takes `num_cores`, and which `num_ranks` ranks divide; an accelerator takes no notice of these.
 
-    Raises Invalid for a name that is not a device here, and, naming the holder, if another worker holds it.
+    Raises Invalid for a name that is not a device here, and, naming the holder, if another worker
+    holds it.
     """
     cores = partial(cpu.Cpu, worker=worker, folder=lock_folder, shared=shared, num_ranks=num_ranks)
     if name.startswith(CORES) and name != CORES:
@@ -51,7 +52,8 @@ def acquire(
 
 
 def _free_accelerator(kind: str, worker: str, lock_folder: Path, *, shared: bool) -> Device | None:
-    """The one with most memory that nobody holds. What others share is as good as free to one that shares.
+    """Returns the free one with most memory. What others share is as good as free to one that
+    shares.
 
     Raises Invalid if none of the kind is free, but None if cores will do as well.
     """
@@ -83,7 +85,7 @@ def _free_cores(cores: Callable[[str], Device], lock_folder: Path, *, shared: bo
 
 
 def _cores(lock_folder: Path, *, shared: bool, num: int | None) -> str:
-    """So many free cores, or all that are free; without them any, if they may be shared."""
+    """Returns `num` free cores, or all that are free; without them any, if they may be shared."""
     usable = cpu.usable_cores()
     free = tuple(core for core in usable if holder(lock_folder, cpu.lock_name(core)) is None)
     if len(free) >= (num or 1):

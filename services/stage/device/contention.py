@@ -10,7 +10,8 @@ TASKS = Path("/proc/self/task")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerTimes:
-    """Of all threads of this process that live, since each began: nanoseconds on a core, and ready without one."""
+    """Holds the nanoseconds that this process's living threads have been on a core, and ready
+    without one."""
 
     ran_ns: int
     waited_ns: int
@@ -22,7 +23,8 @@ class SchedulerTimes:
         return cls(ran_ns=sum(ran for ran, _ in counts), waited_ns=sum(waited for _, waited in counts))
 
     def waited_share(self, earlier: SchedulerTimes) -> float:
-        """Of the time since then in which threads could have run: how much of it others ran, 0 to 1."""
+        """Returns the share of the time since then, 0 to 1, that threads could have run and others
+        ran."""
         ran_ns = max(0, self.ran_ns - earlier.ran_ns)
         waited_ns = max(0, self.waited_ns - earlier.waited_ns)
         return waited_ns / (ran_ns + waited_ns) if waited_ns else 0.0

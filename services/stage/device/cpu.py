@@ -30,10 +30,11 @@ class Cpu(Device):
     dtype_remedies: ClassVar = {"float16": "Use float32 or bfloat16, or give this stage an accelerator"}
 
     def __init__(self, name: str, *, worker: str, folder: Path, shared: bool = False, num_ranks: int = 1) -> None:
-        """Takes the cores that a name such as `cpu:0-3` gives, and divides them among so many ranks.
+        """Takes the cores that a name such as `cpu:0-3` gives, and divides them among `num_ranks`
+        ranks.
 
-        Raises Invalid for cores that are not here, or fewer than ranks, and, naming the holder, for those that another
-        worker holds.
+        Raises Invalid for cores that are not here, or fewer than ranks, and, naming the holder, for
+        those that another worker holds.
         """
         self.cores = parse_cores(name)
         _check_usable(self.cores)
@@ -69,7 +70,7 @@ class Cpu(Device):
         return Meter("rapl", Rapl(self.cores).spent_j)
 
     def watts(self) -> Watts:
-        """Returns the figures of so many cores."""
+        """Returns the figures of these cores."""
         return Watts.of_cores(len(self.cores))
 
     def synchronize(self) -> None:
@@ -111,13 +112,14 @@ def _check_usable(cores: tuple[int, ...]) -> None:
 
 
 def _parts(cores: tuple[int, ...], num: int) -> list[tuple[int, ...]]:
-    """So many parts, of neighbors and as equal as can be."""
+    """Returns `num` parts, of neighbors and as equal as can be."""
     cuts = [len(cores) * part // num for part in range(num + 1)]
     return [cores[begin:end] for begin, end in pairwise(cuts)]
 
 
 def pin(cores: tuple[int, ...]) -> None:
-    """Pins every thread of this process, also those of libraries, and sets as many compute threads as cores."""
+    """Pins every thread of this process, also those of libraries, and sets one compute thread per
+    core."""
     for thread in Path("/proc/self/task").iterdir():
         with suppress(ProcessLookupError):  # it ended meanwhile
             os.sched_setaffinity(int(thread.name), cores)

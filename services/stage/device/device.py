@@ -24,7 +24,7 @@ from services.stage.ranks.processes import OtherRanks
 from shardline.base.errors import Invalid
 
 INT8 = "int8"
-"""The dtype of weights whose activations and KV are bfloat16."""
+"""The dtype of weights with activations and KV in bfloat16."""
 
 log = structlog.get_logger(__name__)
 
@@ -36,7 +36,8 @@ class Meter:
     source: str
     """`rapl` or `nvml`."""
     spent_j: Callable[[float], float]
-    """Returns the watt-seconds since its last call, so many seconds ago. May raise anything."""
+    """Returns the watt-seconds since its last call, which was that number of seconds ago. May raise
+    anything."""
 
 
 class Device(ABC):
@@ -113,11 +114,13 @@ class Device(ABC):
         torch.get_num_threads()
 
     def staging(self, num_buffers: int, num_bytes: int) -> Staging | None:  # noqa: ARG002 (an accelerator's)
-        """Returns pinned buffers of so many bytes; None where copies block: on the CPU, or without streams."""
+        """Returns pinned buffers of `num_bytes` each; None where copies block: on the CPU, or
+        without streams."""
         return None
 
     def uploads(self) -> Uploads | None:
-        """Returns what copies from the host's memory to the device; None on the CPU, whose memory that is."""
+        """Returns what copies from the host's memory to the device; None on the CPU: that memory is
+        its own."""
         return None
 
     def dtype(self, name: str) -> torch.dtype:

@@ -21,11 +21,12 @@ HOLDER_MAX_BYTES = 256
 
 
 GATE = "gate.lock"
-"""Held while device locks are tried: who looks takes a free one for a moment, and must refuse it to nobody."""
+"""Held while device locks are tried: who looks takes a free one for a moment, and must not refuse
+it to others."""
 
 
 def holder(folder: Path, name: str) -> str | None:
-    """Returns who holds a lock, or None if nobody does."""
+    """Returns who holds a lock, or None if it is free."""
     try:
         file = os.open(folder / f"{name}.lock", os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     except FileNotFoundError:

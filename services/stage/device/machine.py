@@ -1,4 +1,5 @@
-"""Says which machine this is, and lists all that libraries choose kernels by: equal lists, equal bits."""
+"""Identifies this machine, and lists all that libraries choose kernels by: equal lists, equal
+bits."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ import torch
 
 ISA_PREFIXES = ("avx", "amx", "fma", "sse4", "asimd", "sve", "bf16", "i8mm")
 PROCESSOR_FIELDS = ("vendor_id", "cpu family", "model", "CPU implementer", "CPU part")
-"""Fields of /proc/cpuinfo beside the instruction sets: kernels are chosen by processor generation too."""
+"""Fields of /proc/cpuinfo apart from the instruction sets: kernels are chosen by processor
+generation too."""
 CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 """The caches of the first core: oneDNN sizes its blocks by them."""
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -30,7 +32,7 @@ VARIABLES = (
 
 
 def boot_id() -> str:
-    """Of the kernel: the same in all containers of a host, whose names differ."""
+    """Returns the kernel's boot id: the same in all containers of a host, unlike their names."""
     return _text(BOOT_ID).strip() or socket.gethostname()
 
 
@@ -54,7 +56,7 @@ def _processor() -> list[str]:
 
 
 def _fields() -> dict[str, str]:
-    """What Linux says of the first core."""
+    """Returns what Linux reports of the first core."""
     lines = _text(Path("/proc/cpuinfo")).splitlines()
     return {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in reversed(lines))}
 

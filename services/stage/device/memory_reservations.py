@@ -1,8 +1,9 @@
-"""Owns the memory that the stages of one host have promised to take and not taken yet. Knows no model and no device.
+"""Owns the memory that the stages of one host have promised to take and not taken yet. Knows no
+model and no device.
 
-Free memory does not show a stage that is still loading: two that measure it at the same time would both take it. So
-each stage writes what it will need into a file of its own, beside the device locks, and subtracts what others have
-written. A lock on the file shows that its writer is alive.
+Free memory does not show a stage that is still loading: two that measure it at the same time would
+both take it. So each stage writes what it will need into its own file, next to the device locks,
+and subtracts what others have written. A lock on the file shows that its writer is alive.
 """
 
 from __future__ import annotations

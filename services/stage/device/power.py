@@ -29,7 +29,7 @@ class Power(ABC):
         """Of all steps."""
 
     def add(self, compute_s: float) -> None:
-        """Counts a step that the device has just computed in so many seconds."""
+        """Counts a step that the device has just computed in `compute_s`."""
         self._computed_s += compute_s
         self.computed_j += self._watts_now() * compute_s
 
@@ -48,7 +48,7 @@ class Power(ABC):
 
 
 class NominalPower(Power):
-    """By figures: one number of watts while it computes, another while it does not."""
+    """Goes by figures: one number of watts while it computes, another while it does not."""
 
     def __init__(self, source: str, watts: Watts) -> None:
         super().__init__(source)
@@ -66,7 +66,8 @@ class NominalPower(Power):
 
 
 class MeasuredPower(Power):
-    """By a meter: the mean power between its last two readings. A step that follows a pause pays the pause's mean."""
+    """Goes by a meter: the mean power between its last two readings. A step that follows a pause
+    pays the pause's mean."""
 
     def __init__(self, meter: Meter) -> None:
         super().__init__(meter.source)
@@ -108,7 +109,8 @@ class MeasuredPower(Power):
 
 
 def power_of(device: Device, watts: float | None) -> Power | None:
-    """Returns the best source that there is; `watts` is what an operator says that it draws. None: nobody knows."""
+    """Returns the best source that there is; `watts` is what it draws according to an operator.
+    None: unknown."""
     power, reason = _source_of(device, watts)
     if power is None:
         log.warning("the power of this device is not known: set SHARDLINE_DEVICE_WATTS", device=device.name)

@@ -14,7 +14,7 @@ CPUS = Path("/sys/devices/system/cpu")
 
 
 class Zone:
-    """One counter of microjoules, which begins anew at its range."""
+    """One counter of microjoules, which begins again at its range."""
 
     def __init__(self, folder: Path, share: float) -> None:
         """Reads it once. Raises OSError, ValueError."""

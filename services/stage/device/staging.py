@@ -38,11 +38,12 @@ class HostCopy:
 
 
 class Staging:
-    """One pinned buffer for each step in flight, which brings the step's activations in and takes them out.
+    """One pinned buffer for each step in flight, which brings the step's activations in and takes
+    them out.
 
-    A buffer comes around again after `num_buffers` steps. With one more than the pipeline has lanes the step before it
-    is back at the head by then: its copies have ended, and every later stage has received its bytes. So a buffer may be
-    lent to ZeroMQ. Used by the engine's thread.
+    A buffer comes around again after `num_buffers` steps. With one more than the pipeline has lanes
+    the step before it is back at the head by then: its copies have ended, and every later stage has
+    received its bytes. So a buffer may be handed to ZeroMQ. Used by the engine's thread.
     """
 
     def __init__(self, module: Any, device: torch.device, num_buffers: int, num_bytes: int) -> None:
@@ -60,9 +61,10 @@ class Staging:
         return buffer
 
     def copy_out(self, step: int, states: Tensor | None) -> HostCopy:
-        """Begins to copy a step's activations, [T, H] of any dtype, once the device has done all that it was given.
+        """Begins to copy a step's activations, [T, H] of any dtype, once the device has done all
+        that it was given.
 
-        The copy runs on a stream of its own, so that the next step's operators need not wait for it.
+        The copy runs on a separate stream, so that the next step's operators need not wait for it.
         """
         states = None if states is None else states.contiguous()
         computed, copied = _event(self._module), _event(self._module)

@@ -1,6 +1,7 @@
-"""Uploads: copies from the host's memory to an accelerator, beside its computation.
+"""Uploads: copies from the host's memory to an accelerator, in parallel with its computation.
 
-Owns their stream, and the events by which it and the stream of the computation wait for each other. Knows no weights.
+Owns their stream, and the events by which it and the stream of the computation wait for each other.
+Knows no weights.
 """
 
 from __future__ import annotations

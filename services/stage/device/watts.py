@@ -50,12 +50,12 @@ class Watts:
 
     @classmethod
     def of_cores(cls, num_cores: int) -> Watts:
-        """Returns the figures of so many logical cores."""
+        """Returns the figures of `num_cores` logical cores."""
         return cls(busy=3.5 * num_cores, idle=0.74 * num_cores)
 
     @classmethod
     def of_board(cls, watts: float) -> Watts:
-        """Returns the figures of an accelerator whose board draws so much."""
+        """Returns the figures of an accelerator with a board that draws `watts`."""
         return cls(busy=watts, idle=IDLE_SHARE * watts)
 
     @classmethod

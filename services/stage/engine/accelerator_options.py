@@ -22,7 +22,7 @@ from shardline.base.errors import Invalid
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AcceleratorOptions:
-    """Of one stage."""
+    """Holds the options of one stage."""
 
     cpu_parts: frozenset[CpuPart] = frozenset()
     """They stay in host memory."""
@@ -42,7 +42,7 @@ class AcceleratorOptions:
         return self
 
     def check(self, model: nn.Module) -> None:
-        """Raises Invalid for a model, whose weights are not read yet, that the options do not suit."""
+        """Raises Invalid for a model, its weights not read yet, that the options do not suit."""
         if self.cuda_graphs and any(is_experts(module) for module in model.modules()):
             problem = "which experts compute is known on the host only after a router has run: no graph can hold it"
             raise Invalid(GRAPHS_FIELD, problem, "Set it to false for mixtures")

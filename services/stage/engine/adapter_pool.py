@@ -26,7 +26,7 @@ log = structlog.get_logger(__name__)
 
 
 class Use(NamedTuple):
-    """Of an adapter by an open sequence."""
+    """Tells which adapter an open sequence uses."""
 
     name: str
     fingerprint: str

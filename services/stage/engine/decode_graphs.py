@@ -100,7 +100,7 @@ class DecodeGraph:
     def __init__(
         self, shard: Shard, attention: Attention, recorder: Recorder, *, num_rows: int, table_width: int
     ) -> None:
-        """Records it over buffers of its own."""
+        """Records it over its own buffers."""
         self.num_rows = num_rows
         self._x = shard.zeros(num_rows)
         self._rows = MicroBatch(
@@ -121,7 +121,8 @@ class DecodeGraph:
         self._replay = recorder.record(run)
 
     def run(self, micro_batch: MicroBatch, x: Tensor) -> Tensor:
-        """Returns the outputs [T, ...] of a decode step in memory of their own; `x` is [T] or [T, H], as recorded.
+        """Returns the outputs [T, ...] of a decode step in separate memory; `x` is [T] or [T, H],
+        as recorded.
 
         `micro_batch` has R rows, int32, in the host's memory.
         """

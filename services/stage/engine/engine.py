@@ -218,7 +218,8 @@ class HeadEngine(Engine):
 
     @property
     def num_awaited(self) -> int:
-        """The number of steps whose answers are due. It is 0 while the loop is held back: answers may wait then."""
+        """The number of steps with answers due. It is 0 while the loop is held back: answers may
+        wait then."""
         return 0 if self.is_fenced else self.scheduler.num_in_flight
 
     @property
@@ -231,7 +232,8 @@ class HeadEngine(Engine):
         self._may_run_until_s = until_s
 
     def use_lanes(self, num_lanes: int) -> None:
-        """Has so many steps in flight from now on, at most those of the wiring. May be called from any thread."""
+        """Has `num_lanes` steps in flight from now on, at most those of the wiring. May be called
+        from any thread."""
         self.inbox.put(lambda: self._use_lanes(num_lanes))
 
     def add(self, request: Request, sink: TokenSink) -> None:
@@ -319,7 +321,7 @@ class HeadEngine(Engine):
         while (frame := receiver.receive(wait_s)) is not None:
             began_s = monotonic_s()
             self._apply(decode_result(frame.message))
-            if not self._launched:  # beside a computation it takes no time of this stage
+            if not self._launched:  # during a computation it takes no time of this stage
                 self.progress.work(monotonic_s() - began_s)
             wait_s = 0.0
 

@@ -1,7 +1,8 @@
-"""Checks on the loaded shard whether a row gets the same bits whatever runs beside it, and names the result by a hash.
+"""Checks on the loaded shard whether a row gets the same bits whatever runs next to it, and names
+the result by a hash.
 
-The three rules are in docs/decisions/exact-rows.md; `RULES_VERSION` changes when they do. Knows no scheduler and no
-job.
+The three rules are in docs/decisions/exact-rows.md; `RULES_VERSION` changes when they do. Knows no
+scheduler and no job.
 
 Letters of shapes: T packed rows, R sampled rows.
 """
@@ -76,7 +77,7 @@ class Probe:
         return self._compute_outputs([span], self._inputs[start:end], list(range(end - start)))
 
     def _run_as_prompt(self) -> Tensor:
-        """As the prefill of a prompt runs: only its last row is sampled."""
+        """Runs the prefill of a prompt: only its last row is sampled."""
         whole = Span(start=0, length=self._length, blocks=self._blocks)
         return self._compute_outputs([whole], self._inputs, [self._length - 1])
 
@@ -85,7 +86,7 @@ class Probe:
         return torch.cat([self._run(start, min(start + CHUNK, self._length)) for start in starts])
 
     def _run_beside_decodes(self) -> Tensor:
-        """The last token beside the first tokens of other sequences."""
+        """Runs the last token next to the first tokens of other sequences."""
         spans = [self._last_token(), *(Span(start=0, length=1, blocks=[block]) for block in self._beside)]
         return self._compute_outputs(spans, torch.cat([self._inputs[-1:], self._others[: len(self._beside)]]), [0])
 

@@ -151,7 +151,8 @@ class Executor:
         self._device.enter_thread()
 
     def staging(self, num_buffers: int) -> Staging | None:
-        """Returns buffers for the activations of so many steps in flight; None if copies block on this device."""
+        """Returns buffers for the activations of `num_buffers` steps in flight; None if copies
+        block on this device."""
         return self._device.staging(num_buffers, self.token_budget * self.info.hidden_size * self.dtype.itemsize)
 
     def drop(self) -> None:
@@ -239,7 +240,7 @@ class Executor:
             return StepResult(plan.step, tokens, logprobs, bad, monotonic_s() - began_s, plan.refused)
         if spans:
             self.forward.write(spans, x)
-            self._device.synchronize()  # an answer says that its step is computed, and how long it took
+            self._device.synchronize()  # an answer reports a computed step and its duration
         return StepResult(plan.step, (), compute_s=monotonic_s() - began_s, refused=plan.refused)
 
     def _sampled_rows(self, plan: StepPlan) -> tuple[list[int], list[SampledSequence]]:
@@ -262,7 +263,8 @@ class Executor:
 
 
 def _check_frames(token_budget: int, row_bytes: int) -> None:
-    """Raises Invalid if the activations of a full step, of so many bytes a row, do not fit into a frame."""
+    """Raises Invalid if the activations of a full step, of `row_bytes` each, do not fit into a
+    frame."""
     if token_budget * row_bytes > MAX_TENSOR_BYTES:
         problem = (
             f"{token_budget:,} rows of {row_bytes:,} bytes are over a frame's limit of {MAX_TENSOR_BYTES >> 20} MiB"

@@ -1,9 +1,11 @@
-"""One forward of packed rows over a shard, its attention and its KV: where rows are padded, so that bits stay the same.
+"""One forward of packed rows over a shard, its attention and its KV: where rows are padded, so that
+bits stay the same.
 
-Knows no StepPlan, no sequence and no sampling: spans say which rows belong together and where their KV lies.
+Knows no StepPlan, no sequence and no sampling: spans tell which rows belong together and where
+their KV lies.
 
-Letters of shapes: T packed rows, H the hidden size, R sampled rows, V the vocabulary. An input `x` holds ids int64 [T]
-on the first shard, and hidden states [T, H] in the shard's dtype on the others.
+Letters of shapes: T packed rows, H the hidden size, R sampled rows, V the vocabulary. An input `x`
+holds ids int64 [T] on the first shard, and hidden states [T, H] in the shard's dtype on the others.
 """
 
 from __future__ import annotations
@@ -117,8 +119,9 @@ class Forward:
 
     @contextmanager
     def adapted(self, narrow: Narrow, adapters: AdapterRows = ()) -> Iterator[None]:
-        """A context in which adapters add to rows: graphs, which know none, are not replayed; `narrow` is told the rows
-        that the last layer goes on with, int64 [R], and other ranks are told `adapters`."""
+        """A context in which adapters add to rows: graphs, which know none, are not replayed;
+        `narrow` receives the rows that the last layer goes on with, int64 [R], and other ranks
+        receive `adapters`."""
         self._narrow_adapters, self._adapters = narrow, adapters
         try:
             yield
@@ -199,7 +202,7 @@ class Forward:
         return self.shard.logits(padded, position, self._padded_rows(sampled_rows, x.device))[: len(sampled_rows)]
 
     def _narrowed(self, last: LastLayer, spans: Sequence[Span], x: Tensor, sampled_rows: list[int]) -> Tensor:
-        """As `_logits`, but the last layer computes the sampled rows only."""
+        """Does what `_logits` does, but the last layer computes the sampled rows only."""
         padded, position = self._pad(spans, x)
         rows = self._padded_rows(sampled_rows, x.device)
         micro_batch = MicroBatch.of(list(_single_rows(spans, sampled_rows)), min_rows=len(rows), device=x.device)
@@ -229,9 +232,9 @@ class Forward:
 
     @contextmanager
     def _over_the_context(self) -> Iterator[None]:
-        """A context in which the model is told positions over all of its context, for the TRIAL_ROWS rows of a trial:
-        a layer may scale by its position what it does not scale near 0. Attention and KV are those of a short
-        sequence."""
+        """A context in which the model gets positions over all of its context, for the TRIAL_ROWS
+        rows of a trial: a layer may scale by its position what it does not scale near 0. Attention
+        and KV are those of a short sequence."""
         last = self.shard.info.context_length - 1
         spread = torch.linspace(min(TRIAL_FIRST, last), last, TRIAL_ROWS - TRIAL_FIRST, dtype=torch.float64).long()
         position = torch.cat([torch.arange(TRIAL_FIRST).clamp(max=last), spread])

@@ -48,16 +48,16 @@ class Memory(Protocol):
 
     @property
     def streamed_layers(self) -> tuple[int, ...]:
-        """By their numbers, once the weights are checked."""
+        """Returns their numbers, once the weights are checked."""
 
     def check_fits(self, weights: WeightBytes) -> None:
-        """Before any weight is read. Raises Invalid, with the remedy, if they do not fit."""
+        """Checks before any weight is read. Raises Invalid, with the remedy, if they do not fit."""
 
     def make_kv(self, kv_shapes: Mapping[int, KvShape], dtype: torch.dtype, *, context: int) -> PagedKv:
         """Allocates the KV. Raises Invalid if the memory holds no KV block."""
 
     def make_offload_area(self, kv: PagedKv) -> OffloadArea:
-        """Allocates slots beside the KV. Raises Invalid if there is no room."""
+        """Allocates slots next to the KV. Raises Invalid if there is no room."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +90,8 @@ class ForwardLoad:
 
     @property
     def adapter_packing(self) -> Packing:
-        """How adapters are packed: beside int8 weights they have the dtype of activations."""
+        """Returns how adapters are packed: next to int8 weights they have the dtype of
+        activations."""
         return packing_for(self.of_dtype, self.native) if self.packing.int8 else self.packing
 
 

@@ -34,7 +34,7 @@ class Limits:
     """Where it lies in a file; None: in host memory."""
     kv_share: float = DEFAULT_KV_SHARE
     streamed_layers: int | Literal["auto"] = 0
-    """Whose weights memory does not hold; auto: as few as make weights and KV fit."""
+    """Layers with weights that memory does not hold; auto: as few as make weights and KV fit."""
     streamed_folder: Path = Path()
     """Where these lie in a file; those of an accelerator lie in the host's memory."""
     token_budget: int
@@ -74,8 +74,8 @@ class WeightBytes:
         return sum(self.by_layer[number] for number in streamed)
 
     def spread(self, num: int) -> tuple[int, ...]:
-        """Returns so many layers, or all if these are fewer, as far apart as can be: others compute while they are
-        read."""
+        """Returns `num` layers, or all if these are fewer, as far apart as can be: others compute
+        while they are read."""
         numbers = sorted(number for number, size in self.by_layer.items() if size)
         num = min(num, len(numbers))
         return tuple(numbers[(2 * index + 1) * len(numbers) // (2 * num)] for index in range(num))
@@ -102,8 +102,8 @@ class StageMemory:
         """By their numbers."""
 
     def check_fits(self, weights: WeightBytes) -> None:
-        """Before any weight is read: chooses the streamed layers, checks that the rest and KV fit into free memory, and
-        promises to take it.
+        """Chooses the streamed layers before any weight is read, checks that the rest and KV fit
+        into free memory, and promises to take it.
 
         Raises Invalid, with the remedy, if they do not.
         """
@@ -125,9 +125,10 @@ class StageMemory:
     def make_kv(
         self, kv_shapes: Mapping[int, KvShape], dtype: torch.dtype, *, context: int, num_ranks: int = 1
     ) -> PagedKv:
-        """Allocates this stage's KV, then promises the offload area. Raises Invalid if the memory holds no KV block.
+        """Allocates this stage's KV, then promises the offload area. Raises Invalid if the memory
+        holds no KV block.
 
-        `kv_shapes` are of one of so many ranks, which all take as much.
+        `kv_shapes` are of one of `num_ranks` ranks, which all take as much.
         """
         with self._device.reservations.alone():
             kv_bytes = self._kv_bytes() // num_ranks
@@ -137,7 +138,8 @@ class StageMemory:
         return kv
 
     def make_offload_area(self, kv: PagedKv, *, num_ranks: int = 1) -> OffloadArea:
-        """Allocates slots beside this KV, which is of one of so many ranks, then withdraws the promise.
+        """Allocates slots next to this KV, which is of one of `num_ranks` ranks, then withdraws the
+        promise.
 
         Raises Invalid if there is no room.
         """
@@ -160,8 +162,8 @@ class StageMemory:
         )
 
     def _check_host(self, weights: WeightBytes) -> int:
-        """The bytes of the host's memory that streamed layers take beside the device's. Raises Invalid if that has no
-        room."""
+        """Returns the bytes of the host's memory that streamed layers take in addition to the
+        device's. Raises Invalid if that has no room."""
         num_bytes = 0 if self._device.is_cpu else weights.of(self.streamed_layers)
         free = self._device.host_bytes()
         if num_bytes > free:
@@ -194,7 +196,8 @@ class StageMemory:
 def num_blocks(
     kv_shapes: Mapping[int, KvShape], dtype: torch.dtype, kv_bytes: int, *, context: int, max_open: int
 ) -> int:
-    """Returns the KV blocks that `kv_bytes` hold; at most as many as all open sequences could use at full length.
+    """Returns the KV blocks that `kv_bytes` hold; at most those that all open sequences could use
+    at full length.
 
     Raises Invalid if they do not hold one.
     """

@@ -1,4 +1,5 @@
-"""How the ranks of a stage agree on the memory that each takes: the first divides, the others are told."""
+"""How the ranks of a stage agree on the memory that each takes: the first divides, the others
+follow."""
 
 from __future__ import annotations
 
@@ -20,22 +21,23 @@ class TellingMemory:
 
     @property
     def streamed_layers(self) -> tuple[int, ...]:
-        """By their numbers, once the weights are checked."""
+        """Returns their numbers, once the weights are checked."""
         return self._memory.streamed_layers
 
     def check_fits(self, weights: WeightBytes) -> None:
-        """As `StageMemory` does; tells how many layers are streamed."""
+        """Checks as `StageMemory` does; tells how many layers are streamed."""
         self._memory.check_fits(weights)
         self._group.tell(len(self._memory.streamed_layers))
 
     def make_kv(self, kv_shapes: Mapping[int, KvShape], dtype: torch.dtype, *, context: int) -> PagedKv:
-        """As `StageMemory` does, of which this rank allocates its share; tells the number of KV blocks."""
+        """Allocates this rank's share of what `StageMemory` finds room for; tells the number of KV
+        blocks."""
         kv = self._memory.make_kv(kv_shapes, dtype, context=context, num_ranks=self._group.num_ranks)
         self._group.tell(kv.num_blocks)
         return kv
 
     def make_offload_area(self, kv: PagedKv) -> OffloadArea:
-        """As `StageMemory` does, this rank's share."""
+        """Allocates as `StageMemory` does, this rank's share."""
         return self._memory.make_offload_area(kv, num_ranks=self._group.num_ranks)
 
 
@@ -56,5 +58,5 @@ class ToldMemory:
         return PagedKv(layers=kv_shapes, num_blocks=self._group.tell(None), dtype=dtype)
 
     def make_offload_area(self, kv: PagedKv) -> OffloadArea:
-        """Allocates this rank's share of the slots: as many as the first rank has."""
+        """Allocates this rank's share of the slots: the number that the first rank has."""
         return OffloadArea(kv, self._limits.offload_bytes // self._group.num_ranks, self._limits.offload_folder)

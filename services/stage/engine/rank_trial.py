@@ -26,8 +26,8 @@ BUFFER_BYTES = 1 << 20
 
 
 def check_ranks(config: Any, cache_folder: Path, native: Kernel, num_ranks: int) -> None:
-    """Raises Invalid, with the reason, if so many ranks of a model of this config would compute something else than the
-    whole model. A model that passed is not tried again."""
+    """Raises Invalid, with the reason, if `num_ranks` ranks of a model of this config would compute
+    something else than the whole model. A model that passed is not tried again."""
     try_miniature(config, cache_folder, f"{num_ranks} ranks", partial(in_ranks, native, num_ranks))
 
 

@@ -39,9 +39,11 @@ LEAST_TEMPERATURE = 1e-5
 
 
 class Sample(NamedTuple):
-    """What was sampled of each sequence, as a StepResult needs it; `logprobs` is empty if none needs them.
+    """What was sampled of each sequence, as a StepResult needs it; `logprobs` is empty if none
+    needs them.
 
-    `bad` names the sequences whose logits were not finite, or not after their penalties: their last token is 0.
+    `bad` names the sequences with logits that were not finite, or not after their penalties: their
+    last token is 0.
     """
 
     tokens: tuple[tuple[int, ...], ...]
@@ -157,10 +159,11 @@ class Sampler:
     def sample(
         self, logits: Tensor, sequences: Sequence[SampledSequence], drafts: Sequence[tuple[int, ...]] | None = None
     ) -> Sample:
-        """Samples a token of each sequence, and one more after each of its drafts that is the token sampled before it.
+        """Samples a token of each sequence, and one more after each of its drafts that is the token
+        sampled before it.
 
-        `logits`, [R, V] of any float dtype, hold for each sequence, in order, a row and one for each of its drafts.
-        None: nobody has drafts.
+        `logits`, [R, V] of any float dtype, hold for each sequence, in order, a row and one for
+        each of its drafts. None: no sequence has drafts.
         """
         drafts = [()] * len(sequences) if drafts is None else drafts
         assert logits.shape == (len(sequences) + sum(map(len, drafts)), self._vocab_size), logits.shape
@@ -305,7 +308,8 @@ def _pick(weights: Tensor, tiles: np.ndarray[tuple[int], np.dtype[np.float64]], 
 
 
 def _find(sums: np.ndarray[tuple[int], np.dtype[np.float64]], target: float) -> int:
-    """The first index whose running sum is above the target; rounding never leads past the last positive weight."""
+    """Returns the first index with a running sum above the target; rounding never leads past the
+    last positive weight."""
     return int(sums.searchsorted(min(target, np.nextafter(sums[-1], 0.0)), side="right"))
 
 

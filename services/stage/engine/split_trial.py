@@ -1,8 +1,10 @@
-"""Tries on a model's miniature whether stages compute what the whole model does: packed rows, chunks, our attention.
+"""Tries on a model's miniature whether stages compute what the whole model does: packed rows,
+chunks, our attention.
 
-The whole miniature runs as transformers wrote it, each sequence alone, with its own masks, positions and attention. So
-whatever a model does that a split or a packed batch would leave out is seen, in every model, without a list of names:
-state that goes from token to token, masks of its own, positions that it counts itself, keys shared across layers.
+The whole miniature runs as transformers wrote it, each sequence alone, with its own masks,
+positions and attention. So whatever a model does that a split or a packed batch would leave out is
+seen, in every model, without a list of names: state that goes from token to token, its own masks,
+positions that it counts itself, keys shared across layers.
 
 Letters of shapes: T packed rows, V the vocabulary.
 """
@@ -66,7 +68,7 @@ def check_split(config: Any, cache_folder: Path) -> None:
 
 
 def try_miniature(config: Any, cache_folder: Path, parts: str, compute: Compute) -> None:
-    """As `check_split`, of whatever `parts` of a model compute, in words."""
+    """Checks as `check_split` does, for any part of a model; `parts` is its name in words."""
     config = miniature_config(config)
     facts = [VERSION, parts, transformers.__version__, torch.__version__, config.to_json_string(use_diff=False)]
     name = f"{hashlib.sha256(json.dumps(facts).encode()).hexdigest()}.split"
@@ -100,7 +102,7 @@ def _difference(config: Any, seed: int, compute: Compute) -> float:
 
 
 def _stages(whole: Any) -> list[Forward]:
-    """First layer, middle layers and last layer of the miniature, with KV of their own."""
+    """First layer, middle layers and last layer of the miniature, with separate KV."""
     num_layers = whole.config.num_hidden_layers
     cuts = sorted({0, 1, num_layers - 1, num_layers})
     attention, shapes = Attention(None), dict[int, KvShape]()

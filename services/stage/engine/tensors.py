@@ -31,10 +31,11 @@ def view_of(tensor: Tensor) -> memoryview:
 
 @torch.inference_mode()
 def quantized(states: Tensor) -> Tensor:
-    """Returns activations [T, H] of any float dtype as int8 [T, H + 4]: each row in units of its own scale, then that.
+    """Returns activations [T, H] of any float dtype as int8 [T, H + 4]: each row in units of its
+    scale, then that.
 
-    The scale is the row's largest absolute value over 127, so a row's bytes depend on that row only. One that holds
-    NaN or infinity becomes NaN.
+    The scale is the row's largest absolute value over 127, so a row's bytes depend on that row
+    only. One that holds NaN or infinity becomes NaN.
     """
     rows = states.float()
     scales = rows.abs().amax(dim=1) / INT8_MAX

@@ -1,1 +1,2 @@
-"""What a worker of a fleet does besides serving: membership, links, profiles, copies of models."""
+"""What a worker of a fleet does apart from serving: membership, links, profiles, copies of
+models."""

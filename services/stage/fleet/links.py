@@ -21,7 +21,7 @@ log = structlog.get_logger(__name__)
 
 
 class Links:
-    """Answers from now on, in a thread of its own."""
+    """Answers peers from now on, in its own thread."""
 
     def __init__(self, settings: StageSettings, folders: Mapping[str, Path]) -> None:
         """`folders` are those of the models, by name. Raises Invalid, or Unavailable if no address is free."""

@@ -24,7 +24,7 @@ log = structlog.get_logger(__name__)
 
 
 class Membership(threading.Thread):
-    """Renews the worker's lease in a thread of its own, from its announcement until it leaves."""
+    """Renews the worker's lease in its own thread, from its announcement until it leaves."""
 
     def __init__(self, database: Database, worker: str, times: Times, models: Sequence[str], peer: PeerAddress) -> None:
         super().__init__(name="membership", daemon=True)
@@ -39,7 +39,8 @@ class Membership(threading.Thread):
         self._drifted: Callable[[DeviceProfile], None] | None = None
 
     def announce(self) -> None:
-        """Says that the worker will join once its device is measured: the first plan of a fleet waits for it.
+        """Reports that the worker will join once its device is measured: the first plan of a fleet
+        waits for it.
 
         Raises Unavailable if Postgres does not answer.
         """
@@ -50,7 +51,8 @@ class Membership(threading.Thread):
         self.start()
 
     def others(self) -> list[PeerAddress]:
-        """Where workers on other machines, and on this one, answer. Raises Unavailable if Postgres does not answer."""
+        """Returns where workers on other machines, and on this one, answer. Raises Unavailable if
+        Postgres does not answer."""
         try:
             with self._database.begin() as connection:
                 return fleets.peers(connection, self._worker)
@@ -78,7 +80,8 @@ class Membership(threading.Thread):
         self._moved = moved
 
     def watch(self, drift: Drift, drifted: Callable[[DeviceProfile], None]) -> None:
-        """From now on the plan hears when the device has drifted, and so does `drifted`, in the membership's thread."""
+        """Informs the plan, from now on, when the device has drifted, and calls `drifted` in the
+        membership's thread."""
         self._drifted, self._drift = drifted, drift
 
     def leave(self) -> None:

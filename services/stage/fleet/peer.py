@@ -56,7 +56,8 @@ class Peer:
             yield piece
 
     def round_trip_s(self, load: bytes, num_runs: int, end_s: float) -> float:
-        """Of an echo: the lower quartile, after a first run that counts only if there is time for no other."""
+        """Returns the time of an echo: the lower quartile, after a first run that counts only if
+        there is time for no other."""
         times: list[float] = []
         while len(times) <= num_runs and (not times or monotonic_s() < end_s):
             began_s = monotonic_s()
@@ -82,7 +83,7 @@ class Peer:
 
 @contextmanager
 def connected(sockets: SocketFactory, address: str) -> Iterator[Peer]:
-    """A context with the peer at this address. Raises LinkLost if nobody answers there."""
+    """A context with the peer at this address. Raises LinkLost if no peer answers there."""
     socket, watch = sockets.connect(zmq.DEALER, address, LIMITS, ANSWER_S)
     try:
         yield Peer(socket, address)

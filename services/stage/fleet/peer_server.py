@@ -40,7 +40,7 @@ class ListFiles(msgspec.Struct, frozen=True, tag="list"):
 
 
 class ReadFile(msgspec.Struct, frozen=True, tag="read"):
-    """Is answered with so many bytes of a file, fewer at its end."""
+    """Is answered with `num_bytes` of a file, fewer at its end."""
 
     model: str
     name: str

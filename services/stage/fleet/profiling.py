@@ -66,7 +66,7 @@ POINT_S = 0.15
 """Time for one figure, in which three runs are made at least."""
 MIN_RUNS = 3
 SLOW_S = 1.0
-"""A run that takes longer, once warm, is timed once: nobody waits minutes for a slow device."""
+"""A run that takes longer, once warm, is timed once: a slow device must not cost minutes."""
 PROFILES = "profiles"
 """Folder in the cache."""
 
@@ -78,7 +78,7 @@ class Clock:
     device: Device
 
     def seconds(self, run: Callable[[], object]) -> float:
-        """The lower quartile of some runs after a first one: whoever else uses the machine only adds."""
+        """Returns the lower quartile of runs after a first one: other users only add."""
         run()  # not timed: it may compile kernels
         times = [self._once_s(run)]
         if times[0] > SLOW_S:
@@ -132,7 +132,7 @@ class FirstLayers:
         return {**parts, "": max(0.0, whole_s - sum(saved.values()))}
 
     def _seconds(self, spans: Sequence[Span], left_out: Iterable[int]) -> float:
-        """Of a step without these layers."""
+        """Returns the time of a step without these layers."""
         x = self._forward.random_inputs(sum(span.length for span in spans), torch.Generator().manual_seed(0))
         with self._forward.without(left_out):
             return self._clock.seconds(lambda: self._forward.hidden(spans, x))
@@ -153,7 +153,7 @@ class Tail:
         return sampled, (self._added_s(1, length=budget) - added[1]) / budget
 
     def _added_s(self, sequences: int, length: int) -> float:
-        """Of a step that samples after the last of `length` rows of each sequence."""
+        """Returns the time of a step that samples after the last row of each sequence."""
         executor, num = self._executor, blocks_for(length)
         blocks = [_blocks(index, num) for index in range(sequences)]
         opened = tuple(
@@ -169,7 +169,7 @@ class Tail:
 
 
 def _decodes(num_rows: int, before: int) -> list[Span]:
-    """One row of each of so many sequences, which has so many tokens before it."""
+    """Returns one row of each of `num_rows` sequences, with `before` tokens before it."""
     num = blocks_for(before + 1)
     return [Span(start=before, length=1, blocks=_blocks(index, num)) for index in range(num_rows)]
 
@@ -185,11 +185,11 @@ def _blocks(index: int, num: int) -> list[int]:
 
 
 def profile(settings: StageSettings, device: Device, *, fresh: bool, together: bool) -> DeviceProfile:
-    """The profile of the model of these settings on a device that this process holds: a known one, or measured now.
+    """Returns the profile of these settings' model on a device of this process, known or measured.
 
-    `fresh`: measured in any case. `together`: for a plan; says `ready` once it could begin, and waits for a line on
-    standard input, so that several devices are timed side by side, as they will work. What was measured while others
-    used the device is measured again then. Raises what `Executor.load` raises.
+    `fresh`: measured anyway. `together`: for a plan; prints `ready`, then waits for a line on
+    standard input, so that devices are timed side by side, as they will work. What was measured
+    while others used the device is measured again. Raises what `Executor.load` raises.
     """
     device.enter_thread()
     info = ModelInfo.read(settings.model, settings.model_revision)
@@ -302,8 +302,8 @@ class _Measuring:
 
 
 def _here(profile: DeviceProfile, settings: StageSettings) -> DeviceProfile:
-    """On this machine since its start, with the memory that the stage may take: a limit makes it its own, beside other
-    stages of the host."""
+    """Returns it for this machine since its start, with the memory that the stage may take: a limit
+    makes it its own, next to other stages of the host."""
     machine, memory_bytes = boot_id(), profile.memory_bytes
     host_memory = None if profile.host_memory is None else machine
     if settings.memory_bytes is not None:
@@ -326,7 +326,7 @@ def _frames(settings: StageSettings, model: ModelCosts) -> tuple[float, float]:
 
 
 def _num_layers(model: ModelCosts, dtype: str) -> int:
-    """So many first layers have one of each kind, and more weights than a cache holds, if the model has."""
+    """Returns how many first layers have each kind, and more weights than a cache, if possible."""
     with_all_kinds = 1 + max([kind.name for kind in model.layers].index(name) for name in model.kinds)
     sizes = accumulate(kind.num_weights * WEIGHT_BYTES[dtype] for kind in model.layers)
     large = 1 + sum(size < LAYERS_BYTES for size in sizes)

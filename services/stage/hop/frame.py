@@ -108,7 +108,7 @@ def encode(frame: Frame) -> list[Buffer]:
 
 
 def decode(parts: Sequence[Buffer]) -> Frame:
-    """Returns the frame of received parts, whose memory it shares.
+    """Returns the frame of received parts; it shares their memory.
 
     Raises ProtocolError for any parts that `encode` cannot have made.
     """

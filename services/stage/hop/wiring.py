@@ -44,7 +44,7 @@ class Wiring:
     """The stage's position in the chain; 0 is the head."""
     num_stages: int
     num_lanes: int
-    """At most so many steps are in flight, and one more."""
+    """At most this many steps are in flight, and one more."""
     num_blocks: int
     """The KV blocks that every stage uses: the minimum over the stages."""
     receiver: Receiver | None
@@ -74,14 +74,16 @@ class Wiring:
 
     @property
     def exact(self) -> bool:
-        """On the head: whether every stage keeps the exactness rules, and sends its activations as they are."""
+        """Returns, on the head, whether every stage keeps the exactness rules, and sends its
+        activations as they are."""
         return all(member.exact and not member.sends_int8 for member in self.members)
 
     @property
     def exactness(self) -> str:
-        """On the head: the pipeline's exactness fingerprint, which is the stages' own if all of them have the same and
-        no activations are rounded on their way. Else which layers have which fingerprint, and where activations are
-        rounded, decides the bits; how many stages of one fingerprint stand side by side does not."""
+        """Returns, on the head, the pipeline's exactness fingerprint, which is the stages' own if
+        all of them have the same and no activations are rounded on their way. Else which layers
+        have which fingerprint, and where activations are rounded, decides the bits; how many stages
+        of one fingerprint stand side by side does not."""
         parts = []
         for name, group in groupby(self.members, key=lambda member: member.exactness):
             alike = list(group)

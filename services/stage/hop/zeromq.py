@@ -34,7 +34,8 @@ class ZeroMqHop:
         return ZeroMqReceiver(socket, address, channel, self._sockets)
 
     def open_sender(self, channel: Channel, address: str, timeout_s: float) -> Sender:
-        """Opens the sending end: a PUSH socket whose peer has answered. Raises LinkLost after `timeout_s`."""
+        """Opens the sending end: a PUSH socket with a peer that has answered. Raises LinkLost after
+        `timeout_s`."""
         socket, watch = self._sockets.connect(zmq.PUSH, address, self._options(channel, zmq.SNDHWM), timeout_s)
         return ZeroMqSender(socket, watch, address)
 

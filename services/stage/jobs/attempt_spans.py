@@ -17,13 +17,13 @@ from shardline_scheduler.events import Failed
 
 
 class AttemptSpans:
-    """Of one head. The lease manager's thread calls it, after COMMIT."""
+    """Records the spans of one head. The lease manager's thread calls it, after COMMIT."""
 
     def __init__(self, tracer: Tracer) -> None:
         self._tracer = tracer
 
     def traceparent(self, claimed: Claimed) -> str:
-        """Of the attempt, for the stages that compute it; empty where nobody traces it."""
+        """Returns the attempt's, for the stages that compute it; empty where it is not traced."""
         if not self._tracer.is_on or not self._tracer.is_sampled(trace := _trace(claimed)):
             return ""
         return traceparent(trace, attempt_span_id(claimed.job_id, claimed.fence))

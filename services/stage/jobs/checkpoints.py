@@ -1,8 +1,10 @@
-"""What one heartbeat saves: every lease, and all that is new while Postgres can write it within the beat. No statement.
+"""What one heartbeat saves: every lease, and all that is new while Postgres can write it within the
+beat. No statement.
 
-The log-probabilities of an attempt are one array, which Postgres writes anew whenever some are added: 64 jobs of 4,000
-tokens with 20 alternatives each are 200 MB. So a beat saves those of a few jobs, in turn, and renews the leases of all.
-A job that is passed over loses nothing: its next turn saves more, and a resume makes the rest again.
+The log-probabilities of an attempt are one array, which Postgres rewrites whenever some are added:
+64 jobs of 4,000 tokens with 20 alternatives each are 200 MB. So a beat saves those of a few jobs,
+in turn, and renews the leases of all. A job that is passed over loses nothing: its next turn saves
+more, and a resume makes the rest again.
 """
 
 from __future__ import annotations
@@ -13,7 +15,8 @@ from services.stage.jobs.live_job import LiveJob
 from shardline.store.leases import Beat
 
 MAX_REWRITTEN = 8_192
-"""Tokens whose log-probabilities one beat writes anew: 7 MB with 20 alternatives each. A longer job has one alone."""
+"""Tokens with log-probabilities that one beat rewrites: 7 MB with 20 alternatives each. A longer
+job has one alone."""
 
 
 def beats_of(jobs: Sequence[LiveJob]) -> list[Beat]:

@@ -80,7 +80,7 @@ class Claimer:
                 self._engine.add(request, sink)
 
     def return_unread(self) -> None:
-        """At shutdown: what waits is sent to another head at once."""
+        """Sends what waits to another head at once, at shutdown."""
         self._queue.again()
         if not self._queue:
             return
@@ -147,8 +147,8 @@ class Claimer:
     def _claim(
         self, ids: Sequence[str], identity: Identity, context: ClaimContext, with_quarantined: bool
     ) -> list[Claimed]:
-        """Between the choice and this an engine may have died under one of them elsewhere: then it is not taken with
-        the others, but comes again as a quarantined job."""
+        """Claims the chosen jobs. If an engine has died under one elsewhere since the choice, it is
+        not taken with the others, but comes again as a quarantined job."""
         failpoint(Point.BEFORE_CLAIM)
         claimant = identity.claimant(self._requests.adapters.known())
         with self._database.begin() as connection:

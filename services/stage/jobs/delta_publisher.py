@@ -24,7 +24,7 @@ MAX_WAITING = 20_000
 
 
 class DeltaSink(Protocol):
-    """Where deltas go. Used by one thread."""
+    """Takes deltas. Used by one thread."""
 
     def write(self, batch: Sequence[tuple[UUID, Delta]]) -> None:
         """Append each delta to its job's stream. Raises redis.RedisError; what could not be written is dropped."""
@@ -41,7 +41,8 @@ class DeltaPublisher(threading.Thread):
         self._running = True
 
     def delta(self, job_id: UUID, delta: Delta) -> None:
-        """From any thread: for the readers of this job's stream, soon. Calls for one job keep their order."""
+        """Sends it to the readers of this job's stream, soon. Any thread; calls for one job keep
+        their order."""
         self._deltas.append((job_id, delta))
         self._woken.set()
 
@@ -56,7 +57,7 @@ class DeltaPublisher(threading.Thread):
         self._woken.set()
 
     def run(self) -> None:
-        """Until stopped. Everything that waits travels in one round trip."""
+        """Publishes until stopped. Everything that waits travels in one round trip."""
         while self._running or self._deltas:
             self._woken.wait(1.0)
             self._woken.clear()

@@ -16,7 +16,8 @@ from shardline_scheduler.sequence import Request
 
 
 class EngineRequests:
-    """Of one model: its tokenizer, its end-of-sequence ids, its limits and its adapters."""
+    """Builds the requests of one model by its tokenizer, end-of-sequence ids, limits and
+    adapters."""
 
     def __init__(
         self,
@@ -35,8 +36,9 @@ class EngineRequests:
         self._spans = spans
 
     def build(self, row: Claimed) -> tuple[Request, CompletionText]:
-        """The request to schedule and the sink of its tokens. A job that crashed an engine before is quarantined; one
-        whose adapter or ids cannot serve here is refused by the scheduler."""
+        """Returns the request to schedule and the sink of its tokens. A job that crashed an engine
+        before is quarantined; one with an adapter or ids that cannot serve here is refused by the
+        scheduler."""
         params = msgspec.structs.replace(row.params, max_tokens=row.max_tokens, seed=row.seed)
         adapter, refusal = self._adapter(row)
         request = Request(

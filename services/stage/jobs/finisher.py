@@ -31,8 +31,8 @@ USED_UP = "its crashes are used up"
 
 
 class Finisher:
-    """Runs in the lease manager's thread. Each method is one transaction; a COMMIT whose outcome is unknown is simply
-    done again."""
+    """Runs in the lease manager's thread. Each method is one transaction; a COMMIT with an unknown
+    outcome is simply done again."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class Finisher:
 
     @property
     def num_uncommitted(self) -> int:
-        """Ended jobs whose results are not in Postgres yet."""
+        """The number of ended jobs with results that are not in Postgres yet."""
         return len(self._outcomes)
 
     def note(self, event: Finished | Failed | Crashed | KvExceeded) -> None:
@@ -83,7 +83,7 @@ class Finisher:
         return True
 
     def _told_by_relays(self, connection: Connection, job_ids: Iterable[UUID]) -> set[UUID]:
-        """Those jobs that are Celery tasks; without a result backend nobody asks."""
+        """Returns those jobs that are Celery tasks; without a result backend no caller asks."""
         return celery_tasks.with_tasks(connection, list(job_ids)) if self._host.tells_results else set()
 
     def _settle(self, outcome: JobOutcome, state: JobState | None, *, is_told: bool) -> None:
@@ -139,8 +139,8 @@ class Finisher:
         self._outgrown.clear()
 
     def give_back_inexact(self, identity: Identity) -> None:
-        """Exact jobs that the pipeline began with other stages, whose bits were others: a claim decides what becomes
-        of them."""
+        """Gives back exact jobs that the pipeline began with other stages, which had other bits: a
+        claim decides what becomes of them."""
         jobs = [job for job in self._jobs if not job.keeps_bits_on(identity)]
         if jobs:
             log.warning("the pipeline computes other bits than before: its exact jobs are given back", jobs=len(jobs))

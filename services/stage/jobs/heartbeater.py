@@ -46,7 +46,7 @@ class Heartbeater:
 
     @property
     def wait_s(self) -> float:
-        """Until the next heartbeat is due."""
+        """Returns the seconds until the next heartbeat is due."""
         return max(0.0, self._next_beat_s - monotonic_s())
 
     def hasten(self) -> None:

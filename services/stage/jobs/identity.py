@@ -31,7 +31,7 @@ class Identity:
     software: dict[str, str]
 
     def claimant(self, adapters: Mapping[str, str]) -> Claimant:
-        """As a claim names it, with its adapters' fingerprints by name."""
+        """Returns it as a claim names it, with its adapters' fingerprints by name."""
         return Claimant(
             worker=self.worker,
             pipeline=self.pipeline,
@@ -42,7 +42,7 @@ class Identity:
         )
 
     def provenance(self) -> dict[str, Any]:
-        """As stored with a result."""
+        """Returns it as stored with a result."""
         return {
             "worker": self.worker,
             "pipeline": self.pipeline,

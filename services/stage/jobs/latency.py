@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Latency:
-    """Of one ended job, in seconds. It counts from the moment at which the job was due."""
+    """Holds the latencies of one ended job, in seconds. It counts from the moment at which the job
+    was due."""
 
     whole_s: float
     """To the COMMIT of its end, earlier attempts included."""

@@ -1,8 +1,9 @@
-"""The head's one thread that talks to Postgres about jobs: claims, heartbeats, ends, in batches. Owns the order of the
-work; each kind of statement has a part of its own.
+"""The head's one thread that talks to Postgres about jobs: claims, heartbeats, ends, in batches.
+Owns the order of the work; each kind of statement has a separate part.
 
-Engine and Celery hand over through queues and never wait for it. While Postgres is unreachable nothing new is claimed,
-results wait here, and the engine stops by itself before a lease can run out (self-fencing).
+Engine and Celery hand over through queues and never wait for it. While Postgres is unreachable
+nothing new is claimed, results wait here, and the engine stops by itself before a lease can run out
+(self-fencing).
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from shardline_scheduler.events import Event, MayBegin, NewTokens
 
 
 class Phase(IntEnum):
-    """Of a head's life; it only advances."""
+    """Tells the phase of a head's life; it only advances."""
 
     SERVING = auto()
     DRAINING = auto()
@@ -45,7 +46,7 @@ class Phase(IntEnum):
     RELEASING = auto()
     """What runs is saved and given back."""
     STOPPED = auto()
-    """The thread ends once nothing is live, or Postgres cannot be told."""
+    """The thread ends once nothing is live, or Postgres cannot be informed."""
 
 
 class LeaseManager(threading.Thread):
@@ -145,7 +146,7 @@ class LeaseManager(threading.Thread):
         self._advance(Phase.STOPPED)
 
     def stats(self) -> Mapping[str, Any]:
-        """For `inspect stats`."""
+        """Returns what `inspect stats` shows."""
         return {
             "live": len(self._jobs),
             "uncommitted": self._finisher.num_uncommitted,
@@ -159,7 +160,7 @@ class LeaseManager(threading.Thread):
     # The thread ---------------------------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Until stopped and empty. Each turn does all that waits, in batches."""
+        """Works until stopped and empty. Each turn does all that waits, in batches."""
         while not self._is_over():
             self._woken.wait(self._heartbeater.wait_s)
             self._woken.clear()

@@ -105,7 +105,7 @@ class LiveJob:
         return not self.exact or self.identity.exactness == identity.exactness
 
     def provenance(self) -> dict[str, Any]:
-        """As stored with its result."""
+        """Returns it as stored with its result."""
         found = self.identity.provenance()
         if self.adapter:
             found["adapter"] = {"name": self.claimed.params.adapter, "fingerprint": self.adapter}
@@ -166,7 +166,7 @@ class LiveJob:
         return {name: round(value, 6) for name, value in timings.items()}
 
     def latency(self) -> Latency:
-        """As its caller sees it, once its end is committed."""
+        """Returns it as its caller sees it, once its end is committed."""
         before_s, num_resumed = self.claimed.due_s - self.began_s, len(self.claimed.output_ids)
         first_s, last_s, num_gaps = self.first_token_s, self.last_token_s, len(self.ids) - num_resumed - 1
         return Latency(

@@ -1,4 +1,4 @@
-"""Whether Postgres fails this head, and what the log was told of it. Knows no statement."""
+"""Whether Postgres fails this head, and what was logged of it. Knows no statement."""
 
 from __future__ import annotations
 

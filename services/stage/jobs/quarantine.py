@@ -1,9 +1,9 @@
-"""Which of the offered jobs a head may claim now, and which of those may begin: within its seats and its KV, and so
-that a poison job costs nobody else a crash. Knows no Postgres.
+"""Which of the offered jobs a head may claim now, and which of those may begin: within its seats
+and its KV, and so that a poison job costs no other job a crash. Knows no Postgres.
 
-A *quarantined* job is one that an engine died under before. It is claimed once all jobs that live here have saved a
-token, and until it has too, no other is: so what it breaks is counted a crash of no other job. Neither side waits for
-ever.
+A *quarantined* job is one that an engine died under before. It is claimed once all jobs that live
+here have saved a token, and until it has too, no other is: so what it breaks is counted a crash of
+no other job. Neither side waits for ever.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ now. Each
 heartbeat looks, so that is within two of its arrival."""
 
 ISOLATED_STEPS = 16
-"""A quarantined job with a long prompt has run alone for this many steps: others are claimed beside it."""
+"""A quarantined job with a long prompt has run alone for this many steps: others are claimed next
+to it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +51,7 @@ class Seats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClaimContext:
-    """What a decision is made on, besides the deliveries."""
+    """What a decision is made on, apart from the deliveries."""
 
     live: Collection[LiveJob]
     now_s: float

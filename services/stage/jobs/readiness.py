@@ -1,7 +1,7 @@
-"""What a head is in the present epoch, and the row of its pipeline that says so. Knows no jobs.
+"""What a head is in the present epoch, and the row of its pipeline that reports it. Knows no jobs.
 
-The row follows the head's state: `ready` and `lost` come from the pipeline's thread, the lease manager's thread writes
-them down.
+The row follows the head's state: `ready` and `lost` come from the pipeline's thread, the lease
+manager's thread writes them down.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class PipelineReadiness:
         self._host = host
         self._recovering_since_s: float | None = None
         self._announced: Identity | None = None
-        """The epoch whose readiness is in Postgres."""
+        """The epoch with its readiness in Postgres."""
         self.identity: Identity | None = None
         """None while no generation can pass through every stage."""
 
@@ -50,7 +50,8 @@ class PipelineReadiness:
 
     @property
     def num_stages(self) -> int:
-        """Through which a step passes before the head's engine may have the next."""
+        """Returns through how many stages a step passes before the head's engine may have the
+        next."""
         return max(1, len(self.identity.stages)) if self.identity else 1
 
     def announce(self) -> None:

@@ -35,8 +35,8 @@ class ResultPublisher(threading.Thread):
         self._running = True
 
     def put(self, job_id: str, state: JobState, value: Any) -> None:
-        """From the lease manager's thread, after COMMIT. `value` is the completion or the reason
-        of a failure."""
+        """Takes a result from the lease manager's thread, after COMMIT. `value` is the completion
+        or the reason of a failure."""
         self._waiting.append((job_id, state, value))
         self._woken.set()
 
@@ -46,7 +46,7 @@ class ResultPublisher(threading.Thread):
         self._woken.set()
 
     def run(self) -> None:
-        """Until stopped."""
+        """Publishes until stopped."""
         while self._running or self._waiting:
             self._woken.wait(1.0)
             self._woken.clear()

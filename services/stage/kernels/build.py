@@ -35,7 +35,7 @@ MARCH = {
 
 
 class KernelSettings(BaseSettings):
-    """Where the kernels are stored, and whether they are used."""
+    """Tells where the kernels are stored, and whether they are used."""
 
     model_config = SettingsConfigDict(env_prefix="SHARDLINE_", frozen=True, extra="ignore")
 
@@ -57,10 +57,12 @@ def library_path(isa: str, folder: Path, sources: Path = HERE, defined: tuple[st
 
 
 def build(isa: str, folder: Path, sources: Path = HERE, defined: tuple[str, ...] = ()) -> Path:
-    """Compiles one variant of a folder of sources, with `defined` beside its own flags; returns its path.
+    """Compiles one variant of a folder of sources, with `defined` in addition to its own flags;
+    returns its path.
 
-    A library that is there is not compiled again. Several processes may call this at the same time: one builds, the
-    others wait. Raises OSError without a compiler, or with the compiler's own message when it fails.
+    A library that is there is not compiled again. Several processes may call this at the same time:
+    one builds, the others wait. Raises OSError without a compiler, or with the compiler's own
+    message when it fails.
     """
     path = library_path(isa, folder, sources, defined)
     if path.exists():

@@ -27,7 +27,7 @@ _FLAGS = {
     "avx512_bf16": {"avx512_bf16", "avx512_vnni"},
     "avx512_vnni": {"avx512_vnni"},
 }
-"""The processor's flags that a variant needs beside AVX-512 as torch knows it."""
+"""The processor's flags that a variant needs in addition to AVX-512 as torch knows it."""
 _LIMITS = {
     **dict.fromkeys(("SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2"), "avx2"),
     "AVX512_CORE": "avx512",
@@ -169,7 +169,8 @@ def supported_isas() -> list[str]:
 
 
 def _widest_avx512() -> str:
-    """The variant for what the processor has beside AVX-512, as far as oneDNN's limit of this process goes."""
+    """Returns the variant for what the processor has in addition to AVX-512, as far as oneDNN's
+    limit of this process goes."""
     limit = os.environ.get("ONEDNN_MAX_CPU_ISA", os.environ.get("DNNL_MAX_CPU_ISA", "DEFAULT")).upper()
     flags, allowed = _processor_flags(), _LIMITS.get(limit, "amx")
     isas = [isa for isa in list(MARCH)[list(MARCH).index(allowed) :] if flags >= _FLAGS.get(isa, set())]
@@ -177,7 +178,8 @@ def _widest_avx512() -> str:
 
 
 def _processor_flags() -> set[str]:
-    """What Linux says of the first core; torch's own list of capabilities is younger than the torch that we serve."""
+    """Returns what Linux reports of the first core; torch's own list of capabilities is younger
+    than the torch that we serve."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""Where kernels in Triton serve, and how they are loaded. Knows no kernel and no tensor.
+"""Decides where kernels in Triton serve, and loads them. Knows no kernel and no tensor.
 
 Only `TritonKernels.load` imports triton and the kernels: a stage on the CPU does not.
 """
@@ -31,7 +31,7 @@ class TritonKernels:
 
     @classmethod
     def load(cls, name: str, launcher: str) -> Self:
-        """Imports the module `name`, whose kernels the source file `launcher` launches."""
+        """Imports the module `name`; the source file `launcher` launches its kernels."""
         module, triton = import_module(name), import_module("triton")
         source = hashlib.sha256(Path(launcher).read_bytes() + Path(module.__file__ or "").read_bytes()).hexdigest()
         return cls(module, f"triton-{triton.__version__}-{source[:16]}", bool(triton.knobs.runtime.interpret))

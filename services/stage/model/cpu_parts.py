@@ -1,5 +1,5 @@
-"""Parts of a model that a stage on an accelerator keeps on the CPU: the embedding and the output layer, whose weights
-no layer needs. Knows no attention and no sampling."""
+"""Parts of a model that a stage on an accelerator keeps on the CPU: the embedding and the output
+layer; no layer needs their weights. Knows no attention and no sampling."""
 
 from __future__ import annotations
 

@@ -39,16 +39,18 @@ CONFIG = "config.json"
 STORED = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 """As safetensors names dtypes."""
 ROOM = 1.1
-"""A file is begun only if the disk has room for so many times its size."""
+"""A file is begun only if the disk has room for this many times its size."""
 
 
 def with_floats(
     info: ModelInfo, layers: range, dtype: torch.dtype, cache_folder: Path, *, converts: bool = False
 ) -> ModelInfo:
-    """Returns the model itself, or one whose folder has float weights of these layers: if its own are quantized, or,
-    with `converts`, of another dtype, which the loader would convert in memory, all at once.
+    """Returns the model itself, or one with a folder of float weights of these layers: if its own
+    are quantized, or, with `converts`, of another dtype, which the loader would convert in memory,
+    all at once.
 
-    Raises Invalid if the checkpoint is broken, quantized in an unknown way, or the disk has no room.
+    Raises Invalid if the checkpoint is broken, quantized in an unknown way, or the disk has no
+    room.
     """
     quantization = quantization_of(info.config)
     if quantization is None and converts and not _has_dtype(info.path, dtype):
@@ -64,7 +66,8 @@ class _Writer:
         self._info, self._quantization, self._dtype, self._folder = info, quantization, dtype, folder
 
     def write(self, layers: range) -> ModelInfo:
-        """Writes what is missing; returns a model whose folder has links to the files of these layers."""
+        """Writes what is missing; returns a model with a folder of links to the files of these
+        layers."""
         parts = [REST, *(f"layer-{number}" for number in layers)]
         names = self._names()
         own = self._folder / f"{layers.start}-{layers.stop}"

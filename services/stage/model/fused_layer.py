@@ -136,7 +136,7 @@ def _names(module: nn.Module) -> set[str]:
 
 
 def _mine(product: Any, group: RankGroup | None) -> Any:
-    """The product; with ranks this one's part, whose inputs and outputs they put together."""
+    """Returns the product; with ranks this one's part: they put its inputs and outputs together."""
     if group is None:
         return product
     return product.linear if isinstance(product, GatheredLinear) and product.inputs is not None else None

@@ -28,9 +28,11 @@ class LastLayer:
 
     @contextmanager
     def narrowed(self, rows: Tensor, micro_batch: MicroBatch, narrow: Narrow | None = None) -> Iterator[None]:
-        """A context in which forwards go on, from the last layer, with the packed rows `rows` only, int64 [R].
+        """A context in which forwards go on, from the last layer, with the packed rows `rows` only,
+        int64 [R].
 
-        `micro_batch` describes these R rows; `narrow` is told them when all that follows computes them alone.
+        `micro_batch` describes these R rows; `narrow` receives them when all that follows computes
+        them alone.
         """
         self._kept = (rows, micro_batch, narrow)
         try:

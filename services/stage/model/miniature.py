@@ -30,8 +30,8 @@ LIMITS = (
     (re.compile(r"^(moe_)?n(um)?_(local_|routed_)?experts$"), 32),
     (re.compile(r"window$"), SHORT),
 )
-"""Sizes by their names in a config, at most. Few tokens are enough to see such a window; experts are as many as the
-largest groups and choices of experts need."""
+"""Sizes by their names in a config, at most. Few tokens are enough to see such a window; the
+largest groups and choices of experts decide the number of experts."""
 GAIN = 1.5
 """Weights are drawn so wide that every part matters to the outputs."""
 
@@ -81,7 +81,7 @@ def build_miniature(config: Any) -> Any:
 
 
 def _num_layers(config: Any) -> int:
-    """As many first layers as show every kind that a list of layers names."""
+    """Returns how many first layers show every kind that a list of layers names."""
     total: int = config.num_hidden_layers
     lists = [value for value in vars(config).values() if _is_by_layer(value, total) and isinstance(value[0], str)]
     return min(total, max([MIN_LAYERS, *(1 + max(kinds.index(kind) for kind in kinds) for kinds in lists)]))

@@ -153,7 +153,8 @@ def _read_config(path: Path) -> Any:
 
 
 def check_can_be_sharded(config: Any) -> None:
-    """Raises Invalid for a config, or a class of transformers, that says why its model cannot run in stages."""
+    """Raises Invalid for a config, or a class of transformers, that tells why its model cannot run
+    in stages."""
     kind = config.model_type
     if config.is_encoder_decoder:
         refuse(f"{kind!r} is an encoder-decoder, not a causal LM")
@@ -198,7 +199,8 @@ def model_class(config: Any) -> Any:
 
 
 def _check_vocabulary(path: Path, vocab_size: int) -> None:
-    """Raises Invalid if a file of weights is missing, or the embedding has other rows than the config says."""
+    """Raises Invalid if a file of weights is missing, or the embedding has other rows than the
+    config gives."""
     for file in weight_files(path):
         for name, tensor in header_of(file).items():
             rows = (tensor.get("shape") or [vocab_size])[0]
@@ -232,7 +234,8 @@ def _context_length(config: Any) -> int:
 
 
 def _scaled(length: int, rope: Mapping[str, Any]) -> int:
-    """Returns the positions of a model of one rope. Layers with ropes of their own are made for the stated length."""
+    """Returns the positions of a model of one rope. Layers with separate ropes are made for the
+    stated length."""
     factor = rope.get("factor")
     if rope.get("rope_type") not in ("yarn", "linear") or not isinstance(factor, int | float):
         return length
@@ -250,8 +253,8 @@ def _limit_of_rope(rope: Mapping[str, Any]) -> int | None:
 
 
 def _eos_ids(path: Path, config: Any) -> tuple[int, ...]:
-    """Returns the end-of-sequence ids of generation_config.json, or of config.json if it has none, and the
-    tokenizer's: fine-tunes often say it there alone."""
+    """Returns the end-of-sequence ids of generation_config.json, or of config.json if it has none,
+    and the tokenizer's: fine-tunes often name it there alone."""
     file = path / "generation_config.json"
     said = _read_json(file).get("eos_token_id") if file.is_file() else None
     eos = config.eos_token_id if said in (None, []) else said
@@ -263,7 +266,8 @@ def _eos_ids(path: Path, config: Any) -> tuple[int, ...]:
 
 
 def _read_json(file: Path) -> dict[str, Any]:
-    """Read as it is: transformers refuses a generation config for settings that nobody here reads."""
+    """Returns it as it is: transformers refuses a generation config for settings that are not read
+    here."""
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
     except (ValueError, OSError) as error:

@@ -29,7 +29,7 @@ class PassThrough(nn.Module):
 
 
 class NoEmbedding(nn.Module):
-    """Replaces an embedding, of positions for example, whose rows another stage has added."""
+    """Replaces an embedding, of positions for example, if another stage has added its rows."""
 
     def forward(self, ids: Tensor, *_args: object, **_kwargs: object) -> Tensor:
         """Returns a zero, [], of the dtype of `ids`, int64 [...]: it changes nothing that it is added to."""
@@ -73,7 +73,8 @@ class Pieces:
         miniature = build_miniature(miniature_config(config))
         base = miniature.base_model
         alike = [name for name, module in base.named_modules() if _are_layers(module, miniature.config)]
-        # Within a layer there may be as many modules of another kind, such as a norm for each head
+        # Within a layer there may be the same number of modules of another kind, such as a norm
+        # for each head
         lists = [name for name in alike if not any(name.startswith(f"{other}.") for other in alike)]
         if len(lists) != 1:
             refuse(f"{type(base).__name__} has {len(lists) or 'no'} lists of as many modules as it has layers")
@@ -104,7 +105,7 @@ def _order_of_calls(model: Any, modules: list[nn.Module]) -> list[nn.Module]:
 
 
 def _pieces_around(base: nn.Module, layers: str) -> Iterator[str]:
-    """The names of all modules beside the layers, and beside the modules that hold these."""
+    """Yields the names of all modules other than the layers and the modules that hold these."""
     path = layers.split(".")
     for depth, on_path in enumerate(path):
         for name, _ in base.get_submodule(".".join(path[:depth])).named_children():

@@ -79,8 +79,8 @@ class Awq(Quantization):
 
 
 class PackedIntegers(Quantization):
-    """Of compressed-tensors: `weight_packed` int32 [O, I/P], `weight_scale` [O, G], `weight_zero_point` int32 [O/P, G],
-    `weight_g_idx` [I]."""
+    """Reads compressed-tensors: `weight_packed` int32 [O, I/P], `weight_scale` [O, G],
+    `weight_zero_point` int32 [O/P, G], `weight_g_idx` [I]."""
 
     parts = ("weight_packed", "weight_scale", "weight_zero_point", "weight_g_idx", "weight_shape")
 

@@ -35,7 +35,7 @@ Check = Callable[[nn.Module], Collection[int]]
 
 
 class LinearSize(NamedTuple):
-    """Of a linear layer."""
+    """Holds the size of a linear layer."""
 
     num_inputs: int
     num_outputs: int
@@ -100,7 +100,7 @@ class Shard:
         self.widths = row_lengths(self.layer_modules.values())
         """The row lengths of elementwise operations."""
         self.streamed_layers: tuple[int, ...] = model.streamed_layers
-        """By number: those whose weights are read in every step."""
+        """By number: those with weights that are read in every step."""
         self.output_shares: dict[str, range] = {}
         """The outputs that this rank computes of linear layers that ranks divide, by their names in the model."""
         self.linear_sizes: dict[str, LinearSize] = model.linear_sizes
@@ -158,7 +158,7 @@ class Shard:
 
     @property
     def output_device(self) -> torch.device:
-        """Where the output layer computes and logits lie."""
+        """Returns the device on which the output layer computes and logits lie."""
         parameter = next(self.model.get_output_embeddings().parameters(), None)
         return self.device if parameter is None else parameter.device
 
@@ -210,7 +210,7 @@ class Shard:
 
 
 def _linear_sizes(model: nn.Module, stack: nn.Module) -> dict[str, LinearSize]:
-    """Of those within `stack`, by their names in the model."""
+    """Returns the sizes of linear layers within `stack`, by their names in the model."""
     prefix = next(name for name, module in model.named_modules() if module is stack)
     found = ((f"{prefix}.{name}", module) for name, module in stack.named_modules() if is_linear(module))
     return {

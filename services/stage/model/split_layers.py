@@ -1,8 +1,10 @@
-"""Gives each rank of a stage its share of a shard's layers: some outputs of every product, some attention heads.
+"""Gives each rank of a stage its share of a shard's layers: some outputs of every product, some
+attention heads.
 
-What the ranks compute is put together before anything needs all of it, so each has the same hidden states, with the
-bits of a shard that one process holds. The model's tensor-parallel plan in transformers says which layers keep their
-outputs to themselves; the outputs of every other layer come together at once.
+What the ranks compute is put together before anything needs all of it, so each has the same hidden
+states, with the bits of a shard that one process holds. The model's tensor-parallel plan in
+transformers tells which layers keep their outputs to themselves; the outputs of every other layer
+come together at once.
 
 Letters of shapes: T rows, K inputs and N outputs of a layer.
 """
@@ -24,7 +26,8 @@ from services.stage.products.tiled_linear import TILE_OUTPUTS
 from services.stage.ranks.group import RankGroup
 
 KEPT, TAKES_KEPT = "colwise", "rowwise"
-"""transformers' words for a layer whose outputs stay on their rank, and for one whose inputs did."""
+"""transformers' words for a layer with outputs that stay on their rank, and for one with such
+inputs."""
 
 
 class Share(NamedTuple):
@@ -174,8 +177,8 @@ class _Splitter:
                 self._shares[f"{name}.{child}"] = mine.outputs.mine
 
     def _num_units(self, parent: Any, linears: list[nn.Linear | Conv1D]) -> int | None:
-        """Into how many parts, each of them some outputs of all these layers, ranks may divide what they keep: KV heads
-        with their queries, or tiles. None if they cannot."""
+        """Returns into how many parts, each of them some outputs of all these layers, ranks may
+        divide what they keep: KV heads with their queries, or tiles. None if they cannot."""
         if not linears or next(parent.parameters(recurse=False), None) is not None:
             return None  # nothing to keep, or `parent` has weights itself for each of the outputs
         sizes = [_num_outputs(linear) for linear in linears]
@@ -199,7 +202,8 @@ def _split_output(shard: Shard, group: RankGroup) -> None:
 
 
 def _gathered_linear(linear: nn.Linear | Conv1D, group: RankGroup, num_units: int | None = None) -> GatheredLinear:
-    """With `num_units` its inputs lie on the ranks in shares of as many units."""
+    """Returns the layer, of which this rank computes its share. `num_units`: the inputs lie on the
+    ranks in shares of that many units."""
     num_outputs = _num_outputs(linear)
     outputs, inputs = Share(group.share_of(num_outputs, TILE_OUTPUTS), num_outputs), None
     mine = _rows_of(linear, outputs.mine)

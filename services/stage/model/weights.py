@@ -30,7 +30,7 @@ DECIDING = (
     "special_tokens_map.json",
     "chat_template*",
 )
-"""Files beside the weights that turn messages and text into ids, and ids into tokens."""
+"""Files next to the weights that turn messages and text into ids, and ids into tokens."""
 
 HEADER_MAX_BYTES = 100_000_000
 LENGTH_BYTES = 8
@@ -44,7 +44,7 @@ COPY_AGAIN = "Copy the model again, with all its files"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightFile:
-    """A safetensors file that is as long as its header says."""
+    """A safetensors file that has the length of its header."""
 
     path: Path
     size_bytes: int

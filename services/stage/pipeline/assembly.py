@@ -47,7 +47,7 @@ class _Bound:
 
     @property
     def capacity(self) -> Capacity:
-        """As the stage has said it."""
+        """Returns it as the stage has reported it."""
         welcome = self.welcome
         return Capacity(
             num_blocks=welcome.num_blocks,
@@ -72,7 +72,7 @@ class PipelineAssembly:
     timeout_s: float
     """Of each answer."""
     num_lanes: int | None
-    """As many as the links ask for, unless set."""
+    """The number that the links ask for, unless set."""
     next_epoch: Callable[[], int]
     far_int8: bool = False
     """Whether activations are int8 on their way to another machine."""

@@ -25,7 +25,8 @@ class Refused(ProtocolError):
 
 
 class ControlClient:
-    """Used by one thread. Every method raises LinkLost when the stage is gone and Refused when it says so."""
+    """Used by one thread. Every method raises LinkLost when the stage is gone and Refused when it
+    refuses."""
 
     def __init__(self, sockets: SocketFactory, card: StageCard, timeout_s: float) -> None:
         self.card = card
@@ -79,8 +80,8 @@ class ControlClient:
                 self._poller.poll(math.ceil(left_s * 1000))
 
     def wait_for_end(self, timeout_s: float) -> None:
-        """Until the stage is gone, or `timeout_s` passed. A connection that is closed while an answer is on its way is
-        reset, and the other side then never reads the last message."""
+        """Waits until the stage is gone, or `timeout_s` passed. A connection that is closed while
+        an answer is on its way is reset, and the other side then never reads the last message."""
         deadline = monotonic_s() + timeout_s
         with contextlib.suppress(LinkLost, Refused):
             while (left_s := deadline - monotonic_s()) > 0:
@@ -88,7 +89,7 @@ class ControlClient:
                     self._poller.poll(math.ceil(left_s * 1000))
 
     def close(self, goodbye: messages.Bye | None = None) -> None:
-        """Says BYE if the stage is to be released."""
+        """Sends BYE if the stage is to be released."""
         if goodbye is not None:
             with contextlib.suppress(LinkLost):  # Gone already.
                 self.send(goodbye)

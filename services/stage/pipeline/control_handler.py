@@ -1,4 +1,5 @@
-"""How a stage answers heads: what each message does and what is said back. Knows no socket of the control link.
+"""How a stage answers heads: what each message does and what is answered. Knows no socket of the
+control link.
 
 It hands a Wiring over and asks for a status; the engine behind both is unknown here.
 """
@@ -39,11 +40,11 @@ class ControlHandler:
 
     @property
     def bound(self) -> Bound | None:
-        """From any thread: who holds the stage."""
+        """Returns who holds the stage. Any thread."""
         return self._binding.bound
 
     def answer(self, message: messages.ToStage, now_s: float) -> messages.ToHead | None:
-        """Does what the message says, if its sender is to be obeyed."""
+        """Does what the message asks, if its sender is to be obeyed."""
         if isinstance(message, messages.Hello):
             return self._hello(message, now_s)
         bound = self._binding.bound
@@ -84,8 +85,9 @@ class ControlHandler:
         )
 
     def check_silence(self, now_s: float) -> None:
-        """Frees the stage from a head that has been silent for too long: for `unbind_s`, or for one heartbeat once its
-        epoch is lost here, since a head that lives hears of that at once, and then says HELLO or BYE."""
+        """Frees the stage from a head that has been silent for too long: for `unbind_s`, or for one
+        heartbeat once its epoch is lost here, since a head that lives hears of that at once, and
+        then sends HELLO or BYE."""
         is_silent, times = self._binding.is_silent, self._times
         if is_silent(now_s, times.heartbeat_s) and (is_silent(now_s, times.unbind_s) or self._has_lost_epoch()):
             self._unbind("its head is silent")

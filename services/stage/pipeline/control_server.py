@@ -26,7 +26,7 @@ log = structlog.get_logger(__name__)
 
 
 class ControlServer:
-    """Serves heads in a thread of its own; the host is called in it."""
+    """Serves heads in its own thread; the host is called in it."""
 
     def __init__(
         self, *, card: StageCard, capacity: Capacity, sockets: SocketFactory, hop: Hop, host: StageHost, times: Times
@@ -57,12 +57,13 @@ class ControlServer:
             self._thread.join()
 
     def card(self) -> StageCard:
-        """From any thread: the card with the control address and the pipeline that holds the stage."""
+        """Returns the card with the control address and the pipeline that holds the stage. Any
+        thread."""
         bound = self._handler.bound
         return msgspec.structs.replace(self._card, bound_to=str(bound.pipeline) if bound else None)
 
     def report(self) -> None:
-        """From any thread: tell the head the status now; the engine has an error."""
+        """Tells the head the status now; the engine has an error. Any thread."""
         self._wakeup.wake()
 
     def _run(self) -> None:

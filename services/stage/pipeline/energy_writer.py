@@ -1,6 +1,6 @@
 """Writes down what a pipeline's devices have drawn in an epoch, and for how many token rows.
 
-Knows no job: whoever asks what one took multiplies its rows by the mean.
+Knows no job: a reader who asks what one took multiplies its rows by the mean.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ def epoch_energy(
     progress: EngineProgress,
     own_watts: float,
 ) -> EpochEnergy | None:
-    """Returns what all stages together took, as far as they have told. None: the pipeline is not
-    ready, has computed nothing, or nobody knows the power of any stage."""
+    """Returns what all stages together took, as far as they have reported. None: the pipeline is
+    not ready, has computed nothing, or no stage's power is known."""
     sources = {member.power for member in status.members}
     is_whole = len(status.members) == len(status.stages) + 1
     is_present = status.epoch == progress.epoch and progress.num_tokens > 0
@@ -44,7 +44,7 @@ def epoch_energy(
 
 
 class EnergyWriter(threading.Thread):
-    """Has a thread of its own: no lease and no end of a job waits for it or fails with it."""
+    """Has a separate thread: no lease and no end of a job waits for it or fails with it."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class EnergyWriter(threading.Thread):
         self._stopped.set()
 
     def row_j(self) -> float:
-        """Returns the mean joules of a row by now; 0 while nobody knows. Any thread."""
+        """Returns the mean joules of a row by now; 0 while unknown. Any thread."""
         energy = self._last = self._measure() or self._last
         return energy.energy_j / energy.num_rows if energy else 0.0
 

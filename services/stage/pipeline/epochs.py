@@ -14,7 +14,7 @@ log = structlog.get_logger(__name__)
 
 
 class Epochs:
-    """Of the pipeline `name`, for the worker `head`. Used by one thread at a time."""
+    """Takes epochs of the pipeline `name` for the worker `head`. Used by one thread at a time."""
 
     def __init__(
         self, database: Database, name: str, *, model: str, fingerprint: str, head: str, lease_s: float
@@ -45,7 +45,7 @@ class Epochs:
                 if epoch is None:
                     holder = pipelines.holder(connection, self._name)
         except DBAPIError as error:
-            self._last = 0  # An epoch may have been taken whose number never came.
+            self._last = 0  # An epoch may have been taken although its number never came.
             raise Unavailable(str(failure_of(error))) from error
         if epoch is None:
             raise Conflict(

@@ -22,7 +22,7 @@ class PipelineHost(Protocol):
         """A stage is gone. Called once after each `pipeline_ready`, before the next."""
 
     def use_lanes(self, num_lanes: int) -> None:
-        """So many steps shall be in flight from now on: the links ask for it."""
+        """Has `num_lanes` steps in flight from now on: the links ask for it."""
 
     def progress(self) -> StageProgress:
         """What the head's engine has done in its epoch."""

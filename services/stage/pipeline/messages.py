@@ -46,7 +46,7 @@ class RefusalCode(StrEnum):
     DTYPE = "dtype"
     LAYERS = "layers"
     BUSY = "busy"
-    """Bound to another pipeline whose head is alive."""
+    """Bound to another pipeline with a head that is alive."""
     STALE = "stale"
     """An epoch that is not above the one it knows."""
     FAILED = "failed"
@@ -54,7 +54,8 @@ class RefusalCode(StrEnum):
 
 
 class ControlMessage(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=True):
-    """Base of all control messages. Answers repeat pipeline and epoch: whoever has gone on ignores them."""
+    """Base of all control messages. Answers repeat pipeline and epoch: a receiver that has gone on
+    ignores them."""
 
     pipeline: UUID
     epoch: Epoch
@@ -120,7 +121,7 @@ class Ping(ControlMessage, frozen=True, kw_only=True, array_like=True, tag=6):
 
 
 class Pong(ControlMessage, frozen=True, kw_only=True, array_like=True, tag=7):
-    """The stage is alive; unasked for (seq 0) when an error must be told at once."""
+    """The stage is alive; unasked for (seq 0) when an error must be reported at once."""
 
     seq: Count
     num_steps: Count
@@ -140,7 +141,7 @@ class Pong(ControlMessage, frozen=True, kw_only=True, array_like=True, tag=7):
 
 
 class Exit(ControlMessage, frozen=True, kw_only=True, array_like=True, tag=8):
-    """You hang: leave with a non-zero status, so that the supervisor starts you anew."""
+    """You hang: leave with a non-zero status, so that the supervisor starts you again."""
 
     reason: Text
 

@@ -43,7 +43,7 @@ class StageHealth:
 
 
 class PipelineMonitor:
-    """Over one assembled pipeline. Times are the caller's monotonic seconds."""
+    """Watches one assembled pipeline. Times are the caller's monotonic seconds."""
 
     def __init__(
         self, assembled: AssembledPipeline, times: Times, progress: Callable[[], StageProgress], now_s: float
@@ -52,7 +52,7 @@ class PipelineMonitor:
         self._times = times
         self._progress = progress
         self._done: tuple[int, ...] = ()
-        """Steps: whose results are back, and those of each later stage."""
+        """Steps with results that are back, and those of each later stage."""
         self._moved_s = self._looked_s = now_s
         self._own_step_began_s: float | None = None
         self._own_step_s = 0.0
@@ -72,8 +72,9 @@ class PipelineMonitor:
 
     @property
     def num_lanes(self) -> int:
-        """As many steps in flight as keep the slowest stage busy while frames are on links. Those between later stages
-        are not measured; a round that passes the farthest stage is no shorter than a ping of it."""
+        """Returns how many steps in flight keep the slowest stage busy while frames are on links.
+        Those between later stages are not measured; a round that passes the farthest stage is no
+        shorter than a ping of it."""
         round_trip_s = max((stage.pace.round_trip_s for stage in self.stages), default=0.0)
         step_s = max([self._own_pace.step_s, *(stage.pace.step_s for stage in self.stages)])
         return lanes_for(len(self.stages) + 1, round_trip_s, step_s)

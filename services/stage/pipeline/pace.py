@@ -1,4 +1,4 @@
-"""How long a stage is busy with a step, and how far away it is, by what it says in its answers to pings. Pure."""
+"""How long a stage is busy with a step, and how far away it is, by its answers to pings. Pure."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections import deque
 from dataclasses import dataclass, field
 
 NUM_STEPS = 16
-"""Over so many, at least, a stage's time for a step is averaged."""
+"""A stage's time for a step is averaged over this many, at least."""
 NUM_PINGS = 8
-"""Of so many the fastest counts: whatever else a host does only adds."""
+"""The fastest of this many counts: whatever else a host does only adds."""
 
 
 @dataclass(slots=True)
@@ -24,7 +24,7 @@ class Pace:
 
     @property
     def round_trip_s(self) -> float:
-        """To the stage and back; 0 before its first answer."""
+        """Returns the time to the stage and back; 0 before its first answer."""
         return min(self._round_trips_us, default=0) / 1e6
 
     def note_ping(self, round_trip_us: int) -> None:

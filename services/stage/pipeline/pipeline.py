@@ -32,7 +32,7 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemberStatus:
-    """One stage behind the head, as it last said."""
+    """One stage behind the head, as it last reported."""
 
     worker: str
     device: str
@@ -51,7 +51,7 @@ class MemberStatus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineStatus:
-    """For metrics and inspection."""
+    """Serves metrics and inspection."""
 
     pipeline: str
     is_ready: bool
@@ -64,7 +64,7 @@ class PipelineStatus:
 
 
 class Pipeline:
-    """Forms the pipeline as often as it is lost, in a thread of its own."""
+    """Forms the pipeline as often as it is lost, in its own thread."""
 
     def __init__(self, assembly: PipelineAssembly, host: PipelineHost, times: Times) -> None:
         self._assembly = assembly
@@ -85,20 +85,21 @@ class Pipeline:
         self._thread.start()
 
     def stop(self) -> None:
-        """Releases the stages. The engine's wiring stays the engine's; the host is not told."""
+        """Releases the stages. The engine's wiring stays the engine's; the host is not informed."""
         self._stopping = True
         self._wakeup.wake()
         if self._thread.is_alive():
             self._thread.join()
 
     def lost(self, epoch: int, reason: str) -> None:
-        """From any thread: the engine has lost a hop in this epoch. Repeats and older epochs do nothing."""
+        """Notes that the engine has lost a hop in this epoch. Any thread. Repeats and older epochs
+        do nothing."""
         if epoch > self._loss[0]:
             self._loss = (epoch, reason)
             self._wakeup.wake()
 
     def status(self) -> PipelineStatus:
-        """From any thread."""
+        """Returns the pipeline's status. Any thread."""
         assembled = self._assembled
         return PipelineStatus(
             pipeline=str(self._assembly.pipeline),
@@ -153,7 +154,7 @@ class Pipeline:
                     return
 
     def _keep(self, assembled: AssembledPipeline) -> None:
-        """From ready to lost."""
+        """Keeps it from ready to lost."""
         monitor = PipelineMonitor(assembled, self._times, self._host.progress, monotonic_s())
         self._epoch, self._reason, self._stages, self._assembled = (
             assembled.wiring.epoch,

@@ -42,7 +42,7 @@ class RedisRegistry:
     """The Registry in Redis: a key for each card, and the set of all."""
 
     def __init__(self, redis_url: str) -> None:
-        # Once more: a connection that broke while idle is opened anew.
+        # Once more: a connection that broke while idle is opened again.
         self._redis = redis_client(redis_url, timeout_s=TIMEOUT_S, num_retries=1)
 
     def announce(self, card: StageCard) -> None:
@@ -93,7 +93,7 @@ class Announcer:
         self._thread.start()
 
     def touch(self) -> None:
-        """From any thread: the card has changed, put it up now."""
+        """Puts the card up now: it has changed. Any thread."""
         self._due.set()
 
     def stop(self) -> None:

@@ -21,9 +21,11 @@ def choose_route(
     refused: Mapping[str, str],
     prefer: Collection[str] = (),
 ) -> list[StageCard]:
-    """Free stages that cover the layers behind `own`, in order; as few as can be, those in `prefer` first.
+    """Free stages that cover the layers behind `own`, in order; as few as can be, those in `prefer`
+    first.
 
-    `refused` says by incarnation why a stage does not come into question. Raises Unavailable with what is missing.
+    `refused` tells by incarnation why a stage does not come into question. Raises Unavailable with
+    what is missing.
     """
     others = [card for card in cards if card.model == own.model and card.incarnation != own.incarnation]
     random.shuffle(others)
@@ -53,7 +55,8 @@ def _problem(own: StageCard, card: StageCard, pipeline: str, refused: Mapping[st
 
 
 def _spread(start: int, usable: list[StageCard]) -> dict[int, StageCard]:
-    """Breadth first: for each layer that can be reached, the card whose shard ends before it."""
+    """Breadth first: for each layer that can be reached, the card of a shard that ends before
+    it."""
     came_by: dict[int, StageCard] = {}
     frontier = deque([start])
     while frontier:

@@ -1,4 +1,4 @@
-"""What stages say of themselves to each other's threads. Knows neither sockets nor the engine."""
+"""What a stage's threads report to one another. Knows neither sockets nor the engine."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ class Capacity:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageStatus:
-    """What a stage's engine has done in one epoch. Of another epoch than the link's, it is not told."""
+    """What a stage's engine has done in one epoch. It is not reported for another epoch than the
+    link's."""
 
     epoch: int
     num_steps: int = 0
@@ -45,7 +46,7 @@ class StageProgress:
 
     epoch: int
     num_steps: int = 0
-    """Whose results are back."""
+    """Steps with results that are back."""
     num_outstanding: int = 0
     """Sent, not yet back."""
     busy_s: float = 0.0

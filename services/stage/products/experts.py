@@ -1,7 +1,8 @@
-"""Experts of a mixture whose arithmetic for a row does not depend on other rows: each is packed by our own products, or
-its rows are padded and cut.
+"""Experts of a mixture with arithmetic for a row that does not depend on other rows: each is packed
+by our own products, or its rows are padded and cut.
 
-Registered with transformers as an experts implementation. Knows no model: sizes and flags come from its module.
+Registered with transformers as an experts implementation. Knows no model: sizes and flags come from
+its module.
 
 Letters of shapes: T rows, H the hidden size, C experts chosen per row.
 """

@@ -16,5 +16,5 @@ FAILURES = (
 
 
 def first_line(error: Exception) -> str:
-    """Returns what a failure of a model's code says, without what torch lists behind it."""
+    """Returns the message of a failure of a model's code, without what torch lists behind it."""
     return str(error).partition("\n")[0]

@@ -169,7 +169,8 @@ def pack(model: nn.Module, packing: Packing, *, uses_embedding: bool = True) -> 
 
 @torch.no_grad()
 def unshare_embedding(model: Any, packing: Packing) -> None:
-    """Gives the embedding a weight of its own, int8 if the packing is, so that a tied output layer can be packed.
+    """Gives the embedding a separate weight, int8 if the packing is, so that a tied output layer
+    can be packed.
 
     An embedding of another kind than torch's own may do more in its forward: it keeps its dtype.
     """

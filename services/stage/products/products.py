@@ -1,7 +1,8 @@
-"""Finds every product of a loaded model whose number of rows matters, and how to give it its row buckets.
+"""Finds every product of a loaded model for which the number of rows matters, and how to give it
+its row buckets.
 
-Knows linear layers, routers of mixtures, and experts. A weight of any other kind is named in the log,
-and the model is not exact. Knows no shard and no attention.
+Knows linear layers, routers of mixtures, and experts. A weight of any other kind is named in the
+log, and the model is not exact. Knows no shard and no attention.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ log = structlog.get_logger(__name__)
 
 
 def products(model: nn.Module) -> tuple[list[Product], bool]:
-    """Returns the products of the model's weights whose number of rows matters, and whether these are all.
+    """Returns the products of the model's weights for which the number of rows matters, and whether
+    these are all.
 
     They are not if the model has a weight that this module cannot cut into panels.
     """

@@ -1,12 +1,14 @@
-"""Row buckets: the numbers of rows that a product may see, and how packed rows are padded to them or cut into panels.
+"""Row buckets: the numbers of rows that a product may see, and how packed rows are padded to them
+or cut into panels.
 
-A library chooses the order in which a product is summed by its number of rows, so a row's bits depend on it. Each
-product sees only the numbers in its own buckets, for which its bits are known to be the same; fewer rows are padded,
-more are cut into panels. Each number costs oneDNN a compilation and about 0.5 MiB for each shape, so there are few.
+A library chooses the order in which a product is summed by its number of rows, so a row's bits
+depend on it. Each product sees only the numbers in its own buckets, for which its bits are known to
+be the same; fewer rows are padded, more are cut into panels. Each number costs oneDNN a compilation
+and about 0.5 MiB for each shape, so there are few.
 
-Other rows affect a row's bits in one more way: torch divides an elementwise operation into shares, one per thread, and
-the last few elements of a share take a scalar path whose `exp` has other bits. So rows are padded until every share
-consists of whole vectors. Knows no model.
+Other rows affect a row's bits in one more way: torch divides an elementwise operation into shares,
+one per thread, and the last few elements of a share take a scalar path with an `exp` that has other
+bits. So rows are padded until every share consists of whole vectors. Knows no model.
 
 Letters of shapes: T rows, K inputs and N outputs of a product.
 """
@@ -98,10 +100,11 @@ def _is_whole(rows: int, width: int, num_threads: int) -> bool:
 
 @lru_cache(maxsize=4096)
 def panel_sizes(num_rows: int, buckets: Buckets) -> tuple[int, ...]:
-    """Returns how `num_rows` rows are cut into panels of allowed sizes; empty if they cannot be: pad them first.
+    """Returns how `num_rows` rows are cut into panels of allowed sizes; empty if they cannot be:
+    pad them first.
 
-    As many panels as possible have the largest size. The rest is one panel, or two of sizes as equal as possible, for
-    which one of the largest is given up.
+    As many panels as possible have the largest size. The rest is one panel, or two of sizes as
+    equal as possible, for which one of the largest is given up.
     """
     if not buckets:
         return (num_rows,)

@@ -69,10 +69,11 @@ class Product:
 
 
 def find_buckets(products: Iterable[Product], *, machine: object, cache_folder: Path) -> dict[Product, Buckets]:
-    """Returns for each product the numbers of rows that give the bits of REFERENCE_ROWS, from the cache if possible.
+    """Returns for each product the numbers of rows that give the bits of REFERENCE_ROWS, from the
+    cache if possible.
 
-    They are empty for a product whose rows depend on their offset in a panel. `machine` is all that the libraries
-    choose their kernels by: another machine is tried anew.
+    They are empty for a product if its rows depend on their offset in a panel. `machine` is all
+    that the libraries choose their kernels by: another machine needs a new trial.
     """
     began_s = monotonic_s()
     found: dict[ProductKey, Buckets] = {}
@@ -124,7 +125,8 @@ def exact_buckets(product: Product) -> Buckets:
 
 
 def sensitive_rows(product: Product, num_rows: int) -> Tensor:
-    """Returns random rows [T, K] in the product's dtype, whose outputs for `product.sample` nearly cancel."""
+    """Returns random rows [T, K] in the product's dtype: their outputs for `product.sample` nearly
+    cancel."""
     generator = torch.Generator().manual_seed(0)
     rows = torch.randn(num_rows, product.width, generator=generator)
     sample = product.sample[: product.width // 2].float()

@@ -1,7 +1,9 @@
-"""Linear layers on CPU whose weights lie in tiles for our own products: a row's bits depend on that row only.
+"""Linear layers on CPU with weights in tiles for our own products: a row's bits depend on that row
+only.
 
-So they take any number of rows, and need no row buckets. Weights are float32, bfloat16, or int8 with one scale for each
-output; inputs and outputs are float32 with such weights, else bfloat16. Knows no model.
+So they take any number of rows, and need no row buckets. Weights are float32, bfloat16, or int8
+with one scale for each output; inputs and outputs are float32 with such weights, else bfloat16.
+Knows no model.
 
 Letters of shapes: T rows, K inputs and N outputs of a layer.
 """
@@ -35,10 +37,11 @@ class Int8(NamedTuple):
 
 
 class TiledLinear(nn.Module):
-    """A linear layer whose weight is stored in tiles; the original is not kept."""
+    """A linear layer with its weight stored in tiles; the original is not kept."""
 
     def __init__(self, kernel: Kernel, weight: Tensor, bias: Tensor | None, weights: Weights) -> None:
-        """Packs a weight [N, K] of any float dtype, with its bias [N], to be stored as `weights` says."""
+        """Packs a weight [N, K] of any float dtype, with its bias [N], to be stored in the format
+        `weights`."""
         super().__init__()
         self.out_features, self.in_features = weight.shape
         self._kernel = kernel
@@ -94,7 +97,7 @@ class TiledLinear(nn.Module):
 
 
 class Int8Embedding(nn.Module):
-    """An embedding whose weight is int8, with one scale for each token."""
+    """An embedding with an int8 weight, with one scale for each token."""
 
     def __init__(self, weight: Tensor) -> None:
         """Takes a weight [V, H] of any float dtype; V the vocabulary, H the hidden size."""

@@ -36,7 +36,8 @@ class RankGroup:
         """As the kernel reads it."""
 
     def open(self, kernel: Kernel, buffer_bytes: int) -> None:
-        """Takes two buffers of at least so many bytes, the same number on every rank. All ranks are here at once."""
+        """Takes two buffers of at least `buffer_bytes`, the same number on every rank. All ranks
+        are here at once."""
         buffer_bytes = round_up(max(buffer_bytes, LINE_BYTES), mmap.PAGESIZE)
         size = mmap.PAGESIZE + 2 * buffer_bytes
         os.ftruncate(self._file, max(size, os.fstat(self._file).st_size))
@@ -48,12 +49,13 @@ class RankGroup:
         self._meet()
 
     def share_of(self, num: int, unit: int = 1) -> range:
-        """Returns which of so many numbers are this rank's: equal shares of whole units, but for the last ones."""
+        """Returns which of `num` numbers are this rank's: equal shares of whole units, but for the
+        last ones."""
         share = self._share(num, unit)
         return range(min(num, self.rank * share), min(num, (self.rank + 1) * share))
 
     def can_share(self, num: int, unit: int = 1) -> bool:
-        """Whether each rank gets some of so many numbers."""
+        """Returns whether each rank gets some of `num` numbers."""
         return (self.num_ranks - 1) * self._share(num, unit) < num
 
     def gather(self, mine: Tensor, share: range, num: int) -> Tensor:

@@ -18,7 +18,7 @@ class PassKind(StrEnum):
 
 
 class LoadShard(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Load these layers beside the first rank, under a number."""
+    """Load these layers next to the first rank, under a number."""
 
     number: int
     model: str

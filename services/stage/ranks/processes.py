@@ -1,7 +1,9 @@
-"""The other ranks of a stage, as its first one starts and watches them: one process each, on cores of its own.
+"""The other ranks of a stage, as its first one starts and watches them: one process each, on its
+own cores.
 
-A stage lives as long as all of its ranks: none can go on without the others, so the end of one is the end of all.
-Ranks are forks of their stage, which has imported what they need, as long as it has one thread; else new programs.
+A stage lives as long as all of its ranks: none can go on without the others, so the end of one is
+the end of all. Ranks are forks of their stage, which has imported what they need, as long as it has
+one thread; else new programs.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ log = structlog.get_logger(__name__)
 
 PROGRAM = "services.stage.rank"
 REFUSED_STATUS = 2
-"""Exit status of a rank that refuses what it should load; it has said why."""
+"""Exit status of a rank that refuses what it should load; it has reported why."""
 STDIN, STDERR = 0, 2
 STOP_S = 5.0
 """A rank that has not ended so long after its link was closed is killed."""

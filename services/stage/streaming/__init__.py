@@ -1,1 +1,1 @@
-"""Layers whose weights are read from a file in each step."""
+"""Layers with weights that are read from a file in each step."""

@@ -23,7 +23,7 @@ FIELD = "SHARDLINE_STREAMED_LAYERS_DIR"
 
 
 class LayerFile:
-    """Closed when it is collected. A thread of its own reads, one piece after the other."""
+    """Closed when it is collected. A separate thread reads, one piece after the other."""
 
     def __init__(self, folder: Path) -> None:
         """Makes the file, empty. Raises Invalid if the folder takes none."""

@@ -1,8 +1,8 @@
-"""Streamed layers: memory does not hold their packed weights. They are fetched from a store in every step, those of
-each layer into one of two buffers while the layer before it computes.
+"""Streamed layers: memory does not hold their packed weights. They are fetched from a store in
+every step, those of each layer into one of two buffers while the layer before it computes.
 
-A layer's weights always come to the same place of the same buffer, so whoever points to them need not know. Knows no
-step and no kernel.
+A layer's weights always come to the same place of the same buffer, so what points to them need not
+know. Knows no step and no kernel.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ NUM_TRIALS = 3
 
 
 class Store(Protocol):
-    """Where weights lie that memory does not hold."""
+    """Holds the weights that memory does not hold."""
 
     def write(self, pieces: list[tuple[int, Tensor]], begin: int, num_bytes: int) -> None:
         """Stores tensors, int8 [bytes], each at its place behind `begin`. Raises Invalid if there is no room for
@@ -75,7 +75,7 @@ class _Kept(NamedTuple):
 
 
 class _Layer(NamedTuple):
-    """Where a layer's weights lie."""
+    """Tells where a layer's weights lie."""
 
     module: nn.Module
     weights: list[_Kept]
@@ -101,7 +101,7 @@ class StreamedLayers:
 
     @classmethod
     def on(cls, uploads: Uploads | None, folder: Path) -> StreamedLayers:
-        """Streams as `store_of` says. Raises Invalid if that is a file, and `folder` takes none."""
+        """Streams by `store_of`. Raises Invalid if that is a file, and `folder` takes none."""
         return cls(store_of(uploads, folder), tiles if uploads is None else matrices)
 
     def take(self, layer: nn.Module) -> None:
@@ -132,7 +132,8 @@ class StreamedLayers:
         log.info("layers are streamed", layers=len(self._layers), buffer_mib=size >> 20)
 
     def _begin(self, index: int, *_: object) -> None:
-        """Before a layer computes: waits for its weights. Those before it have computed, or never will."""
+        """Waits for a layer's weights, before it computes. Those before it have computed, or never
+        will."""
         self._ask(index)
         asked = self._asked[index % NUM_BUFFERS]
         assert asked is not None
@@ -140,11 +141,12 @@ class StreamedLayers:
         self._ask(index, index + 1)
 
     def _end(self, index: int, *_: object) -> None:
-        """After a layer has computed: its buffer is free."""
+        """Frees a layer's buffer, after it has computed."""
         self._ask(index + 1, index + 2)
 
     def _ask(self, *indexes: int) -> None:
-        """Has these layers fetched, but one whose buffer an earlier one of them needs. The first follows the last."""
+        """Has these layers fetched, but none into a buffer that an earlier one of them needs. The
+        first follows the last."""
         taken: set[int] = set()
         for index in (index % len(self._layers) for index in indexes):
             number, asked = index % NUM_BUFFERS, self._asked[index % NUM_BUFFERS]
@@ -184,8 +186,8 @@ def streamed_bytes(layer: nn.Module, packing: Packing, device: torch.device) -> 
 
 
 def measure(store: Store, synchronize: Callable[[], None]) -> float:
-    """Returns the bytes per second that are fetched from a store that nobody uses. `synchronize` waits for its device.
-    Raises Invalid if it has no room."""
+    """Returns the bytes per second that are fetched from an unused store. `synchronize` waits for
+    its device. Raises Invalid if it has no room."""
     target = store.buffer(TRIAL_BYTES)
     store.write([(0, torch.zeros(TRIAL_BYTES, dtype=torch.int8))], 0, TRIAL_BYTES)
 

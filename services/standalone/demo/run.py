@@ -1,4 +1,5 @@
-"""The demo: a stack of its own, 300 prompts with known answers through five doors, a report, and nothing left behind.
+"""The demo: a separate stack, 300 prompts with known answers through five doors, a report, and
+nothing left behind.
 
 Knows the supervisor only as a command, as a person would use it.
 """

@@ -24,7 +24,7 @@ _DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Score:
-    """One task's count; `wrong` holds each wrong answer beside its example."""
+    """One task's count; `wrong` holds each wrong answer with its example."""
 
     task: str
     num_right: int

@@ -53,7 +53,7 @@ def write_order(rng: Random) -> tuple[str, str]:
 
 
 def _quantity(rng: Random) -> tuple[int, str]:
-    """A number and how the line says it: in digits, in a word, or as a dozen."""
+    """Returns a number and how the line writes it: in digits, in a word, or as a dozen."""
     style = rng.randrange(8)
     if style == 0:
         return 12, "a dozen"

@@ -15,7 +15,7 @@ from services.standalone.demo.clerk.numerals import LIMIT, ordinal, spell
 from services.standalone.demo.clerk.orders import write_order
 
 Split = Literal["train", "unseen"]
-UNSEEN_SHARE: Final = 16  # one prompt in so many is kept from training
+UNSEEN_SHARE: Final = 16  # one prompt in this many is kept from training
 
 _DATE_STYLES: Final = (
     "{day} {month} {year}",
