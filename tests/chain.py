@@ -22,7 +22,7 @@ from services.stage.hop import Frame, Kind
 from services.stage.model.model_info import ModelInfo
 from shardline.contract.job import FinishReason, SamplingParams
 from shardline.contract.split import even_split
-from shardline_scheduler.events import Failed, Finished, NewTokens
+from shardline_scheduler.events import NewTokens, SequenceFailed, SequenceFinished
 from shardline_scheduler.offload import NO_OFFLOAD, OffloadTerms
 from shardline_scheduler.scheduler import Scheduler
 from shardline_scheduler.scheduler_config import SchedulerConfig
@@ -134,7 +134,7 @@ def complete(
     prefix_cache: bool = True,
     guesses: Guesses | None = None,
     pressure: Pressure | None = None,
-) -> list[Finished]:
+) -> list[SequenceFinished]:
     """The end of each request, with log-probabilities where they were asked for. With prompt lookup if its guesses are
     to be counted, with offload if there is pressure."""
     num_blocks = min(stage.num_blocks for stage in stages)
@@ -157,7 +157,7 @@ def complete(
     for request in wanted:
         assert request.params.max_tokens is not None
         assert not scheduler.add(request, CountingSink(request.params.max_tokens)), "it ended before it began"
-    done: dict[str, Finished] = {}
+    done: dict[str, SequenceFinished] = {}
     in_flight: deque[StepPlan] = deque()
     while not scheduler.idle:
         while (plan := scheduler.schedule()) is not None:
@@ -167,10 +167,10 @@ def complete(
             if pressure is not None:
                 pressure.moves.extend(plan.moves)
         for event in scheduler.apply(chain.run(in_flight.popleft())):
-            assert not isinstance(event, Failed), event.reason
+            assert not isinstance(event, SequenceFailed), event.reason
             if guesses is not None and isinstance(event, NewTokens):
                 guesses.num_true += len(event.ids) - 1
-            if isinstance(event, Finished):
+            if isinstance(event, SequenceFinished):
                 done[event.key[0]] = event
     assert [stage.blocks_used for stage in stages] == [0] * len(stages)
     return [done[request.key[0]] for request in wanted]

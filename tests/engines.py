@@ -18,7 +18,7 @@ from services.stage.hop.wiring import Wiring
 from services.stage.hop.zeromq import ZeroMqHop
 from shardline.base.config import Times
 from shardline.contract.lanes import MAX_LANES
-from shardline_scheduler.events import Event, Failed, Finished
+from shardline_scheduler.events import Event, SequenceFailed, SequenceFinished
 from shardline_scheduler.scheduler import Scheduler
 from shardline_scheduler.scheduler_config import SchedulerConfig
 from shardline_scheduler.sequence import Request
@@ -64,23 +64,23 @@ class Engines:
         """The output ids of each request, all of them run together."""
         return [event.output_ids for event in self.finish(requests)]
 
-    def finish(self, requests: Sequence[Request]) -> list[Finished]:
+    def finish(self, requests: Sequence[Request]) -> list[SequenceFinished]:
         """The end of each request, all of them run together and none failed."""
-        ends: list[Finished] = []
+        ends: list[SequenceFinished] = []
         for end in self.ends(requests):
-            assert not isinstance(end, Failed), end.reason
+            assert not isinstance(end, SequenceFailed), end.reason
             ends.append(end)
         return ends
 
-    def ends(self, requests: Sequence[Request]) -> list[Finished | Failed]:
+    def ends(self, requests: Sequence[Request]) -> list[SequenceFinished | SequenceFailed]:
         """How each request ends, all of them run together."""
         for request in requests:
             assert request.params.max_tokens is not None
             self.head.add(request, CountingSink(request.params.max_tokens))
-        done: dict[str, Finished | Failed] = {}
+        done: dict[str, SequenceFinished | SequenceFailed] = {}
         while len(done) < len(requests):
             event = self.events.get(timeout=PATIENCE_S)
-            if isinstance(event, Finished | Failed):
+            if isinstance(event, SequenceFinished | SequenceFailed):
                 done[event.key[0]] = event
         assert not self.lost
         return [done[request.key[0]] for request in requests]

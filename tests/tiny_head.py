@@ -21,7 +21,7 @@ from shardline.contract.job import FinishReason, JobState, Message, Result, Samp
 from shardline.contract.tables import JOBS_CHANNEL
 from shardline.contract.wire import Delta
 from shardline.store import claims, ends, leases, models, pipelines
-from shardline.store.claims import Claimant, Claimed
+from shardline.store.claims import Claimant, ClaimedJob
 from shardline.store.connection.database import connect
 from shardline.store.ends import End
 from shardline.store.leases import Beat
@@ -47,7 +47,7 @@ QUEUED = text("SELECT id FROM jobs WHERE state = 'queued' ORDER BY priority, cre
 class Sequence:
     """One claimed job: what it will say, and how much of it was said."""
 
-    claimed: Claimed
+    claimed: ClaimedJob
     output_ids: tuple[int, ...]
     reason: FinishReason
     num_said: int
@@ -246,7 +246,7 @@ class TinyHead:
                 for _ in listener.notifies(timeout=0.1, stop_after=1):
                     pass
 
-    def _sequence(self, claimed: Claimed) -> Sequence:
+    def _sequence(self, claimed: ClaimedJob) -> Sequence:
         """The prompt without its first token, then the end of sequence, cut at max_tokens."""
         whole = (*claimed.prompt_ids[1:], *self.tokens.eos_ids)
         ids = whole[: claimed.max_tokens]

@@ -56,7 +56,7 @@ class TooSlow(Invalid):
     """A head or a body that did not arrive in time."""
 
 
-class Malformed(Invalid):
+class MalformedRequest(Invalid):
     """Bytes that are no HTTP/1.1 request."""
 
 
@@ -64,7 +64,7 @@ class NotJson(Invalid):
     """A body that is not declared as JSON, as a form on any web page could send it."""
 
 
-class Misdirected(Invalid):
+class MisdirectedRequest(Invalid):
     """A request for another host."""
 
 
@@ -122,10 +122,10 @@ class OutageLog:
 KINDS: tuple[tuple[type[ShardlineError], int, str, str], ...] = (
     (TooLarge, 413, "invalid_request_error", "request_too_large"),
     (HeadTooLarge, 431, "invalid_request_error", "request_head_too_large"),
-    (Malformed, 400, "invalid_request_error", "bad_request"),
+    (MalformedRequest, 400, "invalid_request_error", "bad_request"),
     (TooSlow, 408, "invalid_request_error", "request_timeout"),
     (NotJson, 415, "invalid_request_error", "unsupported_media_type"),
-    (Misdirected, 421, "invalid_request_error", "misdirected_request"),
+    (MisdirectedRequest, 421, "invalid_request_error", "misdirected_request"),
     (Unauthorized, 401, "invalid_request_error", "invalid_api_key"),
     (Forbidden, 403, "invalid_request_error", "permission_denied"),
     (UnknownModel, 404, "invalid_request_error", "model_not_found"),

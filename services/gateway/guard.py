@@ -14,7 +14,7 @@ from fastapi import Depends, Request, Security
 from fastapi.security import HTTPBearer, SecurityScopes
 from starlette.datastructures import Headers
 
-from services.gateway.errors import Forbidden, Misdirected, Unauthorized
+from services.gateway.errors import Forbidden, MisdirectedRequest, Unauthorized
 from services.gateway.keyring import Keyring
 from shardline.base.errors import Invalid
 from shardline.contract.api_key import Scope, parse_key
@@ -64,7 +64,7 @@ class Guard:
         name = host_name(host)
         if ANY_HOST not in self._hosts and name not in self._hosts:
             remedy = f"Use one of: {', '.join(sorted(self._hosts))}; or name it in SHARDLINE_HTTP_ALLOWED_HOSTS"
-            raise Misdirected("host", f"this gateway does not answer to {name[:64]!r}", remedy)
+            raise MisdirectedRequest("host", f"this gateway does not answer to {name[:64]!r}", remedy)
 
     async def _caller(self, authorization: str | None) -> Caller:
         if authorization is None:

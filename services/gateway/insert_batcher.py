@@ -11,7 +11,7 @@ from shardline.base.aio import cancel_and_wait
 from shardline.base.errors import ShardlineError, Unavailable
 from shardline.base.metrics import GatewayMetrics
 from shardline.client.gateway import GatewayClient
-from shardline.store.inserts import EncodedRequest, Stored
+from shardline.store.inserts import EncodedRequest, StoredRequest
 
 MAX_BATCH = 256
 MAX_BATCH_BYTES = 8 << 20
@@ -24,7 +24,7 @@ class PendingInsert:
 
     model: str
     request: EncodedRequest
-    stored: asyncio.Future[Stored] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    stored: asyncio.Future[StoredRequest] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
 
 class InsertBatcher:
@@ -46,7 +46,7 @@ class InsertBatcher:
         if self._task is not None:
             await cancel_and_wait(self._task)
 
-    async def insert(self, model: str, request: EncodedRequest) -> Stored:
+    async def insert(self, model: str, request: EncodedRequest) -> StoredRequest:
         """The row of a request, once it is committed. Raises Invalid, Conflict, Unavailable."""
         waiting = PendingInsert(model=model, request=request)
         self._waiting.append(waiting)

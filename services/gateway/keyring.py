@@ -21,7 +21,7 @@ from shardline.base.aio import cancel_and_wait
 from shardline.base.errors import Overloaded, Unavailable
 from shardline.client.database import reachable, told
 from shardline.store import api_keys
-from shardline.store.api_keys import Known
+from shardline.store.api_keys import KeyRecord
 
 log = structlog.get_logger(__name__)
 
@@ -45,7 +45,7 @@ USES_EVERY_S = 60.0
 class Entry:
     """What Postgres returned for a key id, and when."""
 
-    known: Known | None
+    known: KeyRecord | None
     read_s: float
 
     def is_over(self) -> bool:

@@ -27,7 +27,7 @@ from shardline.base.tracing import JobTrace, TracedPhase, Tracer
 from shardline.contract.ids import new_id
 from shardline.contract.job import JobRequest, parse_request
 from shardline.store.inserts import encode_request
-from shardline.tokenize import Prepared, RegisteredModel
+from shardline.tokenize import PreparedPrompt, RegisteredModel
 
 Parse = Callable[[Document], tuple[JobRequest, AnswerOptions]]
 
@@ -38,7 +38,7 @@ ones hold others up for 3 ms at most, about what a turn of the loop costs with m
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Accepted:
+class AcceptedJob:
     """A job that is committed. `is_new` is True only for the request that inserted it, False for its repeats."""
 
     job_id: UUID
@@ -46,12 +46,12 @@ class Accepted:
     is_repeatable: bool
     """The caller chose its id or key, and can ask for it again."""
     request: JobRequest
-    prepared: Prepared
+    prepared: PreparedPrompt
     model: RegisteredModel
     options: AnswerOptions
 
 
-async def submit(gateway: Gateway, request: Request, caller: Caller, parse: Parse) -> Accepted:
+async def submit(gateway: Gateway, request: Request, caller: Caller, parse: Parse) -> AcceptedJob:
     """Store a job of the caller's tenant. Raises Invalid, Forbidden, Conflict, Overloaded, Unavailable; then either
     nothing was stored or a repeat with the same id is safe."""
     began_s = monotonic_s()
@@ -72,7 +72,7 @@ async def submit(gateway: Gateway, request: Request, caller: Caller, parse: Pars
         failpoint(Point.GATEWAY_INSERTED)
     if stored.is_new:
         _trace(gateway.tracer, job, began_s)
-    return Accepted(
+    return AcceptedJob(
         job_id=stored.job_id,
         is_new=stored.is_new,
         is_repeatable=is_named,
@@ -122,7 +122,7 @@ def _parse(body: bytes, request: Request, caller: Caller, parse: Parse) -> tuple
     return job, options
 
 
-def _prepare(model: RegisteredModel, job: JobRequest, default_max_tokens: int | None) -> Prepared:
+def _prepare(model: RegisteredModel, job: JobRequest, default_max_tokens: int | None) -> PreparedPrompt:
     prepared = model.tokens.prepare(prompt=job.prompt, messages=job.messages, params=job.params())
     if default_max_tokens is None:
         return prepared

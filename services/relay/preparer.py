@@ -30,8 +30,8 @@ from shardline.contract.job import (
 )
 from shardline.store import preparation
 from shardline.store.connection.database import failure_of
-from shardline.store.preparation import PreparedJob, Unprepared
-from shardline.tokenize import Prepared, Tokens
+from shardline.store.preparation import PreparedJob, UnpreparedJob
+from shardline.tokenize import PreparedPrompt, Tokens
 
 log = structlog.get_logger(__name__)
 
@@ -53,7 +53,7 @@ class Preparer(Loop):
         self._spans = context.spans
         self._tokenizers = RegisteredTokenizers(context.database)
         self.mark_every_s = context.times.poll_s
-        self._lent: deque[Unprepared] = deque()
+        self._lent: deque[UnpreparedJob] = deque()
         """Rows leased by this relay and not yet marked; those of a failed turn are retried first."""
 
     def turn(self) -> float:
@@ -113,7 +113,7 @@ class Preparer(Loop):
             log.info("job refused", job_id=str(job_id), field=error["field"], problem=error["problem"])
             self._results.note({job_id: JobState.FAILED}, f"{error['field']}: {error['problem']}. {error['remedy']}")
 
-    def _prepare(self, row: Unprepared) -> PreparedJob | dict[str, str]:
+    def _prepare(self, row: UnpreparedJob) -> PreparedJob | dict[str, str]:
         try:
             params = _params(row)
             model = self._tokenizers.get(address_of(row.model, params.adapter))
@@ -135,7 +135,7 @@ class Preparer(Loop):
         )
 
 
-def _tokenize(tokens: Tokens, row: Unprepared, params: SamplingParams) -> Prepared:
+def _tokenize(tokens: Tokens, row: UnpreparedJob, params: SamplingParams) -> PreparedPrompt:
     prompt, messages = _prompt(row), _messages(row)
     try:
         return tokens.prepare(prompt=prompt, messages=messages, params=params)
@@ -147,7 +147,7 @@ def _tokenize(tokens: Tokens, row: Unprepared, params: SamplingParams) -> Prepar
         raise Invalid("prompt", "the model's tokenizer failed on it", "Look at the relay's log of this job") from error
 
 
-def _params(row: Unprepared) -> SamplingParams:
+def _params(row: UnpreparedJob) -> SamplingParams:
     try:
         params = parse_params(row.params)
     except msgspec.ValidationError as error:
@@ -158,13 +158,13 @@ def _params(row: Unprepared) -> SamplingParams:
     return params
 
 
-def _prompt(row: Unprepared) -> Prompt | None:
+def _prompt(row: UnpreparedJob) -> Prompt | None:
     if row.prompt is not None or row.messages is not None:
         return row.prompt
     return _convert(row.prompt_ids, tuple[TokenId, ...], "prompt")
 
 
-def _messages(row: Unprepared) -> tuple[Message, ...] | None:
+def _messages(row: UnpreparedJob) -> tuple[Message, ...] | None:
     if row.messages is None:
         return None
     messages = _convert(row.messages, tuple[Message, ...], "messages")

@@ -16,7 +16,7 @@ from shardline.base.clock import monotonic_s
 from shardline.base.tracing import JobTrace, TracedPhase, Tracer, Value, attempt_span_id
 from shardline.contract.job import JobRequest, JobState
 from shardline.store.outbox import Send
-from shardline.store.traced import Traced, traced
+from shardline.store.traced import TracedJob, traced
 
 
 class RelaySpans:
@@ -81,14 +81,14 @@ class RelaySpans:
                 self._tracer.phase(trace, attempt, span_id=attempt_span_id(job.job_id, job.fence))
             self._end(job, trace)
 
-    def _traced(self, ids: Collection[UUID]) -> list[tuple[Traced, JobTrace]]:
+    def _traced(self, ids: Collection[UUID]) -> list[tuple[TracedJob, JobTrace]]:
         if not self._tracer.is_on or not ids:
             return []
         with self._database.begin() as connection:
             found = traced(connection, ids)
         return [(job, JobTrace.of(job.job_id, job.traceparent)) for job in found]
 
-    def _end(self, job: Traced, trace: JobTrace) -> None:
+    def _end(self, job: TracedJob, trace: JobTrace) -> None:
         """The job's own span, if its end came from here: a head makes that of jobs that it ends."""
         if not job.state.terminal:
             return
@@ -107,7 +107,7 @@ class RelaySpans:
 
 def _phase(
     name: str,
-    job: Traced,
+    job: TracedJob,
     began_s: float,
     ended_s: float,
     *,

@@ -21,7 +21,7 @@ from shardline.contract.job import JobRequest, JobState, parse_request
 from shardline.store import celery_tasks
 from shardline.store.celery_tasks import CeleryTask
 from shardline.store.connection.encoding import storable
-from shardline.store.jobs import FailedRequest, Stored, get_job, insert_failed, insert_jobs, request_cancel
+from shardline.store.jobs import FailedRequest, StoredRequest, get_job, insert_failed, insert_jobs, request_cancel
 from shardline.store.statistics.reports import states
 
 log = structlog.get_logger(__name__)
@@ -86,7 +86,7 @@ def _insert(connection: Connection, pairs: Sequence[tuple[Submission, Any]]) -> 
         _store_task(connection, submission.task, row)
 
 
-def _store_task(connection: Connection, task: CeleryTask | None, row: Stored) -> None:
+def _store_task(connection: Connection, task: CeleryTask | None, row: StoredRequest) -> None:
     """A revoke that overtook its task takes effect with it."""
     if task is None:
         return
@@ -134,7 +134,7 @@ def _refuse(database: Engine, submission: Submission, error: Invalid) -> Submiss
         is_new = bool(insert_failed(connection, [failed]))
         is_kept = is_new or _is_repeat(connection, failed)
         if is_kept:
-            _store_task(connection, submission.task, Stored(job_id=failed.id, is_new=is_new))
+            _store_task(connection, submission.task, StoredRequest(job_id=failed.id, is_new=is_new))
     if not is_kept:
         return _reject(database, submission, _conflict(f"job {failed.id} already exists; {error}"))
     log.info("job refused", job_id=str(failed.id), field=error.field, problem=error.problem)

@@ -47,7 +47,7 @@ MEASURING_WAIT_S = 0.5
 """Between two looks at whether devices are measured; every signal ends the wait."""
 
 
-class Stopped(Exception):
+class StopRequested(Exception):
     """A stop was requested before the stack was ready."""
 
 
@@ -82,7 +82,7 @@ class Supervisor:
                     stages = self._plan_stages(stages)
                 self._start(addresses, stages)
                 self._follow()
-            except Stopped:
+            except StopRequested:
                 self._say("stopped before it was ready")
 
     def _reserve(self) -> Addresses:
@@ -130,7 +130,7 @@ class Supervisor:
             while not measuring.is_done:
                 self._inbox.wait(MEASURING_WAIT_S)
                 if self._inbox.num_stops:
-                    raise Stopped
+                    raise StopRequested
             model = ModelCosts.read(config_file(self._settings).parent)
             profiles = measuring.profiles()
             num_stages = len(first) if self._settings.is_placed else None
@@ -229,7 +229,7 @@ class Supervisor:
         while not warm_parent.is_settled():
             self._group.watch(max_deaths=MAX_DEATHS_BEFORE_READY)
             if self._inbox.num_stops:
-                raise Stopped
+                raise StopRequested
             if time.monotonic() - begun > self._settings.start_s:
                 raise StartFailed(f"the warm parent is not ready after {self._settings.start_s:g} s")
         if warm_parent.problem:
@@ -249,7 +249,7 @@ class Supervisor:
                 self._group.watch(max_deaths=MAX_DEATHS_BEFORE_READY)
                 now = time.monotonic()
                 if self._inbox.num_stops:
-                    raise Stopped
+                    raise StopRequested
                 if now - begun > self._settings.start_s:
                     raise StartFailed(f"not ready after {self._settings.start_s:g} s: {watcher.missing}")
                 if now - said > SAY_MISSING_EVERY_S:

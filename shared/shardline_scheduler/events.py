@@ -19,7 +19,7 @@ class NewTokens(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: tuple[TokenLogprob, ...] = ()
 
 
-class Finished(msgspec.Struct, frozen=True, kw_only=True):
+class SequenceFinished(msgspec.Struct, frozen=True, kw_only=True):
     """A completion ended: all of its output, checkpointed tokens included."""
 
     key: Key
@@ -33,7 +33,7 @@ class Finished(msgspec.Struct, frozen=True, kw_only=True):
     """Prompt tokens that were not computed for it: their KV was there."""
 
     @classmethod
-    def of(cls, sequence: Sequence, reason: FinishReason, tail: str) -> Finished:
+    def of(cls, sequence: Sequence, reason: FinishReason, tail: str) -> SequenceFinished:
         """What a sequence has when it ends."""
         return cls(
             key=sequence.request.key,
@@ -46,14 +46,14 @@ class Finished(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-class Failed(msgspec.Struct, frozen=True, kw_only=True):
+class SequenceFailed(msgspec.Struct, frozen=True, kw_only=True):
     """A job that cannot go on, here or elsewhere."""
 
     key: Key
     reason: str
 
 
-class Crashed(msgspec.Struct, frozen=True, kw_only=True):
+class SequenceCrashed(msgspec.Struct, frozen=True, kw_only=True):
     """The pipeline broke twice under a job that got no token, the second time while it was the only quarantined one."""
 
     key: Key
@@ -73,4 +73,4 @@ class KvExceeded(msgspec.Struct, frozen=True, kw_only=True):
     """Prompt and output so far."""
 
 
-Event = NewTokens | Finished | Failed | Crashed | MayBegin | KvExceeded
+Event = NewTokens | SequenceFinished | SequenceFailed | SequenceCrashed | MayBegin | KvExceeded

@@ -12,7 +12,15 @@ from itertools import count, repeat
 from shardline.base.errors import ProtocolError
 from shardline.contract.job import FinishReason
 from shardline_scheduler.batch import Batch
-from shardline_scheduler.events import Crashed, Event, Failed, Finished, KvExceeded, MayBegin, NewTokens
+from shardline_scheduler.events import (
+    Event,
+    KvExceeded,
+    MayBegin,
+    NewTokens,
+    SequenceCrashed,
+    SequenceFailed,
+    SequenceFinished,
+)
 from shardline_scheduler.kv_blocks import blocks_for
 from shardline_scheduler.offload import OffloadTerms
 from shardline_scheduler.parking import Parking
@@ -59,7 +67,7 @@ class Scheduler:
             return [self._finish(sequence, reason)]
         return [self._outgrow(sequence)] if self._is_too_long(sequence) else []
 
-    def abort(self, key: Key, reason: FinishReason = FinishReason.CANCELLED) -> Finished | None:
+    def abort(self, key: Key, reason: FinishReason = FinishReason.CANCELLED) -> SequenceFinished | None:
         """Drops a job; what it has so far. None: it is not here (any more)."""
         sequence = self._by_key.get(key)
         if sequence is None:
@@ -218,23 +226,23 @@ class Scheduler:
         """All KV together does not hold what is known of it. What it may need later is no reason: it may end before."""
         return blocks_for(len(sequence.ids)) > self.config.num_blocks
 
-    def _finish(self, sequence: Sequence, reason: FinishReason, tail: str = "") -> Finished:
+    def _finish(self, sequence: Sequence, reason: FinishReason, tail: str = "") -> SequenceFinished:
         self._end(sequence)
-        return Finished.of(sequence, reason, tail)
+        return SequenceFinished.of(sequence, reason, tail)
 
-    def _fail(self, sequence: Sequence, reason: str) -> Failed:
+    def _fail(self, sequence: Sequence, reason: str) -> SequenceFailed:
         self._batch.kv.forget(sequence)
         self._end(sequence)
-        return Failed(key=sequence.request.key, reason=reason)
+        return SequenceFailed(key=sequence.request.key, reason=reason)
 
     def _outgrow(self, sequence: Sequence) -> KvExceeded:
         self._end(sequence)
         return KvExceeded(key=sequence.request.key, num_tokens=len(sequence.ids))
 
-    def _crash(self, sequence: Sequence) -> Crashed:
+    def _crash(self, sequence: Sequence) -> SequenceCrashed:
         del self._by_key[sequence.request.key]
         sequence.state = State.ENDED
-        return Crashed(key=sequence.request.key)
+        return SequenceCrashed(key=sequence.request.key)
 
     def _put_in_quarantine(self, sequence: Sequence) -> None:
         sequence.quarantined = True

@@ -42,7 +42,7 @@ from shardline.contract.lanes import MAX_LANES, lanes_for
 from shardline.contract.split import even_split, parse_split
 from shardline.host.threads import run_in_fresh_thread
 from shardline.tokenize import CompletionText, Vocabulary
-from shardline_scheduler.events import Finished, NewTokens
+from shardline_scheduler.events import NewTokens, SequenceFinished
 from shardline_scheduler.offload import OffloadTerms
 from shardline_scheduler.scheduler import Scheduler
 from shardline_scheduler.scheduler_config import SchedulerConfig
@@ -243,7 +243,7 @@ class Pipeline:
         for event in events:
             if isinstance(event, NewTokens):
                 self.num_accepted += len(event.ids) - 1
-            if isinstance(event, Finished):
+            if isinstance(event, SequenceFinished):
                 self._ended.put(event.key[0])
 
     def _count(self, plan: StepPlan, _time: StepTime) -> None:

@@ -27,7 +27,7 @@ from services.stage.engine.engine import Engine, FollowerEngine, HeadEngine
 from services.stage.hop import Kind
 from services.stage.pipeline.pace import Pace
 from shardline.contract.lanes import lanes_for
-from shardline_scheduler.events import Event, Finished
+from shardline_scheduler.events import Event, SequenceFinished
 from shardline_scheduler.scheduler import Scheduler
 from shardline_scheduler.scheduler_config import SchedulerConfig
 from shardline_scheduler.sequence import Request
@@ -122,7 +122,7 @@ class FarPipeline:
 
     def _emit(self, events: Sequence[Event]) -> None:
         for event in events:
-            if isinstance(event, Finished):
+            if isinstance(event, SequenceFinished):
                 self._ended.put(event.key[0])
 
     def _choose(self, *_: object) -> None:

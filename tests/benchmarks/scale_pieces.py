@@ -131,7 +131,7 @@ def _doors(ids: list[UUID], ended: UUID) -> Iterator[Piece]:
     yield Piece(name="get one", work=lambda connection: jobs.get_job(connection, ended))
     yield Piece(name=f"get {BATCH}", work=lambda connection: jobs.get_jobs(connection, ids))
     yield Piece(name=f"which of {BATCH} ended", work=lambda connection: jobs.ended(connection, ids))
-    asked = [progress.Asked(job_id=job_id) for job_id in [ended, *ids]]
+    asked = [progress.ProgressQuestion(job_id=job_id) for job_id in [ended, *ids]]
     yield Piece(name=f"progress of {BATCH + 1}", work=lambda connection: progress.read_progress(connection, asked))
     yield Piece(name=f"cancel {BATCH}", work=lambda connection: jobs.request_cancel(connection, ids))
     yield Piece(name="models and pipelines", work=_read_small)

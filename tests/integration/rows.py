@@ -11,7 +11,7 @@ from sqlalchemy import Connection, Engine, text
 
 from shardline.contract.job import FinishReason, JobRequest, JobState, Result, Usage
 from shardline.store import claims, ends, jobs, models, pipelines
-from shardline.store.claims import Claimant, Claimed
+from shardline.store.claims import Claimant, ClaimedJob
 from shardline.store.connection.database import connect
 from shardline.store.ends import End
 
@@ -59,20 +59,20 @@ def submit(engine: Engine, num: int = 1, **fields: Any) -> list[UUID]:
     return [one.job_id for one in stored]
 
 
-def claim(engine: Engine, ids: list[UUID], *, head: Claimant = HEAD, **values: Any) -> list[Claimed]:
+def claim(engine: Engine, ids: list[UUID], *, head: Claimant = HEAD, **values: Any) -> list[ClaimedJob]:
     """By head `p`, with a lease that outlives the test unless told."""
     times = {"lease_s": LONG_S, "exact_wait_s": LONG_S}
     with engine.begin() as connection:
         return claims.claim(connection, ids, head, **{**times, **values})
 
 
-def running(engine: Engine, **values: Any) -> Claimed:
+def running(engine: Engine, **values: Any) -> ClaimedJob:
     """One job, submitted and claimed."""
     (claimed,) = claim(engine, submit(engine), **values)
     return claimed
 
 
-def success(claimed: Claimed, *ids: int) -> End:
+def success(claimed: ClaimedJob, *ids: int) -> End:
     """The end that a head writes."""
     result = Result(
         job_id=claimed.job_id,
@@ -93,7 +93,7 @@ def end(engine: Engine, *each: End) -> dict[UUID, JobState]:
         return ends.end_running(connection, each)
 
 
-def release(engine: Engine, claimed: Claimed) -> bool:
+def release(engine: Engine, claimed: ClaimedJob) -> bool:
     """Give one job back."""
     with engine.begin() as connection:
         return bool(ends.release_running(connection, [(claimed.job_id, claimed.fence)]))

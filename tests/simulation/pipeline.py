@@ -14,7 +14,15 @@ from typing import Any
 import numpy as np
 
 from shardline.contract.job import FinishReason, SamplingParams, TokenLogprob
-from shardline_scheduler.events import Crashed, Event, Failed, Finished, KvExceeded, MayBegin, NewTokens
+from shardline_scheduler.events import (
+    Event,
+    KvExceeded,
+    MayBegin,
+    NewTokens,
+    SequenceCrashed,
+    SequenceFailed,
+    SequenceFinished,
+)
 from shardline_scheduler.kv_blocks import BLOCK_TOKENS, blocks_for
 from shardline_scheduler.offload import OffloadTerms
 from shardline_scheduler.scheduler import Scheduler
@@ -205,7 +213,7 @@ class Pipeline:
         self.flights: deque[tuple[StepPlan, StepResult, frozenset[int]]] = deque()
         self.outputs: dict[Key, list[int]] = {}
         self.texts: dict[Key, str] = {}
-        self.ends: dict[Key, Finished | Failed | Crashed | KvExceeded] = {}
+        self.ends: dict[Key, SequenceFinished | SequenceFailed | SequenceCrashed | KvExceeded] = {}
         self.called: list[Key] = []
         """Parked jobs there was room for; they begin with the next turn."""
 
@@ -237,7 +245,7 @@ class Pipeline:
         self.hear(events)
         return events
 
-    def abort(self, key: Key) -> Finished | None:
+    def abort(self, key: Key) -> SequenceFinished | None:
         """Cancels a job."""
         finished = self.scheduler.abort(key)
         if finished is not None:
@@ -281,7 +289,7 @@ class Pipeline:
                 continue
             self.ends[event.key] = event
             assert not self.scheduler.has(event.key)
-            if isinstance(event, Finished):
+            if isinstance(event, SequenceFinished):
                 assert list(event.output_ids) == self.outputs[event.key]
                 assert event.text == self.texts[event.key]
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from shardline.contract.job import FinishReason
-from shardline_scheduler.events import Failed, Finished
+from shardline_scheduler.events import SequenceFailed, SequenceFinished
 from shardline_scheduler.kv_blocks import blocks_for
 from shardline_scheduler.offload import OffloadTerms
 from shardline_scheduler.scheduler_config import SchedulerConfig
@@ -48,7 +48,7 @@ def check_end(pipeline: Pipeline, job: Request, limit: int) -> None:
     """The job ended, and its output is that of an undisturbed run or, if it was stopped, the beginning of it."""
     end, output, expected = pipeline.ends[job.key], pipeline.outputs[job.key], expected_output(job, limit)
     assert output == expected[: len(output)]
-    if isinstance(end, Finished) and end.reason is not FinishReason.CANCELLED:
+    if isinstance(end, SequenceFinished) and end.reason is not FinishReason.CANCELLED:
         assert output == expected
 
 
@@ -179,5 +179,5 @@ def test_any_budget_lanes_and_blocks_give_the_same_outputs(
     pipeline.drain()
 
     for job, limit in jobs:
-        assert not isinstance(pipeline.ends[job.key], Failed)
+        assert not isinstance(pipeline.ends[job.key], SequenceFailed)
         check_end(pipeline, job, limit)

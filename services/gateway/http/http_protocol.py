@@ -18,7 +18,7 @@ from uvicorn.protocols.http.httptools_impl import (
     RequestResponseCycle,
 )
 
-from services.gateway.errors import HeadTooLarge, Malformed, TooSlow, body_of, status_of
+from services.gateway.errors import HeadTooLarge, MalformedRequest, TooSlow, body_of, status_of
 from services.gateway.http.connections import ConnectionRegister
 from shardline.base.errors import Invalid
 from shardline.contract.ids import new_id
@@ -214,7 +214,7 @@ class HttpConnection(HttpToolsProtocol):
             if self._is_head_too_large:
                 self._refuse_head()
             else:
-                self._refuse(Malformed("request", "it is not in HTTP/1.1", "Send it without TLS"))
+                self._refuse(MalformedRequest("request", "it is not in HTTP/1.1", "Send it without TLS"))
         else:
             if self._num_unparsed_bytes > self._max_head_bytes:
                 self._refuse_head()

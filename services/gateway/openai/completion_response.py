@@ -19,7 +19,7 @@ from services.gateway.context import Gateway
 from services.gateway.errors import CLIENT_CLOSED_REQUEST, Stopping, body_of, error_of_job, json_response, respond
 from services.gateway.http.sse import DONE, KEEP_ALIVE, EventStream, disconnected, event
 from services.gateway.openai.responses import OpenAiResponses
-from services.gateway.submit import Accepted
+from services.gateway.submit import AcceptedJob
 from shardline.base.aio import cancel_and_wait
 from shardline.base.errors import JobEnded, ShardlineError, Unavailable
 from shardline.base.log import job_context
@@ -31,7 +31,7 @@ from shardline.contract.wire import Delta
 log = structlog.get_logger(__name__)
 
 
-async def complete(gateway: Gateway, request: Request, accepted: Accepted, *, is_chat: bool) -> Response:
+async def complete(gateway: Gateway, request: Request, accepted: AcceptedJob, *, is_chat: bool) -> Response:
     """The answer in OpenAI's shape; its id is the job's, in the body and in `x-request-id`."""
     responses = OpenAiResponses(
         is_chat=is_chat,
@@ -58,7 +58,7 @@ async def complete(gateway: Gateway, request: Request, accepted: Accepted, *, is
 
 
 async def completion_events(
-    gateway: Gateway, accepted: Accepted, responses: OpenAiResponses
+    gateway: Gateway, accepted: AcceptedJob, responses: OpenAiResponses
 ) -> AsyncGenerator[bytes, None]:
     """The stream's chunks, the usage if wanted, and `[DONE]`. An error in the middle is the last event before it."""
     try:
@@ -70,7 +70,7 @@ async def completion_events(
     yield DONE
 
 
-async def _chunks(gateway: Gateway, accepted: Accepted, responses: OpenAiResponses) -> AsyncIterator[bytes]:
+async def _chunks(gateway: Gateway, accepted: AcceptedJob, responses: OpenAiResponses) -> AsyncIterator[bytes]:
     began_s = sent_s = time.monotonic()
     keep_alive_s = gateway.settings.http_keep_alive_s
     num_output, texts = 0, responses.logprob_texts()
@@ -100,7 +100,7 @@ async def _chunks(gateway: Gateway, accepted: Accepted, responses: OpenAiRespons
                 yield event(responses.usage_chunk(await _usage(gateway, accepted, num_output)))
 
 
-async def _usage(gateway: Gateway, accepted: Accepted, num_output: int) -> Usage:
+async def _usage(gateway: Gateway, accepted: AcceptedJob, num_output: int) -> Usage:
     """Returns the usage as it was committed, with what the prefix cache had. A Postgres that is
     away now holds up no stream's end."""
     try:
@@ -139,7 +139,7 @@ def merged(deltas: Sequence[Delta]) -> Delta:
     )
 
 
-async def _wait(gateway: Gateway, request: Request, accepted: Accepted) -> Job | None:
+async def _wait(gateway: Gateway, request: Request, accepted: AcceptedJob) -> Job | None:
     """The ended job, or None when the caller left first. Raises Stopping."""
     waiting = asyncio.create_task(gateway.client.until_ended(accepted.job_id))
     leaving = asyncio.create_task(disconnected(request))
@@ -157,7 +157,7 @@ async def _wait(gateway: Gateway, request: Request, accepted: Accepted) -> Job |
             await cancel_and_wait(task)
 
 
-async def _abandon(gateway: Gateway, accepted: Accepted) -> None:
+async def _abandon(gateway: Gateway, accepted: AcceptedJob) -> None:
     """Cancel a job that no caller waits for or can ask for again."""
     if accepted.is_repeatable:
         return

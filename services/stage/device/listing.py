@@ -32,7 +32,7 @@ class ListingSettings(BaseSettings):
     device_module: str | None = None
 
 
-class Listed(msgspec.Struct, frozen=True, kw_only=True):
+class DeviceEntry(msgspec.Struct, frozen=True, kw_only=True):
     """One device. The cores of a NUMA node are one, though a stage may take some of them."""
 
     name: str
@@ -47,17 +47,17 @@ class Listed(msgspec.Struct, frozen=True, kw_only=True):
     """By lock, such as `core-0`: the worker that holds it."""
 
 
-def devices(lock_folder: Path) -> list[Listed]:
+def devices(lock_folder: Path) -> list[DeviceEntry]:
     """Returns all devices of this machine: the cores of each NUMA node, then accelerators, those with most memory
     first."""
     return [*_cores(lock_folder), *_accelerators(lock_folder)]
 
 
-def _cores(lock_folder: Path) -> list[Listed]:
+def _cores(lock_folder: Path) -> list[DeviceEntry]:
     listed = []
     for node, cores in _nodes().items():
         listed.append(
-            Listed(
+            DeviceEntry(
                 name=f"cpu:{show_cores(cores)}",
                 kind="cpu",
                 memory_bytes=cpu.memory_bytes(),
@@ -70,9 +70,9 @@ def _cores(lock_folder: Path) -> list[Listed]:
     return listed
 
 
-def _accelerators(lock_folder: Path) -> list[Listed]:
+def _accelerators(lock_folder: Path) -> list[DeviceEntry]:
     return [
-        Listed(
+        DeviceEntry(
             name=found.name,
             kind=found.model(),
             memory_bytes=found.total_bytes(),

@@ -12,8 +12,8 @@ from shardline.base import genai
 from shardline.base.clock import monotonic_s
 from shardline.base.tracing import JobTrace, TracedPhase, Tracer, Value, attempt_span_id, traceparent
 from shardline.contract.job import JobState
-from shardline.store.claims import Claimed
-from shardline_scheduler.events import Failed
+from shardline.store.claims import ClaimedJob
+from shardline_scheduler.events import SequenceFailed
 
 
 class AttemptSpans:
@@ -22,7 +22,7 @@ class AttemptSpans:
     def __init__(self, tracer: Tracer) -> None:
         self._tracer = tracer
 
-    def traceparent(self, claimed: Claimed) -> str:
+    def traceparent(self, claimed: ClaimedJob) -> str:
         """Returns the attempt's, for the stages that compute it; empty where it is not traced."""
         if not self._tracer.is_on or not self._tracer.is_sampled(trace := _trace(claimed)):
             return ""
@@ -33,7 +33,7 @@ class AttemptSpans:
         if not self._tracer.is_on:
             return
         job, event, now_s = outcome.job, outcome.event, monotonic_s()
-        trace, error = _trace(job.claimed), event.reason if isinstance(event, Failed) else None
+        trace, error = _trace(job.claimed), event.reason if isinstance(event, SequenceFailed) else None
         self._attempt(job, trace, str(outcome.state), error)
         accepted_s = job.began_s - job.claimed.age_s
         about = _about_job(outcome)
@@ -99,11 +99,11 @@ def _about_job(outcome: JobOutcome) -> dict[str, Value]:
         genai.JOB_STATE: str(outcome.state),
         genai.TENANT: claimed.tenant_id,
     }
-    if outcome.state is not JobState.FAILED and not isinstance(outcome.event, Failed):
+    if outcome.state is not JobState.FAILED and not isinstance(outcome.event, SequenceFailed):
         about[genai.FINISH_REASONS] = (str(outcome.event.reason),)
         about[genai.CACHED_TOKENS] = outcome.event.num_cached
     return about
 
 
-def _trace(claimed: Claimed) -> JobTrace:
+def _trace(claimed: ClaimedJob) -> JobTrace:
     return JobTrace.of(claimed.job_id, claimed.traceparent)

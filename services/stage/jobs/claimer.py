@@ -25,7 +25,7 @@ from shardline.base.clock import lease_clock_s
 from shardline.base.config import Times
 from shardline.base.failpoints import Point, failpoint
 from shardline.store import claims, crashes, outbox
-from shardline.store.claims import Claimant, Claimed
+from shardline.store.claims import Claimant, ClaimedJob
 from shardline_scheduler.kv_blocks import BLOCK_TOKENS
 from shardline_scheduler.sequence import Key
 
@@ -115,7 +115,7 @@ class Claimer:
 
     def _claim_batches(
         self, identity: Identity, context: ClaimContext
-    ) -> Iterator[tuple[float, list[tuple[Claimed, Delivery]]]]:
+    ) -> Iterator[tuple[float, list[tuple[ClaimedJob, Delivery]]]]:
         """Batch by batch: when it was asked for, and the rows that are ours."""
         if not self._queue:
             return
@@ -146,7 +146,7 @@ class Claimer:
 
     def _claim(
         self, ids: Sequence[str], identity: Identity, context: ClaimContext, with_quarantined: bool
-    ) -> list[Claimed]:
+    ) -> list[ClaimedJob]:
         """Claims the chosen jobs. If an engine has died under one elsewhere since the choice, it is
         not taken with the others, but comes again as a quarantined job."""
         failpoint(Point.BEFORE_CLAIM)

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 from services.stage.adapters.peft import AdapterFolder
 from services.stage.jobs.attempt_spans import AttemptSpans
 from shardline.base.errors import Invalid
-from shardline.store.claims import Claimed
+from shardline.store.claims import ClaimedJob
 from shardline.tokenize import CompletionText, Vocabulary
 from shardline_scheduler.sequence import Request
 
@@ -35,7 +35,7 @@ class EngineRequests:
         self.adapters = adapters
         self._spans = spans
 
-    def build(self, row: Claimed) -> tuple[Request, CompletionText]:
+    def build(self, row: ClaimedJob) -> tuple[Request, CompletionText]:
         """Returns the request to schedule and the sink of its tokens. A job that crashed an engine
         before is quarantined; one with an adapter or ids that cannot serve here is refused by the
         scheduler."""
@@ -60,7 +60,7 @@ class EngineRequests:
         room = self._context_length - len(row.prompt_ids)
         return request, CompletionText(self._vocabulary, params, room=room, prompt_ids=row.prompt_ids)
 
-    def _foreign_id(self, row: Claimed) -> str:
+    def _foreign_id(self, row: ClaimedJob) -> str:
         """Why its ids are none of the model's, if so. Doors check them, but a row can be written by
         hand, or be prepared for other weights of this name; such an id would end everybody's epoch."""
         for token_id in chain(row.prompt_ids, row.output_ids):
@@ -68,7 +68,7 @@ class EngineRequests:
                 return f"token id {token_id} is not in the vocabulary of {self._vocab_size}. Submit the job again"
         return ""
 
-    def _adapter(self, row: Claimed) -> tuple[str, str]:
+    def _adapter(self, row: ClaimedJob) -> tuple[str, str]:
         """The fingerprint of its adapter, or why there is none. The claim's counts: files that changed since then are
         refused when they are loaded."""
         name = row.params.adapter

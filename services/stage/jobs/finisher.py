@@ -23,7 +23,7 @@ from shardline.base.failpoints import Point, failpoint
 from shardline.contract.job import JobState
 from shardline.contract.wire import Delta
 from shardline.store import celery_tasks, crashes, ends, leases
-from shardline_scheduler.events import Crashed, Failed, Finished, KvExceeded
+from shardline_scheduler.events import KvExceeded, SequenceCrashed, SequenceFailed, SequenceFinished
 
 log = structlog.get_logger(__name__)
 
@@ -49,7 +49,7 @@ class Finisher:
         self._host = host
         self._times = times
         self._outcomes: list[JobOutcome] = []
-        self._crashed: list[Crashed] = []
+        self._crashed: list[SequenceCrashed] = []
         self._outgrown: list[KvExceeded] = []
 
     @property
@@ -57,9 +57,9 @@ class Finisher:
         """The number of ended jobs with results that are not in Postgres yet."""
         return len(self._outcomes)
 
-    def note(self, event: Finished | Failed | Crashed | KvExceeded) -> None:
+    def note(self, event: SequenceFinished | SequenceFailed | SequenceCrashed | KvExceeded) -> None:
         """The engine has let go of a job."""
-        if isinstance(event, Crashed):
+        if isinstance(event, SequenceCrashed):
             self._crashed.append(event)
         elif isinstance(event, KvExceeded):
             self._outgrown.append(event)

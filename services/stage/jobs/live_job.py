@@ -12,7 +12,7 @@ from services.stage.jobs.latency import Latency
 from shardline.base.clock import monotonic_s
 from shardline.contract.job import TokenLogprob
 from shardline.contract.wire import Delta
-from shardline.store.claims import Claimed
+from shardline.store.claims import ClaimedJob
 from shardline.store.connection.encoding import Key as AttemptKey
 from shardline.store.leases import Beat
 from shardline_scheduler.events import NewTokens
@@ -23,7 +23,7 @@ class LiveJob:
     """The lease manager's thread writes it, but for the one field that is the engine's."""
 
     # Fixed by the claim.
-    claimed: Claimed
+    claimed: ClaimedJob
     delivery: Delivery
     identity: Identity
     """Who claimed it, in which epoch."""
@@ -51,7 +51,7 @@ class LiveJob:
     """Beats in a row that saved no token of it: there were too many log-probabilities."""
 
     @classmethod
-    def from_claim(cls, claimed: Claimed, delivery: Delivery, identity: Identity, num_steps: int) -> LiveJob:
+    def from_claim(cls, claimed: ClaimedJob, delivery: Delivery, identity: Identity, num_steps: int) -> LiveJob:
         """A job just claimed, with the tokens of earlier attempts."""
         return cls(
             claimed=claimed,

@@ -13,7 +13,7 @@ from shardline.contract.celery_results import completion
 from shardline.contract.job import FinishReason, JobState, Result, Usage
 from shardline.contract.wire import Delta
 from shardline.store.ends import End
-from shardline_scheduler.events import Failed, Finished
+from shardline_scheduler.events import SequenceFailed, SequenceFinished
 
 log = structlog.get_logger(__name__)
 
@@ -30,23 +30,23 @@ class JobOutcome:
     """The engine's last event of a live job."""
 
     job: LiveJob
-    event: Finished | Failed
+    event: SequenceFinished | SequenceFailed
 
     @property
     def state(self) -> JobState:
         """The row's terminal state."""
-        return STATES[self.event.reason] if isinstance(self.event, Finished) else JobState.FAILED
+        return STATES[self.event.reason] if isinstance(self.event, SequenceFinished) else JobState.FAILED
 
     @property
     def num_rows(self) -> int:
         """Token rows that its attempt took."""
-        return self.job.num_rows(self.event.num_cached if isinstance(self.event, Finished) else 0)
+        return self.job.num_rows(self.event.num_cached if isinstance(self.event, SequenceFinished) else 0)
 
     def row(self) -> End:
         """What is committed: a result with the completion, whole or partial, or the reason of a failure."""
         job, event = self.job, self.event
         claimed = job.claimed
-        if isinstance(event, Failed):
+        if isinstance(event, SequenceFailed):
             error = {"code": "engine", "problem": event.reason}
             return End(job_id=claimed.job_id, fence=claimed.fence, state=self.state, error=error)
         result = Result(
@@ -69,13 +69,13 @@ class JobOutcome:
     def last_delta(self) -> Delta:
         """Tells readers of the stream that the row is committed."""
         fence, start = self.job.claimed.fence, len(self.job.ids)
-        if isinstance(self.event, Failed):
+        if isinstance(self.event, SequenceFailed):
             return Delta(fence=fence, start=start, state=self.state)
         return Delta(fence=fence, start=start, text=self.event.tail, state=self.state, finish_reason=self.event.reason)
 
     def value(self) -> Any:
         """The completion, or the reason of a failure, for a result backend."""
-        if isinstance(self.event, Failed):
+        if isinstance(self.event, SequenceFailed):
             return self.event.reason
         return completion(
             job_id=str(self.job.job_id),
@@ -91,7 +91,7 @@ class JobOutcome:
         self._tell()
         if self.state is JobState.SUCCEEDED:
             delivery.succeed({"id": str(self.job.job_id), "completion_tokens": len(self.job.ids)})
-        elif isinstance(self.event, Failed):
+        elif isinstance(self.event, SequenceFailed):
             delivery.fail(self.event.reason)
         else:
             delivery.revoke()

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from services.stage.celery.delivery import Delivery
 from services.stage.jobs.live_job import LiveJob
 from shardline.contract.job import INTERACTIVE
-from shardline.store.claims import Claimed
+from shardline.store.claims import ClaimedJob
 from shardline.store.connection.encoding import Key
 from shardline_scheduler.kv_blocks import blocks_for
 from shardline_scheduler.parking import fits
@@ -93,7 +93,7 @@ def beginnable(called: Sequence[LiveJob], context: ClaimContext) -> list[LiveJob
     return [job for job in called if job.delivery.job_id in chosen]
 
 
-def without_room(rows: Sequence[Claimed], live: Collection[LiveJob], num_blocks: int) -> set[Key]:
+def without_room(rows: Sequence[ClaimedJob], live: Collection[LiveJob], num_blocks: int) -> set[Key]:
     """Those of the rows just claimed that wait for KV: the first that does not fit, and all behind it."""
     begun = [job.num_known for job in live if not job.parked]
     num_free, has_room = num_blocks - sum(map(blocks_for, begun)), len(begun) == len(live)

@@ -99,7 +99,7 @@ class PackedIntegers(Quantization):
         return numbers * _spread(scale, numbers.shape, parts.get("weight_g_idx"))
 
 
-class Scaled(Quantization):
+class ScaledQuantization(Quantization):
     """Numbers of one byte, int8 or fp8, [O, I], with a scale for the whole, for each row, group or block."""
 
     parts = ("weight", "weight_scale", "weight_zero_point", "weight_g_idx", "weight_scale_inv")
@@ -158,12 +158,14 @@ def quantization_of(config: Any) -> Quantization | None:
         _known("version", str(said.get("version") or "gemm").lower(), ("gemm",))
         return Awq()
     if method == "fp8":
-        return Scaled(_block(said.get("weight_block_size")))
+        return ScaledQuantization(_block(said.get("weight_block_size")))
     name = _known("format", said.get("format"), (*SCALED, "pack-quantized"))
     if name not in SCALED:
         return PackedIntegers()
     groups = [group.get("weights") or {} for group in (said.get("config_groups") or {}).values()]
-    return Scaled(next((_block(group["block_structure"]) for group in groups if group.get("block_structure")), None))
+    return ScaledQuantization(
+        next((_block(group["block_structure"]) for group in groups if group.get("block_structure")), None)
+    )
 
 
 def unpacked(words: Tensor, bits: int) -> Tensor:

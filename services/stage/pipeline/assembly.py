@@ -16,7 +16,7 @@ from services.stage.hop import Channel, Hop, Kind
 from services.stage.hop.sockets import SocketFactory
 from services.stage.hop.wiring import Member, Wiring
 from services.stage.pipeline import messages
-from services.stage.pipeline.control_client import ControlClient, Refused
+from services.stage.pipeline.control_client import ControlClient, StageRefusal
 from services.stage.pipeline.route import choose_route
 from services.stage.pipeline.status import Capacity
 from shardline.base.clock import monotonic_s
@@ -41,7 +41,7 @@ class AssembledPipeline:
 
 
 @dataclass(frozen=True, slots=True)
-class _Bound:
+class _BoundStage:
     client: ControlClient
     welcome: messages.Welcome
 
@@ -81,7 +81,7 @@ class PipelineAssembly:
         """Raises Unavailable, Conflict, LinkLost or Refused with what is in the way; then nothing is held any more."""
         choose_route(self.card, cards, pipeline=str(self.pipeline), refused={})  # No epoch is spent without a route.
         epoch = self.next_epoch()
-        bound: dict[str, _Bound] = {}
+        bound: dict[str, _BoundStage] = {}
         with ExitStack() as undo:
             undo.callback(self._release, bound, epoch)
             route = self._bind(cards, epoch, bound)
@@ -94,7 +94,7 @@ class PipelineAssembly:
             undo.pop_all()
         return AssembledPipeline(clients=tuple(member.client for member in members), wiring=wiring)
 
-    def _bind(self, cards: list[StageCard], epoch: int, bound: dict[str, _Bound]) -> list[StageCard]:
+    def _bind(self, cards: list[StageCard], epoch: int, bound: dict[str, _BoundStage]) -> list[StageCard]:
         """Calls stages until those in `bound` hold all layers; the next candidate when one refuses. Those bound already
         are pinged in between, or they would take a head that waits for others for a silent one."""
         refused: dict[str, str] = {}
@@ -107,10 +107,10 @@ class PipelineAssembly:
                 member.client.send(messages.Ping(pipeline=self.pipeline, epoch=epoch, seq=0))
             try:
                 bound[card.incarnation] = self._hello(card, epoch)
-            except (LinkLost, Refused) as error:
+            except (LinkLost, StageRefusal) as error:
                 refused[card.incarnation] = str(error)
 
-    def _hello(self, card: StageCard, epoch: int) -> _Bound:
+    def _hello(self, card: StageCard, epoch: int) -> _BoundStage:
         client = ControlClient(self.sockets, card, self.timeout_s)
         try:
             client.send(
@@ -126,12 +126,12 @@ class PipelineAssembly:
                     max_lanes=self.num_lanes or max(MAX_LANES, self.card.num_layers),
                 )
             )
-            return _Bound(client, client.expect(messages.Welcome, self.timeout_s))
-        except (LinkLost, Refused):
+            return _BoundStage(client, client.expect(messages.Welcome, self.timeout_s))
+        except (LinkLost, StageRefusal):
             client.close(messages.Bye(pipeline=self.pipeline, epoch=epoch))
             raise
 
-    def _wire(self, members: list[_Bound], epoch: int, undo: ExitStack) -> Wiring:
+    def _wire(self, members: list[_BoundStage], epoch: int, undo: ExitStack) -> Wiring:
         num_stages = len(members) + 1
         capacities = [self.capacity, *(member.capacity for member in members)]
         num_blocks = min(capacity.num_blocks for capacity in capacities)
@@ -171,7 +171,14 @@ class PipelineAssembly:
         return list(map(_member, cards, capacities, [*sends_int8, False]))
 
     def _start(
-        self, members: list[_Bound], stages: list[Member], results: str, *, epoch: int, num_lanes: int, num_blocks: int
+        self,
+        members: list[_BoundStage],
+        stages: list[Member],
+        results: str,
+        *,
+        epoch: int,
+        num_lanes: int,
+        num_blocks: int,
     ) -> None:
         addresses = [*(member.welcome.address for member in members[1:]), results]
         for place, (member, stage, address) in enumerate(zip(members, stages, addresses, strict=True), start=1):
@@ -188,7 +195,7 @@ class PipelineAssembly:
                 )
             )
 
-    def _release(self, bound: dict[str, _Bound], epoch: int) -> None:
+    def _release(self, bound: dict[str, _BoundStage], epoch: int) -> None:
         for member in bound.values():
             member.client.close(messages.Bye(pipeline=self.pipeline, epoch=epoch))
 

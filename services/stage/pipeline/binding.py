@@ -15,7 +15,7 @@ from shardline.contract.wire import StageCard
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Bound:
+class BoundPipeline:
     """The pipeline that holds the stage."""
 
     pipeline: UUID
@@ -32,7 +32,7 @@ class Binding:
         self._unbind_s = unbind_s
         self._heard_s = 0.0
         self._newest: tuple[UUID, int] | None = None
-        self.bound: Bound | None = None
+        self.bound: BoundPipeline | None = None
 
     def hello(self, hello: Hello, now_s: float) -> Refuse | None:
         """None: bound now, and anything older is void."""
@@ -40,7 +40,9 @@ class Binding:
         if refusal is not None:
             code, reason = refusal
             return Refuse(pipeline=hello.pipeline, epoch=hello.epoch, code=code, reason=reason)
-        self.bound = Bound(pipeline=hello.pipeline, epoch=hello.epoch, head=hello.head, max_lanes=hello.max_lanes)
+        self.bound = BoundPipeline(
+            pipeline=hello.pipeline, epoch=hello.epoch, head=hello.head, max_lanes=hello.max_lanes
+        )
         self._newest = (hello.pipeline, hello.epoch)
         self._heard_s = now_s
         return None

@@ -20,7 +20,7 @@ LINGER_MS = 500
 Answer = TypeVar("Answer", messages.Welcome, messages.Ready)
 
 
-class Refused(ProtocolError):
+class StageRefusal(ProtocolError):
     """The stage does not take part, or no longer."""
 
 
@@ -59,11 +59,11 @@ class ControlClient:
         try:
             message = messages.decode_to_head(parts[0])
         except messages.OtherVersion as error:
-            raise Refused(f"{self.card.worker}: {messages.RefusalCode.PROTOCOL}: {error}") from error
+            raise StageRefusal(f"{self.card.worker}: {messages.RefusalCode.PROTOCOL}: {error}") from error
         except ProtocolError as error:
             raise LinkLost(f"{self.card.worker}: {error}") from error
         if isinstance(message, messages.Refuse):
-            raise Refused(f"{self.card.worker}: {message.code}: {message.reason}")
+            raise StageRefusal(f"{self.card.worker}: {message.code}: {message.reason}")
         return message
 
     def expect(self, kind: type[Answer], timeout_s: float) -> Answer:
@@ -83,7 +83,7 @@ class ControlClient:
         """Waits until the stage is gone, or `timeout_s` passed. A connection that is closed while
         an answer is on its way is reset, and the other side then never reads the last message."""
         deadline = monotonic_s() + timeout_s
-        with contextlib.suppress(LinkLost, Refused):
+        with contextlib.suppress(LinkLost, StageRefusal):
             while (left_s := deadline - monotonic_s()) > 0:
                 if self.receive() is None:
                     self._poller.poll(math.ceil(left_s * 1000))

@@ -13,7 +13,7 @@ import structlog
 from services.stage.hop import Channel, Hop, Kind, Receiver
 from services.stage.hop.wiring import Wiring
 from services.stage.pipeline import messages
-from services.stage.pipeline.binding import Binding, Bound
+from services.stage.pipeline.binding import Binding, BoundPipeline
 from services.stage.pipeline.hosts import StageHost
 from services.stage.pipeline.status import Capacity, StageStatus
 from shardline.base.config import Times
@@ -39,7 +39,7 @@ class ControlHandler:
         """Bound for this epoch, not yet the engine's."""
 
     @property
-    def bound(self) -> Bound | None:
+    def bound(self) -> BoundPipeline | None:
         """Returns who holds the stage. Any thread."""
         return self._binding.bound
 
@@ -130,7 +130,7 @@ class ControlHandler:
             power=self._capacity.power,
         )
 
-    def _start(self, start: messages.Start, bound: Bound) -> messages.Ready | messages.Refuse | None:
+    def _start(self, start: messages.Start, bound: BoundPipeline) -> messages.Ready | messages.Refuse | None:
         if self._receiver is None:
             return None  # A repeated START: the wiring is the engine's already.
         kind = Kind.RESULT if start.place == start.num_stages - 1 else Kind.PLAN

@@ -17,7 +17,7 @@ import zmq
 
 from services.stage.hop.wiring import Member
 from services.stage.pipeline.assembly import AssembledPipeline, PipelineAssembly
-from services.stage.pipeline.control_client import Refused
+from services.stage.pipeline.control_client import StageRefusal
 from services.stage.pipeline.hosts import PipelineHost
 from services.stage.pipeline.monitor import HeadHangs, PipelineMonitor, StageHealth
 from shardline.base.clock import monotonic_s
@@ -128,7 +128,7 @@ class Pipeline:
     def _form(self) -> AssembledPipeline | None:
         try:
             return self._assembly.form(self._candidates())
-        except (Unavailable, Conflict, LinkLost, Refused) as error:
+        except (Unavailable, Conflict, LinkLost, StageRefusal) as error:
             if str(error) != self._reason:
                 log.warning("pipeline not assembled", pipeline=str(self._assembly.pipeline), reason=str(error))
             self._reason = str(error)
@@ -180,7 +180,7 @@ class Pipeline:
                 return reason
             try:
                 monitor.check(monotonic_s())
-            except (LinkLost, Refused) as error:
+            except (LinkLost, StageRefusal) as error:
                 return str(error)
             except HeadHangs as error:
                 self._host.exit(str(error))

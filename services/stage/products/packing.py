@@ -71,7 +71,7 @@ def triton_packing() -> Packing:
     return Packing(kernel_version(), TritonLinear, keeps_weights=True)
 
 
-class Merged(nn.Module):
+class MergedLinear(nn.Module):
     """Linear layers of one input as one product. The first of them that is called computes them all."""
 
     def __init__(self, layers: list[nn.Linear], make: MakeLayer) -> None:
@@ -101,7 +101,7 @@ class Merged(nn.Module):
 class Part(nn.Module):
     """One layer of a merged product."""
 
-    def __init__(self, merged: Merged, first: int, num: int) -> None:
+    def __init__(self, merged: MergedLinear, first: int, num: int) -> None:
         super().__init__()
         self.merged, self.first_output = merged, first
         self.in_features, self.out_features = merged.in_features, num
@@ -212,7 +212,7 @@ def _pack_group(
             weight = layer.weight.T if isinstance(layer, Conv1D) else layer.weight
             setattr(parent, name, make(weight, layer.bias))
         return
-    merged, first = Merged([layer for _, layer in layers if isinstance(layer, nn.Linear)], make), 0
+    merged, first = MergedLinear([layer for _, layer in layers if isinstance(layer, nn.Linear)], make), 0
     for name, layer in layers:
         num = layer.weight.shape[0]
         setattr(parent, name, Part(merged, first, num))

@@ -64,7 +64,7 @@ class Weight(NamedTuple):
 WeightsOf = Callable[[nn.Module], Iterator[Weight]]
 
 
-class _Kept(NamedTuple):
+class _StoredWeight(NamedTuple):
     """A weight in the store."""
 
     module: nn.Module
@@ -78,7 +78,7 @@ class _Layer(NamedTuple):
     """Tells where a layer's weights lie."""
 
     module: nn.Module
-    weights: list[_Kept]
+    weights: list[_StoredWeight]
     begin: int
     """In the store."""
     num_bytes: int
@@ -112,7 +112,7 @@ class StreamedLayers:
         num_bytes = round_up(end, PAGE_BYTES)
         placed = list(zip(places, weights, strict=True))
         self._store.write([(place, weight.data) for place, weight in placed], begin, num_bytes)
-        kept = [_Kept(weight.module, weight.use, place, len(weight.data)) for place, weight in placed]
+        kept = [_StoredWeight(weight.module, weight.use, place, len(weight.data)) for place, weight in placed]
         self._layers.append(_Layer(layer, kept, begin, num_bytes))
         for weight in weights:
             weight.use(torch.empty(0, dtype=torch.int8))

@@ -2,7 +2,7 @@
 unless SHARDLINE_FAILPOINTS names a folder when the process starts. Owns the names and how a point
 is armed and claimed; knows nothing of the code around it.
 
-A file `<folder>/<name>` arms a point, see `Armed`. A process that passes that point with matching
+A file `<folder>/<name>` arms a point, see `ArmedPoint`. A process that passes that point with matching
 facts claims the file by renaming it, so that over all processes it strikes as often as it asks for;
 every strike leaves a file `<name>.<pid>-<number>.struck` behind. Write it under another name first,
 then rename it: it is read at any moment.
@@ -71,7 +71,7 @@ class Struck(Exception):
     """The action `raise`."""
 
 
-class Armed(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ArmedPoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Holds what the file of a point asks for. `times` None strikes for ever; `when` must match the
     facts: a fact that is a collection matches what it contains."""
 
@@ -104,7 +104,7 @@ class Failpoints:
         _strike(name, armed)
         return armed.action
 
-    def _claim(self, path: Path, armed: Armed) -> bool:
+    def _claim(self, path: Path, armed: ArmedPoint) -> bool:
         """Exactly one process gets each of its `times`."""
         mark = path.with_name(f"{path.name}.{os.getpid()}-{next(self._strikes)}.struck")
         if armed.times is None:
@@ -151,15 +151,15 @@ def is_struck(name: Point, action: str, **facts: object) -> bool:
     return ARMED is not None and ARMED.take(name, facts) == action
 
 
-def _read(path: Path) -> Armed:
-    return msgspec.json.decode(path.read_bytes(), type=Armed)
+def _read(path: Path) -> ArmedPoint:
+    return msgspec.json.decode(path.read_bytes(), type=ArmedPoint)
 
 
 def _holds(fact: Any, wanted: str | int) -> bool:
     return wanted in fact if isinstance(fact, Collection) and not isinstance(fact, str) else fact == wanted
 
 
-def _strike(name: str, armed: Armed) -> None:
+def _strike(name: str, armed: ArmedPoint) -> None:
     if armed.action == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     elif armed.action == "pause":

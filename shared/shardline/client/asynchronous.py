@@ -224,7 +224,7 @@ class AsyncClient:
 
     async def _insert(
         self, requests: Sequence[JobRequest], session: AsyncSession | AsyncConnection | None
-    ) -> Sequence[jobs.Stored]:
+    ) -> Sequence[jobs.StoredRequest]:
         if session is None:
             return await self._write(jobs.insert_jobs, requests)
         connection = session if isinstance(session, AsyncConnection) else await session.connection()

@@ -18,7 +18,7 @@ from shardline.client.turns import TenantTurns
 from shardline.contract.ids import JobId, one_or_many
 from shardline.contract.job import Job, JobState, Usage
 from shardline.store import jobs, listing
-from shardline.store.inserts import EncodedRequest, Stored, insert_encoded
+from shardline.store.inserts import EncodedRequest, StoredRequest, insert_encoded
 from shardline.store.listing import PageEnd
 from shardline.store.pipelines import LivePipeline, live_pipelines
 from shardline.store.statistics import costs, reports
@@ -59,7 +59,7 @@ class GatewayClient(AsyncClient):
         """The pool that submits, reads and cancels."""
         return self._database
 
-    async def insert(self, requests: Sequence[EncodedRequest]) -> Sequence[Stored | ShardlineError]:
+    async def insert(self, requests: Sequence[EncodedRequest]) -> Sequence[StoredRequest | ShardlineError]:
         """Store requests in one transaction; for each its row, or why it has none. Raises Invalid for a row against a
         rule of the table, and Unavailable: then none is stored."""
         return await self._write(insert_encoded, requests)

@@ -20,7 +20,7 @@ from shardline.client.ends import Ends
 from shardline.client.query_batcher import QueryBatcher
 from shardline.contract.job import SamplingParams
 from shardline.contract.wire import Delta
-from shardline.store.progress import Asked, read_progress
+from shardline.store.progress import ProgressQuestion, read_progress
 from shardline.streams import Cursor, DeltaBuffer, DeltaReader, Place, TextOf
 
 log = structlog.get_logger(__name__)
@@ -99,7 +99,7 @@ class JobReader:
         while not is_whole:
             try:
                 lacks_rule = text_rule is not None and cursor.text_of is None
-                asked = Asked(job_id, *cursor.asked(only_learn=only_learn), with_prompt_end=lacks_rule)
+                asked = ProgressQuestion(job_id, *cursor.asked(only_learn=only_learn), with_prompt_end=lacks_rule)
                 progress = await self._progress.read(asked)
             except (DBAPIError, *AWAY) as error:
                 log.warning("a stream waits for its rows", job_id=str(job_id), error=told(error))

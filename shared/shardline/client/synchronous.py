@@ -34,7 +34,7 @@ from shardline.store import dead_letters, jobs, listing
 from shardline.store.connection.database import connect
 from shardline.store.dead_letters import DeadLetter
 from shardline.store.listing import PageEnd
-from shardline.store.progress import Asked, read_progress
+from shardline.store.progress import ProgressQuestion, read_progress
 from shardline.streams import Cursor, SyncDeltaReader
 
 RETRY_S = 0.2
@@ -197,7 +197,9 @@ class Client:
         is_whole = False
         while not is_whole:
             try:
-                (progress,) = self._read(read_progress, [Asked(job_id, *cursor.asked(only_learn=only_learn))])
+                (progress,) = self._read(
+                    read_progress, [ProgressQuestion(job_id, *cursor.asked(only_learn=only_learn))]
+                )
             except Unavailable:
                 return
             if progress is None:

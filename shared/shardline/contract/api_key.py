@@ -38,7 +38,7 @@ class Scope(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Presented:
+class PresentedKey:
     """A key as a caller has sent it: the id it claims, and the digest of its secret."""
 
     key_id: str
@@ -54,12 +54,12 @@ def new_key() -> str:
     return f"{PREFIX}{secrets.token_hex(_ID_BYTES)}-{secrets.token_urlsafe(_SECRET_BYTES)}"
 
 
-def parse_key(text: str) -> Presented:
+def parse_key(text: str) -> PresentedKey:
     """Raises Invalid, which does not repeat what was sent: it may hold most of a secret."""
     match = _FORM.fullmatch(text)
     if match is None:
         raise Invalid("api_key", f"it has not the form {PREFIX}<id>-<secret>", "Send the whole key as it was printed")
-    return Presented(key_id=match[1], digest=hashlib.sha256(match[2].encode()).digest())
+    return PresentedKey(key_id=match[1], digest=hashlib.sha256(match[2].encode()).digest())
 
 
 def bearer(key: str) -> dict[str, str]:

@@ -29,7 +29,7 @@ from sqlalchemy import (
 from sqlalchemy.dialects.postgresql import insert
 
 from shardline.base.errors import Conflict, Invalid, NotFound
-from shardline.contract.api_key import Presented, Scope, new_key, parse_key
+from shardline.contract.api_key import PresentedKey, Scope, new_key, parse_key
 from shardline.contract.job import DEFAULT_TENANT
 from shardline.contract.tables import MAX_NAME_CHARS, api_keys, tenants
 
@@ -65,7 +65,7 @@ class Grant(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Known:
+class KeyRecord:
     """What a door must know to let somebody in."""
 
     tenant: str
@@ -131,13 +131,13 @@ def list_keys(connection: Connection) -> list[ApiKey]:
     return [_load(dict(row)) for row in connection.execute(query).mappings()]
 
 
-def find(connection: Connection, ids: Collection[str]) -> dict[str, Known]:
+def find(connection: Connection, ids: Collection[str]) -> dict[str, KeyRecord]:
     """Those that exist, by id."""
     left_s = func.extract("epoch", api_keys.c.expires_at - func.now())
     columns = (api_keys.c[name] for name in ("id", "tenant_id", "scopes", "digest", "revoked_at"))
     query = select(*columns, left_s.label("left_s")).where(_one_of(ids))
     return {
-        row.id: Known(
+        row.id: KeyRecord(
             tenant=row.tenant_id,
             scopes=frozenset(_scopes(row.scopes)),
             digest=bytes(row.digest),
@@ -167,7 +167,7 @@ def _replace(name: str, grace_s: float) -> Update:
     return update(api_keys).where(_is_current(name)).values(replaced_at=func.now(), expires_at=ends)
 
 
-def _insert(connection: Connection, presented: Presented, grant: Grant) -> bool:
+def _insert(connection: Connection, presented: PresentedKey, grant: Grant) -> bool:
     """False if the id or the name is taken."""
     for field, text in (("name", grant.name), ("tenant", grant.tenant)):
         if not 1 <= len(text) <= MAX_NAME_CHARS or not text.isprintable():

@@ -116,7 +116,7 @@ RETURNING attempts.job_id
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Claimed:
+class ClaimedJob:
     """A job that is ours until its lease ends, with all that earlier attempts saved."""
 
     job_id: UUID
@@ -168,7 +168,7 @@ def claim(
     lease_s: float,
     exact_wait_s: float,
     with_quarantined: bool = True,
-) -> list[Claimed]:
+) -> list[ClaimedJob]:
     """Take those that may run now, of the pipeline's model and while its epoch lasts. The others: drop their
     messages. A started job of another exactness is left alone for `exact_wait_s`, then taken with `exact` false; one
     that is longer than the pipeline's KV, or asks for exact rows that it lacks, is never taken; without
@@ -231,9 +231,9 @@ def _readable(connection: Connection, rows: Sequence[Row[Any]]) -> list[UUID]:
     return found.readable
 
 
-def _claimed(row: Row[Any], adapters: Mapping[str, str]) -> Claimed:
+def _claimed(row: Row[Any], adapters: Mapping[str, str]) -> ClaimedJob:
     params = load_params(row.params)
-    return Claimed(
+    return ClaimedJob(
         job_id=row.id,
         fence=row.fence,
         tenant_id=row.tenant_id,

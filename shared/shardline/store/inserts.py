@@ -78,7 +78,7 @@ class FailedRequest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stored:
+class StoredRequest:
     """The row that holds a request. `is_new` is True for the one request that inserted it, False for a repeat."""
 
     job_id: UUID
@@ -104,14 +104,14 @@ def encode_request(request: JobRequest, tokenized: Tokenized | None = None) -> E
 
 def insert_jobs(
     connection: Connection, requests: Sequence[JobRequest], *, prepared: Sequence[Tokenized | None] | None = None
-) -> list[Stored]:
+) -> list[StoredRequest]:
     """The rows that hold these requests, in their order; they are accepted once the caller commits.
 
     A known id or idempotency key inserts nothing and returns the job that has it. Raises Conflict when that job asks
     for something else (see `repeats`), Invalid when Postgres cannot hold the request.
     """
     encoded = [encode_request(request, tokenized) for request, tokenized in _pairs(requests, prepared)]
-    stored: list[Stored] = []
+    stored: list[StoredRequest] = []
     for outcome in insert_encoded(connection, encoded):
         if isinstance(outcome, ShardlineError):
             raise outcome
@@ -119,11 +119,11 @@ def insert_jobs(
     return stored
 
 
-def insert_encoded(connection: Connection, requests: Sequence[EncodedRequest]) -> list[Stored | ShardlineError]:
+def insert_encoded(connection: Connection, requests: Sequence[EncodedRequest]) -> list[StoredRequest | ShardlineError]:
     """Inserts as `insert_jobs`, for requests that have nothing to do with each other: what one of
     them asks for that cannot be is its own outcome (Conflict, Busy), and the others are stored.
     Raises Invalid for a row against a rule of the table, which stores none."""
-    stored: dict[int, Stored | ShardlineError] = {}
+    stored: dict[int, StoredRequest | ShardlineError] = {}
     for numbers, encoded in _chunks(requests):
         stored |= _insert(connection, {number: requests[number].job_id for number in numbers}, encoded)
     return [stored[number] for number in range(len(requests))]
@@ -154,7 +154,7 @@ def insert_failed(connection: Connection, requests: Sequence[FailedRequest]) -> 
     return set(connection.scalars(INSERT_FAILED, {"rows": dump(rows)})) if rows else set()
 
 
-def _insert(connection: Connection, ids: Mapping[int, UUID], encoded: str) -> dict[int, Stored | ShardlineError]:
+def _insert(connection: Connection, ids: Mapping[int, UUID], encoded: str) -> dict[int, StoredRequest | ShardlineError]:
     """One statement, and one more to find what was there before, if anything was."""
     try:
         inserted = set(connection.scalars(INSERT, {"rows": encoded}))
@@ -165,16 +165,16 @@ def _insert(connection: Connection, ids: Mapping[int, UUID], encoded: str) -> di
             problem = f"it is over a limit of Postgres: {failure_of(error).problem}"
             raise Invalid("request", problem, "Send a smaller one") from error
         raise
-    stored: dict[int, Stored | ShardlineError] = {}
+    stored: dict[int, StoredRequest | ShardlineError] = {}
     for number, job_id in ids.items():
         # Of several rows with one id the first was inserted.
         if job_id in inserted:
             inserted.remove(job_id)
-            stored[number] = Stored(job_id=job_id, is_new=True)
+            stored[number] = StoredRequest(job_id=job_id, is_new=True)
     others = [number for number in ids if number not in stored]
     if others:
         for number, found in repeated(connection, encoded, others).items():
-            stored[number] = found if isinstance(found, ShardlineError) else Stored(job_id=found, is_new=False)
+            stored[number] = found if isinstance(found, ShardlineError) else StoredRequest(job_id=found, is_new=False)
     return stored
 
 

@@ -15,12 +15,12 @@ from shardline.contract.job import Job, JobState
 from shardline.contract.tables import DONE_CHANNEL, JOBS_CHANNEL, TERMINAL, jobs, results
 from shardline.store.connection.encoding import is_any, load_job
 from shardline.store.connection.notify import ring
-from shardline.store.inserts import FailedRequest, Stored, insert_failed, insert_jobs
+from shardline.store.inserts import FailedRequest, StoredRequest, insert_failed, insert_jobs
 from shardline.store.statistics.reports import states
 
 __all__ = [
     "FailedRequest",
-    "Stored",
+    "StoredRequest",
     "ended",
     "get_job",
     "get_jobs",

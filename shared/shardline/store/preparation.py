@@ -70,7 +70,7 @@ ORDER BY id FOR UPDATE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Unprepared:
+class UnpreparedJob:
     """A row as its producer wrote it, possibly by hand: nothing in it is checked."""
 
     id: UUID
@@ -98,7 +98,7 @@ class PreparedJob:
 
 def take_unprepared(
     connection: Connection, *, lease_s: float, max_batch: int = MAX_BATCH, max_bytes: int = MAX_BYTES
-) -> list[Unprepared]:
+) -> list[UnpreparedJob]:
     """Takes the oldest rows that no other relay is preparing; ours for `lease_s` once the caller
     commits."""
     values = {
@@ -107,7 +107,7 @@ def take_unprepared(
         "max_bytes": max_bytes,
         "max_metadata_chars": MAX_METADATA_CHARS,
     }
-    return [Unprepared(**row) for row in connection.execute(TAKE, values).mappings()]
+    return [UnpreparedJob(**row) for row in connection.execute(TAKE, values).mappings()]
 
 
 def mark_if_unprepared(connection: Connection, rows: Sequence[PreparedJob]) -> int:

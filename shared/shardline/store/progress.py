@@ -43,7 +43,7 @@ FROM found
 """)
 
 
-class Asked(NamedTuple):
+class ProgressQuestion(NamedTuple):
     """Output tokens from `same_start` on while `fence` is the newest attempt's, else from `other_start` on."""
 
     job_id: UUID
@@ -53,7 +53,7 @@ class Asked(NamedTuple):
     with_prompt_end: bool = False
 
 
-def read_progress(connection: Connection, asked: Sequence[Asked]) -> list[JobProgress | None]:
+def read_progress(connection: Connection, asked: Sequence[ProgressQuestion]) -> list[JobProgress | None]:
     """Reads them in the order of `asked`; None where there is no such job."""
     found: list[JobProgress | None] = [None] * len(asked)
     values = {

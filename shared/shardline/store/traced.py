@@ -24,7 +24,7 @@ WHERE id = ANY(CAST(:ids AS uuid[]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Traced:
+class TracedJob:
     """A job as its trace needs it."""
 
     job_id: UUID
@@ -43,11 +43,11 @@ class Traced:
     """Since that attempt began."""
 
 
-def traced(connection: Connection, ids: Collection[UUID]) -> list[Traced]:
+def traced(connection: Connection, ids: Collection[UUID]) -> list[TracedJob]:
     """Those that there still are."""
     rows = connection.execute(TRACED, {"ids": [str(job_id) for job_id in ids]})
     return [
-        Traced(
+        TracedJob(
             job_id=row.id,
             model=row.model,
             tenant=row.tenant_id,

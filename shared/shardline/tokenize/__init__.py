@@ -6,7 +6,7 @@ from shardline.tokenize.completion import CompletionText
 from shardline.tokenize.folder import model_row, tokenizers_eos_id
 from shardline.tokenize.token_texts import TokenText, TokenTexts
 from shardline.tokenize.tokenizer_cache import RegisteredModel, TokenizerCache, addresses
-from shardline.tokenize.tokens import Prepared, Tokens
+from shardline.tokenize.tokens import PreparedPrompt, Tokens
 from shardline.tokenize.vocabulary import BROKEN, Piece, Vocabulary
 
 __all__ = [
@@ -14,7 +14,7 @@ __all__ = [
     "ChatTemplate",
     "CompletionText",
     "Piece",
-    "Prepared",
+    "PreparedPrompt",
     "RegisteredModel",
     "TokenText",
     "TokenTexts",

@@ -32,7 +32,7 @@ MIN_BEGINNING = 64 << 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Prepared:
+class PreparedPrompt:
     """A request as an engine takes it: ids, and the number of tokens it may generate."""
 
     prompt_ids: tuple[int, ...]
@@ -84,7 +84,7 @@ class Tokens:
 
     def prepare(
         self, *, prompt: Prompt | None = None, messages: Sequence[Message] | None = None, params: SamplingParams
-    ) -> Prepared:
+    ) -> PreparedPrompt:
         """Token ids within every limit of the model. Raises Invalid, naming the field, the limit and the remedy."""
         if not prompt and not messages:
             raise Invalid("prompt", "it is empty; at least one token is needed", "Send some text or token ids")
@@ -102,7 +102,7 @@ class Tokens:
                 "stop", f"{self.model} has no tokenizer, so its completions have no text", "Use stop_token_ids"
             )
         self._checked("stop_token_ids", params.stop_token_ids)
-        return Prepared(prompt_ids=ids, max_tokens=self._max_tokens(field, len(ids), params))
+        return PreparedPrompt(prompt_ids=ids, max_tokens=self._max_tokens(field, len(ids), params))
 
     def render(self, messages: Sequence[Message], variables: Mapping[str, Any] | None = None) -> str:
         """Messages as the text that the model was trained on, with variables of its template. Raises Invalid."""

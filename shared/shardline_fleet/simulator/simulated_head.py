@@ -15,7 +15,7 @@ from shardline_fleet.drift import step_kind
 from shardline_fleet.simulator.agenda import Agenda
 from shardline_fleet.simulator.simulated_job import SimulatedJob
 from shardline_fleet.simulator.stage_chain import StageChain
-from shardline_scheduler.events import Crashed, Event, Failed, Finished, KvExceeded, NewTokens
+from shardline_scheduler.events import Event, KvExceeded, NewTokens, SequenceCrashed, SequenceFailed, SequenceFinished
 from shardline_scheduler.scheduler import Scheduler
 from shardline_scheduler.scheduler_config import SchedulerConfig
 from shardline_scheduler.sequence import Key
@@ -147,11 +147,11 @@ class SimulatedHead:
                     job.is_suspect = False
                     self._scheduler.release(job.key)
                 self._calls.tokens(job, len(event.ids))
-            elif isinstance(event, Finished):
+            elif isinstance(event, SequenceFinished):
                 self._calls.ended(self._drop(event.key))
-            elif isinstance(event, Failed | KvExceeded):
+            elif isinstance(event, SequenceFailed | KvExceeded):
                 self._calls.failed(self._drop(event.key))
-            elif isinstance(event, Crashed):
+            elif isinstance(event, SequenceCrashed):
                 job = self._drop(event.key)
                 job.num_saved = job.num_tokens
                 self._calls.given_back(job)

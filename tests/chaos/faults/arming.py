@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from shardline.base.failpoints import Armed, Point
+from shardline.base.failpoints import ArmedPoint, Point
 from tests.polling import within
 
 STRIKE_S = 180.0
@@ -21,7 +21,7 @@ class NeverStruck(Exception):
 class Arming:
     """A point armed in `folder`; as a context it is disarmed at the end."""
 
-    def __init__(self, folder: Path, point: Point, armed: Armed) -> None:
+    def __init__(self, folder: Path, point: Point, armed: ArmedPoint) -> None:
         self._path = folder / point
         self._before = set(self._marks())
         draft = self._path.with_suffix(".draft")
@@ -63,4 +63,4 @@ def arm(
 ) -> Arming:
     """See `shardline.base.failpoints.Armed`. Refuses what a process would refuse."""
     says = {"action": action, "when": dict(when or {}), "pause_s": pause_s, "times": times}
-    return Arming(folder, point, msgspec.convert(says, Armed))
+    return Arming(folder, point, msgspec.convert(says, ArmedPoint))

@@ -15,7 +15,7 @@ from typer.testing import CliRunner, Result
 from shardline.cli.commands import cli
 from shardline.contract.api_key import Scope, new_key, parse_key
 from shardline.store import api_keys
-from shardline.store.api_keys import Known
+from shardline.store.api_keys import KeyRecord
 from shardline.store.connection.database import connect
 
 Shardline = Callable[..., Result]
@@ -30,7 +30,7 @@ def shardline(database_url: str) -> Shardline:
     return run
 
 
-def known(database_url: str, key: str) -> Known:
+def known(database_url: str, key: str) -> KeyRecord:
     """As a gateway reads it."""
     engine = connect(database_url)
     with engine.connect() as connection:

@@ -18,7 +18,7 @@ from services.relay.statistics.growth import DoublingThreshold, Growth
 from shardline.base.config import Times
 from shardline.base.metrics import RelayMetrics
 from shardline.store import leases
-from shardline.store.claims import Claimed
+from shardline.store.claims import ClaimedJob
 from shardline.store.leases import Beat
 from tests.integration.rows import LONG_S, change, claim, running, submit
 
@@ -112,7 +112,7 @@ def test_heartbeats_write_no_index(engine: Engine) -> None:
         assert in_place >= 0.9 * rows, f"{table}: only {in_place} of {rows} stayed in their page"
 
 
-def beat_often(engine: Engine, claimed: list[Claimed], *, num_beats: int) -> None:
+def beat_often(engine: Engine, claimed: list[ClaimedJob], *, num_beats: int) -> None:
     """Four tokens more with each, and the statistics written at once."""
     for number in range(num_beats):
         beats = [Beat(job_id=job.job_id, fence=job.fence, start=4 * number, ids=(1, 2, 3, 4)) for job in claimed]

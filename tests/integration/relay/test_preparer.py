@@ -20,7 +20,7 @@ from shardline.base.metrics import RelayMetrics
 from shardline.contract.job import JobState
 from shardline.store import jobs, models
 from shardline.store.connection.database import connect
-from shardline.tokenize import Prepared, Tokens
+from shardline.tokenize import PreparedPrompt, Tokens
 from tests.integration.relay.relay_stack import words_tokenizer
 from tests.integration.rows import MODEL, cell, database_with_head, model_row, request, state
 from tests.polling import until
@@ -66,7 +66,7 @@ def while_tokenized(monkeypatch: pytest.MonkeyPatch) -> Callable[[Look], None]:
     def install(look: Look) -> None:
         real = Tokens.prepare
 
-        def prepare(self: Tokens, **what: Any) -> Prepared:
+        def prepare(self: Tokens, **what: Any) -> PreparedPrompt:
             look()
             return real(self, **what)
 

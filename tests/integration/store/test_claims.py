@@ -14,7 +14,7 @@ from sqlalchemy import Engine, text
 from shardline.contract.job import FinishReason, JobState, Result, TokenLogprob, Usage
 from shardline.contract.tables import DONE_CHANNEL, JOBS_CHANNEL, LEASES_CHANNEL
 from shardline.store import claims, crashes, ends, jobs, leases, outbox, pipelines
-from shardline.store.claims import Claimed
+from shardline.store.claims import ClaimedJob
 from shardline.store.connection.database import connect
 from shardline.store.connection.notify import listening
 from shardline.store.ends import End
@@ -41,7 +41,7 @@ RELEASED = "SELECT outcome FROM attempts WHERE job_id = :id AND fence = :fence"
 TOKENS = "SELECT tokens FROM attempts WHERE job_id = :id AND fence = :fence"
 
 
-def beat(engine: Engine, claimed: Claimed, start: int = 0, *ids: int, logprobs: bool = False) -> BeatReply | None:
+def beat(engine: Engine, claimed: ClaimedJob, start: int = 0, *ids: int, logprobs: bool = False) -> BeatReply | None:
     """One heartbeat in a transaction of its own."""
     entries = tuple(TokenLogprob(token_id, float("-inf"), ((token_id, -0.25),)) for token_id in ids)
     one = Beat(job_id=claimed.job_id, fence=claimed.fence, start=start, ids=ids, logprobs=entries if logprobs else ())
@@ -49,7 +49,7 @@ def beat(engine: Engine, claimed: Claimed, start: int = 0, *ids: int, logprobs: 
         return leases.heartbeat(connection, [one], lease_s=LONG_S).get((claimed.job_id, claimed.fence))
 
 
-def of(engine: Engine, query: str, claimed: Claimed) -> Any:
+def of(engine: Engine, query: str, claimed: ClaimedJob) -> Any:
     """A value of this claim's attempt."""
     return cell(engine, query, id=claimed.job_id, fence=claimed.fence)
 
@@ -117,7 +117,7 @@ def test_a_job_claimed_by_many_heads_has_one_holder(engine: Engine) -> None:
     ids = submit(engine, 40)
     gate = threading.Barrier(4)
 
-    def race(number: int) -> list[Claimed]:
+    def race(number: int) -> list[ClaimedJob]:
         gate.wait()
         return claim(engine, ids[::-1] if number % 2 else ids)
 
@@ -136,7 +136,7 @@ def test_a_concurrent_cancel_ends_the_job_or_reaches_its_head(engine: Engine) ->
             with engine.begin() as connection:
                 jobs.request_cancel(connection, [job_id])
 
-    def take() -> list[Claimed]:
+    def take() -> list[ClaimedJob]:
         gate.wait()
         return [one for job_id in ids for one in claim(engine, [job_id])]
 

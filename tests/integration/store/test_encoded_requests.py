@@ -10,7 +10,7 @@ from sqlalchemy import Engine, text
 
 from shardline.base.errors import Conflict, Invalid
 from shardline.contract.job import JobRequest
-from shardline.store.inserts import Stored, encode_request, insert_encoded
+from shardline.store.inserts import StoredRequest, encode_request, insert_encoded
 from shardline.store.jobs import insert_jobs
 from tests.integration.rows import database_with_head
 
@@ -46,8 +46,15 @@ def test_a_conflict_is_the_outcome_of_its_own_request(engine: Engine) -> None:
         outcomes = insert_encoded(connection, [encode_request(request) for request in requests])
 
     # Then those alone conflict, and the others are stored
-    assert [type(outcome) for outcome in outcomes] == [Stored, Conflict, Stored, Conflict, Conflict, Stored]
-    assert outcomes[2] == Stored(job_id=first, is_new=False)
+    assert [type(outcome) for outcome in outcomes] == [
+        StoredRequest,
+        Conflict,
+        StoredRequest,
+        Conflict,
+        Conflict,
+        StoredRequest,
+    ]
+    assert outcomes[2] == StoredRequest(job_id=first, is_new=False)
     with engine.connect() as connection:
         assert connection.scalar(text("SELECT count(*) FROM jobs")) == 4
     with engine.begin() as connection, pytest.raises(Conflict):

@@ -15,7 +15,7 @@ from shardline.contract.job import JobRequest, JobState, Message, SamplingParams
 from shardline.store import claims, ends, jobs, leases, listing
 from shardline.store.connection.database import connect_async
 from shardline.store.leases import Beat
-from shardline.store.progress import Asked, read_progress
+from shardline.store.progress import ProgressQuestion, read_progress
 from tests.integration.rows import (
     LONG_S,
     MODEL,
@@ -195,12 +195,16 @@ def test_a_stream_can_rejoin_from_the_progress_of_any_state(engine: Engine) -> N
     beat = _beat(claimed, 7, 8)
     with engine.begin() as connection:
         leases.heartbeat(connection, [beat], lease_s=LONG_S)
-        (progress,) = read_progress(connection, [Asked(claimed.job_id)])
+        (progress,) = read_progress(connection, [ProgressQuestion(claimed.job_id)])
         assert progress is not None
         assert (progress.state, progress.token_ids, progress.text) == (None, (7, 8), None)
         assert progress.logprobs == beat.logprobs
         ends.release_running(connection, [(claimed.job_id, claimed.fence)])
-        asked = [Asked(new_id()), Asked(claimed.job_id, claimed.fence, 1, 0), Asked(claimed.job_id, 9, 1, 0)]
+        asked = [
+            ProgressQuestion(new_id()),
+            ProgressQuestion(claimed.job_id, claimed.fence, 1, 0),
+            ProgressQuestion(claimed.job_id, 9, 1, 0),
+        ]
         nothing, known, unknown = read_progress(connection, asked)
         assert nothing is None
         assert known is not None
@@ -210,7 +214,7 @@ def test_a_stream_can_rejoin_from_the_progress_of_any_state(engine: Engine) -> N
     (again,) = claim(engine, [claimed.job_id])
     end(engine, success(again, 7, 8, 9))
     with engine.begin() as connection:
-        (done,) = read_progress(connection, [Asked(claimed.job_id)])
+        (done,) = read_progress(connection, [ProgressQuestion(claimed.job_id)])
     assert done is not None
     assert (done.state, done.token_ids, done.text, done.finish_reason) == ("succeeded", (7, 8, 9), "done", "stop")
 
@@ -222,7 +226,7 @@ def test_progress_has_the_end_of_the_prompt_where_it_is_asked_for(engine: Engine
     change(engine, "UPDATE jobs SET prompt_ids = :ids", ids=list(ids))
 
     with engine.begin() as connection:
-        asked = [Asked(claimed.job_id), Asked(claimed.job_id, with_prompt_end=True)]
+        asked = [ProgressQuestion(claimed.job_id), ProgressQuestion(claimed.job_id, with_prompt_end=True)]
         without, found = read_progress(connection, asked)
 
     assert without is not None
@@ -251,6 +255,6 @@ def test_a_row_with_nonsense_parameters_stays_readable(engine: Engine) -> None:
     assert (job.prompt, job.params) == ("x", SamplingParams())
 
 
-def _beat(claimed: claims.Claimed, *ids: int) -> Beat:
+def _beat(claimed: claims.ClaimedJob, *ids: int) -> Beat:
     logprobs = tuple(TokenLogprob(token_id, -0.5, ((token_id, -0.5),)) for token_id in ids)
     return Beat(job_id=claimed.job_id, fence=claimed.fence, start=0, ids=ids, logprobs=logprobs)

@@ -17,7 +17,7 @@ from shardline.contract.job import JobRequest, JobState, Message
 from shardline.store import jobs, preparation
 from shardline.store.connection.encoding import dump
 from shardline.store.inserts import INSERT, _row
-from shardline.store.jobs import Stored
+from shardline.store.jobs import StoredRequest
 from shardline.store.preparation import PreparedJob
 from tests.integration.rows import MODEL, cell, change, claim, end, request, success
 
@@ -37,13 +37,13 @@ CREATE TRIGGER pause BEFORE INSERT ON jobs FOR EACH ROW EXECUTE FUNCTION pause()
 """
 
 
-def insert(engine: Engine, *requests: JobRequest, prepared: Any = None) -> list[Stored]:
+def insert(engine: Engine, *requests: JobRequest, prepared: Any = None) -> list[StoredRequest]:
     """In a transaction of its own."""
     with engine.begin() as connection:
         return jobs.insert_jobs(connection, requests, prepared=prepared)
 
 
-def answer(engine: Engine, wanted: JobRequest, *, prepared: Any = None) -> Stored | str:
+def answer(engine: Engine, wanted: JobRequest, *, prepared: Any = None) -> StoredRequest | str:
     """What its producer gets: the job, or the text of a conflict."""
     try:
         (stored,) = insert(engine, wanted, prepared=prepared)
@@ -81,7 +81,7 @@ def test_a_request_repeated_at_any_stage_of_its_life_is_the_same_job(
     wanted = request(**name, **content)
     (first,) = insert(engine, wanted)
     assert first.is_new
-    repeat = Stored(job_id=first.job_id, is_new=False)
+    repeat = StoredRequest(job_id=first.job_id, is_new=False)
 
     assert answer(engine, wanted) == repeat
     with engine.begin() as connection:
@@ -104,7 +104,7 @@ def test_a_repeat_may_name_an_adapter_either_way(engine: Engine, model: str, ada
 
     repeat = request(model=model, adapter=adapter, idempotency_key="k")
 
-    assert insert(engine, repeat) == [Stored(job_id=first.job_id, is_new=False)]
+    assert insert(engine, repeat) == [StoredRequest(job_id=first.job_id, is_new=False)]
     with pytest.raises(Conflict, match="another model"):
         insert(engine, request(adapter="medical", idempotency_key="k"))
 
@@ -120,7 +120,7 @@ def test_a_repeat_with_another_time_trace_or_note_keeps_the_first_one(engine: En
         max_crashes=1,
         traceparent="00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01",
     )
-    assert insert(engine, again) == [Stored(job_id=first.job_id, is_new=False)]
+    assert insert(engine, again) == [StoredRequest(job_id=first.job_id, is_new=False)]
     assert cell(engine, "SELECT metadata ->> 'try' || priority FROM jobs") == "11"
 
 
@@ -182,7 +182,7 @@ def test_repeating_a_job_found_invalid_tells_its_producer_why(engine: Engine) ->
     (stored,) = insert(engine, request(idempotency_key="k"))
     with engine.begin() as connection:
         preparation.fail_if_unprepared(connection, {stored.job_id: Invalid("model", "unknown", "fix").as_dict()})
-    assert insert(engine, request(idempotency_key="k")) == [Stored(job_id=stored.job_id, is_new=False)]
+    assert insert(engine, request(idempotency_key="k")) == [StoredRequest(job_id=stored.job_id, is_new=False)]
     with engine.begin() as connection:
         job = jobs.get_job(connection, stored.job_id)
     assert job is not None

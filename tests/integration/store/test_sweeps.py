@@ -13,7 +13,7 @@ from sqlalchemy import Engine, text
 
 from shardline.contract.job import Job, JobState
 from shardline.store import claims, crashes, jobs, leases, sweeps
-from shardline.store.claims import Claimed
+from shardline.store.claims import ClaimedJob
 from shardline.store.leases import Beat
 from shardline.store.sweeps import Partial
 from tests.integration.rows import (
@@ -46,7 +46,7 @@ def sweep(engine: Engine) -> Counter[str]:
         return Counter([*moved.values(), *sweeps.sweep_stopped_queued(connection, spell).values()])
 
 
-def expire(engine: Engine, claimed: Claimed, *ids: int) -> None:
+def expire(engine: Engine, claimed: ClaimedJob, *ids: int) -> None:
     """The head saved these tokens, then was heard no more."""
     with engine.begin() as connection:
         start = len(claimed.output_ids)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardline_scheduler.events import Failed
+from shardline_scheduler.events import SequenceFailed
 from shardline_scheduler.scheduler import Scheduler
 from shardline_scheduler.step_plan import StepPlan, StepResult
 from tests.simulation.pipeline import Numbers, Pipeline, config, request
@@ -57,8 +57,8 @@ def test_a_sequence_that_a_stage_refuses_fails_and_its_kv_is_found_by_nobody() -
     events = scheduler.apply(StepResult(plan.step, tuple((5,) for row in plan.rows if row.wants), refused=refused))
 
     # Then it fails with the reason, the other one goes on, and a later one computes the prompt anew
-    assert [event for event in events if isinstance(event, Failed)] == [
-        Failed(key=("a", 1), reason="layers 2-3: no such adapter")
+    assert [event for event in events if isinstance(event, SequenceFailed)] == [
+        SequenceFailed(key=("a", 1), reason="layers 2-3: no such adapter")
     ]
     assert scheduler.has(("b", 1))
     scheduler.add(request("c", num_prompt=100, num_common=100, adapter="x"), Numbers(9))

@@ -8,7 +8,7 @@ from itertools import count
 import pytest
 
 from shardline.contract.job import FinishReason
-from shardline_scheduler.events import Finished, KvExceeded
+from shardline_scheduler.events import KvExceeded, SequenceFinished
 from shardline_scheduler.kv_blocks import BLOCK_TOKENS
 from shardline_scheduler.sequence import Request
 from tests.simulation.pipeline import Pipeline, config, decoding, expected_output, request
@@ -32,7 +32,7 @@ def test_a_completion_within_the_pool_is_whole_though_its_limit_is_beyond() -> N
     pipeline.drain()
 
     end = pipeline.ends[job.key]
-    assert isinstance(end, Finished)
+    assert isinstance(end, SequenceFinished)
     assert (end.reason, list(end.output_ids)) == (FinishReason.STOP, expected_output(job, 1000))
 
 
@@ -61,7 +61,7 @@ def test_a_prompt_runs_if_the_pool_holds_it_and_else_goes_back_at_once(num_promp
     pipeline.drain()
 
     assert is_back_at_once == (num_prompt > LIMIT)
-    assert isinstance(pipeline.ends[job.key], KvExceeded if is_back_at_once else Finished)
+    assert isinstance(pipeline.ends[job.key], KvExceeded if is_back_at_once else SequenceFinished)
 
 
 def test_a_new_epoch_with_less_kv_gives_back_the_long_job_and_runs_the_others() -> None:

@@ -8,7 +8,7 @@ from uuid import UUID
 
 from services.stage.jobs.live_job import LiveJob
 from services.stage.jobs.quarantine import without_room
-from shardline.store.claims import Claimed
+from shardline.store.claims import ClaimedJob
 from shardline_scheduler.events import MayBegin
 from shardline_scheduler.kv_blocks import BLOCK_TOKENS
 from shardline_scheduler.sequence import MAX_OVERTAKEN
@@ -79,8 +79,10 @@ def test_nothing_is_left_of_a_cancelled_parked_job() -> None:
     assert pipeline.scheduler.idle
 
 
-def row(number: int, num_tokens: int) -> Claimed:
-    return cast(Claimed, SimpleNamespace(job_id=UUID(int=number), fence=1, prompt_ids=(0,) * num_tokens, output_ids=()))
+def row(number: int, num_tokens: int) -> ClaimedJob:
+    return cast(
+        ClaimedJob, SimpleNamespace(job_id=UUID(int=number), fence=1, prompt_ids=(0,) * num_tokens, output_ids=())
+    )
 
 
 def parked(sizes: list[int], *, num_blocks: int, live: list[tuple[int, bool]]) -> list[int]:

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from shardline_scheduler.events import Failed, Finished
+from shardline_scheduler.events import SequenceFailed, SequenceFinished
 from shardline_scheduler.kv_blocks import BLOCK_TOKENS
 from shardline_scheduler.sequence import Request
 from tests.simulation.pipeline import Pipeline, checked, config, expected_output, request
@@ -21,16 +21,16 @@ def job(name: str, **fields: Any) -> Request:
     return request(name, **{"num_prompt": HEAD + 5, "num_common": HEAD, "max_tokens": 4, **fields})
 
 
-def finish(pipeline: Pipeline, *jobs: Request) -> list[Finished]:
+def finish(pipeline: Pipeline, *jobs: Request) -> list[SequenceFinished]:
     """Runs jobs to their end, all together. Their outputs are those of an undisturbed run."""
     for each in jobs:
         pipeline.add(each)
     pipeline.drain()
     ends = [pipeline.ends[each.key] for each in jobs]
     for each, end in zip(jobs, ends, strict=True):
-        assert isinstance(end, Finished)
+        assert isinstance(end, SequenceFinished)
         assert list(end.output_ids) == expected_output(each, each.params.max_tokens or 1)
-    return [end for end in ends if isinstance(end, Finished)]
+    return [end for end in ends if isinstance(end, SequenceFinished)]
 
 
 def num_computed(pipeline: Pipeline, added: Request) -> int:
@@ -49,7 +49,7 @@ def test_a_second_job_computes_only_what_differs() -> None:
     pipeline.drain()
     second = pipeline.ends[job("b").key]
 
-    assert isinstance(second, Finished)
+    assert isinstance(second, SequenceFinished)
     assert (first.num_cached, second.num_cached) == (0, HEAD)
     assert list(second.output_ids) == expected_output(job("b"), 4)
 
@@ -186,7 +186,7 @@ def test_kv_of_a_job_without_finite_logits_is_not_shared() -> None:
     pipeline.add(job("a"))
     pipeline.schedule(bad=(0,))
     pipeline.deliver()
-    assert isinstance(pipeline.ends[job("a").key], Failed)
+    assert isinstance(pipeline.ends[job("a").key], SequenceFailed)
 
     assert num_computed(pipeline, job("b")) == HEAD + 5
 

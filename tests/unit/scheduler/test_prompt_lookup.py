@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from shardline.base.errors import ProtocolError
 from shardline.contract.job import FinishReason
 from shardline_scheduler import prompt_lookup
-from shardline_scheduler.events import Failed, Finished, NewTokens
+from shardline_scheduler.events import NewTokens, SequenceFailed, SequenceFinished
 from shardline_scheduler.kv_blocks import BLOCK_TOKENS
 from shardline_scheduler.prompt_lookup import MAX_MISSES, PromptLookup
 from shardline_scheduler.sequence import Request
@@ -224,7 +224,7 @@ def test_no_guess_goes_past_the_last_token_that_there_can_be() -> None:
             assert row.start + row.length < len(job.prompt_ids) + limit
 
     end = pipeline.ends[job.key]
-    assert isinstance(end, Finished)
+    assert isinstance(end, SequenceFinished)
     assert (end.reason, len(end.output_ids)) == (FinishReason.LENGTH, limit)
 
 
@@ -248,7 +248,7 @@ def test_a_stop_among_guesses_that_came_true_drops_those_behind_it() -> None:
     pipeline.drain()
 
     end = pipeline.ends[job.key]
-    assert isinstance(end, Finished)
+    assert isinstance(end, SequenceFinished)
     assert end.reason is FinishReason.STOP
     assert list(end.output_ids) == pipeline.outputs[job.key] == expected_output(job, 200)[:num]
 
@@ -268,7 +268,7 @@ def test_logits_that_are_not_finite_fail_a_job_after_the_guesses_that_came_true(
     assert plan.rows[0].drafts == row.drafts
     accepted, failed = events
     assert isinstance(accepted, NewTokens)
-    assert isinstance(failed, Failed)
+    assert isinstance(failed, SequenceFailed)
     assert accepted.ids == event.ids[:-1]
     pipeline.drain()
 
@@ -341,7 +341,7 @@ def test_blocks_that_guesses_filled_are_found_after_the_end() -> None:
     pipeline.drain()
 
     end = pipeline.ends[again.key]
-    assert isinstance(end, Finished)
+    assert isinstance(end, SequenceFinished)
     assert end.num_cached == (len(known) - 1) // BLOCK_TOKENS * BLOCK_TOKENS
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from shardline.base.errors import ProtocolError
 from shardline.contract.job import FinishReason, SamplingParams, TokenLogprob
-from shardline_scheduler.events import Crashed, Failed, Finished, NewTokens
+from shardline_scheduler.events import NewTokens, SequenceCrashed, SequenceFailed, SequenceFinished
 from shardline_scheduler.kv_blocks import BLOCK_TOKENS
 from shardline_scheduler.step_plan import StepResult, decode_plan, encode
 from tests.simulation.pipeline import (
@@ -47,7 +47,7 @@ def test_a_request_that_no_stage_would_read_fails_alone(params: SamplingParams, 
 
     # Then it ends with its reason, and the next plan is one that every stage reads
     (end,) = events
-    assert isinstance(end, Failed)
+    assert isinstance(end, SequenceFailed)
     assert "stages do not take its parameters" in end.reason
     plan = pipeline.schedule()
     assert plan is not None
@@ -156,7 +156,9 @@ def test_events_tell_tokens_then_the_end() -> None:
     logprobs = (TokenLogprob(token, -1.0),)
     assert events == [
         NewTokens(key=job.key, start=0, ids=(token,), text=f"{token} ", logprobs=logprobs),
-        Finished(key=job.key, reason=FinishReason.LENGTH, output_ids=(token,), text=f"{token} ", logprobs=logprobs),
+        SequenceFinished(
+            key=job.key, reason=FinishReason.LENGTH, output_ids=(token,), text=f"{token} ", logprobs=logprobs
+        ),
     ]
 
 
@@ -178,7 +180,7 @@ def test_a_resumed_request_whose_checkpoint_is_complete_ends_at_once() -> None:
     pipeline.add(request(max_tokens=3, output_ids=(7, 8, 9)))
 
     end = pipeline.ends["a", 1]
-    assert isinstance(end, Finished)
+    assert isinstance(end, SequenceFinished)
     assert (end.reason, end.output_ids, end.text) == (FinishReason.LENGTH, (7, 8, 9), "7 8 9 ")
     assert pipeline.scheduler.idle
 
@@ -265,7 +267,7 @@ def test_a_request_that_can_never_run_fails_with_the_reason(num_prompt: int, max
     pipeline.add(request(num_prompt=num_prompt, max_tokens=max_tokens))
 
     end = pipeline.ends["a", 1]
-    assert isinstance(end, Failed)
+    assert isinstance(end, SequenceFailed)
     assert end.reason.startswith(problem)
     assert pipeline.scheduler.idle
 
@@ -279,7 +281,7 @@ def test_a_bad_row_fails_alone() -> None:
 
     pipeline.drain()
 
-    assert pipeline.ends["bad", 1] == Failed(key=("bad", 1), reason="the model's logits were not finite")
+    assert pipeline.ends["bad", 1] == SequenceFailed(key=("bad", 1), reason="the model's logits were not finite")
     assert pipeline.outputs["good", 1] == expected_output(request("good"), 3)
 
 
@@ -321,7 +323,7 @@ def test_the_only_suspect_that_breaks_the_pipeline_again_is_blamed_alone() -> No
         pipeline.schedule()
         pipeline.rebuild(num_blocks=50)
 
-    assert pipeline.ends == {("poison", 1): Crashed(key=("poison", 1))}
+    assert pipeline.ends == {("poison", 1): SequenceCrashed(key=("poison", 1))}
     pipeline.drain()
     assert pipeline.outputs["good", 1] == expected_output(request("good"), 9)
     assert pipeline.outputs["better", 1] == expected_output(request("better"), 9)

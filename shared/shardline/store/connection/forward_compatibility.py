@@ -23,7 +23,7 @@ log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sorted:
+class SortedRows:
     """Rows by what is to be done with them."""
 
     readable: list[UUID] = field(default_factory=list)
@@ -33,9 +33,9 @@ class Sorted:
     """With values that no release takes, and the reason: changed after they were checked."""
 
 
-def sort_rows(rows: Iterable[Row[Any]]) -> Sorted:
+def sort_rows(rows: Iterable[Row[Any]]) -> SortedRows:
     """Sorts rows by the `params` of each."""
-    found = Sorted()
+    found = SortedRows()
     for row in rows:
         try:
             load_params(row.params)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from shardline.contract.job import SamplingParams
 from shardline.tokenize import CompletionText
-from shardline_scheduler.events import Event, Failed, Finished, NewTokens
+from shardline_scheduler.events import Event, NewTokens, SequenceFailed, SequenceFinished
 from shardline_scheduler.sequence import Request
 from tests.benchmarks.bare import Pipeline, parser
 from tests.benchmarks.peers.runners.wire import Engine, Record, Settings, Work, serve
@@ -50,11 +50,11 @@ class Shardline(Pipeline):
     def _take(self, event: Event) -> None:
         if isinstance(event, NewTokens):
             self._record.add(int(event.key[0]), list(event.ids))
-        elif isinstance(event, Finished):
+        elif isinstance(event, SequenceFinished):
             index = int(event.key[0])
             self._record.add(index, list(event.output_ids[len(self._record.ids[index]) :]))
             self._done.release()
-        elif isinstance(event, Failed):
+        elif isinstance(event, SequenceFailed):
             self._failed.append(event.reason)
             self._done.release()
 

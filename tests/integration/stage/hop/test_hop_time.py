@@ -23,7 +23,7 @@ from services.stage.pipeline.pipeline import MemberStatus
 from services.stage.pipeline.status import StageStatus
 from shardline.contract.job import SamplingParams
 from shardline.store.statistics.costs import EpochEnergy
-from shardline_scheduler.events import Event, Failed, Finished
+from shardline_scheduler.events import Event, SequenceFailed, SequenceFinished
 from shardline_scheduler.scheduler import Scheduler
 from shardline_scheduler.scheduler_config import SchedulerConfig
 from shardline_scheduler.sequence import Request
@@ -78,8 +78,8 @@ class Pair:
         """One job, to its end."""
         params = SamplingParams(max_tokens=num_tokens, ignore_eos=True, temperature=0.0)
         self.engine.add(Request(key=(name, 1), prompt_ids=(5, 6, 7), params=params, seed=5), CountingSink(num_tokens))
-        while not isinstance(event := self.events.get(timeout=PATIENCE_S), Finished):
-            assert not isinstance(event, Failed), event.reason
+        while not isinstance(event := self.events.get(timeout=PATIENCE_S), SequenceFinished):
+            assert not isinstance(event, SequenceFailed), event.reason
 
     def told(self) -> MemberStatus:
         """What the head knows of the tail, once it has heard of its last step."""

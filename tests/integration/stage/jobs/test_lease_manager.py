@@ -25,7 +25,7 @@ from shardline.base.errors import JobFailed
 from shardline.contract.job import JobState
 from shardline.contract.keys import job_stream
 from shardline.store import jobs
-from shardline_scheduler.events import Crashed
+from shardline_scheduler.events import SequenceCrashed
 from shardline_scheduler.scheduler import Scheduler
 from tests.integration.rows import cell, change, database_with_head, num_blocked, request, state
 from tests.integration.stage.jobs.lone_head import LoneHead, identity, open_lone_head, tiny_executor
@@ -261,7 +261,7 @@ def test_a_job_that_breaks_the_pipeline_alone_is_counted_to_its_end(head: LoneHe
     for fence, verdict in ((1, Ignore.__name__), (2, JobFailed.__name__)):
         head.offer(job_id)
         assert head.verdict() == (job_id, "started")
-        head.lease_manager.report([Crashed(key=(str(job_id), fence))])
+        head.lease_manager.report([SequenceCrashed(key=(str(job_id), fence))])
         assert head.verdict() == (job_id, verdict)
     assert state(head.database, job_id) is JobState.FAILED
     error = cell(head.database, "SELECT error FROM jobs WHERE id = :id", id=job_id)
@@ -275,7 +275,7 @@ def test_a_blamed_job_with_tokens_keeps_them_and_counts_no_crash(head: LoneHead)
     assert head.verdict() == (job_id, "started")
     until(lambda: saved_tokens(head.database, job_id) > 0)
 
-    head.lease_manager.report([Crashed(key=(str(job_id), 1))])
+    head.lease_manager.report([SequenceCrashed(key=(str(job_id), 1))])
 
     assert head.verdict() == (job_id, Ignore.__name__)
     assert cell(head.database, "SELECT outcome FROM attempts WHERE job_id = :id", id=job_id) == "lost"

@@ -37,7 +37,7 @@ from shardline.base.tracing import OFF
 from shardline.contract.job import FinishReason, JobState
 from shardline.contract.queues import GENERATE_TASK
 from shardline.store import claims, crashes, jobs, leases
-from shardline.store.claims import Claimed
+from shardline.store.claims import ClaimedJob
 from shardline_scheduler.sequence import Key, Request, TokenSink
 from tests.integration.rows import MODEL, cell, change, database_with_head, request, state, submit
 from tests.integration.stage.jobs.lone_head import LoneHead, open_lone_head, tiny_executor
@@ -289,7 +289,7 @@ class Rounds:
 def rounds(monkeypatch: pytest.MonkeyPatch) -> Rounds:
     rounds, claim, beat = Rounds(), claims.claim, leases.heartbeat
 
-    def claiming(*given: Any, **named: Any) -> list[Claimed]:
+    def claiming(*given: Any, **named: Any) -> list[ClaimedJob]:
         claimed = claim(*given, **named)
         rounds.seen.append(tuple(one.job_id for one in claimed))
         return claimed

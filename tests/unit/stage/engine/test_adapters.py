@@ -12,7 +12,7 @@ import torch
 from services.stage.device.device import Device
 from services.stage.engine.executor import Executor
 from shardline.contract.job import SamplingParams
-from shardline_scheduler.events import Failed, Finished
+from shardline_scheduler.events import SequenceFailed, SequenceFinished
 from tests.adapters import merged, save_adapter
 from tests.chain import Guesses, complete, load_chain, requests, with_adapters
 from tests.engines import open_engines
@@ -68,7 +68,7 @@ def prompts(num: int) -> list[list[int]]:
     return [torch.randint(3, VOCAB_SIZE, (4 + 7 * n,), generator=generator).tolist() for n in range(num)]
 
 
-def outcomes(ends: list[Finished]) -> list[object]:
+def outcomes(ends: list[SequenceFinished]) -> list[object]:
     return [(end.output_ids, end.logprobs) for end in ends]
 
 
@@ -151,9 +151,9 @@ def test_a_stage_with_other_files_fails_that_job_alone_and_the_epoch_lives(
 
     # Then those with it fail with the reason, and no others
     reason = "layers 2-2: adapter 'all': its files here are others than the head's"
-    refused = [isinstance(end, Failed) and end.reason.startswith(reason) for end in ends]
+    refused = [isinstance(end, SequenceFailed) and end.reason.startswith(reason) for end in ends]
     assert refused == [True, False, False, True, False]
-    assert [end.output_ids for end in ends if isinstance(end, Finished)] == [*expected[1:3], expected[4]]
+    assert [end.output_ids for end in ends if isinstance(end, SequenceFinished)] == [*expected[1:3], expected[4]]
 
 
 @pytest.mark.parametrize(

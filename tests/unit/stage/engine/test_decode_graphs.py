@@ -18,7 +18,7 @@ from services.stage.engine.decode_graphs import CudaRecorder, Recorder, graph_si
 from services.stage.engine.executor import Executor
 from shardline.base.errors import ProtocolError
 from shardline.contract.job import SamplingParams
-from shardline_scheduler.events import Finished
+from shardline_scheduler.events import SequenceFinished
 from tests.chain import Guesses, complete, load_chain, requests
 from tests.conformance.test_architectures import BUDGET, prompts, reference
 from tests.models import save_model
@@ -62,7 +62,7 @@ def record(stages: Sequence[Executor], recorder: Recorder, *, max_rows: int) -> 
         stage.forward.record_decodes(recorder, max_rows=max_rows)
 
 
-def ends(stages: Sequence[Executor], *, guesses: Guesses | None = None) -> list[Finished]:
+def ends(stages: Sequence[Executor], *, guesses: Guesses | None = None) -> list[SequenceFinished]:
     """Of all prompts, some at a time, more than once: the second time after a reset of every stage."""
     wanted = requests(prompts(), SAMPLED)
     return [end for _ in range(2) for end in complete(stages, wanted, budget=BUDGET, seats=SEATS, guesses=guesses)]

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from shardline.base.errors import Invalid
 from shardline.contract.job import JobRequest, SamplingParams, parse_request
 from shardline.store.connection.encoding import dump
-from shardline_scheduler.events import Failed
+from shardline_scheduler.events import SequenceFailed
 from shardline_scheduler.sequence import Request
 from tests.chain import generate, load_chain, requests
 from tests.engines import Engines, open_engines
@@ -53,11 +53,11 @@ def run_beside_others(engines: Engines, expected: list[tuple[int, ...]], extreme
     others = [replace(each, key=(f"innocent-{next(NAMES)}", 1)) for each in INNOCENT]
     ends = engines.ends([others[0], *extreme, others[1]])
     first, *strange, last = ends
-    assert not isinstance(first, Failed), first
-    assert not isinstance(last, Failed), last
+    assert not isinstance(first, SequenceFailed), first
+    assert not isinstance(last, SequenceFailed), last
     assert [first.output_ids, last.output_ids] == expected
     assert engines.lost == []
-    return [end.reason for end in strange if isinstance(end, Failed)]
+    return [end.reason for end in strange if isinstance(end, SequenceFailed)]
 
 
 def parsed(one: Drawn) -> JobRequest | None:

@@ -20,7 +20,7 @@ from services.stage.products.tiled_linear import TiledLinear
 from services.stage.ranks.processes import PROGRAM
 from shardline.base.errors import ProtocolError
 from shardline.contract.job import SamplingParams
-from shardline_scheduler.events import Finished
+from shardline_scheduler.events import SequenceFinished
 from tests.adapters import save_adapter
 from tests.chain import Pressure, complete, load_chain, requests, with_adapters
 from tests.models import VOCAB_SIZE, save_model
@@ -60,7 +60,7 @@ def devices(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Devices]:
         two.release()
 
 
-def completions(stages: list[Executor]) -> list[Finished]:
+def completions(stages: list[Executor]) -> list[SequenceFinished]:
     """Tokens and log-probabilities of prompts together."""
     generator = torch.Generator().manual_seed(3)
     prompts = [torch.randint(3, VOCAB_SIZE, (length,), generator=generator).tolist() for length in LENGTHS]
@@ -166,7 +166,7 @@ def test_adapters_of_ranks_give_every_bit_of_one_process(dtype: str, folder: Pat
     prompts = [[5 + (place * 7 + at) % 80 for at in range(3 + 20 * place)] for place in range(6)]
     names = ("all", "heads", "", "outputs", "all", "heads")
 
-    def outcomes(device: Device) -> list[Finished]:
+    def outcomes(device: Device) -> list[SequenceFinished]:
         stages = load_chain(path, 2, device, folder, dtype=dtype, adapters_folder=adapters, max_adapters=2)
         asked = [
             with_adapters(stages, [request], name)[0] if name else request

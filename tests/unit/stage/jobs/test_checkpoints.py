@@ -10,7 +10,7 @@ from services.stage.jobs.checkpoints import MAX_REWRITTEN, beats_of
 from services.stage.jobs.live_job import LiveJob
 from shardline.contract.ids import new_id
 from shardline.contract.job import SamplingParams, TokenLogprob
-from shardline.store.claims import Claimed
+from shardline.store.claims import ClaimedJob
 from shardline.store.leases import Beat
 
 ONE = TokenLogprob(7, -0.5)
@@ -19,7 +19,7 @@ ONE = TokenLogprob(7, -0.5)
 def live(num_saved: int, num_new: int, *, with_logprobs: bool = True) -> LiveJob:
     """A job with so many tokens in Postgres, and so many more."""
     num = num_saved + num_new
-    claimed = Claimed(
+    claimed = ClaimedJob(
         job_id=new_id(),
         fence=1,
         tenant_id="default",

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from services.stage.hop.sockets import Sockets
 from services.stage.pipeline import messages
 from services.stage.pipeline.binding import Binding
-from services.stage.pipeline.control_client import ControlClient, Refused
+from services.stage.pipeline.control_client import ControlClient, StageRefusal
 from services.stage.pipeline.status import StageStatus
 from shardline.base.clock import monotonic_s
 from shardline.base.errors import LinkLost
@@ -216,7 +216,7 @@ def test_a_head_that_dies_frees_its_stage_after_the_silence(pipes: Pipes) -> Non
     dying, other = pipes.call(stage), pipes.call(stage)
     bind(dying, OURS, 1)
     other.send(hello(OTHERS, 1, other.card))
-    with pytest.raises(Refused, match="busy: bound to pipeline"):
+    with pytest.raises(StageRefusal, match="busy: bound to pipeline"):
         other.expect(messages.Welcome, PATIENCE_S)
 
     dying.close()
@@ -249,7 +249,7 @@ def test_a_stage_keeps_a_head_that_speaks_though_its_epoch_is_lost(pipes: Pipes)
     while monotonic_s() < until_s:
         head.send(messages.Ping(pipeline=OURS, epoch=1, seq=0))
         other.send(hello(OTHERS, 1, other.card))
-        with pytest.raises(Refused, match="busy: bound to pipeline"):
+        with pytest.raises(StageRefusal, match="busy: bound to pipeline"):
             other.expect(messages.Welcome, PATIENCE_S)
 
     assert stage.unbinds.empty()
@@ -292,7 +292,7 @@ def test_a_head_that_is_not_obeyed_any_more_is_told(pipes: Pipes) -> None:
 
     call.send(ping(OURS, 1))
 
-    with pytest.raises(Refused, match="stale: this stage is not bound to you"):
+    with pytest.raises(StageRefusal, match="stale: this stage is not bound to you"):
         call.expect(messages.Ready, PATIENCE_S)
     call.close()
 
@@ -314,7 +314,7 @@ def test_a_next_stage_that_cannot_be_reached_is_a_refusal(pipes: Pipes) -> None:
         )
     )
 
-    with pytest.raises(Refused, match=r"failed: no link to tcp://127\.0\.0\.1:1"):
+    with pytest.raises(StageRefusal, match=r"failed: no link to tcp://127\.0\.0\.1:1"):
         call.expect(messages.Ready, PATIENCE_S)
     assert stage.link.card().bound_to is None
     call.close()
@@ -326,7 +326,7 @@ def test_a_head_of_another_version_is_refused_by_name(pipes: Pipes) -> None:
 
     call.socket.send(b"SC\x09\x00 whatever version 9 says")
 
-    with pytest.raises(Refused, match="protocol: the peer speaks protocol version 9, we speak"):
+    with pytest.raises(StageRefusal, match="protocol: the peer speaks protocol version 9, we speak"):
         call.expect(messages.Welcome, PATIENCE_S)
     call.close()
 

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from services.stage.kernels import kernel
-from services.stage.products.packing import Merged, Part, pack, packed_bytes, packing_for, unshare_embedding
+from services.stage.products.packing import MergedLinear, Part, pack, packed_bytes, packing_for, unshare_embedding
 from services.stage.products.tiled_linear import Int8Embedding, TiledLinear
 from shardline.base.errors import Invalid
 
@@ -67,7 +67,7 @@ def test_layers_of_one_input_are_one_product_whoever_is_asked_first_and_keep_not
     layers = nn.ModuleDict({name: nn.Linear(48, num) for name, num in zip(names, (32, 16, 8), strict=True)})
     original = copy.deepcopy(layers)
     pack(layers, FLOAT32)
-    (merged,) = (module for module in layers.modules() if isinstance(module, Merged))
+    (merged,) = (module for module in layers.modules() if isinstance(module, MergedLinear))
     seen: list[int] = []
     merged.layer.register_forward_pre_hook(lambda _, args: seen.append(args[0].shape[-2]))
 

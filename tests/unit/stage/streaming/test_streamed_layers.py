@@ -21,7 +21,7 @@ from services.stage.streaming.streamed_layers import StreamedLayers, tiles
 from shardline.base.errors import Invalid, Unavailable
 from shardline.contract.job import SamplingParams
 from shardline.contract.stage_memory import NUM_BUFFERS
-from shardline_scheduler.events import Finished
+from shardline_scheduler.events import SequenceFinished
 from tests.chain import complete, load_chain, requests
 from tests.models import VOCAB_SIZE, save_model
 from tests.pinned import first_core
@@ -56,7 +56,7 @@ def num_fused(executor: Executor) -> int:
     return sum("forward" in vars(layer) for layer in executor.forward.shard.layer_modules.values())
 
 
-def completions(stages: list[Executor]) -> list[Finished]:
+def completions(stages: list[Executor]) -> list[SequenceFinished]:
     """Tokens and log-probabilities of prompts together."""
     generator = torch.Generator().manual_seed(3)
     prompts = [torch.randint(3, VOCAB_SIZE, (length,), generator=generator).tolist() for length in LENGTHS]

@@ -32,7 +32,7 @@ from shardline.base.errors import Invalid
 from shardline.contract.job import SamplingParams
 from shardline.contract.split import even_split
 from shardline.contract.stage_memory import NUM_BUFFERS
-from shardline_scheduler.events import Finished
+from shardline_scheduler.events import SequenceFinished
 from tests.chain import complete, requests
 from tests.engines import open_engines
 from tests.models import VOCAB_SIZE, save_model
@@ -92,7 +92,7 @@ def load(
     ]
 
 
-def completions(stages: list[Executor]) -> list[Finished]:
+def completions(stages: list[Executor]) -> list[SequenceFinished]:
     """Tokens and log-probabilities of prompts together."""
     generator = torch.Generator().manual_seed(3)
     prompts = [torch.randint(3, VOCAB_SIZE, (length,), generator=generator).tolist() for length in LENGTHS]
@@ -109,13 +109,13 @@ def llama(folder: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def expected(llama: Path, device: Device) -> list[Finished]:
+def expected(llama: Path, device: Device) -> list[SequenceFinished]:
     """Of one stage with all weights on the accelerator."""
     return completions(load(llama, device))
 
 
 @pytest.mark.parametrize("num", [1, 2, 3, 4])
-def test_streamed_layers_change_no_bit(num: int, llama: Path, device: Device, expected: list[Finished]) -> None:
+def test_streamed_layers_change_no_bit(num: int, llama: Path, device: Device, expected: list[SequenceFinished]) -> None:
     (stage,) = load(llama, device, streamed_layers=num)
 
     assert completions([stage]) == expected
@@ -146,7 +146,7 @@ def without_streams(request: pytest.FixtureRequest, toy: ModuleType, monkeypatch
 
 @pytest.mark.usefixtures("without_streams")
 def test_a_backend_without_streams_or_events_copies_with_waits(
-    llama: Path, device: Device, expected: list[Finished]
+    llama: Path, device: Device, expected: list[SequenceFinished]
 ) -> None:
     assert completions(load(llama, device, streamed_layers=3)) == expected
 
@@ -182,7 +182,9 @@ def test_the_accelerator_holds_two_buffers_of_them(llama: Path, device: Device) 
     assert of_some == pytest.approx(of_all - saved, abs=NUM_BUFFERS * PAGE_BYTES)
 
 
-def test_as_few_as_must_be_are_streamed_within_a_limit(llama: Path, device: Device, expected: list[Finished]) -> None:
+def test_as_few_as_must_be_are_streamed_within_a_limit(
+    llama: Path, device: Device, expected: list[SequenceFinished]
+) -> None:
     limit_bytes = KV_BYTES + 110_000
     with pytest.raises(Invalid, match="SHARDLINE_STREAMED_LAYERS=auto"):
         load(llama, device, memory_bytes=limit_bytes)
