@@ -43,7 +43,6 @@ class RelaySettings(Settings):
         }
         return {
             **shared,
-            "broker_transport": "services.relay.celery.taking_transport:TakingTransport",
             "worker_pool": "threads",
             "worker_concurrency": self.concurrency,
             "broker_transport_options": {**shared["broker_transport_options"], **apart},
