@@ -22,6 +22,7 @@ Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 @pytest.fixture
 def head(database_url: str, redis_url: str) -> Iterator[TinyHead]:
     head = TinyHead(database_url, redis_url)
+    head.ready()
     yield head
     head.close()
 
