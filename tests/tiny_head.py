@@ -59,6 +59,7 @@ class TinyHead:
     """Each step is a call, so that a test decides what has happened when; `serving` runs all by itself."""
 
     def __init__(self, database_url: str, redis_url: str | None = None) -> None:
+        self._is_ready = False
         self._url = database_url
         self.database = connect(database_url)
         self._writer = DeltaWriter(redis_url) if redis_url else None
@@ -80,6 +81,7 @@ class TinyHead:
 
     def ready(self, kv_tokens: int = 4096) -> None:
         """From now on the pipeline can generate."""
+        self._is_ready = True
         stages = [{"layers": "0-7"}]
         energy = EpochEnergy(
             pipeline="tiny",
@@ -93,7 +95,9 @@ class TinyHead:
             pipelines.ready(connection, "tiny", self._epoch, seats=8, stages=stages, exact=True, kv_tokens=kv_tokens)
 
     def claim_all(self) -> list[Sequence]:
-        """Prepare and claim every queued job."""
+        """Prepare and claim every queued job. A head that claims has said how much KV it has."""
+        if not self._is_ready:
+            self.ready()
         with self.database.begin() as connection:
             for row in connection.execute(UNPREPARED).all():
                 prepared = self.tokens.prepare(
