@@ -17,24 +17,12 @@ from shardline.base.config import Times
 from shardline.base.tracing import OFF
 from shardline.contract.job import JobState, SamplingParams
 from shardline.store import jobs
-from tests.integration.rows import database_with_head, request, running
-from tests.integration.stage.jobs.lone_head import LoneHead, open_lone_head, tiny_executor
+from tests.integration.rows import request, running
+from tests.integration.stage.jobs.lone_head import LoneHead, open_lone_head
 from tests.models import VOCAB_SIZE
 from tests.unit.tokenize.small_tokenizers import byte_fallback, id_of
 
 TIMES = Times().scaled(0.2)
-
-
-@pytest.fixture(scope="module")
-def executor(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Executor]:
-    with tiny_executor(tmp_path_factory.mktemp("engine-requests")) as executor:
-        yield executor
-
-
-@pytest.fixture
-def database(database_url: str) -> Iterator[Database]:
-    with database_with_head(database_url) as engine:
-        yield engine
 
 
 @pytest.fixture

@@ -11,21 +11,9 @@ from services.stage.engine.executor import Executor
 from shardline.base.config import Times
 from shardline.store import jobs
 from shardline.store.statistics.costs import EpochEnergy, put_epoch_energy
-from tests.integration.rows import cell, database_with_head, request
-from tests.integration.stage.jobs.lone_head import LoneHead, open_lone_head, tiny_executor
+from tests.integration.rows import cell, request
+from tests.integration.stage.jobs.lone_head import LoneHead, open_lone_head
 from tests.polling import until
-
-
-@pytest.fixture(scope="module")
-def executor(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Executor]:
-    with tiny_executor(tmp_path_factory.mktemp("times")) as executor:
-        yield executor
-
-
-@pytest.fixture
-def database(database_url: str) -> Iterator[Database]:
-    with database_with_head(database_url) as engine:
-        yield engine
 
 
 @pytest.fixture

@@ -27,8 +27,8 @@ from shardline.contract.keys import job_stream
 from shardline.store import jobs
 from shardline_scheduler.events import SequenceCrashed
 from shardline_scheduler.scheduler import Scheduler
-from tests.integration.rows import cell, change, database_with_head, num_blocked, request, state
-from tests.integration.stage.jobs.lone_head import LoneHead, identity, open_lone_head, tiny_executor
+from tests.integration.rows import cell, change, num_blocked, request, state
+from tests.integration.stage.jobs.lone_head import LoneHead, identity, open_lone_head
 from tests.polling import until
 from tests.simulation.pipeline import Numbers
 from tests.simulation.pipeline import config as scheduler_config
@@ -37,19 +37,6 @@ from tests.simulation.pipeline import request as engine_request
 TIMES = Times().scaled(0.2)
 LONG = 4_000
 """More tokens than a test lets a job reach."""
-
-
-@pytest.fixture(scope="module")
-def executor(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Executor]:
-    """A tiny model with a long context."""
-    with tiny_executor(tmp_path_factory.mktemp("lease-manager")) as executor:
-        yield executor
-
-
-@pytest.fixture
-def database(database_url: str) -> Iterator[Database]:
-    with database_with_head(database_url) as engine:
-        yield engine
 
 
 @pytest.fixture

@@ -39,8 +39,8 @@ from shardline.contract.queues import GENERATE_TASK
 from shardline.store import claims, crashes, jobs, leases
 from shardline.store.claims import ClaimedJob
 from shardline_scheduler.sequence import Key, Request, TokenSink
-from tests.integration.rows import MODEL, cell, change, database_with_head, request, state, submit
-from tests.integration.stage.jobs.lone_head import LoneHead, open_lone_head, tiny_executor
+from tests.integration.rows import MODEL, cell, change, request, state, submit
+from tests.integration.stage.jobs.lone_head import LoneHead, open_lone_head
 from tests.polling import until
 
 TIMES = Times().scaled(0.5)
@@ -52,12 +52,6 @@ HEARTBEATS = 3
 """Two, and one more for a lease manager that a busy machine kept waiting."""
 
 QUEUE = "suspects"
-
-
-@pytest.fixture
-def database(database_url: str) -> Iterator[Database]:
-    with database_with_head(database_url) as engine:
-        yield engine
 
 
 def crash(database: Database, job_id: UUID) -> None:
@@ -253,13 +247,6 @@ def test_a_suspect_proven_by_another_head_is_still_claimed_alone(
 
 
 # A whole head: Celery's worker, its pool, lease manager and engine ---------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def executor(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Executor]:
-    """A tiny model with a long context."""
-    with tiny_executor(tmp_path_factory.mktemp("suspects")) as executor:
-        yield executor
 
 
 @dataclass(slots=True)
