@@ -9,7 +9,7 @@ from uuid import UUID
 
 import pytest
 from prometheus_client import CollectorRegistry
-from sqlalchemy import Engine
+from sqlalchemy import Engine, text
 
 from services.relay.celery.celery_results import CeleryResults
 from services.relay.loop import LoopContext
@@ -27,6 +27,7 @@ from tests.polling import until
 
 LONG_PROMPT = "one " * 60_000
 NUM_LONG = 10
+CONTEXT = 131_072
 IDLE_S = 0.5
 """Postgres ends a session that leaves a transaction open for so long."""
 
@@ -35,11 +36,12 @@ Look = Callable[[], None]
 
 @pytest.fixture
 def engine(database_url: str) -> Iterator[Engine]:
-    """One whose model takes long texts."""
+    """One whose model takes long texts, and whose pipeline has KV for them."""
     with database_with_head(database_url) as engine:
         with engine.begin() as connection:
-            row = {**model_row(MODEL), "tokenizer": words_tokenizer(), "context_length": 131_072}
+            row = {**model_row(MODEL), "tokenizer": words_tokenizer(), "context_length": CONTEXT}
             models.register_model(connection, row)
+            connection.execute(text("UPDATE pipelines SET kv_tokens = :kv_tokens"), {"kv_tokens": CONTEXT})
         yield engine
 
 

@@ -150,7 +150,9 @@ def test_jobs_share_what_both_stages_took(stack: Stack) -> None:
     def measured() -> Row[Any] | None:
         with engine.begin() as connection:
             found = connection.execute(totals).one()
-        return found if found.num_unknown == 0 else None
+        # A head writes an epoch's energy with each heartbeat, and the end of a job at once.
+        is_written = found.num_unknown == 0 and found.jobs_j <= found.pipelines_j * (1 + 1e-9)
+        return found if is_written else None
 
     found = cast(Row[Any], until(measured))
     with engine.begin() as connection:
@@ -158,7 +160,7 @@ def test_jobs_share_what_both_stages_took(stack: Stack) -> None:
     engine.dispose()
 
     assert found.sources == "table"
-    assert 0 < found.least_j <= found.jobs_j <= found.pipelines_j * (1 + 1e-9)
+    assert 0 < found.least_j <= found.jobs_j
     kwh = sum(each.kwh or 0.0 for each in by_tenant)
     assert kwh == pytest.approx(found.jobs_j / 3.6e6, rel=0.2), "the mean moves a little"
 
