@@ -87,6 +87,10 @@ POISONS = {
         "tests/unit/stage/jobs/test_result_publisher.py::test_a_result_that_cannot_be_stored_is_dropped_alone"
     ),
     "services.stage.adapters.adapter_watch.AdapterWatch": f"{HERE}::test_a_broken_adapter_hides_no_other",
+    "services.stage.pipeline.energy_writer.EnergyWriter": (
+        "tests/integration/stage/pipeline/test_energy_writer.py"
+        "::test_what_postgres_refuses_is_told_once_and_written_later"
+    ),
     "services.stage.pipeline.pipeline.Pipeline._run": f"{HERE}::test_a_card_that_is_none_hides_no_other",
     "services.stage.pipeline.control_server.ControlServer._run": (
         "tests/unit/stage/pipeline/test_binding.py::test_a_next_stage_that_cannot_be_reached_is_a_refusal"
