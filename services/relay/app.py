@@ -11,6 +11,7 @@ from celery.worker.control import control_command, ok
 from kombu.utils.functional import maybe_list
 from tenacity import RetryError
 
+from services.relay.celery import atomic_transport
 from services.relay.celery.celery_request import EMBEDDED
 from services.relay.intake_request import IntakeTask
 from services.relay.plain_json import read_plainly
@@ -67,6 +68,7 @@ def terminate(state: Any, signal: str, task_id: Any, **_: Any) -> dict[str, Any]
 def make_app(settings: RelaySettings) -> Celery:
     """The app of a relay, which connects to nothing until its worker starts."""
     read_plainly()
+    atomic_transport.register()
     app = Celery("shardline.relay", set_as_current=False, control=ExpiringControl)
     app.conf.update(settings.celery())
     app.relay = Relay(settings)

@@ -53,6 +53,8 @@ class Point(StrEnum):
     """A relay committed `sent_at` and has sent nothing yet: between stamp and publish."""
     INTAKE_TAKEN = "intake-taken"
     """A relay took entries of the intake stream and has not stored them."""
+    CELERY_TAKEN = "celery-taken"
+    """A relay took a message out of the Celery door's queue, and Celery has not seen it."""
     INTAKE_INSERTED = "intake-inserted"
     """A relay committed rows and has not acknowledged where they came from: door (stream, celery)."""
     TASK_ENDED = "task-ended"

@@ -83,6 +83,7 @@ FAULTS: tuple[KillAt, ...] = (
     _at(TAIL, Point.HELLO_TAKEN, forms=True),
     _at("head", Point.HEARTBEAT_BEFORE_COMMIT),
     _at("relay", Point.INTAKE_TAKEN),
+    _at("relay", Point.CELERY_TAKEN),
     _at("relay by stream", Point.INTAKE_INSERTED, door="stream"),
     _at("head", Point.HEARTBEAT_AFTER_COMMIT),
     _at("relay by celery", Point.INTAKE_INSERTED, door="celery"),

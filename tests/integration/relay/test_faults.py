@@ -11,7 +11,7 @@ import pytest
 
 from services.standalone.servers import Postgres, Valkey
 from shardline.contract.job import JobState
-from shardline.contract.keys import INTAKE, INTAKE_GROUP, OUTBOX_MARK, RELAY_UNACKED
+from shardline.contract.keys import INTAKE, INTAKE_GROUP, OUTBOX_MARK
 from shardline.store import jobs
 from shardline.store.leases import Beat, heartbeat
 from tests.integration.relay.relay_stack import RelayStack, relay_stack
@@ -98,7 +98,7 @@ def test_a_relay_stores_the_request_it_holds_though_redis_dies(
     postgres_server.kill()
     try:
         task_id = here.submit({"model": MODEL, "prompt": "one"})
-        until(lambda: here.redis.hlen(RELAY_UNACKED) == 1)
+        until(lambda: task_id in here.active_tasks())
         redis_server.restart()
         until(lambda: relay.log.read_bytes().count(b"Connected to redis") > 1)
     finally:

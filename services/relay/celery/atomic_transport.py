@@ -1,0 +1,122 @@
+"""kombu's Redis transport, with a receive that no kill can lose a message in. Knows no task.
+
+kombu takes a message out of its queue with BRPOP and then writes it to the unacknowledged ones: a worker that is
+killed in between has it alone. Here a script does both in one moment, and BLMOVE of a queue onto itself waits for it.
+"""
+
+from __future__ import annotations
+
+from queue import Empty
+from typing import Any
+
+from kombu.transport import TRANSPORT_ALIASES, redis
+from kombu.utils.encoding import bytes_to_str
+from kombu.utils.json import loads
+from redis.exceptions import RedisError
+
+from shardline.base.clock import monotonic_s, wall_clock_s
+from shardline.base.failpoints import Point, failpoint
+
+WAIT_S = 0.1
+"""A message of a priority with its own queue is seen after this long at most."""
+
+TAKE = """
+for place = 3, #KEYS do
+    local message = redis.call('RPOP', KEYS[place])
+    if message then
+        -- What kombu itself writes next; a message that cannot be read is refused, and needs no second try.
+        local is_read, envelope = pcall(cjson.decode, message)
+        local properties = is_read and type(envelope) == 'table' and envelope['properties']
+        local tag = type(properties) == 'table' and properties['delivery_tag']
+        local info = type(properties) == 'table' and properties['delivery_info']
+        if type(tag) == 'string' and type(info) == 'table' then
+            local whence = cjson.encode(info['exchange'] or '') .. ',' .. cjson.encode(info['routing_key'] or '')
+            redis.call('ZADD', KEYS[1], ARGV[1], tag)
+            redis.call('HSET', KEYS[2], tag, '[' .. message .. ',' .. whence .. ']')
+        end
+        return {KEYS[place], message, type(tag) == 'string' and tag or ''}
+    end
+end
+return false
+"""
+
+
+class AtomicChannel(redis.Channel):
+    """Takes a message and notes it as unacknowledged in the same moment."""
+
+    _in_poll: Any
+    _brpop_sent_at: Any
+
+    def _brpop_start(self, timeout: float | None = None) -> None:  # noqa: ARG002 (kombu's signature)
+        queues = self._queue_cycle.consume(len(self.active_queues))
+        if queues:
+            self._in_poll = self.client.connection
+            self._brpop_sent_at = monotonic_s()
+            queue = self._q_for_pri(queues[0], self.priority_steps[0])
+            command = self._prefixed(["BLMOVE", queue, queue, "RIGHT", "RIGHT", WAIT_S])
+            self.client.connection.send_command(*command)
+
+    def _brpop_read(self, **options: Any) -> bool:
+        try:
+            try:
+                self.client.parse_response(self.client.connection, "BLMOVE", **options)
+            except self.connection_errors:
+                self.client.connection.disconnect()
+                raise
+            taken = self._take()
+            if taken is None:
+                raise Empty
+            failpoint(Point.CELERY_TAKEN)
+            self._give_on(*taken)
+            return True
+        finally:
+            self._in_poll = None
+            self._flush_brpop_reauth()
+
+    def _give_on(self, queue: str, message: str, tag: str) -> None:
+        """Gives the message to its consumer. One that ends there, refused, must not come again."""
+        self._queue_cycle.rotate(queue)
+        is_kept = True
+        try:
+            self.connection._deliver(loads(message), queue)  # noqa: SLF001 (as kombu's own does)
+            is_kept = tag in self.qos._delivered  # noqa: SLF001 (unless it was acknowledged)
+        except (RedisError, OSError):
+            raise
+        except Exception:
+            is_kept = False
+            raise
+        finally:
+            if tag and not is_kept:
+                with self.conn_or_acquire() as client:
+                    client.zrem(self.unacked_index_key, tag)
+                    client.hdel(self.unacked_key, tag)
+
+    def _take(self) -> tuple[str, str, str] | None:
+        """The most urgent message of the queues that are consumed: its queue, itself, and its tag."""
+        active = self._queue_cycle.consume(len(self.active_queues))
+        keys = [self._q_for_pri(queue, step) for step in self.priority_steps for queue in active]
+        with self.conn_or_acquire() as client:
+            noted = (self.unacked_index_key, self.unacked_key)
+            taken = client.eval(TAKE, len(noted) + len(keys), *noted, *keys, wall_clock_s())
+        if not taken:
+            return None
+        key, message, tag = map(bytes_to_str, taken)
+        return key.rsplit(self.sep, 1)[0], message, tag
+
+    def _prefixed(self, command: list[Any]) -> list[Any]:
+        if not self.global_keyprefix:
+            return command
+        return self.client._prefix_args(command)  # noqa: SLF001 (as kombu's own does)
+
+
+class AtomicTransport(redis.Transport):
+    """Stands where kombu's transport stands, under the same schemes of URL."""
+
+    Channel = AtomicChannel
+
+
+def register() -> None:
+    """Has this process receive with it. By scheme, because the setting `broker_transport` would
+    stand in the URLs that Celery logs."""
+    path = f"{AtomicTransport.__module__}:{AtomicTransport.__name__}"
+    TRANSPORT_ALIASES.update(redis=path, rediss=path)

@@ -1,0 +1,131 @@
+"""The relay's receive from Celery's queue: a message is in its queue or among the unacknowledged, at any moment."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, suppress
+from typing import Any
+from uuid import uuid4
+
+import pytest
+from kombu.connection import Connection
+from kombu.entity import Queue
+from kombu.messaging import Consumer
+from redis import Redis
+
+from services.relay.celery.atomic_transport import AtomicTransport
+from tests.polling import until
+
+QUEUE = "asked"
+UNACKED = "taken"
+OPTIONS = {
+    "unacked_key": UNACKED,
+    "unacked_index_key": f"{UNACKED}_index",
+    "unacked_mutex_key": f"{UNACKED}_mutex",
+    "visibility_timeout": 0.2,
+    "unacked_restore_limit": None,
+}
+
+
+class Killed(BaseException):
+    """Stands for a SIGKILL: nothing catches it, and nothing is done after it."""
+
+
+@contextmanager
+def connected(redis_url: str) -> Iterator[Connection]:
+    with closing(Connection(redis_url, transport=AtomicTransport, transport_options=OPTIONS)) as connection:
+        yield connection
+
+
+@contextmanager
+def consuming(redis_url: str, callback: Any) -> Iterator[Connection]:
+    with (
+        connected(redis_url) as connection,
+        Consumer(connection.channel(), [Queue(QUEUE)], callbacks=[callback], accept=["json"]),
+    ):
+        yield connection
+
+
+def send(redis_url: str, body: object, **options: Any) -> None:
+    with connected(redis_url) as connection, connection.Producer() as producer:
+        producer.publish(body, serializer="json", routing_key=QUEUE, declare=[Queue(QUEUE)], **options)
+
+
+def received(redis_url: str, num: int) -> list[object]:
+    """What a consumer gets that acknowledges, in order."""
+    found: list[object] = []
+
+    def take(body: object, message: Any) -> None:
+        message.ack()
+        found.append(body)
+
+    with consuming(redis_url, take) as connection:
+
+        def drained() -> bool:
+            with suppress(TimeoutError):
+                connection.drain_events(timeout=0.2)
+            return len(found) >= num
+
+        until(drained, timeout_s=30)
+    return found
+
+
+def left(redis_url: str) -> tuple[int, int]:
+    """Messages in the queue, and unacknowledged ones."""
+    with Redis.from_url(redis_url) as redis:
+        return redis.llen(QUEUE), redis.hlen(UNACKED)
+
+
+def test_messages_come_in_order_and_the_urgent_ones_first(redis_url: str) -> None:
+    for body in ("one", "two"):
+        send(redis_url, body)
+    send(redis_url, "later", priority=9)
+    assert received(redis_url, 3) == ["one", "two", "later"]
+    assert left(redis_url) == (0, 0)
+
+
+def test_a_message_of_lower_priority_alone_is_received(redis_url: str) -> None:
+    send(redis_url, "later", priority=6)
+    assert received(redis_url, 1) == ["later"]
+
+
+def test_a_worker_killed_with_a_message_in_its_hands_leaves_it_to_the_next(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    send(redis_url, "one")
+
+    def die(*_: object) -> None:
+        raise Killed
+
+    with consuming(redis_url, die) as connection:
+        monkeypatch.setattr(connection.transport, "_deliver", die)
+        with pytest.raises(Killed):
+            until(lambda: connection.drain_events(timeout=10))
+        assert left(redis_url) == (0, 1)
+        # As after a kill: the channel puts nothing back when it is closed.
+        monkeypatch.setattr(connection.default_channel.qos, "restore_unacked_once", lambda *_, **__: None)
+    assert received(redis_url, 1) == ["one"]
+    assert left(redis_url) == (0, 0)
+
+
+@pytest.mark.parametrize("kind", ["no envelope", "no tag"])
+def test_a_message_that_ends_in_an_error_does_not_come_again(redis_url: str, kind: str) -> None:
+    send(redis_url, "good")
+    with Redis.from_url(redis_url) as redis:
+        envelope: Any = redis.lindex(QUEUE, 0)
+        document = json.loads(envelope)
+        document["properties"]["delivery_tag"] = str(uuid4())
+        if kind == "no tag":
+            del document["properties"]["delivery_tag"]
+        text = "what is this" if kind == "no envelope" else json.dumps(document)
+        redis.delete(QUEUE)
+        redis.rpush(QUEUE, text)
+
+    def refuse(*_: object) -> None:
+        raise ValueError("no such thing")
+
+    with consuming(redis_url, refuse) as connection:
+        with pytest.raises((ValueError, KeyError)):
+            until(lambda: connection.drain_events(timeout=10))
+        assert left(redis_url) == (0, 0)
