@@ -14,7 +14,7 @@ from kombu.entity import Queue
 from kombu.messaging import Consumer
 from redis import Redis
 
-from services.relay.celery.atomic_transport import AtomicTransport
+from services.relay.celery.atomic_transport import WAIT_S, AtomicTransport
 from tests.polling import until
 
 QUEUE = "asked"
@@ -64,7 +64,8 @@ def received(redis_url: str, num: int) -> list[object]:
 
         def drained() -> bool:
             with suppress(TimeoutError):
-                connection.drain_events(timeout=0.2)
+                # Shorter than a wait of the channel: kombu puts messages back where nothing came.
+                connection.drain_events(timeout=WAIT_S / 2)
             return len(found) >= num
 
         until(drained, timeout_s=30)
