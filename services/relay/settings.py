@@ -40,6 +40,8 @@ class RelaySettings(Settings):
             "unacked_index_key": f"{RELAY_UNACKED}_index",
             "unacked_mutex_key": f"{RELAY_UNACKED}_mutex",
             "visibility_timeout": max(5.0, 3 * self.times.lease_s),
+            # kombu looks for them every 10 s, but only the tenth look counts.
+            "unacked_restore_throttle": 1,
         }
         return {
             **shared,
